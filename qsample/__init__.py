@@ -1,0 +1,34 @@
+"""qsample bakes the sampler into a language model's ONNX graph.
+
+    >>> import qsample
+    >>> model = qsample.AutoModelForCausalLM.from_pretrained("path/or/hub-id", include_sampler=True)
+    >>> package = model.export("exported").compile(provider="cpu", ctx_len=512)
+    >>> print(package.generate("In the beginning", temperature=0.8).texts[0])
+
+Nothing heavy is imported until it is used: `import qsample` needs neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from qsample.auto_model import AutoModelForCausalLM
+    from qsample.sampling_params import SamplingParams
+
+__version__ = "0.1.0"
+__all__ = ["AutoModelForCausalLM", "SamplingParams", "__version__"]
+
+_LAZY = {"AutoModelForCausalLM": "qsample.auto_model", "SamplingParams": "qsample.sampling_params"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        from importlib import import_module
+
+        return getattr(import_module(_LAZY[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,255 @@
+"""A hub id, a checkpoint or a package enters; a model with one set of verbs leaves: export, compile, generate.
+
+Torch and transformers are imported only where a checkpoint is exported.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from qsample.contract import Features
+from qsample.errors import CompileError, QsampleError
+from qsample.package import MANIFEST_NAME, Package, copy_package, read_package
+
+if TYPE_CHECKING:
+    from qsample.exporters.checkpoint import Checkpoint
+    from qsample.runtime import CausalLM, GenerateOutput
+
+Progress = Callable[[str, float], None]
+
+
+class AutoModelForCausalLM:
+    """Opens a model for sampling in its own graph.
+
+    >>> model = AutoModelForCausalLM.from_pretrained("qsample/assets/tiny_lm", include_sampler=True)
+    >>> package = model.export("tiny").compile("tiny-cpu", provider="cpu", ctx_len=512)
+    >>> package.generate("In the beginning", max_new_tokens=8, do_sample=False).texts
+    """
+
+    @staticmethod
+    def from_pretrained(
+        pretrained_model_name_or_path: str | Path,
+        *,
+        include_sampler: bool = True,
+        return_pdfs: bool = False,
+        logit_bias: bool = False,
+        allowed_tokens: bool = False,
+        logprobs: bool = False,
+        top_logprobs: int = 0,
+        dtype: str | None = None,
+        tokenizer: str | None = "auto",
+        provider: str | None = None,
+        revision: str | None = None,
+        cache_dir: str | None = None,
+        token: str | None = None,
+        local_files_only: bool = False,
+        trust_remote_code: bool = False,
+    ) -> CheckpointModel | PackagedModel:
+        """Open a hub id, a checkpoint folder or an exported package.
+
+        Args:
+            include_sampler: bake the sampler into the decode graph; False returns logits and samples on the host, with
+                the same results.
+            return_pdfs: also return the distribution that each token was sampled from, `probs` [B, V] float32.
+            logit_bias, allowed_tokens, logprobs, top_logprobs: further features, see `contract.Features`; each is absent
+                from the graph unless asked for.
+            dtype: "float32" (the default) or "float16", of the weights and the cache.
+            tokenizer: "auto", another id or folder, or None for a package of token ids only.
+            provider: the execution provider that generate() runs on; None = the one that a device package was compiled
+                for, otherwise "cpu".
+            revision, cache_dir, token, local_files_only, trust_remote_code: as in transformers.
+
+        Returns a `PackagedModel` for a folder with a qsample.json, otherwise a `CheckpointModel`, which loads nothing
+        until it is used. Features of a package were fixed at its export: asking for others raises QsampleError.
+        """
+        features = Features(include_sampler, logit_bias, allowed_tokens, logprobs, top_logprobs, return_pdfs)
+        path = Path(pretrained_model_name_or_path)
+        if (path / MANIFEST_NAME).is_file():
+            package = read_package(path)
+            _check_asked(package, features, dtype)
+            return PackagedModel(package, provider)
+        from qsample.exporters.checkpoint import Checkpoint
+
+        checkpoint = Checkpoint(
+            str(pretrained_model_name_or_path),
+            dtype or "float32",
+            tokenizer,
+            revision,
+            cache_dir,
+            token,
+            local_files_only,
+            trust_remote_code,
+        )
+        return CheckpointModel(checkpoint, features, provider)
+
+
+class CheckpointModel:
+    """A Hugging Face checkpoint, to be exported. `generate` exports into a temporary folder first, once."""
+
+    def __init__(self, checkpoint: Checkpoint, features: Features, provider: str | None = None) -> None:
+        self._checkpoint = checkpoint
+        self.features = features
+        self._provider = provider
+        self._exported: PackagedModel | None = None
+
+    def export(
+        self, path: str | Path | None = None, *, overwrite: bool = False, progress: Progress | None = None
+    ) -> PackagedModel:
+        """Export to a portable package at `path`; None = a temporary folder that lives as long as the result.
+
+        Raises UnsupportedModelError, ParityError or PackageError, and leaves nothing behind then.
+        """
+        return self._export(self._checkpoint, path, overwrite, progress)
+
+    save_pretrained = export
+
+    def compile(
+        self,
+        path: str | Path | None = None,
+        *,
+        provider: str = "cpu",
+        batch_size: int | None = None,
+        ctx_len: int | None = None,
+        dtype: str | None = None,
+        overwrite: bool = False,
+        progress: Progress | None = None,
+    ) -> PackagedModel:
+        """Export, then compile for `provider`; see `exporters.compile.compile_package` for the options.
+
+        dtype: another dtype than the model was opened with. It is set before the export, because transformers itself
+        decides which parts of a model stay in float32.
+        """
+        checkpoint = replace(self._checkpoint, dtype=dtype) if dtype else self._checkpoint
+        exported = self._export(checkpoint, None, False, progress)
+        return exported.compile(
+            path, provider=provider, batch_size=batch_size, ctx_len=ctx_len, overwrite=overwrite, progress=progress
+        )
+
+    def generate(self, inputs: Any, params: Any = None, **options: Any) -> GenerateOutput:
+        """Generate as `runtime.CausalLM.generate` does, from a temporary export made by the first call."""
+        if self._exported is None:
+            self._exported = self.export()
+        return self._exported.generate(inputs, params, **options)
+
+    def _export(
+        self, checkpoint: Checkpoint, path: str | Path | None, overwrite: bool, progress: Progress | None
+    ) -> PackagedModel:
+        from qsample.exporters.checkpoint import load_model, load_tokenizer
+        from qsample.exporters.export import export_model
+
+        tokenizer = load_tokenizer(checkpoint)  # first: it fails fast
+        with _Place(path) as place:
+            package = export_model(
+                load_model(checkpoint),
+                tokenizer,
+                place.path,
+                self.features,
+                (checkpoint.model_id, checkpoint.revision),
+                overwrite=overwrite,
+                progress=progress,
+            )
+            return PackagedModel(package, self._provider, place.keep())
+
+
+class PackagedModel:
+    """An exported or compiled package. Loading its sessions waits for the first `generate`."""
+
+    def __init__(
+        self, package: Package, provider: str | None = None, folder: tempfile.TemporaryDirectory[str] | None = None
+    ) -> None:
+        self.package = package
+        self._provider = provider
+        self._folder = folder  # a temporary folder is deleted with the last reference to it
+        self._runtime: CausalLM | None = None
+
+    @property
+    def runtime(self) -> CausalLM:
+        """The loaded sessions; they need onnxruntime, numpy and tokenizers only."""
+        if self._runtime is None:
+            from qsample.runtime import load
+
+            self._runtime = load(self.package.path, provider=self._provider, verify=False)
+        return self._runtime
+
+    def compile(
+        self,
+        path: str | Path | None = None,
+        *,
+        provider: str = "cpu",
+        batch_size: int | None = None,
+        ctx_len: int | None = None,
+        dtype: str | None = None,
+        overwrite: bool = False,
+        progress: Progress | None = None,
+    ) -> PackagedModel:
+        """Compile this portable package for `provider` into `path`; None = a temporary folder.
+
+        See `exporters.compile.compile_package`. dtype: must be the package's; a package holds one dtype.
+        """
+        from qsample.exporters.compile import compile_package
+
+        own = self.package.interface.dtype
+        if dtype not in (None, own):
+            raise CompileError(f"dtype is {dtype!r} and the package was exported as {own}; export it again with that dtype")
+        with _Place(path) as place:
+            compiled = compile_package(
+                self.package,
+                place.path,
+                provider=provider,
+                batch_size=batch_size,
+                ctx_len=ctx_len,
+                overwrite=overwrite,
+                progress=progress,
+            )
+            return PackagedModel(compiled, provider, place.keep())
+
+    def save_pretrained(self, path: str | Path, *, overwrite: bool = False) -> PackagedModel:
+        """Copy the package to `path` and return the copy, opened."""
+        return PackagedModel(copy_package(self.package, path, overwrite=overwrite), self._provider)
+
+    export = save_pretrained
+
+    def generate(self, inputs: Any, params: Any = None, **options: Any) -> GenerateOutput:
+        """Generate text or tokens; see `runtime.CausalLM.generate`."""
+        return self.runtime.generate(inputs, params, **options)
+
+
+class _Place:
+    """A path to write a package to: the caller's, or one in a temporary folder that `keep` hands over."""
+
+    def __init__(self, path: str | Path | None) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="qsample-") if path is None else None
+        self.path = Path(path) if path is not None else Path(self._folder.name) / "package"  # type: ignore[union-attr]
+
+    def __enter__(self) -> _Place:
+        return self
+
+    def keep(self) -> tempfile.TemporaryDirectory[str] | None:
+        folder, self._folder = self._folder, None
+        return folder
+
+    def __exit__(self, *exception: object) -> None:
+        if self._folder is not None:
+            self._folder.cleanup()
+
+
+def _check_asked(package: Package, asked: Features, dtype: str | None) -> None:
+    """Features were fixed at the export, so a request for more (or for host sampling) cannot be met."""
+    have = package.interface.features
+    if asked.sampler != have.sampler:
+        raise QsampleError(
+            f"{package.path} was exported with include_sampler={have.sampler}; open it with that, or export it again"
+        )
+    missing = [
+        name
+        for name in ("logit_bias", "allowed_tokens", "logprobs", "top_logprobs", "probs")
+        if getattr(asked, name) > getattr(have, name)
+    ]
+    if missing:
+        raise QsampleError(f"{package.path} was exported without {', '.join(missing)}; export it again with them")
+    if dtype not in (None, package.interface.dtype):
+        raise QsampleError(f"{package.path} holds {package.interface.dtype}, not {dtype}; export it again with that dtype")

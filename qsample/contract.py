@@ -1,0 +1,276 @@
+"""The decode contract in code: every input, state and output of the graphs, with dtype and named axes.
+
+Enters: a model's dimensions and the features chosen at export. Leaves: the `GraphSpec` of each graph of a package.
+The exporter, the runtime, the manifest, `qsample inspect`, the docs and the tests read names, dtypes and shapes from
+here and spell none themselves. `docs/contract.md` gives the exact semantics of one step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any, Final
+
+CONTRACT_VERSION: Final = "1.0"
+PHILOX_UNIFORM_SCALE: Final = 2.0**-24  # u = (x >> 8) * 2**-24, in [0, 1)
+
+# Values of the retained state `status`.
+RUNNING: Final = 0
+STOPPED: Final = 1  # a stop token was sampled
+LENGTH: Final = 2  # max_length was reached, or the buffers are full
+INVALID_LOGITS: Final = 3  # a NaN or +inf among the logits, or no finite logit left after the masks
+STALLED: Final = 4  # a graph without control flow could not settle the row; run this step on the wide graph
+STATUS_NAMES: Final = {RUNNING: "running", STOPPED: "stop", LENGTH: "length", INVALID_LOGITS: "invalid", STALLED: "stalled"}
+
+# Named axes. An axis of a TensorSpec is one of these names or a fixed size.
+BATCH: Final = "B"  # rows
+SEQUENCE: Final = "S"  # new tokens a row
+CAPACITY: Final = "T"  # context length that the state buffers hold
+VOCAB: Final = "V"
+STOPS: Final = "E"  # stop ids a row
+BIASES: Final = "N"  # logit-bias entries a row
+MASK_WORDS: Final = "W"  # ceil(V / 32) words of the allowed_tokens bitmask
+TOP_LOGPROBS: Final = "M"
+DYNAMIC_AXES: Final = (BATCH, SEQUENCE, CAPACITY, STOPS, BIASES)
+AXIS_MEANINGS: Final = {
+    BATCH: "rows (batch)",
+    SEQUENCE: "new tokens per row",
+    CAPACITY: "capacity (context length) of the state buffers",
+    VOCAB: "vocabulary size",
+    STOPS: "stop ids per row",
+    BIASES: "logit-bias entries per row",
+    MASK_WORDS: "32-token words of the vocabulary bitmask, ceil(V / 32)",
+    TOP_LOGPROBS: "reported alternatives per row",
+}
+
+PAD_STOP_ID: Final = -1  # pads stop_ids and logit_bias_ids
+MODEL_DTYPES: Final = ("float32", "float16", "bfloat16")
+
+Axis = str | int
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """One input, state or output: its name, dtype, axes and meaning.
+
+    `off` is the value that switches a sampling parameter off (None: not a parameter). `read_only` marks a state that
+    no step changes, so it has no `_RetainedState` output.
+    """
+
+    name: str
+    dtype: str
+    axes: tuple[Axis, ...]
+    meaning: str
+    off: float | None = None
+    read_only: bool = False
+
+    def shape(self, sizes: dict[str, int]) -> tuple[int, ...]:
+        """The concrete shape, given the size of each named axis; KeyError names an axis that `sizes` lacks."""
+        return tuple(axis if isinstance(axis, int) else sizes[axis] for axis in self.axes)
+
+
+def retained_name(state: str) -> str:
+    """The output that holds the next value of `state`: `present.{i}.key` for `past_key_values.{i}.key`, otherwise
+    `NAME_RetainedState`."""
+    prefix = "past_key_values."
+    if state.startswith(prefix):
+        return "present." + state.removeprefix(prefix)
+    return f"{state}_RetainedState"
+
+
+@dataclass(frozen=True, slots=True)
+class Features:
+    """What the exporter was asked to put into the graph; an absent feature adds no input, output or operator.
+
+    sampler: the graph returns next-token ids; without it `decoder.onnx` returns logits and `sampler.onnx` samples.
+    logit_bias: inputs `logit_bias_ids`, `logit_bias`. allowed_tokens: input `allowed_tokens` (guided decoding).
+    logprobs: output `logprobs`. top_logprobs: M >= 0 alternatives in `top_logprob_ids`, `top_logprobs` (0: off).
+    probs: output `probs` (`return_pdfs`), the distribution that was sampled from.
+    """
+
+    sampler: bool = True
+    logit_bias: bool = False
+    allowed_tokens: bool = False
+    logprobs: bool = False
+    top_logprobs: int = 0
+    probs: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class KeyValueShape:
+    """The cache of one attention layer: `num_key_value_heads` (H) heads of `head_dim` (D)."""
+
+    num_key_value_heads: int
+    head_dim: int
+
+
+INPUT_IDS = TensorSpec("input_ids", "int64", (BATCH, SEQUENCE), "new tokens, right-padded: a prompt chunk, or next_ids")
+INPUT_LENGTHS = TensorSpec("input_lengths", "int32", (BATCH,), "how many of the S are real, 1..S")
+EMIT = TensorSpec("emit", "bool", (BATCH,), "true: sample a token after these inputs; false: only consume them")
+LOGITS = TensorSpec("logits", "float32", (BATCH, VOCAB), "scores of the token after the last real one")
+NEXT_IDS = TensorSpec("next_ids", "int64", (BATCH, 1), "the sampled token; the pad id for a row that emitted nothing")
+
+PARAMETERS: Final = (
+    TensorSpec("temperature", "float32", (BATCH,), "0 = greedy", off=1.0),
+    TensorSpec("top_k", "int32", (BATCH,), "keep the k most likely tokens and their ties; 0 = off", off=0),
+    TensorSpec("top_p", "float32", (BATCH,), "keep a token iff the mass of likelier ones is < p; 1 = off", off=1.0),
+    TensorSpec("min_p", "float32", (BATCH,), "keep p >= min_p * p_max; 0 = off", off=0.0),
+    TensorSpec("repetition_penalty", "float32", (BATCH,), "on prompt and sampled tokens; 1 = off", off=1.0),
+    TensorSpec("presence_penalty", "float32", (BATCH,), "on sampled tokens; 0 = off", off=0.0),
+    TensorSpec("frequency_penalty", "float32", (BATCH,), "on sampled tokens, per occurrence; 0 = off", off=0.0),
+    TensorSpec("min_length", "int32", (BATCH,), "no stop token before this many tokens, prompt included", off=0),
+    TensorSpec("max_length", "int32", (BATCH,), "stop at this many tokens, prompt included", off=2**31 - 1),
+    TensorSpec("stop_ids", "int32", (BATCH, STOPS), "tokens that end a row, padded with -1", off=PAD_STOP_ID),
+)
+LOGIT_BIAS_INPUTS: Final = (
+    TensorSpec("logit_bias_ids", "int32", (BATCH, BIASES), "tokens to bias, padded with -1", off=PAD_STOP_ID),
+    TensorSpec("logit_bias", "float32", (BATCH, BIASES), "added to the logits of logit_bias_ids", off=0.0),
+)
+ALLOWED_TOKENS = TensorSpec(
+    "allowed_tokens", "int32", (BATCH, MASK_WORDS), "bit i of word w: token 32 w + i may be sampled", off=-1
+)
+
+LENGTHS = TensorSpec("lengths", "int32", (BATCH,), "tokens whose keys and values are in the cache")
+STATUS = TensorSpec("status", "int32", (BATCH,), "0 running, 1 stop token, 2 length, 3 invalid logits, 4 stalled")
+TOKENS = TensorSpec(
+    "tokens", "int32", (BATCH, CAPACITY), "prompt, then sampled tokens; the unused tail repeats the row's first token"
+)
+OUTPUT_COUNTS = TensorSpec("output_counts", "float32", (BATCH, VOCAB), "how often each token was sampled")
+NOISE = TensorSpec(
+    "noise", "float32", (BATCH, CAPACITY), "the uniform u[t] that decides the token at position t", read_only=True
+)
+SAMPLER_STATES: Final = (LENGTHS, STATUS, TOKENS, OUTPUT_COUNTS, NOISE)
+
+SEED = TensorSpec("seed", "int64", (BATCH,), "Philox key of each row's noise")
+CAPACITY_INPUT = TensorSpec("capacity", "int64", (), "context length T to allocate")
+
+LOGPROBS = TensorSpec("logprobs", "float32", (BATCH, 1), "log-probability of next_ids")
+TOP_LOGPROB_OUTPUTS: Final = (
+    TensorSpec("top_logprob_ids", "int32", (BATCH, TOP_LOGPROBS), "the M likeliest tokens, likeliest first"),
+    TensorSpec("top_logprobs", "float32", (BATCH, TOP_LOGPROBS), "their log-probabilities"),
+)
+PROBS = TensorSpec("probs", "float32", (BATCH, VOCAB), "the distribution that next_ids was sampled from")
+
+
+@dataclass(frozen=True, slots=True)
+class GraphSpec:
+    """The interface of one ONNX file: call inputs, retained states and outputs, in graph order.
+
+    The graph's inputs are `inputs` then `states`; its outputs are `outputs` then one per state that is not read-only.
+    """
+
+    inputs: tuple[TensorSpec, ...]
+    states: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+
+    @property
+    def input_names(self) -> list[str]:
+        return [spec.name for spec in (*self.inputs, *self.states)]
+
+    @property
+    def output_names(self) -> list[str]:
+        return [spec.name for spec in self.outputs] + list(self.retained.values())
+
+    @property
+    def retained(self) -> dict[str, str]:
+        """State input name → the output that holds its next value; the pair may share one buffer."""
+        return {spec.name: retained_name(spec.name) for spec in self.states if not spec.read_only}
+
+
+@dataclass(frozen=True, slots=True)
+class Interface:
+    """The dimensions and features that fix a package's graphs.
+
+    key_values: one entry an attention layer, in layer order. dtype: dtype of the cache, one of MODEL_DTYPES.
+    """
+
+    vocab_size: int
+    key_values: tuple[KeyValueShape, ...]
+    dtype: str = "float32"
+    features: Features = field(default_factory=Features)
+
+    def __post_init__(self) -> None:
+        if self.vocab_size < 1:
+            raise ValueError(f"vocab_size is {self.vocab_size}; it must be at least 1")
+        if self.dtype not in MODEL_DTYPES:
+            raise ValueError(f"dtype is {self.dtype!r}; choose one of {', '.join(MODEL_DTYPES)}")
+        if not 0 <= self.features.top_logprobs <= self.vocab_size:
+            raise ValueError(
+                f"top_logprobs is {self.features.top_logprobs}; it must be 0 to vocab_size ({self.vocab_size})"
+            )
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The named axes whose size the model fixes."""
+        return {VOCAB: self.vocab_size, MASK_WORDS: -(-self.vocab_size // 32), TOP_LOGPROBS: self.features.top_logprobs}
+
+    @property
+    def cache_states(self) -> tuple[TensorSpec, ...]:
+        return tuple(self._cache_states())
+
+    def _cache_states(self) -> Iterator[TensorSpec]:
+        for layer, shape in enumerate(self.key_values):
+            axes = (BATCH, shape.num_key_value_heads, CAPACITY, shape.head_dim)
+            for kind in ("key", "value"):
+                yield TensorSpec(f"past_key_values.{layer}.{kind}", self.dtype, axes, f"{kind}s of layer {layer}")
+
+    @property
+    def parameters(self) -> tuple[TensorSpec, ...]:
+        """The per-row sampling inputs, features included."""
+        specs = PARAMETERS
+        if self.features.logit_bias:
+            specs += LOGIT_BIAS_INPUTS
+        if self.features.allowed_tokens:
+            specs += (ALLOWED_TOKENS,)
+        return specs
+
+    @property
+    def sampler_outputs(self) -> tuple[TensorSpec, ...]:
+        specs: tuple[TensorSpec, ...] = (NEXT_IDS,)
+        if self.features.logprobs:
+            specs += (LOGPROBS,)
+        if self.features.top_logprobs:
+            specs += TOP_LOGPROB_OUTPUTS
+        if self.features.probs:
+            specs += (PROBS,)
+        return specs
+
+    @property
+    def decoder(self) -> GraphSpec:
+        """`decoder.onnx`: token ids in; next-token ids out (or logits, without the sampler)."""
+        if self.features.sampler:
+            inputs = (INPUT_IDS, INPUT_LENGTHS, EMIT, *self.parameters)
+            return GraphSpec(inputs, (*SAMPLER_STATES, *self.cache_states), self.sampler_outputs)
+        # `lengths` is an ordinary input here: sampler.onnx advances it.
+        return GraphSpec((INPUT_IDS, INPUT_LENGTHS, LENGTHS), self.cache_states, (LOGITS,))
+
+    @property
+    def sampler(self) -> GraphSpec:
+        """`sampler.onnx`: the sampler alone, logits in. Packages without a baked sampler run it on the host."""
+        inputs = (LOGITS, INPUT_IDS, INPUT_LENGTHS, EMIT, *self.parameters)
+        return GraphSpec(inputs, SAMPLER_STATES, self.sampler_outputs)
+
+    @property
+    def initial_state(self) -> GraphSpec:
+        """`initial_state.onnx`: seeds and capacity in; every state's starting value out, under the state's name."""
+        return GraphSpec((SEED, CAPACITY_INPUT), (), (*SAMPLER_STATES, *self.cache_states))
+
+    @property
+    def graphs(self) -> dict[str, GraphSpec]:
+        """File name → interface, for every ONNX file of the package."""
+        graphs = {"decoder.onnx": self.decoder, "initial_state.onnx": self.initial_state}
+        if not self.features.sampler:
+            graphs["sampler.onnx"] = self.sampler
+        return graphs
+
+    def to_dict(self) -> dict[str, Any]:
+        """A JSON-ready dict; `from_dict` reads it back."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Interface:
+        """Read `to_dict`'s result. Raises TypeError or KeyError where a field is unknown or missing."""
+        values = dict(data)
+        values["key_values"] = tuple(KeyValueShape(**shape) for shape in values["key_values"])
+        values["features"] = Features(**values["features"])
+        return cls(**values)

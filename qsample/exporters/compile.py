@@ -1,0 +1,155 @@
+"""A portable package enters; a device package, optimised for one execution provider and self-tested, leaves."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from qsample import package
+from qsample.errors import CompileError
+from qsample.exporters.graph_runner import Array, GraphRunner
+from qsample.exporters.targets import CompileOptions, Target, find_target
+
+DEFAULT_CTX_LEN: Final = 4096
+SELF_TEST_STEPS: Final = 8
+# A little of everything, so that the self-test runs every step of the sampler.
+_SELF_TEST_PARAMETERS: Final = {
+    "temperature": 0.9,
+    "top_k": 40,
+    "top_p": 0.95,
+    "min_p": 0.02,
+    "repetition_penalty": 1.1,
+    "presence_penalty": 0.1,
+    "frequency_penalty": 0.1,
+}
+# The same float32 arithmetic in another order moves a token about once in a million; float16 rounds visibly.
+_AGREEMENT: Final = {"float32": 1.0, "float16": 0.8}
+Progress = Callable[[str, float], None]
+
+
+@dataclass(frozen=True, slots=True)
+class SelfTest:
+    """Tokens that the compiled graph chose, and how many of them the portable graph chose too."""
+
+    tokens: int
+    agreeing: int
+
+
+def compile_package(
+    source: package.Package,
+    path: str | Path,
+    *,
+    provider: str = "cpu",
+    batch_size: int | None = None,
+    ctx_len: int | None = None,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> package.Package:
+    """Compile the portable package `source` into a device package at `path` and return it.
+
+    Args:
+        provider: the target's name, one of `targets.target_names()`.
+        batch_size: most rows in one call, at least 1; None = any number.
+        ctx_len: tokens that the state of a row holds, 2 to the model's max_position_embeddings; None = the smaller of
+            that and 4,096.
+        progress: called with a stage's name and the fraction done, in [0, 1].
+
+    Raises CompileError where an option does not fit or the self-test fails, PackageError where `path` cannot be
+    written. Nothing is left behind then.
+    """
+    report = progress or (lambda stage, fraction: None)
+    target = find_target(provider)
+    options = _options(source, batch_size, ctx_len)
+    target.check(source.interface, options)
+    size = sum(entry.bytes for entry in source.manifest.files.values())
+    with package.write_package(path, overwrite=overwrite, required_bytes=2 * size) as writer:
+        folder = writer.directory
+        report(f"optimising for {provider}", 0.0)
+        placement = target.compile(source.path / "decoder.onnx", folder, source.interface, options)
+        for name in source.manifest.files:
+            if not name.startswith("decoder.onnx"):
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(source.path / name, folder / name)
+        report("self-test", 0.7)
+        self_test = _self_test(source, folder, target, options)
+        report("publishing", 0.9)
+        writer.finish(
+            replace(
+                source.manifest,
+                kind="device",
+                versions={**source.manifest.versions, "onnxruntime": version_of_onnxruntime()},
+                compilation=package.Compilation(
+                    provider=provider,
+                    execution_providers=target.execution_providers,
+                    batch_size=options.batch_size,
+                    ctx_len=options.ctx_len,
+                    placement={ep: dict(operators) for ep, operators in placement.nodes.items()},
+                    self_test=asdict(self_test),
+                ),
+            )
+        )
+    report("done", 1.0)
+    return package.read_package(path, verify=False)
+
+
+def version_of_onnxruntime() -> str:
+    """The version of whichever onnxruntime distribution is installed."""
+    import onnxruntime
+
+    return str(onnxruntime.__version__)
+
+
+def _options(source: package.Package, batch_size: int | None, ctx_len: int | None) -> CompileOptions:
+    if source.manifest.kind != "portable":
+        raise CompileError(f"{source.path} is already compiled; compile the portable package that it was made from")
+    if batch_size is not None and batch_size < 1:
+        raise CompileError(f"batch_size is {batch_size}; it must be at least 1, or None for any number of rows")
+    limit = source.manifest.max_position_embeddings
+    if ctx_len is None:
+        ctx_len = min(limit or DEFAULT_CTX_LEN, DEFAULT_CTX_LEN)
+    if ctx_len < 2 or (limit is not None and ctx_len > limit):
+        raise CompileError(
+            f"ctx_len is {ctx_len}; it must be 2 to {limit if limit is not None else 'any length'}"
+            + (", the model's max_position_embeddings" if limit is not None else "")
+        )
+    return CompileOptions(batch_size, ctx_len)
+
+
+def _self_test(source: package.Package, folder: Path, target: Target, options: CompileOptions) -> SelfTest:
+    """Let the portable graph generate, greedily and sampled, feed its tokens to the compiled graph, and count how many
+    times that one chooses the same token. Raises CompileError where they agree too rarely."""
+    rows, interface = min(options.batch_size or 2, 2), source.interface
+    steps = min(SELF_TEST_STEPS, options.ctx_len - 1)
+    graphs = [(source.path, ("CPUExecutionProvider",)), (folder, target.execution_providers)]
+    portable, device = (
+        GraphRunner(path / "decoder.onnx", path / "initial_state.onnx", interface, options.ctx_len, providers)
+        for path, providers in graphs
+    )
+    prompt = np.random.default_rng(0).integers(0, interface.vocab_size, (rows, 1))
+    same = total = 0
+    for parameters in ({}, _SELF_TEST_PARAMETERS):
+        states = portable.start(rows), device.start(rows)
+        ids = prompt
+        for _ in range(steps):
+            wanted = _chosen(portable.step(ids, np.ones(rows), states[0], parameters))
+            got = _chosen(device.step(ids, np.ones(rows), states[1], parameters))
+            same, total = same + int((got == wanted).sum()), total + rows
+            ids = wanted[:, None]
+    if same < _AGREEMENT[interface.dtype] * total:
+        raise CompileError(
+            f"self-test failed: the graph compiled for {target.name} chose the portable graph's token {same} times of "
+            f"{total}, and {interface.dtype} needs {_AGREEMENT[interface.dtype]:.0%}"
+        )
+    return SelfTest(tokens=total, agreeing=same)
+
+
+def _chosen(results: dict[str, Array]) -> Array:
+    """[rows]: the tokens of one step, or the argmax where the graph returns logits."""
+    chosen: Array = results["next_ids"][:, 0] if "next_ids" in results else results["logits"].argmax(-1)
+    return chosen

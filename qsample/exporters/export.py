@@ -1,0 +1,195 @@
+"""A Hugging Face causal LM enters; a portable package (decode graph, states, tokenizer, manifest) leaves.
+
+Stages: reference logits → transforms → trace → write → parity gate → publish. Everything is written aside and renamed
+into place at the end, so a refused, failed or interrupted export leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Final
+
+import onnx
+import onnx_ir as ir
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+import qsample
+from qsample.contract import CONTRACT_VERSION, LOGITS, Features, GraphSpec, Interface
+from qsample.errors import UnsupportedModelError
+from qsample.exporters import parity
+from qsample.exporters.initial_state import build_initial_state
+from qsample.exporters.onnx import trace
+from qsample.exporters.sampler import export_sampler
+from qsample.transforms import pipeline
+from qsample.transforms.attention import key_value_shapes
+from qsample.transforms.cache import DecodeContext
+from qsample.transforms.sampler.module import Sampler
+from qsample.transforms.wrap import Decoder, DecoderWithSampler
+
+EXPORT_DTYPES: Final = ("float32", "float16")
+Progress = Callable[[str, float], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where the model came from, for the manifest: a hub id or path, and the revision if there is one."""
+
+    model_id: str
+    revision: str | None = None
+
+
+def export_model(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    path: str | Path,
+    features: Features,
+    source: Source,
+    *,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> package.Package:
+    """Export `model` to a portable package at `path` and return it.
+
+    Args:
+        model: a causal LM in eval mode on the CPU, its weights float32 or float16. It is transformed in place.
+        tokenizer: saved into the package; None makes a package of token ids only.
+        features: what the graph shall have.
+        progress: called with a stage's name and the fraction of the whole export done, in [0, 1].
+
+    Raises UnsupportedModelError before any long work, ParityError where the graph does not match the model,
+    PackageError where `path` cannot be written.
+    """
+    report = progress or (lambda stage, fraction: None)
+    dtype = _check_dtype(model)
+    context = DecodeContext()
+    with package.write_package(path, overwrite=overwrite, required_bytes=_weight_bytes(model)) as writer:
+        folder = writer.directory
+        report("checking the model", 0.0)
+        expected = parity.reference(model)
+        model, _ = pipeline.apply(model, pipeline.default_transforms(context))
+        vocab_size = int(expected.logits[0].shape[-1])
+        interface = Interface(vocab_size, key_value_shapes(model, context), dtype, features)
+        token_ids = _token_ids(model, tokenizer)
+
+        report("tracing the decode graph", 0.05)
+        decoder: torch.nn.Module = Decoder(model, context, interface)
+        spec = interface.decoder
+        if features.sampler:
+            decoder = DecoderWithSampler(decoder, Sampler(interface, token_ids.pad))
+            # The parity gate compares logits, which a published graph does not return.
+            spec = GraphSpec(spec.inputs, spec.states, (*spec.outputs, LOGITS))
+        traced = trace(decoder, spec, interface.sizes)
+        report("writing the weights", 0.55)
+        ir.save(traced, folder / "decoder.onnx", external_data="decoder.onnx.data")
+        del traced
+        ir.save(build_initial_state(interface), folder / "initial_state.onnx")
+        if not features.sampler:
+            ir.save(export_sampler(interface, token_ids.pad), folder / "sampler.onnx")
+
+        report("comparing with the Hugging Face model", 0.7)
+        figures = parity.check(folder / "decoder.onnx", folder / "initial_state.onnx", interface, expected)
+        if features.sampler:
+            _drop_output(folder / "decoder.onnx", LOGITS.name)
+        _save_model_files(model, tokenizer, folder)
+        report("publishing", 0.9)
+        writer.finish(_manifest(model, interface, token_ids, source, figures))
+    report("done", 1.0)
+    return package.read_package(path, verify=False)
+
+
+def _check_dtype(model: PreTrainedModel) -> str:
+    dtype = str(model.dtype).removeprefix("torch.")
+    if dtype not in EXPORT_DTYPES:
+        raise UnsupportedModelError(
+            f"the model is loaded as {dtype}; load it with dtype= one of {', '.join(EXPORT_DTYPES)} "
+            "(the CPU that checks the export has no attention kernel for others)"
+        )
+    return dtype
+
+
+def _weight_bytes(model: PreTrainedModel) -> int:
+    return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+
+
+def _drop_output(path: Path, name: str) -> None:
+    """Remove a graph output from the file; the weights beside it stay untouched."""
+    proto = onnx.load(path, load_external_data=False)
+    kept = [output for output in proto.graph.output if output.name != name]
+    del proto.graph.output[:]
+    proto.graph.output.extend(kept)
+    onnx.save(proto, path)
+
+
+def _save_model_files(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, folder: Path) -> None:
+    model.config.save_pretrained(folder)
+    if model.generation_config is not None:
+        model.generation_config.save_pretrained(folder)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+        if not (folder / "tokenizer.json").exists():
+            raise UnsupportedModelError(
+                f"{type(tokenizer).__name__} has no tokenizer.json form, which the runtime reads; "
+                "convert it to a fast tokenizer first, or export with tokenizer=None for token ids only"
+            )
+
+
+def _token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> package.TokenIds:
+    """The ids that the runtime needs: from generation_config, then config, then the tokenizer."""
+
+    def find(name: str) -> Any:
+        for owner in (model.generation_config, model.config.get_text_config(decoder=True), tokenizer):
+            if getattr(owner, name, None) is not None:
+                return getattr(owner, name)
+        return None
+
+    eos = find("eos_token_id")
+    eos_ids = tuple(int(i) for i in ([] if eos is None else eos if isinstance(eos, list | tuple) else [eos]))
+    bos, pad = find("bos_token_id"), find("pad_token_id")
+    vocab_size = int(model.config.get_text_config(decoder=True).vocab_size)
+    if pad is None or not 0 <= pad < vocab_size:
+        pad = eos_ids[0] if eos_ids else 0
+    return package.TokenIds(pad=int(pad), bos=None if bos is None else int(bos), eos=eos_ids)
+
+
+def _manifest(
+    model: PreTrainedModel,
+    interface: Interface,
+    token_ids: package.TokenIds,
+    source: Source,
+    figures: parity.Parity,
+) -> package.Manifest:
+    limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    return package.Manifest(
+        kind="portable",
+        contract_version=CONTRACT_VERSION,
+        interface=interface,
+        source=package.Source(
+            model_id=source.model_id,
+            revision=source.revision,
+            model_type=model.config.model_type,
+            architecture=type(model).__name__,
+            weight_hash=weight_hash(model),
+        ),
+        versions={"qsample": qsample.__version__}
+        | {name: version(name) for name in ("torch", "transformers", "onnx", "onnxruntime")},
+        token_ids=token_ids,
+        max_position_embeddings=int(limit) if limit else None,
+        parity=asdict(figures),
+    )
+
+
+def weight_hash(model: PreTrainedModel) -> str:
+    """sha256 over the weights as loaded: name, dtype, shape and bytes of each, in order of their names."""
+    digest = hashlib.sha256()
+    # A transformed head is wrapped; its weights keep their original name.
+    named = {name.replace("lm_head.head.", "lm_head."): tensor for name, tensor in model.state_dict().items()}
+    for name, tensor in sorted(named.items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        digest.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()

@@ -1,0 +1,79 @@
+"""A torch module over named tensors enters; its ONNX graph, with the contract's names and axes, leaves."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+
+import onnx_ir as ir
+import torch
+from torch import Tensor, nn
+
+from qsample.contract import BATCH, BIASES, CAPACITY, DYNAMIC_AXES, SEQUENCE, STOPS, GraphSpec, TensorSpec
+
+# 23 blocks the skip-norm fusion and 24's TopK lacks a CUDA kernel, so 20 is the newest opset that loses nothing.
+OPSET = 20
+# Every dynamic axis is traced at two or more: torch.export specialises an axis of size 1. They all differ, so that two
+# axes that merely look alike are not taken for one.
+_TRACE_SIZES = {BATCH: 2, SEQUENCE: 3, CAPACITY: 32, STOPS: 4, BIASES: 5}
+
+
+class _InOrder(nn.Module):
+    """Calls a module that maps names to tensors and returns its results in graph order."""
+
+    def __init__(self, module: nn.Module, output_names: list[str]) -> None:
+        super().__init__()
+        self.module = module
+        self._output_names = output_names
+
+    def forward(self, inputs: dict[str, Tensor]) -> tuple[Tensor, ...]:
+        results = self.module(inputs)
+        return tuple(results[name] for name in self._output_names)
+
+
+def trace(
+    module: nn.Module, spec: GraphSpec, sizes: Mapping[str, int], example: Mapping[str, Tensor] | None = None
+) -> ir.Model:
+    """Export `module` to an ONNX model whose inputs and outputs are those of `spec`.
+
+    Args:
+        module: its `forward(inputs)` takes a dict with every name of `spec.input_names` and returns a dict with every
+            name of `spec.output_names`.
+        sizes: the size of each named axis that the model fixes (`Interface.sizes`).
+        example: values to trace with, for inputs that zeros do not suit; the rest are made from `spec`.
+
+    Returns the model with the weights still in the torch module's memory.
+    """
+    given = dict(example or {})
+    inputs = {
+        tensor.name: given[tensor.name] if tensor.name in given else _example(tensor, sizes)
+        for tensor in (*spec.inputs, *spec.states)
+    }
+    dims = {axis: torch.export.Dim(axis) for axis in DYNAMIC_AXES}
+    shapes = {
+        tensor.name: {i: dims[axis] for i, axis in enumerate(tensor.axes) if axis in dims}
+        for tensor in (*spec.inputs, *spec.states)
+    }
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the exporter warns of its own deprecations, which no user can act on
+        program = torch.onnx.export(
+            _InOrder(module, spec.output_names).eval(),
+            kwargs={"inputs": inputs},
+            dynamo=True,
+            dynamic_shapes={"inputs": shapes},
+            input_names=spec.input_names,
+            output_names=spec.output_names,
+            opset_version=OPSET,
+            optimize=True,
+            verbose=False,
+        )
+    if program is None:  # only the legacy exporter returns None
+        raise RuntimeError("torch.onnx.export returned no program")
+    return program.model
+
+
+def _example(spec: TensorSpec, sizes: Mapping[str, int]) -> Tensor:
+    """A tensor of the spec's dtype and shape holding a harmless value: 1, which every id, length and scale accepts."""
+    shape = spec.shape({**_TRACE_SIZES, **sizes})
+    value = spec.off if spec.off is not None else 0 if spec.axes and CAPACITY in spec.axes else 1
+    return torch.full(shape, value, dtype=getattr(torch, spec.dtype))

@@ -1,0 +1,40 @@
+"""An `Interface` enters; `sampler.onnx`, the sampler as a graph of its own, leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import onnx_ir as ir
+from torch import Tensor, nn
+
+from qsample.contract import LOGITS, Interface
+from qsample.exporters.onnx import trace
+from qsample.transforms.sampler import Sampler
+
+
+class _FromLogits(nn.Module):
+    """The sampler with its logits among the named inputs."""
+
+    def __init__(self, sampler: Sampler) -> None:
+        super().__init__()
+        self.sampler = sampler
+
+    def forward(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        rest = {name: tensor for name, tensor in inputs.items() if name != LOGITS.name}
+        results: dict[str, Tensor] = self.sampler(inputs[LOGITS.name], rest)
+        return results
+
+
+def export_sampler(
+    interface: Interface,
+    pad_token_id: int,
+    *,
+    num_candidates: int | None = None,
+    chunk_size: int | None = None,
+    control_flow: bool = True,
+) -> ir.Model:
+    """`sampler.onnx`: logits in, next-token ids and new state out. The options are those of `Sampler`."""
+    sampler = Sampler(
+        interface, pad_token_id, num_candidates=num_candidates, chunk_size=chunk_size, control_flow=control_flow
+    )
+    return trace(_FromLogits(sampler), interface.sampler, interface.sizes)

@@ -1,0 +1,33 @@
+"""A model with named axes enters; the same model with some of them fixed leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import onnx_ir as ir
+
+
+def fix_axes(model: ir.Model, sizes: Mapping[str, int]) -> ir.Model:
+    """Give the named axes in `sizes` their size, in every shape of the graph; in place.
+
+    Sizes computed from several axes lose their recorded name: shape inference finds them again.
+    """
+    for value in _values(model):
+        if value.shape is None:
+            continue
+        dims = [_fixed(dim, sizes) for dim in value.shape]
+        if list(value.shape) != dims:
+            value.shape = ir.Shape(dims)
+    return model
+
+
+def _values(model: ir.Model) -> list[ir.Value]:
+    found = list(model.graph.inputs)
+    for node in model.graph.all_nodes():
+        found.extend(node.outputs)
+    return found
+
+
+def _fixed(dim: int | ir.SymbolicDim, sizes: Mapping[str, int]) -> int | ir.SymbolicDim:
+    name = getattr(dim, "value", None)
+    return sizes.get(name, dim) if isinstance(name, str) else dim

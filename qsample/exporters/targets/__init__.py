@@ -1,0 +1,74 @@
+"""The registry of compile targets: one module a target, found by its name.
+
+A target is a module of this package, or an entry point in the group `qsample.targets` of an installed distribution,
+with an attribute `TARGET` that follows `Target`.
+"""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Protocol
+
+from qsample.contract import Interface
+from qsample.errors import CompileError
+
+ENTRY_POINTS = "qsample.targets"
+
+
+@dataclass(frozen=True, slots=True)
+class CompileOptions:
+    """What a device package is compiled for.
+
+    batch_size: most rows in one call; None = any number. ctx_len: capacity T of the state buffers, in tokens.
+    """
+
+    batch_size: int | None
+    ctx_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Which execution provider runs which nodes: provider → operator type → how many."""
+
+    nodes: Mapping[str, Mapping[str, int]]
+
+    def count(self, provider: str) -> int:
+        return sum(self.nodes.get(provider, {}).values())
+
+
+class Target(Protocol):
+    """Turns a portable decode graph into one for a device."""
+
+    name: str
+    execution_providers: tuple[str, ...]
+
+    def check(self, interface: Interface, options: CompileOptions) -> None:
+        """Raise CompileError, before any work, where the target cannot serve this interface or these options."""
+        ...
+
+    def compile(self, decoder: Path, folder: Path, interface: Interface, options: CompileOptions) -> Placement:
+        """Write `decoder.onnx` (with its data) for the device into `folder`, and say where its nodes run."""
+        ...
+
+
+def target_names() -> list[str]:
+    """Every target that `find_target` accepts."""
+    own = [module.name for module in pkgutil.iter_modules(__path__) if not module.name.startswith("_")]
+    return sorted({*own, *(point.name for point in entry_points(group=ENTRY_POINTS))})
+
+
+def find_target(name: str) -> Target:
+    """The target called `name`; CompileError lists the names that exist."""
+    for point in entry_points(group=ENTRY_POINTS):
+        if point.name == name:
+            target: Target = point.load().TARGET
+            return target
+    if name not in target_names():
+        raise CompileError(f"no compile target {name!r}; choose one of {', '.join(target_names())}")
+    target = import_module(f"{__name__}.{name}").TARGET
+    return target

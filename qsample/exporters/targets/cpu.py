@@ -1,0 +1,49 @@
+"""The CPU target: a portable decode graph enters; a fused one, optimised offline by ONNX Runtime, leaves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+import onnx_ir as ir
+import onnxruntime as ort
+
+from qsample.contract import BATCH, CAPACITY, Interface
+from qsample.errors import CompileError
+from qsample.exporters.fusion import fuse
+from qsample.exporters.ort_optimize import optimize_offline
+from qsample.exporters.shapes import fix_axes
+from qsample.exporters.targets import CompileOptions, Placement
+
+_DTYPES: Final = ("float32", "float16")  # GroupQueryAttention's CPU kernels
+
+
+class CpuTarget:
+    """Plain x86-64 and Arm CPUs. The capacity is fixed; the batch is fixed at 1 or else only bounded, because a row of
+    a batch is prefilled alone, as a batch of one over its slice of the buffers."""
+
+    name = "cpu"
+    execution_providers = ("CPUExecutionProvider",)
+
+    def check(self, interface: Interface, options: CompileOptions) -> None:
+        if interface.dtype not in _DTYPES:
+            raise CompileError(
+                f"the package is {interface.dtype} and the CPU provider's attention takes {' or '.join(_DTYPES)}; "
+                "export it with one of these dtypes"
+            )
+
+    def compile(self, decoder: Path, folder: Path, interface: Interface, options: CompileOptions) -> Placement:
+        fused = folder / "fused.onnx"
+        model = ir.load(decoder)
+        fix_axes(model, {CAPACITY: options.ctx_len} | ({BATCH: 1} if options.batch_size == 1 else {}))
+        fuse(model, self.name)
+        ir.save(model, fused, external_data="fused.onnx.data")
+        # EXTENDED holds what every CPU of the architecture runs; ALL adds layouts of the very machine that compiles.
+        level = ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
+        placement = optimize_offline(fused, folder / "decoder.onnx", self.execution_providers, level)
+        fused.unlink()
+        (folder / "fused.onnx.data").unlink(missing_ok=True)
+        return placement
+
+
+TARGET = CpuTarget()

@@ -1,0 +1,33 @@
+"""A Hugging Face causal LM enters; the model that the decode graph is traced from leaves, transformed in order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from transformers import PreTrainedModel
+
+from qsample.transforms.attention import RetainedAttention
+from qsample.transforms.cache import DecodeContext
+from qsample.transforms.experts import BatchedExperts
+from qsample.transforms.head import SampleLastToken
+
+
+class Transform(Protocol):
+    """One step: changes the model in place and returns it, with whether there was anything to change."""
+
+    def __call__(self, model: PreTrainedModel) -> tuple[PreTrainedModel, bool]: ...
+
+
+def default_transforms(context: DecodeContext) -> tuple[Transform, ...]:
+    """Every transform that a decode graph needs, in order."""
+    return BatchedExperts(), RetainedAttention(context), SampleLastToken(context)
+
+
+def apply(model: PreTrainedModel, transforms: Sequence[Transform]) -> tuple[PreTrainedModel, bool]:
+    """Run `transforms` in order; the flag says whether any of them changed the model."""
+    modified = False
+    for transform in transforms:
+        model, changed = transform(model)
+        modified |= changed
+    return model, modified

@@ -1,0 +1,78 @@
+"""Logits [B, V] enter; chunk maxima, the exact maximum and the exact top K leave, at little more than one pass over V.
+
+Chunked selection is exact: a token of a chunk that is not among the K with the largest maxima has K tokens, those
+maxima, that are at least as large. Chosen chunks are put in ascending order so that ties go to the lowest id.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+
+class Chunks(NamedTuple):
+    """Logits cut into n chunks of C tokens.
+
+    values: [B, n, C] float32, -inf beyond the vocabulary. maxima: [B, n] float32.
+    """
+
+    values: Tensor
+    maxima: Tensor
+
+
+def split(logits: Tensor, chunk_size: int) -> Chunks:
+    """Cut logits [B, V] float32 into chunks of `chunk_size`; padding, and so a copy, only where V is no multiple."""
+    batch, vocab = logits.shape
+    count = -(-vocab // chunk_size)
+    values = functional.pad(logits, (0, count * chunk_size - vocab), value=-torch.inf)
+    values = values.reshape(batch, count, chunk_size)
+    return Chunks(values, values.amax(-1))
+
+
+def take_chunks(values: Tensor, indices: Tensor) -> Tensor:
+    """Chunks `indices` ([B, k] int64) of `values` [B, n, C], copied whole: [B, k, C]."""
+    batch, count, size = values.shape
+    rows = torch.arange(batch)[:, None] * count
+    return functional.embedding(indices + rows, values.reshape(batch * count, size))
+
+
+def argmax(chunks: Chunks) -> Tensor:
+    """The most likely token of each row, the lowest id of a tie: [B, 1] int64."""
+    best = chunks.maxima.argmax(-1, keepdim=True)
+    inside = take_chunks(chunks.values, best)[:, 0].argmax(-1, keepdim=True)
+    return best * chunks.values.shape[2] + inside
+
+
+def top_candidates(chunks: Chunks, num_candidates: int) -> tuple[Tensor, Tensor]:
+    """The `num_candidates` largest logits, largest first, and their ids; at equal values the lowest ids.
+
+    Returns values [B, K] float32 and ids [B, K] int64.
+    """
+    count, size = chunks.values.shape[1:]
+    chosen = chunks.maxima.topk(min(num_candidates, count), dim=-1).indices
+    chosen = chosen.sort(dim=-1).values
+    pool = take_chunks(chunks.values, chosen).flatten(1)
+    values, places = pool.topk(num_candidates, dim=-1)
+    ids = chosen.gather(1, torch.div(places, size, rounding_mode="floor")) * size + places % size
+    return values, ids
+
+
+class Sizes(NamedTuple):
+    """num_candidates: K of the narrow tier. chunk_size: C."""
+
+    num_candidates: int
+    chunk_size: int
+
+
+_NUM_CANDIDATES = 80
+_CHUNK_SIZES = range(48, 161)
+
+
+def choose_sizes(vocab: int) -> Sizes:
+    """The measured best for a vocabulary: a chunk size near 96 that divides it, so that no padded copy is needed."""
+    divisors = [size for size in _CHUNK_SIZES if vocab % size == 0]
+    chunk_size = min(divisors, key=lambda size: abs(size - 96), default=96)
+    return Sizes(_NUM_CANDIDATES, min(chunk_size, vocab))

@@ -1,0 +1,61 @@
+"""Weights of the surviving tokens and a uniform number enter; the drawn token leaves, by inverse CDF in id order.
+
+The weights are float32 and summed in float64: no order of summation moves a boundary by anything near the 2**-24 grid
+of the uniforms, so a token depends neither on the path that found the survivors nor on the shape of the batch. It also
+makes the draw safe at its ends. u * total is below the total for every u <= 1 - 2**-24, so a token of positive weight
+is found, and a token of zero weight never moves the running sum past the target.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+_LARGEST_UNIFORM = 1.0 - 2.0**-24
+
+
+def draw_candidates(ids: Tensor, masses: Tensor, uniform: Tensor) -> Tensor:
+    """Draw one of the candidates, [B, 1] int64.
+
+    Args:
+        ids: [B, K] int64, in any order.
+        masses: [B, K] float32, >= 0, one of them positive.
+        uniform: [B, 1] float32, in [0, 1).
+    """
+    ordered, places = ids.topk(ids.shape[1], dim=-1, largest=False)
+    cumulative = masses.gather(1, places).to(torch.float64).cumsum(-1)
+    return ordered.gather(1, _first_above(cumulative, _target(uniform, cumulative[:, -1:])))
+
+
+def draw_vocabulary(masses: Tensor, uniform: Tensor, block_size: int) -> Tensor:
+    """Draw one token of the whole vocabulary, [B, 1] int64, in two levels: a block, then a token of that block.
+
+    Args:
+        masses: [B, V] float32, >= 0, one of them positive.
+        uniform: [B, 1] float32, in [0, 1).
+    """
+    batch, vocab = masses.shape
+    count = -(-vocab // block_size)
+    blocks = functional.pad(masses, (0, count * block_size - vocab)).reshape(batch, count, block_size)
+    sums = blocks.to(torch.float64).sum(-1)
+    cumulative = sums.cumsum(-1)
+    target = _target(uniform, cumulative[:, -1:])
+    block = _first_above(cumulative, target)
+    before = cumulative.gather(1, block) - sums.gather(1, block)
+
+    rows = torch.arange(batch)[:, None] * count
+    inside = functional.embedding(block + rows, blocks.reshape(batch * count, block_size))[:, 0]
+    inside_cumulative = inside.to(torch.float64).cumsum(-1)
+    # Rounding may leave the remainder just outside the block; its first or last token of positive weight is meant then.
+    remainder = torch.minimum((target - before).clamp(min=0), inside_cumulative[:, -1:] * _LARGEST_UNIFORM)
+    return block * block_size + _first_above(inside_cumulative, remainder)
+
+
+def _target(uniform: Tensor, total: Tensor) -> Tensor:
+    return uniform.to(torch.float64).clamp(max=_LARGEST_UNIFORM) * total
+
+
+def _first_above(cumulative: Tensor, target: Tensor) -> Tensor:
+    """Index of the first cumulative sum above the target, [B, 1] int64."""
+    return (cumulative <= target).to(torch.int64).sum(-1, keepdim=True)

@@ -1,0 +1,225 @@
+"""Logits, sampling parameters and retained state enter; next-token ids and the new state leave: the `Sampler`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from qsample.contract import INVALID_LOGITS, LENGTH, RUNNING, STALLED, STOPPED, Interface, retained_name
+from qsample.transforms.sampler import candidates, features, history, penalties, tiers
+from qsample.transforms.sampler.candidates import Chunks
+from qsample.transforms.sampler.control import branch
+
+# A finite logit beyond this can make the sum that the validity check reads overflow; such rows are looked at closely.
+_LARGE_LOGIT = 2.0**96
+
+
+class Sampler(nn.Module):
+    """One step of the decode contract, from the logits on: adjusts, filters, draws, and updates the retained state.
+
+    Args:
+        interface: vocabulary and features.
+        pad_token_id: `next_ids` of a row that emitted nothing.
+        num_candidates: K of the narrow tier, at least 1; None: from the table of measurements.
+        chunk_size: tokens in a chunk of the two-level selection; None: from the table of measurements.
+        control_flow: False: a graph without If and Loop, for capture and replay. Rows that the narrow tier cannot
+            settle then get status 4 and commit nothing; the graph with control flow takes status 4 for running, so the
+            host runs that step there, with the inputs of the step that stalled.
+    """
+
+    def __init__(
+        self,
+        interface: Interface,
+        pad_token_id: int,
+        *,
+        num_candidates: int | None = None,
+        chunk_size: int | None = None,
+        control_flow: bool = True,
+    ) -> None:
+        super().__init__()
+        sizes = candidates.choose_sizes(interface.vocab_size)
+        self._interface = interface
+        self._pad_token_id = pad_token_id
+        self._chunk_size = chunk_size if chunk_size is not None else sizes.chunk_size
+        self._num_candidates = min(
+            num_candidates if num_candidates is not None else sizes.num_candidates, interface.vocab_size
+        )
+        if self._num_candidates < 1 or self._chunk_size < 1:
+            raise ValueError("num_candidates and chunk_size must be at least 1")
+        self._control_flow = control_flow
+        self._byte_masks: Tensor | None
+        masks = penalties.byte_masks() if interface.features.allowed_tokens else None
+        self.register_buffer("_byte_masks", masks, persistent=False)
+
+    def forward(self, logits: Tensor, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """logits: [B, V] float32. inputs: every other name of `Interface.sampler.input_names`.
+
+        Returns the names of `Interface.sampler.output_names`. A row with emit=False only records its inputs; its
+        logits are not looked at.
+        """
+        column = {name: tensor[:, None] if tensor.ndim == 1 else tensor for name, tensor in inputs.items()}
+        input_ids, input_lengths = inputs["input_ids"], column["input_lengths"]
+        capacity = inputs["tokens"].shape[1]
+
+        # 1. Where the row stands. `lengths` is read once, for the sum: its buffer may be that of its own next value.
+        total = column["lengths"] + input_lengths
+        start = total - input_lengths
+        running = self._is_running(column["status"])
+        sampling = running & column["emit"]
+
+        # 2. Masks, biases and penalties, then the check that something can be drawn.
+        adjusted = self._adjust(logits, column, start, total, sampling)
+        chunks = candidates.split(adjusted, self._chunk_size)
+        maximum = chunks.maxima.amax(-1, keepdim=True)
+        valid, checked = self._validity(adjusted, chunks, maximum)
+
+        # 3., 4. The argmax of greedy rows; temperature, top-k, top-p, min-p and the draw of random ones.
+        random = sampling & valid & (column["temperature"] > 0)
+        rows = tiers.Rows(
+            random,
+            maximum,
+            torch.where(random, column["temperature"], 1.0),
+            column["top_k"],
+            column["top_p"],
+            column["min_p"],
+            inputs["noise"].gather(1, total.clamp(max=capacity - 1).to(torch.int64)),
+        )
+        greedy = candidates.argmax(chunks)
+        draw = self._draw(adjusted, chunks, rows)
+        token = torch.where(random, draw.token, greedy)
+        settled = checked & (draw.settled | ~random)
+
+        # 5. Commit.
+        emitted = sampling & valid & settled
+        advance = running & (emitted | ~column["emit"])
+        next_ids = torch.where(emitted, token, self._pad_token_id)
+        committed = torch.where(emitted, token, 0)
+        results = {"next_ids": next_ids}
+        results |= self._features(logits, adjusted, committed, emitted, rows, draw.threshold)
+        states = {
+            "lengths": torch.where(advance, total, start)[:, 0],
+            "status": self._next_status(column, total, committed, running, sampling, valid, settled)[:, 0],
+            "tokens": history.write_tokens(
+                inputs["tokens"],
+                start,
+                input_ids,
+                input_lengths,
+                committed,
+                advance,
+                emitted,
+                self._as_length(torch.where((advance & (start == 0)).any(), capacity, 0), capacity),
+            ),
+            "output_counts": inputs["output_counts"].scatter_add(1, committed, emitted.to(torch.float32)),
+        }
+        return results | {retained_name(name): value for name, value in states.items()}
+
+    def _is_running(self, status: Tensor) -> Tensor:
+        running = status == RUNNING
+        return running | (status == STALLED) if self._control_flow else running
+
+    def _adjust(
+        self, logits: Tensor, column: Mapping[str, Tensor], start: Tensor, total: Tensor, sampling: Tensor
+    ) -> Tensor:
+        """allowed_tokens, logit_bias, minimum length, penalties; in this order."""
+        if self._byte_masks is not None:
+            logits = penalties.mask_disallowed(logits, column["allowed_tokens"], self._byte_masks)
+        if self._interface.features.logit_bias:
+            logits = penalties.add_bias(logits, column["logit_bias_ids"], column["logit_bias"])
+        logits = penalties.forbid_stops(logits, column["stop_ids"], total < column["min_length"])
+
+        repetition, presence, frequency = (
+            column[f"{kind}_penalty"] for kind in ("repetition", "presence", "frequency")
+        )
+        # The history is read as far as some row is penalised for it: not at all where no row is.
+        penalised = sampling & ((repetition != 1) | (presence != 0) | (frequency != 0))
+        capacity = column["tokens"].shape[1]
+        length = self._as_length(torch.where(penalised, start, 0).max().clamp(max=capacity), capacity)
+        ids = history.history_ids(column["tokens"], start, column["input_ids"], column["input_lengths"], length)
+        return penalties.penalize_history(logits, ids, column["output_counts"], repetition, presence, frequency)
+
+    def _as_length(self, length: Tensor, capacity: int) -> int:
+        """`length` (scalar) as a size; the whole capacity where sizes must not depend on data."""
+        if not self._control_flow:
+            return capacity
+        size = cast(int, length.item())  # int() would ask for its value at export
+        torch._check(size >= 0)
+        torch._check(size <= capacity)
+        return size
+
+    def _validity(self, logits: Tensor, chunks: Chunks, maximum: Tensor) -> tuple[Tensor, Tensor]:
+        """Whether each row holds neither NaN nor +inf and some finite logit, [B, 1] bool; and whether that is certain.
+
+        A sum is NaN or +inf whenever one of its terms is, so one reduction does. (A maximum is no substitute: ONNX
+        Runtime's ReduceMax drops NaN.) But huge finite logits may overflow it; those rows are looked at one by one.
+        """
+        finite_sum = chunks.values.sum(-1).sum(-1, keepdim=True) < torch.inf
+        some_finite = maximum > -torch.inf
+        overflow = ~finite_sum & (maximum > _LARGE_LOGIT) & (maximum < torch.inf)
+        if not self._control_flow:
+            return (finite_sum | overflow) & some_finite, ~overflow
+
+        def look(logits: Tensor, finite_sum: Tensor) -> tuple[Tensor, ...]:
+            return ((logits < torch.inf).all(-1, keepdim=True),)
+
+        def trust(logits: Tensor, finite_sum: Tensor) -> tuple[Tensor, ...]:
+            return (finite_sum.clone(),)
+
+        no_invalid = branch(overflow.any(), look, trust, (logits, finite_sum))[0]
+        return no_invalid & some_finite, torch.ones_like(overflow)
+
+    def _draw(self, logits: Tensor, chunks: Chunks, rows: tiers.Rows) -> tiers.Draw:
+        count, vocab = self._num_candidates, self._interface.vocab_size
+        if not self._control_flow:
+            return tiers.narrow(chunks, rows, count, vocab, control_flow=False)
+
+        def draw(logits: Tensor, values: Tensor, maxima: Tensor, *row: Tensor) -> tuple[Tensor, ...]:
+            return tiers.sample(logits, Chunks(values, maxima), tiers.Rows(*row), count)
+
+        def skip(logits: Tensor, values: Tensor, maxima: Tensor, *row: Tensor) -> tuple[Tensor, ...]:
+            return tiers.undrawn(tiers.Rows(*row))
+
+        return tiers.Draw(*branch(rows.random.any(), draw, skip, (logits, *chunks, *rows)))
+
+    def _next_status(
+        self,
+        column: Mapping[str, Tensor],
+        total: Tensor,
+        token: Tensor,
+        running: Tensor,
+        sampling: Tensor,
+        valid: Tensor,
+        settled: Tensor,
+    ) -> Tensor:
+        stopped = (token == column["stop_ids"]).any(-1, keepdim=True)
+        full = (total + 1 >= column["max_length"]) | (total + 1 >= column["tokens"].shape[1])
+        after_token = torch.where(stopped, STOPPED, torch.where(full, LENGTH, RUNNING))
+        after_sampling = torch.where(valid, torch.where(settled, after_token, STALLED), INVALID_LOGITS)
+        status = torch.where(sampling, after_sampling, RUNNING).to(torch.int32)
+        return torch.where(running, status, column["status"])
+
+    def _features(
+        self, logits: Tensor, adjusted: Tensor, token: Tensor, emitted: Tensor, rows: tiers.Rows, threshold: Tensor
+    ) -> dict[str, Tensor]:
+        chosen, results = self._interface.features, {}
+        if chosen.logprobs or chosen.top_logprobs:
+            chunks = candidates.split(logits, self._chunk_size)
+            normaliser = features.log_normaliser(chunks)
+            if chosen.logprobs:
+                results["logprobs"] = features.logprobs(logits, normaliser, token, emitted)
+            if chosen.top_logprobs:
+                ids, values = features.top_logprobs(chunks, normaliser, chosen.top_logprobs, emitted)
+                results |= {"top_logprob_ids": ids, "top_logprobs": values}
+        if chosen.probs:
+            results["probs"] = features.probabilities(
+                adjusted,
+                rows.maximum,
+                rows.temperature,
+                threshold,
+                rows.random & emitted,
+                ~rows.random & emitted,
+                token,
+            )
+        return results

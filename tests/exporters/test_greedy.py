@@ -1,0 +1,54 @@
+"""Greedy tokens of an exported graph against Hugging Face's own generate, for ragged batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+import qsample
+from qsample import AutoModelForCausalLM
+from tests.tiny_models import FAMILIES, VOCAB_SIZE
+
+NEW_TOKENS = 64
+BUNDLED = Path(qsample.__file__).parent / "assets" / "tiny_lm"
+
+
+def prompts(vocab_size: int, lengths: tuple[int, ...] = (3, 17, 9, 1)) -> list[list[int]]:
+    generator = np.random.default_rng(7)
+    return [generator.integers(4, vocab_size, n).tolist() for n in lengths]
+
+
+def hugging_face_greedy(checkpoint: Path, rows: list[list[int]]) -> list[list[int]]:
+    """New tokens of each prompt, run alone so that no padding is involved."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        checkpoint, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    out = []
+    for row in rows:
+        ids = torch.tensor([row])
+        generated = model.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NEW_TOKENS, pad_token_id=0
+        )
+        out.append(generated[0, len(row) :].tolist())
+    return out
+
+
+@pytest.mark.parametrize("model_type", sorted(FAMILIES))
+def test_random_models(model_type: str, checkpoint: Callable[[str], Path], exported: Callable[..., Path]) -> None:
+    rows = prompts(VOCAB_SIZE)
+    output = AutoModelForCausalLM.from_pretrained(exported(model_type)).generate(
+        rows, do_sample=False, max_new_tokens=NEW_TOKENS
+    )
+    assert output.new_token_ids == hugging_face_greedy(checkpoint(model_type), rows)
+
+
+def test_bundled_model(tmp_path: Path) -> None:
+    rows = prompts(2048)
+    model = AutoModelForCausalLM.from_pretrained(BUNDLED).export(tmp_path / "tiny_lm")
+    output = model.generate(rows, do_sample=False, max_new_tokens=NEW_TOKENS)
+    assert output.new_token_ids == hugging_face_greedy(BUNDLED, rows)

@@ -1,0 +1,72 @@
+"""Small random causal LMs made from their configs, with weights scaled so that logits are of order 3 to 10."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+
+VOCAB_SIZE = 320  # 256 bytes, four special tokens and some that no text encodes to
+SPECIAL_TOKENS = ["<pad>", "<s>", "</s>", "<unk>"]
+
+# What each family needs beside the common sizes. Windows are shorter than the prompts of the tests.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen3": {"head_dim": 32},
+    "gemma2": {"head_dim": 16, "sliding_window": 6, "query_pre_attn_scalar": 16},
+    "gemma3_text": {"head_dim": 16, "sliding_window": 6},
+    "mistral": {"sliding_window": 5},
+    "gpt2": {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 256},
+    "phi3": {},
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": 6},
+    "mixtral": {"num_local_experts": 4},
+}
+
+
+def random_model(model_type: str, *, seed: int = 0, **overrides: Any) -> PreTrainedModel:
+    """A random `model_type` of three layers and about 0.1 M parameters, in eval mode."""
+    sizes: dict[str, Any] = {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": VOCAB_SIZE,
+        "max_position_embeddings": 256,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    config = AutoConfig.for_model(model_type, **{**sizes, **FAMILIES.get(model_type, {}), **overrides})
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(std=0.12)
+    return model
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """A byte-level tokenizer without merges: id 4 + b for byte b, `<s>` in front."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {token: i for i, token in enumerate([*SPECIAL_TOKENS, *alphabet])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", pair="<s> $A <s> $B", special_tokens=[("<s>", 1)]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>", unk_token="<unk>"
+    )
+
+
+def save_checkpoint(folder: Path, model_type: str, **overrides: Any) -> Path:
+    """Write a random model and its tokenizer to `folder` as a Hugging Face checkpoint."""
+    random_model(model_type, **overrides).save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return folder

@@ -1,0 +1,86 @@
+"""The model transforms: what they match, what they leave alone, and that applying one twice changes nothing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from qsample.contract import KeyValueShape
+from qsample.errors import UnsupportedModelError
+from qsample.transforms.attention import NAME, RetainedAttention, key_value_shapes
+from qsample.transforms.cache import DecodeContext
+from qsample.transforms.experts import BatchedExperts
+from qsample.transforms.head import LastTokenHead, SampleLastToken
+from qsample.transforms.pipeline import apply, default_transforms
+from tests.tiny_models import VOCAB_SIZE, random_model
+
+
+def test_every_transform_is_idempotent() -> None:
+    transforms = default_transforms(DecodeContext())
+    model, modified = apply(random_model("mixtral"), transforms)
+    assert modified
+    for transform in transforms:
+        assert transform(model) == (model, False)
+
+
+def test_batched_experts_leave_a_dense_model_alone() -> None:
+    model = random_model("llama")
+    assert BatchedExperts()(model) == (model, False)
+
+
+def test_batched_experts_compute_what_the_default_computes() -> None:
+    model, ids = random_model("mixtral"), torch.arange(12)[None]
+    with torch.no_grad():
+        before = model(ids).logits
+        model, modified = BatchedExperts()(model)
+        after = model(ids).logits
+    assert modified
+    torch.testing.assert_close(after, before, atol=1e-5, rtol=0)
+
+
+def test_retained_attention_refuses_a_model_off_the_interface() -> None:
+    with pytest.raises(UnsupportedModelError, match="BloomForCausalLM computes its attention itself"):
+        RetainedAttention(DecodeContext())(random_model("bloom"))
+
+
+def test_head_takes_the_last_real_token_of_each_row_inside_a_call_only() -> None:
+    context = DecodeContext()
+    model, _ = SampleLastToken(context)(random_model("llama"))
+    head = model.get_output_embeddings()
+    assert isinstance(head, LastTokenHead)
+    hidden = torch.randn(3, 5, 64)
+    with torch.no_grad():
+        everywhere = head(hidden)
+        context.input_lengths = torch.tensor([5, 1, 3], dtype=torch.int32)
+        last = head(hidden)
+    assert everywhere.shape == (3, 5, VOCAB_SIZE)
+    expected = torch.stack([everywhere[0, 4], everywhere[1, 0], everywhere[2, 2]])[:, None]
+    torch.testing.assert_close(last, expected)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "heads", "size"), [("llama", 2, 16), ("qwen3", 2, 32), ("gpt2", 4, 16), ("gemma3_text", 2, 16)]
+)
+def test_cache_shapes_are_read_off_the_model(model_type: str, heads: int, size: int) -> None:
+    context = DecodeContext()
+    model, _ = apply(random_model(model_type), default_transforms(context))
+    assert model.config._attn_implementation == NAME
+    assert key_value_shapes(model, context) == (KeyValueShape(heads, size),) * 3
+    assert not context.active and not context.present
+
+
+def test_models_with_other_states_are_refused() -> None:
+    context = DecodeContext()
+    model = random_model("lfm2", layer_types=["conv", "full_attention", "conv"])
+    model, _ = apply(model, default_transforms(context))
+    with pytest.raises(UnsupportedModelError, match="Lfm2ForCausalLM .* conv state"):
+        key_value_shapes(model, context)
+
+
+def test_layers_that_bypass_the_interface_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    context = DecodeContext()
+    model, _ = apply(random_model("llama"), default_transforms(context))
+    skipped = model.model.layers[1].self_attn
+    monkeypatch.setattr(skipped, "forward", lambda hidden_states, **_: (hidden_states, None))
+    with pytest.raises(UnsupportedModelError, match=r"layers \[1\] of 3"):
+        key_value_shapes(model, context)
