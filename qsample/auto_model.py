@@ -55,8 +55,8 @@ class AutoModelForCausalLM:
             include_sampler: bake the sampler into the decode graph; False returns logits and samples on the host, with
                 the same results.
             return_pdfs: also return the distribution that each token was sampled from, `probs` [B, V] float32.
-            logit_bias, allowed_tokens, logprobs, top_logprobs: further features, see `contract.Features`; each is absent
-                from the graph unless asked for.
+            logit_bias, allowed_tokens, logprobs, top_logprobs: further features, see `contract.Features`; each is
+                absent from the graph unless asked for.
             dtype: "float32" (the default) or "float16", of the weights and the cache.
             tokenizer: "auto", another id or folder, or None for a package of token ids only.
             provider: the execution provider that generate() runs on; None = the one that a device package was compiled
@@ -148,7 +148,8 @@ class CheckpointModel:
                 tokenizer,
                 place.path,
                 self.features,
-                (checkpoint.model_id, checkpoint.revision),
+                model_id=checkpoint.model_id,
+                revision=checkpoint.revision,
                 overwrite=overwrite,
                 progress=progress,
             )
@@ -194,7 +195,9 @@ class PackagedModel:
 
         own = self.package.interface.dtype
         if dtype not in (None, own):
-            raise CompileError(f"dtype is {dtype!r} and the package was exported as {own}; export it again with that dtype")
+            raise CompileError(
+                f"dtype is {dtype!r} and the package was exported as {own}; export it again with that dtype"
+            )
         with _Place(path) as place:
             compiled = compile_package(
                 self.package,
@@ -252,4 +255,6 @@ def _check_asked(package: Package, asked: Features, dtype: str | None) -> None:
     if missing:
         raise QsampleError(f"{package.path} was exported without {', '.join(missing)}; export it again with them")
     if dtype not in (None, package.interface.dtype):
-        raise QsampleError(f"{package.path} holds {package.interface.dtype}, not {dtype}; export it again with that dtype")
+        raise QsampleError(
+            f"{package.path} holds {package.interface.dtype}, not {dtype}; export it again with that dtype"
+        )

@@ -217,7 +217,7 @@ class Interface:
     @property
     def parameters(self) -> tuple[TensorSpec, ...]:
         """The per-row sampling inputs, features included."""
-        specs = PARAMETERS
+        specs: tuple[TensorSpec, ...] = PARAMETERS
         if self.features.logit_bias:
             specs += LOGIT_BIAS_INPUTS
         if self.features.allowed_tokens:

@@ -17,3 +17,7 @@ class ParityError(QsampleError):
 
 class CompileError(QsampleError):
     """A package cannot be compiled as asked, or the compiled graph failed its self-test."""
+
+
+class PackageError(QsampleError):
+    """A package on disk is missing, damaged, of another version, or cannot be written."""

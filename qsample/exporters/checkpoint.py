@@ -65,7 +65,8 @@ def load_model(checkpoint: Checkpoint) -> PreTrainedModel:
         raise UnsupportedModelError(f"{checkpoint.model_id}: {_first_line(error)}") from error
     except (OSError, RuntimeError) as error:
         raise QsampleError(f"cannot load the weights of {checkpoint.model_id!r}: {_first_line(error)}") from error
-    loaded: PreTrainedModel = model.eval()
+    model.requires_grad_(False)
+    loaded: PreTrainedModel = model  # from_pretrained returns it in eval mode
     return loaded
 
 

@@ -7,9 +7,8 @@ into place at the end, so a refused, failed or interrupted export leaves nothing
 from __future__ import annotations
 
 import hashlib
-import shutil
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
@@ -20,8 +19,9 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import qsample
+from qsample import package
 from qsample.contract import CONTRACT_VERSION, LOGITS, Features, GraphSpec, Interface
-from qsample.errors import UnsupportedModelError
+from qsample.errors import QsampleError, UnsupportedModelError
 from qsample.exporters import parity
 from qsample.exporters.initial_state import build_initial_state
 from qsample.exporters.onnx import trace
@@ -36,21 +36,14 @@ EXPORT_DTYPES: Final = ("float32", "float16")
 Progress = Callable[[str, float], None]
 
 
-@dataclass(frozen=True, slots=True)
-class Source:
-    """Where the model came from, for the manifest: a hub id or path, and the revision if there is one."""
-
-    model_id: str
-    revision: str | None = None
-
-
 def export_model(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase | None,
     path: str | Path,
     features: Features,
-    source: Source,
     *,
+    model_id: str,
+    revision: str | None = None,
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> package.Package:
@@ -60,6 +53,7 @@ def export_model(
         model: a causal LM in eval mode on the CPU, its weights float32 or float16. It is transformed in place.
         tokenizer: saved into the package; None makes a package of token ids only.
         features: what the graph shall have.
+        model_id, revision: where the model came from, for the manifest.
         progress: called with a stage's name and the fraction of the whole export done, in [0, 1].
 
     Raises UnsupportedModelError before any long work, ParityError where the graph does not match the model,
@@ -76,15 +70,17 @@ def export_model(
         vocab_size = int(expected.logits[0].shape[-1])
         interface = Interface(vocab_size, key_value_shapes(model, context), dtype, features)
         token_ids = _token_ids(model, tokenizer)
+        _check_vocabulary(tokenizer, vocab_size)
 
         report("tracing the decode graph", 0.05)
-        decoder: torch.nn.Module = Decoder(model, context, interface)
+        decoder = Decoder(model, context, interface)
+        module: torch.nn.Module = decoder
         spec = interface.decoder
         if features.sampler:
-            decoder = DecoderWithSampler(decoder, Sampler(interface, token_ids.pad))
+            module = DecoderWithSampler(decoder, Sampler(interface, token_ids.pad))
             # The parity gate compares logits, which a published graph does not return.
             spec = GraphSpec(spec.inputs, spec.states, (*spec.outputs, LOGITS))
-        traced = trace(decoder, spec, interface.sizes)
+        traced = trace(module, spec, interface.sizes)
         report("writing the weights", 0.55)
         ir.save(traced, folder / "decoder.onnx", external_data="decoder.onnx.data")
         del traced
@@ -98,7 +94,7 @@ def export_model(
             _drop_output(folder / "decoder.onnx", LOGITS.name)
         _save_model_files(model, tokenizer, folder)
         report("publishing", 0.9)
-        writer.finish(_manifest(model, interface, token_ids, source, figures))
+        writer.finish(_manifest(model, interface, token_ids, model_id, revision, figures))
     report("done", 1.0)
     return package.read_package(path, verify=False)
 
@@ -111,6 +107,14 @@ def _check_dtype(model: PreTrainedModel) -> str:
             "(the CPU that checks the export has no attention kernel for others)"
         )
     return dtype
+
+
+def _check_vocabulary(tokenizer: PreTrainedTokenizerBase | None, vocab_size: int) -> None:
+    if tokenizer is not None and len(tokenizer) > vocab_size:
+        raise QsampleError(
+            f"the tokenizer has {len(tokenizer)} tokens and the model's head only {vocab_size}; give the tokenizer "
+            "that belongs to the model, or resize the model's embeddings"
+        )
 
 
 def _weight_bytes(model: PreTrainedModel) -> int:
@@ -161,7 +165,8 @@ def _manifest(
     model: PreTrainedModel,
     interface: Interface,
     token_ids: package.TokenIds,
-    source: Source,
+    model_id: str,
+    revision: str | None,
     figures: parity.Parity,
 ) -> package.Manifest:
     limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
@@ -170,8 +175,8 @@ def _manifest(
         contract_version=CONTRACT_VERSION,
         interface=interface,
         source=package.Source(
-            model_id=source.model_id,
-            revision=source.revision,
+            model_id=model_id,
+            revision=revision,
             model_type=model.config.model_type,
             architecture=type(model).__name__,
             weight_hash=weight_hash(model),

@@ -38,7 +38,7 @@ class GraphRunner:
         self._capacity = capacity
 
     def start(self, rows: int) -> dict[str, Array]:
-        """The starting state of `rows` rows, seeded 0, 1, …"""
+        """The starting state of `rows` rows, row i with seed i."""
         names = self._interface.initial_state.output_names
         feeds = {"seed": np.arange(rows, dtype=np.int64), "capacity": np.array(self._capacity, np.int64)}
         return dict(zip(names, self._initial_state.run(names, feeds), strict=True))

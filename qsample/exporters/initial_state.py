@@ -19,6 +19,7 @@ from qsample.contract import (
     NOISE,
     PHILOX_UNIFORM_SCALE,
     SEED,
+    VOCAB,
     Interface,
     TensorSpec,
 )
@@ -65,8 +66,7 @@ def build_initial_state(interface: Interface) -> ir.Model:
     seed, capacity = _input(SEED), _input(CAPACITY_INPUT)
     axis0 = builder.array(np.zeros(1, dtype=np.int64), "axis0")
     sizes = {BATCH: builder.op("Shape", seed), CAPACITY: builder.op("Unsqueeze", capacity, axis0)}
-    for axis, size in interface.sizes.items():
-        sizes[axis] = builder.array(np.array([size], dtype=np.int64), f"size_{axis}")
+    sizes[VOCAB] = builder.array(np.array([interface.vocab_size], dtype=np.int64), "vocab_size")
 
     outputs = []
     for spec in interface.initial_state.outputs:
@@ -76,8 +76,7 @@ def build_initial_state(interface: Interface) -> ir.Model:
             value = _zeros(builder, spec, sizes)
         value.name = spec.name
         value.dtype = _dtype(spec)
-        fixed = interface.sizes
-        value.shape = ir.Shape([fixed.get(axis, axis) if isinstance(axis, str) else axis for axis in spec.axes])
+        value.shape = ir.Shape([interface.vocab_size if axis == VOCAB else axis for axis in spec.axes])
         outputs.append(value)
     graph = ir.Graph(
         [seed, capacity],

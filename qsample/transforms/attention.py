@@ -78,7 +78,7 @@ def group_query_attention(
         return query.transpose(1, 2), None
 
     past_key, past_value = context.past[layer]
-    attributes: dict[str, int | float] = {
+    attributes: dict[str, Any] = {
         "num_heads": heads,
         "kv_num_heads": kv_heads,
         "scale": float(scaling if scaling is not None else size**-0.5),
@@ -87,7 +87,7 @@ def group_query_attention(
         attributes["local_window_size"] = int(sliding_window)
     if softcap:
         attributes["softcap"] = float(softcap)
-    inputs = [_merge_heads(query), _merge_heads(key), _merge_heads(value)]
+    inputs: list[Tensor | None] = [_merge_heads(query), _merge_heads(key), _merge_heads(value)]
     inputs += [past_key, past_value, context.seqlens_k, context.total_length]
     if s_aux is not None:
         # cos_cache, sin_cache, position_ids and attention_bias stay absent

@@ -12,14 +12,16 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 
-class PassThroughLayer(CacheLayerMixin):
+class PassThroughLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     """One layer's retained buffers, [B, H, T, D] each; `update` returns the new keys and values unchanged."""
 
     is_sliding = False
 
     def __init__(self, keys: Tensor, values: Tensor) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.keys, self.values = keys, values
+        # No int(): it would fix the capacity at the value it is traced with.
+        self._capacity: int = keys.shape[-2] if keys.ndim == 4 else 0
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -36,7 +38,7 @@ class PassThroughLayer(CacheLayerMixin):
         return 0
 
     def get_max_length(self) -> int:
-        return int(self.keys.shape[-2])
+        return self._capacity
 
 
 class PassThroughCache(Cache):

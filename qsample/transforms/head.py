@@ -51,10 +51,10 @@ class SampleLastToken:
     context: DecodeContext
 
     def __call__(self, model: PreTrainedModel) -> tuple[PreTrainedModel, bool]:
-        head = model.get_output_embeddings()
+        head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
         if head is None:
             raise UnsupportedModelError(f"{type(model).__name__} has no output embeddings (no language-model head)")
         if isinstance(head, LastTokenHead):
             return model, False
-        model.set_output_embeddings(LastTokenHead(head, self.context))
+        model.set_output_embeddings(LastTokenHead(head, self.context))  # type: ignore[no-untyped-call]
         return model, True

@@ -50,7 +50,9 @@ def test_a_batch_of_one_is_fixed(llama_package: Path, tmp_path: Path) -> None:
     dims = input_dims(tmp_path / "one" / "decoder.onnx")
     assert dims["input_ids"] == [1, "S"]
     assert dims["noise"] == [1, 64]
-    out = AutoModelForCausalLM.from_pretrained(tmp_path / "one").generate([PROMPTS[0]], do_sample=False, max_new_tokens=9)
+    out = AutoModelForCausalLM.from_pretrained(tmp_path / "one").generate(
+        [PROMPTS[0]], do_sample=False, max_new_tokens=9
+    )
     portable = AutoModelForCausalLM.from_pretrained(llama_package)
     assert out.new_token_ids == portable.generate([PROMPTS[0]], do_sample=False, max_new_tokens=9).new_token_ids
 
@@ -110,7 +112,8 @@ def test_self_test_refuses_a_wrong_graph(llama_package: Path, tmp_path: Path, mo
         model = real(model, provider)
         norm = next(node for node in model.graph if node.op_type == "SimplifiedLayerNormalization")
         weight = norm.inputs[1]
-        assert weight is not None and weight.const_value is not None
+        assert weight is not None
+        assert weight.const_value is not None
         weight.const_value = ir.tensor(-weight.const_value.numpy())
         return model
 

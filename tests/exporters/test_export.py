@@ -80,7 +80,7 @@ def test_weight_hash_changes_with_one_weight_and_not_with_the_export() -> None:
 
 
 def export_tiny(model: Any, path: Path, **options: Any) -> Any:
-    return export_model(model, byte_tokenizer(), path, Features(), ("tiny", None), **options)
+    return export_model(model, byte_tokenizer(), path, Features(), model_id="tiny", **options)
 
 
 def test_a_model_can_be_exported_twice(tmp_path: Path) -> None:
@@ -102,7 +102,8 @@ def test_progress_runs_from_0_to_1(tmp_path: Path) -> None:
     seen: list[tuple[str, float]] = []
     export_tiny(random_model("llama"), tmp_path / "package", progress=lambda stage, done: seen.append((stage, done)))
     fractions = [done for _, done in seen]
-    assert fractions[0] == 0.0 and fractions[-1] == 1.0 and fractions == sorted(fractions)
+    assert (fractions[0], fractions[-1]) == (0.0, 1.0)
+    assert fractions == sorted(fractions)
 
 
 # Planted errors: each changes what the exported graph computes, and must be refused.
@@ -126,7 +127,7 @@ def test_parity_gate_refuses_a_planted_error(
 ) -> None:
     overrides = {"query_pre_attn_scalar": 64} if model_type == "gemma3_text" else {}
     monkeypatch.setattr(attention, "group_query_attention", drop(option))
-    with pytest.raises(ParityError, match="differ from the eager model's by .*, more than"):
+    with pytest.raises(ParityError, match=r"differ from the eager model's by .*, more than"):
         export_tiny(random_model(model_type, **overrides), tmp_path / "package")
     assert leftovers(tmp_path) == []
 
@@ -208,7 +209,7 @@ def test_weights_that_do_not_fit_the_configuration(checkpoint: Callable[[str], P
 
 
 def test_dtype_without_a_kernel(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedModelError, match="bfloat16.*float32, float16"):
+    with pytest.raises(UnsupportedModelError, match=r"bfloat16.*float32, float16"):
         AutoModelForCausalLM.from_pretrained(checkpoint("llama"), dtype="bfloat16").export(tmp_path / "package")
 
 

@@ -66,14 +66,15 @@ def test_cache_shapes_are_read_off_the_model(model_type: str, heads: int, size: 
     model, _ = apply(random_model(model_type), default_transforms(context))
     assert model.config._attn_implementation == NAME
     assert key_value_shapes(model, context) == (KeyValueShape(heads, size),) * 3
-    assert not context.active and not context.present
+    assert not context.active
+    assert not context.present
 
 
 def test_models_with_other_states_are_refused() -> None:
     context = DecodeContext()
     model = random_model("lfm2", layer_types=["conv", "full_attention", "conv"])
     model, _ = apply(model, default_transforms(context))
-    with pytest.raises(UnsupportedModelError, match="Lfm2ForCausalLM .* conv state"):
+    with pytest.raises(UnsupportedModelError, match=r"Lfm2ForCausalLM .* conv state"):
         key_value_shapes(model, context)
 
 

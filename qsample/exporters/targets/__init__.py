@@ -66,9 +66,9 @@ def find_target(name: str) -> Target:
     """The target called `name`; CompileError lists the names that exist."""
     for point in entry_points(group=ENTRY_POINTS):
         if point.name == name:
-            target: Target = point.load().TARGET
-            return target
+            found: Target = point.load().TARGET
+            return found
     if name not in target_names():
         raise CompileError(f"no compile target {name!r}; choose one of {', '.join(target_names())}")
-    target = import_module(f"{__name__}.{name}").TARGET
-    return target
+    own: Target = import_module(f"{__name__}.{name}").TARGET
+    return own

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -10,14 +12,27 @@ from qsample.transforms.sampler import candidates, filters
 NO_TOKEN = -1  # in top_logprob_ids, for a row that emitted nothing
 
 
-def log_normaliser(chunks: candidates.Chunks) -> Tensor:
-    """log(sum(exp(l))) of each row, [B, 1] float32; NaN where a row has no finite maximum."""
+class Normaliser(NamedTuple):
+    """log-softmax of a logit l is (l - maximum) - log_sum; kept apart because their sum would lose low bits.
+
+    Both [B, 1] float32; NaN where a row has no finite maximum.
+    """
+
+    maximum: Tensor
+    log_sum: Tensor
+
+    def log_softmax(self, logits: Tensor) -> Tensor:
+        return (logits - self.maximum) - self.log_sum
+
+
+def normaliser(chunks: candidates.Chunks) -> Normaliser:
+    """What turns logits into log-probabilities."""
     maximum = chunks.maxima.amax(-1, keepdim=True)
     sums = torch.exp(chunks.values - maximum[:, :, None]).sum(-1).to(torch.float64)
-    return maximum + sums.sum(-1, keepdim=True).log().to(torch.float32)
+    return Normaliser(maximum, sums.sum(-1, keepdim=True).log().to(torch.float32))
 
 
-def logprobs(logits: Tensor, normaliser: Tensor, next_ids: Tensor, emitted: Tensor) -> Tensor:
+def logprobs(logits: Tensor, normaliser: Normaliser, next_ids: Tensor, emitted: Tensor) -> Tensor:
     """The model's own log-probability of each row's token, [B, 1] float32; 0 for a row that emitted nothing.
 
     "The model's own": log-softmax of the logits as they came, before masks, biases, penalties, temperature and filters.
@@ -25,19 +40,21 @@ def logprobs(logits: Tensor, normaliser: Tensor, next_ids: Tensor, emitted: Tens
     was sampled; the distribution that was sampled from is the output `probs`.
 
     Args:
-        logits: [B, V] float32, of the model. normaliser: `log_normaliser`. next_ids: [B, 1] int64, in [0, V).
+        logits: [B, V] float32, of the model. next_ids: [B, 1] int64, in [0, V). emitted: [B, 1] bool.
     """
-    return torch.where(emitted, logits.gather(1, next_ids) - normaliser, 0.0)
+    return torch.where(emitted, normaliser.log_softmax(logits.gather(1, next_ids)), 0.0)
 
 
-def top_logprobs(chunks: candidates.Chunks, normaliser: Tensor, count: int, emitted: Tensor) -> tuple[Tensor, Tensor]:
+def top_logprobs(
+    chunks: candidates.Chunks, normaliser: Normaliser, count: int, emitted: Tensor
+) -> tuple[Tensor, Tensor]:
     """The `count` likeliest tokens by the model's own log-probability, likeliest first, lower ids first on a tie.
 
     Returns ids [B, M] int32 and log-probabilities [B, M] float32; -1 and 0 for a row that emitted nothing.
     """
     values, ids = candidates.top_candidates(chunks, count)
     ids = torch.where(emitted, ids, NO_TOKEN).to(torch.int32)
-    return ids, torch.where(emitted, values - normaliser, 0.0)
+    return ids, torch.where(emitted, normaliser.log_softmax(values), 0.0)
 
 
 def probabilities(

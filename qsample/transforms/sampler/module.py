@@ -171,17 +171,11 @@ class Sampler(nn.Module):
         return no_invalid & some_finite, torch.ones_like(overflow)
 
     def _draw(self, logits: Tensor, chunks: Chunks, rows: tiers.Rows) -> tiers.Draw:
-        count, vocab = self._num_candidates, self._interface.vocab_size
+        count = self._num_candidates
         if not self._control_flow:
-            return tiers.narrow(chunks, rows, count, vocab, control_flow=False)
+            return tiers.narrow_only(chunks, rows, count, self._interface.vocab_size)
 
-        def draw(logits: Tensor, values: Tensor, maxima: Tensor, *row: Tensor) -> tuple[Tensor, ...]:
-            return tiers.sample(logits, Chunks(values, maxima), tiers.Rows(*row), count)
-
-        def skip(logits: Tensor, values: Tensor, maxima: Tensor, *row: Tensor) -> tuple[Tensor, ...]:
-            return tiers.undrawn(tiers.Rows(*row))
-
-        return tiers.Draw(*branch(rows.random.any(), draw, skip, (logits, *chunks, *rows)))
+        return tiers.sample(logits, chunks, rows, count)
 
     def _next_status(
         self,
@@ -206,7 +200,7 @@ class Sampler(nn.Module):
         chosen, results = self._interface.features, {}
         if chosen.logprobs or chosen.top_logprobs:
             chunks = candidates.split(logits, self._chunk_size)
-            normaliser = features.log_normaliser(chunks)
+            normaliser = features.normaliser(chunks)
             if chosen.logprobs:
                 results["logprobs"] = features.logprobs(logits, normaliser, token, emitted)
             if chosen.top_logprobs:

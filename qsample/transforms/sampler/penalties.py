@@ -18,7 +18,7 @@ _WORD_BYTES = 4
 def byte_masks() -> Tensor:
     """[256, 8] float32, for `mask_disallowed`: row b holds 0 where a bit of byte b is set and -inf where it is not."""
     bytes_ = torch.arange(_BYTE_VALUES)[:, None]
-    bits = torch.div(bytes_, 2 ** torch.arange(_BYTE_BITS)[None], rounding_mode="floor") % 2
+    bits = bytes_ // 2 ** torch.arange(_BYTE_BITS)[None] % 2
     return torch.where(bits == 1, 0.0, -torch.inf)
 
 
@@ -30,10 +30,10 @@ def mask_disallowed(logits: Tensor, allowed_tokens: Tensor, masks: Tensor) -> Te
         allowed_tokens: [B, ceil(V / 32)] int32; bit i of word w allows token 32 w + i; -1 allows all 32.
         masks: `byte_masks()`. A table, because bit shifts have no kernel on some execution providers.
     """
-    words = allowed_tokens.to(torch.int64)
-    words = torch.where(words < 0, words + 2**32, words)
     scales = torch.tensor([_BYTE_VALUES**i for i in range(_WORD_BYTES)])
-    bytes_ = torch.div(words[:, :, None], scales, rounding_mode="floor") % _BYTE_VALUES
+    # Floored division and modulo give a negative word's two's complement bytes. Not torch.div: its export divides in
+    # float32, which has no room for 32 bits.
+    bytes_ = (allowed_tokens.to(torch.int64)[:, :, None] // scales) % _BYTE_VALUES
     mask = functional.embedding(bytes_, masks).reshape(words.shape[0], -1)
     return logits + mask[:, : logits.shape[1]]
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from qsample.transforms.sampler import candidates, draw, filters
 from qsample.transforms.sampler.candidates import Chunks
-from qsample.transforms.sampler.control import branch
+from qsample.transforms.sampler.control import Tensors, branch
 
 DRAW_BLOCK_SIZE = 128  # splits the vocabulary for the two-level draw
 
@@ -47,54 +47,55 @@ class Draw(NamedTuple):
 
 
 def sample(logits: Tensor, chunks: Chunks, rows: Rows, num_candidates: int) -> Draw:
-    """Draw from each random row, in the narrow tier where it settles the row, else in the wide one."""
+    """Draw from each random row: in the narrow tier where it settles the row, else in the wide one.
+
+    The branches stand side by side, each asking whether any row needs it, so that a batch of greedy rows takes none.
+    They are not nested because tracing takes twice as long with every level.
+    """
     vocab = logits.shape[1]
     filtered = rows.random & (_has_top_k(rows, vocab) | (rows.top_p < 1) | (rows.min_p > 0))
+    needs_total = filtered & (rows.top_p < 1) & ~_has_top_k(rows, vocab)
+    (total,) = branch(needs_total.any(), _total_weight, _no_weight, (chunks.values, rows.maximum, rows.temperature))
 
-    def try_narrow(values: Tensor, maxima: Tensor, *row: Tensor) -> tuple[Tensor, ...]:
-        return narrow(Chunks(values, maxima), Rows(*row), num_candidates, vocab)
+    def try_narrow(values: Tensor, maxima: Tensor, total: Tensor, *row: Tensor) -> Tensors:
+        return narrow(Chunks(values, maxima), total, Rows(*row), num_candidates, vocab)
 
-    def skip_narrow(values: Tensor, maxima: Tensor, *row: Tensor) -> tuple[Tensor, ...]:
-        return undrawn(Rows(*row))
+    def skip_narrow(values: Tensor, maxima: Tensor, total: Tensor, *row: Tensor) -> Tensors:
+        return _no_draw(Rows(*row))
 
-    draw_ = Draw(*branch(filtered.any(), try_narrow, skip_narrow, (*chunks, *rows)))
+    draw_ = Draw(*branch(filtered.any(), try_narrow, skip_narrow, (*chunks, total, *rows)))
+    searched, whole = filtered & ~draw_.settled, rows.random & ~filtered
 
-    def keep(logits: Tensor, filtered: Tensor, token: Tensor, threshold: Tensor, *_: Tensor) -> tuple[Tensor, ...]:
+    def keep(logits: Tensor, token: Tensor, threshold: Tensor, settled: Tensor, *row: Tensor) -> Tensors:
         return token.clone(), threshold.clone()
 
-    def go_wide(
-        logits: Tensor, filtered: Tensor, token: Tensor, threshold: Tensor, settled: Tensor, *row: Tensor
-    ) -> tuple[Tensor, ...]:
-        wide_token, wide_threshold = wide(logits, filtered & ~settled, Rows(*row))
+    def draw_filtered(logits: Tensor, token: Tensor, threshold: Tensor, settled: Tensor, *row: Tensor) -> Tensors:
+        wide_token, wide_threshold = _wide_filtered(logits, Rows(*row))
         return torch.where(settled, token, wide_token), torch.where(settled, threshold, wide_threshold)
 
-    settled = draw_.settled | ~rows.random
-    operands = (logits, filtered, draw_.token, draw_.threshold, settled, *rows)
-    token, threshold = branch(settled.all(), keep, go_wide, operands)
-    return Draw(token, threshold, torch.ones_like(settled))
+    def draw_whole(logits: Tensor, token: Tensor, threshold: Tensor, settled: Tensor, *row: Tensor) -> Tensors:
+        wide_token, wide_threshold = _wide_whole(logits, Rows(*row))
+        return torch.where(settled, token, wide_token), torch.where(settled, threshold, wide_threshold)
+
+    needs_search = searched.any()
+    operands = (logits, *draw_, *rows)
+    token, threshold = branch(needs_search, draw_filtered, keep, operands)
+    operands = (logits, token, threshold, draw_.settled, *rows)
+    token, threshold = branch(whole.any() & ~needs_search, draw_whole, keep, operands)
+    return Draw(token, threshold, torch.ones_like(rows.random))
 
 
-def narrow(chunks: Chunks, rows: Rows, num_candidates: int, vocab: int, *, control_flow: bool = True) -> Draw:
+def narrow(chunks: Chunks, total: Tensor, rows: Rows, num_candidates: int, vocab: int) -> Draw:
     """Draw from the `num_candidates` largest logits.
 
-    control_flow: compute the normaliser of the whole vocabulary only if some row's nucleus is measured by it.
+    Args:
+        total: [B, 1] float64, the weight of the whole vocabulary; read where top_p is on and top_k is off.
     """
-    has_top_k = _has_top_k(rows, vocab)
-    needs_total = rows.random & ~has_top_k & (rows.top_p < 1)
-
-    def compute_total(values: Tensor, maximum: Tensor, temperature: Tensor) -> tuple[Tensor, ...]:
-        return (_total_weight(values, maximum, temperature),)
-
-    def skip_total(values: Tensor, maximum: Tensor, temperature: Tensor) -> tuple[Tensor, ...]:
-        return (torch.ones_like(maximum, dtype=torch.float64),)
-
-    operands = (chunks.values, rows.maximum, rows.temperature)
-    total = (branch(needs_total.any(), compute_total, skip_total, operands) if control_flow else compute_total(*operands))[0]
-
     values, ids = candidates.top_candidates(chunks, num_candidates)
     masses = filters.weights(values, rows.maximum, rows.temperature)
     top_k = filters.top_k_threshold(values, rows.top_k)
     masses = masses * (values >= top_k)
+    has_top_k = _has_top_k(rows, vocab)
     kept_weight = torch.where(has_top_k, masses.to(torch.float64).sum(-1, keepdim=True), total)
     top_p = filters.nucleus_threshold(values, masses, filters.nucleus_limit(rows.top_p, kept_weight))
     min_p = filters.min_p_threshold(rows.maximum, rows.temperature, rows.min_p)
@@ -109,22 +110,25 @@ def narrow(chunks: Chunks, rows: Rows, num_candidates: int, vocab: int, *, contr
     return Draw(token, threshold, (masses[:, -1:] == 0) & ~unknown)
 
 
-def wide(logits: Tensor, searching: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
-    """Draw from the whole vocabulary. `searching` [B, 1] bool: rows that some filter applies to.
+def narrow_only(chunks: Chunks, rows: Rows, num_candidates: int, vocab: int) -> Draw:
+    """The narrow tier without control flow: `settled` is False where it takes the wide one."""
+    (total,) = _total_weight(chunks.values, rows.maximum, rows.temperature)
+    return narrow(chunks, total, rows, num_candidates, vocab)
 
-    Returns the token [B, 1] int64 and the threshold [B, 1] float32.
-    """
+
+def _wide_filtered(logits: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
+    """Draw from the tokens of the whole vocabulary that pass the filters."""
     masses = filters.weights(logits, rows.maximum, rows.temperature)
+    threshold = _search(logits, rows)
+    token = draw.draw_vocabulary(masses * (logits >= threshold), rows.uniform, DRAW_BLOCK_SIZE)
+    return token, threshold
 
-    def search(logits: Tensor, masses: Tensor, *row: Tensor) -> tuple[Tensor, ...]:
-        threshold = _search(logits, Rows(*row))
-        return masses * (logits >= threshold), threshold
 
-    def keep_all(logits: Tensor, masses: Tensor, *row: Tensor) -> tuple[Tensor, ...]:
-        return masses.clone(), torch.full_like(Rows(*row).maximum, -torch.inf)
-
-    masses, threshold = branch(searching.any(), search, keep_all, (logits, masses, *rows))
-    return draw.draw_vocabulary(masses, rows.uniform, DRAW_BLOCK_SIZE), threshold
+def _wide_whole(logits: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
+    """Draw from the whole vocabulary, for rows without filters."""
+    masses = filters.weights(logits, rows.maximum, rows.temperature)
+    token = draw.draw_vocabulary(masses, rows.uniform, DRAW_BLOCK_SIZE)
+    return token, torch.full_like(rows.maximum, -torch.inf)
 
 
 def _search(logits: Tensor, rows: Rows) -> Tensor:
@@ -141,12 +145,17 @@ def _has_top_k(rows: Rows, vocab: int) -> Tensor:
     return (rows.top_k > 0) & (rows.top_k < vocab)
 
 
-def _total_weight(values: Tensor, maximum: Tensor, temperature: Tensor) -> Tensor:
+def _total_weight(values: Tensor, maximum: Tensor, temperature: Tensor) -> Tensors:
     """The weight of the whole vocabulary, [B, 1] float64; `values` [B, n, C] are the chunks."""
     masses = filters.weights(values, maximum[:, :, None], temperature[:, :, None])
-    return masses.sum(-1).to(torch.float64).sum(-1, keepdim=True)
+    return (masses.sum(-1).to(torch.float64).sum(-1, keepdim=True),)
 
 
-def undrawn(rows: Rows) -> Draw:
-    token = torch.zeros_like(rows.top_k, dtype=torch.int64)
-    return Draw(token, torch.zeros_like(rows.maximum), torch.zeros_like(rows.random))
+def _no_weight(values: Tensor, maximum: Tensor, temperature: Tensor) -> Tensors:
+    return (torch.zeros_like(maximum, dtype=torch.float64),)
+
+
+def _no_draw(rows: Rows) -> Draw:
+    return Draw(
+        torch.zeros_like(rows.top_k, dtype=torch.int64), torch.zeros_like(rows.maximum), torch.zeros_like(rows.random)
+    )

@@ -1,0 +1,105 @@
+"""qsample/contract.py enters; the tables of docs/contract.md and of README.md leave.
+
+    python docs/contract_tables.py           rewrites the tables in place
+    python docs/contract_tables.py --check   exits with 1 where a table is out of date
+
+A table stands between `<!-- table: NAME -->` and `<!-- end of table -->`; NAME is a key of TABLES.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+from qsample import contract
+from qsample.contract import Features, Interface, KeyValueShape, TensorSpec
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = (ROOT / "docs" / "contract.md", ROOT / "README.md")
+BLOCK = re.compile(r"(<!-- table: (\w+) -->\n)(.*?)(<!-- end of table -->)", re.DOTALL)
+
+
+def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """One Markdown table."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |\n" for line in lines)
+
+
+def axes(spec: TensorSpec) -> str:
+    """`[B, S]`, or `scalar`."""
+    return f"[{', '.join(map(str, spec.axes))}]" if spec.axes else "scalar"
+
+
+def off_value(spec: TensorSpec) -> str:
+    """The off-value as one would type it; empty for what is no parameter."""
+    return "" if spec.off is None else str(spec.off) if spec.dtype == "float32" else str(int(spec.off))
+
+
+def tensors(specs: Iterable[TensorSpec]) -> str:
+    """name, dtype, shape, meaning."""
+    return markdown(
+        ("name", "dtype", "shape", "meaning"), ([f"`{s.name}`", s.dtype, axes(s), s.meaning] for s in specs)
+    )
+
+
+def parameters(specs: Iterable[TensorSpec]) -> str:
+    """Per-row sampling inputs, with the value that switches each off."""
+    rows = ([f"`{s.name}`", s.dtype, axes(s), off_value(s), s.meaning] for s in specs)
+    return markdown(("name", "dtype", "shape", "off", "meaning"), rows)
+
+
+def states() -> str:
+    """Each retained state, the output of its next value, and the cache of layer `{i}` as one pair of rows."""
+    rows = []
+    for spec in contract.SAMPLER_STATES:
+        after = "— (read-only)" if spec.read_only else f"`{contract.retained_name(spec.name)}`"
+        rows.append([f"`{spec.name}`", after, spec.dtype, axes(spec), spec.meaning])
+    for spec in Interface(vocab_size=1, key_values=(KeyValueShape(1, 1),)).cache_states:
+        name = spec.name.replace(".0.", ".{i}.")
+        meaning = spec.meaning.replace("layer 0", "layer i")
+        rows.append([f"`{name}`", f"`{contract.retained_name(name)}`", "model", "[B, H, T, D]", meaning])
+    return markdown(("input", "output", "dtype", "shape", "meaning"), rows)
+
+
+def optional_inputs() -> str:
+    """The inputs that a feature adds."""
+    return parameters((*contract.LOGIT_BIAS_INPUTS, contract.ALLOWED_TOKENS))
+
+
+def outputs() -> str:
+    """`next_ids` and what features add to it."""
+    everything = Features(logprobs=True, top_logprobs=1, probs=True)
+    return tensors(Interface(vocab_size=1, key_values=(), features=everything).sampler_outputs)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "axes": lambda: markdown(("axis", "size"), ([f"`{k}`", v] for k, v in contract.AXIS_MEANINGS.items())),
+    "tokens": lambda: tensors((contract.INPUT_IDS, contract.INPUT_LENGTHS, contract.EMIT)),
+    "parameters": lambda: parameters(contract.PARAMETERS),
+    "optional_inputs": optional_inputs,
+    "states": states,
+    "outputs": outputs,
+    "initial_state": lambda: tensors((contract.SEED, contract.CAPACITY_INPUT)),
+    "status": lambda: markdown(("value", "name"), ([str(k), v] for k, v in contract.STATUS_NAMES.items())),
+}
+
+
+def render(page: str) -> str:
+    """`page` with every table block rewritten."""
+    return BLOCK.sub(lambda block: block[1] + TABLES[block[2]]() + block[4], page)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Rewrite or check the pages; returns the exit status."""
+    stale = [page for page in PAGES if render(page.read_text("utf-8")) != page.read_text("utf-8")]
+    for page in stale:
+        print(f"{'out of date' if '--check' in arguments else 'rewritten'}: {page.relative_to(ROOT)}")
+        if "--check" not in arguments:
+            page.write_text(render(page.read_text("utf-8")), "utf-8")
+    return 1 if stale and "--check" in arguments else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,91 @@
+"""The small model in `assets/tiny_lm` enters; a package compiled from it, cached for this user, leaves.
+
+A cache entry is named after everything that it was made from: the checkpoint's files, this package's code, the
+provider and the version of ONNX Runtime. It is written aside and renamed into place, so two processes may make the
+same one at the same time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from qsample.errors import QsampleError
+
+if TYPE_CHECKING:
+    from qsample.auto_model import PackagedModel
+
+PACKAGE_ROOT: Final = Path(__file__).resolve().parent
+TINY_LM: Final = PACKAGE_ROOT / "assets" / "tiny_lm"
+CACHE_VARIABLE: Final = "QSAMPLE_CACHE"
+KEPT_ENTRIES: Final = 4
+Progress = Callable[[str, float], None]
+
+
+def cache_folder() -> Path:
+    """`$QSAMPLE_CACHE`, else `qsample` in the user's cache folder."""
+    chosen = os.environ.get(CACHE_VARIABLE)
+    if chosen:
+        return Path(chosen)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "qsample"
+
+
+def bundled_model(provider: str = "cpu", progress: Progress | None = None) -> PackagedModel:
+    """The bundled model compiled for `provider`: from the cache, or exported into it first (about half a minute).
+
+    progress: called with a stage's name and the fraction done, in [0, 1].
+    """
+    from qsample.auto_model import AutoModelForCausalLM, PackagedModel
+
+    place = cache_folder() / f"tiny_lm-{provider}-{_content_hash(provider)[:16]}"
+    if place.is_dir():
+        try:
+            model = AutoModelForCausalLM.from_pretrained(place, provider=provider)
+            assert isinstance(model, PackagedModel)
+            return model
+        except QsampleError:  # damaged since: make it again
+            shutil.rmtree(place, ignore_errors=True)
+    place.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=place.parent, prefix=".making-") as scratch:
+        checkpoint = AutoModelForCausalLM.from_pretrained(TINY_LM, local_files_only=True)
+        checkpoint.compile(Path(scratch) / "package", provider=provider, progress=progress)
+        try:
+            (Path(scratch) / "package").rename(place)
+        except OSError:
+            if not place.is_dir():  # otherwise another process was faster, with the same content
+                raise
+    _forget_old_entries(place.parent)
+    model = AutoModelForCausalLM.from_pretrained(place, provider=provider)
+    assert isinstance(model, PackagedModel)
+    return model
+
+
+def _content_hash(provider: str) -> str:
+    """sha256 over the checkpoint, this package's code, the provider and ONNX Runtime's version."""
+    digest = hashlib.sha256(f"{provider} {_runtime_version()}\n".encode())
+    for path in sorted([*TINY_LM.iterdir(), *PACKAGE_ROOT.rglob("*.py")]):
+        digest.update(f"{path.relative_to(PACKAGE_ROOT)} {path.stat().st_size}\n".encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _runtime_version() -> str:
+    for distribution in ("onnxruntime", "onnxruntime-gpu"):
+        try:
+            return f"{distribution} {version(distribution)}"
+        except PackageNotFoundError:
+            continue
+    return "no onnxruntime"
+
+
+def _forget_old_entries(folder: Path) -> None:
+    """Delete all but the newest entries: each change of the code makes a new one."""
+    entries = sorted(folder.glob("tiny_lm-*"), key=lambda path: path.stat().st_mtime, reverse=True)
+    for entry in entries[KEPT_ENTRIES:]:
+        shutil.rmtree(entry, ignore_errors=True)

@@ -1,0 +1,286 @@
+"""The command line: `qsample export | compile | generate | inspect`. It parses and calls, nothing else.
+
+Heavy modules are imported inside the commands, so that `qsample --help` answers at once. Results go to stdout; progress,
+figures and errors to stderr. Exit status: 0 done, 1 error, 2 wrong usage, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+import qsample
+
+if TYPE_CHECKING:
+    from qsample.auto_model import CheckpointModel, PackagedModel
+
+DEBUG_VARIABLE = "QSAMPLE_DEBUG"
+
+app = typer.Typer(
+    name="qsample",
+    help="Bake the sampler into a language model's ONNX graph, and run it.",
+    epilog="Start with: [bold]qsample generate -p 'And the LORD spake unto'[/bold]  (the bundled model)",
+    rich_markup_mode="rich",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it is a package.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document for a script to read.")]
+
+
+def _version(value: bool) -> None:
+    if value:
+        typer.echo(f"qsample {qsample.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+    debug: Annotated[bool, typer.Option("--debug", help=f"Show tracebacks ({DEBUG_VARIABLE}=1 does too).")] = False,
+) -> None:
+    """Bake the sampler into a language model's ONNX graph, and run it."""
+    if debug:
+        os.environ[DEBUG_VARIABLE] = "1"
+
+
+@app.command(
+    epilog="[bold]Examples[/bold]\n\n"
+    "qsample export Qwen/Qwen3-0.6B qwen3\n\n"
+    "qsample export ./my-checkpoint out --dtype float16 --logprobs --top-logprobs 5"
+)
+def export(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Hub id or checkpoint folder.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write the package to.")],
+    sampler: Annotated[
+        bool, typer.Option("--sampler/--no-sampler", help="Bake the sampler in, or return logits.")
+    ] = True,
+    return_pdfs: Annotated[
+        bool, typer.Option("--return-pdfs", help="Also return the sampled distribution, `probs`.")
+    ] = False,
+    dtype: Annotated[str, typer.Option(help="Of weights and cache: float32 or float16.")] = "float32",
+    logprobs: Annotated[bool, typer.Option("--logprobs", help="Also return each token's log-probability.")] = False,
+    top_logprobs: Annotated[int, typer.Option(min=0, metavar="M", help="Also return the M likeliest tokens.")] = 0,
+    logit_bias: Annotated[bool, typer.Option("--logit-bias", help="Take a bias on chosen tokens.")] = False,
+    allowed_tokens: Annotated[
+        bool, typer.Option("--allowed-tokens", help="Take a token mask (guided decoding).")
+    ] = False,
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")] = None,
+    overwrite: Overwrite = False,
+) -> None:
+    """Export a Hugging Face model to a portable package: one ONNX graph with the sampler in it."""
+    from qsample import cli_output
+
+    if _is_package(model):
+        raise typer.BadParameter(f"{model} is a package already; `qsample compile` takes it from here")
+    source = qsample.AutoModelForCausalLM.from_pretrained(
+        model,
+        include_sampler=sampler,
+        return_pdfs=return_pdfs,
+        logit_bias=logit_bias,
+        allowed_tokens=allowed_tokens,
+        logprobs=logprobs,
+        top_logprobs=top_logprobs,
+        dtype=dtype,
+        revision=revision,
+    )
+    with cli_output.progress() as progress:
+        exported = source.export(out, overwrite=overwrite, progress=progress)
+    cli_output.written(exported.package)
+
+
+@app.command(
+    epilog="[bold]Examples[/bold]\n\n"
+    "qsample compile qwen3 qwen3-cpu --provider cpu --ctx-len 2048\n\n"
+    "qsample compile qwen3 qwen3-cpu --batch-size 1 --overwrite"
+)
+def compile(
+    package: Annotated[str, typer.Argument(metavar="PACKAGE", help="A portable package, or a model to export first.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write the device package to.")],
+    provider: Annotated[str, typer.Option(help="Target to compile for.")] = "cpu",
+    batch_size: Annotated[int | None, typer.Option(min=1, help="Most rows of one call. [default: any]")] = None,
+    ctx_len: Annotated[
+        int | None, typer.Option(min=2, help="Tokens that a row holds. [default: the model's, at most 4096]")
+    ] = None,
+    overwrite: Overwrite = False,
+) -> None:
+    """Compile a package for one device: fused, its shapes bounded, tested there."""
+    from qsample import cli_output
+
+    source = _open(package)
+    with cli_output.progress() as progress:
+        compiled = source.compile(
+            out, provider=provider, batch_size=batch_size, ctx_len=ctx_len, overwrite=overwrite, progress=progress
+        )
+    cli_output.written(compiled.package)
+
+
+@app.command(
+    epilog="[bold]Examples[/bold]\n\n"
+    "qsample generate -p 'And the LORD spake unto' --temperature 0.8 --seed 7\n\n"
+    "qsample generate qwen3-cpu -p 'Why is the sky blue?' --chat --max-new-tokens 200\n\n"
+    "qsample generate qwen3-cpu -p 'One' -p 'Two' --greedy --json\n\n"
+    "echo 'In the beginning' | qsample generate --top-p 0.9"
+)
+def generate(
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[PACKAGE_OR_MODEL]", help="Package, checkpoint or hub id. [default: the bundled model]"
+        ),
+    ] = None,
+    prompt: Annotated[
+        list[str] | None, typer.Option("--prompt", "-p", help="Repeat it for a batch. [default: standard input]")
+    ] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Put each prompt into the model's chat template.")] = False,
+    max_new_tokens: Annotated[int | None, typer.Option(min=1, help="Stop after this many.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Keep the k likeliest tokens; 0 is off.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Keep the nucleus of this mass; 1 is off.")] = None,
+    min_p: Annotated[
+        float | None, typer.Option(help="Drop what is this much less likely than the best; 0 is off.")
+    ] = None,
+    repetition_penalty: Annotated[float | None, typer.Option(help="On prompt and sampled tokens; 1 is off.")] = None,
+    presence_penalty: Annotated[float | None, typer.Option(help="On sampled tokens; 0 is off.")] = None,
+    frequency_penalty: Annotated[
+        float | None, typer.Option(help="On sampled tokens, per occurrence; 0 is off.")
+    ] = None,
+    min_new_tokens: Annotated[int | None, typer.Option(min=0, help="No stop token before this many.")] = None,
+    stop_id: Annotated[
+        list[int] | None, typer.Option(help="Token id that ends a row, in place of the model's own; may be repeated.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Same seed, same tokens. [default: a fresh one, shown]")] = None,
+    greedy: Annotated[bool, typer.Option("--greedy", help="Always take the likeliest token.")] = False,
+    provider: Annotated[
+        str | None, typer.Option(help="Execution provider. [default: what it was compiled for, else cpu]")
+    ] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads. [default: ONNX Runtime's choice]")] = None,
+    as_json: Json = False,
+) -> None:
+    """Generate text. One prompt streams; several form one batch. What is not given comes from the model."""
+    from qsample.sampling_params import SamplingParams
+
+    options: dict[str, Any] = {
+        "max_new_tokens": max_new_tokens,
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "min_p": min_p,
+        "repetition_penalty": repetition_penalty,
+        "presence_penalty": presence_penalty,
+        "frequency_penalty": frequency_penalty,
+        "min_new_tokens": min_new_tokens,
+        "eos_token_id": stop_id or None,
+        "seed": seed,
+        "do_sample": False if greedy else None,
+    }
+    options = {name: value for name, value in options.items() if value is not None}
+    try:
+        SamplingParams.from_generation_config(None, **options)  # a wrong value is found before the model is loaded
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    prompts = prompt or [_read_stdin()]
+    opened = _open_exported(model, provider)
+    GENERATE_TODO
+
+
+@app.command(
+    epilog="[bold]Examples[/bold]\n\nqsample inspect qwen3-cpu\n\nqsample inspect qwen3-cpu --json | jq .graphs"
+)
+def inspect(
+    package: Annotated[Path, typer.Argument(metavar="PACKAGE", help="Folder of a package.")],
+    verify: Annotated[bool, typer.Option("--verify/--no-verify", help="Compare every file with its sha256.")] = True,
+    as_json: Json = False,
+) -> None:
+    """Show a package: its graphs' inputs, states and outputs, where it came from, and what runs where."""
+    from qsample import cli_output
+    from qsample.package import read_package
+
+    opened = read_package(package, verify=verify)
+    if as_json:
+        typer.echo(json.dumps(cli_output.describe(opened), indent=2))
+    else:
+        cli_output.show(opened)
+
+
+def run(arguments: list[str]) -> int:
+    """Run one command line and return its exit status; errors are one line on stderr."""
+    try:
+        status = app(arguments, standalone_mode=False, prog_name="qsample")
+    except Exception as error:
+        if os.environ.get(DEBUG_VARIABLE):
+            raise
+        usage = getattr(error, "exit_code", 1) == 2  # the parser's errors carry their own status
+        hint = "; see qsample --help" if usage else ""
+        print(f"qsample: {_message(error)}{hint}", file=sys.stderr)
+        return 2 if usage else 1
+    return status if isinstance(status, int) else 0
+
+
+def main() -> None:
+    """The `qsample` command."""
+    try:
+        status = run(sys.argv[1:])
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader, `head` perhaps, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        status = 1
+    sys.exit(status)
+
+
+def _message(error: Exception) -> str:
+    from qsample.errors import QsampleError
+
+    if isinstance(error, ModuleNotFoundError):
+        extra = "cpu] or qsample[gpu" if error.name == "onnxruntime" else "export"
+        return f"this needs {error.name}, which is not installed: pip install 'qsample[{extra}]'"
+    parsed = getattr(error, "format_message", None)
+    text = " ".join(str(parsed() if parsed else error).split())
+    expected = parsed or isinstance(error, QsampleError | ValueError | OSError)
+    return text if expected else f"{type(error).__name__}: {text} ({DEBUG_VARIABLE}=1 shows where)"
+
+
+def _is_package(model: str) -> bool:
+    from qsample.package import MANIFEST_NAME
+
+    return (Path(model) / MANIFEST_NAME).is_file()
+
+
+def _open(model: str, provider: str | None = None) -> CheckpointModel | PackagedModel:
+    """A package with whatever features it has, or a checkpoint."""
+    from qsample.auto_model import AutoModelForCausalLM, PackagedModel
+    from qsample.package import read_package
+
+    if _is_package(model):
+        return PackagedModel(read_package(model), provider)
+    return AutoModelForCausalLM.from_pretrained(model, provider=provider)
+
+
+def _open_exported(model: str | None, provider: str | None) -> PackagedModel:
+    """A package as it is, a checkpoint exported to a temporary folder, or the bundled model."""
+    from qsample import cli_output
+    from qsample.auto_model import PackagedModel
+    from qsample.bundled import bundled_model
+
+    with cli_output.progress() as progress:
+        if model is None:
+            return bundled_model(provider or "cpu", progress)
+        opened = _open(model, provider)
+        return opened if isinstance(opened, PackagedModel) else opened.export(progress=progress)
+
+
+def _read_stdin() -> str:
+    text = "" if sys.stdin.isatty() else sys.stdin.read().rstrip("\n")
+    if not text:
+        raise typer.BadParameter("no prompt; give one with -p, or on standard input")
+    return text

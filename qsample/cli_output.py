@@ -1,0 +1,171 @@
+"""A package or a generation enters; what the command line shows of it leaves, as rich tables or as JSON-ready dicts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from qsample.contract import AXIS_MEANINGS, CAPACITY, BATCH, GraphSpec, TensorSpec
+from qsample.package import Package
+
+_LAYERS_SHOWN = 1  # caches of further layers are counted, not listed
+
+
+@contextmanager
+def progress() -> Iterator[Callable[[str, float], None]]:
+    """A progress bar on stderr, as a callback of stage and fraction done. It shows nothing where stderr is no terminal."""
+    console = Console(stderr=True)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.percentage:3.0f}%"),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task: TaskID = bar.add_task("starting", total=1.0)
+        yield lambda stage, fraction: bar.update(task, description=stage, completed=fraction)
+
+
+def written(package: Package) -> None:
+    """Say on stderr what was written, and its path on stdout."""
+    size = sum(entry.bytes for entry in package.manifest.files.values())
+    console = Console(stderr=True, highlight=False)
+    console.print(
+        f"{package.manifest.kind} package of {package.manifest.source.model_id}, {format_size(size)}, written to"
+    )
+    print(package.path)
+
+
+def describe(package: Package) -> dict[str, Any]:
+    """The package as one JSON-ready dict: the manifest, and every graph's tensors with dtype, axes and meaning."""
+    return {
+        "path": str(package.path),
+        "graphs": {name: describe_graph(graph) for name, graph in package.interface.graphs.items()},
+        "axes": {**AXIS_MEANINGS, **fixed_axes(package)},
+        **asdict(package.manifest),
+    }
+
+
+def describe_graph(graph: GraphSpec) -> dict[str, Any]:
+    """Inputs, states (each with the output that holds its next value) and outputs of one graph."""
+
+    def entry(spec: TensorSpec) -> dict[str, Any]:
+        off = {} if spec.off is None else {"off": spec.off}
+        return {"name": spec.name, "dtype": spec.dtype, "axes": list(spec.axes), "meaning": spec.meaning, **off}
+
+    return {
+        "inputs": [entry(spec) for spec in graph.inputs],
+        "states": [{**entry(spec), "next": graph.retained.get(spec.name)} for spec in graph.states],
+        "outputs": [entry(spec) for spec in graph.outputs],
+    }
+
+
+def fixed_axes(package: Package) -> dict[str, int]:
+    """The named axes whose size this package fixes."""
+    sizes = {name: size for name, size in package.interface.sizes.items() if size}
+    if package.manifest.compilation:
+        sizes[CAPACITY] = package.manifest.compilation.ctx_len
+    return sizes
+
+
+def show(package: Package) -> None:
+    """Print the package on stdout: facts, graphs, placement, files."""
+    console = Console(highlight=False)
+    console.print(_facts(package))
+    for name, graph in package.interface.graphs.items():
+        console.print(_graph_table(name, graph))
+    sizes = fixed_axes(package)
+    console.print(
+        "Axes: " + "; ".join(f"{axis} = {sizes.get(axis, meaning)}" for axis, meaning in AXIS_MEANINGS.items()) + "\n"
+    )
+    if package.manifest.compilation:
+        console.print(_placement_table(package))
+    console.print(_file_table(package))
+
+
+def _facts(package: Package) -> Table:
+    manifest, interface = package.manifest, package.interface
+    source, layers = manifest.source, len(interface.key_values)
+    features = [name for name, value in asdict(interface.features).items() if value]
+    table = Table(title=str(package.path), show_header=False, box=None, title_justify="left", title_style="bold")
+    rows: list[tuple[str, str]] = [
+        ("kind", manifest.kind),
+        ("source", source.model_id + (f" @ {source.revision}" if source.revision else "")),
+        (
+            "architecture",
+            f"{source.architecture} ({source.model_type}), {layers} layers, vocabulary {interface.vocab_size}",
+        ),
+        ("weights", f"{interface.dtype}, sha256 {source.weight_hash[:16]}…"),
+        ("contract", manifest.contract_version),
+        ("features", ", ".join(features)),
+        ("end tokens", ", ".join(map(str, manifest.token_ids.eos)) or "none"),
+        ("longest context", str(manifest.max_position_embeddings or "unlimited")),
+        ("made with", ", ".join(f"{name} {version}" for name, version in sorted(manifest.versions.items()))),
+        ("parity", _figures(manifest.parity or {})),
+    ]
+    if compilation := manifest.compilation:
+        rows += [
+            ("compiled for", f"{compilation.provider} ({', '.join(compilation.execution_providers)})"),
+            ("rows, context", f"{compilation.batch_size or 'any number of'} rows, {compilation.ctx_len} tokens"),
+            ("self-test", _figures(compilation.self_test)),
+        ]
+    for name, value in rows:
+        table.add_row(name, value)
+    return table
+
+
+def _figures(figures: Any) -> str:
+    return ", ".join(
+        f"{name} {value:.3g}" if isinstance(value, float) else f"{name} {value}" for name, value in figures.items()
+    )
+
+
+def _graph_table(name: str, graph: GraphSpec) -> Table:
+    table = Table(title=name, title_justify="left", title_style="bold")
+    for column in ("", "name", "dtype", "shape", "off", "meaning"):
+        table.add_column(column, overflow="fold")
+    for role, specs in (("input", graph.inputs), ("state", graph.states), ("output", graph.outputs)):
+        hidden = 0
+        for spec in specs:
+            if spec.name.startswith("past_key_values.") and int(spec.name.split(".")[1]) >= _LAYERS_SHOWN:
+                hidden += 1
+                continue
+            off = "" if spec.off is None else f"{spec.off:g}"
+            meaning = spec.meaning + (f" → {graph.retained[spec.name]}" if spec.name in graph.retained else "")
+            table.add_row(role, spec.name, spec.dtype, f"\\[{', '.join(map(str, spec.axes))}]", off, meaning)
+        if hidden:
+            table.add_row(role, f"… {hidden} more of the cache", "", "", "", "the same for each further layer")
+        table.add_section()
+    return table
+
+
+def _placement_table(package: Package) -> Table:
+    assert package.manifest.compilation
+    table = Table(
+        "execution provider", "nodes", "operators", title="Placement", title_justify="left", title_style="bold"
+    )
+    for provider, operators in package.manifest.compilation.placement.items():
+        ordered = sorted(operators.items(), key=lambda item: (-item[1], item[0]))
+        table.add_row(provider, str(sum(operators.values())), ", ".join(f"{name} {count}" for name, count in ordered))
+    return table
+
+
+def _file_table(package: Package) -> Table:
+    table = Table("file", "size", "sha256", title="Files", title_justify="left", title_style="bold")
+    for name, entry in sorted(package.manifest.files.items()):
+        table.add_row(name, format_size(entry.bytes), f"{entry.sha256[:16]}…")
+    return table
+
+
+def format_size(count: int) -> str:
+    """`12.3 MB`."""
+    for limit, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if count >= limit:
+            return f"{count / limit:.1f} {unit}"
+    return f"{count} B"

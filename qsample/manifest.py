@@ -1,0 +1,153 @@
+"""What a package says of itself: the text of `qsample.json` enters, a typed and checked `Manifest` leaves, and back."""
+
+from __future__ import annotations
+
+import json
+import types
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from typing import Any, Final, Literal, Union, get_args, get_origin, get_type_hints
+
+from qsample.contract import CONTRACT_VERSION, Interface
+from qsample.errors import PackageError
+
+MANIFEST_NAME: Final = "qsample.json"
+FORMAT_VERSION: Final = 1
+
+
+@dataclass(frozen=True, slots=True)
+class TokenIds:
+    """pad: what `next_ids` holds for a row that emitted nothing. eos: ids that end a row by default."""
+
+    pad: int
+    bos: int | None
+    eos: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """The model that was exported. weight_hash: sha256 over its weights."""
+
+    model_id: str
+    revision: str | None
+    model_type: str
+    architecture: str
+    weight_hash: str
+
+
+@dataclass(frozen=True, slots=True)
+class Compilation:
+    """What a device package was compiled for.
+
+    batch_size: most rows in one call; None = any number. ctx_len: capacity T. placement: execution provider → operator
+    → number of nodes. self_test: figures of the run that compared it with the portable graph.
+    """
+
+    provider: str
+    execution_providers: tuple[str, ...]
+    batch_size: int | None
+    ctx_len: int
+    placement: Mapping[str, Mapping[str, int]]
+    self_test: Mapping[str, int]
+    provider_options: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class FileEntry:
+    """sha256: hexadecimal. bytes: the size."""
+
+    sha256: str
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """Everything that a package says of itself.
+
+    versions: package name → version that made it. max_position_embeddings: longest context that the model knows;
+    None = unlimited. parity: figures of the export's comparison with the original model. compilation: device packages
+    only. files: name → entry; filled in by the writer.
+    """
+
+    kind: Literal["portable", "device"]
+    contract_version: str
+    interface: Interface
+    source: Source
+    versions: Mapping[str, str]
+    token_ids: TokenIds
+    max_position_embeddings: int | None
+    parity: Mapping[str, Any] | None
+    compilation: Compilation | None = None
+    files: Mapping[str, FileEntry] = field(default_factory=dict)
+    format_version: int = FORMAT_VERSION
+
+    def __post_init__(self) -> None:
+        if (self.kind == "device") != (self.compilation is not None):
+            raise ValueError(f"kind is {self.kind!r}; a device package has a compilation, a portable one has none")
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=2, sort_keys=True) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> Manifest:
+        """Read `to_json`'s result. Raises PackageError that names the key at fault."""
+        try:
+            data = json.loads(text)
+        except ValueError as error:
+            raise PackageError(f"{MANIFEST_NAME} is not JSON ({error}); export the package again") from error
+        if not isinstance(data, dict) or not isinstance(data.get("format_version"), int):
+            raise PackageError(f"{MANIFEST_NAME} has no format_version; it is not a qsample manifest")
+        # Versions come first: a newer format may well have other keys.
+        if data["format_version"] != FORMAT_VERSION:
+            newer = data["format_version"] > FORMAT_VERSION
+            raise PackageError(
+                f"the package has format {data['format_version']} and this qsample reads format {FORMAT_VERSION}; "
+                + ("upgrade qsample" if newer else "export it again")
+            )
+        if data.get("contract_version") != CONTRACT_VERSION:
+            raise PackageError(
+                f"the package's graphs follow decode contract {data.get('contract_version')} and this qsample runs "
+                f"{CONTRACT_VERSION}; export it again, or install the qsample that made it"
+            )
+        manifest: Manifest = _decode(cls, data, "manifest")
+        missing = [name for name in manifest.interface.graphs if name not in manifest.files]
+        if missing:
+            raise PackageError(f"{MANIFEST_NAME} lists no {', '.join(missing)}; export the package again")
+        return manifest
+
+
+def _decode(kind: Any, data: Any, where: str) -> Any:
+    """JSON `data` as the annotated type `kind`; PackageError says which key is unknown, missing or mistyped."""
+    origin, arguments = get_origin(kind), get_args(kind)
+    if kind is Any:
+        return data
+    if origin in (Union, types.UnionType):
+        if data is None and type(None) in arguments:
+            return None
+        return _decode(next(option for option in arguments if option is not type(None)), data, where)
+    if origin is Literal and data in arguments:
+        return data
+    if origin is tuple and isinstance(data, list):
+        return tuple(_decode(arguments[0], item, f"{where}[{i}]") for i, item in enumerate(data))
+    if origin is Mapping and isinstance(data, dict):
+        return {key: _decode(arguments[1], value, f"{where}.{key}") for key, value in data.items()}
+    if is_dataclass(kind) and isinstance(data, dict):
+        return _decode_dataclass(kind, data, where)
+    # JSON has no bool that is an int; Python has.
+    if isinstance(kind, type) and type(data) is kind:
+        return data
+    wanted = " or ".join(map(repr, arguments)) if origin is Literal else getattr(origin or kind, "__name__", str(kind))
+    raise PackageError(f"{where} in {MANIFEST_NAME} is {data!r:.80}; it must be {wanted}")
+
+
+def _decode_dataclass(kind: Any, data: dict[str, Any], where: str) -> Any:
+    names = [entry.name for entry in fields(kind)]
+    unknown, missing = sorted(data.keys() - set(names)), [name for name in names if name not in data]
+    if unknown or missing:
+        problems = [f"unknown {key}" for key in unknown] + [f"missing {key}" for key in missing]
+        raise PackageError(f"{where} in {MANIFEST_NAME} does not fit this qsample: {', '.join(problems)}")
+    hints = get_type_hints(kind)
+    try:
+        return kind(**{name: _decode(hints[name], data[name], f"{where}.{name}") for name in names})
+    except ValueError as error:
+        raise PackageError(f"{where} in {MANIFEST_NAME}: {error}") from error
