@@ -138,10 +138,11 @@ class CheckpointModel:
     def _export(
         self, checkpoint: Checkpoint, path: str | Path | None, overwrite: bool, progress: Progress | None
     ) -> PackagedModel:
-        from qsample.exporters.checkpoint import load_model, load_tokenizer
+        from qsample.exporters.checkpoint import check_exists, load_model, load_tokenizer
         from qsample.exporters.export import export_model
 
-        tokenizer = load_tokenizer(checkpoint)  # first: it fails fast
+        check_exists(checkpoint.model_id)
+        tokenizer = load_tokenizer(checkpoint)  # before the model: it fails fast
         with _Place(path) as place:
             package = export_model(
                 load_model(checkpoint),

@@ -1,12 +1,13 @@
 """The command line: `qsample export | compile | generate | inspect`. It parses and calls, nothing else.
 
-Heavy modules are imported inside the commands, so that `qsample --help` answers at once. Results go to stdout; progress,
-figures and errors to stderr. Exit status: 0 done, 1 error, 2 wrong usage, 130 interrupted.
+Heavy modules are imported inside the commands, so that `qsample --help` answers at once. Results go to stdout;
+progress, figures and errors to stderr. Exit status: 0 done, 1 error, 2 wrong usage, 130 interrupted.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 from pathlib import Path
@@ -80,10 +81,12 @@ def export(
 ) -> None:
     """Export a Hugging Face model to a portable package: one ONNX graph with the sampler in it."""
     from qsample import cli_output
+    from qsample.auto_model import AutoModelForCausalLM, CheckpointModel
 
     if _is_package(model):
         raise typer.BadParameter(f"{model} is a package already; `qsample compile` takes it from here")
-    source = qsample.AutoModelForCausalLM.from_pretrained(
+    _quieten(model)
+    source = AutoModelForCausalLM.from_pretrained(
         model,
         include_sampler=sampler,
         return_pdfs=return_pdfs,
@@ -94,6 +97,7 @@ def export(
         dtype=dtype,
         revision=revision,
     )
+    assert isinstance(source, CheckpointModel)
     with cli_output.progress() as progress:
         exported = source.export(out, overwrite=overwrite, progress=progress)
     cli_output.written(exported.package)
@@ -108,9 +112,9 @@ def compile(
     package: Annotated[str, typer.Argument(metavar="PACKAGE", help="A portable package, or a model to export first.")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write the device package to.")],
     provider: Annotated[str, typer.Option(help="Target to compile for.")] = "cpu",
-    batch_size: Annotated[int | None, typer.Option(min=1, help="Most rows of one call. [default: any]")] = None,
+    batch_size: Annotated[int | None, typer.Option(min=1, help="Most rows of one call. (default: any)")] = None,
     ctx_len: Annotated[
-        int | None, typer.Option(min=2, help="Tokens that a row holds. [default: the model's, at most 4096]")
+        int | None, typer.Option(min=2, help="Tokens that a row holds. (default: the model's, at most 4096)")
     ] = None,
     overwrite: Overwrite = False,
 ) -> None:
@@ -136,11 +140,11 @@ def generate(
     model: Annotated[
         str | None,
         typer.Argument(
-            metavar="[PACKAGE_OR_MODEL]", help="Package, checkpoint or hub id. [default: the bundled model]"
+            metavar="[PACKAGE_OR_MODEL]", help="Package, checkpoint or hub id. (default: the bundled model)"
         ),
     ] = None,
     prompt: Annotated[
-        list[str] | None, typer.Option("--prompt", "-p", help="Repeat it for a batch. [default: standard input]")
+        list[str] | None, typer.Option("--prompt", "-p", help="Repeat it for a batch. (default: standard input)")
     ] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Put each prompt into the model's chat template.")] = False,
     max_new_tokens: Annotated[int | None, typer.Option(min=1, help="Stop after this many.")] = None,
@@ -159,12 +163,12 @@ def generate(
     stop_id: Annotated[
         list[int] | None, typer.Option(help="Token id that ends a row, in place of the model's own; may be repeated.")
     ] = None,
-    seed: Annotated[int | None, typer.Option(help="Same seed, same tokens. [default: a fresh one, shown]")] = None,
+    seed: Annotated[int | None, typer.Option(help="Same seed, same tokens. (default: a fresh one, shown)")] = None,
     greedy: Annotated[bool, typer.Option("--greedy", help="Always take the likeliest token.")] = False,
     provider: Annotated[
-        str | None, typer.Option(help="Execution provider. [default: what it was compiled for, else cpu]")
+        str | None, typer.Option(help="Execution provider. (default: what it was compiled for, else cpu)")
     ] = None,
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads. [default: ONNX Runtime's choice]")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads. (default: ONNX Runtime's choice)")] = None,
     as_json: Json = False,
 ) -> None:
     """Generate text. One prompt streams; several form one batch. What is not given comes from the model."""
@@ -191,7 +195,7 @@ def generate(
         raise typer.BadParameter(str(error)) from None
     prompts = prompt or [_read_stdin()]
     opened = _open_exported(model, provider)
-    GENERATE_TODO
+    print(prompts, opened)
 
 
 @app.command(
@@ -250,6 +254,13 @@ def _message(error: Exception) -> str:
     return text if expected else f"{type(error).__name__}: {text} ({DEBUG_VARIABLE}=1 shows where)"
 
 
+def _quieten(model: str) -> None:
+    """Keep what libraries say of themselves off the terminal; downloads from the hub still show their progress."""
+    if Path(model).is_dir():
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    logging.getLogger("torch.onnx").setLevel(logging.ERROR)
+
+
 def _is_package(model: str) -> bool:
     from qsample.package import MANIFEST_NAME
 
@@ -263,6 +274,7 @@ def _open(model: str, provider: str | None = None) -> CheckpointModel | Packaged
 
     if _is_package(model):
         return PackagedModel(read_package(model), provider)
+    _quieten(model)
     return AutoModelForCausalLM.from_pretrained(model, provider=provider)
 
 
@@ -270,10 +282,11 @@ def _open_exported(model: str | None, provider: str | None) -> PackagedModel:
     """A package as it is, a checkpoint exported to a temporary folder, or the bundled model."""
     from qsample import cli_output
     from qsample.auto_model import PackagedModel
-    from qsample.bundled import bundled_model
+    from qsample.bundled import TINY_LM, bundled_model
 
     with cli_output.progress() as progress:
         if model is None:
+            _quieten(str(TINY_LM))
             return bundled_model(provider or "cpu", progress)
         opened = _open(model, provider)
         return opened if isinstance(opened, PackagedModel) else opened.export(progress=progress)

@@ -5,21 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Final
 
+from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from qsample.contract import AXIS_MEANINGS, CAPACITY, BATCH, GraphSpec, TensorSpec
+from qsample.contract import AXIS_MEANINGS, CAPACITY, GraphSpec, TensorSpec
 from qsample.package import Package
 
-_LAYERS_SHOWN = 1  # caches of further layers are counted, not listed
+_LAYERS_SHOWN: Final = 1  # caches of further layers are counted, not listed
+_WIDTH_OF_A_FILE: Final = 120
 
 
 @contextmanager
 def progress() -> Iterator[Callable[[str, float], None]]:
-    """A progress bar on stderr, as a callback of stage and fraction done. It shows nothing where stderr is no terminal."""
+    """A progress bar on stderr, as a callback of stage and fraction done. Where that is no terminal, nothing shows."""
     console = Console(stderr=True)
     columns = (
         TextColumn("{task.description}"),
@@ -35,11 +38,13 @@ def progress() -> Iterator[Callable[[str, float], None]]:
 def written(package: Package) -> None:
     """Say on stderr what was written, and its path on stdout."""
     size = sum(entry.bytes for entry in package.manifest.files.values())
-    console = Console(stderr=True, highlight=False)
-    console.print(
-        f"{package.manifest.kind} package of {package.manifest.source.model_id}, {format_size(size)}, written to"
-    )
+    note(f"{package.manifest.kind} package of {package.manifest.source.model_id}, {format_size(size)}, written to")
     print(package.path)
+
+
+def note(text: str) -> None:
+    """A line beside the result, on stderr."""
+    Console(stderr=True, highlight=False).print(text, style="dim", markup=False, soft_wrap=True)
 
 
 def describe(package: Package) -> dict[str, Any]:
@@ -77,13 +82,14 @@ def fixed_axes(package: Package) -> dict[str, int]:
 def show(package: Package) -> None:
     """Print the package on stdout: facts, graphs, placement, files."""
     console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = _WIDTH_OF_A_FILE
     console.print(_facts(package))
     for name, graph in package.interface.graphs.items():
         console.print(_graph_table(name, graph))
     sizes = fixed_axes(package)
-    console.print(
-        "Axes: " + "; ".join(f"{axis} = {sizes.get(axis, meaning)}" for axis, meaning in AXIS_MEANINGS.items()) + "\n"
-    )
+    axes = (f"{axis} = {sizes.get(axis, meaning)}" for axis, meaning in AXIS_MEANINGS.items())
+    console.print("[bold]Axes[/bold]\n" + "; ".join(axes) + "\n")
     if package.manifest.compilation:
         console.print(_placement_table(package))
     console.print(_file_table(package))
@@ -127,29 +133,45 @@ def _figures(figures: Any) -> str:
 
 
 def _graph_table(name: str, graph: GraphSpec) -> Table:
-    table = Table(title=name, title_justify="left", title_style="bold")
-    for column in ("", "name", "dtype", "shape", "off", "meaning"):
-        table.add_column(column, overflow="fold")
-    for role, specs in (("input", graph.inputs), ("state", graph.states), ("output", graph.outputs)):
-        hidden = 0
-        for spec in specs:
-            if spec.name.startswith("past_key_values.") and int(spec.name.split(".")[1]) >= _LAYERS_SHOWN:
-                hidden += 1
-                continue
-            off = "" if spec.off is None else f"{spec.off:g}"
-            meaning = spec.meaning + (f" → {graph.retained[spec.name]}" if spec.name in graph.retained else "")
-            table.add_row(role, spec.name, spec.dtype, f"\\[{', '.join(map(str, spec.axes))}]", off, meaning)
-        if hidden:
-            table.add_row(role, f"… {hidden} more of the cache", "", "", "", "the same for each further layer")
-        table.add_section()
+    table = _table(name)
+    table.add_column("name", no_wrap=True)
+    table.add_column("type", no_wrap=True)
+    table.add_column("meaning")
+    for role, specs in (("inputs", graph.inputs), ("retained states", graph.states), ("outputs", graph.outputs)):
+        if specs:
+            table.add_section()
+            table.add_row(f"[dim]{role}[/dim]")
+        shown = [spec for spec in specs if _layer(spec) < _LAYERS_SHOWN]
+        for spec in shown:
+            table.add_row(spec.name, escape(_type(spec)), escape(_meaning(spec, graph)))
+        if len(shown) < len(specs):
+            table.add_row(f"… {len(specs) - len(shown)} more", "", "keys and values of each further layer")
     return table
+
+
+def _layer(spec: TensorSpec) -> int:
+    """The attention layer of a cache tensor; -1 for any other."""
+    return int(spec.name.split(".")[1]) if spec.name.startswith("past_key_values.") else -1
+
+
+def _type(spec: TensorSpec) -> str:
+    return f"{spec.dtype} [{', '.join(map(str, spec.axes))}]" if spec.axes else spec.dtype
+
+
+def _meaning(spec: TensorSpec, graph: GraphSpec) -> str:
+    told = spec.off is None or "= off" in spec.meaning
+    off = "" if told else f" (off: {spec.off if spec.dtype == 'float32' else int(spec.off or 0)})"
+    after = f" → {graph.retained[spec.name]}" if spec.name in graph.retained else ""
+    return spec.meaning + off + after
+
+
+def _table(title: str, *columns: str) -> Table:
+    return Table(*columns, title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
 
 
 def _placement_table(package: Package) -> Table:
     assert package.manifest.compilation
-    table = Table(
-        "execution provider", "nodes", "operators", title="Placement", title_justify="left", title_style="bold"
-    )
+    table = _table("Placement", "execution provider", "nodes", "operators")
     for provider, operators in package.manifest.compilation.placement.items():
         ordered = sorted(operators.items(), key=lambda item: (-item[1], item[0]))
         table.add_row(provider, str(sum(operators.values())), ", ".join(f"{name} {count}" for name, count in ordered))
@@ -157,7 +179,7 @@ def _placement_table(package: Package) -> Table:
 
 
 def _file_table(package: Package) -> Table:
-    table = Table("file", "size", "sha256", title="Files", title_justify="left", title_style="bold")
+    table = _table("Files", "file", "size", "sha256")
     for name, entry in sorted(package.manifest.files.items()):
         table.add_row(name, format_size(entry.bytes), f"{entry.sha256[:16]}…")
     return table

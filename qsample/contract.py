@@ -20,7 +20,13 @@ STOPPED: Final = 1  # a stop token was sampled
 LENGTH: Final = 2  # max_length was reached, or the buffers are full
 INVALID_LOGITS: Final = 3  # a NaN or +inf among the logits, or no finite logit left after the masks
 STALLED: Final = 4  # a graph without control flow could not settle the row; run this step on the wide graph
-STATUS_NAMES: Final = {RUNNING: "running", STOPPED: "stop", LENGTH: "length", INVALID_LOGITS: "invalid", STALLED: "stalled"}
+STATUS_NAMES: Final = {
+    RUNNING: "running",
+    STOPPED: "stop",
+    LENGTH: "length",
+    INVALID_LOGITS: "invalid",
+    STALLED: "stalled",
+}
 
 # Named axes. An axis of a TensorSpec is one of these names or a fixed size.
 BATCH: Final = "B"  # rows

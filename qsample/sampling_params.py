@@ -87,7 +87,8 @@ class SamplingParams:
     0 = off; on sampled tokens.
     min_length, max_length: total tokens, prompt included. min_new_tokens, max_new_tokens: sampled tokens; where both
     are given they win over min_length and max_length, as in transformers. A row always ends when its buffers are full.
-    eos_token_id: an id or several; sampling one ends the row. Before min_length none of them can be sampled.
+    eos_token_id: an id or several; sampling one ends the row. Before min_length none of them can be sampled. None: the
+    model's own; (): none.
     seed: in [0, 2**63); the same seed gives the same tokens. None: a fresh one, reported in the output.
     logit_bias: token id → a number added to its logit (-inf forbids the token); the package must have been
     exported with `logit_bias`.
@@ -108,7 +109,7 @@ class SamplingParams:
     min_new_tokens: int | None = None
     max_length: int | None = None
     max_new_tokens: int | None = None
-    eos_token_id: tuple[int, ...] = ()
+    eos_token_id: tuple[int, ...] | None = None
     seed: int | None = None
     logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
 
@@ -119,7 +120,8 @@ class SamplingParams:
         for name, limits in _OPTIONAL_INTEGERS.items():
             if getattr(self, name) is not None:
                 clean[name] = _integer(name, getattr(self, name), *limits)
-        clean["eos_token_id"] = _token_ids("eos_token_id", self.eos_token_id)
+        if self.eos_token_id is not None:
+            clean["eos_token_id"] = _token_ids("eos_token_id", self.eos_token_id)
         clean["logit_bias"] = _bias(self.logit_bias)
         for name, value in clean.items():
             object.__setattr__(self, name, value)
@@ -157,9 +159,11 @@ class SamplingParams:
             settings |= {"temperature": 0.0, "top_k": None, "top_p": None, "min_p": None}
         elif settings.get("top_k") is None and "top_k" not in overrides:
             settings["top_k"] = HF_DEFAULT_TOP_K
+        if "eos_token_id" in overrides and overrides["eos_token_id"] is None:
+            settings["eos_token_id"] = ()
         names = [entry.name for entry in fields(cls)]
         params = cls(**{name: settings[name] for name in names if settings.get(name) is not None})
-        if do_sample and params.temperature == 0 and overrides.get("temperature") is None:
+        if do_sample and params.temperature == 0:
             raise ValueError(
                 "do_sample is true and temperature is 0; give a temperature > 0, or do_sample=False for greedy"
             )

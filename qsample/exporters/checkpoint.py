@@ -44,7 +44,7 @@ def load_model(checkpoint: Checkpoint) -> PreTrainedModel:
     Raises UnsupportedModelError for a model type that transformers does not know or that is no causal LM, QsampleError
     where the files cannot be read or do not fit the configuration.
     """
-    _check_folder(checkpoint.model_id)
+    check_exists(checkpoint.model_id)
     options = checkpoint._hub_options()
     try:
         config = AutoConfig.from_pretrained(checkpoint.model_id, **options)
@@ -87,8 +87,9 @@ def load_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerBase | None:
     return tokenizer
 
 
-def _check_folder(model_id: str) -> None:
-    """Tell a folder that is no checkpoint from a hub id, whose error would speak of the network."""
+def check_exists(model_id: str) -> None:
+    """Raise QsampleError for a folder that is missing or no checkpoint: taken for a hub id, its error would speak of the
+    network."""
     path = Path(model_id)
     if path.is_dir() and not (path / "config.json").is_file():
         raise QsampleError(f"{model_id} has neither a config.json (a checkpoint) nor a qsample.json (a package)")

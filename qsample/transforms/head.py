@@ -24,7 +24,7 @@ class LastTokenHead(nn.Module):
     def __init__(self, head: nn.Module, context: DecodeContext) -> None:
         super().__init__()
         self.head = head
-        self._context = context
+        self.context = context
 
     @property
     def weight(self) -> Tensor:
@@ -35,7 +35,7 @@ class LastTokenHead(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """hidden: [B, S, hidden]. Returns [B, 1, V] in a decoder call, otherwise [B, S, V]."""
-        lengths = self._context.input_lengths
+        lengths = self.context.input_lengths
         if lengths is not None:
             last = (lengths.to(torch.int64) - 1)[:, None, None].expand(-1, 1, hidden.shape[-1])
             # [B, 1, hidden] and not [B, hidden]: a 2-D product becomes Gemm, which weight quantizers skip.
@@ -55,6 +55,7 @@ class SampleLastToken:
         if head is None:
             raise UnsupportedModelError(f"{type(model).__name__} has no output embeddings (no language-model head)")
         if isinstance(head, LastTokenHead):
+            head.context = self.context  # an earlier export's otherwise
             return model, False
         model.set_output_embeddings(LastTokenHead(head, self.context))  # type: ignore[no-untyped-call]
         return model, True

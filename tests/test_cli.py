@@ -1,0 +1,235 @@
+"""The commands: what they print where, and the status that they end with."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from qsample import cli
+from qsample.package import read_package
+
+ROOT = Path(__file__).resolve().parent.parent
+COMMAND = [sys.executable, "-c", "from qsample.cli import main; main()"]
+
+
+def qsample(*arguments: str | Path, text: str | None = None, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run the command in a process of its own, as a shell would."""
+    return subprocess.run(
+        [*COMMAND, *map(str, arguments)],
+        input=text,
+        stdin=subprocess.DEVNULL if text is None else None,
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "COLUMNS": "120", **variables},
+        check=False,
+    )
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Any:
+    """Run a command line here; (status, stdout, stderr)."""
+
+    def call(*arguments: str | Path) -> tuple[int, str, str]:
+        status = cli.run([str(argument) for argument in arguments])
+        captured = capsys.readouterr()
+        return status, captured.out, captured.err
+
+    return call
+
+
+def test_help_lists_the_commands(run: Any) -> None:
+    status, out, err = run("--help")
+    assert (status, err) == (0, "")
+    for command in ("export", "compile", "generate", "inspect"):
+        assert re.search(rf"\b{command}\b", out)
+
+
+@pytest.mark.parametrize("command", ["export", "compile", "generate", "inspect"])
+def test_help_of_a_command_has_examples(run: Any, command: str) -> None:
+    status, out, err = run(command, "--help")
+    assert (status, err) == (0, "")
+    assert "Examples" in out
+    assert f"qsample {command} " in out.split("Examples")[1]
+
+
+def test_the_examples_in_the_help_use_options_that_exist() -> None:
+    for command in cli.app.registered_commands:
+        assert command.callback is not None
+        known = {name.replace("_", "-") for name in command.callback.__annotations__}
+        known = (known - {"as-json"}) | {"json"}
+        assert set(re.findall(r" --([a-z-]+)", command.epilog or "")) <= known
+
+
+def test_version(run: Any) -> None:
+    assert run("--version")[:2] == (0, "qsample 0.1.0\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nonsense"], "No such command"),
+        (["export", "only-a-model"], "Missing argument"),
+        (["compile", "a", "b", "--batch-size", "0"], "--batch-size"),
+        (["generate", "--no-such-option"], "--no-such-option"),
+        (["generate", "-p", "x", "--temperature", "warm"], "valid number"),
+        (["generate", "-p", "x", "--top-p", "1.5"], "top_p is 1.5"),
+        (["generate", "-p", "x", "--top-p", "0"], "top_p is 0"),
+        (["generate", "-p", "x", "--temperature", "-1"], "temperature is -1"),
+        (["generate", "-p", "x", "--temperature", "nan"], "temperature is nan"),
+        (["generate", "-p", "x", "--greedy", "--top-k", "5"], "do_sample=False"),
+    ],
+)
+def test_wrong_usage_is_one_line_and_status_2(run: Any, arguments: list[str], message: str) -> None:
+    status, out, err = run(*arguments)
+    assert (status, out) == (2, "")
+    assert message in err
+    assert err.startswith("qsample: ")
+    assert err.count("\n") == 1
+
+
+def test_an_error_is_one_line_and_status_1(tmp_path: Path) -> None:
+    done = qsample("inspect", tmp_path)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == f"qsample: {tmp_path} is not a qsample package: it has no qsample.json\n"
+
+
+@pytest.mark.parametrize("arguments", [["--debug"], []], ids=["option", "variable"])
+def test_debug_shows_the_traceback(tmp_path: Path, arguments: list[str]) -> None:
+    done = qsample(*arguments, "inspect", tmp_path, QSAMPLE_DEBUG="" if arguments else "1")
+    assert done.returncode == 1
+    assert "Traceback" in done.stderr
+    assert "PackageError" in done.stderr
+
+
+def test_an_unexpected_error_names_its_type(run: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr("qsample.package.read_package", broken)
+    status, _, err = run("inspect", tmp_path)
+    assert status == 1
+    assert err == "qsample: ZeroDivisionError: a bug (QSAMPLE_DEBUG=1 shows where)\n"
+
+
+def test_a_missing_dependency_says_what_to_install(run: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for module in [name for name in sys.modules if name.split(".")[0] == "transformers" or "exporters" in name]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    status, _, err = run("export", tmp_path, tmp_path / "out")
+    assert status == 1
+    assert "pip install 'qsample[export]'" in err
+
+
+def test_an_interrupt_ends_with_130(run: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("qsample.package.read_package", interrupted)
+    assert run("inspect", tmp_path)[0] == 130
+
+
+def test_export_writes_a_package_and_prints_its_path(checkpoint: Any, tmp_path: Path) -> None:
+    out = tmp_path / "package"
+    features = ["--logprobs", "--top-logprobs", "3", "--logit-bias", "--allowed-tokens", "--return-pdfs"]
+    done = qsample("export", checkpoint("llama"), out, *features)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"{out}\n"
+    assert done.stderr.count("\n") == 1, "the libraries' own notices are kept away"
+    chosen = read_package(out).interface.features
+    assert chosen.sampler and chosen.logprobs and chosen.logit_bias and chosen.allowed_tokens and chosen.probs  # noqa: PT018
+    assert chosen.top_logprobs == 3
+
+
+def test_export_without_the_sampler_and_with_another_dtype(run: Any, checkpoint: Any, tmp_path: Path) -> None:
+    status, _, err = run("export", checkpoint("llama"), tmp_path / "p", "--no-sampler", "--dtype", "float16")
+    assert status == 0, err
+    interface = read_package(tmp_path / "p").interface
+    assert (interface.features.sampler, interface.dtype) == (False, "float16")
+
+
+def test_export_replaces_only_when_asked(run: Any, checkpoint: Any, llama_package: Path, tmp_path: Path) -> None:
+    out = tmp_path / "p"
+    out.mkdir()
+    (out / "qsample.json").write_text("{}")
+    status, _, err = run("export", checkpoint("llama"), out)
+    assert status == 1
+    assert "already holds a package" in err
+    assert run("export", checkpoint("llama"), out, "--overwrite")[0] == 0
+    assert read_package(out).interface == read_package(llama_package).interface
+
+
+def test_export_of_a_package_is_wrong_usage(run: Any, llama_package: Path, tmp_path: Path) -> None:
+    status, _, err = run("export", llama_package, tmp_path / "p")
+    assert status == 2
+    assert "package already" in err
+
+
+def test_export_of_no_model(run: Any, tmp_path: Path) -> None:
+    status, _, err = run("export", tmp_path, tmp_path / "p")
+    assert status == 1
+    assert "config.json" in err
+    assert not (tmp_path / "p").exists()
+
+
+def test_compile_takes_a_package(run: Any, llama_package: Path, tmp_path: Path) -> None:
+    out = tmp_path / "cpu"
+    status, printed, err = run("compile", llama_package, out, "--ctx-len", "64", "--batch-size", "2")
+    assert (status, printed) == (0, f"{out}\n"), err
+    compilation = read_package(out).manifest.compilation
+    assert compilation is not None
+    assert (compilation.provider, compilation.batch_size, compilation.ctx_len) == ("cpu", 2, 64)
+
+
+def test_compile_for_an_unknown_target(run: Any, llama_package: Path, tmp_path: Path) -> None:
+    status, _, err = run("compile", llama_package, tmp_path / "p", "--provider", "abacus")
+    assert status == 1
+    assert "abacus" in err
+    assert "cpu" in err
+
+
+def test_inspect_shows_every_tensor_of_the_contract(run: Any, llama_package: Path) -> None:
+    status, out, err = run("inspect", llama_package)
+    assert (status, err) == (0, "")
+    package = read_package(llama_package)
+    decoder = package.interface.decoder
+    for spec in (*decoder.inputs, *decoder.states[:7], *decoder.outputs):
+        assert re.search(rf"^ *{re.escape(spec.name)} +{spec.dtype}", out, re.MULTILINE), spec.name
+    for name in package.manifest.files:
+        assert name in out
+    assert "u[t]" in out, "brackets in a meaning are text, not markup"
+    assert "max_error" in out
+
+
+def test_inspect_json_holds_manifest_and_graphs(run: Any, llama_package: Path) -> None:
+    status, out, _ = run("inspect", llama_package, "--json")
+    assert status == 0
+    shown, package = json.loads(out), read_package(llama_package)
+    manifest = json.loads((llama_package / "qsample.json").read_text())
+    assert {key: shown[key] for key in manifest} == manifest
+    for name, graph in package.interface.graphs.items():
+        assert [entry["name"] for entry in shown["graphs"][name]["inputs"]] == [spec.name for spec in graph.inputs]
+        assert {
+            entry["name"]: entry["next"] for entry in shown["graphs"][name]["states"] if entry["next"]
+        } == graph.retained
+    assert shown["axes"]["V"] == package.interface.vocab_size
+
+
+def test_inspect_names_a_damaged_file(run: Any, exported: Any, tmp_path: Path) -> None:
+    import shutil
+
+    folder = shutil.copytree(exported("llama"), tmp_path / "damaged")
+    data = bytearray((folder / "decoder.onnx.data").read_bytes())
+    data[100] ^= 1
+    (folder / "decoder.onnx.data").write_bytes(data)
+    status, _, err = run("inspect", folder)
+    assert status == 1
+    assert "decoder.onnx.data was altered" in err
+    assert run("inspect", folder, "--no-verify")[0] == 0

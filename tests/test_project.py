@@ -1,0 +1,144 @@
+"""The project around the code: imports, documents, links, what a newcomer types."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text("utf-8")
+CI = (ROOT / ".ci" / "run").read_text("utf-8")
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+SKIPPED = {".git", ".venv", "build", "dist", "__pycache__"}
+HEAVY = ["torch", "transformers", "onnx", "onnxscript", "onnx_ir"]
+
+
+def python(code: str) -> str:
+    """The standard output of `code` in a fresh interpreter."""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def files() -> list[Path]:
+    return [
+        path
+        for path in ROOT.rglob("*")
+        if path.is_file()
+        and not path.is_symlink()
+        and not any(part in SKIPPED or part.endswith("cache") for part in path.parts)
+    ]
+
+
+def code_blocks(text: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.parametrize("module", ["qsample", "qsample.cli", "qsample.bundled"])
+def test_importing_loads_nothing_heavy(module: str) -> None:
+    heavy = [*HEAVY, "onnxruntime", "numpy", "tokenizers"]
+    assert python(f"import sys, {module}; print([name for name in {heavy} if name in sys.modules])") == "[]\n"
+
+
+@pytest.mark.parametrize("module", ["qsample.runtime", "qsample.package", "qsample.auto_model", "qsample.cli_output"])
+def test_the_runtime_side_imports_where_the_export_side_is_missing(module: str) -> None:
+    # None in sys.modules makes an import of that name fail, as if it were not installed.
+    assert python(f"import sys; sys.modules.update(dict.fromkeys({HEAVY})); import {module}; print('fine')") == "fine\n"
+
+
+def test_the_public_names_are_listed_and_found() -> None:
+    import qsample
+
+    assert set(qsample.__all__) <= set(dir(qsample))
+    assert all(getattr(qsample, name) is not None for name in qsample.__all__)
+    with pytest.raises(AttributeError, match="NoSuchName"):
+        _ = qsample.NoSuchName
+
+
+def test_the_tables_in_the_documents_are_those_of_the_contract() -> None:
+    done = subprocess.run(
+        [sys.executable, "docs/contract_tables.py", "--check"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, f"{done.stdout}{done.stderr}run: python docs/contract_tables.py"
+
+
+def test_the_documents_hold_every_table() -> None:
+    source = (ROOT / "docs" / "contract_tables.py").read_text("utf-8")
+    tables = set(re.findall(r'^    "(\w+)": ', source, re.MULTILINE))
+    text = "".join(path.read_text("utf-8") for path in DOCUMENTS)
+    assert tables == set(re.findall(r"<!-- table: (\w+) -->\n\|", text))
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_links_in_the_documents_lead_somewhere(document: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", document.read_text("utf-8")):
+        if not target.startswith(("http://", "https://")):
+            assert (document.parent / target).exists(), f"{document.name} links to {target}"
+
+
+def test_the_readme_has_two_commands_and_ci_runs_the_second() -> None:
+    first, second = [block.strip() for block in code_blocks(README, "bash")[:2]]
+    assert "\n" not in first
+    assert "\n" not in second
+    assert "qsample generate" in first
+    install, tests = second.removeprefix("python3 -m venv .venv && ").split(" && ")
+    for line in (install, tests):
+        spelled = line.replace(".venv/bin/pip install", 'step "$venv/bin/pip" install --quiet')
+        assert spelled.replace(".venv/bin/pytest", 'step "$venv/bin/pytest"') in CI
+    assert CI.rstrip().splitlines()[-1].startswith('step "$venv/bin/pytest"'), "pytest's summary is the last output"
+
+
+def test_the_readme_names_options_that_exist() -> None:
+    source = (ROOT / "qsample" / "cli.py").read_text("utf-8")
+    known = {name.replace("_", "-") for name in re.findall(r"^    (\w+): Annotated", source, re.MULTILINE)}
+    known |= {option[2:] for option in re.findall(r"--[a-z-]+", source)}
+    for block in code_blocks(README, "bash"):
+        for line in block.replace("\\\n", " ").splitlines():
+            if "qsample " in line:
+                used = re.findall(r" --([a-z][a-z-]*)", line.split("qsample ", 1)[1])
+                assert set(used) <= known, line
+
+
+def test_the_python_in_the_readme_compiles() -> None:
+    blocks = code_blocks(README, "python")
+    assert blocks
+    for block in blocks:
+        compile(block, "README.md", "exec")
+
+
+def test_the_links_at_the_root() -> None:
+    for name in ("transforms", "exporters"):
+        assert (ROOT / name).is_symlink()
+        assert (ROOT / name).resolve() == ROOT / "qsample" / name
+
+
+def test_the_licence_is_the_apache_licence() -> None:
+    text = (ROOT / "LICENSE").read_text("utf-8")
+    assert "Apache License" in text
+    assert "END OF TERMS AND CONDITIONS" in text
+
+
+def test_no_file_is_larger_than_4_mib() -> None:
+    assert [path for path in files() if path.stat().st_size > 4 << 20] == []
+
+
+def test_no_file_names_a_machine_of_its_authors() -> None:
+    words = re.compile(r"/(?:work|home/\w+|root|tmp/w)/|/opt/(?:wheels|pypi)")
+    named = [
+        path
+        for path in files()
+        if path.suffix in {".py", ".md", ".toml", ".json", ".sh", ""} and path != Path(__file__)
+    ]
+    assert [path for path in named if words.search(path.read_text("utf-8", errors="replace"))] == []
+
+
+def test_the_two_onnxruntime_distributions_never_come_together() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["optional-dependencies"]
+    for name, requirements in extras.items():
+        runtimes = {re.split(r"[^\w-]", line)[0] for line in requirements} & {"onnxruntime", "onnxruntime-gpu"}
+        assert runtimes == {"cpu": {"onnxruntime"}, "gpu": {"onnxruntime-gpu"}}.get(name, set())
