@@ -39,7 +39,14 @@ SAMPLING = {"do_sample": True, "temperature": 0.8, "top_p": 0.95, "top_k": 0, "m
 KJV_CHAPTERS = 1189
 KJV_SOURCE = """The King James Bible (1611/1769) as printed by the `bible` program of Debian's bible-kjv package,
 without verse numbers. The text is in the public domain (in the United Kingdom the Crown holds printing rights)."""
-WRITTEN = "README.md config.json generation_config.json model.safetensors tokenizer.json tokenizer_config.json".split()
+WRITTEN = {
+    "README.md",
+    "config.json",
+    "generation_config.json",
+    "model.safetensors",
+    "tokenizer.json",
+    "tokenizer_config.json",
+}
 
 
 @dataclass(frozen=True)
@@ -320,7 +327,7 @@ a quotation or a statement of fact, and other languages or styles come out as no
 
 def check_output(out: Path) -> None:
     """Refuse a place that holds anything but an earlier result, because it will be replaced."""
-    if out.exists() and not (out.is_dir() and {entry.name for entry in out.iterdir()} <= set(WRITTEN)):
+    if out.exists() and not (out.is_dir() and {entry.name for entry in out.iterdir()} <= WRITTEN):
         raise SystemExit(f"error: {out} exists and holds other files than this script writes")
 
 
@@ -377,7 +384,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     loss = evaluate(model, held_out)
     bits = loss * (len(held_out.ids) - 1) / math.log(2) / sum(len(document.encode()) for document in parts[1])
     facts = {
-        "Architecture": "Llama, 4 layers, width 160, 4 query and 2 key-value heads of 40, feed-forward 384, tied embeddings",
+        "Architecture": "Llama, 4 layers, width 160, 4 query and 2 key-value heads, feed-forward 384, tied embeddings",
         "Parameters": f"{model.num_parameters():,}",
         "Tokenizer": f"byte-level BPE, {len(tokenizer):,} tokens, trained on the same text",
         "Context": f"{CONTEXT} tokens",

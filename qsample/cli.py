@@ -246,19 +246,20 @@ def _message(error: Exception) -> str:
     from qsample.errors import QsampleError
 
     if isinstance(error, ModuleNotFoundError):
-        extra = "cpu] or qsample[gpu" if error.name == "onnxruntime" else "export"
-        return f"this needs {error.name}, which is not installed: pip install 'qsample[{extra}]'"
-    parsed = getattr(error, "format_message", None)
+        extra = "cpu' or 'gpu" if error.name == "onnxruntime" else "export"
+        return f"this needs {error.name}, which is not installed; install qsample with its extra '{extra}'"
+    parsed = getattr(error, "format_message", None)  # of the command line's parser
     text = " ".join(str(parsed() if parsed else error).split())
-    expected = parsed or isinstance(error, QsampleError | ValueError | OSError)
-    return text if expected else f"{type(error).__name__}: {text} ({DEBUG_VARIABLE}=1 shows where)"
+    if parsed or isinstance(error, QsampleError | ValueError | OSError):
+        return text
+    return f"{type(error).__name__}: {text:.300} ({DEBUG_VARIABLE}=1 shows where)"
 
 
 def _quieten(model: str) -> None:
     """Keep what libraries say of themselves off the terminal; downloads from the hub still show their progress."""
     if Path(model).is_dir():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    logging.getLogger("torch.onnx").setLevel(logging.ERROR)
+    logging.getLogger("torch.onnx._internal.exporter").setLevel(logging.ERROR)
 
 
 def _is_package(model: str) -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import json
 import os
 import secrets
 import shutil
@@ -14,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
-from typing import Final
+from typing import Any, Final
 
 from qsample.contract import Interface
 from qsample.errors import PackageError
@@ -61,6 +62,18 @@ class Package:
         if not self.has(name):
             raise PackageError(f"{self.path} has no file {name}")
         return self.path / name
+
+    def read_json(self, name: str) -> dict[str, Any]:
+        """The JSON object in a file; {} where the package has no such file. PackageError where it is no object."""
+        if not self.has(name):
+            return {}
+        try:
+            data = json.loads(self.file(name).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise PackageError(f"cannot read {self.path / name}: {error}; export the package again") from error
+        if not isinstance(data, dict):
+            raise PackageError(f"{self.path / name} is not a JSON object; export the package again")
+        return data
 
 
 class PackageWriter:

@@ -125,7 +125,7 @@ def test_a_missing_dependency_says_what_to_install(run: Any, monkeypatch: pytest
     monkeypatch.setitem(sys.modules, "transformers", None)
     status, _, err = run("export", tmp_path, tmp_path / "out")
     assert status == 1
-    assert "pip install 'qsample[export]'" in err
+    assert "install qsample with its extra 'export'" in err
 
 
 def test_an_interrupt_ends_with_130(run: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -17,9 +17,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen3": {"head_dim": 32},
     "gemma2": {"head_dim": 16, "sliding_window": 6, "query_pre_attn_scalar": 16},
-    "gemma3_text": {"head_dim": 16, "sliding_window": 6},
+    "gemma3_text": {
+        "head_dim": 16,
+        "sliding_window": 6,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
     "mistral": {"sliding_window": 5},
-    "gpt2": {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 256},
+    "gpt2": {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256},
     "phi3": {},
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": 6},
     "mixtral": {"num_local_experts": 4},
@@ -27,11 +31,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def random_model(model_type: str, *, seed: int = 0, **overrides: Any) -> PreTrainedModel:
-    """A random `model_type` of three layers and about 0.1 M parameters, in eval mode."""
+    """A random `model_type` of two layers and about 0.1 M parameters, in eval mode."""
     sizes: dict[str, Any] = {
         "hidden_size": 64,
         "intermediate_size": 96,
-        "num_hidden_layers": 3,
+        "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "vocab_size": VOCAB_SIZE,

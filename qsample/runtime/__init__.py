@@ -1,0 +1,12 @@
+"""Runs packages with onnxruntime, numpy and tokenizers only.
+
+>>> from qsample.runtime import load
+>>> load("exported").generate("In the beginning", temperature=0.8).texts
+"""
+
+from qsample.runtime.model import CausalLM, load
+from qsample.runtime.output import GenerateOutput
+from qsample.runtime.streaming import TextStreamer
+from qsample.sampling_params import SamplingParams
+
+__all__ = ["CausalLM", "GenerateOutput", "SamplingParams", "TextStreamer", "load"]

@@ -79,7 +79,8 @@ def open_sessions(
     return Sessions(
         interface,
         decoder=load("decoder.onnx", providers, options),
-        initial_state=load("initial_state.onnx", PROVIDERS["cpu"], on_host),
+        # With the decoder's providers, because it writes into the decoder's memory.
+        initial_state=load("initial_state.onnx", providers, options),
         sampler=None if interface.features.sampler else load("sampler.onnx", PROVIDERS["cpu"], on_host),
         device=device,
     )
@@ -92,13 +93,13 @@ def _providers(package: Package, provider: str | Sequence[str] | None) -> tuple[
     elif isinstance(provider, str):
         if compilation is not None and provider != compilation.provider:
             raise QsampleError(
-                f"{package.path} was compiled for {compilation.provider!r}, not {provider!r}; compile the portable package "
-                f"for {provider!r}, or leave provider out"
+                f"{package.path} was compiled for {compilation.provider!r}, not {provider!r}; compile the portable "
+                f"package for {provider!r}, or leave provider out"
             )
         if compilation is None and provider not in PROVIDERS:
             raise QsampleError(
-                f"no provider {provider!r}; choose {' or '.join(map(repr, PROVIDERS))}, or give a list of ONNX Runtime's "
-                f"names: {', '.join(ort.get_available_providers())}"
+                f"no provider {provider!r}; choose {' or '.join(map(repr, PROVIDERS))}, or give a list of ONNX "
+                f"Runtime's names: {', '.join(ort.get_available_providers())}"
             )
         providers = compilation.execution_providers if compilation else PROVIDERS[provider]
     else:
@@ -107,8 +108,8 @@ def _providers(package: Package, provider: str | Sequence[str] | None) -> tuple[
     absent = [name for name in providers if name not in available]
     if absent or not providers:
         raise QsampleError(
-            f"this onnxruntime has no {', '.join(absent) or 'provider in an empty list'}; it has {', '.join(available)}. "
-            "`pip install qsample[gpu]` (in place of qsample[cpu]) brings CUDA"
+            f"this onnxruntime has no {', '.join(absent) or 'provider in an empty list'}; it has "
+            f"{', '.join(available)}. `pip install qsample[gpu]` (in place of qsample[cpu]) brings CUDA"
         )
     return providers
 
@@ -137,7 +138,7 @@ def _load(package: Package, name: str, providers: Sequence[str], options: Sessio
 
 
 def check_interface(session: ort.InferenceSession, spec: GraphSpec, sizes: Mapping[str, int], graph_name: str) -> None:
-    """Raise PackageError where the names, dtypes or shapes of a session's inputs and outputs are not those of `spec`."""
+    """Raise PackageError where the names, dtypes or shapes of the session's tensors are not those of `spec`."""
     retained = [_renamed(state, retained_name(state.name)) for state in spec.states if not state.read_only]
     for side, found, wanted in (
         ("input", session.get_inputs(), (*spec.inputs, *spec.states)),

@@ -65,14 +65,14 @@ def test_cache_shapes_are_read_off_the_model(model_type: str, heads: int, size: 
     context = DecodeContext()
     model, _ = apply(random_model(model_type), default_transforms(context))
     assert model.config._attn_implementation == NAME
-    assert key_value_shapes(model, context) == (KeyValueShape(heads, size),) * 3
+    assert key_value_shapes(model, context) == (KeyValueShape(heads, size),) * 2
     assert not context.active
     assert not context.present
 
 
 def test_models_with_other_states_are_refused() -> None:
     context = DecodeContext()
-    model = random_model("lfm2", layer_types=["conv", "full_attention", "conv"])
+    model = random_model("lfm2", layer_types=["conv", "full_attention"])
     model, _ = apply(model, default_transforms(context))
     with pytest.raises(UnsupportedModelError, match=r"Lfm2ForCausalLM .* conv state"):
         key_value_shapes(model, context)
@@ -83,5 +83,5 @@ def test_layers_that_bypass_the_interface_are_named(monkeypatch: pytest.MonkeyPa
     model, _ = apply(random_model("llama"), default_transforms(context))
     skipped = model.model.layers[1].self_attn
     monkeypatch.setattr(skipped, "forward", lambda hidden_states, **_: (hidden_states, None))
-    with pytest.raises(UnsupportedModelError, match=r"layers \[1\] of 3"):
+    with pytest.raises(UnsupportedModelError, match=r"layers \[1\] of 2"):
         key_value_shapes(model, context)

@@ -34,7 +34,7 @@ def mask_disallowed(logits: Tensor, allowed_tokens: Tensor, masks: Tensor) -> Te
     # Floored division and modulo give a negative word's two's complement bytes. Not torch.div: its export divides in
     # float32, which has no room for 32 bits.
     bytes_ = (allowed_tokens.to(torch.int64)[:, :, None] // scales) % _BYTE_VALUES
-    mask = functional.embedding(bytes_, masks).reshape(words.shape[0], -1)
+    mask = functional.embedding(bytes_, masks).reshape(logits.shape[0], -1)
     return logits + mask[:, : logits.shape[1]]
 
 

@@ -1,0 +1,227 @@
+"""A package enters; a `CausalLM` that generates from it leaves."""
+
+from __future__ import annotations
+
+import secrets
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from qsample.contract import Interface
+from qsample.package import Package, read_package
+from qsample.runtime.decode_loop import DecodeLoop
+from qsample.runtime.inputs import parameter_arrays, prompts
+from qsample.runtime.output import Collector, GenerateOutput, Timing, pad_sequences
+from qsample.runtime.session import SessionOptions, Sessions, open_sessions
+from qsample.runtime.state import Array
+from qsample.runtime.streaming import Streamer
+from qsample.runtime.text import IncrementalDecoder, Tokenizer
+from qsample.sampling_params import SamplingParams
+
+_CAPACITY_STEP: Final = 64  # capacities are multiples of this, where nothing else decides
+_SEEDS: Final = 2**63
+
+
+def load(
+    path: str | Path,
+    provider: str | Sequence[str] | None = None,
+    *,
+    ctx_len: int | None = None,
+    intra_op_num_threads: int | None = None,
+    provider_options: Mapping[str, str] | None = None,
+    session_config: Mapping[str, str] | None = None,
+    verify: bool = True,
+) -> CausalLM:
+    """Open a package for generation. Needs onnxruntime, numpy and tokenizers, nothing else.
+
+    Args:
+        path: the package's folder.
+        provider: "cpu", "cuda", or a list of ONNX Runtime's provider names; None = the one that a device package was
+            compiled for, otherwise "cpu".
+        ctx_len: capacity of every row in tokens, for portable packages; None = what each generation needs, up to the
+            model's max_position_embeddings.
+        intra_op_num_threads: threads of one operator; None = ONNX Runtime's choice.
+        provider_options, session_config: passed to ONNX Runtime.
+        verify: compare every file's sha256 with the manifest first.
+
+    Raises PackageError where the package is damaged, QsampleError where it does not fit the provider or ctx_len.
+
+    >>> model = load("exported")
+    >>> model.generate("In the beginning", max_new_tokens=16, temperature=0.8, seed=1).texts
+    """
+    options = SessionOptions(intra_op_num_threads, provider_options or {}, session_config or {})
+    package = read_package(path, verify=verify)
+    _check_ctx_len(package, ctx_len)
+    return CausalLM(package, open_sessions(package, provider, options), ctx_len)
+
+
+class CausalLM:
+    """A loaded package.
+
+    package: where it came from. tokenizer: None where it was exported without one. generation_config: the model's own
+    sampling defaults.
+    """
+
+    def __init__(self, package: Package, sessions: Sessions, ctx_len: int | None = None) -> None:
+        self.package = package
+        self.tokenizer = Tokenizer.of(package)
+        self.generation_config: Mapping[str, Any] = package.read_json("generation_config.json")
+        self._sessions = sessions
+        compilation = package.manifest.compilation
+        self._ctx_len = compilation.ctx_len if compilation else ctx_len
+        self._batch_size = compilation.batch_size if compilation else None
+
+    @property
+    def interface(self) -> Interface:
+        return self.package.interface
+
+    def generate(
+        self,
+        inputs: Any,
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        attention_mask: Any = None,
+        streamer: Streamer | None = None,
+        seed: int | Sequence[int] | None = None,
+        allowed_tokens: Any = None,
+        prefill_chunk_size: int | None = None,
+        in_place: bool = True,
+        **options: Any,
+    ) -> GenerateOutput:
+        """Continue one prompt or a batch of prompts of different lengths.
+
+        Args:
+            inputs: a text, token ids, a list of either, a 2-D integer array, or chat messages; see `inputs.prompts`.
+            params: for all rows, or a list with one a row. None = the model's generation_config, with `options` on top.
+            attention_mask: for a padded 2-D array.
+            streamer: gets the prompt and then every token, as in Hugging Face; one prompt only.
+            seed: of the first row, the next rows taking the numbers after it; or a list with one a row. None = those of
+                `params`, otherwise fresh ones. A row depends on its own seed only, not on the batch.
+            allowed_tokens: int32 bitmask of the tokens that may be sampled, [W] or [B, W]; needs the feature.
+            prefill_chunk_size: most prompt tokens in one call, to bound memory; None = the whole prompt.
+            in_place: write each state into the buffer that it was read from; False takes turns between two sets, with
+                the same result.
+            options: fields of SamplingParams, or do_sample, in place of `params`; as in
+                `SamplingParams.from_generation_config`.
+
+        A row ends at a stop token, at its maximum length (256 new tokens where neither the model nor the caller says),
+        or where the context length is full. Raises ValueError where an argument is wrong.
+        """
+        interface, manifest = self.interface, self.package.manifest
+        rows = prompts(inputs, attention_mask, self.tokenizer, interface.vocab_size, manifest.token_ids)
+        row_params = self._params(params, options, len(rows))
+        seeds = _seeds(seed, params, row_params)
+        if self._batch_size is not None and len(rows) > self._batch_size:
+            raise ValueError(
+                f"{len(rows)} prompts were given and the package was compiled for {self._batch_size} at most"
+            )
+        if streamer is not None and len(rows) != 1:
+            raise ValueError(f"a streamer follows one prompt, and {len(rows)} were given; generate them one by one")
+        if prefill_chunk_size is not None and (isinstance(prefill_chunk_size, bool) or prefill_chunk_size < 1):
+            raise ValueError(f"prefill_chunk_size is {prefill_chunk_size!r}; give an integer >= 1, or None")
+
+        lengths = [len(row) for row in rows]
+        capacity = self._capacity(row_params, lengths)
+        arrays = parameter_arrays(interface, row_params, lengths, capacity, manifest.token_ids.eos, allowed_tokens)
+        started = time.perf_counter()
+        loop = DecodeLoop(self._sessions, arrays, seeds, capacity, in_place=in_place)
+        collector = Collector(len(rows))
+        prefilled = started
+        if streamer is not None:
+            streamer.put(rows[0][None])
+        for step in loop.run(rows, prefill_chunk_size):
+            if not collector.steps:
+                prefilled = time.perf_counter()
+            collector.add(step)
+            if streamer is not None and step.emitted[0]:
+                streamer.put(step.tokens[:1])
+        if streamer is not None:
+            streamer.end()
+        timing = Timing(prefilled - started, time.perf_counter() - prefilled, len(collector.steps) - 1)
+        return self._output(rows, collector, seeds, timing)
+
+    def _params(self, params: Any, options: Mapping[str, Any], rows: int) -> list[SamplingParams]:
+        if params is None:
+            return [SamplingParams.from_generation_config(self.generation_config, **options)] * rows
+        if options:
+            raise ValueError(f"params and {', '.join(options)} were given; put everything into params, or leave it out")
+        if isinstance(params, SamplingParams):
+            return [params] * rows
+        if not isinstance(params, Sequence) or not all(isinstance(row, SamplingParams) for row in params):
+            raise ValueError(f"params is {params!r:.80}; give a SamplingParams, or a list with one for each prompt")
+        if len(params) != rows:
+            raise ValueError(f"{len(params)} SamplingParams were given for {rows} prompts; give one, or one for each")
+        return list(params)
+
+    def _capacity(self, params: Sequence[SamplingParams], lengths: Sequence[int]) -> int:
+        """T: fixed by the package or `load`, otherwise what the rows need, rounded up."""
+        if self._ctx_len is not None:
+            return self._ctx_len
+        needed = max(row.total_length(length) for row, length in zip(params, lengths, strict=True))
+        rounded = -(-needed // _CAPACITY_STEP) * _CAPACITY_STEP
+        limit = self.package.manifest.max_position_embeddings
+        return rounded if limit is None else min(rounded, limit)
+
+    def _output(self, rows: list[Array], collector: Collector, seeds: list[int], timing: Timing) -> GenerateOutput:
+        new, reasons = collector.new_token_ids(), collector.finish_reasons()
+        invalid = [row for row, reason in enumerate(reasons) if reason == "invalid"]
+        if invalid:
+            warnings.warn(
+                f"rows {invalid} ended early: the model gave NaN or infinite logits, or no token was allowed",
+                stacklevel=3,
+            )
+        return GenerateOutput(
+            sequences=pad_sequences(rows, new, self.package.manifest.token_ids.pad),
+            new_token_ids=new,
+            texts=None if self.tokenizer is None else [self._text(*row) for row in zip(rows, new, strict=True)],
+            finish_reasons=reasons,
+            seeds=seeds,
+            prompt_lengths=[len(row) for row in rows],
+            timing=timing,
+            **collector.optional_outputs(),
+        )
+
+    def _text(self, prompt: Array, new: Sequence[int]) -> str:
+        assert self.tokenizer is not None
+        decoder = IncrementalDecoder(self.tokenizer, prompt.tolist())
+        return "".join([*map(decoder.put, new), decoder.end()])
+
+
+def _check_ctx_len(package: Package, ctx_len: int | None) -> None:
+    if ctx_len is None:
+        return
+    if isinstance(ctx_len, bool) or not isinstance(ctx_len, int) or ctx_len < 2:
+        raise ValueError(f"ctx_len is {ctx_len!r}; give an integer >= 2, or None")
+    manifest = package.manifest
+    if manifest.compilation is not None and ctx_len != manifest.compilation.ctx_len:
+        raise ValueError(
+            f"ctx_len is {ctx_len} and the package was compiled for {manifest.compilation.ctx_len}; compile the "
+            "portable package again, or leave ctx_len out"
+        )
+    if manifest.max_position_embeddings is not None and ctx_len > manifest.max_position_embeddings:
+        raise ValueError(f"ctx_len is {ctx_len}; the model knows {manifest.max_position_embeddings} positions at most")
+
+
+def _seeds(seed: Any, given: Any, params: Sequence[SamplingParams]) -> list[int]:
+    """A seed a row: from `seed`, otherwise from the rows' parameters, otherwise fresh."""
+    rows = len(params)
+    if isinstance(seed, Sequence) and not isinstance(seed, str):
+        if len(seed) != rows:
+            raise ValueError(f"{len(seed)} seeds were given for {rows} prompts; give one, or one for each")
+        return [_checked_seed(value) for value in seed]
+    one_a_row = given is not None and not isinstance(given, SamplingParams)
+    if seed is None and one_a_row:
+        return [secrets.randbelow(_SEEDS) if row.seed is None else row.seed for row in params]
+    first = params[0].seed if seed is None else _checked_seed(seed)
+    if first is None:
+        return [secrets.randbelow(_SEEDS) for _ in params]
+    return [(first + row) % _SEEDS for row in range(rows)]
+
+
+def _checked_seed(seed: Any) -> int:
+    params = SamplingParams(seed=seed)  # refuses what is no seed
+    if params.seed is None:
+        raise ValueError("a seed of the list is None; give an integer")
+    return params.seed
