@@ -33,20 +33,11 @@ from transformers.utils.logging import disable_progress_bar
 BOS, EOS, PAD = "<s>", "</s>", "<pad>"
 VOCAB_SIZE = 2048
 CONTEXT = 512  # tokens
-IGNORED = -100  # in place of a token that does not exist
 PROMPTS = ("And the LORD spake unto", "In the beginning", "Psalms 151\n")
 SAMPLING = {"do_sample": True, "temperature": 0.8, "top_p": 0.95, "top_k": 0, "max_new_tokens": 120}
 KJV_CHAPTERS = 1189
 KJV_SOURCE = """The King James Bible (1611/1769) as printed by the `bible` program of Debian's bible-kjv package,
 without verse numbers. The text is in the public domain (in the United Kingdom the Crown holds printing rights)."""
-WRITTEN = {
-    "README.md",
-    "config.json",
-    "generation_config.json",
-    "model.safetensors",
-    "tokenizer.json",
-    "tokenizer_config.json",
-}
 
 
 @dataclass(frozen=True)
@@ -156,17 +147,10 @@ class Stream:
                 yield torch.stack([self.window(int(start)) for start in chosen])
 
     def window(self, start: int) -> torch.Tensor:
-        """Return `<s>` and the CONTEXT ids from the line that begins at `start`."""
+        """Return `<s>` and the CONTEXT ids from the line that begins at `start`, or the last ones of the stream."""
         first = start + int(self.ids[start] == self.ids[0])
-        return padded(torch.cat([self.ids[:1], self.ids[first : first + CONTEXT]]))
-
-    def chunks(self) -> torch.Tensor:
-        """Return all ids in windows of CONTEXT + 1 that overlap by one, so that each is predicted once."""
-        return torch.stack([padded(self.ids[at : at + CONTEXT + 1]) for at in range(0, len(self.ids) - 1, CONTEXT)])
-
-
-def padded(ids: torch.Tensor) -> torch.Tensor:
-    return F.pad(ids, (0, CONTEXT + 1 - len(ids)), value=IGNORED)
+        first = max(0, min(first, len(self.ids) - CONTEXT))
+        return torch.cat([self.ids[:1], self.ids[first : first + CONTEXT]])
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
@@ -191,16 +175,15 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
 
 def loss_of(model: LlamaForCausalLM, windows: torch.Tensor, reduction: str = "mean") -> torch.Tensor:
     """Return the cross-entropy, in nats, of every id in `windows` (batch, length) given those before it."""
-    logits = model(input_ids=windows[:, :-1].clamp(min=0), use_cache=False).logits
-    return F.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten(), ignore_index=IGNORED, reduction=reduction)
+    logits = model(input_ids=windows[:, :-1], use_cache=False).logits
+    return F.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten(), reduction=reduction)
 
 
 @torch.no_grad()
 def evaluate(model: LlamaForCausalLM, stream: Stream) -> float:
-    """Return the mean loss in nats per token over the whole stream."""
-    windows = stream.chunks()
-    total = sum(float(loss_of(model, part, reduction="sum")) for part in windows.split(8))
-    return total / int((windows[:, 1:] != IGNORED).sum())
+    """Return the mean loss in nats per token over the whole stream, each token being predicted once."""
+    parts = (stream.ids[None, at : at + CONTEXT + 1] for at in range(0, len(stream.ids) - 1, CONTEXT))
+    return sum(loss_of(model, part, reduction="sum").item() for part in parts) / (len(stream.ids) - 1)
 
 
 class Muon(torch.optim.Optimizer):
@@ -327,8 +310,9 @@ a quotation or a statement of fact, and other languages or styles come out as no
 
 def check_output(out: Path) -> None:
     """Refuse a place that holds anything but an earlier result, because it will be replaced."""
-    if out.exists() and not (out.is_dir() and {entry.name for entry in out.iterdir()} <= WRITTEN):
-        raise SystemExit(f"error: {out} exists and holds other files than this script writes")
+    ours = {"README", "config", "generation_config", "model", "tokenizer", "tokenizer_config"}
+    if out.exists() and not (out.is_dir() and {entry.stem for entry in out.iterdir()} <= ours):
+        raise SystemExit(f"error: {out} exists and is no earlier result of this script")
 
 
 def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, card: str, out: Path) -> None:

@@ -9,18 +9,22 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import sys
+import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
 import qsample
+from qsample.errors import QsampleError
 
 if TYPE_CHECKING:
     from qsample.auto_model import CheckpointModel, PackagedModel
 
-DEBUG_VARIABLE = "QSAMPLE_DEBUG"
+DEBUG_VARIABLE: Final = "QSAMPLE_DEBUG"
+_COLOUR: Final = re.compile(r"\x1b\[[0-9;]*m")
 
 app = typer.Typer(
     name="qsample",
@@ -172,6 +176,8 @@ def generate(
     as_json: Json = False,
 ) -> None:
     """Generate text. One prompt streams; several form one batch. What is not given comes from the model."""
+    from qsample import cli_output
+    from qsample.runtime import TextStreamer, load
     from qsample.sampling_params import SamplingParams
 
     options: dict[str, Any] = {
@@ -194,8 +200,20 @@ def generate(
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     prompts = prompt or [_read_stdin()]
-    opened = _open_exported(model, provider)
-    print(prompts, opened)
+    opened = _open_exported(model, provider)  # kept: a temporary export lives as long as this
+    engine = load(opened.package.path, provider, intra_op_num_threads=threads, verify=False)
+    inputs = [[{"role": "user", "content": text}] for text in prompts] if chat else prompts
+    streamer = None if as_json or len(prompts) > 1 else TextStreamer(engine.tokenizer, skip_prompt=chat)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the finish reasons say the same
+        output = engine.generate(inputs, streamer=streamer, **options)
+    if as_json:
+        typer.echo(json.dumps(cli_output.generation(prompts, output), ensure_ascii=False, indent=2))
+    elif streamer is None:
+        cli_output.show_generation(prompts, output, with_prompt=not chat)
+    cli_output.note(cli_output.figures(output))
+    if "invalid" in output.finish_reasons:
+        raise QsampleError("the model gave NaN or infinite logits, and a row ended there")
 
 
 @app.command(
@@ -243,13 +261,11 @@ def main() -> None:
 
 
 def _message(error: Exception) -> str:
-    from qsample.errors import QsampleError
-
     if isinstance(error, ModuleNotFoundError):
         extra = "cpu' or 'gpu" if error.name == "onnxruntime" else "export"
         return f"this needs {error.name}, which is not installed; install qsample with its extra '{extra}'"
     parsed = getattr(error, "format_message", None)  # of the command line's parser
-    text = " ".join(str(parsed() if parsed else error).split())
+    text = " ".join(_COLOUR.sub("", str(parsed() if parsed else error)).split())
     if parsed or isinstance(error, QsampleError | ValueError | OSError):
         return text
     return f"{type(error).__name__}: {text:.300} ({DEBUG_VARIABLE}=1 shows where)"

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from rich import box
 from rich.console import Console
@@ -15,6 +15,9 @@ from rich.table import Table
 
 from qsample.contract import AXIS_MEANINGS, CAPACITY, GraphSpec, TensorSpec
 from qsample.package import Package
+
+if TYPE_CHECKING:
+    from qsample.runtime import GenerateOutput
 
 _LAYERS_SHOWN: Final = 1  # caches of further layers are counted, not listed
 _WIDTH_OF_A_FILE: Final = 120
@@ -45,6 +48,44 @@ def written(package: Package) -> None:
 def note(text: str) -> None:
     """A line beside the result, on stderr."""
     Console(stderr=True, highlight=False).print(text, style="dim", markup=False, soft_wrap=True)
+
+
+def generation(prompts: Sequence[str], output: GenerateOutput) -> dict[str, Any]:
+    """A generation as one JSON-ready dict: one entry of `results` for each prompt."""
+    results: list[dict[str, Any]] = []
+    for row, prompt in enumerate(prompts):
+        new = output.new_token_ids[row]
+        entry: dict[str, Any] = {
+            "prompt": prompt,
+            "text": output.texts[row] if output.texts is not None else None,
+            "token_ids": new,
+            "finish_reason": output.finish_reasons[row],
+            "seed": output.seeds[row],
+            "prompt_tokens": output.prompt_lengths[row],
+        }
+        for name in ("logprobs", "top_logprob_ids", "top_logprobs"):
+            values = getattr(output, name)
+            if values is not None:
+                entry[name] = values[row, : len(new)].tolist()
+        results.append(entry)
+    return {"results": results, "timing": asdict(output.timing)}
+
+
+def show_generation(prompts: Sequence[str], output: GenerateOutput, *, with_prompt: bool) -> None:
+    """Print a batch on stdout, a section for each prompt."""
+    console = Console(highlight=False)
+    for row, prompt in enumerate(prompts):
+        count, reason = len(output.new_token_ids[row]), output.finish_reasons[row]
+        console.rule(f"{row + 1}: {count} tokens, {reason}, seed {output.seeds[row]}", align="left", style="dim")
+        print((prompt if with_prompt else "") + (output.texts or [])[row])
+
+
+def figures(output: GenerateOutput) -> str:
+    """How much was generated, how fast, and what reproduces it."""
+    count, timing = sum(map(len, output.new_token_ids)), output.timing
+    seconds = timing.prefill_seconds + timing.decode_seconds
+    seeds = ", ".join(map(str, output.seeds))
+    return f"{count} tokens in {seconds:.2f} s, {count / seconds:.0f} a second; seed {seeds}"
 
 
 def describe(package: Package) -> dict[str, Any]:

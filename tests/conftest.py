@@ -1,42 +1,53 @@
-"""Checkpoints of tiny random models and the packages exported from them, made once a session."""
+"""Checkpoints of tiny random models and the packages exported from them, made once for all test processes."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 
 @pytest.fixture(scope="session")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that every process of a pytest-xdist run sees."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "shared"
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+def made_once(path: Path, make: Callable[[Path], object]) -> Path:
+    """`path`, made by the first process that asks for it."""
+    with FileLock(path.with_suffix(".lock")):
+        if not path.exists():
+            make(path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def checkpoint(shared_folder: Path) -> Callable[[str], Path]:
     """model_type → a checkpoint folder of a random model of that type."""
     from tests.tiny_models import save_checkpoint
 
-    folders: dict[str, Path] = {}
-
-    def make(model_type: str) -> Path:
-        if model_type not in folders:
-            folders[model_type] = save_checkpoint(tmp_path_factory.mktemp(model_type), model_type)
-        return folders[model_type]
-
-    return make
+    return lambda model_type: made_once(
+        shared_folder / f"{model_type}-checkpoint", lambda path: save_checkpoint(path, model_type)
+    )
 
 
 @pytest.fixture(scope="session")
-def exported(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+def exported(checkpoint: Callable[[str], Path], shared_folder: Path) -> Callable[..., Path]:
     """(model_type, **features) → a portable package of that model; features as `from_pretrained` takes them."""
     from qsample import AutoModelForCausalLM
 
-    packages: dict[tuple[object, ...], Path] = {}
-
     def make(model_type: str = "llama", **features: object) -> Path:
-        key = (model_type, *sorted(features.items()))
-        if key not in packages:
-            path = tmp_path_factory.mktemp(f"{model_type}_package") / "package"
-            AutoModelForCausalLM.from_pretrained(checkpoint(model_type), **features).export(path)
-            packages[key] = path
-        return packages[key]
+        name = "-".join([model_type, *(f"{key}={value}" for key, value in sorted(features.items()))])
+        return made_once(
+            shared_folder / f"{name}-package",
+            lambda path: AutoModelForCausalLM.from_pretrained(checkpoint(model_type), **features).export(path),
+        )
 
     return make
 
@@ -45,3 +56,15 @@ def exported(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPat
 def llama_package(exported: Callable[..., Path]) -> Path:
     """A portable package of a random Llama with the sampler in its graph."""
     return exported("llama")
+
+
+@pytest.fixture(scope="session")
+def bundled_package(shared_folder: Path) -> Path:
+    """A portable package of the model that comes with qsample."""
+    import qsample
+    from qsample import AutoModelForCausalLM
+
+    bundled = Path(qsample.__file__).parent / "assets" / "tiny_lm"
+    return made_once(
+        shared_folder / "tiny_lm-package", lambda path: AutoModelForCausalLM.from_pretrained(bundled).export(path)
+    )

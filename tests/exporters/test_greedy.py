@@ -47,8 +47,8 @@ def test_random_models(model_type: str, checkpoint: Callable[[str], Path], expor
     assert output.new_token_ids == hugging_face_greedy(checkpoint(model_type), rows)
 
 
-def test_bundled_model(tmp_path: Path) -> None:
+def test_bundled_model(bundled_package: Path) -> None:
     rows = prompts(2048)
-    model = AutoModelForCausalLM.from_pretrained(BUNDLED).export(tmp_path / "tiny_lm")
+    model = AutoModelForCausalLM.from_pretrained(bundled_package)
     output = model.generate(rows, do_sample=False, max_new_tokens=NEW_TOKENS)
     assert output.new_token_ids == hugging_face_greedy(BUNDLED, rows)

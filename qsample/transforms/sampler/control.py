@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch._higher_order_ops import while_loop
 
 Tensors = tuple[Tensor, ...]
 
@@ -23,15 +24,14 @@ def branch(
     return then(*operands) if bool(predicate) else otherwise(*operands)
 
 
-def repeat_while(
-    condition: Callable[..., Tensor], body: Callable[..., Tensors], carried: Tensors, constants: Tensors
-) -> Tensors:
-    """Replace `carried` by `body(*carried, *constants)` while `condition(*carried, *constants)` (scalar bool) holds."""
-    if torch.compiler.is_exporting():
-        from torch._higher_order_ops import while_loop
+def repeat_while(condition: Callable[..., Tensor], body: Callable[..., Tensors], carried: Tensors) -> Tensors:
+    """Replace `carried` by `body(*carried)` while `condition(*carried)` (scalar bool) holds.
 
-        results: Tensors = while_loop(condition, body, carried, constants)
+    `body` returns tensors of the shapes and dtypes it takes.
+    """
+    if torch.compiler.is_exporting():
+        results: Tensors = while_loop(condition, body, carried)
         return results
-    while bool(condition(*carried, *constants)):
-        carried = body(*carried, *constants)
+    while bool(condition(*carried)):
+        carried = body(*carried)
     return carried

@@ -14,6 +14,7 @@ from torch import Tensor
 from qsample.transforms.sampler import candidates, draw, filters
 from qsample.transforms.sampler.candidates import Chunks
 from qsample.transforms.sampler.control import Tensors, branch
+from qsample.transforms.sampler.threshold_search import find_threshold
 
 DRAW_BLOCK_SIZE = 128  # splits the vocabulary for the two-level draw
 
@@ -132,13 +133,15 @@ def _wide_whole(logits: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
 
 
 def _search(logits: Tensor, rows: Rows) -> Tensor:
-    """The threshold of each row, [B, 1] float32."""
-    values = logits.sort(dim=-1, descending=True).values
-    top_k = filters.top_k_threshold(values, rows.top_k)
-    masses = filters.weights(values, rows.maximum, rows.temperature) * (values >= top_k)
+    """The threshold of each row, [B, 1] float32: that of `narrow`, found over the whole vocabulary."""
+    vocab = logits.shape[1]
+    count = torch.where(_has_top_k(rows, vocab), rows.top_k, torch.inf).to(torch.float64)
+    top_k = find_threshold(logits, torch.ones_like(logits), rows.maximum, count)
+    masses = filters.weights(logits, rows.maximum, rows.temperature) * (logits >= top_k)
     limit = filters.nucleus_limit(rows.top_p, masses.to(torch.float64).sum(-1, keepdim=True))
-    threshold = torch.maximum(top_k, filters.nucleus_threshold(values, masses, limit))
-    return torch.maximum(threshold, filters.min_p_threshold(rows.maximum, rows.temperature, rows.min_p))
+    top_p = find_threshold(logits, masses, rows.maximum, limit)
+    min_p = filters.min_p_threshold(rows.maximum, rows.temperature, rows.min_p)
+    return torch.maximum(torch.maximum(top_k, top_p), min_p)
 
 
 def _has_top_k(rows: Rows, vocab: int) -> Tensor:

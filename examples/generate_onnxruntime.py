@@ -1,0 +1,127 @@
+"""Generate text from a qsample package with ONNX Runtime, NumPy and a tokenizer: the sampler is in the graph.
+
+    python examples/generate_onnxruntime.py exported --prompt "In the beginning" --temperature 0.8
+
+Nothing of qsample is imported. The package's qsample.json names the states; docs/contract.md says what they mean. A
+package of another engine's making would run as well, if it follows that page. It must have the sampler in its graph.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+import numpy as np
+import onnxruntime as ort
+from tokenizers import Tokenizer
+
+PROVIDERS = {"cpu": ["CPUExecutionProvider"], "cuda": ["CUDAExecutionProvider", "CPUExecutionProvider"]}
+RUNNING = 0
+
+
+def retained_name(state: str) -> str:
+    """The output that holds the next value of a state."""
+    if state.startswith("past_key_values."):
+        return state.replace("past_key_values.", "present.")
+    return f"{state}_RetainedState"
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("package", type=Path, help="a folder written by `qsample export` or `qsample compile`")
+    parser.add_argument("--provider", choices=PROVIDERS, default="cpu")
+    parser.add_argument("--prompt", default="In the beginning")
+    parser.add_argument("--max-new-tokens", type=int, default=64)
+    parser.add_argument("--temperature", type=float, default=0.8, help="0 is greedy")
+    parser.add_argument("--top-k", type=int, default=0, help="0 is off")
+    parser.add_argument("--top-p", type=float, default=0.95, help="1 is off")
+    parser.add_argument("--seed", type=int, default=0)
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse_arguments()
+    manifest = json.loads((args.package / "qsample.json").read_text())
+    if not manifest["interface"]["features"]["sampler"]:
+        raise SystemExit("the package was exported without its sampler; this script needs one with it")
+    tokenizer = Tokenizer.from_file(str(args.package / "tokenizer.json"))
+    prompt = np.array([tokenizer.encode(args.prompt).ids or [manifest["token_ids"]["bos"]]], dtype=np.int64)
+    length = prompt.shape[1]
+    # T, the tokens that the state holds: fixed in a compiled package, otherwise as many as we need.
+    compilation, limit = manifest["compilation"], manifest["max_position_embeddings"]
+    capacity = compilation["ctx_len"] if compilation else min(limit or 2**31, length + args.max_new_tokens)
+    if length >= capacity:
+        raise SystemExit(f"the prompt has {length} tokens and the context holds {capacity}")
+
+    if args.provider == "cuda":
+        ort.preload_dlls()  # the CUDA libraries of pip packages
+    decoder, initial_state = (
+        ort.InferenceSession(args.package / name, providers=PROVIDERS[args.provider])
+        for name in ("decoder.onnx", "initial_state.onnx")
+    )
+
+    def on_device(array: np.ndarray) -> ort.OrtValue:
+        return ort.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(array), args.provider)
+
+    # 1. The starting state, on the device: zeros, and the noise that decides what the seed will draw.
+    start = initial_state.io_binding()
+    start.bind_cpu_input("seed", np.array([args.seed], dtype=np.int64))
+    start.bind_cpu_input("capacity", np.array(capacity, dtype=np.int64))
+    names = [output.name for output in initial_state.get_outputs()]
+    for name in names:
+        start.bind_output(name, args.provider)
+    initial_state.run_with_iobinding(start)
+    states = dict(zip(names, start.get_outputs(), strict=True))
+
+    # 2. What stays the same from call to call: the sampling parameters, one value a row.
+    stops = manifest["token_ids"]["eos"] or [-1]
+    parameters = {
+        "temperature": np.float32([args.temperature]),
+        "top_k": np.int32([args.top_k]),
+        "top_p": np.float32([args.top_p]),
+        "min_p": np.float32([0]),
+        "repetition_penalty": np.float32([1]),
+        "presence_penalty": np.float32([0]),
+        "frequency_penalty": np.float32([0]),
+        "min_length": np.int32([0]),
+        "max_length": np.int32([min(capacity, length + args.max_new_tokens)]),
+        "stop_ids": np.int32([stops]),
+        "emit": np.array([True]),
+        # Optional features, off: no bias, every token allowed.
+        "logit_bias_ids": np.int32([[-1]]),
+        "logit_bias": np.float32([[0]]),
+        "allowed_tokens": np.full((1, -(-manifest["interface"]["vocab_size"] // 32)), -1, dtype=np.int32),
+    }
+    fixed = {name: on_device(array) for name, array in parameters.items()}
+    # The step's output is the next step's input; two buffers take turns, because a graph may write while it reads.
+    next_ids = [on_device(np.zeros((1, 1), dtype=np.int64)) for _ in range(2)]
+
+    # 3. One binding for the prompt and one for each of the two buffers. States are bound in place.
+    outputs = {output.name for output in decoder.get_outputs()}
+
+    def bind(ids: ort.OrtValue, write_to: ort.OrtValue) -> ort.IOBinding:
+        binding = decoder.io_binding()
+        call = {"input_ids": ids, "input_lengths": on_device(np.int32([ids.shape()[1]]))}
+        for tensor in decoder.get_inputs():
+            binding.bind_ortvalue_input(tensor.name, (call | fixed | states)[tensor.name])
+        written = {retained_name(name): value for name, value in states.items()} | {"next_ids": write_to}
+        for name in outputs:
+            if name in written:
+                binding.bind_ortvalue_output(name, written[name])
+            else:
+                binding.bind_output(name, args.provider)  # an optional output, unread here
+        return binding
+
+    calls = [bind(on_device(prompt), next_ids[0]), *(bind(next_ids[i], next_ids[1 - i]) for i in range(2))]
+
+    # 4. Run until the row's status says that it ended. Only a token and a status come back to the host.
+    tokens = prompt[0].tolist()
+    step = 0
+    while step == 0 or states["status"].numpy()[0] == RUNNING:
+        decoder.run_with_iobinding(calls[0] if step == 0 else calls[1 + (step - 1) % 2])
+        tokens.append(int(next_ids[step % 2].numpy()[0, 0]))
+        step += 1
+    print(tokenizer.decode(tokens))
+
+
+if __name__ == "__main__":
+    main()
