@@ -2,8 +2,8 @@
 
     python examples/generate_onnxruntime.py exported --prompt "In the beginning" --temperature 0.8
 
-Nothing of qsample is imported. The package's qsample.json names the states; docs/contract.md says what they mean. A
-package of another engine's making would run as well, if it follows that page. It must have the sampler in its graph.
+Nothing of qsample is imported; docs/contract.md says what the graph's inputs, outputs and states mean. The package must
+have the sampler in its graph.
 """
 
 import argparse
@@ -15,7 +15,7 @@ import onnxruntime as ort
 from tokenizers import Tokenizer
 
 PROVIDERS = {"cpu": ["CPUExecutionProvider"], "cuda": ["CUDAExecutionProvider", "CPUExecutionProvider"]}
-RUNNING = 0
+RUNNING, INVALID = 0, 3  # values of the state `status`
 
 
 def retained_name(state: str) -> str:
@@ -118,6 +118,8 @@ def main() -> None:
     step = 0
     while step == 0 or states["status"].numpy()[0] == RUNNING:
         decoder.run_with_iobinding(calls[0] if step == 0 else calls[1 + (step - 1) % 2])
+        if states["status"].numpy()[0] == INVALID:
+            raise SystemExit("the model gave NaN or infinite logits")
         tokens.append(int(next_ids[step % 2].numpy()[0, 0]))
         step += 1
     print(tokenizer.decode(tokens))

@@ -34,7 +34,7 @@ BOS, EOS, PAD = "<s>", "</s>", "<pad>"
 VOCAB_SIZE = 2048
 CONTEXT = 512  # tokens
 PROMPTS = ("And the LORD spake unto", "In the beginning", "Psalms 151\n")
-SAMPLING = {"do_sample": True, "temperature": 0.8, "top_p": 0.95, "top_k": 0, "max_new_tokens": 120}
+SAMPLING = {"do_sample": True, "temperature": 0.8, "top_p": 0.9, "top_k": 0, "max_new_tokens": 120}
 KJV_CHAPTERS = 1189
 KJV_SOURCE = """The King James Bible (1611/1769) as printed by the `bible` program of Debian's bible-kjv package,
 without verse numbers. The text is in the public domain (in the United Kingdom the Crown holds printing rights)."""
@@ -48,7 +48,7 @@ class Recipe:
     minutes: float | None
     seed: int
     batch: int = 4  # windows of CONTEXT tokens in one step
-    learning_rate: float = 8e-3
+    learning_rate: float = 7e-3
     weight_decay: float = 0.1
     warmup: float = 0.03  # share of the run
 
@@ -260,7 +260,7 @@ def train(
             step += 1
             mean += (loss.item() - mean) / min(step, 100)
             seconds = time.monotonic() - began
-            if time.monotonic() - checked > 120:
+            if time.monotonic() - checked > 240:
                 held = evaluate(model, held_out)
                 checked = time.monotonic()
                 console.print(f"{seconds / 60:5.1f} min  step {step:5}  loss {mean:.3f}  held-out {held:.3f}")

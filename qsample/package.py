@@ -239,17 +239,20 @@ def _seal(staging: Path, manifest: Manifest, progress: Progress | None) -> None:
 
 def _publish(staging: Path, target: Path) -> None:
     """Rename `staging` to `target`; what was there is put back if that fails, and deleted if it does not."""
-    if not target.exists():
-        staging.rename(target)
-        return
     aside = staging.with_suffix(".old")
-    target.rename(aside)
     try:
+        if target.exists():
+            target.rename(aside)
         staging.rename(target)
-    except BaseException:
-        aside.rename(target)
+    except BaseException as error:
+        if aside.exists() and not target.exists():
+            aside.rename(target)
+        if isinstance(error, OSError) and error.errno not in _DISK_FULL:
+            raise PackageError(f"cannot move the package to {target}: {error.strerror}") from error
         raise
-    shutil.rmtree(aside, ignore_errors=True)
+    finally:
+        if target.exists():
+            shutil.rmtree(aside, ignore_errors=True)
 
 
 def _flush(path: Path) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from qsample import cli
+from qsample.contract import Features
 from qsample.package import read_package
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -138,32 +139,41 @@ def test_an_interrupt_ends_with_130(run: Any, monkeypatch: pytest.MonkeyPatch, t
 
 def test_export_writes_a_package_and_prints_its_path(checkpoint: Any, tmp_path: Path) -> None:
     out = tmp_path / "package"
+    out.mkdir()
+    (out / "qsample.json").write_text("{}")  # what is there already is replaced only when that is asked for
+    refused = qsample("export", checkpoint("llama"), out)
+    assert refused.returncode == 1
+    assert "already holds a package" in refused.stderr
     features = ["--logprobs", "--top-logprobs", "3", "--logit-bias", "--allowed-tokens", "--return-pdfs"]
-    done = qsample("export", checkpoint("llama"), out, *features)
+    done = qsample("export", checkpoint("llama"), out, "--overwrite", *features)
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"{out}\n"
     assert done.stderr.count("\n") == 1, "the libraries' own notices are kept away"
-    chosen = read_package(out).interface.features
-    assert chosen.sampler and chosen.logprobs and chosen.logit_bias and chosen.allowed_tokens and chosen.probs  # noqa: PT018
-    assert chosen.top_logprobs == 3
+    assert read_package(out).interface.features == Features(True, True, True, True, 3, True)
 
 
-def test_export_without_the_sampler_and_with_another_dtype(run: Any, checkpoint: Any, tmp_path: Path) -> None:
-    status, _, err = run("export", checkpoint("llama"), tmp_path / "p", "--no-sampler", "--dtype", "float16")
-    assert status == 0, err
-    interface = read_package(tmp_path / "p").interface
-    assert (interface.features.sampler, interface.dtype) == (False, "float16")
+def test_export_passes_every_option(run: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    seen: dict[str, Any] = {}
 
+    def spy(model: str, **options: Any) -> None:
+        seen.update(options, model=model)
+        raise ValueError("seen")
 
-def test_export_replaces_only_when_asked(run: Any, checkpoint: Any, llama_package: Path, tmp_path: Path) -> None:
-    out = tmp_path / "p"
-    out.mkdir()
-    (out / "qsample.json").write_text("{}")
-    status, _, err = run("export", checkpoint("llama"), out)
-    assert status == 1
-    assert "already holds a package" in err
-    assert run("export", checkpoint("llama"), out, "--overwrite")[0] == 0
-    assert read_package(out).interface == read_package(llama_package).interface
+    monkeypatch.setattr("qsample.auto_model.AutoModelForCausalLM.from_pretrained", spy)
+    defaults = {
+        "include_sampler": True,
+        "return_pdfs": False,
+        "logit_bias": False,
+        "allowed_tokens": False,
+        "logprobs": False,
+        "top_logprobs": 0,
+        "dtype": "float32",
+        "revision": None,
+    }
+    assert run("export", "some/model", tmp_path / "p")[0] == 1
+    assert seen == {**defaults, "model": "some/model"}
+    run("export", "some/model", tmp_path / "p", "--no-sampler", "--dtype", "float16", "--revision", "v2")
+    assert seen == {**defaults, "model": "some/model", "include_sampler": False, "dtype": "float16", "revision": "v2"}
 
 
 def test_export_of_a_package_is_wrong_usage(run: Any, llama_package: Path, tmp_path: Path) -> None:
@@ -173,9 +183,9 @@ def test_export_of_a_package_is_wrong_usage(run: Any, llama_package: Path, tmp_p
 
 
 def test_export_of_no_model(run: Any, tmp_path: Path) -> None:
-    status, _, err = run("export", tmp_path, tmp_path / "p")
+    status, _, err = run("export", tmp_path / "nothing", tmp_path / "p")
     assert status == 1
-    assert "config.json" in err
+    assert "does not exist" in err
     assert not (tmp_path / "p").exists()
 
 
@@ -273,7 +283,7 @@ def test_generate_several_prompts_in_sections(run: Any, llama_package: Path) -> 
 def test_generate_json(run: Any, exported: Any) -> None:
     from qsample.runtime import load
 
-    package = exported("llama", logprobs=True, top_logprobs=2)
+    package = exported("llama", logprobs=True, top_logprobs=2, logit_bias=True, allowed_tokens=True, return_pdfs=True)
     status, out, _ = run("generate", package, "-p", "One", "-p", "Three", "--json", *GENERATE)
     assert status == 0
     document = json.loads(out)

@@ -8,8 +8,10 @@ import onnx_ir as ir
 from torch import Tensor, nn
 
 from qsample.contract import LOGITS, Interface
+from qsample.exporters.branches import outline_branches
 from qsample.exporters.onnx import trace
 from qsample.transforms.sampler import Sampler
+from qsample.transforms.sampler.control import inline_branches
 
 
 class _FromLogits(nn.Module):
@@ -37,4 +39,7 @@ def export_sampler(
     sampler = Sampler(
         interface, pad_token_id, num_candidates=num_candidates, chunk_size=chunk_size, control_flow=control_flow
     )
-    return trace(_FromLogits(sampler), interface.sampler, interface.sizes)
+    with inline_branches():
+        model = trace(_FromLogits(sampler), interface.sampler, interface.sizes)
+    outline_branches(model)
+    return model

@@ -69,6 +69,7 @@ class DecodeLoop:
         """parameters: every name of `Interface.parameters`, one row each. seeds: one a row. capacity: T, in tokens."""
         self._sessions = sessions
         self._rows = len(seeds)
+        self._capacity = capacity
         interface = sessions.interface
         sizes = {**interface.sizes, BATCH: self._rows, CAPACITY: capacity}
         # With the sampler on the host, only the cache stays on the device.
@@ -98,8 +99,14 @@ class DecodeLoop:
         prompts: [n] int64 a row, 1 <= n < capacity. prefill_chunk_size: most prompt tokens in one call; None = all.
         """
         yield self.prefill(prompts, prefill_chunk_size)
-        while (self._status == RUNNING).any():
+        for _ in range(self._capacity):
+            if not (self._status == RUNNING).any():
+                return
             yield self.decode()
+        # Each step fills a slot of every running row, so only a wrong graph comes here.
+        raise QsampleError(
+            f"rows still run after {self._capacity} steps; the graph does not follow the decode contract"
+        )
 
     def prefill(self, prompts: Sequence[Array], chunk_size: int | None = None) -> Step:
         """Consume the prompts and sample each row's first token.

@@ -14,7 +14,7 @@ from qsample.package import Package, read_package
 from qsample.runtime.decode_loop import DecodeLoop
 from qsample.runtime.inputs import parameter_arrays, prompts
 from qsample.runtime.output import Collector, GenerateOutput, Timing, pad_sequences
-from qsample.runtime.session import SessionOptions, Sessions, open_sessions
+from qsample.runtime.session import SessionOptions, Sessions, check_count, open_sessions
 from qsample.runtime.state import Array
 from qsample.runtime.streaming import Streamer
 from qsample.runtime.text import IncrementalDecoder, Tokenizer
@@ -119,8 +119,7 @@ class CausalLM:
             )
         if streamer is not None and len(rows) != 1:
             raise ValueError(f"a streamer follows one prompt, and {len(rows)} were given; generate them one by one")
-        if prefill_chunk_size is not None and (isinstance(prefill_chunk_size, bool) or prefill_chunk_size < 1):
-            raise ValueError(f"prefill_chunk_size is {prefill_chunk_size!r}; give an integer >= 1, or None")
+        check_count("prefill_chunk_size", prefill_chunk_size)
 
         lengths = [len(row) for row in rows]
         capacity = self._capacity(row_params, lengths)
@@ -192,8 +191,7 @@ class CausalLM:
 def _check_ctx_len(package: Package, ctx_len: int | None) -> None:
     if ctx_len is None:
         return
-    if isinstance(ctx_len, bool) or not isinstance(ctx_len, int) or ctx_len < 2:
-        raise ValueError(f"ctx_len is {ctx_len!r}; give an integer >= 2, or None")
+    check_count("ctx_len", ctx_len, least=2)
     manifest = package.manifest
     if manifest.compilation is not None and ctx_len != manifest.compilation.ctx_len:
         raise ValueError(

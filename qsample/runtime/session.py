@@ -29,9 +29,13 @@ class SessionOptions:
     config: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        threads = self.intra_op_num_threads
-        if threads is not None and (isinstance(threads, bool) or not isinstance(threads, int) or threads < 1):
-            raise ValueError(f"intra_op_num_threads is {threads!r}; give an integer >= 1, or None")
+        check_count("intra_op_num_threads", self.intra_op_num_threads)
+
+
+def check_count(name: str, value: Any, least: int = 1) -> None:
+    """Raise ValueError unless `value` is an integer of at least `least`, or None."""
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+        raise ValueError(f"{name} is {value!r}; give an integer >= {least}, or None")
 
 
 @dataclass(frozen=True, slots=True)

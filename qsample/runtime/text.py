@@ -74,7 +74,8 @@ class Tokenizer:
 class IncrementalDecoder:
     """Turns tokens into text as they come; the pieces joined are the whole text.
 
-    A piece is held back while it ends inside a multi-byte character.
+    A piece is held back while it ends inside a multi-byte character. (A byte-fallback tokenizer spoils a whole run of
+    byte tokens when a later one makes it invalid; what was given out before stays as it was.)
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = (), *, skip_special_tokens: bool = True) -> None:

@@ -13,8 +13,7 @@ from onnx import numpy_helper
 from qsample.contract import GraphSpec, Interface, TensorSpec, retained_name
 
 VOCAB = 320
-PAD, BOS, EOS = 0, 1, 2
-POISON = 300  # a row that holds this token has NaN logits
+PAD = 0
 DIM = 16
 
 DOT = "_0_"  # ONNX text has no dots in names
@@ -22,7 +21,6 @@ _TYPES = {"float32": "float"}
 _MODEL = """
   batch_axis = Constant <value_ints = [0]> ()
   column = Constant <value_ints = [1]> ()
-  minus_one = Constant <value_ints = [-1]> ()
   zero_i = Constant <value_int = 0> ()
   one_i = Constant <value_int = 1> ()
   last_axis = Constant <value_ints = [2]> ()
@@ -313,28 +311,6 @@ def _restore_dots(model: onnx.ModelProto) -> None:
         node.output[:] = [name.replace(DOT, ".0.") for name in node.output]
 
 
-def _weights() -> dict[str, Any]:
-    generator = np.random.default_rng(11)
-
-    def random(*shape: int, scale: float) -> Any:
-        return (generator.standard_normal(shape) * scale).astype(np.float32)
-
-    embedding = random(VOCAB, DIM, scale=1.0)
-    embedding[POISON] = np.nan
-    head_bias = np.zeros(VOCAB, dtype=np.float32)
-    head_bias[POISON] = -1e4  # never sampled by chance
-    return {
-        "embedding": embedding,
-        "head_bias": head_bias,
-        "frequencies": (1.0 / 10.0 ** np.linspace(0, 2, DIM)).astype(np.float32),
-        "w_query": random(DIM, DIM, scale=0.5),
-        "w_key": random(DIM, DIM, scale=0.5),
-        "w_value": random(DIM, DIM, scale=0.7),
-        "w_head": random(DIM, VOCAB, scale=0.6),
-        "past_last": np.array([3], dtype=np.int64),
-    }
-
-
 def _sampler_body(interface: Interface) -> str:
     features = interface.features
     masked = "masked" if features.allowed_tokens else "logits"
@@ -355,13 +331,13 @@ def _sampler_body(interface: Interface) -> str:
     return body
 
 
-def fake_graphs(interface: Interface) -> dict[str, onnx.ModelProto]:
+def fake_graphs(interface: Interface, weights: Mapping[str, Any]) -> dict[str, onnx.ModelProto]:
     """File name → graph, for every graph of a package with this interface."""
     sizes = interface.sizes
     initial = _INITIAL.replace("VOCAB_SIZE", str(VOCAB)).replace("HEAD_DIM", str(DIM))
     graphs = {"initial_state.onnx": _graph("initial_state", interface.initial_state, sizes, initial, {})}
     body = _MODEL + (_sampler_body(interface) if interface.features.sampler else "")
-    graphs["decoder.onnx"] = _graph("decoder", interface.decoder, sizes, body, _weights())
+    graphs["decoder.onnx"] = _graph("decoder", interface.decoder, sizes, body, weights)
     if not interface.features.sampler:
         graphs["sampler.onnx"] = _graph("sampler", interface.sampler, sizes, _sampler_body(interface), {})
     return graphs

@@ -32,6 +32,19 @@ def split(logits: Tensor, chunk_size: int) -> Chunks:
     return Chunks(values, values.amax(-1))
 
 
+def is_valid(chunks: Chunks, maximum: Tensor) -> Tensor:
+    """Whether a row holds neither NaN nor +inf, and some finite logit: [B, 1] bool.
+
+    A sum is NaN if one of its terms is, so a reduction finds NaN without an elementwise pass. (ONNX Runtime's ReduceMax
+    does not: it drops them.) What else sums to NaN, finite logits beyond 2**120 with -inf in one chunk, counts as such.
+
+    Args:
+        maximum: [B, 1] float32, the largest of the maxima.
+    """
+    no_nan = ~chunks.values.sum(-1).isnan().any(-1, keepdim=True)
+    return no_nan & (maximum > -torch.inf) & (maximum < torch.inf)
+
+
 def take_chunks(values: Tensor, indices: Tensor) -> Tensor:
     """Chunks `indices` ([B, k] int64) of `values` [B, n, C], copied whole: [B, k, C]."""
     batch, count, size = values.shape

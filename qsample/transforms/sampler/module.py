@@ -11,10 +11,6 @@ from torch import Tensor, nn
 from qsample.contract import INVALID_LOGITS, LENGTH, RUNNING, STALLED, STOPPED, Interface, retained_name
 from qsample.transforms.sampler import candidates, features, history, penalties, tiers
 from qsample.transforms.sampler.candidates import Chunks
-from qsample.transforms.sampler.control import branch
-
-# A finite logit beyond this can make the sum that the validity check reads overflow; such rows are looked at closely.
-_LARGE_LOGIT = 2.0**96
 
 
 class Sampler(nn.Module):
@@ -74,7 +70,7 @@ class Sampler(nn.Module):
         adjusted = self._adjust(logits, column, start, total, sampling)
         chunks = candidates.split(adjusted, self._chunk_size)
         maximum = chunks.maxima.amax(-1, keepdim=True)
-        valid, checked = self._validity(adjusted, chunks, maximum)
+        valid = candidates.is_valid(chunks, maximum)
 
         # 3., 4. The argmax of greedy rows; temperature, top-k, top-p, min-p and the draw of random ones.
         random = sampling & valid & (column["temperature"] > 0)
@@ -90,7 +86,7 @@ class Sampler(nn.Module):
         greedy = candidates.argmax(chunks)
         draw = self._draw(adjusted, chunks, rows)
         token = torch.where(random, draw.token, greedy)
-        settled = checked & (draw.settled | ~random)
+        settled = draw.settled | ~random
 
         # 5. Commit.
         emitted = sampling & valid & settled
@@ -148,27 +144,6 @@ class Sampler(nn.Module):
         torch._check(size >= 0)
         torch._check(size <= capacity)
         return size
-
-    def _validity(self, logits: Tensor, chunks: Chunks, maximum: Tensor) -> tuple[Tensor, Tensor]:
-        """Whether each row holds neither NaN nor +inf and some finite logit, [B, 1] bool; and whether that is certain.
-
-        A sum is NaN or +inf whenever one of its terms is, so one reduction does. (A maximum is no substitute: ONNX
-        Runtime's ReduceMax drops NaN.) But huge finite logits may overflow it; those rows are looked at one by one.
-        """
-        finite_sum = chunks.values.sum(-1).sum(-1, keepdim=True) < torch.inf
-        some_finite = maximum > -torch.inf
-        overflow = ~finite_sum & (maximum > _LARGE_LOGIT) & (maximum < torch.inf)
-        if not self._control_flow:
-            return (finite_sum | overflow) & some_finite, ~overflow
-
-        def look(logits: Tensor, finite_sum: Tensor) -> tuple[Tensor, ...]:
-            return ((logits < torch.inf).all(-1, keepdim=True),)
-
-        def trust(logits: Tensor, finite_sum: Tensor) -> tuple[Tensor, ...]:
-            return (finite_sum.clone(),)
-
-        no_invalid = branch(overflow.any(), look, trust, (logits, finite_sum))[0]
-        return no_invalid & some_finite, torch.ones_like(overflow)
 
     def _draw(self, logits: Tensor, chunks: Chunks, rows: tiers.Rows) -> tiers.Draw:
         count = self._num_candidates

@@ -6,6 +6,7 @@ last candidate being filtered out. Wide: everything over the whole vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 from qsample.transforms.sampler import candidates, draw, filters
 from qsample.transforms.sampler.candidates import Chunks
 from qsample.transforms.sampler.control import Tensors, branch
-from qsample.transforms.sampler.threshold_search import find_threshold
+from qsample.transforms.sampler.threshold_search import SORT_SIZE, find_threshold, initial_bracket, total_mass
 
 DRAW_BLOCK_SIZE = 128  # splits the vocabulary for the two-level draw
 
@@ -65,25 +66,39 @@ def sample(logits: Tensor, chunks: Chunks, rows: Rows, num_candidates: int) -> D
         return _no_draw(Rows(*row))
 
     draw_ = Draw(*branch(filtered.any(), try_narrow, skip_narrow, (*chunks, total, *rows)))
-    searched, whole = filtered & ~draw_.settled, rows.random & ~filtered
 
     def keep(logits: Tensor, token: Tensor, threshold: Tensor, settled: Tensor, *row: Tensor) -> Tensors:
-        return token.clone(), threshold.clone()
+        return token.clone(), threshold.clone(), settled.to(torch.int32)
 
     def draw_filtered(logits: Tensor, token: Tensor, threshold: Tensor, settled: Tensor, *row: Tensor) -> Tensors:
-        wide_token, wide_threshold = _wide_filtered(logits, Rows(*row))
-        return torch.where(settled, token, wide_token), torch.where(settled, threshold, wide_threshold)
+        return _merge(Draw(token, threshold, settled), _wide_filtered(logits, Rows(*row)))
+
+    def draw_sorted(logits: Tensor, token: Tensor, threshold: Tensor, settled: Tensor, *row: Tensor) -> Tensors:
+        return _merge(Draw(token, threshold, settled), _wide_sorted(logits, Rows(*row)))
 
     def draw_whole(logits: Tensor, token: Tensor, threshold: Tensor, settled: Tensor, *row: Tensor) -> Tensors:
-        wide_token, wide_threshold = _wide_whole(logits, Rows(*row))
-        return torch.where(settled, token, wide_token), torch.where(settled, threshold, wide_threshold)
+        return _merge(Draw(token, threshold, settled), _wide_whole(logits, Rows(*row)))
 
-    needs_search = searched.any()
-    operands = (logits, *draw_, *rows)
-    token, threshold = branch(needs_search, draw_filtered, keep, operands)
-    operands = (logits, token, threshold, draw_.settled, *rows)
-    token, threshold = branch(whole.any() & ~needs_search, draw_whole, keep, operands)
-    return Draw(token, threshold, torch.ones_like(rows.random))
+    def try_wide(draw_: Draw, needed: Tensor, tier: Callable[..., Tensors]) -> Draw:
+        token, threshold, settled = branch(needed, tier, keep, (logits, *draw_, *rows))
+        return Draw(token, threshold, settled != 0)
+
+    needs_search = (filtered & ~draw_.settled).any()
+    draw_ = try_wide(draw_, needs_search, draw_filtered)
+    draw_ = try_wide(draw_, (filtered & ~draw_.settled).any(), draw_sorted)
+    whole = rows.random & ~filtered
+    # Where some row was searched for, the others have been drawn with it.
+    return try_wide(draw_, whole.any() & ~needs_search, draw_whole)
+
+
+def _merge(old: Draw, new: Draw) -> Tensors:
+    """`old` where it is settled, else `new`; settled as int32, because ONNX Runtime has no Where of bool."""
+    settled = old.settled | new.settled
+    return (
+        torch.where(old.settled, old.token, new.token),
+        torch.where(old.settled, old.threshold, new.threshold),
+        settled.to(torch.int32),
+    )
 
 
 def narrow(chunks: Chunks, total: Tensor, rows: Rows, num_candidates: int, vocab: int) -> Draw:
@@ -95,10 +110,10 @@ def narrow(chunks: Chunks, total: Tensor, rows: Rows, num_candidates: int, vocab
     values, ids = candidates.top_candidates(chunks, num_candidates)
     masses = filters.weights(values, rows.maximum, rows.temperature)
     top_k = filters.top_k_threshold(values, rows.top_k)
-    masses = masses * (values >= top_k)
+    passed_top_k = masses * (values >= top_k)
     has_top_k = _has_top_k(rows, vocab)
-    kept_weight = torch.where(has_top_k, masses.to(torch.float64).sum(-1, keepdim=True), total)
-    top_p = filters.nucleus_threshold(values, masses, filters.nucleus_limit(rows.top_p, kept_weight))
+    kept_weight = torch.where(has_top_k, passed_top_k.to(torch.float64).sum(-1, keepdim=True), total)
+    top_p = filters.nucleus_threshold(values, passed_top_k, filters.nucleus_limit(rows.top_p, kept_weight))
     min_p = filters.min_p_threshold(rows.maximum, rows.temperature, rows.min_p)
     threshold = torch.maximum(torch.maximum(top_k, top_p), min_p)
     masses = masses * (values >= threshold)
@@ -106,8 +121,8 @@ def narrow(chunks: Chunks, total: Tensor, rows: Rows, num_candidates: int, vocab
     token = draw.draw_candidates(ids, masses, rows.uniform)
     if num_candidates >= vocab:
         return Draw(token, threshold, torch.ones_like(has_top_k))
-    # The nucleus of a top_k beyond the candidates has a normaliser that they do not give.
-    unknown = has_top_k & (rows.top_k > num_candidates) & (rows.top_p < 1)
+    # Top-k survivors beyond the candidates, ties or a larger k, make a nucleus of unknown size: its normaliser is.
+    unknown = has_top_k & (rows.top_p < 1) & (passed_top_k[:, -1:] > 0)
     return Draw(token, threshold, (masses[:, -1:] == 0) & ~unknown)
 
 
@@ -117,31 +132,45 @@ def narrow_only(chunks: Chunks, rows: Rows, num_candidates: int, vocab: int) -> 
     return narrow(chunks, total, rows, num_candidates, vocab)
 
 
-def _wide_filtered(logits: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
-    """Draw from the tokens of the whole vocabulary that pass the filters."""
-    masses = filters.weights(logits, rows.maximum, rows.temperature)
-    threshold = _search(logits, rows)
+def _wide_filtered(logits: Tensor, rows: Rows) -> Draw:
+    """Draw from the tokens of the whole vocabulary that pass the filters, where the threshold search succeeds."""
+    vocab = logits.shape[1]
+    size = min(SORT_SIZE, vocab)
+    has_top_k = _has_top_k(rows, vocab)
+    top_k = filters.top_k_threshold(logits.topk(size, dim=-1).values, torch.where(has_top_k, rows.top_k, 0))
+    masses = filters.weights(logits, rows.maximum, rows.temperature) * (logits >= top_k)
+    total = total_mass(masses)
+    bracket = initial_bracket(rows.maximum, total)
+    limit = filters.nucleus_limit(rows.top_p, total)
+    top_p = find_threshold(logits, masses, bracket, limit.minimum(total))
+    top_p = torch.where(rows.top_p < 1, top_p, -torch.inf)
+    found = (total_mass(masses * (logits >= top_p)) >= limit) | (rows.top_p >= 1)
+
+    min_p = filters.min_p_threshold(rows.maximum, rows.temperature, rows.min_p)
+    threshold = torch.maximum(torch.maximum(top_k, top_p), min_p)
     token = draw.draw_vocabulary(masses * (logits >= threshold), rows.uniform, DRAW_BLOCK_SIZE)
-    return token, threshold
+    return Draw(token, threshold, found & ~(has_top_k & (rows.top_k > size)))
 
 
-def _wide_whole(logits: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
+def _wide_sorted(logits: Tensor, rows: Rows) -> Draw:
+    """Draw from the whole vocabulary by way of a full sort: right for any data, and slow."""
+    vocab = logits.shape[1]
+    values = logits.sort(dim=-1, descending=True).values
+    top_k = filters.top_k_threshold(values, torch.where(_has_top_k(rows, vocab), rows.top_k, 0))
+    masses = filters.weights(values, rows.maximum, rows.temperature) * (values >= top_k)
+    limit = filters.nucleus_limit(rows.top_p, masses.to(torch.float64).sum(-1, keepdim=True))
+    threshold = torch.maximum(top_k, filters.nucleus_threshold(values, masses, limit))
+    threshold = torch.maximum(threshold, filters.min_p_threshold(rows.maximum, rows.temperature, rows.min_p))
+    masses = filters.weights(logits, rows.maximum, rows.temperature) * (logits >= threshold)
+    token = draw.draw_vocabulary(masses, rows.uniform, DRAW_BLOCK_SIZE)
+    return Draw(token, threshold, torch.ones_like(rows.random))
+
+
+def _wide_whole(logits: Tensor, rows: Rows) -> Draw:
     """Draw from the whole vocabulary, for rows without filters."""
     masses = filters.weights(logits, rows.maximum, rows.temperature)
     token = draw.draw_vocabulary(masses, rows.uniform, DRAW_BLOCK_SIZE)
-    return token, torch.full_like(rows.maximum, -torch.inf)
-
-
-def _search(logits: Tensor, rows: Rows) -> Tensor:
-    """The threshold of each row, [B, 1] float32: that of `narrow`, found over the whole vocabulary."""
-    vocab = logits.shape[1]
-    count = torch.where(_has_top_k(rows, vocab), rows.top_k, torch.inf).to(torch.float64)
-    top_k = find_threshold(logits, torch.ones_like(logits), rows.maximum, count)
-    masses = filters.weights(logits, rows.maximum, rows.temperature) * (logits >= top_k)
-    limit = filters.nucleus_limit(rows.top_p, masses.to(torch.float64).sum(-1, keepdim=True))
-    top_p = find_threshold(logits, masses, rows.maximum, limit)
-    min_p = filters.min_p_threshold(rows.maximum, rows.temperature, rows.min_p)
-    return torch.maximum(torch.maximum(top_k, top_p), min_p)
+    return Draw(token, torch.full_like(rows.maximum, -torch.inf), torch.ones_like(rows.random))
 
 
 def _has_top_k(rows: Rows, vocab: int) -> Tensor:

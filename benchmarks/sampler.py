@@ -1,0 +1,260 @@
+"""The sampler graph on its own, over vocabularies, batches and parameter mixes, beside ArgMax and a full sort.
+
+    python benchmarks/sampler.py                                      # the whole sweep, to docs/benchmarks/sampler.*
+    python benchmarks/sampler.py --vocab 151936 --batch 1 8 --output /tmp/sampler
+
+Yardsticks of the same run: ONNX Runtime's ArgMax over the vocabulary, and sampling the naive way, a full sort with a
+cumulative sum. All states are bound in place, as the runtime binds them. Figures are medians; the graphs of one
+vocabulary and batch take turns, so that a slow moment of the machine meets all of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime as ort
+import torch
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from torch import Tensor, nn
+
+from qsample.contract import Interface
+from qsample.exporters.sampler import export_sampler
+
+HISTORY = 1024
+CAPACITY = 2048
+FLAT, PEAKED = "flat", "peaked"
+MIXES: dict[str, tuple[str, dict[str, float]]] = {
+    "greedy": (PEAKED, {"temperature": 0}),
+    "top-k 50": (PEAKED, {"top_k": 50}),
+    "complete": (
+        PEAKED,
+        {
+            "temperature": 0.8,
+            "top_k": 50,
+            "top_p": 0.95,
+            "min_p": 0.02,
+            "repetition_penalty": 1.1,
+            "presence_penalty": 0.1,
+            "frequency_penalty": 0.1,
+        },
+    ),
+    "top-p, peaked": (PEAKED, {"top_p": 0.95}),
+    "top-p, flat": (FLAT, {"top_p": 0.9}),
+    "temperature": (PEAKED, {"temperature": 0.9}),
+}
+ARGMAX, SORT = "ArgMax", "sort"
+OFF = {"temperature": 1.0, "top_p": 1.0, "repetition_penalty": 1.0, "max_length": 2**30, "stop_ids": -1}
+
+
+class ArgMax(nn.Module):
+    """The yardstick of greedy decoding."""
+
+    def forward(self, logits: Tensor) -> Tensor:
+        return logits.argmax(-1)
+
+
+class NaiveTopP(nn.Module):
+    """The yardstick of random decoding: sort everything, cut the cumulative sum, draw."""
+
+    def forward(self, logits: Tensor, top_p: Tensor, uniform: Tensor) -> Tensor:
+        values, ids = logits.topk(logits.shape[-1], dim=-1)
+        probs = values.softmax(-1)
+        cumulative = probs.cumsum(-1)
+        kept = torch.where(cumulative - probs < top_p, probs, 0.0).cumsum(-1)
+        place = (kept <= uniform * kept[:, -1:]).sum(-1, keepdim=True)
+        return ids.gather(1, place.clamp(max=logits.shape[-1] - 1))
+
+
+def make_session(model: ir.Model | Path, threads: int, folder: Path) -> ort.InferenceSession:
+    if isinstance(model, ir.Model):
+        path = folder / f"{id(model)}.onnx"
+        ir.save(model, path)
+        model = path
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.log_severity_level = 3
+    return ort.InferenceSession(model, options)
+
+
+def export_yardstick(module: nn.Module, *example: Tensor) -> ir.Model:
+    batch = torch.export.Dim("B")
+    program = torch.onnx.export(
+        module, example, dynamo=True, dynamic_shapes=[{0: batch}] * len(example), opset_version=20, verbose=False
+    )
+    assert program is not None
+    return program.model
+
+
+def make_logits(kind: str, batch: int, vocab: int) -> np.ndarray:
+    """flat: a standard deviation of 1, as random weights give. peaked: the best token has about half of the mass."""
+    rng = np.random.default_rng(0)
+    logits = rng.normal(size=(batch, vocab)).astype(np.float32)
+    if kind == PEAKED:
+        logits *= 2
+        for row in range(batch):
+            best = rng.choice(vocab, 30, replace=False)
+            logits[row, best] = 17 - 0.5 * np.arange(30)
+    return logits
+
+
+def sampler_call(session: ort.InferenceSession, interface: Interface, logits: np.ndarray, mix: dict[str, float]) -> Callable[[], None]:
+    """A decode step: one token a row, HISTORY tokens before it, every state bound in place."""
+    batch, vocab = logits.shape
+    rng = np.random.default_rng(1)
+    sizes = interface.sizes | {"B": batch, "S": 1, "T": CAPACITY, "E": 2}
+    values = {"logits": logits, "emit": True, "input_lengths": 1, "lengths": HISTORY, "noise": rng.random((batch, CAPACITY))}
+    values |= OFF | {"tokens": rng.integers(0, vocab, (batch, CAPACITY))} | mix
+    binding = session.io_binding()
+    buffers = {}
+    for spec in (*interface.sampler.inputs, *interface.sampler.states):
+        array = np.broadcast_to(np.asarray(values.get(spec.name, 0)), spec.shape(sizes)).astype(spec.dtype)
+        buffers[spec.name] = ort.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(array))
+        binding.bind_ortvalue_input(spec.name, buffers[spec.name])
+    # `lengths` is not bound in place, so that every repetition makes the same step.
+    for state, output in interface.sampler.retained.items():
+        if state == "lengths":
+            binding.bind_output(output)
+        else:
+            binding.bind_ortvalue_output(output, buffers[state])
+    for spec in interface.sampler.outputs:
+        binding.bind_output(spec.name)
+    return lambda: session.run_with_iobinding(binding)
+
+
+def plain_call(session: ort.InferenceSession, arrays: list[np.ndarray]) -> Callable[[], None]:
+    binding = session.io_binding()
+    for node, array in zip(session.get_inputs(), arrays, strict=True):
+        binding.bind_cpu_input(node.name, array)
+    for node in session.get_outputs():
+        binding.bind_output(node.name)
+    return lambda: session.run_with_iobinding(binding)
+
+
+def medians(calls: dict[str, Callable[[], None]], seconds: float) -> dict[str, float]:
+    """Median milliseconds of each call; the calls take turns until each has had its share of `seconds`."""
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    for call in calls.values():
+        call()
+    spent = dict.fromkeys(calls, 0.0)
+    while any(spent[name] < seconds for name in calls):
+        for name, call in calls.items():
+            for _ in range(10):
+                if spent[name] >= seconds and len(samples[name]) >= 5:
+                    break
+                start = time.perf_counter()
+                call()
+                elapsed = time.perf_counter() - start
+                samples[name].append(elapsed * 1e3)
+                spent[name] += elapsed
+    return {name: float(np.median(values)) for name, values in samples.items()}
+
+
+def measure(vocab: int, batches: list[int], mixes: list[str], threads: int, seconds: float, folder: Path) -> list[dict[str, object]]:
+    interface = Interface(vocab, ())
+    sampler = make_session(export_sampler(interface, 0), threads, folder)
+    example = torch.zeros(2, vocab)
+    argmax = make_session(export_yardstick(ArgMax(), example), threads, folder)
+    column = torch.zeros(2, 1)
+    naive = make_session(export_yardstick(NaiveTopP(), example, column, column), threads, folder)
+    results = []
+    for batch in batches:
+        logits = {kind: make_logits(kind, batch, vocab) for kind in (PEAKED, FLAT)}
+        calls = {ARGMAX: plain_call(argmax, [logits[PEAKED]])}
+        for name in mixes:
+            kind, mix = MIXES[name]
+            calls[name] = sampler_call(sampler, interface, logits[kind], mix)
+        columns = [np.full((batch, 1), value, np.float32) for value in (0.9, 0.5)]
+        calls[SORT] = plain_call(naive, [logits[FLAT], *columns])
+        for name, milliseconds in medians(calls, seconds).items():
+            results.append({"vocab": vocab, "batch": batch, "name": name, "ms": milliseconds})
+    return results
+
+
+def as_rows(results: list[dict[str, object]]) -> tuple[list[str], list[list[str]]]:
+    """One line per vocabulary and batch: milliseconds, and multiples of ArgMax."""
+    names = list(dict.fromkeys(str(result["name"]) for result in results))
+    cells = {(r["vocab"], r["batch"], r["name"]): float(str(r["ms"])) for r in results}
+    rows = []
+    for vocab, batch in dict.fromkeys((r["vocab"], r["batch"]) for r in results):
+        yardstick = cells[vocab, batch, ARGMAX]
+        texts = [f"{cells[vocab, batch, n]:.3f} ({cells[vocab, batch, n] / yardstick:.2f}x)" for n in names]
+        rows.append([f"{vocab:,}", str(batch), *texts])
+    return ["V", "B", *names], rows
+
+
+def write(results: list[dict[str, object]], output: Path, threads: int) -> None:
+    """The table as markdown, the figures as JSON, and a plot."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    header, rows = as_rows(results)
+    machine = f"{platform.processor() or platform.machine()}, {threads} threads, onnxruntime {ort.__version__}"
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.with_suffix(".json").write_text(json.dumps({"machine": machine, "results": results}, indent=1) + "\n")
+    lines = [
+        "# Sampler benchmark",
+        "",
+        f"Milliseconds a step and multiples of ArgMax over V; medians of one run. {machine}.",
+        "Made by `python benchmarks/sampler.py`; what each column is stands at the top of that script.",
+        "",
+        "| " + " | ".join(header) + " |",
+        "|" + " --- |" * len(header),
+        *("| " + " | ".join(row) + " |" for row in rows),
+        "",
+        f"![Milliseconds a step]({output.name}.png)",
+        "",
+    ]
+    output.with_suffix(".md").write_text("\n".join(lines))
+
+    batches = sorted({int(str(r["batch"])) for r in results})
+    figure, axes = plt.subplots(1, len(batches), figsize=(4 * len(batches), 4), squeeze=False, sharey=True)
+    for axis, batch in zip(axes[0], batches, strict=True):
+        for name in header[2:]:
+            points = [(r["vocab"], r["ms"]) for r in results if r["batch"] == batch and r["name"] == name]
+            style = {ARGMAX: "k--", SORT: "k:"}.get(name, "o-")
+            axis.plot(*zip(*points, strict=True), style, label=name, markersize=3)
+        axis.set(title=f"B = {batch}", xlabel="vocabulary", yscale="log")
+        axis.grid(alpha=0.3)
+    axes[0][0].set_ylabel("ms a step")
+    axes[0][-1].legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(output.with_suffix(".png"), dpi=130)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--vocab", type=int, nargs="+", default=[32000, 128256, 151936, 262144])
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32, 64])
+    parser.add_argument("--mix", nargs="+", choices=list(MIXES), default=list(MIXES))
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--seconds", type=float, default=0.5, help="measuring time per graph, vocabulary and batch")
+    parser.add_argument("--output", type=Path, default=Path("docs/benchmarks/sampler"), help="file name without suffix")
+    options = parser.parse_args()
+
+    from tempfile import TemporaryDirectory
+
+    console, results = Console(), []
+    with TemporaryDirectory() as folder:
+        for vocab in track(options.vocab, "vocabularies", console=console, transient=True):
+            results += measure(vocab, options.batch, options.mix, options.threads, options.seconds, Path(folder))
+    header, rows = as_rows(results)
+    table = Table(*header, title="Sampler, ms a step (multiple of ArgMax)")
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
+    write(results, options.output, options.threads)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,45 @@
+"""Fake packages, and models loaded from them, made once a session."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from qsample.package import Package
+from qsample.runtime import CausalLM, load
+from tests.runtime.fake_package import fake_package
+
+
+@pytest.fixture(scope="session")
+def fake(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Package]:
+    """features and options → a fake package."""
+    made: dict[str, Package] = {}
+
+    def make(**options: Any) -> Package:
+        key = repr(sorted(options.items()))
+        if key not in made:
+            made[key] = fake_package(tmp_path_factory.mktemp("fake") / "package", **options)
+        return made[key]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def fake_model(fake: Callable[..., Package]) -> Callable[..., CausalLM]:
+    """features and options → a model loaded from a fake package."""
+    loaded: dict[str, CausalLM] = {}
+
+    def make(**options: Any) -> CausalLM:
+        key = repr(sorted(options.items()))
+        if key not in loaded:
+            loaded[key] = load(fake(**options).path)
+        return loaded[key]
+
+    return make
+
+
+@pytest.fixture
+def model(fake_model: Callable[..., CausalLM]) -> CausalLM:
+    return fake_model()

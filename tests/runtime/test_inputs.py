@@ -1,0 +1,138 @@
+"""Every form of prompt, and every form that is none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from qsample.manifest import TokenIds
+from qsample.runtime import CausalLM
+from qsample.runtime.inputs import parameter_arrays, prompts
+from qsample.runtime.text import Tokenizer
+from qsample.sampling_params import SamplingParams
+from tests.runtime.fake_package import BOS, byte_tokenizer, fake_interface
+
+IDS = TokenIds(0, BOS, (2,))
+
+
+def rows(inputs: Any, mask: Any = None) -> list[list[int]]:
+    return [row.tolist() for row in prompts(inputs, mask, Tokenizer(byte_tokenizer()), 320, IDS)]
+
+
+@pytest.mark.parametrize(
+    ("inputs", "expected"),
+    [
+        ("ab", [[1, 68, 69]]),
+        (["ab", "c"], [[1, 68, 69], [1, 70]]),
+        (("ab", "c"), [[1, 68, 69], [1, 70]]),
+        ([5, 6], [[5, 6]]),
+        ((5, 6), [[5, 6]]),
+        ([[5, 6], [7]], [[5, 6], [7]]),
+        ([np.array([5, 6]), [7], (8,), "a"], [[5, 6], [7], [8], [1, 68]]),
+        ([np.int64(5), np.int32(6)], [[5, 6]]),
+        (np.array([5, 6]), [[5, 6]]),
+        (np.array([[5, 6], [7, 8]], dtype=np.int32), [[5, 6], [7, 8]]),
+        ("", [[1]]),  # the tokenizer itself adds it
+        ([[]], [[1]]),
+        ([[5], []], [[5], [1]]),
+        (np.zeros((2, 0), dtype=np.int64), [[1], [1]]),
+        ({"input_ids": [[5, 6], [7]]}, [[5, 6], [7]]),
+        ({"input_ids": np.array([[0, 5], [6, 7]]), "attention_mask": np.array([[0, 1], [1, 1]])}, [[5], [6, 7]]),
+    ],
+)
+def test_forms_of_prompts(inputs: Any, expected: list[list[int]]) -> None:
+    assert rows(inputs) == expected
+
+
+@pytest.mark.parametrize("mask", [[[0, 0, 1, 1], [1, 1, 1, 1]], [[1, 1, 0, 0], [1, 1, 1, 1]]])
+def test_left_and_right_padding(mask: list[list[int]]) -> None:
+    ids = np.array([[5, 6, 7, 8], [9, 10, 11, 12]])
+    expected = [ids[0][np.array(mask[0]) == 1].tolist(), [9, 10, 11, 12]]
+    for form in (np.array(mask), np.array(mask, dtype=bool), mask):
+        assert rows(ids, form) == expected
+
+
+def test_a_row_that_is_all_padding_is_an_empty_prompt() -> None:
+    assert rows(np.array([[5, 6], [7, 8]]), [[0, 0], [1, 1]]) == [[BOS], [7, 8]]
+
+
+def test_torch_tensors() -> None:
+    torch = pytest.importorskip("torch")
+    ids = torch.tensor([[0, 5], [6, 7]])
+    assert rows(ids) == [[0, 5], [6, 7]]
+    assert rows(ids, torch.tensor([[0, 1], [1, 1]])) == [[5], [6, 7]]
+    assert rows([torch.tensor([5, 6]), torch.tensor([7])]) == [[5, 6], [7]]
+
+
+def test_hugging_face_tokenizer_output(model: CausalLM) -> None:
+    transformers = pytest.importorskip("transformers")
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=byte_tokenizer(), pad_token="<pad>", padding_side="left"
+    )
+    batch = tokenizer(["ab", "abcd"], return_tensors="np", padding=True)
+    options = {"temperature": 0, "max_new_tokens": 4}
+    assert model.generate(batch, **options).new_token_ids == model.generate(["ab", "abcd"], **options).new_token_ids
+    assert model.generate(**batch_to_keywords(batch), **options).prompt_lengths == [3, 5]
+
+
+def batch_to_keywords(batch: Any) -> dict[str, Any]:
+    return {"inputs": batch["input_ids"], "attention_mask": batch["attention_mask"]}
+
+
+@pytest.mark.parametrize(
+    ("inputs", "mask", "message"),
+    [
+        ([], None, "no prompt was given"),
+        (5, None, "inputs is a int; give a text, token ids"),
+        (None, None, "inputs is a NoneType"),
+        ({"text": "a"}, None, "inputs is a dict"),
+        ([1.5], None, r"prompt 0 is 1\.5"),
+        ([True, 1], None, "prompt 0 is True"),
+        ([[5], [True]], None, r"prompt 1 is \[True\]"),
+        ([[5], None], None, "prompt 1 is None"),
+        ([[[5]]], None, r"prompt 0 is \[\[5\]\]"),
+        ([[5], [320]], None, "prompt 1 has token id 320; the model's ids are 0 to 319"),
+        ([[5, -1]], None, "prompt 0 has token id -1"),
+        (np.array([[0.5]]), None, "token ids are float64; give integers"),
+        (np.array([[True]]), None, "token ids are bool"),
+        (np.zeros((1, 1, 1), dtype=np.int64), None, r"input ids have shape \(1, 1, 1\)"),
+        (np.array([[5, 6]]), [[1]], r"attention_mask must be 0 or 1 with the shape of the input ids, \(1, 2\)"),
+        (np.array([[5, 6]]), [[1, 2]], "attention_mask must be 0 or 1"),
+        (np.array([[5, 6, 7]]), [[1, 0, 1]], "attention_mask of row 0 has a hole"),
+        ([[5, 6]], [[1, 1]], "attention_mask goes with a 2-D array"),
+    ],
+)
+def test_what_is_no_prompt(inputs: Any, mask: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        rows(inputs, mask)
+
+
+def test_an_empty_prompt_without_a_beginning_token() -> None:
+    with pytest.raises(ValueError, match="prompt 1 is empty and the model has no beginning-of-text token"):
+        prompts([[5], []], None, None, 320, TokenIds(0, None, ()))
+
+
+def test_parameter_arrays_follow_the_contract() -> None:
+    interface = fake_interface(logit_bias=True, allowed_tokens=True)
+    params = [SamplingParams(temperature=0.5, top_k=3, eos_token_id=(7, 8), logit_bias={5: 1.0}), SamplingParams()]
+    arrays = parameter_arrays(interface, params, [3, 4], 100, default_stops=(2,))
+    sizes = interface.sizes | {"B": 2, "E": 2, "N": 1}
+    for spec in interface.parameters:
+        array = arrays.pop(spec.name)
+        assert (array.dtype.name, array.shape) == (spec.dtype, spec.shape(sizes)), spec.name
+        assert array.flags.c_contiguous
+        if spec.name == "stop_ids":
+            assert array.tolist() == [[7, 8], [2, -1]]
+        elif spec.name == "max_length":
+            assert array.tolist() == [100, 100]
+        elif spec.off is not None:
+            assert (array[1] == spec.off).all(), spec.name
+    assert not arrays
+
+
+def test_no_stop_ids_is_one_column_of_padding(fake_model: Callable[..., CausalLM]) -> None:
+    arrays = parameter_arrays(fake_interface(), [SamplingParams(eos_token_id=())], [1], 10, default_stops=(2,))
+    assert arrays["stop_ids"].tolist() == [[-1]]

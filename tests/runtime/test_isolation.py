@@ -1,0 +1,66 @@
+"""The runtime in an environment that has onnxruntime, numpy and tokenizers only."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import qsample
+from qsample.package import Package
+
+ROOT = Path(qsample.__file__).parents[1]
+ABSENT = (
+    "torch", "transformers", "onnx", "onnxscript", "onnx_ir", "safetensors", "huggingface_hub", "jinja2", "rich",
+    "typer", "click", "yaml", "requests", "ml_dtypes",
+)  # fmt: skip
+BLOCKER = f"""
+import sys
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {ABSENT!r}:
+            raise ModuleNotFoundError("blocked: " + name, name=name)
+sys.meta_path.insert(0, Blocker())
+sys.path.insert(0, {str(ROOT)!r})
+"""
+
+
+def run(program: str) -> str:
+    return subprocess.run(
+        [sys.executable, "-c", BLOCKER + program], capture_output=True, text=True, check=True, cwd="/"
+    ).stdout
+
+
+def test_generation_without_everything_else(fake: Callable[..., Package]) -> None:
+    for package in (fake(), fake(sampler=False)):
+        output = run(
+            "import qsample.runtime as r\n"
+            f"model = r.load({str(package.path)!r})\n"
+            "streamer = r.TextStreamer(model.tokenizer)\n"
+            "output = model.generate('hello', r.SamplingParams(max_new_tokens=5), seed=1, streamer=streamer)\n"
+            "print(len(output.new_token_ids[0]))\n"
+            f"print(sorted(set({ABSENT!r}) & set(sys.modules)))\n"
+        )
+        assert output.splitlines()[-2:] == ["5", "[]"]
+        assert output.startswith("hello")
+
+
+def test_the_blocker_blocks() -> None:
+    assert run("try:\n    import torch\nexcept ImportError as error:\n    print(error)").strip() == "blocked: torch"
+
+
+def test_chat_without_jinja_says_what_to_install(fake: Callable[..., Package]) -> None:
+    output = run(
+        "import qsample.runtime as r\n"
+        f"model = r.load({str(fake().path)!r})\n"
+        "try:\n    model.generate([{'role': 'user', 'content': 'hi'}])\n"
+        "except ImportError as error:\n    print(error)"
+    )
+    assert "pip install 'qsample[chat]'" in output
+
+
+def test_importing_the_runtime_loads_nothing_heavy() -> None:
+    program = f"import sys, qsample.runtime; print(sorted(set({ABSENT!r}) & set(sys.modules)))"
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert result.stdout.strip() == "[]"
