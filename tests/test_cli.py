@@ -15,6 +15,7 @@ import pytest
 from qsample import cli
 from qsample.contract import Features
 from qsample.package import read_package
+from tests.conftest import made_once
 
 ROOT = Path(__file__).resolve().parent.parent
 COMMAND = [sys.executable, "-c", "from qsample.cli import main; main()"]
@@ -137,19 +138,28 @@ def test_an_interrupt_ends_with_130(run: Any, monkeypatch: pytest.MonkeyPatch, t
     assert run("inspect", tmp_path)[0] == 130
 
 
-def test_export_writes_a_package_and_prints_its_path(checkpoint: Any, tmp_path: Path) -> None:
-    out = tmp_path / "package"
-    out.mkdir()
-    (out / "qsample.json").write_text("{}")  # what is there already is replaced only when that is asked for
-    refused = qsample("export", checkpoint("llama"), out)
-    assert refused.returncode == 1
-    assert "already holds a package" in refused.stderr
+@pytest.fixture(scope="session")
+def everything(checkpoint: Any, shared_folder: Path) -> Path:
+    """A package with every feature, exported by the command."""
     features = ["--logprobs", "--top-logprobs", "3", "--logit-bias", "--allowed-tokens", "--return-pdfs"]
-    done = qsample("export", checkpoint("llama"), out, "--overwrite", *features)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == f"{out}\n"
-    assert done.stderr.count("\n") == 1, "the libraries' own notices are kept away"
-    assert read_package(out).interface.features == Features(True, True, True, True, 3, True)
+
+    def export(out: Path) -> None:
+        # What is there already is replaced only when that is asked for.
+        out.mkdir()
+        (out / "qsample.json").write_text("{}")
+        refused = qsample("export", checkpoint("llama"), out)
+        assert refused.returncode == 1
+        assert "already holds a package" in refused.stderr
+        done = qsample("export", checkpoint("llama"), out, "--overwrite", *features)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout == f"{out}\n"
+        assert done.stderr.count("\n") == 1, "the libraries' own notices are kept away"
+
+    return made_once(shared_folder / "everything", export)
+
+
+def test_export_writes_a_package_with_what_was_asked_for(everything: Path) -> None:
+    assert read_package(everything).interface.features == Features(True, True, True, True, 3, True)
 
 
 def test_export_passes_every_option(run: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -280,14 +290,13 @@ def test_generate_several_prompts_in_sections(run: Any, llama_package: Path) -> 
         assert prompt + text in out
 
 
-def test_generate_json(run: Any, exported: Any) -> None:
+def test_generate_json(run: Any, everything: Path) -> None:
     from qsample.runtime import load
 
-    package = exported("llama", logprobs=True, top_logprobs=2, logit_bias=True, allowed_tokens=True, return_pdfs=True)
-    status, out, _ = run("generate", package, "-p", "One", "-p", "Three", "--json", *GENERATE)
+    status, out, _ = run("generate", everything, "-p", "One", "-p", "Three", "--json", *GENERATE)
     assert status == 0
     document = json.loads(out)
-    output = load(package).generate(["One", "Three"], max_new_tokens=8, seed=3, temperature=1.0)
+    output = load(everything).generate(["One", "Three"], max_new_tokens=8, seed=3, temperature=1.0)
     assert output.texts is not None
     for row, result in enumerate(document["results"]):
         assert result["prompt"] == ["One", "Three"][row]
@@ -295,7 +304,7 @@ def test_generate_json(run: Any, exported: Any) -> None:
         assert result["token_ids"] == output.new_token_ids[row]
         assert (result["finish_reason"], result["seed"]) == ("length", 3 + row)
         assert len(result["logprobs"]) == 8
-        assert [len(step) for step in result["top_logprobs"]] == [2] * 8
+        assert [len(step) for step in result["top_logprobs"]] == [3] * 8
     assert document["timing"]["steps"] == 7
 
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import shutil
 import subprocess
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,64 +13,9 @@ from typing import Any
 import pytest
 
 from qsample import package as package_module
-from qsample.contract import CONTRACT_VERSION, Features, Interface, KeyValueShape
 from qsample.errors import QsampleError
-from qsample.package import (
-    MANIFEST_NAME,
-    Compilation,
-    Manifest,
-    Package,
-    PackageError,
-    Source,
-    TokenIds,
-    copy_package,
-    read_package,
-    write_package,
-)
-
-INTERFACE = Interface(100, (KeyValueShape(2, 8), KeyValueShape(1, 16)), "float16", Features(logprobs=True))
-# Larger than what is read at once, so that a hash of less than all would show.
-LARGE = bytes(range(256)) * 10_000
-FILES = {
-    "decoder.onnx": b"graph" * 1000,
-    "decoder.onnx.data": LARGE,
-    "initial_state.onnx": b"zeros",
-    "tokenizer/extra.json": b"{}",
-}
-
-
-def manifest(**changes: Any) -> Manifest:
-    values: dict[str, Any] = {
-        "kind": "portable",
-        "contract_version": CONTRACT_VERSION,
-        "interface": INTERFACE,
-        "source": Source("some/model", None, "llama", "LlamaForCausalLM", "ab" * 32),
-        "versions": {"qsample": "0.1.0"},
-        "token_ids": TokenIds(0, None, (2, 3)),
-        "max_position_embeddings": None,
-        "parity": {"max_error": 1e-6, "rows": 3},
-    }
-    return Manifest(**(values | changes))
-
-
-def throw(error: BaseException) -> None:
-    raise error
-
-
-def write(
-    path: Path,
-    files: dict[str, bytes] | None = None,
-    then: Callable[[Path], None] = lambda folder: None,
-    **options: Any,
-) -> Package:
-    """Write a package of `files`; `then` runs in its folder after they are there."""
-    with write_package(path, **options) as writer:
-        for name, content in (files or FILES).items():
-            (writer.directory / name).parent.mkdir(exist_ok=True)
-            (writer.directory / name).write_bytes(content)
-        then(writer.directory)
-        writer.finish(manifest())
-    return read_package(path)
+from qsample.package import MANIFEST_NAME, Package, PackageError, copy_package, read_package, write_package
+from tests.small_packages import FILES, INTERFACE, LARGE, manifest, throw, write
 
 
 @pytest.fixture
@@ -95,29 +38,6 @@ def test_hashes_are_those_of_another_program(package: Package) -> None:
     for name, entry in package.manifest.files.items():
         result = subprocess.run(["sha256sum", package.path / name], capture_output=True, text=True, check=True)
         assert result.stdout.split()[0] == entry.sha256
-
-
-def test_device_manifest_round_trip() -> None:
-    compilation = Compilation(
-        "cuda",
-        ("CUDAExecutionProvider", "CPUExecutionProvider"),
-        None,
-        512,
-        {"CUDAExecutionProvider": {"MatMul": 5}},
-        {"tokens": 8, "agreeing": 8},
-        {"enable_cuda_graph": "1"},
-    )
-    made = manifest(kind="device", compilation=compilation)
-    with pytest.raises(PackageError, match=r"lists no decoder.onnx, initial_state.onnx"):
-        Manifest.from_json(made.to_json())
-    data = json.loads(made.to_json())
-    data["files"] = {name: {"sha256": "00", "bytes": 1} for name in INTERFACE.graphs}
-    assert replace(Manifest.from_json(json.dumps(data)), files={}) == made
-
-
-def test_a_device_package_needs_its_compilation() -> None:
-    with pytest.raises(ValueError, match="kind is 'device'"):
-        manifest(kind="device")
 
 
 def test_only_files_of_the_manifest_are_part_of_the_package(package: Package) -> None:
@@ -189,62 +109,6 @@ def test_missing_folder_and_missing_manifest(tmp_path: Path) -> None:
     (tmp_path / MANIFEST_NAME).mkdir()
     with pytest.raises(PackageError, match=r"cannot read .*qsample.json"):
         read_package(tmp_path)
-
-
-def edit(change: Callable[[dict[str, Any]], Any]) -> Callable[[str], str]:
-    def edited(text: str) -> str:
-        data = json.loads(text)
-        change(data)
-        return json.dumps(data)
-
-    return edited
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda text: text[: len(text) // 2], r"qsample.json is not JSON.*export the package again"),
-        (lambda text: "[]", "no format_version"),
-        (lambda text: "{}", "no format_version"),
-        (edit(lambda data: data.update(format_version=2, new_key=1)), r"has format 2 and .* reads format 1; upgrade"),
-        (edit(lambda data: data.update(format_version=0)), "has format 0 .*; export it again"),
-        (edit(lambda data: data.update(contract_version="2.0")), r"follow decode contract 2.0 and .* runs 1.0"),
-        (edit(lambda data: data.update(surprise=1)), "manifest in qsample.json .*: unknown surprise"),
-        (edit(lambda data: data.pop("source")), "missing source"),
-        (edit(lambda data: data["source"].pop("weight_hash")), r"manifest.source .*: missing weight_hash"),
-        (edit(lambda data: data["interface"]["features"].update(telepathy=True)), "unknown telepathy"),
-        (
-            edit(lambda data: data["interface"].update(vocab_size="100")),
-            "interface.vocab_size .* is '100'; it must be int",
-        ),
-        (
-            edit(lambda data: data["interface"].update(vocab_size=True)),
-            "interface.vocab_size .* is True; it must be int",
-        ),
-        (edit(lambda data: data["interface"].update(vocab_size=0)), "vocab_size is 0; it must be at least 1"),
-        (edit(lambda data: data["interface"].update(dtype="int4")), "dtype is 'int4'"),
-        (
-            edit(lambda data: data["interface"]["key_values"][1].update(head_dim=None)),
-            r"key_values\[1\].head_dim .* None",
-        ),
-        (
-            edit(lambda data: data.update(kind="magic")),
-            "manifest.kind .* is 'magic'; it must be 'portable' or 'device'",
-        ),
-        (edit(lambda data: data.update(kind="device")), "a device package has a compilation"),
-        (edit(lambda data: data.update(files=[])), r"manifest.files .* is \[\]"),
-        (edit(lambda data: data["files"].pop("decoder.onnx")), r"lists no decoder.onnx"),
-        (edit(lambda data: data["files"].update({"../x": {"sha256": "", "bytes": 0}})), r"'../x', which lies outside"),
-        (edit(lambda data: data["files"].update({"/etc/x": {"sha256": "", "bytes": 0}})), "lies outside"),
-    ],
-)
-def test_wrong_manifest(change: Callable[[str], str], message: str, package: Package) -> None:
-    path = package.path / MANIFEST_NAME
-    path.write_text(change(path.read_text()))
-    with pytest.raises(PackageError, match=message) as caught:
-        read_package(package.path)
-    assert str(package.path) in str(caught.value)
-    assert "\n" not in str(caught.value)
 
 
 def test_manifest_that_is_not_text(package: Package) -> None:

@@ -23,12 +23,14 @@ from qsample import package
 from qsample.contract import CONTRACT_VERSION, LOGITS, Features, GraphSpec, Interface
 from qsample.errors import QsampleError, UnsupportedModelError
 from qsample.exporters import parity
+from qsample.exporters.branches import outline_branches
 from qsample.exporters.initial_state import build_initial_state
 from qsample.exporters.onnx import trace
 from qsample.exporters.sampler import export_sampler
 from qsample.transforms import pipeline
 from qsample.transforms.attention import key_value_shapes
 from qsample.transforms.cache import DecodeContext
+from qsample.transforms.sampler.control import inline_branches
 from qsample.transforms.sampler.module import Sampler
 from qsample.transforms.wrap import Decoder, DecoderWithSampler
 
@@ -80,7 +82,9 @@ def export_model(
             module = DecoderWithSampler(decoder, Sampler(interface, token_ids.pad))
             # The parity gate compares logits, which a published graph does not return.
             spec = GraphSpec(spec.inputs, spec.states, (*spec.outputs, LOGITS))
-        traced = trace(module, spec, interface.sizes)
+        with inline_branches():
+            traced = trace(module, spec, interface.sizes)
+        outline_branches(traced)
         report("writing the weights", 0.55)
         ir.save(traced, folder / "decoder.onnx", external_data="decoder.onnx.data")
         del traced

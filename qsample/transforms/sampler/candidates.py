@@ -24,12 +24,18 @@ class Chunks(NamedTuple):
 
 
 def split(logits: Tensor, chunk_size: int) -> Chunks:
-    """Cut logits [B, V] float32 into chunks of `chunk_size`; padding, and so a copy, only where V is no multiple."""
-    batch, vocab = logits.shape
-    count = -(-vocab // chunk_size)
-    values = functional.pad(logits, (0, count * chunk_size - vocab), value=-torch.inf)
-    values = values.reshape(batch, count, chunk_size)
+    """Cut logits [B, V] float32 into chunks of `chunk_size`."""
+    values = blocks(logits, chunk_size, -torch.inf)
     return Chunks(values, values.amax(-1))
+
+
+def blocks(values: Tensor, size: int, padding: float) -> Tensor:
+    """[B, V] as [B, n, size]; padded, and so copied, only where V is no multiple of `size`."""
+    batch, vocab = values.shape
+    count = -(-vocab // size)
+    if vocab % size:
+        values = functional.pad(values, (0, count * size - vocab), value=padding)
+    return values.reshape(batch, count, size)
 
 
 def is_valid(chunks: Chunks, maximum: Tensor) -> Tensor:
@@ -81,11 +87,15 @@ class Sizes(NamedTuple):
 
 
 _NUM_CANDIDATES = 80
-_CHUNK_SIZES = range(48, 161)
+_BEST_SIZE = 96
 
 
 def choose_sizes(vocab: int) -> Sizes:
-    """The measured best for a vocabulary: a chunk size near 96 that divides it, so that no padded copy is needed."""
-    divisors = [size for size in _CHUNK_SIZES if vocab % size == 0]
-    chunk_size = min(divisors, key=lambda size: abs(size - 96), default=96)
-    return Sizes(_NUM_CANDIDATES, min(chunk_size, vocab))
+    """The measured best for a vocabulary (docs/benchmarks/sampler.md)."""
+    return Sizes(_NUM_CANDIDATES, block_size(vocab))
+
+
+def block_size(vocab: int) -> int:
+    """The size near 96 that cuts the vocabulary without a remainder, if there is one from 48 to 192."""
+    divisors = [size for size in range(_BEST_SIZE // 2, 2 * _BEST_SIZE + 1) if vocab % size == 0]
+    return min(min(divisors, key=lambda size: abs(size - _BEST_SIZE), default=_BEST_SIZE), vocab)

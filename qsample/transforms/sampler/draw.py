@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn import functional
+
+from qsample.transforms.sampler import candidates
 
 _LARGEST_UNIFORM = 1.0 - 2.0**-24
 
@@ -28,24 +29,22 @@ def draw_candidates(ids: Tensor, masses: Tensor, uniform: Tensor) -> Tensor:
     return ordered.gather(1, _first_above(cumulative, _target(uniform, cumulative[:, -1:])))
 
 
-def draw_vocabulary(masses: Tensor, uniform: Tensor, block_size: int) -> Tensor:
+def draw_vocabulary(masses: Tensor, uniform: Tensor) -> Tensor:
     """Draw one token of the whole vocabulary, [B, 1] int64, in two levels: a block, then a token of that block.
 
     Args:
         masses: [B, V] float32, >= 0, one of them positive.
         uniform: [B, 1] float32, in [0, 1).
     """
-    batch, vocab = masses.shape
-    count = -(-vocab // block_size)
-    blocks = functional.pad(masses, (0, count * block_size - vocab)).reshape(batch, count, block_size)
+    block_size = candidates.block_size(masses.shape[1])
+    blocks = candidates.blocks(masses, block_size, 0.0)
     sums = blocks.to(torch.float64).sum(-1)
     cumulative = sums.cumsum(-1)
     target = _target(uniform, cumulative[:, -1:])
     block = _first_above(cumulative, target)
     before = cumulative.gather(1, block) - sums.gather(1, block)
 
-    rows = torch.arange(batch)[:, None] * count
-    inside = functional.embedding(block + rows, blocks.reshape(batch * count, block_size))[:, 0]
+    inside = candidates.take_chunks(blocks, block)[:, 0]
     inside_cumulative = inside.to(torch.float64).cumsum(-1)
     # Rounding may leave the remainder just outside the block; its first or last token of positive weight is meant then.
     remainder = torch.minimum((target - before).clamp(min=0), inside_cumulative[:, -1:] * _LARGEST_UNIFORM)

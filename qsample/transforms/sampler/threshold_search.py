@@ -13,6 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from qsample.transforms.sampler import candidates
+
 SORT_SIZE = 1024  # tokens of the bracket that are sorted
 _SAMPLE_SIZE = 1024
 _SAMPLE_MARGIN = 32  # ranks: two standard deviations of a sample's median
@@ -100,8 +102,5 @@ def _sort_rest(logits: Tensor, masses: Tensor, limit: Tensor, bracket: _Bracket)
 
 def total_mass(masses: Tensor) -> Tensor:
     """[B, 1] float64. Blocks first, in float32: a float64 copy of everything would cost more than the sum."""
-    batch, vocab = masses.shape
-    block = next((size for size in (128, 64, 32, 16) if vocab % size == 0), 1)
-    if block == 1:
-        return masses.sum(-1, keepdim=True).to(torch.float64)
-    return masses.reshape(batch, vocab // block, block).sum(-1).to(torch.float64).sum(-1, keepdim=True)
+    blocks = candidates.blocks(masses, candidates.block_size(masses.shape[1]), 0.0)
+    return blocks.sum(-1).to(torch.float64).sum(-1, keepdim=True)

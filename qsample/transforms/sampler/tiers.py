@@ -17,8 +17,6 @@ from qsample.transforms.sampler.candidates import Chunks
 from qsample.transforms.sampler.control import Tensors, branch
 from qsample.transforms.sampler.threshold_search import SORT_SIZE, find_threshold, initial_bracket, total_mass
 
-DRAW_BLOCK_SIZE = 128  # splits the vocabulary for the two-level draw
-
 
 class Rows(NamedTuple):
     """What a random draw depends on besides the logits, each [B, 1].
@@ -148,7 +146,7 @@ def _wide_filtered(logits: Tensor, rows: Rows) -> Draw:
 
     min_p = filters.min_p_threshold(rows.maximum, rows.temperature, rows.min_p)
     threshold = torch.maximum(torch.maximum(top_k, top_p), min_p)
-    token = draw.draw_vocabulary(masses * (logits >= threshold), rows.uniform, DRAW_BLOCK_SIZE)
+    token = draw.draw_vocabulary(masses * (logits >= threshold), rows.uniform)
     return Draw(token, threshold, found & ~(has_top_k & (rows.top_k > size)))
 
 
@@ -162,14 +160,14 @@ def _wide_sorted(logits: Tensor, rows: Rows) -> Draw:
     threshold = torch.maximum(top_k, filters.nucleus_threshold(values, masses, limit))
     threshold = torch.maximum(threshold, filters.min_p_threshold(rows.maximum, rows.temperature, rows.min_p))
     masses = filters.weights(logits, rows.maximum, rows.temperature) * (logits >= threshold)
-    token = draw.draw_vocabulary(masses, rows.uniform, DRAW_BLOCK_SIZE)
+    token = draw.draw_vocabulary(masses, rows.uniform)
     return Draw(token, threshold, torch.ones_like(rows.random))
 
 
 def _wide_whole(logits: Tensor, rows: Rows) -> Draw:
     """Draw from the whole vocabulary, for rows without filters."""
     masses = filters.weights(logits, rows.maximum, rows.temperature)
-    token = draw.draw_vocabulary(masses, rows.uniform, DRAW_BLOCK_SIZE)
+    token = draw.draw_vocabulary(masses, rows.uniform)
     return Draw(token, torch.full_like(rows.maximum, -torch.inf), torch.ones_like(rows.random))
 
 

@@ -1,0 +1,54 @@
+"""Packages of a few bytes, whose files are no graphs: for what looks at files and manifests only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from qsample.contract import CONTRACT_VERSION, Features, Interface, KeyValueShape
+from qsample.package import Manifest, Package, Source, TokenIds, read_package, write_package
+
+INTERFACE = Interface(100, (KeyValueShape(2, 8), KeyValueShape(1, 16)), "float16", Features(logprobs=True))
+# Larger than what is read at once, so that a hash of less than all would show.
+LARGE = bytes(range(256)) * 10_000
+FILES = {
+    "decoder.onnx": b"graph" * 1000,
+    "decoder.onnx.data": LARGE,
+    "initial_state.onnx": b"zeros",
+    "tokenizer/extra.json": b"{}",
+}
+
+
+def manifest(**changes: Any) -> Manifest:
+    values: dict[str, Any] = {
+        "kind": "portable",
+        "contract_version": CONTRACT_VERSION,
+        "interface": INTERFACE,
+        "source": Source("some/model", None, "llama", "LlamaForCausalLM", "ab" * 32),
+        "versions": {"qsample": "0.1.0"},
+        "token_ids": TokenIds(0, None, (2, 3)),
+        "max_position_embeddings": None,
+        "parity": {"max_error": 1e-6, "rows": 3},
+    }
+    return Manifest(**(values | changes))
+
+
+def throw(error: BaseException) -> None:
+    raise error
+
+
+def write(
+    path: Path,
+    files: dict[str, bytes] | None = None,
+    then: Callable[[Path], None] = lambda folder: None,
+    **options: Any,
+) -> Package:
+    """Write a package of `files`; `then` runs in its folder after they are there."""
+    with write_package(path, **options) as writer:
+        for name, content in (files or FILES).items():
+            (writer.directory / name).parent.mkdir(exist_ok=True)
+            (writer.directory / name).write_bytes(content)
+        then(writer.directory)
+        writer.finish(manifest())
+    return read_package(path)

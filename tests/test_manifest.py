@@ -1,0 +1,98 @@
+"""Manifests: written and read back the same, and refused where anything about them is wrong."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from qsample.package import MANIFEST_NAME, Compilation, Manifest, Package, PackageError, read_package
+from tests.small_packages import INTERFACE, manifest, write
+
+
+@pytest.fixture
+def package(tmp_path: Path) -> Package:
+    return write(tmp_path / "package")
+
+
+def test_device_manifest_round_trip() -> None:
+    compilation = Compilation(
+        "cuda",
+        ("CUDAExecutionProvider", "CPUExecutionProvider"),
+        None,
+        512,
+        {"CUDAExecutionProvider": {"MatMul": 5}},
+        {"tokens": 8, "agreeing": 8},
+        {"enable_cuda_graph": "1"},
+    )
+    made = manifest(kind="device", compilation=compilation)
+    with pytest.raises(PackageError, match=r"lists no decoder.onnx, initial_state.onnx"):
+        Manifest.from_json(made.to_json())
+    data = json.loads(made.to_json())
+    data["files"] = {name: {"sha256": "00", "bytes": 1} for name in INTERFACE.graphs}
+    assert replace(Manifest.from_json(json.dumps(data)), files={}) == made
+
+
+def test_a_device_package_needs_its_compilation() -> None:
+    with pytest.raises(ValueError, match="kind is 'device'"):
+        manifest(kind="device")
+
+
+def edit(change: Callable[[dict[str, Any]], Any]) -> Callable[[str], str]:
+    def edited(text: str) -> str:
+        data = json.loads(text)
+        change(data)
+        return json.dumps(data)
+
+    return edited
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda text: text[: len(text) // 2], r"qsample.json is not JSON.*export the package again"),
+        (lambda text: "[]", "no format_version"),
+        (lambda text: "{}", "no format_version"),
+        (edit(lambda data: data.update(format_version=2, new_key=1)), r"has format 2 and .* reads format 1; upgrade"),
+        (edit(lambda data: data.update(format_version=0)), "has format 0 .*; export it again"),
+        (edit(lambda data: data.update(contract_version="2.0")), r"follow decode contract 2.0 and .* runs 1.0"),
+        (edit(lambda data: data.update(surprise=1)), "manifest in qsample.json .*: unknown surprise"),
+        (edit(lambda data: data.pop("source")), "missing source"),
+        (edit(lambda data: data["source"].pop("weight_hash")), r"manifest.source .*: missing weight_hash"),
+        (edit(lambda data: data["interface"]["features"].update(telepathy=True)), "unknown telepathy"),
+        (
+            edit(lambda data: data["interface"].update(vocab_size="100")),
+            "interface.vocab_size .* is '100'; it must be int",
+        ),
+        (
+            edit(lambda data: data["interface"].update(vocab_size=True)),
+            "interface.vocab_size .* is True; it must be int",
+        ),
+        (edit(lambda data: data["interface"].update(vocab_size=0)), "vocab_size is 0; it must be at least 1"),
+        (edit(lambda data: data["interface"].update(dtype="int4")), "dtype is 'int4'"),
+        (
+            edit(lambda data: data["interface"]["key_values"][1].update(head_dim=None)),
+            r"key_values\[1\].head_dim .* None",
+        ),
+        (
+            edit(lambda data: data.update(kind="magic")),
+            "manifest.kind .* is 'magic'; it must be 'portable' or 'device'",
+        ),
+        (edit(lambda data: data.update(kind="device")), "a device package has a compilation"),
+        (edit(lambda data: data.update(files=[])), r"manifest.files .* is \[\]"),
+        (edit(lambda data: data["files"].pop("decoder.onnx")), r"lists no decoder.onnx"),
+        (edit(lambda data: data["files"].update({"../x": {"sha256": "", "bytes": 0}})), r"'../x', which lies outside"),
+        (edit(lambda data: data["files"].update({"/etc/x": {"sha256": "", "bytes": 0}})), "lies outside"),
+    ],
+)
+def test_wrong_manifest(change: Callable[[str], str], message: str, package: Package) -> None:
+    path = package.path / MANIFEST_NAME
+    path.write_text(change(path.read_text()))
+    with pytest.raises(PackageError, match=message) as caught:
+        read_package(package.path)
+    assert str(package.path) in str(caught.value)
+    assert "\n" not in str(caught.value)
