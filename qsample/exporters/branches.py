@@ -35,6 +35,7 @@ def outline_branches(model: ir.Model) -> bool:
         always.discard(marker)
     rest = [node for node in graph if node in order and node not in always]
     graph.remove(rest, safe=False)
+    graph.sort()  # what two places need may stand behind the first of them
     model.opset_imports.pop(MARKER_DOMAIN, None)
     return True
 

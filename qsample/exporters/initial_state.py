@@ -34,7 +34,7 @@ _WORDS = 4  # that one counter gives
 Words = Sequence[ir.Value]
 
 
-class _Builder:
+class Builder:
     """Appends nodes to a graph; Python ints become scalar int64 constants, each stored once."""
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ def build_initial_state(interface: Interface) -> ir.Model:
 
     Inputs: `seed` int64 [B], any value; `capacity` int64 scalar, T >= 1. Outputs: every retained state, under its name.
     """
-    builder = _Builder()
+    builder = Builder()
     seed, capacity = _input(SEED), _input(CAPACITY_INPUT)
     axis0 = builder.array(np.zeros(1, dtype=np.int64), "axis0")
     sizes = {BATCH: builder.op("Shape", seed), CAPACITY: builder.op("Unsqueeze", capacity, axis0)}
@@ -89,7 +89,7 @@ def build_initial_state(interface: Interface) -> ir.Model:
     return ir.Model(graph, ir_version=_IR_VERSION, producer_name="qsample")
 
 
-def philox(builder: _Builder, counter: Words, key: Words) -> list[ir.Value]:
+def philox(builder: Builder, counter: Words, key: Words) -> list[ir.Value]:
     """Philox4x32-10: four counter words and two key words in, four random words out.
 
     All are int64 tensors with values in [0, 2**32) that broadcast together. Signed 64-bit arithmetic is what every
@@ -109,7 +109,7 @@ def philox(builder: _Builder, counter: Words, key: Words) -> list[ir.Value]:
     return [c0, c1, c2, c3]
 
 
-def _multiply(builder: _Builder, word: ir.Value, multiplier: int) -> tuple[ir.Value, ir.Value]:
+def _multiply(builder: Builder, word: ir.Value, multiplier: int) -> tuple[ir.Value, ir.Value]:
     """The high and low 32 bits of the 64-bit product, by halves of the multiplier so that nothing exceeds 2**49."""
     upper = builder.op("Mul", word, multiplier >> 16)
     lower = builder.op("Mul", word, multiplier & 0xFFFF)
@@ -118,7 +118,7 @@ def _multiply(builder: _Builder, word: ir.Value, multiplier: int) -> tuple[ir.Va
     return high, builder.modulo_2_32(builder.op("Add", shifted, lower))
 
 
-def _noise(builder: _Builder, seed: ir.Value, capacity: ir.Value, sizes: dict[str, ir.Value]) -> ir.Value:
+def _noise(builder: Builder, seed: ir.Value, capacity: ir.Value, sizes: dict[str, ir.Value]) -> ir.Value:
     """u[t] = (word t mod 4 of counter (t div 4, 0, 0, 0) >> 8) * 2**-24 under key (seed mod 2**32, seed div 2**32)."""
     last_axis = builder.array(np.array([-1], dtype=np.int64), "last_axis")
     low = builder.modulo_2_32(seed)
@@ -137,7 +137,7 @@ def _noise(builder: _Builder, seed: ir.Value, capacity: ir.Value, sizes: dict[st
     return builder.op("Mul", builder.op("Cast", bits, to=ir.DataType.FLOAT), scale)
 
 
-def _zeros(builder: _Builder, spec: TensorSpec, sizes: dict[str, ir.Value]) -> ir.Value:
+def _zeros(builder: Builder, spec: TensorSpec, sizes: dict[str, ir.Value]) -> ir.Value:
     parts = [
         sizes[axis]
         if isinstance(axis, str)

@@ -42,13 +42,14 @@ def is_valid(chunks: Chunks, maximum: Tensor) -> Tensor:
     """Whether a row holds neither NaN nor +inf, and some finite logit: [B, 1] bool.
 
     A sum is NaN if one of its terms is, so a reduction finds NaN without an elementwise pass. (ONNX Runtime's ReduceMax
-    does not: it drops them.) What else sums to NaN, finite logits beyond 2**120 with -inf in one chunk, counts as such.
+    does not: it drops them.) Finite logits beyond 2**120 beside an infinite one may sum to NaN too and count as such.
 
     Args:
         maximum: [B, 1] float32, the largest of the maxima.
     """
-    no_nan = ~chunks.values.sum(-1).isnan().any(-1, keepdim=True)
-    return no_nan & (maximum > -torch.inf) & (maximum < torch.inf)
+    total = chunks.values.sum(-1).sum(-1, keepdim=True)
+    is_number = total == total  # noqa: PLR0124 (false for NaN alone)
+    return is_number & (maximum.abs() < torch.inf)
 
 
 def take_chunks(values: Tensor, indices: Tensor) -> Tensor:

@@ -32,9 +32,9 @@ def top_k_threshold(values: Tensor, top_k: Tensor) -> Tensor:
         values: [B, K] float32, the largest logits, descending.
         top_k: [B, 1] int32.
     """
-    count = values.shape[1]
-    kth = values.gather(1, top_k.clamp(1, count).to(torch.int64) - 1)
-    return torch.where((top_k > 0) & (top_k <= count), kth, -torch.inf)
+    known = (top_k > 0) & (top_k <= values.shape[1])
+    kth = values.gather(1, torch.where(known, top_k - 1, 0).to(torch.int64))
+    return torch.where(known, kth, -torch.inf)
 
 
 def nucleus_limit(top_p: Tensor, total: Tensor) -> Tensor:

@@ -141,8 +141,8 @@ class Sampler(nn.Module):
         if not self._control_flow:
             return capacity
         size = cast(int, length.item())  # int() would ask for its value at export
-        torch._check(size >= 0)
-        torch._check(size <= capacity)
+        torch._check(size >= 0)  # type: ignore[no-untyped-call]
+        torch._check(size <= capacity)  # type: ignore[no-untyped-call]
         return size
 
     def _draw(self, logits: Tensor, chunks: Chunks, rows: tiers.Rows) -> tiers.Draw:

@@ -68,8 +68,19 @@ def sample(logits: Tensor, chunks: Chunks, rows: Rows, num_candidates: int) -> D
     def keep(logits: Tensor, token: Tensor, threshold: Tensor, settled: Tensor, *row: Tensor) -> Tensors:
         return token.clone(), threshold.clone(), settled.to(torch.int32)
 
+    def find_top_k(logits: Tensor, maximum: Tensor, top_k: Tensor) -> Tensors:
+        values = logits.topk(min(SORT_SIZE, vocab), dim=-1).values
+        return (filters.top_k_threshold(values, top_k),)
+
+    def no_top_k(logits: Tensor, maximum: Tensor, top_k: Tensor) -> Tensors:
+        return (torch.full_like(maximum, -torch.inf),)
+
+    unsettled = filtered & ~draw_.settled
+    needs_top_k = (unsettled & _has_top_k(rows, vocab)).any()
+    (top_k,) = branch(needs_top_k, find_top_k, no_top_k, (logits, rows.maximum, rows.top_k))
+
     def draw_filtered(logits: Tensor, token: Tensor, threshold: Tensor, settled: Tensor, *row: Tensor) -> Tensors:
-        return _merge(Draw(token, threshold, settled), _wide_filtered(logits, Rows(*row)))
+        return _merge(Draw(token, threshold, settled), _wide_filtered(logits, row[0], Rows(*row[1:])))
 
     def draw_sorted(logits: Tensor, token: Tensor, threshold: Tensor, settled: Tensor, *row: Tensor) -> Tensors:
         return _merge(Draw(token, threshold, settled), _wide_sorted(logits, Rows(*row)))
@@ -77,12 +88,12 @@ def sample(logits: Tensor, chunks: Chunks, rows: Rows, num_candidates: int) -> D
     def draw_whole(logits: Tensor, token: Tensor, threshold: Tensor, settled: Tensor, *row: Tensor) -> Tensors:
         return _merge(Draw(token, threshold, settled), _wide_whole(logits, Rows(*row)))
 
-    def try_wide(draw_: Draw, needed: Tensor, tier: Callable[..., Tensors]) -> Draw:
-        token, threshold, settled = branch(needed, tier, keep, (logits, *draw_, *rows))
+    def try_wide(draw_: Draw, needed: Tensor, tier: Callable[..., Tensors], *more: Tensor) -> Draw:
+        token, threshold, settled = branch(needed, tier, keep, (logits, *draw_, *more, *rows))
         return Draw(token, threshold, settled != 0)
 
-    needs_search = (filtered & ~draw_.settled).any()
-    draw_ = try_wide(draw_, needs_search, draw_filtered)
+    needs_search = unsettled.any()
+    draw_ = try_wide(draw_, needs_search, draw_filtered, top_k)
     draw_ = try_wide(draw_, (filtered & ~draw_.settled).any(), draw_sorted)
     whole = rows.random & ~filtered
     # Where some row was searched for, the others have been drawn with it.
@@ -130,12 +141,11 @@ def narrow_only(chunks: Chunks, rows: Rows, num_candidates: int, vocab: int) -> 
     return narrow(chunks, total, rows, num_candidates, vocab)
 
 
-def _wide_filtered(logits: Tensor, rows: Rows) -> Draw:
-    """Draw from the tokens of the whole vocabulary that pass the filters, where the threshold search succeeds."""
-    vocab = logits.shape[1]
-    size = min(SORT_SIZE, vocab)
-    has_top_k = _has_top_k(rows, vocab)
-    top_k = filters.top_k_threshold(logits.topk(size, dim=-1).values, torch.where(has_top_k, rows.top_k, 0))
+def _wide_filtered(logits: Tensor, top_k: Tensor, rows: Rows) -> Draw:
+    """Draw from the tokens of the whole vocabulary that pass the filters, where the threshold search succeeds.
+
+    top_k: [B, 1] float32, the threshold of top-k; -inf where it is off, or unknown because top_k exceeds SORT_SIZE.
+    """
     masses = filters.weights(logits, rows.maximum, rows.temperature) * (logits >= top_k)
     total = total_mass(masses)
     bracket = initial_bracket(rows.maximum, total)
@@ -147,14 +157,13 @@ def _wide_filtered(logits: Tensor, rows: Rows) -> Draw:
     min_p = filters.min_p_threshold(rows.maximum, rows.temperature, rows.min_p)
     threshold = torch.maximum(torch.maximum(top_k, top_p), min_p)
     token = draw.draw_vocabulary(masses * (logits >= threshold), rows.uniform)
-    return Draw(token, threshold, found & ~(has_top_k & (rows.top_k > size)))
+    return Draw(token, threshold, found & ~(_has_top_k(rows, logits.shape[1]) & (rows.top_k > SORT_SIZE)))
 
 
 def _wide_sorted(logits: Tensor, rows: Rows) -> Draw:
     """Draw from the whole vocabulary by way of a full sort: right for any data, and slow."""
-    vocab = logits.shape[1]
     values = logits.sort(dim=-1, descending=True).values
-    top_k = filters.top_k_threshold(values, torch.where(_has_top_k(rows, vocab), rows.top_k, 0))
+    top_k = filters.top_k_threshold(values, rows.top_k)
     masses = filters.weights(values, rows.maximum, rows.temperature) * (values >= top_k)
     limit = filters.nucleus_limit(rows.top_p, masses.to(torch.float64).sum(-1, keepdim=True))
     threshold = torch.maximum(top_k, filters.nucleus_threshold(values, masses, limit))

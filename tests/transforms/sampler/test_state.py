@@ -1,0 +1,172 @@
+"""What a step commits: lengths, status, tokens and counts; rows that wait, finish, stall or have invalid logits."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from qsample.contract import INVALID_LOGITS, LENGTH, RUNNING, STALLED, STOPPED
+from tests.reference import reference_step
+from tests.transforms.sampler.cases import PAD, eager, exported, interface, make_inputs, session
+
+FACE = interface(40)
+LOGITS = np.arange(40, dtype=np.float32)[None]  # greedy: 39
+
+
+def step(**values: object) -> dict[str, np.ndarray]:
+    return eager(FACE)(LOGITS, make_inputs(FACE, temperature=0, **values))
+
+
+@pytest.mark.parametrize(
+    ("values", "status"),
+    [
+        ({}, RUNNING),
+        ({"stop_ids": 39}, STOPPED),
+        ({"max_length": 2}, LENGTH),
+        ({"max_length": 3}, RUNNING),
+        ({"stop_ids": 39, "max_length": 2}, STOPPED),  # a stop id takes precedence
+        ({"lengths": 14}, LENGTH),  # 15 tokens and the sampled one fill a capacity of 16
+        ({"lengths": 13}, RUNNING),
+        ({"status": STALLED}, RUNNING),  # a stalled row runs in a graph with control flow
+    ],
+)
+def test_status(values: dict[str, int], status: int) -> None:
+    assert step(**values)["status_RetainedState"][0] == status
+
+
+@pytest.mark.parametrize("status", [STOPPED, LENGTH, INVALID_LOGITS])
+def test_finished_row_commits_nothing(status: int) -> None:
+    inputs = make_inputs(FACE, temperature=0, status=status, lengths=3, tokens=[[5, 6, 7] + [5] * 13], input_ids=9)
+    result = eager(FACE)(LOGITS, inputs)
+    assert result["next_ids"][0, 0] == PAD
+    for name in ("lengths", "status", "tokens", "output_counts"):
+        np.testing.assert_array_equal(result[f"{name}_RetainedState"], inputs[name])
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("place", [0, 7, 39])
+def test_invalid_logits_commit_nothing(value: float, place: int) -> None:
+    logits = LOGITS.copy()
+    logits[0, place] = value
+    if value == -np.inf:
+        logits[:] = value
+    inputs = make_inputs(FACE, lengths=3, tokens=[[5, 6, 7] + [5] * 13], input_ids=9)
+    result = eager(FACE)(logits, inputs)
+    assert result["next_ids"][0, 0] == PAD
+    assert result["status_RetainedState"][0] == INVALID_LOGITS
+    for name in ("lengths", "tokens", "output_counts"):
+        np.testing.assert_array_equal(result[f"{name}_RetainedState"], inputs[name])
+
+
+def test_first_call_fills_the_tail_with_the_first_token() -> None:
+    result = step(sequence=4, input_ids=[[7, 8, 9, 0]], input_lengths=3, tokens=33)
+    assert result["tokens_RetainedState"][0].tolist() == [7, 8, 9, 39] + [7] * 12
+    assert result["lengths_RetainedState"][0] == 3
+
+
+def test_a_row_that_does_not_emit_only_records_its_inputs() -> None:
+    result = step(sequence=4, input_ids=[[7, 8, 9, 0]], input_lengths=3, emit=False)
+    assert result["next_ids"][0, 0] == PAD
+    assert result["tokens_RetainedState"][0].tolist() == [7, 8, 9] + [7] * 13
+    assert result["lengths_RetainedState"][0] == 3
+    assert result["output_counts_RetainedState"].sum() == 0
+
+
+def test_prompt_up_to_the_last_position() -> None:
+    """15 tokens in 16 places: the sampled token takes the last. The padding beyond the capacity goes nowhere."""
+    result = step(sequence=20, input_ids=[list(range(1, 21))], input_lengths=15)
+    assert result["tokens_RetainedState"][0].tolist() == [*range(1, 16), 39]
+    assert result["status_RetainedState"][0] == LENGTH
+
+
+def test_chunks_and_batch_do_not_change_the_tokens() -> None:
+    """A prompt at once, in chunks, alone or beside others: the same token, decided by its position's u."""
+    rng = np.random.default_rng(0)
+    logits, noise = rng.normal(size=(1, 40)).astype(np.float32), rng.random((1, 16))
+    prompt = [[3, 1, 4, 1, 5, 9]]
+    whole = eager(FACE)(logits, make_inputs(FACE, sequence=6, input_ids=prompt, noise=noise, repetition_penalty=1.5))
+    state = make_inputs(FACE, noise=noise)
+    for begin, end in ((0, 2), (2, 5), (5, 6)):
+        call = make_inputs(
+            FACE,
+            sequence=end - begin,
+            input_ids=[prompt[0][begin:end]],
+            emit=end == 6,
+            repetition_penalty=1.5,
+            **{name: state[name] for name in ("lengths", "status", "tokens", "output_counts", "noise")},
+        )
+        result = eager(FACE)(logits, call)
+        state |= {name: result[f"{name}_RetainedState"] for name in ("lengths", "status", "tokens", "output_counts")}
+    np.testing.assert_array_equal(result["next_ids"], whole["next_ids"])
+    np.testing.assert_array_equal(state["tokens"], whole["tokens_RetainedState"])
+
+    crowd = {name: np.repeat(array, 3, 0) for name, array in call.items()}
+    crowd["temperature"][:] = [0, 1, 1]
+    crowd["top_p"][:] = [1, 1, 0.5]
+    beside = eager(FACE)(np.concatenate([logits + 1, logits, -logits]), crowd)
+    assert beside["next_ids"][1] == whole["next_ids"][0]
+
+
+def run(step_: object, logits: np.ndarray, state: dict[str, np.ndarray], steps: int) -> list[np.ndarray]:
+    """`steps` steps from a two-token prompt with separate buffers; every step's next_ids and states."""
+    outcomes = []
+    for t in range(steps):
+        result = step_(logits[t], state)  # type: ignore[operator]
+        outcomes.append(result)
+        state = state | {n: result[f"{n}_RetainedState"] for n in ("lengths", "status", "tokens", "output_counts")}
+        state = state | {"input_ids": result["next_ids"], "input_lengths": np.ones_like(state["input_lengths"])}
+    return outcomes
+
+
+def test_states_bound_in_place() -> None:
+    """Same buffer in and out, over a whole run with rows that stop, against separate buffers and the reference."""
+    import onnxruntime as ort
+
+    rng = np.random.default_rng(1)
+    batch, steps, capacity = 5, 20, 24
+    logits = (rng.normal(size=(steps, batch, 40)) * 3).astype(np.float32)
+    initial = make_inputs(
+        FACE,
+        batch,
+        sequence=2,
+        capacity=capacity,
+        stops=2,
+        input_ids=rng.integers(0, 40, (batch, 2)),
+        input_lengths=[1, 2, 2, 1, 2],
+        noise=rng.random((batch, capacity)),
+        temperature=[0, 1, 1, 0.7, 2],
+        top_k=[0, 5, 0, 0, 0],
+        top_p=[1, 1, 0.8, 1, 1],
+        repetition_penalty=1.2,
+        presence_penalty=0.2,
+        frequency_penalty=0.1,
+        min_length=6,
+        max_length=[30, 30, 10, 30, 30],
+        stop_ids=[3, 14],
+    )
+    separate = run(exported(FACE), logits, initial, steps)
+    reference = run(lambda l, s: reference_step(l, s, pad_token_id=PAD), logits, initial, steps)
+    for got, expected in zip(separate, reference, strict=True):
+        for name in got:
+            np.testing.assert_array_equal(got[name], expected[name], err_msg=name)
+
+    runner = session(FACE)
+    names = ("lengths", "status", "tokens", "output_counts")
+    states = {name: ort.OrtValue.ortvalue_from_numpy(initial[name].copy()) for name in names}
+    ids, lengths = initial["input_ids"], initial["input_lengths"]
+    for t in range(steps):
+        binding = runner.io_binding()
+        for name in (node.name for node in runner.get_inputs()):
+            call = {"logits": logits[t], "input_ids": ids, "input_lengths": lengths}
+            if name in states:
+                binding.bind_ortvalue_input(name, states[name])
+                binding.bind_ortvalue_output(f"{name}_RetainedState", states[name])
+            else:
+                binding.bind_cpu_input(name, call.get(name, initial.get(name)))
+        binding.bind_output("next_ids")
+        runner.run_with_iobinding(binding)
+        ids, lengths = binding.get_outputs()[-1].numpy(), np.ones(batch, np.int32)
+        np.testing.assert_array_equal(ids, separate[t]["next_ids"])
+        for name in names:
+            np.testing.assert_array_equal(states[name].numpy(), separate[t][f"{name}_RetainedState"], err_msg=name)
+    assert set(states["status"].numpy()) >= {STOPPED, LENGTH}
