@@ -106,12 +106,20 @@ def make_logits(kind: str, batch: int, vocab: int) -> np.ndarray:
     return logits
 
 
-def sampler_call(session: ort.InferenceSession, interface: Interface, logits: np.ndarray, mix: dict[str, float]) -> Callable[[], None]:
+def sampler_call(
+    session: ort.InferenceSession, interface: Interface, logits: np.ndarray, mix: dict[str, float]
+) -> Callable[[], None]:
     """A decode step: one token a row, HISTORY tokens before it, every state bound in place."""
     batch, vocab = logits.shape
     rng = np.random.default_rng(1)
     sizes = interface.sizes | {"B": batch, "S": 1, "T": CAPACITY, "E": 2}
-    values = {"logits": logits, "emit": True, "input_lengths": 1, "lengths": HISTORY, "noise": rng.random((batch, CAPACITY))}
+    values = {
+        "logits": logits,
+        "emit": True,
+        "input_lengths": 1,
+        "lengths": HISTORY,
+        "noise": rng.random((batch, CAPACITY)),
+    }
     values |= OFF | {"tokens": rng.integers(0, vocab, (batch, CAPACITY))} | mix
     binding = session.io_binding()
     buffers = {}
@@ -158,7 +166,9 @@ def medians(calls: dict[str, Callable[[], None]], seconds: float) -> dict[str, f
     return {name: float(np.median(values)) for name, values in samples.items()}
 
 
-def measure(vocab: int, batches: list[int], mixes: list[str], threads: int, seconds: float, folder: Path) -> list[dict[str, object]]:
+def measure(
+    vocab: int, batches: list[int], mixes: list[str], threads: int, seconds: float, folder: Path
+) -> list[dict[str, object]]:
     interface = Interface(vocab, ())
     sampler = make_session(export_sampler(interface, 0), threads, folder)
     example = torch.zeros(2, vocab)

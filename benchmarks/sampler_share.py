@@ -42,6 +42,8 @@ MIXES: dict[str, dict[str, float]] = {
 
 def build(folder: Path) -> None:
     """Write `decoder.onnx` (int4, logits out) and `sampler.onnx` for the Qwen3-0.6B shape into `folder`."""
+    import logging
+
     import onnx
     import onnx_ir as ir
     import torch
@@ -52,6 +54,7 @@ def build(folder: Path) -> None:
     from qsample.exporters.fusion import fuse
     from qsample.exporters.shapes import fix_axes
 
+    logging.disable(logging.WARNING)  # the quantizer turns every library's logging on
     config = AutoConfig.for_model(
         "qwen3",
         hidden_size=1024,

@@ -40,7 +40,7 @@ def shown(block: re.Match[str], folder: Path) -> str:
     done = subprocess.run(command, cwd=folder, env={**os.environ, **variables}, stdout=subprocess.PIPE, text=True)
     if done.returncode:
         sys.exit(f"failed with status {done.returncode}:\n{code}")
-    output = "".join(f"{line.rstrip()}\n" for line in done.stdout.strip().splitlines())
+    output = "".join(f"{line.rstrip()}\n" for line in done.stdout.strip("\n").splitlines())
     return f"```{language}\n{code}```\n\n```text\n{output.replace(folder.as_posix() + '/', '')}```\n"
 
 

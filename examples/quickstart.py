@@ -3,8 +3,8 @@
     python examples/quickstart.py            in a temporary folder
     python examples/quickstart.py my-folder  keeps the packages there
 
-It needs qsample with the extras `cpu` and `export`, and takes the model that comes with qsample; put a hub id or a checkpoint
-folder in place of `TINY_LM` for another.
+It needs qsample with the extras `cpu` and `export`, and takes the model that comes with qsample; put a hub id or a
+checkpoint folder in place of `TINY_LM` for another.
 """
 
 from __future__ import annotations

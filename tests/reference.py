@@ -1,4 +1,4 @@
-"""The decode contract's sampling step and its noise in plain NumPy float64: slow, and written from docs/contract.md alone.
+"""The contract's sampling step and its noise in plain NumPy float64: slow, and written from docs/contract.md alone.
 
 An oracle for tests. It shares no code with the package beyond names.
 """
@@ -144,7 +144,7 @@ def distribution(adjusted: Array, row: Mapping[str, Array]) -> Array:
         weights[l < np.sort(l)[-k]] = 0
     if p < 1:
         # Mass of strictly larger tokens: tokens of one value form a group that is kept or dropped whole.
-        values, groups = np.unique(-l, return_inverse=True)
+        _, groups = np.unique(-l, return_inverse=True)
         mass = np.bincount(groups, weights)
         before = np.concatenate([[0], np.cumsum(mass)[:-1]])
         keep = before < p * mass.sum()

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text("utf-8")
 CI = (ROOT / ".ci" / "run").read_text("utf-8")
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
-SKIPPED = {".git", ".venv", "build", "dist", "__pycache__"}
+SKIPPED = {".git", ".venv", "__pycache__", ".mypy_cache", ".ruff_cache", ".pytest_cache", ".import_linter_cache"}
 HEAVY = ["torch", "transformers", "onnx", "onnxscript", "onnx_ir"]
 
 
@@ -26,13 +26,11 @@ def python(code: str) -> str:
 
 
 def files() -> list[Path]:
-    return [
-        path
-        for path in ROOT.rglob("*")
-        if path.is_file()
-        and not path.is_symlink()
-        and not any(part in SKIPPED or part.endswith("cache") for part in path.parts)
-    ]
+    """What belongs to the project: what git tracks, or would; every file where this is no clone."""
+    listing = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    done = subprocess.run(listing, cwd=ROOT, capture_output=True, text=True, check=False)
+    paths = [ROOT / name for name in done.stdout.split("\0")[:-1]] or [*ROOT.rglob("*")]
+    return [path for path in paths if path.is_file() and not path.is_symlink() and not SKIPPED & {*path.parts}]
 
 
 def code_blocks(text: str, language: str) -> list[str]:

@@ -15,28 +15,28 @@ from qsample.transforms.sampler.control import MARKER, MARKER_DOMAIN
 
 
 def outline_branches(model: ir.Model) -> bool:
-    """Turn every `Branch` marker of the main graph into an `If`, in place. Returns whether there was one.
+    """Turn every `Branch` marker into an `If`, in place, nested ones included. Returns whether there was one."""
+    modified = _outline(model.graph, "branch")
+    model.opset_imports.pop(MARKER_DOMAIN, None)
+    return modified
 
-    Precondition: markers stand side by side, none in another's sides.
-    """
-    graph = model.graph
-    markers = [node for node in graph if _is_marker(node)]
+
+def _outline(graph: ir.Graph, prefix: str) -> bool:
+    always = _always_needed(graph)
+    order = {node: place for place, node in enumerate(graph)}
+    markers = [node for node in order if node in always and _is_marker(node)]
     if not markers:
         return False
-    always = _always_needed(graph, markers)
-    order = {node: place for place, node in enumerate(graph)}
     for number, marker in enumerate(markers):
-        half = (len(marker.inputs) - 1) // 2
-        sides = [
-            _subgraph(marker.inputs[start : start + half], always, order, f"branch{number}_{name}")
-            for name, start in (("then", 1), ("else", 1 + half))
-        ]
-        always.add(_replace(graph, marker, *sides))
-        always.discard(marker)
-    rest = [node for node in graph if node in order and node not in always]
-    graph.remove(rest, safe=False)
+        name = f"{prefix}{number}"
+        then, otherwise = (
+            _subgraph(side, always, order, f"{name}_{kind}")
+            for side, kind in zip(_sides(marker), ("then", "else"), strict=True)
+        )
+        always.remove(marker)
+        always.add(_replace(graph, marker, then, otherwise))
+    graph.remove([node for node in order if node not in always], safe=False)
     graph.sort()  # what two places need may stand behind the first of them
-    model.opset_imports.pop(MARKER_DOMAIN, None)
     return True
 
 
@@ -44,33 +44,51 @@ def _is_marker(node: ir.Node) -> bool:
     return node.domain == MARKER_DOMAIN and node.op_type == MARKER
 
 
-def _always_needed(graph: ir.Graph, markers: list[ir.Node]) -> set[ir.Node]:
-    """The nodes that some output or predicate needs whichever sides are taken, markers included."""
+def _sides(marker: ir.Node) -> tuple[list[ir.Value | None], list[ir.Value | None]]:
+    """What the marker gives if its predicate holds, and what it gives if not."""
+    half = (len(marker.inputs) - 1) // 2
+    return list(marker.inputs[1 : 1 + half]), list(marker.inputs[1 + half :])
+
+
+def _always_needed(graph: ir.Graph) -> set[ir.Node]:
+    """The nodes that are needed whichever sides are taken.
+
+    They are those that an output or a predicate needs, and markers that both sides of a marker need: their branch
+    stands before the other, not twice inside it.
+    """
     needed: set[ir.Node] = set()
-    waiting = [*markers, *(value.producer() for value in graph.outputs)]
+    found: set[ir.Node] = _ancestors(graph.outputs, needed, data=False)
+    while found:
+        needed |= found
+        found = set()
+        for marker in filter(_is_marker, needed):
+            then, otherwise = (_ancestors(side, needed, data=True) for side in _sides(marker))
+            for shared in filter(_is_marker, then & otherwise):
+                found |= _ancestors(shared.outputs, needed, data=False)
+    return needed
+
+
+def _ancestors(values: Iterable[ir.Value | None], stop: set[ir.Node], *, data: bool) -> set[ir.Node]:
+    """The nodes outside `stop` that the values come from; of a marker, with `data`, also what its sides come from."""
+    reached: set[ir.Node] = set()
+    waiting = [value.producer() for value in values if value is not None]
     while waiting:
         node = waiting.pop()
-        if node is None or node in needed:
+        if node is None or node in stop or node in reached:
             continue
-        needed.add(node)
-        inputs = node.inputs[:1] if _is_marker(node) else node.inputs
+        reached.add(node)
+        inputs = node.inputs if data or not _is_marker(node) else node.inputs[:1]
         waiting += [value.producer() for value in inputs if value is not None]
-    return needed
+    return reached
 
 
 def _subgraph(
     results: Iterable[ir.Value | None], always: set[ir.Node], order: dict[ir.Node, int], name: str
 ) -> ir.Graph:
     """Copies of the nodes that `results` need and that are not computed anyway."""
-    wanted: set[ir.Node] = set()
     outputs = [value for value in results if value is not None]
-    waiting = [value.producer() for value in outputs]
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in always or node in wanted:
-            continue
-        wanted.add(node)
-        waiting += [value.producer() for value in node.inputs if value is not None]
+    # A node of an enclosing graph has no place in this order, and is computed by then.
+    wanted = _ancestors(outputs, always, data=True) & order.keys()
 
     copies: dict[ir.Value, ir.Value] = {}
     nodes = [_copy(node, copies, name) for node in sorted(wanted, key=order.__getitem__)]
@@ -83,7 +101,9 @@ def _subgraph(
             inner.append(nodes[-1].outputs[0])
         else:
             inner.append(copies[value])
-    return ir.Graph([], inner, nodes=nodes, name=name)
+    graph = ir.Graph([], inner, nodes=nodes, name=name)
+    _outline(graph, f"{name}_")
+    return graph
 
 
 def _copy(node: ir.Node, copies: dict[ir.Value, ir.Value], suffix: str) -> ir.Node:

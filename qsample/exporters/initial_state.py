@@ -7,6 +7,7 @@ SC'11) in counter mode. Built node by node, not traced, because the capacity is 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -41,7 +42,7 @@ class Builder:
         self.tape = Tape()
         self._constants: dict[int, ir.Value] = {}
 
-    def op(self, op_type: str, *inputs: ir.Value | int, **attributes: ir.tape.Any) -> ir.Value:
+    def op(self, op_type: str, *inputs: ir.Value | int, **attributes: Any) -> ir.Value:
         values = [self.constant(value) if isinstance(value, int) else value for value in inputs]
         return self.tape.op(op_type, values, attributes=attributes or None)
 
@@ -70,10 +71,8 @@ def build_initial_state(interface: Interface) -> ir.Model:
 
     outputs = []
     for spec in interface.initial_state.outputs:
-        if spec.name == NOISE.name:
-            value = _noise(builder, seed, capacity, sizes)
-        else:
-            value = _zeros(builder, spec, sizes)
+        is_noise = spec.name == NOISE.name
+        value = _noise(builder, seed, capacity, sizes) if is_noise else _zeros(builder, spec, sizes)
         value.name = spec.name
         value.dtype = _dtype(spec)
         value.shape = ir.Shape([interface.vocab_size if axis == VOCAB else axis for axis in spec.axes])

@@ -22,7 +22,7 @@ def test_quickstart(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert lines[0].startswith("greedy:   ")
+    assert lines[0].startswith("greedy: ")
     assert done.stdout.count("batch:") == 3
     assert read_package(tmp_path / "tiny").manifest.kind == "portable"
     assert read_package(tmp_path / "tiny-cpu").manifest.kind == "device"

@@ -54,7 +54,8 @@ def test_noise(capacity: int, tmp_path: Path) -> None:
     noise = load(build_initial_state(FACE), tmp_path).run(["noise"], {"seed": seeds, "capacity": np.array(capacity)})[0]
     assert noise.dtype == np.float32
     np.testing.assert_array_equal(noise, [philox_uniforms(int(seed), capacity) for seed in seeds])
-    assert noise.min() >= 0 and noise.max() < 1
+    assert noise.min() >= 0
+    assert noise.max() < 1
 
 
 @pytest.mark.parametrize("dtype", MODEL_DTYPES)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 Tensors = tuple[Tensor, ...]
 
-# The node that `branch` leaves in a graph traced under `inline_branches`: inputs predicate, then's results, otherwise's.
+# The node that `branch` leaves in a traced graph; inputs: the predicate, then's results, otherwise's results.
 MARKER_DOMAIN = "qsample"
 MARKER = "Branch"
 
@@ -22,7 +22,7 @@ _inline: ContextVar[bool] = ContextVar("_inline", default=False)
 def inline_branches() -> Iterator[None]:
     """Trace both sides of a branch in line, with a marker where they meet, for `exporters.branches` to make an `If` of.
 
-    The graph is that of torch.cond, which traces a branch many times over: several times faster to export.
+    torch.cond would do without the second step, but traces a branch many times over, and twice that with every level.
     """
     token = _inline.set(True)
     try:
@@ -31,19 +31,16 @@ def inline_branches() -> Iterator[None]:
         _inline.reset(token)
 
 
-def branch(
-    predicate: Tensor, then: Callable[..., Tensors], otherwise: Callable[..., Tensors], operands: Tensors
-) -> Tensors:
-    """`then(*operands)` if `predicate` (scalar bool) holds, else `otherwise(*operands)`; only that one is computed.
+def branch(predicate: Tensor, then: Callable[[], Tensors], otherwise: Callable[[], Tensors]) -> Tensors:
+    """`then()` if `predicate` (scalar bool) holds, else `otherwise()`; only that one is computed.
 
-    Both return tensors of the same shapes and dtypes, none of them an operand itself.
+    Both return tensors of the same shapes and dtypes.
     """
     if not torch.compiler.is_exporting():
-        return then(*operands) if bool(predicate) else otherwise(*operands)
+        return tuple(then() if bool(predicate) else otherwise())
     if not _inline.get():
-        results: Tensors = torch.cond(predicate, then, otherwise, operands)
-        return results
-    yes, no = tuple(then(*operands)), tuple(otherwise(*operands))
+        raise RuntimeError("export under inline_branches() and then call outline_branches()")
+    yes, no = tuple(then()), tuple(otherwise())
     merged = torch.onnx.ops.symbolic_multi_out(
         f"{MARKER_DOMAIN}::{MARKER}",
         [predicate, *yes, *no],

@@ -1,4 +1,4 @@
-"""Logits and the outcome of a step enter; the optional outputs leave: log-probabilities and the sampled distribution."""
+"""Logits and a step's outcome enter; the optional outputs leave: log-probabilities and the sampled distribution."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ _MARGIN = 0.05  # of the bracket's width, that a cut stays clear of where the th
 
 
 class _Bracket(NamedTuple):
-    """lo, hi: [B, 1] float32. mass_lo, mass_hi: [B, 1] float64, of the tokens above them; mass_hi < limit <= mass_lo."""
+    """lo, hi: [B, 1] float32. mass_lo, mass_hi: [B, 1] float64, of the tokens above; mass_hi < limit <= mass_lo."""
 
     lo: Tensor
     hi: Tensor

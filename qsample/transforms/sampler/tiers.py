@@ -6,7 +6,6 @@ last candidate being filtered out. Wide: everything over the whole vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -49,65 +48,24 @@ class Draw(NamedTuple):
 def sample(logits: Tensor, chunks: Chunks, rows: Rows, num_candidates: int) -> Draw:
     """Draw from each random row: in the narrow tier where it settles the row, else in the wide one.
 
-    The branches stand side by side, each asking whether any row needs it, so that a batch of greedy rows takes none.
-    They are not nested because tracing takes twice as long with every level.
+    Every step is under a branch that asks whether any row needs it; a batch of greedy rows takes none.
     """
     vocab = logits.shape[1]
     filtered = rows.random & (_has_top_k(rows, vocab) | (rows.top_p < 1) | (rows.min_p > 0))
-    needs_total = filtered & (rows.top_p < 1) & ~_has_top_k(rows, vocab)
-    (total,) = branch(needs_total.any(), _total_weight, _no_weight, (chunks.values, rows.maximum, rows.temperature))
 
-    def try_narrow(values: Tensor, maxima: Tensor, total: Tensor, *row: Tensor) -> Tensors:
-        return narrow(Chunks(values, maxima), total, Rows(*row), num_candidates, vocab)
+    def draw_random() -> Tensors:
+        needs_total = filtered & (rows.top_p < 1) & ~_has_top_k(rows, vocab)
 
-    def skip_narrow(values: Tensor, maxima: Tensor, total: Tensor, *row: Tensor) -> Tensors:
-        return _no_draw(Rows(*row))
+        def draw_narrow() -> Tensors:
+            (total,) = branch(needs_total.any(), lambda: (_total_weight(chunks, rows),), lambda: (_no_weight(rows),))
+            return narrow(chunks, total, rows, num_candidates, vocab)
 
-    draw_ = Draw(*branch(filtered.any(), try_narrow, skip_narrow, (*chunks, total, *rows)))
+        first = Draw(*branch(filtered.any(), draw_narrow, lambda: _no_draw(rows)))
+        needs_wide = (rows.random & ~first.settled).any()
+        return branch(needs_wide, lambda: _wide(logits, filtered, rows, first)[:2], lambda: first[:2])
 
-    def keep(logits: Tensor, token: Tensor, threshold: Tensor, settled: Tensor, *row: Tensor) -> Tensors:
-        return token.clone(), threshold.clone(), settled.to(torch.int32)
-
-    def find_top_k(logits: Tensor, maximum: Tensor, top_k: Tensor) -> Tensors:
-        values = logits.topk(min(SORT_SIZE, vocab), dim=-1).values
-        return (filters.top_k_threshold(values, top_k),)
-
-    def no_top_k(logits: Tensor, maximum: Tensor, top_k: Tensor) -> Tensors:
-        return (torch.full_like(maximum, -torch.inf),)
-
-    unsettled = filtered & ~draw_.settled
-    needs_top_k = (unsettled & _has_top_k(rows, vocab)).any()
-    (top_k,) = branch(needs_top_k, find_top_k, no_top_k, (logits, rows.maximum, rows.top_k))
-
-    def draw_filtered(logits: Tensor, token: Tensor, threshold: Tensor, settled: Tensor, *row: Tensor) -> Tensors:
-        return _merge(Draw(token, threshold, settled), _wide_filtered(logits, row[0], Rows(*row[1:])))
-
-    def draw_sorted(logits: Tensor, token: Tensor, threshold: Tensor, settled: Tensor, *row: Tensor) -> Tensors:
-        return _merge(Draw(token, threshold, settled), _wide_sorted(logits, Rows(*row)))
-
-    def draw_whole(logits: Tensor, token: Tensor, threshold: Tensor, settled: Tensor, *row: Tensor) -> Tensors:
-        return _merge(Draw(token, threshold, settled), _wide_whole(logits, Rows(*row)))
-
-    def try_wide(draw_: Draw, needed: Tensor, tier: Callable[..., Tensors], *more: Tensor) -> Draw:
-        token, threshold, settled = branch(needed, tier, keep, (logits, *draw_, *more, *rows))
-        return Draw(token, threshold, settled != 0)
-
-    needs_search = unsettled.any()
-    draw_ = try_wide(draw_, needs_search, draw_filtered, top_k)
-    draw_ = try_wide(draw_, (filtered & ~draw_.settled).any(), draw_sorted)
-    whole = rows.random & ~filtered
-    # Where some row was searched for, the others have been drawn with it.
-    return try_wide(draw_, whole.any() & ~needs_search, draw_whole)
-
-
-def _merge(old: Draw, new: Draw) -> Tensors:
-    """`old` where it is settled, else `new`; settled as int32, because ONNX Runtime has no Where of bool."""
-    settled = old.settled | new.settled
-    return (
-        torch.where(old.settled, old.token, new.token),
-        torch.where(old.settled, old.threshold, new.threshold),
-        settled.to(torch.int32),
-    )
+    token, threshold = branch(rows.random.any(), draw_random, lambda: _no_draw(rows)[:2])
+    return Draw(token, threshold, torch.ones_like(rows.random))
 
 
 def narrow(chunks: Chunks, total: Tensor, rows: Rows, num_candidates: int, vocab: int) -> Draw:
@@ -137,27 +95,52 @@ def narrow(chunks: Chunks, total: Tensor, rows: Rows, num_candidates: int, vocab
 
 def narrow_only(chunks: Chunks, rows: Rows, num_candidates: int, vocab: int) -> Draw:
     """The narrow tier without control flow: `settled` is False where it takes the wide one."""
-    (total,) = _total_weight(chunks.values, rows.maximum, rows.temperature)
-    return narrow(chunks, total, rows, num_candidates, vocab)
+    return narrow(chunks, _total_weight(chunks, rows), rows, num_candidates, vocab)
 
 
-def _wide_filtered(logits: Tensor, top_k: Tensor, rows: Rows) -> Draw:
-    """Draw from the tokens of the whole vocabulary that pass the filters, where the threshold search succeeds.
+def _wide(logits: Tensor, filtered: Tensor, rows: Rows, first: Draw) -> Draw:
+    """`first` where it is settled, else a draw from the whole vocabulary.
 
-    top_k: [B, 1] float32, the threshold of top-k; -inf where it is off, or unknown because top_k exceeds SORT_SIZE.
+    filtered: [B, 1] bool, rows that some filter applies to.
     """
+    searched = filtered & ~first.settled
+    # The search serves rows without filters too; alone, they need none.
+    second = Draw(*branch(searched.any(), lambda: _wide_searched(logits, rows), lambda: _wide_whole(logits, rows)))
+    failed = searched & ~second.settled
+    third = Draw(*branch(failed.any(), lambda: _first_settled(second, _wide_sorted(logits, rows)), lambda: second))
+    return _first_settled(first, third)
+
+
+def _first_settled(first: Draw, second: Draw) -> Draw:
+    return Draw(
+        torch.where(first.settled, first.token, second.token),
+        torch.where(first.settled, first.threshold, second.threshold),
+        first.settled | second.settled,
+    )
+
+
+def _wide_searched(logits: Tensor, rows: Rows) -> Draw:
+    """Draw from the tokens of the whole vocabulary that pass the filters, where the threshold search succeeds."""
+    vocab = logits.shape[1]
+    has_top_k = _has_top_k(rows, vocab)
+
+    def find_top_k() -> Tensors:
+        return (filters.top_k_threshold(logits.topk(min(SORT_SIZE, vocab), dim=-1).values, rows.top_k),)
+
+    needs_top_k = (rows.random & has_top_k).any()
+    (top_k,) = branch(needs_top_k, find_top_k, lambda: (torch.full_like(rows.maximum, -torch.inf),))
     masses = filters.weights(logits, rows.maximum, rows.temperature) * (logits >= top_k)
     total = total_mass(masses)
-    bracket = initial_bracket(rows.maximum, total)
     limit = filters.nucleus_limit(rows.top_p, total)
-    top_p = find_threshold(logits, masses, bracket, limit.minimum(total))
+    top_p = find_threshold(logits, masses, initial_bracket(rows.maximum, total), limit.minimum(total))
     top_p = torch.where(rows.top_p < 1, top_p, -torch.inf)
+    # No lighter token belongs to the nucleus where what is kept weighs enough.
     found = (total_mass(masses * (logits >= top_p)) >= limit) | (rows.top_p >= 1)
 
     min_p = filters.min_p_threshold(rows.maximum, rows.temperature, rows.min_p)
     threshold = torch.maximum(torch.maximum(top_k, top_p), min_p)
     token = draw.draw_vocabulary(masses * (logits >= threshold), rows.uniform)
-    return Draw(token, threshold, found & ~(_has_top_k(rows, logits.shape[1]) & (rows.top_k > SORT_SIZE)))
+    return Draw(token, threshold, found & ~(has_top_k & (rows.top_k > SORT_SIZE)))
 
 
 def _wide_sorted(logits: Tensor, rows: Rows) -> Draw:
@@ -169,8 +152,7 @@ def _wide_sorted(logits: Tensor, rows: Rows) -> Draw:
     threshold = torch.maximum(top_k, filters.nucleus_threshold(values, masses, limit))
     threshold = torch.maximum(threshold, filters.min_p_threshold(rows.maximum, rows.temperature, rows.min_p))
     masses = filters.weights(logits, rows.maximum, rows.temperature) * (logits >= threshold)
-    token = draw.draw_vocabulary(masses, rows.uniform)
-    return Draw(token, threshold, torch.ones_like(rows.random))
+    return Draw(draw.draw_vocabulary(masses, rows.uniform), threshold, torch.ones_like(rows.random))
 
 
 def _wide_whole(logits: Tensor, rows: Rows) -> Draw:
@@ -184,14 +166,14 @@ def _has_top_k(rows: Rows, vocab: int) -> Tensor:
     return (rows.top_k > 0) & (rows.top_k < vocab)
 
 
-def _total_weight(values: Tensor, maximum: Tensor, temperature: Tensor) -> Tensors:
-    """The weight of the whole vocabulary, [B, 1] float64; `values` [B, n, C] are the chunks."""
-    masses = filters.weights(values, maximum[:, :, None], temperature[:, :, None])
-    return (masses.sum(-1).to(torch.float64).sum(-1, keepdim=True),)
+def _total_weight(chunks: Chunks, rows: Rows) -> Tensor:
+    """The weight of the whole vocabulary, [B, 1] float64."""
+    masses = filters.weights(chunks.values, rows.maximum[:, :, None], rows.temperature[:, :, None])
+    return masses.sum(-1).to(torch.float64).sum(-1, keepdim=True)
 
 
-def _no_weight(values: Tensor, maximum: Tensor, temperature: Tensor) -> Tensors:
-    return (torch.zeros_like(maximum, dtype=torch.float64),)
+def _no_weight(rows: Rows) -> Tensor:
+    return torch.zeros_like(rows.maximum, dtype=torch.float64)
 
 
 def _no_draw(rows: Rows) -> Draw:

@@ -28,14 +28,27 @@ def interface(vocab: int, features: Features = Features()) -> Interface:  # noqa
 
 
 def make_inputs(
-    face: Interface, batch: int = 1, *, sequence: int = 1, capacity: int = 16, stops: int = 1, biases: int = 1, **values: object
+    face: Interface,
+    batch: int = 1,
+    *,
+    sequence: int = 1,
+    capacity: int = 16,
+    stops: int = 1,
+    biases: int = 1,
+    **values: object,
 ) -> dict[str, Array]:
     """Every input and state of the sampler but logits: parameters at their off-values, `values` in their place.
 
     A value may be a scalar, one value a row, or the whole array. Each row holds its first token, 0, and u = 0.5.
     """
     sizes = face.sizes | {"B": batch, "S": sequence, "T": capacity, "E": stops, "N": biases}
-    defaults: dict[str, object] = {"input_lengths": sequence, "emit": True, "lengths": 0, "noise": 0.5, "temperature": 1.0}
+    defaults: dict[str, object] = {
+        "input_lengths": sequence,
+        "emit": True,
+        "lengths": 0,
+        "noise": 0.5,
+        "temperature": 1.0,
+    }
     inputs = {}
     for spec in (*face.sampler.inputs[1:], *face.sampler.states):
         value = values.pop(spec.name, defaults.get(spec.name, spec.off if spec.off is not None else 0))

@@ -43,13 +43,13 @@ def test_distribution(vocab: int, sets: int, num_candidates: int | None) -> None
     step = eager(face) if num_candidates is None else eager(face, num_candidates=num_candidates)
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
     parameters = [
-        dict(
-            temperature=float(np.float32(rng.uniform(0.2, 2.5))),
-            top_k=int(rng.choice([0, 1, 2, 5, 50, 300])),
-            top_p=float(np.float32(rng.choice([1, rng.uniform(0.02, 0.999)]))),
-            min_p=float(np.float32(rng.choice([0, rng.uniform(0.001, 0.8)]))),
-            repetition_penalty=float(np.float32(rng.choice([1, rng.uniform(0.7, 1.5)]))),
-        )
+        {
+            "temperature": float(np.float32(rng.uniform(0.2, 2.5))),
+            "top_k": int(rng.choice([0, 1, 2, 5, 50, 300])),
+            "top_p": float(np.float32(rng.choice([1, rng.uniform(0.02, 0.999)]))),
+            "min_p": float(np.float32(rng.choice([0, rng.uniform(0.001, 0.8)]))),
+            "repetition_penalty": float(np.float32(rng.choice([1, rng.uniform(0.7, 1.5)]))),
+        }
         for _ in range(sets)
     ]
     # No two logits equal: among ties Hugging Face's top-p keeps an arbitrary few, the contract all or none.

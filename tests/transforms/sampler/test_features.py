@@ -22,7 +22,9 @@ def test_logit_bias(ids: list[list[int]], bias: list[list[float]], expected: lis
     face = interface(4, Features(logit_bias=True, probs=True))
     inputs = make_inputs(face, biases=3, logit_bias_ids=ids, logit_bias=bias)
     weights = np.exp(expected)
-    np.testing.assert_allclose(eager(face)(np.zeros((1, 4), np.float32), inputs)["probs"][0], weights / weights.sum(), rtol=1e-6)
+    np.testing.assert_allclose(
+        eager(face)(np.zeros((1, 4), np.float32), inputs)["probs"][0], weights / weights.sum(), rtol=1e-6
+    )
 
 
 @pytest.mark.parametrize("vocab", [1, 31, 32, 33, 70])
@@ -48,7 +50,11 @@ def test_a_mask_does_not_hide_an_invalid_logit(value: float) -> None:
     face = interface(40, Features(allowed_tokens=True, logit_bias=True))
     logits = np.zeros((1, 40), np.float32)
     logits[0, 7] = value
-    for mask in ({"allowed_tokens": [[1, 0]]}, {"logit_bias_ids": 7, "logit_bias": -np.inf}, {"stop_ids": 7, "min_length": 9}):
+    for mask in (
+        {"allowed_tokens": [[1, 0]]},
+        {"logit_bias_ids": 7, "logit_bias": -np.inf},
+        {"stop_ids": 7, "min_length": 9},
+    ):
         assert eager(face)(logits, make_inputs(face, **mask))["status_RetainedState"][0] == INVALID_LOGITS
 
 
@@ -69,7 +75,8 @@ def test_rows_that_emit_nothing_report_nothing() -> None:
     logits = np.array([[1, 2, 3, 4], [1, np.nan, 3, 4], [1, 2, 3, 4]], np.float32)
     result = eager(face)(logits, make_inputs(face, 3, emit=[False, True, True], status=[0, 0, 1]))
     assert result["next_ids"].tolist() == [[PAD]] * 3
-    assert not result["logprobs"].any() and not result["top_logprobs"].any() and not result["probs"].any()
+    for name in ("logprobs", "top_logprobs", "probs"):
+        assert not result[name].any(), name
     assert (result["top_logprob_ids"] == -1).all()
 
 

@@ -37,7 +37,8 @@ def test_never_an_impossible_token(
         assert status == INVALID_LOGITS
         return
     if status == INVALID_LOGITS:  # allowed for sums that overflow beside an infinite logit
-        assert row.max() > 2.0**120 and (np.isinf(row).any() or row.min() < -(2.0**120))
+        assert row.max() > 2.0**120
+        assert row.min() < -(2.0**120)
         return
     assert 0 <= token < row.shape[1]
     assert np.isfinite(row[0, token])
@@ -59,7 +60,9 @@ def test_equal_logits(vocab: int, parameters: dict[str, float], num_candidates: 
 
 
 @pytest.mark.parametrize("vocab", [1, 32000, 262144])
-@pytest.mark.parametrize("parameters", [{"top_p": 0.9}, {"top_k": 700, "top_p": 0.99}, {"min_p": 0.001}, {"temperature": 2}])
+@pytest.mark.parametrize(
+    "parameters", [{"top_p": 0.9}, {"top_k": 700, "top_p": 0.99}, {"min_p": 0.001}, {"temperature": 2}]
+)
 def test_large_and_small_vocabularies(vocab: int, parameters: dict[str, float]) -> None:
     from tests.reference import reference_step
     from tests.transforms.sampler.cases import BOUNDARY, PAD, compare_step
