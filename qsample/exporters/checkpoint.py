@@ -88,8 +88,10 @@ def load_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerBase | None:
 
 
 def check_exists(model_id: str) -> None:
-    """Raise QsampleError for a folder that is missing or no checkpoint: taken for a hub id, its error would speak of the
-    network."""
+    """Raise QsampleError for a folder that is missing or no checkpoint.
+
+    Taken for a hub id, its error would speak of the network.
+    """
     path = Path(model_id)
     if path.is_dir() and not (path / "config.json").is_file():
         raise QsampleError(f"{model_id} has neither a config.json (a checkpoint) nor a qsample.json (a package)")
