@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
-import functools
-
 import numpy as np
 import onnx_ir as ir
 import pytest
 
-from qsample.contract import RUNNING, STALLED, Interface
+from qsample.contract import INVALID_LOGITS, RUNNING, STALLED
 from qsample.exporters.sampler import export_sampler
 from tests.reference import reference_step
-from tests.transforms.sampler.cases import PAD, compare_step, exported, interface, make_inputs, random_step, session
+from tests.transforms.sampler.cases import (
+    ALL_FEATURES,
+    PAD,
+    compare_step,
+    exported,
+    graph,
+    interface,
+    make_inputs,
+    random_step,
+    session,
+)
 
 FACE = interface(300)
+STRAIGHT = {"num_candidates": 64, "control_flow": False}
 CONTROL_FLOW = {"If", "Loop", "Scan"}
 NO_CUDA_KERNEL = {
     "BitShift",
@@ -25,11 +34,6 @@ NO_CUDA_KERNEL = {
     "GatherND",
     "NonZero",
 }
-
-
-@functools.cache
-def straight(face: Interface) -> ir.Model:
-    return export_sampler(face, PAD, num_candidates=64, control_flow=False)
 
 
 def operators(model: ir.Model) -> set[str]:
@@ -44,19 +48,19 @@ def test_interface() -> None:
 
 def test_expensive_operators_are_inside_branches() -> None:
     """A greedy batch sorts nothing and takes no exponential: all of that is under an If."""
-    model = export_sampler(interface(1000), PAD)
+    model = graph(FACE)
     assert "If" in operators(model)
     assert not {"TopK", "Exp", "CumSum", "Log"} & {node.op_type for node in model.graph}
     assert not any(node.domain == "qsample" for node in model.graph.all_nodes())
 
 
 def test_no_control_flow() -> None:
-    assert not (CONTROL_FLOW | NO_CUDA_KERNEL) & operators(straight(FACE))
+    assert not (CONTROL_FLOW | NO_CUDA_KERNEL) & operators(graph(FACE, **STRAIGHT))
 
 
 def test_without_control_flow_a_row_is_exact_or_stalls() -> None:
     """And a stalled row, run again on the portable graph with the same inputs, gets the contract's token."""
-    step = exported(FACE, num_candidates=64, control_flow=False)
+    step = exported(FACE, **STRAIGHT)
     rng = np.random.default_rng(8)
     stalled = settled = 0
     for _ in range(60):
@@ -81,7 +85,7 @@ def test_without_control_flow_a_row_is_exact_or_stalls() -> None:
 
 def test_a_stalled_row_waits_in_the_graph_without_control_flow() -> None:
     inputs = make_inputs(FACE, status=STALLED, lengths=3, temperature=0)
-    got = exported(FACE, num_candidates=64, control_flow=False)(np.zeros((1, 300), np.float32), inputs)
+    got = exported(FACE, **STRAIGHT)(np.zeros((1, 300), np.float32), inputs)
     assert got["status_RetainedState"][0] == STALLED
     assert got["lengths_RetainedState"][0] == 3
 
@@ -90,3 +94,21 @@ def test_a_stalled_row_waits_in_the_graph_without_control_flow() -> None:
 def test_bad_sizes(options: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="at least 1"):
         export_sampler(FACE, PAD, **options)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_an_invalid_logit_anywhere_is_found(value: float) -> None:
+    """In the graph, not the module: ONNX Runtime's ReduceMax drops NaN where torch's keeps it."""
+    logits = np.zeros((300, 300), np.float32)
+    np.fill_diagonal(logits, value)
+    for step in (exported(FACE), exported(FACE, **STRAIGHT)):
+        result = step(logits, make_inputs(FACE, 300, temperature=np.arange(300) % 2))
+        assert (result["status_RetainedState"] == INVALID_LOGITS).all()
+        assert not result["lengths_RetainedState"].any()
+
+
+def test_ties_of_top_logprobs_are_in_id_order() -> None:
+    face = interface(1000, ALL_FEATURES)
+    logits = np.round(np.random.default_rng(0).normal(size=(50, 1000))).astype(np.float32)
+    ids = exported(face)(logits, make_inputs(face, 50))["top_logprob_ids"]
+    np.testing.assert_array_equal(ids, np.argsort(-logits, kind="stable", axis=1)[:, :3])

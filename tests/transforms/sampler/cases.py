@@ -77,10 +77,15 @@ def eager(face: Interface, **options: int) -> Step:
 
 
 @functools.cache
+def graph(face: Interface, **options: int) -> ir.Model:
+    return export_sampler(face, PAD, **options)
+
+
+@functools.cache
 def session(face: Interface, **options: int) -> ort.InferenceSession:
     with TemporaryDirectory() as folder:
         path = Path(folder) / "sampler.onnx"
-        ir.save(export_sampler(face, PAD, **options), path)
+        ir.save(graph(face, **options), path)
         settings = ort.SessionOptions()
         settings.intra_op_num_threads = 2
         return ort.InferenceSession(path, settings)

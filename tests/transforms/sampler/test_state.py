@@ -9,8 +9,8 @@ from qsample.contract import INVALID_LOGITS, LENGTH, RUNNING, STALLED, STOPPED
 from tests.reference import reference_step
 from tests.transforms.sampler.cases import PAD, eager, exported, interface, make_inputs, session
 
-FACE = interface(40)
-LOGITS = np.arange(40, dtype=np.float32)[None]  # greedy: 39
+FACE = interface(300)  # that of tests/exporters/test_sampler_graph.py: one export serves both
+LOGITS = np.arange(300, dtype=np.float32)[None]  # greedy: 299
 
 
 def step(**values: object) -> dict[str, np.ndarray]:
@@ -21,10 +21,10 @@ def step(**values: object) -> dict[str, np.ndarray]:
     ("values", "status"),
     [
         ({}, RUNNING),
-        ({"stop_ids": 39}, STOPPED),
+        ({"stop_ids": 299}, STOPPED),
         ({"max_length": 2}, LENGTH),
         ({"max_length": 3}, RUNNING),
-        ({"stop_ids": 39, "max_length": 2}, STOPPED),  # a stop id takes precedence
+        ({"stop_ids": 299, "max_length": 2}, STOPPED),  # a stop id takes precedence
         ({"lengths": 14}, LENGTH),  # 15 tokens and the sampled one fill a capacity of 16
         ({"lengths": 13}, RUNNING),
         ({"status": STALLED}, RUNNING),  # a stalled row runs in a graph with control flow
@@ -44,7 +44,7 @@ def test_finished_row_commits_nothing(status: int) -> None:
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("place", [0, 7, 39])
+@pytest.mark.parametrize("place", [0, 7, 299])
 def test_invalid_logits_commit_nothing(value: float, place: int) -> None:
     logits = LOGITS.copy()
     logits[0, place] = value
@@ -60,7 +60,7 @@ def test_invalid_logits_commit_nothing(value: float, place: int) -> None:
 
 def test_first_call_fills_the_tail_with_the_first_token() -> None:
     result = step(sequence=4, input_ids=[[7, 8, 9, 0]], input_lengths=3, tokens=33)
-    assert result["tokens_RetainedState"][0].tolist() == [7, 8, 9, 39] + [7] * 12
+    assert result["tokens_RetainedState"][0].tolist() == [7, 8, 9, 299] + [7] * 12
     assert result["lengths_RetainedState"][0] == 3
 
 
@@ -75,14 +75,14 @@ def test_a_row_that_does_not_emit_only_records_its_inputs() -> None:
 def test_prompt_up_to_the_last_position() -> None:
     """15 tokens in 16 places: the sampled token takes the last. The padding beyond the capacity goes nowhere."""
     result = step(sequence=20, input_ids=[list(range(1, 21))], input_lengths=15)
-    assert result["tokens_RetainedState"][0].tolist() == [*range(1, 16), 39]
+    assert result["tokens_RetainedState"][0].tolist() == [*range(1, 16), 299]
     assert result["status_RetainedState"][0] == LENGTH
 
 
 def test_chunks_and_batch_do_not_change_the_tokens() -> None:
     """A prompt at once, in chunks, alone or beside others: the same token, decided by its position's u."""
     rng = np.random.default_rng(0)
-    logits, noise = rng.normal(size=(1, 40)).astype(np.float32), rng.random((1, 16))
+    logits, noise = rng.normal(size=(1, 300)).astype(np.float32), rng.random((1, 16))
     prompt = [[3, 1, 4, 1, 5, 9]]
     whole = eager(FACE)(logits, make_inputs(FACE, sequence=6, input_ids=prompt, noise=noise, repetition_penalty=1.5))
     state = make_inputs(FACE, noise=noise)
@@ -124,14 +124,14 @@ def test_states_bound_in_place() -> None:
 
     rng = np.random.default_rng(1)
     batch, steps, capacity = 5, 20, 24
-    logits = (rng.normal(size=(steps, batch, 40)) * 3).astype(np.float32)
+    logits = (rng.normal(size=(steps, batch, 300)) * 3).astype(np.float32)
     initial = make_inputs(
         FACE,
         batch,
         sequence=2,
         capacity=capacity,
         stops=2,
-        input_ids=rng.integers(0, 40, (batch, 2)),
+        input_ids=rng.integers(0, 300, (batch, 2)),
         input_lengths=[1, 2, 2, 1, 2],
         noise=rng.random((batch, capacity)),
         temperature=[0, 1, 1, 0.7, 2],
