@@ -88,7 +88,7 @@ def make_session(model: ir.Model | Path, threads: int, folder: Path) -> ort.Infe
 def export_yardstick(module: nn.Module, *example: Tensor) -> ir.Model:
     batch = torch.export.Dim("B")
     program = torch.onnx.export(
-        module, example, dynamo=True, dynamic_shapes=[{0: batch}] * len(example), opset_version=20, verbose=False
+        module.eval(), example, dynamo=True, dynamic_shapes=[{0: batch}] * len(example), opset_version=20, verbose=False
     )
     assert program is not None
     return program.model

@@ -103,10 +103,10 @@ def test_training_lowers_the_loss_and_is_reproducible(quick: ModuleType, text: P
         torch.manual_seed(1)
         model = quick.build_model(tokenizer)
         before = quick.evaluate(model, streams[1])
-        steps, _, _ = quick.train(model, *streams, quick.Recipe(steps=8, minutes=None, seed=1), console)
+        steps, _, _ = quick.train(model, *streams, quick.Recipe(steps=5, minutes=None, seed=1), console)
         losses.append(quick.evaluate(model, streams[1]))
-        assert steps == 8
-        assert losses[-1] < before - 0.5
+        assert steps == 5
+        assert losses[-1] < before - 0.3
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 

@@ -14,15 +14,21 @@ ROWS, CALLS = 32768, 32  # 1,048,576 draws
 P_VALUE = 1e-4
 
 
-@pytest.mark.parametrize("num_candidates", [12, 2], ids=["narrow", "wide"])
+NARROW, WIDE = 12, 2  # candidates of 16 tokens
+TOP_K = {"temperature": 0.8, "top_k": 9, "top_p": 0.9}
+MIN_P = {"temperature": 1.5, "top_p": 0.95, "min_p": 0.02}
+slow = pytest.mark.slow
+
+
 @pytest.mark.parametrize(
-    "parameters",
+    ("num_candidates", "parameters"),
     [
-        {"temperature": 0.8, "top_k": 9, "top_p": 0.9},
-        {"temperature": 1.5, "top_p": 0.95, "min_p": 0.02},
-        {"temperature": 1.0},
+        pytest.param(NARROW, TOP_K, id="narrow-top_k+top_p"),
+        pytest.param(WIDE, TOP_K, id="wide-top_k+top_p"),
+        pytest.param(WIDE, {"temperature": 1.0}, id="wide-temperature"),
+        pytest.param(NARROW, MIN_P, id="narrow-top_p+min_p", marks=slow),
+        pytest.param(WIDE, MIN_P, id="wide-top_p+min_p", marks=slow),
     ],
-    ids=["top_k+top_p", "top_p+min_p", "temperature"],
 )
 def test_frequencies(num_candidates: int, parameters: dict[str, float]) -> None:
     vocab = 16

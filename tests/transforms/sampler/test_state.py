@@ -130,7 +130,7 @@ def test_states_bound_in_place() -> None:
         batch,
         sequence=2,
         capacity=capacity,
-        stops=2,
+        stops=75,
         input_ids=rng.integers(0, 300, (batch, 2)),
         input_lengths=[1, 2, 2, 1, 2],
         noise=rng.random((batch, capacity)),
@@ -142,7 +142,7 @@ def test_states_bound_in_place() -> None:
         frequency_penalty=0.1,
         min_length=6,
         max_length=[30, 30, 10, 30, 30],
-        stop_ids=[3, 14],
+        stop_ids=np.where(np.arange(batch)[:, None] == 2, -1, np.arange(0, 300, 4)),  # row 2 reaches its max_length
     )
     separate = run(exported(FACE), logits, initial, steps)
     reference = run(lambda l, s: reference_step(l, s, pad_token_id=PAD), logits, initial, steps)
