@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import time
 from collections.abc import Callable
@@ -209,7 +210,9 @@ def write(results: list[dict[str, object]], output: Path, threads: int) -> None:
     import matplotlib.pyplot as plt
 
     header, rows = as_rows(results)
-    machine = f"{platform.processor() or platform.machine()}, {threads} threads, onnxruntime {ort.__version__}"
+    # Beside other work, graphs that use both threads wait for it, and single-threaded ArgMax does not.
+    load = f"load average {os.getloadavg()[1]:.1f} on {os.cpu_count()} cores"
+    machine = f"{platform.processor() or platform.machine()}, {threads} threads, onnxruntime {ort.__version__}, {load}"
     output.parent.mkdir(parents=True, exist_ok=True)
     output.with_suffix(".json").write_text(json.dumps({"machine": machine, "results": results}, indent=1) + "\n")
     lines = [
