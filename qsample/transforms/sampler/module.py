@@ -19,8 +19,8 @@ class Sampler(nn.Module):
     Args:
         interface: vocabulary and features.
         pad_token_id: `next_ids` of a row that emitted nothing.
-        num_candidates: K of the narrow tier, at least 1; None: from the table of measurements.
-        chunk_size: tokens in a chunk of the two-level selection; None: from the table of measurements.
+        num_candidates: K of the narrow tier, at least 1; None: as `candidates.choose_sizes` has it.
+        chunk_size: tokens in a chunk of the two-level selection; None: likewise.
         control_flow: False: a graph without If and Loop, for capture and replay. Rows that the narrow tier cannot
             settle then get status 4 and commit nothing; the graph with control flow takes status 4 for running, so the
             host runs that step there, with the inputs of the step that stalled.
