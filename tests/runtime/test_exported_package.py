@@ -24,7 +24,7 @@ def model(llama_package: Path) -> CausalLM:
     return load(llama_package)
 
 
-@pytest.mark.parametrize(("in_place", "chunk"), itertools.product([True, False], [None, 1, 4]))
+@pytest.mark.parametrize(("in_place", "chunk"), list(itertools.product([True, False], [None, 1, 4])))
 def test_in_place_and_chunking_change_nothing(in_place: bool, chunk: int | None, model: CausalLM) -> None:
     wanted = model.generate(PROMPTS, PARAMS, seed=11)
     got = model.generate(PROMPTS, PARAMS, seed=11, in_place=in_place, prefill_chunk_size=chunk)
