@@ -135,7 +135,10 @@ def sampler_call(
         else:
             binding.bind_ortvalue_output(output, buffers[state])
     for spec in interface.sampler.outputs:
-        binding.bind_output(spec.name)
+        if spec.name == "adjusted_logits":
+            binding.bind_ortvalue_output(spec.name, buffers["logits"])
+        else:
+            binding.bind_output(spec.name)
     return lambda: session.run_with_iobinding(binding)
 
 

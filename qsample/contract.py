@@ -114,6 +114,9 @@ INPUT_IDS = TensorSpec("input_ids", "int64", (BATCH, SEQUENCE), "new tokens, rig
 INPUT_LENGTHS = TensorSpec("input_lengths", "int32", (BATCH,), "how many of the S are real, 1..S")
 EMIT = TensorSpec("emit", "bool", (BATCH,), "true: sample a token after these inputs; false: only consume them")
 LOGITS = TensorSpec("logits", "float32", (BATCH, VOCAB), "scores of the token after the last real one")
+ADJUSTED_LOGITS = TensorSpec(
+    "adjusted_logits", "float32", (BATCH, VOCAB), "logits after masks, biases and penalties; may share logits' buffer"
+)
 NEXT_IDS = TensorSpec("next_ids", "int64", (BATCH, 1), "the sampled token; the pad id for a row that emitted nothing")
 
 PARAMETERS: Final = (
@@ -254,7 +257,10 @@ class Interface:
     def sampler(self) -> GraphSpec:
         """`sampler.onnx`: the sampler alone, logits in. Packages without a baked sampler run it on the host."""
         inputs = (LOGITS, INPUT_IDS, INPUT_LENGTHS, EMIT, *self.parameters)
-        return GraphSpec(inputs, SAMPLER_STATES, self.sampler_outputs)
+        # Log-probabilities are of the logits as they came, and read them last: those may not be written over.
+        reads_logits_last = self.features.logprobs or self.features.top_logprobs
+        outputs = self.sampler_outputs if reads_logits_last else (*self.sampler_outputs, ADJUSTED_LOGITS)
+        return GraphSpec(inputs, SAMPLER_STATES, outputs)
 
     @property
     def initial_state(self) -> GraphSpec:

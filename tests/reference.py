@@ -46,8 +46,8 @@ def reference_step(
         inputs: the sampler's inputs and states, as arrays with the contract's shapes.
 
     Returns the next states under `NAME_RetainedState`, `next_ids`, `logprobs`, `top_logprob_ids`, `top_logprobs`,
-    `probs` in float64, and two aids for tests: `margin` [B], the distance of u to the nearest boundary of the
-    cumulative distribution (inf for a greedy row), and `adjusted` [B, V], the logits after step 2.
+    `probs` in float64, `adjusted_logits` after step 2 (NaN in a row that samples nothing), and an aid for tests:
+    `margin` [B], the distance of u to the nearest boundary of the cumulative distribution (inf for a greedy row).
     """
     batch, vocab = logits.shape
     state = {name: np.array(inputs[name]) for name in ("lengths", "status", "tokens", "output_counts")}
@@ -58,7 +58,7 @@ def reference_step(
         "top_logprobs": np.zeros((batch, top_logprobs)),
         "probs": np.zeros((batch, vocab)),
         "margin": np.full(batch, np.inf),
-        "adjusted": np.array(logits, np.float32),
+        "adjusted_logits": np.full((batch, vocab), np.nan, np.float32),
     }
     for b in range(batch):
         row = {name: np.asarray(array)[b] for name, array in inputs.items()}
@@ -79,7 +79,7 @@ def _step_row(b: int, logits: Array, row: dict[str, Array], state: dict[str, Arr
 
     if row["emit"]:
         adjusted = adjust(logits, row, tokens[: min(total, capacity)], total)
-        out["adjusted"][b] = adjusted
+        out["adjusted_logits"][b] = adjusted
         # A forbidden token's invalid logit still makes the row invalid.
         if (
             np.isnan(logits).any()

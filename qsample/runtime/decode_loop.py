@@ -14,6 +14,7 @@ import numpy as np
 import onnxruntime as ort
 
 from qsample.contract import (
+    ADJUSTED_LOGITS,
     BATCH,
     CAPACITY,
     EMIT,
@@ -85,7 +86,8 @@ class DecodeLoop:
         self._outputs = {spec.name: Buffer.allocate(spec, sizes, device) for spec in extra}
         self._shared = {name: Buffer.of(array, device) for name, array in parameters.items()} | dict(self._outputs)
         if sessions.sampler is not None:
-            self._shared[LOGITS.name] = Buffer.allocate(LOGITS, sizes, device)
+            logits = Buffer.allocate(LOGITS, sizes, device)
+            self._shared |= {LOGITS.name: logits, ADJUSTED_LOGITS.name: logits}
         self._one_token = {
             INPUT_LENGTHS.name: Buffer.of(np.ones(self._rows, dtype=np.int32), device),
             EMIT.name: Buffer.of(np.ones(self._rows, dtype=np.bool_), device),

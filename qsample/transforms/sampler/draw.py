@@ -1,8 +1,8 @@
 """Weights of the surviving tokens and a uniform number enter; the drawn token leaves, by inverse CDF in id order.
 
-The weights are float32 and summed in float64: no order of summation moves a boundary by anything near the 2**-24 grid
-of the uniforms, so a token depends neither on the path that found the survivors nor on the shape of the batch. It also
-makes the draw safe at its ends. u * total is below the total for every u <= 1 - 2**-24, so a token of positive weight
+The weights are float32 and summed in float64, but for blocks of some hundred tokens of a whole vocabulary, whose order
+of summation is fixed: so a token does not depend on the shape of the batch, and on the path that found the survivors
+only where u lies within float rounding of a boundary. Sums in float64 also make the draw safe at its ends. u * total is below the total for every u <= 1 - 2**-24, so a token of positive weight
 is found, and a token of zero weight never moves the running sum past the target.
 """
 
@@ -38,7 +38,7 @@ def draw_vocabulary(masses: Tensor, uniform: Tensor) -> Tensor:
     """
     block_size = candidates.block_size(masses.shape[1])
     blocks = candidates.blocks(masses, block_size, 0.0)
-    sums = blocks.to(torch.float64).sum(-1)
+    sums = blocks.sum(-1).to(torch.float64)
     cumulative = sums.cumsum(-1)
     target = _target(uniform, cumulative[:, -1:])
     block = _first_above(cumulative, target)

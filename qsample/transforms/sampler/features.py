@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from qsample.transforms.sampler import candidates, filters
+from qsample.transforms.sampler import candidates
 
 NO_TOKEN = -1  # in top_logprob_ids, for a row that emitted nothing
 
@@ -57,17 +57,14 @@ def top_logprobs(
     return ids, torch.where(emitted, normaliser.log_softmax(values), 0.0)
 
 
-def probabilities(
-    logits: Tensor, maximum: Tensor, temperature: Tensor, threshold: Tensor, random: Tensor, greedy: Tensor, ids: Tensor
-) -> Tensor:
+def probabilities(masses: Tensor, random: Tensor, greedy: Tensor, ids: Tensor) -> Tensor:
     """The distribution that the tokens were drawn from, [B, V] float32; zeros for a row that emitted nothing.
 
     Args:
-        logits: [B, V] float32, adjusted. maximum, temperature, threshold: [B, 1] float32.
+        masses: [B, V] float32, the weights of the survivors, 0 elsewhere.
         random: [B, 1] bool, rows that drew; greedy: [B, 1] bool, rows whose token was the argmax: one-hot at `ids`.
         ids: [B, 1] int64, in [0, V).
     """
-    masses = torch.where(logits >= threshold, filters.weights(logits, maximum, temperature), 0.0)
     total = masses.to(torch.float64).sum(-1, keepdim=True).to(torch.float32)
     drawn = torch.where(random, masses / total, 0.0)
     return drawn.scatter(1, ids, torch.where(greedy, 1.0, drawn.gather(1, ids)))

@@ -1,8 +1,8 @@
-"""Candidates or logits and the filter parameters enter; one threshold per row leaves: a token survives iff l >= it.
+"""Candidates or logits and the filter parameters enter; thresholds, and the weights of the survivors, leave.
 
 Each filter keeps the tokens above some value, so their chain in Hugging Face's order (top-k, then top-p on the
-renormalised survivors, then min-p) keeps those above the largest of three thresholds. Thresholds are logits, not
-probabilities: tokens whose probabilities merely round to the same value stay distinct.
+renormalised survivors, then min-p) keeps those above the largest of three. The thresholds of top-k and top-p are
+logits, not probabilities: tokens whose probabilities merely round to the same value stay distinct.
 
 top-k: Fan et al. 2018, arXiv:1805.04833. top-p: Holtzman et al. 2020, arXiv:1904.09751. min-p: Nguyen et al. 2024,
 arXiv:2407.01082.
@@ -12,38 +12,51 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 
-def weights(logits: Tensor, maximum: Tensor, temperature: Tensor) -> Tensor:
+_FAR = 2**31 - 1  # beyond every top_k - 1
+_LEAST_TEMPERATURE = torch.finfo(torch.float32).tiny  # the smallest whose reciprocal is finite
+
+
+def inverse_temperature(temperature: Tensor) -> Tensor:
+    """1 / t, [B, 1] float32, finite and positive. A temperature below 2**-126 counts as 2**-126."""
+    return temperature.clamp(min=_LEAST_TEMPERATURE).reciprocal()
+
+
+def weights(logits: Tensor, maximum: Tensor, inverse_temperature: Tensor) -> Tensor:
     """Unnormalised probabilities exp((l - max) / t), float32 in [0, 1]: the one expression that every path uses.
 
     Subtracting first keeps a tiny temperature from overflowing: the maximum has weight 1 whatever t is.
 
     Args:
-        logits: [B, K] or [B, V] float32; maximum: [B, 1] float32, finite; temperature: [B, 1] float32, > 0.
+        logits: [B, K] or [B, V] float32; maximum: [B, 1] float32, finite; inverse_temperature: [B, 1] float32.
     """
-    return torch.exp((logits - maximum) / temperature)
+    return torch.exp((logits - maximum) * inverse_temperature)
 
 
-def top_k_threshold(values: Tensor, top_k: Tensor) -> Tensor:
-    """The top_k-th largest logit, [B, 1] float32; -inf where top_k is off (0) or beyond the candidates.
+def last_rank(top_k: Tensor) -> Tensor:
+    """The rank, from 0, of the last token that top-k keeps: [B, 1] int64; beyond every vocabulary where it is off."""
+    return torch.remainder(top_k.to(torch.int64) - 1, _FAR)  # takes the -1 of top_k = 0 to the far end
+
+
+def top_k_threshold(values: Tensor, last_rank: Tensor) -> Tensor:
+    """The smallest logit that top-k keeps, [B, 1] float32; -inf where its rank is beyond `values`.
 
     Args:
-        values: [B, K] float32, the largest logits, descending.
-        top_k: [B, 1] int32.
+        values: [B, K] float32, the largest logits, descending. last_rank: [B, 1] int64.
     """
-    known = (top_k > 0) & (top_k <= values.shape[1])
-    kth = values.gather(1, torch.where(known, top_k - 1, 0).to(torch.int64))
-    return torch.where(known, kth, -torch.inf)
+    place = last_rank.clamp(max=values.shape[1])
+    return functional.pad(values, (0, 1), value=-torch.inf).gather(1, place)
 
 
-def nucleus_limit(top_p: Tensor, total: Tensor) -> Tensor:
-    """How much strictly likelier tokens may weigh, [B, 1] float64: top_p * total, +inf where top_p is 1 or more.
+def nucleus_limit(top_p: Tensor, has_top_p: Tensor, total: Tensor) -> Tensor:
+    """How much strictly likelier tokens may weigh, [B, 1] float64: top_p * total, +inf where top_p is off.
 
     Args:
-        top_p: [B, 1] float32; total: [B, 1] float64, the weight of all tokens that passed top-k.
+        top_p: [B, 1] float32; has_top_p: [B, 1] bool; total: [B, 1] float64, the weight of all that passed top-k.
     """
-    return torch.where(top_p < 1, top_p.to(torch.float64) * total, torch.inf)
+    return torch.where(has_top_p, top_p.to(torch.float64) * total, torch.inf)
 
 
 def nucleus_threshold(values: Tensor, masses: Tensor, limit: Tensor) -> Tensor:
@@ -61,11 +74,11 @@ def nucleus_threshold(values: Tensor, masses: Tensor, limit: Tensor) -> Tensor:
     return values.gather(1, kept.clamp(min=1) - 1)
 
 
-def min_p_threshold(maximum: Tensor, temperature: Tensor, min_p: Tensor) -> Tensor:
-    """The logit of a token min_p times as likely as the most likely one, [B, 1] float32; -inf where min_p is 0.
+def keep(logits: Tensor, masses: Tensor, threshold: Tensor, min_p: Tensor) -> Tensor:
+    """The weights of the tokens that pass every filter, 0 for the others: float32, of the shape of `masses`.
 
-    exp((l - max) / t) >= min_p solved for l, in float64 because the sum would lose the low bits of the logarithm.
+    Args:
+        logits: float32. masses: float32, their weights. threshold: [B, 1] float32, of top-k and top-p.
+        min_p: [B, 1] float32: the most likely token weighs 1, so p >= min_p * p_max where the weight is >= min_p.
     """
-    log_min_p = min_p.to(torch.float64).log()
-    threshold = (maximum.to(torch.float64) + temperature.to(torch.float64) * log_min_p).to(torch.float32)
-    return torch.minimum(threshold, maximum)
+    return masses * ((logits >= threshold) & (masses >= min_p))

@@ -10,19 +10,19 @@ def history_ids(tokens: Tensor, start: Tensor, input_ids: Tensor, input_lengths:
     """Ids of every token of each row, this step's inputs included: [B, length + S] int64, padded with duplicates.
 
     Args:
-        tokens: [B, T] int32; the first `start` of each row are read.
+        tokens: [B, T] int32, of which the unused tail repeats the row's first token; not read for a new row.
         start: [B, 1] int32, how many tokens each row holds already.
         input_ids: [B, S] int64, right-padded.
         input_lengths: [B, 1] int32, 1..S.
         length: how many columns of `tokens` to read: at least the largest `start` that matters.
     """
     filler = input_ids[:, :1]
-    old = torch.where(_columns(length) < start, tokens[:, :length].to(torch.int64), filler)
+    old = torch.where(start > 0, tokens[:, :length].to(torch.int64), filler)
     new = torch.where(_columns(input_ids.shape[1]) < input_lengths, input_ids, filler)
     return torch.cat([old, new], dim=1)
 
 
-def write_tokens(
+def writes(
     tokens: Tensor,
     start: Tensor,
     input_ids: Tensor,
@@ -30,12 +30,12 @@ def write_tokens(
     next_ids: Tensor,
     advance: Tensor,
     emitted: Tensor,
-    fill: int,
-) -> Tensor:
-    """Record this step's inputs and sampled tokens; a new row's tail is filled with its first token.
+    new: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """What to scatter into `tokens`: this step's inputs and sampled tokens, and into a new row's tail its first token.
 
-    One scatter, so that `tokens` may be updated in place. Positions that must not change get a write too, one that
-    changes nothing: the first input again, or the value that is there.
+    One scatter, so that `tokens` may be updated in place. Every column writes something: those with nothing to record
+    write the row's first token to position 0, where it stands already.
 
     Args:
         tokens: [B, T] int32.
@@ -44,22 +44,23 @@ def write_tokens(
         next_ids: [B, 1] int64, the sampled token.
         advance: [B, 1] bool, rows that record their inputs.
         emitted: [B, 1] bool, rows that record `next_ids` as well; a subset of `advance`.
-        fill: T if some row is new (start == 0), else 0.
-    """
-    capacity = tokens.shape[1]
-    first = input_ids[:, :1]
-    advance = advance & (start < capacity)
-    offsets = _columns(input_ids.shape[1] + 1 + fill)
-    padding = first.expand(input_ids.shape[0], 1 + fill)
-    is_input, is_next = offsets < input_lengths, (offsets == input_lengths) & emitted
-    values = torch.where(is_input, torch.cat([input_ids, padding], dim=1), torch.where(is_next, next_ids, first))
-    positions = start + offsets
-    writes = advance & (is_input | is_next | (start == 0)) & (positions < capacity)
+        new: [B, 1] bool, rows that advance from position 0; None: there is none.
 
-    home = start.clamp(max=capacity - 1).to(torch.int64)
-    unchanged = torch.where(advance, first, tokens.gather(1, home).to(torch.int64))
-    positions = torch.where(writes, positions.to(torch.int64), home)
-    return tokens.scatter(1, positions, torch.where(writes, values, unchanged).to(torch.int32))
+    Returns positions, int64, and tokens, int32: [B, S + 1], or [B, S + 1 + T] with new rows.
+    """
+    batch, capacity = tokens.shape
+    first = tokens[:, :1].to(torch.int64)
+    inputs = torch.cat([input_ids, next_ids], dim=1)
+    if new is not None:
+        first = torch.where(new, input_ids[:, :1], first)
+        inputs = torch.cat([inputs, first.expand(batch, capacity)], dim=1)
+    columns = _columns(inputs.shape[1])
+    positions = start + columns
+    recorded = (columns < (input_lengths + emitted) * advance) & (positions < capacity)
+    values = torch.where(columns == input_lengths, next_ids, inputs)
+    values = torch.where(recorded, values, first).to(torch.int32)
+    written = recorded if new is None else recorded | (new & (positions < capacity))
+    return (positions * written).to(torch.int64), values
 
 
 def _columns(count: int) -> Tensor:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 
-from qsample.contract import INVALID_LOGITS, LENGTH, RUNNING, STALLED, STOPPED, Interface, retained_name
-from qsample.transforms.sampler import candidates, features, history, penalties, tiers
+from qsample.contract import ADJUSTED_LOGITS, INVALID_LOGITS, LENGTH, RUNNING, STALLED, STOPPED, Interface, retained_name
+from qsample.transforms.sampler import candidates, features, filters, history, penalties, tiers
 from qsample.transforms.sampler.candidates import Chunks
+from qsample.transforms.sampler.control import Tensors, branch
 
 
 class Sampler(nn.Module):
@@ -53,8 +54,8 @@ class Sampler(nn.Module):
     def forward(self, logits: Tensor, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """logits: [B, V] float32. inputs: every other name of `Interface.sampler.input_names`.
 
-        Returns the names of `Interface.sampler.output_names`. A row with emit=False only records its inputs; its
-        logits are not looked at.
+        Returns the names of `Interface.sampler.output_names`, and `adjusted_logits` in any case. A row with emit=False
+        only records its inputs; its logits are not looked at.
         """
         column = {name: tensor[:, None] if tensor.ndim == 1 else tensor for name, tensor in inputs.items()}
         input_ids, input_lengths = inputs["input_ids"], column["input_lengths"]
@@ -67,74 +68,94 @@ class Sampler(nn.Module):
         sampling = running & column["emit"]
 
         # 2. Masks, biases and penalties, then the check that something can be drawn.
-        adjusted = self._adjust(logits, column, start, total, sampling)
+        adjusted = self._adjust(logits, column, start, total)
         chunks = candidates.split(adjusted, self._chunk_size)
         maximum = chunks.maxima.amax(-1, keepdim=True)
-        valid = candidates.is_valid(chunks, maximum)
+        drawing = sampling & candidates.is_valid(chunks, maximum)
 
         # 3., 4. The argmax of greedy rows; temperature, top-k, top-p, min-p and the draw of random ones.
-        random = sampling & valid & (column["temperature"] > 0)
+        random = drawing & (column["temperature"] > 0)
+        last_rank = filters.last_rank(column["top_k"])
         rows = tiers.Rows(
             random,
             maximum,
-            torch.where(random, column["temperature"], 1.0),
-            column["top_k"],
+            filters.inverse_temperature(column["temperature"]),
+            last_rank,
+            last_rank < self._interface.vocab_size - 1,
             column["top_p"],
+            column["top_p"] < 1,
             column["min_p"],
             inputs["noise"].gather(1, total.clamp(max=capacity - 1).to(torch.int64)),
         )
-        greedy = candidates.argmax(chunks)
         draw = self._draw(adjusted, chunks, rows)
-        token = torch.where(random, draw.token, greedy)
-        settled = draw.settled | ~random
+        token = torch.where(random, draw.token, candidates.argmax(chunks))
+        emitted = drawing if self._control_flow else drawing & ~(random & draw.unsettled)
 
         # 5. Commit.
-        emitted = sampling & valid & settled
         advance = running & (emitted | ~column["emit"])
-        next_ids = torch.where(emitted, token, self._pad_token_id)
+        new = advance & (start == 0)
         committed = torch.where(emitted, token, 0)
-        results = {"next_ids": next_ids}
-        results |= self._features(logits, adjusted, committed, emitted, rows, draw.threshold)
+
+        def writes(new: Tensor | None) -> Tensors:
+            tokens = inputs["tokens"]
+            return history.writes(tokens, start, input_ids, input_lengths, committed, advance, emitted, new)
+
+        positions, written = self._branch(new, lambda: writes(new), lambda: writes(None))
         states = {
-            "lengths": torch.where(advance, total, start)[:, 0],
-            "status": self._next_status(column, total, committed, running, sampling, valid, settled)[:, 0],
-            "tokens": history.write_tokens(
-                inputs["tokens"],
-                start,
-                input_ids,
-                input_lengths,
-                committed,
-                advance,
-                emitted,
-                self._as_length(torch.where((advance & (start == 0)).any(), capacity, 0), capacity),
-            ),
+            "lengths": (start + input_lengths * advance)[:, 0],
+            "status": self._next_status(column, total, committed, running, sampling, drawing, emitted)[:, 0],
+            "tokens": inputs["tokens"].scatter(1, positions, written),
             "output_counts": inputs["output_counts"].scatter_add(1, committed, emitted.to(torch.float32)),
         }
-        return results | {retained_name(name): value for name, value in states.items()}
+        results = {"next_ids": committed}
+        if self._pad_token_id != 0:
+            results["next_ids"] = torch.where(emitted, token, self._pad_token_id)
+        results |= self._features(logits, adjusted, committed, emitted, rows, draw.threshold)
+        results |= {retained_name(name): value for name, value in states.items()}
+        return results | {ADJUSTED_LOGITS.name: adjusted}
 
     def _is_running(self, status: Tensor) -> Tensor:
         running = status == RUNNING
         return running | (status == STALLED) if self._control_flow else running
 
-    def _adjust(
-        self, logits: Tensor, column: Mapping[str, Tensor], start: Tensor, total: Tensor, sampling: Tensor
-    ) -> Tensor:
+    def _adjust(self, logits: Tensor, column: Mapping[str, Tensor], start: Tensor, total: Tensor) -> Tensor:
         """allowed_tokens, logit_bias, minimum length, penalties; in this order."""
         if self._byte_masks is not None:
             logits = penalties.mask_disallowed(logits, column["allowed_tokens"], self._byte_masks)
         if self._interface.features.logit_bias:
             logits = penalties.add_bias(logits, column["logit_bias_ids"], column["logit_bias"])
-        logits = penalties.forbid_stops(logits, column["stop_ids"], total < column["min_length"])
 
         repetition, presence, frequency = (
             column[f"{kind}_penalty"] for kind in ("repetition", "presence", "frequency")
         )
+        input_ids, input_lengths, tokens = column["input_ids"], column["input_lengths"], column["tokens"]
+        unpenalised = (repetition == 1) & (presence == 0) & (frequency == 0)
+        long_enough = total >= column["min_length"]
         # The history is read as far as some row is penalised for it: not at all where no row is.
-        penalised = sampling & ((repetition != 1) | (presence != 0) | (frequency != 0))
-        capacity = column["tokens"].shape[1]
-        length = self._as_length(torch.where(penalised, start, 0).max().clamp(max=capacity), capacity)
-        ids = history.history_ids(column["tokens"], start, column["input_ids"], column["input_lengths"], length)
-        return penalties.penalize_history(logits, ids, column["output_counts"], repetition, presence, frequency)
+        length = self._as_length((start * ~unpenalised).max().clamp(max=tokens.shape[1]), tokens.shape[1])
+
+        def penalised(ids: Tensor) -> Tensor:
+            return penalties.penalize(logits, ids, column["output_counts"], repetition, presence, frequency)
+
+        def changed() -> Tensors:
+            ids = history.history_ids(tokens, start, input_ids, input_lengths, length)
+            return self._branch(~long_enough, lambda: blocked(ids), lambda: (ids, penalised(ids)))
+
+        def blocked(ids: Tensor) -> Tensors:
+            stops = penalties.blocked_stops(column["stop_ids"], ~long_enough)
+            ids = torch.cat([ids, torch.where(stops >= 0, stops, ids[:, -1:])], dim=1)
+            return ids, penalties.block(penalised(ids), ids, stops)
+
+        def unchanged() -> Tensors:
+            return input_ids[:, :0], logits[:, :0]
+
+        # One scatter for all: where the logits are in a buffer of the graph's own, it is in place.
+        ids, values = self._branch(~(unpenalised & long_enough), changed, unchanged)
+        return logits.scatter(1, ids, values)
+
+    def _branch(self, needed: Tensor, then: Callable[[], Tensors], otherwise: Callable[[], Tensors]) -> Tensors:
+        """`then()` where some row needs it (`needed` [B, 1] bool), else `otherwise()`; without control flow, always."""
+        return branch(needed.any(), then, otherwise) if self._control_flow else then()
 
     def _as_length(self, length: Tensor, capacity: int) -> int:
         """`length` (scalar) as a size; the whole capacity where sizes must not depend on data."""
@@ -159,15 +180,17 @@ class Sampler(nn.Module):
         token: Tensor,
         running: Tensor,
         sampling: Tensor,
-        valid: Tensor,
-        settled: Tensor,
+        drawing: Tensor,
+        emitted: Tensor,
     ) -> Tensor:
+        """sampling ⊇ drawing ⊇ emitted, [B, 1] bool: rows asked for a token, those with a valid choice, with a token."""
         stopped = (token == column["stop_ids"]).any(-1, keepdim=True)
-        full = (total + 1 >= column["max_length"]) | (total + 1 >= column["tokens"].shape[1])
-        after_token = torch.where(stopped, STOPPED, torch.where(full, LENGTH, RUNNING))
-        after_sampling = torch.where(valid, torch.where(settled, after_token, STALLED), INVALID_LOGITS)
-        status = torch.where(sampling, after_sampling, RUNNING).to(torch.int32)
-        return torch.where(running, status, column["status"])
+        full = total + 1 >= column["max_length"].clamp(max=column["tokens"].shape[1])
+        status = torch.where(stopped, STOPPED, full * LENGTH)
+        if not self._control_flow:
+            status = torch.where(emitted, status, STALLED)
+        status = torch.where(drawing, status, sampling * INVALID_LOGITS)
+        return torch.where(running, status.to(torch.int32), column["status"])
 
     def _features(
         self, logits: Tensor, adjusted: Tensor, token: Tensor, emitted: Tensor, rows: tiers.Rows, threshold: Tensor
@@ -182,13 +205,6 @@ class Sampler(nn.Module):
                 ids, values = features.top_logprobs(chunks, normaliser, chosen.top_logprobs, emitted)
                 results |= {"top_logprob_ids": ids, "top_logprobs": values}
         if chosen.probs:
-            results["probs"] = features.probabilities(
-                adjusted,
-                rows.maximum,
-                rows.temperature,
-                threshold,
-                rows.random & emitted,
-                ~rows.random & emitted,
-                token,
-            )
+            masses = filters.keep(adjusted, rows.weights(adjusted), threshold, rows.min_p)
+            results["probs"] = features.probabilities(masses, rows.random & emitted, ~rows.random & emitted, token)
         return results

@@ -51,38 +51,40 @@ def add_bias(logits: Tensor, ids: Tensor, bias: Tensor) -> Tensor:
     return logits.scatter_add(1, torch.where(valid, ids, torch.zeros_like(ids)).to(torch.int64), amounts)
 
 
-def forbid_stops(logits: Tensor, stop_ids: Tensor, too_short: Tensor) -> Tensor:
-    """Set the logits of stop ids to -inf in the rows that have not reached their minimum length.
+def blocked_stops(stop_ids: Tensor, too_short: Tensor) -> Tensor:
+    """The stop ids that rows may not draw, [B, E] int64, padded with -1: all of them below a row's minimum length.
 
     Args:
-        logits: [B, V] float32.
-        stop_ids: [B, E] int32, padded with -1.
-        too_short: [B, 1] bool.
+        stop_ids: [B, E] int32, padded with -1. too_short: [B, 1] bool.
     """
-    amounts = torch.where(too_short & (stop_ids >= 0), -torch.inf, 0.0)
-    return logits.scatter_add(1, stop_ids.clamp(0, logits.shape[1] - 1).to(torch.int64), amounts)
+    return torch.where(too_short, stop_ids, -1).to(torch.int64)
 
 
-def penalize_history(
-    logits: Tensor, history: Tensor, output_counts: Tensor, repetition: Tensor, presence: Tensor, frequency: Tensor
+def penalize(
+    logits: Tensor, ids: Tensor, output_counts: Tensor, repetition: Tensor, presence: Tensor, frequency: Tensor
 ) -> Tensor:
-    """Apply the repetition, presence and frequency penalties to the tokens of the history, once per distinct token.
+    """The logits at `ids` after the repetition, presence and frequency penalties, [B, h] float32.
 
-    Gathers at the history, not over the vocabulary: duplicates read one value and write one value back. Sampled tokens
-    are in the history too, so it covers every non-zero count.
+    Gathered at the ids and not over the vocabulary; duplicates read one value and get one value. Sampled tokens are in
+    the history too, so that covers every non-zero count.
 
     Repetition: Keskar et al. 2019 (CTRL), arXiv:1909.05858, section 4.1, in its sign-aware form: l * r where l < 0,
     else l / r.
 
     Args:
         logits: [B, V] float32.
-        history: [B, h] int64, ids in [0, V), duplicates welcome.
+        ids: [B, h] int64, in [0, V), duplicates welcome: the row's history.
         output_counts: [B, V] float32, how often each token was sampled.
         repetition: [B, 1] float32, > 0; 1 = off.
         presence, frequency: [B, 1] float32; 0 = off.
     """
-    seen = logits.gather(1, history)
-    counts = output_counts.gather(1, history)
+    seen = logits.gather(1, ids)
+    counts = output_counts.gather(1, ids)
     seen = torch.where(seen < 0, seen * repetition, seen / repetition)
-    seen = seen - (frequency * counts + presence * counts.clamp(max=1.0))
-    return logits.scatter(1, history, seen)
+    return seen - (frequency * counts + presence * counts.clamp(max=1.0))
+
+
+def block(values: Tensor, ids: Tensor, blocked: Tensor) -> Tensor:
+    """`values` [B, h] float32 of the tokens `ids` [B, h] int64; -inf where an id is among `blocked` [B, E] int64."""
+    found = (ids[:, :, None] == blocked[:, None, :]).any(-1)
+    return values + torch.where(found, -torch.inf, 0.0)

@@ -147,18 +147,25 @@ def test_states_bound_in_place() -> None:
     separate = run(exported(FACE), logits, initial, steps)
     reference = run(lambda l, s: reference_step(l, s, pad_token_id=PAD), logits, initial, steps)
     for got, expected in zip(separate, reference, strict=True):
-        for name in got:
+        for name in got.keys() - {"adjusted_logits"}:
             np.testing.assert_array_equal(got[name], expected[name], err_msg=name)
+        sampled = ~np.isnan(expected["adjusted_logits"]).any(-1)
+        np.testing.assert_allclose(got["adjusted_logits"][sampled], expected["adjusted_logits"][sampled], rtol=1e-6)
 
     runner = session(FACE)
     names = ("lengths", "status", "tokens", "output_counts")
     states = {name: ort.OrtValue.ortvalue_from_numpy(initial[name].copy()) for name in names}
     ids, lengths = initial["input_ids"], initial["input_lengths"]
+    scores = ort.OrtValue.ortvalue_from_shape_and_type(logits.shape[1:], np.float32)
     for t in range(steps):
         binding = runner.io_binding()
+        scores.update_inplace(logits[t])
+        binding.bind_ortvalue_output("adjusted_logits", scores)
         for name in (node.name for node in runner.get_inputs()):
-            call = {"logits": logits[t], "input_ids": ids, "input_lengths": lengths}
-            if name in states:
+            call = {"input_ids": ids, "input_lengths": lengths}
+            if name == "logits":
+                binding.bind_ortvalue_input(name, scores)
+            elif name in states:
                 binding.bind_ortvalue_input(name, states[name])
                 binding.bind_ortvalue_output(f"{name}_RetainedState", states[name])
             else:
@@ -169,4 +176,5 @@ def test_states_bound_in_place() -> None:
         np.testing.assert_array_equal(ids, separate[t]["next_ids"])
         for name in names:
             np.testing.assert_array_equal(states[name].numpy(), separate[t][f"{name}_RetainedState"], err_msg=name)
+        np.testing.assert_array_equal(scores.numpy(), separate[t]["adjusted_logits"])
     assert set(states["status"].numpy()) >= {STOPPED, LENGTH}
