@@ -4,9 +4,11 @@
 >>> load("exported").generate("In the beginning", temperature=0.8).texts
 """
 
+from qsample.runtime.decode_loop import Step
+from qsample.runtime.inputs import AllowedTokensFn
 from qsample.runtime.model import CausalLM, load
 from qsample.runtime.output import GenerateOutput
 from qsample.runtime.streaming import TextStreamer
 from qsample.sampling_params import SamplingParams
 
-__all__ = ["CausalLM", "GenerateOutput", "SamplingParams", "TextStreamer", "load"]
+__all__ = ["AllowedTokensFn", "CausalLM", "GenerateOutput", "SamplingParams", "Step", "TextStreamer", "load"]

@@ -110,6 +110,10 @@ class DecodeLoop:
             f"rows still run after {self._capacity} steps; the graph does not follow the decode contract"
         )
 
+    def set_parameter(self, name: str, values: Array) -> None:
+        """Replace a parameter's values, of every row, from the next call on. values: as `Interface.parameters` has it."""
+        self._shared[name].write(values)
+
     def prefill(self, prompts: Sequence[Array], chunk_size: int | None = None) -> Step:
         """Consume the prompts and sample each row's first token.
 

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import numpy as np
 
 from qsample.contract import ALLOWED_TOKENS, MASK_WORDS, PAD_STOP_ID, VOCAB, Interface
 from qsample.manifest import TokenIds
+from qsample.runtime.decode_loop import Step
 from qsample.runtime.state import Array
 from qsample.runtime.text import Tokenizer
 from qsample.sampling_params import SamplingParams
+
+class AllowedTokensFn(Protocol):
+    """Guided decoding: writes the mask of every next token into one array, which keeps its values between calls."""
+
+    def __call__(self, step: Step | None, mask: Array) -> None:
+        """step: what was sampled last, None before the first token. mask: [B, W] int32, bit i of word w for token
+        32 w + i, all ones at first. Called while some row still runs; the masks of rows that ended are ignored."""
+
 
 _ACCEPTED: Final = (
     "give a text, token ids, a list of either, a 2-D integer array (with attention_mask where it is padded), or chat "
@@ -132,7 +141,8 @@ def parameter_arrays(
 ) -> dict[str, Array]:
     """Every name of `Interface.parameters`, a row each, from one SamplingParams a row.
 
-    default_stops: for rows whose eos_token_id is None. allowed_tokens: int32 bitmask [W] or [B, W]; None = all allowed.
+    default_stops: for rows whose eos_token_id is None. allowed_tokens: int32 bitmask [W] or [B, W]; None = all allowed,
+    and so for a function, which writes the array later.
     """
     rows = len(params)
     arrays = {
@@ -175,12 +185,12 @@ def _bias_arrays(interface: Interface, params: Sequence[SamplingParams]) -> dict
 
 
 def _mask(allowed_tokens: Any, rows: int, words: int) -> Array:
-    if allowed_tokens is None:
+    if allowed_tokens is None or callable(allowed_tokens):
         return np.full((rows, words), -1, dtype=np.int32)
     mask = np.asarray(allowed_tokens)
     if mask.dtype != np.int32 or mask.shape not in ((words,), (rows, words)):
         raise ValueError(
             f"allowed_tokens is {mask.dtype} {mask.shape}; give an int32 bitmask [{words}] or [{rows}, {words}], "
-            "bit i of word w for token 32 w + i"
+            "bit i of word w for token 32 w + i, or a function that writes one"
         )
-    return np.ascontiguousarray(np.broadcast_to(mask, (rows, words)))
+    return np.array(np.broadcast_to(mask, (rows, words)), order="C")

@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from qsample.contract import Interface
+from qsample.contract import ALLOWED_TOKENS, RUNNING, Interface
 from qsample.package import Package, read_package
 from qsample.runtime.decode_loop import DecodeLoop
-from qsample.runtime.inputs import parameter_arrays, prompts
+from qsample.runtime.inputs import AllowedTokensFn, parameter_arrays, prompts
 from qsample.runtime.output import Collector, GenerateOutput, Timing, pad_sequences
 from qsample.runtime.session import SessionOptions, Sessions, check_count, open_sessions
 from qsample.runtime.state import Array
@@ -99,7 +99,8 @@ class CausalLM:
             streamer: gets the prompt and then every token, as in Hugging Face; one prompt only.
             seed: of the first row, the next rows taking the numbers after it; or a list with one a row. None = those of
                 `params`, otherwise fresh ones. A row depends on its own seed only, not on the batch.
-            allowed_tokens: int32 bitmask of the tokens that may be sampled, [W] or [B, W]; needs the feature.
+            allowed_tokens: int32 bitmask of the tokens that may be sampled, [W] or [B, W]; or a function that writes
+                the mask of each next token, see `AllowedTokensFn`. Needs the feature.
             prefill_chunk_size: most prompt tokens in one call, to bound memory; None = the whole prompt.
             in_place: write each state into the buffer that it was read from; False takes turns between two sets, with
                 the same result.
@@ -124,6 +125,9 @@ class CausalLM:
         lengths = [len(row) for row in rows]
         capacity = self._capacity(row_params, lengths)
         arrays = parameter_arrays(interface, row_params, lengths, capacity, manifest.token_ids.eos, allowed_tokens)
+        guide: AllowedTokensFn | None = allowed_tokens if callable(allowed_tokens) else None
+        if guide is not None:
+            guide(None, arrays[ALLOWED_TOKENS.name])
         started = time.perf_counter()
         loop = DecodeLoop(self._sessions, arrays, seeds, capacity, in_place=in_place)
         collector = Collector(len(rows))
@@ -136,6 +140,9 @@ class CausalLM:
             collector.add(step)
             if streamer is not None and step.emitted[0]:
                 streamer.put(step.tokens[:1])
+            if guide is not None and (step.status == RUNNING).any():
+                guide(step, arrays[ALLOWED_TOKENS.name])
+                loop.set_parameter(ALLOWED_TOKENS.name, arrays[ALLOWED_TOKENS.name])
         if streamer is not None:
             streamer.end()
         timing = Timing(prefilled - started, time.perf_counter() - prefilled, len(collector.steps) - 1)

@@ -62,6 +62,10 @@ class Buffer:
         """A copy of the whole tensor."""
         return np.array(self.owner.numpy())
 
+    def write(self, array: Array) -> None:
+        """Replace the whole tensor's values; the address stays."""
+        self.owner.update_inplace(np.ascontiguousarray(array))
+
     def bind_input(self, binding: ort.IOBinding, name: str) -> None:
         binding.bind_input(name, self.device, 0, _ELEMENTS[self.dtype][0], self.shape, self.address)
 

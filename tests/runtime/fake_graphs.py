@@ -10,7 +10,7 @@ import onnx
 import onnx.parser
 from onnx import numpy_helper
 
-from qsample.contract import GraphSpec, Interface, TensorSpec, retained_name
+from qsample.contract import ADJUSTED_LOGITS, GraphSpec, Interface, TensorSpec, retained_name
 
 VOCAB = 320
 PAD = 0
@@ -339,5 +339,8 @@ def fake_graphs(interface: Interface, weights: Mapping[str, Any]) -> dict[str, o
     body = _MODEL + (_sampler_body(interface) if interface.features.sampler else "")
     graphs["decoder.onnx"] = _graph("decoder", interface.decoder, sizes, body, weights)
     if not interface.features.sampler:
-        graphs["sampler.onnx"] = _graph("sampler", interface.sampler, sizes, _sampler_body(interface), {})
+        body = _sampler_body(interface)
+        if ADJUSTED_LOGITS in interface.sampler.outputs:
+            body += "  adjusted_logits = Identity (logits)\n"
+        graphs["sampler.onnx"] = _graph("sampler", interface.sampler, sizes, body, {})
     return graphs

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from qsample.package import Package
-from qsample.runtime import CausalLM, SamplingParams, load
+from qsample.runtime import CausalLM, SamplingParams, Step, load
 from tests.runtime import fake_reference
 from tests.runtime.fake_package import BOS, MAX_POSITIONS, PAD, POISON, VOCAB, compilation
 
@@ -230,6 +230,30 @@ def test_logit_bias_and_allowed_tokens(chunk: int | None, fake_model: Callable[.
     options = {"seed": 1, "allowed_tokens": mask, "prefill_chunk_size": chunk}
     output = model.generate(PROMPTS, SamplingParams(temperature=5.0, max_new_tokens=40, eos_token_id=()), **options)
     assert set(itertools.chain(*output.new_token_ids)) == allowed
+
+
+def test_allowed_tokens_written_before_every_token(fake_model: Callable[..., CausalLM]) -> None:
+    """Row r may sample token 100 r + n as its n-th token only, and ends by its second stop id or its length."""
+    seen: list[list[int]] = []
+
+    def only(step: Step | None, mask: np.ndarray) -> None:
+        seen.append([] if step is None else step.tokens.tolist())
+        assert mask.shape == (2, VOCAB // 32)
+        mask[:] = 0
+        for row in range(2):
+            token = 100 * row + len(seen) - 1
+            mask[row, token // 32] = np.array(1 << token % 32, dtype=np.uint32).astype(np.int32)
+
+    for sampler in (True, False):
+        seen.clear()
+        model = fake_model(sampler=sampler, allowed_tokens=True)
+        params = [SamplingParams(max_new_tokens=5, eos_token_id=[3]), SamplingParams(max_new_tokens=6, eos_token_id=())]
+        output = model.generate(PROMPTS[:2], params, allowed_tokens=only, seed=1)
+        assert output.new_token_ids == [[0, 1, 2, 3], [100, 101, 102, 103, 104, 105]]
+        assert seen[:4] == [[], [0, 100], [1, 101], [2, 102]]
+        assert len(seen) == 6  # not after the last token
+    with pytest.raises(ValueError, match="allowed_tokens=True"):
+        fake_model().generate(PROMPTS[:2], allowed_tokens=only)
 
 
 # Device packages.
