@@ -1,0 +1,275 @@
+"""A fused decode graph enters; the same graph with its weights in blocks of 4 or 8 bits leaves.
+
+Every constant matrix that a MatMul multiplies by becomes the operand of a MatMulNBits, and embedding tables become the
+operand of a GatherBlockQuantized; a tied table is packed once and both read it. The numbers come from ONNX Runtime's own
+quantizer, one matrix at a time and only when the graph is saved: weights may stay mapped from their files, and no more
+than one of them is in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar, Final
+
+import numpy as np
+import numpy.typing as npt
+import onnx_ir as ir
+
+Array = npt.NDArray[np.generic]
+BITS: Final = {"int4": 4, "int8": 8}
+METHODS: Final = ("rtn", "k_quant")
+BLOCK_SIZES: Final = (16, 32, 64, 128, 256)
+# MatMulNBits' accuracy_level: activations are rounded to int8 a block, which is what its fast CPU kernels take.
+_INT8_ACTIVATIONS: Final = 4
+_DOMAIN: Final = "com.microsoft"
+
+
+@dataclass(frozen=True, slots=True)
+class WeightQuantization:
+    """bits: 4 or 8. block_size: weights of one row that share a scale, one of BLOCK_SIZES. method: one of METHODS:
+    "rtn" rounds to the nearest symmetric level; "k_quant" searches each block's scale and offset, as llama.cpp does,
+    which takes minutes a billion weights and is closer."""
+
+    bits: int
+    block_size: int = 32
+    method: str = "rtn"
+
+    def __post_init__(self) -> None:
+        if self.block_size not in BLOCK_SIZES:
+            raise ValueError(f"block_size is {self.block_size}; choose one of {', '.join(map(str, BLOCK_SIZES))}")
+        if self.method not in METHODS:
+            raise ValueError(f"quantization method is {self.method!r}; choose one of {', '.join(METHODS)}")
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizationReport:
+    """How many matrices were packed, and the bytes of all of them before and after."""
+
+    matrices: int
+    bytes_before: int
+    bytes_after: int
+
+
+def quantize_weights(model: ir.Model, quantization: WeightQuantization) -> QuantizationReport:
+    """Quantize the weights of `model` in place; the packed ones are computed when the model is saved.
+
+    Matrices with an input size that is no multiple of the block size, and those smaller than one block, stay as they
+    are.
+    """
+    tables: dict[ir.Value, _Packed] = {}
+    before = after = 0
+    for node in list(model.graph):
+        found = _weight_of(node)
+        if found is None:
+            continue
+        value, transposed, build = found
+        rows, columns = _matrix_shape(value)
+        input_size = columns if transposed else rows
+        if input_size % quantization.block_size:
+            continue
+        packed = tables.setdefault(value, _Packed(value, transposed, quantization))
+        if packed.transposed == transposed:
+            build(model.graph, node, packed)
+    for value, packed in tables.items():
+        packed.register(model.graph)
+        before += value.const_value.nbytes  # type: ignore[union-attr]
+        after += packed.nbytes
+        if not value.uses() and value.name is not None:
+            model.graph.initializers.pop(value.name, None)
+    model.opset_imports.setdefault(_DOMAIN, 1)
+    return QuantizationReport(len(tables), before, after)
+
+
+class _Packed:
+    """A matrix [N, K] (`transposed`) or [K, N] as N rows of K / block_size blocks, and the initializers that hold it."""
+
+    def __init__(self, value: ir.Value, transposed: bool, quantization: WeightQuantization) -> None:
+        rows, columns = _matrix_shape(value)
+        self.transposed = transposed
+        self.quantization = quantization
+        self.output_size, self.input_size = (rows, columns) if transposed else (columns, rows)
+        self.block_count = self.input_size // quantization.block_size
+        self.initializers: dict[str, ir.Value] = {}
+        self._name = value.name
+        tensor = value.const_value
+        assert tensor is not None
+        self._tensor = tensor
+
+    @property
+    def nbytes(self) -> int:
+        return sum(value.const_value.nbytes for value in self.initializers.values())  # type: ignore[union-attr]
+
+    @property
+    def blocks(self) -> ir.Value:
+        """uint8 [N, K / block_size, block_size * bits / 8]."""
+        size = self.quantization.block_size * self.quantization.bits // 8
+        return self._initializer("blocks", 0, (self.output_size, self.block_count, size), ir.DataType.UINT8)
+
+    def scales(self, *, by_block: bool) -> ir.Value:
+        """[N * K / block_size], dtype of the weight; by_block: [N, K / block_size, 1]."""
+        count = self.output_size * self.block_count
+        shape = (self.output_size, self.block_count, 1) if by_block else (count,)
+        return self._initializer("block_scales" if by_block else "scales", 1, shape, self._tensor.dtype)
+
+    def zero_points(self, *, by_block: bool) -> ir.Value | None:
+        """uint8, for MatMulNBits packed like the blocks; by_block: one byte each, [N, K / block_size, 1].
+
+        None for levels that are symmetric around the middle one.
+        """
+        if self.quantization.method == "rtn":
+            return None
+        packed = -(-self.block_count * self.quantization.bits // 8)
+        shape = (self.output_size, self.block_count, 1) if by_block else (self.output_size * packed,)
+        return self._initializer("block_zero_points" if by_block else "zero_points", 2, shape, ir.DataType.UINT8)
+
+    def register(self, graph: ir.Graph) -> None:
+        for value in self.initializers.values():
+            graph.register_initializer(value)
+
+    def _initializer(self, kind: str, place: int, shape: tuple[int, ...], dtype: ir.DataType) -> ir.Value:
+        if kind not in self.initializers:
+            name = f"{self._name}_{kind}"
+
+            def part() -> ir.TensorProtocol:
+                array = self._quantized()[place]
+                if kind == "zero_points":
+                    array = _packed_rows(array, self.quantization.bits)
+                return ir.Tensor(array.reshape(shape), name=name)
+
+            tensor = ir.LazyTensor(part, dtype=dtype, shape=ir.Shape(shape), name=name)
+            self.initializers[kind] = ir.Value(
+                name=name, shape=ir.Shape(shape), type=ir.TensorType(dtype), const_value=tensor
+            )
+        return self.initializers[kind]
+
+    def _quantized(self) -> tuple[Array, Array, Array]:
+        """Blocks, scales, zero points; kept until another matrix is asked for, since those of one are saved in a row."""
+        if _Packed._newest is not self:
+            weight = self._tensor.numpy()
+            _Packed._newest, _Packed._result_of_newest = None, None
+            result = _quantize(weight.T if self.transposed else weight, self.quantization)
+            _Packed._newest, _Packed._result_of_newest = self, result
+        assert _Packed._result_of_newest is not None
+        return _Packed._result_of_newest
+
+    _newest: ClassVar[_Packed | None] = None
+    _result_of_newest: ClassVar[tuple[Array, Array, Array] | None] = None
+
+
+def _packed_rows(array: Array, bits: int) -> Array:
+    """[N, n] uint8 with 8 / bits values a byte, the first in the low bits; a row starts with a byte of its own."""
+    if bits == 8:
+        return array
+    array = np.pad(array, ((0, 0), (0, array.shape[1] % 2)))
+    low, high = array[:, 0::2], array[:, 1::2]
+    return low | (high << np.uint8(4))
+
+
+def _quantize(weight: Array, quantization: WeightQuantization) -> tuple[Array, Array, Array]:
+    """weight: [K, N]. Returns blocks, scales, zero points."""
+    if quantization.method == "k_quant":
+        return _k_quant(weight, quantization)
+    from onnxruntime.quantization.matmul_nbits_quantizer import (
+        DefaultWeightOnlyQuantConfig,
+        DefaultWeightOnlyQuantizer,
+    )
+
+    config = DefaultWeightOnlyQuantConfig(
+        block_size=quantization.block_size, is_symmetric=True, bits=quantization.bits
+    )
+    kind = weight.dtype if weight.dtype in (np.float32, np.float16) else np.float32
+    blocks, scales, zero_points = DefaultWeightOnlyQuantizer(config).qbits_block_quant(
+        np.ascontiguousarray(weight, dtype=kind)
+    )
+    return blocks, scales, zero_points
+
+
+def _k_quant(weight: Array, quantization: WeightQuantization) -> tuple[Array, Array, Array]:
+    from onnxruntime.quantization.neural_compressor.weight_only import quant_tensor_k_quant_cpu
+
+    bits, size = quantization.bits, quantization.block_size
+    count, output_size = weight.shape[0] // size, weight.shape[1]
+    levels, scales, zero_points = quant_tensor_k_quant_cpu(np.ascontiguousarray(weight.T), bits, size)
+    blocks = _packed_rows(levels.astype(np.uint8).reshape(output_size * count, size), bits)
+    return blocks, scales.astype(weight.dtype), zero_points.astype(np.uint8).reshape(output_size, count)
+
+
+_Build = Callable[[ir.Graph, ir.Node, _Packed], None]
+
+
+def _weight_of(node: ir.Node) -> tuple[ir.Value, bool, _Build] | None:
+    """The constant matrix that a node reads, whether it is [N, K], and what replaces the node."""
+    if node.op_type in ("MatMul", "FusedMatMul"):
+        weight = node.inputs[1]
+        transposed = node.op_type == "FusedMatMul" and node.attributes.get_int("transB", 0) == 1
+        plain = node.op_type == "MatMul" or _only_transposed(node)
+        return (weight, transposed, _matmul) if plain and _is_matrix(weight) else None
+    if node.op_type == "Gather" and node.attributes.get_int("axis", 0) == 0 and _is_matrix(node.inputs[0]):
+        return node.inputs[0], True, _gather
+    return None
+
+
+def _only_transposed(node: ir.Node) -> bool:
+    attributes = node.attributes
+    return attributes.get_float("alpha", 1.0) == 1.0 and not any(
+        attributes.get_int(name, 0) for name in ("transA", "transBatchA", "transBatchB")
+    )
+
+
+def _is_matrix(value: ir.Value | None) -> bool:
+    if value is None or value.const_value is None or not value.is_initializer():
+        return False
+    floats = (ir.DataType.FLOAT, ir.DataType.FLOAT16)
+    return len(value.const_value.shape) == 2 and value.const_value.dtype in floats
+
+
+def _matrix_shape(value: ir.Value) -> tuple[int, int]:
+    rows, columns = value.const_value.shape  # type: ignore[union-attr]
+    return int(rows), int(columns)
+
+
+def _matmul(graph: ir.Graph, node: ir.Node, packed: _Packed) -> None:
+    inputs = [node.inputs[0], packed.blocks, packed.scales(by_block=False), packed.zero_points(by_block=False)]
+    attributes = {
+        "K": packed.input_size,
+        "N": packed.output_size,
+        "bits": packed.quantization.bits,
+        "block_size": packed.quantization.block_size,
+        "accuracy_level": _INT8_ACTIVATIONS,
+    }
+    _replace(graph, node, [_node("MatMulNBits", node, inputs, attributes)])
+
+
+def _gather(graph: ir.Graph, node: ir.Node, packed: _Packed) -> None:
+    """The lookup reads the blocks that MatMulNBits reads: a table [N, blocks, block size], of which it takes rows."""
+    inputs = [packed.blocks, node.inputs[1], packed.scales(by_block=True), packed.zero_points(by_block=True)]
+    attributes = {
+        "bits": packed.quantization.bits,
+        "block_size": packed.quantization.block_size,
+        "gather_axis": 0,
+        "quantize_axis": 2,
+    }
+    lookup = _node("GatherBlockQuantized", node, inputs, attributes)
+    rank = len(node.inputs[1].shape)  # type: ignore[union-attr,arg-type]
+    shape = ir.Tensor(np.array([0] * rank + [packed.input_size], np.int64), name=f"{node.name}_rows")
+    rows = ir.Value(name=shape.name, shape=ir.Shape((rank + 1,)), type=ir.TensorType(shape.dtype), const_value=shape)
+    graph.register_initializer(rows)
+    _replace(graph, node, [lookup, ir.Node("", "Reshape", [lookup.outputs[0], rows], name=f"{node.name}_rows")])
+
+
+def _node(op_type: str, old: ir.Node, inputs: list[ir.Value | None], attributes: dict[str, int]) -> ir.Node:
+    while inputs[-1] is None:
+        inputs.pop()
+    made = [ir.AttrInt64(name, value) for name, value in attributes.items()]
+    return ir.Node(_DOMAIN, op_type, inputs, made, name=f"{old.name}_packed")
+
+
+def _replace(graph: ir.Graph, old: ir.Node, new: list[ir.Node]) -> None:
+    """Put `new` in the place of `old`; the output of the last of them takes over name, shape and uses."""
+    output, replacement = old.outputs[0], new[-1].outputs[0]
+    replacement.shape, replacement.type = output.shape, output.type
+    graph.insert_before(old, new)
+    output.replace_all_uses_with(replacement, replace_graph_outputs=True)
+    graph.remove(old, safe=True)
+    replacement.name = output.name
