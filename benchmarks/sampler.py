@@ -196,7 +196,9 @@ def measure(
     return results
 
 
-def measure_sizes(vocab: int, batches: list[int], threads: int, seconds: float, folder: Path) -> list[dict[str, object]]:
+def measure_sizes(
+    vocab: int, batches: list[int], threads: int, seconds: float, folder: Path
+) -> list[dict[str, object]]:
     """Milliseconds for every pair of SIZES; the choice that `candidates.choose_sizes` makes must hold against these."""
     interface = Interface(vocab, ())
     sessions = {}
@@ -213,9 +215,7 @@ def measure_sizes(vocab: int, batches: list[int], threads: int, seconds: float, 
             for size, session in sessions.items():
                 calls["K = {}, C = {}".format(*size)] = sampler_call(session, interface, logits, mix)
             times = medians(calls, seconds)
-            results += [
-                {"vocab": vocab, "batch": batch, "mix": name, "name": n, "ms": ms} for n, ms in times.items()
-            ]
+            results += [{"vocab": vocab, "batch": batch, "mix": name, "name": n, "ms": ms} for n, ms in times.items()]
     return results
 
 
@@ -235,10 +235,7 @@ def write_sizes(results: list[dict[str, object]], output: Path, threads: int) ->
         "",
         "| V | B | mix | " + " | ".join(names) + " |",
         "|" + " --- |" * (3 + len(names)),
-        *(
-            f"| {v:,} | {b} | {m} | " + " | ".join(f"{cells[v, b, m, n]:.3f}" for n in names) + " |"
-            for v, b, m in keys
-        ),
+        *(f"| {v:,} | {b} | {m} | " + " | ".join(f"{cells[v, b, m, n]:.3f}" for n in names) + " |" for v, b, m in keys),
         "",
     ]
     output.parent.mkdir(parents=True, exist_ok=True)

@@ -115,6 +115,9 @@ class CheckpointModel:
         batch_size: int | None = None,
         ctx_len: int | None = None,
         dtype: str | None = None,
+        weights: str | None = None,
+        block_size: int = 32,
+        quantization_method: str = "rtn",
         overwrite: bool = False,
         progress: Progress | None = None,
     ) -> PackagedModel:
@@ -126,7 +129,15 @@ class CheckpointModel:
         checkpoint = replace(self._checkpoint, dtype=dtype) if dtype else self._checkpoint
         exported = self._export(checkpoint, None, False, progress)
         return exported.compile(
-            path, provider=provider, batch_size=batch_size, ctx_len=ctx_len, overwrite=overwrite, progress=progress
+            path,
+            provider=provider,
+            batch_size=batch_size,
+            ctx_len=ctx_len,
+            weights=weights,
+            block_size=block_size,
+            quantization_method=quantization_method,
+            overwrite=overwrite,
+            progress=progress,
         )
 
     def generate(self, inputs: Any, params: Any = None, **options: Any) -> GenerateOutput:
@@ -185,12 +196,16 @@ class PackagedModel:
         batch_size: int | None = None,
         ctx_len: int | None = None,
         dtype: str | None = None,
+        weights: str | None = None,
+        block_size: int = 32,
+        quantization_method: str = "rtn",
         overwrite: bool = False,
         progress: Progress | None = None,
     ) -> PackagedModel:
         """Compile this portable package for `provider` into `path`; None = a temporary folder.
 
-        See `exporters.compile.compile_package`. dtype: must be the package's; a package holds one dtype.
+        See `exporters.compile.compile_package`. dtype: must be the package's; a package holds one dtype. weights:
+        "int4" or "int8" to quantize them.
         """
         from qsample.exporters.compile import compile_package
 
@@ -206,6 +221,9 @@ class PackagedModel:
                 provider=provider,
                 batch_size=batch_size,
                 ctx_len=ctx_len,
+                weights=weights,
+                block_size=block_size,
+                quantization_method=quantization_method,
                 overwrite=overwrite,
                 progress=progress,
             )

@@ -120,6 +120,13 @@ def compile(
     ctx_len: Annotated[
         int | None, typer.Option(min=2, help="Tokens that a row holds. (default: the model's, at most 4096)")
     ] = None,
+    weights: Annotated[
+        str | None, typer.Option(metavar="int4|int8", help="Quantize the weights. (default: as exported)")
+    ] = None,
+    block_size: Annotated[int, typer.Option(help="Quantized weights that share a scale: 16 to 256.")] = 32,
+    quantization_method: Annotated[
+        str, typer.Option(metavar="rtn|k_quant", help="Nearest level, or a search for the best ones.")
+    ] = "rtn",
     overwrite: Overwrite = False,
 ) -> None:
     """Compile a package for one device: fused, its shapes bounded, tested there."""
@@ -128,7 +135,15 @@ def compile(
     source = _open(package)
     with cli_output.progress() as progress:
         compiled = source.compile(
-            out, provider=provider, batch_size=batch_size, ctx_len=ctx_len, overwrite=overwrite, progress=progress
+            out,
+            provider=provider,
+            batch_size=batch_size,
+            ctx_len=ctx_len,
+            weights=weights,
+            block_size=block_size,
+            quantization_method=quantization_method,
+            overwrite=overwrite,
+            progress=progress,
         )
     cli_output.written(compiled.package)
 

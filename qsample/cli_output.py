@@ -41,6 +41,10 @@ def progress() -> Iterator[Callable[[str, float], None]]:
 def written(package: Package) -> None:
     """Say on stderr what was written, and its path on stdout."""
     size = sum(entry.bytes for entry in package.manifest.files.values())
+    compilation = package.manifest.compilation
+    if compilation is not None and compilation.quantization is not None:
+        note(f"weights: {_quantization(compilation.quantization)}")
+        note(f"divergence from the float model: {_figures(compilation.quantization['divergence'])}")
     note(f"{package.manifest.kind} package of {package.manifest.source.model_id}, {format_size(size)}, written to")
     print(package.path)
 
@@ -162,9 +166,22 @@ def _facts(package: Package) -> Table:
             ("rows, context", f"{compilation.batch_size or 'any number of'} rows, {compilation.ctx_len} tokens"),
             ("self-test", _figures(compilation.self_test)),
         ]
+        if quantization := compilation.quantization:
+            rows += [
+                ("quantized", _quantization(quantization)),
+                ("divergence", _figures(quantization["divergence"])),
+            ]
     for name, value in rows:
         table.add_row(name, value)
     return table
+
+
+def _quantization(figures: Any) -> str:
+    mib_before, mib_after = (figures[f"bytes_{when}"] / 2**20 for when in ("before", "after"))
+    return (
+        f"{figures['dtype']} in blocks of {figures['block_size']} ({figures['method']}), "
+        f"{figures['matrices']} matrices, {mib_before:.1f} to {mib_after:.1f} MiB"
+    )
 
 
 def _figures(figures: Any) -> str:

@@ -40,7 +40,8 @@ class Compilation:
     """What a device package was compiled for.
 
     batch_size: most rows in one call; None = any number. ctx_len: capacity T. placement: execution provider → operator
-    → number of nodes. self_test: figures of the run that compared it with the portable graph.
+    → number of nodes. self_test: figures of the run that compared it with the portable graph. quantization: how the
+    weights were quantized, their bytes before and after, and the figures of `exporters.divergence`; None = not at all.
     """
 
     provider: str
@@ -50,6 +51,7 @@ class Compilation:
     placement: Mapping[str, Mapping[str, int]]
     self_test: Mapping[str, int]
     provider_options: Mapping[str, str] = field(default_factory=dict)
+    quantization: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,9 +11,10 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import onnx_ir as ir
 import onnxruntime as ort
 
-from qsample.contract import BATCH, BIASES, CAPACITY, STOPS, Interface, retained_name
+from qsample.contract import BATCH, BIASES, CAPACITY, LENGTHS, STOPS, Interface, retained_name
 
 Array = npt.NDArray[Any]
 
@@ -23,16 +24,26 @@ class GraphRunner:
 
     def __init__(
         self,
-        decoder: Path,
+        decoder: Path | ir.Model,
         initial_state: Path,
         interface: Interface,
         capacity: int,
         providers: tuple[str, ...] = ("CPUExecutionProvider",),
+        *,
+        folder: Path | None = None,
     ) -> None:
+        """folder: where a decoder that is given as a model has its external data."""
         options = ort.SessionOptions()
         options.log_severity_level = 3  # the runtime's warnings are about its own optimisations
-        self._decoder = ort.InferenceSession(decoder, options, providers=list(providers))
+        graph: Path | bytes
+        if isinstance(decoder, ir.Model):
+            options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder))
+            graph = ir.to_proto(decoder).SerializeToString()
+        else:
+            graph = decoder
+        self._decoder = ort.InferenceSession(graph, options, providers=list(providers))
         self._initial_state = ort.InferenceSession(initial_state, options, providers=["CPUExecutionProvider"])
+        self._input_names = {node.name for node in self._decoder.get_inputs()}
         self._output_names = [output.name for output in self._decoder.get_outputs()]
         self._interface = interface
         self._capacity = capacity
@@ -55,7 +66,7 @@ class GraphRunner:
         results = dict(zip(self._output_names, self._decoder.run(self._output_names, feeds), strict=True))
         for name in state:
             state[name] = results.get(retained_name(name), state[name])
-        if not self._interface.features.sampler:
+        if retained_name(LENGTHS.name) not in results:
             state["lengths"] = (state["lengths"] + lengths).astype(np.int32)
         return results
 
@@ -67,6 +78,8 @@ class GraphRunner:
         given = {**state, "input_ids": ids.astype(np.int64), "input_lengths": lengths.astype(np.int32)}
         feeds: dict[str, Array] = {}
         for tensor in (*spec.inputs, *spec.states):
+            if tensor.name not in self._input_names:  # a graph cut off at its logits has fewer
+                continue
             if tensor.name in given:
                 feeds[tensor.name] = given[tensor.name]
             else:

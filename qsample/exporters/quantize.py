@@ -1,22 +1,25 @@
 """A fused decode graph enters; the same graph with its weights in blocks of 4 or 8 bits leaves.
 
 Every constant matrix that a MatMul multiplies by becomes the operand of a MatMulNBits, and embedding tables become the
-operand of a GatherBlockQuantized; a tied table is packed once and both read it. The numbers come from ONNX Runtime's own
-quantizer, one matrix at a time and only when the graph is saved: weights may stay mapped from their files, and no more
-than one of them is in memory.
+operand of a GatherBlockQuantized; a tied table is packed once and both read it. The numbers come from ONNX Runtime's
+own quantizer, one matrix at a time and only when the graph is saved: weights may stay mapped from their files, and no
+more than one of them is in memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import ClassVar, Final
+from typing import Any, ClassVar, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
-Array = npt.NDArray[np.generic]
+Array = npt.NDArray[Any]
+Bytes = npt.NDArray[np.uint8]
 BITS: Final = {"int4": 4, "int8": 8}
 METHODS: Final = ("rtn", "k_quant")
 BLOCK_SIZES: Final = (16, 32, 64, 128, 256)
@@ -54,51 +57,56 @@ class QuantizationReport:
 def quantize_weights(model: ir.Model, quantization: WeightQuantization) -> QuantizationReport:
     """Quantize the weights of `model` in place; the packed ones are computed when the model is saved.
 
-    Matrices with an input size that is no multiple of the block size, and those smaller than one block, stay as they
-    are.
+    Matrices with an input size that is no multiple of the block size stay as they are.
     """
-    tables: dict[ir.Value, _Packed] = {}
+    packed: dict[ir.Value, _Packed] = {}
     before = after = 0
     for node in list(model.graph):
-        found = _weight_of(node)
-        if found is None:
+        matrix = _matrix_of(node)
+        if matrix is None or matrix.input_size % quantization.block_size:
             continue
-        value, transposed, build = found
-        rows, columns = _matrix_shape(value)
-        input_size = columns if transposed else rows
-        if input_size % quantization.block_size:
-            continue
-        packed = tables.setdefault(value, _Packed(value, transposed, quantization))
-        if packed.transposed == transposed:
-            build(model.graph, node, packed)
-    for value, packed in tables.items():
-        packed.register(model.graph)
-        before += value.const_value.nbytes  # type: ignore[union-attr]
-        after += packed.nbytes
+        found = packed.setdefault(matrix.value, _Packed(matrix, quantization))
+        if found.matrix.transposed == matrix.transposed:
+            (_gather if node.op_type == "Gather" else _matmul)(model.graph, node, found)
+    for value, found in packed.items():
+        found.register(model.graph)
+        before, after = before + found.matrix.tensor.nbytes, after + found.nbytes
         if not value.uses() and value.name is not None:
             model.graph.initializers.pop(value.name, None)
     model.opset_imports.setdefault(_DOMAIN, 1)
-    return QuantizationReport(len(tables), before, after)
+    return QuantizationReport(len(packed), before, after)
+
+
+class _Matrix(NamedTuple):
+    """A constant of the graph: [N, K] (`transposed`) or [K, N], with K the input size and N the output size."""
+
+    value: ir.Value
+    tensor: ir.TensorProtocol
+    transposed: bool
+
+    @property
+    def input_size(self) -> int:
+        return int(self.tensor.shape.numpy()[1 if self.transposed else 0])
+
+    @property
+    def output_size(self) -> int:
+        return int(self.tensor.shape.numpy()[0 if self.transposed else 1])
 
 
 class _Packed:
-    """A matrix [N, K] (`transposed`) or [K, N] as N rows of K / block_size blocks, and the initializers that hold it."""
+    """A matrix as N rows of K / block_size blocks, and the initializers that hold it."""
 
-    def __init__(self, value: ir.Value, transposed: bool, quantization: WeightQuantization) -> None:
-        rows, columns = _matrix_shape(value)
-        self.transposed = transposed
+    def __init__(self, matrix: _Matrix, quantization: WeightQuantization) -> None:
+        self.matrix = matrix
         self.quantization = quantization
-        self.output_size, self.input_size = (rows, columns) if transposed else (columns, rows)
+        self.output_size, self.input_size = matrix.output_size, matrix.input_size
         self.block_count = self.input_size // quantization.block_size
         self.initializers: dict[str, ir.Value] = {}
-        self._name = value.name
-        tensor = value.const_value
-        assert tensor is not None
-        self._tensor = tensor
+        self._tensors: list[ir.TensorProtocol] = []
 
     @property
     def nbytes(self) -> int:
-        return sum(value.const_value.nbytes for value in self.initializers.values())  # type: ignore[union-attr]
+        return sum(tensor.nbytes for tensor in self._tensors)
 
     @property
     def blocks(self) -> ir.Value:
@@ -110,7 +118,7 @@ class _Packed:
         """[N * K / block_size], dtype of the weight; by_block: [N, K / block_size, 1]."""
         count = self.output_size * self.block_count
         shape = (self.output_size, self.block_count, 1) if by_block else (count,)
-        return self._initializer("block_scales" if by_block else "scales", 1, shape, self._tensor.dtype)
+        return self._initializer("block_scales" if by_block else "scales", 1, shape, self.matrix.tensor.dtype)
 
     def zero_points(self, *, by_block: bool) -> ir.Value | None:
         """uint8, for MatMulNBits packed like the blocks; by_block: one byte each, [N, K / block_size, 1].
@@ -129,7 +137,7 @@ class _Packed:
 
     def _initializer(self, kind: str, place: int, shape: tuple[int, ...], dtype: ir.DataType) -> ir.Value:
         if kind not in self.initializers:
-            name = f"{self._name}_{kind}"
+            name = f"{self.matrix.value.name}_{kind}"
 
             def part() -> ir.TensorProtocol:
                 array = self._quantized()[place]
@@ -138,17 +146,18 @@ class _Packed:
                 return ir.Tensor(array.reshape(shape), name=name)
 
             tensor = ir.LazyTensor(part, dtype=dtype, shape=ir.Shape(shape), name=name)
+            self._tensors.append(tensor)
             self.initializers[kind] = ir.Value(
                 name=name, shape=ir.Shape(shape), type=ir.TensorType(dtype), const_value=tensor
             )
         return self.initializers[kind]
 
     def _quantized(self) -> tuple[Array, Array, Array]:
-        """Blocks, scales, zero points; kept until another matrix is asked for, since those of one are saved in a row."""
+        """Blocks, scales, zero points; kept until another matrix is asked for: those of one are saved in a row."""
         if _Packed._newest is not self:
-            weight = self._tensor.numpy()
+            weight = self.matrix.tensor.numpy()
             _Packed._newest, _Packed._result_of_newest = None, None
-            result = _quantize(weight.T if self.transposed else weight, self.quantization)
+            result = _quantize(weight.T if self.matrix.transposed else weight, self.quantization)
             _Packed._newest, _Packed._result_of_newest = self, result
         assert _Packed._result_of_newest is not None
         return _Packed._result_of_newest
@@ -157,27 +166,25 @@ class _Packed:
     _result_of_newest: ClassVar[tuple[Array, Array, Array] | None] = None
 
 
-def _packed_rows(array: Array, bits: int) -> Array:
+def _packed_rows(array: Bytes, bits: int) -> Bytes:
     """[N, n] uint8 with 8 / bits values a byte, the first in the low bits; a row starts with a byte of its own."""
     if bits == 8:
         return array
     array = np.pad(array, ((0, 0), (0, array.shape[1] % 2)))
-    low, high = array[:, 0::2], array[:, 1::2]
-    return low | (high << np.uint8(4))
+    return np.bitwise_or(array[:, 0::2], np.left_shift(array[:, 1::2], 4, dtype=np.uint8))
 
 
 def _quantize(weight: Array, quantization: WeightQuantization) -> tuple[Array, Array, Array]:
     """weight: [K, N]. Returns blocks, scales, zero points."""
     if quantization.method == "k_quant":
         return _k_quant(weight, quantization)
-    from onnxruntime.quantization.matmul_nbits_quantizer import (
-        DefaultWeightOnlyQuantConfig,
-        DefaultWeightOnlyQuantizer,
-    )
+    with _quiet_import():
+        from onnxruntime.quantization.matmul_nbits_quantizer import (
+            DefaultWeightOnlyQuantConfig,
+            DefaultWeightOnlyQuantizer,
+        )
 
-    config = DefaultWeightOnlyQuantConfig(
-        block_size=quantization.block_size, is_symmetric=True, bits=quantization.bits
-    )
+    config = DefaultWeightOnlyQuantConfig(block_size=quantization.block_size, is_symmetric=True, bits=quantization.bits)
     kind = weight.dtype if weight.dtype in (np.float32, np.float16) else np.float32
     blocks, scales, zero_points = DefaultWeightOnlyQuantizer(config).qbits_block_quant(
         np.ascontiguousarray(weight, dtype=kind)
@@ -185,8 +192,21 @@ def _quantize(weight: Array, quantization: WeightQuantization) -> tuple[Array, A
     return blocks, scales, zero_points
 
 
+@contextmanager
+def _quiet_import() -> Iterator[None]:
+    """ONNX Runtime's quantizers set the root logger to INFO when imported, which is not theirs to decide."""
+    root = logging.getLogger()
+    level, handlers = root.level, list(root.handlers)
+    try:
+        yield
+    finally:
+        root.setLevel(level)
+        root.handlers[:] = handlers
+
+
 def _k_quant(weight: Array, quantization: WeightQuantization) -> tuple[Array, Array, Array]:
-    from onnxruntime.quantization.neural_compressor.weight_only import quant_tensor_k_quant_cpu
+    with _quiet_import():
+        from onnxruntime.quantization.neural_compressor.weight_only import quant_tensor_k_quant_cpu
 
     bits, size = quantization.bits, quantization.block_size
     count, output_size = weight.shape[0] // size, weight.shape[1]
@@ -195,38 +215,29 @@ def _k_quant(weight: Array, quantization: WeightQuantization) -> tuple[Array, Ar
     return blocks, scales.astype(weight.dtype), zero_points.astype(np.uint8).reshape(output_size, count)
 
 
-_Build = Callable[[ir.Graph, ir.Node, _Packed], None]
-
-
-def _weight_of(node: ir.Node) -> tuple[ir.Value, bool, _Build] | None:
-    """The constant matrix that a node reads, whether it is [N, K], and what replaces the node."""
-    if node.op_type in ("MatMul", "FusedMatMul"):
-        weight = node.inputs[1]
-        transposed = node.op_type == "FusedMatMul" and node.attributes.get_int("transB", 0) == 1
-        plain = node.op_type == "MatMul" or _only_transposed(node)
-        return (weight, transposed, _matmul) if plain and _is_matrix(weight) else None
-    if node.op_type == "Gather" and node.attributes.get_int("axis", 0) == 0 and _is_matrix(node.inputs[0]):
-        return node.inputs[0], True, _gather
+def _matrix_of(node: ir.Node) -> _Matrix | None:
+    """The constant matrix that a node multiplies by or looks rows up in."""
+    if node.op_type == "MatMul":
+        return _constant(node.inputs[1], transposed=False)
+    if node.op_type == "FusedMatMul" and _is_plain(node):
+        return _constant(node.inputs[1], transposed=node.attributes.get_int("transB", 0) == 1)
+    if node.op_type == "Gather" and node.attributes.get_int("axis", 0) == 0:
+        return _constant(node.inputs[0], transposed=True)
     return None
 
 
-def _only_transposed(node: ir.Node) -> bool:
-    attributes = node.attributes
-    return attributes.get_float("alpha", 1.0) == 1.0 and not any(
-        attributes.get_int(name, 0) for name in ("transA", "transBatchA", "transBatchB")
-    )
+def _is_plain(node: ir.Node) -> bool:
+    """Whether a FusedMatMul does nothing but transpose its second operand, if that."""
+    others = (node.attributes.get_int(name, 0) for name in ("transA", "transBatchA", "transBatchB"))
+    return node.attributes.get_float("alpha", 1.0) == 1.0 and not any(bool(other) for other in others)
 
 
-def _is_matrix(value: ir.Value | None) -> bool:
+def _constant(value: ir.Value | None, *, transposed: bool) -> _Matrix | None:
     if value is None or value.const_value is None or not value.is_initializer():
-        return False
+        return None
+    tensor = value.const_value
     floats = (ir.DataType.FLOAT, ir.DataType.FLOAT16)
-    return len(value.const_value.shape) == 2 and value.const_value.dtype in floats
-
-
-def _matrix_shape(value: ir.Value) -> tuple[int, int]:
-    rows, columns = value.const_value.shape  # type: ignore[union-attr]
-    return int(rows), int(columns)
+    return _Matrix(value, tensor, transposed) if len(tensor.shape) == 2 and tensor.dtype in floats else None
 
 
 def _matmul(graph: ir.Graph, node: ir.Node, packed: _Packed) -> None:

@@ -111,7 +111,7 @@ class DecodeLoop:
         )
 
     def set_parameter(self, name: str, values: Array) -> None:
-        """Replace a parameter's values, of every row, from the next call on. values: as `Interface.parameters` has it."""
+        """Replace a parameter's values, of every row, from the next call on. values: as `Interface.parameters` says."""
         self._shared[name].write(values)
 
     def prefill(self, prompts: Sequence[Array], chunk_size: int | None = None) -> Step:

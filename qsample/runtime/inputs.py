@@ -14,6 +14,7 @@ from qsample.runtime.state import Array
 from qsample.runtime.text import Tokenizer
 from qsample.sampling_params import SamplingParams
 
+
 class AllowedTokensFn(Protocol):
     """Guided decoding: writes the mask of every next token into one array, which keeps its values between calls."""
 

@@ -16,6 +16,7 @@ from typing import Protocol
 
 from qsample.contract import Interface
 from qsample.errors import CompileError
+from qsample.exporters.quantize import QuantizationReport, WeightQuantization
 
 ENTRY_POINTS = "qsample.targets"
 
@@ -24,18 +25,23 @@ ENTRY_POINTS = "qsample.targets"
 class CompileOptions:
     """What a device package is compiled for.
 
-    batch_size: most rows in one call; None = any number. ctx_len: capacity T of the state buffers, in tokens.
+    batch_size: most rows in one call; None = any number. ctx_len: capacity T of the state buffers, in tokens. weights:
+    how to quantize them; None = as they were exported.
     """
 
     batch_size: int | None
     ctx_len: int
+    weights: WeightQuantization | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Which execution provider runs which nodes: provider → operator type → how many."""
+    """What a target did. nodes: which execution provider runs what: provider → operator type → how many.
+    quantization: what became of the weights, where that was asked for."""
 
     nodes: Mapping[str, Mapping[str, int]]
+
+    quantization: QuantizationReport | None = None
 
     def count(self, provider: str) -> int:
         return sum(self.nodes.get(provider, {}).values())

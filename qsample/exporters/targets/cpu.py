@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -12,6 +13,7 @@ from qsample.contract import BATCH, CAPACITY, Interface
 from qsample.errors import CompileError
 from qsample.exporters.fusion import fuse
 from qsample.exporters.ort_optimize import optimize_offline
+from qsample.exporters.quantize import quantize_weights
 from qsample.exporters.shapes import fix_axes
 from qsample.exporters.targets import CompileOptions, Placement
 
@@ -37,13 +39,14 @@ class CpuTarget:
         model = ir.load(decoder)
         fix_axes(model, {CAPACITY: options.ctx_len} | ({BATCH: 1} if options.batch_size == 1 else {}))
         fuse(model, self.name)
+        report = quantize_weights(model, options.weights) if options.weights is not None else None
         ir.save(model, fused, external_data="fused.onnx.data")
         # EXTENDED holds what every CPU of the architecture runs; ALL adds layouts of the very machine that compiles.
         level = ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
         placement = optimize_offline(fused, folder / "decoder.onnx", self.execution_providers, level)
         fused.unlink()
         (folder / "fused.onnx.data").unlink(missing_ok=True)
-        return placement
+        return replace(placement, quantization=report)
 
 
 TARGET = CpuTarget()

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-
 _SUM_WEIGHT = 2.0**-24
 
 

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-
 _FAR = 2**31 - 1  # beyond every top_k - 1
 _LEAST_TEMPERATURE = torch.finfo(torch.float32).tiny  # the smallest whose reciprocal is finite
 

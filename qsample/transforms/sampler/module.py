@@ -8,7 +8,16 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from qsample.contract import ADJUSTED_LOGITS, INVALID_LOGITS, LENGTH, RUNNING, STALLED, STOPPED, Interface, retained_name
+from qsample.contract import (
+    ADJUSTED_LOGITS,
+    INVALID_LOGITS,
+    LENGTH,
+    RUNNING,
+    STALLED,
+    STOPPED,
+    Interface,
+    retained_name,
+)
 from qsample.transforms.sampler import candidates, features, filters, history, penalties, tiers
 from qsample.transforms.sampler.candidates import Chunks
 from qsample.transforms.sampler.control import Tensors, branch
@@ -183,7 +192,7 @@ class Sampler(nn.Module):
         drawing: Tensor,
         emitted: Tensor,
     ) -> Tensor:
-        """sampling ⊇ drawing ⊇ emitted, [B, 1] bool: rows asked for a token, those with a valid choice, with a token."""
+        """Rows asked for a token (sampling), those of them with a choice (drawing), those with a token (emitted)."""
         stopped = (token == column["stop_ids"]).any(-1, keepdim=True)
         full = total + 1 >= column["max_length"].clamp(max=column["tokens"].shape[1])
         status = torch.where(stopped, STOPPED, full * LENGTH)

@@ -88,8 +88,8 @@ def narrow(chunks: Chunks, total: Tensor, rows: Rows, num_candidates: int, vocab
     token = draw.draw_candidates(ids, masses, rows.uniform)
     if num_candidates >= vocab:
         return Draw(token, threshold, torch.zeros_like(rows.random))
-    # The last candidate tells of the tokens beyond. Where top-k comes before top-p it must fail top-k already: survivors
-    # out of sight, ties or a larger k, make a nucleus of unknown size, since its normaliser is unknown.
+    # The last candidate tells of the tokens beyond. Where top-k comes before top-p it must fail top-k already:
+    # survivors out of sight, ties or a larger k, make a nucleus of unknown size, since its normaliser is unknown.
     told = torch.where(rows.has_top_k & rows.has_top_p, passed_top_k[:, -1:], masses[:, -1:])
     return Draw(token, threshold, told > 0)
 
@@ -119,6 +119,7 @@ def _replaced(draw: Draw, other: Tensors) -> Tensors:
 
 def _wide_searched(logits: Tensor, rows: Rows) -> Draw:
     """Draw from the tokens of the whole vocabulary that pass the filters, where the threshold search succeeds."""
+
     def find_top_k() -> Tensors:
         largest = logits.topk(min(SORT_SIZE, logits.shape[1]), dim=-1).values
         return (filters.top_k_threshold(largest, rows.last_rank),)

@@ -1,0 +1,114 @@
+"""Two decode graphs of one model enter, the second with quantized weights; how far its distributions are off leaves.
+
+The text is the first graph's own, sampled at temperature 1 from random first tokens: what the model itself finds
+natural, for any model and without a corpus. Both graphs read the same tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import onnx_ir as ir
+
+from qsample.contract import LOGITS, Interface, retained_name
+from qsample.exporters.graph_runner import Array, GraphRunner
+
+ROWS: Final = 4
+STEPS: Final = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Divergence:
+    """Means over `tokens` tokens of the float graph's own text.
+
+    kl: Kullback-Leibler divergence of the quantized from the float distribution, nats a token. agreement: share of
+    tokens where both have the same argmax. perplexity, quantized_perplexity: exp of the mean negative log-likelihood.
+    """
+
+    tokens: int
+    kl: float
+    agreement: float
+    perplexity: float
+    quantized_perplexity: float
+
+
+def measure_divergence(
+    reference: Path,
+    quantized: Path,
+    initial_state: Path,
+    interface: Interface,
+    capacity: int,
+    progress: Callable[[float], None] | None = None,
+) -> Divergence:
+    """Compare the logits of two `decoder.onnx` files with the same `interface`.
+
+    capacity: tokens of state a row, at least 2. progress: called with the fraction done, in [0, 1].
+    """
+    runners = [_logits_runner(path, initial_state, interface, capacity) for path in (reference, quantized)]
+    states = [runner.start(ROWS) for runner in runners]
+    rng = np.random.default_rng(0)
+    ids = rng.integers(0, interface.vocab_size, (ROWS, 1))
+    steps = min(STEPS, capacity - 1)
+    kl = likelihood = quantized_likelihood = 0.0
+    same = 0
+    for step in range(steps):
+        log_p, log_q = (
+            _log_softmax(runner.step(ids, np.ones(ROWS), state)[LOGITS.name])
+            for runner, state in zip(runners, states, strict=True)
+        )
+        p = np.exp(log_p)
+        kl += float(np.where(p > 0, p * (log_p - log_q), 0.0).sum())
+        same += int((log_p.argmax(-1) == log_q.argmax(-1)).sum())
+        # Inverse CDF of the float distribution.
+        cumulative = p.cumsum(-1)
+        chosen = (cumulative < rng.random((ROWS, 1)) * cumulative[:, -1:]).sum(-1, keepdims=True)
+        ids = np.minimum(chosen, interface.vocab_size - 1)
+        likelihood += float(np.take_along_axis(log_p, ids, -1).sum())
+        quantized_likelihood += float(np.take_along_axis(log_q, ids, -1).sum())
+        if progress is not None:
+            progress((step + 1) / steps)
+    total = steps * ROWS
+    return Divergence(
+        tokens=total,
+        kl=kl / total,
+        agreement=same / total,
+        perplexity=float(np.exp(-likelihood / total)),
+        quantized_perplexity=float(np.exp(-quantized_likelihood / total)),
+    )
+
+
+def logits_graph(model: ir.Model, interface: Interface) -> ir.Model:
+    """`model`, a decode graph, cut off at its logits: their value and the cache are the outputs; in place.
+
+    Inputs that only the sampler reads go, too.
+    """
+    graph = model.graph
+    outputs = {value.name: value for node in graph for value in node.outputs}
+    kept = [outputs[name] for name in (LOGITS.name, *(retained_name(state.name) for state in interface.cache_states))]
+    graph.outputs[:] = kept
+    needed: set[ir.Node] = set()
+    waiting = [value.producer() for value in kept]
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in needed:
+            needed.add(node)
+            waiting += [value.producer() for value in node.inputs if value is not None]
+    graph.remove([node for node in graph if node not in needed], safe=False)
+    read = {value for node in needed for value in node.inputs}
+    graph.inputs[:] = [value for value in graph.inputs if value in read]
+    return model
+
+
+def _logits_runner(decoder: Path, initial_state: Path, interface: Interface, capacity: int) -> GraphRunner:
+    model = ir.load(decoder)
+    return GraphRunner(logits_graph(model, interface), initial_state, interface, capacity, folder=decoder.parent)
+
+
+def _log_softmax(logits: Array) -> Array:
+    shifted = logits.astype(np.float64) - logits.max(-1, keepdims=True)
+    result: Array = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+    return result
