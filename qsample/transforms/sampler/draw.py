@@ -2,9 +2,9 @@
 
 The weights are float32 and summed in float64, but for blocks of some hundred tokens of a whole vocabulary, whose order
 of summation is fixed: so a token does not depend on the shape of the batch, and on the path that found the survivors
-only where u lies within float rounding of a boundary. Sums in float64 also make the draw safe at its ends: u * total is
-below the total for every u <= 1 - 2**-24, so a token of positive weight is found, and a token of zero weight never moves
-the running sum past the target.
+only where u lies within float rounding of a boundary. Sums in float64 also make the draw safe at its ends: u * total
+is below the total for every u <= 1 - 2**-24, so a token of positive weight is found, and a token of zero weight never
+moves the running sum past the target.
 """
 
 from __future__ import annotations
