@@ -151,8 +151,8 @@ def _check_divergence(divergence: Divergence, weights: WeightQuantization) -> No
         raise CompileError(
             f"{weights.bits}-bit weights in blocks of {weights.block_size} ({weights.method}) change the model too "
             f"much: {divergence.kl:.3f} nats a token from the float distribution (at most {MAX_DIVERGENCE}), "
-            f"perplexity {divergence.quantized_perplexity:.4g} instead of {divergence.perplexity:.4g}; take int8, smaller blocks, "
-            "or quantization_method='k_quant'"
+            f"perplexity {divergence.quantized_perplexity:.4g} instead of {divergence.perplexity:.4g}; take "
+            "int8, smaller blocks, or quantization_method='k_quant'"
         )
 
 
