@@ -1,4 +1,4 @@
-"""The command line: `qsample export | compile | generate | inspect`. It parses and calls, nothing else.
+"""The command line: `qsample export | compile | generate | bench | inspect`. It parses and calls, nothing else.
 
 Heavy modules are imported inside the commands, so that `qsample --help` answers at once. Results go to stdout;
 progress, figures and errors to stderr. Exit status: 0 done, 1 error, 2 wrong usage, 130 interrupted.
@@ -11,6 +11,7 @@ import logging
 import os
 import re
 import sys
+import time
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
@@ -229,6 +230,55 @@ def generate(
     cli_output.note(cli_output.figures(output))
     if "invalid" in output.finish_reasons:
         raise QsampleError("the model gave NaN or infinite logits, and a row ended there")
+
+
+@app.command(
+    epilog="[bold]Examples[/bold]\n\n"
+    "qsample bench qwen3-cpu --batch 1 --batch 8 --prompt-tokens 512\n\n"
+    "qsample bench qwen3-cpu --temperature 0.8 --top-p 0.9 --json"
+)
+def bench(
+    package: Annotated[str, typer.Argument(metavar="PACKAGE_OR_MODEL", help="Package, checkpoint or hub id.")],
+    batch: Annotated[list[int] | None, typer.Option(min=1, help="Rows; may be repeated. (default: 1)")] = None,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Length of every prompt.")] = 64,
+    new_tokens: Annotated[int, typer.Option(min=1, help="Decode steps to time.")] = 64,
+    repetitions: Annotated[int, typer.Option(min=1, help="Generations to time, after one to warm up.")] = 3,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    top_k: Annotated[int, typer.Option(help="0 is off.")] = 0,
+    top_p: Annotated[float, typer.Option(help="1 is off.")] = 1.0,
+    min_p: Annotated[float, typer.Option(help="0 is off.")] = 0.0,
+    repetition_penalty: Annotated[float, typer.Option(help="1 is off.")] = 1.0,
+    provider: Annotated[
+        str | None, typer.Option(help="Execution provider. (default: what it was compiled for, else cpu)")
+    ] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads. (default: ONNX Runtime's choice)")] = None,
+    as_json: Json = False,
+) -> None:
+    """Time a package: first token, prefill, decode steps, memory."""
+    from qsample import cli_output
+    from qsample.runtime import load
+    from qsample.runtime.bench import measure
+    from qsample.sampling_params import SamplingParams
+
+    try:
+        params = SamplingParams(
+            temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty
+        )
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    opened = _open_exported(package, provider)  # kept: a temporary export lives as long as this
+    start = time.perf_counter()
+    model = load(opened.package.path, provider, intra_op_num_threads=threads, verify=False)
+    load_seconds = time.perf_counter() - start
+    measurements = []
+    with cli_output.progress() as progress:
+        for place, rows in enumerate(batches := batch or [1]):
+            progress(f"{rows} rows", place / len(batches))
+            measurements.append(measure(model, rows, prompt_tokens, new_tokens, params, repetitions))
+    if as_json:
+        typer.echo(json.dumps(cli_output.describe_bench(opened.package, measurements, load_seconds), indent=2))
+    else:
+        cli_output.show_bench(opened.package, measurements, load_seconds)
 
 
 @app.command(

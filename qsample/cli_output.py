@@ -18,6 +18,7 @@ from qsample.package import Package
 
 if TYPE_CHECKING:
     from qsample.runtime import GenerateOutput
+    from qsample.runtime.bench import Measurement
 
 _LAYERS_SHOWN: Final = 1  # caches of further layers are counted, not listed
 _WIDTH_OF_A_FILE: Final = 120
@@ -221,6 +222,49 @@ def _meaning(spec: TensorSpec, graph: GraphSpec) -> str:
     off = "" if told else f" (off: {spec.off if spec.dtype == 'float32' else int(spec.off or 0)})"
     after = f" → {graph.retained[spec.name]}" if spec.name in graph.retained else ""
     return spec.meaning + off + after
+
+
+def describe_bench(package: Package, measurements: Sequence[Measurement], load_seconds: float) -> dict[str, Any]:
+    """A benchmark as one JSON-ready dict; see `runtime.bench`."""
+    from qsample.runtime.bench import peak_memory_bytes
+
+    return {
+        "package": str(package.path),
+        "package_bytes": sum(entry.bytes for entry in package.manifest.files.values()),
+        "load_seconds": load_seconds,
+        "peak_memory_bytes": peak_memory_bytes(),
+        "measurements": [asdict(measurement) for measurement in measurements],
+    }
+
+
+def show_bench(package: Package, measurements: Sequence[Measurement], load_seconds: float) -> None:
+    """Print a benchmark on stdout."""
+    facts = describe_bench(package, measurements, load_seconds)
+    prompt, new = measurements[0].prompt_tokens, measurements[0].new_tokens
+    table = _table(
+        f"{package.path}: {prompt} prompt tokens, {new} decode steps",
+        "rows",
+        "TTFT, ms",
+        "prefill, tok/s",
+        "step, ms",
+        "p90, ms",
+        "decode, tok/s",
+    )
+    for m in measurements:
+        table.add_row(
+            str(m.rows),
+            f"{m.first_token_ms:.1f}",
+            f"{m.prefill_tokens_per_second:.0f}",
+            f"{m.decode_ms:.2f}",
+            f"{m.decode_ms_p90:.2f}",
+            f"{m.tokens_per_second:.1f}",
+        )
+    console = Console()
+    console.print(table)
+    console.print(
+        f"loaded in {load_seconds:.2f} s; {format_size(facts['package_bytes'])} on disk, "
+        f"{format_size(facts['peak_memory_bytes'])} of memory at the peak"
+    )
 
 
 def _table(title: str, *columns: str) -> Table:

@@ -50,11 +50,11 @@ def run(capsys: pytest.CaptureFixture[str]) -> Any:
 def test_help_lists_the_commands(run: Any) -> None:
     status, out, err = run("--help")
     assert (status, err) == (0, "")
-    for command in ("export", "compile", "generate", "inspect"):
+    for command in ("export", "compile", "generate", "bench", "inspect"):
         assert re.search(rf"\b{command}\b", out)
 
 
-@pytest.mark.parametrize("command", ["export", "compile", "generate", "inspect"])
+@pytest.mark.parametrize("command", ["export", "compile", "generate", "bench", "inspect"])
 def test_help_of_a_command_has_examples(run: Any, command: str) -> None:
     status, out, err = run(command, "--help")
     assert (status, err) == (0, "")

@@ -61,14 +61,14 @@ class CausalLM:
     """A loaded package.
 
     package: where it came from. tokenizer: None where it was exported without one. generation_config: the model's own
-    sampling defaults.
+    sampling defaults. sessions: the graphs.
     """
 
     def __init__(self, package: Package, sessions: Sessions, ctx_len: int | None = None) -> None:
         self.package = package
         self.tokenizer = Tokenizer.of(package)
         self.generation_config: Mapping[str, Any] = package.read_json("generation_config.json")
-        self._sessions = sessions
+        self.sessions = sessions
         compilation = package.manifest.compilation
         self._ctx_len = compilation.ctx_len if compilation else ctx_len
         self._batch_size = compilation.batch_size if compilation else None
@@ -123,13 +123,14 @@ class CausalLM:
         check_count("prefill_chunk_size", prefill_chunk_size)
 
         lengths = [len(row) for row in rows]
-        capacity = self._capacity(row_params, lengths)
+        needed = max(row.total_length(length) for row, length in zip(row_params, lengths, strict=True))
+        capacity = self.capacity(needed)
         arrays = parameter_arrays(interface, row_params, lengths, capacity, manifest.token_ids.eos, allowed_tokens)
         guide: AllowedTokensFn | None = allowed_tokens if callable(allowed_tokens) else None
         if guide is not None:
             guide(None, arrays[ALLOWED_TOKENS.name])
         started = time.perf_counter()
-        loop = DecodeLoop(self._sessions, arrays, seeds, capacity, in_place=in_place)
+        loop = DecodeLoop(self.sessions, arrays, seeds, capacity, in_place=in_place)
         collector = Collector(len(rows))
         prefilled = started
         if streamer is not None:
@@ -161,12 +162,12 @@ class CausalLM:
             raise ValueError(f"{len(params)} SamplingParams were given for {rows} prompts; give one, or one for each")
         return list(params)
 
-    def _capacity(self, params: Sequence[SamplingParams], lengths: Sequence[int]) -> int:
-        """T: fixed by the package or `load`, otherwise what the rows need, rounded up."""
+    def capacity(self, tokens: int) -> int:
+        """T for rows of `tokens` tokens: fixed by the package or `load`, otherwise that many, rounded up; at most what
+        the model knows."""
         if self._ctx_len is not None:
             return self._ctx_len
-        needed = max(row.total_length(length) for row, length in zip(params, lengths, strict=True))
-        rounded = -(-needed // _CAPACITY_STEP) * _CAPACITY_STEP
+        rounded = -(-tokens // _CAPACITY_STEP) * _CAPACITY_STEP
         limit = self.package.manifest.max_position_embeddings
         return rounded if limit is None else min(rounded, limit)
 

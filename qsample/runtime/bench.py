@@ -1,0 +1,112 @@
+"""A loaded package enters; how fast it prefills and decodes leaves."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Final
+
+import numpy as np
+
+from qsample.runtime.decode_loop import DecodeLoop
+from qsample.runtime.inputs import parameter_arrays
+from qsample.runtime.model import CausalLM
+from qsample.sampling_params import SamplingParams
+
+_WARM_UP_STEPS: Final = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """One batch size. Times in milliseconds.
+
+    rows: prompts in the batch. prompt_tokens: of each row. new_tokens: decode steps that were timed.
+    first_token_ms: from the prompts to the first token of every row, median of the repetitions.
+    prefill_tokens_per_second: prompt tokens of all rows over that time. decode_ms, decode_ms_p90: a decode step, median
+    and 90th percentile of all steps. tokens_per_second: of all rows together, at the median step.
+    """
+
+    rows: int
+    prompt_tokens: int
+    new_tokens: int
+    first_token_ms: float
+    prefill_tokens_per_second: float
+    decode_ms: float
+    decode_ms_p90: float
+    tokens_per_second: float
+
+
+def measure(
+    model: CausalLM,
+    rows: int = 1,
+    prompt_tokens: int = 64,
+    new_tokens: int = 64,
+    params: SamplingParams | None = None,
+    repetitions: int = 3,
+) -> Measurement:
+    """Generate from random prompts and time every call.
+
+    Args:
+        rows, prompt_tokens, new_tokens, repetitions: at least 1.
+        params: how to sample; None = greedily. Stop tokens are ignored, so that every row runs to its end.
+
+    Raises ValueError where the prompt and the new tokens do not fit the model.
+    """
+    counts = {"rows": rows, "prompt_tokens": prompt_tokens, "new_tokens": new_tokens, "repetitions": repetitions}
+    for name, value in counts.items():
+        if value < 1:
+            raise ValueError(f"{name} is {value}; it must be at least 1")
+    needed = prompt_tokens + new_tokens + _WARM_UP_STEPS + 1
+    capacity = model.capacity(needed)
+    if capacity < needed:
+        raise ValueError(
+            f"{prompt_tokens} prompt tokens, {new_tokens} new ones and {_WARM_UP_STEPS + 1} to warm up need {needed} "
+            f"places, and a row of this package has {capacity}; give fewer, or compile with a larger ctx_len"
+        )
+    interface = model.interface
+    prompts = list(np.random.default_rng(0).integers(0, interface.vocab_size, (rows, prompt_tokens)))
+    row = params or SamplingParams(temperature=0)
+    arrays = parameter_arrays(interface, [row] * rows, [prompt_tokens] * rows, capacity, ())
+    arrays["stop_ids"][:] = -1
+    arrays["max_length"][:] = capacity
+    arrays["min_length"][:] = 0
+
+    first_token: list[float] = []
+    steps: list[float] = []
+    for repetition in range(repetitions + 1):  # the first one warms up
+        loop = DecodeLoop(model.sessions, arrays, list(range(rows)), capacity)
+        first = _seconds(partial(loop.prefill, prompts))
+        taken = [_seconds(loop.decode) for _ in range(_WARM_UP_STEPS + new_tokens)][_WARM_UP_STEPS:]
+        if repetition:
+            first_token.append(first)
+            steps += taken
+    first, step = float(np.median(first_token)), float(np.median(steps))
+    return Measurement(
+        rows=rows,
+        prompt_tokens=prompt_tokens,
+        new_tokens=new_tokens,
+        first_token_ms=1e3 * first,
+        prefill_tokens_per_second=rows * prompt_tokens / first,
+        decode_ms=1e3 * step,
+        decode_ms_p90=1e3 * float(np.percentile(steps, 90)),
+        tokens_per_second=rows / step,
+    )
+
+
+def peak_memory_bytes() -> int:
+    """The most memory that this process has held at once, mapped files included; 0 where that is unknown."""
+    try:
+        import resource
+    except ImportError:  # Windows has none
+        return 0
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start

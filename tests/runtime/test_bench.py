@@ -1,0 +1,70 @@
+"""`qsample bench`: consistent figures of the runs that it was asked for, and clear errors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from qsample.cli import run
+from qsample.runtime import CausalLM, SamplingParams
+from qsample.runtime import bench as bench_module
+from qsample.runtime.bench import measure
+from qsample.runtime.decode_loop import DecodeLoop
+from tests.runtime.fake_package import MAX_POSITIONS, fake_package
+
+
+@pytest.mark.parametrize("sampler", [True, False])
+def test_figures(sampler: bool, fake_model: Callable[..., CausalLM], monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = {"prefill": 0, "decode": 0}
+    for name in calls:
+
+        def counted(self: DecodeLoop, *arguments: object, name: str = name, plain: object = getattr(DecodeLoop, name)):  # type: ignore[no-untyped-def]
+            calls[name] += 1
+            step = plain(self, *arguments)  # type: ignore[operator]
+            assert step.emitted.all()  # no row stops early: every step is a full one
+            return step
+
+        monkeypatch.setattr(DecodeLoop, name, counted)
+    found = measure(fake_model(sampler=sampler), 3, 5, 7, SamplingParams(temperature=1.0, eos_token_id=range(300)), 2)
+    assert (found.rows, found.prompt_tokens, found.new_tokens) == (3, 5, 7)
+    assert calls == {"prefill": 3, "decode": 3 * (7 + bench_module._WARM_UP_STEPS)}
+    assert found.tokens_per_second == pytest.approx(3 * 1000 / found.decode_ms)
+    assert found.prefill_tokens_per_second == pytest.approx(3 * 5 * 1000 / found.first_token_ms)
+    assert 0 < found.decode_ms <= found.decode_ms_p90
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rows": 0}, "rows is 0"),
+        ({"prompt_tokens": 0}, "prompt_tokens is 0"),
+        ({"new_tokens": 0}, "new_tokens is 0"),
+        ({"repetitions": 0}, "repetitions is 0"),
+        (
+            {"prompt_tokens": MAX_POSITIONS - 10, "new_tokens": 10},
+            f"need {MAX_POSITIONS + 4} places, .* has {MAX_POSITIONS}",
+        ),
+    ],
+)
+def test_wrong_options(options: dict[str, int], message: str, fake_model: Callable[..., CausalLM]) -> None:
+    with pytest.raises(ValueError, match=message):
+        measure(fake_model(), **options)
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    package = fake_package(tmp_path / "package")
+    arguments = ["bench", str(package.path), "--new-tokens", "4", "--prompt-tokens", "3", "--repetitions", "1"]
+    assert run([*arguments, "--batch", "1", "--batch", "2", "--temperature", "0.7", "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert [row["rows"] for row in shown["measurements"]] == [1, 2]
+    assert shown["load_seconds"] > 0
+    assert shown["package_bytes"] == sum(entry.bytes for entry in package.manifest.files.values())
+    assert shown["peak_memory_bytes"] > 10 * 2**20
+
+    assert run(arguments) == 0
+    assert "decode, tok/s" in capsys.readouterr().out
+    assert run([*arguments, "--top-p", "2"]) == 2
+    assert "top_p is 2" in capsys.readouterr().err
