@@ -1,30 +1,31 @@
-"""What the sampler costs in a decode step of a 0.6B-parameter int4 model: both graphs timed in alternation, in one run.
+"""What the sampler costs in a decode step: a package's graph, in turn with the same graph cut off at its logits.
 
-    python benchmarks/sampler_share.py --keep FOLDER [--threads 2] [--steps 100]
+    qsample export MODEL exported && qsample compile exported compiled --weights int4 --ctx-len 2048
+    python benchmarks/sampler_share.py compiled --batch 1 4
 
-Builds a Qwen3-0.6B-shaped model of random weights, exports it with logits out, quantizes every MatMul to 4 bits (block
-32) with ONNX Runtime's own quantizer, and runs it in turn with the sampler graph on its logits. FOLDER keeps the two
-graphs for another run: building them takes some minutes and about 7 GB. Prints medians and the sampler's share.
+Both run in one process, one step each in turn, over the same cache, in the middle of a generation: HISTORY tokens a
+row. Every state is bound in place but `lengths`, so that every step is the same. The difference of the medians is the
+sampler's; it is small beside the noise of a shared machine, so let it run long, and look at the spread.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
-import tempfile
 import time
 from pathlib import Path
 
 import numpy as np
+import onnx_ir as ir
 import onnxruntime as ort
 from rich.console import Console
+from rich.progress import track
 from rich.table import Table
 
-from qsample.contract import BATCH, BIASES, CAPACITY, SEQUENCE, STOPS, Features, GraphSpec, Interface, KeyValueShape
+from qsample.contract import BATCH, BIASES, CAPACITY, SEQUENCE, STOPS, Interface
+from qsample.exporters.divergence import logits_graph
+from qsample.package import read_package
 
-CONTEXT, HISTORY = 2048, 1024  # tokens that a row holds, and that it has when it is timed
-LAYERS, VOCAB = 28, 151936
-INTERFACE = Interface(VOCAB, (KeyValueShape(8, 128),) * LAYERS, features=Features(sampler=False))
+HISTORY = 1024
 MIXES: dict[str, dict[str, float]] = {
     "greedy": {"temperature": 0.0},
     "top-k 50, top-p 0.95": {"temperature": 0.8, "top_k": 50, "top_p": 0.95},
@@ -37,124 +38,90 @@ MIXES: dict[str, dict[str, float]] = {
         "presence_penalty": 0.2,
         "frequency_penalty": 0.1,
     },
+    "temperature alone": {"temperature": 0.8},
 }
 
 
-def build(folder: Path) -> None:
-    """Write `decoder.onnx` (int4, logits out) and `sampler.onnx` for the Qwen3-0.6B shape into `folder`."""
-    import logging
+def open_sessions(decoder: Path, interface: Interface, threads: int) -> tuple[ort.InferenceSession, ...]:
+    """The graph as it is, and cut off at its logits."""
 
-    import onnx
-    import onnx_ir as ir
-    import torch
-    from onnxruntime.quantization.matmul_nbits_quantizer import DefaultWeightOnlyQuantConfig, MatMulNBitsQuantizer
-    from transformers import AutoConfig, AutoModelForCausalLM
+    def options() -> ort.SessionOptions:
+        made = ort.SessionOptions()
+        made.intra_op_num_threads = threads
+        made.log_severity_level = 3
+        # Two idle pools of spinning threads would take the cores from the graph that runs.
+        made.add_session_config_entry("session.force_spinning_stop", "1")
+        return made
 
-    from qsample.exporters.export import export_model
-    from qsample.exporters.fusion import fuse
-    from qsample.exporters.shapes import fix_axes
-
-    logging.disable(logging.WARNING)  # the quantizer turns every library's logging on
-    config = AutoConfig.for_model(
-        "qwen3",
-        hidden_size=1024,
-        intermediate_size=3072,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=16,
-        num_key_value_heads=8,
-        head_dim=128,
-        vocab_size=VOCAB,
-        max_position_embeddings=CONTEXT,
-        tie_word_embeddings=False,  # a tied head is a transposed MatMul, which the quantizer passes over
-    )
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        fused = Path(scratch) / "fused.onnx"
-        package = export_model(model, None, Path(scratch) / "package", INTERFACE.features, model_id="random")
-        graph = fuse(fix_axes(ir.load(package.path / "decoder.onnx"), {CAPACITY: CONTEXT}), "cpu")
-        ir.save(graph, fused, external_data="fused.onnx.data")
-        config_4_bits = DefaultWeightOnlyQuantConfig(
-            block_size=32, is_symmetric=True, accuracy_level=4, op_types_to_quantize=("MatMul", "Gather")
-        )
-        quantizer = MatMulNBitsQuantizer(onnx.load(fused), algo_config=config_4_bits)
-        quantizer.process()
-        quantizer.model.save_model_to_file(str(folder / "decoder.onnx"), use_external_data_format=True)
-        (folder / "sampler.onnx").write_bytes((package.path / "sampler.onnx").read_bytes())
+    cut_options = options()
+    cut_options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(decoder.parent))
+    cut = ir.to_proto(logits_graph(ir.load(decoder), interface)).SerializeToString()
+    return ort.InferenceSession(decoder, options()), ort.InferenceSession(cut, cut_options)
 
 
-def tensors(batch: int, parameters: dict[str, float]) -> dict[str, ort.OrtValue]:
-    """Every input and output of both graphs, in the middle of a generation."""
-    rng = np.random.default_rng(0)
-    sizes = {**INTERFACE.sizes, BATCH: batch, SEQUENCE: 1, CAPACITY: CONTEXT, STOPS: 2, BIASES: 1}
-    values: dict[str, object] = {"lengths": HISTORY, "input_lengths": 1, "emit": True, **parameters}
-    values["tokens"] = rng.integers(0, VOCAB, (batch, CONTEXT))
-    values["noise"] = rng.random((batch, CONTEXT))
-    result = {}
-    for graph in (INTERFACE.decoder, INTERFACE.sampler):
-        for spec in (*graph.inputs, *graph.states, *graph.outputs):
-            array = np.empty(spec.shape(sizes), dtype=spec.dtype)
-            array[...] = values.get(spec.name, spec.off if spec.off is not None else 0)
-            result.setdefault(spec.name, ort.OrtValue.ortvalue_from_numpy(array))
-    return result
-
-
-def bind(session: ort.InferenceSession, spec: GraphSpec, values: dict[str, ort.OrtValue]) -> ort.IOBinding:
-    """Bind every tensor of a graph, states in place."""
+def bind(session: ort.InferenceSession, interface: Interface, values: dict[str, ort.OrtValue]) -> ort.IOBinding:
+    retained = {output: state for state, output in interface.decoder.retained.items() if state != "lengths"}
     binding = session.io_binding()
-    for name in spec.input_names:
-        binding.bind_ortvalue_input(name, values[name])
-    for output in spec.outputs:
-        binding.bind_ortvalue_output(output.name, values[output.name])
-    for state, output_name in spec.retained.items():
-        binding.bind_ortvalue_output(output_name, values[state])
+    for node in session.get_inputs():
+        binding.bind_ortvalue_input(node.name, values[node.name])
+    for node in session.get_outputs():
+        if node.name in retained:
+            binding.bind_ortvalue_output(node.name, values[retained[node.name]])
+        else:
+            binding.bind_output(node.name)
     return binding
 
 
-def open_session(path: Path, threads: int) -> ort.InferenceSession:
-    """A CPU session; idle threads do not spin, so that the graphs do not disturb each other."""
-    options = ort.SessionOptions()
-    options.log_severity_level = 3
-    options.intra_op_num_threads = threads
-    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-    return ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+def make_values(
+    interface: Interface, batch: int, ctx_len: int, parameters: dict[str, float]
+) -> dict[str, ort.OrtValue]:
+    """Every input and state of a decode step."""
+    rng = np.random.default_rng(0)
+    sizes = {**interface.sizes, BATCH: batch, SEQUENCE: 1, CAPACITY: ctx_len, STOPS: 2, BIASES: 1}
+    given: dict[str, object] = {"lengths": HISTORY, "input_lengths": 1, "emit": True, "max_length": 2**30, **parameters}
+    given["tokens"] = rng.integers(0, interface.vocab_size, (batch, ctx_len))
+    given["noise"] = rng.random((batch, ctx_len))
+    result = {}
+    for spec in (*interface.decoder.inputs, *interface.decoder.states):
+        array = np.empty(spec.shape(sizes), dtype=spec.dtype)
+        array[...] = given.get(spec.name, spec.off if spec.off is not None else 0)
+        result[spec.name] = ort.OrtValue.ortvalue_from_numpy(array)
+    return result
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--keep", type=Path, required=True, metavar="FOLDER", help="where the graphs are, or go")
+    parser.add_argument("package", type=Path, help="a package compiled for cpu, sampler included")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=100, help="timed steps of each mix")
+    parser.add_argument("--steps", type=int, default=150, help="timed steps of each graph and mix")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 4])
     options = parser.parse_args()
-    options.keep.mkdir(parents=True, exist_ok=True)
-    if not (options.keep / "sampler.onnx").exists():
-        build(options.keep)
+    package = read_package(options.package, verify=False)
+    compilation = package.manifest.compilation
+    if compilation is None or compilation.ctx_len <= HISTORY + 1:
+        parser.error(f"{options.package} must be compiled, with --ctx-len above {HISTORY + 1}")
+    sessions = open_sessions(package.file("decoder.onnx"), package.interface, options.threads)
 
-    decoder = open_session(options.keep / "decoder.onnx", options.threads)
-    sampler = open_session(options.keep / "sampler.onnx", options.threads)
-    table = Table("rows", "sampling", "decoder, ms", "sampler, ms", "sampler's share", title="0.6B int4, one step")
-    for batch in options.batch:
-        for mix, parameters in MIXES.items():
-            values = tensors(batch, parameters)
-            graphs = (
-                (decoder, bind(decoder, INTERFACE.decoder, values)),
-                (
-                    sampler,
-                    bind(sampler, INTERFACE.sampler, values),
-                ),
-            )
-            times: tuple[list[float], list[float]] = ([], [])
-            for step in range(options.steps + 5):
-                for (session, binding), taken in zip(graphs, times, strict=True):
-                    start = time.perf_counter()
-                    session.run_with_iobinding(binding)
-                    if step >= 5:
-                        taken.append(1000 * (time.perf_counter() - start))
-            model_ms, sampler_ms = map(statistics.median, times)
-            share = sampler_ms / (model_ms + sampler_ms)
-            table.add_row(str(batch), mix, f"{model_ms:.2f}", f"{sampler_ms:.3f}", f"{share:.2%}")
-    Console().print(table)
+    table = Table("rows", "sampling", "step, ms", "up to the logits, ms", "sampler, ms", "share", "spread of a step")
+    console = Console()
+    runs = [(batch, mix) for batch in options.batch for mix in MIXES]
+    for batch, mix in track(runs, "timing", console=Console(stderr=True), transient=True):
+        values = make_values(package.interface, batch, compilation.ctx_len, MIXES[mix])
+        bindings = [bind(session, package.interface, values) for session in sessions]
+        times: list[list[float]] = [[], []]
+        for step in range(options.steps + 5):
+            for session, binding, taken in zip(sessions, bindings, times, strict=True):
+                start = time.perf_counter()
+                session.run_with_iobinding(binding)
+                if step >= 5:
+                    taken.append(1e3 * (time.perf_counter() - start))
+        whole, model = (float(np.median(taken)) for taken in times)
+        low, high = np.percentile(times[0], [10, 90])
+        share = f"{(whole - model) / whole:.1%}"
+        table.add_row(
+            str(batch), mix, f"{whole:.2f}", f"{model:.2f}", f"{whole - model:.2f}", share, f"{low:.1f}-{high:.1f}"
+        )
+    console.print(table)
 
 
 if __name__ == "__main__":
