@@ -50,7 +50,7 @@ class Decoder(nn.Module):
             present = [tensor for i in range(len(context.past)) for tensor in context.present[i]]
         finally:
             context.clear()
-        logits = output.logits[:, 0].to(torch.float32)
+        logits = output.logits.squeeze(1).to(torch.float32)  # a view: indexing would copy all of them
         return {"logits": logits} | dict(zip(map(retained_name, self._cache_names), present, strict=True))
 
 
