@@ -65,7 +65,7 @@ def test_ctx_len_of_a_device_package_is_fixed(fake: Callable[..., Package]) -> N
 
 def test_threads_and_session_configuration_reach_onnxruntime(fake: Callable[..., Package]) -> None:
     model = load(fake().path, intra_op_num_threads=1, session_config={"session.intra_op.allow_spinning": "0"})
-    options = model._sessions.decoder.get_session_options()
+    options = model.sessions.decoder.get_session_options()
     assert options.intra_op_num_threads == 1
     assert options.get_session_config_entry("session.intra_op.allow_spinning") == "0"
 

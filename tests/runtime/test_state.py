@@ -40,7 +40,7 @@ def test_of_copies() -> None:
 def state(model: CausalLM, *, in_place: bool) -> RetainedState:
     specs = dict.fromkeys((*SAMPLER_STATES, *model.interface.cache_states), "cpu")
     made = RetainedState(specs, SIZES, in_place=in_place)
-    made.start(model._sessions.initial_state, [4, 5, 6], 12)
+    made.start(model.sessions.initial_state, [4, 5, 6], 12)
     return made
 
 
@@ -79,7 +79,7 @@ def test_a_row_is_written_where_it_is_read(model: CausalLM) -> None:
 def loop(model: CausalLM, rows: int, **options: Any) -> DecodeLoop:
     params = [SamplingParams(temperature=0.9, max_new_tokens=20, eos_token_id=())] * rows
     arrays = parameter_arrays(model.interface, params, [3] * rows, 64, ())
-    return DecodeLoop(model._sessions, arrays, list(range(rows)), 64, **options)
+    return DecodeLoop(model.sessions, arrays, list(range(rows)), 64, **options)
 
 
 @pytest.mark.parametrize("sampler", [True, False])
@@ -115,7 +115,7 @@ def test_retained_tokens_are_the_whole_history(model: CausalLM) -> None:
 def test_a_row_that_ended_stays_as_it_was(model: CausalLM) -> None:
     params = [SamplingParams(temperature=0, max_new_tokens=n, eos_token_id=()) for n in (2, 9)]
     arrays = parameter_arrays(model.interface, params, [3, 3], 64, ())
-    made = DecodeLoop(model._sessions, arrays, [0, 1], 64)
+    made = DecodeLoop(model.sessions, arrays, [0, 1], 64)
     made.prefill([np.array([5, 6, 7]), np.array([8, 9, 10])])
     made.decode()
     ended = {name: made._state.read(name)[0] for name in ("lengths", "status", "tokens", "output_counts")}
