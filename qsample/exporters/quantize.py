@@ -31,8 +31,8 @@ _DOMAIN: Final = "com.microsoft"
 @dataclass(frozen=True, slots=True)
 class WeightQuantization:
     """bits: 4 or 8. block_size: weights of one row that share a scale, one of BLOCK_SIZES. method: one of METHODS:
-    "rtn" rounds to the nearest symmetric level; "k_quant" searches each block's scale and offset, as llama.cpp does,
-    which takes minutes a billion weights and is closer."""
+    "rtn" rounds to the nearest symmetric level; "k_quant" searches each block's scale and offset, as llama.cpp does:
+    in NumPy, so slower, and closer."""
 
     bits: int
     block_size: int = 32

@@ -98,7 +98,7 @@ _BEST_SIZE = 128
 
 
 def choose_sizes(vocab: int) -> Sizes:
-    """Sizes for a vocabulary: from microbenchmarks on one x86-64 CPU, with no sweep per provider behind them."""
+    """Sizes for a vocabulary: from the sweep in docs/benchmarks/sampler_sizes.md, on one x86-64 CPU only."""
     return Sizes(_NUM_CANDIDATES, block_size(vocab))
 
 
