@@ -57,18 +57,18 @@ def _always_needed(graph: ir.Graph) -> set[ir.Node]:
     stands before the other, not twice inside it.
     """
     needed: set[ir.Node] = set()
-    found: set[ir.Node] = _ancestors(graph.outputs, needed, data=False)
+    found: set[ir.Node] = ancestors(graph.outputs, needed, data=False)
     while found:
         needed |= found
         found = set()
         for marker in filter(_is_marker, needed):
-            then, otherwise = (_ancestors(side, needed, data=True) for side in _sides(marker))
+            then, otherwise = (ancestors(side, needed, data=True) for side in _sides(marker))
             for shared in filter(_is_marker, then & otherwise):
-                found |= _ancestors(shared.outputs, needed, data=False)
+                found |= ancestors(shared.outputs, needed, data=False)
     return needed
 
 
-def _ancestors(values: Iterable[ir.Value | None], stop: set[ir.Node], *, data: bool) -> set[ir.Node]:
+def ancestors(values: Iterable[ir.Value | None], stop: set[ir.Node], *, data: bool) -> set[ir.Node]:
     """The nodes outside `stop` that the values come from; of a marker, with `data`, also what its sides come from."""
     reached: set[ir.Node] = set()
     waiting = [value.producer() for value in values if value is not None]
@@ -88,7 +88,7 @@ def _subgraph(
     """Copies of the nodes that `results` need and that are not computed anyway."""
     outputs = [value for value in results if value is not None]
     # A node of an enclosing graph has no place in this order, and is computed by then.
-    wanted = _ancestors(outputs, always, data=True) & order.keys()
+    wanted = ancestors(outputs, always, data=True) & order.keys()
 
     copies: dict[ir.Value, ir.Value] = {}
     nodes = [_copy(node, copies, name) for node in sorted(wanted, key=order.__getitem__)]

@@ -15,6 +15,7 @@ import numpy as np
 import onnx_ir as ir
 
 from qsample.contract import LOGITS, Interface, retained_name
+from qsample.exporters.branches import ancestors
 from qsample.exporters.graph_runner import Array, GraphRunner
 
 ROWS: Final = 4
@@ -90,13 +91,7 @@ def logits_graph(model: ir.Model, interface: Interface) -> ir.Model:
     outputs = {value.name: value for node in graph for value in node.outputs}
     kept = [outputs[name] for name in (LOGITS.name, *(retained_name(state.name) for state in interface.cache_states))]
     graph.outputs[:] = kept
-    needed: set[ir.Node] = set()
-    waiting = [value.producer() for value in kept]
-    while waiting:
-        node = waiting.pop()
-        if node is not None and node not in needed:
-            needed.add(node)
-            waiting += [value.producer() for value in node.inputs if value is not None]
+    needed = ancestors(kept, set(), data=True)
     graph.remove([node for node in graph if node not in needed], safe=False)
     read = {value for node in needed for value in node.inputs}
     graph.inputs[:] = [value for value in graph.inputs if value in read]
