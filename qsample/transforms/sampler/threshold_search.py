@@ -43,8 +43,8 @@ def find_threshold(logits: Tensor, masses: Tensor, start: _Bracket, limit: Tenso
     bracket = start
     for cut in _sample_cuts(logits, masses, bracket.mass_lo, limit):
         bracket = _cut(logits, masses, limit, bracket, cut)
-    # A row with more than SORT_SIZE tokens left may send the whole batch to the full sort. With these cuts none of 32 rows
-    # of normal logits did, of 152,000 and of 262,144 tokens; with one less and half the margin, one of 32 did.
+    # A row with more than SORT_SIZE tokens left may send the whole batch to the full sort. With these cuts none of 32
+    # rows of normal logits did, of 152,000 and of 262,144 tokens; with one less and half the margin, one did.
     for _ in range(3 if logits.shape[1] <= _LARGE_VOCAB else 4):
         bracket = _cut(logits, masses, limit, bracket, _interpolate(bracket, limit))
     return _sort_rest(logits, masses, limit, bracket)
