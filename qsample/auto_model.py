@@ -118,6 +118,7 @@ class CheckpointModel:
         weights: str | None = None,
         block_size: int = 32,
         quantization_method: str = "rtn",
+        kv_cache_dtype: str | None = None,
         overwrite: bool = False,
         progress: Progress | None = None,
     ) -> PackagedModel:
@@ -136,6 +137,7 @@ class CheckpointModel:
             weights=weights,
             block_size=block_size,
             quantization_method=quantization_method,
+            kv_cache_dtype=kv_cache_dtype,
             overwrite=overwrite,
             progress=progress,
         )
@@ -199,13 +201,14 @@ class PackagedModel:
         weights: str | None = None,
         block_size: int = 32,
         quantization_method: str = "rtn",
+        kv_cache_dtype: str | None = None,
         overwrite: bool = False,
         progress: Progress | None = None,
     ) -> PackagedModel:
         """Compile this portable package for `provider` into `path`; None = a temporary folder.
 
         See `exporters.compile.compile_package`. dtype: must be the package's; a package holds one dtype. weights:
-        "int4" or "int8" to quantize them.
+        "int4" or "int8" to quantize them; kv_cache_dtype: "int8" for a quantized cache.
         """
         from qsample.exporters.compile import compile_package
 
@@ -224,6 +227,7 @@ class PackagedModel:
                 weights=weights,
                 block_size=block_size,
                 quantization_method=quantization_method,
+                kv_cache_dtype=kv_cache_dtype,
                 overwrite=overwrite,
                 progress=progress,
             )

@@ -128,6 +128,9 @@ def compile(
     quantization_method: Annotated[
         str, typer.Option(metavar="rtn|k_quant", help="Nearest level, or a search for the best ones.")
     ] = "rtn",
+    kv_cache_dtype: Annotated[
+        str | None, typer.Option(metavar="int8", help="Quantize keys and values. (default: as exported)")
+    ] = None,
     overwrite: Overwrite = False,
 ) -> None:
     """Compile a package for one device: fused, its shapes bounded, tested there."""
@@ -143,6 +146,7 @@ def compile(
             weights=weights,
             block_size=block_size,
             quantization_method=quantization_method,
+            kv_cache_dtype=kv_cache_dtype,
             overwrite=overwrite,
             progress=progress,
         )

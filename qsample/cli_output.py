@@ -44,7 +44,7 @@ def written(package: Package) -> None:
     size = sum(entry.bytes for entry in package.manifest.files.values())
     compilation = package.manifest.compilation
     if compilation is not None and compilation.quantization is not None:
-        note(f"weights: {_quantization(compilation.quantization)}")
+        note(_quantization(compilation.quantization))
         note(f"divergence from the float model: {_figures(compilation.quantization['divergence'])}")
     note(f"{package.manifest.kind} package of {package.manifest.source.model_id}, {format_size(size)}, written to")
     print(package.path)
@@ -178,11 +178,16 @@ def _facts(package: Package) -> Table:
 
 
 def _quantization(figures: Any) -> str:
-    mib_before, mib_after = (figures[f"bytes_{when}"] / 2**20 for when in ("before", "after"))
-    return (
-        f"{figures['dtype']} in blocks of {figures['block_size']} ({figures['method']}), "
-        f"{figures['matrices']} matrices, {mib_before:.1f} to {mib_after:.1f} MiB"
-    )
+    found = []
+    if "dtype" in figures:
+        mib_before, mib_after = (figures[f"bytes_{when}"] / 2**20 for when in ("before", "after"))
+        found.append(
+            f"{figures['dtype']} weights in blocks of {figures['block_size']} ({figures['method']}), "
+            f"{figures['matrices']} matrices, {mib_before:.1f} to {mib_after:.1f} MiB"
+        )
+    if "kv_cache_dtype" in figures:
+        found.append(f"{figures['kv_cache_dtype']} keys and values")
+    return "; ".join(found)
 
 
 def _figures(figures: Any) -> str:

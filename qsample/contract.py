@@ -51,6 +51,7 @@ AXIS_MEANINGS: Final = {
 
 PAD_STOP_ID: Final = -1  # pads stop_ids and logit_bias_ids
 MODEL_DTYPES: Final = ("float32", "float16", "bfloat16")
+KV_CACHE_DTYPES: Final = (*MODEL_DTYPES, "int8")
 
 Axis = str | int
 
@@ -190,19 +191,23 @@ class GraphSpec:
 class Interface:
     """The dimensions and features that fix a package's graphs.
 
-    key_values: one entry an attention layer, in layer order. dtype: dtype of the cache, one of MODEL_DTYPES.
+    key_values: one entry an attention layer, in layer order. dtype: of the model, one of MODEL_DTYPES. kv_cache_dtype:
+    of keys and values, one of KV_CACHE_DTYPES; None = the model's.
     """
 
     vocab_size: int
     key_values: tuple[KeyValueShape, ...]
     dtype: str = "float32"
     features: Features = field(default_factory=Features)
+    kv_cache_dtype: str | None = None
 
     def __post_init__(self) -> None:
         if self.vocab_size < 1:
             raise ValueError(f"vocab_size is {self.vocab_size}; it must be at least 1")
         if self.dtype not in MODEL_DTYPES:
             raise ValueError(f"dtype is {self.dtype!r}; choose one of {', '.join(MODEL_DTYPES)}")
+        if self.kv_cache_dtype not in (None, *KV_CACHE_DTYPES):
+            raise ValueError(f"kv_cache_dtype is {self.kv_cache_dtype!r}; choose one of {', '.join(KV_CACHE_DTYPES)}")
         if not 0 <= self.features.top_logprobs <= self.vocab_size:
             raise ValueError(
                 f"top_logprobs is {self.features.top_logprobs}; it must be 0 to vocab_size ({self.vocab_size})"
@@ -218,10 +223,11 @@ class Interface:
         return tuple(self._cache_states())
 
     def _cache_states(self) -> Iterator[TensorSpec]:
+        dtype = self.kv_cache_dtype or self.dtype
         for layer, shape in enumerate(self.key_values):
             axes = (BATCH, shape.num_key_value_heads, CAPACITY, shape.head_dim)
             for kind in ("key", "value"):
-                yield TensorSpec(f"past_key_values.{layer}.{kind}", self.dtype, axes, f"{kind}s of layer {layer}")
+                yield TensorSpec(f"past_key_values.{layer}.{kind}", dtype, axes, f"{kind}s of layer {layer}")
 
     @property
     def parameters(self) -> tuple[TensorSpec, ...]:

@@ -40,8 +40,9 @@ class Compilation:
     """What a device package was compiled for.
 
     batch_size: most rows in one call; None = any number. ctx_len: capacity T. placement: execution provider → operator
-    → number of nodes. self_test: figures of the run that compared it with the portable graph. quantization: how the
-    weights were quantized, their bytes before and after, and the figures of `exporters.divergence`; None = not at all.
+    → number of nodes. self_test: figures of the run that compared it with the portable graph. quantization: how
+    weights and cache were quantized, the bytes of the weights before and after, and the figures of
+    `exporters.divergence`; None = not at all.
     """
 
     provider: str

@@ -40,16 +40,16 @@ class Divergence:
 def measure_divergence(
     reference: Path,
     quantized: Path,
-    initial_state: Path,
     interface: Interface,
     capacity: int,
     progress: Callable[[float], None] | None = None,
 ) -> Divergence:
-    """Compare the logits of two `decoder.onnx` files with the same `interface`.
+    """Compare the logits of two folders with `decoder.onnx` and `initial_state.onnx` each; only what is quantized may
+    differ.
 
     capacity: tokens of state a row, at least 2. progress: called with the fraction done, in [0, 1].
     """
-    runners = [_logits_runner(path, initial_state, interface, capacity) for path in (reference, quantized)]
+    runners = [logits_runner(folder, interface, capacity) for folder in (reference, quantized)]
     states = [runner.start(ROWS) for runner in runners]
     rng = np.random.default_rng(0)
     ids = rng.integers(0, interface.vocab_size, (ROWS, 1))
@@ -58,16 +58,13 @@ def measure_divergence(
     same = 0
     for step in range(steps):
         log_p, log_q = (
-            _log_softmax(runner.step(ids, np.ones(ROWS), state)[LOGITS.name])
+            log_softmax(runner.step(ids, np.ones(ROWS), state)[LOGITS.name])
             for runner, state in zip(runners, states, strict=True)
         )
         p = np.exp(log_p)
         kl += float(np.where(p > 0, p * (log_p - log_q), 0.0).sum())
         same += int((log_p.argmax(-1) == log_q.argmax(-1)).sum())
-        # Inverse CDF of the float distribution.
-        cumulative = p.cumsum(-1)
-        chosen = (cumulative < rng.random((ROWS, 1)) * cumulative[:, -1:]).sum(-1, keepdims=True)
-        ids = np.minimum(chosen, interface.vocab_size - 1)
+        ids = sample(log_p, rng)
         likelihood += float(np.take_along_axis(log_p, ids, -1).sum())
         quantized_likelihood += float(np.take_along_axis(log_q, ids, -1).sum())
         if progress is not None:
@@ -98,12 +95,22 @@ def logits_graph(model: ir.Model, interface: Interface) -> ir.Model:
     return model
 
 
-def _logits_runner(decoder: Path, initial_state: Path, interface: Interface, capacity: int) -> GraphRunner:
-    model = ir.load(decoder)
-    return GraphRunner(logits_graph(model, interface), initial_state, interface, capacity, folder=decoder.parent)
+def logits_runner(folder: Path, interface: Interface, capacity: int) -> GraphRunner:
+    """A runner of the folder's decode graph up to its logits."""
+    model = logits_graph(ir.load(folder / "decoder.onnx"), interface)
+    return GraphRunner(model, folder / "initial_state.onnx", interface, capacity, folder=folder)
 
 
-def _log_softmax(logits: Array) -> Array:
+def sample(log_p: Array, rng: np.random.Generator) -> Array:
+    """[rows, 1]: a token of each row by inverse CDF. log_p: [rows, V] log-probabilities."""
+    cumulative = np.exp(log_p).cumsum(-1)
+    chosen = (cumulative < rng.random((len(log_p), 1)) * cumulative[:, -1:]).sum(-1, keepdims=True)
+    tokens: Array = np.minimum(chosen, log_p.shape[-1] - 1)
+    return tokens
+
+
+def log_softmax(logits: Array) -> Array:
+    """float64 log-probabilities of [rows, V] logits."""
     shifted = logits.astype(np.float64) - logits.max(-1, keepdims=True)
     result: Array = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
     return result

@@ -18,6 +18,7 @@ Array = npt.NDArray[Any]
 # ONNX's TensorProto.DataType and the bytes of an element. NumPy has no bfloat16, so buffers carry ONNX's number.
 _ELEMENTS: Final = {
     "float32": (1, 4),
+    "int8": (3, 1),
     "int32": (6, 4),
     "int64": (7, 8),
     "bool": (9, 1),

@@ -16,6 +16,7 @@ from typing import Protocol
 
 from qsample.contract import Interface
 from qsample.errors import CompileError
+from qsample.exporters.graph_runner import Array
 from qsample.exporters.quantize import QuantizationReport, WeightQuantization
 
 ENTRY_POINTS = "qsample.targets"
@@ -26,12 +27,19 @@ class CompileOptions:
     """What a device package is compiled for.
 
     batch_size: most rows in one call; None = any number. ctx_len: capacity T of the state buffers, in tokens. weights:
-    how to quantize them; None = as they were exported.
+    how to quantize them; None = as they were exported. cache_ranges: where the cache shall be int8, the largest
+    absolute value of each channel of each cache state, [H, D] by the state's name.
     """
 
     batch_size: int | None
     ctx_len: int
     weights: WeightQuantization | None = None
+    cache_ranges: Mapping[str, Array] | None = None
+
+    @property
+    def quantized(self) -> bool:
+        """Whether the model computes something else than the portable graph, beyond rounding."""
+        return self.weights is not None or self.cache_ranges is not None
 
 
 @dataclass(frozen=True, slots=True)
