@@ -34,10 +34,16 @@ def export_sampler(
     num_candidates: int | None = None,
     chunk_size: int | None = None,
     control_flow: bool = True,
+    resumes: bool = False,
 ) -> ir.Model:
     """`sampler.onnx`: logits in, next-token ids and new state out. The options are those of `Sampler`."""
     sampler = Sampler(
-        interface, pad_token_id, num_candidates=num_candidates, chunk_size=chunk_size, control_flow=control_flow
+        interface,
+        pad_token_id,
+        num_candidates=num_candidates,
+        chunk_size=chunk_size,
+        control_flow=control_flow,
+        resumes=resumes,
     )
     with inline_branches():
         model = trace(_FromLogits(sampler), interface.sampler, interface.sizes)

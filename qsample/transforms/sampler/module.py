@@ -32,8 +32,10 @@ class Sampler(nn.Module):
         num_candidates: K of the narrow tier, at least 1; None: as `candidates.choose_sizes` has it.
         chunk_size: tokens in a chunk of the two-level selection; None: likewise.
         control_flow: False: a graph without If and Loop, for capture and replay. Rows that the narrow tier cannot
-            settle then get status 4 and commit nothing; the graph with control flow takes status 4 for running, so the
-            host runs that step there, with the inputs of the step that stalled.
+            settle then get status 4 and commit nothing, and `next_ids` repeats their last input. A graph with control
+            flow takes status 4 for running: it can run the step that stalled, with that step's inputs.
+        resumes: True: the other half of such a graph, with control flow, over the logits of the step that stalled.
+            Rows with status 4 are run; all others stay as they are, and `next_ids` is their newest token.
     """
 
     def __init__(
@@ -44,6 +46,7 @@ class Sampler(nn.Module):
         num_candidates: int | None = None,
         chunk_size: int | None = None,
         control_flow: bool = True,
+        resumes: bool = False,
     ) -> None:
         super().__init__()
         sizes = candidates.choose_sizes(interface.vocab_size)
@@ -56,6 +59,7 @@ class Sampler(nn.Module):
         if self._num_candidates < 1 or self._chunk_size < 1:
             raise ValueError("num_candidates and chunk_size must be at least 1")
         self._control_flow = control_flow
+        self._resumes = resumes
         self._byte_masks: Tensor | None
         masks = penalties.byte_masks() if interface.features.allowed_tokens else None
         self.register_buffer("_byte_masks", masks, persistent=False)
@@ -117,15 +121,18 @@ class Sampler(nn.Module):
             "output_counts": inputs["output_counts"].scatter_add(1, committed, emitted.to(torch.float32)),
         }
         results = {"next_ids": committed}
-        if self._pad_token_id != 0:
-            results["next_ids"] = torch.where(emitted, token, self._pad_token_id)
+        silent = self._silent_ids(column, start, states["status"][:, None])
+        if silent is not None:
+            results["next_ids"] = torch.where(emitted, token, silent)
         results |= self._features(logits, adjusted, committed, emitted, rows, draw.threshold)
         results |= {retained_name(name): value for name, value in states.items()}
         return results | {ADJUSTED_LOGITS.name: adjusted}
 
     def _is_running(self, status: Tensor) -> Tensor:
-        running = status == RUNNING
-        return running | (status == STALLED) if self._control_flow else running
+        stalled = status == STALLED
+        if self._resumes:
+            return stalled
+        return (status == RUNNING) | stalled if self._control_flow else status == RUNNING
 
     def _adjust(self, logits: Tensor, column: Mapping[str, Tensor], start: Tensor, total: Tensor) -> Tensor:
         """allowed_tokens, logit_bias, minimum length, penalties; in this order."""
@@ -181,6 +188,20 @@ class Sampler(nn.Module):
             return tiers.narrow_only(chunks, rows, count, self._interface.vocab_size)
 
         return tiers.sample(logits, chunks, rows, count)
+
+    def _silent_ids(self, column: Mapping[str, Tensor], start: Tensor, status: Tensor) -> Tensor | int | None:
+        """`next_ids` of rows that emit nothing, [B, 1] or one for all; None = 0, which they hold anyway.
+
+        status: [B, 1], after the step.
+        """
+        if self._resumes:
+            # What the step itself gave a settled row: the token at `lengths`, whose keys are still to come.
+            newest = start.clamp(max=column["tokens"].shape[1] - 1).to(torch.int64)
+            return column["tokens"].gather(1, newest).to(torch.int64)
+        if not self._control_flow:
+            last = (column["input_lengths"] - 1).to(torch.int64)
+            return torch.where(status == STALLED, column["input_ids"].gather(1, last), self._pad_token_id)
+        return self._pad_token_id or None
 
     def _next_status(
         self,
