@@ -4,10 +4,9 @@
 >>> load("exported").generate("In the beginning", temperature=0.8).texts
 """
 
-from qsample.runtime.decode_loop import Step
 from qsample.runtime.inputs import AllowedTokensFn
 from qsample.runtime.model import CausalLM, load
-from qsample.runtime.output import GenerateOutput
+from qsample.runtime.output import GenerateOutput, Step
 from qsample.runtime.streaming import TextStreamer
 from qsample.sampling_params import SamplingParams
 

@@ -11,9 +11,10 @@ from typing import Final
 
 import numpy as np
 
-from qsample.runtime.decode_loop import DecodeLoop
 from qsample.runtime.inputs import parameter_arrays
 from qsample.runtime.model import CausalLM
+from qsample.runtime.slots import Slots
+from qsample.runtime.state import Array
 from qsample.sampling_params import SamplingParams
 
 _WARM_UP_STEPS: Final = 3
@@ -68,8 +69,8 @@ def measure(
         )
     interface = model.interface
     prompts = list(np.random.default_rng(0).integers(0, interface.vocab_size, (rows, prompt_tokens)))
-    row = params or SamplingParams(temperature=0)
-    arrays = parameter_arrays(interface, [row] * rows, [prompt_tokens] * rows, capacity, ())
+    params = params or SamplingParams(temperature=0)
+    arrays = parameter_arrays(interface, [params] * rows, [prompt_tokens] * rows, capacity, ())
     arrays["stop_ids"][:] = -1
     arrays["max_length"][:] = capacity
     arrays["min_length"][:] = 0
@@ -77,9 +78,11 @@ def measure(
     first_token: list[float] = []
     steps: list[float] = []
     for repetition in range(repetitions + 1):  # the first one warms up
-        loop = DecodeLoop(model.sessions, arrays, list(range(rows)), capacity)
-        first = _seconds(partial(loop.prefill, prompts))
-        taken = [_seconds(loop.decode) for _ in range(_WARM_UP_STEPS + new_tokens)][_WARM_UP_STEPS:]
+        slots = Slots(model.sessions, rows, capacity)
+        for row, prompt in enumerate(prompts):
+            slots.begin(row, prompt, row, {name: values[row] for name, values in arrays.items()})
+        first = _seconds(partial(_prefill, slots, prompts))
+        taken = [_seconds(partial(_decode, slots)) for _ in range(_WARM_UP_STEPS + new_tokens)][_WARM_UP_STEPS:]
         if repetition:
             first_token.append(first)
             steps += taken
@@ -94,6 +97,17 @@ def measure(
         decode_ms_p90=1e3 * float(np.percentile(steps, 90)),
         tokens_per_second=rows / step,
     )
+
+
+def _prefill(slots: Slots, prompts: list[Array]) -> None:
+    for row, prompt in enumerate(prompts):
+        slots.prefill(row, prompt, emit=True)
+    slots.read()
+
+
+def _decode(slots: Slots) -> None:
+    slots.decode()
+    slots.read()
 
 
 def peak_memory_bytes() -> int:

@@ -1,212 +1,208 @@
-"""Prompts and parameter arrays enter; one `Step` of tokens after another leaves, until no row runs.
+"""Requests enter; their tokens leave as they are read, until each request has ended.
 
-Everything is bound once: the graphs read and write the same memory at every step, and what a step sampled is what the
-next one reads. Two `next_ids` buffers take turns, because a graph may write an output while it still reads its inputs.
+The device does one job after another: a chunk of a prompt, or `flush_every` decode steps without a read between them.
+A row that ends inside such a window is inert from there on (the graph sees to that), so reading late changes no token.
+With double buffering, a thread starts the next job while this one copies and delivers what the job before it left.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Final
+from functools import partial
+from typing import Final
 
-import numpy as np
-import onnxruntime as ort
-
-from qsample.contract import (
-    ADJUSTED_LOGITS,
-    BATCH,
-    CAPACITY,
-    EMIT,
-    INPUT_IDS,
-    INPUT_LENGTHS,
-    INVALID_LOGITS,
-    LOGITS,
-    NEXT_IDS,
-    RUNNING,
-    SAMPLER_STATES,
-    STALLED,
-    STATUS,
-    GraphSpec,
-    TensorSpec,
-)
+from qsample.contract import LENGTH, NEXT_IDS, RUNNING, STALLED, STOPPED
 from qsample.errors import QsampleError
-from qsample.runtime.session import Sessions
-from qsample.runtime.state import Array, Buffer, RetainedState
+from qsample.runtime.scheduler import Chunk, DecodeRequest, Scheduler, Window
+from qsample.runtime.session import Sessions, check_count
+from qsample.runtime.slots import Slots, Snapshot
+from qsample.runtime.state import Array
 
-_OPTIONAL_OUTPUTS: Final = ("logprobs", "top_logprob_ids", "top_logprobs", "probs")
+_CACHE_IS_VALID: Final = (STOPPED, LENGTH)
+_FLUSH_EVERY: Final = 4  # where a read waits for the device
+
+
+def choose_flush_every(sessions: Sessions, flush_every: int | None, *, guided: bool = False) -> int:
+    """How many steps run between two reads: `flush_every`, or what suits the device.
+
+    On the CPU a read costs microseconds, elsewhere it waits for the device. guided: someone must see every token.
+    Raises ValueError where every step has to be read and `flush_every` says otherwise.
+    """
+    check_count("flush_every", flush_every)
+    optional = [spec.name for spec in sessions.interface.sampler_outputs if spec is not NEXT_IDS]
+    if guided or optional:
+        if flush_every is not None and flush_every > 1:
+            reason = f"the package returns {', '.join(optional)}" if optional else "allowed_tokens is a function"
+            raise ValueError(f"flush_every is {flush_every} and {reason}, which takes a read after every token; give 1")
+        return 1
+    return flush_every or (1 if sessions.device == "cpu" else _FLUSH_EVERY)
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    """What one step sampled, copied to the host.
+class Progress:
+    """What a request sampled since it was last read.
 
-    tokens: [B] int64. emitted: [B] bool, false where the row had ended before, or its logits were invalid. status: [B]
-    int32 after the step. outputs: the optional outputs that the package has, by name.
+    tokens: sampled ids, none or several. status: the contract's, 0 while the row runs. outputs: the optional outputs of
+    the token, without the batch axis; such packages are read after every token.
     """
 
-    tokens: Array
-    emitted: Array
-    status: Array
+    request: DecodeRequest
+    tokens: list[int]
+    status: int
     outputs: Mapping[str, Array]
 
 
 class DecodeLoop:
-    """A fixed set of rows, from their prompts to their last tokens.
+    """Runs what a scheduler decides on slots.
 
-    >>> loop = DecodeLoop(sessions, parameters, seeds=[0, 1], capacity=256)
-    >>> for step in loop.run([prompt_0, prompt_1]): ...
+    >>> with DecodeLoop(slots, Scheduler(slots.count), deliver, double_buffering=True) as loop:
+    ...     loop.add(DecodeRequest(prompt, parameters, seed=0))
+    ...     while loop.busy:
+    ...         loop.step()
+
+    One thread calls it. `deliver` is called by `step`, and may call `leave`.
     """
 
     def __init__(
         self,
-        sessions: Sessions,
-        parameters: Mapping[str, Array],
-        seeds: Sequence[int],
-        capacity: int,
+        slots: Slots,
+        scheduler: Scheduler,
+        deliver: Callable[[Progress], None],
         *,
-        in_place: bool = True,
+        double_buffering: bool,
     ) -> None:
-        """parameters: every name of `Interface.parameters`, one row each. seeds: one a row. capacity: T, in tokens."""
-        self._sessions = sessions
-        self._rows = len(seeds)
-        self._capacity = capacity
-        interface = sessions.interface
-        sizes = {**interface.sizes, BATCH: self._rows, CAPACITY: capacity}
-        # With the sampler on the host, only the cache stays on the device.
-        self._device = device = "cpu" if sessions.sampler is not None else sessions.device
-        specs: dict[TensorSpec, str] = dict.fromkeys(SAMPLER_STATES, device)
-        specs |= dict.fromkeys(interface.cache_states, sessions.device)
-        self._state = RetainedState(specs, sizes, in_place=in_place)
-        self._state.start(sessions.initial_state, seeds, capacity)
+        self._slots = slots
+        self._scheduler = scheduler
+        self._deliver = deliver
+        self._device = ThreadPoolExecutor(1, "qsample-device") if double_buffering else None
+        # Those that the newest job gave tokens, and how many each then has if it still runs.
+        self._unread: list[tuple[DecodeRequest, int]] = []
+        self._left: set[int] = set()  # slots to stop before the next job
+        self.steps = 0  # decode steps, each one run of the graph over all rows
 
-        self._next_ids = [Buffer.allocate(NEXT_IDS, sizes, device) for _ in range(2)]
-        self._newest = 0  # which of them the last step wrote
-        extra = [spec for spec in interface.sampler_outputs if spec.name in _OPTIONAL_OUTPUTS]
-        self._outputs = {spec.name: Buffer.allocate(spec, sizes, device) for spec in extra}
-        self._shared = {name: Buffer.of(array, device) for name, array in parameters.items()} | dict(self._outputs)
-        if sessions.sampler is not None:
-            logits = Buffer.allocate(LOGITS, sizes, device)
-            self._shared |= {LOGITS.name: logits, ADJUSTED_LOGITS.name: logits}
-        self._one_token = {
-            INPUT_LENGTHS.name: Buffer.of(np.ones(self._rows, dtype=np.int32), device),
-            EMIT.name: Buffer.of(np.ones(self._rows, dtype=np.bool_), device),
-        }
-        self._step_graphs: dict[tuple[int, int], list[_BoundGraph]] = {}
-        self._status = np.full(self._rows, RUNNING, dtype=np.int32)
+    def __enter__(self) -> DecodeLoop:
+        return self
 
-    def run(self, prompts: Sequence[Array], prefill_chunk_size: int | None = None) -> Iterator[Step]:
-        """Prefill `prompts`, then decode until every row has ended. Yields a step per sampled token.
+    def __exit__(self, *exception: object) -> None:
+        self.close()
 
-        prompts: [n] int64 a row, 1 <= n < capacity. prefill_chunk_size: most prompt tokens in one call; None = all.
-        """
-        yield self.prefill(prompts, prefill_chunk_size)
-        for _ in range(self._capacity):
-            if not (self._status == RUNNING).any():
-                return
-            yield self.decode()
-        # Each step fills a slot of every running row, so only a wrong graph comes here.
-        raise QsampleError(
-            f"rows still run after {self._capacity} steps; the graph does not follow the decode contract"
-        )
+    @property
+    def busy(self) -> bool:
+        """Whether a request waits, or sits in a slot."""
+        return bool(self._scheduler.waiting or self._scheduler.seated)
 
-    def set_parameter(self, name: str, values: Array) -> None:
-        """Replace a parameter's values, of every row, from the next call on. values: as `Interface.parameters` says."""
-        self._shared[name].write(values)
+    @property
+    def waiting(self) -> int:
+        """Requests without a slot."""
+        return self._scheduler.waiting
 
-    def prefill(self, prompts: Sequence[Array], chunk_size: int | None = None) -> Step:
-        """Consume the prompts and sample each row's first token.
+    @property
+    def prefilling(self) -> bool:
+        """Whether some request in a slot has no first token yet."""
+        return bool(self._scheduler.prefilling)
 
-        A batch of several tokens a row is legal only as a first prefill, so chunks of more than one row go row by row
-        through views of the row's slice of every buffer.
-        """
-        if self._rows == 1:
-            self._prefill_chunks(prompts[0], chunk_size, row=None)
-        elif chunk_size is None:
-            self._prefill_together(prompts)
+    def add(self, request: DecodeRequest) -> None:
+        self._scheduler.add(request)
+
+    def leave(self, request: DecodeRequest, *, keep: bool = True) -> None:
+        """Take a request out before it ends. Nothing more of it is delivered; its slot is free from the next job on."""
+        slot = self._scheduler.leave(request, keep=keep)
+        if slot is not None:
+            self._left.add(slot)
+
+    def set_parameter(self, request: DecodeRequest, name: str, values: Array) -> None:
+        """Replace a parameter of a guided request before its next token."""
+        if request.slot is not None:
+            self._slots.set_parameter(request.slot, name, values)
+
+    def step(self) -> None:
+        """One job on the device, and the delivery of what was read."""
+        for slot in self._left:
+            self._slots.stop(slot)
+        self._left.clear()
+        for request in self._scheduler.admit():
+            assert request.slot is not None
+            self._slots.begin(request.slot, request.prompt, request.seed, request.parameters, request.reused)
+        guided = any(request.guided for request in self._scheduler.seated)
+        if self._device is None or guided:
+            self._read_and_deliver()
+        job = self._scheduler.next_job()
+        if job is None:
+            self._read_and_deliver()
+        elif self._device is None or guided:
+            for call in self._issue(job):
+                call()
+            self._read_and_deliver()
         else:
-            for row, prompt in enumerate(prompts):
-                self._prefill_chunks(prompt, chunk_size, row)
-        return self._read()
+            self._overlap(self._device, job)
 
-    def decode(self) -> Step:
-        """Feed each row its newest token and sample the next one."""
-        key = (self._state.side, self._newest)
-        if key not in self._step_graphs:
-            call = {INPUT_IDS.name: self._next_ids[self._newest], **self._one_token}
-            self._step_graphs[key] = self._bind(call, self._next_ids[1 - self._newest])
-        self._run(self._step_graphs[key])
-        self._state.flip()
-        self._newest = 1 - self._newest
-        return self._read()
+    def close(self) -> None:
+        """Wait for the device and end its thread."""
+        if self._device is not None:
+            self._device.shutdown()
 
-    def _prefill_together(self, prompts: Sequence[Array]) -> None:
-        lengths = np.array([len(prompt) for prompt in prompts], dtype=np.int32)
-        ids = np.zeros((self._rows, lengths.max()), dtype=np.int64)
-        for row, prompt in enumerate(prompts):
-            ids[row, : len(prompt)] = prompt
-        call = self._call(ids, lengths, emit=True)
-        self._run(self._bind(call, self._next_ids[self._newest]))
-        self._state.flip()
+    def _overlap(self, device: ThreadPoolExecutor, job: Chunk | Window) -> None:
+        """Copy what stands on this side while the first call of `job` fills the other; deliver it during the rest.
 
-    def _prefill_chunks(self, prompt: Array, chunk_size: int | None, row: int | None) -> None:
-        """Feed one row its prompt, `chunk_size` tokens a call. The last chunk is not padded: it could pass T."""
-        chunk_size = chunk_size or len(prompt)
-        for start in range(0, len(prompt), chunk_size):
-            chunk = prompt[None, start : start + chunk_size]
-            lengths = np.array([chunk.shape[1]], dtype=np.int32)
-            call = self._call(chunk, lengths, emit=start + chunk_size >= len(prompt))
-            next_ids = self._next_ids[self._newest]
-            self._run(self._bind(call, next_ids if row is None else next_ids.row(row), row))
-            if row is None:
-                self._state.flip()
+        The second call would write to this side again, so it is handed over after the copy.
+        """
+        side, unread = self._slots.side, self._unread
+        first, *rest = self._issue(job)
+        running: list[Future[None]] = [device.submit(first)]
+        try:
+            snapshot = self._slots.read(side) if unread else None
+            running += [device.submit(call) for call in rest]
+            if snapshot is not None:
+                self._hand_out(unread, snapshot)
+        finally:
+            for call in running:
+                call.result()
 
-    def _call(self, ids: Array, lengths: Array, *, emit: bool) -> dict[str, Buffer]:
-        arrays = {INPUT_IDS.name: ids, INPUT_LENGTHS.name: lengths, EMIT.name: np.full(len(ids), emit)}
-        return {name: Buffer.of(array, self._device) for name, array in arrays.items()}
+    def _issue(self, job: Chunk | Window) -> list[Callable[[], None]]:
+        """The runs of the graph that a job consists of. Its requests are accounted for as if it was done."""
+        if isinstance(job, Chunk):
+            request = job.request
+            assert request.slot is not None
+            request.consumed = job.end
+            request.issued = int(job.last)
+            self._unread = [(request, 1)] if job.last else []
+            return [partial(self._slots.prefill, request.slot, request.prompt[job.start : job.end], emit=job.last)]
+        for request in job.requests:
+            request.issued = min(request.issued + job.steps, request.limit)
+        self._unread = [(request, request.issued) for request in job.requests]
+        self.steps += job.steps
+        return [self._slots.decode] * job.steps
 
-    def _bind(self, call: Mapping[str, Buffer], next_ids: Buffer, row: int | None = None) -> list[_BoundGraph]:
-        """The package's graphs in running order, over all rows or one."""
-        shared = {name: buffer if row is None else buffer.row(row) for name, buffer in self._shared.items()}
-        buffers = shared | self._state.inputs(row) | self._state.outputs(row) | dict(call) | {NEXT_IDS.name: next_ids}
-        interface, sessions = self._sessions.interface, self._sessions
-        graphs = [_BoundGraph(sessions.decoder, interface.decoder, buffers, sessions.device)]
-        if sessions.sampler is not None:
-            graphs.append(_BoundGraph(sessions.sampler, interface.sampler, buffers, "cpu"))
-        return graphs
+    def _read_and_deliver(self) -> None:
+        if self._unread:
+            unread, self._unread = self._unread, []
+            self._hand_out(unread, self._slots.read())
 
-    def _run(self, graphs: Sequence[_BoundGraph]) -> None:
-        for graph in graphs:
-            graph.run()
+    def _hand_out(self, unread: Sequence[tuple[DecodeRequest, int]], snapshot: Snapshot) -> None:
+        for request, issued in unread:
+            if request.slot is None:  # it left meanwhile
+                continue
+            progress = _progress(request, request.slot, snapshot)
+            request.new_tokens += progress.tokens
+            if progress.status != RUNNING:
+                self.leave(request, keep=progress.status in _CACHE_IS_VALID)
+            elif len(request.new_tokens) != issued or issued >= request.limit:
+                raise QsampleError(
+                    f"a row still runs with {len(request.new_tokens)} new tokens, after {issued} steps of at most "
+                    f"{request.limit}; the graph does not follow the decode contract"
+                )
+            if progress.status == STALLED:
+                raise QsampleError(
+                    "a row needs the graph with control flow, which this package lacks; use a portable package"
+                )
+            self._deliver(progress)
 
-    def _read(self) -> Step:
-        before, self._status = self._status, self._state.read(STATUS.name)
-        if (self._status == STALLED).any():
-            raise QsampleError(
-                "a row needs the graph with control flow, which this package lacks; use a portable package"
-            )
-        emitted = (before == RUNNING) & (self._status != INVALID_LOGITS)
-        tokens = self._next_ids[self._newest].read()[:, 0]
-        return Step(tokens, emitted, self._status, {name: buffer.read() for name, buffer in self._outputs.items()})
 
-
-class _BoundGraph:
-    """A session with every input and output bound; `run` reads and writes that memory."""
-
-    def __init__(
-        self, session: ort.InferenceSession, spec: GraphSpec, buffers: Mapping[str, Buffer], device: str
-    ) -> None:
-        self._session = session
-        self._binding: Any = session.io_binding()
-        # ONNX Runtime copies an input from another device when it is bound, not when the graph runs.
-        self._copied = {name: buffers[name] for name in spec.input_names if buffers[name].device != device}
-        for name in spec.input_names:
-            buffers[name].bind_input(self._binding, name)
-        for name in spec.output_names:
-            buffers[name].bind_output(self._binding, name)
-        self._buffers = [buffers[name] for name in (*spec.input_names, *spec.output_names)]  # keeps the memory alive
-
-    def run(self) -> None:
-        for name, buffer in self._copied.items():
-            buffer.bind_input(self._binding, name)
-        self._session.run_with_iobinding(self._binding)
+def _progress(request: DecodeRequest, slot: int, snapshot: Snapshot) -> Progress:
+    """What the snapshot has of a request beyond what it knew. The newest token is not in the cache, hence the 1."""
+    known = len(request.prompt) + len(request.new_tokens)
+    tokens = snapshot.tokens[slot, known : snapshot.lengths[slot] + 1].tolist()
+    outputs = {name: values[slot] for name, values in snapshot.outputs.items()}
+    return Progress(request, tokens, int(snapshot.status[slot]), outputs)

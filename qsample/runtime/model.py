@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import secrets
-import time
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from qsample.contract import ALLOWED_TOKENS, RUNNING, Interface
+from qsample.contract import ALLOWED_TOKENS, Interface
 from qsample.package import Package, read_package
-from qsample.runtime.decode_loop import DecodeLoop
+from qsample.runtime.batch import Batch
+from qsample.runtime.decode_loop import choose_flush_every
 from qsample.runtime.inputs import AllowedTokensFn, parameter_arrays, prompts
 from qsample.runtime.output import Collector, GenerateOutput, Timing, pad_sequences
+from qsample.runtime.scheduler import DecodeRequest, Scheduler
 from qsample.runtime.session import SessionOptions, Sessions, check_count, open_sessions
+from qsample.runtime.slots import Slots
 from qsample.runtime.state import Array
+from qsample.runtime.stop_strings import check_stop_strings
 from qsample.runtime.streaming import Streamer
-from qsample.runtime.text import IncrementalDecoder, Tokenizer
+from qsample.runtime.text import GeneratedText, Tokenizer
 from qsample.sampling_params import SamplingParams
 
 _CAPACITY_STEP: Final = 64  # capacities are multiples of this, where nothing else decides
@@ -87,6 +90,9 @@ class CausalLM:
         seed: int | Sequence[int] | None = None,
         allowed_tokens: Any = None,
         prefill_chunk_size: int | None = None,
+        flush_every: int | None = None,
+        double_buffering: bool = True,
+        stop_strings: str | Sequence[str] | None = None,
         in_place: bool = True,
         **options: Any,
     ) -> GenerateOutput:
@@ -102,8 +108,13 @@ class CausalLM:
             allowed_tokens: int32 bitmask of the tokens that may be sampled, [W] or [B, W]; or a function that writes
                 the mask of each next token, see `AllowedTokensFn`. Needs the feature.
             prefill_chunk_size: most prompt tokens in one call, to bound memory; None = the whole prompt.
-            in_place: write each state into the buffer that it was read from; False takes turns between two sets, with
-                the same result.
+            flush_every: decode steps between two reads of what was sampled; None = 1 on the CPU, 4 elsewhere. It
+                changes no token, only how many come at once.
+            double_buffering: start the next step while the last one's tokens are read and streamed; False waits.
+            stop_strings: texts that end a row. `texts` is cut off before the first one that is complete;
+                `new_token_ids` goes on to the token that completes it. None = what the generation_config says.
+            in_place: write the history and the cache into the buffers that they were read from; False takes turns
+                between two sets, with the same result.
             options: fields of SamplingParams, or do_sample, in place of `params`; as in
                 `SamplingParams.from_generation_config`.
 
@@ -114,44 +125,51 @@ class CausalLM:
         rows = prompts(inputs, attention_mask, self.tokenizer, interface.vocab_size, manifest.token_ids)
         row_params = self._params(params, options, len(rows))
         seeds = _seeds(seed, params, row_params)
-        if self._batch_size is not None and len(rows) > self._batch_size:
+        stops = self.stop_strings(stop_strings, params)
+        guide: AllowedTokensFn | None = allowed_tokens if callable(allowed_tokens) else None
+        slots = min(len(rows), self._batch_size or len(rows))
+        if guide is not None and slots < len(rows):
             raise ValueError(
-                f"{len(rows)} prompts were given and the package was compiled for {self._batch_size} at most"
+                f"{len(rows)} prompts were given and the package was compiled for {slots} at most; a function for "
+                "allowed_tokens follows one batch"
             )
         if streamer is not None and len(rows) != 1:
             raise ValueError(f"a streamer follows one prompt, and {len(rows)} were given; generate them one by one")
         check_count("prefill_chunk_size", prefill_chunk_size)
+        flush_every = choose_flush_every(self.sessions, flush_every, guided=guide is not None)
 
         lengths = [len(row) for row in rows]
         needed = max(row.total_length(length) for row, length in zip(row_params, lengths, strict=True))
         capacity = self.capacity(needed)
         arrays = parameter_arrays(interface, row_params, lengths, capacity, manifest.token_ids.eos, allowed_tokens)
-        guide: AllowedTokensFn | None = allowed_tokens if callable(allowed_tokens) else None
         if guide is not None:
             guide(None, arrays[ALLOWED_TOKENS.name])
-        started = time.perf_counter()
-        loop = DecodeLoop(self.sessions, arrays, seeds, capacity, in_place=in_place)
-        collector = Collector(len(rows))
-        prefilled = started
-        if streamer is not None:
-            streamer.put(rows[0][None])
-        for step in loop.run(rows, prefill_chunk_size):
-            if not collector.steps:
-                prefilled = time.perf_counter()
-            collector.add(step)
-            if streamer is not None and step.emitted[0]:
-                streamer.put(step.tokens[:1])
-            if guide is not None and (step.status == RUNNING).any():
-                guide(step, arrays[ALLOWED_TOKENS.name])
-                loop.set_parameter(ALLOWED_TOKENS.name, arrays[ALLOWED_TOKENS.name])
-        if streamer is not None:
-            streamer.end()
-        timing = Timing(prefilled - started, time.perf_counter() - prefilled, len(collector.steps) - 1)
+        requests = [
+            DecodeRequest(
+                row, {name: values[index] for name, values in arrays.items()}, seeds[index], guide is not None
+            )
+            for index, row in enumerate(rows)
+        ]
+        collector = Collector(interface, [self._text(row, stops) for row in rows])
+        batch = Batch(requests, collector, manifest.token_ids.pad, streamer, guide, arrays.get(ALLOWED_TOKENS.name))
+        scheduler = Scheduler(slots, flush_every, prefill_chunk_size, interleave=False)
+        device = Slots(self.sessions, slots, capacity, in_place=in_place)
+        timing = batch.run(device, scheduler, double_buffering=double_buffering)
         return self._output(rows, collector, seeds, timing)
+
+    def stop_strings(self, given: str | Sequence[str] | None, params: Any) -> tuple[str, ...]:
+        """`given`, or what the model's own settings say where they are used. Raises ValueError without a tokenizer."""
+        if given is None and params is None:
+            given = self.generation_config.get("stop_strings")
+        stops = check_stop_strings(given)
+        if stops and self.tokenizer is None:
+            raise ValueError("stop_strings are found in the text, and the package has no tokenizer; give eos_token_id")
+        return stops
 
     def _params(self, params: Any, options: Mapping[str, Any], rows: int) -> list[SamplingParams]:
         if params is None:
-            return [SamplingParams.from_generation_config(self.generation_config, **options)] * rows
+            settings = {name: value for name, value in self.generation_config.items() if name != "stop_strings"}
+            return [SamplingParams.from_generation_config(settings, **options)] * rows
         if options:
             raise ValueError(f"params and {', '.join(options)} were given; put everything into params, or leave it out")
         if isinstance(params, SamplingParams):
@@ -172,7 +190,7 @@ class CausalLM:
         return rounded if limit is None else min(rounded, limit)
 
     def _output(self, rows: list[Array], collector: Collector, seeds: list[int], timing: Timing) -> GenerateOutput:
-        new, reasons = collector.new_token_ids(), collector.finish_reasons()
+        reasons = collector.finish_reasons
         invalid = [row for row, reason in enumerate(reasons) if reason == "invalid"]
         if invalid:
             warnings.warn(
@@ -180,9 +198,9 @@ class CausalLM:
                 stacklevel=3,
             )
         return GenerateOutput(
-            sequences=pad_sequences(rows, new, self.package.manifest.token_ids.pad),
-            new_token_ids=new,
-            texts=None if self.tokenizer is None else [self._text(*row) for row in zip(rows, new, strict=True)],
+            sequences=pad_sequences(rows, collector.new_token_ids, self.package.manifest.token_ids.pad),
+            new_token_ids=collector.new_token_ids,
+            texts=collector.texts(),
             finish_reasons=reasons,
             seeds=seeds,
             prompt_lengths=[len(row) for row in rows],
@@ -190,10 +208,8 @@ class CausalLM:
             **collector.optional_outputs(),
         )
 
-    def _text(self, prompt: Array, new: Sequence[int]) -> str:
-        assert self.tokenizer is not None
-        decoder = IncrementalDecoder(self.tokenizer, prompt.tolist())
-        return "".join([*map(decoder.put, new), decoder.end()])
+    def _text(self, prompt: Array, stop_strings: Sequence[str]) -> GeneratedText | None:
+        return None if self.tokenizer is None else GeneratedText(self.tokenizer, prompt.tolist(), stop_strings)
 
 
 def _check_ctx_len(package: Package, ctx_len: int | None) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
@@ -59,6 +59,10 @@ class Buffer:
         step = math.prod(shape) * _ELEMENTS[self.dtype][1]
         return Buffer(self.owner, self.dtype, shape, self.address + index * step, self.device)
 
+    def columns(self, count: int) -> Buffer:
+        """The first `count` columns of a buffer of one row, over the same memory."""
+        return replace(self, shape=(1, count, *self.shape[2:]))
+
     def read(self) -> Array:
         """A copy of the whole tensor."""
         return np.array(self.owner.numpy())
@@ -66,6 +70,13 @@ class Buffer:
     def write(self, array: Array) -> None:
         """Replace the whole tensor's values; the address stays."""
         self.owner.update_inplace(np.ascontiguousarray(array))
+
+    def write_at(self, index: Any, values: Any) -> None:
+        """Replace the values at a NumPy index of the whole tensor. Off the CPU, the tensor goes back and forth."""
+        whole = self.owner.numpy()  # on the CPU this is the memory itself
+        whole[index] = values
+        if self.device != "cpu":
+            self.write(whole)
 
     def bind_input(self, binding: ort.IOBinding, name: str) -> None:
         binding.bind_input(name, self.device, 0, _ELEMENTS[self.dtype][0], self.shape, self.address)
@@ -77,32 +88,42 @@ class Buffer:
 class RetainedState:
     """The state of every row between calls.
 
-    In place, a graph writes a state's next value into the buffer that it read. Otherwise two sets of buffers take
-    turns: `inputs` are the current values, `outputs` where the next ones go, and `flip` swaps them after a run. Rows
-    are always written in place: swapping one row would leave the others behind.
+    In place, a graph writes a state's next value into the buffer that it read. A state that takes turns has two
+    buffers: a graph reads one `side` and writes the other, and `flip` swaps them after a run, so that what was written
+    last can be copied while the next run writes. Single rows are always written in place: swapping one row would leave
+    the others behind.
     """
 
-    def __init__(self, specs: Mapping[TensorSpec, str], sizes: Mapping[str, int], *, in_place: bool) -> None:
-        """specs: each state and the device it lives on. sizes: of every named axis of the states."""
+    def __init__(self, specs: Mapping[TensorSpec, str], sizes: Mapping[str, int], *, turns: Collection[str]) -> None:
+        """specs: each state and the device it lives on. sizes: of every named axis of the states. turns: names of the
+        states with two buffers."""
         first = {spec.name: Buffer.allocate(spec, sizes, device) for spec, device in specs.items()}
-        self._sides = [first, first]
-        if not in_place:
-            self._sides[1] = {
-                spec.name: first[spec.name] if spec.read_only else Buffer.allocate(spec, sizes, device)
-                for spec, device in specs.items()
-            }
+        second = {
+            spec.name: Buffer.allocate(spec, sizes, device) if spec.name in turns else first[spec.name]
+            for spec, device in specs.items()
+        }
+        self._sides = [first, second]
         self._retained = [spec.name for spec in specs if not spec.read_only]
-        self._in_place = in_place
         self.side = 0
 
-    def start(self, initial_state: ort.InferenceSession, seeds: Iterable[int], capacity: int) -> None:
-        """Give every row the starting state of its seed."""
+    def start(
+        self,
+        initial_state: ort.InferenceSession,
+        names: Iterable[str],
+        seeds: Iterable[int],
+        capacity: int,
+        row: int | None = None,
+    ) -> None:
+        """Give every row, or one, the starting values of the states in `names`, each row by its seed."""
         binding = initial_state.io_binding()
         binding.bind_cpu_input(SEED.name, np.array(list(seeds), dtype=np.int64))
         binding.bind_cpu_input(CAPACITY_INPUT.name, np.array(capacity, dtype=np.int64))
-        for name, buffer in self.inputs().items():
-            buffer.bind_output(binding, name)
-        initial_state.run_with_iobinding(binding)
+        values = self.inputs(row)
+        for name in names:
+            values[name].bind_output(binding, name)
+        options = ort.RunOptions()
+        options.only_execute_path_to_fetches = True  # a cache that nobody asked for is not filled with zeros
+        initial_state.run_with_iobinding(binding, options)
 
     def inputs(self, row: int | None = None) -> dict[str, Buffer]:
         """State name → its current value: of all rows, or of one."""
@@ -115,12 +136,15 @@ class RetainedState:
 
     def flip(self) -> None:
         """Make the values that were just written the current ones."""
-        if not self._in_place:
-            self.side = 1 - self.side
+        self.side = 1 - self.side
 
-    def read(self, name: str) -> Array:
-        """A copy of the current value of a state, every row of it."""
-        return self._sides[self.side][name].read()
+    def read(self, name: str, side: int | None = None) -> Array:
+        """A copy of a state, every row of it: its current value, or what stands on a side."""
+        return self._sides[self.side if side is None else side][name].read()
+
+    def write_at(self, name: str, index: Any, values: Any) -> None:
+        """Replace the current values of a state at a NumPy index."""
+        self._sides[self.side][name].write_at(index, values)
 
 
 def _rows(buffers: Mapping[str, Buffer], row: int | None) -> dict[str, Buffer]:

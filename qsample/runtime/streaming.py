@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Any, Protocol, TextIO
 
 import numpy as np
 
+from qsample.runtime.stop_strings import StopStrings, check_stop_strings
 from qsample.runtime.text import IncrementalDecoder, Tokenizer
 
 
@@ -35,20 +37,24 @@ class TextStreamer:
         *,
         skip_prompt: bool = False,
         skip_special_tokens: bool = True,
+        stop_strings: str | Sequence[str] | None = None,
     ) -> None:
-        """file: None = standard output. skip_prompt: write only what was sampled."""
+        """file: None = standard output. skip_prompt: write only what was sampled. stop_strings: write what was sampled
+        up to the first of them, as `generate(stop_strings=...)` cuts its texts."""
         if tokenizer is None:
             raise ValueError("a TextStreamer needs a tokenizer, and the package has none; stream token ids instead")
         self._tokenizer = tokenizer
         self._file = file
         self._skip_prompt = skip_prompt
         self._skip_special_tokens = skip_special_tokens
+        self._stop_strings = check_stop_strings(stop_strings)
+        self._stops = StopStrings(self._stop_strings)
         self._decoder: IncrementalDecoder | None = None
 
     def put(self, value: Any) -> None:
         tokens = [int(token) for token in np.asarray(value).reshape(-1)]
         if self._decoder is not None:
-            self._write("".join(self._decoder.put(token) for token in tokens))
+            self._write("".join(self._stops.put(self._decoder.put(token)) for token in tokens))
             return
         self._decoder = IncrementalDecoder(
             self._tokenizer,
@@ -60,8 +66,8 @@ class TextStreamer:
 
     def end(self) -> None:
         """Write what was held back, and a newline; the streamer can then be used again."""
-        rest = self._decoder.end() if self._decoder is not None else ""
-        self._decoder = None
+        rest = self._stops.put(self._decoder.end()) + self._stops.end() if self._decoder is not None else ""
+        self._decoder, self._stops = None, StopStrings(self._stop_strings)
         self._write(rest + "\n")
 
     def _write(self, text: str) -> None:

@@ -1,4 +1,4 @@
-"""Text enters, token ids leave, and back, piece by piece: `Tokenizer` and `IncrementalDecoder`."""
+"""Text enters, token ids leave, and back, piece by piece: `Tokenizer`, `IncrementalDecoder` and `GeneratedText`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from tokenizers import Tokenizer as _Tokenizer
 from qsample.errors import PackageError
 from qsample.package import Package
 from qsample.runtime.chat import ChatTemplate
+from qsample.runtime.stop_strings import StopStrings
 
 TOKENIZER_FILE: Final = "tokenizer.json"
 _REPLACEMENT: Final = "\ufffd"  # what an incomplete multi-byte character decodes to
@@ -110,3 +111,25 @@ class IncrementalDecoder:
 
     def _decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=self._skip_special_tokens)
+
+
+class GeneratedText:
+    """The text of one row as its tokens come, cut off before its first stop string."""
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = (), stop_strings: Sequence[str] = ()) -> None:
+        """prompt: as for `IncrementalDecoder`."""
+        self._decoder = IncrementalDecoder(tokenizer, prompt)
+        self._stops = StopStrings(stop_strings)
+
+    @property
+    def stop_string(self) -> str | None:
+        """The stop string that was found."""
+        return self._stops.found
+
+    def put(self, token: int) -> str:
+        """The text that `token` makes certain."""
+        return self._stops.put(self._decoder.put(token))
+
+    def end(self) -> str:
+        """What was held back."""
+        return self._stops.put(self._decoder.end()) + self._stops.end()

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from qsample.cli import run
+from qsample.contract import RUNNING
 from qsample.runtime import CausalLM, SamplingParams
 from qsample.runtime import bench as bench_module
 from qsample.runtime.bench import measure
-from qsample.runtime.decode_loop import DecodeLoop
+from qsample.runtime.slots import Slots
 from tests.runtime.fake_package import MAX_POSITIONS, fake_package
 
 
@@ -21,16 +22,18 @@ def test_figures(sampler: bool, fake_model: Callable[..., CausalLM], monkeypatch
     calls = {"prefill": 0, "decode": 0}
     for name in calls:
 
-        def counted(self: DecodeLoop, *arguments: object, name: str = name, plain: object = getattr(DecodeLoop, name)):  # type: ignore[no-untyped-def]
+        def counted(  # type: ignore[no-untyped-def]
+            self: Slots, *arguments: object, name: str = name, plain: object = getattr(Slots, name), **options: object
+        ):
             calls[name] += 1
-            step = plain(self, *arguments)  # type: ignore[operator]
-            assert step.emitted.all()  # no row stops early: every step is a full one
-            return step
+            plain(self, *arguments, **options)  # type: ignore[operator]
+            # No row stops early: every step is a full one.
+            assert (self.read().status == RUNNING).all() or name == "prefill"
 
-        monkeypatch.setattr(DecodeLoop, name, counted)
+        monkeypatch.setattr(Slots, name, counted)
     found = measure(fake_model(sampler=sampler), 3, 5, 7, SamplingParams(temperature=1.0, eos_token_id=range(300)), 2)
     assert (found.rows, found.prompt_tokens, found.new_tokens) == (3, 5, 7)
-    assert calls == {"prefill": 3, "decode": 3 * (7 + bench_module._WARM_UP_STEPS)}
+    assert calls == {"prefill": 3 * 3, "decode": 3 * (7 + bench_module._WARM_UP_STEPS)}
     assert found.tokens_per_second == pytest.approx(3 * 1000 / found.decode_ms)
     assert found.prefill_tokens_per_second == pytest.approx(3 * 5 * 1000 / found.first_token_ms)
     assert 0 < found.decode_ms <= found.decode_ms_p90

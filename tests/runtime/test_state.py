@@ -1,20 +1,15 @@
-"""Buffers, row views, and the two ways to keep state."""
+"""Buffers, row views, states in place and states that take turns."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 
-from qsample.contract import BATCH, CAPACITY, LENGTHS, NOISE, SAMPLER_STATES, STALLED, TOKENS, TensorSpec
-from qsample.errors import QsampleError
+from qsample.contract import BATCH, CAPACITY, NOISE, SAMPLER_STATES, TensorSpec
 from qsample.runtime import CausalLM
-from qsample.runtime.decode_loop import DecodeLoop
-from qsample.runtime.inputs import parameter_arrays
 from qsample.runtime.state import Buffer, RetainedState
-from qsample.sampling_params import SamplingParams
 from tests.runtime.fake_package import fake_interface
 
 SIZES = fake_interface().sizes | {BATCH: 3, CAPACITY: 12}
@@ -37,15 +32,15 @@ def test_of_copies() -> None:
     assert buffer.read().tolist() == [[0, 1, 2], [3, 4, 5]]
 
 
-def state(model: CausalLM, *, in_place: bool) -> RetainedState:
+def state(model: CausalLM, *, turns: Sequence[str]) -> RetainedState:
     specs = dict.fromkeys((*SAMPLER_STATES, *model.interface.cache_states), "cpu")
-    made = RetainedState(specs, SIZES, in_place=in_place)
-    made.start(model.sessions.initial_state, [4, 5, 6], 12)
+    made = RetainedState(specs, SIZES, turns=turns)
+    made.start(model.sessions.initial_state, [spec.name for spec in specs], [4, 5, 6], 12)
     return made
 
 
 def test_the_starting_state(model: CausalLM) -> None:
-    made = state(model, in_place=True)
+    made = state(model, turns=())
     for spec in (*SAMPLER_STATES, *model.interface.cache_states):
         value = made.read(spec.name)
         assert value.shape == spec.shape(SIZES)
@@ -53,87 +48,46 @@ def test_the_starting_state(model: CausalLM) -> None:
     assert len(np.unique(made.read("noise"))) > 30
 
 
-def test_in_place_is_one_set_of_buffers_and_otherwise_two(model: CausalLM) -> None:
-    for in_place in (True, False):
-        made = state(model, in_place=in_place)
-        same = [made.inputs()[LENGTHS.name].address == made.outputs()["lengths_RetainedState"].address]
-        same.append(made.inputs()[TOKENS.name].address == made.outputs()["tokens_RetainedState"].address)
-        assert same == [in_place, in_place]
+def test_starting_some_states_of_one_row_leaves_the_rest(model: CausalLM) -> None:
+    made = state(model, turns=())
+    noise = made.read("noise")
+    for name in ("lengths", "tokens", "past_key_values.0.key"):
+        made.write_at(name, slice(None), 7)
+    made.start(model.sessions.initial_state, ["lengths", "noise"], [4], 12, row=2)
+    assert made.read("lengths").tolist() == [7, 7, 0]
+    assert (made.read("tokens") == 7).all()
+    assert (made.read("past_key_values.0.key") == 7).all()
+    assert (made.read("noise") == noise[[0, 1, 0]]).all()
+
+
+def test_a_state_in_place_has_one_buffer_and_one_that_takes_turns_has_two(model: CausalLM) -> None:
+    for turns in ((), ("lengths",), ("lengths", "tokens")):
+        made = state(model, turns=turns)
         assert "noise_RetainedState" not in made.outputs()
-        before = made.inputs()[LENGTHS.name].address
-        written = made.outputs()["lengths_RetainedState"].address
+        before = {name: made.inputs()[name].address for name in ("lengths", "tokens")}
+        written = {name: made.outputs()[f"{name}_RetainedState"].address for name in before}
+        assert {name for name in before if before[name] != written[name]} == set(turns)
         made.flip()
-        assert made.inputs()[LENGTHS.name].address == written
+        assert {name: made.inputs()[name].address for name in before} == written
+        made.write_at("lengths", slice(None), 0)
+        made.write_at("lengths", 1, 9)
+        assert made.read("lengths").tolist() == [0, 9, 0]
         made.flip()
-        assert made.inputs()[LENGTHS.name].address == before
+        assert {name: made.inputs()[name].address for name in before} == before
+        assert made.read("lengths", 1)[1] == 9
+        assert made.read("lengths")[1] == (0 if turns else 9)
 
 
 def test_a_row_is_written_where_it_is_read(model: CausalLM) -> None:
-    made = state(model, in_place=False)
+    made = state(model, turns=["past_key_values.0.key"])
     assert made.inputs(1)["past_key_values.0.key"].address == made.outputs(1)["present.0.key"].address
 
 
-# The loop underneath generate().
-
-
-def loop(model: CausalLM, rows: int, **options: Any) -> DecodeLoop:
-    params = [SamplingParams(temperature=0.9, max_new_tokens=20, eos_token_id=())] * rows
-    arrays = parameter_arrays(model.interface, params, [3] * rows, 64, ())
-    return DecodeLoop(model.sessions, arrays, list(range(rows)), 64, **options)
-
-
-@pytest.mark.parametrize("sampler", [True, False])
-def test_nothing_is_bound_again_after_the_first_steps(
-    sampler: bool, fake_model: Callable[..., CausalLM], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for in_place in (True, False):
-        made = loop(fake_model(sampler=sampler), 2, in_place=in_place)
-        made.prefill([np.array([5, 6, 7]), np.array([8, 9, 10])])
-        made.decode(), made.decode()
-        with monkeypatch.context() as patch:
-            patch.setattr(Buffer, "bind_input", lambda *_: pytest.fail("bound again"))
-            patch.setattr(Buffer, "allocate", lambda *_: pytest.fail("allocated again"))
-            patch.setattr(Buffer, "of", lambda *_: pytest.fail("allocated again"))
-            for _ in range(6):
-                made.decode()
-
-
-def test_retained_tokens_are_the_whole_history(model: CausalLM) -> None:
-    made = loop(model, 2)
-    prompts = [np.array([5, 6, 7]), np.array([8, 9, 10])]
-    steps = list(made.run(prompts))
-    tokens = made._state.read("tokens")
-    for row, prompt in enumerate(prompts):
-        new = [int(step.tokens[row]) for step in steps]
-        assert tokens[row, :23].tolist() == [*prompt, *new]
-        assert (tokens[row, 23:] == prompt[0]).all()
-    assert made._state.read("lengths").tolist() == [22, 22]
-    counts = made._state.read("output_counts")
-    assert counts.sum(axis=1).tolist() == [20, 20]
-
-
-def test_a_row_that_ended_stays_as_it_was(model: CausalLM) -> None:
-    params = [SamplingParams(temperature=0, max_new_tokens=n, eos_token_id=()) for n in (2, 9)]
-    arrays = parameter_arrays(model.interface, params, [3, 3], 64, ())
-    made = DecodeLoop(model.sessions, arrays, [0, 1], 64)
-    made.prefill([np.array([5, 6, 7]), np.array([8, 9, 10])])
-    made.decode()
-    ended = {name: made._state.read(name)[0] for name in ("lengths", "status", "tokens", "output_counts")}
-    for _ in range(5):
-        assert made.decode().emitted.tolist() == [False, True]
-    for name, value in ended.items():
-        assert (made._state.read(name)[0] == value).all(), name
-
-
-def test_a_graph_that_never_ends_its_rows_is_an_error(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = loop(model, 1)
-    monkeypatch.setattr(made._state, "read", lambda name: np.zeros(1, dtype=np.int32))
-    with pytest.raises(QsampleError, match="rows still run after 64 steps"):
-        list(made.run([np.array([5, 6, 7])]))
-
-
-def test_a_stalled_row_says_what_to_do(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = loop(model, 1)
-    monkeypatch.setattr(made._state, "read", lambda name: np.array([STALLED], dtype=np.int32))
-    with pytest.raises(QsampleError, match="use a portable package"):
-        made.prefill([np.array([5, 6, 7])])
+def test_writing_a_part() -> None:
+    buffer = Buffer.of(np.zeros((2, 3), dtype=np.int32), "cpu")
+    address = buffer.address
+    buffer.write_at((1, slice(2)), [4, 5])
+    buffer.write_at(0, 7)
+    assert buffer.read().tolist() == [[7, 7, 7], [4, 5, 0]]
+    assert buffer.address == buffer.owner.data_ptr() == address
+    assert buffer.row(1).columns(2).shape == (1, 2)

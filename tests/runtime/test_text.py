@@ -13,9 +13,10 @@ import pytest
 from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 
-from qsample.runtime import CausalLM, TextStreamer, load
+from qsample.runtime import CausalLM, SamplingParams, TextStreamer, load
 from qsample.runtime.chat import ChatTemplate
-from qsample.runtime.text import IncrementalDecoder, Tokenizer
+from qsample.runtime.stop_strings import StopStrings, check_stop_strings
+from qsample.runtime.text import GeneratedText, IncrementalDecoder, Tokenizer
 from tests.runtime.fake_package import BOS, EOS, byte_tokenizer, fake_package
 
 TEXTS = [
@@ -296,3 +297,114 @@ def test_texts_of_a_batch(model: CausalLM) -> None:
     assert model.tokenizer is not None
     assert output.texts == [model.tokenizer.decode(row) for row in output.new_token_ids]
     assert output.prompt_lengths == [2, 2]
+
+
+# Stop strings.
+
+
+def through(stops: StopStrings, parts: list[str]) -> tuple[str, str | None]:
+    return "".join([*(stops.put(part) for part in parts), stops.end()]), stops.found
+
+
+def test_a_stop_string_is_found_however_the_text_is_cut() -> None:
+    generator = random.Random(2)
+    for _ in range(500):
+        text = "".join(generator.choice("ab\n漢") for _ in range(generator.randrange(0, 14)))
+        strings = ["".join(generator.choice("ab\n漢") for _ in range(generator.randrange(1, 5))) for _ in range(3)]
+        # The oracle: the shortest text that ends in a stop string, and of several of them the longest.
+        ends = [(text[:end], stop) for end in range(len(text) + 1) for stop in strings if text[:end].endswith(stop)]
+        wanted: tuple[str, str | None] = (text, None)
+        if ends:
+            stop = max((stop for whole, stop in ends if len(whole) == len(ends[0][0])), key=len)
+            wanted = (ends[0][0].removesuffix(stop), stop)
+        for _ in range(5):
+            cuts = sorted(generator.choices(range(len(text) + 1), k=3))
+            parts = [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+            assert through(StopStrings(strings), parts) == wanted
+        assert through(StopStrings(strings), list(text)) == wanted
+
+
+def test_text_is_held_back_only_while_it_may_begin_a_stop_string() -> None:
+    stops = StopStrings(["\n\nQ:", "END"])
+    parts = ["a", "\n", "b", "\n\n", "Q", "E", "N", "\n", "\nQ", ":c"]
+    assert [stops.put(part) for part in parts] == ["a", "", "\nb", "", "", "\n\nQ", "", "EN", "", ""]
+    assert (stops.found, stops.end()) == ("\n\nQ:", "")
+    ended = StopStrings(["END"])
+    assert (ended.put("xEN"), ended.end()) == ("x", "EN")
+
+
+@pytest.mark.parametrize("wrong", ["", ["a", ""], 5, [b"a"], {"a": 1}])
+def test_wrong_stop_strings(wrong: Any) -> None:
+    with pytest.raises(ValueError, match="stop_strings is"):
+        check_stop_strings(wrong)
+
+
+def test_stop_strings_as_they_are_given() -> None:
+    assert check_stop_strings(None) == ()
+    assert check_stop_strings("ab") == ("ab",)
+    assert check_stop_strings(["a", "b", "a"]) == ("a", "b")
+
+
+def test_generated_text_stops_inside_multi_byte_characters_and_tokens(tokenizer: Tokenizer) -> None:
+    """Every byte is a token here, so the stop string and the characters around it come in pieces."""
+    text = GeneratedText(tokenizer, tokenizer.encode("x"), ["。\n"])
+    ids = tokenizer.encode("漢字。é。\nmore", add_special_tokens=False)
+    parts = []
+    for token in ids:
+        parts.append(text.put(token))
+        if text.stop_string:
+            break
+    assert "".join([*parts, text.end()]) == "漢字。é"
+    assert len(parts) == len("漢字。é。\n".encode())
+    assert text.stop_string == "。\n"
+
+
+def ascii_piece(text: str) -> str:
+    """A character in the middle of a random text that is certain as soon as it comes."""
+    return next(character for character in text[4:] if "!" <= character <= "~")
+
+
+def test_generate_with_stop_strings(fake_model: Callable[..., CausalLM]) -> None:
+    model = fake_model()
+    params = SamplingParams(temperature=0.9, max_new_tokens=40, eos_token_id=())
+    free = model.generate(["hello", "other"], params, seed=3)
+    assert free.texts is not None
+    stop = ascii_piece(free.texts[0])
+    count = next(n for n in range(41) if stop in Tokenizer(byte_tokenizer()).decode(free.new_token_ids[0][:n]))
+    for flush_every in (1, 4, 16):
+        for double_buffering in (True, False):
+            output = model.generate(
+                ["hello", "other"],
+                params,
+                seed=3,
+                stop_strings=[stop, "zzzz"],
+                flush_every=flush_every,
+                double_buffering=double_buffering,
+            )
+            assert output.texts == [free.texts[0].split(stop)[0], free.texts[1].split(stop)[0]]
+            assert output.new_token_ids[0] == free.new_token_ids[0][:count]
+            assert output.finish_reasons[0] == "stop"
+
+
+def test_where_stop_strings_come_from(fake_model: Callable[..., CausalLM]) -> None:
+    own = {"do_sample": True, "top_k": 0, "stop_strings": ["X"], "max_new_tokens": 60}
+    model = fake_model(generation_config=own)
+    free = model.generate("hello", seed=3, stop_strings=[])
+    assert free.texts is not None
+    assert "X" in free.texts[0]
+    assert model.generate("hello", seed=3).texts == [free.texts[0].split("X")[0]]
+    with pytest.raises(ValueError, match="the package has no tokenizer; give eos_token_id"):
+        fake_model(tokenizer=False).generate([5], stop_strings="a")
+
+
+def test_a_text_streamer_cuts_at_a_stop_string(model: CausalLM) -> None:
+    params = SamplingParams(temperature=0.9, max_new_tokens=40, eos_token_id=())
+    free = model.generate("hello", params, seed=3)
+    assert free.texts is not None
+    stop = ascii_piece(free.texts[0])
+    for skip_prompt in (False, True):
+        file = io.StringIO()
+        streamer = TextStreamer(model.tokenizer, file, skip_prompt=skip_prompt, stop_strings=stop)
+        output = model.generate("hello", params, seed=3, streamer=streamer, stop_strings=stop)
+        assert output.texts is not None
+        assert file.getvalue() == ("" if skip_prompt else "hello") + output.texts[0] + "\n"

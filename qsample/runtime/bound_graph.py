@@ -1,0 +1,40 @@
+"""A session and the buffers of its inputs and outputs enter; a graph that runs over that memory leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import onnxruntime as ort
+
+from qsample.contract import GraphSpec
+from qsample.runtime.state import Buffer
+
+
+class BoundGraph:
+    """A session with every input and output bound; `run` reads and writes that memory."""
+
+    def __init__(
+        self, session: ort.InferenceSession, spec: GraphSpec, buffers: Mapping[str, Buffer], device: str
+    ) -> None:
+        """buffers: every input and output of `spec`, by name. device: where the session runs."""
+        self._session = session
+        self._binding: Any = session.io_binding()
+        self._buffers = {name: buffers[name] for name in (*spec.input_names, *spec.output_names)}  # kept alive
+        # ONNX Runtime copies an input from another device when it is bound, not when the graph runs.
+        self._copied = [name for name in spec.input_names if buffers[name].device != device]
+        for name in spec.input_names:
+            buffers[name].bind_input(self._binding, name)
+        for name in spec.output_names:
+            buffers[name].bind_output(self._binding, name)
+
+    def bind_input(self, name: str, buffer: Buffer) -> None:
+        """Read an input from other memory from now on; an input that the graph does not have is passed over."""
+        if name in self._buffers and self._buffers[name] != buffer:
+            self._buffers[name] = buffer
+            buffer.bind_input(self._binding, name)
+
+    def run(self) -> None:
+        for name in self._copied:
+            self._buffers[name].bind_input(self._binding, name)
+        self._session.run_with_iobinding(self._binding)
