@@ -4,10 +4,26 @@
 >>> load("exported").generate("In the beginning", temperature=0.8).texts
 """
 
+from qsample.runtime.engine import Engine, EngineClosedError, QueueFullError
 from qsample.runtime.inputs import AllowedTokensFn
 from qsample.runtime.model import CausalLM, load
 from qsample.runtime.output import GenerateOutput, Step
+from qsample.runtime.request import Delta, Request, RequestOutput
 from qsample.runtime.streaming import TextStreamer
 from qsample.sampling_params import SamplingParams
 
-__all__ = ["AllowedTokensFn", "CausalLM", "GenerateOutput", "SamplingParams", "Step", "TextStreamer", "load"]
+__all__ = [
+    "AllowedTokensFn",
+    "CausalLM",
+    "Delta",
+    "Engine",
+    "EngineClosedError",
+    "GenerateOutput",
+    "QueueFullError",
+    "Request",
+    "RequestOutput",
+    "SamplingParams",
+    "Step",
+    "TextStreamer",
+    "load",
+]

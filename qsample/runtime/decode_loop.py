@@ -7,6 +7,7 @@ With double buffering, a thread starts the next job while this one copies and de
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -124,6 +125,7 @@ class DecodeLoop:
         self._left.clear()
         for request in self._scheduler.admit():
             assert request.slot is not None
+            request.seated_at = time.perf_counter()
             self._slots.begin(request.slot, request.prompt, request.seed, request.parameters, request.reused)
         guided = any(request.guided for request in self._scheduler.seated)
         if self._device is None or guided:

@@ -64,7 +64,7 @@ class CausalLM:
     """A loaded package.
 
     package: where it came from. tokenizer: None where it was exported without one. generation_config: the model's own
-    sampling defaults. sessions: the graphs.
+    sampling defaults. sessions: the graphs. batch_size: most rows of one call; None = any.
     """
 
     def __init__(self, package: Package, sessions: Sessions, ctx_len: int | None = None) -> None:
@@ -74,7 +74,7 @@ class CausalLM:
         self.sessions = sessions
         compilation = package.manifest.compilation
         self._ctx_len = compilation.ctx_len if compilation else ctx_len
-        self._batch_size = compilation.batch_size if compilation else None
+        self.batch_size = compilation.batch_size if compilation else None
 
     @property
     def interface(self) -> Interface:
@@ -123,11 +123,11 @@ class CausalLM:
         """
         interface, manifest = self.interface, self.package.manifest
         rows = prompts(inputs, attention_mask, self.tokenizer, interface.vocab_size, manifest.token_ids)
-        row_params = self._params(params, options, len(rows))
-        seeds = _seeds(seed, params, row_params)
+        row_params = self.sampling_params(params, options, len(rows))
+        seeds = choose_seeds(seed, params, row_params)
         stops = self.stop_strings(stop_strings, params)
         guide: AllowedTokensFn | None = allowed_tokens if callable(allowed_tokens) else None
-        slots = min(len(rows), self._batch_size or len(rows))
+        slots = min(len(rows), self.batch_size or len(rows))
         if guide is not None and slots < len(rows):
             raise ValueError(
                 f"{len(rows)} prompts were given and the package was compiled for {slots} at most; a function for "
@@ -166,7 +166,8 @@ class CausalLM:
             raise ValueError("stop_strings are found in the text, and the package has no tokenizer; give eos_token_id")
         return stops
 
-    def _params(self, params: Any, options: Mapping[str, Any], rows: int) -> list[SamplingParams]:
+    def sampling_params(self, params: Any, options: Mapping[str, Any], rows: int) -> list[SamplingParams]:
+        """One a row, from `params` or from the model's own settings with `options` on top. Raises ValueError."""
         if params is None:
             settings = {name: value for name, value in self.generation_config.items() if name != "stop_strings"}
             return [SamplingParams.from_generation_config(settings, **options)] * rows
@@ -226,7 +227,7 @@ def _check_ctx_len(package: Package, ctx_len: int | None) -> None:
         raise ValueError(f"ctx_len is {ctx_len}; the model knows {manifest.max_position_embeddings} positions at most")
 
 
-def _seeds(seed: Any, given: Any, params: Sequence[SamplingParams]) -> list[int]:
+def choose_seeds(seed: Any, given: Any, params: Sequence[SamplingParams]) -> list[int]:
     """A seed a row: from `seed`, otherwise from the rows' parameters, otherwise fresh."""
     rows = len(params)
     if isinstance(seed, Sequence) and not isinstance(seed, str):

@@ -21,8 +21,9 @@ class DecodeRequest:
 
     prompt: [n] int64. parameters: the row of every name of `Interface.parameters`. seed: of its random numbers.
     guided: someone must see each token before the next one is sampled.
-    Kept by the loop: slot, None outside one. reused: prompt tokens that were in the slot's cache. consumed: prompt
-    tokens in the cache. new_tokens: sampled, as far as they were read. issued: tokens sampled if the row still runs.
+    Kept by the loop: slot, None outside one. seated_at: when it got its slot, on `time.perf_counter`. reused: prompt
+    tokens that were in the slot's cache. consumed: prompt tokens in the cache. new_tokens: sampled, as far as they were
+    read. issued: tokens sampled if the row still runs.
     """
 
     prompt: Array
@@ -33,6 +34,7 @@ class DecodeRequest:
     reused: int = 0
     consumed: int = 0
     issued: int = 0
+    seated_at: float | None = None
     new_tokens: list[int] = field(default_factory=list)
 
     @property

@@ -1,0 +1,275 @@
+"""Prompts enter at any time, from any thread; their tokens leave as they are sampled: continuous batching.
+
+A thread of the engine's own runs the decode loop. If instead whoever reads a request drove the loop, all requests would
+stand still while one reader is busy elsewhere, and an event loop would be blocked by the steps that it drives.
+"""
+
+from __future__ import annotations
+
+import atexit
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+
+from qsample.contract import ALLOWED_TOKENS, RUNNING
+from qsample.errors import QsampleError
+from qsample.runtime.decode_loop import DecodeLoop, Progress, choose_flush_every
+from qsample.runtime.inputs import AllowedTokensFn, parameter_arrays, prompts
+from qsample.runtime.model import CausalLM, choose_seeds
+from qsample.runtime.output import Step
+from qsample.runtime.request import CANCELLED, Request
+from qsample.runtime.scheduler import DecodeRequest, Scheduler
+from qsample.runtime.session import check_count
+from qsample.runtime.slots import Slots
+from qsample.runtime.state import Array
+from qsample.runtime.text import GeneratedText
+from qsample.sampling_params import SamplingParams
+
+_SLOTS: Final = 8  # where neither the caller nor the package says
+_CTX_LEN: Final = 4096  # likewise; less where the model knows less
+_PREFILL_CHUNK_SIZE: Final = {"cpu": 32, "cuda": 512}
+
+
+class QueueFullError(QsampleError):
+    """The engine has no slot and no place in its queue for another request."""
+
+
+class EngineClosedError(QsampleError):
+    """The engine was closed, or its graph failed."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Guide:
+    """A request's own function for guided decoding, and the mask that it writes, [1, W] int32."""
+
+    function: AllowedTokensFn
+    mask: Array
+
+
+class Engine:
+    r"""Runs many requests in the slots of one batch; each joins when a slot is free and leaves when it ends.
+
+    A request's tokens depend on its prompt, parameters and seed only: not on its neighbours, its slot, when it joined,
+    or how its prompt was cut. What a slot holds stays there when its request ends, and a prompt that begins the same
+    way is only read from there on.
+
+    >>> with Engine(load("package"), slots=8) as engine:
+    ...     request = engine.add_request("In the beginning", max_new_tokens=64, temperature=0.8, stop_strings="\n\n")
+    ...     for delta in request:
+    ...         print(delta.text, end="")
+    ...     print(request.result().finish_reason)
+    """
+
+    def __init__(
+        self,
+        model: CausalLM,
+        *,
+        slots: int | None = None,
+        max_waiting: int = 64,
+        prefill_chunk_size: int | None = None,
+        flush_every: int | None = None,
+        double_buffering: bool = True,
+    ) -> None:
+        """Allocate the batch's memory and start the thread.
+
+        Args:
+            model: its ctx_len (see `load`) is what a slot holds; where it has none, at most 4096 tokens.
+            slots: rows of the batch; None = what the package was compiled for, or 8.
+            max_waiting: requests that may wait for a slot; see `add_request`.
+            prefill_chunk_size: most prompt tokens between two decode steps. More read a prompt faster, fewer hold up
+                running requests for a shorter time. None = 32 on the CPU, 512 on CUDA.
+            flush_every, double_buffering: as in `CausalLM.generate`.
+        """
+        for name, value, least in (
+            ("slots", slots, 1),
+            ("max_waiting", max_waiting, 0),
+            ("prefill_chunk_size", prefill_chunk_size, 1),
+        ):
+            check_count(name, value, least)
+        most = model.batch_size
+        if slots is not None and most is not None and slots > most:
+            raise ValueError(f"slots is {slots} and the package was compiled for {most} rows at most; compile it again")
+        self.slots = slots or most or _SLOTS
+        self.max_waiting = max_waiting
+        self.capacity = model.capacity(_CTX_LEN)
+        self._model = model
+        chunk = prefill_chunk_size or _PREFILL_CHUNK_SIZE.get(model.sessions.device, _PREFILL_CHUNK_SIZE["cuda"])
+        scheduler = Scheduler(self.slots, choose_flush_every(model.sessions, flush_every), chunk)
+        device = Slots(model.sessions, self.slots, self.capacity)
+        loop = DecodeLoop(device, scheduler, self._deliver, double_buffering=double_buffering)
+
+        self._changed = threading.Condition()  # guards what follows
+        self._requests: dict[DecodeRequest, Request] = {}  # those that have not ended
+        self._added: list[DecodeRequest] = []
+        self._cancelled: list[Request] = []
+        self._closed = False
+        self._error: BaseException | None = None
+        # For the engine's thread alone.
+        self._guides: dict[DecodeRequest, _Guide] = {}
+        self._loop: DecodeLoop | None = loop
+        self._thread = threading.Thread(target=self._serve, name="qsample-engine", daemon=True)
+        self._thread.start()
+        atexit.register(self.close)  # a thread must not be inside the graph when the interpreter goes
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def add_request(
+        self,
+        inputs: Any,
+        params: SamplingParams | None = None,
+        *,
+        seed: int | None = None,
+        stop_strings: str | Sequence[str] | None = None,
+        allowed_tokens: Any = None,
+        timeout: float | None = None,
+        **options: Any,
+    ) -> Request:
+        """Add one prompt, and return at once where the queue has room.
+
+        Args:
+            inputs: a text, token ids, or chat messages; see `inputs.prompts`.
+            params, seed, stop_strings, options: as in `CausalLM.generate`.
+            allowed_tokens: as in `CausalLM.generate`, for a batch of this one row. A function is called on the engine's
+                thread between two steps, so everybody waits for it; and it must not call the engine.
+            timeout: seconds to wait while `slots` requests run and `max_waiting` wait; None = as long as it takes, 0 =
+                not at all.
+
+        Raises ValueError where an argument is wrong or the prompt does not fit, QueueFullError after `timeout`,
+        EngineClosedError where the engine takes no requests any more.
+        """
+        row, text, guide = self._prepare(inputs, params, seed, stop_strings, allowed_tokens, options)
+        request = Request(row, text, self._cancel)
+        with self._changed:
+            room = self._changed.wait_for(
+                lambda: self._closed or len(self._requests) < self.slots + self.max_waiting, timeout
+            )
+            if self._closed:
+                raise self._closed_error()
+            if not room:
+                raise QueueFullError(
+                    f"{self.slots} requests run and {self.max_waiting} wait, which is all that this engine takes; try "
+                    "again later, give a longer timeout, or raise max_waiting"
+                )
+            if guide is not None:
+                self._guides[row] = guide
+            self._requests[row] = request
+            self._added.append(row)
+            self._changed.notify_all()
+        return request
+
+    def close(self) -> None:
+        """Cancel what has not ended, end the thread and release the batch's memory. The model can be used on."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+        atexit.unregister(self.close)
+
+    def _prepare(
+        self, inputs: Any, params: Any, seed: Any, stop_strings: Any, allowed_tokens: Any, options: dict[str, Any]
+    ) -> tuple[DecodeRequest, GeneratedText | None, _Guide | None]:
+        """Everything that can be wrong with a request is found here, on the caller's thread."""
+        model = self._model
+        interface, token_ids = model.interface, model.package.manifest.token_ids
+        rows = prompts(inputs, None, model.tokenizer, interface.vocab_size, token_ids)
+        if len(rows) != 1:
+            raise ValueError(f"{len(rows)} prompts were given; add them one by one")
+        row_params = model.sampling_params(params, options, 1)
+        row_seed = choose_seeds(seed, params, row_params)[0]
+        stops = model.stop_strings(stop_strings, params)
+        arrays = parameter_arrays(interface, row_params, [len(rows[0])], self.capacity, token_ids.eos, allowed_tokens)
+        guide = None
+        if callable(allowed_tokens):
+            guide = _Guide(allowed_tokens, arrays[ALLOWED_TOKENS.name])
+            guide.function(None, guide.mask)
+        parameters = {name: np.array(values[0]) for name, values in arrays.items()}
+        text = None if model.tokenizer is None else GeneratedText(model.tokenizer, rows[0].tolist(), stops)
+        return DecodeRequest(rows[0], parameters, row_seed, guide is not None), text, guide
+
+    def _cancel(self, request: Request) -> None:
+        with self._changed:
+            self._cancelled.append(request)
+            self._changed.notify_all()
+
+    def _closed_error(self) -> EngineClosedError:
+        if self._error is None:
+            return EngineClosedError("the engine is closed; make a new one")
+        return EngineClosedError(f"the engine ended because its graph failed ({self._error}); make a new one")
+
+    # From here on, the engine's thread.
+
+    def _serve(self) -> None:
+        assert self._loop is not None
+        try:
+            with self._loop:
+                while self._take_changes(self._loop):
+                    self._loop.step()
+        except BaseException as error:  # whatever it is, nobody may be left waiting
+            self._error = error
+        with self._changed:
+            self._closed = True
+            left = list(self._requests.values())
+            self._requests.clear()
+            self._changed.notify_all()
+        for request in left:
+            if self._error is None:
+                request.finish(CANCELLED)
+            else:
+                request.fail(self._closed_error())
+        self._guides.clear()
+        self._loop = None
+
+    def _take_changes(self, loop: DecodeLoop) -> bool:
+        """Wait for something to do, and bring the loop up to date. False where the engine is to end."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or self._added or self._cancelled or loop.busy)
+            if self._closed:
+                return False
+            added, self._added = self._added, []
+            cancelled, self._cancelled = self._cancelled, []
+            rows = [row for row, request in self._requests.items() if request in cancelled] if cancelled else []
+        for row in added:
+            loop.add(row)
+        for row in rows:
+            loop.leave(row)
+            self._end(row).finish(CANCELLED)
+        return True
+
+    def _deliver(self, progress: Progress) -> None:
+        row = progress.request
+        request = self._requests[row]
+        try:
+            ended = request.take(progress)
+            if not ended and row in self._guides:
+                self._write_mask(progress)
+        except Exception as error:  # the caller's function, most likely; nobody else is to suffer
+            ended = True
+            request.fail(error)
+        if ended:
+            self._end(row)
+            if self._loop is not None:
+                self._loop.leave(row)
+
+    def _write_mask(self, progress: Progress) -> None:
+        guide = self._guides[progress.request]
+        outputs = {name: value[None] for name, value in progress.outputs.items()}
+        tokens, status = np.array(progress.tokens, dtype=np.int64), np.array([RUNNING], dtype=np.int32)
+        guide.function(Step(tokens, np.ones(1, dtype=np.bool_), status, outputs), guide.mask)
+        assert self._loop is not None
+        self._loop.set_parameter(progress.request, ALLOWED_TOKENS.name, guide.mask[0])
+
+    def _end(self, row: DecodeRequest) -> Request:
+        """Forget a request, which makes room for another."""
+        self._guides.pop(row, None)
+        with self._changed:
+            request = self._requests.pop(row)
+            self._changed.notify_all()
+        return request
