@@ -187,12 +187,22 @@ def generate(
     stop_id: Annotated[
         list[int] | None, typer.Option(help="Token id that ends a row, in place of the model's own; may be repeated.")
     ] = None,
+    stop_string: Annotated[
+        list[str] | None, typer.Option(help="Text that ends a row, and is cut off with what follows; may be repeated.")
+    ] = None,
     seed: Annotated[int | None, typer.Option(help="Same seed, same tokens. (default: a fresh one, shown)")] = None,
     greedy: Annotated[bool, typer.Option("--greedy", help="Always take the likeliest token.")] = False,
     provider: Annotated[
         str | None, typer.Option(help="Execution provider. (default: what it was compiled for, else cpu)")
     ] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads. (default: ONNX Runtime's choice)")] = None,
+    flush_every: Annotated[
+        int | None, typer.Option(min=1, help="Steps between two reads of the tokens. (default: 1 on the CPU, else 4)")
+    ] = None,
+    double_buffering: Annotated[
+        bool,
+        typer.Option("--double-buffering/--no-double-buffering", help="Read a token while the next one is computed."),
+    ] = True,
     as_json: Json = False,
 ) -> None:
     """Generate text. One prompt streams; several form one batch. What is not given comes from the model."""
@@ -223,10 +233,20 @@ def generate(
     opened = _open_exported(model, provider)  # kept: a temporary export lives as long as this
     engine = load(opened.package.path, provider, intra_op_num_threads=threads, verify=False)
     inputs = [[{"role": "user", "content": text}] for text in prompts] if chat else prompts
-    streamer = None if as_json or len(prompts) > 1 else TextStreamer(engine.tokenizer, skip_prompt=chat)
+    stops = engine.stop_strings(stop_string or None, None)
+    streamer = (
+        None if as_json or len(prompts) > 1 else TextStreamer(engine.tokenizer, skip_prompt=chat, stop_strings=stops)
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the finish reasons say the same
-        output = engine.generate(inputs, streamer=streamer, **options)
+        output = engine.generate(
+            inputs,
+            streamer=streamer,
+            stop_strings=stops,
+            flush_every=flush_every,
+            double_buffering=double_buffering,
+            **options,
+        )
     if as_json:
         typer.echo(json.dumps(cli_output.generation(prompts, output), ensure_ascii=False, indent=2))
     elif streamer is None:

@@ -327,11 +327,14 @@ def test_generate_passes_every_sampling_option(run: Any, llama_package: Path, mo
         "frequency_penalty": -0.5,
         "min_new_tokens": 2,
         "seed": 11,
+        "flush_every": 3,
     }
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
+    flags += ["--no-double-buffering", "--stop-string=one", "--stop-string=two"]
     status, _, err = run("generate", llama_package, "-p", "x", *flags, "--stop-id", "5", "--stop-id", "6")
     assert (status, err) == (1, "qsample: seen\n")
     seen.pop("streamer")
+    given |= {"double_buffering": False, "stop_strings": ("one", "two")}
     assert seen == {**given, "eos_token_id": [5, 6], "inputs": ["x"]}
     assert run("generate", llama_package, "-p", "x", "--greedy")[0] == 1
     assert seen["do_sample"] is False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
@@ -13,6 +13,7 @@ import numpy as np
 
 from qsample.runtime.inputs import parameter_arrays
 from qsample.runtime.model import CausalLM
+from qsample.runtime.session import Sessions
 from qsample.runtime.slots import Slots
 from qsample.runtime.state import Array
 from qsample.sampling_params import SamplingParams
@@ -38,6 +39,45 @@ class Measurement:
     decode_ms: float
     decode_ms_p90: float
     tokens_per_second: float
+
+
+class LockStep:
+    """Rows that start together and are read after every step: the plain loop, for measurements.
+
+    >>> rows = LockStep(model.sessions, arrays, seeds=[0, 1], capacity=256)
+    >>> tokens = [rows.prefill([prompt_0, prompt_1]), rows.decode(), rows.decode()]
+    """
+
+    def __init__(
+        self, sessions: Sessions, parameters: Mapping[str, Array], seeds: Sequence[int], capacity: int
+    ) -> None:
+        """parameters: every name of `Interface.parameters`, one row each. seeds: one a row. capacity: T, in tokens."""
+        self._slots = Slots(sessions, len(seeds), capacity)
+        self._parameters = parameters
+        self._seeds = seeds
+
+    def prefill(self, prompts: Sequence[Array]) -> Array:
+        """Read each row's prompt, [n] int64, and sample its first token: [B] int64."""
+        for row, prompt in enumerate(prompts):
+            parameters = {name: values[row] for name, values in self._parameters.items()}
+            self._slots.begin(row, prompt, self._seeds[row], parameters)
+            self._slots.prefill(row, prompt, emit=True)
+        return self._newest()
+
+    def decode(self) -> Array:
+        """Sample each row's next token: [B] int64."""
+        self._slots.decode()
+        return self._newest()
+
+    def set_parameter(self, name: str, values: Array) -> None:
+        """Replace a parameter of every row, from the next call on."""
+        for row, value in enumerate(values):
+            self._slots.set_parameter(row, name, value)
+
+    def _newest(self) -> Array:
+        snapshot = self._slots.read()
+        tokens: Array = np.take_along_axis(snapshot.tokens, snapshot.lengths[:, None], axis=1)[:, 0].astype(np.int64)
+        return tokens
 
 
 def measure(
@@ -78,11 +118,9 @@ def measure(
     first_token: list[float] = []
     steps: list[float] = []
     for repetition in range(repetitions + 1):  # the first one warms up
-        slots = Slots(model.sessions, rows, capacity)
-        for row, prompt in enumerate(prompts):
-            slots.begin(row, prompt, row, {name: values[row] for name, values in arrays.items()})
-        first = _seconds(partial(_prefill, slots, prompts))
-        taken = [_seconds(partial(_decode, slots)) for _ in range(_WARM_UP_STEPS + new_tokens)][_WARM_UP_STEPS:]
+        loop = LockStep(model.sessions, arrays, list(range(rows)), capacity)
+        first = _seconds(partial(loop.prefill, prompts))
+        taken = [_seconds(loop.decode) for _ in range(_WARM_UP_STEPS + new_tokens)][_WARM_UP_STEPS:]
         if repetition:
             first_token.append(first)
             steps += taken
@@ -97,17 +135,6 @@ def measure(
         decode_ms_p90=1e3 * float(np.percentile(steps, 90)),
         tokens_per_second=rows / step,
     )
-
-
-def _prefill(slots: Slots, prompts: list[Array]) -> None:
-    for row, prompt in enumerate(prompts):
-        slots.prefill(row, prompt, emit=True)
-    slots.read()
-
-
-def _decode(slots: Slots) -> None:
-    slots.decode()
-    slots.read()
 
 
 def peak_memory_bytes() -> int:

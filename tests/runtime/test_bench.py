@@ -6,13 +6,15 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from qsample.cli import run
 from qsample.contract import RUNNING
 from qsample.runtime import CausalLM, SamplingParams
 from qsample.runtime import bench as bench_module
-from qsample.runtime.bench import measure
+from qsample.runtime.bench import LockStep, measure
+from qsample.runtime.inputs import parameter_arrays
 from qsample.runtime.slots import Slots
 from tests.runtime.fake_package import MAX_POSITIONS, fake_package
 
@@ -71,3 +73,19 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "decode, tok/s" in capsys.readouterr().out
     assert run([*arguments, "--top-p", "2"]) == 2
     assert "top_p is 2" in capsys.readouterr().err
+
+
+def test_lock_step_gives_the_tokens_of_generate(model: CausalLM) -> None:
+    prompts = [[5, 6, 7], [8, 9]]
+    params = SamplingParams(temperature=0.9, max_new_tokens=8, eos_token_id=())
+    arrays = parameter_arrays(model.interface, [params] * 2, [3, 2], 64, ())
+    loop = LockStep(model.sessions, arrays, [4, 5], 64)
+    tokens = [loop.prefill([np.array(prompt) for prompt in prompts]), *(loop.decode() for _ in range(4))]
+    loop.set_parameter("temperature", np.zeros(2, dtype=np.float32))
+    tokens += [loop.decode() for _ in range(3)]
+    got = np.stack(tokens, axis=1)
+    wanted = model.generate(prompts, params, seed=4).new_token_ids
+    assert [row[:5].tolist() for row in got] == [row[:5] for row in wanted]
+    for prompt, row in zip(prompts, got.tolist(), strict=True):
+        greedy = SamplingParams(temperature=0, max_new_tokens=3, eos_token_id=())
+        assert model.generate([*prompt, *row[:5]], greedy).new_token_ids[0] == row[5:]

@@ -1,0 +1,177 @@
+"""One system under one load of requests; started by `serving.py`, with the Python that has the system.
+
+    python benchmarks/serving_worker.py SYSTEM MODEL LOAD OUT --threads 2 --slots 8
+
+LOAD: JSON, one `[arrival in seconds, prompt tokens, new tokens]` a request. OUT: JSON, for each request the moments of
+its tokens, in seconds since its arrival. It needs the system that it runs and NumPy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+SAMPLING = {"temperature": 0.8, "top_k": 50, "top_p": 0.95}
+Load = list[tuple[float, int, int]]
+Prompts = list[np.ndarray[Any, np.dtype[np.int64]]]
+Moments = list[list[float]]
+
+
+def make_prompts(load: Load, vocab_size: int) -> Prompts:
+    """The same random ids for every system, without the special ones."""
+    generator = np.random.default_rng(0)
+    return [generator.integers(3, vocab_size, count) for _, count, _ in load]
+
+
+def load_package(folder: Path, threads: int) -> Any:
+    from qsample.runtime import load
+
+    return load(folder, intra_op_num_threads=threads, verify=False)
+
+
+def continuous(folder: Path, load: Load, threads: int, slots: int) -> Moments:
+    """The engine: a request joins as soon as a slot is free."""
+    from qsample.runtime import Engine, SamplingParams
+
+    model = load_package(folder, threads)
+    prompts = make_prompts(load, model.interface.vocab_size)
+    requests = []
+    with Engine(model, slots=slots, max_waiting=len(load)) as engine:
+        warm_up = SamplingParams(max_new_tokens=4, eos_token_id=())
+        for request in [engine.add_request(prompts[0], warm_up) for _ in range(slots)]:
+            request.result()
+        start = time.perf_counter()
+        for place, (arrival, _, new_tokens) in enumerate(load):
+            time.sleep(max(0.0, start + arrival - time.perf_counter()))
+            params = SamplingParams(**SAMPLING, max_new_tokens=new_tokens, eos_token_id=(), seed=place)
+            requests.append(engine.add_request(prompts[place], params))
+        return [[delta.seconds for delta in request if delta.token_ids] for request in requests]
+
+
+def static(folder: Path, load: Load, threads: int, slots: int) -> Moments:
+    """The same graph, slots and loop, but a batch begins only when the one before has ended."""
+    from qsample.runtime import SamplingParams
+    from qsample.runtime.decode_loop import DecodeLoop, Progress
+    from qsample.runtime.inputs import parameter_arrays
+    from qsample.runtime.scheduler import DecodeRequest, Scheduler
+    from qsample.runtime.slots import Slots
+
+    model = load_package(folder, threads)
+    capacity = model.capacity(4096)
+    prompts = make_prompts(load, model.interface.vocab_size)
+
+    def make(place: int, new_tokens: int) -> DecodeRequest:
+        params = SamplingParams(**SAMPLING, max_new_tokens=new_tokens, eos_token_id=())
+        arrays = parameter_arrays(model.interface, [params], [len(prompts[place])], capacity, ())
+        return DecodeRequest(prompts[place], {name: values[0] for name, values in arrays.items()}, seed=place)
+
+    came: dict[DecodeRequest, list[float]] = {}
+
+    def deliver(progress: Progress) -> None:
+        came[progress.request] += [time.perf_counter()] * len(progress.tokens)
+
+    def run(requests: list[DecodeRequest]) -> None:
+        for request in requests:
+            came[request] = []
+            loop.add(request)
+        while loop.busy:
+            loop.step()
+
+    scheduler = Scheduler(slots, interleave=False)
+    with DecodeLoop(Slots(model.sessions, slots, capacity), scheduler, deliver, double_buffering=True) as loop:
+        run([make(0, 4) for _ in range(slots)])
+        requests = [make(place, new_tokens) for place, (_, _, new_tokens) in enumerate(load)]
+        start = time.perf_counter()
+        in_batches(load, slots, start, lambda first, last: run(requests[first:last]))
+    return [
+        [moment - start - arrival for moment in came[request]]
+        for request, (arrival, _, _) in zip(requests, load, strict=True)
+    ]
+
+
+def genai(folder: Path, load: Load, threads: int, slots: int) -> Moments:
+    """onnxruntime-genai's generator on batches of those who wait, padded; a batch runs until its longest row ends."""
+    import onnxruntime_genai as og
+
+    settings = json.loads((folder / "genai_config.json").read_text())["model"]
+    config = og.Config(str(folder))
+    config.overlay(json.dumps({"model": {"decoder": {"session_options": {"intra_op_num_threads": threads}}}}))
+    model = og.Model(config)
+    prompts = make_prompts(load, int(settings["vocab_size"]))
+    moments: Moments = [[] for _ in load]
+
+    def run(first: int, last: int, start: float, least: int | None = None) -> None:
+        rows = prompts[first:last]
+        length = max(map(len, rows))
+        counts = [least or new_tokens for _, _, new_tokens in load[first:last]]
+        padded = np.full((len(rows), length), settings["pad_token_id"], dtype=np.int32)
+        for row, prompt in zip(padded, rows, strict=True):
+            row[length - len(prompt) :] = prompt
+        params = og.GeneratorParams(model)
+        total = length + max(counts)
+        params.set_search_options(
+            batch_size=len(rows),
+            max_length=total,
+            min_length=total,
+            do_sample=True,
+            temperature=SAMPLING["temperature"],
+            top_k=int(SAMPLING["top_k"]),
+            top_p=SAMPLING["top_p"],
+            random_seed=first,
+        )
+        generator = og.Generator(model, params)
+        generator.append_tokens(padded)
+        for step in range(max(counts)):
+            generator.generate_next_token()
+            generator.get_next_tokens()
+            now = time.perf_counter() - start
+            for place, count in zip(range(first, last), counts, strict=True):
+                if step < count:
+                    moments[place].append(now - load[place][0])
+
+    run(0, min(slots, len(load)), 0.0, least=4)
+    moments = [[] for _ in load]
+    start = time.perf_counter()
+    in_batches(load, slots, start, lambda first, last: run(first, last, start))
+    return moments
+
+
+def in_batches(load: Load, slots: int, start: float, run: Callable[[int, int], None]) -> None:
+    """Call `run(first, last)` for one batch after another, each of those who have come, at most `slots` of them."""
+    first = 0
+    while first < len(load):
+        time.sleep(max(0.0, start + load[first][0] - time.perf_counter()))
+        now = time.perf_counter() - start
+        last = first
+        while last < len(load) and last - first < slots and load[last][0] <= now:
+            last += 1
+        run(first, last)
+        first = last
+
+
+SYSTEMS = {"continuous": continuous, "static": static, "genai": genai}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("system", choices=list(SYSTEMS))
+    parser.add_argument("model", type=Path)
+    parser.add_argument("load", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--slots", type=int, default=8)
+    options = parser.parse_args()
+    load = [(float(arrival), int(prompt), int(new)) for arrival, prompt, new in json.loads(options.load.read_text())]
+    moments = SYSTEMS[options.system](options.model, load, options.threads, options.slots)
+    assert [len(row) for row in moments] == [new_tokens for _, _, new_tokens in load]
+    options.out.write_text(json.dumps(moments))
+
+
+if __name__ == "__main__":
+    main()
