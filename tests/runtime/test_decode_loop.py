@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -117,29 +118,27 @@ def test_the_copy_of_one_step_overlaps_the_run_of_the_next(model: CausalLM, monk
     assert overlapped == [0, 1, 0, 1, 0, 1, 0, 1]
 
 
-def test_the_second_step_of_a_window_waits_for_the_copy(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain_decode, plain_read, copied = Slots.decode, Slots.read, threading.Event()
-    sides: list[int] = []
-
-    def decode(self: Slots) -> None:
-        # The step that would write to the side that is being copied.
-        assert not sides or copied.is_set() or self.side == sides[-1]
-        plain_decode(self)
+@pytest.mark.parametrize("flush_every", [1, 3])
+@pytest.mark.parametrize("chunk", [None, 1])
+def test_a_copy_that_is_slower_than_the_next_step(
+    chunk: int | None, flush_every: int, model: CausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is copied is not written to: the step after the next one waits."""
+    plain = Slots.read
 
     def copy(self: Slots, side: int | None = None) -> Snapshot:
-        copied.clear()
-        sides.append(self.side if side is None else side)
-        for _ in range(200):  # long enough for a step that does not wait
-            snapshot = plain_read(self, side)
-        copied.set()
-        return snapshot
+        time.sleep(0.01)  # any step that does not wait is done by then
+        return plain(self, side)
 
-    monkeypatch.setattr(Slots, "decode", decode)
     monkeypatch.setattr(Slots, "read", copy)
-    params = SamplingParams(temperature=0.9, max_new_tokens=30, eos_token_id=())
-    requests = [decode_request(model, [5, 6], params, 3, CAPACITY)]
-    tokens, _, _ = run(model, requests, 1, double_buffering=True, flush_every=3)
-    assert tokens[0] == fake_reference.generate([5, 6], params, 3, CAPACITY)[0]
+    params = [SamplingParams(temperature=0.9, max_new_tokens=n, eos_token_id=()) for n in (16, 9, 13)]
+    prompts = [[5, 6], [7, 8, 9, 10, 11], [12]]
+    requests = [
+        decode_request(model, *row, seed, CAPACITY) for seed, row in enumerate(zip(prompts, params, strict=True))
+    ]
+    tokens, _, _ = run(model, requests, 2, double_buffering=True, flush_every=flush_every, chunk=chunk)
+    for seed, row in enumerate(zip(prompts, params, strict=True)):
+        assert tokens[seed] == fake_reference.generate(*row, seed, CAPACITY)[0]
 
 
 @pytest.mark.parametrize("double_buffering", [False, True])

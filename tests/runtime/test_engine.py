@@ -412,6 +412,21 @@ def test_a_poisoned_request_ends_alone_and_its_slot_is_used_again(model: CausalL
         assert [outcome(request) for request in after] == [expected([5, 9, 6, 7][:n], FREE, 2) for n in (1, 4)]
 
 
+def test_nothing_is_kept_of_a_row_that_had_no_token_to_sample(fake_model: Callable[..., CausalLM]) -> None:
+    """Its last chunk was not committed, so the steps of others wrote where its keys and values would be."""
+    prompt = [9, 200, 31, 4, 5, 6]
+    with Engine(fake_model(allowed_tokens=True), slots=2, prefill_chunk_size=2) as engine:
+        running = engine.add_request([5], ENDLESS, seed=0)
+        next(iter(running))
+        nothing = np.zeros(VOCAB // 32, dtype=np.int32)
+        assert outcome(engine.add_request(prompt, FREE, allowed_tokens=nothing)) == ([], "invalid")
+        seen = len(running._deltas)
+        wait_until(lambda: len(running._deltas) > seen + 3)
+        longer = [*prompt, 7, 8]
+        assert outcome(engine.add_request(longer, FREE, seed=1)) == expected(longer, FREE, 1)
+        assert not running.done
+
+
 def test_a_function_that_raises_ends_its_request_alone(fake_model: Callable[..., CausalLM]) -> None:
     def broken(step: Any, mask: np.ndarray) -> None:
         if step is not None and step.tokens[0] >= 0:

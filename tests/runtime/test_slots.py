@@ -87,6 +87,9 @@ def test_a_prompt_that_continues_what_the_cache_holds(sampler: bool, fake_model:
         for prompt in (whole[: reused + 1], [*whole[:reused], 44, 45, 46]):
             begin(slots, model, 1, prompt, penalised, reused=reused)
             feed(slots, 1, prompt, 2, reused)
+            row = slots.read().tokens[1]
+            assert row[: len(prompt)].tolist() == prompt
+            assert (row[len(prompt) + 1 :] == prompt[0]).all()
             for _ in range(20):
                 slots.decode()
             assert new_tokens(slots, 1, prompt) == expected(prompt, penalised, 1)
