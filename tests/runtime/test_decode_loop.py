@@ -145,7 +145,7 @@ def test_a_copy_that_is_slower_than_the_next_step(
 def test_a_request_that_leaves_in_the_middle(double_buffering: bool, model: CausalLM) -> None:
     """Out of the queue, out of its prompt, and while its next tokens are on the way."""
     free = SamplingParams(temperature=0.9, max_new_tokens=20, eos_token_id=())
-    prompts = [[5, 6, 7], [8, 9, 10, 11, 12, 13], [14, 15], [16, 17, 18], [19]]
+    prompts = [[5, 6, 7], [8, 9, 10, 11, 12, 13], [14, 15], [16, 17, 18], [19, 20, 21, 22]]
     stays, prefilling, running, queued, last = [
         decode_request(model, prompt, free, seed, CAPACITY) for seed, prompt in enumerate(prompts)
     ]
@@ -154,7 +154,7 @@ def test_a_request_that_leaves_in_the_middle(double_buffering: bool, model: Caus
     def deliver(progress: Progress) -> None:
         seen.append(progress.request)
         if len(running.new_tokens) >= 3:
-            for leaver in (prefilling, running, queued):
+            for leaver in (running, prefilling, queued):
                 loop.leave(leaver)
 
     slots = Slots(model.sessions, 3, CAPACITY)
