@@ -19,11 +19,11 @@ import platform
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from checkpoints import SHAPES, make_checkpoint, make_genai_model
 from rich.console import Console
 from rich.table import Table
 
@@ -36,20 +36,25 @@ def make_load(requests: int, rate: float, seed: int) -> Load:
     """[(arrival in seconds, prompt tokens, new tokens)]: exponential gaps, log-normal lengths."""
     generator = np.random.default_rng(seed)
     arrivals = np.cumsum(generator.exponential(1 / rate, requests)) - 1 / rate
-    prompts = np.clip(generator.lognormal(np.log(32), 0.8, requests), 4, 256).astype(int)
-    outputs = np.clip(generator.lognormal(np.log(48), 1.0, requests), 4, 320).astype(int)
+    prompts = np.clip(generator.lognormal(np.log(24), 0.8, requests), 4, 256).astype(int)
+    outputs = np.clip(generator.lognormal(np.log(64), 1.1, requests), 4, 512).astype(int)
     return [
         (max(0.0, float(arrival)), int(prompt), int(output))
         for arrival, prompt, output in zip(arrivals, prompts, outputs, strict=True)
     ]
 
 
-def make_package(checkpoint: Path, folder: Path) -> Path:
-    """The checkpoint exported and compiled for the CPU in int4, unless it is there."""
+def make_model(system: str, shape: str, work: Path, python: str) -> Path:
+    """A model for one system in `work`, unless it is there: int4, from one checkpoint of random weights."""
+    from checkpoints import make_checkpoint, make_genai_model
+
+    checkpoint, folder = work / "checkpoint", work / ("genai" if system == "genai" else "int4")
+    if system == "genai":
+        return make_genai_model(make_checkpoint(shape, checkpoint), folder, python)
     if not (folder / "qsample.json").exists():
         from qsample import AutoModelForCausalLM
 
-        model = AutoModelForCausalLM.from_pretrained(checkpoint)
+        model = AutoModelForCausalLM.from_pretrained(make_checkpoint(shape, checkpoint))
         model.compile(folder, provider="cpu", weights="int4", ctx_len=CTX_LEN)
     return folder
 
@@ -121,8 +126,23 @@ def plot(load: Load, moments: dict[str, list[list[float]]], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-def step_times(package: Path, batches: list[int], threads: int) -> dict[int, float]:
-    """Milliseconds a decode step, every other row greedy, the rest sampled with penalties, by the number of rows."""
+class CountedSession:
+    """An ONNX Runtime session that counts its runs."""
+
+    def __init__(self, session: Any) -> None:
+        self._session = session
+        self.runs = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._session, name)
+
+    def run_with_iobinding(self, *arguments: Any) -> None:
+        self.runs += 1
+        self._session.run_with_iobinding(*arguments)
+
+
+def step_times(package: Path, batches: list[int], threads: int) -> Table:
+    """Time and graph runs of a decode step, by the number of rows: every other row greedy, the rest sampled."""
     from serving_worker import load_package
 
     from qsample.runtime import SamplingParams
@@ -132,27 +152,29 @@ def step_times(package: Path, batches: list[int], threads: int) -> dict[int, flo
     model = load_package(package, threads)
     greedy = SamplingParams(temperature=0, eos_token_id=())
     random = SamplingParams(temperature=0.8, top_k=50, top_p=0.95, repetition_penalty=1.1, eos_token_id=())
-    taken = {}
+    table = Table("rows, half of them greedy", "graph runs a step", "ms a step", "ms a row")
     for rows in batches:
-        prompts = list(np.random.default_rng(0).integers(3, model.interface.vocab_size, (rows, 16)))
+        prompts = list(np.random.default_rng(0).integers(3, model.interface.vocab_size, (rows, 8)))
         params = [(greedy, random)[row % 2] for row in range(rows)]
         capacity = model.capacity(CTX_LEN)
-        arrays = parameter_arrays(model.interface, params, [16] * rows, capacity, ())
-        loop = LockStep(model.sessions, arrays, list(range(rows)), capacity)
+        arrays = parameter_arrays(model.interface, params, [8] * rows, capacity, ())
+        counted = CountedSession(model.sessions.decoder)
+        loop = LockStep(replace(model.sessions, decoder=counted), arrays, list(range(rows)), capacity)
         loop.prefill(prompts)
-        times = []
+        counted.runs, times = 0, []
         for _ in range(23):
             start = time.perf_counter()
             loop.decode()
             times.append(time.perf_counter() - start)
-        taken[rows] = 1e3 * float(np.median(times[3:]))
-    return taken
+        taken = 1e3 * float(np.median(times[3:]))
+        table.add_row(str(rows), f"{counted.runs / len(times):g}", f"{taken:.1f}", f"{taken / rows:.1f}")
+    return table
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, default=Path("build/serving"), help="folder for models and results")
-    parser.add_argument("--shape", default="qwen3-0.6b", choices=list(SHAPES))
+    parser.add_argument("--shape", default="qwen3-0.6b", help="a shape of checkpoints.py")
     parser.add_argument("--package", type=Path, help="a compiled package to use instead of making one")
     parser.add_argument("--genai-model", type=Path, help="a model of onnxruntime-genai to use instead of making one")
     parser.add_argument(
@@ -171,29 +193,20 @@ def main() -> None:
     work.mkdir(parents=True, exist_ok=True)
     console = Console()
 
-    checkpoint = work / "checkpoint"
-    package = options.package or make_package(make_checkpoint(options.shape, checkpoint), work / "int4")
     if options.steps_only:
-        taken = step_times(package, options.batch, options.threads)
-        table = Table("rows, half of them greedy", "ms a step", "ms a row")
-        for rows, milliseconds in taken.items():
-            table.add_row(str(rows), f"{milliseconds:.1f}", f"{milliseconds / rows:.1f}")
-        console.print(table)
-        (work / "steps.json").write_text(json.dumps(taken))
+        package = options.package or make_model("continuous", options.shape, work, sys.executable)
+        console.print(step_times(package, options.batch, options.threads))
         return
 
     load = make_load(options.requests, options.rate, options.seed)
     (work / "load.json").write_text(json.dumps(load))
     results, moments = {}, {}
     for system in options.systems:
-        python, model = sys.executable, package
-        if system == "genai":
-            if options.genai_python is None:
-                continue
-            python = options.genai_python
-            model = options.genai_model or make_genai_model(
-                make_checkpoint(options.shape, checkpoint), work / "genai", python
-            )
+        python = options.genai_python if system == "genai" else sys.executable
+        if python is None:
+            continue
+        given = options.genai_model if system == "genai" else options.package
+        model = given or make_model(system, options.shape, work, python)
         moments[system] = measure(system, python, model, work, options)
         results[system] = figures(load, moments[system])
     console.print(make_table(results))
