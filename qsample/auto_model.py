@@ -5,6 +5,7 @@ Torch and transformers are imported only where a checkpoint is exported.
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
@@ -119,6 +120,7 @@ class CheckpointModel:
         block_size: int = 32,
         quantization_method: str = "rtn",
         kv_cache_dtype: str | None = None,
+        max_divergence: float = 1.0,
         overwrite: bool = False,
         progress: Progress | None = None,
     ) -> PackagedModel:
@@ -138,6 +140,7 @@ class CheckpointModel:
             block_size=block_size,
             quantization_method=quantization_method,
             kv_cache_dtype=kv_cache_dtype,
+            max_divergence=max_divergence,
             overwrite=overwrite,
             progress=progress,
         )
@@ -156,9 +159,9 @@ class CheckpointModel:
 
         check_exists(checkpoint.model_id)
         tokenizer = load_tokenizer(checkpoint)  # before the model: it fails fast
-        with _Place(path) as place:
+        with _Place(path) as place, _scratch_folder(place.path) as scratch:
             package = export_model(
-                load_model(checkpoint),
+                load_model(checkpoint, Path(scratch)),
                 tokenizer,
                 place.path,
                 self.features,
@@ -202,6 +205,7 @@ class PackagedModel:
         block_size: int = 32,
         quantization_method: str = "rtn",
         kv_cache_dtype: str | None = None,
+        max_divergence: float = 1.0,
         overwrite: bool = False,
         progress: Progress | None = None,
     ) -> PackagedModel:
@@ -228,6 +232,7 @@ class PackagedModel:
                 block_size=block_size,
                 quantization_method=quantization_method,
                 kv_cache_dtype=kv_cache_dtype,
+                max_divergence=max_divergence,
                 overwrite=overwrite,
                 progress=progress,
             )
@@ -261,6 +266,14 @@ class _Place:
     def __exit__(self, *exception: object) -> None:
         if self._folder is not None:
             self._folder.cleanup()
+
+
+def _scratch_folder(path: Path) -> tempfile.TemporaryDirectory[str]:
+    """A temporary folder on the disk that `path` will be on: the default place for them is often in memory."""
+    parent = next(
+        (folder for folder in path.absolute().parents if folder.is_dir() and os.access(folder, os.W_OK)), None
+    )
+    return tempfile.TemporaryDirectory(prefix=".qsample-", dir=parent, ignore_cleanup_errors=True)
 
 
 def _check_asked(package: Package, asked: Features, dtype: str | None) -> None:

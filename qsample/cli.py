@@ -131,6 +131,9 @@ def compile(
     kv_cache_dtype: Annotated[
         str | None, typer.Option(metavar="int8", help="Quantize keys and values. (default: as exported)")
     ] = None,
+    max_divergence: Annotated[
+        float, typer.Option(min=0, help="Refuse quantized weights that are further off, in nats a token.")
+    ] = 1.0,
     overwrite: Overwrite = False,
 ) -> None:
     """Compile a package for one device: fused, its shapes bounded, tested there."""
@@ -147,6 +150,7 @@ def compile(
             block_size=block_size,
             quantization_method=quantization_method,
             kv_cache_dtype=kv_cache_dtype,
+            max_divergence=max_divergence,
             overwrite=overwrite,
             progress=progress,
         )

@@ -6,9 +6,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 from qsample.errors import QsampleError, UnsupportedModelError
+from qsample.exporters.cast_weights import INDEX, cast_to_float32, has_half_weights, weight_files
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +47,11 @@ class Checkpoint:
         }
 
 
-def load_model(checkpoint: Checkpoint) -> PreTrainedModel:
+def load_model(checkpoint: Checkpoint, scratch: Path | None = None) -> PreTrainedModel:
     """The model in eval mode on the CPU, with eager attention, its weights in `checkpoint.dtype`.
+
+    scratch: an empty folder that lives as long as the model. Weights of half precision are written there in float32 and
+    stay mapped, so that a model larger than the memory can be exported; None = convert them in memory.
 
     Raises UnsupportedModelError for a model type that transformers does not know or that is no causal LM, QsampleError
     where the files cannot be read or do not fit the configuration.
@@ -53,9 +65,12 @@ def load_model(checkpoint: Checkpoint) -> PreTrainedModel:
     except OSError as error:
         raise QsampleError(f"cannot read the model {checkpoint.model_id!r}: {_first_line(error)}") from error
     try:
+        source: str | Path = checkpoint.model_id
+        if scratch is not None and _cast(checkpoint, config, scratch):
+            source = scratch
         # A size mismatch is left to raise: weights that do not fit the configuration must not be made up.
         model = AutoModelForCausalLM.from_pretrained(
-            checkpoint.model_id,
+            source,
             config=config,
             dtype=getattr(torch, checkpoint.dtype),
             attn_implementation="eager",
@@ -68,6 +83,33 @@ def load_model(checkpoint: Checkpoint) -> PreTrainedModel:
     model.requires_grad_(False)
     loaded: PreTrainedModel = model  # from_pretrained returns it in eval mode
     return loaded
+
+
+def _cast(checkpoint: Checkpoint, config: PretrainedConfig, scratch: Path) -> bool:
+    """Put a float32 copy of the checkpoint into `scratch`, if that is what loading it would convert to."""
+    # Code of the model's own is found beside its weights, and quantized weights mean nothing without their scales.
+    special = checkpoint.trust_remote_code or getattr(config, "quantization_config", None) is not None
+    if special or checkpoint.dtype != "float32":
+        return False
+    folder = Path(checkpoint.model_id) if Path(checkpoint.model_id).is_dir() else _downloaded(checkpoint)
+    files = weight_files(folder) if folder is not None else []
+    if folder is None or not has_half_weights(files):
+        return False
+    cast_to_float32(folder, files, scratch)
+    return True
+
+
+def _downloaded(checkpoint: Checkpoint) -> Path | None:
+    """The folder of the cache with the checkpoint's files, fetched if need be; None where it has no safetensors."""
+    options = checkpoint._hub_options()
+    del options["trust_remote_code"]
+    for name in ("model.safetensors", INDEX):
+        found = cached_file(checkpoint.model_id, name, _raise_exceptions_for_missing_entries=False, **options)
+        if found is not None:
+            if name == INDEX:
+                get_checkpoint_shard_files(checkpoint.model_id, found, **options)  # type: ignore[no-untyped-call]
+            return Path(found).parent
+    return None
 
 
 def load_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerBase | None:

@@ -59,6 +59,7 @@ def compile_package(
     block_size: int = 32,
     quantization_method: str = "rtn",
     kv_cache_dtype: str | None = None,
+    max_divergence: float = MAX_DIVERGENCE,
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> package.Package:
@@ -75,6 +76,8 @@ def compile_package(
             level; "k_quant" searches each block's scale and offset, slower and closer.
         kv_cache_dtype: "int8", to hold keys and values with a scale a channel, measured on the model's own text: a
             quarter of float32's memory, and faster over long contexts. None, or the package's own dtype: as it is.
+        max_divergence: refuse quantized weights that are further off than this, in nats a token; see
+            `divergence.Divergence`.
         progress: called with a stage's name and the fraction done, in [0, 1].
 
     Raises CompileError where an option does not fit, the self-test fails or quantized weights are too far off,
@@ -115,7 +118,7 @@ def compile_package(
                 options.ctx_len,
                 lambda fraction: report("measuring the divergence", 0.7 + 0.2 * fraction),
             )
-            _check_divergence(divergence, options)
+            _check_divergence(divergence, options, max_divergence)
             quantization = _quantization_figures(weights, kv_cache_dtype, options, placement, divergence)
         report("publishing", 0.9)
         writer.finish(
@@ -173,8 +176,8 @@ def _interface(source: package.Package, kv_cache_dtype: str | None) -> Interface
     return replace(source.interface, kv_cache_dtype=kv_cache_dtype)
 
 
-def _check_divergence(divergence: Divergence, options: CompileOptions) -> None:
-    if divergence.kl <= MAX_DIVERGENCE:
+def _check_divergence(divergence: Divergence, options: CompileOptions, limit: float) -> None:
+    if divergence.kl <= limit:
         return
     found, advice = [], []
     if options.weights is not None:
@@ -186,8 +189,8 @@ def _check_divergence(divergence: Divergence, options: CompileOptions) -> None:
         advice.append("the model's own dtype for the cache")
     raise CompileError(
         f"{' and '.join(found)} change the model too much: {divergence.kl:.3f} nats a token from the float "
-        f"distribution (at most {MAX_DIVERGENCE}), perplexity {divergence.quantized_perplexity:.4g} instead of "
-        f"{divergence.perplexity:.4g}; take {', or '.join(advice)}"
+        f"distribution (at most {limit:g}), perplexity {divergence.quantized_perplexity:.4g} instead of "
+        f"{divergence.perplexity:.4g}; take {', or '.join(advice)}; max_divergence= moves the limit"
     )
 
 
@@ -230,10 +233,20 @@ def _self_test(source: package.Package, folder: Path, target: Target, options: C
     times that one chooses the same token. Raises CompileError where they agree too rarely."""
     rows, interface = min(options.batch_size or 2, 2), source.interface
     steps = min(SELF_TEST_STEPS, options.ctx_len - 1)
-    graphs = [(source.path, ("CPUExecutionProvider",)), (folder, target.execution_providers)]
+    graphs = [
+        (source.path, ("CPUExecutionProvider",), True),
+        (folder, target.execution_providers, options.weights is None),
+    ]
     portable, device = (
-        GraphRunner(path / "decoder.onnx", path / "initial_state.onnx", interface, options.ctx_len, providers)
-        for path, providers in graphs
+        GraphRunner(
+            path / "decoder.onnx",
+            path / "initial_state.onnx",
+            interface,
+            options.ctx_len,
+            providers,
+            weights_mapped=weights_mapped,
+        )
+        for path, providers, weights_mapped in graphs
     )
     prompt = np.random.default_rng(0).integers(0, interface.vocab_size, (rows, 1))
     same = total = 0

@@ -25,6 +25,7 @@ def optimize_offline(
         "session.optimized_model_external_initializers_file_name": f"{destination.name}.data",
         "session.optimized_model_external_initializers_min_size_in_bytes": "1024",
         "session.record_ep_graph_assignment_info": "1",
+        "session.disable_prepacking": "1",  # nothing runs here, so the kernels need no copies of the weights
     }.items():
         options.add_session_config_entry(key, value)
     session = ort.InferenceSession(source, options, providers=list(providers))

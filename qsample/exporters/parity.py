@@ -93,7 +93,7 @@ def check(decoder: Path, initial_state: Path, interface: Interface, expected: Re
             "the model's attention was not exported as it is"
         )
     capacity = max(map(len, expected.prompts)) + DECODE_STEPS + 2
-    runner = GraphRunner(decoder, initial_state, interface, capacity)
+    runner = GraphRunner(decoder, initial_state, interface, capacity, weights_mapped=True)
     wanted = np.stack(expected.logits, axis=1)
     batched = _prompts_then_steps(runner, expected)
     chunked = _in_chunks(runner, expected.prompts[-1])

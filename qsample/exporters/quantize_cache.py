@@ -34,7 +34,7 @@ def measure_ranges(
 ) -> dict[str, Array]:
     """The largest absolute value of each channel in each cache state, [H, D] by the state's name, over text that the
     model in `folder` itself samples at temperature 1."""
-    runner = logits_runner(folder, interface, capacity)
+    runner = logits_runner(folder, interface, capacity, weights_mapped=True)
     state = runner.start(ROWS)
     rng = np.random.default_rng(1)  # another text than the divergence is measured on
     ids = rng.integers(0, interface.vocab_size, (ROWS, 1))

@@ -13,7 +13,6 @@ import pytest
 
 from qsample import AutoModelForCausalLM
 from qsample.errors import CompileError
-from qsample.exporters import compile as compile_module
 from qsample.exporters.compile import compile_package
 from qsample.exporters.divergence import logits_graph, measure_divergence
 from qsample.exporters.quantize import WeightQuantization, quantize_weights
@@ -219,10 +218,9 @@ def test_a_graph_cut_off_at_its_logits_has_no_sampler(llama_package: Path) -> No
     assert not {"If", "TopK", "CumSum"} & {node.op_type for node in model.graph}
 
 
-def test_too_far_off_is_refused(llama_package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compile_module, "MAX_DIVERGENCE", 1e-9)
-    with pytest.raises(CompileError, match=r"nats a token .* perplexity .*k_quant"):
-        compile_package(read_package(llama_package), tmp_path / "out", ctx_len=32, weights="int4")
+def test_too_far_off_is_refused(llama_package: Path, tmp_path: Path) -> None:
+    with pytest.raises(CompileError, match=r"nats a token .*at most 1e-09.* perplexity .*k_quant"):
+        compile_package(read_package(llama_package), tmp_path / "out", ctx_len=32, weights="int4", max_divergence=1e-9)
     assert not (tmp_path / "out").exists()
 
 

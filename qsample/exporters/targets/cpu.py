@@ -14,6 +14,7 @@ from qsample.errors import CompileError
 from qsample.exporters.fusion import fuse
 from qsample.exporters.lean import make_lean
 from qsample.exporters.ort_optimize import optimize_offline
+from qsample.exporters.projections import pack_projections
 from qsample.exporters.quantize import quantize_weights
 from qsample.exporters.quantize_cache import quantize_cache
 from qsample.exporters.shapes import fix_axes
@@ -40,12 +41,14 @@ class CpuTarget:
         fused = folder / "fused.onnx"
         model = ir.load(decoder)
         fix_axes(model, {CAPACITY: options.ctx_len} | ({BATCH: 1} if options.batch_size == 1 else {}))
+        pack_projections(model)  # as the fusions would, but without reading the weights
         fuse(model, self.name)
         make_lean(model, options.ctx_len)
         if options.cache_ranges is not None:
             quantize_cache(model, options.cache_ranges)
         report = quantize_weights(model, options.weights) if options.weights is not None else None
         ir.save(model, fused, external_data="fused.onnx.data")
+        del model  # it may hold weights
         # EXTENDED holds what every CPU of the architecture runs; ALL adds layouts of the very machine that compiles.
         level = ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
         placement = optimize_offline(fused, folder / "decoder.onnx", self.execution_providers, level)

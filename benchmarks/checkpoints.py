@@ -1,0 +1,175 @@
+"""A shape's name enters; a checkpoint of random weights in that shape leaves, and models of it in the peers' formats.
+
+Random weights run as fast as trained ones, but their distribution is flat, the worst case for top-p. So the last norm
+is scaled until the likeliest token has a probability of about PEAK, as a trained model's has: the same as scaling the
+head, and it leaves a tied head tied. What the layers add to the residual stream is scaled, too: with a tied head, the
+embedding in it would make each token predict itself.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+PEAK: Final = 0.5
+LAYER_GAIN: Final = 8.0
+ASSETS: Final = Path(__file__).resolve().parent.parent / "qsample" / "assets" / "tiny_lm"
+TOKEN_IDS: Final = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
+# What the models' own config.json say; the context is cut, which costs nothing at these lengths.
+SHAPES: Final[dict[str, dict[str, Any]]] = {
+    "qwen3-0.6b": {
+        "model_type": "qwen3",
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 151936,
+        "max_position_embeddings": 4096,
+        "rope_theta": 1e6,
+        "tie_word_embeddings": True,
+    },
+    "llama-3.2-1b": {
+        "model_type": "llama",
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "vocab_size": 128256,
+        "max_position_embeddings": 4096,
+        "rope_theta": 5e5,
+        "tie_word_embeddings": True,
+    },
+    # For a try of the benchmark itself, in seconds.
+    "tiny": {
+        "model_type": "qwen3",
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "vocab_size": 4096,
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": True,
+    },
+}
+
+
+def make_checkpoint(shape: str, folder: Path, *, layers: int | None = None, peak: float | None = PEAK) -> Path:
+    """Write a bfloat16 checkpoint with a tokenizer to `folder`, unless there is one, and return the folder.
+
+    shape: a key of SHAPES. layers: in place of the shape's number. peak: probability of the likeliest token, median;
+    None = leave the distribution flat.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    if (folder / "config.json").exists():
+        return folder
+    options = {**SHAPES[shape], **TOKEN_IDS}
+    if layers is not None:
+        options["num_hidden_layers"] = layers
+    config = AutoConfig.for_model(options.pop("model_type"), **options)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.mul_(LAYER_GAIN)
+            layer.mlp.down_proj.weight.mul_(LAYER_GAIN)
+        if peak is not None:
+            model.model.norm.weight.mul_(peaking_factor(model, peak))
+    AutoTokenizer.from_pretrained(ASSETS).save_pretrained(folder)
+    model.generation_config.update(**TOKEN_IDS)
+    model.save_pretrained(folder)
+    return folder
+
+
+def peaking_factor(model: Any, peak: float) -> float:
+    """What to multiply `model`'s logits by, for the likeliest token to have probability `peak` in the median."""
+    import torch
+
+    ids = torch.from_numpy(prompt_ids(4, 16, model.config.vocab_size))
+    with torch.no_grad():
+        logits = model(input_ids=ids, use_cache=False).logits.flatten(0, 1).to(torch.float32).numpy()
+    shifted = logits - logits.max(-1, keepdims=True)
+    low, high = 1e-3, 1e3
+    for _ in range(40):
+        middle = float(np.sqrt(low * high))
+        if np.median(1 / np.exp(middle * shifted).sum(-1)) < peak:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def prompt_ids(rows: int, tokens: int, vocab_size: int, seed: int = 0) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """[rows, tokens] int64: random ids, without the special ones."""
+    return np.random.default_rng(seed).integers(len(TOKEN_IDS), vocab_size, (rows, tokens))
+
+
+def make_genai_model(
+    checkpoint: Path, folder: Path, python: str, *, precision: str = "int4", block_size: int = 32
+) -> Path:
+    """Build the checkpoint for onnxruntime-genai with its own model builder, unless it is there, and return the folder.
+
+    python: an interpreter that has onnxruntime-genai, torch and transformers. accuracy level 4 takes the same kernels
+    that qsample takes, and the tied table is shared, which is the builder's default.
+    """
+    if not (folder / "genai_config.json").exists():
+        command = [
+            "-m",
+            "onnxruntime_genai.models.builder",
+            "-i",
+            checkpoint,
+            "-o",
+            folder,
+            "-p",
+            precision,
+            "-e",
+            "cpu",
+        ]
+        command += ["-c", folder / "cache"]
+        if precision == "int4":
+            command += ["--extra_options", f"block_size={block_size}", "accuracy_level=4"]
+        run_quietly([python, *map(str, command)], folder / "builder.log")
+    return folder
+
+
+def make_gguf(checkpoint: Path, path: Path, python: str, quantization: str = "Q4_0") -> Path:
+    """Write the checkpoint as a quantized GGUF file, unless it is there, and return its path.
+
+    python: an interpreter that has gguf and llama-cpp-python, whose own quantizer is used.
+    """
+    if not path.exists():
+        script = str(Path(__file__).with_name("gguf_model.py"))
+        run_quietly([python, script, str(checkpoint), str(path), quantization], path.with_suffix(".log"))
+    return path
+
+
+def run_quietly(command: list[str], log: Path) -> None:
+    """Run a builder with its output in `log`; RuntimeError shows the end of it where it fails."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    with log.open("w") as output:
+        done = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, check=False, env=environment)
+    if done.returncode:
+        lines = log.read_text().splitlines()
+        raise RuntimeError("\n".join([f"{' '.join(command[:3])} … failed; the end of {log}:", *lines[-12:]]))
+
+
+def can_import(python: str, modules: list[str]) -> str | None:
+    """None where the interpreter `python` has all `modules`, otherwise what it says."""
+    code = f"import importlib.util as u; print([m for m in {modules} if u.find_spec(m) is None])"
+    done = subprocess.run([python or sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    if done.returncode:
+        return done.stderr.strip().splitlines()[-1]
+    return None if done.stdout.strip() == "[]" else f"{python} has no {done.stdout.strip()}"

@@ -1,0 +1,225 @@
+"""Measurements of `decode.py` enter; its JSON file, tables, plot, and the comparison with what is asked for leave."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+OWN = "qsample"
+GREEDY, TOP_K_TOP_P, TOP_P = "greedy", "top-k 50, top-p 0.95", "top-p 0.95"
+# What a release has to reach on the shape of Qwen3-0.6B: peer, prompt, rows, mix, what, at least.
+GOALS: list[tuple[str, int, int, str, str, float]] = [
+    ("genai", 64, 1, GREEDY, "decode", 1.4),
+    ("genai", 64, 1, TOP_K_TOP_P, "decode", 1.4),
+    ("genai", 64, 1, TOP_P, "decode", 2.5),
+    ("genai", 64, 4, GREEDY, "decode", 1.6),
+    ("genai", 64, 1, GREEDY, "prefill", 1.8),
+    ("genai", 1024, 1, GREEDY, "prefill", 1.8),
+    ("llama.cpp", 64, 1, GREEDY, "decode", 1.05),
+    ("llama.cpp", 64, 1, TOP_P, "decode", 1.7),
+    ("transformers", 64, 1, GREEDY, "decode", 5.0),
+]
+GOAL_SHAPE = "qwen3-0.6b"
+
+
+class Results:
+    """Everything measured so far on one machine, as the JSON file holds it; a cell measured again is replaced."""
+
+    def __init__(self, path: Path, machine: str) -> None:
+        self._path = path
+        self.data: dict[str, Any] = {"machine": machine, "shapes": {}}
+        if path.exists():
+            earlier = json.loads(path.read_text())
+            if earlier["machine"] == machine:
+                self.data = earlier
+
+    def shape(self, shape: str) -> dict[str, Any]:
+        empty: dict[str, Any] = {"systems": {}, "cells": [], "overhead": {}, "tokens": None, "quantization": None}
+        found: dict[str, Any] = self.data["shapes"].setdefault(shape, empty)
+        return found
+
+    def add_system(self, shape: str, system: str, size: int, load_seconds: float, memory: dict[str, int]) -> None:
+        self.shape(shape)["systems"][system] = {"bytes": size, "load_seconds": load_seconds, "memory": memory}
+
+    def add_cell(
+        self, shape: str, prompt: int, batch: int, mix: str, system: str, first: list[float], step: list[float]
+    ) -> None:
+        """first, step: milliseconds to the first token, and of a step after it (median), one of each a round."""
+        key = {"prompt": prompt, "batch": batch, "mix": mix, "system": system}
+        cells = self.shape(shape)["cells"]
+        cells[:] = [cell for cell in cells if any(cell[name] != value for name, value in key.items())]
+        cells.append(key | {"first_token_ms": first, "step_ms": step})
+
+    def add_overhead(self, shape: str, batch: int, milliseconds: dict[str, float], ratio: float) -> None:
+        self.shape(shape)["overhead"][str(batch)] = {"ms": milliseconds, "everything_over_greedy": ratio}
+
+    def set_tokens(self, shape: str, *, compared: int, equal: int) -> None:
+        self.shape(shape)["tokens"] = {"compared": compared, "equal": equal}
+
+    def set_quantization(self, shape: str, manifest: dict[str, Any]) -> None:
+        self.shape(shape)["quantization"] = manifest["compilation"]["quantization"]
+
+    def cell(self, shape: str, prompt: int, batch: int, mix: str, system: str) -> dict[str, Any] | None:
+        key = (prompt, batch, mix, system)
+        cells = self.data["shapes"].get(shape, {"cells": []})["cells"]
+        return next((c for c in cells if (c["prompt"], c["batch"], c["mix"], c["system"]) == key), None)
+
+    def ratio(self, shape: str, prompt: int, batch: int, mix: str, system: str, what: str) -> float | None:
+        """How many times slower `system` is than qsample; what: "decode" or "prefill". Median of the rounds' ratios."""
+        own = self.cell(shape, prompt, batch, mix, OWN)
+        other = self.cell(shape, prompt, batch, mix, system)
+        name = "step_ms" if what == "decode" else "first_token_ms"
+        # Rounds are only comparable within one run, and then there are equally many.
+        if own is None or other is None or len(own[name]) != len(other[name]):
+            return None
+        return float(np.median(np.divide(other[name], own[name])))
+
+    def save(self) -> None:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        for shape in self.data["shapes"].values():
+            shape["cells"].sort(key=lambda cell: (cell["prompt"], cell["batch"], cell["mix"], cell["system"]))
+        text = json.dumps(self.data, indent=1)
+        self._path.write_text(text + "\n")
+
+
+def _cell_rows(results: Results, shape: str) -> tuple[list[str], list[list[str]]]:
+    """A line per prompt, batch and mix: ms to the first token and of a step, and their multiples of qsample's."""
+    cells = results.shape(shape)["cells"]
+    systems = [OWN, *sorted({cell["system"] for cell in cells} - {OWN})]
+    keys = list(dict.fromkeys((cell["prompt"], cell["batch"], cell["mix"]) for cell in cells))
+    header = ["prompt", "rows", "sampling", *(f"{name}: TTFT, step" for name in systems)]
+    rows = []
+    for key in keys:
+        row = [f"{key[0]:,}", str(key[1]), key[2]]
+        for name in systems:
+            cell, texts = results.cell(shape, *key, name), []
+            for what, field in (("prefill", "first_token_ms"), ("decode", "step_ms")):
+                if cell is not None:
+                    ratio = results.ratio(shape, *key, name, what)
+                    beside = "" if name == OWN else " (?)" if ratio is None else f" ({ratio:.2f}x)"
+                    texts.append(f"{np.median(cell[field]):.1f}{beside}")
+            row.append(", ".join(texts))
+        rows.append(row)
+    return header, rows
+
+
+def _system_rows(results: Results, shape: str) -> tuple[list[str], list[list[str]]]:
+    rows = []
+    for name, facts in results.shape(shape)["systems"].items():
+        memory = facts["memory"]
+        held = [f"{memory[kind] / 1e6:.0f}" if kind in memory else "" for kind in ("anonymous", "mapped")]
+        rows.append([name, f"{facts['bytes'] / 1e6:.0f}", f"{facts['load_seconds']:.2f}", *held])
+    return ["system", "files, MB", "load, s", "anonymous memory, MB", "mapped files in memory, MB"], rows
+
+
+def _goal_rows(results: Results) -> tuple[list[str], list[list[str]]]:
+    rows = []
+    for peer, prompt, batch, mix, what, least in GOALS:
+        ratio = results.ratio(GOAL_SHAPE, prompt, batch, mix, peer, what)
+        if ratio is not None:
+            title = f"{what}, {batch} rows, prompt {prompt:,}" + (f", {mix}" if what == "decode" else "")
+            rows.append(
+                [f"{title}, against {peer}", f"{least:.2f}x", f"{ratio:.2f}x", "yes" if ratio >= least else "no"]
+            )
+    for batch, facts in results.shape(GOAL_SHAPE)["overhead"].items():
+        extra = facts["everything_over_greedy"] - 1
+        host = facts["ms"]["greedy_host"] / facts["ms"]["greedy"]
+        rows.append(
+            [f"all sampling steps over greedy, {batch} rows", "2%", f"{extra:.1%}", "yes" if extra <= 0.02 else "no"]
+        )
+        rows.append([f"host's share of a step, {batch} rows", "3%", f"{host:.1%}", "yes" if host <= 0.03 else "no"])
+    tokens = results.shape(GOAL_SHAPE)["tokens"]
+    if tokens:
+        equal = tokens["equal"] == tokens["compared"]
+        share = f"{tokens['equal']} of {tokens['compared']}"
+        rows.append(["float32 package, greedy tokens equal to transformers'", "all", share, "yes" if equal else "no"])
+    return ["goal", "asked", "measured", "reached"], rows
+
+
+def _divergence(results: Results, shape: str) -> str:
+    facts = results.shape(shape)["quantization"]
+    if not facts:
+        return ""
+    figures = facts["divergence"]
+    return (
+        f"{facts['dtype']} weights in blocks of {facts['block_size']} ({facts['method']}) are {figures['kl']:.3g} nats "
+        f"a token from the float32 model, perplexity {figures['quantized_perplexity']:.4g} instead of "
+        f"{figures['perplexity']:.4g}, argmax equal in {figures['agreement']:.1%}: random weights, peaked logits."
+    )
+
+
+def show(results: Results, console: Console) -> None:
+    """Print every table."""
+    for shape in results.data["shapes"]:
+        for title, (header, rows) in (
+            (f"{shape}: ms (multiple of qsample's)", _cell_rows(results, shape)),
+            (f"{shape}: loaded", _system_rows(results, shape)),
+        ):
+            table = Table(*header, title=title, title_justify="left")
+            for row in rows:
+                table.add_row(*row)
+            console.print(table)
+        console.print(_divergence(results, shape), highlight=False)
+    header, rows = _goal_rows(results)
+    table = Table(*header, title="Goals", title_justify="left")
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
+
+
+def write(results: Results, output: Path) -> None:
+    """The tables as markdown beside the JSON file, and a plot."""
+    lines = [
+        "# Decode benchmark",
+        "",
+        f"{results.data['machine']}. Made by `python benchmarks/decode.py`, which says how it measures.",
+        "For each system: ms to the first token of every row (TTFT), and of a step after it, medians of the rounds; in",
+        "brackets the multiple of qsample's, median of the ratios within each round. All but transformers (float32)",
+        "have 4-bit weights in blocks of 32.",
+        "",
+    ]
+    for shape in results.data["shapes"]:
+        lines += [f"## {shape}", "", *_markdown(*_cell_rows(results, shape)), ""]
+        lines += [*_markdown(*_system_rows(results, shape)), "", _divergence(results, shape), ""]
+    lines += ["## Goals", "", *_markdown(*_goal_rows(results)), "", f"![Tokens per second]({output.name}.png)", ""]
+    output.with_suffix(".md").write_text("\n".join(lines))
+    _plot(results, output.with_suffix(".png"))
+
+
+def _markdown(header: list[str], rows: list[list[str]]) -> list[str]:
+    lines = ["| " + " | ".join(header) + " |", "|" + " --- |" * len(header)]
+    return lines + ["| " + " | ".join(row) + " |" for row in rows]
+
+
+def _plot(results: Results, path: Path) -> None:
+    """Tokens a second of all rows, at the shortest prompt; a panel per shape and mix."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    shapes = [name for name, facts in results.data["shapes"].items() if facts["cells"]]
+    mixes = list(dict.fromkeys(cell["mix"] for name in shapes for cell in results.shape(name)["cells"]))
+    figure, axes = plt.subplots(len(shapes), len(mixes), figsize=(4 * len(mixes), 3.2 * len(shapes)), squeeze=False)
+    for shape, line in zip(shapes, axes, strict=True):
+        cells = results.shape(shape)["cells"]
+        systems = [OWN, *sorted({cell["system"] for cell in cells} - {OWN})]
+        prompt = min(cell["prompt"] for cell in cells)
+        batches = sorted({cell["batch"] for cell in cells})
+        for mix, axis in zip(mixes, line, strict=True):
+            for place, name in enumerate(systems):
+                found = [results.cell(shape, prompt, batch, mix, name) for batch in batches]
+                heights = [1e3 * b / np.median(c["step_ms"]) if c else 0 for b, c in zip(batches, found, strict=True)]
+                left = np.arange(len(batches)) + (place - len(systems) / 2 + 0.5) * 0.8 / len(systems)
+                axis.bar(left, heights, 0.8 / len(systems), label=name)
+            axis.set(title=f"{shape}: {mix}", xticks=range(len(batches)), xticklabels=batches, xlabel="rows")
+            axis.grid(axis="y", alpha=0.3)
+        line[0].set_ylabel(f"tokens/s, prompt of {prompt}")
+    axes[0][-1].legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)

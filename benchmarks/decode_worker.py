@@ -1,0 +1,326 @@
+"""One system on one model, driven over its standard streams; started by `decode.py`, once per system.
+
+    python benchmarks/decode_worker.py SYSTEM MODEL --threads 2
+
+After loading it prints one JSON line: seconds to load, memory, vocabulary. Then each request, a JSON line with the keys
+of `Request`, is answered by one: seconds to the first token of every row, seconds of each step after it, the tokens.
+Each system has its own process, so that all of them stay loaded and take turns, whatever they would do to each other's
+libraries. It needs the system it runs and NumPy, nothing of qsample otherwise: the peers may have another environment.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+Ids = np.ndarray[Any, np.dtype[np.int64]]
+
+
+@dataclass(frozen=True)
+class Request:
+    """rows, prompt_tokens: random prompts, seeded. new_tokens: sampled of each row, the first one included. sampling:
+    Hugging Face's names; temperature 0 is greedy, and what is absent is off."""
+
+    rows: int
+    prompt_tokens: int
+    new_tokens: int
+    sampling: dict[str, float]
+
+
+class System(Protocol):
+    """vocab_size: of the model. generate: the moment before the work, then after each step; and the tokens, [B, N]."""
+
+    vocab_size: int
+
+    def generate(self, prompts: Ids, request: Request) -> tuple[list[float], list[list[int]]]: ...
+
+
+class TimedSession:
+    """An ONNX Runtime session that adds up the time of its runs."""
+
+    def __init__(self, session: Any) -> None:
+        self._session = session
+        self.seconds = 0.0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._session, name)
+
+    def run_with_iobinding(self, *arguments: Any) -> None:
+        start = time.perf_counter()
+        self._session.run_with_iobinding(*arguments)
+        self.seconds += time.perf_counter() - start
+
+
+class Qsample:
+    """The package through the runtime's own loop."""
+
+    def __init__(self, model: Path, threads: int) -> None:
+        from qsample.runtime import load
+
+        # All systems stay loaded: threads that spin on while another one has its turn would take its cores.
+        spinning = {"session.force_spinning_stop": "1"}
+        self._model = load(model, intra_op_num_threads=threads, verify=False, session_config=spinning)
+        self.vocab_size = self._model.interface.vocab_size
+
+    def _loop(self, prompts: Ids, request: Request, sessions: Any) -> Any:
+        from qsample.runtime.decode_loop import DecodeLoop
+        from qsample.runtime.inputs import parameter_arrays
+        from qsample.sampling_params import SamplingParams
+
+        rows, length = prompts.shape
+        capacity = self._model.capacity(length + request.new_tokens + 1)
+        params = SamplingParams(**{"temperature": 1.0, **request.sampling})
+        arrays = parameter_arrays(self._model.interface, [params] * rows, [length] * rows, capacity, ())
+        arrays["stop_ids"][:], arrays["min_length"][:], arrays["max_length"][:] = -1, 0, capacity
+        return DecodeLoop(sessions, arrays, list(range(rows)), capacity)
+
+    def generate(self, prompts: Ids, request: Request) -> tuple[list[float], list[list[int]]]:
+        moments = [time.perf_counter()]
+        loop = self._loop(prompts, request, self._model.sessions)
+        steps = [loop.prefill(list(prompts)).tokens]
+        moments.append(time.perf_counter())
+        for _ in range(request.new_tokens - 1):
+            steps.append(loop.decode().tokens)
+            moments.append(time.perf_counter())
+        return moments, np.stack(steps, axis=1).tolist()
+
+    def overhead(self, request: Request, everything: dict[str, float]) -> dict[str, Any]:
+        """What the host and the sampler cost: steps of one generation, greedy and with `everything` in turn.
+
+        Returns the seconds of each step of both kinds, and of each the part that was outside the graph.
+        """
+        prompts = random_prompts(request, self.vocab_size)
+        timed = TimedSession(self._model.sessions.decoder)
+        loop = self._loop(prompts, request, replace(self._model.sessions, decoder=timed))
+        loop.prefill(list(prompts))
+        off = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+        off |= {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+        specs = {spec.name: spec for spec in self._model.interface.parameters}
+        result: dict[str, list[float]] = {
+            name: [] for name in ("greedy", "everything", "greedy_host", "everything_host")
+        }
+        for step in range(request.new_tokens - 1):
+            kind = ("greedy", "everything")[step % 2]
+            for name, value in (off if kind == "greedy" else off | everything).items():
+                loop.set_parameter(name, np.full(request.rows, value, specs[name].dtype))
+            timed.seconds = 0.0
+            start = time.perf_counter()
+            loop.decode()
+            taken = time.perf_counter() - start
+            result[kind].append(taken)
+            result[f"{kind}_host"].append(taken - timed.seconds)
+        return result
+
+
+class Genai:
+    """onnxruntime-genai's generator."""
+
+    def __init__(self, model: Path, threads: int) -> None:
+        import onnxruntime_genai as og
+
+        self._og = og
+        settings = json.loads((model / "genai_config.json").read_text())["model"]
+        config = og.Config(str(model))
+        options = {"intra_op_num_threads": threads, "session.force_spinning_stop": "1"}
+        config.overlay(json.dumps({"model": {"decoder": {"session_options": options}}}))
+        self._model = og.Model(config)
+        self.vocab_size = int(settings["vocab_size"])
+
+    def generate(self, prompts: Ids, request: Request) -> tuple[list[float], list[list[int]]]:
+        length, sampling = prompts.shape[1] + request.new_tokens, request.sampling
+        greedy = sampling.get("temperature", 1.0) == 0
+        options: dict[str, Any] = {"batch_size": len(prompts), "max_length": length, "min_length": length}
+        options |= {"do_sample": not greedy, "num_beams": 1}
+        if not greedy:
+            options |= {"top_k": int(sampling.get("top_k", 0)), "top_p": sampling.get("top_p", 1.0)}
+            options |= {"temperature": sampling.get("temperature", 1.0), "random_seed": 0}
+        moments = [time.perf_counter()]
+        params = self._og.GeneratorParams(self._model)
+        params.set_search_options(**options)
+        generator = self._og.Generator(self._model, params)
+        generator.append_tokens(prompts.astype(np.int32))
+        steps = []
+        for _ in range(request.new_tokens):
+            generator.generate_next_token()
+            steps.append(np.array(generator.get_next_tokens()))
+            moments.append(time.perf_counter())
+        return moments, np.stack(steps, axis=1).tolist()
+
+
+class Transformers:
+    """`generate` of the eager model in float32."""
+
+    def __init__(self, model: Path, threads: int) -> None:
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        torch.set_num_threads(threads)
+        self._torch = torch
+        self._model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+        self.vocab_size = int(self._model.config.vocab_size)
+
+    def generate(self, prompts: Ids, request: Request) -> tuple[list[float], list[list[int]]]:
+        sampling, count = dict(request.sampling), request.new_tokens
+        options: dict[str, Any] = {"do_sample": sampling.get("temperature", 1.0) != 0}
+        if options["do_sample"]:
+            options |= {"top_k": 0, "top_p": 1.0, "temperature": 1.0} | sampling
+        ids = self._torch.from_numpy(prompts)
+        moments = [time.perf_counter()]
+
+        def note(ids: Any, scores: Any, **_: Any) -> Any:
+            """A stopping criterion that never stops: the one hook that `generate` calls after every step."""
+            moments.append(time.perf_counter())
+            return self._torch.zeros(len(ids), dtype=self._torch.bool)
+
+        with self._torch.inference_mode():
+            output = self._model.generate(
+                ids,
+                attention_mask=self._torch.ones_like(ids),
+                max_new_tokens=count,
+                min_new_tokens=count,
+                stopping_criteria=[note],
+                pad_token_id=0,
+                **options,
+            )
+        return moments, output[:, prompts.shape[1] :].tolist()
+
+
+class LlamaCpp:
+    """llama.cpp through its Python package's low-level calls; one sequence and one sampler chain a row."""
+
+    def __init__(self, model: Path, threads: int) -> None:
+        import llama_cpp
+
+        self._lib, self._threads = llama_cpp, threads
+        llama_cpp.llama_backend_init()
+        # A callback has to outlive its use.
+        self._silence = llama_cpp.llama_log_callback(lambda level, text, data: None)
+        llama_cpp.llama_log_set(self._silence, None)
+        self._model = llama_cpp.llama_model_load_from_file(str(model).encode(), llama_cpp.llama_model_default_params())
+        if not self._model:
+            raise RuntimeError(f"llama.cpp cannot load {model}")
+        vocabulary = llama_cpp.llama_model_get_vocab(self._model)
+        self.vocab_size = int(llama_cpp.llama_vocab_n_tokens(vocabulary))
+
+    def generate(self, prompts: Ids, request: Request) -> tuple[list[float], list[list[int]]]:
+        lib, (rows, length) = self._lib, prompts.shape
+        options = lib.llama_context_default_params()
+        options.n_ctx = rows * (length + request.new_tokens + 1)
+        options.n_batch = options.n_ubatch = 512
+        options.n_seq_max = rows
+        options.n_threads = options.n_threads_batch = self._threads
+        moments = [time.perf_counter()]
+        context = lib.llama_init_from_model(self._model, options)
+        chains = [self._chain(request.sampling, row) for row in range(rows)]
+        batch = lib.llama_batch_init(512, 0, rows)
+        tokens: list[list[int]] = [[] for _ in range(rows)]
+        try:
+            for row in range(rows):
+                for start in range(0, length, 512):
+                    piece = prompts[row, start : start + 512]
+                    places = [(int(token), start + i, row) for i, token in enumerate(piece)]
+                    self._decode(context, batch, places, last=start + 512 >= length)
+                tokens[row].append(lib.llama_sampler_sample(chains[row], context, -1))
+            moments.append(time.perf_counter())
+            for step in range(request.new_tokens - 1):
+                places = [(tokens[row][-1], length + step, row) for row in range(rows)]
+                self._decode(context, batch, places, last=True, every=True)
+                for row in range(rows):
+                    tokens[row].append(lib.llama_sampler_sample(chains[row], context, row))
+                moments.append(time.perf_counter())
+        finally:
+            lib.llama_batch_free(batch)
+            for chain in chains:
+                lib.llama_sampler_free(chain)
+            lib.llama_free(context)
+        return moments, tokens
+
+    def _decode(
+        self, context: Any, batch: Any, places: list[tuple[int, int, int]], *, last: bool, every: bool = False
+    ) -> None:
+        batch.n_tokens = len(places)
+        for i, (token, position, row) in enumerate(places):
+            batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.seq_id[i][0] = token, position, 1, row
+            batch.logits[i] = every or (last and i == len(places) - 1)
+        status = self._lib.llama_decode(context, batch)
+        if status:
+            raise RuntimeError(f"llama_decode failed with status {status}")
+
+    def _chain(self, sampling: dict[str, float], seed: int) -> Any:
+        lib = self._lib
+        chain = lib.llama_sampler_chain_init(lib.llama_sampler_chain_default_params())
+        temperature = sampling.get("temperature", 1.0)
+        steps: list[Any] = []
+        if temperature == 0:
+            steps = [lib.llama_sampler_init_greedy()]
+        else:
+            if sampling.get("top_k"):
+                steps.append(lib.llama_sampler_init_top_k(int(sampling["top_k"])))
+            if sampling.get("top_p", 1.0) < 1:
+                steps.append(lib.llama_sampler_init_top_p(sampling["top_p"], 1))
+            steps += [lib.llama_sampler_init_temp(temperature), lib.llama_sampler_init_dist(seed)]
+        for step in steps:
+            lib.llama_sampler_chain_add(chain, step)
+        return chain
+
+
+SYSTEMS: dict[str, Callable[[Path, int], System]] = {
+    "qsample": Qsample,
+    "genai": Genai,
+    "transformers": Transformers,
+    "llama.cpp": LlamaCpp,
+}
+
+
+def random_prompts(request: Request, vocab_size: int) -> Ids:
+    """[B, P] int64: the same for every system; the first ids are left out, they are special."""
+    return np.random.default_rng(0).integers(3, vocab_size, (request.rows, request.prompt_tokens))
+
+
+def memory() -> dict[str, int]:
+    """Bytes of this process: anonymous, and of mapped files; {} where /proc does not tell."""
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return {}
+    found = dict(line.split(":", 1) for line in lines)
+    return {name: int(found[key].split()[0]) * 1024 for name, key in (("anonymous", "RssAnon"), ("mapped", "RssFile"))}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("system", choices=list(SYSTEMS))
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--threads", type=int, default=2)
+    options = parser.parse_args()
+    answers, sys.stdout = sys.stdout, sys.stderr  # whatever a library prints must not mix with the answers
+
+    def answer(what: dict[str, Any]) -> None:
+        print(json.dumps(what), file=answers, flush=True)
+
+    start = time.perf_counter()
+    system = SYSTEMS[options.system](options.model, options.threads)
+    answer({"load_seconds": time.perf_counter() - start, "memory": memory(), "vocab_size": system.vocab_size})
+    for line in sys.stdin:
+        asked = json.loads(line)
+        everything = asked.pop("everything", None)
+        request = Request(**asked)
+        if everything is not None:
+            assert isinstance(system, Qsample)
+            answer(system.overhead(request, everything))
+            continue
+        moments, tokens = system.generate(random_prompts(request, system.vocab_size), request)
+        seconds = np.diff(moments).tolist()
+        answer({"first_token": seconds[0], "steps": seconds[1:], "tokens": tokens, "memory": memory()})
+
+
+if __name__ == "__main__":
+    main()
