@@ -48,6 +48,19 @@ SHAPES: Final[dict[str, dict[str, Any]]] = {
         "rope_theta": 5e5,
         "tie_word_embeddings": True,
     },
+    "llama-3.1-8b": {
+        "model_type": "llama",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 128256,
+        "max_position_embeddings": 4096,
+        "rope_theta": 5e5,
+        "tie_word_embeddings": False,
+    },
     # For a try of the benchmark itself, in seconds.
     "tiny": {
         "model_type": "qwen3",

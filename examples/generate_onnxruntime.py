@@ -15,7 +15,8 @@ import onnxruntime as ort
 from tokenizers import Tokenizer
 
 PROVIDERS = {"cpu": ["CPUExecutionProvider"], "cuda": ["CUDAExecutionProvider", "CPUExecutionProvider"]}
-RUNNING, INVALID = 0, 3  # values of the state `status`
+RUNNING, INVALID, STALLED = 0, 3, 4  # values of the state `status`
+NOT_CAPTURED = -1  # of the runs of a CUDA session, only the decode steps are captured and replayed
 
 
 def retained_name(state: str) -> str:
@@ -54,10 +55,15 @@ def main() -> None:
 
     if args.provider == "cuda":
         ort.preload_dlls()  # the CUDA libraries of pip packages
-    decoder, initial_state = (
-        ort.InferenceSession(args.package / name, providers=PROVIDERS[args.provider])
-        for name in ("decoder.onnx", "initial_state.onnx")
+    providers = PROVIDERS[args.provider]
+    provider_options = [compilation["provider_options"] if compilation else {}, *({} for _ in providers[1:])]
+    decoder = ort.InferenceSession(
+        args.package / "decoder.onnx", providers=providers, provider_options=provider_options
     )
+    initial_state = ort.InferenceSession(args.package / "initial_state.onnx", providers=providers)
+    # A captured decoder has no control flow; what it cannot settle, this graph does.
+    captured = manifest["interface"]["captured"]
+    sampler = ort.InferenceSession(args.package / "sampler.onnx", providers=providers) if captured else None
 
     def on_device(array: np.ndarray) -> ort.OrtValue:
         return ort.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(array), args.provider)
@@ -96,28 +102,39 @@ def main() -> None:
     next_ids = [on_device(np.zeros((1, 1), dtype=np.int64)) for _ in range(2)]
 
     # 3. One binding for the prompt and one for each of the two buffers. States are bound in place.
-    outputs = {output.name for output in decoder.get_outputs()}
+    logits = {"logits": on_device(np.zeros((1, manifest["interface"]["vocab_size"]), dtype=np.float32))}
 
-    def bind(ids: ort.OrtValue, write_to: ort.OrtValue) -> ort.IOBinding:
-        binding = decoder.io_binding()
+    def bind(session: ort.InferenceSession, ids: ort.OrtValue, write_to: ort.OrtValue) -> ort.IOBinding:
+        binding = session.io_binding()
         call = {"input_ids": ids, "input_lengths": on_device(np.int32([ids.shape()[1]]))}
-        for tensor in decoder.get_inputs():
-            binding.bind_ortvalue_input(tensor.name, (call | fixed | states)[tensor.name])
-        written = {retained_name(name): value for name, value in states.items()} | {"next_ids": write_to}
-        for name in outputs:
-            if name in written:
-                binding.bind_ortvalue_output(name, written[name])
+        for tensor in session.get_inputs():
+            binding.bind_ortvalue_input(tensor.name, (call | fixed | states | logits)[tensor.name])
+        written = {retained_name(name): value for name, value in states.items()} | {"next_ids": write_to} | logits
+        for output in session.get_outputs():
+            if output.name in written:
+                binding.bind_ortvalue_output(output.name, written[output.name])
             else:
-                binding.bind_output(name, args.provider)  # an optional output, unread here
+                binding.bind_output(output.name, args.provider)  # an optional output, unread here
         return binding
 
-    calls = [bind(on_device(prompt), next_ids[0]), *(bind(next_ids[i], next_ids[1 - i]) for i in range(2))]
+    def run_options(capture: int) -> ort.RunOptions:
+        options = ort.RunOptions()
+        if provider_options[0].get("enable_cuda_graph") == "1":
+            options.add_run_config_entry("gpu_graph_id", str(capture))
+        return options
+
+    buffers = [(on_device(prompt), next_ids[0]), (next_ids[0], next_ids[1]), (next_ids[1], next_ids[0])]
+    calls = [(bind(decoder, *pair), run_options(capture or NOT_CAPTURED)) for capture, pair in enumerate(buffers)]
+    resumes = [bind(sampler, *pair) for pair in buffers] if sampler else []
 
     # 4. Run until the row's status says that it ended. Only a token and a status come back to the host.
     tokens = prompt[0].tolist()
     step = 0
     while step == 0 or states["status"].numpy()[0] == RUNNING:
-        decoder.run_with_iobinding(calls[0] if step == 0 else calls[1 + (step - 1) % 2])
+        call = 0 if step == 0 else 1 + (step - 1) % 2
+        decoder.run_with_iobinding(*calls[call])
+        if sampler and states["status"].numpy()[0] == STALLED:
+            sampler.run_with_iobinding(resumes[call])
         if states["status"].numpy()[0] == INVALID:
             raise SystemExit("the model gave NaN or infinite logits")
         tokens.append(int(next_ids[step % 2].numpy()[0, 0]))

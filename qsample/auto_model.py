@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qsample.contract import Features
-from qsample.errors import CompileError, QsampleError
+from qsample.errors import QsampleError
 from qsample.package import MANIFEST_NAME, Package, copy_package, read_package
 
 if TYPE_CHECKING:
@@ -126,10 +126,12 @@ class CheckpointModel:
     ) -> PackagedModel:
         """Export, then compile for `provider`; see `exporters.compile.compile_package` for the options.
 
-        dtype: another dtype than the model was opened with. It is set before the export, because transformers itself
-        decides which parts of a model stay in float32.
+        dtype: another dtype than the model was opened with. float16 is set before the export, because transformers
+        itself decides which parts of a model stay in float32; bfloat16, which no CPU could check, by the compiler.
         """
-        checkpoint = replace(self._checkpoint, dtype=dtype) if dtype else self._checkpoint
+        from qsample.exporters.export import EXPORT_DTYPES
+
+        checkpoint = replace(self._checkpoint, dtype=dtype) if dtype in EXPORT_DTYPES else self._checkpoint
         exported = self._export(checkpoint, None, False, progress)
         return exported.compile(
             path,
@@ -141,6 +143,7 @@ class CheckpointModel:
             quantization_method=quantization_method,
             kv_cache_dtype=kv_cache_dtype,
             max_divergence=max_divergence,
+            dtype=dtype,
             overwrite=overwrite,
             progress=progress,
         )
@@ -211,16 +214,11 @@ class PackagedModel:
     ) -> PackagedModel:
         """Compile this portable package for `provider` into `path`; None = a temporary folder.
 
-        See `exporters.compile.compile_package`. dtype: must be the package's; a package holds one dtype. weights:
-        "int4" or "int8" to quantize them; kv_cache_dtype: "int8" for a quantized cache.
+        See `exporters.compile.compile_package`. dtype: for cpu the package's own; "float16" or "bfloat16" for cuda.
+        weights: "int4" or "int8" to quantize them. kv_cache_dtype: "int8" for a quantized cache.
         """
         from qsample.exporters.compile import compile_package
 
-        own = self.package.interface.dtype
-        if dtype not in (None, own):
-            raise CompileError(
-                f"dtype is {dtype!r} and the package was exported as {own}; export it again with that dtype"
-            )
         with _Place(path) as place:
             compiled = compile_package(
                 self.package,
@@ -233,6 +231,7 @@ class PackagedModel:
                 quantization_method=quantization_method,
                 kv_cache_dtype=kv_cache_dtype,
                 max_divergence=max_divergence,
+                dtype=dtype,
                 overwrite=overwrite,
                 progress=progress,
             )

@@ -134,6 +134,10 @@ def compile(
     max_divergence: Annotated[
         float, typer.Option(min=0, help="Refuse quantized weights that are further off, in nats a token.")
     ] = 1.0,
+    dtype: Annotated[
+        str | None,
+        typer.Option(metavar="float16|bfloat16", help="Of weights and cache, for cuda. (default: as exported)"),
+    ] = None,
     overwrite: Overwrite = False,
 ) -> None:
     """Compile a package for one device: fused, its shapes bounded, tested there."""
@@ -151,6 +155,7 @@ def compile(
             quantization_method=quantization_method,
             kv_cache_dtype=kv_cache_dtype,
             max_divergence=max_divergence,
+            dtype=dtype,
             overwrite=overwrite,
             progress=progress,
         )

@@ -192,7 +192,8 @@ class Interface:
     """The dimensions and features that fix a package's graphs.
 
     key_values: one entry an attention layer, in layer order. dtype: of the model, one of MODEL_DTYPES. kv_cache_dtype:
-    of keys and values, one of KV_CACHE_DTYPES; None = the model's.
+    of keys and values, one of KV_CACHE_DTYPES; None = the model's. captured: the decode graph has no control flow, so
+    that a device can capture and replay it; it returns its logits too, and sampler.onnx resumes the rows it stalls.
     """
 
     vocab_size: int
@@ -200,6 +201,7 @@ class Interface:
     dtype: str = "float32"
     features: Features = field(default_factory=Features)
     kv_cache_dtype: str | None = None
+    captured: bool = False
 
     def __post_init__(self) -> None:
         if self.vocab_size < 1:
@@ -255,13 +257,15 @@ class Interface:
         """`decoder.onnx`: token ids in; next-token ids out (or logits, without the sampler)."""
         if self.features.sampler:
             inputs = (INPUT_IDS, INPUT_LENGTHS, EMIT, *self.parameters)
-            return GraphSpec(inputs, (*SAMPLER_STATES, *self.cache_states), self.sampler_outputs)
+            outputs = (*self.sampler_outputs, LOGITS) if self.captured else self.sampler_outputs
+            return GraphSpec(inputs, (*SAMPLER_STATES, *self.cache_states), outputs)
         # `lengths` is an ordinary input here: sampler.onnx advances it.
         return GraphSpec((INPUT_IDS, INPUT_LENGTHS, LENGTHS), self.cache_states, (LOGITS,))
 
     @property
     def sampler(self) -> GraphSpec:
-        """`sampler.onnx`: the sampler alone, logits in. Packages without a baked sampler run it on the host."""
+        """`sampler.onnx`: the sampler alone, logits in. Packages without a baked sampler run it on the host, captured
+        ones on the device for the rows that stalled."""
         inputs = (LOGITS, INPUT_IDS, INPUT_LENGTHS, EMIT, *self.parameters)
         # Log-probabilities are of the logits as they came, and read them last: those may not be written over.
         reads_logits_last = self.features.logprobs or self.features.top_logprobs
@@ -277,7 +281,7 @@ class Interface:
     def graphs(self) -> dict[str, GraphSpec]:
         """File name → interface, for every ONNX file of the package."""
         graphs = {"decoder.onnx": self.decoder, "initial_state.onnx": self.initial_state}
-        if not self.features.sampler:
+        if self.captured or not self.features.sampler:
             graphs["sampler.onnx"] = self.sampler
         return graphs
 

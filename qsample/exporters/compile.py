@@ -12,7 +12,6 @@ import numpy as np
 import onnx_ir as ir
 
 from qsample import package
-from qsample.contract import Interface
 from qsample.errors import CompileError
 from qsample.exporters.divergence import Divergence, measure_divergence
 from qsample.exporters.graph_runner import Array, GraphRunner
@@ -34,7 +33,7 @@ _SELF_TEST_PARAMETERS: Final = {
     "frequency_penalty": 0.1,
 }
 # The same float32 arithmetic in another order moves a token about once in a million; float16 rounds visibly.
-_AGREEMENT: Final = {"float32": 1.0, "float16": 0.8}
+_AGREEMENT: Final = {"float32": 1.0, "float16": 0.8, "bfloat16": 0.5}
 # Nats a token. 4 bits put the bundled model 0.06 off and 8 bits 0.0006; at 1 a token is on average e times less likely.
 MAX_DIVERGENCE: Final = 1.0
 Progress = Callable[[str, float], None]
@@ -60,6 +59,7 @@ def compile_package(
     quantization_method: str = "rtn",
     kv_cache_dtype: str | None = None,
     max_divergence: float = MAX_DIVERGENCE,
+    dtype: str | None = None,
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> package.Package:
@@ -78,6 +78,7 @@ def compile_package(
             quarter of float32's memory, and faster over long contexts. None, or the package's own dtype: as it is.
         max_divergence: refuse quantized weights that are further off than this, in nats a token; see
             `divergence.Divergence`.
+        dtype: of the compiled model: "float16" or "bfloat16" for cuda; None, or the package's own: as it is.
         progress: called with a stage's name and the fraction done, in [0, 1].
 
     Raises CompileError where an option does not fit, the self-test fails or quantized weights are too far off,
@@ -85,13 +86,20 @@ def compile_package(
     """
     report = progress or (lambda stage, fraction: None)
     target = find_target(provider)
-    options = _options(source, batch_size, ctx_len, _quantization(source, weights, block_size, quantization_method))
+    quantization = _quantization(source, weights, block_size, quantization_method)
+    options = _options(source, batch_size, ctx_len, quantization)
+    options = replace(
+        options,
+        dtype=dtype or source.interface.dtype,
+        pad_token_id=source.manifest.token_ids.pad,
+        kv_cache_dtype=_kv_cache_dtype(kv_cache_dtype, dtype or source.interface.dtype),
+    )
     target.check(source.interface, options)
-    interface = _interface(source, kv_cache_dtype)
+    interface = target.interface(source.interface, options)
     size = sum(entry.bytes for entry in source.manifest.files.values())
     with package.write_package(path, overwrite=overwrite, required_bytes=2 * size) as writer:
         folder = writer.directory
-        if interface != source.interface:
+        if options.kv_cache_dtype is not None:
             ranges = measure_ranges(
                 source.path,
                 source.interface,
@@ -100,26 +108,27 @@ def compile_package(
             )
             options = replace(options, cache_ranges=ranges)
         report(f"optimising for {provider}", 0.2)
-        placement = target.compile(source.path / "decoder.onnx", folder, source.interface, options)
+        placement = target.compile(source.path / "decoder.onnx", folder, interface, options)
         for name in source.manifest.files:
             if not name.startswith("decoder.onnx"):
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(source.path / name, folder / name)
-        if interface != source.interface:
+        if interface.cache_states != source.interface.cache_states:
             ir.save(build_initial_state(interface), folder / "initial_state.onnx")
         report("self-test", 0.6)
         self_test = _self_test(source, folder, target, options)
-        quantization = None
+        figures = None
         if options.quantized:
             divergence = measure_divergence(
                 source.path,
                 folder,
                 source.interface,
                 options.ctx_len,
+                target.execution_providers,
                 lambda fraction: report("measuring the divergence", 0.7 + 0.2 * fraction),
             )
             _check_divergence(divergence, options, max_divergence)
-            quantization = _quantization_figures(weights, kv_cache_dtype, options, placement, divergence)
+            figures = _quantization_figures(weights, options, placement, divergence)
         report("publishing", 0.9)
         writer.finish(
             replace(
@@ -134,7 +143,8 @@ def compile_package(
                     ctx_len=options.ctx_len,
                     placement={ep: dict(operators) for ep, operators in placement.nodes.items()},
                     self_test=asdict(self_test),
-                    quantization=quantization,
+                    provider_options=target.provider_options,
+                    quantization=figures,
                 ),
             )
         )
@@ -166,14 +176,10 @@ def _quantization(
         raise CompileError(str(error)) from error
 
 
-def _interface(source: package.Package, kv_cache_dtype: str | None) -> Interface:
-    """The package's interface with the cache that was asked for."""
-    own = source.interface.dtype
-    if kv_cache_dtype in (None, own):
-        return source.interface
-    if kv_cache_dtype != "int8":
-        raise CompileError(f"kv_cache_dtype is {kv_cache_dtype!r} and the package holds {own}; choose that or 'int8'")
-    return replace(source.interface, kv_cache_dtype=kv_cache_dtype)
+def _kv_cache_dtype(asked: str | None, own: str) -> str | None:
+    if asked not in (None, own, "int8"):
+        raise CompileError(f"kv_cache_dtype is {asked!r} and the package holds {own}; choose that or 'int8'")
+    return None if asked == own else asked
 
 
 def _check_divergence(divergence: Divergence, options: CompileOptions, limit: float) -> None:
@@ -184,7 +190,7 @@ def _check_divergence(divergence: Divergence, options: CompileOptions, limit: fl
         weights = options.weights
         found.append(f"{weights.bits}-bit weights in blocks of {weights.block_size} ({weights.method})")
         advice.append("int8, smaller blocks, or quantization_method='k_quant'")
-    if options.cache_ranges is not None:
+    if options.kv_cache_dtype is not None:
         found.append("an int8 cache")
         advice.append("the model's own dtype for the cache")
     raise CompileError(
@@ -196,7 +202,6 @@ def _check_divergence(divergence: Divergence, options: CompileOptions, limit: fl
 
 def _quantization_figures(
     weights: str | None,
-    kv_cache_dtype: str | None,
     options: CompileOptions,
     placement: Placement,
     divergence: Divergence,
@@ -205,8 +210,8 @@ def _quantization_figures(
     figures: dict[str, object] = {"divergence": asdict(divergence)}
     if options.weights is not None and placement.quantization is not None:
         figures |= {"dtype": weights, **asdict(options.weights), **asdict(placement.quantization)}
-    if options.cache_ranges is not None:
-        figures["kv_cache_dtype"] = kv_cache_dtype
+    if options.kv_cache_dtype is not None:
+        figures["kv_cache_dtype"] = options.kv_cache_dtype
     return figures
 
 
@@ -225,7 +230,7 @@ def _options(
             f"ctx_len is {ctx_len}; it must be 2 to {limit if limit is not None else 'any length'}"
             + (", the model's max_position_embeddings" if limit is not None else "")
         )
-    return CompileOptions(batch_size, ctx_len, weights)
+    return CompileOptions(batch_size, ctx_len, weights=weights)
 
 
 def _self_test(source: package.Package, folder: Path, target: Target, options: CompileOptions) -> SelfTest:
@@ -259,10 +264,10 @@ def _self_test(source: package.Package, folder: Path, target: Target, options: C
             same, total = same + int((got == wanted).sum()), total + rows
             ids = wanted[:, None]
     # A quantized model is another model; how close is for the divergence to say.
-    if not options.quantized and same < _AGREEMENT[interface.dtype] * total:
+    if not options.quantized and same < _AGREEMENT[options.dtype] * total:
         raise CompileError(
             f"self-test failed: the graph compiled for {target.name} chose the portable graph's token {same} times of "
-            f"{total}, and {interface.dtype} needs {_AGREEMENT[interface.dtype]:.0%}"
+            f"{total}, and {options.dtype} needs {_AGREEMENT[options.dtype]:.0%}"
         )
     return SelfTest(tokens=total, agreeing=same)
 

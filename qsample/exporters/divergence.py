@@ -42,17 +42,19 @@ def measure_divergence(
     quantized: Path,
     interface: Interface,
     capacity: int,
+    providers: tuple[str, ...] = ("CPUExecutionProvider",),
     progress: Callable[[float], None] | None = None,
 ) -> Divergence:
     """Compare the logits of two folders with `decoder.onnx` and `initial_state.onnx` each; only what is quantized may
     differ.
 
-    capacity: tokens of state a row, at least 2. progress: called with the fraction done, in [0, 1].
+    capacity: tokens of state a row, at least 2. providers: what runs the quantized graph. progress: called with the
+    fraction done, in [0, 1].
     """
     # Only the quantized graph needs its kernels' own layout: without it, each call would unpack the weights.
     runners = [
-        logits_runner(folder, interface, capacity, weights_mapped=folder == reference)
-        for folder in (reference, quantized)
+        logits_runner(reference, interface, capacity, weights_mapped=True),
+        logits_runner(quantized, interface, capacity, providers),
     ]
     states = [runner.start(ROWS) for runner in runners]
     rng = np.random.default_rng(0)
@@ -86,7 +88,7 @@ def measure_divergence(
 def logits_graph(model: ir.Model, interface: Interface) -> ir.Model:
     """`model`, a decode graph, cut off at its logits: their value and the cache are the outputs; in place.
 
-    Inputs that only the sampler reads go, too.
+    Inputs and constants that only the sampler reads go, too.
     """
     graph = model.graph
     outputs = {value.name: value for node in graph for value in node.outputs}
@@ -96,14 +98,25 @@ def logits_graph(model: ir.Model, interface: Interface) -> ir.Model:
     graph.remove([node for node in graph if node not in needed], safe=False)
     read = {value for node in needed for value in node.inputs}
     graph.inputs[:] = [value for value in graph.inputs if value in read]
+    for name in [name for name, value in graph.initializers.items() if value not in read]:
+        del graph.initializers[name]
     return model
 
 
-def logits_runner(folder: Path, interface: Interface, capacity: int, *, weights_mapped: bool = False) -> GraphRunner:
+def logits_runner(
+    folder: Path,
+    interface: Interface,
+    capacity: int,
+    providers: tuple[str, ...] = ("CPUExecutionProvider",),
+    *,
+    weights_mapped: bool = False,
+) -> GraphRunner:
     """A runner of the folder's decode graph up to its logits. weights_mapped: see GraphRunner."""
     model = logits_graph(ir.load(folder / "decoder.onnx"), interface)
     initial_state = folder / "initial_state.onnx"
-    return GraphRunner(model, initial_state, interface, capacity, folder=folder, weights_mapped=weights_mapped)
+    return GraphRunner(
+        model, initial_state, interface, capacity, providers, folder=folder, weights_mapped=weights_mapped
+    )
 
 
 def sample(log_p: Array, rng: np.random.Generator) -> Array:

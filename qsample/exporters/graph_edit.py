@@ -31,7 +31,8 @@ def insert(
     node = ir.node(op_type, inputs, attributes, domain=domain)
     output = node.outputs[0]
     output.shape = ir.Shape(list(shape))
-    output.type = inputs[0].type if inputs[0] is not None else None
+    if inputs[0] is not None and inputs[0].dtype is not None:
+        output.type = ir.TensorType(inputs[0].dtype)  # of its own: a type can be changed in place
     assert before.graph is not None
     before.graph.insert_before(before, node)
     return output

@@ -3,22 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 import onnxruntime as ort
 
 from qsample.contract import GraphSpec
 from qsample.runtime.state import Buffer
 
+NOT_CAPTURED: Final = -1  # ONNX Runtime's annotation of a run that is neither captured nor replayed
+
 
 class BoundGraph:
     """A session with every input and output bound; `run` reads and writes that memory."""
 
     def __init__(
-        self, session: ort.InferenceSession, spec: GraphSpec, buffers: Mapping[str, Buffer], device: str
+        self,
+        session: ort.InferenceSession,
+        spec: GraphSpec,
+        buffers: Mapping[str, Buffer],
+        device: str,
+        capture: int | None = None,
     ) -> None:
-        """buffers: every input and output of `spec`, by name. device: where the session runs."""
+        """buffers: every input and output of `spec`, by name. device: where the session runs. capture: for a session
+        that captures CUDA graphs, the number under which the first run is captured and later ones replay it, over the
+        same memory; or NOT_CAPTURED."""
         self._session = session
+        self._options = {wait: _run_options(capture, device, wait=wait) for wait in (True, False)}
         self._binding: Any = session.io_binding()
         self._buffers = {name: buffers[name] for name in (*spec.input_names, *spec.output_names)}  # kept alive
         # ONNX Runtime copies an input from another device when it is bound, not when the graph runs.
@@ -34,7 +44,19 @@ class BoundGraph:
             self._buffers[name] = buffer
             buffer.bind_input(self._binding, name)
 
-    def run(self) -> None:
+    def run(self, *, wait: bool = True) -> None:
+        """wait: for the device to finish; False where more runs follow before anything is read."""
         for name in self._copied:
             self._buffers[name].bind_input(self._binding, name)
-        self._session.run_with_iobinding(self._binding)
+        self._session.run_with_iobinding(self._binding, self._options[wait])
+
+
+def _run_options(capture: int | None, device: str, *, wait: bool) -> ort.RunOptions | None:
+    if device == "cpu":
+        return None
+    options = ort.RunOptions()
+    if capture is not None:
+        options.add_run_config_entry("gpu_graph_id", str(capture))
+    if not wait:
+        options.add_run_config_entry("disable_synchronize_execution_providers", "1")
+    return options

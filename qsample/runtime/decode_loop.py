@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
 
@@ -78,8 +78,9 @@ class DecodeLoop:
         self._scheduler = scheduler
         self._deliver = deliver
         self._device = ThreadPoolExecutor(1, "qsample-device") if double_buffering else None
-        # Those that the newest job gave tokens, and how many each then has if it still runs.
+        # Those that the newest job gave tokens, and how many each got if it still runs.
         self._unread: list[tuple[DecodeRequest, int]] = []
+        self._stalled: set[DecodeRequest] = set()
         self._left: set[int] = set()  # slots to stop before the next job
         self.steps = 0  # decode steps, each one run of the graph over all rows
 
@@ -127,6 +128,8 @@ class DecodeLoop:
             assert request.slot is not None
             request.seated_at = time.perf_counter()
             self._slots.begin(request.slot, request.prompt, request.seed, request.parameters, request.reused)
+        if self._stalled:
+            self._resume()
         guided = any(request.guided for request in self._scheduler.seated)
         if self._device is None or guided:
             self._read_and_deliver()
@@ -171,11 +174,24 @@ class DecodeLoop:
             request.issued = int(job.last)
             self._unread = [(request, 1)] if job.last else []
             return [partial(self._slots.prefill, request.slot, request.prompt[job.start : job.end], emit=job.last)]
-        for request in job.requests:
-            request.issued = min(request.issued + job.steps, request.limit)
-        self._unread = [(request, request.issued) for request in job.requests]
+        issued = [min(job.steps, request.limit - request.issued) for request in job.requests]
+        for request, count in zip(job.requests, issued, strict=True):
+            request.issued += count
+        self._unread = list(zip(job.requests, issued, strict=True))
         self.steps += job.steps
-        return [self._slots.decode] * job.steps
+        return [partial(self._slots.decode, wait=False)] * (job.steps - 1) + [self._slots.decode]
+
+    def _resume(self) -> None:
+        """Give rows that stalled their token, once everything else is read."""
+        self._read_and_deliver()
+        stalled = [request for request in self._stalled if request.slot is not None]
+        self._stalled.clear()
+        if stalled:
+            self._slots.resume()
+            for request in stalled:
+                request.issued += 1
+            self._unread = [(request, 1) for request in stalled]
+            self._read_and_deliver()
 
     def _read_and_deliver(self) -> None:
         if self._unread:
@@ -188,18 +204,27 @@ class DecodeLoop:
                 continue
             progress = _progress(request, request.slot, snapshot)
             request.new_tokens += progress.tokens
-            if progress.status != RUNNING:
-                self.leave(request, keep=progress.status in _CACHE_IS_VALID)
-            elif len(request.new_tokens) != issued or issued >= request.limit:
-                raise QsampleError(
-                    f"a row still runs with {len(request.new_tokens)} new tokens, after {issued} steps of at most "
-                    f"{request.limit}; the graph does not follow the decode contract"
-                )
-            if progress.status == STALLED:
+            if self._slots.may_stall:
+                request.issued -= issued - len(progress.tokens)
+                if progress.status == STALLED:
+                    self._stalled.add(request)
+                    progress = replace(progress, status=RUNNING)
+            elif progress.status == STALLED:
                 raise QsampleError(
                     "a row needs the graph with control flow, which this package lacks; use a portable package"
                 )
+            if progress.status != RUNNING:
+                self.leave(request, keep=progress.status in _CACHE_IS_VALID)
+            elif not self._follows_contract(request, issued, len(progress.tokens)):
+                raise QsampleError(
+                    f"a row still runs with {len(request.new_tokens)} new tokens of at most {request.limit}, the last "
+                    f"{len(progress.tokens)} from {issued} steps; the graph does not follow the decode contract"
+                )
             self._deliver(progress)
+
+    def _follows_contract(self, request: DecodeRequest, issued: int, got: int) -> bool:
+        """Whether a row may still run. One that stalls is behind until it is resumed."""
+        return len(request.new_tokens) < request.limit and (self._slots.may_stall or got == issued)
 
 
 def _progress(request: DecodeRequest, slot: int, snapshot: Snapshot) -> Progress:

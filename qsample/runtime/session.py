@@ -42,7 +42,9 @@ def check_count(name: str, value: Any, least: int = 1) -> None:
 class Sessions:
     """The loaded graphs of a package.
 
-    sampler: None where the decoder samples by itself. device: where the decoder's buffers live, "cpu" or "cuda".
+    sampler: samples on the host; None where the decoder does it by itself. resuming: gives the rows that a captured
+    decoder stalled their token; None where the decoder settles every row. device: where the decoder's buffers live,
+    "cpu" or "cuda". replays: the decoder's runs can be captured and replayed.
     """
 
     interface: Interface
@@ -50,6 +52,8 @@ class Sessions:
     initial_state: ort.InferenceSession
     sampler: ort.InferenceSession | None
     device: str
+    resuming: ort.InferenceSession | None = None
+    replays: bool = False
 
 
 def open_sessions(
@@ -87,7 +91,15 @@ def open_sessions(
         initial_state=load("initial_state.onnx", providers, options),
         sampler=None if interface.features.sampler else load("sampler.onnx", PROVIDERS["cpu"], on_host),
         device=device,
+        resuming=load("sampler.onnx", providers, options) if interface.captured else None,
+        replays=_replays(package, options),
     )
+
+
+def _replays(package: Package, options: SessionOptions) -> bool:
+    compilation = package.manifest.compilation
+    chosen = {**(compilation.provider_options if compilation else {}), **options.provider_options}
+    return chosen.get("enable_cuda_graph") == "1"
 
 
 def _providers(package: Package, provider: str | Sequence[str] | None) -> tuple[str, ...]:
@@ -130,6 +142,8 @@ def _load(package: Package, name: str, providers: Sequence[str], options: Sessio
     compilation = package.manifest.compilation
     compiled = dict(compilation.provider_options) if compilation and name == "decoder.onnx" else {}
     first = compiled | dict(options.provider_options)
+    if name != "decoder.onnx":
+        first.pop("enable_cuda_graph", None)  # they have control flow, or run once
     try:
         return ort.InferenceSession(
             package.file(name),

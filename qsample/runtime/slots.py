@@ -34,7 +34,7 @@ from qsample.contract import (
     TensorSpec,
     retained_name,
 )
-from qsample.runtime.bound_graph import BoundGraph
+from qsample.runtime.bound_graph import NOT_CAPTURED, BoundGraph
 from qsample.runtime.session import Sessions
 from qsample.runtime.state import Array, Buffer, RetainedState
 
@@ -93,8 +93,9 @@ class Slots:
             side[NEXT_IDS.name].write_at(slice(None), 0)  # what idle rows are fed
         self._specs = {spec.name: spec for spec in interface.parameters}
         self._parameters = {spec.name: self._off(spec) for spec in interface.parameters}
+        # Between the graphs of a package that has two: on the host, or, captured, on the device.
         self._logits: dict[str, Buffer] = {}
-        if sessions.sampler is not None:
+        if sessions.sampler is not None or sessions.resuming is not None:
             self._logits = dict.fromkeys(
                 (LOGITS.name, ADJUSTED_LOGITS.name), Buffer.allocate(LOGITS, self._sizes, device)
             )
@@ -106,11 +107,17 @@ class Slots:
         # A prompt's chunks run with a status of their own, so that the batch sees an idle row between them.
         self._chunk_status = self._constant(np.full(1, RUNNING, dtype=np.int32))
         self._bound: dict[tuple[object, ...], list[BoundGraph]] = {}
+        self._captures = 0  # numbers given to captured graphs
 
     @property
     def side(self) -> int:
         """Which of the two sets of buffers holds the newest values."""
         return self._state.side
+
+    @property
+    def may_stall(self) -> bool:
+        """Whether rows may wait for `resume`."""
+        return self._sessions.resuming is not None
 
     def begin(self, slot: int, prompt: Array, seed: int, parameters: Mapping[str, Array], reused: int = 0) -> None:
         """Get an idle slot ready for `prompt`, which `prefill` then feeds it.
@@ -149,16 +156,30 @@ class Slots:
         for graph in self._bound[key]:
             # Not padded to a fixed width: the last chunk could pass the capacity.
             graph.bind_input(INPUT_IDS.name, self._chunk_ids.columns(len(ids)))
-            graph.run()
+            graph.run(wait=emit)
 
-    def decode(self) -> None:
-        """Feed every row its newest token; those that run sample the next one."""
+    def decode(self, *, wait: bool = True) -> None:
+        """Feed every row its newest token; those that run sample the next one.
+
+        wait: for the device; False where another `decode` follows before anything is read.
+        """
         key = (self.side,)
         if key not in self._bound:
             self._bound[key] = self._bind_batch()
         for graph in self._bound[key]:
-            graph.run()
+            graph.run(wait=wait)
         self._state.flip()
+
+    def resume(self) -> None:
+        """Give the rows that stalled in an earlier `decode` the token that they wait for; captured packages only.
+
+        Such a row was fed the same token at the same position ever since, so the newest logits are still its own.
+        """
+        key = ("resume", self.side)
+        if key not in self._bound:
+            self._bound[key] = [self._bind_resuming()]
+        for graph in self._bound[key]:
+            graph.run()
 
     def read(self, side: int | None = None) -> Snapshot:
         """Copy what a host may see, after the last call; `side`: what `side` was before a `decode` that runs now."""
@@ -194,7 +215,28 @@ class Slots:
     def _bind_batch(self) -> list[BoundGraph]:
         now, then = self._outputs[self.side], self._outputs[1 - self.side]
         call = {INPUT_IDS.name: now[NEXT_IDS.name], INPUT_LENGTHS.name: self._ones, EMIT.name: self._emit[True]}
-        return self._bind(self._parameters | self._logits | self._state.inputs() | self._state.outputs() | then | call)
+        buffers = self._parameters | self._logits | self._state.inputs() | self._state.outputs() | then | call
+        return self._bind(buffers, self._new_capture())
+
+    def _bind_resuming(self) -> BoundGraph:
+        """Over all rows, in place. What the rows were fed stands where the step before the newest left it."""
+        now, before = self._outputs[self.side], self._outputs[1 - self.side]
+        states = self._state.inputs()
+        call = {INPUT_IDS.name: before[NEXT_IDS.name], INPUT_LENGTHS.name: self._ones, EMIT.name: self._emit[True]}
+        return self._resuming(self._parameters | self._logits | states | now | call)
+
+    def _resuming(self, buffers: Mapping[str, Buffer]) -> BoundGraph:
+        sessions, spec = self._sessions, self._interface.sampler
+        assert sessions.resuming is not None
+        in_place = {retained: buffers[state] for state, retained in spec.retained.items()}
+        return BoundGraph(sessions.resuming, spec, {**buffers, **in_place}, sessions.device)
+
+    def _new_capture(self) -> int | None:
+        """A number for a graph to be captured under. A replay knows its memory: bound anew, it needs another number."""
+        if not self._sessions.replays:
+            return None
+        self._captures += 1
+        return self._captures
 
     def _bind_row(self, slot: int, emit: bool) -> list[BoundGraph]:
         """Over one row of everything, in place. Its status is written to the batch's with the first token only."""
@@ -209,12 +251,16 @@ class Slots:
         }
         if not emit:
             buffers[retained_name(STATUS.name)] = self._chunk_status
-        return self._bind(buffers)
+        graphs = self._bind(buffers, NOT_CAPTURED if self._sessions.replays else None)
+        if emit and self._sessions.resuming is not None:
+            # Whether the row stalled is not known without a read; where it did not, this graph does nothing.
+            graphs.append(self._resuming({**buffers, **self._state.inputs(slot)}))
+        return graphs
 
-    def _bind(self, buffers: Mapping[str, Buffer]) -> list[BoundGraph]:
+    def _bind(self, buffers: Mapping[str, Buffer], capture: int | None) -> list[BoundGraph]:
         """The package's graphs in running order."""
         interface, sessions = self._interface, self._sessions
-        graphs = [BoundGraph(sessions.decoder, interface.decoder, buffers, sessions.device)]
+        graphs = [BoundGraph(sessions.decoder, interface.decoder, buffers, sessions.device, capture)]
         if sessions.sampler is not None:
             graphs.append(BoundGraph(sessions.sampler, interface.sampler, buffers, "cpu"))
         return graphs

@@ -83,7 +83,7 @@ def test_no_step_runs_after_the_longest_row_must_have_ended(
 ) -> None:
     calls: list[int] = []
     plain = Slots.decode
-    monkeypatch.setattr(Slots, "decode", lambda self: (calls.append(1), plain(self))[1])
+    monkeypatch.setattr(Slots, "decode", lambda self, *, wait=True: (calls.append(1), plain(self, wait=wait))[1])
     lengths = (9, 4, 14)
     requests = [
         decode_request(model, [5], SamplingParams(max_new_tokens=n, eos_token_id=()), n, CAPACITY) for n in lengths
@@ -97,10 +97,10 @@ def test_the_copy_of_one_step_overlaps_the_run_of_the_next(model: CausalLM, monk
     begun, read = threading.Semaphore(0), threading.Semaphore(0)
     plain_decode, plain_read, overlapped = Slots.decode, Slots.read, []
 
-    def decode(self: Slots) -> None:
+    def decode(self: Slots, *, wait: bool = True) -> None:
         begun.release()
         assert read.acquire(timeout=30)
-        plain_decode(self)
+        plain_decode(self, wait=wait)
 
     def copy(self: Slots, side: int | None = None) -> Snapshot:
         if side is not None:
@@ -192,7 +192,7 @@ def test_a_graph_that_never_ends_its_rows_is_an_error(model: CausalLM, monkeypat
 
     monkeypatch.setattr(Slots, "read", read)
     request = decode_request(model, [5, 6, 7], SamplingParams(max_new_tokens=6, eos_token_id=()), 0, CAPACITY)
-    with pytest.raises(QsampleError, match="still runs with 6 new tokens, after 6 steps of at most 6"):
+    with pytest.raises(QsampleError, match="still runs with 6 new tokens of at most 6"):
         run(model, [request], 1)
 
 

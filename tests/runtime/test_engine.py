@@ -41,9 +41,9 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Semaphore]:
     steps = threading.Semaphore(0)
     plain = Slots.decode
 
-    def decode(self: Slots) -> None:
+    def decode(self: Slots, *, wait: bool = True) -> None:
         assert steps.acquire(timeout=60)
-        plain(self)
+        plain(self, wait=wait)
 
     monkeypatch.setattr(Slots, "decode", decode)
     yield steps
@@ -190,7 +190,7 @@ def test_a_step_is_one_run_of_the_graph_whatever_the_rows_ask_for(
 
     runs: list[int] = []
     plain = BoundGraph.run
-    monkeypatch.setattr(BoundGraph, "run", lambda self: (runs.append(1), plain(self))[1])
+    monkeypatch.setattr(BoundGraph, "run", lambda self, *, wait=True: (runs.append(1), plain(self, wait=wait))[1])
     params = [SamplingParams(temperature=row % 2, max_new_tokens=11, eos_token_id=()) for row in range(rows)]
     output = model.generate([[5 + row] for row in range(rows)], params, seed=0)
     assert len(runs) == rows + 10  # one for each prompt, then one a step
@@ -477,7 +477,7 @@ def test_a_result_that_takes_too_long(model: CausalLM, gate: threading.Semaphore
 
 
 def test_a_graph_that_fails_ends_every_request_with_its_error(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    def decode(self: Slots) -> None:
+    def decode(self: Slots, *, wait: bool = True) -> None:
         raise RuntimeError("out of memory")
 
     monkeypatch.setattr(Slots, "decode", decode)

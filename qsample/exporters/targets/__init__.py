@@ -26,20 +26,24 @@ ENTRY_POINTS = "qsample.targets"
 class CompileOptions:
     """What a device package is compiled for.
 
-    batch_size: most rows in one call; None = any number. ctx_len: capacity T of the state buffers, in tokens. weights:
-    how to quantize them; None = as they were exported. cache_ranges: where the cache shall be int8, the largest
-    absolute value of each channel of each cache state, [H, D] by the state's name.
+    batch_size: most rows in one call; None = any number. ctx_len: capacity T of the state buffers, in tokens. dtype: of
+    the model and, unless kv_cache_dtype is "int8", of its cache. pad_token_id: the package's. weights: how to quantize
+    them; None = not. cache_ranges: for an int8 cache, the largest absolute value of each channel of each cache state,
+    [H, D] by the state's name.
     """
 
     batch_size: int | None
     ctx_len: int
+    dtype: str = "float32"
+    pad_token_id: int = 0
     weights: WeightQuantization | None = None
+    kv_cache_dtype: str | None = None
     cache_ranges: Mapping[str, Array] | None = None
 
     @property
     def quantized(self) -> bool:
         """Whether the model computes something else than the portable graph, beyond rounding."""
-        return self.weights is not None or self.cache_ranges is not None
+        return self.weights is not None or self.kv_cache_dtype is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,13 +64,21 @@ class Target(Protocol):
 
     name: str
     execution_providers: tuple[str, ...]
+    provider_options: Mapping[str, str]
 
     def check(self, interface: Interface, options: CompileOptions) -> None:
         """Raise CompileError, before any work, where the target cannot serve this interface or these options."""
         ...
 
+    def interface(self, interface: Interface, options: CompileOptions) -> Interface:
+        """The interface of the compiled package, given the portable one's."""
+        ...
+
     def compile(self, decoder: Path, folder: Path, interface: Interface, options: CompileOptions) -> Placement:
-        """Write `decoder.onnx` (with its data) for the device into `folder`, and say where its nodes run."""
+        """Write `decoder.onnx` (with its data) for the device into `folder`, and say where its nodes run.
+
+        interface: that of the compiled package. Graphs that only it has are written, too.
+        """
         ...
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
@@ -28,14 +29,23 @@ class CpuTarget:
     a batch is prefilled alone, as a batch of one over its slice of the buffers."""
 
     name = "cpu"
-    execution_providers = ("CPUExecutionProvider",)
+    execution_providers: tuple[str, ...] = ("CPUExecutionProvider",)
+    provider_options: Mapping[str, str] = {}
 
     def check(self, interface: Interface, options: CompileOptions) -> None:
+        if options.dtype != interface.dtype:
+            raise CompileError(
+                f"dtype is {options.dtype!r} and the package was exported as {interface.dtype}; export it again with "
+                "that dtype"
+            )
         if interface.dtype not in _DTYPES:
             raise CompileError(
                 f"the package is {interface.dtype} and the CPU provider's attention takes {' or '.join(_DTYPES)}; "
                 "export it with one of these dtypes"
             )
+
+    def interface(self, interface: Interface, options: CompileOptions) -> Interface:
+        return replace(interface, kv_cache_dtype=options.kv_cache_dtype)
 
     def compile(self, decoder: Path, folder: Path, interface: Interface, options: CompileOptions) -> Placement:
         fused = folder / "fused.onnx"
