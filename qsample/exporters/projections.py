@@ -51,9 +51,9 @@ def _pack(graph: ir.Graph, value: ir.Value, siblings: list[_Projection]) -> None
     shape = ir.Shape((int(parts[0].shape.numpy()[0]), sum(sizes)))
 
     def packed() -> ir.TensorProtocol:
-        return ir.Tensor(np.concatenate([part.numpy() for part in parts], axis=1), name=name)
+        return ir.Tensor(np.concatenate([part.numpy() for part in parts], axis=1), name=f"{name}_weight")
 
-    weight = _initializer(graph, ir.LazyTensor(packed, dtype=parts[0].dtype, shape=shape, name=name))
+    weight = _initializer(graph, ir.LazyTensor(packed, dtype=parts[0].dtype, shape=shape, name=f"{name}_weight"))
     split_sizes = _initializer(graph, ir.Tensor(np.array(sizes, np.int64), name=f"{name}_sizes"))
     matmul = ir.Node("", "MatMul", [value, weight], name=name)
     split = ir.Node(
