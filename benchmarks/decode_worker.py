@@ -60,7 +60,7 @@ class TimedSession:
 
 
 class Qsample:
-    """The package through the runtime's own loop."""
+    """The package through the runtime's own slots, read after every step."""
 
     def __init__(self, model: Path, threads: int) -> None:
         from qsample.runtime import load
@@ -71,7 +71,7 @@ class Qsample:
         self.vocab_size = self._model.interface.vocab_size
 
     def _loop(self, prompts: Ids, request: Request, sessions: Any) -> Any:
-        from qsample.runtime.decode_loop import DecodeLoop
+        from qsample.runtime.bench import LockStep
         from qsample.runtime.inputs import parameter_arrays
         from qsample.sampling_params import SamplingParams
 
@@ -80,15 +80,15 @@ class Qsample:
         params = SamplingParams(**{"temperature": 1.0, **request.sampling})
         arrays = parameter_arrays(self._model.interface, [params] * rows, [length] * rows, capacity, ())
         arrays["stop_ids"][:], arrays["min_length"][:], arrays["max_length"][:] = -1, 0, capacity
-        return DecodeLoop(sessions, arrays, list(range(rows)), capacity)
+        return LockStep(sessions, arrays, list(range(rows)), capacity)
 
     def generate(self, prompts: Ids, request: Request) -> tuple[list[float], list[list[int]]]:
         moments = [time.perf_counter()]
         loop = self._loop(prompts, request, self._model.sessions)
-        steps = [loop.prefill(list(prompts)).tokens]
+        steps = [loop.prefill(list(prompts))]
         moments.append(time.perf_counter())
         for _ in range(request.new_tokens - 1):
-            steps.append(loop.decode().tokens)
+            steps.append(loop.decode())
             moments.append(time.perf_counter())
         return moments, np.stack(steps, axis=1).tolist()
 
