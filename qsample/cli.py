@@ -122,7 +122,7 @@ def compile(
         int | None, typer.Option(min=2, help="Tokens that a row holds. (default: the model's, at most 4096)")
     ] = None,
     weights: Annotated[
-        str | None, typer.Option(metavar="int4|int8", help="Quantize the weights. (default: as exported)")
+        str | None, typer.Option(metavar="int4|int8|float16", help="Quantize the weights. (default: as exported)")
     ] = None,
     block_size: Annotated[int, typer.Option(help="Quantized weights that share a scale: 16 to 256.")] = 32,
     quantization_method: Annotated[

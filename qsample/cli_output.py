@@ -181,9 +181,10 @@ def _quantization(figures: Any) -> str:
     found = []
     if "dtype" in figures:
         mib_before, mib_after = (figures[f"bytes_{when}"] / 2**20 for when in ("before", "after"))
+        blocks = f" in blocks of {figures['block_size']} ({figures['method']})" if "block_size" in figures else ""
         found.append(
-            f"{figures['dtype']} weights in blocks of {figures['block_size']} ({figures['method']}), "
-            f"{figures['matrices']} matrices, {mib_before:.1f} to {mib_after:.1f} MiB"
+            f"{figures['dtype']} weights{blocks}, {figures['matrices']} matrices, {mib_before:.1f} to "
+            f"{mib_after:.1f} MiB"
         )
     if "kv_cache_dtype" in figures:
         found.append(f"{figures['kv_cache_dtype']} keys and values")

@@ -71,7 +71,8 @@ def compile_package(
         ctx_len: tokens that the state of a row holds, 2 to the model's max_position_embeddings; None = the smaller of
             that and 4,096.
         weights: "int4" or "int8", to quantize every matrix that a token is multiplied by, and the embedding; None, or
-            the package's own dtype: as they were exported.
+            the package's own dtype: as they were exported. "float16", for cpu: float32 ones are stored in half the
+            space, and are float32 again once they are loaded.
         block_size: weights that share a scale: 16, 32, 64, 128 or 256. quantization_method: "rtn" rounds to the nearest
             level; "k_quant" searches each block's scale and offset, slower and closer.
         kv_cache_dtype: "int8", to hold keys and values with a scale a channel, measured on the model's own text: a
@@ -93,6 +94,7 @@ def compile_package(
         dtype=dtype or source.interface.dtype,
         pad_token_id=source.manifest.token_ids.pad,
         kv_cache_dtype=_kv_cache_dtype(kv_cache_dtype, dtype or source.interface.dtype),
+        store_float16=_stored_in_half(source, weights),
     )
     target.check(source.interface, options)
     interface = target.interface(source.interface, options)
@@ -163,17 +165,19 @@ def _quantization(
     source: package.Package, weights: str | None, block_size: int, method: str
 ) -> WeightQuantization | None:
     own = source.interface.dtype
-    if weights in (None, own):
+    if weights in (None, own) or _stored_in_half(source, weights):
         return None
     if weights not in BITS:
-        raise CompileError(
-            f"weights is {weights!r} and the package holds {own}; choose {' or '.join(map(repr, BITS))}, or export the "
-            "model again with dtype= for another float"
-        )
+        choices = [*BITS, *(["float16"] if own == "float32" else []), own]
+        raise CompileError(f"weights is {weights!r} and the package holds {own}; choose one of {', '.join(choices)}")
     try:
         return WeightQuantization(BITS[weights], block_size, method)
     except ValueError as error:
         raise CompileError(str(error)) from error
+
+
+def _stored_in_half(source: package.Package, weights: str | None) -> bool:
+    return weights == "float16" and source.interface.dtype == "float32"
 
 
 def _kv_cache_dtype(asked: str | None, own: str) -> str | None:
@@ -190,6 +194,9 @@ def _check_divergence(divergence: Divergence, options: CompileOptions, limit: fl
         weights = options.weights
         found.append(f"{weights.bits}-bit weights in blocks of {weights.block_size} ({weights.method})")
         advice.append("int8, smaller blocks, or quantization_method='k_quant'")
+    if options.store_float16:
+        found.append("float16 weights")
+        advice.append("weights='float32'")
     if options.kv_cache_dtype is not None:
         found.append("an int8 cache")
         advice.append("the model's own dtype for the cache")
@@ -210,6 +217,8 @@ def _quantization_figures(
     figures: dict[str, object] = {"divergence": asdict(divergence)}
     if options.weights is not None and placement.quantization is not None:
         figures |= {"dtype": weights, **asdict(options.weights), **asdict(placement.quantization)}
+    if options.store_float16 and placement.quantization is not None:
+        figures |= {"dtype": weights, **asdict(placement.quantization)}
     if options.kv_cache_dtype is not None:
         figures["kv_cache_dtype"] = options.kv_cache_dtype
     return figures

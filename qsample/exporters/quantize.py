@@ -62,7 +62,7 @@ def quantize_weights(model: ir.Model, quantization: WeightQuantization) -> Quant
     packed: dict[ir.Value, _Packed] = {}
     before = after = 0
     for node in list(model.graph):
-        matrix = _matrix_of(node)
+        matrix = matrix_of(node)
         if matrix is None or matrix.input_size % quantization.block_size:
             continue
         found = packed.setdefault(matrix.value, _Packed(matrix, quantization))
@@ -215,7 +215,7 @@ def _k_quant(weight: Array, quantization: WeightQuantization) -> tuple[Array, Ar
     return blocks, scales.astype(weight.dtype), zero_points.astype(np.uint8).reshape(output_size, count)
 
 
-def _matrix_of(node: ir.Node) -> _Matrix | None:
+def matrix_of(node: ir.Node) -> _Matrix | None:
     """The constant matrix that a node multiplies by or looks rows up in."""
     if node.op_type == "MatMul":
         return _constant(node.inputs[1], transposed=False)

@@ -227,8 +227,11 @@ def test_too_far_off_is_refused(llama_package: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"weights": "int3"}, "weights is 'int3' and the package holds float32; choose 'int4' or 'int8'"),
-        ({"weights": "float16"}, "export the model again"),
+        (
+            {"weights": "int3"},
+            "weights is 'int3' and the package holds float32; choose one of int4, int8, float16, float",
+        ),
+        ({"weights": "bfloat16"}, "choose one of int4, int8, float16, float32"),
         ({"weights": "int4", "block_size": 33}, "block_size is 33; choose one of 16, 32, 64, 128, 256"),
         ({"weights": "int4", "quantization_method": "gptq"}, "method is 'gptq'; choose one of rtn, k_quant"),
     ],
@@ -243,3 +246,24 @@ def test_the_packages_own_dtype_is_no_quantization(llama_package: Path, tmp_path
     compiled = compile_package(read_package(llama_package), tmp_path / "out", ctx_len=32, weights="float32")
     assert compiled.manifest.compilation is not None
     assert compiled.manifest.compilation.quantization is None
+
+
+def test_float16_weights_are_stored_in_half_the_space(llama_package: Path, tmp_path: Path) -> None:
+    portable = AutoModelForCausalLM.from_pretrained(llama_package)
+    whole, half = (portable.compile(tmp_path / name, ctx_len=64, weights=name) for name in ("float32", "float16"))
+    figures = half.package.manifest.compilation.quantization
+    assert figures is not None
+    assert figures["bytes_after"] * 2 == figures["bytes_before"]
+    assert 0 < figures["divergence"]["kl"] < 1e-4
+    sizes = [found.package.manifest.files["decoder.onnx.data"].bytes for found in (whole, half)]
+    assert sizes[0] - sizes[1] == pytest.approx(figures["bytes_after"], abs=200_000)  # tensors are aligned to pages
+
+    nodes = ir.load(tmp_path / "float16" / "decoder.onnx").graph
+    wanted = ir.load(tmp_path / "float32" / "decoder.onnx").graph.initializers
+    stored = {name: value for name, value in nodes.initializers.items() if name.endswith("_float16")}
+    assert len(stored) == figures["matrices"]
+    for name, found in stored.items():
+        array = wanted[name.removesuffix("_float16")].const_value.numpy()
+        np.testing.assert_array_equal(found.const_value.numpy(), array.astype(np.float16))
+    options = {"do_sample": False, "max_new_tokens": 8}
+    assert half.generate([[5, 6, 7]], **options).new_token_ids == whole.generate([[5, 6, 7]], **options).new_token_ids

@@ -16,9 +16,10 @@ from qsample.exporters.fusion import fuse
 from qsample.exporters.lean import make_lean
 from qsample.exporters.ort_optimize import optimize_offline
 from qsample.exporters.projections import pack_projections
-from qsample.exporters.quantize import quantize_weights
+from qsample.exporters.quantize import QuantizationReport, quantize_weights
 from qsample.exporters.quantize_cache import quantize_cache
 from qsample.exporters.shapes import fix_axes
+from qsample.exporters.store_half import store_half
 from qsample.exporters.targets import CompileOptions, Placement
 
 _DTYPES: Final = ("float32", "float16")  # GroupQueryAttention's CPU kernels
@@ -64,7 +65,25 @@ class CpuTarget:
         placement = optimize_offline(fused, folder / "decoder.onnx", self.execution_providers, level)
         fused.unlink()
         (folder / "fused.onnx.data").unlink(missing_ok=True)
+        if options.store_float16:
+            report = _store_half(folder)
+            casts = {**placement.nodes[self.execution_providers[0]], "Cast": report.matrices}
+            casts["Cast"] += placement.nodes[self.execution_providers[0]].get("Cast", 0)
+            placement = Placement({**placement.nodes, self.execution_providers[0]: casts})
         return replace(placement, quantization=report)
+
+
+def _store_half(folder: Path) -> QuantizationReport:
+    """Rewrite `decoder.onnx` in `folder`. This comes last: ONNX Runtime's optimisation would undo it."""
+    model, aside = ir.load(folder / "decoder.onnx"), folder / "float16"
+    report = store_half(model)
+    aside.mkdir()
+    ir.save(model, aside / "decoder.onnx", external_data="decoder.onnx.data")
+    del model
+    for file in aside.iterdir():
+        file.replace(folder / file.name)
+    aside.rmdir()
+    return report
 
 
 TARGET = CpuTarget()

@@ -49,6 +49,8 @@ class CudaTarget:
     provider_options: Mapping[str, str] = {"enable_cuda_graph": "1", "use_tf32": "0"}
 
     def check(self, interface: Interface, options: CompileOptions) -> None:
+        if options.store_float16:
+            raise CompileError("weights is 'float16', which is for the cpu target; give dtype='float16' for cuda")
         if options.dtype not in DTYPES:
             raise CompileError(
                 f"dtype is {options.dtype!r} and CUDA's attention takes {' or '.join(map(repr, DTYPES))}; compile with "
