@@ -87,7 +87,9 @@ def qsample(*arguments: object) -> list[str]:
     return [sys.executable, "-c", "from qsample.cli import main; main()", *map(str, arguments)]
 
 
-def build(shape: str, work: Path, systems: list[str], python: str, console: Console) -> dict[str, Path]:
+def build(
+    shape: str, work: Path, systems: list[str], python: str, console: Console, *, with_float32: bool
+) -> dict[str, Path]:
     """Build what is not there yet. Returns the model of each system."""
     folder = work / shape
     with console.status(f"{shape}: a checkpoint of random weights"):
@@ -96,7 +98,7 @@ def build(shape: str, work: Path, systems: list[str], python: str, console: Cons
     with console.status(f"{shape}: packages for qsample"):
         if not (folder / "portable").exists():
             run_quietly(qsample("export", checkpoint, folder / "portable"), folder / "export.log")
-        for weights in ("int4", "float32"):
+        for weights in ("int4", "float32") if with_float32 else ("int4",):
             if not (folder / weights).exists():
                 # Random weights are off by more than a trained model's, and how far is reported here.
                 options = ["--weights", weights, "--ctx-len", "2048", "--max-divergence", "100"]
@@ -205,7 +207,8 @@ def main() -> None:
             console.print(f"without {name}: {missing}", highlight=False)
     results = Results(options.output.with_suffix(".json"), describe_machine(options.threads))
     for shape in options.shape:
-        models = build(shape, options.work, systems, options.peers_python, console)
+        python, with_float32 = options.peers_python, not options.no_tokens
+        models = build(shape, options.work, systems, python, console, with_float32=with_float32)
         results.set_quantization(shape, json.loads((models["qsample"] / "qsample.json").read_text()))
         if not options.no_tokens:
             check_tokens(models, results, shape, options.threads)
