@@ -19,7 +19,6 @@ import platform
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -59,16 +58,18 @@ def make_model(system: str, shape: str, work: Path, python: str) -> Path:
     return folder
 
 
-def measure(system: str, python: str, model: Path, work: Path, options: argparse.Namespace) -> list[list[float]]:
-    """Run one system; the moments of each request's tokens, in seconds since it came."""
+def measure(
+    system: str, python: str, model: Path, work: Path, options: argparse.Namespace
+) -> tuple[int, list[list[float]]]:
+    """Run one system; how often it ran its graph, and the moments of each request's tokens since it came."""
     out = work / f"{system}.json"
     command = [python, str(Path(__file__).with_name("serving_worker.py")), system, str(model)]
     command += [str(work / "load.json"), str(out), f"--threads={options.threads}", f"--slots={options.slots}"]
     root = str(Path(__file__).resolve().parent.parent)
     environment = {**os.environ, "PYTHONPATH": root if system != "genai" else ""}
     subprocess.run(command, check=True, env=environment)
-    moments: list[list[float]] = json.loads(out.read_text())
-    return moments
+    found = json.loads(out.read_text())
+    return found["runs"], found["moments"]
 
 
 def figures(load: Load, moments: list[list[float]]) -> dict[str, Any]:
@@ -87,11 +88,14 @@ def figures(load: Load, moments: list[list[float]]) -> dict[str, Any]:
 
 
 def make_table(results: dict[str, dict[str, Any]]) -> Table:
-    table = Table("", "tokens/s", "time, s", "first token p50 / p90 / p99, s", "between tokens p50 / p90 / p99, ms")
+    table = Table(
+        "", "tokens/s", "time, s", "graph runs", "first token p50 / p90 / p99, s", "between tokens p50 / p90 / p99, ms"
+    )
     for system, found in results.items():
         first = " / ".join(f"{value:.2f}" for value in found["ttft_seconds"].values())
         gaps = " / ".join(f"{value:.0f}" for value in found["inter_token_ms"].values())
-        table.add_row(LABELS[system], f"{found['tokens_per_second']:.1f}", f"{found['seconds']:.1f}", first, gaps)
+        speed, taken, runs = f"{found['tokens_per_second']:.1f}", f"{found['seconds']:.1f}", str(found["graph_runs"])
+        table.add_row(LABELS[system], speed, taken, runs, first, gaps)
     return table
 
 
@@ -126,21 +130,6 @@ def plot(load: Load, moments: dict[str, list[list[float]]], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-class CountedSession:
-    """An ONNX Runtime session that counts its runs."""
-
-    def __init__(self, session: Any) -> None:
-        self._session = session
-        self.runs = 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._session, name)
-
-    def run_with_iobinding(self, *arguments: Any) -> None:
-        self.runs += 1
-        self._session.run_with_iobinding(*arguments)
-
-
 def step_times(package: Path, batches: list[int], threads: int) -> Table:
     """Time and graph runs of a decode step, by the number of rows: every other row greedy, the rest sampled."""
     from serving_worker import load_package
@@ -158,16 +147,16 @@ def step_times(package: Path, batches: list[int], threads: int) -> Table:
         params = [(greedy, random)[row % 2] for row in range(rows)]
         capacity = model.capacity(CTX_LEN)
         arrays = parameter_arrays(model.interface, params, [8] * rows, capacity, ())
-        counted = CountedSession(model.sessions.decoder)
-        loop = LockStep(replace(model.sessions, decoder=counted), arrays, list(range(rows)), capacity)
+        loop = LockStep(model.sessions, arrays, list(range(rows)), capacity)
         loop.prefill(prompts)
-        counted.runs, times = 0, []
+        before, times = model.sessions.decoder.runs, []
         for _ in range(23):
             start = time.perf_counter()
             loop.decode()
             times.append(time.perf_counter() - start)
         taken = 1e3 * float(np.median(times[3:]))
-        table.add_row(str(rows), f"{counted.runs / len(times):g}", f"{taken:.1f}", f"{taken / rows:.1f}")
+        runs = (model.sessions.decoder.runs - before) / len(times)
+        table.add_row(str(rows), f"{runs:g}", f"{taken:.1f}", f"{taken / rows:.1f}")
     return table
 
 
@@ -207,8 +196,8 @@ def main() -> None:
             continue
         given = options.genai_model if system == "genai" else options.package
         model = given or make_model(system, options.shape, work, python)
-        moments[system] = measure(system, python, model, work, options)
-        results[system] = figures(load, moments[system])
+        runs, moments[system] = measure(system, python, model, work, options)
+        results[system] = {"graph_runs": runs, **figures(load, moments[system])}
     console.print(make_table(results))
     plot(load, moments, work / "serving.png")
     about = {"machine": platform.processor() or platform.machine(), "threads": options.threads, "slots": options.slots}

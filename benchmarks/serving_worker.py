@@ -3,7 +3,7 @@
     python benchmarks/serving_worker.py SYSTEM MODEL LOAD OUT --threads 2 --slots 8
 
 LOAD: JSON, one `[arrival in seconds, prompt tokens, new tokens]` a request. OUT: JSON, for each request the moments of
-its tokens, in seconds since its arrival. It needs the system that it runs and NumPy.
+its tokens, in seconds since its arrival, and how often the graph ran. It needs the system that it runs and NumPy.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ SAMPLING = {"temperature": 0.8, "top_k": 50, "top_p": 0.95}
 Load = list[tuple[float, int, int]]
 Prompts = list[np.ndarray[Any, np.dtype[np.int64]]]
 Moments = list[list[float]]
+Measured = tuple[int, Moments]  # runs of the graph, prompts included; moments of each request's tokens
 
 
 def make_prompts(load: Load, vocab_size: int) -> Prompts:
@@ -29,13 +31,31 @@ def make_prompts(load: Load, vocab_size: int) -> Prompts:
     return [generator.integers(3, vocab_size, count) for _, count, _ in load]
 
 
+class CountedSession:
+    """An ONNX Runtime session that counts its runs."""
+
+    def __init__(self, session: Any) -> None:
+        self._session = session
+        self.runs = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._session, name)
+
+    def run_with_iobinding(self, *arguments: Any) -> None:
+        self.runs += 1
+        self._session.run_with_iobinding(*arguments)
+
+
 def load_package(folder: Path, threads: int) -> Any:
+    """A loaded package; `sessions.decoder.runs` counts the runs of its graph."""
     from qsample.runtime import load
 
-    return load(folder, intra_op_num_threads=threads, verify=False)
+    model = load(folder, intra_op_num_threads=threads, verify=False)
+    model.sessions = replace(model.sessions, decoder=CountedSession(model.sessions.decoder))
+    return model
 
 
-def continuous(folder: Path, load: Load, threads: int, slots: int) -> Moments:
+def continuous(folder: Path, load: Load, threads: int, slots: int) -> Measured:
     """The engine: a request joins as soon as a slot is free."""
     from qsample.runtime import Engine, SamplingParams
 
@@ -46,15 +66,17 @@ def continuous(folder: Path, load: Load, threads: int, slots: int) -> Moments:
         warm_up = SamplingParams(max_new_tokens=4, eos_token_id=())
         for request in [engine.add_request(prompts[0], warm_up) for _ in range(slots)]:
             request.result()
+        before = model.sessions.decoder.runs
         start = time.perf_counter()
         for place, (arrival, _, new_tokens) in enumerate(load):
             time.sleep(max(0.0, start + arrival - time.perf_counter()))
             params = SamplingParams(**SAMPLING, max_new_tokens=new_tokens, eos_token_id=(), seed=place)
             requests.append(engine.add_request(prompts[place], params))
-        return [[delta.seconds for delta in request if delta.token_ids] for request in requests]
+        moments = [[delta.seconds for delta in request if delta.token_ids] for request in requests]
+    return model.sessions.decoder.runs - before, moments
 
 
-def static(folder: Path, load: Load, threads: int, slots: int) -> Moments:
+def static(folder: Path, load: Load, threads: int, slots: int) -> Measured:
     """The same graph, slots and loop, but a batch begins only when the one before has ended."""
     from qsample.runtime import SamplingParams
     from qsample.runtime.decode_loop import DecodeLoop, Progress
@@ -87,15 +109,17 @@ def static(folder: Path, load: Load, threads: int, slots: int) -> Moments:
     with DecodeLoop(Slots(model.sessions, slots, capacity), scheduler, deliver, double_buffering=True) as loop:
         run([make(0, 4) for _ in range(slots)])
         requests = [make(place, new_tokens) for place, (_, _, new_tokens) in enumerate(load)]
+        before = model.sessions.decoder.runs
         start = time.perf_counter()
         in_batches(load, slots, start, lambda first, last: run(requests[first:last]))
-    return [
+    moments = [
         [moment - start - arrival for moment in came[request]]
         for request, (arrival, _, _) in zip(requests, load, strict=True)
     ]
+    return model.sessions.decoder.runs - before, moments
 
 
-def genai(folder: Path, load: Load, threads: int, slots: int) -> Moments:
+def genai(folder: Path, load: Load, threads: int, slots: int) -> Measured:
     """onnxruntime-genai's generator on batches of those who wait, padded; a batch runs until its longest row ends."""
     import onnxruntime_genai as og
 
@@ -105,6 +129,7 @@ def genai(folder: Path, load: Load, threads: int, slots: int) -> Moments:
     model = og.Model(config)
     prompts = make_prompts(load, int(settings["vocab_size"]))
     moments: Moments = [[] for _ in load]
+    runs = 0
 
     def run(first: int, last: int, start: float, least: int | None = None) -> None:
         rows = prompts[first:last]
@@ -113,6 +138,8 @@ def genai(folder: Path, load: Load, threads: int, slots: int) -> Moments:
         padded = np.full((len(rows), length), settings["pad_token_id"], dtype=np.int32)
         for row, prompt in zip(padded, rows, strict=True):
             row[length - len(prompt) :] = prompt
+        nonlocal runs
+        runs += max(counts)  # the first run reads the prompts, too
         params = og.GeneratorParams(model)
         total = length + max(counts)
         params.set_search_options(
@@ -136,10 +163,10 @@ def genai(folder: Path, load: Load, threads: int, slots: int) -> Moments:
                     moments[place].append(now - load[place][0])
 
     run(0, min(slots, len(load)), 0.0, least=4)
-    moments = [[] for _ in load]
+    moments, runs = [[] for _ in load], 0
     start = time.perf_counter()
     in_batches(load, slots, start, lambda first, last: run(first, last, start))
-    return moments
+    return runs, moments
 
 
 def in_batches(load: Load, slots: int, start: float, run: Callable[[int, int], None]) -> None:
@@ -168,9 +195,9 @@ def main() -> None:
     parser.add_argument("--slots", type=int, default=8)
     options = parser.parse_args()
     load = [(float(arrival), int(prompt), int(new)) for arrival, prompt, new in json.loads(options.load.read_text())]
-    moments = SYSTEMS[options.system](options.model, load, options.threads, options.slots)
+    runs, moments = SYSTEMS[options.system](options.model, load, options.threads, options.slots)
     assert [len(row) for row in moments] == [new_tokens for _, _, new_tokens in load]
-    options.out.write_text(json.dumps(moments))
+    options.out.write_text(json.dumps({"runs": runs, "moments": moments}))
 
 
 if __name__ == "__main__":
