@@ -11,7 +11,6 @@ import pytest
 
 from qsample import AutoModelForCausalLM
 from qsample.errors import CompileError
-from qsample.exporters import compile as compile_module
 from qsample.exporters.compile import compile_package
 from qsample.exporters.quantize_cache import measure_ranges, quantize_cache
 from qsample.package import read_package
@@ -124,11 +123,10 @@ def test_ranges_are_those_of_the_cache(llama_package: Path) -> None:
         assert (largest > 0).all()
 
 
-def test_bad_options(llama_package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bad_options(llama_package: Path, tmp_path: Path) -> None:
     package = read_package(llama_package)
     with pytest.raises(CompileError, match=r"kv_cache_dtype is 'int4' and the package holds float32; choose .* 'int8'"):
         compile_package(package, tmp_path / "out", ctx_len=32, kv_cache_dtype="int4")
-    monkeypatch.setattr(compile_module, "MAX_DIVERGENCE", 1e-12)
     with pytest.raises(CompileError, match=r"an int8 cache change the model too much: .*own dtype for the cache"):
-        compile_package(package, tmp_path / "out", ctx_len=32, kv_cache_dtype="int8")
+        compile_package(package, tmp_path / "out", ctx_len=32, kv_cache_dtype="int8", max_divergence=1e-12)
     assert not (tmp_path / "out").exists()

@@ -28,6 +28,7 @@ from qsample.exporters.host_values import host_data, host_nodes, keep_on_device
 from qsample.exporters.join import append_sampler
 from qsample.exporters.lean import make_lean
 from qsample.exporters.packing import pack_attention_inputs
+from qsample.exporters.projections import pack_projections
 from qsample.exporters.quantize import QuantizationReport, quantize_weights
 from qsample.exporters.quantize_cache import quantize_cache
 from qsample.exporters.sampler import export_sampler
@@ -95,6 +96,7 @@ class CudaTarget:
         if interface.captured:
             logits_graph(model, interface)
         fix_axes(model, {CAPACITY: options.ctx_len})
+        pack_projections(model)  # as the fusions would, but without reading the weights
         fuse(model, "cuda")
         make_lean(model, options.ctx_len)
         if absorb_head_norms(model):
