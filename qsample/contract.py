@@ -49,6 +49,7 @@ AXIS_MEANINGS: Final = {
     TOP_LOGPROBS: "reported alternatives per row",
 }
 
+RECURRENT_KINDS: Final = ("conv_state", "recurrent_state")
 PAD_STOP_ID: Final = -1  # pads stop_ids and logit_bias_ids
 MODEL_DTYPES: Final = ("float32", "float16", "bfloat16")
 KV_CACHE_DTYPES: Final = (*MODEL_DTYPES, "int8")
@@ -105,10 +106,34 @@ class Features:
 
 @dataclass(frozen=True, slots=True)
 class KeyValueShape:
-    """The cache of one attention layer: `num_key_value_heads` (H) heads of `head_dim` (D)."""
+    """The cache of one attention layer: `num_key_value_heads` (H) heads of `head_dim` (D).
+
+    layer: the layer's number in the model; None: its place among the attention layers, which are all there are.
+    """
 
     num_key_value_heads: int
     head_dim: int
+    layer: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrentShape:
+    """A state of fixed size that a recurrent or convolutional layer keeps.
+
+    layer: its number in the model. kind: one of RECURRENT_KINDS. index: which of the layer's states of that kind.
+    shape: without the batch axis, which comes first. dtype: "float32" or the model's.
+    """
+
+    layer: int
+    kind: str
+    index: int
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def name(self) -> str:
+        """`past_key_values.{layer}.{kind}`, and `.{index}` from the second one on."""
+        return f"past_key_values.{self.layer}.{self.kind}" + (f".{self.index}" if self.index else "")
 
 
 INPUT_IDS = TensorSpec("input_ids", "int64", (BATCH, SEQUENCE), "new tokens, right-padded: a prompt chunk, or next_ids")
@@ -194,6 +219,7 @@ class Interface:
     key_values: one entry an attention layer, in layer order. dtype: of the model, one of MODEL_DTYPES. kv_cache_dtype:
     of keys and values, one of KV_CACHE_DTYPES; None = the model's. captured: the decode graph has no control flow, so
     that a device can capture and replay it; it returns its logits too, and sampler.onnx resumes the rows it stalls.
+    recurrent: one entry a state of a recurrent or convolutional layer, in layer order.
     """
 
     vocab_size: int
@@ -202,6 +228,7 @@ class Interface:
     features: Features = field(default_factory=Features)
     kv_cache_dtype: str | None = None
     captured: bool = False
+    recurrent: tuple[RecurrentShape, ...] = ()
 
     def __post_init__(self) -> None:
         if self.vocab_size < 1:
@@ -221,15 +248,23 @@ class Interface:
         return {VOCAB: self.vocab_size, MASK_WORDS: -(-self.vocab_size // 32), TOP_LOGPROBS: self.features.top_logprobs}
 
     @property
+    def cache_layers(self) -> tuple[int, ...]:
+        """The number of each layer that has keys and values."""
+        return tuple(place if shape.layer is None else shape.layer for place, shape in enumerate(self.key_values))
+
+    @property
     def cache_states(self) -> tuple[TensorSpec, ...]:
         return tuple(self._cache_states())
 
     def _cache_states(self) -> Iterator[TensorSpec]:
         dtype = self.kv_cache_dtype or self.dtype
-        for layer, shape in enumerate(self.key_values):
+        for layer, shape in zip(self.cache_layers, self.key_values, strict=True):
             axes = (BATCH, shape.num_key_value_heads, CAPACITY, shape.head_dim)
             for kind in ("key", "value"):
                 yield TensorSpec(f"past_key_values.{layer}.{kind}", dtype, axes, f"{kind}s of layer {layer}")
+        for state in self.recurrent:
+            meaning = f"{state.kind.replace('_', ' ')} of layer {state.layer}"
+            yield TensorSpec(state.name, state.dtype, (BATCH, *state.shape), meaning)
 
     @property
     def parameters(self) -> tuple[TensorSpec, ...]:
@@ -259,8 +294,17 @@ class Interface:
             inputs = (INPUT_IDS, INPUT_LENGTHS, EMIT, *self.parameters)
             outputs = (*self.sampler_outputs, LOGITS) if self.captured else self.sampler_outputs
             return GraphSpec(inputs, (*SAMPLER_STATES, *self.cache_states), outputs)
-        # `lengths` is an ordinary input here: sampler.onnx advances it.
-        return GraphSpec((INPUT_IDS, INPUT_LENGTHS, LENGTHS), self.cache_states, (LOGITS,))
+        return self.model
+
+    @property
+    def model(self) -> GraphSpec:
+        """The model's part of the decode graph, up to the logits; all of `decoder.onnx` without the sampler.
+
+        `lengths` and `status` are ordinary inputs here: the sampler advances them. A recurrent layer has to know which
+        rows run, because a token that does not count would change its state; a cache only grows behind `lengths`.
+        """
+        inputs: tuple[TensorSpec, ...] = (INPUT_IDS, INPUT_LENGTHS, LENGTHS)
+        return GraphSpec(inputs + ((STATUS,) if self.recurrent else ()), self.cache_states, (LOGITS,))
 
     @property
     def sampler(self) -> GraphSpec:
@@ -295,4 +339,7 @@ class Interface:
         values = dict(data)
         values["key_values"] = tuple(KeyValueShape(**shape) for shape in values["key_values"])
         values["features"] = Features(**values["features"])
+        values["recurrent"] = tuple(
+            RecurrentShape(**{**shape, "shape": tuple(shape["shape"])}) for shape in values.get("recurrent", ())
+        )
         return cls(**values)

@@ -91,7 +91,7 @@ def _subgraph(
     wanted = ancestors(outputs, always, data=True) & order.keys()
 
     copies: dict[ir.Value, ir.Value] = {}
-    nodes = [_copy(node, copies, name) for node in sorted(wanted, key=order.__getitem__)]
+    nodes = [copy_node(node, copies, name) for node in sorted(wanted, key=order.__getitem__)]
     inner = []
     for value in outputs:
         if value not in copies:  # from outside: a subgraph has to produce its outputs itself
@@ -106,7 +106,8 @@ def _subgraph(
     return graph
 
 
-def _copy(node: ir.Node, copies: dict[ir.Value, ir.Value], suffix: str) -> ir.Node:
+def copy_node(node: ir.Node, copies: dict[ir.Value, ir.Value], suffix: str) -> ir.Node:
+    """A copy of `node` that reads and notes its values in `copies`; names get `suffix`."""
     inputs = [value if value is None else copies.get(value, value) for value in node.inputs]
     copy = ir.Node(
         node.domain,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
@@ -20,19 +20,18 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import qsample
 from qsample import package
-from qsample.contract import CONTRACT_VERSION, LOGITS, Features, GraphSpec, Interface
+from qsample.contract import CONTRACT_VERSION, LOGITS, Features, Interface
 from qsample.errors import QsampleError, UnsupportedModelError
 from qsample.exporters import parity
-from qsample.exporters.branches import outline_branches
 from qsample.exporters.initial_state import build_initial_state
+from qsample.exporters.join import append_sampler
 from qsample.exporters.onnx import trace
 from qsample.exporters.sampler import export_sampler
+from qsample.exporters.scans import outline_scans
 from qsample.transforms import pipeline
-from qsample.transforms.attention import key_value_shapes
 from qsample.transforms.cache import DecodeContext
-from qsample.transforms.sampler.control import inline_branches
-from qsample.transforms.sampler.module import Sampler
-from qsample.transforms.wrap import Decoder, DecoderWithSampler
+from qsample.transforms.probe import state_shapes
+from qsample.transforms.wrap import Decoder
 
 EXPORT_DTYPES: Final = ("float32", "float16")
 Progress = Callable[[str, float], None]
@@ -70,30 +69,35 @@ def export_model(
         expected = parity.reference(model)
         model, _ = pipeline.apply(model, pipeline.default_transforms(context))
         vocab_size = int(expected.logits[0].shape[-1])
-        interface = Interface(vocab_size, key_value_shapes(model, context), dtype, features)
+        key_values, recurrent = state_shapes(model, context)
+        interface = Interface(vocab_size, key_values, dtype, features, recurrent=recurrent)
         token_ids = _token_ids(model, tokenizer)
         _check_vocabulary(tokenizer, vocab_size)
 
         report("tracing the decode graph", 0.05)
-        decoder = Decoder(model, context, interface)
-        module: torch.nn.Module = decoder
-        spec = interface.decoder
+        traced = trace(Decoder(model, context, interface), interface.model, interface.sizes)
+        outline_scans(traced)
+        sampler = export_sampler(interface, token_ids.pad)
         if features.sampler:
-            module = DecoderWithSampler(decoder, Sampler(interface, token_ids.pad))
+            spec = interface.decoder
             # The parity gate compares logits, which a published graph does not return.
-            spec = GraphSpec(spec.inputs, spec.states, (*spec.outputs, LOGITS))
-        with inline_branches():
-            traced = trace(module, spec, interface.sizes)
-        outline_branches(traced)
+            append_sampler(traced, sampler, replace(spec, outputs=(*spec.outputs, LOGITS)))
+        else:
+            ir.save(sampler, folder / "sampler.onnx")
         report("writing the weights", 0.55)
         ir.save(traced, folder / "decoder.onnx", external_data="decoder.onnx.data")
         del traced
         ir.save(build_initial_state(interface), folder / "initial_state.onnx")
-        if not features.sampler:
-            ir.save(export_sampler(interface, token_ids.pad), folder / "sampler.onnx")
 
         report("comparing with the Hugging Face model", 0.7)
-        figures = parity.check(folder / "decoder.onnx", folder / "initial_state.onnx", interface, expected)
+        plain = len(interface.key_values) if context.buffered else len(context.masked)
+        figures = parity.check(
+            folder / "decoder.onnx",
+            folder / "initial_state.onnx",
+            interface,
+            expected,
+            plain_attention_layers=plain,
+        )
         if features.sampler:
             _drop_output(folder / "decoder.onnx", LOGITS.name)
         _save_model_files(model, tokenizer, folder)

@@ -1,13 +1,15 @@
-"""An `Interface` enters; `sampler.onnx`, the sampler as a graph of its own, leaves."""
+"""An `Interface` enters; the sampler as a graph of its own leaves: `sampler.onnx`, or what a decode graph ends with."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 
+import onnx
 import onnx_ir as ir
 from torch import Tensor, nn
 
-from qsample.contract import LOGITS, Interface
+from qsample.contract import LOGITS, Features, Interface
 from qsample.exporters.branches import outline_branches
 from qsample.exporters.onnx import trace
 from qsample.transforms.sampler import Sampler
@@ -37,6 +39,24 @@ def export_sampler(
     resumes: bool = False,
 ) -> ir.Model:
     """`sampler.onnx`: logits in, next-token ids and new state out. The options are those of `Sampler`."""
+    options = (num_candidates, chunk_size, control_flow, resumes)
+    traced = _trace(interface.vocab_size, interface.features, pad_token_id, *options)
+    return ir.from_proto(onnx.load_model_from_string(traced))
+
+
+# Tracing takes half a minute and depends on nothing else of a model; the bytes are a few hundred kilobytes.
+@functools.lru_cache(maxsize=16)
+def _trace(
+    vocab_size: int,
+    features: Features,
+    pad_token_id: int,
+    num_candidates: int | None,
+    chunk_size: int | None,
+    control_flow: bool,
+    resumes: bool,
+) -> bytes:
+    """The serialized graph."""
+    interface = Interface(vocab_size, (), features=features)
     sampler = Sampler(
         interface,
         pad_token_id,
@@ -48,4 +68,4 @@ def export_sampler(
     with inline_branches():
         model = trace(_FromLogits(sampler), interface.sampler, interface.sizes)
     outline_branches(model)
-    return model
+    return bytes(ir.to_proto(model).SerializeToString())

@@ -1,5 +1,8 @@
-"""A causal LM on transformers' attention interface enters; the same model attending through GroupQueryAttention over
-retained buffers leaves.
+"""A causal LM enters; the same model attending over retained buffers leaves, and the shapes of those buffers.
+
+Where the model uses transformers' attention interface, attention becomes ONNX Runtime's GroupQueryAttention, and in a
+layer that the operator cannot express a masked product over the buffers. Any other model keeps its own attention, and
+its cache hands it the buffers.
 
 The interface is documented at https://huggingface.co/docs/transformers/attention_interface and the operator at
 https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperators.md#com.microsoft.GroupQueryAttention
@@ -12,11 +15,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedModel
+from torch.nn import functional as F
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from qsample.contract import KeyValueShape
 from qsample.errors import UnsupportedModelError
-from qsample.transforms.cache import DecodeContext, PassThroughCache
+from qsample.transforms.cache import DecodeContext, write_to_buffers
+from qsample.transforms.masks import MaskRule, causal, mask_rule
 
 NAME = "qsample_group_query_attention"
 _CONTEXT = "qsample_context"  # attribute by which an attention module finds the call it is part of
@@ -30,21 +34,24 @@ class RetainedAttention:
     context: DecodeContext
 
     def __call__(self, model: PreTrainedModel) -> tuple[PreTrainedModel, bool]:
-        """Switch `model` to GroupQueryAttention. Raises UnsupportedModelError where the model does not use the
-        attention interface."""
-        if not model._can_set_attn_implementation():
-            raise UnsupportedModelError(
-                f"{type(model).__name__} computes its attention itself instead of through transformers' attention "
-                "interface, so it cannot be given a retained cache"
-            )
+        """Switch `model` to GroupQueryAttention, or set `context.buffered` where it computes its attention itself."""
+        self.context.buffered = not model._can_set_attn_implementation()
+        if self.context.buffered:
+            return model, False
         modified: bool = model.config._attn_implementation != NAME
         if modified:
             AttentionInterface.register(NAME, group_query_attention)
-            # A name without a mask function: transformers then builds no mask, which the operator does not need.
+            AttentionMaskInterface.register(NAME, mask_rule)
             model.set_attn_implementation(NAME)
         for module in model.modules():
             setattr(module, _CONTEXT, self.context)
         return model, modified
+
+
+def use_own_attention(model: PreTrainedModel, context: DecodeContext) -> None:
+    """Give `model` its own attention back, over buffers that its cache hands it."""
+    context.buffered = True
+    model.set_attn_implementation("eager")
 
 
 def group_query_attention(
@@ -52,37 +59,64 @@ def group_query_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: Tensor | MaskRule | None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    **unused: Any,
+    **options: Any,
 ) -> tuple[Tensor, None]:
     """The attention function that transformers calls in every layer.
 
     Args:
-        query: [B, heads, S, D]. key, value: [B, H, S, D], the new tokens only, rotated already.
+        query: [B, heads, S, D]. key, value: [B, H, S, D], the new tokens only, rotated already; values may be smaller.
+        attention_mask: the layer's mask as a rule; None = causal.
         scaling: factor on the scores; None = 1 / sqrt(D). sliding_window: how many keys a query sees, itself included.
         softcap: c in c * tanh(scores / c). s_aux: [heads], the attention sink's logit per head.
 
-    Returns ([B, S, heads, D], None).
+    Returns ([B, S, heads, D], None), D the values'.
     """
     context: DecodeContext = getattr(module, _CONTEXT)
-    layer = int(module.layer_idx)  # type: ignore[arg-type]
-    _check_supported(module, query, key, value, attention_mask, unused)
-    batch, heads, length, size = query.shape
-    kv_heads = key.shape[1]
-    if not context.past:  # the shape probe: only the sizes matter
-        context.present[layer] = (key, value)
-        return query.transpose(1, 2), None
+    _check_supported(module, query, key, value, attention_mask, options)
+    layer, is_writer = _cache_layer(context, module, key, value)
+    size = value.shape[-1]
+    if not context.past:  # the shape probe
+        if is_writer:
+            context.present[layer] = (key, value)
+            if isinstance(attention_mask, MaskRule) and not attention_mask.is_causal(sliding_window):
+                context.masked.add(layer)
+        return query.transpose(1, 2)[..., :size], None
 
+    scale = float(scaling if scaling is not None else query.shape[-1] ** -0.5)
+    if is_writer and layer not in context.masked:
+        value = F.pad(value, (0, query.shape[-1] - size))
+        options = {"scale": scale, "sliding_window": sliding_window, "softcap": softcap, "s_aux": s_aux}
+        output = _group_query_attention(context, layer, query, key, value, **options)
+        return output[..., :size], None
+
+    keys, values = write_to_buffers(context, layer, key, value) if is_writer else context.present[layer]
+    assert context.positions is not None
+    rule = attention_mask if isinstance(attention_mask, MaskRule) else MaskRule(causal(sliding_window))
+    allowed = rule.allowed(context.positions, context.capacity)
+    return masked_attention(query, keys, values[..., :size], allowed, scale, softcap, s_aux), None
+
+
+def _group_query_attention(
+    context: DecodeContext,
+    layer: int,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    scale: float,
+    sliding_window: int | None,
+    softcap: float | None,
+    s_aux: Tensor | None,
+) -> Tensor:
+    """[B, S, heads, D]; writes the new keys and values into the buffers of `layer`."""
+    batch, heads, length, size = query.shape
     past_key, past_value = context.past[layer]
-    attributes: dict[str, Any] = {
-        "num_heads": heads,
-        "kv_num_heads": kv_heads,
-        "scale": float(scaling if scaling is not None else size**-0.5),
-    }
+    attributes: dict[str, Any] = {"num_heads": heads, "kv_num_heads": key.shape[1], "scale": scale}
     if sliding_window:
         attributes["local_window_size"] = int(sliding_window)
     if softcap:
@@ -101,7 +135,37 @@ def group_query_attention(
         version=1,
     )
     context.present[layer] = (present_key, present_value)
-    return output.reshape(batch, length, heads, size), None
+    return output.reshape(batch, length, heads, size)
+
+
+def masked_attention(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    allowed: Tensor,
+    scale: float,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+) -> Tensor:
+    """softmax(mask(scale * Q K')) V with grouped heads.
+
+    query: [B, heads, S, D]. keys: [B, H, T, D]. values: [B, H, T, D']. allowed: [B, 1, S, T]
+    bool. softcap, s_aux: as in `group_query_attention`. Returns [B, S, heads, D'].
+    """
+    batch, heads, length, size = query.shape
+    kv_heads = keys.shape[1]
+    grouped = query.reshape(batch, kv_heads, heads // kv_heads * length, size)
+    scores = (grouped @ keys.transpose(2, 3)).reshape(batch, heads, length, keys.shape[2]) * scale
+    if softcap:
+        scores = torch.tanh(scores / softcap) * softcap
+    scores = torch.where(allowed, scores.to(torch.float32), torch.finfo(torch.float32).min)
+    if s_aux is not None:
+        sink = s_aux.to(torch.float32)[None, :, None, None].expand(batch, heads, length, 1)
+        weights = torch.cat([scores, sink], dim=-1).softmax(-1)[..., :-1]
+    else:
+        weights = scores.softmax(-1)
+    grouped = weights.to(query.dtype).reshape(batch, kv_heads, heads // kv_heads * length, keys.shape[2])
+    return (grouped @ values).reshape(batch, heads, length, values.shape[-1]).transpose(1, 2).contiguous()
 
 
 def _merge_heads(states: Tensor) -> Tensor:
@@ -109,55 +173,36 @@ def _merge_heads(states: Tensor) -> Tensor:
     return states.transpose(1, 2).flatten(2)
 
 
+def _cache_layer(context: DecodeContext, module: nn.Module, key: Tensor, value: Tensor) -> tuple[int, bool]:
+    """The layer of the cache that `key` belongs to, and whether this is the layer itself: another one that is handed
+    the same keys and values shares its cache."""
+    layer, context.updated = context.updated, None
+    if layer is not None:
+        context.given[layer] = (key, value)
+        return layer, True
+    for source, (keys, values) in context.given.items():
+        if keys is key and values is value:
+            return source, False
+    raise UnsupportedModelError(f"{type(module).__name__} attends to keys and values that are not in the cache")
+
+
 def _check_supported(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, options: dict[str, Any]
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | MaskRule | None,
+    options: dict[str, Any],
 ) -> None:
-    name = f"{type(module).__name__} (layer {getattr(module, 'layer_idx', '?')})"
-    if not hasattr(module, "layer_idx"):
-        raise UnsupportedModelError(f"{name} has no layer_idx, so its cache cannot be told from the others'")
-    if attention_mask is not None:
-        raise UnsupportedModelError(f"{name} builds an attention mask of its own; only causal attention is supported")
+    name = type(module).__name__
+    if attention_mask is not None and not isinstance(attention_mask, MaskRule):
+        raise UnsupportedModelError(f"{name} builds an attention mask of its own")
     if options.get("position_bias") is not None:
-        raise UnsupportedModelError(f"{name} adds a position bias to its attention scores, which is not supported")
+        raise UnsupportedModelError(f"{name} adds a position bias to its attention scores")
     if options.get("is_causal") is False or getattr(module, "is_causal", True) is False:
         raise UnsupportedModelError(f"{name} attends to later tokens; only causal attention is supported")
-    if value.shape[-1] != key.shape[-1] or query.shape[-1] != key.shape[-1]:
+    if query.shape[-1] != key.shape[-1] or value.shape[-1] > key.shape[-1]:
         raise UnsupportedModelError(
             f"{name} has queries, keys and values of sizes {query.shape[-1]}, {key.shape[-1]} and {value.shape[-1]}; "
-            "GroupQueryAttention needs one size"
+            "values may be smaller than keys, and queries have their size"
         )
-
-
-def key_value_shapes(model: PreTrainedModel, context: DecodeContext) -> tuple[KeyValueShape, ...]:
-    """The cache shape of every attention layer, read off a two-token run of the transformed model.
-
-    Raises UnsupportedModelError where a layer does not reach the attention function, shares another layer's cache or
-    keeps a state of another kind.
-    """
-    context.clear()
-    try:
-        with torch.no_grad():
-            ids = torch.zeros(1, 2, dtype=torch.int64)
-            cache = PassThroughCache([(torch.empty(0), torch.empty(0))] * _layer_count(model))
-            model(input_ids=ids, position_ids=torch.arange(2)[None], past_key_values=cache, use_cache=True)
-        found = dict(context.present)
-    except UnsupportedModelError:
-        raise
-    except Exception as error:  # whatever a layer raises that meets a cache of another kind than its own
-        raise UnsupportedModelError(
-            f"{type(model).__name__} cannot run over key-value buffers alone ({error}); recurrent and convolutional "
-            "states are not supported yet"
-        ) from error
-    finally:
-        context.clear()
-    if not found or sorted(found) != list(range(_layer_count(model))):
-        missing = sorted(set(range(_layer_count(model))) - set(found))
-        raise UnsupportedModelError(
-            f"{type(model).__name__}: layers {missing} of {_layer_count(model)} do not attend through transformers' "
-            "attention interface (recurrent, convolutional or shared-cache layers are not supported yet)"
-        )
-    return tuple(KeyValueShape(found[i][0].shape[1], found[i][0].shape[3]) for i in range(len(found)))
-
-
-def _layer_count(model: PreTrainedModel) -> int:
-    return int(model.config.get_text_config(decoder=True).num_hidden_layers)

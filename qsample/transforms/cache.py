@@ -1,6 +1,7 @@
-"""The retained key-value cache as transformers sees it: buffers that hand new keys and values straight through.
+"""The retained key-value cache as transformers sees it: buffers of fixed capacity in place of a growing cache.
 
-GroupQueryAttention itself writes into the retained buffers, so transformers must neither concatenate nor copy.
+`PassThroughLayer` hands new keys and values straight through, for attention that writes into the buffers itself.
+`BufferedLayer` writes them into the buffers and returns those, for attention that reads whatever the cache returns.
 """
 
 from __future__ import annotations
@@ -8,66 +9,158 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin
+from torch.nn import functional as F
+from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionLayer
 
+from qsample.errors import UnsupportedModelError
 
-class PassThroughLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
-    """One layer's retained buffers, [B, H, T, D] each; `update` returns the new keys and values unchanged."""
-
-    is_sliding = False
-
-    def __init__(self, keys: Tensor, values: Tensor) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.keys, self.values = keys, values
-        # No int(): it would fix the capacity at the value it is traced with.
-        self._capacity: int = keys.shape[-2] if keys.ndim == 4 else 0
-        self.is_initialized = True
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to do: the buffers come from outside."""
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        return key_states, value_states
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.get_max_length(), 0
-
-    def get_seq_length(self) -> int:
-        # Positions are always given; a model that asks the cache instead is caught by the parity gate.
-        return 0
-
-    def get_max_length(self) -> int:
-        return self._capacity
-
-
-class PassThroughCache(Cache):
-    """A `transformers` cache over the retained buffers of every attention layer."""
-
-    def __init__(self, buffers: list[tuple[Tensor, Tensor]]) -> None:
-        super().__init__(layers=[PassThroughLayer(key, value) for key, value in buffers])
+StateKey = tuple[int, str, int]  # layer, kind, index
+_STATES = 8  # more than any layer keeps of one kind
 
 
 @dataclass(slots=True)
 class DecodeContext:
     """What one call of the decoder shares with the modules inside the model, while that call is traced.
 
-    input_lengths: [B] int32, real tokens a row. seqlens_k: [B] int32, index of the last key a row sees, counting its
-    padding. total_length: scalar int32, GroupQueryAttention's total_sequence_length. past: the retained (key, value)
-    buffers, a layer each. present: layer index → the (key, value) that GroupQueryAttention returned.
+    input_lengths: [B] int32, real tokens a row. positions: [B, S] int64, of the new tokens. seqlens_k: [B] int32, index
+    of the last key a row sees, counting its padding. total_length: scalar int32, GroupQueryAttention's
+    total_sequence_length. past: layer → its retained (key, value) buffers. present: layer → their next values. updated:
+    the layer whose keys and values were handed to the cache last, until its attention runs. given: layer → the new keys
+    and values that its attention was given.
+
+    The same for layers that keep states of another kind: states, next_states: (layer, kind, index) → its value.
+    running: [B] bool, rows that advance. module: id of the recurrent layer that runs. states_of: that id → the states
+    that it keeps.
+
+    Two choices hold for the model as a whole, and are made before any call. buffered: its own attention runs over
+    buffers; otherwise the attention interface does. masked: layers that GroupQueryAttention cannot express.
     """
 
     input_lengths: Tensor | None = None
+    positions: Tensor | None = None
     seqlens_k: Tensor | None = None
     total_length: Tensor | None = None
-    past: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    past: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     present: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    updated: int | None = None
+    given: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    buffered: bool = False
+    masked: set[int] = field(default_factory=set)
+
+    states: dict[StateKey, Tensor] = field(default_factory=dict)
+    next_states: dict[StateKey, Tensor] = field(default_factory=dict)
+    running: Tensor | None = None
+    module: int | None = None
+    states_of: dict[int, list[StateKey]] = field(default_factory=dict)
 
     @property
     def active(self) -> bool:
         """True inside a decoder call; outside, the transformed modules behave as they did before."""
         return self.input_lengths is not None
 
+    @property
+    def capacity(self) -> int:
+        """T, the size of the buffers."""
+        return next(iter(self.past.values()))[0].shape[2]
+
     def clear(self) -> None:
-        self.input_lengths = self.seqlens_k = self.total_length = None
-        self.past, self.present = [], {}
+        """Forget the call; the choices stay."""
+        self.input_lengths = self.positions = self.seqlens_k = self.total_length = None
+        self.past, self.present, self.given, self.updated = {}, {}, {}, None
+        self.states, self.next_states, self.running = {}, {}, None
+
+    def note_state(self, layer: int, kind: str, index: int) -> None:
+        """Remember that the module that is running keeps this state."""
+        if self.module is None:
+            raise UnsupportedModelError(f"layer {layer} keeps a {kind.replace('_', ' ')} outside of any known layer")
+        keys = self.states_of.setdefault(self.module, [])
+        if (layer, kind, index) not in keys:
+            keys.append((layer, kind, index))
+
+
+class PassThroughLayer(LinearAttentionLayer, CacheLayerMixin):  # type: ignore[no-untyped-call, override]
+    """One layer's place in the cache; `update` returns the new keys and values unchanged.
+
+    Convolutional and recurrent states are transformers' own, and noted where a layer makes them: only the shape probe
+    gets here, because a decoder call gives such layers one token at a time, with a cache of its own.
+    """
+
+    is_sliding = False
+
+    def __init__(self, context: DecodeContext, index: int) -> None:
+        CacheLayerMixin.__init__(self)  # type: ignore[no-untyped-call]
+        LinearAttentionLayer.__init__(self, number_of_states=_STATES)
+        self._context, self._index = context, index
+        self.keys = self.values = torch.empty(0)  # nothing that a layer may find and take for its own
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        self._context.updated = self._index
+        return key_states, value_states
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return query_length, 0
+
+    def get_seq_length(self) -> int:
+        # No one length holds for all rows. Positions are always given; the parity gate catches who asks here instead.
+        return 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def update_conv_state(
+        self, conv_states: Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **kwargs: Any
+    ) -> Tensor:
+        self._context.note_state(self._index, "conv_state", state_idx)
+        result: Tensor = super().update_conv_state(conv_states, state_idx, conv_kernel_size, **kwargs)
+        return result
+
+    def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:
+        self._context.note_state(self._index, "recurrent_state", state_idx)
+        result: Tensor = super().update_recurrent_state(recurrent_states, state_idx, **kwargs)
+        return result
+
+
+class BufferedLayer(PassThroughLayer):  # type: ignore[no-untyped-call]
+    """`update` writes the new keys and values into the layer's buffers and returns all of them, [B, H, T, D]."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        context = self._context
+        if not context.past:  # the shape probe
+            context.present[self._index] = (key_states, value_states)
+            return key_states, value_states
+        key, value = write_to_buffers(context, self._index, key_states, value_states)
+        return key[..., : key_states.shape[-1]], value[..., : value_states.shape[-1]]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return (self._context.capacity if self._context.past else query_length), 0
+
+
+class RetainedCache(Cache):
+    """A `transformers` cache of `layers` layers over the buffers of `context`; it grows when one more is used."""
+
+    def __init__(self, context: DecodeContext, layers: int) -> None:
+        kind = BufferedLayer if context.buffered else PassThroughLayer
+        super().__init__(layer_class_to_replicate=lambda: kind(context, len(self.layers)))  # type: ignore[arg-type]
+        self.layers.extend(kind(context, index) for index in range(layers))
+
+
+def write_to_buffers(context: DecodeContext, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Put new keys and values, [B, H, S, D or fewer], at their rows' positions in the buffers of `layer`.
+
+    Returns both buffers, [B, H, T, D]. Padding writes nothing: it repeats the first new token.
+    """
+    assert context.positions is not None
+    assert context.input_lengths is not None
+    columns = torch.arange(key.shape[2], dtype=torch.int32)[None]
+    real = columns < context.input_lengths[:, None]
+    positions = torch.where(real, context.positions, context.positions[:, :1])[:, None, :, None]
+    result = []
+    for buffer, states in zip(context.past[layer], (key, value), strict=True):
+        states = torch.where(real[:, None, :, None], states, states[:, :, :1])
+        states = F.pad(states, (0, buffer.shape[-1] - states.shape[-1]))
+        result.append(buffer.scatter(2, positions.expand_as(states), states))
+    context.present[layer] = (result[0], result[1])
+    return context.present[layer]

@@ -33,6 +33,13 @@ class LastTokenHead(nn.Module):
         assert isinstance(weight, Tensor)
         return weight
 
+    @property
+    def bias(self) -> Tensor | None:
+        """[V], of a head that has one."""
+        bias = getattr(self.head, "bias", None)
+        assert bias is None or isinstance(bias, Tensor)
+        return bias
+
     def forward(self, hidden: Tensor) -> Tensor:
         """hidden: [B, S, hidden]. Returns [B, 1, V] in a decoder call, otherwise [B, S, V]."""
         lengths = self.context.input_lengths

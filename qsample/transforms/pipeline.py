@@ -10,7 +10,10 @@ from transformers import PreTrainedModel
 from qsample.transforms.attention import RetainedAttention
 from qsample.transforms.cache import DecodeContext
 from qsample.transforms.experts import BatchedExperts
+from qsample.transforms.gpt_neo import GPTNeoWindows
 from qsample.transforms.head import SampleLastToken
+from qsample.transforms.positions import UseRowPositions
+from qsample.transforms.recurrent import ScanRecurrentLayers
 
 
 class Transform(Protocol):
@@ -21,7 +24,14 @@ class Transform(Protocol):
 
 def default_transforms(context: DecodeContext) -> tuple[Transform, ...]:
     """Every transform that a decode graph needs, in order."""
-    return BatchedExperts(), RetainedAttention(context), SampleLastToken(context)
+    return (
+        BatchedExperts(),
+        UseRowPositions(context),
+        GPTNeoWindows(context),
+        ScanRecurrentLayers(context),
+        RetainedAttention(context),
+        SampleLastToken(context),
+    )
 
 
 def apply(model: PreTrainedModel, transforms: Sequence[Transform]) -> tuple[PreTrainedModel, bool]:

@@ -1,19 +1,18 @@
-"""A transformed causal LM (and a sampler) enters; the module that the decode graph is traced from leaves.
-
-Both modules map the contract's input names to its output names. `DecoderWithSampler` returns next-token ids and all
-state; `Decoder` returns logits and the cache, for packages whose sampler runs on the host.
-"""
+"""A transformed causal LM enters; the module that the model's part of the decode graph is traced from leaves."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from qsample.contract import Interface, retained_name
-from qsample.transforms.cache import DecodeContext, PassThroughCache
+from qsample.contract import RUNNING, STALLED, Interface, retained_name
+from qsample.transforms.cache import DecodeContext
+from qsample.transforms.masks import eager_masks_over_buffers
+from qsample.transforms.probe import run_model
 
 
 class Decoder(nn.Module):
@@ -23,7 +22,10 @@ class Decoder(nn.Module):
         super().__init__()
         self.model = model
         self._context = context
-        self._cache_names = [spec.name for spec in interface.cache_states]
+        self._recurrent = interface.recurrent
+        names = [spec.name for spec in interface.cache_states]
+        self._cache_names = names[: len(names) - len(self._recurrent)]
+        self._layers = interface.cache_layers
 
     def forward(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """inputs: `input_ids` [B, S] int64, `input_lengths` [B] int32, `lengths` [B] int32 and the cache states.
@@ -33,43 +35,33 @@ class Decoder(nn.Module):
         ids, lengths = inputs["input_ids"], inputs["lengths"]
         batch, length = ids.shape
         past = [inputs[name] for name in self._cache_names]
-        capacity = past[0].shape[2]
-        positions = lengths[:, None] + torch.arange(length, dtype=torch.int32)[None]
-        # Padding beyond the capacity has no position of its own; its results are never used.
-        positions = positions.clamp(max=capacity - 1).to(torch.int64)
+        positions = (lengths[:, None] + torch.arange(length, dtype=torch.int32)[None]).to(torch.int64)
 
         context = self._context
-        context.input_lengths = inputs["input_lengths"]
-        context.seqlens_k = lengths + (length - 1)
-        context.total_length = _total_length(batch, length, capacity)
-        context.past = list(zip(past[::2], past[1::2], strict=True))
+        context.input_lengths, context.positions = inputs["input_lengths"], positions
+        if past:
+            capacity = past[0].shape[2]
+            # Padding beyond the capacity has no position of its own; its results are never used.
+            context.positions = positions = positions.clamp(max=capacity - 1)
+            context.seqlens_k = lengths + (length - 1)
+            context.total_length = _total_length(batch, length, capacity)
+            context.past = dict(zip(self._layers, zip(past[::2], past[1::2], strict=True), strict=True))
+        if self._recurrent:
+            context.states = {(state.layer, state.kind, state.index): inputs[state.name] for state in self._recurrent}
+            context.running = (inputs["status"] == RUNNING) | (inputs["status"] == STALLED)
+        masks = eager_masks_over_buffers(positions, capacity) if context.buffered else nullcontext()
         try:
-            output = self.model(
-                input_ids=ids, position_ids=positions, past_key_values=PassThroughCache(context.past), use_cache=True
-            )
-            present = [tensor for i in range(len(context.past)) for tensor in context.present[i]]
+            with masks:
+                output = run_model(self.model, context, ids, positions)
+            present = [tensor for layer in self._layers for tensor in context.present[layer]]
+            states = {
+                retained_name(state.name): context.next_states[state.layer, state.kind, state.index]
+                for state in self._recurrent
+            }
         finally:
             context.clear()
         logits = output.logits.squeeze(1).to(torch.float32)  # a view: indexing would copy all of them
-        return {"logits": logits} | dict(zip(map(retained_name, self._cache_names), present, strict=True))
-
-
-class DecoderWithSampler(nn.Module):
-    """`decoder`, then `sampler` on its logits: token ids in, next-token ids out.
-
-    The logits are among the results, under their own name, for the parity gate; a published graph has no such output.
-    """
-
-    def __init__(self, decoder: Decoder, sampler: nn.Module) -> None:
-        super().__init__()
-        self.decoder = decoder
-        self.sampler = sampler
-
-    def forward(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """inputs: every name of `Interface.decoder.input_names`. Returns those of `output_names`, and `logits`."""
-        results: dict[str, Tensor] = self.decoder(inputs)
-        results.update(self.sampler(results["logits"], inputs))
-        return results
+        return {"logits": logits} | dict(zip(map(retained_name, self._cache_names), present, strict=True)) | states
 
 
 def _total_length(batch: int, length: int, capacity: int) -> Tensor:

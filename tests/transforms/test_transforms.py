@@ -7,11 +7,12 @@ import torch
 
 from qsample.contract import KeyValueShape
 from qsample.errors import UnsupportedModelError
-from qsample.transforms.attention import NAME, RetainedAttention, key_value_shapes
+from qsample.transforms.attention import NAME, RetainedAttention
 from qsample.transforms.cache import DecodeContext
 from qsample.transforms.experts import BatchedExperts
 from qsample.transforms.head import LastTokenHead, SampleLastToken
 from qsample.transforms.pipeline import apply, default_transforms
+from qsample.transforms.probe import state_shapes
 from tests.tiny_models import VOCAB_SIZE, random_model
 
 
@@ -38,9 +39,37 @@ def test_batched_experts_compute_what_the_default_computes() -> None:
     torch.testing.assert_close(after, before, atol=1e-5, rtol=0)
 
 
-def test_retained_attention_refuses_a_model_off_the_interface() -> None:
-    with pytest.raises(UnsupportedModelError, match="BloomForCausalLM computes its attention itself"):
-        RetainedAttention(DecodeContext())(random_model("bloom"))
+def test_a_model_off_the_interface_keeps_its_attention() -> None:
+    context = DecodeContext()
+    model = random_model("bloom")
+    assert RetainedAttention(context)(model) == (model, False)
+    assert context.buffered
+    assert state_shapes(model, context)[0] == (KeyValueShape(4, 16),) * 2
+
+
+def test_a_model_that_uses_the_interface_in_its_own_way_gets_its_attention_back() -> None:
+    """DiffLlama attends twice with the same keys and other values than it put into the cache."""
+    context = DecodeContext()
+    model, _ = apply(random_model("diffllama"), default_transforms(context))
+    assert not context.buffered
+    state_shapes(model, context)
+    assert context.buffered
+    assert model.config._attn_implementation == "eager"
+
+
+def test_layers_with_a_pattern_of_their_own_are_found() -> None:
+    context = DecodeContext()
+    model = random_model(
+        "llama4_text",
+        attention_chunk_size=8,
+        layer_types=["chunked_attention", "full_attention"],
+        num_local_experts=2,
+        intermediate_size_mlp=96,
+        head_dim=16,
+    )
+    model, _ = apply(model, default_transforms(context))
+    state_shapes(model, context)
+    assert context.masked == {0}
 
 
 def test_head_takes_the_last_real_token_of_each_row_inside_a_call_only() -> None:
@@ -65,7 +94,7 @@ def test_cache_shapes_are_read_off_the_model(model_type: str, heads: int, size: 
     context = DecodeContext()
     model, _ = apply(random_model(model_type), default_transforms(context))
     assert model.config._attn_implementation == NAME
-    assert key_value_shapes(model, context) == (KeyValueShape(heads, size),) * 2
+    assert state_shapes(model, context)[0] == (KeyValueShape(heads, size),) * 2
     assert not context.active
     assert not context.present
 
@@ -75,13 +104,18 @@ def test_models_with_other_states_are_refused() -> None:
     model = random_model("lfm2", layer_types=["conv", "full_attention"])
     model, _ = apply(model, default_transforms(context))
     with pytest.raises(UnsupportedModelError, match=r"Lfm2ForCausalLM .* conv state"):
-        key_value_shapes(model, context)
+        state_shapes(model, context)
 
 
-def test_layers_that_bypass_the_interface_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_without_a_cache_is_refused() -> None:
+    context = DecodeContext()
+    model, _ = apply(random_model("openai-gpt", n_embd=64, n_layer=2, n_head=4), default_transforms(context))
+    with pytest.raises(UnsupportedModelError, match="puts no keys and values into the cache"):
+        state_shapes(model, context)
+
+
+def test_layers_without_a_cache_leave_gaps_in_the_numbering(monkeypatch: pytest.MonkeyPatch) -> None:
     context = DecodeContext()
     model, _ = apply(random_model("llama"), default_transforms(context))
-    skipped = model.model.layers[1].self_attn
-    monkeypatch.setattr(skipped, "forward", lambda hidden_states, **_: (hidden_states, None))
-    with pytest.raises(UnsupportedModelError, match=r"layers \[1\] of 2"):
-        key_value_shapes(model, context)
+    monkeypatch.setattr(model.model.layers[0].self_attn, "forward", lambda hidden_states, **_: (hidden_states, None))
+    assert state_shapes(model, context)[0] == (KeyValueShape(2, 16, layer=1),)

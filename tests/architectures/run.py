@@ -1,0 +1,160 @@
+"""A model type enters; what came of exporting a tiny random model of it leaves, as a `Row` of the table.
+
+The parity gate of the export itself compares the graph's logits with the eager model's: a ragged batch of prompts,
+decode steps over retained state, a prompt in chunks. Then the runtime samples from the package with fixed seeds, and
+the float64 reference samples from the eager model's logits with the same noise.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import signal
+import tempfile
+import time
+import warnings
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import FrameType
+
+import numpy as np
+import torch
+import transformers
+from transformers import PreTrainedModel
+
+from qsample.contract import Features
+from qsample.errors import QsampleError
+from qsample.exporters.export import export_model
+from qsample.runtime import SamplingParams, load
+from tests import reference
+from tests.architectures.configs import VOCAB_SIZE, tiny_model
+
+MAX_ERROR = 2e-4  # of a logit, where the largest is of order 10
+NEW_TOKENS = 12
+TIMEOUT = 600  # seconds a type, on a machine that may be busy with something else
+PROMPT_LENGTHS = (3, 11, 6)
+SEED = 5
+PARAMS = (
+    {"temperature": 1.0},
+    {"temperature": 0.8, "top_k": 20, "top_p": 0.9},
+    {"temperature": 1.2, "min_p": 0.02, "repetition_penalty": 1.2},
+)
+# A draw this close to a boundary between two tokens may fall on either side of it.
+MARGIN = 1e-4
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One model type. result: "passed", or the stage that failed. error: of a logit. operators: those on the cache."""
+
+    model_type: str
+    result: str
+    reason: str = ""
+    error: float | None = None
+    scale: float | None = None
+    tokens: int = 0
+    operators: dict[str, int] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    @property
+    def passed(self) -> bool:
+        return self.result == "passed"
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+
+def run(model_type: str) -> Row:
+    """Make, export and sample from a model of `model_type`; never raises for what the model does."""
+    started = time.perf_counter()
+
+    def row(result: str, reason: object = "", **figures: object) -> Row:
+        text = " ".join(str(reason).split())
+        return Row(model_type, result, text, seconds=round(time.perf_counter() - started, 1), **figures)  # type: ignore[arg-type]
+
+    try:
+        model = tiny_model(model_type)
+    except Exception as error:
+        return row("no tiny model", f"{type(error).__name__}: {error}")
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "package"
+        try:
+            package = export_model(model, None, path, Features(), model_id=model_type)
+        except QsampleError as error:
+            return row("refused", error)
+        except Exception as error:
+            return row("export failed", f"{type(error).__name__}: {error}")
+        figures = package.manifest.parity
+        assert figures is not None
+        measured = {
+            "error": figures["max_error"],
+            "scale": figures["scale"],
+            "operators": {
+                name: figures[key]
+                for name, key in (
+                    ("GroupQueryAttention", "attention_layers"),
+                    ("masked", "plain_attention_layers"),
+                )
+                if figures[key]
+            },
+        }
+        if figures["max_error"] > MAX_ERROR:
+            return row("inexact", f"a logit is off by {figures['max_error']:.2g}", **measured)
+        try:
+            tokens = check_sampling(tiny_model(model_type), path)
+        except Exception as error:
+            return row("sampling failed", f"{type(error).__name__}: {error}", **measured)
+    return row("passed", tokens=tokens, **measured)
+
+
+def check_sampling(model: PreTrainedModel, path: Path) -> int:
+    """Sample a ragged batch from the package at `path`, and compare every token with the reference's choice from
+    `model`'s logits. Returns how many tokens were compared."""
+    rng = np.random.default_rng(1)
+    prompts = [rng.integers(3, VOCAB_SIZE, n).tolist() for n in PROMPT_LENGTHS]
+    params = [SamplingParams(max_new_tokens=NEW_TOKENS, eos_token_id=(), **options) for options in PARAMS]
+    output = load(path).generate(prompts, params, seed=SEED)
+    compared = 0
+    for row, (prompt, new) in enumerate(zip(prompts, output.new_token_ids, strict=True)):
+        assert len(new) == NEW_TOKENS, f"row {row} ended after {len(new)} tokens: {output.finish_reasons[row]}"
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([prompt + new]), use_cache=False).logits[0].float().numpy()
+        uniforms = reference.philox_uniforms(SEED + row, len(prompt) + NEW_TOKENS)
+        options = {
+            "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0,
+            "frequency_penalty": 0.0, "min_length": 0, "stop_ids": np.array([-1]),
+            "output_counts": np.zeros(VOCAB_SIZE), **PARAMS[row],
+        }  # fmt: skip
+        for step, token in enumerate(new):
+            total = len(prompt) + step
+            history = np.array(prompt + new[:step])
+            adjusted = reference.adjust(logits[total - 1], options, history, total)
+            probs = reference.distribution(adjusted, options)
+            wanted, margin = reference.pick(probs, adjusted, options, float(uniforms[total]))
+            if margin < MARGIN:
+                continue
+            assert token == wanted, f"row {row}, token {step}: {token} instead of {wanted} (margin {margin:.2g})"
+            compared += 1
+    return compared
+
+
+def quiet() -> None:
+    """Prepare a worker process."""
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    torch.set_num_threads(1)
+
+
+def run_in_time(model_type: str) -> Row:
+    """`run`, given up after `TIMEOUT`."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise TimeoutError(f"no result after {TIMEOUT} s")
+
+    signal.signal(signal.SIGALRM, stop)
+    signal.alarm(TIMEOUT)
+    try:
+        return run(model_type)
+    finally:
+        signal.alarm(0)
