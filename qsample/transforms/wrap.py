@@ -13,6 +13,7 @@ from qsample.contract import RUNNING, STALLED, Interface, retained_name
 from qsample.transforms.cache import DecodeContext
 from qsample.transforms.masks import eager_masks_over_buffers
 from qsample.transforms.probe import run_model
+from qsample.transforms.rotary import real_rotary_embeddings
 
 
 class Decoder(nn.Module):
@@ -51,7 +52,7 @@ class Decoder(nn.Module):
             context.running = (inputs["status"] == RUNNING) | (inputs["status"] == STALLED)
         masks = eager_masks_over_buffers(positions, capacity) if context.buffered else nullcontext()
         try:
-            with masks:
+            with masks, real_rotary_embeddings(self.model):
                 output = run_model(self.model, context, ids, positions)
             present = [tensor for layer in self._layers for tensor in context.present[layer]]
             states = {

@@ -99,18 +99,27 @@ def test_cache_shapes_are_read_off_the_model(model_type: str, heads: int, size: 
     assert not context.present
 
 
-def test_models_with_other_states_are_refused() -> None:
+def test_states_of_convolutional_and_recurrent_layers_are_read_off_the_model() -> None:
     context = DecodeContext()
-    model = random_model("lfm2", layer_types=["conv", "full_attention"])
-    model, _ = apply(model, default_transforms(context))
-    with pytest.raises(UnsupportedModelError, match=r"Lfm2ForCausalLM .* conv state"):
-        state_shapes(model, context)
+    model, _ = apply(
+        random_model("lfm2", layer_types=["conv", "full_attention"], conv_L_cache=3), default_transforms(context)
+    )
+    key_values, (state,) = state_shapes(model, context)
+    assert [shape.layer for shape in key_values] == [1]
+    assert (state.name, state.shape, state.dtype) == ("past_key_values.0.conv_state", (64, 3), "float32")
+    model, _ = apply(random_model("mamba", state_size=4), default_transforms(context))
+    key_values, states = state_shapes(model, context)
+    assert key_values == ()
+    assert [state.name for state in states][:2] == [
+        "past_key_values.0.conv_state",
+        "past_key_values.0.recurrent_state",
+    ]
 
 
 def test_a_model_without_a_cache_is_refused() -> None:
     context = DecodeContext()
     model, _ = apply(random_model("openai-gpt", n_embd=64, n_layer=2, n_head=4), default_transforms(context))
-    with pytest.raises(UnsupportedModelError, match="puts no keys and values into the cache"):
+    with pytest.raises(UnsupportedModelError, match="puts nothing into the cache"):
         state_shapes(model, context)
 
 
