@@ -49,6 +49,7 @@ class AutoModelForCausalLM:
         token: str | None = None,
         local_files_only: bool = False,
         trust_remote_code: bool = False,
+        adapter: str | Path | None = None,
     ) -> CheckpointModel | PackagedModel:
         """Open a hub id, a checkpoint folder or an exported package.
 
@@ -63,6 +64,7 @@ class AutoModelForCausalLM:
             provider: the execution provider that generate() runs on; None = the one that a device package was compiled
                 for, otherwise "cpu".
             revision, cache_dir, token, local_files_only, trust_remote_code: as in transformers.
+            adapter: a folder or hub id of a LoRA adapter as peft saves it; it is merged into the weights.
 
         Returns a `PackagedModel` for a folder with a qsample.json, otherwise a `CheckpointModel`, which loads nothing
         until it is used. Features of a package were fixed at its export: asking for others raises QsampleError.
@@ -71,6 +73,8 @@ class AutoModelForCausalLM:
         path = Path(pretrained_model_name_or_path)
         if (path / MANIFEST_NAME).is_file():
             package = read_package(path)
+            if adapter is not None:
+                raise QsampleError(f"{path} is a package, and an adapter is merged at export; export the model with it")
             _check_asked(package, features, dtype)
             return PackagedModel(package, provider)
         from qsample.exporters.checkpoint import Checkpoint
@@ -84,6 +88,7 @@ class AutoModelForCausalLM:
             token,
             local_files_only,
             trust_remote_code,
+            None if adapter is None else str(adapter),
         )
         return CheckpointModel(checkpoint, features, provider)
 
@@ -168,7 +173,7 @@ class CheckpointModel:
                 tokenizer,
                 place.path,
                 self.features,
-                model_id=checkpoint.model_id,
+                model_id=" + ".join(filter(None, (checkpoint.model_id, checkpoint.adapter))),
                 revision=checkpoint.revision,
                 overwrite=overwrite,
                 progress=progress,

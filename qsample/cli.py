@@ -82,6 +82,7 @@ def export(
         bool, typer.Option("--allowed-tokens", help="Take a token mask (guided decoding).")
     ] = False,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")] = None,
+    adapter: Annotated[str | None, typer.Option(help="LoRA adapter to merge: a folder or hub id.")] = None,
     overwrite: Overwrite = False,
 ) -> None:
     """Export a Hugging Face model to a portable package: one ONNX graph with the sampler in it."""
@@ -101,6 +102,7 @@ def export(
         top_logprobs=top_logprobs,
         dtype=dtype,
         revision=revision,
+        adapter=adapter,
     )
     assert isinstance(source, CheckpointModel)
     with cli_output.progress() as progress:

@@ -17,6 +17,7 @@ from transformers import (
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 from qsample.errors import QsampleError, UnsupportedModelError
+from qsample.exporters.adapter import find_adapter, merge_adapter
 from qsample.exporters.cast_weights import INDEX, cast_to_float32, has_half_weights, weight_files
 
 
@@ -25,7 +26,8 @@ class Checkpoint:
     """Where a model is and how to load it; Hugging Face's names.
 
     model_id: a hub id or a folder. dtype: "float32" or "float16". tokenizer: "auto" = the checkpoint's own, another id
-    or folder, or None for a package of token ids only.
+    or folder, or None for a package of token ids only. adapter: a folder or hub id of a LoRA adapter, to be
+    merged.
     """
 
     model_id: str
@@ -36,6 +38,7 @@ class Checkpoint:
     token: str | None = None
     local_files_only: bool = False
     trust_remote_code: bool = False
+    adapter: str | None = None
 
     def _hub_options(self) -> dict[str, object]:
         return {
@@ -58,6 +61,7 @@ def load_model(checkpoint: Checkpoint, scratch: Path | None = None) -> PreTraine
     """
     check_exists(checkpoint.model_id)
     options = checkpoint._hub_options()
+    adapter = _find_adapter(checkpoint)  # before the model: it fails fast
     try:
         config = AutoConfig.from_pretrained(checkpoint.model_id, **options)
     except (ValueError, KeyError) as error:
@@ -81,8 +85,17 @@ def load_model(checkpoint: Checkpoint, scratch: Path | None = None) -> PreTraine
     except (OSError, RuntimeError) as error:
         raise QsampleError(f"cannot load the weights of {checkpoint.model_id!r}: {_first_line(error)}") from error
     model.requires_grad_(False)
+    if adapter is not None:
+        merge_adapter(model, *adapter)
     loaded: PreTrainedModel = model  # from_pretrained returns it in eval mode
     return loaded
+
+
+def _find_adapter(checkpoint: Checkpoint) -> tuple[Path, Path] | None:
+    if checkpoint.adapter is None:
+        return None
+    names = ("cache_dir", "token", "local_files_only")
+    return find_adapter(checkpoint.adapter, {name: getattr(checkpoint, name) for name in names})
 
 
 def _cast(checkpoint: Checkpoint, config: PretrainedConfig, scratch: Path) -> bool:

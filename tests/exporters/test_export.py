@@ -13,6 +13,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
+from transformers.models.llama import modeling_llama
 
 from qsample import AutoModelForCausalLM
 from qsample.contract import Features, Interface
@@ -20,7 +21,8 @@ from qsample.errors import ParityError, QsampleError, UnsupportedModelError
 from qsample.exporters import parity
 from qsample.exporters.export import export_model, weight_hash
 from qsample.package import read_package
-from qsample.transforms import attention
+from qsample.transforms import attention, masks, recurrent, wrap
+from tests.architectures.configs import tiny_model
 from tests.tiny_models import byte_tokenizer, random_model, save_checkpoint
 
 
@@ -134,6 +136,36 @@ def test_parity_gate_refuses_a_planted_error(
     with pytest.raises(ParityError, match=r"differ from the eager model's by .*, more than"):
         export_tiny(random_model(model_type, **overrides), tmp_path / "package")
     assert leftovers(tmp_path) == []
+
+
+def test_parity_gate_refuses_a_swapped_rotary_embedding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real_run, real_half = wrap.run_model, modeling_llama.rotate_half
+
+    def swapped(*args: Any) -> Any:
+        with monkeypatch.context() as planted:
+            planted.setattr(modeling_llama, "rotate_half", lambda states: -real_half(states))
+            return real_run(*args)
+
+    monkeypatch.setattr(wrap, "run_model", swapped)
+    with pytest.raises(ParityError, match=r"differ from the eager model's by .*, more than"):
+        export_tiny(random_model("llama"), tmp_path / "package")
+    assert leftovers(tmp_path) == []
+
+
+@pytest.mark.slow
+def test_parity_gate_refuses_a_dropped_pattern(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a layer of plain operators: every key before a token is seen, whatever the model's mask says."""
+    allowed = masks.MaskRule.allowed
+    monkeypatch.setattr(masks.MaskRule, "allowed", lambda rule, *args: allowed(masks.MaskRule(masks.causal()), *args))
+    with pytest.raises(ParityError, match="differ from the eager model's"):
+        export_tiny(tiny_model("llama4_text"), tmp_path / "package")
+
+
+@pytest.mark.slow
+def test_parity_gate_refuses_padding_that_changes_a_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recurrent, "_where", lambda rows, new, old: new.to(old.dtype))
+    with pytest.raises(ParityError, match="differ from the eager model's"):
+        export_tiny(tiny_model("mamba"), tmp_path / "package")
 
 
 def test_parity_gate_counts_attention_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

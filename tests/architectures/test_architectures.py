@@ -1,0 +1,55 @@
+"""Model types that stand for the kinds there are, exported and sampled from; and the page that lists all of them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.architectures.document import all_types
+from tests.architectures.run import run
+
+PAGE = Path(__file__).parents[2] / "docs" / "architectures.md"
+# What each shows that the families of tests/tiny_models.py do not.
+REPRESENTATIVES = [
+    "bert",  # an encoder turned decoder
+    "bloom",  # ALiBi, attention of its own
+    "deepseek_v2",  # multi-head latent attention, experts, rotary embeddings in complex numbers
+    "diffllama",  # attends twice with one key
+    "gemma3n_text",  # layers that share another's cache
+    "gpt_neo",  # local windows, attention of its own
+    "granitemoehybrid",  # Mamba 2 beside attention, experts
+    "lfm2",  # short convolutions beside attention
+    "llama4_text",  # chunked windows
+    "mamba",  # no attention at all
+    "opt",  # learned positions that count on from the cache
+    "qwen3_next",  # gated delta rule beside attention
+]
+
+
+def listed() -> dict[str, str]:
+    """Model type → result, as the page has them."""
+    return dict(re.findall(r"^\| `([^`]+)` \| ([^|]+) \|", PAGE.read_text(), re.MULTILINE))
+
+
+def test_the_page_lists_every_model_type() -> None:
+    results = listed()
+    assert sorted(results) == all_types()
+    passed = sum(result == "passed" for result in results.values())
+    assert f"**{passed} of {len(results)} pass**" in PAGE.read_text()
+    assert passed >= 140
+
+
+@pytest.mark.parametrize("model_type", REPRESENTATIVES)
+def test_representatives(model_type: str) -> None:
+    row = run(model_type)
+    assert row.passed, row.reason
+    assert row.tokens > 20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", sorted(set(all_types()) - set(REPRESENTATIVES)))
+def test_the_page_is_true(model_type: str) -> None:
+    row = run(model_type)
+    assert row.result == listed()[model_type], row.reason
