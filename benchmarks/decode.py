@@ -134,6 +134,7 @@ def run_cells(
                     steps[name].append(1e3 * float(np.median(answer["steps"])))
         for name in names:
             results.add_cell(shape, prompt, batch, mix, name, first[name], steps[name])
+        results.save()
 
 
 def run_overhead(worker: Worker, results: Results, shape: str, batches: list[int], steps: int) -> None:
@@ -220,9 +221,9 @@ def main() -> None:
         run_cells(workers, results, shape, options, console)
         if options.overhead_steps:
             run_overhead(workers["qsample"], results, shape, [1, 4], options.overhead_steps)
+        results.save()
         for worker in workers.values():
             worker.close()
-        results.save()
     show(results, Console())
     write(results, options.output)
     console.print(f"wrote {options.output.with_suffix('.md')}")
