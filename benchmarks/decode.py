@@ -19,6 +19,7 @@ import os
 import platform
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -57,8 +58,9 @@ class Worker:
         script = str(Path(__file__).with_name("decode_worker.py"))
         command = [python, script, system, str(model), "--threads", str(threads)]
         environment = os.environ | {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
+        self._errors = tempfile.TemporaryFile("w+")
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True, env=environment
         )
         self.loaded = self._answer()
 
@@ -72,8 +74,9 @@ class Worker:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            assert self._process.stderr is not None
-            raise RuntimeError(f"a worker ended early: {self._process.stderr.read()[-2000:]}")
+            self._process.wait()
+            self._errors.seek(0)
+            raise RuntimeError(f"a worker ended early: {self._errors.read()[-2000:]}")
         answer: dict[str, Any] = json.loads(line)
         return answer
 
@@ -165,7 +168,7 @@ def describe_system(name: str, model: Path, worker: Worker, results: Results, sh
     size = sum(path.stat().st_size for path in files)
     # After a step: until then, mapped weights are not in memory.
     memory = worker.ask(rows=1, prompt_tokens=16, new_tokens=4, sampling={"temperature": 0.0})["memory"]
-    results.add_system(shape, name, size, worker.loaded["load_seconds"], memory)
+    results.add_system(shape, name, worker.loaded["version"], size, worker.loaded["load_seconds"], memory)
 
 
 def describe_machine(threads: int) -> str:

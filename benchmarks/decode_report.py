@@ -43,8 +43,11 @@ class Results:
         found: dict[str, Any] = self.data["shapes"].setdefault(shape, empty)
         return found
 
-    def add_system(self, shape: str, system: str, size: int, load_seconds: float, memory: dict[str, int]) -> None:
-        self.shape(shape)["systems"][system] = {"bytes": size, "load_seconds": load_seconds, "memory": memory}
+    def add_system(
+        self, shape: str, system: str, version: str, size: int, load_seconds: float, memory: dict[str, int]
+    ) -> None:
+        facts = {"version": version, "bytes": size, "load_seconds": load_seconds, "memory": memory}
+        self.shape(shape)["systems"][system] = facts
 
     def add_cell(
         self, shape: str, prompt: int, batch: int, mix: str, system: str, first: list[float], step: list[float]
@@ -113,8 +116,8 @@ def _system_rows(results: Results, shape: str) -> tuple[list[str], list[list[str
     for name, facts in results.shape(shape)["systems"].items():
         memory = facts["memory"]
         held = [f"{memory[kind] / 1e6:.0f}" if kind in memory else "" for kind in ("anonymous", "mapped")]
-        rows.append([name, f"{facts['bytes'] / 1e6:.0f}", f"{facts['load_seconds']:.2f}", *held])
-    return ["system", "files, MB", "load, s", "anonymous memory, MB", "mapped files in memory, MB"], rows
+        rows.append([name, facts["version"], f"{facts['bytes'] / 1e6:.0f}", f"{facts['load_seconds']:.2f}", *held])
+    return ["system", "version", "files, MB", "load, s", "anonymous memory, MB", "mapped files in memory, MB"], rows
 
 
 def _goal_rows(results: Results) -> tuple[list[str], list[list[str]]]:

@@ -2,7 +2,7 @@
 
     python benchmarks/decode_worker.py SYSTEM MODEL --threads 2
 
-After loading it prints one JSON line: seconds to load, memory, vocabulary. Then each request, a JSON line with the keys
+After loading it prints one JSON line: version, seconds to load, memory. Then each request, a JSON line with the keys
 of `Request`, is answered by one: seconds to the first token of every row, seconds of each step after it, the tokens.
 Each system has its own process, so that all of them stay loaded and take turns, whatever they would do to each other's
 libraries. It needs the system it runs and NumPy, nothing of qsample otherwise: the peers may have another environment.
@@ -280,6 +280,14 @@ SYSTEMS: dict[str, Callable[[Path, int], System]] = {
 }
 
 
+MODULES = {
+    "qsample": "onnxruntime",
+    "genai": "onnxruntime_genai",
+    "transformers": "transformers",
+    "llama.cpp": "llama_cpp",
+}
+
+
 def random_prompts(request: Request, vocab_size: int) -> Ids:
     """[B, P] int64: the same for every system; the first ids are left out, they are special."""
     return np.random.default_rng(0).integers(3, vocab_size, (request.rows, request.prompt_tokens))
@@ -308,7 +316,10 @@ def main() -> None:
 
     start = time.perf_counter()
     system = SYSTEMS[options.system](options.model, options.threads)
-    answer({"load_seconds": time.perf_counter() - start, "memory": memory(), "vocab_size": system.vocab_size})
+    load_seconds = time.perf_counter() - start
+    module = MODULES[options.system]
+    version = f"{module} {getattr(sys.modules[module], '__version__', '')}"
+    answer({"version": version, "load_seconds": load_seconds, "memory": memory(), "vocab_size": system.vocab_size})
     for line in sys.stdin:
         asked = json.loads(line)
         everything = asked.pop("everything", None)
