@@ -35,8 +35,8 @@ def make_load(requests: int, rate: float, seed: int) -> Load:
     """[(arrival in seconds, prompt tokens, new tokens)]: exponential gaps, log-normal lengths."""
     generator = np.random.default_rng(seed)
     arrivals = np.cumsum(generator.exponential(1 / rate, requests)) - 1 / rate
-    prompts = np.clip(generator.lognormal(np.log(24), 0.8, requests), 4, 256).astype(int)
-    outputs = np.clip(generator.lognormal(np.log(64), 1.1, requests), 4, 512).astype(int)
+    prompts = np.clip(generator.lognormal(np.log(16), 0.8, requests), 4, 128).astype(int)
+    outputs = np.clip(generator.lognormal(np.log(32), 1.1, requests), 4, 256).astype(int)
     return [
         (max(0.0, float(arrival)), int(prompt), int(output))
         for arrival, prompt, output in zip(arrivals, prompts, outputs, strict=True)
@@ -170,9 +170,9 @@ def main() -> None:
         "--genai-python", help="a Python with onnxruntime-genai, torch and transformers; without, it is left out"
     )
     parser.add_argument("--systems", nargs="+", choices=list(LABELS), default=list(LABELS))
-    parser.add_argument("--requests", type=int, default=64)
+    parser.add_argument("--requests", type=int, default=48)
     parser.add_argument("--rate", type=float, default=4.0, help="requests a second; 4 is more than can be served")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=2)
     parser.add_argument("--slots", type=int, default=8)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--steps-only", action="store_true", help="only the time of a step by the number of rows")
