@@ -77,9 +77,18 @@ def ancestors(values: Iterable[ir.Value | None], stop: set[ir.Node], *, data: bo
         if node is None or node in stop or node in reached:
             continue
         reached.add(node)
-        inputs = node.inputs if data or not _is_marker(node) else node.inputs[:1]
+        inputs = reads(node) if data or not _is_marker(node) else node.inputs[:1]
         waiting += [value.producer() for value in inputs if value is not None]
     return reached
+
+
+def reads(node: ir.Node) -> list[ir.Value]:
+    """What a node reads: its inputs, and what the graphs inside it (of an If or a Scan) read."""
+    values = [value for value in node.inputs if value is not None]
+    for attribute in node.attributes.values():
+        if attribute.type == ir.AttributeType.GRAPH:
+            values += [value for inner in attribute.as_graph() for value in reads(inner)]
+    return values
 
 
 def _subgraph(

@@ -15,7 +15,7 @@ import numpy as np
 import onnx_ir as ir
 
 from qsample.contract import LOGITS, Interface, retained_name
-from qsample.exporters.branches import ancestors
+from qsample.exporters.branches import ancestors, reads
 from qsample.exporters.graph_runner import Array, GraphRunner
 
 ROWS: Final = 4
@@ -96,7 +96,7 @@ def logits_graph(model: ir.Model, interface: Interface) -> ir.Model:
     graph.outputs[:] = kept
     needed = ancestors(kept, set(), data=True)
     graph.remove([node for node in graph if node not in needed], safe=False)
-    read = {value for node in needed for value in node.inputs}
+    read = {value for node in needed for value in reads(node)}
     graph.inputs[:] = [value for value in graph.inputs if value in read]
     for name in [name for name, value in graph.initializers.items() if value not in read]:
         del graph.initializers[name]

@@ -18,7 +18,7 @@ import onnxruntime as ort
 from onnx_ir.passes import common as common_passes
 
 from qsample.contract import BATCH, LENGTHS, SEQUENCE
-from qsample.exporters.branches import ancestors
+from qsample.exporters.branches import ancestors, reads
 from qsample.exporters.graph_edit import initializer
 
 Array = npt.NDArray[Any]
@@ -156,7 +156,7 @@ def _angles(model: ir.Model, angles: tuple[ir.Value | None, ...]) -> _Angles | N
     """None where hidden states, and not the positions alone, decide the angles."""
     wanted = [value for value in angles if value is not None]
     needed = ancestors(wanted, set(), data=True)
-    read = {value for node in needed for value in node.inputs}
+    read = {value for node in needed for value in reads(node)}
     inputs = {str(value.name): value for value in model.graph.inputs if value in read}
     if any(node.domain == "com.microsoft" for node in needed) or LENGTHS.name not in inputs:
         return None
