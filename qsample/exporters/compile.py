@@ -96,6 +96,7 @@ def compile_package(
         kv_cache_dtype=_kv_cache_dtype(kv_cache_dtype, dtype or source.interface.dtype),
         store_float16=_stored_in_half(source, weights),
     )
+    _check_cache(source, options)
     target.check(source.interface, options)
     interface = target.interface(source.interface, options)
     size = sum(entry.bytes for entry in source.manifest.files.values())
@@ -184,6 +185,16 @@ def _kv_cache_dtype(asked: str | None, own: str) -> str | None:
     if asked not in (None, own, "int8"):
         raise CompileError(f"kv_cache_dtype is {asked!r} and the package holds {own}; choose that or 'int8'")
     return None if asked == own else asked
+
+
+def _check_cache(source: package.Package, options: CompileOptions) -> None:
+    plain = (source.manifest.parity or {}).get("plain_attention_layers", 0)
+    if options.kv_cache_dtype is not None and (plain or source.interface.recurrent):
+        raise CompileError(
+            f"kv_cache_dtype={options.kv_cache_dtype!r} needs GroupQueryAttention in every layer; {plain} layers of this "
+            f"model attend through plain operators, and {len(source.interface.recurrent)} of its states are no keys or "
+            "values; leave kv_cache_dtype out"
+        )
 
 
 def _check_divergence(divergence: Divergence, options: CompileOptions, limit: float) -> None:

@@ -97,7 +97,8 @@ class Engine:
         self.capacity = model.capacity(_CTX_LEN)
         self._model = model
         chunk = prefill_chunk_size or _PREFILL_CHUNK_SIZE.get(model.sessions.device, _PREFILL_CHUNK_SIZE["cuda"])
-        scheduler = Scheduler(self.slots, choose_flush_every(model.sessions, flush_every), chunk)
+        flush_every = choose_flush_every(model.sessions, flush_every)
+        scheduler = Scheduler(self.slots, flush_every, chunk, keep_prefixes=not model.interface.recurrent)
         device = Slots(model.sessions, self.slots, self.capacity)
         loop = DecodeLoop(device, scheduler, self._deliver, double_buffering=double_buffering)
 

@@ -152,7 +152,9 @@ class CausalLM:
         ]
         collector = Collector(interface, [self._text(row, stops) for row in rows])
         batch = Batch(requests, collector, manifest.token_ids.pad, streamer, guide, arrays.get(ALLOWED_TOKENS.name))
-        scheduler = Scheduler(slots, flush_every, prefill_chunk_size, interleave=False)
+        scheduler = Scheduler(
+            slots, flush_every, prefill_chunk_size, interleave=False, keep_prefixes=not interface.recurrent
+        )
         device = Slots(self.sessions, slots, capacity, in_place=in_place)
         timing = batch.run(device, scheduler, double_buffering=double_buffering)
         return self._output(rows, collector, seeds, timing)

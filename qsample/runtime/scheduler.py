@@ -73,11 +73,18 @@ class Scheduler:
     """First come, first served.
 
     interleave: take turns between one prompt chunk and one window, so that running rows are not held up for longer than
-    a chunk; otherwise every prompt in a slot is read before any row decodes.
+    a chunk; otherwise every prompt in a slot is read before any row decodes. keep_prefixes: a prompt that begins like
+    what a free slot holds goes on from there; recurrent states cannot, because they are those of the slot's last token.
     """
 
     def __init__(
-        self, slots: int, flush_every: int = 1, prefill_chunk_size: int | None = None, *, interleave: bool = True
+        self,
+        slots: int,
+        flush_every: int = 1,
+        prefill_chunk_size: int | None = None,
+        *,
+        interleave: bool = True,
+        keep_prefixes: bool = True,
     ) -> None:
         self._kept: list[Array] = [np.empty(0, dtype=np.int64)] * slots  # tokens in each free slot's cache
         self._free = list(range(slots))  # the one that was left longest ago first
@@ -86,6 +93,7 @@ class Scheduler:
         self._flush_every = flush_every
         self._chunk_size = prefill_chunk_size
         self._interleave = interleave
+        self._keep_prefixes = keep_prefixes
         self._chunk_was_last = False
 
     @property
@@ -131,7 +139,7 @@ class Scheduler:
         self._free.append(slot)
         # The newest token was not fed yet, so the cache has no key and value for it. Of a row whose first token was
         # not read, nobody knows whether it was valid.
-        keep = keep and bool(request.new_tokens or not request.issued)
+        keep = keep and self._keep_prefixes and bool(request.new_tokens or not request.issued)
         tokens = [*request.prompt[: request.consumed].tolist(), *request.new_tokens[:-1]]
         self._kept[slot] = np.array(tokens if keep else [], dtype=np.int64)
         return slot

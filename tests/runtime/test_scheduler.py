@@ -145,3 +145,16 @@ def test_nothing_to_do() -> None:
     scheduler.admit()
     read(scheduler, one)  # its only token is on the way
     assert scheduler.next_job() is None
+
+
+def test_recurrent_states_are_not_gone_on_from() -> None:
+    scheduler = Scheduler(1, keep_prefixes=False)
+    first, second = request([1, 2, 3]), request([1, 2, 3, 4])
+    scheduler.add(first)
+    scheduler.admit()
+    read(scheduler, first)
+    first.new_tokens.append(9)
+    scheduler.leave(first)
+    scheduler.add(second)
+    scheduler.admit()
+    assert (second.slot, second.reused) == (0, 0)
