@@ -191,9 +191,9 @@ def _check_cache(source: package.Package, options: CompileOptions) -> None:
     plain = (source.manifest.parity or {}).get("plain_attention_layers", 0)
     if options.kv_cache_dtype is not None and (plain or source.interface.recurrent):
         raise CompileError(
-            f"kv_cache_dtype={options.kv_cache_dtype!r} needs GroupQueryAttention in every layer; {plain} layers of this "
-            f"model attend through plain operators, and {len(source.interface.recurrent)} of its states are no keys or "
-            "values; leave kv_cache_dtype out"
+            f"kv_cache_dtype={options.kv_cache_dtype!r} needs GroupQueryAttention in every layer; {plain} layers of "
+            f"this model attend through plain operators, and {len(source.interface.recurrent)} of its states are no "
+            "keys or values; leave kv_cache_dtype out"
         )
 
 

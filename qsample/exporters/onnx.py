@@ -8,14 +8,17 @@ from collections.abc import Mapping
 import onnx_ir as ir
 import torch
 from torch import Tensor, nn
+from torch.onnx import OnnxExporterError
 
 from qsample.contract import BATCH, BIASES, CAPACITY, DYNAMIC_AXES, SEQUENCE, STOPS, GraphSpec, TensorSpec
+from qsample.errors import UnsupportedModelError
 
 # 23 blocks the skip-norm fusion and 24's TopK lacks a CUDA kernel, so 20 is the newest opset that loses nothing.
 OPSET = 20
 # Every dynamic axis is traced at two or more: torch.export specialises an axis of size 1. They all differ, so that two
 # axes that merely look alike are not taken for one.
 _TRACE_SIZES = {BATCH: 2, SEQUENCE: 3, CAPACITY: 32, STOPS: 4, BIASES: 5}
+_REASON = 400  # characters of the exporter's message
 
 
 class _InOrder(nn.Module):
@@ -42,7 +45,8 @@ def trace(
         sizes: the size of each named axis that the model fixes (`Interface.sizes`).
         example: values to trace with, for inputs that zeros do not suit; the rest are made from `spec`.
 
-    Returns the model with the weights still in the torch module's memory.
+    Returns the model with the weights still in the torch module's memory. Raises UnsupportedModelError where the module
+    does what no static graph can express.
     """
     given = dict(example or {})
     inputs = {
@@ -56,17 +60,25 @@ def trace(
     }
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the exporter warns of its own deprecations, which no user can act on
-        program = torch.onnx.export(
-            _InOrder(module, spec.output_names).eval(),
-            kwargs={"inputs": inputs},
-            dynamo=True,
-            dynamic_shapes={"inputs": shapes},
-            input_names=spec.input_names,
-            output_names=spec.output_names,
-            opset_version=OPSET,
-            optimize=True,
-            verbose=False,
-        )
+        try:
+            program = torch.onnx.export(
+                _InOrder(module, spec.output_names).eval(),
+                kwargs={"inputs": inputs},
+                dynamo=True,
+                dynamic_shapes={"inputs": shapes},
+                input_names=spec.input_names,
+                output_names=spec.output_names,
+                opset_version=OPSET,
+                optimize=True,
+                verbose=False,
+            )
+        except OnnxExporterError as error:
+            cause = error.__cause__ or error
+            reason = " ".join(str(cause).split())[:_REASON]
+            raise UnsupportedModelError(
+                f"the model does something that ONNX or torch.export cannot express: {type(cause).__name__}: {reason}; "
+                "docs/architectures.md lists the model types that can be exported"
+            ) from error
     if program is None:  # only the legacy exporter returns None
         raise RuntimeError("torch.onnx.export returned no program")
     return program.model

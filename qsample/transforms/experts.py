@@ -1,12 +1,18 @@
-"""A mixture-of-experts model enters; the same model with experts computed by batched matrix products leaves.
+"""A mixture-of-experts model enters; the same model with experts that a static graph can express leaves.
 
 The default implementation loops over the experts that were hit, which no static graph can express.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, Final
 
+import torch
+from torch import Tensor
+from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 IMPLEMENTATION = "batched_mm"
@@ -21,3 +27,49 @@ class BatchedExperts:
             return model, False
         model.set_experts_implementation(IMPLEMENTATION)
         return model, True
+
+
+def _dbrx_expert(module: Any, expert: int, states: Tensor) -> Tensor:
+    shape = (-1, module.ffn_hidden_size, module.hidden_size)
+    w1, v1, w2 = (getattr(module.mlp, name).view(shape)[expert] for name in ("w1", "v1", "w2"))
+    result: Tensor = module.mlp(states, w1, v1, w2)
+    return result
+
+
+def _longcat_expert(module: Any, expert: int, states: Tensor) -> Tensor:
+    if expert >= module.num_routed_experts or module.gate_up_proj is None:
+        return states  # a "zero expert" hands its input on
+    gate, up = F.linear(states, module.gate_up_proj[expert]).chunk(2, dim=-1)
+    return F.linear(module.act_fn(gate) * up, module.down_proj[expert])
+
+
+# Classes that loop over experts themselves: the attribute with their number, and one expert on every token.
+_LOOPS: Final[dict[str, tuple[str, Callable[[Any, int, Tensor], Tensor]]]] = {
+    "DbrxExperts": ("num_experts", _dbrx_expert),
+    "LongcatFlashExperts": ("total_experts", _longcat_expert),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class DenseExperts:
+    """Run every expert on every token, weighted by the router's choice (0 where it was not chosen), in classes that
+    transformers' experts implementations do not reach."""
+
+    def __call__(self, model: PreTrainedModel) -> tuple[PreTrainedModel, bool]:
+        modified = False
+        for module in model.modules():
+            if type(module).__name__ in _LOOPS and "forward" not in module.__dict__:
+                module.forward = functools.partial(_every_expert, module)
+                modified = True
+        return model, modified
+
+
+def _every_expert(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """hidden_states: [.., hidden]. top_k_index, top_k_weights: [tokens, k], in the order of the flattened tokens."""
+    name, run = _LOOPS[type(module).__name__]
+    states = hidden_states.reshape(-1, hidden_states.shape[-1])
+    result = torch.zeros_like(states)
+    for expert in range(int(getattr(module, name))):
+        weight = torch.where(top_k_index == expert, top_k_weights, 0.0).sum(-1, keepdim=True)
+        result = result + run(module, expert, states) * weight.to(states.dtype)
+    return result.reshape(hidden_states.shape)

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from qsample.transforms.attention import RetainedAttention
 from qsample.transforms.cache import DecodeContext
-from qsample.transforms.experts import BatchedExperts
+from qsample.transforms.experts import BatchedExperts, DenseExperts
 from qsample.transforms.gpt_neo import GPTNeoWindows
 from qsample.transforms.head import SampleLastToken
 from qsample.transforms.positions import UseRowPositions
@@ -26,6 +26,7 @@ def default_transforms(context: DecodeContext) -> tuple[Transform, ...]:
     """Every transform that a decode graph needs, in order."""
     return (
         BatchedExperts(),
+        DenseExperts(),
         UseRowPositions(context),
         GPTNeoWindows(context),
         ScanRecurrentLayers(context),
