@@ -160,6 +160,34 @@ def step_times(package: Path, batches: list[int], threads: int) -> Table:
     return table
 
 
+def same_tokens(package: Path, slots: int, threads: int, requests: int, new_tokens: int = 32) -> Table:
+    """How many requests get the tokens in the engine that each gets alone; every other one greedy."""
+    from serving_worker import SAMPLING, load_package
+
+    from qsample.runtime import Engine, SamplingParams
+
+    model = load_package(package, threads)
+    generator = np.random.default_rng(0)
+    prompts = [generator.integers(3, model.interface.vocab_size, generator.integers(4, 40)) for _ in range(requests)]
+    kinds: list[dict[str, Any]] = [{"temperature": 0}, SAMPLING]
+    params = [
+        SamplingParams(**kinds[place % 2], max_new_tokens=new_tokens, eos_token_id=(), seed=place)
+        for place in range(requests)
+    ]
+    rows = list(zip(prompts, params, strict=True))
+    alone = [model.generate(*row).new_token_ids[0] for row in rows]
+    with Engine(model, slots=slots, prefill_chunk_size=16, max_waiting=requests) as engine:
+        together = [request.result().token_ids for request in [engine.add_request(*row) for row in rows]]
+    table = Table("sampling", "requests", "with the same tokens", "tokens before the first that differs, median")
+    for kind, name in enumerate(("greedy", "top-k 50, top-p 0.95")):
+        pairs = list(zip(alone, together, strict=True))[kind::2]
+        first = [np.flatnonzero(np.not_equal(*pair)) for pair in pairs]
+        differing = [int(places[0]) for places in first if len(places)]
+        middle = f"{np.median(differing):g}" if differing else "none differs"
+        table.add_row(name, str(len(pairs)), str(len(pairs) - len(differing)), middle)
+    return table
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, default=Path("build/serving"), help="folder for models and results")
@@ -176,15 +204,19 @@ def main() -> None:
     parser.add_argument("--slots", type=int, default=8)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--steps-only", action="store_true", help="only the time of a step by the number of rows")
+    parser.add_argument("--same-tokens", action="store_true", help="only whether a batch changes a request's tokens")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32])
     options = parser.parse_args()
     work = options.work
     work.mkdir(parents=True, exist_ok=True)
     console = Console()
 
-    if options.steps_only:
+    if options.steps_only or options.same_tokens:
         package = options.package or make_model("continuous", options.shape, work, sys.executable)
-        console.print(step_times(package, options.batch, options.threads))
+        if options.steps_only:
+            console.print(step_times(package, options.batch, options.threads))
+        if options.same_tokens:
+            console.print(same_tokens(package, options.slots, options.threads, options.requests))
         return
 
     load = make_load(options.requests, options.rate, options.seed)
