@@ -30,6 +30,8 @@ from qsample.exporters.sampler import export_sampler
 from qsample.exporters.scans import outline_scans
 from qsample.transforms import pipeline
 from qsample.transforms.cache import DecodeContext
+from qsample.transforms.head import LastTokenHead
+from qsample.transforms.positions import RowPositions
 from qsample.transforms.probe import state_shapes
 from qsample.transforms.wrap import Decoder
 
@@ -197,11 +199,20 @@ def _manifest(
     )
 
 
+def _unwrapped(name: str, inside: list[str]) -> str:
+    """The name of a weight as it is without the modules that transforms wrap around others."""
+    for prefix in inside:
+        if name.startswith(prefix):
+            return prefix.rsplit(".", 2)[0] + "." + name.removeprefix(prefix)
+    return name
+
+
 def weight_hash(model: PreTrainedModel) -> str:
     """sha256 over the weights as loaded: name, dtype, shape and bytes of each, in order of their names."""
     digest = hashlib.sha256()
-    # A transformed head is wrapped; its weights keep their original name.
-    named = {name.replace("lm_head.head.", "lm_head."): tensor for name, tensor in model.state_dict().items()}
+    wrappers = {LastTokenHead: "head", RowPositions: "embedding"}
+    inside = [f"{name}.{wrappers[type(module)]}." for name, module in model.named_modules() if type(module) in wrappers]
+    named = {_unwrapped(name, inside): tensor for name, tensor in model.state_dict().items()}
     for name, tensor in sorted(named.items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
         digest.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy())
