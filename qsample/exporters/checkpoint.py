@@ -19,6 +19,7 @@ from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 from qsample.errors import QsampleError, UnsupportedModelError
 from qsample.exporters.adapter import find_adapter, merge_adapter
 from qsample.exporters.cast_weights import INDEX, cast_to_float32, has_half_weights, weight_files
+from qsample.exporters.refusal import check_supported
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +69,7 @@ def load_model(checkpoint: Checkpoint, scratch: Path | None = None) -> PreTraine
         raise UnsupportedModelError(f"{checkpoint.model_id}: {_first_line(error)}") from error
     except OSError as error:
         raise QsampleError(f"cannot read the model {checkpoint.model_id!r}: {_first_line(error)}") from error
+    check_supported(config, trust_remote_code=checkpoint.trust_remote_code)
     try:
         source: str | Path = checkpoint.model_id
         if scratch is not None and _cast(checkpoint, config, scratch):

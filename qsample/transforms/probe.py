@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from typing import Any, Final
 
 import torch
 from transformers import PreTrainedModel
@@ -13,6 +13,8 @@ from qsample.errors import UnsupportedModelError
 from qsample.transforms.attention import use_own_attention
 from qsample.transforms.cache import DecodeContext, RetainedCache
 from qsample.transforms.positions import RowPositions
+
+_ELSE: Final = "choose a model of a type that docs/architectures.md lists as passed"
 
 
 def state_shapes(
@@ -49,13 +51,13 @@ def _probe(
         raise
     except Exception as error:  # whatever a layer raises that meets a cache of another kind than its own
         raise UnsupportedModelError(
-            f"{name} cannot run over key-value buffers alone ({type(error).__name__}: {error}); only attention layers "
-            "are supported, without recurrent or convolutional states"
+            f"{name} keeps its state in a way that retained buffers cannot serve ({type(error).__name__}: {error}); "
+            f"{_ELSE}"
         ) from error
     finally:
         context.clear()
     if not found and not recurrent:
-        raise UnsupportedModelError(f"{name} puts nothing into the cache, so there is no state to retain")
+        raise UnsupportedModelError(f"{name} puts nothing into the cache, so there is no state to retain; {_ELSE}")
     numbered = list(found) == list(range(len(found)))
     key_values = tuple(
         KeyValueShape(key.shape[1], max(key.shape[-1], value.shape[-1]), None if numbered else layer)

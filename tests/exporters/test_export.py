@@ -223,6 +223,14 @@ def test_models_without_a_key_value_cache_are_refused_before_tracing(
     assert leftovers(tmp_path) == []
 
 
+@pytest.mark.parametrize("model_type", ["openai-gpt", "rwkv"])
+def test_what_the_configuration_tells_is_refused_before_the_weights_are_read(model_type: str, tmp_path: Path) -> None:
+    random_model(model_type).config.save_pretrained(tmp_path / "checkpoint")  # there are no weights to read
+    checkpoint = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint", tokenizer=None)
+    with pytest.raises(UnsupportedModelError, match=r"puts nothing into the cache.*docs/architectures\.md"):
+        checkpoint.export(tmp_path / "package")
+
+
 def test_missing_tokenizer(tmp_path: Path) -> None:
     random_model("llama").save_pretrained(tmp_path / "checkpoint")
     with pytest.raises(QsampleError, match=r"no tokenizer in .*tokenizer=None"):

@@ -1,0 +1,37 @@
+"""A model's configuration enters; an UnsupportedModelError leaves where it alone tells that no export is possible.
+
+The model is built without memory for its weights, on torch's meta device, and asked which states it keeps. What cannot
+be answered there is left to the export itself, which asks again with the weights.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+from qsample.errors import UnsupportedModelError
+from qsample.transforms import pipeline
+from qsample.transforms.cache import DecodeContext
+from qsample.transforms.probe import state_shapes
+
+# What a layer raises that meets a cache of another kind than its own; a value that is not there raises others.
+_OF_THE_MODEL = (AttributeError, ValueError)
+
+
+def check_supported(config: PretrainedConfig, *, trust_remote_code: bool = False) -> None:
+    """Raise UnsupportedModelError for a model that keeps its state where no retained buffer can be put."""
+    context = DecodeContext()
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+                copy.deepcopy(config), attn_implementation="eager", trust_remote_code=trust_remote_code
+            ).eval()
+            model, _ = pipeline.apply(model, pipeline.default_transforms(context))
+            state_shapes(model, context)
+    except UnsupportedModelError as error:
+        if error.__cause__ is None or isinstance(error.__cause__, _OF_THE_MODEL):
+            raise
+    except Exception:
+        return
