@@ -49,7 +49,6 @@ class Sessions:
 
     interface: Interface
     decoder: ort.InferenceSession
-    initial_state: ort.InferenceSession
     sampler: ort.InferenceSession | None
     device: str
     resuming: ort.InferenceSession | None = None
@@ -87,8 +86,6 @@ def open_sessions(
     return Sessions(
         interface,
         decoder=load("decoder.onnx", providers, options),
-        # With the decoder's providers, because it writes into the decoder's memory.
-        initial_state=load("initial_state.onnx", providers, options),
         sampler=None if interface.features.sampler else load("sampler.onnx", PROVIDERS["cpu"], on_host),
         device=device,
         resuming=load("sampler.onnx", providers, options) if interface.captured else None,

@@ -24,6 +24,8 @@ from qsample.contract import (
     LENGTHS,
     LOGITS,
     NEXT_IDS,
+    NOISE,
+    OUTPUT_COUNTS,
     RUNNING,
     SAMPLER_STATES,
     SEQUENCE,
@@ -35,12 +37,12 @@ from qsample.contract import (
     retained_name,
 )
 from qsample.runtime.bound_graph import NOT_CAPTURED, BoundGraph
+from qsample.runtime.noise import uniforms
 from qsample.runtime.session import Sessions
 from qsample.runtime.state import Array, Buffer, RetainedState
 
 _IDLE: Final = STOPPED  # any status that is not running keeps a row from advancing
 _READ_EVERY_STEP: Final = (LENGTHS.name, STATUS.name)
-_STARTED: Final = tuple(spec.name for spec in SAMPLER_STATES if spec is not STATUS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +84,6 @@ class Slots:
         specs |= dict.fromkeys(interface.cache_states, sessions.device)
         turns = _READ_EVERY_STEP if in_place else [spec.name for spec in specs if not spec.read_only]
         self._state = RetainedState(specs, self._sizes, turns=turns)
-        self._state.start(sessions.initial_state, _STARTED, [0] * count, capacity)
         self._state.write_at(STATUS.name, slice(None), _IDLE)
 
         self._outputs = [
@@ -128,11 +129,11 @@ class Slots:
             parameters: the row of every name of `Interface.parameters`: scalars, or [E], [N], [W].
             reused: how many tokens of the prompt the slot's cache holds already, from its start; less than n.
         """
-        self._state.start(self._sessions.initial_state, _STARTED, [seed], self.capacity, slot)
-        if reused:
-            self._state.write_at(LENGTHS.name, slot, reused)
-            self._state.write_at(TOKENS.name, slot, prompt[0])
-            self._state.write_at(TOKENS.name, (slot, slice(reused)), prompt[:reused])
+        self._state.write_at(NOISE.name, slot, uniforms(seed, self.capacity))
+        self._state.write_at(OUTPUT_COUNTS.name, slot, 0)
+        self._state.write_at(LENGTHS.name, slot, reused)
+        self._state.write_at(TOKENS.name, slot, prompt[0] if reused else 0)
+        self._state.write_at(TOKENS.name, (slot, slice(reused)), prompt[:reused])
         for name, values in parameters.items():
             self.set_parameter(slot, name, values)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import onnxruntime as ort
 
-from qsample.contract import CAPACITY_INPUT, SEED, TensorSpec, retained_name
+from qsample.contract import TensorSpec, retained_name
 
 Array = npt.NDArray[Any]
 
@@ -25,6 +25,7 @@ _ELEMENTS: Final = {
     "float16": (10, 2),
     "bfloat16": (16, 2),
 }
+_NUMPY: Final = {"bfloat16": "uint16"}  # what holds its bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +43,15 @@ class Buffer:
 
     @classmethod
     def allocate(cls, spec: TensorSpec, sizes: Mapping[str, int], device: str) -> Buffer:
-        """Uninitialised memory for `spec`; `sizes` gives each of its named axes."""
+        """Zeros for `spec`; `sizes` gives each of its named axes. On the CPU, the system hands the memory out as it is
+        touched: a cache takes what was written to it."""
         shape = spec.shape(dict(sizes))
-        owner = ort.OrtValue.ortvalue_from_shape_and_type(shape, _ELEMENTS[spec.dtype][0], device)
+        element = _ELEMENTS[spec.dtype]
+        zeros = np.zeros(shape, dtype=_NUMPY.get(spec.dtype, spec.dtype))
+        owner = ort.OrtValue.ortvalue_from_numpy_with_onnx_type(zeros, element[0]) if device == "cpu" else None
+        if owner is None:
+            owner = ort.OrtValue.ortvalue_from_shape_and_type(shape, element[0], device)
+            owner.update_inplace(zeros)
         return cls(owner, spec.dtype, shape, owner.data_ptr(), device)
 
     @classmethod
@@ -95,8 +102,8 @@ class RetainedState:
     """
 
     def __init__(self, specs: Mapping[TensorSpec, str], sizes: Mapping[str, int], *, turns: Collection[str]) -> None:
-        """specs: each state and the device it lives on. sizes: of every named axis of the states. turns: names of the
-        states with two buffers."""
+        """Every state is zeros. specs: each state and the device it lives on. sizes: of every named axis of the states.
+        turns: names of the states with two buffers."""
         first = {spec.name: Buffer.allocate(spec, sizes, device) for spec, device in specs.items()}
         second = {
             spec.name: Buffer.allocate(spec, sizes, device) if spec.name in turns else first[spec.name]
@@ -105,25 +112,6 @@ class RetainedState:
         self._sides = [first, second]
         self._retained = [spec.name for spec in specs if not spec.read_only]
         self.side = 0
-
-    def start(
-        self,
-        initial_state: ort.InferenceSession,
-        names: Iterable[str],
-        seeds: Iterable[int],
-        capacity: int,
-        row: int | None = None,
-    ) -> None:
-        """Give every row, or one, the starting values of the states in `names`, each row by its seed."""
-        binding = initial_state.io_binding()
-        binding.bind_cpu_input(SEED.name, np.array(list(seeds), dtype=np.int64))
-        binding.bind_cpu_input(CAPACITY_INPUT.name, np.array(capacity, dtype=np.int64))
-        values = self.inputs(row)
-        for name in names:
-            values[name].bind_output(binding, name)
-        options = ort.RunOptions()
-        options.only_execute_path_to_fetches = True  # a cache that nobody asked for is not filled with zeros
-        initial_state.run_with_iobinding(binding, options)
 
     def inputs(self, row: int | None = None) -> dict[str, Buffer]:
         """State name → its current value: of all rows, or of one."""

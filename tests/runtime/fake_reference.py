@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 
 import numpy as np
 
 from qsample.sampling_params import SamplingParams
+from tests.reference import philox_uniforms
 from tests.runtime.fake_graphs import DIM, VOCAB
-from tests.runtime.fake_package import EOS, fake_weights
+from tests.runtime.fake_package import EOS, MAX_POSITIONS, fake_weights
+
+
+@functools.cache
+def _uniforms(seed: int) -> np.ndarray:
+    return philox_uniforms(seed, MAX_POSITIONS)
 
 
 def noise(seed: int, position: int) -> float:
-    stretched = math.sin((seed % 1009 * 1009 + position) * 12.9898) * 43758.5453
-    return float(np.float32(stretched - math.floor(stretched)))
+    return float(_uniforms(seed)[position])
 
 
 def logits(history: Sequence[int]) -> np.ndarray:
