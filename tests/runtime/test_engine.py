@@ -477,13 +477,18 @@ def test_a_result_that_takes_too_long(model: CausalLM, gate: threading.Semaphore
 
 
 def test_a_graph_that_fails_ends_every_request_with_its_error(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    added = threading.Event()
+
     def decode(self: Slots, *, wait: bool = True) -> None:
+        added.wait(60)
         raise RuntimeError("out of memory")
 
     monkeypatch.setattr(Slots, "decode", decode)
     for double_buffering in (True, False):
+        added.clear()
         with Engine(model, slots=1, double_buffering=double_buffering) as engine:
             requests = [engine.add_request([5], FREE) for _ in range(3)]
+            added.set()
             for request in requests:
                 with pytest.raises(EngineClosedError, match=r"its graph failed \(out of memory\)"):
                     request.result(60)
