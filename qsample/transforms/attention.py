@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from qsample.errors import UnsupportedModelError
-from qsample.transforms.cache import DecodeContext, write_to_buffers
+from qsample.transforms.cache import DecodeContext, read_buffers, write_to_buffers
 from qsample.transforms.masks import MaskRule, causal, mask_rule
 
 NAME = "qsample_group_query_attention"
@@ -94,7 +94,7 @@ def group_query_attention(
         output = _group_query_attention(context, layer, query, key, value, **options)
         return output[..., :size], None
 
-    keys, values = write_to_buffers(context, layer, key, value) if is_writer else context.present[layer]
+    keys, values = write_to_buffers(context, layer, key, value) if is_writer else read_buffers(context, layer)
     assert context.positions is not None
     rule = attention_mask if isinstance(attention_mask, MaskRule) else MaskRule(causal(sliding_window))
     allowed = rule.allowed(context.positions, context.capacity)

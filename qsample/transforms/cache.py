@@ -150,7 +150,7 @@ class RetainedCache(Cache):
 def write_to_buffers(context: DecodeContext, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """Put new keys and values, [B, H, S, D or fewer], at their rows' positions in the buffers of `layer`.
 
-    Returns both buffers, [B, H, T, D]. Padding writes nothing: it repeats the first new token.
+    Returns both as `read_buffers` does. Padding writes nothing: it repeats the first new token.
     """
     assert context.positions is not None
     assert context.input_lengths is not None
@@ -163,4 +163,17 @@ def write_to_buffers(context: DecodeContext, layer: int, key: Tensor, value: Ten
         states = F.pad(states, (0, buffer.shape[-1] - states.shape[-1]))
         result.append(buffer.scatter(2, positions.expand_as(states), states))
     context.present[layer] = (result[0], result[1])
-    return context.present[layer]
+    return read_buffers(context, layer)
+
+
+def read_buffers(context: DecodeContext, layer: int) -> tuple[Tensor, Tensor]:
+    """The keys and values of `layer`, [B, H, T, D], 0 where a row has no token.
+
+    A host leaves there what it likes, and a NaN would get through a mask.
+    """
+    assert context.positions is not None
+    assert context.input_lengths is not None
+    total = context.positions[:, 0] + context.input_lengths
+    key, value = context.present[layer]
+    held = (torch.arange(key.shape[2])[None] < total[:, None])[:, None, :, None]
+    return torch.where(held, key, 0.0), torch.where(held, value, 0.0)
