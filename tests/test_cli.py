@@ -179,6 +179,7 @@ def test_export_passes_every_option(run: Any, monkeypatch: pytest.MonkeyPatch, t
         "top_logprobs": 0,
         "dtype": "float32",
         "revision": None,
+        "adapter": None,
     }
     assert run("export", "some/model", tmp_path / "p")[0] == 1
     assert seen == {**defaults, "model": "some/model"}

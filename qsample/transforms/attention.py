@@ -89,10 +89,11 @@ def group_query_attention(
 
     scale = float(scaling if scaling is not None else query.shape[-1] ** -0.5)
     if is_writer and layer not in context.masked:
-        value = F.pad(value, (0, query.shape[-1] - size))
+        if size < query.shape[-1]:  # the operator has one size for all; zeros add nothing
+            value = F.pad(value, (0, query.shape[-1] - size))
         options = {"scale": scale, "sliding_window": sliding_window, "softcap": softcap, "s_aux": s_aux}
         output = _group_query_attention(context, layer, query, key, value, **options)
-        return output[..., :size], None
+        return (output if size == query.shape[-1] else output[..., :size]), None
 
     keys, values = write_to_buffers(context, layer, key, value) if is_writer else read_buffers(context, layer)
     assert context.positions is not None

@@ -8,9 +8,11 @@ from typing import Any
 import numpy as np
 import onnx
 import onnx.parser
+import onnx_ir as ir
 from onnx import numpy_helper
 
 from qsample.contract import ADJUSTED_LOGITS, GraphSpec, Interface, TensorSpec, retained_name
+from qsample.exporters.initial_state import build_initial_state
 
 VOCAB = 320
 PAD = 0
@@ -242,25 +244,6 @@ _TOP = """
   top_logprobs, top_ids64 = TopK <axis = -1> (log_all, top_count)
   top_logprob_ids = Cast <to = 6> (top_ids64)
 """
-_INITIAL = """
-  axis0 = Constant <value_ints = [0]> ()
-  axis1 = Constant <value_ints = [1]> ()
-  rows = Shape (seed)
-  t = Unsqueeze (capacity, axis0)
-  vocab = Constant <value_ints = [VOCAB_SIZE]> ()
-  heads = Constant <value_ints = [1]> ()
-  dim = Constant <value_ints = [HEAD_DIM]> ()
-  rows_t = Concat <axis = 0> (rows, t)
-  rows_v = Concat <axis = 0> (rows, vocab)
-  cache = Concat <axis = 0> (rows, heads, t, dim)
-  lengths = ConstantOfShape <value = int32[1] {0}> (rows)
-  status = ConstantOfShape <value = int32[1] {0}> (rows)
-  tokens = ConstantOfShape <value = int32[1] {0}> (rows_t)
-  output_counts = ConstantOfShape <value = float[1] {0}> (rows_v)
-  noise = ConstantOfShape <value = float[1] {0}> (rows_t)
-  past_key_values.0.key = ConstantOfShape <value = float[1] {0}> (cache)
-  past_key_values.0.value = ConstantOfShape <value = float[1] {0}> (cache)
-"""
 
 
 def _tensors(specs: Any, sizes: Mapping[str, int]) -> str:
@@ -321,8 +304,7 @@ def _sampler_body(interface: Interface) -> str:
 def fake_graphs(interface: Interface, weights: Mapping[str, Any]) -> dict[str, onnx.ModelProto]:
     """File name → graph, for every graph of a package with this interface."""
     sizes = interface.sizes
-    initial = _INITIAL.replace("VOCAB_SIZE", str(VOCAB)).replace("HEAD_DIM", str(DIM))
-    graphs = {"initial_state.onnx": _graph("initial_state", interface.initial_state, sizes, initial, {})}
+    graphs = {"initial_state.onnx": ir.to_proto(build_initial_state(interface))}
     body = _MODEL + (_sampler_body(interface) if interface.features.sampler else "")
     graphs["decoder.onnx"] = _graph("decoder", interface.decoder, sizes, body, weights)
     if not interface.features.sampler:
