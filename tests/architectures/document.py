@@ -63,6 +63,8 @@ def write_document(rows: Mapping[str, Row], path: Path) -> None:
 def _line(row: Row) -> str:
     error = "" if row.error is None else f"{row.error:.1e}"
     attention = ", ".join(f"{count} {name}" for name, count in row.operators.items())
-    reason = row.reason.split(" (Refer to")[0].replace("|", "\\|")[:300]
+    # What torch adds after its message are places in files of this machine and values of the traced graph.
+    message = row.reason.split(" (Refer to")[0].split(" While executing")[0].split("\x1b")[0]
+    reason = message.replace("|", "\\|")[:300]
     cells = [f"`{row.model_type}`", row.result, error, str(row.tokens or ""), attention, reason]
     return "| " + " | ".join(cells) + " |"
