@@ -27,22 +27,9 @@ from typing import Any
 import numpy as np
 from checkpoints import SHAPES, can_import, make_checkpoint, make_genai_model, make_gguf, run_quietly
 from decode_report import Results, show, write
+from mixes import EVERYTHING, MIXES
 from rich.console import Console
 
-MIXES: dict[str, dict[str, float]] = {
-    "greedy": {"temperature": 0.0},
-    "top-k 50, top-p 0.95": {"temperature": 0.8, "top_k": 50, "top_p": 0.95},
-    "top-p 0.95": {"temperature": 0.8, "top_p": 0.95},
-}
-EVERYTHING = {
-    "temperature": 0.8,
-    "top_k": 50,
-    "top_p": 0.95,
-    "min_p": 0.02,
-    "repetition_penalty": 1.1,
-    "presence_penalty": 0.2,
-    "frequency_penalty": 0.1,
-}
 PEERS = {
     "genai": ["onnxruntime_genai", "torch", "transformers"],
     "llama.cpp": ["llama_cpp", "gguf"],

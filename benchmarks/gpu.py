@@ -32,6 +32,8 @@ from typing import Any
 
 import numpy as np
 from checkpoints import SHAPES, make_checkpoint, prompt_ids
+from mixes import EVERYTHING
+from mixes import MIXES as PLAIN_MIXES
 from rich.console import Console
 from rich.table import Table
 
@@ -39,20 +41,7 @@ import qsample
 from qsample.package import Package
 from qsample.runtime import CausalLM, SamplingParams, load
 
-MIXES: dict[str, dict[str, float]] = {
-    "greedy": {"temperature": 0.0},
-    "top-k 50, top-p 0.95": {"temperature": 0.8, "top_k": 50, "top_p": 0.95},
-    "top-p 0.95": {"temperature": 0.8, "top_p": 0.95},
-    "everything": {
-        "temperature": 0.8,
-        "top_k": 50,
-        "top_p": 0.95,
-        "min_p": 0.02,
-        "repetition_penalty": 1.1,
-        "presence_penalty": 0.2,
-        "frequency_penalty": 0.1,
-    },
-}
+MIXES = {**PLAIN_MIXES, "everything": EVERYTHING}
 MIXED = "half greedy, half everything"
 OUTPUT = Path(__file__).resolve().parent.parent / "docs" / "benchmarks"
 PROMPT_TOKENS = 64
