@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from qsample.contract import LOGITS, Features, Interface
 from qsample.exporters.branches import outline_branches
 from qsample.exporters.onnx import trace
+from qsample.exporters.sampler_peephole import simplify
 from qsample.transforms.sampler import Sampler
 from qsample.transforms.sampler.control import inline_branches
 
@@ -67,5 +68,6 @@ def _trace(
     )
     with inline_branches():
         model = trace(_FromLogits(sampler), interface.sampler, interface.sizes)
+    simplify(model, bool_maximum=control_flow)
     outline_branches(model)
     return bytes(ir.to_proto(model).SerializeToString())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import mmap
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -26,6 +27,7 @@ _ELEMENTS: Final = {
     "bfloat16": (16, 2),
 }
 _NUMPY: Final = {"bfloat16": "uint16"}  # what holds its bits
+_HUGE_PAGES_FROM: Final = 1 << 22  # bytes; from here on NumPy asks for them
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +49,7 @@ class Buffer:
         touched: a cache takes what was written to it."""
         shape = spec.shape(dict(sizes))
         element = _ELEMENTS[spec.dtype]
-        zeros = np.zeros(shape, dtype=_NUMPY.get(spec.dtype, spec.dtype))
+        zeros = _zeros(shape, _NUMPY.get(spec.dtype, spec.dtype))
         owner = ort.OrtValue.ortvalue_from_numpy_with_onnx_type(zeros, element[0]) if device == "cpu" else None
         if owner is None:
             owner = ort.OrtValue.ortvalue_from_shape_and_type(shape, element[0], device)
@@ -133,6 +135,19 @@ class RetainedState:
     def write_at(self, name: str, index: Any, values: Any) -> None:
         """Replace the current values of a state at a NumPy index."""
         self._sides[self.side][name].write_at(index, values)
+
+
+def _zeros(shape: tuple[int, ...], dtype: str) -> Array:
+    """Zeros that the system hands out in small pages, as they are touched.
+
+    NumPy asks for huge pages. A short prompt touches a few positions of every head, so it would have most of a long
+    cache zeroed, and wait for the system to gather the pages: up to a second a row was measured.
+    """
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    if size < _HUGE_PAGES_FROM or not hasattr(mmap, "MAP_ANONYMOUS"):  # Windows has neither
+        return np.zeros(shape, dtype)
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return np.frombuffer(memory, dtype).reshape(shape)
 
 
 def _rows(buffers: Mapping[str, Buffer], row: int | None) -> dict[str, Buffer]:

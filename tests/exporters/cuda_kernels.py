@@ -47,6 +47,7 @@ KERNELS: dict[str, set[str]] = {
     "Range": {"float", "double", "int32", "int64"},
     "Reciprocal": {"float", "float16", "double"},
     "ReduceMax": NUMBERS,
+    "ReduceMin": NUMBERS | {"int8", "uint8"},
     "ReduceSum": NUMBERS | {"bfloat16"},
     "Reshape": EVERYTHING,
     "ScatterElements": EVERYTHING,

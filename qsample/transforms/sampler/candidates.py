@@ -41,7 +41,7 @@ def blocks(values: Tensor, size: int, padding: float) -> Tensor:
 
 
 def is_valid(chunks: Chunks, maximum: Tensor) -> Tensor:
-    """Whether a row holds neither NaN nor +inf, and some finite logit: [B, 1] bool.
+    """Whether a row holds neither NaN nor +inf, and some finite logit: [B] bool.
 
     A weighted sum is NaN if one of its terms is, so a reduction finds NaN without an elementwise pass, and a product
     with a constant is the cheapest one. (ONNX Runtime's ReduceMax drops NaN.) The weight keeps the sum of up to 2**23
@@ -49,12 +49,12 @@ def is_valid(chunks: Chunks, maximum: Tensor) -> Tensor:
     same sign, or NaN already.
 
     Args:
-        maximum: [B, 1] float32, the largest of the maxima.
+        maximum: [B] float32, the largest of the maxima.
     """
     batch, count, size = chunks.values.shape
     weights = torch.full((1, 1, size), _SUM_WEIGHT)
     sums = weights @ chunks.values.reshape(batch, size, count)  # any cut will do: long rows are the fastest
-    difference = sums.sum(-1) - maximum
+    difference = sums.sum((-2, -1)) - maximum
     return difference == difference
 
 
@@ -67,9 +67,10 @@ def take_chunks(values: Tensor, indices: Tensor) -> Tensor:
 
 def argmax(chunks: Chunks) -> Tensor:
     """The most likely token of each row, the lowest id of a tie: [B, 1] int64."""
+    size = chunks.values.shape[2]
     best = chunks.maxima.argmax(-1, keepdim=True)
-    inside = take_chunks(chunks.values, best)[:, 0].argmax(-1, keepdim=True)
-    return best * chunks.values.shape[2] + inside
+    inside = chunks.values.gather(1, best[:, :, None].expand(-1, 1, size)).argmax(-1)
+    return best * size + inside
 
 
 def top_candidates(chunks: Chunks, num_candidates: int) -> tuple[Tensor, Tensor]:

@@ -27,7 +27,8 @@ def draw_candidates(ids: Tensor, masses: Tensor, uniform: Tensor) -> Tensor:
     """
     ordered, places = ids.topk(ids.shape[1], dim=-1, largest=False)
     cumulative = masses.gather(1, places).to(torch.float64).cumsum(-1)
-    return ordered.gather(1, _first_above(cumulative, _target(uniform, cumulative[:, -1:])))
+    above = cumulative > _target(uniform, cumulative[:, -1:])
+    return torch.where(above, ordered, ordered[:, -1:]).amin(-1, keepdim=True)
 
 
 def draw_vocabulary(masses: Tensor, uniform: Tensor) -> Tensor:
@@ -57,5 +58,6 @@ def _target(uniform: Tensor, total: Tensor) -> Tensor:
 
 
 def _first_above(cumulative: Tensor, target: Tensor) -> Tensor:
-    """Index of the first cumulative sum above the target, [B, 1] int64."""
-    return (cumulative <= target).to(torch.int64).sum(-1, keepdim=True)
+    """Index of the first cumulative sum above the target, [B, 1] int64; the last index where there is none."""
+    last = cumulative.shape[1] - 1
+    return torch.where(cumulative > target, torch.arange(last + 1), last).amin(-1, keepdim=True)

@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
-_FAR = 2**31 - 1  # beyond every top_k - 1
+_FAR = 2**31 - 1  # more than every vocabulary
 _LEAST_TEMPERATURE = torch.finfo(torch.float32).tiny  # the smallest whose reciprocal is finite
 
 
@@ -34,28 +33,28 @@ def weights(logits: Tensor, maximum: Tensor, inverse_temperature: Tensor) -> Ten
     return torch.exp((logits - maximum) * inverse_temperature)
 
 
-def last_rank(top_k: Tensor) -> Tensor:
-    """The rank, from 0, of the last token that top-k keeps: [B, 1] int64; beyond every vocabulary where it is off."""
-    return torch.remainder(top_k.to(torch.int64) - 1, _FAR)  # takes the -1 of top_k = 0 to the far end
+def kept_count(top_k: Tensor) -> Tensor:
+    """How many tokens top-k keeps, ties aside: [B] int32; more than every vocabulary where it is off."""
+    return torch.where(top_k > 0, top_k, _FAR)
 
 
-def top_k_threshold(values: Tensor, last_rank: Tensor) -> Tensor:
-    """The smallest logit that top-k keeps, [B, 1] float32; -inf where its rank is beyond `values`.
-
-    Args:
-        values: [B, K] float32, the largest logits, descending. last_rank: [B, 1] int64.
-    """
-    place = last_rank.clamp(max=values.shape[1])
-    return functional.pad(values, (0, 1), value=-torch.inf).gather(1, place)
-
-
-def nucleus_limit(top_p: Tensor, has_top_p: Tensor, total: Tensor) -> Tensor:
-    """How much strictly likelier tokens may weigh, [B, 1] float64: top_p * total, +inf where top_p is off.
+def top_k_threshold(values: Tensor, kept_count: Tensor) -> Tensor:
+    """The smallest of `values` that top-k keeps, [B, 1] float32: the last of them where it keeps more.
 
     Args:
-        top_p: [B, 1] float32; has_top_p: [B, 1] bool; total: [B, 1] float64, the weight of all that passed top-k.
+        values: [B, K] float32, the largest logits, descending. kept_count: [B] int32.
     """
-    return torch.where(has_top_p, top_p.to(torch.float64) * total, torch.inf)
+    ranks = torch.arange(values.shape[1], dtype=torch.int32)
+    return torch.where(ranks < kept_count[:, None], values, torch.inf).amin(-1, keepdim=True)
+
+
+def nucleus_limit(top_p: Tensor, total: Tensor) -> Tensor:
+    """How much strictly likelier tokens may weigh, [B] float64: top_p * total, +inf where top_p is off.
+
+    Args:
+        top_p: [B] float32, 1 = off. total: [B] float64, the weight of all that passed top-k.
+    """
+    return torch.where(top_p < 1, top_p.to(torch.float64) * total, torch.inf)
 
 
 def nucleus_threshold(values: Tensor, masses: Tensor, limit: Tensor) -> Tensor:
@@ -64,13 +63,13 @@ def nucleus_threshold(values: Tensor, masses: Tensor, limit: Tensor) -> Tensor:
     Args:
         values: [B, K] float32, descending, the largest logits.
         masses: [B, K] float32, their weights.
-        limit: [B, 1] float64, top_p times the weight of all tokens; +inf = off.
+        limit: [B] float64, top_p times the weight of all tokens; +inf = off.
     """
     masses = masses.to(torch.float64)
     # Of tied tokens the first decides for all: what precedes it is exactly the mass of the strictly likelier ones.
     before = masses.cumsum(-1) - masses
-    kept = (before < limit).to(torch.int64).sum(-1, keepdim=True)
-    return values.gather(1, kept.clamp(min=1) - 1)
+    # The largest stays whatever the limit is.
+    return torch.where(before < limit[:, None], values, values[:, :1]).amin(-1, keepdim=True)
 
 
 def keep(logits: Tensor, masses: Tensor, threshold: Tensor, min_p: Tensor) -> Tensor:
@@ -80,4 +79,4 @@ def keep(logits: Tensor, masses: Tensor, threshold: Tensor, min_p: Tensor) -> Te
         logits: float32. masses: float32, their weights. threshold: [B, 1] float32, of top-k and top-p.
         min_p: [B, 1] float32: the most likely token weighs 1, so p >= min_p * p_max where the weight is >= min_p.
     """
-    return masses * ((logits >= threshold) & (masses >= min_p))
+    return torch.where((logits >= threshold) & (masses >= min_p), masses, 0.0)

@@ -11,24 +11,24 @@ def history_ids(tokens: Tensor, start: Tensor, input_ids: Tensor, input_lengths:
 
     Args:
         tokens: [B, T] int32, of which the unused tail repeats the row's first token; not read for a new row.
-        start: [B, 1] int32, how many tokens each row holds already.
+        start: [B] int32, how many tokens each row holds already.
         input_ids: [B, S] int64, right-padded.
-        input_lengths: [B, 1] int32, 1..S.
+        input_lengths: [B] int32, 1..S.
         length: how many columns of `tokens` to read: at least the largest `start` that matters.
     """
     filler = input_ids[:, :1]
-    old = torch.where(start > 0, tokens[:, :length].to(torch.int64), filler)
-    new = torch.where(_columns(input_ids.shape[1]) < input_lengths, input_ids, filler)
+    old = torch.where((start > 0)[:, None], tokens[:, :length].to(torch.int64), filler)
+    new = torch.where(_range(input_ids.shape[1]) < input_lengths[:, None], input_ids, filler)
     return torch.cat([old, new], dim=1)
 
 
 def writes(
     tokens: Tensor,
     start: Tensor,
+    total: Tensor,
+    lengths: Tensor,
     input_ids: Tensor,
-    input_lengths: Tensor,
     next_ids: Tensor,
-    advance: Tensor,
     emitted: Tensor,
     new: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
@@ -39,29 +39,29 @@ def writes(
 
     Args:
         tokens: [B, T] int32.
-        start: [B, 1] int32, the position of the first input.
-        input_ids: [B, S] int64; input_lengths: [B, 1] int32, how many of them are real.
-        next_ids: [B, 1] int64, the sampled token.
-        advance: [B, 1] bool, rows that record their inputs.
-        emitted: [B, 1] bool, rows that record `next_ids` as well; a subset of `advance`.
-        new: [B, 1] bool, rows that advance from position 0; None: there is none.
+        start: [B] int32, the position of the first input; total: [B] int32, the one after the last input.
+        lengths: [B] int32, `total` in rows that record their inputs, else `start`.
+        input_ids: [B, S] int64. next_ids: [B, 1] int64, the sampled token.
+        emitted: [B] bool, rows that record `next_ids` as well.
+        new: [B] bool, rows that record inputs from position 0 on; None: there is none.
 
     Returns positions, int64, and tokens, int32: [B, S + 1], or [B, S + 1 + T] with new rows.
     """
     batch, capacity = tokens.shape
-    first = tokens[:, :1].to(torch.int64)
-    inputs = torch.cat([input_ids, next_ids], dim=1)
+    first = tokens[:, :1]
+    positions = start[:, None] + _range(input_ids.shape[1])
+    recorded = torch.cat([positions < lengths[:, None], emitted[:, None]], dim=1)
+    positions = torch.cat([positions, total[:, None]], dim=1)
+    values = torch.cat([input_ids, next_ids], dim=1).to(torch.int32)
     if new is not None:
-        first = torch.where(new, input_ids[:, :1], first)
-        inputs = torch.cat([inputs, first.expand(batch, capacity)], dim=1)
-    columns = _columns(inputs.shape[1])
-    positions = start + columns
-    recorded = (columns < (input_lengths + emitted) * advance) & (positions < capacity)
-    values = torch.where(columns == input_lengths, next_ids, inputs)
-    values = torch.where(recorded, values, first).to(torch.int32)
-    written = recorded if new is None else recorded | (new & (positions < capacity))
-    return (positions * written).to(torch.int64), values
+        first = torch.where(new[:, None], values[:, :1], first)
+        tail = (lengths + emitted)[:, None] + _range(capacity)
+        positions = torch.cat([positions, tail], dim=1)
+        recorded = torch.cat([recorded, new[:, None].expand(batch, capacity)], dim=1)
+        values = torch.cat([values, first.expand(batch, capacity)], dim=1)
+    recorded = recorded & (positions < capacity)
+    return torch.where(recorded, positions, 0).to(torch.int64), torch.where(recorded, values, first)
 
 
-def _columns(count: int) -> Tensor:
-    return torch.arange(count, dtype=torch.int32)[None]
+def _range(count: int) -> Tensor:
+    return torch.arange(count, dtype=torch.int32)

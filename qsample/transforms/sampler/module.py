@@ -18,7 +18,7 @@ from qsample.contract import (
     Interface,
     retained_name,
 )
-from qsample.transforms.sampler import candidates, features, filters, history, penalties, tiers
+from qsample.transforms.sampler import candidates, features, history, penalties, tiers
 from qsample.transforms.sampler.candidates import Chunks
 from qsample.transforms.sampler.control import Tensors, branch
 
@@ -70,95 +70,87 @@ class Sampler(nn.Module):
         Returns the names of `Interface.sampler.output_names`, and `adjusted_logits` in any case. A row with emit=False
         only records its inputs; its logits are not looked at.
         """
-        column = {name: tensor[:, None] if tensor.ndim == 1 else tensor for name, tensor in inputs.items()}
-        input_ids, input_lengths = inputs["input_ids"], column["input_lengths"]
+        input_ids, input_lengths, emit = inputs["input_ids"], inputs["input_lengths"], inputs["emit"]
         capacity = inputs["tokens"].shape[1]
 
         # 1. Where the row stands. `lengths` is read once, for the sum: its buffer may be that of its own next value.
-        total = column["lengths"] + input_lengths
+        total = inputs["lengths"] + input_lengths
         start = total - input_lengths
-        running = self._is_running(column["status"])
-        sampling = running & column["emit"]
+        running = self._is_running(inputs["status"])
+        sampling = running & emit
 
         # 2. Masks, biases and penalties, then the check that something can be drawn.
-        adjusted = self._adjust(logits, column, start, total)
+        adjusted = self._adjust(logits, inputs, start, total)
         chunks = candidates.split(adjusted, self._chunk_size)
-        maximum = chunks.maxima.amax(-1, keepdim=True)
+        maximum = chunks.maxima.amax(-1)
         drawing = sampling & candidates.is_valid(chunks, maximum)
 
         # 3., 4. The argmax of greedy rows; temperature, top-k, top-p, min-p and the draw of random ones.
-        random = drawing & (column["temperature"] > 0)
-        last_rank = filters.last_rank(column["top_k"])
-        rows = tiers.Rows(
-            random,
-            maximum,
-            filters.inverse_temperature(column["temperature"]),
-            last_rank,
-            last_rank < self._interface.vocab_size - 1,
-            column["top_p"],
-            column["top_p"] < 1,
-            column["min_p"],
-            inputs["noise"].gather(1, total.clamp(max=capacity - 1).to(torch.int64)),
-        )
-        draw = self._draw(adjusted, chunks, rows)
-        token = torch.where(random, draw.token, candidates.argmax(chunks))
-        emitted = drawing if self._control_flow else drawing & ~(random & draw.unsettled)
+        greedy = candidates.argmax(chunks)
+        random = drawing & (inputs["temperature"] > 0)
+        place = total.clamp(max=capacity - 1).to(torch.int64)
+        uniform = inputs["noise"].gather(1, place[:, None])
+        temperature, top_k, top_p, min_p = (inputs[name] for name in ("temperature", "top_k", "top_p", "min_p"))
+        rows = tiers.Rows(random, maximum, temperature, top_k, top_p, min_p, uniform)
+        draw = self._draw(adjusted, chunks, rows, greedy)
+        token = torch.where(random[:, None], draw.token, greedy)
+        emitted = drawing if self._control_flow else drawing & ~(random & (draw.unseen > 0))
 
         # 5. Commit.
-        advance = running & (emitted | ~column["emit"])
+        advance = running & (emitted | ~emit)
+        lengths = torch.where(advance, total, start)
         new = advance & (start == 0)
-        committed = torch.where(emitted, token, 0)
+        committed = torch.where(emitted[:, None], token, 0)
 
         def writes(new: Tensor | None) -> Tensors:
-            tokens = inputs["tokens"]
-            return history.writes(tokens, start, input_ids, input_lengths, committed, advance, emitted, new)
+            return history.writes(inputs["tokens"], start, total, lengths, input_ids, committed, emitted, new)
 
         positions, written = self._branch(new, lambda: writes(new), lambda: writes(None))
         states = {
-            "lengths": (start + input_lengths * advance)[:, 0],
-            "status": self._next_status(column, total, committed, running, sampling, drawing, emitted)[:, 0],
+            "lengths": lengths,
+            "status": self._next_status(inputs, total, committed, running, sampling, drawing, emitted),
             "tokens": inputs["tokens"].scatter(1, positions, written),
-            "output_counts": inputs["output_counts"].scatter_add(1, committed, emitted.to(torch.float32)),
+            "output_counts": inputs["output_counts"].scatter_add(1, committed, emitted.to(torch.float32)[:, None]),
         }
         results = {"next_ids": committed}
-        silent = self._silent_ids(column, start, states["status"][:, None])
+        silent = self._silent_ids(inputs, start, states["status"])
         if silent is not None:
-            results["next_ids"] = torch.where(emitted, token, silent)
+            results["next_ids"] = torch.where(emitted[:, None], token, silent)
         results |= self._features(logits, adjusted, committed, emitted, rows, draw.threshold)
         results |= {retained_name(name): value for name, value in states.items()}
         return results | {ADJUSTED_LOGITS.name: adjusted}
 
     def _is_running(self, status: Tensor) -> Tensor:
-        stalled = status == STALLED
         if self._resumes:
-            return stalled
-        return (status == RUNNING) | stalled if self._control_flow else status == RUNNING
+            return status == STALLED
+        return (status == RUNNING) | (status == STALLED) if self._control_flow else status == RUNNING
 
-    def _adjust(self, logits: Tensor, column: Mapping[str, Tensor], start: Tensor, total: Tensor) -> Tensor:
+    def _adjust(self, logits: Tensor, inputs: Mapping[str, Tensor], start: Tensor, total: Tensor) -> Tensor:
         """allowed_tokens, logit_bias, minimum length, penalties; in this order."""
         if self._byte_masks is not None:
-            logits = penalties.mask_disallowed(logits, column["allowed_tokens"], self._byte_masks)
+            logits = penalties.mask_disallowed(logits, inputs["allowed_tokens"], self._byte_masks)
         if self._interface.features.logit_bias:
-            logits = penalties.add_bias(logits, column["logit_bias_ids"], column["logit_bias"])
+            logits = penalties.add_bias(logits, inputs["logit_bias_ids"], inputs["logit_bias"])
 
-        repetition, presence, frequency = (
-            column[f"{kind}_penalty"] for kind in ("repetition", "presence", "frequency")
-        )
-        input_ids, input_lengths, tokens = column["input_ids"], column["input_lengths"], column["tokens"]
+        strengths = [inputs[f"{kind}_penalty"] for kind in ("repetition", "presence", "frequency")]
+        repetition, presence, frequency = strengths
+        input_ids, input_lengths, tokens = inputs["input_ids"], inputs["input_lengths"], inputs["tokens"]
         unpenalised = (repetition == 1) & (presence == 0) & (frequency == 0)
-        long_enough = total >= column["min_length"]
+        long_enough = total >= inputs["min_length"]
         # The history is read as far as some row is penalised for it: not at all where no row is.
-        length = self._as_length((start * ~unpenalised).max().clamp(max=tokens.shape[1]), tokens.shape[1])
+        furthest = torch.where(unpenalised, 0, start).max()
+        length = self._as_length(furthest.clamp(max=tokens.shape[1]), tokens.shape[1])
 
         def penalised(ids: Tensor) -> Tensor:
-            return penalties.penalize(logits, ids, column["output_counts"], repetition, presence, frequency)
+            columns = (strength[:, None] for strength in strengths)
+            return penalties.penalize(logits, ids, inputs["output_counts"], *columns)
 
         def changed() -> Tensors:
             ids = history.history_ids(tokens, start, input_ids, input_lengths, length)
             return self._branch(~long_enough, lambda: blocked(ids), lambda: (ids, penalised(ids)))
 
         def blocked(ids: Tensor) -> Tensors:
-            stops = penalties.blocked_stops(column["stop_ids"], ~long_enough)
+            stops = penalties.blocked_stops(inputs["stop_ids"], ~long_enough[:, None])
             ids = torch.cat([ids, torch.where(stops >= 0, stops, ids[:, -1:])], dim=1)
             return ids, penalties.block(penalised(ids), ids, stops)
 
@@ -170,7 +162,7 @@ class Sampler(nn.Module):
         return logits.scatter(1, ids, values)
 
     def _branch(self, needed: Tensor, then: Callable[[], Tensors], otherwise: Callable[[], Tensors]) -> Tensors:
-        """`then()` where some row needs it (`needed` [B, 1] bool), else `otherwise()`; without control flow, always."""
+        """`then()` where some row needs it (`needed` [B] bool), else `otherwise()`; without control flow, always."""
         return branch(needed.any(), then, otherwise) if self._control_flow else then()
 
     def _as_length(self, length: Tensor, capacity: int) -> int:
@@ -182,30 +174,30 @@ class Sampler(nn.Module):
         torch._check(size <= capacity)  # type: ignore[no-untyped-call]
         return size
 
-    def _draw(self, logits: Tensor, chunks: Chunks, rows: tiers.Rows) -> tiers.Draw:
+    def _draw(self, logits: Tensor, chunks: Chunks, rows: tiers.Rows, greedy: Tensor) -> tiers.Draw:
         count = self._num_candidates
         if not self._control_flow:
             return tiers.narrow_only(chunks, rows, count, self._interface.vocab_size)
+        return tiers.sample(logits, chunks, rows, count, greedy)
 
-        return tiers.sample(logits, chunks, rows, count)
-
-    def _silent_ids(self, column: Mapping[str, Tensor], start: Tensor, status: Tensor) -> Tensor | int | None:
+    def _silent_ids(self, inputs: Mapping[str, Tensor], start: Tensor, status: Tensor) -> Tensor | int | None:
         """`next_ids` of rows that emit nothing, [B, 1] or one for all; None = 0, which they hold anyway.
 
-        status: [B, 1], after the step.
+        status: [B], after the step.
         """
         if self._resumes:
             # What the step itself gave a settled row: the token at `lengths`, whose keys are still to come.
-            newest = start.clamp(max=column["tokens"].shape[1] - 1).to(torch.int64)
-            return column["tokens"].gather(1, newest).to(torch.int64)
+            newest = start.clamp(max=inputs["tokens"].shape[1] - 1).to(torch.int64)
+            return inputs["tokens"].gather(1, newest[:, None]).to(torch.int64)
         if not self._control_flow:
-            last = (column["input_lengths"] - 1).to(torch.int64)
-            return torch.where(status == STALLED, column["input_ids"].gather(1, last), self._pad_token_id)
+            last = (inputs["input_lengths"] - 1).to(torch.int64)[:, None]
+            stalled = (status == STALLED)[:, None]
+            return torch.where(stalled, inputs["input_ids"].gather(1, last), self._pad_token_id)
         return self._pad_token_id or None
 
     def _next_status(
         self,
-        column: Mapping[str, Tensor],
+        inputs: Mapping[str, Tensor],
         total: Tensor,
         token: Tensor,
         running: Tensor,
@@ -213,19 +205,23 @@ class Sampler(nn.Module):
         drawing: Tensor,
         emitted: Tensor,
     ) -> Tensor:
-        """Rows asked for a token (sampling), those of them with a choice (drawing), those with a token (emitted)."""
-        stopped = (token == column["stop_ids"]).any(-1, keepdim=True)
-        full = total + 1 >= column["max_length"].clamp(max=column["tokens"].shape[1])
-        status = torch.where(stopped, STOPPED, full * LENGTH)
+        """Status after the step, [B] int32. token: [B, 1]; the rest [B].
+
+        sampling: rows asked for a token; drawing: those of them with a choice; emitted: those with a token.
+        """
+        stopped = (token == inputs["stop_ids"]).any(-1)
+        full = total + 1 >= inputs["max_length"].clamp(max=inputs["tokens"].shape[1])
+        status = torch.where(stopped, STOPPED, torch.where(full, LENGTH, RUNNING))
         if not self._control_flow:
             status = torch.where(emitted, status, STALLED)
-        status = torch.where(drawing, status, sampling * INVALID_LOGITS)
-        return torch.where(running, status.to(torch.int32), column["status"])
+        status = torch.where(drawing, status, torch.where(sampling, INVALID_LOGITS, RUNNING))
+        return torch.where(running, status.to(torch.int32), inputs["status"])
 
     def _features(
         self, logits: Tensor, adjusted: Tensor, token: Tensor, emitted: Tensor, rows: tiers.Rows, threshold: Tensor
     ) -> dict[str, Tensor]:
         chosen, results = self._interface.features, {}
+        emitted, random = emitted[:, None], rows.random[:, None]
         if chosen.logprobs or chosen.top_logprobs:
             chunks = candidates.split(logits, self._chunk_size)
             normaliser = features.normaliser(chunks)
@@ -235,6 +231,6 @@ class Sampler(nn.Module):
                 ids, values = features.top_logprobs(chunks, normaliser, chosen.top_logprobs, emitted)
                 results |= {"top_logprob_ids": ids, "top_logprobs": values}
         if chosen.probs:
-            masses = filters.keep(adjusted, rows.weights(adjusted), threshold, rows.min_p)
-            results["probs"] = features.probabilities(masses, rows.random & emitted, ~rows.random & emitted, token)
+            masses = rows.keep(adjusted, rows.weights(adjusted), threshold)
+            results["probs"] = features.probabilities(masses, random & emitted, ~random & emitted, token)
         return results

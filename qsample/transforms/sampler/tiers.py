@@ -18,80 +18,91 @@ from qsample.transforms.sampler.threshold_search import SORT_SIZE, find_threshol
 
 
 class Rows(NamedTuple):
-    """What a random draw depends on besides the logits, each [B, 1].
+    """What a random draw depends on besides the logits, one number a row.
 
-    random: bool, rows that draw; nothing is computed for the sake of another row, and what it gets is of no meaning.
-    maximum: float32, the largest logit. inverse_temperature: float32. last_rank: int64, of the last token that top-k
-    keeps. has_top_k: bool, whether it drops any. top_p: float32, 1 = off. has_top_p: bool, whether it is on. min_p:
-    float32, 0 = off. uniform: float32, in [0, 1).
+    random: [B] bool, rows that draw; nothing is computed for the sake of another row, and what it gets is of no
+    meaning. maximum: [B] float32, the largest logit. temperature: [B] float32, positive in random rows. top_k: [B]
+    int32, 0 = off. top_p: [B] float32, 1 = off. min_p: [B] float32, 0 = off. uniform: [B, 1] float32, in [0, 1).
     """
 
     random: Tensor
     maximum: Tensor
-    inverse_temperature: Tensor
-    last_rank: Tensor
-    has_top_k: Tensor
+    temperature: Tensor
+    top_k: Tensor
     top_p: Tensor
-    has_top_p: Tensor
     min_p: Tensor
     uniform: Tensor
 
     def weights(self, logits: Tensor) -> Tensor:
-        return filters.weights(logits, self.maximum, self.inverse_temperature)
+        """Of logits [B, K] or [B, V]."""
+        inverse = filters.inverse_temperature(self.temperature)
+        return filters.weights(logits, self.maximum[:, None], inverse[:, None])
+
+    def has_top_k(self, vocab: int) -> Tensor:
+        """Whether top-k drops any token: [B] bool."""
+        return filters.kept_count(self.top_k) < vocab
+
+    def keep(self, logits: Tensor, masses: Tensor, threshold: Tensor) -> Tensor:
+        """`filters.keep` with the rows' min_p."""
+        return filters.keep(logits, masses, threshold, self.min_p[:, None])
 
 
 class Draw(NamedTuple):
     """token: [B, 1] int64. threshold: [B, 1] float32: the logits at or above it passed top-k and top-p.
 
-    unsettled: [B, 1] bool, the row needs another way to draw.
+    unseen: [B] float32, positive where the row needs another way to draw: what a token out of sight may weigh.
     """
 
     token: Tensor
     threshold: Tensor
-    unsettled: Tensor
+    unseen: Tensor
 
 
-def sample(logits: Tensor, chunks: Chunks, rows: Rows, num_candidates: int) -> Draw:
+def sample(logits: Tensor, chunks: Chunks, rows: Rows, num_candidates: int, greedy: Tensor) -> Draw:
     """Draw from each random row: in the narrow tier where it settles the row, else in the wide one.
 
     Every step is under a branch that asks whether any row needs it; a batch of greedy rows takes none.
+
+    Args:
+        greedy: [B, 1] int64, the argmax: any token will do for rows that do not draw.
     """
-    filtered = rows.random & (rows.has_top_k | rows.has_top_p | (rows.min_p > 0))
+    filtered = rows.random & ((rows.top_k > 0) | (rows.top_p < 1) | (rows.min_p > 0))
 
     def draw_narrow() -> Tensors:
-        needs_total = filtered & rows.has_top_p & ~rows.has_top_k
+        needs_total = rows.random & (rows.top_p < 1) & ~rows.has_top_k(logits.shape[1])
         (total,) = branch(needs_total.any(), lambda: (_total_weight(chunks, rows),), lambda: (_no_weight(rows),))
         return narrow(chunks, total, rows, num_candidates, logits.shape[1])
 
-    first = Draw(*branch(filtered.any(), draw_narrow, lambda: _no_draw(rows)))
-    needs_wide = rows.random & first.unsettled
-    token, threshold = branch(needs_wide.any(), lambda: _wide(logits, filtered, rows, first), lambda: first[:2])
-    return Draw(token, threshold, torch.zeros_like(rows.random))
+    # Where no row has a filter, all that draw need the wide tier; their temperature says so.
+    first = Draw(*branch(filtered.any(), draw_narrow, lambda: (greedy, rows.maximum[:, None], rows.temperature)))
+    needs_wide = torch.where(rows.random, first.unseen, 0.0).max() > 0
+    token, threshold = branch(needs_wide, lambda: _wide(logits, rows, first), lambda: first[:2])
+    return Draw(token, threshold, torch.zeros_like(rows.maximum))
 
 
 def narrow(chunks: Chunks, total: Tensor, rows: Rows, num_candidates: int, vocab: int) -> Draw:
     """Draw from the `num_candidates` largest logits.
 
     Args:
-        total: [B, 1] float64, the weight of the whole vocabulary; read where top_p is on and top_k is off.
+        total: [B] float64, the weight of the whole vocabulary; read where top_p is on and top_k is off.
     """
     values, ids = candidates.top_candidates(chunks, num_candidates)
     masses = rows.weights(values)
-    top_k = filters.top_k_threshold(values, rows.last_rank)
-    passed_top_k = masses * (values >= top_k)
-    kept_weight = torch.where(rows.has_top_k, passed_top_k.to(torch.float64).sum(-1, keepdim=True), total)
-    limit = filters.nucleus_limit(rows.top_p, rows.has_top_p, kept_weight)
-    top_p = filters.nucleus_threshold(values, passed_top_k, limit)
+    has_top_k = rows.has_top_k(vocab)
+    top_k = filters.top_k_threshold(values, filters.kept_count(rows.top_k))
+    passed_top_k = torch.where(values >= top_k, masses, 0.0)
+    kept_weight = torch.where(has_top_k, passed_top_k.to(torch.float64).sum(-1), total)
+    top_p = filters.nucleus_threshold(values, passed_top_k, filters.nucleus_limit(rows.top_p, kept_weight))
     threshold = torch.maximum(top_k, top_p)
-    masses = filters.keep(values, masses, threshold, rows.min_p)
+    masses = rows.keep(values, masses, threshold)
 
     token = draw.draw_candidates(ids, masses, rows.uniform)
     if num_candidates >= vocab:
-        return Draw(token, threshold, torch.zeros_like(rows.random))
+        return Draw(token, threshold, torch.zeros_like(rows.maximum))
     # The last candidate tells of the tokens beyond. Where top-k comes before top-p it must fail top-k already:
     # survivors out of sight, ties or a larger k, make a nucleus of unknown size, since its normaliser is unknown.
-    told = torch.where(rows.has_top_k & rows.has_top_p, passed_top_k[:, -1:], masses[:, -1:])
-    return Draw(token, threshold, told > 0)
+    unseen = torch.where(has_top_k & (rows.top_p < 1), passed_top_k[:, -1], masses[:, -1])
+    return Draw(token, threshold, unseen)
 
 
 def narrow_only(chunks: Chunks, rows: Rows, num_candidates: int, vocab: int) -> Draw:
@@ -99,72 +110,72 @@ def narrow_only(chunks: Chunks, rows: Rows, num_candidates: int, vocab: int) -> 
     return narrow(chunks, _total_weight(chunks, rows), rows, num_candidates, vocab)
 
 
-def _wide(logits: Tensor, filtered: Tensor, rows: Rows, first: Draw) -> Tensors:
-    """Token and threshold: those of `first` where it is settled, else of a draw from the whole vocabulary.
-
-    filtered: [B, 1] bool, rows that some filter applies to.
-    """
-    searched = filtered & first.unsettled
+def _wide(logits: Tensor, rows: Rows, first: Draw) -> Tensors:
+    """Token and threshold: those of `first` where it is settled, else of a draw from the whole vocabulary."""
+    unsettled = rows.random & (first.unseen > 0)
+    searched = unsettled & (rows.has_top_k(logits.shape[1]) | (rows.top_p < 1) | (rows.min_p > 0))
     # The search serves rows without filters too; alone, they need none.
     second = Draw(*branch(searched.any(), lambda: _wide_searched(logits, rows), lambda: _wide_whole(logits, rows)))
-    failed = searched & second.unsettled
+    failed = searched & (second.unseen > 0)
     third = branch(failed.any(), lambda: _replaced(second, _wide_sorted(logits, rows)), lambda: second[:2])
     return _replaced(first, third)
 
 
 def _replaced(draw: Draw, other: Tensors) -> Tensors:
     """Token and threshold: the other ones in the rows that are unsettled."""
-    return tuple(torch.where(draw.unsettled, new, old) for new, old in zip(other, draw[:2], strict=True))
+    unsettled = draw.unseen[:, None] > 0
+    return tuple(torch.where(unsettled, new, old) for new, old in zip(other, draw[:2], strict=True))
 
 
 def _wide_searched(logits: Tensor, rows: Rows) -> Draw:
     """Draw from the tokens of the whole vocabulary that pass the filters, where the threshold search succeeds."""
+    has_top_k, has_top_p = rows.has_top_k(logits.shape[1]), rows.top_p < 1
+    kept_count = filters.kept_count(rows.top_k)
 
     def find_top_k() -> Tensors:
         largest = logits.topk(min(SORT_SIZE, logits.shape[1]), dim=-1).values
-        return (filters.top_k_threshold(largest, rows.last_rank),)
+        return (torch.where(has_top_k[:, None], filters.top_k_threshold(largest, kept_count), -torch.inf),)
 
-    needs_top_k = (rows.random & rows.has_top_k).any()
-    (top_k,) = branch(needs_top_k, find_top_k, lambda: (torch.full_like(rows.maximum, -torch.inf),))
-    masses = rows.weights(logits) * (logits >= top_k)
+    needs_top_k = (rows.random & has_top_k).any()
+    (top_k,) = branch(needs_top_k, find_top_k, lambda: (torch.full_like(rows.uniform, -torch.inf),))
+    masses = torch.where(logits >= top_k, rows.weights(logits), 0.0)
     total = total_mass(masses)
-    limit = filters.nucleus_limit(rows.top_p, rows.has_top_p, total)
-    top_p = find_threshold(logits, masses, initial_bracket(rows.maximum, total), limit.minimum(total))
-    top_p = torch.where(rows.has_top_p, top_p, -torch.inf)
+    limit = filters.nucleus_limit(rows.top_p, total[:, 0])[:, None]
+    top_p = find_threshold(logits, masses, initial_bracket(rows.maximum[:, None], total), limit.minimum(total))
+    top_p = torch.where(has_top_p[:, None], top_p, -torch.inf)
     # A lighter token may belong to the nucleus where what is kept weighs too little.
-    too_light = rows.has_top_p & (total_mass(masses * (logits >= top_p)) < limit)
+    too_light = has_top_p & (total_mass(torch.where(logits >= top_p, masses, 0.0)) < limit)[:, 0]
 
     threshold = torch.maximum(top_k, top_p)
-    token = draw.draw_vocabulary(filters.keep(logits, masses, threshold, rows.min_p), rows.uniform)
-    return Draw(token, threshold, too_light | (rows.has_top_k & (rows.last_rank >= SORT_SIZE)))
+    token = draw.draw_vocabulary(rows.keep(logits, masses, threshold), rows.uniform)
+    unsettled = too_light | (has_top_k & (kept_count > SORT_SIZE))
+    return Draw(token, threshold, unsettled.to(torch.float32))
 
 
 def _wide_sorted(logits: Tensor, rows: Rows) -> Tensors:
     """Draw from the whole vocabulary by way of a full sort: right for any data, and slow."""
     values = logits.sort(dim=-1, descending=True).values
-    top_k = filters.top_k_threshold(values, rows.last_rank)
-    masses = rows.weights(values) * (values >= top_k)
-    limit = filters.nucleus_limit(rows.top_p, rows.has_top_p, masses.to(torch.float64).sum(-1, keepdim=True))
+    top_k = filters.top_k_threshold(values, filters.kept_count(rows.top_k))
+    masses = torch.where(values >= top_k, rows.weights(values), 0.0)
+    limit = filters.nucleus_limit(rows.top_p, masses.to(torch.float64).sum(-1))
     threshold = torch.maximum(top_k, filters.nucleus_threshold(values, masses, limit))
-    masses = filters.keep(logits, rows.weights(logits), threshold, rows.min_p)
+    masses = rows.keep(logits, rows.weights(logits), threshold)
     return draw.draw_vocabulary(masses, rows.uniform), threshold
 
 
 def _wide_whole(logits: Tensor, rows: Rows) -> Draw:
     """Draw from the whole vocabulary, for rows without filters."""
     token = draw.draw_vocabulary(rows.weights(logits), rows.uniform)
-    return Draw(token, torch.full_like(rows.maximum, -torch.inf), torch.zeros_like(rows.random))
+    return Draw(token, torch.full_like(rows.uniform, -torch.inf), torch.zeros_like(rows.maximum))
 
 
 def _total_weight(chunks: Chunks, rows: Rows) -> Tensor:
-    """The weight of the whole vocabulary, [B, 1] float64."""
-    masses = filters.weights(chunks.values, rows.maximum[:, :, None], rows.inverse_temperature[:, :, None])
-    return masses.sum(-1).to(torch.float64).sum(-1, keepdim=True)
+    """The weight of the whole vocabulary, [B] float64."""
+    inverse = filters.inverse_temperature(rows.temperature)
+    masses = filters.weights(chunks.values, rows.maximum[:, None, None], inverse[:, None, None])
+    return masses.sum(-1).to(torch.float64).sum(-1)
 
 
 def _no_weight(rows: Rows) -> Tensor:
-    return torch.zeros_like(rows.maximum, dtype=torch.float64)
-
-
-def _no_draw(rows: Rows) -> Draw:
-    return Draw(torch.zeros_like(rows.last_rank), torch.zeros_like(rows.maximum), torch.ones_like(rows.random))
+    """Some [B] float64: no row reads it."""
+    return rows.maximum.to(torch.float64)
