@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -93,7 +94,58 @@ class AutoModelForCausalLM:
         return CheckpointModel(checkpoint, features, provider)
 
 
-class CheckpointModel:
+class _Compilable(ABC):
+    """What a checkpoint and a package have in common."""
+
+    def compile(
+        self,
+        path: str | Path | None = None,
+        *,
+        provider: str = "cpu",
+        batch_size: int | None = None,
+        ctx_len: int | None = None,
+        dtype: str | None = None,
+        weights: str | None = None,
+        block_size: int = 32,
+        quantization_method: str = "rtn",
+        kv_cache_dtype: str | None = None,
+        max_divergence: float = 1.0,
+        overwrite: bool = False,
+        progress: Progress | None = None,
+    ) -> PackagedModel:
+        """Compile for `provider` into `path`; None = a temporary folder. A checkpoint is exported first.
+
+        See `exporters.compile.compile_package`. dtype: for cpu the package's own; "float16" or "bfloat16" for cuda; of
+        a checkpoint, another one than it was opened with. weights: "int4" or "int8" to quantize them. kv_cache_dtype:
+        "int8" for a quantized cache.
+        """
+        from qsample.exporters.compile import compile_package
+
+        with _Place(path) as place:
+            source = self._portable(dtype, progress)  # kept: a temporary export lives as long as this
+            compiled = compile_package(
+                source.package,
+                place.path,
+                provider=provider,
+                batch_size=batch_size,
+                ctx_len=ctx_len,
+                weights=weights,
+                block_size=block_size,
+                quantization_method=quantization_method,
+                kv_cache_dtype=kv_cache_dtype,
+                max_divergence=max_divergence,
+                dtype=dtype,
+                overwrite=overwrite,
+                progress=progress,
+            )
+            return PackagedModel(compiled, provider, place.keep())
+
+    @abstractmethod
+    def _portable(self, dtype: str | None, progress: Progress | None) -> PackagedModel:
+        """The portable package to compile."""
+
+
+class CheckpointModel(_Compilable):
     """A Hugging Face checkpoint, to be exported. `generate` exports into a temporary folder first, once."""
 
     def __init__(self, checkpoint: Checkpoint, features: Features, provider: str | None = None) -> None:
@@ -113,45 +165,13 @@ class CheckpointModel:
 
     save_pretrained = export
 
-    def compile(
-        self,
-        path: str | Path | None = None,
-        *,
-        provider: str = "cpu",
-        batch_size: int | None = None,
-        ctx_len: int | None = None,
-        dtype: str | None = None,
-        weights: str | None = None,
-        block_size: int = 32,
-        quantization_method: str = "rtn",
-        kv_cache_dtype: str | None = None,
-        max_divergence: float = 1.0,
-        overwrite: bool = False,
-        progress: Progress | None = None,
-    ) -> PackagedModel:
-        """Export, then compile for `provider`; see `exporters.compile.compile_package` for the options.
-
-        dtype: another dtype than the model was opened with. float16 is set before the export, because transformers
-        itself decides which parts of a model stay in float32; bfloat16, which no CPU could check, by the compiler.
-        """
+    def _portable(self, dtype: str | None, progress: Progress | None) -> PackagedModel:
+        """float16 is set before the export, because transformers itself decides which parts of a model stay in float32;
+        bfloat16, which no CPU could check, by the compiler."""
         from qsample.exporters.export import EXPORT_DTYPES
 
         checkpoint = replace(self._checkpoint, dtype=dtype) if dtype in EXPORT_DTYPES else self._checkpoint
-        exported = self._export(checkpoint, None, False, progress)
-        return exported.compile(
-            path,
-            provider=provider,
-            batch_size=batch_size,
-            ctx_len=ctx_len,
-            weights=weights,
-            block_size=block_size,
-            quantization_method=quantization_method,
-            kv_cache_dtype=kv_cache_dtype,
-            max_divergence=max_divergence,
-            dtype=dtype,
-            overwrite=overwrite,
-            progress=progress,
-        )
+        return self._export(checkpoint, None, False, progress)
 
     def generate(self, inputs: Any, params: Any = None, **options: Any) -> GenerateOutput:
         """Generate as `runtime.CausalLM.generate` does, from a temporary export made by the first call."""
@@ -181,7 +201,7 @@ class CheckpointModel:
             return PackagedModel(package, self._provider, place.keep())
 
 
-class PackagedModel:
+class PackagedModel(_Compilable):
     """An exported or compiled package. Loading its sessions waits for the first `generate`."""
 
     def __init__(
@@ -201,46 +221,8 @@ class PackagedModel:
             self._runtime = load(self.package.path, provider=self._provider, verify=False)
         return self._runtime
 
-    def compile(
-        self,
-        path: str | Path | None = None,
-        *,
-        provider: str = "cpu",
-        batch_size: int | None = None,
-        ctx_len: int | None = None,
-        dtype: str | None = None,
-        weights: str | None = None,
-        block_size: int = 32,
-        quantization_method: str = "rtn",
-        kv_cache_dtype: str | None = None,
-        max_divergence: float = 1.0,
-        overwrite: bool = False,
-        progress: Progress | None = None,
-    ) -> PackagedModel:
-        """Compile this portable package for `provider` into `path`; None = a temporary folder.
-
-        See `exporters.compile.compile_package`. dtype: for cpu the package's own; "float16" or "bfloat16" for cuda.
-        weights: "int4" or "int8" to quantize them. kv_cache_dtype: "int8" for a quantized cache.
-        """
-        from qsample.exporters.compile import compile_package
-
-        with _Place(path) as place:
-            compiled = compile_package(
-                self.package,
-                place.path,
-                provider=provider,
-                batch_size=batch_size,
-                ctx_len=ctx_len,
-                weights=weights,
-                block_size=block_size,
-                quantization_method=quantization_method,
-                kv_cache_dtype=kv_cache_dtype,
-                max_divergence=max_divergence,
-                dtype=dtype,
-                overwrite=overwrite,
-                progress=progress,
-            )
-            return PackagedModel(compiled, provider, place.keep())
+    def _portable(self, dtype: str | None, progress: Progress | None) -> PackagedModel:
+        return self
 
     def save_pretrained(self, path: str | Path, *, overwrite: bool = False) -> PackagedModel:
         """Copy the package to `path` and return the copy, opened."""

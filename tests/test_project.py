@@ -43,7 +43,7 @@ def test_importing_loads_nothing_heavy(module: str) -> None:
     assert python(f"import sys, {module}; print([name for name in {heavy} if name in sys.modules])") == "[]\n"
 
 
-@pytest.mark.parametrize("module", ["qsample.runtime", "qsample.package", "qsample.auto_model", "qsample.cli_output"])
+@pytest.mark.parametrize("module", ["qsample.runtime", "qsample.package", "qsample.auto_model", "qsample.cli.output"])
 def test_the_runtime_side_imports_where_the_export_side_is_missing(module: str) -> None:
     # None in sys.modules makes an import of that name fail, as if it were not installed.
     assert python(f"import sys; sys.modules.update(dict.fromkeys({HEAVY})); import {module}; print('fine')") == "fine\n"
@@ -92,7 +92,7 @@ def test_the_readme_has_two_commands_and_ci_runs_the_second() -> None:
 
 
 def test_the_readme_names_options_that_exist() -> None:
-    source = (ROOT / "qsample" / "cli.py").read_text("utf-8")
+    source = "".join(path.read_text("utf-8") for path in (ROOT / "qsample" / "cli").glob("*.py"))
     known = {name.replace("_", "-") for name in re.findall(r"^    (\w+): Annotated", source, re.MULTILINE)}
     known |= {option[2:] for option in re.findall(r"--[a-z-]+", source)}
     for block in code_blocks(README, "bash"):

@@ -1,0 +1,115 @@
+"""`qsample export` and `qsample compile`: a model or a package and options enter; a package on disk leaves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Final
+
+import typer
+
+from qsample.cli.common import Overwrite, is_package, open_model, quieten
+
+EXPORT_EXAMPLES: Final = (
+    "[bold]Examples[/bold]\n\n"
+    "qsample export Qwen/Qwen3-0.6B qwen3\n\n"
+    "qsample export ./my-checkpoint out --dtype float16 --logprobs --top-logprobs 5"
+)
+COMPILE_EXAMPLES: Final = (
+    "[bold]Examples[/bold]\n\n"
+    "qsample compile qwen3 qwen3-cpu --provider cpu --ctx-len 2048\n\n"
+    "qsample compile qwen3 qwen3-cpu --batch-size 1 --overwrite"
+)
+
+
+def export(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Hub id or checkpoint folder.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write the package to.")],
+    sampler: Annotated[
+        bool, typer.Option("--sampler/--no-sampler", help="Bake the sampler in, or return logits.")
+    ] = True,
+    return_pdfs: Annotated[
+        bool, typer.Option("--return-pdfs", help="Also return the sampled distribution, `probs`.")
+    ] = False,
+    dtype: Annotated[str, typer.Option(help="Of weights and cache: float32 or float16.")] = "float32",
+    logprobs: Annotated[bool, typer.Option("--logprobs", help="Also return each token's log-probability.")] = False,
+    top_logprobs: Annotated[int, typer.Option(min=0, metavar="M", help="Also return the M likeliest tokens.")] = 0,
+    logit_bias: Annotated[bool, typer.Option("--logit-bias", help="Take a bias on chosen tokens.")] = False,
+    allowed_tokens: Annotated[
+        bool, typer.Option("--allowed-tokens", help="Take a token mask (guided decoding).")
+    ] = False,
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")] = None,
+    adapter: Annotated[str | None, typer.Option(help="LoRA adapter to merge: a folder or hub id.")] = None,
+    overwrite: Overwrite = False,
+) -> None:
+    """Export a Hugging Face model to a portable package: one ONNX graph with the sampler in it."""
+    from qsample.auto_model import AutoModelForCausalLM, CheckpointModel
+    from qsample.cli import output as cli_output
+
+    if is_package(model):
+        raise typer.BadParameter(f"{model} is a package already; `qsample compile` takes it from here")
+    quieten(model)
+    source = AutoModelForCausalLM.from_pretrained(
+        model,
+        include_sampler=sampler,
+        return_pdfs=return_pdfs,
+        logit_bias=logit_bias,
+        allowed_tokens=allowed_tokens,
+        logprobs=logprobs,
+        top_logprobs=top_logprobs,
+        dtype=dtype,
+        revision=revision,
+        adapter=adapter,
+    )
+    assert isinstance(source, CheckpointModel)
+    with cli_output.progress() as progress:
+        exported = source.export(out, overwrite=overwrite, progress=progress)
+    cli_output.written(exported.package)
+
+
+def compile(
+    package: Annotated[str, typer.Argument(metavar="PACKAGE", help="A portable package, or a model to export first.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write the device package to.")],
+    provider: Annotated[str, typer.Option(help="Target to compile for.")] = "cpu",
+    batch_size: Annotated[int | None, typer.Option(min=1, help="Most rows of one call. (default: any)")] = None,
+    ctx_len: Annotated[
+        int | None, typer.Option(min=2, help="Tokens that a row holds. (default: the model's, at most 4096)")
+    ] = None,
+    weights: Annotated[
+        str | None, typer.Option(metavar="int4|int8|float16", help="Quantize the weights. (default: as exported)")
+    ] = None,
+    block_size: Annotated[int, typer.Option(help="Quantized weights that share a scale: 16 to 256.")] = 32,
+    quantization_method: Annotated[
+        str, typer.Option(metavar="rtn|k_quant", help="Nearest level, or a search for the best ones.")
+    ] = "rtn",
+    kv_cache_dtype: Annotated[
+        str | None, typer.Option(metavar="int8", help="Quantize keys and values. (default: as exported)")
+    ] = None,
+    max_divergence: Annotated[
+        float, typer.Option(min=0, help="Refuse quantized weights that are further off, in nats a token.")
+    ] = 1.0,
+    dtype: Annotated[
+        str | None,
+        typer.Option(metavar="float16|bfloat16", help="Of weights and cache, for cuda. (default: as exported)"),
+    ] = None,
+    overwrite: Overwrite = False,
+) -> None:
+    """Compile a package for one device: fused, its shapes bounded, tested there."""
+    from qsample.cli import output as cli_output
+
+    source = open_model(package)
+    with cli_output.progress() as progress:
+        compiled = source.compile(
+            out,
+            provider=provider,
+            batch_size=batch_size,
+            ctx_len=ctx_len,
+            weights=weights,
+            block_size=block_size,
+            quantization_method=quantization_method,
+            kv_cache_dtype=kv_cache_dtype,
+            max_divergence=max_divergence,
+            dtype=dtype,
+            overwrite=overwrite,
+            progress=progress,
+        )
+    cli_output.written(compiled.package)

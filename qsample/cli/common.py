@@ -1,0 +1,57 @@
+"""What the commands share: options, and opening what is named on the command line."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from qsample.auto_model import CheckpointModel, PackagedModel
+
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it is a package.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document for a script to read.")]
+Provider = Annotated[str | None, typer.Option(help="Execution provider. (default: what it was compiled for, else cpu)")]
+Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads. (default: ONNX Runtime's choice)")]
+
+
+def quieten(model: str) -> None:
+    """Keep what libraries say of themselves off the terminal; downloads from the hub still show their progress."""
+    if Path(model).is_dir():
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    logging.getLogger("torch.onnx._internal.exporter").setLevel(logging.ERROR)
+
+
+def is_package(model: str) -> bool:
+    """Whether `model` is the folder of a package."""
+    from qsample.package import MANIFEST_NAME
+
+    return (Path(model) / MANIFEST_NAME).is_file()
+
+
+def open_model(model: str, provider: str | None = None) -> CheckpointModel | PackagedModel:
+    """A package with whatever features it has, or a checkpoint."""
+    from qsample.auto_model import AutoModelForCausalLM, PackagedModel
+    from qsample.package import read_package
+
+    if is_package(model):
+        return PackagedModel(read_package(model), provider)
+    quieten(model)
+    return AutoModelForCausalLM.from_pretrained(model, provider=provider)
+
+
+def open_exported(model: str | None, provider: str | None) -> PackagedModel:
+    """A package as it is, a checkpoint exported to a temporary folder, or the bundled model."""
+    from qsample.auto_model import PackagedModel
+    from qsample.bundled import TINY_LM, bundled_model
+    from qsample.cli import output as cli_output
+
+    with cli_output.progress() as progress:
+        if model is None:
+            quieten(str(TINY_LM))
+            return bundled_model(provider or "cpu", progress)
+        opened = open_model(model, provider)
+        return opened if isinstance(opened, PackagedModel) else opened.export(progress=progress)
