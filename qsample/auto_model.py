@@ -115,9 +115,8 @@ class _Compilable(ABC):
     ) -> PackagedModel:
         """Compile for `provider` into `path`; None = a temporary folder. A checkpoint is exported first.
 
-        See `exporters.compile.compile_package`. dtype: for cpu the package's own; "float16" or "bfloat16" for cuda; of
-        a checkpoint, another one than it was opened with. weights: "int4" or "int8" to quantize them. kv_cache_dtype:
-        "int8" for a quantized cache.
+        See `exporters.compile.compile_package`. dtype: for cpu and openvino the package's own, on a GPU half precision.
+        weights: "int4" or "int8" to quantize them. kv_cache_dtype: "int8" for a quantized cache.
         """
         from qsample.exporters.compile import compile_package
 

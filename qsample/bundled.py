@@ -11,10 +11,10 @@ import hashlib
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from qsample.errors import QsampleError
 
@@ -25,6 +25,11 @@ PACKAGE_ROOT: Final = Path(__file__).resolve().parent
 TINY_LM: Final = PACKAGE_ROOT / "assets" / "tiny_lm"
 CACHE_VARIABLE: Final = "QSAMPLE_CACHE"
 KEPT_ENTRIES: Final = 4
+# What targets need that take no float32, or no free shapes.
+_NEEDS: Final[Mapping[str, dict[str, Any]]] = {
+    "cuda": {"dtype": "bfloat16"},
+    "tensorrt": {"dtype": "float16", "batch_size": 1},
+}
 Progress = Callable[[str, float], None]
 
 
@@ -54,7 +59,8 @@ def bundled_model(provider: str = "cpu", progress: Progress | None = None) -> Pa
     place.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=place.parent, prefix=".making-") as scratch:
         checkpoint = AutoModelForCausalLM.from_pretrained(TINY_LM, local_files_only=True)
-        checkpoint.compile(Path(scratch) / "package", provider=provider, progress=progress)
+        needs = _NEEDS.get(provider, {})
+        checkpoint.compile(Path(scratch) / "package", provider=provider, progress=progress, **needs)
         try:
             (Path(scratch) / "package").rename(place)
         except OSError:
@@ -76,7 +82,7 @@ def _content_hash(provider: str) -> str:
 
 
 def _runtime_version() -> str:
-    for distribution in ("onnxruntime", "onnxruntime-gpu"):
+    for distribution in ("onnxruntime", "onnxruntime-gpu", "onnxruntime-openvino"):
         try:
             return f"{distribution} {version(distribution)}"
         except PackageNotFoundError:

@@ -69,7 +69,7 @@ def export(
 def compile(
     package: Annotated[str, typer.Argument(metavar="PACKAGE", help="A portable package, or a model to export first.")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write the device package to.")],
-    provider: Annotated[str, typer.Option(help="Target to compile for.")] = "cpu",
+    provider: Annotated[str, typer.Option(help="cpu, cuda, openvino, tensorrt, or a target of your own.")] = "cpu",
     batch_size: Annotated[int | None, typer.Option(min=1, help="Most rows of one call. (default: any)")] = None,
     ctx_len: Annotated[
         int | None, typer.Option(min=2, help="Tokens that a row holds. (default: the model's, at most 4096)")
@@ -89,7 +89,7 @@ def compile(
     ] = 1.0,
     dtype: Annotated[
         str | None,
-        typer.Option(metavar="float16|bfloat16", help="Of weights and cache, for cuda. (default: as exported)"),
+        typer.Option(metavar="float16|bfloat16", help="Of weights and cache, on a GPU. (default: as exported)"),
     ] = None,
     overwrite: Overwrite = False,
 ) -> None:

@@ -79,7 +79,8 @@ def compile_package(
             quarter of float32's memory, and faster over long contexts. None, or the package's own dtype: as it is.
         max_divergence: refuse quantized weights that are further off than this, in nats a token; see
             `divergence.Divergence`.
-        dtype: of the compiled model: "float16" or "bfloat16" for cuda; None, or the package's own: as it is.
+        dtype: of the compiled model: "float16" or "bfloat16" for cuda, "float16" for tensorrt; None, or the package's
+            own: as it is.
         progress: called with a stage's name and the fraction done, in [0, 1].
 
     Raises CompileError where an option does not fit, the self-test fails or quantized weights are too far off,

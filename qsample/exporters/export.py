@@ -15,6 +15,7 @@ from typing import Any, Final
 
 import onnx
 import onnx_ir as ir
+import onnxruntime as ort
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -191,12 +192,17 @@ def _manifest(
             architecture=type(model).__name__,
             weight_hash=weight_hash(model),
         ),
-        versions={"qsample": qsample.__version__}
-        | {name: version(name) for name in ("torch", "transformers", "onnx", "onnxruntime")},
+        versions=_versions(),
         token_ids=token_ids,
         max_position_embeddings=int(limit) if limit else None,
         parity=asdict(figures),
     )
+
+
+def _versions() -> dict[str, str]:
+    """ONNX Runtime has several distributions, so it is asked itself."""
+    found = {name: version(name) for name in ("torch", "transformers", "onnx")}
+    return {"qsample": qsample.__version__, "onnxruntime": str(ort.__version__), **found}
 
 
 def _unwrapped(name: str, inside: list[str]) -> str:

@@ -19,6 +19,7 @@ import onnxruntime as ort
 
 from qsample.contract import BATCH, BIASES, CAPACITY, LENGTHS, STOPS, Interface, retained_name
 from qsample.exporters.branches import ancestors
+from qsample.runtime.providers import open_session
 
 Array = npt.NDArray[Any]
 _DTYPES: Final = {
@@ -44,13 +45,14 @@ class GraphRunner:
         capacity: int,
         providers: tuple[str, ...] = ("CPUExecutionProvider",),
         *,
+        provider_options: Mapping[str, str] | None = None,
         folder: Path | None = None,
         weights_mapped: bool = False,
     ) -> None:
-        """folder: where a decoder that is given as a model has its external data. weights_mapped: leave the weights in
-        the mapped file, which costs speed; otherwise the kernels make copies in a layout of their own."""
-        options = ort.SessionOptions()
-        options.log_severity_level = 3  # the runtime's warnings are about its own optimisations
+        """provider_options: for the first of `providers`. folder: where a decoder that is given as a model has its
+        external data. weights_mapped: leave the weights in the mapped file, which costs speed; otherwise the kernels
+        make copies in a layout of their own."""
+        options = _session_options()
         disabled = []
         if weights_mapped:
             options.add_session_config_entry("session.disable_prepacking", "1")
@@ -61,11 +63,9 @@ class GraphRunner:
             graph = ir.to_proto(decoder).SerializeToString()
         else:
             graph = decoder
-        self._decoder = ort.InferenceSession(
-            graph, options, providers=list(providers), disabled_optimizers=disabled or None
-        )
+        self._decoder = open_session(graph, options, providers, provider_options, disabled_optimizers=disabled or None)
         self._initial_state = ort.InferenceSession(
-            _without_cache(initial_state, interface), options, providers=["CPUExecutionProvider"]
+            _without_cache(initial_state, interface), _session_options(), providers=["CPUExecutionProvider"]
         )
         self._input_names = {node.name for node in self._decoder.get_inputs()}
         self._output_names = [output.name for output in self._decoder.get_outputs()]
@@ -132,6 +132,12 @@ class GraphRunner:
                 value = parameters.get(tensor.name, tensor.off)
                 feeds[tensor.name] = np.full(tensor.shape(sizes), value, dtype=tensor.dtype)
         return feeds
+
+
+def _session_options() -> ort.SessionOptions:
+    options = ort.SessionOptions()
+    options.log_severity_level = 3  # the runtime's warnings are about its own optimisations
+    return options
 
 
 def _without_cache(initial_state: Path, interface: Interface) -> bytes:

@@ -53,6 +53,9 @@ class LockStep:
     ) -> None:
         """parameters: every name of `Interface.parameters`, one row each. seeds: one a row. capacity: T, in tokens."""
         self._slots = Slots(sessions, len(seeds), capacity)
+        self._chunk = sessions.tokens_per_call
+        if not self._slots.prepared:
+            self._slots.prepare()
         self._parameters = parameters
         self._seeds = seeds
 
@@ -61,7 +64,9 @@ class LockStep:
         for row, prompt in enumerate(prompts):
             parameters = {name: values[row] for name, values in self._parameters.items()}
             self._slots.begin(row, prompt, self._seeds[row], parameters)
-            self._slots.prefill(row, prompt, emit=True)
+            chunk = self._chunk or len(prompt)
+            for start in range(0, len(prompt), chunk):
+                self._slots.prefill(row, prompt[start : start + chunk], emit=start + chunk >= len(prompt))
         return self._newest()
 
     def decode(self) -> Array:

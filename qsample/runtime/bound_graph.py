@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 import onnxruntime as ort
@@ -23,16 +24,19 @@ class BoundGraph:
         buffers: Mapping[str, Buffer],
         device: str,
         capture: int | None = None,
+        thread: ThreadPoolExecutor | None = None,
     ) -> None:
         """buffers: every input and output of `spec`, by name. device: where the session runs. capture: for a session
         that captures CUDA graphs, the number under which the first run is captured and later ones replay it, over the
-        same memory; or NOT_CAPTURED."""
+        same memory; or NOT_CAPTURED. thread: of those runs; see `session.Replays`."""
         self._session = session
+        self._thread = thread
         self._options = {wait: _run_options(capture, device, wait=wait) for wait in (True, False)}
         self._binding: Any = session.io_binding()
         self._buffers = {name: buffers[name] for name in (*spec.input_names, *spec.output_names)}  # kept alive
-        # ONNX Runtime copies an input from another device when it is bound, not when the graph runs.
-        self._copied = [name for name in spec.input_names if buffers[name].device != device]
+        # ONNX Runtime copies an input from other memory when it is bound, not when the graph runs.
+        foreign = _foreign_inputs(session) if device == "cpu" else set()
+        self._copied = [name for name in spec.input_names if buffers[name].device != device or name in foreign]
         for name in spec.input_names:
             buffers[name].bind_input(self._binding, name)
         for name in spec.output_names:
@@ -48,15 +52,24 @@ class BoundGraph:
         """wait: for the device to finish; False where more runs follow before anything is read."""
         for name in self._copied:
             self._buffers[name].bind_input(self._binding, name)
-        self._session.run_with_iobinding(self._binding, self._options[wait])
+        if self._thread is None:
+            self._session.run_with_iobinding(self._binding, self._options[wait])
+        else:
+            self._thread.submit(self._session.run_with_iobinding, self._binding, self._options[wait]).result()
+
+
+def _foreign_inputs(session: ort.InferenceSession) -> set[str]:
+    """Inputs that a provider on the CPU wants in memory of its own kind, as OpenVINO does."""
+    memories = zip(session.get_inputs(), session.get_input_memory_infos(), strict=True)
+    return {value.name for value, memory in memories if memory.name != "Cpu"}
 
 
 def _run_options(capture: int | None, device: str, *, wait: bool) -> ort.RunOptions | None:
-    if device == "cpu":
+    if device == "cpu" and capture is None:
         return None
     options = ort.RunOptions()
     if capture is not None:
         options.add_run_config_entry("gpu_graph_id", str(capture))
-    if not wait:
+    if not wait and device != "cpu":
         options.add_run_config_entry("disable_synchronize_execution_providers", "1")
     return options

@@ -130,6 +130,11 @@ class DecodeLoop:
             self._slots.begin(request.slot, request.prompt, request.seed, request.parameters, request.reused)
         if self._stalled:
             self._resume()
+        if not self._slots.prepared:
+            self._read_and_deliver()
+            if self._stalled:
+                self._resume()
+            self._slots.prepare()
         guided = any(request.guided for request in self._scheduler.seated)
         if self._device is None or guided:
             self._read_and_deliver()

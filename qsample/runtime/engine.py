@@ -96,7 +96,8 @@ class Engine:
         self.max_waiting = max_waiting
         self.capacity = model.capacity(_CTX_LEN)
         self._model = model
-        chunk = prefill_chunk_size or _PREFILL_CHUNK_SIZE.get(model.sessions.device, _PREFILL_CHUNK_SIZE["cuda"])
+        usual = _PREFILL_CHUNK_SIZE.get(model.sessions.device, _PREFILL_CHUNK_SIZE["cuda"])
+        chunk = model.sessions.chunk(prefill_chunk_size or usual)
         flush_every = choose_flush_every(model.sessions, flush_every)
         scheduler = Scheduler(self.slots, flush_every, chunk, keep_prefixes=not model.interface.recurrent)
         device = Slots(model.sessions, self.slots, self.capacity)

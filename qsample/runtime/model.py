@@ -41,8 +41,8 @@ def load(
 
     Args:
         path: the package's folder.
-        provider: "cpu", "cuda", or a list of ONNX Runtime's provider names; None = the one that a device package was
-            compiled for, otherwise "cpu".
+        provider: "cpu", "cuda", another key of `session.PROVIDERS`, or a list of ONNX Runtime's provider names; None =
+            the one that a device package was compiled for, otherwise "cpu".
         ctx_len: capacity of every row in tokens, for portable packages; None = what each generation needs, up to the
             model's max_position_embeddings.
         intra_op_num_threads: threads of one operator; None = ONNX Runtime's choice.
@@ -75,6 +75,8 @@ class CausalLM:
         compilation = package.manifest.compilation
         self._ctx_len = compilation.ctx_len if compilation else ctx_len
         self.batch_size = compilation.batch_size if compilation else None
+        # Captured graphs belong to the memory of one batch, and cost more to make than many steps.
+        self._captured: dict[tuple[int, int, bool], Slots] = {}
 
     @property
     def interface(self) -> Interface:
@@ -152,11 +154,16 @@ class CausalLM:
         ]
         collector = Collector(interface, [self._text(row, stops) for row in rows])
         batch = Batch(requests, collector, manifest.token_ids.pad, streamer, guide, arrays.get(ALLOWED_TOKENS.name))
-        scheduler = Scheduler(
-            slots, flush_every, prefill_chunk_size, interleave=False, keep_prefixes=not interface.recurrent
-        )
-        device = Slots(self.sessions, slots, capacity, in_place=in_place)
+        chunk = self.sessions.chunk(prefill_chunk_size)
+        scheduler = Scheduler(slots, flush_every, chunk, interleave=False, keep_prefixes=not interface.recurrent)
+        device = self._captured.pop((slots, capacity, in_place), None)
+        if device is None:
+            self._captured.clear()  # one batch's memory at a time
+            device = Slots(self.sessions, slots, capacity, in_place=in_place)
         timing = batch.run(device, scheduler, double_buffering=double_buffering)
+        if self.sessions.replays is not None:
+            device.stop_all()
+            self._captured[slots, capacity, in_place] = device
         return self._output(rows, collector, seeds, timing)
 
     def stop_strings(self, given: str | Sequence[str] | None, params: Any) -> tuple[str, ...]:

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any, Final
 
 import onnxruntime as ort
 
-from qsample.contract import BATCH, CAPACITY, GraphSpec, Interface, TensorSpec, retained_name
+from qsample.contract import BATCH, CAPACITY, INPUT_IDS, GraphSpec, Interface, TensorSpec, retained_name
 from qsample.errors import PackageError, QsampleError
 from qsample.package import Package
+from qsample.runtime.providers import available_providers, check_available, open_session
 
 PROVIDERS: Final[Mapping[str, tuple[str, ...]]] = {
     "cpu": ("CPUExecutionProvider",),
     "cuda": ("CUDAExecutionProvider", "CPUExecutionProvider"),
+    "openvino": ("OpenVINOExecutionProvider", "CPUExecutionProvider"),
+    "tensorrt": ("TensorrtExecutionProvider", "CUDAExecutionProvider", "CPUExecutionProvider"),
 }
+_CAPTURE: Final = "enable_cuda_graph"
 _ELEMENTS: Final = {"float32": "float"}  # ONNX's names, where they are not NumPy's
 
 
@@ -38,13 +44,30 @@ def check_count(name: str, value: Any, least: int = 1) -> None:
         raise ValueError(f"{name} is {value!r}; give an integer >= {least}, or None")
 
 
+class Replays:
+    """What the captured runs of one session have in common.
+
+    ONNX Runtime keeps a captured graph under a number, for the thread that captured it and for as long as the session
+    lives; another thread would capture it again. So all of them run on `thread`, and no number comes twice.
+    """
+
+    def __init__(self) -> None:
+        self.thread = ThreadPoolExecutor(1, "qsample-replay")
+        self._numbers = count(1)
+
+    def number(self) -> int:
+        """For one graph over one set of buffers: a replay reads and writes the memory that it was captured over."""
+        return next(self._numbers)
+
+
 @dataclass(frozen=True, slots=True)
 class Sessions:
     """The loaded graphs of a package.
 
     sampler: samples on the host; None where the decoder does it by itself. resuming: gives the rows that a captured
     decoder stalled their token; None where the decoder settles every row. device: where the decoder's buffers live,
-    "cpu" or "cuda". replays: the decoder's runs can be captured and replayed.
+    "cpu" or "cuda". replays: None where the decoder's runs are not captured and replayed. tokens_per_call: S, where the
+    decoder has it fixed.
     """
 
     interface: Interface
@@ -52,7 +75,12 @@ class Sessions:
     sampler: ort.InferenceSession | None
     device: str
     resuming: ort.InferenceSession | None = None
-    replays: bool = False
+    replays: Replays | None = None
+    tokens_per_call: int | None = None
+
+    def chunk(self, asked: int | None) -> int | None:
+        """The most prompt tokens in one call, given how many somebody asked for; None = any number."""
+        return asked if self.tokens_per_call is None else min(asked or self.tokens_per_call, self.tokens_per_call)
 
 
 def open_sessions(
@@ -68,7 +96,7 @@ def open_sessions(
     """
     providers = _providers(package, provider)
     options = options or SessionOptions()
-    device = "cuda" if providers[0] == "CUDAExecutionProvider" else "cpu"
+    device = "cuda" if "CUDAExecutionProvider" in providers else "cpu"
     interface = package.interface
     sizes = dict(interface.sizes)
     if package.manifest.compilation is not None:
@@ -83,20 +111,32 @@ def open_sessions(
         return session
 
     on_host = SessionOptions(options.intra_op_num_threads, config=options.config)
+    # Its control flow is nothing for providers that compile, and it runs seldom.
+    resuming = [name for name in providers if name in PROVIDERS["cuda"]]
+    decoder = load("decoder.onnx", providers, options)
+    length = next(value.shape for value in decoder.get_inputs() if value.name == INPUT_IDS.name)[1]
     return Sessions(
         interface,
-        decoder=load("decoder.onnx", providers, options),
+        decoder=decoder,
         sampler=None if interface.features.sampler else load("sampler.onnx", PROVIDERS["cpu"], on_host),
         device=device,
-        resuming=load("sampler.onnx", providers, options) if interface.captured else None,
-        replays=_replays(package, options),
+        resuming=load("sampler.onnx", resuming, options if resuming == list(providers) else on_host)
+        if interface.captured
+        else None,
+        replays=Replays() if _options_of(package, "decoder.onnx", options).get(_CAPTURE) == "1" else None,
+        tokens_per_call=length if isinstance(length, int) else None,
     )
 
 
-def _replays(package: Package, options: SessionOptions) -> bool:
+def _options_of(package: Package, name: str, options: SessionOptions) -> dict[str, str]:
+    """What the first provider is given for the graph `name`."""
     compilation = package.manifest.compilation
-    chosen = {**(compilation.provider_options if compilation else {}), **options.provider_options}
-    return chosen.get("enable_cuda_graph") == "1"
+    compiled = compilation.provider_options if compilation and name == "decoder.onnx" else {}
+    chosen = {**compiled, **options.provider_options}
+    # Others have control flow, run once, or read from the host what a replay would not.
+    if name != "decoder.onnx" or not package.interface.captured:
+        chosen.pop(_CAPTURE, None)
+    return chosen
 
 
 def _providers(package: Package, provider: str | Sequence[str] | None) -> tuple[str, ...]:
@@ -112,18 +152,12 @@ def _providers(package: Package, provider: str | Sequence[str] | None) -> tuple[
         if compilation is None and provider not in PROVIDERS:
             raise QsampleError(
                 f"no provider {provider!r}; choose {' or '.join(map(repr, PROVIDERS))}, or give a list of ONNX "
-                f"Runtime's names: {', '.join(ort.get_available_providers())}"
+                f"Runtime's names: {', '.join(available_providers())}"
             )
         providers = compilation.execution_providers if compilation else PROVIDERS[provider]
     else:
         providers = tuple(provider)
-    available = ort.get_available_providers()
-    absent = [name for name in providers if name not in available]
-    if absent or not providers:
-        raise QsampleError(
-            f"this onnxruntime has no {', '.join(absent) or 'provider in an empty list'}; it has "
-            f"{', '.join(available)}. `pip install qsample[gpu]` (in place of qsample[cpu]) brings CUDA"
-        )
+    check_available(providers)
     return providers
 
 
@@ -134,20 +168,10 @@ def _load(package: Package, name: str, providers: Sequence[str], options: Sessio
         session_options.intra_op_num_threads = options.intra_op_num_threads
     for key, value in options.config.items():
         session_options.add_session_config_entry(key, value)
-    if "CUDAExecutionProvider" in providers:
-        ort.preload_dlls()  # the CUDA libraries of pip packages
-    compilation = package.manifest.compilation
-    compiled = dict(compilation.provider_options) if compilation and name == "decoder.onnx" else {}
-    first = compiled | dict(options.provider_options)
-    if name != "decoder.onnx":
-        first.pop("enable_cuda_graph", None)  # they have control flow, or run once
     try:
-        return ort.InferenceSession(
-            package.file(name),
-            session_options,
-            providers=list(providers),
-            provider_options=[first, *({} for _ in providers[1:])],
-        )
+        return open_session(package.file(name), session_options, providers, _options_of(package, name, options))
+    except QsampleError:
+        raise
     except Exception as error:  # ONNX Runtime's own exceptions share no base but Exception
         raise PackageError(f"ONNX Runtime cannot load {package.path / name}: {error}") from error
 

@@ -108,7 +108,6 @@ class Slots:
         # A prompt's chunks run with a status of their own, so that the batch sees an idle row between them.
         self._chunk_status = self._constant(np.full(1, RUNNING, dtype=np.int32))
         self._bound: dict[tuple[object, ...], list[BoundGraph]] = {}
-        self._captures = 0  # numbers given to captured graphs
 
     @property
     def side(self) -> int:
@@ -119,6 +118,26 @@ class Slots:
     def may_stall(self) -> bool:
         """Whether rows may wait for `resume`."""
         return self._sessions.resuming is not None
+
+    @property
+    def prepared(self) -> bool:
+        """Whether `decode` may be called: True where nothing is captured."""
+        return self._sessions.replays is None or {(0,), (1,)} <= self._bound.keys()
+
+    def prepare(self) -> None:
+        """Capture `decode`, once everything is read: this overwrites the optional outputs.
+
+        Nothing else may use the device meanwhile. ONNX Runtime runs a graph several times before it replays it, so the
+        rows are idle for it: what is written to the cache at their next position is written again.
+        """
+        outputs = self._outputs[self.side][NEXT_IDS.name]
+        status, next_ids = self._state.read(STATUS.name), outputs.read()
+        self._state.write_at(STATUS.name, slice(None), _IDLE)
+        for _ in range(2):
+            self._bound[(self.side,)] = self._bind_batch()
+            self.decode()
+        self._state.write_at(STATUS.name, slice(None), status)
+        outputs.write(next_ids)
 
     def begin(self, slot: int, prompt: Array, seed: int, parameters: Mapping[str, Array], reused: int = 0) -> None:
         """Get an idle slot ready for `prompt`, which `prefill` then feeds it.
@@ -157,7 +176,7 @@ class Slots:
         for graph in self._bound[key]:
             # Not padded to a fixed width: the last chunk could pass the capacity.
             graph.bind_input(INPUT_IDS.name, self._chunk_ids.columns(len(ids)))
-            graph.run(wait=emit)
+            graph.run()  # to its end: the next chunk is written to the same memory
 
     def decode(self, *, wait: bool = True) -> None:
         """Feed every row its newest token; those that run sample the next one.
@@ -191,9 +210,16 @@ class Slots:
 
     def stop(self, slot: int) -> None:
         """Make a slot idle, and its parameters cheap; its cache stays."""
-        self._state.write_at(STATUS.name, slot, _IDLE)
+        self._idle(slot)
+
+    def stop_all(self) -> None:
+        """`stop` for every slot."""
+        self._idle(slice(None))
+
+    def _idle(self, slots: int | slice) -> None:
+        self._state.write_at(STATUS.name, slots, _IDLE)
         for name, spec in self._specs.items():
-            self._parameters[name].write_at(slot, spec.off)
+            self._parameters[name].write_at(slots, spec.off)
 
     def _constant(self, array: Array) -> Buffer:
         return Buffer.of(array, self._device)
@@ -217,7 +243,8 @@ class Slots:
         now, then = self._outputs[self.side], self._outputs[1 - self.side]
         call = {INPUT_IDS.name: now[NEXT_IDS.name], INPUT_LENGTHS.name: self._ones, EMIT.name: self._emit[True]}
         buffers = self._parameters | self._logits | self._state.inputs() | self._state.outputs() | then | call
-        return self._bind(buffers, self._new_capture())
+        replays = self._sessions.replays
+        return self._bind(buffers, None if replays is None else replays.number())
 
     def _bind_resuming(self) -> BoundGraph:
         """Over all rows, in place. What the rows were fed stands where the step before the newest left it."""
@@ -232,13 +259,6 @@ class Slots:
         in_place = {retained: buffers[state] for state, retained in spec.retained.items()}
         return BoundGraph(sessions.resuming, spec, {**buffers, **in_place}, sessions.device)
 
-    def _new_capture(self) -> int | None:
-        """A number for a graph to be captured under. A replay knows its memory: bound anew, it needs another number."""
-        if not self._sessions.replays:
-            return None
-        self._captures += 1
-        return self._captures
-
     def _bind_row(self, slot: int, emit: bool) -> list[BoundGraph]:
         """Over one row of everything, in place. Its status is written to the batch's with the first token only."""
         whole = self._parameters | self._logits | self._outputs[self.side]
@@ -252,7 +272,7 @@ class Slots:
         }
         if not emit:
             buffers[retained_name(STATUS.name)] = self._chunk_status
-        graphs = self._bind(buffers, NOT_CAPTURED if self._sessions.replays else None)
+        graphs = self._bind(buffers, None if self._sessions.replays is None else NOT_CAPTURED)
         if emit and self._sessions.resuming is not None:
             # Whether the row stalled is not known without a read; where it did not, this graph does nothing.
             graphs.append(self._resuming({**buffers, **self._state.inputs(slot)}))
@@ -261,7 +281,8 @@ class Slots:
     def _bind(self, buffers: Mapping[str, Buffer], capture: int | None) -> list[BoundGraph]:
         """The package's graphs in running order."""
         interface, sessions = self._interface, self._sessions
-        graphs = [BoundGraph(sessions.decoder, interface.decoder, buffers, sessions.device, capture)]
+        thread = None if sessions.replays is None else sessions.replays.thread
+        graphs = [BoundGraph(sessions.decoder, interface.decoder, buffers, sessions.device, capture, thread)]
         if sessions.sampler is not None:
             graphs.append(BoundGraph(sessions.sampler, interface.sampler, buffers, "cpu"))
         return graphs

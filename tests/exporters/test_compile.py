@@ -136,7 +136,7 @@ def test_an_entry_point_adds_a_target(monkeypatch: pytest.MonkeyPatch) -> None:
             return cpu
 
     monkeypatch.setattr(targets, "entry_points", lambda group: [Point()] if group == "qsample.targets" else [])
-    assert targets.target_names() == ["cpu", "cuda", "mine"]
+    assert targets.target_names() == ["cpu", "cuda", "mine", "openvino", "tensorrt"]
     assert targets.find_target("mine") is cpu.TARGET
 
 

@@ -6,11 +6,13 @@ import json
 import os
 from collections.abc import Callable
 from dataclasses import replace
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
+import onnxruntime as ort
 import pytest
 import torch
 from transformers.models.llama import modeling_llama
@@ -18,6 +20,7 @@ from transformers.models.llama import modeling_llama
 from qsample import AutoModelForCausalLM
 from qsample.contract import Features, Interface
 from qsample.errors import ParityError, QsampleError, UnsupportedModelError
+from qsample.exporters import export as export_module
 from qsample.exporters import parity
 from qsample.exporters.export import export_model, weight_hash
 from qsample.package import read_package
@@ -71,6 +74,18 @@ def test_manifest_records_source_versions_and_parity(llama_package: Path, checkp
     assert manifest.parity["attention_layers"] == 2
     on_disk = json.loads((llama_package / "qsample.json").read_text())
     assert {"decoder.onnx", "initial_state.onnx", "tokenizer.json", "config.json"} <= set(on_disk["files"])
+
+
+def test_the_version_of_onnxruntime_does_not_depend_on_its_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
+    """onnxruntime-gpu and onnxruntime-openvino install the same module, and no distribution `onnxruntime`."""
+
+    def installed(name: str) -> str:
+        if name == "onnxruntime":
+            raise PackageNotFoundError(name)
+        return "1.0"
+
+    monkeypatch.setattr(export_module, "version", installed)
+    assert export_module._versions()["onnxruntime"] == ort.__version__
 
 
 def test_weight_hash_changes_with_one_weight_and_not_with_the_export() -> None:

@@ -26,7 +26,10 @@ def test_loading_by_provider_name_or_list(fake: Callable[..., Package]) -> None:
 @pytest.mark.parametrize(
     ("provider", "message"),
     [
-        ("tpu", r"no provider 'tpu'; choose 'cpu' or 'cuda', or give a list of .*CPUExecutionProvider"),
+        (
+            "tpu",
+            r"no provider 'tpu'; choose 'cpu' or 'cuda' or .*, or give a list of .*CPUExecutionProvider",
+        ),
         (["NoSuchExecutionProvider"], r"has no NoSuchExecutionProvider; it has .*CPUExecutionProvider"),
         ([], "has no provider in an empty list"),
     ],

@@ -7,7 +7,7 @@ with an attribute `TARGET` that follows `Target`.
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import entry_points
@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Protocol
 
 from qsample.contract import Interface
-from qsample.errors import CompileError
+from qsample.errors import CompileError, QsampleError
 from qsample.exporters.graph_runner import Array
 from qsample.exporters.quantize import QuantizationReport, WeightQuantization
+from qsample.runtime.providers import check_available
 
 ENTRY_POINTS = "qsample.targets"
 
@@ -81,6 +82,15 @@ class Target(Protocol):
         interface: that of the compiled package. Graphs that only it has are written, too.
         """
         ...
+
+
+def check_providers(providers: Sequence[str]) -> None:
+    """Raise CompileError, with what to install, unless this installation has all of them: a graph is tested where it
+    will run."""
+    try:
+        check_available(providers)
+    except QsampleError as error:
+        raise CompileError(str(error)) from error
 
 
 def target_names() -> list[str]:

@@ -12,16 +12,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
-from onnx_ir.passes import common as common_passes
 
 from qsample.contract import CAPACITY, Interface
-from qsample.errors import CompileError
+from qsample.errors import CompileError, QsampleError
+from qsample.exporters.context import attend_over_the_capacity
 from qsample.exporters.divergence import logits_graph
 from qsample.exporters.fusion import fuse
-from qsample.exporters.graph_edit import initializer
 from qsample.exporters.half_precision import DTYPES, convert_to_half
 from qsample.exporters.head_norms import absorb_head_norms
 from qsample.exporters.host_values import host_data, host_nodes, keep_on_device
@@ -33,12 +31,12 @@ from qsample.exporters.quantize import QuantizationReport, quantize_weights
 from qsample.exporters.quantize_cache import quantize_cache
 from qsample.exporters.sampler import export_sampler
 from qsample.exporters.shapes import fix_axes
-from qsample.exporters.targets import CompileOptions, Placement
+from qsample.exporters.targets import CompileOptions, Placement, check_providers
+from qsample.runtime.providers import open_session
 
 _CONTROL_FLOW: Final = ("If", "Loop", "Scan")
 # Kernels that copy between host and device, or draw anew from one seed, at every replay.
 _NOT_REPLAYABLE: Final = ("GatherND", "NonZero", "RandomUniform", "RandomUniformLike", "Multinomial")
-_TOTAL_LENGTH: Final = 6  # place among GroupQueryAttention's inputs
 
 
 class CudaTarget:
@@ -62,11 +60,7 @@ class CudaTarget:
                 f"the package is {interface.dtype} and cannot become {options.dtype} without another rounding; "
                 "export the model as float32 first"
             )
-        if "CUDAExecutionProvider" not in ort.get_available_providers():
-            raise CompileError(
-                "this onnxruntime has no CUDAExecutionProvider, and where each node runs can only be seen with it; "
-                "`pip install qsample[gpu,export]` (in place of qsample[cpu]) on a machine with an NVIDIA GPU"
-            )
+        check_providers(self.execution_providers)
 
     def interface(self, interface: Interface, options: CompileOptions) -> Interface:
         """That of the compiled package: in half precision, and captured where there is a sampler to stall."""
@@ -101,7 +95,7 @@ class CudaTarget:
         make_lean(model, options.ctx_len)
         if absorb_head_norms(model):
             pack_attention_inputs(model)
-        _attend_over_the_capacity(model, options.ctx_len)
+        attend_over_the_capacity(model, options.ctx_len)
         if options.dtype in DTYPES:
             convert_to_half(model, options.dtype, {state.name for state in interface.cache_states})
         if options.cache_ranges is not None:
@@ -117,16 +111,13 @@ class CudaTarget:
 
     def _placement(self, path: Path, model: ir.Model) -> Placement:
         """Load the graph as it will be run, and refuse it where a node that computes is not on the device."""
-        if self.execution_providers[0] == "CUDAExecutionProvider":
-            ort.preload_dlls()
         options = ort.SessionOptions()
         options.log_severity_level = 3
         options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
-        provider_options = [dict(self.provider_options), *({} for _ in self.execution_providers[1:])]
         try:
-            session = ort.InferenceSession(
-                path, options, providers=list(self.execution_providers), provider_options=provider_options
-            )
+            session = open_session(path, options, self.execution_providers, self.provider_options)
+        except QsampleError:
+            raise
         except Exception as error:  # ONNX Runtime's own exceptions share no base but Exception
             raise CompileError(f"ONNX Runtime cannot capture the graph on this device: {error}") from error
         counts: defaultdict[str, Counter[str]] = defaultdict(Counter)
@@ -152,15 +143,6 @@ def capture_problems(model: ir.Model) -> list[str]:
         f"{node.op_type} {node.name} does not replay" for node in model.graph if node.op_type in _NOT_REPLAYABLE
     ]
     return problems + host_data(model.graph)
-
-
-def _attend_over_the_capacity(model: ir.Model, capacity: int) -> None:
-    """Give every attention T as its longest total length, a constant: the host reads it, and a replay cannot."""
-    total = initializer(model.graph, "attention_capacity", np.array(capacity, dtype=np.int32))
-    for node in model.graph:
-        if node.op_type == "GroupQueryAttention":
-            node.replace_input_with(_TOTAL_LENGTH, total)
-    common_passes.RemoveUnusedNodesPass()(model)
 
 
 TARGET = CudaTarget()
