@@ -1,13 +1,14 @@
 """Decoding on an NVIDIA GPU: checks the captured graph, and times it beside what else there is.
 
     python benchmarks/gpu.py                                   # 0.6B and 1B shapes, every batch and mix
-    python benchmarks/gpu.py --shapes qwen3-0.6b --batch 1 32  # less of it
+    python benchmarks/gpu.py --shapes qwen3-0.6b --budget-seconds 500 --work work   # what fits
     python benchmarks/gpu.py --provider cpu --shapes tiny --batch 1 4   # a try of this script without a GPU
 
-One call makes a checkpoint of random weights, exports and compiles it on the machine, and prints and writes a table and
-a plot (docs/benchmarks/gpu.*). Ways to decode, in turn, round by round, the median of the rounds counting:
+One call makes a checkpoint of random weights, exports and compiles it on the machine, and writes a table and a plot
+(docs/benchmarks/gpu.*) after every figure. A part that fails is noted there, and the next one goes on. Ways to decode,
+one after another, the median of the rounds counting:
 
-- captured: the sampler in the graph, replayed as one CUDA graph, read every 1, 4 and 16 steps
+- captured: the sampler in the graph, replayed as one CUDA graph, read every 4, 1 and 16 steps
 - uncaptured: the same graph, its kernels launched one by one
 - host: the package exported with include_sampler=False; logits are copied to the host and sampled there
 - transformers: `generate` with a static cache, compiled
@@ -20,56 +21,39 @@ this device reaches, over the time of a step.
 from __future__ import annotations
 
 import argparse
-import json
+import gc
 import platform
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from checkpoints import SHAPES, make_checkpoint, prompt_ids
-from mixes import EVERYTHING
-from mixes import MIXES as PLAIN_MIXES
+from checkpoints import SHAPES, make_checkpoint
+from gpu_checks import check_package, executions_of_a_capture
+from gpu_report import HEADER, Cell, Results
+from gpu_systems import FIRST_TIMED, MIXED, MIXES, PROMPT_TOKENS, Decode, Genai, Qsample, System, Transformers
 from rich.console import Console
 from rich.table import Table
 
 import qsample
-from qsample.package import Package
-from qsample.runtime import CausalLM, SamplingParams, load
 
-MIXES = {**PLAIN_MIXES, "everything": EVERYTHING}
-MIXED = "half greedy, half everything"
 OUTPUT = Path(__file__).resolve().parent.parent / "docs" / "benchmarks"
-PROMPT_TOKENS = 64
 CTX_LEN = 1024
-
-Decode = Callable[[int, str, int], float]  # rows, mix, new tokens → seconds a step
-
-
-@dataclass(frozen=True)
-class Row:
-    """One line of the table: seconds a step, median of the rounds."""
-
-    shape: str
-    system: str
-    rows: int
-    mix: str
-    seconds: float
-    floor: float | None
-
-    @property
-    def tokens_per_second(self) -> float:
-        return self.rows / self.seconds
+FEW = ("greedy", "everything")  # for systems that are measured for one comparison
+SYSTEMS = ("captured", "uncaptured", "host", "transformers", "genai")
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--provider", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=["qwen3-0.6b", "llama-3.2-1b"])
+    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
     parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
     parser.add_argument("--weights", choices=("int4", "int8"), help="quantize the weights, too")
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 16, 32, 64])
@@ -77,157 +61,147 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--genai", type=Path, help="a model folder for onnxruntime-genai, of the first shape")
+    parser.add_argument("--budget-seconds", type=float, help="leave out what would not fit into this time")
     parser.add_argument(
         "--work", type=Path, help="folder that keeps checkpoints and packages (default: a temporary one)"
     )
     parser.add_argument("--out", type=Path, default=OUTPUT, help="folder for gpu.json, gpu.md and gpu.png")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.new_tokens <= FIRST_TIMED:
+        parser.error(f"--new-tokens is {options.new_tokens}; it must be more than {FIRST_TIMED}")
+    return options
 
 
-def build(shape: str, folder: Path, options: argparse.Namespace, console: Console) -> dict[str, Path]:
-    """Checkpoint, portable and compiled packages; what is there is kept."""
-    places = {name: folder / name for name in ("checkpoint", "portable", "compiled", "host-portable", "host")}
-    with console.status(f"{shape}: checkpoint"):
-        make_checkpoint(shape, places["checkpoint"])
-    chosen: dict[str, Any] = {"provider": options.provider, "ctx_len": CTX_LEN, "weights": options.weights}
-    if options.provider == "cuda":
-        chosen["dtype"] = options.dtype
-    for portable, compiled, sampler in (("portable", "compiled", True), ("host-portable", "host", False)):
-        with console.status(f"{shape}: {portable} and {compiled} package"):
-            if not places[portable].exists():
-                model = qsample.AutoModelForCausalLM.from_pretrained(places["checkpoint"], include_sampler=sampler)
-                model.export(places[portable])
-            if not places[compiled].exists():
-                package = qsample.AutoModelForCausalLM.from_pretrained(places[portable], include_sampler=sampler)
-                # Random weights are off by more than a trained model's.
-                package.compile(places[compiled], max_divergence=100, **chosen)
-    return places
+class Budget:
+    """seconds: of the whole run; None = without end."""
+
+    def __init__(self, seconds: float | None) -> None:
+        self._end = None if seconds is None else time.perf_counter() + seconds
+
+    def allows(self, seconds: float) -> bool:
+        return self._end is None or time.perf_counter() + seconds < self._end
 
 
-def check(places: dict[str, Path], options: argparse.Namespace) -> list[str]:
-    """What the compiled package was seen to do right, in words."""
-    package = qsample.package.read_package(places["compiled"])
-    assert package.manifest.compilation is not None
-    test = package.manifest.compilation.self_test
-    found = [f"{test['agreeing']} of {test['tokens']} tokens are those of the portable graph in float32 on the CPU"]
-    model = load(places["compiled"], verify=False)
-    rows = [SamplingParams(**MIXES[mix], max_new_tokens=48, eos_token_id=()) for mix in MIXES]
-    prompts = [row.tolist() for row in prompt_ids(len(rows), 16, model.interface.vocab_size)]
-    wanted = model.generate(prompts, rows, seed=1, flush_every=1, double_buffering=False).new_token_ids
-    for flush_every in (4, 16):
-        got = model.generate(prompts, rows, seed=1, flush_every=flush_every).new_token_ids
-        found.append(f"flush_every={flush_every}: {'the same tokens' if got == wanted else 'OTHER TOKENS'}")
-    alone = [
-        model.generate([p], r, seed=1 + i).new_token_ids[0] for i, (p, r) in enumerate(zip(prompts, rows, strict=True))
-    ]
-    equal = sum(a == b for a, b in zip(alone, wanted, strict=True))
-    found.append(f"{equal} of {len(rows)} rows have the tokens that they have alone")
-    if options.provider == "cuda":
-        plain = load(places["compiled"], provider_options={"enable_cuda_graph": "0"}, verify=False)
-        got = plain.generate(prompts, rows, seed=1).new_token_ids
-        found.append(f"without capture: {'the same tokens' if got == wanted else 'OTHER TOKENS'}")
+class Files:
+    """Checkpoint and packages of a shape, each made when it is first asked for; what is there is kept."""
+
+    def __init__(self, shape: str, folder: Path, options: argparse.Namespace) -> None:
+        self._shape, self._folder = shape, folder
+        self.building = 0.0  # seconds that the compiled package took, with what it was made from
+        self._chosen: dict[str, Any] = {"provider": options.provider, "ctx_len": CTX_LEN, "weights": options.weights}
+        if options.provider == "cuda":
+            self._chosen["dtype"] = options.dtype
+
+    def checkpoint(self) -> Path:
+        return make_checkpoint(self._shape, self._folder / "checkpoint")
+
+    def portable(self, *, sampler: bool = True) -> Path:
+        def export(path: Path) -> None:
+            qsample.AutoModelForCausalLM.from_pretrained(self.checkpoint(), include_sampler=sampler).export(path)
+
+        return self._made("portable" if sampler else "host-portable", export)
+
+    def compiled(self, *, sampler: bool = True) -> Path:
+        def compile_to(path: Path) -> None:
+            portable = self.portable(sampler=sampler)
+            package = qsample.AutoModelForCausalLM.from_pretrained(portable, include_sampler=sampler)
+            package.compile(
+                path, max_divergence=100, **self._chosen
+            )  # random weights are off by more than trained ones
+
+        return self._made("compiled" if sampler else "host", compile_to)
+
+    def _made(self, name: str, make: Callable[[Path], None]) -> Path:
+        path = self._folder / name
+        if not path.exists():
+            start = time.perf_counter()
+            make(path)
+            taken = time.perf_counter() - start
+            if name == "compiled":
+                self.building = taken
+            print(f"{self._shape}: {name} took {taken:.0f} s", file=sys.stderr)
+        return path
+
+
+def systems(files: Files, options: argparse.Namespace, *, first_shape: bool) -> list[System]:
+    """In order of importance."""
+    cuda, mixes = options.provider == "cuda", tuple(options.mix)
+    few = tuple(mix for mix in mixes if mix in FEW) or mixes[:1]
+    name = "captured" if cuda else "baked"
+    found = []
+    if "captured" in options.systems:
+        for flush_every in (4, 1, 16):
+            open_it = partial(lambda every: Qsample(files.compiled(), every), flush_every)
+            found.append(System(f"{name}, read every {flush_every}", mixes if flush_every == 4 else few, open_it))
+    if "uncaptured" in options.systems and cuda:
+        found.append(System("uncaptured, read every 4", few, lambda: Qsample(files.compiled(), 4, replay=False)))
+    if "transformers" in options.systems:
+        device, dtype = ("cuda", options.dtype) if cuda else ("cpu", "float32")
+        one_setting = tuple(mix for mix in mixes if mix != MIXED)
+        open_it = partial(lambda *chosen: Transformers(files.checkpoint(), *chosen), device, dtype)
+        found.append(System("transformers, static cache", one_setting, open_it))
+    if "genai" in options.systems and options.genai is not None and first_shape:
+        simple = tuple(mix for mix in mixes if mix not in (MIXED, "everything"))
+        found.append(System("genai", simple, lambda: Genai(options.genai)))
+    if "host" in options.systems:
+        # Another export and another compilation, as long as the first ones.
+        found.append(System("host", few, lambda: Qsample(files.compiled(sampler=False), 1), files.building))
     return found
 
 
-def sampling(mix: str, rows: int, new_tokens: int) -> list[SamplingParams]:
-    names = ["greedy" if row % 2 else "everything" for row in range(rows)] if mix == MIXED else [mix] * rows
-    return [SamplingParams(**MIXES[name], max_new_tokens=new_tokens, eos_token_id=()) for name in names]
+def measure(
+    system: System, shape: str, floor: Floor, options: argparse.Namespace, budget: Budget, into: Results
+) -> None:
+    if not budget.allows(system.opens_in):
+        into.problems.append(f"{shape}, {system.name}: left out, the time was up")
+        return
+    decode = system.open()
+    expected = 0.0
+    for rows in options.batch:
+        for place, mix in enumerate(system.mixes):
+            name = f"{shape}, {system.name}, {rows} rows, {mix}"
+            if not budget.allows(expected):
+                into.problems.append(f"{name}: left out, the time was up")
+                continue
+            start = time.perf_counter()
+            with into.section(name):
+                if place == 0:
+                    decode.warm_up(rows, options.new_tokens)
+                seconds = measured(decode, rows, mix, options)
+                into.cells.append(Cell(shape, system.name, rows, mix, seconds, floor.seconds(rows, options.new_tokens)))
+            expected = 1.5 * (time.perf_counter() - start)
 
 
-def ours(model: CausalLM, flush_every: int) -> Decode:
-    def decode(rows: int, mix: str, new_tokens: int) -> float:
-        prompts = prompt_ids(rows, PROMPT_TOKENS, model.interface.vocab_size)
-        params = sampling(mix, rows, new_tokens)
-        timing = model.generate(list(prompts), params, seed=0, flush_every=flush_every).timing
-        return timing.decode_seconds / timing.steps
-
-    return decode
+def measured(decode: Decode, rows: int, mix: str, options: argparse.Namespace) -> float:
+    return float(np.median([decode.seconds(rows, mix, options.new_tokens) for _ in range(options.rounds)]))
 
 
-def transformers_generate(checkpoint: Path, dtype: str) -> Decode:
-    """`generate` over a static cache, which transformers compiles; a step is the difference of two lengths."""
-    import torch
-    from transformers import AutoModelForCausalLM
+class Floor:
+    """The least time of a step: the weights, and the cache of half the new tokens, read once.
 
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=getattr(torch, dtype)).to("cuda").eval()
+    An embedding that is not the head as well is left out: a step reads a few of its rows.
+    """
 
-    def run(ids: Any, count: int, options: dict[str, Any]) -> float:
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        with torch.inference_mode():
-            model.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=count,
-                min_new_tokens=count,
-                cache_implementation="static",
-                pad_token_id=0,
-                **options,
-            )
-        torch.cuda.synchronize()
-        return time.perf_counter() - start
+    def __init__(self, package: Path, shape: str, bandwidth: float | None) -> None:
+        opened = qsample.package.read_package(package, verify=False)
+        interface = opened.interface
+        element = 4 if interface.dtype == "float32" else 2
+        self._weights = opened.manifest.files["decoder.onnx.data"].bytes
+        quantized = opened.manifest.compilation is not None and opened.manifest.compilation.quantization
+        if not SHAPES[shape]["tie_word_embeddings"] and not quantized:
+            self._weights -= interface.vocab_size * SHAPES[shape]["hidden_size"] * element
+        cached = 1 if interface.kv_cache_dtype == "int8" else element
+        self._token = sum(2 * layer.num_key_value_heads * layer.head_dim * cached for layer in interface.key_values)
+        self._bandwidth = bandwidth
 
-    def decode(rows: int, mix: str, new_tokens: int) -> float:
-        if mix == MIXED:
-            return float("nan")  # one setting for a batch
-        options: dict[str, Any] = {"do_sample": mix != "greedy"}
-        if mix != "greedy":
-            supported = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-            options |= {"top_k": 0} | {name: MIXES[mix][name] for name in supported if name in MIXES[mix]}
-        ids = torch.from_numpy(prompt_ids(rows, PROMPT_TOKENS, model.config.vocab_size)).to("cuda")
-        run(ids, 4, options)  # compiles
-        short, long = run(ids, 4, options), run(ids, 4 + new_tokens, options)
-        return (long - short) / new_tokens
-
-    return decode
+    def seconds(self, rows: int, new_tokens: int) -> float | None:
+        if self._bandwidth is None:
+            return None
+        return (self._weights + rows * self._token * (PROMPT_TOKENS + new_tokens / 2)) / self._bandwidth
 
 
-def genai(folder: Path) -> Decode:
-    import onnxruntime_genai as og
-
-    model = og.Model(str(folder))
-    vocab_size = json.loads((folder / "genai_config.json").read_text())["model"]["vocab_size"]
-
-    def decode(rows: int, mix: str, new_tokens: int) -> float:
-        if mix in (MIXED, "everything"):
-            return float("nan")
-        length = PROMPT_TOKENS + new_tokens + 1
-        params = og.GeneratorParams(model)
-        options: dict[str, Any] = {"batch_size": rows, "max_length": length, "min_length": length}
-        options |= {"do_sample": mix != "greedy", **({} if mix == "greedy" else {"top_k": 0} | MIXES[mix])}
-        params.set_search_options(**options)
-        generator = og.Generator(model, params)
-        generator.append_tokens(prompt_ids(rows, PROMPT_TOKENS, vocab_size).astype(np.int32))
-        generator.generate_next_token()
-        start = time.perf_counter()
-        for _ in range(new_tokens):
-            generator.generate_next_token()
-            generator.get_next_tokens()
-        return (time.perf_counter() - start) / new_tokens
-
-    return decode
-
-
-def systems(places: dict[str, Path], options: argparse.Namespace, genai_model: Path | None) -> dict[str, Decode]:
-    found: dict[str, Decode] = {}
-    compiled = load(places["compiled"], verify=False)
-    name = "captured" if options.provider == "cuda" else "baked"
-    for flush_every in (1, 4, 16):
-        found[f"{name}, read every {flush_every}"] = ours(compiled, flush_every)
-    if options.provider == "cuda":
-        plain = load(places["compiled"], provider_options={"enable_cuda_graph": "0"}, verify=False)
-        found["uncaptured, read every 4"] = ours(plain, 4)
-        found["transformers, static cache"] = transformers_generate(places["checkpoint"], options.dtype)
-    found["host"] = ours(load(places["host"], verify=False), 1)
-    if genai_model is not None:
-        found["genai"] = genai(genai_model)
-    return found
-
-
-def bandwidth(provider: str) -> float | None:
-    """Bytes a second that a copy on the device reads and writes; None on the CPU."""
-    if provider != "cuda":
-        return None
+def bandwidth() -> float:
+    """Bytes a second that a copy on the GPU reads and writes."""
     import torch
 
     source = torch.empty(2**30, dtype=torch.uint8, device="cuda")
@@ -242,81 +216,9 @@ def bandwidth(provider: str) -> float | None:
     return 2 * source.nbytes / float(np.median(seconds))
 
 
-def floor_seconds(package: Package, rows: int, new_tokens: int, rate: float | None) -> float | None:
-    """Seconds to read the weights, and the cache of half the new tokens, once."""
-    if rate is None:
-        return None
-    weights = package.manifest.files["decoder.onnx.data"].bytes
-    element = {"int8": 1}.get(package.interface.kv_cache_dtype or "", 2)
-    token = sum(2 * layer.num_key_value_heads * layer.head_dim * element for layer in package.interface.key_values)
-    return (weights + rows * token * (PROMPT_TOKENS + new_tokens / 2)) / rate
-
-
-def measure(shape: str, places: dict[str, Path], options: argparse.Namespace, console: Console) -> list[Row]:
-    package, rate = qsample.package.read_package(places["compiled"]), bandwidth(options.provider)
-    genai_model = options.genai if shape == options.shapes[0] else None
-    found: list[Row] = []
-    decoders = systems(places, options, genai_model)
-    for rows in options.batch:
-        floor = floor_seconds(package, rows, options.new_tokens, rate)
-        for mix in options.mix:
-            taken: dict[str, list[float]] = {name: [] for name in decoders}
-            with console.status(f"{shape}, {rows} rows, {mix}"):
-                for number in range(options.rounds + 1):
-                    for name, decode in decoders.items():
-                        seconds = decode(rows, mix, options.new_tokens)
-                        if number:  # the first round captures and warms up
-                            taken[name].append(seconds)
-            found += [Row(shape, name, rows, mix, float(np.median(t)), floor) for name, t in taken.items()]
-    return [row for row in found if np.isfinite(row.seconds)]
-
-
-def table(found: list[Row]) -> Table:
-    shown = Table("shape", "system", "rows", "mix", "ms a step", "tokens/s", "share of the floor")
-    for row in found:
-        share = "" if row.floor is None else f"{row.floor / row.seconds:.0%}"
-        figures = [f"{1e3 * row.seconds:.3f}", f"{row.tokens_per_second:.0f}", share]
-        shown.add_row(row.shape, row.system, str(row.rows), row.mix, *figures)
-    return shown
-
-
-def write(found: list[Row], checks: dict[str, list[str]], machine: dict[str, str], folder: Path) -> None:
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
-    rows = [row.__dict__ | {"tokens_per_second": row.tokens_per_second} for row in found]
-    (folder / "gpu.json").write_text(json.dumps({"machine": machine, "checks": checks, "rows": rows}, indent=1) + "\n")
-    lines = ["# Decoding on a GPU", "", "Written by `python benchmarks/gpu.py`.", ""]
-    lines += [f"- {name}: {value}" for name, value in machine.items()] + [""]
-    for shape, said in checks.items():
-        lines += [f"**{shape}**", "", *(f"- {line}" for line in said), ""]
-    lines += ["| shape | system | rows | mix | ms a step | tokens/s | share of the floor |", "| --- " * 7 + "|"]
-    for row in found:
-        share = "" if row.floor is None else f"{row.floor / row.seconds:.0%}"
-        figures = f"{1e3 * row.seconds:.3f} | {row.tokens_per_second:.0f} | {share}"
-        lines.append(f"| {row.shape} | {row.system} | {row.rows} | {row.mix} | {figures} |")
-    (folder / "gpu.md").write_text("\n".join([*lines, "", "![tokens a second](gpu.png)", ""]))
-
-    shapes = sorted({row.shape for row in found})
-    figure, axes = plt.subplots(1, len(shapes), figsize=(6 * len(shapes), 4), squeeze=False)
-    for axis, shape in zip(axes[0], shapes, strict=True):
-        for system in dict.fromkeys(row.system for row in found):
-            points = [
-                (r.rows, r.tokens_per_second)
-                for r in found
-                if (r.shape, r.system, r.mix) == (shape, system, "everything")
-            ]
-            if points:
-                axis.plot(*zip(*points, strict=True), marker="o", label=system)
-        axis.set(title=f"{shape}, everything switched on", xlabel="rows", ylabel="tokens/s", xscale="log", yscale="log")
-        axis.legend(fontsize=7)
-    figure.tight_layout()
-    figure.savefig(folder / "gpu.png", dpi=120)
-
-
-def describe(provider: str) -> dict[str, str]:
+def describe() -> dict[str, str]:
+    """The machine's processor and the versions of what is measured."""
+    found = {"processor": platform.processor() or platform.machine(), "python": platform.python_version()}
     packages = (
         "onnxruntime-gpu",
         "onnxruntime",
@@ -325,11 +227,6 @@ def describe(provider: str) -> dict[str, str]:
         "onnxruntime-genai-cuda",
         "onnxruntime-genai",
     )
-    found = {"device": platform.processor() or platform.machine()}
-    if provider == "cuda":
-        import torch
-
-        found["device"] = torch.cuda.get_device_name()
     for name in packages:
         try:
             found[name] = version(name)
@@ -338,22 +235,60 @@ def describe(provider: str) -> dict[str, str]:
     return found
 
 
+def look_at_the_gpu(into: Results) -> float:
+    """Note what the GPU is and that the provider captures graphs on it; its bandwidth."""
+    import onnxruntime as ort
+    import torch
+
+    query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
+    done = subprocess.run(query, capture_output=True, text=True, check=False)
+    into.machine["gpu"] = done.stdout.strip() or torch.cuda.get_device_name()
+    ort.preload_dlls()
+    runs, replays = executions_of_a_capture()
+    into.machine["capture"] = f"the first run under a number executes the graph {runs} times, each later one {replays}"
+    rate = bandwidth()
+    into.machine["bandwidth of a copy"] = f"{rate / 1e12:.2f} TB/s, read and written"
+    return rate
+
+
+def show(cells: list[Cell], console: Console) -> None:
+    table = Table(*HEADER)
+    for cell in cells:
+        table.add_row(*cell.columns)
+    console.print(table)
+
+
 def main() -> None:
     options = parse_arguments()
-    console = Console()
-    machine = describe(options.provider)
-    found: list[Row] = []
-    checks: dict[str, list[str]] = {}
+    console, budget = Console(), Budget(options.budget_seconds)
+    results = Results(options.out, f"python benchmarks/gpu.py {' '.join(sys.argv[1:])}".strip())
+    results.machine = describe()
+    rate: float | None = None
+    if options.provider == "cuda":
+        with results.section("the GPU"):
+            rate = look_at_the_gpu(results)
+    building = 0.0
     with tempfile.TemporaryDirectory() as temporary:
-        work = options.work or Path(temporary)
         for shape in options.shapes:
-            places = build(shape, work / shape, options, console)
-            checks[shape] = check(places, options)
-            console.print(f"[bold]{shape}[/bold]", *checks[shape], sep="\n  ", highlight=False)
-            found += measure(shape, places, options, console)
-            console.print(table([row for row in found if row.shape == shape]))
-            options.out.mkdir(parents=True, exist_ok=True)
-            write(found, checks, machine, options.out)  # after each shape: the machine may be gone before the last
+            if not budget.allows(building):
+                results.problems.append(f"{shape}: left out, the time was up")
+                results.save()
+                continue
+            files = Files(shape, (options.work or Path(temporary)) / shape, options)
+            with results.section(f"{shape}: packages"):
+                floor = Floor(files.compiled(), shape, rate)
+                building = files.building
+                with results.section(f"{shape}: checks"):
+                    check_package(files, options, partial(results.check, shape), results.section)
+                for system in systems(files, options, first_shape=shape == options.shapes[0]):
+                    with results.section(f"{shape}: {system.name}"):
+                        measure(system, shape, floor, options, budget, results)
+                    gc.collect()
+            show([cell for cell in results.cells if cell.shape == shape], console)
+            with results.section("the plot"):
+                results.plot("everything" if "everything" in options.mix else options.mix[0])
+    for line in (*(line for said in results.checks.values() for line in said), *results.problems):
+        console.print(line, highlight=False, markup=False)
 
 
 if __name__ == "__main__":

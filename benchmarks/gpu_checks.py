@@ -1,0 +1,135 @@
+"""Packages of one model enter; what they were seen to do right or wrong leaves, in words."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from checkpoints import prompt_ids
+from gpu_systems import MIXES
+
+from qsample.package import read_package
+from qsample.runtime import CausalLM, SamplingParams, load
+
+PROMPT = 16
+ROWS_GREEDY = 4
+NEW_TOKENS = 24
+# One is added to x: run in place, x says how often the graph was executed.
+COUNTER = """
+<ir_version: 10, opset_import: ["" : 20]>
+count (float[1] x) => (float[1] y) <float[1] one = {1}> { y = Add (x, one) }
+"""
+
+
+class Files(Protocol):
+    """Where the packages are; each is made when it is first asked for."""
+
+    def checkpoint(self) -> Path: ...
+
+    def portable(self, *, sampler: bool = True) -> Path: ...
+
+    def compiled(self, *, sampler: bool = True) -> Path: ...
+
+
+def executions_of_a_capture() -> tuple[int, int]:
+    """How often ONNX Runtime executes a graph in the first run under a new number, and in a later one."""
+    import onnx.parser
+    import onnxruntime as ort
+
+    model = onnx.parser.parse_model(COUNTER).SerializeToString()
+    providers: list[Any] = [("CUDAExecutionProvider", {"enable_cuda_graph": "1"}), "CPUExecutionProvider"]
+    session = ort.InferenceSession(model, providers=providers)
+    value = ort.OrtValue.ortvalue_from_numpy(np.zeros(1, np.float32), "cuda")
+    binding = session.io_binding()
+    binding.bind_ortvalue_input("x", value)
+    binding.bind_ortvalue_output("y", value)
+    options = ort.RunOptions()
+    options.add_run_config_entry("gpu_graph_id", "1")
+    counts = []
+    for _ in range(2):
+        session.run_with_iobinding(binding, options)
+        counts.append(round(float(value.numpy()[0])))
+    return counts[0], counts[1] - counts[0]
+
+
+def check_package(
+    files: Files,
+    options: argparse.Namespace,
+    say: Callable[[str], None],
+    section: Callable[[str], AbstractContextManager[None]],
+) -> None:
+    """Compare the compiled package's tokens with those of the portable one, of itself in other settings, and of
+    transformers. section: guards each comparison."""
+    package = read_package(files.compiled(), verify=False)
+    assert package.manifest.compilation is not None
+    test = package.manifest.compilation.self_test
+    say(
+        f"{test['agreeing']} of {test['tokens']} tokens are the portable graph's, in float32 on the CPU, given its text"
+    )
+    model = load(files.compiled(), verify=False)
+    rows = [SamplingParams(**MIXES[mix], max_new_tokens=NEW_TOKENS, eos_token_id=()) for mix in MIXES]
+    prompts = [row.tolist() for row in prompt_ids(len(rows), PROMPT, model.interface.vocab_size)]
+
+    def tokens(model: CausalLM, **chosen: Any) -> list[list[int]]:
+        return model.generate(prompts, rows, seed=1, **chosen).new_token_ids
+
+    wanted = tokens(model, flush_every=1, double_buffering=False)
+    for flush_every in (1, 4, 16):
+        with section(f"check of flush_every={flush_every}"):
+            say(f"read every {flush_every}: {same(tokens(model, flush_every=flush_every), wanted)}")
+    with section("check of rows alone"):
+        alone = [
+            model.generate([prompt], row, seed=1 + i).new_token_ids[0]
+            for i, (prompt, row) in enumerate(zip(prompts, rows, strict=True))
+        ]
+        equal = sum(a == b for a, b in zip(alone, wanted, strict=True))
+        say(f"{equal} of {len(rows)} rows have the tokens that they have alone")
+    if options.provider == "cuda":
+        with section("check without capture"):
+            plain = load(files.compiled(), provider_options={"enable_cuda_graph": "0"}, verify=False)
+            say(f"without capture: {same(tokens(plain), wanted)}")
+    with section("check against the portable package"):
+        first = tokens(load(files.portable(), "cpu", ctx_len=PROMPT + NEW_TOKENS, verify=False))
+        shared = [leading(a, b) for a, b in zip(wanted, first, strict=True)]
+        listed = ", ".join(f"{mix}: {count}" for mix, count in zip(MIXES, shared, strict=True))
+        say(f"leading tokens, of {NEW_TOKENS}, that the portable package has on the CPU in float32: {listed}")
+    with section("check against transformers"):
+        say(against_transformers(model, files.checkpoint(), options))
+
+
+def same(got: list[list[int]], wanted: list[list[int]]) -> str:
+    if got == wanted:
+        return "the same tokens"
+    return f"OTHER TOKENS, after {[leading(a, b) for a, b in zip(got, wanted, strict=True)]}"
+
+
+def leading(got: list[int], wanted: list[int]) -> int:
+    """How many tokens are equal before the first that differs."""
+    differs = [a != b for a, b in zip(got, wanted, strict=True)]
+    return differs.index(True) if True in differs else len(got)
+
+
+def against_transformers(model: CausalLM, checkpoint: Path, options: argparse.Namespace) -> str:
+    """Whether greedy tokens are transformers' argmax, given the same text before them."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    device, dtype = ("cuda", options.dtype) if options.provider == "cuda" else ("cpu", "float32")
+    prompts = prompt_ids(ROWS_GREEDY, PROMPT, model.interface.vocab_size)
+    greedy = SamplingParams(temperature=0, max_new_tokens=NEW_TOKENS, eos_token_id=())
+    new = np.array(model.generate(list(prompts), greedy).new_token_ids)
+    original: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=getattr(torch, dtype)).to(device).eval()
+    text = torch.from_numpy(np.concatenate([prompts, new], axis=1)).to(device)
+    with torch.inference_mode():
+        logits = original(input_ids=text, use_cache=False).logits[:, PROMPT - 1 : -1].float().cpu().numpy()
+    chosen = np.take_along_axis(logits, new[..., None], axis=-1)[..., 0]
+    behind = logits.max(-1) - chosen
+    line = f"{int((behind == 0).sum())} of {new.size} greedy tokens are transformers' argmax in {dtype}"
+    spread = float(logits.std(-1).mean())
+    return line + (
+        f"; the others are at most {behind.max():.3f} behind it (logits spread by {spread:.2f})" if behind.any() else ""
+    )
