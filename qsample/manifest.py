@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import types
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
 from typing import Any, Final, Literal, Union, get_args, get_origin, get_type_hints
 
 from qsample.contract import CONTRACT_VERSION, Interface
@@ -41,8 +41,8 @@ class Compilation:
 
     batch_size: most rows in one call; None = any number. ctx_len: capacity T. placement: execution provider → operator
     → number of nodes. self_test: figures of the run that compared it with the portable graph. quantization: how
-    weights and cache were quantized, the bytes of the weights before and after, and the figures of
-    `exporters.divergence`; None = not at all.
+    weights and cache were quantized, the bytes of the weights before and after, how many matrices came packed, and the
+    figures of `exporters.divergence`; None = not at all.
     """
 
     provider: str
@@ -69,7 +69,8 @@ class Manifest:
 
     versions: package name → version that made it. max_position_embeddings: longest context that the model knows;
     None = unlimited. parity: figures of the export's comparison with the original model. compilation: device packages
-    only. files: name → entry; filled in by the writer.
+    only. files: name → entry; filled in by the writer. packed_weights: of a checkpoint that was quantized already: how
+    many matrices are packed, their bits and block sizes, their bytes; None = none.
     """
 
     kind: Literal["portable", "device"]
@@ -83,6 +84,7 @@ class Manifest:
     compilation: Compilation | None = None
     files: Mapping[str, FileEntry] = field(default_factory=dict)
     format_version: int = FORMAT_VERSION
+    packed_weights: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         if (self.kind == "device") != (self.compilation is not None):
@@ -145,12 +147,14 @@ def _decode(kind: Any, data: Any, where: str) -> Any:
 
 def _decode_dataclass(kind: Any, data: dict[str, Any], where: str) -> Any:
     names = [entry.name for entry in fields(kind)]
-    unknown, missing = sorted(data.keys() - set(names)), [name for name in names if name not in data]
+    # What has a default may be younger than the package.
+    needed = [entry.name for entry in fields(kind) if entry.default is MISSING and entry.default_factory is MISSING]
+    unknown, missing = sorted(data.keys() - set(names)), [name for name in needed if name not in data]
     if unknown or missing:
         problems = [f"unknown {key}" for key in unknown] + [f"missing {key}" for key in missing]
         raise PackageError(f"{where} in {MANIFEST_NAME} does not fit this qsample: {', '.join(problems)}")
     hints = get_type_hints(kind)
     try:
-        return kind(**{name: _decode(hints[name], data[name], f"{where}.{name}") for name in names})
+        return kind(**{name: _decode(hints[name], data[name], f"{where}.{name}") for name in names if name in data})
     except ValueError as error:
         raise PackageError(f"{where} in {MANIFEST_NAME}: {error}") from error

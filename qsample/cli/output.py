@@ -161,6 +161,9 @@ def _facts(package: Package) -> Table:
         ("made with", ", ".join(f"{name} {version}" for name, version in sorted(manifest.versions.items()))),
         ("parity", _figures(manifest.parity or {})),
     ]
+    if packed := manifest.packed_weights:
+        bits, sizes = (" and ".join(map(str, packed[name])) for name in ("bits", "block_sizes"))
+        rows.append(("packed", f"{packed['matrices']} matrices of the checkpoint, {bits} bits, blocks of {sizes}"))
     if compilation := manifest.compilation:
         rows += [
             ("compiled for", f"{compilation.provider} ({', '.join(compilation.execution_providers)})"),
@@ -186,6 +189,8 @@ def _quantization(figures: Any) -> str:
             f"{figures['dtype']} weights{blocks}, {figures['matrices']} matrices, {mib_before:.1f} to "
             f"{mib_after:.1f} MiB"
         )
+    if "packed_matrices" in figures:
+        found.append(f"{figures['packed_matrices']} matrices as the checkpoint packed them")
     if "kv_cache_dtype" in figures:
         found.append(f"{figures['kv_cache_dtype']} keys and values")
     return "; ".join(found)

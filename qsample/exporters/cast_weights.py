@@ -39,33 +39,55 @@ def weight_files(folder: Path) -> list[Path]:
     return [folder / name for name in sorted(set(names))]
 
 
+class WeightWriter:
+    """Writes named tensors to safetensors files in a folder, a few at a time.
+
+    Files are named `prefix` and a number. placed: name → its file, of those that are written.
+    """
+
+    def __init__(self, folder: Path, prefix: str = "weights") -> None:
+        self._folder, self._prefix = folder, prefix
+        self._waiting: dict[str, torch.Tensor] = {}
+        self.placed: dict[str, str] = {}
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        self._waiting[name] = tensor
+        if sum(waiting.nbytes for waiting in self._waiting.values()) >= _FILE_BYTES:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what waits; called once more after the last tensor."""
+        if not self._waiting:
+            return
+        file = f"{self._prefix}-{len(set(self.placed.values())):05}.safetensors"
+        save_file(self._waiting, self._folder / file, metadata={"format": "pt"})
+        self.placed.update(dict.fromkeys(self._waiting, file))
+        self._waiting = {}
+
+
+def to_float32(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor`, in float32 where it is of half precision."""
+    return tensor.to(torch.float32) if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+
+
 def cast_to_float32(folder: Path, files: list[Path], destination: Path) -> None:
     """Write the checkpoint in `folder`, whose weights are `files`, to the empty folder `destination` in float32.
 
     Tensors of other types are copied, every other file is linked.
     """
-    placed: dict[str, str] = {}
-    size, waiting = 0, dict[str, torch.Tensor]()
-
-    def write() -> None:
-        name = f"weights-{len(set(placed.values())):05}.safetensors"
-        save_file(waiting, destination / name, metadata={"format": "pt"})
-        placed.update(dict.fromkeys(waiting, name))
-        waiting.clear()
-
+    writer = WeightWriter(destination)
     for file in files:
         with safe_open(file, "pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118 - it is no mapping
-                tensor = tensors.get_tensor(name)
-                waiting[name] = tensor.to(torch.float32) if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
-                size += waiting[name].nbytes
-                del tensor
-                if size >= _FILE_BYTES:
-                    write()
-                    size = 0
-    if waiting:
-        write()
-    (destination / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": placed}))
+                writer.add(name, to_float32(tensors.get_tensor(name)))
+    finish_checkpoint(folder, writer, destination)
+
+
+def finish_checkpoint(folder: Path, writer: WeightWriter, destination: Path) -> None:
+    """Make a checkpoint of the weights that `writer` put into `destination`: their index, and links to every other file
+    of `folder`."""
+    writer.flush()
+    (destination / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": writer.placed}))
     for other in folder.iterdir():
         if not other.name.endswith((".safetensors", INDEX)):
             (destination / other.name).symlink_to(other.resolve())

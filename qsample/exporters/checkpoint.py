@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
+import tempfile
+import weakref
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import (
@@ -19,7 +23,14 @@ from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 from qsample.errors import QsampleError, UnsupportedModelError
 from qsample.exporters.adapter import find_adapter, merge_adapter
 from qsample.exporters.cast_weights import INDEX, cast_to_float32, has_half_weights, weight_files
-from qsample.exporters.refusal import check_supported
+from qsample.exporters.prequantized import (
+    CheckpointQuantization,
+    PackedCheckpoint,
+    conv1d_names,
+    quantization_of,
+    unpack_checkpoint,
+)
+from qsample.exporters.refusal import check_supported, empty_model
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +66,8 @@ def load_model(checkpoint: Checkpoint, scratch: Path | None = None) -> PreTraine
     """The model in eval mode on the CPU, with eager attention, its weights in `checkpoint.dtype`.
 
     scratch: an empty folder that lives as long as the model. Weights of half precision are written there in float32 and
-    stay mapped, so that a model larger than the memory can be exported; None = convert them in memory.
+    stay mapped, so that a model larger than the memory can be exported; None = convert them in memory. GPTQ and AWQ
+    weights are written there as well, in float and in blocks (`exporters.prequantized`).
 
     Raises UnsupportedModelError for a model type that transformers does not know or that is no causal LM, QsampleError
     where the files cannot be read or do not fit the configuration.
@@ -69,19 +81,29 @@ def load_model(checkpoint: Checkpoint, scratch: Path | None = None) -> PreTraine
         raise UnsupportedModelError(f"{checkpoint.model_id}: {_first_line(error)}") from error
     except OSError as error:
         raise QsampleError(f"cannot read the model {checkpoint.model_id!r}: {_first_line(error)}") from error
+    quantization = quantization_of(config, checkpoint.model_id)
+    if quantization is not None:
+        del config.quantization_config  # transformers would ask for the library that made it
     check_supported(config, trust_remote_code=checkpoint.trust_remote_code)
+    packed: PackedCheckpoint | None = None
+    model: PreTrainedModel
+    loading: dict[str, Any]
     try:
         source: str | Path = checkpoint.model_id
-        if scratch is not None and _cast(checkpoint, config, scratch):
+        if quantization is not None:
+            packed = _unpack(checkpoint, config, quantization, scratch)
+            source = packed.folder
+        elif scratch is not None and _cast(checkpoint, config, scratch):
             source = scratch
         # A size mismatch is left to raise: weights that do not fit the configuration must not be made up.
-        model = AutoModelForCausalLM.from_pretrained(
+        model, loading = AutoModelForCausalLM.from_pretrained(
             source,
             config=config,
             dtype=getattr(torch, checkpoint.dtype),
             attn_implementation="eager",
+            output_loading_info=True,
             **options,
-        )
+        )  # type: ignore[misc]
     except ValueError as error:
         raise UnsupportedModelError(f"{checkpoint.model_id}: {_first_line(error)}") from error
     except (OSError, RuntimeError) as error:
@@ -89,8 +111,12 @@ def load_model(checkpoint: Checkpoint, scratch: Path | None = None) -> PreTraine
     model.requires_grad_(False)
     if adapter is not None:
         merge_adapter(model, *adapter)
-    loaded: PreTrainedModel = model  # from_pretrained returns it in eval mode
-    return loaded
+    if packed is not None:
+        packed.check_loaded(loading["missing_keys"], loading["unexpected_keys"])
+        packed.attach(model)
+        if scratch is None:
+            weakref.finalize(model, shutil.rmtree, packed.folder, ignore_errors=True)
+    return model  # from_pretrained returns it in eval mode
 
 
 def _find_adapter(checkpoint: Checkpoint) -> tuple[Path, Path] | None:
@@ -112,6 +138,27 @@ def _cast(checkpoint: Checkpoint, config: PretrainedConfig, scratch: Path) -> bo
         return False
     cast_to_float32(folder, files, scratch)
     return True
+
+
+def _unpack(
+    checkpoint: Checkpoint, config: PretrainedConfig, quantization: CheckpointQuantization, scratch: Path | None
+) -> PackedCheckpoint:
+    """The float copy of a quantized checkpoint, in `scratch` or in a temporary folder."""
+    folder = Path(checkpoint.model_id) if Path(checkpoint.model_id).is_dir() else _downloaded(checkpoint)
+    files = weight_files(folder) if folder is not None else []
+    if folder is None or not files:
+        raise UnsupportedModelError(
+            f"{checkpoint.model_id} holds its quantized weights in another format than safetensors, the only one that "
+            "can be read; save it as safetensors first"
+        )
+    return unpack_checkpoint(
+        folder,
+        files,
+        scratch or Path(tempfile.mkdtemp(prefix="qsample-")),
+        quantization,
+        dtype=getattr(torch, checkpoint.dtype),
+        transposed=conv1d_names(empty_model(config, trust_remote_code=checkpoint.trust_remote_code)),
+    )
 
 
 def _downloaded(checkpoint: Checkpoint) -> Path | None:

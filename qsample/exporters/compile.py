@@ -71,8 +71,8 @@ def compile_package(
         ctx_len: tokens that the state of a row holds, 2 to the model's max_position_embeddings; None = the smaller of
             that and 4,096.
         weights: "int4" or "int8", to quantize every matrix that a token is multiplied by, and the embedding; None, or
-            the package's own dtype: as they were exported. "float16", for cpu: float32 ones are stored in half the
-            space, and are float32 again once they are loaded.
+            the package's own dtype: as they were exported. Weights that came packed stay as they are. "float16", for
+            cpu: float32 ones are stored in half the space, and are float32 again once they are loaded.
         block_size: weights that share a scale: 16, 32, 64, 128 or 256. quantization_method: "rtn" rounds to the nearest
             level; "k_quant" searches each block's scale and offset, slower and closer.
         kv_cache_dtype: "int8", to hold keys and values with a scale a channel, measured on the model's own text: a
@@ -96,6 +96,7 @@ def compile_package(
         pad_token_id=source.manifest.token_ids.pad,
         kv_cache_dtype=_kv_cache_dtype(kv_cache_dtype, dtype or source.interface.dtype),
         store_float16=_stored_in_half(source, weights),
+        packed_weights=source.manifest.packed_weights is not None,
     )
     _check_cache(source, options)
     target.check(source.interface, options)
@@ -133,6 +134,8 @@ def compile_package(
             )
             _check_divergence(divergence, options, max_divergence)
             figures = _quantization_figures(weights, options, placement, divergence)
+            if source.manifest.packed_weights is not None:
+                figures["packed_matrices"] = source.manifest.packed_weights["matrices"]
         report("publishing", 0.9)
         writer.finish(
             replace(
@@ -212,6 +215,9 @@ def _check_divergence(divergence: Divergence, options: CompileOptions, limit: fl
     if options.kv_cache_dtype is not None:
         found.append("an int8 cache")
         advice.append("the model's own dtype for the cache")
+    if options.packed_weights:
+        found.append("activations in 8 bits, for the weights that came packed,")
+        advice.append("the unquantized checkpoint")
     raise CompileError(
         f"{' and '.join(found)} change the model too much: {divergence.kl:.3f} nats a token from the float "
         f"distribution (at most {limit:g}), perplexity {divergence.quantized_perplexity:.4g} instead of "
@@ -261,7 +267,7 @@ def _self_test(source: package.Package, folder: Path, target: Target, options: C
     steps = min(SELF_TEST_STEPS, options.ctx_len - 1)
     graphs = [
         (source.path, ("CPUExecutionProvider",), True),
-        (folder, target.execution_providers, options.weights is None),
+        (folder, target.execution_providers, options.weights is None and not options.packed_weights),
     ]
     portable, device = (
         GraphRunner(

@@ -32,6 +32,7 @@ from qsample.exporters.scans import outline_scans
 from qsample.transforms import pipeline
 from qsample.transforms.cache import DecodeContext
 from qsample.transforms.head import LastTokenHead
+from qsample.transforms.packed import packed_layers
 from qsample.transforms.positions import RowPositions
 from qsample.transforms.probe import state_shapes
 from qsample.transforms.wrap import Decoder
@@ -129,7 +130,25 @@ def _check_vocabulary(tokenizer: PreTrainedTokenizerBase | None, vocab_size: int
 
 
 def _weight_bytes(model: PreTrainedModel) -> int:
-    return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    """Bytes of the weights as they are written."""
+    packed = list(packed_layers(model))
+    floats = {layer.weight for layer, _ in packed}
+    return sum(weight.nbytes for weight in model.parameters() if weight not in floats) + sum(
+        weight.nbytes for _, weight in packed
+    )
+
+
+def _packed_weights(model: PreTrainedModel) -> dict[str, Any] | None:
+    """What the manifest says of weights that came packed."""
+    packed = [weight for _, weight in packed_layers(model)]
+    if not packed:
+        return None
+    return {
+        "matrices": len(packed),
+        "bits": sorted({weight.bits for weight in packed}),
+        "block_sizes": sorted({weight.block_size for weight in packed}),
+        "bytes": sum(weight.nbytes for weight in packed),
+    }
 
 
 def _drop_output(path: Path, name: str) -> None:
@@ -180,7 +199,6 @@ def _manifest(
     revision: str | None,
     figures: parity.Parity,
 ) -> package.Manifest:
-    limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     return package.Manifest(
         kind="portable",
         contract_version=CONTRACT_VERSION,
@@ -194,8 +212,9 @@ def _manifest(
         ),
         versions=_versions(),
         token_ids=token_ids,
-        max_position_embeddings=int(limit) if limit else None,
+        max_position_embeddings=parity.longest_context(model.config.get_text_config(decoder=True)),
         parity=asdict(figures),
+        packed_weights=_packed_weights(model),
     )
 
 

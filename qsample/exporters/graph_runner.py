@@ -51,10 +51,11 @@ class GraphRunner:
     ) -> None:
         """provider_options: for the first of `providers`. folder: where a decoder that is given as a model has its
         external data. weights_mapped: leave the weights in the mapped file, which costs speed; otherwise the kernels
-        make copies in a layout of their own."""
+        make copies in a layout of their own. A graph with packed weights always gets those: without them, each call
+        would unpack every matrix."""
         options = _session_options()
         disabled = []
-        if weights_mapped:
+        if weights_mapped and not _has_packed_weights(decoder):
             options.add_session_config_entry("session.disable_prepacking", "1")
             disabled = ["ConstantFolding"]  # it would transpose a tied head's table; MatMul can read it as it is
         graph: Path | bytes
@@ -138,6 +139,11 @@ def _session_options() -> ort.SessionOptions:
     options = ort.SessionOptions()
     options.log_severity_level = 3  # the runtime's warnings are about its own optimisations
     return options
+
+
+def _has_packed_weights(decoder: Path | ir.Model) -> bool:
+    model = decoder if isinstance(decoder, ir.Model) else ir.load(decoder)  # which leaves the weights in their file
+    return any(node.op_type == "MatMulNBits" for node in model.graph.all_nodes())
 
 
 def _without_cache(initial_state: Path, interface: Interface) -> bytes:

@@ -62,7 +62,7 @@ def reference(model: PreTrainedModel) -> Reference:
     generator = np.random.default_rng(0)
     # Models that number positions themselves skip padding, which a prompt does not contain.
     allowed = np.setdiff1d(np.arange(_vocab_size(model)), [_pad_token_id(model)])
-    limit = int(getattr(config, "max_position_embeddings", None) or 2**20) - DECODE_STEPS - 1
+    limit = (longest_context(config) or 2**20) - DECODE_STEPS - 1
     lengths = sorted({min(length, limit) for length in (*PROMPT_LENGTHS, _window(config))} - {0})
     rows = [generator.choice(allowed, n + DECODE_STEPS).tolist() for n in lengths]
     model.set_attn_implementation("eager")
@@ -73,6 +73,12 @@ def reference(model: PreTrainedModel) -> Reference:
             logits.append(output.to(torch.float32).numpy())
     prompts = [row[:n] for row, n in zip(rows, lengths, strict=True)]
     return Reference(prompts, [row[n:] for row, n in zip(rows, lengths, strict=True)], logits)
+
+
+def longest_context(config: Any) -> int | None:
+    """The positions that a text model knows; None = any number, which some configurations say with -1."""
+    stated = int(getattr(config, "max_position_embeddings", None) or 0)
+    return stated if stated > 0 else None
 
 
 def _vocab_size(model: PreTrainedModel) -> int:

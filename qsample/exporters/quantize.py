@@ -77,6 +77,17 @@ def quantize_weights(model: ir.Model, quantization: WeightQuantization) -> Quant
     return QuantizationReport(len(packed), before, after)
 
 
+def round_activations(model: ir.Model) -> bool:
+    """Let every MatMulNBits that `model` holds round its activations as those of `quantize_weights` do; in place.
+
+    Weights that a checkpoint brought packed are multiplied by in float32 until then. Returns whether there were any.
+    """
+    nodes = [node for node in model.graph.all_nodes() if node.op_type == "MatMulNBits" and node.domain == _DOMAIN]
+    for node in nodes:
+        node.attributes["accuracy_level"] = ir.AttrInt64("accuracy_level", _INT8_ACTIVATIONS)
+    return bool(nodes)
+
+
 class _Matrix(NamedTuple):
     """A constant of the graph: [N, K] (`transposed`) or [K, N], with K the input size and N the output size."""
 
@@ -142,7 +153,7 @@ class _Packed:
             def part() -> ir.TensorProtocol:
                 array = self._quantized()[place]
                 if kind == "zero_points":
-                    array = _packed_rows(array, self.quantization.bits)
+                    array = packed_rows(array, self.quantization.bits)
                 return ir.Tensor(array.reshape(shape), name=name)
 
             tensor = ir.LazyTensor(part, dtype=dtype, shape=ir.Shape(shape), name=name)
@@ -166,7 +177,7 @@ class _Packed:
     _result_of_newest: ClassVar[tuple[Array, Array, Array] | None] = None
 
 
-def _packed_rows(array: Bytes, bits: int) -> Bytes:
+def packed_rows(array: Bytes, bits: int) -> Bytes:
     """[N, n] uint8 with 8 / bits values a byte, the first in the low bits; a row starts with a byte of its own."""
     if bits == 8:
         return array
@@ -211,7 +222,7 @@ def _k_quant(weight: Array, quantization: WeightQuantization) -> tuple[Array, Ar
     bits, size = quantization.bits, quantization.block_size
     count, output_size = weight.shape[0] // size, weight.shape[1]
     levels, scales, zero_points = quant_tensor_k_quant_cpu(np.ascontiguousarray(weight.T), bits, size)
-    blocks = _packed_rows(levels.astype(np.uint8).reshape(output_size * count, size), bits)
+    blocks = packed_rows(levels.astype(np.uint8).reshape(output_size * count, size), bits)
     return blocks, scales.astype(weight.dtype), zero_points.astype(np.uint8).reshape(output_size, count)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 
 import torch
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from qsample.errors import UnsupportedModelError
 from qsample.transforms import pipeline
@@ -20,14 +20,21 @@ from qsample.transforms.probe import state_shapes
 _OF_THE_MODEL = (AttributeError, ValueError)
 
 
+def empty_model(config: PretrainedConfig, *, trust_remote_code: bool = False) -> PreTrainedModel:
+    """The model of `config` in eval mode, without memory for its weights."""
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            copy.deepcopy(config), attn_implementation="eager", trust_remote_code=trust_remote_code
+        ).eval()
+    return model
+
+
 def check_supported(config: PretrainedConfig, *, trust_remote_code: bool = False) -> None:
     """Raise UnsupportedModelError for a model that keeps its state where no retained buffer can be put."""
     context = DecodeContext()
     try:
+        model = empty_model(config, trust_remote_code=trust_remote_code)
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-                copy.deepcopy(config), attn_implementation="eager", trust_remote_code=trust_remote_code
-            ).eval()
             model, _ = pipeline.apply(model, pipeline.default_transforms(context))
             state_shapes(model, context)
     except UnsupportedModelError as error:

@@ -16,7 +16,7 @@ from qsample.exporters.fusion import fuse
 from qsample.exporters.lean import make_lean
 from qsample.exporters.ort_optimize import optimize_offline
 from qsample.exporters.projections import pack_projections
-from qsample.exporters.quantize import QuantizationReport, quantize_weights
+from qsample.exporters.quantize import QuantizationReport, quantize_weights, round_activations
 from qsample.exporters.quantize_cache import quantize_cache
 from qsample.exporters.shapes import fix_axes
 from qsample.exporters.store_half import store_half
@@ -55,6 +55,7 @@ class CpuTarget:
         pack_projections(model)  # as the fusions would, but without reading the weights
         fuse(model, self.name)
         make_lean(model, options.ctx_len)
+        round_activations(model)
         if options.cache_ranges is not None:
             quantize_cache(model, options.cache_ranges)
         report = quantize_weights(model, options.weights) if options.weights is not None else None

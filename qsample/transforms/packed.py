@@ -1,0 +1,84 @@
+"""A linear layer and its weight in blocks of few bits enter; the same layer leaves, traced as one MatMulNBits.
+
+Run eagerly it multiplies by its float weight as before: the model computes the same with and without the blocks.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+_ATTRIBUTE: Final = "packed_weight"
+_BLOCKS, _SCALES, _ZERO_POINTS, _ORDER = "packed_blocks", "packed_scales", "packed_zero_points", "packed_order"
+
+
+@dataclass(frozen=True, slots=True)
+class PackedWeight:
+    """A weight of N outputs and K inputs in blocks along K, laid out as ONNX Runtime's MatMulNBits reads it.
+
+    bits: 4 or 8, of one stored level. block_size: levels that share a scale and a zero point; it divides K. blocks:
+    [N, K / block_size, block_size * bits / 8] uint8, the first level in the low bits. scales: [N * K / block_size], of
+    the layer's dtype. zero_points: [N * ceil(K / block_size * bits / 8)] uint8, packed like the levels; None =
+    2^(bits - 1). order: [K] int64, the input that each column belongs to; None = they are in order.
+    """
+
+    bits: int
+    block_size: int
+    blocks: Tensor
+    scales: Tensor
+    zero_points: Tensor | None = None
+    order: Tensor | None = None
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """N, K."""
+        return int(self.blocks.shape[0]), int(self.blocks.shape[1]) * self.block_size
+
+    @property
+    def nbytes(self) -> int:
+        tensors = (self.blocks, self.scales, self.zero_points, self.order)
+        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+
+
+def pack_layer(layer: nn.Module, packed: PackedWeight) -> None:
+    """Let `layer`, a Linear or a Conv1D of transformers, be traced with `packed` in place of its float weight."""
+    tensors = {_BLOCKS: packed.blocks, _SCALES: packed.scales, _ZERO_POINTS: packed.zero_points, _ORDER: packed.order}
+    for name, tensor in tensors.items():
+        layer.register_buffer(name, tensor, persistent=False)  # so that a state_dict stays what it was
+    setattr(layer, _ATTRIBUTE, packed)
+    layer.forward = functools.partial(_forward, layer)
+
+
+def packed_layers(model: nn.Module) -> Iterator[tuple[nn.Module, PackedWeight]]:
+    """Every layer of `model` that has a packed weight."""
+    for module in model.modules():
+        if isinstance(packed := module.__dict__.get(_ATTRIBUTE), PackedWeight):
+            yield module, packed
+
+
+def _forward(layer: Any, states: Tensor) -> Tensor:
+    """states: [.., K]. Returns [.., N]."""
+    if not torch.onnx.is_in_onnx_export():
+        eager: Tensor = type(layer).forward(layer, states)
+        return eager
+    packed = getattr(layer, _ATTRIBUTE)
+    outputs, inputs = packed.sizes
+    if getattr(layer, _ORDER) is not None:
+        states = states.index_select(-1, getattr(layer, _ORDER))
+    operands = [states, getattr(layer, _BLOCKS), getattr(layer, _SCALES)]
+    if getattr(layer, _ZERO_POINTS) is not None:
+        operands.append(getattr(layer, _ZERO_POINTS))
+    result: Tensor = torch.onnx.ops.symbolic(
+        "com.microsoft::MatMulNBits",
+        operands,
+        {"K": inputs, "N": outputs, "bits": packed.bits, "block_size": packed.block_size},
+        dtype=states.dtype,
+        shape=(*states.shape[:-1], outputs),
+        version=1,
+    )
+    return result if layer.bias is None else result + layer.bias
