@@ -37,16 +37,15 @@ def _dbrx_expert(module: Any, expert: int, states: Tensor) -> Tensor:
 
 
 def _longcat_expert(module: Any, expert: int, states: Tensor) -> Tensor:
-    if expert >= module.num_routed_experts or module.gate_up_proj is None:
-        return states  # a "zero expert" hands its input on
     gate, up = F.linear(states, module.gate_up_proj[expert]).chunk(2, dim=-1)
     return F.linear(module.act_fn(gate) * up, module.down_proj[expert])
 
 
-# Classes that loop over experts themselves: the attribute with their number, and one expert on every token.
+# Classes that loop over experts themselves: the attribute with their number, and one expert on every token. Experts
+# beyond that number hand their input on.
 _LOOPS: Final[dict[str, tuple[str, Callable[[Any, int, Tensor], Tensor]]]] = {
     "DbrxExperts": ("num_experts", _dbrx_expert),
-    "LongcatFlashExperts": ("total_experts", _longcat_expert),
+    "LongcatFlashExperts": ("num_routed_experts", _longcat_expert),
 }
 
 
@@ -68,8 +67,10 @@ def _every_expert(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
     """hidden_states: [.., hidden]. top_k_index, top_k_weights: [tokens, k], in the order of the flattened tokens."""
     name, run = _LOOPS[type(module).__name__]
     states = hidden_states.reshape(-1, hidden_states.shape[-1])
-    result = torch.zeros_like(states)
-    for expert in range(int(getattr(module, name))):
+    count = int(getattr(module, name))
+    handed_on = torch.where(top_k_index >= count, top_k_weights, 0.0).sum(-1, keepdim=True)
+    result = states * handed_on.to(states.dtype)
+    for expert in range(count):
         weight = torch.where(top_k_index == expert, top_k_weights, 0.0).sum(-1, keepdim=True)
         result = result + run(module, expert, states) * weight.to(states.dtype)
     return result.reshape(hidden_states.shape)

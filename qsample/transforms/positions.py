@@ -39,8 +39,10 @@ class RowPositions(nn.Module):
             return result
         names = inspect.signature(self.embedding.forward).parameters
         given = dict(zip(names, args, strict=False)) | kwargs
-        # The table expects one row of positions, which all of them have in common.
-        given |= {"position_ids": positions.flatten(), "past_key_values_length": 0}
+        # Most tables expect one row of positions, which all rows have in common; some, the rows' own.
+        own = given.get("position_ids")
+        flat = own is None or own.ndim < positions.ndim
+        given |= {"position_ids": positions.flatten() if flat else positions, "past_key_values_length": 0}
         embedded: Tensor = self.embedding(**given)
         return embedded.reshape(*positions.shape, embedded.shape[-1])
 

@@ -69,8 +69,10 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "longcat_flash": {"zero_expert_num": 2},
     "mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 2, "state_size": 16},
     "phi4_multimodal": {"vision_config": {}, "audio_config": {}},
+    "reformer": {"axial_pos_embds_dim": (16, 48), "axial_pos_shape": (16, 16)},
     "roc_bert": {
         "pronunciation_embed_dim": 64,
         "pronunciation_vocab_size": 64,
@@ -79,7 +81,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     },
     "xmod": {"default_language": "en_XX"},
     "zamba": {
-        "layers_block_type": ["linear_attention", "hybrid"],
+        "num_hidden_layers": 3,
+        "layers_block_type": ["linear_attention", "hybrid", "hybrid"],
         "attention_hidden_size": 128,
         "attention_head_dim": 32,
     },
