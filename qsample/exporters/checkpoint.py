@@ -109,6 +109,8 @@ def load_model(checkpoint: Checkpoint, scratch: Path | None = None) -> PreTraine
     except (OSError, RuntimeError) as error:
         raise QsampleError(f"cannot load the weights of {checkpoint.model_id!r}: {_first_line(error)}") from error
     model.requires_grad_(False)
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config  # its weights are float now
     if adapter is not None:
         merge_adapter(model, *adapter)
     if packed is not None:

@@ -39,8 +39,7 @@ from qsample.transforms.packed import PackedWeight, pack_layer
 _PARTS: Final = ("qweight", "qzeros", "scales", "g_idx")
 _PACKED_PARTS: Final = ("blocks", "scales", "zero_points", "order")
 _BITS: Final = {"gptq": (2, 3, 4, 8), "awq": (4,)}
-# transformers turns these into float by itself where there is no GPU.
-_DEQUANTIZED: Final = ("fp8", "mxfp4")
+_DEQUANTIZED: Final = ("fp8", "mxfp4")  # transformers turns these into float if it is asked to
 _ADVICE: Final = "export the unquantized checkpoint that it was made from, and compile that with weights='int4'"
 
 
@@ -57,7 +56,7 @@ class CheckpointQuantization:
 
 
 def quantization_of(config: PretrainedConfig, model_id: str) -> CheckpointQuantization | None:
-    """The quantization that `config` states; None = none, or one that transformers undoes by itself.
+    """The quantization that `config` states; None = none, or one that transformers undoes: `config` then asks for that.
 
     Raises UnsupportedModelError for a method, a format or a number of bits that cannot be read.
     """
@@ -67,11 +66,12 @@ def quantization_of(config: PretrainedConfig, model_id: str) -> CheckpointQuanti
     options: Mapping[str, Any] = stated if isinstance(stated, dict) else stated.to_dict()
     method = str(getattr(options.get("quant_method"), "value", options.get("quant_method"))).lower()
     if method in _DEQUANTIZED:
-        if find_spec("accelerate") is None:
+        if method == "fp8" and find_spec("accelerate") is None:
             raise UnsupportedModelError(
                 f"{model_id} is quantized with {method}, which transformers turns into float with the help of "
                 f"accelerate; `pip install accelerate`, or {_ADVICE}"
             )
+        config.quantization_config = {**options, "dequantize": True}
         return None
     if method not in _BITS:
         raise UnsupportedModelError(
@@ -125,8 +125,9 @@ class PackedCheckpoint:
         """
         attached = 0
         for layer in model.modules():
-            if not isinstance(layer, nn.Linear | Conv1D):
+            if type(layer).forward not in (nn.Linear.forward, Conv1D.forward):  # subclasses may do more than multiply
                 continue
+            assert isinstance(layer.weight, Tensor)
             key = digest(layer.weight.detach())
             if key in self._forms:
                 pack_layer(layer, self._packed(key))

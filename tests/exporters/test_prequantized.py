@@ -25,7 +25,7 @@ from qsample.transforms.packed import packed_layers
 from tests.exporters.test_adapter import pair, save_adapter
 from tests.exporters.test_packed_formats import levels
 from tests.quantized_checkpoints import Layer, Way, save_quantized
-from tests.tiny_models import save_checkpoint
+from tests.tiny_models import random_model, save_checkpoint
 
 PROMPTS = [[5, 9, 200, 31, 7, 7, 120], [44, 3, 260]]
 
@@ -184,6 +184,57 @@ def test_half_precision(tmp_path: Path) -> None:
     np.testing.assert_allclose(logits(package), wanted, atol=0.03 * np.abs(wanted).max())
 
 
+def save_mxfp4(folder: Path) -> dict[str, torch.Tensor]:
+    """A random gpt-oss whose experts are in MXFP4 (OCP Microscaling Formats 1.0): blocks of 32 numbers of four bits,
+    the first in the low bits, and an exponent each. Returns what its experts mean."""
+    magnitudes = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    numbers = torch.cat([magnitudes, -magnitudes])
+    random_model("gpt_oss").save_pretrained(folder)
+    stored, meant = load_file(folder / "model.safetensors"), {}
+    for name in [name for name in stored if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        experts, inputs, outputs = stored.pop(name).shape
+        blocks = torch.randint(0, 256, (experts, outputs, inputs // 32, 16), dtype=torch.uint8)
+        exponents = torch.randint(118, 124, (experts, outputs, inputs // 32), dtype=torch.uint8)
+        stored |= {f"{name}_blocks": blocks, f"{name}_scales": exponents}
+        pairs = torch.stack([numbers[(blocks & 15).long()], numbers[(blocks >> 4).long()]], -1)
+        values = pairs.reshape(experts, outputs, inputs // 32, 32) * torch.exp2(exponents.float() - 127)[..., None]
+        meant[name] = values.reshape(experts, outputs, inputs).transpose(1, 2)
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    state_quantization(folder, quant_method="mxfp4", modules_to_not_convert=["model.layers.*.self_attn", "lm_head"])
+    return meant
+
+
+def save_fp8(folder: Path) -> dict[str, torch.Tensor]:
+    """A random Llama whose projections are in float8, with a scale a block of 128 by 128. Returns what they mean."""
+    random_model("llama", hidden_size=128, intermediate_size=128).save_pretrained(folder)
+    stored, meant = load_file(folder / "model.safetensors"), {}
+    for name in [name for name in stored if "_proj" in name]:
+        scale = stored[name].abs().max() / 448
+        stored[name] = (stored[name] / scale).to(torch.float8_e4m3fn)
+        stored[f"{name}_scale_inv"] = scale.reshape(1, 1)
+        meant[name] = stored[name].float() * scale
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    state_quantization(folder, quant_method="fp8", weight_block_size=[128, 128], activation_scheme="dynamic")
+    return meant
+
+
+def state_quantization(folder: Path, **options: Any) -> None:
+    stated = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(stated | {"quantization_config": options}))
+
+
+@pytest.mark.parametrize("method", ["fp8", "mxfp4"])
+def test_methods_that_transformers_turns_into_float(method: str, tmp_path: Path) -> None:
+    if method == "fp8":
+        pytest.importorskip("accelerate")
+    meant = (save_fp8 if method == "fp8" else save_mxfp4)(tmp_path / "checkpoint")
+    model = load_model(Checkpoint(str(tmp_path / "checkpoint")))
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    assert not hasattr(model.config, "quantization_config")
+    for name, weight in meant.items():
+        torch.testing.assert_close(model.state_dict()[name], weight, rtol=0, atol=0)
+
+
 def config(**options: Any) -> Any:
     return AutoConfig.for_model("llama", quantization_config=options)
 
@@ -214,8 +265,7 @@ def test_what_cannot_be_read_is_refused(options: dict[str, Any], message: str) -
 
 def test_a_refusal_comes_before_the_weights(tmp_path: Path) -> None:
     folder = save_checkpoint(tmp_path / "checkpoint", "llama")
-    stated = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(stated | {"quantization_config": {"quant_method": "hqq"}}))
+    state_quantization(folder, quant_method="hqq")
     (folder / "model.safetensors").write_bytes(b"never read")
     with pytest.raises(UnsupportedModelError, match="is quantized with hqq"):
         AutoModelForCausalLM.from_pretrained(folder).export(tmp_path / "package")
