@@ -105,7 +105,7 @@ def static(folder: Path, load: Load, threads: int, slots: int) -> Measured:
         while loop.busy:
             loop.step()
 
-    scheduler = Scheduler(slots, interleave=False)
+    scheduler = Scheduler(slots, interleave=False, join_prompts=model.sessions.joins_prompts)
     with DecodeLoop(Slots(model.sessions, slots, capacity), scheduler, deliver, double_buffering=True) as loop:
         run([make(0, 4) for _ in range(slots)])
         requests = [make(place, new_tokens) for place, (_, _, new_tokens) in enumerate(load)]

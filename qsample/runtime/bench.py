@@ -13,6 +13,7 @@ import numpy as np
 
 from qsample.runtime.inputs import parameter_arrays
 from qsample.runtime.model import CausalLM
+from qsample.runtime.scheduler import joined_slots
 from qsample.runtime.session import Sessions
 from qsample.runtime.slots import Slots
 from qsample.runtime.state import Array
@@ -53,6 +54,7 @@ class LockStep:
     ) -> None:
         """parameters: every name of `Interface.parameters`, one row each. seeds: one a row. capacity: T, in tokens."""
         self._slots = Slots(sessions, len(seeds), capacity)
+        self._joins_prompts = sessions.joins_prompts
         self._chunk = sessions.tokens_per_call
         if not self._slots.prepared:
             self._slots.prepare()
@@ -61,13 +63,24 @@ class LockStep:
 
     def prefill(self, prompts: Sequence[Array]) -> Array:
         """Read each row's prompt, [n] int64, and sample its first token: [B] int64."""
-        for row, prompt in enumerate(prompts):
-            parameters = {name: values[row] for name, values in self._parameters.items()}
-            self._slots.begin(row, prompt, self._seeds[row], parameters)
-            chunk = self._chunk or len(prompt)
-            for start in range(0, len(prompt), chunk):
-                self._slots.prefill(row, prompt[start : start + chunk], emit=start + chunk >= len(prompt))
+        waiting = {row: len(prompt) for row, prompt in enumerate(prompts)}
+        while waiting:
+            first = min(waiting)
+            rows = joined_slots(waiting, first) if self._joins_prompts else range(first, first + 1)
+            for row in rows:
+                parameters = {name: values[row] for name, values in self._parameters.items()}
+                self._slots.begin(row, prompts[row], self._seeds[row], parameters)
+                del waiting[row]
+            if len(rows) > 1:
+                self._slots.prefill(rows.start, *(prompts[row] for row in rows), emit=True)
+            else:
+                self._prefill_alone(first, prompts[first])
         return self._newest()
+
+    def _prefill_alone(self, row: int, prompt: Array) -> None:
+        chunk = self._chunk or len(prompt)
+        for start in range(0, len(prompt), chunk):
+            self._slots.prefill(row, prompt[start : start + chunk], emit=start + chunk >= len(prompt))
 
     def decode(self) -> Array:
         """Sample each row's next token: [B] int64."""

@@ -1,6 +1,7 @@
 """Requests enter; their tokens leave as they are read, until each request has ended.
 
-The device does one job after another: a chunk of a prompt, or `flush_every` decode steps without a read between them.
+The device does one job after another: a chunk of a prompt, some short prompts, or `flush_every` decode steps without a
+read between them.
 A row that ends inside such a window is inert from there on (the graph sees to that), so reading late changes no token.
 With double buffering, a thread starts the next job while this one copies and delivers what the job before it left.
 """
@@ -16,7 +17,7 @@ from typing import Final
 
 from qsample.contract import LENGTH, NEXT_IDS, RUNNING, STALLED, STOPPED
 from qsample.errors import QsampleError
-from qsample.runtime.scheduler import Chunk, DecodeRequest, Scheduler, Window
+from qsample.runtime.scheduler import Chunk, DecodeRequest, Prompts, Scheduler, Window
 from qsample.runtime.session import Sessions, check_count
 from qsample.runtime.slots import Slots, Snapshot
 from qsample.runtime.state import Array
@@ -153,7 +154,7 @@ class DecodeLoop:
         if self._device is not None:
             self._device.shutdown()
 
-    def _overlap(self, device: ThreadPoolExecutor, job: Chunk | Window) -> None:
+    def _overlap(self, device: ThreadPoolExecutor, job: Chunk | Prompts | Window) -> None:
         """Copy what stands on this side while the first call of `job` fills the other; deliver it during the rest.
 
         The second call would write to this side again, so it is handed over after the copy.
@@ -170,7 +171,7 @@ class DecodeLoop:
             for call in running:
                 call.result()
 
-    def _issue(self, job: Chunk | Window) -> list[Callable[[], None]]:
+    def _issue(self, job: Chunk | Prompts | Window) -> list[Callable[[], None]]:
         """The runs of the graph that a job consists of. Its requests are accounted for as if it was done."""
         if isinstance(job, Chunk):
             request = job.request
@@ -179,6 +180,13 @@ class DecodeLoop:
             request.issued = int(job.last)
             self._unread = [(request, 1)] if job.last else []
             return [partial(self._slots.prefill, request.slot, request.prompt[job.start : job.end], emit=job.last)]
+        if isinstance(job, Prompts):
+            for request in job.requests:
+                request.consumed, request.issued = len(request.prompt), 1
+            self._unread = [(request, 1) for request in job.requests]
+            first = job.requests[0].slot
+            assert first is not None
+            return [partial(self._slots.prefill, first, *(request.prompt for request in job.requests), emit=True)]
         issued = [min(job.steps, request.limit - request.issued) for request in job.requests]
         for request, count in zip(job.requests, issued, strict=True):
             request.issued += count

@@ -99,7 +99,13 @@ class Engine:
         usual = _PREFILL_CHUNK_SIZE.get(model.sessions.device, _PREFILL_CHUNK_SIZE["cuda"])
         chunk = model.sessions.chunk(prefill_chunk_size or usual)
         flush_every = choose_flush_every(model.sessions, flush_every)
-        scheduler = Scheduler(self.slots, flush_every, chunk, keep_prefixes=not model.interface.recurrent)
+        scheduler = Scheduler(
+            self.slots,
+            flush_every,
+            chunk,
+            keep_prefixes=not model.interface.recurrent,
+            join_prompts=model.sessions.joins_prompts,
+        )
         device = Slots(model.sessions, self.slots, self.capacity)
         loop = DecodeLoop(device, scheduler, self._deliver, double_buffering=double_buffering)
 

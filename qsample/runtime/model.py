@@ -154,8 +154,14 @@ class CausalLM:
         ]
         collector = Collector(interface, [self._text(row, stops) for row in rows])
         batch = Batch(requests, collector, manifest.token_ids.pad, streamer, guide, arrays.get(ALLOWED_TOKENS.name))
-        chunk = self.sessions.chunk(prefill_chunk_size)
-        scheduler = Scheduler(slots, flush_every, chunk, interleave=False, keep_prefixes=not interface.recurrent)
+        scheduler = Scheduler(
+            slots,
+            flush_every,
+            self.sessions.chunk(prefill_chunk_size),
+            interleave=False,
+            keep_prefixes=not interface.recurrent,
+            join_prompts=self.sessions.joins_prompts,
+        )
         device = self._captured.pop((slots, capacity, in_place), None)
         if device is None:
             self._captured.clear()  # one batch's memory at a time

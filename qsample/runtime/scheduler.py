@@ -9,10 +9,16 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Final
 
 import numpy as np
 
 from qsample.runtime.state import Array
+
+# What a run of the graph costs beside its tokens, in tokens.
+_RUN: Final = 4
+# A run of more tokens reads none of them faster, and takes more memory.
+_MOST_JOINED: Final = 512
 
 
 @dataclass(slots=True, eq=False)
@@ -62,6 +68,13 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
+class Prompts:
+    """The whole prompts of `requests`, in adjacent slots, for one call; the first token of each is sampled after it."""
+
+    requests: tuple[DecodeRequest, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Window:
     """`steps` decode steps without a read between them, for the rows of `requests`."""
 
@@ -75,6 +88,7 @@ class Scheduler:
     interleave: take turns between one prompt chunk and one window, so that running rows are not held up for longer than
     a chunk; otherwise every prompt in a slot is read before any row decodes. keep_prefixes: a prompt that begins like
     what a free slot holds goes on from there; recurrent states cannot, because they are those of the slot's last token.
+    join_prompts: read whole prompts of adjacent slots in one run where that is cheaper.
     """
 
     def __init__(
@@ -85,6 +99,7 @@ class Scheduler:
         *,
         interleave: bool = True,
         keep_prefixes: bool = True,
+        join_prompts: bool = False,
     ) -> None:
         self._kept: list[Array] = [np.empty(0, dtype=np.int64)] * slots  # tokens in each free slot's cache
         self._free = list(range(slots))  # the one that was left longest ago first
@@ -94,6 +109,7 @@ class Scheduler:
         self._chunk_size = prefill_chunk_size
         self._interleave = interleave
         self._keep_prefixes = keep_prefixes
+        self._join_prompts = join_prompts
         self._chunk_was_last = False
 
     @property
@@ -144,12 +160,15 @@ class Scheduler:
         self._kept[slot] = np.array(tokens if keep else [], dtype=np.int64)
         return slot
 
-    def next_job(self) -> Chunk | Window | None:
+    def next_job(self) -> Chunk | Prompts | Window | None:
         """What the device does next; None where nothing is left to do before results are read."""
         prefilling, running = self.prefilling, [request for request in self._order if request.may_run]
         if prefilling and not (running and self._interleave and self._chunk_was_last):
             self._chunk_was_last = True
             request = prefilling[0]
+            joined = self._joined(request)
+            if len(joined) > 1:
+                return Prompts(joined)
             end = min(len(request.prompt), request.consumed + (self._chunk_size or len(request.prompt)))
             return Chunk(request, request.consumed, end)
         self._chunk_was_last = False
@@ -158,6 +177,37 @@ class Scheduler:
         guided = any(request.guided for request in running)
         most = max(request.limit - request.issued for request in running)
         return Window(tuple(running), 1 if guided else min(self._flush_every, most))
+
+    def _joined(self, request: DecodeRequest) -> tuple[DecodeRequest, ...]:
+        """`request` and those whose prompts are read with its own, by slot."""
+        fresh = {one.slot: one for one in self.prefilling if one.slot is not None and one.consumed == 0}
+        if not self._join_prompts or request.slot not in fresh:
+            return (request,)
+        lengths = {slot: len(one.prompt) for slot, one in fresh.items()}
+        return tuple(fresh[slot] for slot in joined_slots(lengths, request.slot, self._chunk_size))
+
+
+def joined_slots(lengths: Mapping[int, int], slot: int, chunk_size: int | None = None) -> range:
+    """Adjacent slots around `slot` whose prompts are read in one run: padded to the longest of them, each neighbour
+    costs no more than a run of its own.
+
+    lengths: tokens of the prompt of each slot that could be joined. chunk_size: most tokens of a run; None = only as
+    many as make it faster.
+    """
+    most = min(_MOST_JOINED, chunk_size or _MOST_JOINED)
+    joined, width = range(slot, slot + 1), lengths[slot]
+    while True:
+        for neighbour in (joined.stop, joined.start - 1):
+            length = lengths.get(neighbour)
+            if length is None:
+                continue
+            tokens = (len(joined) + 1) * max(width, length)
+            if tokens <= min(most, len(joined) * width + length + _RUN):
+                joined = range(min(neighbour, joined.start), max(neighbour + 1, joined.stop))
+                width = max(width, length)
+                break
+        else:
+            return joined
 
 
 def shared_prefix(kept: Array, prompt: Array) -> int:

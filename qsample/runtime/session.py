@@ -67,7 +67,7 @@ class Sessions:
     sampler: samples on the host; None where the decoder does it by itself. resuming: gives the rows that a captured
     decoder stalled their token; None where the decoder settles every row. device: where the decoder's buffers live,
     "cpu" or "cuda". replays: None where the decoder's runs are not captured and replayed. tokens_per_call: S, where the
-    decoder has it fixed.
+    decoder has it fixed. joins_prompts: one run can read the first tokens of several rows.
     """
 
     interface: Interface
@@ -77,6 +77,7 @@ class Sessions:
     resuming: ort.InferenceSession | None = None
     replays: Replays | None = None
     tokens_per_call: int | None = None
+    joins_prompts: bool = False
 
     def chunk(self, asked: int | None) -> int | None:
         """The most prompt tokens in one call, given how many somebody asked for; None = any number."""
@@ -125,6 +126,8 @@ def open_sessions(
         else None,
         replays=Replays() if _options_of(package, "decoder.onnx", options).get(_CAPTURE) == "1" else None,
         tokens_per_call=length if isinstance(length, int) else None,
+        # Elsewhere attention is compiled for the capacity as its longest row, and then takes no batch of prompts.
+        joins_prompts=providers[0] == "CPUExecutionProvider",
     )
 
 

@@ -62,10 +62,10 @@ class Snapshot:
 class Slots:
     """`count` rows of `capacity` tokens.
 
-    A slot is idle until `begin` gives it a prompt. `prefill` feeds it that prompt, a chunk a call, while the others
-    wait; between its chunks the slot is idle for `decode`, which advances all running rows by one token. A row that
-    ends is idle again by itself: the graph neither advances it nor writes to it, except for the key and value at
-    position `lengths`, which belong to no token yet.
+    A slot is idle until `begin` gives it a prompt. `prefill` feeds it that prompt, a chunk a call, or several slots
+    theirs, while the others wait; between its chunks the slot is idle for `decode`, which advances all running rows by
+    one token. A row that ends is idle again by itself: the graph neither advances it nor writes to it, except for the
+    key and value at position `lengths`, which belong to no token yet.
 
     No method may be called while another one runs, except for `read` of the side that a `decode` reads.
     """
@@ -103,10 +103,11 @@ class Slots:
 
         self._ones = self._constant(np.ones(count, dtype=np.int32))
         self._emit = {emit: self._constant(np.full(count, emit)) for emit in (True, False)}
-        self._chunk_ids = Buffer.allocate(INPUT_IDS, {BATCH: 1, SEQUENCE: capacity}, device)
-        self._chunk_length = self._constant(np.ones(1, dtype=np.int32))
+        most_rows = count if sessions.joins_prompts else 1
+        self._chunk_ids = Buffer.allocate(INPUT_IDS, {BATCH: 1, SEQUENCE: most_rows * capacity}, device)
+        self._chunk_lengths = self._constant(np.ones(most_rows, dtype=np.int32))
         # A prompt's chunks run with a status of their own, so that the batch sees an idle row between them.
-        self._chunk_status = self._constant(np.full(1, RUNNING, dtype=np.int32))
+        self._chunk_status = self._constant(np.full(most_rows, RUNNING, dtype=np.int32))
         self._bound: dict[tuple[object, ...], list[BoundGraph]] = {}
 
     @property
@@ -166,16 +167,23 @@ class Slots:
         self._parameters[name].write_at(slot, self._specs[name].off)
         self._parameters[name].write_at((slot, slice(len(values))), values)
 
-    def prefill(self, slot: int, ids: Array, *, emit: bool) -> None:
-        """Feed a slot the next [n] int64 tokens of its prompt. emit: they are the last; sample the first new token."""
-        self._chunk_ids.write_at((0, slice(len(ids))), ids)
-        self._chunk_length.write_at(0, len(ids))
-        key = (slot, emit, self.side)
+    def prefill(self, slot: int, *ids: Array, emit: bool) -> None:
+        """Feed a slot the next [n] int64 tokens of its prompt. emit: they are the last; sample the first new token.
+
+        Several arrays are for `slot` and as many after it, in one run, where `Sessions.joins_prompts`: the first tokens
+        of each, because attention takes several rows of several tokens only where nothing is before them.
+        """
+        rows, lengths = range(slot, slot + len(ids)), [len(row) for row in ids]
+        width = max(lengths)  # and not a fixed one: the last chunk could pass the capacity
+        # Nothing reads the padding; a token of the row's own brings no number into the row that is not there anyway.
+        padded = [np.pad(row, (0, width - len(row)), constant_values=row[0]) for row in ids]
+        self._chunk_ids.write_at((0, slice(len(ids) * width)), np.concatenate(padded))
+        self._chunk_lengths.write_at(slice(len(ids)), lengths)
+        key = (rows, emit, self.side)
         if key not in self._bound:
-            self._bound[key] = self._bind_row(slot, emit)
+            self._bound[key] = self._bind_rows(rows, emit)
         for graph in self._bound[key]:
-            # Not padded to a fixed width: the last chunk could pass the capacity.
-            graph.bind_input(INPUT_IDS.name, self._chunk_ids.columns(len(ids)))
+            graph.bind_input(INPUT_IDS.name, self._chunk_ids.reshaped(len(ids), width))
             graph.run()  # to its end: the next chunk is written to the same memory
 
     def decode(self, *, wait: bool = True) -> None:
@@ -259,23 +267,24 @@ class Slots:
         in_place = {retained: buffers[state] for state, retained in spec.retained.items()}
         return BoundGraph(sessions.resuming, spec, {**buffers, **in_place}, sessions.device)
 
-    def _bind_row(self, slot: int, emit: bool) -> list[BoundGraph]:
-        """Over one row of everything, in place. Its status is written to the batch's with the first token only."""
+    def _bind_rows(self, rows: range, emit: bool) -> list[BoundGraph]:
+        """Over some rows of everything, in place. Their status is written to the batch's with the first token only."""
         whole = self._parameters | self._logits | self._outputs[self.side]
-        buffers = {name: buffer.row(slot) for name, buffer in whole.items()}
-        buffers |= self._state.inputs(slot) | self._state.outputs(slot)
+        buffers = {name: buffer.rows(rows.start, len(rows)) for name, buffer in whole.items()}
+        buffers |= self._state.inputs(rows) | self._state.outputs(rows)
+        status = self._chunk_status.rows(0, len(rows))
         buffers |= {
-            INPUT_IDS.name: self._chunk_ids.columns(1),
-            INPUT_LENGTHS.name: self._chunk_length,
-            EMIT.name: self._emit[emit].row(0),
-            STATUS.name: self._chunk_status,
+            INPUT_IDS.name: self._chunk_ids.reshaped(len(rows), 1),
+            INPUT_LENGTHS.name: self._chunk_lengths.rows(0, len(rows)),
+            EMIT.name: self._emit[emit].rows(0, len(rows)),
+            STATUS.name: status,
         }
         if not emit:
-            buffers[retained_name(STATUS.name)] = self._chunk_status
+            buffers[retained_name(STATUS.name)] = status
         graphs = self._bind(buffers, None if self._sessions.replays is None else NOT_CAPTURED)
         if emit and self._sessions.resuming is not None:
             # Whether the row stalled is not known without a read; where it did not, this graph does nothing.
-            graphs.append(self._resuming({**buffers, **self._state.inputs(slot)}))
+            graphs.append(self._resuming({**buffers, **self._state.inputs(rows)}))
         return graphs
 
     def _bind(self, buffers: Mapping[str, Buffer], capture: int | None) -> list[BoundGraph]:

@@ -62,15 +62,14 @@ class Buffer:
         owner = ort.OrtValue.ortvalue_from_numpy(np.array(array, order="C"), device)
         return cls(owner, array.dtype.name, array.shape, owner.data_ptr(), device)
 
-    def row(self, index: int) -> Buffer:
-        """Row `index` alone, as a batch of one over the same memory."""
-        shape = (1, *self.shape[1:])
-        step = math.prod(shape) * _ELEMENTS[self.dtype][1]
-        return Buffer(self.owner, self.dtype, shape, self.address + index * step, self.device)
+    def rows(self, start: int, count: int = 1) -> Buffer:
+        """Rows from `start` on, as a batch of `count` over the same memory."""
+        step = math.prod(self.shape[1:]) * _ELEMENTS[self.dtype][1]
+        return replace(self, shape=(count, *self.shape[1:]), address=self.address + start * step)
 
-    def columns(self, count: int) -> Buffer:
-        """The first `count` columns of a buffer of one row, over the same memory."""
-        return replace(self, shape=(1, count, *self.shape[2:]))
+    def reshaped(self, *shape: int) -> Buffer:
+        """As many of its first numbers as `shape` holds, over the same memory."""
+        return replace(self, shape=shape)
 
     def read(self) -> Array:
         """A copy of the whole tensor."""
@@ -99,7 +98,7 @@ class RetainedState:
 
     In place, a graph writes a state's next value into the buffer that it read. A state that takes turns has two
     buffers: a graph reads one `side` and writes the other, and `flip` swaps them after a run, so that what was written
-    last can be copied while the next run writes. Single rows are always written in place: swapping one row would leave
+    last can be copied while the next run writes. Some rows alone are always written in place: swapping them would leave
     the others behind.
     """
 
@@ -115,14 +114,14 @@ class RetainedState:
         self._retained = [spec.name for spec in specs if not spec.read_only]
         self.side = 0
 
-    def inputs(self, row: int | None = None) -> dict[str, Buffer]:
-        """State name → its current value: of all rows, or of one."""
-        return _rows(self._sides[self.side], row)
+    def inputs(self, rows: range | None = None) -> dict[str, Buffer]:
+        """State name → its current value: of all rows, or of some."""
+        return _rows(self._sides[self.side], rows)
 
-    def outputs(self, row: int | None = None) -> dict[str, Buffer]:
-        """Output name → where the next value of its state goes: of all rows, or of one (then in place)."""
-        side = self._sides[1 - self.side if row is None else self.side]
-        return _rows({retained_name(name): side[name] for name in self._retained}, row)
+    def outputs(self, rows: range | None = None) -> dict[str, Buffer]:
+        """Output name → where the next value of its state goes: of all rows, or of some (then in place)."""
+        side = self._sides[1 - self.side if rows is None else self.side]
+        return _rows({retained_name(name): side[name] for name in self._retained}, rows)
 
     def flip(self) -> None:
         """Make the values that were just written the current ones."""
@@ -150,5 +149,7 @@ def _zeros(shape: tuple[int, ...], dtype: str) -> Array:
     return np.frombuffer(memory, dtype).reshape(shape)
 
 
-def _rows(buffers: Mapping[str, Buffer], row: int | None) -> dict[str, Buffer]:
-    return {name: buffer if row is None else buffer.row(row) for name, buffer in buffers.items()}
+def _rows(buffers: Mapping[str, Buffer], rows: range | None) -> dict[str, Buffer]:
+    if rows is None:
+        return dict(buffers)
+    return {name: buffer.rows(rows.start, len(rows)) for name, buffer in buffers.items()}

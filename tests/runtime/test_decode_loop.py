@@ -6,6 +6,7 @@ import random
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -36,7 +37,7 @@ def run(
 ) -> tuple[list[list[int]], list[str], list[Progress]]:
     """Tokens and finish reason of each request, and everything that was delivered."""
     delivered: list[Progress] = []
-    scheduler = Scheduler(slots, flush_every, chunk, interleave=interleave)
+    scheduler = Scheduler(slots, flush_every, chunk, interleave=interleave, join_prompts=True)
     device = Slots(model.sessions, slots, CAPACITY)
     with DecodeLoop(device, scheduler, delivered.append, double_buffering=double_buffering) as loop:
         for request in requests:
@@ -45,6 +46,19 @@ def run(
             loop.step()
     reasons = {progress.request: STATUS_NAMES[progress.status] for progress in delivered}
     return [request.new_tokens for request in requests], [reasons[request] for request in requests], delivered
+
+
+def count_rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many rows each run over prompts had, from now on."""
+    rows: list[int] = []
+    plain = Slots.prefill
+
+    def prefill(self: Slots, slot: int, *ids: np.ndarray, emit: bool) -> None:
+        rows.append(len(ids))
+        plain(self, slot, *ids, emit=emit)
+
+    monkeypatch.setattr(Slots, "prefill", prefill)
+    return rows
 
 
 def hundred(model: CausalLM) -> tuple[list[DecodeRequest], Any]:
@@ -58,10 +72,12 @@ def hundred(model: CausalLM) -> tuple[list[DecodeRequest], Any]:
 @pytest.mark.parametrize("double_buffering", [False, True])
 @pytest.mark.parametrize("flush_every", [1, 4, 16])
 def test_a_hundred_random_requests_give_the_tokens_of_the_reference(
-    flush_every: int, double_buffering: bool, model: CausalLM
+    flush_every: int, double_buffering: bool, model: CausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     requests, wanted = hundred(model)
-    tokens, reasons, _ = run(model, requests, 8, flush_every=flush_every, double_buffering=double_buffering, chunk=7)
+    rows = count_rows(monkeypatch)
+    tokens, reasons, _ = run(model, requests, 8, flush_every=flush_every, double_buffering=double_buffering, chunk=17)
+    assert {1, 2} <= set(rows)
     assert list(zip(tokens, reasons, strict=True)) == wanted
     assert {reason for _, reason in wanted} == {"stop", "length"}
     assert len({len(row) for row in tokens}) > 15
@@ -209,6 +225,30 @@ def test_a_stalled_row_says_what_to_do(model: CausalLM, monkeypatch: pytest.Monk
 
 
 # Through generate().
+
+
+@pytest.mark.parametrize("sampler", [True, False])
+def test_generate_reads_prompts_of_like_lengths_in_one_run(
+    sampler: bool, fake_model: Callable[..., CausalLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = random.Random(9)
+    prompts = [[generator.randrange(3, 290) for _ in range(n)] for n in (12, 12, 10, 30, 31, 3, 1, 1)]
+    params = [random_params(generator, 30) for _ in prompts]
+    model = fake_model(sampler=sampler)
+    rows = count_rows(monkeypatch)
+    output = model.generate(prompts, params, seed=0)
+    assert rows == [3, 2, 3]
+    wanted = [
+        fake_reference.generate(*row, seed, MAX_POSITIONS) for seed, row in enumerate(zip(prompts, params, strict=True))
+    ]
+    assert list(zip(output.new_token_ids, output.finish_reasons, strict=True)) == wanted
+    rows.clear()
+    assert model.generate(prompts, params, seed=0, prefill_chunk_size=24).new_token_ids == output.new_token_ids
+    assert rows == [2, 1, 1, 1, 1, 1, 3]
+    rows.clear()
+    alone = CausalLM(model.package, replace(model.sessions, joins_prompts=False))
+    assert alone.generate(prompts, params, seed=0).new_token_ids == output.new_token_ids
+    assert rows == [1] * 8
 
 
 @pytest.mark.parametrize("sampler", [True, False])

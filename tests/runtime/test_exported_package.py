@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from qsample.runtime import CausalLM, SamplingParams, load
+from qsample.runtime.slots import Slots
 
 PROMPTS = [np.random.default_rng(n).integers(4, 260, n).tolist() for n in (3, 17, 9, 1)]
 PARAMS = [
@@ -30,6 +32,24 @@ def test_in_place_and_chunking_change_nothing(in_place: bool, chunk: int | None,
     got = model.generate(PROMPTS, PARAMS, seed=11, in_place=in_place, prefill_chunk_size=chunk)
     assert got.new_token_ids == wanted.new_token_ids
     assert got.finish_reasons == wanted.finish_reasons
+
+
+@pytest.mark.parametrize("sampler", [True, False])
+def test_prompts_in_one_run_give_the_same_tokens_as_alone(sampler: bool, exported: Callable[..., Path]) -> None:
+    model = load(exported("llama") if sampler else exported("llama", include_sampler=False))
+    prompts = [np.random.default_rng(n).integers(4, 260, n).tolist() for n in (20, 17, 18, 20)]
+    calls: list[int] = []
+    with pytest.MonkeyPatch.context() as patch:
+        plain = Slots.prefill
+        patch.setattr(
+            Slots,
+            "prefill",
+            lambda self, slot, *ids, emit: (calls.append(len(ids)), plain(self, slot, *ids, emit=emit)),
+        )
+        got = model.generate(prompts, PARAMS, seed=11)
+    assert calls == [4]
+    for row, (prompt, params) in enumerate(zip(prompts, PARAMS, strict=True)):
+        assert model.generate([prompt], params, seed=11 + row).new_token_ids == [got.new_token_ids[row]]
 
 
 @pytest.mark.parametrize("chunk", [None, 5])

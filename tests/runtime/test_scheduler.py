@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from qsample.runtime.scheduler import Chunk, DecodeRequest, Scheduler, Window, shared_prefix
+from qsample.runtime.scheduler import Chunk, DecodeRequest, Prompts, Scheduler, Window, joined_slots, shared_prefix
 
 
 def request(prompt: list[int], most: int = 10, *, guided: bool = False) -> DecodeRequest:
@@ -110,6 +110,66 @@ def test_chunks_and_windows_take_turns() -> None:
         ((first,), 1),  # nine of ten were issued
         (second, 4, 5, True),
     ]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "slot", "chunk", "joined"),
+    [
+        ({0: 8, 1: 8, 2: 8}, 0, None, range(3)),
+        ({0: 8, 1: 8, 2: 8}, 2, None, range(3)),  # neighbours on both sides
+        ({0: 8, 2: 8}, 0, None, range(1)),  # a gap
+        ({3: 40, 4: 36}, 3, None, range(3, 5)),  # padding costs what a run costs
+        ({3: 40, 4: 35}, 3, None, range(3, 4)),  # and here more
+        ({0: 40, 1: 44, 2: 44}, 0, None, range(3)),
+        ({0: 40, 1: 44, 2: 48}, 0, None, range(2)),  # the third would pad both of the others
+        ({0: 8, 1: 8, 2: 8}, 0, 16, range(2)),
+        ({0: 8, 1: 8}, 0, 15, range(1)),
+        ({0: 300, 1: 300}, 0, None, range(1)),
+        (dict.fromkeys(range(40), 16), 20, None, range(8, 40)),  # 512 tokens
+    ],
+)
+def test_joined_slots(lengths: dict[int, int], slot: int, chunk: int | None, joined: range) -> None:
+    assert joined_slots(lengths, slot, chunk) == joined
+
+
+def test_whole_prompts_are_read_together() -> None:
+    scheduler = Scheduler(4, prefill_chunk_size=8, join_prompts=True)
+    kept, long, *short = (request(prompt) for prompt in ([9, 9], [5] * 9, [1, 2], [3, 4, 5], [6]))
+    scheduler.add(kept)
+    scheduler.admit()
+    read(scheduler, kept)
+    kept.new_tokens = [9, 8]
+    scheduler.leave(kept)  # slot 0 holds 9, 9, 9 now
+    again = request([9, 9, 7])
+    for one in (long, *short, again):
+        scheduler.add(one)
+    scheduler.admit()
+    # The slot that was left last comes last.
+    assert [one.slot for one in (long, *short)] == [1, 2, 3, 0]
+    assert scheduler.next_job() == Chunk(long, 0, 8)
+    long.consumed = 8
+    assert scheduler.next_job() == Chunk(long, 8, 9)
+    read(scheduler, long)
+    assert scheduler.next_job() == Window((long,), 1)
+    assert scheduler.next_job() == Prompts((short[0], short[1]))
+
+
+def test_a_prompt_that_goes_on_from_a_kept_one_is_read_alone() -> None:
+    scheduler = Scheduler(2, join_prompts=True)
+    first = request([1, 2, 3])
+    scheduler.add(first)
+    scheduler.admit()
+    read(scheduler, first)
+    first.new_tokens = [4, 5]
+    scheduler.leave(first)
+    goes_on, fresh = request([1, 2, 3, 4, 6]), request([7])
+    for one in (goes_on, fresh):
+        scheduler.add(one)
+    scheduler.admit()
+    assert scheduler.next_job() == Chunk(goes_on, 4, 5)
+    read(scheduler, goes_on)
+    scheduler.next_job()
+    assert scheduler.next_job() == Chunk(fresh, 0, 1)
 
 
 def test_every_prompt_first_without_interleaving() -> None:

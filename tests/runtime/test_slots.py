@@ -72,6 +72,43 @@ def test_a_row_that_joins_between_the_steps_of_others(
     assert slots.read().status.tolist() == [2, 2, STOPPED]
 
 
+@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize("sampler", [True, False])
+def test_prompts_that_are_read_in_one_run(sampler: bool, in_place: bool, fake_model: Callable[..., CausalLM]) -> None:
+    """Ragged prompts, in slots that hold longer rows and NaN, next to a row that runs and one that is half read."""
+    generator = random.Random(2)
+    model = fake_model(sampler=sampler)
+    slots = Slots(model.sessions, 5, CAPACITY, in_place=in_place)
+    running, half = [5, 6, 7], [9, 8, 7, 6]
+    begin(slots, model, 0, running, FREE)
+    feed(slots, 0, running)
+    begin(slots, model, 4, half, FREE)
+    slots.prefill(4, np.array(half[:2]), emit=False)
+    for turn, lengths in enumerate(((3, 9, 8), (1, 1, 1), (12, 1, 4))):
+        for slot in (1, 2, 3):
+            begin(slots, model, slot, [8, POISON, *range(20, 50)], random_params(generator))
+            feed(slots, slot, [8, POISON, *range(20, 50)])
+        slots.decode()
+        prompts = [[generator.randrange(3, 290) for _ in range(n)] for n in lengths]
+        params = [random_params(generator) for _ in prompts]
+        for slot, (prompt, row_params) in enumerate(zip(prompts, params, strict=True), start=1):
+            begin(slots, model, slot, prompt, row_params)
+        slots.prefill(1, *map(np.array, prompts), emit=True)
+        history = slots.read().tokens
+        for slot, prompt in enumerate(prompts, start=1):
+            assert history[slot, : len(prompt)].tolist() == prompt
+            assert (history[slot, len(prompt) + 1 :] == prompt[0]).all()
+        for _ in range(24):
+            slots.decode()
+        for slot, (prompt, row_params) in enumerate(zip(prompts, params, strict=True), start=1):
+            assert new_tokens(slots, slot, prompt) == expected(prompt, row_params, slot), turn
+    assert new_tokens(slots, 0, running) == expected(running, FREE, 0)
+    slots.prefill(4, np.array(half[2:]), emit=True)
+    for _ in range(20):
+        slots.decode()
+    assert new_tokens(slots, 4, half) == expected(half, FREE, 4)
+
+
 @pytest.mark.parametrize("sampler", [True, False])
 def test_a_prompt_that_continues_what_the_cache_holds(sampler: bool, fake_model: Callable[..., CausalLM]) -> None:
     model = fake_model(sampler=sampler)

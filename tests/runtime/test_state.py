@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -21,8 +22,8 @@ def test_every_dtype_of_the_contract_has_memory(dtype: str) -> None:
     assert (buffer.shape, buffer.dtype, buffer.address) == ((3, 12), dtype, buffer.owner.data_ptr())
     width = {"float16": 2, "bfloat16": 2, "int64": 8, "bool": 1}.get(dtype, 4)
     assert buffer.owner.tensor_size_in_bytes() == 36 * width
-    assert [buffer.row(i).address - buffer.address for i in range(3)] == [0, 12 * width, 24 * width]
-    assert buffer.row(2).shape == (1, 12)
+    assert [buffer.rows(i).address - buffer.address for i in range(3)] == [0, 12 * width, 24 * width]
+    assert (buffer.rows(2).shape, buffer.rows(1, 2).shape) == ((1, 12), (2, 12))
 
 
 def test_of_copies() -> None:
@@ -63,9 +64,13 @@ def test_a_state_in_place_has_one_buffer_and_one_that_takes_turns_has_two(model:
         assert made.read("lengths")[1] == (0 if turns else 9)
 
 
-def test_a_row_is_written_where_it_is_read(model: CausalLM) -> None:
+def test_some_rows_are_written_where_they_are_read(model: CausalLM) -> None:
     made = state(model, turns=["past_key_values.0.key"])
-    assert made.inputs(1)["past_key_values.0.key"].address == made.outputs(1)["present.0.key"].address
+    rows = range(1, 3)
+    key = made.inputs(rows)["past_key_values.0.key"]
+    assert key == made.outputs(rows)["present.0.key"]
+    assert key.shape[0] == 2
+    assert key.address - made.inputs()["past_key_values.0.key"].address == 4 * math.prod(key.shape[1:])
 
 
 def test_writing_a_part() -> None:
@@ -75,4 +80,4 @@ def test_writing_a_part() -> None:
     buffer.write_at(0, 7)
     assert buffer.read().tolist() == [[7, 7, 7], [4, 5, 0]]
     assert buffer.address == buffer.owner.data_ptr() == address
-    assert buffer.row(1).columns(2).shape == (1, 2)
+    assert buffer.reshaped(3, 1).shape == (3, 1)
