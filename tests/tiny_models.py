@@ -25,6 +25,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 5},
     "gpt2": {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256},
     "phi3": {},
+    # The first half of each head is rotated.
+    "glm": {"head_dim": 32, "partial_rotary_factor": 0.5},
+    "gpt_neox": {"num_attention_heads": 2, "rotary_pct": 0.5},
+    "cohere": {},
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": 6},
     "mixtral": {"num_local_experts": 4},
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -41,6 +41,36 @@ def insert(
 def constant(value: ir.Value | None) -> npt.NDArray[Any] | None:
     """The numbers of a constant, None for what is computed."""
     return None if value is None or value.const_value is None else value.const_value.numpy()
+
+
+class Part(NamedTuple):
+    """Places start to stop of the last axis of `source`."""
+
+    source: ir.Value
+    start: int
+    stop: int
+
+
+def part_of(value: ir.Value | None) -> Part | None:
+    """What `value` was cut from by a Split or Slice of the last axis at constant places; None for anything else."""
+    node = value.producer() if value is not None else None
+    source = node.inputs[0] if node is not None and node.inputs else None
+    if value is None or node is None or source is None or source.shape is None:
+        return None
+    last = len(source.shape) - 1
+    if node.op_type == "Split" and node.attributes.get_int("axis", 0) in (-1, last):
+        sizes = constant(node.inputs[1]) if len(node.inputs) > 1 else None
+        if sizes is not None:
+            place = node.outputs.index(value)
+            return Part(source, int(sizes[:place].sum()), int(sizes[: place + 1].sum()))
+    if node.op_type == "Slice":
+        numbers = [constant(number) for number in node.inputs[1:]]
+        if all(number is not None and number.size == 1 for number in numbers) and len(numbers) >= 3:
+            start, stop, axis, *step = (int(number.item()) for number in numbers if number is not None)
+            size = source.shape[last]
+            if axis in (-1, last) and step in ([], [1]) and start >= 0 and isinstance(size, int):
+                return Part(source, start, min(stop, size) if stop >= 0 else size + stop)
+    return None
 
 
 def reshape(before: ir.Node, source: ir.Value, sizes: Sequence[int]) -> ir.Value:

@@ -31,6 +31,8 @@ def remove_head_transposes(model: ir.Model) -> bool:
             _sink(node, _norm(node, source))
         elif node.outputs[0].shape is not None and node.op_type == "RotaryEmbedding" and node.domain == _CONTRIB:
             _sink(node, _rotate(node, source))
+        elif node.op_type == "Split" and node.attributes.get_int("axis", 0) in (-1, 3):
+            _split(node, source)
         else:
             continue
         modified = True
@@ -57,11 +59,23 @@ def _over_last_axis(node: ir.Node) -> bool:
     return node.attributes.get_int("axis", -1) in (-1, 3) and not any(value.uses() for value in node.outputs[1:])
 
 
-def _sink(node: ir.Node, result: ir.Value) -> None:
-    """Let the users of `node` read `result` [B, S, heads, D], transposed."""
-    shape = node.outputs[0].shape
-    assert shape is not None
-    ir.convenience.replace_all_uses_with(node.outputs[0], insert(node, "Transpose", [result], shape, {"perm": _SWAP}))
+def _sink(node: ir.Node, result: ir.Value, place: int = 0) -> None:
+    """Let the users of `node`'s output read `result` [B, S, heads, D], transposed."""
+    old = node.outputs[place]
+    assert old.shape is not None
+    ir.convenience.replace_all_uses_with(old, insert(node, "Transpose", [result], old.shape, {"perm": _SWAP}))
+
+
+def _split(node: ir.Node, source: ir.Value) -> None:
+    """A head's queries, keys and values may lie side by side."""
+    split = ir.node("Split", [source, *node.inputs[1:]], {**node.attributes, "axis": -1}, num_outputs=len(node.outputs))
+    assert node.graph is not None
+    node.graph.insert_before(node, split)
+    for place, (old, new) in enumerate(zip(node.outputs, split.outputs, strict=True)):
+        assert old.shape is not None
+        batch, heads, length, size = old.shape
+        new.shape, new.type = ir.Shape([batch, length, heads, size]), old.type
+        _sink(node, new, place)
 
 
 def _norm(node: ir.Node, source: ir.Value) -> ir.Value:

@@ -8,6 +8,7 @@ from qsample.exporters.head_layout import remove_head_transposes
 from qsample.exporters.packing import gemms_to_matmuls, pack_attention_inputs
 from qsample.exporters.reshapes import simplify_reshapes
 from qsample.exporters.rotary import absorb_rotary
+from qsample.exporters.rotations import fuse_rotations
 
 
 def make_lean(model: ir.Model, capacity: int) -> bool:
@@ -17,6 +18,7 @@ def make_lean(model: ir.Model, capacity: int) -> bool:
     products, the attention, and the three of the gate.
     """
     modified = gemms_to_matmuls(model)
+    modified |= fuse_rotations(model)
     modified |= remove_head_transposes(model)
     modified |= simplify_reshapes(model)
     modified |= absorb_rotary(model, capacity)

@@ -11,7 +11,7 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes import common as common_passes
 
-from qsample.exporters.graph_edit import constant, initializer, insert
+from qsample.exporters.graph_edit import constant, initializer, insert, part_of
 
 
 def gemms_to_matmuls(model: ir.Model) -> bool:
@@ -97,23 +97,8 @@ def _part(value: ir.Value | None) -> _Part | None:
             if part is not None and part.bias is None and bias is not None and _is_vector(bias, part):
                 return part._replace(bias=bias)
         return None
-    source = node.inputs[0] if node.inputs else None
-    if source is None or source.shape is None:
-        return None
-    last = len(source.shape) - 1
-    if node.op_type == "Split" and node.attributes.get_int("axis", 0) in (-1, last):
-        sizes = constant(node.inputs[1]) if len(node.inputs) > 1 else None
-        if sizes is not None:
-            place = node.outputs.index(value)
-            return _Part(source, int(sizes[:place].sum()), int(sizes[: place + 1].sum()), None)
-    if node.op_type == "Slice":
-        numbers = [constant(number) for number in node.inputs[1:]]
-        if all(number is not None and number.size == 1 for number in numbers) and len(numbers) >= 3:
-            start, stop, axis, *step = (int(number.item()) for number in numbers if number is not None)
-            size = source.shape[last]
-            if axis in (-1, last) and step in ([], [1]) and start >= 0 and isinstance(size, int):
-                return _Part(source, start, min(stop, size) if stop >= 0 else size + stop, None)
-    return None
+    cut = part_of(value)
+    return None if cut is None else _Part(*cut, None)
 
 
 def _is_vector(bias: ir.Value, part: _Part) -> bool:

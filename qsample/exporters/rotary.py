@@ -7,21 +7,18 @@ part of the graph, so it does not matter which way a model computes them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import onnx_ir as ir
-import onnxruntime as ort
 from onnx_ir.passes import common as common_passes
 
 from qsample.contract import BATCH, LENGTHS, SEQUENCE
-from qsample.exporters.branches import ancestors, reads
+from qsample.exporters.branches import ancestors
 from qsample.exporters.graph_edit import initializer
+from qsample.exporters.graph_part import Array, GraphPart, inputs_of
 
-Array = npt.NDArray[Any]
 _MULTIPLE: Final = 16  # GroupQueryAttention takes head and rotary sizes that are multiples of this
 # The table and the graph compute the same expression; a frequency that depends on more than the position is far off.
 _TOLERANCE: Final = 1e-6
@@ -132,48 +129,23 @@ def _tables(
 
 @dataclass(frozen=True, slots=True)
 class _Angles:
-    """The part of a graph that computes the angles of its tokens. inputs: those of the whole graph that it reads, with
-    their shapes and dtypes. most_rows: 1 where the graph's batch is fixed at that."""
+    """The part of a graph that computes the angles of its tokens. most_rows: 1 where the graph's batch is fixed at
+    that."""
 
-    session: ort.InferenceSession
-    inputs: Mapping[str, ir.Value]
+    part: GraphPart
     most_rows: int
 
     def __call__(self, starts: list[int], length: int) -> tuple[Array, Array]:
         """Cosines and sines, [rows * length, rotary_size / 2] each, of `length` tokens a row that follow `starts`."""
-        sizes = {BATCH: len(starts), SEQUENCE: length}
-        feeds = {
-            name: np.zeros(_sizes(value, sizes), value.dtype.numpy() if value.dtype is not None else None)
-            for name, value in self.inputs.items()
-        }
-        if LENGTHS.name in feeds:
-            feeds[LENGTHS.name] = np.array(starts, dtype=np.int32)
-        positions, cos, sin = self.session.run(None, feeds)
+        lengths = {LENGTHS.name: np.array(starts, dtype=np.int32)}
+        positions, cos, sin = self.part(lengths, {BATCH: len(starts), SEQUENCE: length})
         return cos[positions.ravel()], sin[positions.ravel()]
 
 
 def _angles(model: ir.Model, angles: tuple[ir.Value | None, ...]) -> _Angles | None:
     """None where hidden states, and not the positions alone, decide the angles."""
     wanted = [value for value in angles if value is not None]
-    needed = ancestors(wanted, set(), data=True)
-    read = {value for node in needed for value in reads(node)}
-    inputs = {str(value.name): value for value in model.graph.inputs if value in read}
-    if any(node.domain == "com.microsoft" for node in needed) or LENGTHS.name not in inputs:
+    lengths = inputs_of(wanted).get(LENGTHS.name)
+    if lengths is None or any(node.domain == "com.microsoft" for node in ancestors(wanted, set(), data=True)):
         return None
-    part = ir.convenience.extract(model.graph, list(inputs.values()), wanted)
-    for value in part.initializers.values():  # small ones; a model given as bytes has no files beside it
-        if value.const_value is not None:
-            value.const_value = ir.tensor(value.const_value.numpy(), name=value.name)
-    options = ort.SessionOptions()
-    options.log_severity_level = 3
-    session = ort.InferenceSession(
-        ir.to_proto(ir.Model(part, ir_version=model.ir_version)).SerializeToString(),
-        options,
-        providers=["CPUExecutionProvider"],
-    )
-    batch = inputs[LENGTHS.name].shape
-    return _Angles(session, inputs, 1 if batch is not None and batch[0] == 1 else 2)
-
-
-def _sizes(value: ir.Value, axes: Mapping[str, int]) -> list[int]:
-    return [dim if isinstance(dim, int) else axes[str(dim)] for dim in value.shape or ()]
+    return _Angles(GraphPart(model, wanted), 1 if lengths.shape is not None and lengths.shape[0] == 1 else 2)

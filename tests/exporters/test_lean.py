@@ -36,7 +36,11 @@ ONCE = Counter(
 ) + Counter(Where=1, Add=1, Sub=2, Unsqueeze=1, Expand=1)
 
 
-@pytest.mark.parametrize(("model_type", "layer"), [("llama", LLAMA_LAYER), ("qwen3", QWEN3_LAYER)])
+# Its queries, keys and values have biases; half of each head is rotated, neighbours as pairs.
+GLM_LAYER = LLAMA_LAYER + Counter(Add=1)
+
+
+@pytest.mark.parametrize(("model_type", "layer"), [("llama", LLAMA_LAYER), ("qwen3", QWEN3_LAYER), ("glm", GLM_LAYER)])
 def test_operators_of_a_layer(
     exported: Callable[..., Path], tmp_path: Path, model_type: str, layer: Counter[str]
 ) -> None:
@@ -47,7 +51,44 @@ def test_operators_of_a_layer(
     assert found == Counter({operator: LAYERS * count for operator, count in layer.items()}) + ONCE
 
 
-@pytest.mark.parametrize("model_type", ["gemma3_text", "gpt2", "gpt_oss", "phi3", "qwen3"])
+@pytest.mark.parametrize(
+    ("model_type", "interleaved", "rotated"),
+    [
+        ("gpt_neox", 0, 16),
+        ("glm", 1, 16),
+        pytest.param("cohere", 1, 16, marks=pytest.mark.slow),
+        ("llama", 0, 16),
+    ],
+)
+def test_every_form_of_rotation_goes_into_the_attention(
+    exported: Callable[..., Path], model_type: str, interleaved: int, rotated: int
+) -> None:
+    package = read_package(exported(model_type))
+    model = logits_graph(ir.load(package.path / "decoder.onnx"), package.interface)
+    fix_axes(model, {"T": CAPACITY})
+    fuse(model, "cpu")
+    make_lean(model, CAPACITY)
+    assert not {"RotaryEmbedding", "Cos", "Sin", "Neg", "Transpose"} & {node.op_type for node in model.graph}
+    attentions = [node for node in model.graph if node.op_type == "GroupQueryAttention"]
+    assert len(attentions) == LAYERS
+    for node in attentions:
+        assert (node.attributes["do_rotary"].value, node.attributes["rotary_interleaved"].value) == (1, interleaved)
+        assert [list(node.inputs[place].shape) for place in (7, 8)] == [[CAPACITY, rotated // 2]] * 2
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    [
+        "gemma3_text",
+        "glm",
+        "gpt2",
+        "gpt_neox",
+        "gpt_oss",
+        "phi3",
+        "qwen3",
+        pytest.param("cohere", marks=pytest.mark.slow),
+    ],
+)
 def test_same_logits(exported: Callable[..., Path], model_type: str) -> None:
     package = read_package(exported(model_type))
     runners = []

@@ -1,0 +1,70 @@
+"""A graph and some of its values enter; the part that computes them, ready to run on numbers of one's own, leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx_ir as ir
+import onnxruntime as ort
+
+Array = npt.NDArray[Any]
+
+
+class GraphPart:
+    """The part of `model`'s graph between `given` and `wanted`; small, because its constants are copied.
+
+    inputs: those of the whole graph that it reads, by name.
+    """
+
+    def __init__(self, model: ir.Model, wanted: Iterable[ir.Value], given: Iterable[ir.Value] = ()) -> None:
+        wanted, self._given = list(wanted), list(given)
+        self.inputs = inputs_of(wanted, self._given)
+        part = ir.convenience.extract(model.graph, [*self._given, *self.inputs.values()], wanted)
+        for value in part.initializers.values():  # a model given as bytes has no files beside it
+            if value.const_value is not None:
+                value.const_value = ir.tensor(value.const_value.numpy(), name=value.name)
+        options = ort.SessionOptions()
+        options.log_severity_level = 3
+        self._session = ort.InferenceSession(
+            ir.to_proto(ir.Model(part, ir_version=model.ir_version)).SerializeToString(),
+            options,
+            providers=["CPUExecutionProvider"],
+        )
+
+    def __call__(self, feeds: Mapping[str, Array], axes: Mapping[str, int]) -> list[Array]:
+        """The values wanted. feeds: values by name; inputs of the graph that are not there are zeros. axes: the size
+        of each named axis."""
+        zeros = {
+            name: np.zeros(sizes(value, axes), value.dtype.numpy() if value.dtype is not None else None)
+            for name, value in self.inputs.items()
+            if name not in feeds
+        }
+        wanted = {str(value.name) for value in self._given} | self.inputs.keys()
+        given = {name: array for name, array in feeds.items() if name in wanted}
+        found: list[Array] = self._session.run(None, given | zeros)
+        return found
+
+
+def sizes(value: ir.Value, axes: Mapping[str, int]) -> list[int]:
+    """The shape of `value`; KeyError names an axis that `axes` lacks."""
+    return [dim if isinstance(dim, int) else axes[str(dim)] for dim in value.shape or ()]
+
+
+def inputs_of(values: Iterable[ir.Value], given: Iterable[ir.Value] = ()) -> dict[str, ir.Value]:
+    """The inputs of the graph that `values` are computed from, where `given` are known, by name."""
+    found: dict[str, ir.Value] = {}
+    open_values, seen = list(values), set(given)
+    while open_values:
+        value = open_values.pop()
+        if value in seen:
+            continue
+        seen.add(value)
+        if value.is_graph_input():
+            found[str(value.name)] = value
+        node = value.producer()
+        if node is not None:
+            open_values += [source for source in node.inputs if source is not None]
+    return found
