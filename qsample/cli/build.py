@@ -79,7 +79,7 @@ def compile(
     ] = None,
     block_size: Annotated[int, typer.Option(help="Quantized weights that share a scale: 16 to 256.")] = 32,
     quantization_method: Annotated[
-        str, typer.Option(metavar="rtn|k_quant", help="Nearest level, or a search for the best ones.")
+        str, typer.Option(metavar="rtn|k_quant|hqq", help="Nearest level, or a search for the best ones.")
     ] = "rtn",
     kv_cache_dtype: Annotated[
         str | None, typer.Option(metavar="int8", help="Quantize keys and values. (default: as exported)")

@@ -74,7 +74,7 @@ def compile_package(
             the package's own dtype: as they were exported. Weights that came packed stay as they are. "float16", for
             cpu: float32 ones are stored in half the space, and are float32 again once they are loaded.
         block_size: weights that share a scale: 16, 32, 64, 128 or 256. quantization_method: "rtn" rounds to the nearest
-            level; "k_quant" searches each block's scale and offset, slower and closer.
+            level; "k_quant" and "hqq" search each block's offset, slower and closer; see `quantize.WeightQuantization`.
         kv_cache_dtype: "int8", to hold keys and values with a scale a channel, measured on the model's own text: a
             quarter of float32's memory, and faster over long contexts. None, or the package's own dtype: as it is.
         max_divergence: refuse quantized weights that are further off than this, in nats a token; see
@@ -208,7 +208,7 @@ def _check_divergence(divergence: Divergence, options: CompileOptions, limit: fl
     if options.weights is not None:
         weights = options.weights
         found.append(f"{weights.bits}-bit weights in blocks of {weights.block_size} ({weights.method})")
-        advice.append("int8, smaller blocks, or quantization_method='k_quant'")
+        advice.append("int8, smaller blocks, or quantization_method='k_quant' or 'hqq'")
     if options.store_float16:
         found.append("float16 weights")
         advice.append("weights='float32'")

@@ -26,6 +26,8 @@ WAYS = [
     WeightQuantization(8, 64),
     WeightQuantization(4, 32, "k_quant"),
     WeightQuantization(8, 64, "k_quant"),
+    WeightQuantization(4, 32, "hqq"),
+    WeightQuantization(8, 16, "hqq"),
 ]
 
 
@@ -127,7 +129,9 @@ def test_packed_graph(way: WeightQuantization, tmp_path: Path) -> None:
     assert report.bytes_after == sum(tensor.nbytes for tensor in packed if tensor is not None)
 
 
-def test_the_k_quant_search_is_closer(tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", ["k_quant", "hqq"])
+def test_a_search_is_closer(method: str, tmp_path: Path) -> None:
+    """Far more so where the weights are not symmetric: here all of them have one sign."""
     weights = {"table": np.random.default_rng(1).gamma(2.0, size=(VOCAB, HIDDEN)).astype(np.float32)} | {
         name: array for name, array in make_weights().items() if name != "table"
     }
@@ -140,8 +144,23 @@ def test_the_k_quant_search_is_closer(tmp_path: Path) -> None:
         return float(np.square(dequantized(folder, "table", way) - weights["table"]).mean())
 
     (tmp_path / "rtn").mkdir()
-    (tmp_path / "k_quant").mkdir()
-    assert error("k_quant", tmp_path / "k_quant") < 0.5 * error("rtn", tmp_path / "rtn")
+    (tmp_path / method).mkdir()
+    assert error(method, tmp_path / method) < 0.5 * error("rtn", tmp_path / "rtn")
+
+
+def test_blocks_of_one_sign_and_of_zeros(tmp_path: Path) -> None:
+    weights = make_weights()
+    weights["table"] = 5 + np.abs(weights["table"])  # no level but the first comes near 0
+    weights["table"][3] *= -1
+    weights["table"][4] = 0
+    way = WeightQuantization(4, 32, "hqq")
+    model = small_model(weights)
+    quantize_weights(model, way)
+    ir.save(model, tmp_path / "m.onnx")
+    found = dequantized(tmp_path, "table", way)
+    step = np.abs(weights["table"]).max() / 15
+    assert np.abs(found - weights["table"]).max() <= step * 0.51
+    assert (found[4] == 0).all()
 
 
 def test_importing_the_quantizer_leaves_logging_alone(tmp_path: Path) -> None:
@@ -233,7 +252,7 @@ def test_too_far_off_is_refused(llama_package: Path, tmp_path: Path) -> None:
         ),
         ({"weights": "bfloat16"}, "choose one of int4, int8, float16, float32"),
         ({"weights": "int4", "block_size": 33}, "block_size is 33; choose one of 16, 32, 64, 128, 256"),
-        ({"weights": "int4", "quantization_method": "gptq"}, "method is 'gptq'; choose one of rtn, k_quant"),
+        ({"weights": "int4", "quantization_method": "gptq"}, "method is 'gptq'; choose one of rtn, k_quant, hqq"),
     ],
 )
 def test_bad_options(options: dict[str, object], message: str, llama_package: Path, tmp_path: Path) -> None:
