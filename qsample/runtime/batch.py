@@ -47,14 +47,17 @@ class Batch:
         started, prefilled = time.perf_counter(), None
         with DecodeLoop(slots, scheduler, self._deliver, double_buffering=double_buffering) as loop:
             self._loop = loop
-            for request in self._requests:
-                loop.add(request)
-            while loop.busy:
-                loop.step()
-                if prefilled is None and self._collector.started:
-                    prefilled = time.perf_counter()
-                if self._guide is not None and self._new and loop.busy and not loop.prefilling:
-                    self._write_mask(self._guide)
+            try:
+                for request in self._requests:
+                    loop.add(request)
+                while loop.busy:
+                    loop.step()
+                    if prefilled is None and self._collector.started:
+                        prefilled = time.perf_counter()
+                    if self._guide is not None and self._new and loop.busy and not loop.prefilling:
+                        self._write_mask(self._guide)
+            finally:
+                del self._loop  # each holds the other, and the batch's memory until the garbage collector comes
         if self._streamer is not None:
             self._streamer.end()
         ended = time.perf_counter()

@@ -13,6 +13,7 @@ import onnxruntime as ort
 from qsample.contract import BATCH, CAPACITY, INPUT_IDS, GraphSpec, Interface, TensorSpec, retained_name
 from qsample.errors import PackageError, QsampleError
 from qsample.package import Package
+from qsample.runtime.mapped import release_pages
 from qsample.runtime.providers import available_providers, check_available, open_session
 
 PROVIDERS: Final[Mapping[str, tuple[str, ...]]] = {
@@ -115,6 +116,7 @@ def open_sessions(
     # Its control flow is nothing for providers that compile, and it runs seldom.
     resuming = [name for name in providers if name in PROVIDERS["cuda"]]
     decoder = load("decoder.onnx", providers, options)
+    release_pages(package.path / "decoder.onnx.data")
     length = next(value.shape for value in decoder.get_inputs() if value.name == INPUT_IDS.name)[1]
     return Sessions(
         interface,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -249,6 +251,26 @@ def test_generate_reads_prompts_of_like_lengths_in_one_run(
     alone = CausalLM(model.package, replace(model.sessions, joins_prompts=False))
     assert alone.generate(prompts, params, seed=0).new_token_ids == output.new_token_ids
     assert rows == [1] * 8
+
+
+@pytest.mark.parametrize("double_buffering", [True, False])
+def test_the_memory_of_a_batch_is_free_when_generate_returns(
+    double_buffering: bool, model: CausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[weakref.ref[Slots]] = []
+    plain = Slots.__init__
+
+    def init(self: Slots, *args: Any, **options: Any) -> None:
+        made.append(weakref.ref(self))
+        plain(self, *args, **options)
+
+    monkeypatch.setattr(Slots, "__init__", init)
+    gc.disable()
+    try:
+        model.generate([5, 6, 7], max_new_tokens=4, double_buffering=double_buffering)
+        assert [slots() for slots in made] == [None]
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("sampler", [True, False])
