@@ -76,7 +76,8 @@ def compile_package(
         block_size: weights that share a scale: 16, 32, 64, 128 or 256. quantization_method: "rtn" rounds to the nearest
             level; "k_quant" and "hqq" search each block's offset, slower and closer; see `quantize.WeightQuantization`.
         kv_cache_dtype: "int8", to hold keys and values with a scale a channel, measured on the model's own text: a
-            quarter of float32's memory, and faster over long contexts. None, or the package's own dtype: as it is.
+            quarter of float32's memory, faster steps over long contexts, slower long prompts. None, or the package's
+            own dtype: as it is.
         max_divergence: refuse quantized weights that are further off than this, in nats a token; see
             `divergence.Divergence`.
         dtype: of the compiled model: "float16" or "bfloat16" for cuda, "float16" for tensorrt; None, or the package's
