@@ -252,7 +252,7 @@ def _hqq(weight: Array, quantization: WeightQuantization) -> tuple[Array, Array,
     scales = np.where(outside, np.maximum(high - low, np.finfo(np.float32).tiny) / largest, scales)
     zero_points = np.where(outside, np.round(-low / scales), zero_points)
     levels = np.clip(np.round(blocks / scales + zero_points), 0, largest).astype(np.uint8)
-    packed = _packed_rows(levels.reshape(-1, size), bits)
+    packed = packed_rows(levels.reshape(-1, size), bits)
     return packed, scales.astype(weight.dtype), zero_points.astype(np.uint8).reshape(output_size, -1)
 
 
