@@ -68,6 +68,6 @@ def _trace(
     )
     with inline_branches():
         model = trace(_FromLogits(sampler), interface.sampler, interface.sizes)
-    simplify(model, bool_maximum=control_flow)
+    simplify(model, bool_maximum=control_flow and not resumes)
     outline_branches(model)
     return bytes(ir.to_proto(model).SerializeToString())

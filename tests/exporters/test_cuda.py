@@ -13,6 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
+import onnx.checker
+import onnx.defs
 import onnx_ir as ir
 import onnxruntime as ort
 import pytest
@@ -23,12 +26,13 @@ from qsample.exporters import compile as compile_module
 from qsample.exporters.compile import compile_package
 from qsample.exporters.graph_runner import GraphRunner
 from qsample.exporters.host_values import host_data, keep_on_device
+from qsample.exporters.opset import lower_opset
 from qsample.exporters.quantize import WeightQuantization
 from qsample.exporters.targets import CompileOptions
 from qsample.exporters.targets.cuda import CudaTarget, capture_problems
 from qsample.package import Package, read_package
 from qsample.runtime import SamplingParams, load
-from tests.exporters.cuda_kernels import KERNELS, VALUES_OF_WHERE
+from tests.exporters.cuda_kernels import KERNELS, VALUES_OF_WHERE, has_kernel
 from tests.runtime.capturing import capturing
 from tests.tiny_models import VOCAB_SIZE
 
@@ -77,6 +81,42 @@ def test_every_node_has_a_cuda_kernel_for_its_dtype(bfloat16: ir.Model) -> None:
             values = [value.dtype.name.lower() for value in node.inputs[1:] if value is not None and value.dtype]
             assert set(values) <= VALUES_OF_WHERE
     assert missing == []
+
+
+def test_every_operator_has_a_cuda_kernel_in_its_version(bfloat16: ir.Model) -> None:
+    opset = bfloat16.opset_imports[""]
+    used = {node.op_type for node in bfloat16.graph if node.domain == "" and onnx.defs.has(node.op_type, "")}
+    versions = {operator: onnx.defs.get_schema(operator, opset, "").since_version for operator in used}
+    assert {"Equal", "ReduceMax", "ReduceMin"} <= used  # those that opset 20 has in a newer version
+    assert [pair for pair in versions.items() if not has_kernel(*pair)] == []
+
+
+def test_the_graphs_are_valid_in_their_opset(bfloat16: ir.Model, tmp_path: Path) -> None:
+    ir.save(bfloat16, tmp_path / "decoder.onnx", external_data="data")
+    model = onnx.load(tmp_path / "decoder.onnx", load_external_data=False)
+    for node in model.graph.node:
+        if node.domain == "" and onnx.defs.has(node.op_type, ""):
+            context = onnx.checker.C.CheckerContext()
+            context.opset_imports = {"": bfloat16.opset_imports[""]}
+            context.ir_version = model.ir_version
+            onnx.checker.check_node(node, context)
+
+
+def test_an_older_opset_writes_gelu_as_onnx_runtime_does_and_refuses_what_it_lacks() -> None:
+    value = ir.val("x", ir.DataType.FLOAT, [2])
+    nodes = [ir.node("Gelu", [value], {"approximate": "tanh"}), ir.node("Gelu", [value])]
+    model = ir.Model(ir.Graph([value], [], nodes=nodes, opset_imports={"": 20}), ir_version=10)
+    lower_opset(model, 18)
+    assert [(node.domain, node.op_type) for node in model.graph] == [
+        ("com.microsoft", "FastGelu"),
+        ("com.microsoft", "Gelu"),
+    ]
+    assert model.opset_imports == {"": 18, "com.microsoft": 1}
+
+    text = ir.val("text", ir.DataType.STRING, [2])
+    joined = ir.Graph([text], [], nodes=[ir.node("StringConcat", [text, text])], opset_imports={"": 20})
+    with pytest.raises(CompileError, match=r"StringConcat .* is not in opset 18"):
+        lower_opset(ir.Model(joined, ir_version=10), 18)
 
 
 def test_a_layer_has_the_norms_of_its_heads_inside_the_attention(bfloat16: ir.Model) -> None:

@@ -25,6 +25,7 @@ from qsample.exporters.head_norms import absorb_head_norms
 from qsample.exporters.host_values import host_data, host_nodes, keep_on_device
 from qsample.exporters.join import append_sampler
 from qsample.exporters.lean import make_lean
+from qsample.exporters.opset import lower_opset
 from qsample.exporters.packing import pack_attention_inputs
 from qsample.exporters.projections import pack_projections
 from qsample.exporters.quantize import QuantizationReport, quantize_weights
@@ -34,6 +35,10 @@ from qsample.exporters.shapes import fix_axes
 from qsample.exporters.targets import CompileOptions, Placement, check_providers
 from qsample.runtime.providers import open_session
 
+# A kernel without an end to its versions serves the operator's version that it names and no later one, and CUDA's for
+# Equal, ReduceMax, Pad and ConstantOfShape name those of 13, 18, 18 and 9; newer ones would run on the host
+# (https://github.com/microsoft/onnxruntime/issues/26065).
+_OPSET: Final = 18
 _CONTROL_FLOW: Final = ("If", "Loop", "Scan")
 # Kernels that copy between host and device, or draw anew from one seed, at every replay.
 _NOT_REPLAYABLE: Final = ("GatherND", "NonZero", "RandomUniform", "RandomUniformLike", "Multinomial")
@@ -79,6 +84,7 @@ class CudaTarget:
         ir.save(model, folder / "decoder.onnx", external_data="decoder.onnx.data")
         if interface.captured:
             resuming = export_sampler(interface, options.pad_token_id, resumes=True)
+            lower_opset(resuming, _OPSET)
             ir.save(resuming, folder / "sampler.onnx")
         return replace(self._placement(folder / "decoder.onnx", model), quantization=report)
 
@@ -107,6 +113,7 @@ class CudaTarget:
             append_sampler(model, sampler, interface.decoder)
         # Numbers that come from shapes: the new tokens of a call, which never exceed the capacity.
         keep_on_device(model, options.ctx_len + 1)
+        lower_opset(model, _OPSET)
         return model, report
 
     def _placement(self, path: Path, model: ir.Model) -> Placement:
