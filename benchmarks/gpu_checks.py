@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -14,10 +15,13 @@ from gpu_systems import MIXES
 
 from qsample.package import read_package
 from qsample.runtime import CausalLM, SamplingParams, load
+from qsample.runtime.inputs import parameter_arrays
+from qsample.runtime.slots import Slots
 
 PROMPT = 16
 ROWS_GREEDY = 4
 NEW_TOKENS = 24
+READS = 3  # status, lengths and tokens
 # One is added to x: run in place, x says how often the graph was executed.
 COUNTER = """
 <ir_version: 10, opset_import: ["" : 20]>
@@ -92,6 +96,8 @@ def check_package(
         with section("check without capture"):
             plain = load(files.compiled(), provider_options={"enable_cuda_graph": "0"}, verify=False)
             say(f"without capture: {same(tokens(plain), wanted)}")
+        with section("trace of the copies"):
+            say(copies_to_host(model))
     with section("check against the portable package"):
         first = tokens(load(files.portable(), "cpu", ctx_len=PROMPT + NEW_TOKENS, verify=False))
         shared = [leading(a, b) for a, b in zip(wanted, first, strict=True)]
@@ -99,6 +105,37 @@ def check_package(
         say(f"leading tokens, of {NEW_TOKENS}, that the portable package has on the CPU in float32: {listed}")
     with section("check against transformers"):
         say(against_transformers(model, files.checkpoint(), options))
+
+
+def copies_to_host(model: CausalLM, flush_every: int = 4, windows: int = 4) -> str:
+    """What decoding copies off the device, in CUPTI's trace of some windows of steps with a read behind each."""
+    from torch.profiler import ProfilerActivity, profile
+
+    capacity = model.capacity(PROMPT + flush_every * (windows + 1) + 1)
+    rows = [SamplingParams(**mix, eos_token_id=()) for mix in MIXES.values()]
+    arrays = parameter_arrays(model.interface, rows, [PROMPT] * len(rows), capacity, ())
+    slots = Slots(model.sessions, len(rows), capacity)
+    if not slots.prepared:
+        slots.prepare()
+    for row, prompt in enumerate(prompt_ids(len(rows), PROMPT, model.interface.vocab_size)):
+        slots.begin(row, prompt, row, {name: values[row] for name, values in arrays.items()})
+        slots.prefill(row, prompt, emit=True)
+
+    def window() -> None:
+        for step in range(flush_every):
+            slots.decode(wait=step == flush_every - 1)
+        slots.read()
+
+    window()  # captures, where that is still to be done
+    with profile(activities=[ProfilerActivity.CUDA]) as trace:
+        for _ in range(windows):
+            window()
+    copies = Counter(event.name for event in trace.events() if event.name.startswith("Memcpy"))
+    to_host = sum(count for name, count in copies.items() if name.startswith("Memcpy DtoH"))
+    return (
+        f"{to_host} copies to the host in {windows * flush_every} steps, whose results were read with "
+        f"{READS * windows} copies; all copies in the trace: {dict(copies)}"
+    )
 
 
 def same(got: list[list[int]], wanted: list[list[int]]) -> str:
