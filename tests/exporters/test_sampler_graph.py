@@ -54,6 +54,18 @@ def test_expensive_operators_are_inside_branches() -> None:
     assert not any(node.domain == "qsample" for node in model.graph.all_nodes())
 
 
+def test_a_greedy_step_runs_few_nodes() -> None:
+    """Outside the branches: a node costs most of a microsecond, however little it computes."""
+    model = graph(FACE)
+    assert sum(1 for _ in model.graph) <= 80
+    assert "Floor" not in operators(model)  # an integer division by way of floats
+    for node in model.graph.all_nodes():
+        if node.op_type == "ReduceMax" and node.inputs[0] is not None:
+            producer = node.inputs[0].producer()
+            source = producer.inputs[0] if producer is not None and producer.op_type == "Cast" else None
+            assert source is None or source.dtype != ir.DataType.BOOL
+
+
 def test_no_control_flow() -> None:
     assert not (CONTROL_FLOW | NO_CUDA_KERNEL) & operators(graph(FACE, **STRAIGHT))
 
