@@ -13,7 +13,7 @@ import onnx_ir as ir
 def initializer(graph: ir.Graph, name: str, array: npt.NDArray[Any]) -> ir.Value:
     """The initializer `name` of `graph`, made from `array` unless it is there already."""
     if name not in graph.initializers:
-        tensor = ir.tensor(np.ascontiguousarray(array), name=name)
+        tensor = ir.tensor(np.asarray(array, order="C"), name=name)  # ascontiguousarray gives a scalar an axis
         value = ir.Value(name=name, shape=ir.Shape(array.shape), type=ir.TensorType(tensor.dtype), const_value=tensor)
         graph.register_initializer(value)
     return graph.initializers[name]

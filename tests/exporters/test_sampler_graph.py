@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
+import onnx
+import onnx.shape_inference
 import onnx_ir as ir
 import pytest
 
@@ -52,6 +56,12 @@ def test_expensive_operators_are_inside_branches() -> None:
     assert "If" in operators(model)
     assert not {"TopK", "Exp", "CumSum", "Log"} & {node.op_type for node in model.graph}
     assert not any(node.domain == "qsample" for node in model.graph.all_nodes())
+
+
+@pytest.mark.parametrize("options", [{}, STRAIGHT, {"resumes": True}])
+def test_recorded_shapes_are_those_that_onnx_infers(options: dict[str, Any]) -> None:
+    """Passes trust them, and infer none at all where one is wrong."""
+    onnx.shape_inference.infer_shapes(ir.to_proto(graph(FACE, **options)), strict_mode=True, data_prop=True)
 
 
 def test_a_greedy_step_runs_few_nodes() -> None:
