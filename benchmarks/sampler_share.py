@@ -17,6 +17,8 @@ from pathlib import Path
 import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
+from mixes import EVERYTHING
+from mixes import MIXES as PLAIN_MIXES
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -27,17 +29,8 @@ from qsample.package import read_package
 
 HISTORY = 1024
 MIXES: dict[str, dict[str, float]] = {
-    "greedy": {"temperature": 0.0},
-    "top-k 50, top-p 0.95": {"temperature": 0.8, "top_k": 50, "top_p": 0.95},
-    "everything on": {
-        "temperature": 0.8,
-        "top_k": 50,
-        "top_p": 0.95,
-        "min_p": 0.02,
-        "repetition_penalty": 1.1,
-        "presence_penalty": 0.2,
-        "frequency_penalty": 0.1,
-    },
+    **PLAIN_MIXES,
+    "everything on": EVERYTHING,
     "temperature alone": {"temperature": 0.8},
 }
 

@@ -115,8 +115,19 @@ class _Compilable(ABC):
     ) -> PackagedModel:
         """Compile for `provider` into `path`; None = a temporary folder. A checkpoint is exported first.
 
-        See `exporters.compile.compile_package`. dtype: for cpu and openvino the package's own, on a GPU half precision.
-        weights: "int4" or "int8" to quantize them. kv_cache_dtype: "int8" for a quantized cache.
+        Args:
+            provider: "cpu", "cuda", "openvino", "tensorrt", or a target of your own.
+            batch_size: most rows of one call, at least 1; None = any number.
+            ctx_len: tokens that a row holds, at least 2; None = the model's limit, at most 4096.
+            dtype: for cpu and openvino the package's own; "float16" or "bfloat16" on a GPU; None = as exported.
+            weights: "int4" or "int8" to quantize them, "float16" to store float32 ones in half the space; None = as
+                they are.
+            block_size: quantized weights that share a scale: 16, 32, 64, 128 or 256.
+            quantization_method: "rtn", "k_quant" or "hqq".
+            kv_cache_dtype: "int8" for a quantized cache; None = as exported.
+            max_divergence: in nats a token, at least 0: quantized weights that are further off are refused.
+
+        Raises what `exporters.compile.compile_package` raises, which says more of each option.
         """
         from qsample.exporters.compile import compile_package
 
