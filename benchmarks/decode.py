@@ -9,6 +9,9 @@ out, and named. Each system runs in a process of its own with the same number of
 round, because a shared machine changes its speed: ratios are taken within a round, and the median of the rounds is
 reported. qsample, onnxruntime-genai and llama.cpp have 4-bit weights in blocks of 32, transformers has float32. A run
 adds to the results of earlier runs on the same machine, cell by cell, so that the sweep can be made in pieces.
+
+`genai` runs with --threads like the others; `genai defaults` as it comes: onnxruntime-genai itself takes half of the
+logical processors, at most 16, for what may be physical cores.
 """
 
 from __future__ import annotations
@@ -16,7 +19,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
@@ -27,11 +29,15 @@ from typing import Any
 import numpy as np
 from checkpoints import SHAPES, can_import, make_checkpoint, make_genai_model, make_gguf, run_quietly
 from decode_report import Results, show, write
-from mixes import EVERYTHING, MIXES
+from machine import describe_machine
+from mixes import EVERYTHING, FLAT
+from mixes import MIXES as PLAIN_MIXES
 from rich.console import Console
 
+MIXES = PLAIN_MIXES | FLAT
 PEERS = {
     "genai": ["onnxruntime_genai", "torch", "transformers"],
+    "genai defaults": ["onnxruntime_genai", "torch", "transformers"],
     "llama.cpp": ["llama_cpp", "gguf"],
     "transformers": [],
 }
@@ -94,9 +100,9 @@ def build(
                 options = ["--weights", weights, "--ctx-len", "2048", "--max-divergence", "100"]
                 command = qsample("compile", folder / "portable", folder / weights, *options)
                 run_quietly(command, folder / f"{weights}.log")
-    if "genai" in systems:
+    if {"genai", "genai defaults"} & set(systems):
         with console.status(f"{shape}: a model for onnxruntime-genai"):
-            models["genai"] = make_genai_model(checkpoint, folder / "genai", python)
+            models["genai"] = models["genai defaults"] = make_genai_model(checkpoint, folder / "genai", python)
     if "llama.cpp" in systems:
         with console.status(f"{shape}: a GGUF file for llama.cpp"):
             models["llama.cpp"] = make_gguf(checkpoint, folder / "q4_0.gguf", python)
@@ -159,16 +165,6 @@ def describe_system(name: str, model: Path, worker: Worker, results: Results, sh
     results.add_system(shape, name, worker.loaded["version"], size, worker.loaded["load_seconds"], memory)
 
 
-def describe_machine(threads: int) -> str:
-    model = ""
-    if Path("/proc/cpuinfo").exists():
-        lines = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
-        flags = Path("/proc/cpuinfo").read_text()
-        kinds = [name for name in ("avx2", "avx512f", "avx512_vnni", "avx_vnni") if f" {name} " in flags]
-        model = f"{lines[0].split(':')[1].strip()} ({', '.join(kinds)}), " if lines else ""
-    return f"{model or platform.machine() + ', '}{os.cpu_count()} cores, {threads} threads"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peers-python", default=sys.executable, help="a Python that has the other systems")
@@ -206,7 +202,7 @@ def main() -> None:
             check_tokens(models, results, shape, options.threads)
         workers = {}
         for name in ["qsample", *systems]:
-            python = options.peers_python if name in ("genai", "llama.cpp") else sys.executable
+            python = sys.executable if name in ("qsample", "transformers") else options.peers_python
             workers[name] = Worker(name, models[name], python, options.threads)
             describe_system(name, models[name], workers[name], results, shape)
         run_cells(workers, results, shape, options, console)

@@ -121,15 +121,17 @@ class Qsample:
 
 
 class Genai:
-    """onnxruntime-genai's generator."""
+    """onnxruntime-genai's generator. threads: None = as many as it takes by itself."""
 
-    def __init__(self, model: Path, threads: int) -> None:
+    def __init__(self, model: Path, threads: int | None) -> None:
         import onnxruntime_genai as og
 
         self._og = og
         settings = json.loads((model / "genai_config.json").read_text())["model"]
         config = og.Config(str(model))
-        options = {"intra_op_num_threads": threads, "session.force_spinning_stop": "1"}
+        options: dict[str, Any] = {"session.force_spinning_stop": "1"}
+        if threads is not None:
+            options["intra_op_num_threads"] = threads
         config.overlay(json.dumps({"model": {"decoder": {"session_options": options}}}))
         self._model = og.Model(config)
         self.vocab_size = int(settings["vocab_size"])
@@ -262,11 +264,13 @@ class LlamaCpp:
         if temperature == 0:
             steps = [lib.llama_sampler_init_greedy()]
         else:
+            # Its own order puts the temperature last; before top-p is what the others do. Top-k may come first.
             if sampling.get("top_k"):
                 steps.append(lib.llama_sampler_init_top_k(int(sampling["top_k"])))
+            steps.append(lib.llama_sampler_init_temp(temperature))
             if sampling.get("top_p", 1.0) < 1:
                 steps.append(lib.llama_sampler_init_top_p(sampling["top_p"], 1))
-            steps += [lib.llama_sampler_init_temp(temperature), lib.llama_sampler_init_dist(seed)]
+            steps.append(lib.llama_sampler_init_dist(seed))
         for step in steps:
             lib.llama_sampler_chain_add(chain, step)
         return chain
@@ -275,6 +279,7 @@ class LlamaCpp:
 SYSTEMS: dict[str, Callable[[Path, int], System]] = {
     "qsample": Qsample,
     "genai": Genai,
+    "genai defaults": lambda model, _: Genai(model, None),
     "transformers": Transformers,
     "llama.cpp": LlamaCpp,
 }
@@ -283,6 +288,7 @@ SYSTEMS: dict[str, Callable[[Path, int], System]] = {
 MODULES = {
     "qsample": "onnxruntime",
     "genai": "onnxruntime_genai",
+    "genai defaults": "onnxruntime_genai",
     "transformers": "transformers",
     "llama.cpp": "llama_cpp",
 }

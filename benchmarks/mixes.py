@@ -16,3 +16,6 @@ MIXES: dict[str, dict[str, float]] = {
     "top-k 50, top-p 0.95": {"temperature": 0.8, "top_k": 50, "top_p": 0.95},
     "top-p 0.95": {"temperature": 0.8, "top_p": 0.95},
 }
+# At this temperature no distribution has a peak: the nucleus is most of the vocabulary, the worst case where the
+# probabilities are sorted.
+FLAT: dict[str, dict[str, float]] = {"top-p 0.95, flat": {"temperature": 100.0, "top_p": 0.95}}

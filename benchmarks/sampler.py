@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +22,7 @@ import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
 import torch
+from machine import describe_machine
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -228,7 +228,7 @@ def write_sizes(results: list[dict[str, object]], output: Path, threads: int) ->
     lines = [
         "# Candidates K and chunk size C of the sampler",
         "",
-        f"Milliseconds a step; medians of one run. {describe_machine(threads)}.",
+        f"Milliseconds a step; medians of one run. {describe_run(threads)}.",
         "Made by `python benchmarks/sampler.py --sizes`. What `candidates.choose_sizes` takes: "
         + "; ".join(f"V = {v:,}: K = {s.num_candidates}, C = {s.chunk_size}" for v, s in chosen.items())
         + ".",
@@ -242,10 +242,9 @@ def write_sizes(results: list[dict[str, object]], output: Path, threads: int) ->
     output.with_suffix(".md").write_text("\n".join(lines))
 
 
-def describe_machine(threads: int) -> str:
+def describe_run(threads: int) -> str:
     # Beside other work, graphs that use both threads wait for it, and single-threaded ArgMax does not.
-    load = f"load average {os.getloadavg()[1]:.1f} on {os.cpu_count()} cores"
-    return f"{platform.processor() or platform.machine()}, {threads} threads, onnxruntime {ort.__version__}, {load}"
+    return f"{describe_machine(threads)}, onnxruntime {ort.__version__}, load average {os.getloadavg()[1]:.1f}"
 
 
 def as_rows(results: list[dict[str, object]]) -> tuple[list[str], list[list[str]]]:
@@ -268,7 +267,7 @@ def write(results: list[dict[str, object]], output: Path, threads: int) -> None:
     import matplotlib.pyplot as plt
 
     header, rows = as_rows(results)
-    machine = describe_machine(threads)
+    machine = describe_run(threads)
     output.parent.mkdir(parents=True, exist_ok=True)
     output.with_suffix(".json").write_text(json.dumps({"machine": machine, "results": results}, indent=1) + "\n")
     lines = [

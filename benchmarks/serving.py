@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import subprocess
 import sys
 import time
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from machine import describe_machine
 from rich.console import Console
 from rich.table import Table
 
@@ -232,7 +232,7 @@ def main() -> None:
         results[system] = {"graph_runs": runs, **figures(load, moments[system])}
     console.print(make_table(results))
     plot(load, moments, work / "serving.png")
-    about = {"machine": platform.processor() or platform.machine(), "threads": options.threads, "slots": options.slots}
+    about = {"machine": describe_machine(options.threads), "slots": options.slots}
     about |= {"rate": options.rate, "seed": options.seed, "shape": options.shape}
     (work / "serving.json").write_text(json.dumps({**about, "results": results}, indent=1) + "\n")
 

@@ -8,8 +8,8 @@ here and spell none themselves. `docs/contract.md` gives the exact semantics of 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
-from typing import Any, Final
+from dataclasses import dataclass, field
+from typing import Final
 
 CONTRACT_VERSION: Final = "1.0"
 PHILOX_UNIFORM_SCALE: Final = 2.0**-24  # u = (x >> 8) * 2**-24, in [0, 1)
@@ -49,7 +49,6 @@ AXIS_MEANINGS: Final = {
     TOP_LOGPROBS: "reported alternatives per row",
 }
 
-RECURRENT_KINDS: Final = ("conv_state", "recurrent_state")
 PAD_STOP_ID: Final = -1  # pads stop_ids and logit_bias_ids
 MODEL_DTYPES: Final = ("float32", "float16", "bfloat16")
 KV_CACHE_DTYPES: Final = (*MODEL_DTYPES, "int8")
@@ -120,8 +119,8 @@ class KeyValueShape:
 class RecurrentShape:
     """A state of fixed size that a recurrent or convolutional layer keeps.
 
-    layer: its number in the model. kind: one of RECURRENT_KINDS. index: which of the layer's states of that kind.
-    shape: without the batch axis, which comes first. dtype: "float32" or the model's.
+    layer: its number in the model. kind: "conv_state" or "recurrent_state". index: which of the layer's states of that
+    kind. shape: without the batch axis, which comes first. dtype: "float32" or the model's.
     """
 
     layer: int
@@ -328,18 +327,3 @@ class Interface:
         if self.captured or not self.features.sampler:
             graphs["sampler.onnx"] = self.sampler
         return graphs
-
-    def to_dict(self) -> dict[str, Any]:
-        """A JSON-ready dict; `from_dict` reads it back."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> Interface:
-        """Read `to_dict`'s result. Raises TypeError or KeyError where a field is unknown or missing."""
-        values = dict(data)
-        values["key_values"] = tuple(KeyValueShape(**shape) for shape in values["key_values"])
-        values["features"] = Features(**values["features"])
-        values["recurrent"] = tuple(
-            RecurrentShape(**{**shape, "shape": tuple(shape["shape"])}) for shape in values.get("recurrent", ())
-        )
-        return cls(**values)

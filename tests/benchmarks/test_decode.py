@@ -61,7 +61,7 @@ def test_a_whole_run_on_a_tiny_model(tmp_path: Path) -> None:
     command += ["--overhead-steps", "8", "--output", tmp_path / "out" / "decode"]
     subprocess.run([str(part) for part in command], check=True, cwd=BENCHMARKS.parent, timeout=900)
     found = json.loads((tmp_path / "out" / "decode.json").read_text())["shapes"]["tiny"]
-    assert len(found["cells"]) == 2 * 2 * 3
+    assert len(found["cells"]) == 2 * 2 * 4  # batches, systems, mixes
     assert found["tokens"]["equal"] == found["tokens"]["compared"] == 64
     assert found["quantization"]["dtype"] == "int4"
     assert "| 16 | 2 | greedy |" in (tmp_path / "out" / "decode.md").read_text()

@@ -27,17 +27,10 @@ from qsample.exporters.targets.tensorrt import TensorRtTarget
 from qsample.package import Package, read_package
 from qsample.runtime import CausalLM, SamplingParams, load
 from qsample.runtime.providers import PLUGINS, available_providers, compile_context
+from tests.sampling_cases import PARAMETERS
 
 CAPACITY = 48
 PROMPTS = [[5, 6, 7, 8], [9], list(range(10, 19)), [20, 21], [22, 23, 24], [25]]
-PARAMETERS: list[dict[str, Any]] = [
-    {"temperature": 0.0},
-    {"temperature": 1.3},  # no filter: the wide tier at every step
-    {"temperature": 1.0, "top_k": 20, "top_p": 0.9},
-    {"temperature": 1.5, "top_p": 0.98, "repetition_penalty": 1.2},
-    {"temperature": 1.0, "top_k": 200, "frequency_penalty": 0.5},
-    {"temperature": 0.8, "min_p": 0.001, "presence_penalty": 0.3},
-]
 CONTROL_FLOW = {"If", "Loop", "Scan"}
 
 

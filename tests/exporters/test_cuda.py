@@ -34,6 +34,7 @@ from qsample.package import Package, read_package
 from qsample.runtime import SamplingParams, load
 from tests.exporters.cuda_kernels import KERNELS, VALUES_OF_WHERE, has_kernel
 from tests.runtime.capturing import capturing
+from tests.sampling_cases import PARAMETERS
 from tests.tiny_models import VOCAB_SIZE
 
 CAPACITY = 48
@@ -191,16 +192,6 @@ def test_captured_package(captured: Path) -> None:
     assert package.interface.captured
     assert set(package.interface.graphs) == {"decoder.onnx", "initial_state.onnx", "sampler.onnx"}
     assert package.interface.decoder.outputs[-1].name == "logits"
-
-
-PARAMETERS: list[dict[str, Any]] = [
-    {"temperature": 0.0},
-    {"temperature": 1.3},  # no filter: the wide tier at every step
-    {"temperature": 1.0, "top_k": 20, "top_p": 0.9},
-    {"temperature": 1.5, "top_p": 0.98, "repetition_penalty": 1.2},
-    {"temperature": 1.0, "top_k": 200, "frequency_penalty": 0.5},
-    {"temperature": 0.8, "min_p": 0.001, "presence_penalty": 0.3},
-]
 
 
 @pytest.mark.parametrize("late", [1, 3])
