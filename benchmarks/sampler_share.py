@@ -1,11 +1,14 @@
-"""What the sampler costs in a decode step: a package's graph, in turn with the same graph cut off at its logits.
+"""What the sampler costs in a decode step: a package's graph, in turn with the same graph cut off at its logits, and
+with a plain ArgMax over them.
 
     qsample export MODEL exported && qsample compile exported compiled --weights int4 --ctx-len 2048
     python benchmarks/sampler_share.py compiled --batch 1 4
 
-Both run in one process, one step each in turn, over the same cache, in the middle of a generation: HISTORY tokens a
-row. Every state is bound in place but `lengths`, so that every step is the same. The difference of the medians is the
-sampler's; it is small beside the noise of a shared machine, so let it run long, and look at the spread.
+They run in one process, some steps each in turn, over the same cache, in the middle of a generation: --history tokens a
+row. Every state is bound in place but `lengths`, so that every step is the same. The first steps of a turn are not
+counted: the other graph's threads still spin, and its own have to wake. Where its weights come to lie changes a step by
+some 3 %, more than the sampler does, so each graph is loaded --copies times: the sampler's time is the median over the
+copies of the difference of their medians, and the range of those differences stands beside it.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ from qsample.contract import BATCH, BIASES, CAPACITY, SEQUENCE, STOPS, Interface
 from qsample.exporters.divergence import logits_graph
 from qsample.package import read_package
 
-HISTORY = 1024
+TURN, UNCOUNTED = 16, 4  # steps of a graph in a row, and how many of them are not counted
 MIXES: dict[str, dict[str, float]] = {
     **PLAIN_MIXES,
     "everything on": EVERYTHING,
@@ -35,21 +38,27 @@ MIXES: dict[str, dict[str, float]] = {
 }
 
 
-def open_sessions(decoder: Path, interface: Interface, threads: int) -> tuple[ort.InferenceSession, ...]:
-    """The graph as it is, and cut off at its logits."""
+GRAPHS = ("whole", "up to the logits", "with ArgMax")
 
-    def options() -> ort.SessionOptions:
-        made = ort.SessionOptions()
-        made.intra_op_num_threads = threads
-        made.log_severity_level = 3
-        # Two idle pools of spinning threads would take the cores from the graph that runs.
-        made.add_session_config_entry("session.force_spinning_stop", "1")
-        return made
 
-    cut_options = options()
-    cut_options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(decoder.parent))
-    cut = ir.to_proto(logits_graph(ir.load(decoder), interface)).SerializeToString()
-    return ort.InferenceSession(decoder, options()), ort.InferenceSession(cut, cut_options)
+def make_graphs(decoder: Path, interface: Interface) -> dict[str, bytes]:
+    """By name of GRAPHS: the graph as it is, cut off at its logits, and with ArgMax in place of the sampler."""
+    cut, argmax = (logits_graph(ir.load(decoder), interface) for _ in range(2))
+    logits = argmax.graph.outputs[0]
+    node = ir.node("ArgMax", [logits], {"axis": -1, "keepdims": 0}, name="argmax")
+    node.outputs[0].name, node.outputs[0].type = "argmax", ir.TensorType(ir.DataType.INT64)
+    argmax.graph.append(node)
+    argmax.graph.outputs[0] = node.outputs[0]
+    models = zip(GRAPHS, (ir.load(decoder), cut, argmax), strict=True)
+    return {name: ir.to_proto(model).SerializeToString() for name, model in models}
+
+
+def open_session(graph: bytes, folder: Path, threads: int) -> ort.InferenceSession:
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.log_severity_level = 3
+    options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder))
+    return ort.InferenceSession(graph, options)
 
 
 def bind(session: ort.InferenceSession, interface: Interface, values: dict[str, ort.OrtValue]) -> ort.IOBinding:
@@ -66,12 +75,12 @@ def bind(session: ort.InferenceSession, interface: Interface, values: dict[str, 
 
 
 def make_values(
-    interface: Interface, batch: int, ctx_len: int, parameters: dict[str, float]
+    interface: Interface, batch: int, ctx_len: int, history: int, parameters: dict[str, float]
 ) -> dict[str, ort.OrtValue]:
-    """Every input and state of a decode step."""
+    """Every input and state of a decode step after `history` tokens."""
     rng = np.random.default_rng(0)
     sizes = {**interface.sizes, BATCH: batch, SEQUENCE: 1, CAPACITY: ctx_len, STOPS: 2, BIASES: 1}
-    given: dict[str, object] = {"lengths": HISTORY, "input_lengths": 1, "emit": True, "max_length": 2**30, **parameters}
+    given: dict[str, object] = {"lengths": history, "input_lengths": 1, "emit": True, "max_length": 2**30, **parameters}
     given["tokens"] = rng.integers(0, interface.vocab_size, (batch, ctx_len))
     given["noise"] = rng.random((batch, ctx_len))
     result = {}
@@ -82,38 +91,55 @@ def make_values(
     return result
 
 
+def take_turn(session: ort.InferenceSession, binding: ort.IOBinding) -> list[float]:
+    """Milliseconds of the steps that count."""
+    taken = []
+    for step in range(TURN):
+        start = time.perf_counter()
+        session.run_with_iobinding(binding)
+        if step >= UNCOUNTED:
+            taken.append(1e3 * (time.perf_counter() - start))
+    return taken
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("package", type=Path, help="a package compiled for cpu, sampler included")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=150, help="timed steps of each graph and mix")
+    parser.add_argument("--steps", type=int, default=480, help="counted steps of each graph and mix")
+    parser.add_argument("--copies", type=int, default=4, help="of each graph")
+    parser.add_argument("--history", type=int, default=1024, help="tokens of a row before the step")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 4])
     options = parser.parse_args()
     package = read_package(options.package, verify=False)
     compilation = package.manifest.compilation
-    if compilation is None or compilation.ctx_len <= HISTORY + 1:
-        parser.error(f"{options.package} must be compiled, with --ctx-len above {HISTORY + 1}")
-    sessions = open_sessions(package.file("decoder.onnx"), package.interface, options.threads)
+    if compilation is None or compilation.ctx_len <= options.history + 1:
+        parser.error(f"{options.package} must be compiled, with --ctx-len above {options.history + 1}")
+    decoder = package.file("decoder.onnx")
+    graphs = make_graphs(decoder, package.interface)
+    copies = [
+        [open_session(graph, decoder.parent, options.threads) for graph in graphs.values()]
+        for _ in range(options.copies)
+    ]
 
-    table = Table("rows", "sampling", "step, ms", "up to the logits, ms", "sampler, ms", "share", "spread of a step")
+    header = ("step, ms", "up to the logits, ms", "sampler, ms", "share", "by copy, ms", "ArgMax in its place, ms")
+    table = Table("rows", "sampling", *header)
     console = Console()
     runs = [(batch, mix) for batch in options.batch for mix in MIXES]
     for batch, mix in track(runs, "timing", console=Console(stderr=True), transient=True):
-        values = make_values(package.interface, batch, compilation.ctx_len, MIXES[mix])
-        bindings = [bind(session, package.interface, values) for session in sessions]
-        times: list[list[float]] = [[], []]
-        for step in range(options.steps + 5):
-            for session, binding, taken in zip(sessions, bindings, times, strict=True):
-                start = time.perf_counter()
-                session.run_with_iobinding(binding)
-                if step >= 5:
-                    taken.append(1e3 * (time.perf_counter() - start))
-        whole, model = (float(np.median(taken)) for taken in times)
-        low, high = np.percentile(times[0], [10, 90])
-        share = f"{(whole - model) / whole:.1%}"
-        table.add_row(
-            str(batch), mix, f"{whole:.2f}", f"{model:.2f}", f"{whole - model:.2f}", share, f"{low:.1f}-{high:.1f}"
-        )
+        values = make_values(package.interface, batch, compilation.ctx_len, options.history, MIXES[mix])
+        bound = [[(session, bind(session, package.interface, values)) for session in copy] for copy in copies]
+        times: list[list[list[float]]] = [[[] for _ in copy] for copy in copies]
+        while len(times[0][0]) * options.copies < options.steps:
+            for copy, taken in zip(bound, times, strict=True):
+                for (session, binding), milliseconds in zip(copy, taken, strict=True):
+                    milliseconds += take_turn(session, binding)
+        medians = np.array([[np.median(milliseconds) for milliseconds in taken] for taken in times])
+        whole, model, _ = np.median(medians, axis=0)
+        sampler, argmax = (medians[:, i] - medians[:, 1] for i in (0, 2))
+        figures = [f"{whole:.2f}", f"{model:.2f}", f"{np.median(sampler):.2f}", f"{np.median(sampler) / whole:.1%}"]
+        figures += [f"{sampler.min():.2f} to {sampler.max():.2f}", f"{np.median(argmax):.2f}"]
+        table.add_row(str(batch), mix, *figures)
     console.print(table)
 
 
