@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, Final
@@ -13,6 +14,7 @@ import onnxruntime as ort
 from qsample.contract import BATCH, CAPACITY, INPUT_IDS, GraphSpec, Interface, TensorSpec, retained_name
 from qsample.errors import PackageError, QsampleError
 from qsample.package import Package
+from qsample.runtime.huge_pages import in_huge_pages
 from qsample.runtime.mapped import release_pages
 from qsample.runtime.providers import available_providers, check_available, open_session
 
@@ -115,7 +117,9 @@ def open_sessions(
     on_host = SessionOptions(options.intra_op_num_threads, config=options.config)
     # Its control flow is nothing for providers that compile, and it runs seldom.
     resuming = [name for name in providers if name in PROVIDERS["cuda"]]
-    decoder = load("decoder.onnx", providers, options)
+    # The weights of sessions on other devices are not in this process's memory for long.
+    with in_huge_pages() if device == "cpu" else nullcontext():
+        decoder = load("decoder.onnx", providers, options)
     release_pages(package.path / "decoder.onnx.data")
     length = next(value.shape for value in decoder.get_inputs() if value.name == INPUT_IDS.name)[1]
     return Sessions(

@@ -1,0 +1,81 @@
+"""What was allocated meanwhile enters; it leaves in huge pages, where Linux has them.
+
+A decode step reads all weights once, hundreds of megabytes, and processors prefetch memory page by page: from pages of
+2 MiB a step of a model with 4-bit weights is some 3 % faster than from pages of 4 KiB. ONNX Runtime does not ask for
+them, so they are put together after it has allocated.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Thread
+from typing import Final
+
+HUGE_PAGE: Final = 1 << 21  # bytes, on x86-64, and on Arm with base pages of 4 KiB
+_COLLAPSE: Final = 25  # MADV_COLLAPSE, Linux 6.1; older ones refuse it
+_ENABLED: Final = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+Mapping = tuple[int, int]  # start and end, in bytes
+
+
+@contextmanager
+def in_huge_pages() -> Iterator[None]:
+    """Put what this process allocates meanwhile, and has written to, into huge pages. The addresses stay.
+
+    A thread does it afterwards, because a gigabyte takes more than half a second. Each allocation is rounded up to
+    2 MiB. Nothing happens where the system is not Linux, is older than 6.1, has no memory in one piece left, or where
+    its administrator has switched huge pages off.
+    """
+    if not _allowed():
+        yield
+        return
+    before = _anonymous_mappings()
+    yield
+    parts = [part for mapping in _anonymous_mappings() for part in _without(mapping, before)]
+    Thread(target=_collapse, args=(parts,), name="qsample-huge-pages", daemon=True).start()
+
+
+def _collapse(parts: Iterable[Mapping]) -> None:
+    """Of memory that is gone by now, the system says so, or puts together what came in its place: no harm is done."""
+    libc = ctypes.CDLL(None)
+    for start, end in parts:
+        start, end = -(-start // HUGE_PAGE) * HUGE_PAGE, end // HUGE_PAGE * HUGE_PAGE
+        if start < end:
+            libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _COLLAPSE)
+
+
+def _allowed() -> bool:
+    if sys.platform != "linux":
+        return False
+    try:
+        return "[never]" not in _ENABLED.read_text()
+    except OSError:
+        return False
+
+
+def _anonymous_mappings() -> list[Mapping]:
+    """Private memory of no file that may be written, the stacks of threads included; in order."""
+    found = []
+    for line in Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines():
+        addresses, permissions, _, _, inode, *name = line.split(maxsplit=5)
+        if permissions == "rw-p" and inode == "0" and name in ([], ["[heap]"]):
+            start, _, end = addresses.partition("-")
+            found.append((int(start, 16), int(end, 16)))
+    return found
+
+
+def _without(mapping: Mapping, others: Iterable[Mapping]) -> Iterator[Mapping]:
+    """The parts of `mapping` that no other, in order, covers: the system joins neighbours into one mapping."""
+    start, end = mapping
+    for other_start, other_end in others:
+        if other_end <= start or other_start >= end:
+            continue
+        if start < other_start:
+            yield start, other_start
+        start = other_end
+    if start < end:
+        yield start, end
