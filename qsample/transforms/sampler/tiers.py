@@ -141,7 +141,8 @@ def _wide_searched(logits: Tensor, rows: Rows) -> Draw:
     masses = torch.where(logits >= top_k, rows.weights(logits), 0.0)
     total = total_mass(masses)
     limit = filters.nucleus_limit(rows.top_p, total[:, 0])[:, None]
-    top_p = find_threshold(logits, masses, initial_bracket(rows.maximum[:, None], total), limit.minimum(total))
+    start = initial_bracket(rows.maximum[:, None], rows.temperature[:, None], total)
+    top_p = find_threshold(logits, masses, start, limit.minimum(total), rows.random & has_top_p)
     top_p = torch.where(has_top_p[:, None], top_p, -torch.inf)
     # A lighter token may belong to the nucleus where what is kept weighs too little.
     too_light = has_top_p & (total_mass(torch.where(logits >= top_p, masses, 0.0)) < limit)[:, 0]

@@ -112,3 +112,31 @@ def test_data_made_against_the_threshold_search(values: str, top_p: float) -> No
     probs = eager(face, num_candidates=4)(logits, make_inputs(face, top_p=top_p))["probs"][0]
     row = {"temperature": 1, "top_k": 0, "top_p": np.float32(top_p), "min_p": 0}
     np.testing.assert_array_equal(probs > 0, distribution(logits[0], row) > 0)
+
+
+@pytest.mark.parametrize("values", ["normal", "two humps", "heavy above", "heavy below", "heavy both"])
+@pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 0.9), (100.0, 0.95), (0.7, 0.95), (1.0, 0.99)])
+def test_wide_nuclei_are_found_without_a_sort(
+    values: str, temperature: float, top_p: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nuclei of thousands of tokens, their edge in the middle and in the tails, their weight spread or on few."""
+    from qsample.transforms.sampler import tiers
+    from tests.reference import distribution
+
+    def sort(*_: object) -> None:
+        raise AssertionError("sorted the whole vocabulary")
+
+    monkeypatch.setattr(tiers, "_wide_sorted", sort)
+    vocab, rng = 150_000, np.random.default_rng(5)
+    logits = {
+        "normal": rng.normal(size=vocab),
+        "two humps": np.where(rng.random(vocab) < 0.5, rng.normal(-6, 1, vocab), rng.normal(size=vocab)),
+        "heavy above": rng.exponential(size=vocab),
+        "heavy below": -rng.exponential(size=vocab),
+        "heavy both": rng.laplace(size=vocab),
+    }[values].astype(np.float32)[None]
+    face = interface(vocab, WITH_PROBS)
+    row = {"temperature": np.float32(temperature), "top_p": np.float32(top_p)}
+    probs = eager(face)(logits, make_inputs(face, 1, **row))["probs"][0]
+    wanted = distribution(logits[0], {"top_k": 0, "min_p": 0} | row)
+    np.testing.assert_array_equal(probs > 0, wanted > 0)
