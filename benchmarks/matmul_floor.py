@@ -1,0 +1,96 @@
+"""The least that a decode step can take: the package's quantized matrix products alone, in turn with the whole step.
+
+    qsample compile exported compiled --weights int4 --ctx-len 2048
+    python benchmarks/matmul_floor.py compiled --batch 1 4
+
+Every system on ONNX Runtime runs the same products on the same kernels. What is left of a step beside them is all that
+a better graph or loop could save, so `step / products` bounds how much faster than another such system one can be.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime as ort
+from machine import describe_machine
+from mixes import MIXES
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from sampler_share import bind, make_values, open_session, take_turn
+
+from qsample.package import read_package
+
+PRODUCT = "MatMulNBits"
+
+
+def products_alone(decoder: Path) -> bytes:
+    """A model of the decoder's products, each of its own weights and of an input that it shares with those as wide."""
+    model = ir.load(decoder)
+    graph = model.graph
+    nodes = [node for node in graph if node.op_type == PRODUCT]
+    inputs: dict[int, ir.Value] = {}
+    for node in nodes:
+        width = node.attributes["K"].as_int()
+        shared = inputs.setdefault(
+            width,
+            ir.Value(name=f"input_{width}", type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape(["batch", 1, width])),
+        )
+        node.replace_input_with(0, shared)
+    kept = set(nodes)
+    graph.outputs[:] = [node.outputs[0] for node in nodes]
+    graph.remove([node for node in graph if node not in kept], safe=False)
+    graph.inputs[:] = list(inputs.values())
+    read = {value for node in nodes for value in node.inputs}
+    for name in [name for name, value in graph.initializers.items() if value not in read]:
+        del graph.initializers[name]
+    return ir.to_proto(model).SerializeToString()
+
+
+def bind_products(session: ort.InferenceSession, batch: int) -> ort.IOBinding:
+    binding, rng = session.io_binding(), np.random.default_rng(0)
+    for node in session.get_inputs():
+        values = rng.standard_normal((batch, *node.shape[1:])).astype(np.float32)
+        binding.bind_ortvalue_input(node.name, ort.OrtValue.ortvalue_from_numpy(values))
+    for node in session.get_outputs():
+        binding.bind_output(node.name)
+    return binding
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("package", type=Path, help="a package compiled for cpu with quantized weights")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=240, help="counted steps of each graph")
+    parser.add_argument("--history", type=int, default=64, help="tokens of a row before the step")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 4])
+    options = parser.parse_args()
+    package = read_package(options.package, verify=False)
+    compilation = package.manifest.compilation
+    if compilation is None or compilation.quantization is None:
+        parser.error(f"{options.package} must be compiled with --weights int4 or int8")
+    decoder = package.file("decoder.onnx")
+    graphs = (decoder.read_bytes(), products_alone(decoder))
+    sessions = [open_session(graph, decoder.parent, options.threads) for graph in graphs]
+
+    console = Console()
+    table = Table(
+        "rows", "step, ms", "its products alone, ms", "step / products", title=describe_machine(options.threads)
+    )
+    for batch in track(options.batch, "timing", console=Console(stderr=True), transient=True):
+        values = make_values(package.interface, batch, compilation.ctx_len, options.history, MIXES["greedy"])
+        bindings = [bind(sessions[0], package.interface, values), bind_products(sessions[1], batch)]
+        times: list[list[float]] = [[], []]
+        while len(times[0]) < options.steps:
+            for session, binding, taken in zip(sessions, bindings, times, strict=True):
+                taken += take_turn(session, binding)
+        step, products = (float(np.median(taken)) for taken in times)
+        table.add_row(str(batch), f"{step:.2f}", f"{products:.2f}", f"{step / products:.2f}")
+    console.print(table)
+
+
+if __name__ == "__main__":
+    main()
