@@ -192,8 +192,8 @@ def write(results: Results, output: Path) -> None:
         f"{results.data['machine']}. Made by `python benchmarks/decode.py`, which says how it measures.",
         "For each system: ms to the first token of every row (TTFT), and of a step after it, medians of the rounds; in",
         "brackets the multiple of qsample's, median of the ratios within each round. All but transformers (float32)",
-        "have 4-bit weights in blocks of 32. `genai defaults` has as many threads as onnxruntime-genai takes by itself:",
-        "half of the logical processors. Flat: at a temperature that leaves no peak.",
+        "have 4-bit weights in blocks of 32. `genai defaults` has as many threads as onnxruntime-genai takes by",
+        "itself: half of the logical processors. Flat: at a temperature that leaves no peak.",
         "",
     ]
     for shape in results.data["shapes"]:
