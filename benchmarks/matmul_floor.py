@@ -9,7 +9,6 @@ a better graph or loop could save, so `step / products` bounds how much faster t
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
 import numpy as np
@@ -20,9 +19,7 @@ from mixes import MIXES
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
-from sampler_share import bind, make_values, open_session, take_turn
-
-from qsample.package import read_package
+from sampler_share import bind, make_parser, make_values, open_compiled, open_session, take_turn
 
 PRODUCT = "MatMulNBits"
 
@@ -61,16 +58,10 @@ def bind_products(session: ort.InferenceSession, batch: int) -> ort.IOBinding:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("package", type=Path, help="a package compiled for cpu with quantized weights")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=240, help="counted steps of each graph")
-    parser.add_argument("--history", type=int, default=64, help="tokens of a row before the step")
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 4])
+    parser = make_parser(__doc__, steps=240, history=64)
     options = parser.parse_args()
-    package = read_package(options.package, verify=False)
-    compilation = package.manifest.compilation
-    if compilation is None or compilation.quantization is None:
+    package, compilation = open_compiled(parser, options.package, options.history)
+    if compilation.quantization is None:
         parser.error(f"{options.package} must be compiled with --weights int4 or int8")
     decoder = package.file("decoder.onnx")
     graphs = (decoder.read_bytes(), products_alone(decoder))

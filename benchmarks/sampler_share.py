@@ -28,7 +28,7 @@ from rich.table import Table
 
 from qsample.contract import BATCH, BIASES, CAPACITY, SEQUENCE, STOPS, Interface
 from qsample.exporters.divergence import logits_graph
-from qsample.package import read_package
+from qsample.package import Compilation, Package, read_package
 
 TURN, UNCOUNTED = 16, 4  # steps of a graph in a row, and how many of them are not counted
 MIXES: dict[str, dict[str, float]] = {
@@ -102,19 +102,31 @@ def take_turn(session: ort.InferenceSession, binding: ort.IOBinding) -> list[flo
     return taken
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def make_parser(doc: str | None, steps: int, history: int) -> argparse.ArgumentParser:
+    """The options of a benchmark of a compiled package. steps, history: defaults."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("package", type=Path, help="a package compiled for cpu, sampler included")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=480, help="counted steps of each graph and mix")
-    parser.add_argument("--copies", type=int, default=4, help="of each graph")
-    parser.add_argument("--history", type=int, default=1024, help="tokens of a row before the step")
+    parser.add_argument("--steps", type=int, default=steps, help="counted steps of each graph")
+    parser.add_argument("--history", type=int, default=history, help="tokens of a row before the step")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 4])
-    options = parser.parse_args()
-    package = read_package(options.package, verify=False)
+    return parser
+
+
+def open_compiled(parser: argparse.ArgumentParser, path: Path, history: int) -> tuple[Package, Compilation]:
+    """The package, or an end with a message where it does not fit."""
+    package = read_package(path, verify=False)
     compilation = package.manifest.compilation
-    if compilation is None or compilation.ctx_len <= options.history + 1:
-        parser.error(f"{options.package} must be compiled, with --ctx-len above {options.history + 1}")
+    if compilation is None or compilation.ctx_len <= history + 1:
+        parser.error(f"{path} must be compiled, with --ctx-len above {history + 1}")
+    return package, compilation
+
+
+def main() -> None:
+    parser = make_parser(__doc__, steps=480, history=1024)
+    parser.add_argument("--copies", type=int, default=4, help="of each graph")
+    options = parser.parse_args()
+    package, compilation = open_compiled(parser, options.package, options.history)
     decoder = package.file("decoder.onnx")
     graphs = make_graphs(decoder, package.interface)
     copies = [

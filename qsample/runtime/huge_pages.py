@@ -18,6 +18,7 @@ from typing import Final
 HUGE_PAGE: Final = 1 << 21  # bytes, on x86-64, and on Arm with base pages of 4 KiB
 _COLLAPSE: Final = 25  # MADV_COLLAPSE, Linux 6.1; older ones refuse it
 _ENABLED: Final = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+_MAPS: Final = Path("/proc/self/maps")
 
 Mapping = tuple[int, int]  # start and end, in bytes
 
@@ -52,7 +53,7 @@ def _allowed() -> bool:
     if sys.platform != "linux":
         return False
     try:
-        return "[never]" not in _ENABLED.read_text()
+        return "[never]" not in _ENABLED.read_text() and _MAPS.exists()  # sandboxes may hide either
     except OSError:
         return False
 
@@ -60,7 +61,7 @@ def _allowed() -> bool:
 def _anonymous_mappings() -> list[Mapping]:
     """Private memory of no file that may be written, the stacks of threads included; in order."""
     found = []
-    for line in Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines():
+    for line in _MAPS.read_text(encoding="utf-8", errors="replace").splitlines():
         addresses, permissions, _, _, inode, *name = line.split(maxsplit=5)
         if permissions == "rw-p" and inode == "0" and name in ([], ["[heap]"]):
             start, _, end = addresses.partition("-")

@@ -89,6 +89,8 @@ def test_switched_off_by_the_administrator(monkeypatch: pytest.MonkeyPatch, tmp_
     assert not huge_pages._allowed()
     enabled.write_text("always [madvise] never\n")
     assert huge_pages._allowed() is (sys.platform == "linux")
+    monkeypatch.setattr(huge_pages, "_MAPS", tmp_path / "maps")
+    assert not huge_pages._allowed()
 
 
 def test_the_decoder_is_loaded_into_them(llama_package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
