@@ -20,8 +20,8 @@ from mixes import MIXES as PLAIN_MIXES
 
 from qsample.contract import STALLED
 from qsample.runtime import SamplingParams, load
+from qsample.runtime.decode.slots import Slots
 from qsample.runtime.inputs import parameter_arrays
-from qsample.runtime.slots import Slots
 
 MIXES = {**PLAIN_MIXES, "everything": EVERYTHING}
 MIXED = "half greedy, half everything"

@@ -27,7 +27,7 @@ from rich.progress import track
 from rich.table import Table
 
 from qsample.contract import BATCH, BIASES, CAPACITY, SEQUENCE, STOPS, Interface
-from qsample.exporters.divergence import logits_graph
+from qsample.exporters.graph.join import cut_at_logits
 from qsample.package import Compilation, Package, read_package
 
 TURN, UNCOUNTED = 16, 4  # steps of a graph in a row, and how many of them are not counted
@@ -43,7 +43,7 @@ GRAPHS = ("whole", "up to the logits", "with ArgMax")
 
 def make_graphs(decoder: Path, interface: Interface) -> dict[str, bytes]:
     """By name of GRAPHS: the graph as it is, cut off at its logits, and with ArgMax in place of the sampler."""
-    cut, argmax = (logits_graph(ir.load(decoder), interface) for _ in range(2))
+    cut, argmax = (cut_at_logits(ir.load(decoder), interface) for _ in range(2))
     logits = argmax.graph.outputs[0]
     node = ir.node("ArgMax", [logits], {"axis": -1, "keepdims": 0}, name="argmax")
     node.outputs[0].name, node.outputs[0].type = "argmax", ir.TensorType(ir.DataType.INT64)

@@ -79,10 +79,10 @@ def continuous(folder: Path, load: Load, threads: int, slots: int) -> Measured:
 def static(folder: Path, load: Load, threads: int, slots: int) -> Measured:
     """The same graph, slots and loop, but a batch begins only when the one before has ended."""
     from qsample.runtime import SamplingParams
-    from qsample.runtime.decode_loop import DecodeLoop, Progress
+    from qsample.runtime.decode.loop import DecodeLoop, Progress
+    from qsample.runtime.decode.scheduler import DecodeRequest, Scheduler
+    from qsample.runtime.decode.slots import Slots
     from qsample.runtime.inputs import parameter_arrays
-    from qsample.runtime.scheduler import DecodeRequest, Scheduler
-    from qsample.runtime.slots import Slots
 
     model = load_package(folder, threads)
     capacity = model.capacity(4096)

@@ -18,7 +18,7 @@ from qsample.errors import QsampleError
 from qsample.package import MANIFEST_NAME, Package, copy_package, read_package
 
 if TYPE_CHECKING:
-    from qsample.exporters.checkpoint import Checkpoint
+    from qsample.exporters.checkpoints.load import Checkpoint
     from qsample.runtime import CausalLM, GenerateOutput
 
 Progress = Callable[[str, float], None]
@@ -78,7 +78,7 @@ class AutoModelForCausalLM:
                 raise QsampleError(f"{path} is a package, and an adapter is merged at export; export the model with it")
             _check_asked(package, features, dtype)
             return PackagedModel(package, provider)
-        from qsample.exporters.checkpoint import Checkpoint
+        from qsample.exporters.checkpoints.load import Checkpoint
 
         checkpoint = Checkpoint(
             str(pretrained_model_name_or_path),
@@ -129,7 +129,7 @@ class _Compilable(ABC):
 
         Raises what `exporters.compile.compile_package` raises, which says more of each option.
         """
-        from qsample.exporters.compile import compile_package
+        from qsample.exporters.compiler.compile import compile_package
 
         with _Place(path) as place:
             source = self._portable(dtype, progress)  # kept: a temporary export lives as long as this
@@ -192,7 +192,7 @@ class CheckpointModel(_Compilable):
     def _export(
         self, checkpoint: Checkpoint, path: str | Path | None, overwrite: bool, progress: Progress | None
     ) -> PackagedModel:
-        from qsample.exporters.checkpoint import check_exists, load_model, load_tokenizer
+        from qsample.exporters.checkpoints.load import check_exists, load_model, load_tokenizer
         from qsample.exporters.export import export_model
 
         check_exists(checkpoint.model_id)

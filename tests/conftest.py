@@ -30,7 +30,7 @@ def made_once(path: Path, make: Callable[[Path], object]) -> Path:
 @pytest.fixture(scope="session")
 def checkpoint(shared_folder: Path) -> Callable[[str], Path]:
     """model_type → a checkpoint folder of a random model of that type."""
-    from tests.tiny_models import save_checkpoint
+    from tests.helpers.tiny_models import save_checkpoint
 
     return lambda model_type: made_once(
         shared_folder / f"{model_type}-checkpoint", lambda path: save_checkpoint(path, model_type)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from qsample.package import MANIFEST_NAME, Compilation, Manifest, Package, PackageError, read_package
-from tests.small_packages import INTERFACE, manifest, write
+from tests.helpers.small_packages import INTERFACE, manifest, write
 
 
 @pytest.fixture

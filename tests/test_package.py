@@ -15,7 +15,7 @@ import pytest
 from qsample import package as package_module
 from qsample.errors import QsampleError
 from qsample.package import MANIFEST_NAME, Package, PackageError, copy_package, read_package, write_package
-from tests.small_packages import FILES, INTERFACE, LARGE, manifest, throw, write
+from tests.helpers.small_packages import FILES, INTERFACE, LARGE, manifest, throw, write
 
 
 @pytest.fixture

@@ -24,11 +24,11 @@ from qsample import package
 from qsample.contract import CONTRACT_VERSION, LOGITS, Features, Interface
 from qsample.errors import QsampleError, UnsupportedModelError
 from qsample.exporters import parity
+from qsample.exporters.control_flow import outline_scans
+from qsample.exporters.graph.join import append_sampler
 from qsample.exporters.initial_state import build_initial_state
-from qsample.exporters.join import append_sampler
-from qsample.exporters.onnx import trace
 from qsample.exporters.sampler import export_sampler
-from qsample.exporters.scans import outline_scans
+from qsample.exporters.trace import trace
 from qsample.transforms import pipeline
 from qsample.transforms.cache import DecodeContext
 from qsample.transforms.head import LastTokenHead

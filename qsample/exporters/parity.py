@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from qsample.contract import Interface
 from qsample.errors import ParityError
-from qsample.exporters.graph_runner import GraphRunner
+from qsample.exporters.graph.runner import GraphRunner
 
 DECODE_STEPS: Final = 8
 PROMPT_LENGTHS: Final = (9, 4, 14)

@@ -10,9 +10,9 @@ import onnx_ir as ir
 from torch import Tensor, nn
 
 from qsample.contract import LOGITS, Features, Interface
-from qsample.exporters.branches import outline_branches
-from qsample.exporters.onnx import trace
+from qsample.exporters.control_flow import outline_branches
 from qsample.exporters.sampler_peephole import simplify
+from qsample.exporters.trace import trace
 from qsample.transforms.sampler import Sampler
 from qsample.transforms.sampler.control import inline_branches
 

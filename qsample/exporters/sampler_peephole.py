@@ -10,7 +10,7 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes import common as common_passes
 
-from qsample.exporters.graph_edit import constant, initializer
+from qsample.exporters.graph.edit import constant, initializer
 
 
 def simplify(model: ir.Model, *, bool_maximum: bool) -> None:

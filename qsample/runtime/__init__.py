@@ -4,12 +4,12 @@
 >>> load("exported").generate("In the beginning", temperature=0.8).texts
 """
 
+from qsample.runtime.causal_lm import CausalLM, load
 from qsample.runtime.engine import Engine, EngineClosedError, QueueFullError
 from qsample.runtime.inputs import AllowedTokensFn
-from qsample.runtime.model import CausalLM, load
 from qsample.runtime.output import GenerateOutput, Step
 from qsample.runtime.request import Delta, Request, RequestOutput
-from qsample.runtime.streaming import TextStreamer
+from qsample.runtime.text.streamer import TextStreamer
 from qsample.sampling_params import SamplingParams
 
 __all__ = [

@@ -8,13 +8,13 @@ from collections.abc import Sequence
 import numpy as np
 
 from qsample.contract import ALLOWED_TOKENS
-from qsample.runtime.decode_loop import DecodeLoop, Progress
+from qsample.runtime.decode.loop import DecodeLoop, Progress
+from qsample.runtime.decode.scheduler import DecodeRequest, Scheduler
+from qsample.runtime.decode.slots import Slots
 from qsample.runtime.inputs import AllowedTokensFn
 from qsample.runtime.output import Collector, Step, Timing
-from qsample.runtime.scheduler import DecodeRequest, Scheduler
-from qsample.runtime.slots import Slots
-from qsample.runtime.state import Array
-from qsample.runtime.streaming import Streamer
+from qsample.runtime.session.buffers import Array
+from qsample.runtime.text.streamer import Streamer
 
 
 class Batch:

@@ -11,12 +11,12 @@ from typing import Final
 
 import numpy as np
 
+from qsample.runtime.causal_lm import CausalLM
+from qsample.runtime.decode.scheduler import joined_slots
+from qsample.runtime.decode.slots import Slots
 from qsample.runtime.inputs import parameter_arrays
-from qsample.runtime.model import CausalLM
-from qsample.runtime.scheduler import joined_slots
-from qsample.runtime.session import Sessions
-from qsample.runtime.slots import Slots
-from qsample.runtime.state import Array
+from qsample.runtime.session.buffers import Array
+from qsample.runtime.session.session import Sessions
 from qsample.sampling_params import SamplingParams
 
 _WARM_UP_STEPS: Final = 3

@@ -16,16 +16,16 @@ import numpy as np
 
 from qsample.contract import ALLOWED_TOKENS, RUNNING
 from qsample.errors import QsampleError
-from qsample.runtime.decode_loop import DecodeLoop, Progress, choose_flush_every
+from qsample.runtime.causal_lm import CausalLM, choose_seeds
+from qsample.runtime.decode.loop import DecodeLoop, Progress, choose_flush_every
+from qsample.runtime.decode.scheduler import DecodeRequest, Scheduler
+from qsample.runtime.decode.slots import Slots
 from qsample.runtime.inputs import AllowedTokensFn, parameter_arrays, prompts
-from qsample.runtime.model import CausalLM, choose_seeds
 from qsample.runtime.output import Step
 from qsample.runtime.request import CANCELLED, Request
-from qsample.runtime.scheduler import DecodeRequest, Scheduler
-from qsample.runtime.session import check_count
-from qsample.runtime.slots import Slots
-from qsample.runtime.state import Array
-from qsample.runtime.text import GeneratedText
+from qsample.runtime.session.buffers import Array
+from qsample.runtime.session.session import check_count
+from qsample.runtime.text.tokenizer import GeneratedText
 from qsample.sampling_params import SamplingParams
 
 _SLOTS: Final = 8  # where neither the caller nor the package says

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from qsample.contract import BATCH, LOGPROBS, NEXT_IDS, RUNNING, STATUS_NAMES, STOPPED, Interface
-from qsample.runtime.decode_loop import Progress
-from qsample.runtime.state import Array
-from qsample.runtime.text import GeneratedText
+from qsample.runtime.decode.loop import Progress
+from qsample.runtime.session.buffers import Array
+from qsample.runtime.text.tokenizer import GeneratedText
 
 _FILL = {"logprobs": np.nan, "top_logprobs": np.nan, "top_logprob_ids": -1, "probs": 0}
 

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 
 from qsample.contract import RUNNING, STATUS_NAMES, STOPPED
-from qsample.runtime.decode_loop import Progress
-from qsample.runtime.scheduler import DecodeRequest
-from qsample.runtime.state import Array
-from qsample.runtime.text import GeneratedText
+from qsample.runtime.decode.loop import Progress
+from qsample.runtime.decode.scheduler import DecodeRequest
+from qsample.runtime.session.buffers import Array
+from qsample.runtime.text.tokenizer import GeneratedText
 
 CANCELLED = "cancelled"
 

@@ -1,8 +1,8 @@
 """A causal LM with recurrent or convolutional layers enters; the same model running them token by token leaves.
 
 One token at a time is exact for ragged rows: a token that is padding, or of a row that has ended, leaves the layer's
-states as they were. In a traced graph the loop over the tokens is an ONNX Scan, which `exporters.scans` makes from two
-markers.
+states as they were. In a traced graph the loop over the tokens is an ONNX Scan, which `exporters.control_flow` makes
+from two markers.
 """
 
 from __future__ import annotations

@@ -26,8 +26,8 @@ from qsample.contract import Features
 from qsample.errors import QsampleError
 from qsample.exporters.export import export_model
 from qsample.runtime import SamplingParams, load
-from tests import reference
 from tests.architectures.configs import VOCAB_SIZE, tiny_model
+from tests.helpers import reference
 
 MAX_ERROR = 2e-4  # of a logit, where the largest is of order 10
 NEW_TOKENS = 12

@@ -11,7 +11,7 @@ import pytest
 
 from qsample.package import Package
 from qsample.runtime import load
-from tests.runtime.fake_package import compilation, fake_package
+from tests.helpers.fake_package import compilation, fake_package
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "generate_onnxruntime.py"
 

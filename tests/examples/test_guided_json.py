@@ -13,7 +13,7 @@ from types import ModuleType
 import pytest
 
 from qsample.runtime import load
-from tests.runtime.fake_package import fake_package
+from tests.helpers.fake_package import fake_package
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "guided_json.py"
 

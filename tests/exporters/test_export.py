@@ -26,7 +26,7 @@ from qsample.exporters.export import export_model, weight_hash
 from qsample.package import read_package
 from qsample.transforms import attention, masks, recurrent, wrap
 from tests.architectures.configs import tiny_model
-from tests.tiny_models import byte_tokenizer, random_model, save_checkpoint
+from tests.helpers.tiny_models import byte_tokenizer, random_model, save_checkpoint
 
 
 def leftovers(folder: Path) -> list[str]:

@@ -12,7 +12,7 @@ import transformers
 
 import qsample
 from qsample import AutoModelForCausalLM
-from tests.tiny_models import FAMILIES, VOCAB_SIZE
+from tests.helpers.tiny_models import FAMILIES, VOCAB_SIZE
 
 NEW_TOKENS = 64
 BUNDLED = Path(qsample.__file__).parent / "assets" / "tiny_lm"

@@ -11,7 +11,7 @@ import pytest
 
 from qsample.contract import MODEL_DTYPES, Interface, KeyValueShape
 from qsample.exporters.initial_state import Builder, build_initial_state, philox
-from tests.reference import philox4x32, philox_uniforms
+from tests.helpers.reference import philox4x32, philox_uniforms
 
 # kat_vectors of the Random123 distribution (Salmon et al., SC'11), philox4x32 with 10 rounds: counter, key, result.
 KNOWN_ANSWERS = [

@@ -9,7 +9,7 @@ import pytest
 
 from qsample.package import Package
 from qsample.runtime import CausalLM, load
-from tests.runtime.fake_package import fake_package
+from tests.helpers.fake_package import fake_package
 
 
 @pytest.fixture(scope="session")

@@ -14,9 +14,9 @@ from qsample.contract import RUNNING
 from qsample.runtime import CausalLM, SamplingParams
 from qsample.runtime import bench as bench_module
 from qsample.runtime.bench import LockStep, measure
+from qsample.runtime.decode.slots import Slots
 from qsample.runtime.inputs import parameter_arrays
-from qsample.runtime.slots import Slots
-from tests.runtime.fake_package import MAX_POSITIONS, fake_package
+from tests.helpers.fake_package import MAX_POSITIONS, fake_package
 
 
 @pytest.mark.parametrize("sampler", [True, False])

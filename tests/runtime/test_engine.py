@@ -26,10 +26,10 @@ from qsample.runtime import (
     SamplingParams,
     load,
 )
-from qsample.runtime.slots import Slots
-from tests.runtime import fake_reference
-from tests.runtime.fake_package import MAX_POSITIONS, POISON, VOCAB, compilation
-from tests.runtime.requests import random_params, random_prompt
+from qsample.runtime.decode.slots import Slots
+from tests.helpers import fake_reference
+from tests.helpers.fake_package import MAX_POSITIONS, POISON, VOCAB, compilation
+from tests.helpers.requests import random_params, random_prompt
 
 FREE = SamplingParams(temperature=0.9, max_new_tokens=20, eos_token_id=())
 ENDLESS = SamplingParams(temperature=0.9, max_new_tokens=240, eos_token_id=())
@@ -189,7 +189,7 @@ def test_a_long_prompt_does_not_hold_up_running_rows(model: CausalLM, monkeypatc
 def test_a_step_is_one_run_of_the_graph_whatever_the_rows_ask_for(
     rows: int, model: CausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from qsample.runtime.bound_graph import BoundGraph
+    from qsample.runtime.session.bound_graph import BoundGraph
 
     runs: list[int] = []
     plain = BoundGraph.run

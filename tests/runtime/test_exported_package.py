@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from qsample.runtime import CausalLM, SamplingParams, load
-from qsample.runtime.slots import Slots
+from qsample.runtime.decode.slots import Slots
 
 PROMPTS = [np.random.default_rng(n).integers(4, 260, n).tolist() for n in (3, 17, 9, 1)]
 PARAMS = [

@@ -11,9 +11,9 @@ import pytest
 from qsample.manifest import TokenIds
 from qsample.runtime import CausalLM
 from qsample.runtime.inputs import parameter_arrays, prompts
-from qsample.runtime.text import Tokenizer
+from qsample.runtime.text.tokenizer import Tokenizer
 from qsample.sampling_params import SamplingParams
-from tests.runtime.fake_package import BOS, byte_tokenizer, fake_interface
+from tests.helpers.fake_package import BOS, byte_tokenizer, fake_interface
 
 IDS = TokenIds(0, BOS, (2,))
 

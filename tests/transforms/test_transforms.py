@@ -13,7 +13,7 @@ from qsample.transforms.experts import BatchedExperts
 from qsample.transforms.head import LastTokenHead, SampleLastToken
 from qsample.transforms.pipeline import apply, default_transforms
 from qsample.transforms.probe import state_shapes
-from tests.tiny_models import VOCAB_SIZE, random_model
+from tests.helpers.tiny_models import VOCAB_SIZE, random_model
 
 
 def test_every_transform_is_idempotent() -> None:

@@ -20,7 +20,8 @@ _inline: ContextVar[bool] = ContextVar("_inline", default=False)
 
 @contextmanager
 def inline_branches() -> Iterator[None]:
-    """Trace both sides of a branch in line, with a marker where they meet, for `exporters.branches` to make an `If` of.
+    """Trace both sides of a branch in line, with a marker where they meet, of which `exporters.control_flow` makes an
+    `If`.
 
     torch.cond would do without the second step, but traces a branch many times over, and twice that with every level.
     """

@@ -14,7 +14,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from tests.transforms.sampler.cases import WITH_PROBS, eager, interface, make_inputs
+from tests.helpers.sampler_cases import WITH_PROBS, eager, interface, make_inputs
 
 
 def huggingface_probs(logits: np.ndarray, history: np.ndarray, p: dict[str, float]) -> np.ndarray:

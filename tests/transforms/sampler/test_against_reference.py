@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.reference import reference_step
-from tests.transforms.sampler.cases import (
+from tests.helpers.reference import reference_step
+from tests.helpers.sampler_cases import (
     ALL_FEATURES,
     BOUNDARY,
     PAD,

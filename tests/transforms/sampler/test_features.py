@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from qsample.contract import INVALID_LOGITS, Features
-from tests.transforms.sampler.cases import PAD, eager, interface, make_inputs
+from tests.helpers.sampler_cases import PAD, eager, interface, make_inputs
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from scipy.stats import chisquare
 
-from tests.reference import distribution
-from tests.transforms.sampler.cases import eager, interface, make_inputs
+from tests.helpers.reference import distribution
+from tests.helpers.sampler_cases import eager, interface, make_inputs
 
 ROWS, CALLS = 32768, 32  # 1,048,576 draws
 # Seeds are fixed, so this never fails by chance; a fresh seed would fail once in ten thousand runs.

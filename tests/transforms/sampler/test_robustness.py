@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 
 from qsample.contract import INVALID_LOGITS
-from tests.transforms.sampler.cases import WITH_PROBS, eager, exported, interface, make_inputs
+from tests.helpers.sampler_cases import WITH_PROBS, eager, exported, interface, make_inputs
 
 EDGE = [0.0, -0.0, 1.0, -1.0, 1e-30, 88.0, -104.0, 1e4, -65504.0, 3e38, -3.4028235e38, -np.inf, np.inf, np.nan]
 
@@ -64,8 +64,8 @@ def test_equal_logits(vocab: int, parameters: dict[str, float], num_candidates: 
     "parameters", [{"top_p": 0.9}, {"top_k": 700, "top_p": 0.99}, {"min_p": 0.001}, {"temperature": 2}]
 )
 def test_large_and_small_vocabularies(vocab: int, parameters: dict[str, float]) -> None:
-    from tests.reference import reference_step
-    from tests.transforms.sampler.cases import BOUNDARY, PAD, compare_step
+    from tests.helpers.reference import reference_step
+    from tests.helpers.sampler_cases import BOUNDARY, PAD, compare_step
 
     rng = np.random.default_rng(vocab)
     face = interface(vocab, WITH_PROBS)
@@ -82,7 +82,7 @@ def test_large_and_small_vocabularies(vocab: int, parameters: dict[str, float]) 
 @pytest.mark.parametrize("parameters", [{"top_k": 50}, {"top_p": 0.9}, {"top_p": 0.3, "top_k": 400}, {"min_p": 0.05}])
 def test_low_precision_ties(dtype: torch.dtype, parameters: dict[str, float]) -> None:
     """Logits of a half-precision model: thousands of ties across every edge; support exactly the reference's."""
-    from tests.reference import distribution
+    from tests.helpers.reference import distribution
 
     vocab = 20000
     generator = torch.Generator().manual_seed(0)
@@ -98,7 +98,7 @@ def test_low_precision_ties(dtype: torch.dtype, parameters: dict[str, float]) ->
 @pytest.mark.parametrize("top_p", [0.1, 0.5, 0.9, 0.99999])
 def test_data_made_against_the_threshold_search(values: str, top_p: float) -> None:
     """Few distinct values, order that defeats a strided sample, mass in a few places: exact all the same."""
-    from tests.reference import distribution
+    from tests.helpers.reference import distribution
 
     vocab = 6000
     rng = np.random.default_rng(4)
@@ -121,7 +121,7 @@ def test_wide_nuclei_are_found_without_a_sort(
 ) -> None:
     """Nuclei of thousands of tokens, their edge in the middle and in the tails, their weight spread or on few."""
     from qsample.transforms.sampler import tiers
-    from tests.reference import distribution
+    from tests.helpers.reference import distribution
 
     def sort(*_: object) -> None:
         raise AssertionError("sorted the whole vocabulary")

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from qsample.contract import INVALID_LOGITS, LENGTH, RUNNING, STALLED, STOPPED
-from tests.reference import reference_step
-from tests.transforms.sampler.cases import PAD, eager, exported, interface, make_inputs, session
+from tests.helpers.reference import reference_step
+from tests.helpers.sampler_cases import PAD, eager, exported, interface, make_inputs, session
 
 FACE = interface(300)  # that of tests/exporters/test_sampler_graph.py: one export serves both
 LOGITS = np.arange(300, dtype=np.float32)[None]  # greedy: 299

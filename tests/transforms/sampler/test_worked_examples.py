@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.transforms.sampler.cases import WITH_PROBS, eager, interface, make_inputs
+from tests.helpers.sampler_cases import WITH_PROBS, eager, interface, make_inputs
 
 FACE = interface(4, WITH_PROBS)
 # exp(l) = 4, 2, 1, 1: probabilities 0.5, 0.25, 0.125, 0.125; tokens 2 and 3 are tied.

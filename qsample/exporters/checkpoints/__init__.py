@@ -1,0 +1,1 @@
+"""Checkpoints of every kind as a loaded Hugging Face model."""

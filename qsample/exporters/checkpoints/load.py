@@ -1,0 +1,210 @@
+"""A hub id or a checkpoint folder enters; the Hugging Face model and tokenizer, ready to be transformed, leave."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import weakref
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.utils.hub import cached_file, get_checkpoint_shard_files
+
+from qsample.errors import QsampleError, UnsupportedModelError
+from qsample.exporters.checkpoints.float32_copy import INDEX, cast_to_float32, has_half_weights, weight_files
+from qsample.exporters.checkpoints.gptq_awq import (
+    CheckpointQuantization,
+    PackedCheckpoint,
+    conv1d_names,
+    quantization_of,
+    unpack_checkpoint,
+)
+from qsample.exporters.checkpoints.lora import find_adapter, merge_adapter
+from qsample.exporters.checkpoints.support import check_supported, empty_model
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """Where a model is and how to load it; Hugging Face's names.
+
+    model_id: a hub id or a folder. dtype: "float32" or "float16". tokenizer: "auto" = the checkpoint's own, another id
+    or folder, or None for a package of token ids only. adapter: a folder or hub id of a LoRA adapter, to be
+    merged.
+    """
+
+    model_id: str
+    dtype: str = "float32"
+    tokenizer: str | None = "auto"
+    revision: str | None = None
+    cache_dir: str | None = None
+    token: str | None = None
+    local_files_only: bool = False
+    trust_remote_code: bool = False
+    adapter: str | None = None
+
+    def _hub_options(self) -> dict[str, object]:
+        return {
+            "revision": self.revision or "main",
+            "cache_dir": self.cache_dir,
+            "token": self.token,
+            "local_files_only": self.local_files_only,
+            "trust_remote_code": self.trust_remote_code,
+        }
+
+
+def load_model(checkpoint: Checkpoint, scratch: Path | None = None) -> PreTrainedModel:
+    """The model in eval mode on the CPU, with eager attention, its weights in `checkpoint.dtype`.
+
+    scratch: an empty folder that lives as long as the model. Weights of half precision are written there in float32 and
+    stay mapped, so that a model larger than the memory can be exported; None = convert them in memory. GPTQ and AWQ
+    weights are written there as well, in float and in blocks (`exporters.prequantized`).
+
+    Raises UnsupportedModelError for a model type that transformers does not know or that is no causal LM, QsampleError
+    where the files cannot be read or do not fit the configuration.
+    """
+    check_exists(checkpoint.model_id)
+    options = checkpoint._hub_options()
+    adapter = _find_adapter(checkpoint)  # before the model: it fails fast
+    try:
+        config = AutoConfig.from_pretrained(checkpoint.model_id, **options)
+    except (ValueError, KeyError) as error:
+        raise UnsupportedModelError(f"{checkpoint.model_id}: {_first_line(error)}") from error
+    except OSError as error:
+        raise QsampleError(f"cannot read the model {checkpoint.model_id!r}: {_first_line(error)}") from error
+    quantization = quantization_of(config, checkpoint.model_id)
+    if quantization is not None:
+        del config.quantization_config  # transformers would ask for the library that made it
+    check_supported(config, trust_remote_code=checkpoint.trust_remote_code)
+    packed: PackedCheckpoint | None = None
+    model: PreTrainedModel
+    loading: dict[str, Any]
+    try:
+        source: str | Path = checkpoint.model_id
+        if quantization is not None:
+            packed = _unpack(checkpoint, config, quantization, scratch)
+            source = packed.folder
+        elif scratch is not None and _cast(checkpoint, config, scratch):
+            source = scratch
+        # A size mismatch is left to raise: weights that do not fit the configuration must not be made up.
+        model, loading = AutoModelForCausalLM.from_pretrained(
+            source,
+            config=config,
+            dtype=getattr(torch, checkpoint.dtype),
+            attn_implementation="eager",
+            output_loading_info=True,
+            **options,
+        )  # type: ignore[misc]
+    except ValueError as error:
+        raise UnsupportedModelError(f"{checkpoint.model_id}: {_first_line(error)}") from error
+    except (OSError, RuntimeError) as error:
+        raise QsampleError(f"cannot load the weights of {checkpoint.model_id!r}: {_first_line(error)}") from error
+    model.requires_grad_(False)
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config  # its weights are float now
+    if adapter is not None:
+        merge_adapter(model, *adapter)
+    if packed is not None:
+        packed.check_loaded(loading["missing_keys"], loading["unexpected_keys"])
+        packed.attach(model)
+        if scratch is None:
+            weakref.finalize(model, shutil.rmtree, packed.folder, ignore_errors=True)
+    return model  # from_pretrained returns it in eval mode
+
+
+def _find_adapter(checkpoint: Checkpoint) -> tuple[Path, Path] | None:
+    if checkpoint.adapter is None:
+        return None
+    names = ("cache_dir", "token", "local_files_only")
+    return find_adapter(checkpoint.adapter, {name: getattr(checkpoint, name) for name in names})
+
+
+def _cast(checkpoint: Checkpoint, config: PretrainedConfig, scratch: Path) -> bool:
+    """Put a float32 copy of the checkpoint into `scratch`, if that is what loading it would convert to."""
+    # Code of the model's own is found beside its weights, and quantized weights mean nothing without their scales.
+    special = checkpoint.trust_remote_code or getattr(config, "quantization_config", None) is not None
+    if special or checkpoint.dtype != "float32":
+        return False
+    folder = Path(checkpoint.model_id) if Path(checkpoint.model_id).is_dir() else _downloaded(checkpoint)
+    files = weight_files(folder) if folder is not None else []
+    if folder is None or not has_half_weights(files):
+        return False
+    cast_to_float32(folder, files, scratch)
+    return True
+
+
+def _unpack(
+    checkpoint: Checkpoint, config: PretrainedConfig, quantization: CheckpointQuantization, scratch: Path | None
+) -> PackedCheckpoint:
+    """The float copy of a quantized checkpoint, in `scratch` or in a temporary folder."""
+    folder = Path(checkpoint.model_id) if Path(checkpoint.model_id).is_dir() else _downloaded(checkpoint)
+    files = weight_files(folder) if folder is not None else []
+    if folder is None or not files:
+        raise UnsupportedModelError(
+            f"{checkpoint.model_id} holds its quantized weights in another format than safetensors, the only one that "
+            "can be read; save it as safetensors first"
+        )
+    return unpack_checkpoint(
+        folder,
+        files,
+        scratch or Path(tempfile.mkdtemp(prefix="qsample-")),
+        quantization,
+        dtype=getattr(torch, checkpoint.dtype),
+        transposed=conv1d_names(empty_model(config, trust_remote_code=checkpoint.trust_remote_code)),
+    )
+
+
+def _downloaded(checkpoint: Checkpoint) -> Path | None:
+    """The folder of the cache with the checkpoint's files, fetched if need be; None where it has no safetensors."""
+    options = checkpoint._hub_options()
+    del options["trust_remote_code"]
+    for name in ("model.safetensors", INDEX):
+        found = cached_file(checkpoint.model_id, name, _raise_exceptions_for_missing_entries=False, **options)
+        if found is not None:
+            if name == INDEX:
+                get_checkpoint_shard_files(checkpoint.model_id, found, **options)  # type: ignore[no-untyped-call]
+            return Path(found).parent
+    return None
+
+
+def load_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerBase | None:
+    """The tokenizer that `checkpoint.tokenizer` names; QsampleError says what to do where there is none."""
+    if checkpoint.tokenizer is None:
+        return None
+    own = checkpoint.tokenizer == "auto"
+    name = checkpoint.model_id if own else checkpoint.tokenizer
+    options = checkpoint._hub_options() if own else {**checkpoint._hub_options(), "revision": "main"}
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name, **options)
+    except Exception as error:  # transformers raises half a dozen kinds for a missing tokenizer
+        raise QsampleError(
+            f"no tokenizer in {name!r} ({_first_line(error)}); give tokenizer= a folder or hub id that has one, or "
+            "tokenizer=None for a package that takes and returns token ids only"
+        ) from error
+    return tokenizer
+
+
+def check_exists(model_id: str) -> None:
+    """Raise QsampleError for a folder that is missing or no checkpoint.
+
+    Taken for a hub id, its error would speak of the network.
+    """
+    path = Path(model_id)
+    if path.is_dir() and not (path / "config.json").is_file():
+        raise QsampleError(f"{model_id} has neither a config.json (a checkpoint) nor a qsample.json (a package)")
+    looks_like_path = model_id.startswith((".", "/", "~")) or model_id.count("/") > 1
+    if looks_like_path and not path.exists():
+        raise QsampleError(f"{model_id} does not exist; give a checkpoint folder, a package folder or a hub id")
+
+
+def _first_line(error: BaseException) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -1,0 +1,1 @@
+"""Portable package → device package."""

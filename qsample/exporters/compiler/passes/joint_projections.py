@@ -1,0 +1,167 @@
+"""A decode graph enters; the same graph with projections of one input as one matrix leaves, their output split again.
+
+Query, key and value become one MatMul, gate and up another: fewer kernels, longer ones. Weights that came packed, the
+operands of MatMulNBits, are joined as they are. The joint matrix is put together when it is read, so that weights stay
+mapped from their files.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import onnx_ir as ir
+
+from qsample.exporters.graph.edit import constant
+
+Array = npt.NDArray[Any]
+_FLOATS: Final = (ir.DataType.FLOAT, ir.DataType.FLOAT16)
+_PACKED: Final = "MatMulNBits"
+
+
+class _Projection(NamedTuple):
+    """A MatMul by a constant [K, N] or a MatMulNBits. kind: those of one can be joined. operands: its constants."""
+
+    node: ir.Node
+    output_size: int
+    kind: Hashable
+    operands: list[ir.TensorProtocol]
+
+
+def pack_projections(model: ir.Model) -> bool:
+    """Join the projections of `model`'s graph that read one value, in place. Returns whether there were any."""
+    graph, modified = model.graph, _share_orders(model.graph)
+    values = [*graph.inputs, *(output for node in graph for output in node.outputs)]
+    for value in values:
+        by_kind: defaultdict[Hashable, list[_Projection]] = defaultdict(list)
+        for node, place in value.uses():
+            if node.graph is graph and place == 0 and (found := _projection(node)) is not None:
+                by_kind[found.kind].append(found)
+        for siblings in by_kind.values():
+            if len(siblings) > 1:
+                _join(graph, value, siblings)
+                modified = True
+    return modified
+
+
+def _share_orders(graph: ir.Graph) -> bool:
+    """Let projections with one order of one value's columns, as act-order makes it, read the same Gather."""
+    modified = False
+    for value in [output for node in graph for output in node.outputs]:
+        kept: list[tuple[ir.Node, Array]] = []
+        for node, place in list(value.uses()):
+            if node.op_type != "Gather" or node.graph is not graph or place != 0:
+                continue
+            order = constant(node.inputs[1])
+            if order is None or order.ndim != 1 or not any(use.op_type == _PACKED for use, _ in node.outputs[0].uses()):
+                continue
+            same = next((other for other, indices in kept if np.array_equal(order, indices)), None)
+            if same is None:
+                kept.append((node, order))
+                continue
+            ir.convenience.replace_all_uses_with(node.outputs[0], same.outputs[0])
+            _remove(graph, node)
+            modified = True
+    return modified
+
+
+def _projection(node: ir.Node) -> _Projection | None:
+    operands = [value.const_value for value in node.inputs[1:] if value is not None and value.is_initializer()]
+    tensors = [tensor for tensor in operands if tensor is not None]
+    if len(tensors) != len(node.inputs) - 1:
+        return None
+    if node.op_type == "MatMul" and len(tensors[0].shape) == 2 and tensors[0].dtype in _FLOATS:
+        inputs, outputs = tensors[0].shape.numpy()
+        return _Projection(node, int(outputs), (node.op_type, int(inputs), tensors[0].dtype), tensors)
+    if node.op_type == _PACKED and len(tensors) in (2, 3):  # with a zero point or without
+        sizes = tuple(node.attributes.get_int(name, 0) for name in ("K", "bits", "block_size", "accuracy_level"))
+        outputs = node.attributes.get_int("N", 0)
+        return _Projection(node, outputs, (node.op_type, *sizes, tensors[1].dtype), tensors)
+    return None
+
+
+def _join(graph: ir.Graph, value: ir.Value, siblings: list[_Projection]) -> None:
+    name = f"{siblings[0].node.name}_packed"
+    sizes = [sibling.output_size for sibling in siblings]
+    joint = ir.Node(
+        siblings[0].node.domain,
+        siblings[0].node.op_type,
+        [value, *(_packed_operands if siblings[0].node.op_type == _PACKED else _weight)(graph, name, siblings)],
+        [*(attribute for key, attribute in siblings[0].node.attributes.items() if key != "N")],
+        name=name,
+    )
+    if joint.op_type == _PACKED:
+        joint.attributes["N"] = ir.AttrInt64("N", sum(sizes))
+    split_sizes = _initializer(graph, ir.Tensor(np.array(sizes, np.int64), name=f"{name}_sizes"))
+    split = ir.Node(
+        "",
+        "Split",
+        [joint.outputs[0], split_sizes],
+        [ir.AttrInt64("axis", -1)],
+        num_outputs=len(sizes),
+        name=f"{name}_split",
+    )
+    output = joint.outputs[0]
+    output.name, output.type = name, siblings[0].node.outputs[0].type
+    output.shape = None if value.shape is None else ir.Shape([*value.shape[:-1], sum(sizes)])
+    nodes = {sibling.node for sibling in siblings}
+    first = next(node for node in graph if node in nodes)  # `value` is computed by then
+    graph.insert_before(first, [joint, split])
+    for sibling, part in zip(siblings, split.outputs, strict=True):
+        old = sibling.node.outputs[0]
+        part.type, part.shape = old.type, old.shape
+        old.replace_all_uses_with(part, replace_graph_outputs=True)
+        _remove(graph, sibling.node)
+        part.name = old.name
+
+
+def _weight(graph: ir.Graph, name: str, siblings: list[_Projection]) -> list[ir.Value]:
+    return [_joined(graph, f"{name}_weight", [sibling.operands[0] for sibling in siblings], axis=1)]
+
+
+def _packed_operands(graph: ir.Graph, name: str, siblings: list[_Projection]) -> list[ir.Value]:
+    """Blocks, scales and, where one of them has any, zero points: a row of the joint matrix is one of a part's."""
+    joined = [
+        _joined(graph, f"{name}_{kind}", [sibling.operands[place] for sibling in siblings], axis=0)
+        for place, kind in enumerate(("blocks", "scales"))
+    ]
+    if any(len(sibling.operands) == 3 for sibling in siblings):
+        parts = [sibling.operands[2] if len(sibling.operands) == 3 else _middle(sibling) for sibling in siblings]
+        joined.append(_joined(graph, f"{name}_zero_points", parts, axis=0))
+    return joined
+
+
+def _middle(sibling: _Projection) -> ir.TensorProtocol:
+    """The zero points that MatMulNBits takes where there are none."""
+    bits = sibling.node.attributes.get_int("bits", 4)
+    row_bytes = -(-int(sibling.operands[0].shape.numpy()[1]) * bits // 8)
+    return ir.Tensor(np.full(sibling.output_size * row_bytes, 0x88 if bits == 4 else 0x80, np.uint8))
+
+
+def _joined(graph: ir.Graph, name: str, parts: list[ir.TensorProtocol], axis: int) -> ir.Value:
+    def joined() -> ir.TensorProtocol:
+        return ir.Tensor(np.concatenate([part.numpy() for part in parts], axis=axis), name=name)
+
+    shape = list(parts[0].shape.numpy())
+    shape[axis] = sum(part.shape.numpy()[axis] for part in parts)
+    return _initializer(graph, ir.LazyTensor(joined, dtype=parts[0].dtype, shape=ir.Shape(shape), name=name))
+
+
+def _remove(graph: ir.Graph, node: ir.Node) -> None:
+    """Take `node` out of the graph, and its constants that nothing else reads."""
+    constants = [value for value in node.inputs if value is not None and value.is_initializer()]
+    graph.remove(node, safe=True)
+    for value in constants:
+        if value.name is not None and not value.uses():
+            graph.initializers.pop(value.name, None)
+
+
+def _initializer(graph: ir.Graph, tensor: ir.TensorProtocol) -> ir.Value:
+    value = ir.Value(
+        name=tensor.name, shape=ir.Shape(tensor.shape.numpy()), type=ir.TensorType(tensor.dtype), const_value=tensor
+    )
+    graph.register_initializer(value)
+    return value

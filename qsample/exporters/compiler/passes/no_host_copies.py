@@ -1,0 +1,178 @@
+"""A decode graph enters; the same graph, able to run on a device without a copy from the host, leaves.
+
+ONNX Runtime computes shapes on the host, and copies one to the device where a kernel there takes it for data. Such a
+copy forbids the capture of a CUDA graph (https://github.com/microsoft/onnxruntime/pull/16491: every node on CUDA, or on
+the CPU and no Memcpy). Where a graph calculates with a shape, it can cut that number out of a constant 0, 1, 2 … on the
+device instead: where to cut, the kernel reads on the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Final, NamedTuple
+
+import numpy as np
+import onnx_ir as ir
+from onnx_ir.passes import common as common_passes
+
+from qsample.exporters.graph.edit import initializer, insert
+
+# Inputs that CUDA kernels read on the host, by operator and place.
+_ON_HOST: Final[dict[str, Collection[int]]] = {
+    "ConstantOfShape": (0,),
+    "Expand": (1,),
+    "GroupQueryAttention": (6,),
+    "Pad": (1,),
+    "Range": (0, 1, 2),
+    "ReduceMax": (1,),
+    "ReduceSum": (1,),
+    "Reshape": (1,),
+    "Slice": (1, 2, 3, 4),
+    "Split": (1,),
+    "Squeeze": (1,),
+    "Tile": (1,),
+    "TopK": (1,),
+    "Unsqueeze": (1,),
+}
+_SOURCES: Final = ("Shape", "Size")
+_INTEGERS: Final = (ir.DataType.INT32, ir.DataType.INT64)
+
+
+def host_nodes(graph: ir.Graph) -> set[ir.Node]:
+    """The nodes that compute shapes, on the host."""
+    return _host_values(graph).nodes
+
+
+def host_data(graph: ir.Graph) -> list[str]:
+    """Where a value from the host is data on the device: "OPERATOR NODE takes VALUE"."""
+    host = _host_values(graph)
+    return [
+        f"{node.op_type} {node.name} takes {value.name}"
+        for node in graph
+        if node not in host.nodes
+        for place, value in enumerate(node.inputs)
+        if value is not None and value in host.values and place not in _ON_HOST.get(node.op_type, ())
+    ]
+
+
+def keep_on_device(model: ir.Model, limit: int) -> bool:
+    """Cut the integers that the graph takes from shapes out of a constant [limit] on the device; in place.
+
+    limit: more than any of them, which are not negative. Shapes that the graph fixes become constants. Returns whether
+    anything changed.
+    """
+    graph = model.graph
+    modified = _fold_static_shapes(graph)
+    copies: dict[ir.Value, ir.Value] = {}
+    host = _host_values(graph)
+    for node in list(graph):
+        for place, value in enumerate(node.inputs):
+            if value not in host.values or node in host.nodes or place in _ON_HOST.get(node.op_type, ()):
+                continue
+            if (
+                value is None
+                or value.dtype not in _INTEGERS
+                or value.shape is None
+                or list(value.shape) not in ([], [1])
+            ):
+                continue
+            if value not in copies:
+                copies[value] = _number(_behind(value), value, limit)
+            node.replace_input_with(place, copies[value])
+            modified = True
+    if modified:
+        common_passes.RemoveUnusedNodesPass()(model)
+    return modified
+
+
+class _Host(NamedTuple):
+    """values: what is computed on the host. nodes: the nodes that do it."""
+
+    values: set[ir.Value | None]
+    nodes: set[ir.Node]
+
+
+def _host_values(graph: ir.Graph) -> _Host:
+    """Shapes, and what is computed from them and constants alone.
+
+    As ONNX Runtime places it: a node whose kernel for the device reads its input on the host runs on the device.
+    """
+    host = _Host(set(), set())
+    for node in graph:
+        on_host = _ON_HOST.get(node.op_type, ())
+        computed = [
+            (place, value)
+            for place, value in enumerate(node.inputs)
+            if value is not None and not value.is_initializer()
+        ]
+        follows = bool(computed) and all(value in host.values and place not in on_host for place, value in computed)
+        if node.op_type in _SOURCES or follows:
+            host.nodes.add(node)
+            host.values.update(node.outputs)
+    return host
+
+
+def _fold_static_shapes(graph: ir.Graph) -> bool:
+    """Replace shapes that the graph fixes by constants. Returns whether there were any."""
+    modified = False
+    for node in list(graph):
+        source = node.inputs[0] if node.op_type == "Shape" else None
+        if source is None or source.shape is None:
+            continue
+        start = node.attributes.get_int("start", 0)
+        dims = list(source.shape)[start : node.attributes.get_int("end", len(source.shape))]
+        if all(isinstance(dim, int) for dim in dims):
+            name = "sizes_" + "_".join(map(str, dims))
+            sizes = initializer(graph, name, np.array([int(str(dim)) for dim in dims], dtype=np.int64))
+            ir.convenience.replace_all_uses_with(node.outputs[0], sizes)
+            modified = True
+    return modified
+
+
+def _number(before: ir.Node, value: ir.Value, limit: int) -> ir.Value:
+    """The host's number `value`, a scalar or [1], cut out of a constant."""
+    graph = before.graph
+    assert graph is not None
+    start = _vector(before, _as_int64(before, value))
+    end = insert(before, "Add", [start, _int64(graph, 1)], [1])
+    number = insert(before, "Slice", [_numbers(graph, limit), start, end], [1])
+    if not value.shape:
+        number = insert(before, "Squeeze", [number, _int64(graph, 0)], [])
+    return _as(before, number, value.dtype)
+
+
+def _behind(value: ir.Value) -> ir.Node:
+    """The node before which what follows from `value` has to be put."""
+    producer = value.producer()
+    assert producer is not None
+    assert producer.graph is not None
+    following = list(producer.graph)
+    return following[following.index(producer) + 1]
+
+
+def _vector(before: ir.Node, value: ir.Value) -> ir.Value:
+    """A scalar as [1]."""
+    if value.shape:
+        return value
+    assert before.graph is not None
+    return insert(before, "Unsqueeze", [value, _int64(before.graph, 0)], [1])
+
+
+def _as_int64(before: ir.Node, value: ir.Value) -> ir.Value:
+    return _as(before, value, ir.DataType.INT64)
+
+
+def _as(before: ir.Node, value: ir.Value, dtype: ir.DataType | None) -> ir.Value:
+    if dtype is None or value.dtype == dtype:
+        return value
+    result = insert(before, "Cast", [value], value.shape or [], {"to": dtype})
+    result.dtype = dtype
+    return result
+
+
+def _numbers(graph: ir.Graph, limit: int) -> ir.Value:
+    return initializer(graph, "numbers", np.arange(limit, dtype=np.int64))
+
+
+def _int64(graph: ir.Graph, number: int) -> ir.Value:
+    return initializer(graph, f"int64_{number}", np.array([number], dtype=np.int64))

@@ -1,0 +1,91 @@
+"""A graph with fixed head counts enters; the same graph without the reshapes and shape arithmetic that they make
+needless leaves.
+
+A model splits its hidden states into heads and merges them again around every operator. Fused, the operators read
+merged heads, and each pair of reshapes is a check or a copy a step for nothing.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+from onnx_ir.passes import common as common_passes
+
+from qsample.exporters.graph.edit import initializer
+
+
+def simplify_reshapes(model: ir.Model) -> bool:
+    """Merge chains of reshapes, drop those that change nothing and give the rest a constant target; in place.
+
+    Returns whether anything changed. Only recorded shapes are trusted: a reshape whose shapes are unknown stays.
+    """
+    modified = False
+    for node in list(model.graph):
+        if node.op_type == "Reshape" and node.domain == "":
+            modified |= _skip_earlier_reshape(node)
+            modified |= _drop(node) or _make_target_constant(model.graph, node)
+    if modified:
+        common_passes.RemoveUnusedNodesPass()(model)
+    return modified
+
+
+def _skip_earlier_reshape(node: ir.Node) -> bool:
+    """Read what an earlier reshape read: only the last shape counts."""
+    source = node.inputs[0]
+    earlier = source.producer() if source is not None else None
+    if earlier is None or earlier.op_type != "Reshape" or earlier.graph is not node.graph:
+        return False
+    if not _known(node.outputs[0]) or not _reachable(earlier.inputs[0], node.outputs[0]):
+        return False
+    node.replace_input_with(0, earlier.inputs[0])
+    return True
+
+
+def _drop(node: ir.Node) -> bool:
+    """Remove a reshape to the shape that its input has already."""
+    source, result = node.inputs[0], node.outputs[0]
+    if source is None or not _known(source) or not _known(result) or result.is_graph_output():
+        return False
+    if list(source.shape or ()) != list(result.shape or ()):
+        return False
+    ir.convenience.replace_all_uses_with(result, source)
+    return True
+
+
+def _make_target_constant(graph: ir.Graph, node: ir.Node) -> bool:
+    """Replace a computed target shape by numbers: 0 copies the input's size in the same place, -1 stands for one that
+    remains."""
+    source, target = node.inputs[0], node.inputs[1]
+    if source is None or target is None or target.const_value is not None:
+        return False
+    sizes = _relative_sizes(source, node.outputs[0])
+    if sizes is None:
+        return False
+    name = "shape_" + "_".join(map(str, sizes))
+    node.replace_input_with(1, initializer(graph, name, np.array(sizes, dtype=np.int64)))
+    node.attributes.pop("allowzero", None)
+    return True
+
+
+def _known(value: ir.Value) -> bool:
+    """True where every axis has a size or a name: two unnamed axes are not known to be equal."""
+    return value.shape is not None and all(isinstance(dim, int) or dim.value is not None for dim in value.shape)
+
+
+def _reachable(source: ir.Value | None, result: ir.Value) -> bool:
+    return source is not None and _relative_sizes(source, result) is not None
+
+
+def _relative_sizes(source: ir.Value, result: ir.Value) -> list[int] | None:
+    """The sizes of `result` as a reshape of `source` would name them, or None where more than one is unknown."""
+    if source.shape is None or result.shape is None:
+        return None
+    sizes = []
+    for axis, dim in enumerate(result.shape):
+        if isinstance(dim, int):
+            sizes.append(dim)
+        elif axis < len(source.shape) and dim.value is not None and source.shape[axis] == dim:
+            sizes.append(0)
+        else:
+            sizes.append(-1)
+    return sizes if sizes.count(-1) <= 1 and 0 not in (dim for dim in result.shape if isinstance(dim, int)) else None

@@ -1,0 +1,151 @@
+"""A fused decode graph enters; the same graph with its rotary embeddings inside GroupQueryAttention leaves.
+
+The operator rotates by its own count of positions: the row's earlier tokens, then the new ones in order. A graph whose
+cosines and sines are those of just these positions needs no rotary nodes; whether they are is found by running that
+part of the graph, so it does not matter which way a model computes them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+import numpy as np
+import onnx_ir as ir
+from onnx_ir.passes import common as common_passes
+
+from qsample.contract import BATCH, LENGTHS, SEQUENCE
+from qsample.exporters.graph.edit import initializer
+from qsample.exporters.graph.evaluate import Array, GraphPart, inputs_of
+from qsample.exporters.graph.traversal import ancestors
+
+_MULTIPLE: Final = 16  # GroupQueryAttention takes head and rotary sizes that are multiples of this
+# The table and the graph compute the same expression; a frequency that depends on more than the position is far off.
+_TOLERANCE: Final = 1e-6
+_COS, _SIN, _POSITION_IDS = 7, 8, 9  # places among GroupQueryAttention's inputs
+
+
+def absorb_rotary(model: ir.Model, capacity: int) -> bool:
+    """Let each GroupQueryAttention rotate its queries and keys where the graph does it by position; in place.
+
+    capacity: T, the positions of the table that takes the place of computed cosines and sines. Returns whether anything
+    changed.
+    """
+    tables: dict[tuple[ir.Value | None, ...], tuple[ir.Value, ir.Value] | None] = {}
+    modified = False
+    for node in _attentions(model.graph):
+        rotations = [_rotation(value) for value in node.inputs[:2]]
+        query, key = rotations
+        if query is None or key is None or not _same_rotation(query, key) or _has_rotary(node):
+            continue
+        if key.head_size % _MULTIPLE or key.rotary_size(key.head_size) % _MULTIPLE:
+            continue
+        angles = tuple(key.node.inputs[1:4])
+        if angles not in tables:
+            tables[angles] = _tables(model, angles, capacity, f"rotary_{len(tables)}")
+        found = tables[angles]
+        if found is None:
+            continue
+        _rotate_inside(node, query, key, found)
+        modified = True
+    if modified:
+        common_passes.RemoveUnusedNodesPass()(model)
+    return modified
+
+
+class _Rotation(NamedTuple):
+    """A RotaryEmbedding of [B, S, heads * head_size]. (x, positions, cos, sin) are its inputs."""
+
+    node: ir.Node
+    head_size: int
+
+    @property
+    def interleaved(self) -> int:
+        return int(self.node.attributes.get_int("interleaved", 0) or 0)
+
+    def rotary_size(self, head_size: int) -> int:
+        return int(self.node.attributes.get_int("rotary_embedding_dim", 0) or 0) or head_size
+
+
+def _attentions(graph: ir.Graph) -> list[ir.Node]:
+    return [node for node in graph if node.op_type == "GroupQueryAttention" and node.domain == "com.microsoft"]
+
+
+def _has_rotary(node: ir.Node) -> bool:
+    return bool(node.attributes.get_int("do_rotary", 0))
+
+
+def _rotation(value: ir.Value | None) -> _Rotation | None:
+    """The rotation that made `value`, if it is one over merged heads with nothing else about it."""
+    node = value.producer() if value is not None else None
+    if node is None or node.op_type != "RotaryEmbedding" or node.domain != "com.microsoft":
+        return None
+    x, heads = node.inputs[0], node.attributes.get_int("num_heads", 0)
+    if x is None or x.shape is None or len(x.shape) != 3 or not isinstance(x.shape[2], int) or not heads:
+        return None
+    plain = node.attributes.get_int("is_packed_batching", 0) == 0 and node.attributes.get_float("scale", 1.0) == 1.0
+    return _Rotation(node, x.shape[2] // heads) if plain else None
+
+
+def _same_rotation(query: _Rotation, key: _Rotation) -> bool:
+    return (
+        query.head_size == key.head_size
+        and query.interleaved == key.interleaved
+        and query.rotary_size(query.head_size) == key.rotary_size(key.head_size)
+        and list(query.node.inputs[1:4]) == list(key.node.inputs[1:4])
+    )
+
+
+def _rotate_inside(node: ir.Node, query: _Rotation, key: _Rotation, tables: tuple[ir.Value, ir.Value]) -> None:
+    node.replace_input_with(0, query.node.inputs[0])
+    node.replace_input_with(1, key.node.inputs[0])
+    node.resize_inputs(max(len(node.inputs), _SIN + 1))
+    node.replace_input_with(_COS, tables[0])
+    node.replace_input_with(_SIN, tables[1])
+    node.attributes["do_rotary"] = ir.AttrInt64("do_rotary", 1)
+    node.attributes["rotary_interleaved"] = ir.AttrInt64("rotary_interleaved", query.interleaved)
+
+
+def _tables(
+    model: ir.Model, angles: tuple[ir.Value | None, ...], capacity: int, name: str
+) -> tuple[ir.Value, ir.Value] | None:
+    """Initializers [T, rotary_size / 2] with the cosines and sines of positions 0 to T - 1; None where those of the
+    graph depend on anything but the position."""
+    compute = _angles(model, angles)
+    if compute is None:
+        return None
+    table = compute([0], capacity)
+    # Other starts, lengths and neighbours: a token's angles have to be those of its position all the same.
+    middle, last = capacity // 2, capacity - 1
+    for starts, length in (([0], 1), ([last], 1), ([middle], last - middle), ([middle, 0], 1), ([0, 0], middle)):
+        if len(starts) > compute.most_rows:
+            continue
+        places = [start + step for start in starts for step in range(length)]
+        found = compute(starts, length)
+        if any(abs(got - wanted[places]).max() > _TOLERANCE for got, wanted in zip(found, table, strict=True)):
+            return None
+    return initializer(model.graph, f"{name}_cos", table[0]), initializer(model.graph, f"{name}_sin", table[1])
+
+
+@dataclass(frozen=True, slots=True)
+class _Angles:
+    """The part of a graph that computes the angles of its tokens. most_rows: 1 where the graph's batch is fixed at
+    that."""
+
+    part: GraphPart
+    most_rows: int
+
+    def __call__(self, starts: list[int], length: int) -> tuple[Array, Array]:
+        """Cosines and sines, [rows * length, rotary_size / 2] each, of `length` tokens a row that follow `starts`."""
+        lengths = {LENGTHS.name: np.array(starts, dtype=np.int32)}
+        positions, cos, sin = self.part(lengths, {BATCH: len(starts), SEQUENCE: length})
+        return cos[positions.ravel()], sin[positions.ravel()]
+
+
+def _angles(model: ir.Model, angles: tuple[ir.Value | None, ...]) -> _Angles | None:
+    """None where hidden states, and not the positions alone, decide the angles."""
+    wanted = [value for value in angles if value is not None]
+    lengths = inputs_of(wanted).get(LENGTHS.name)
+    if lengths is None or any(node.domain == "com.microsoft" for node in ancestors(wanted)):
+        return None
+    return _Angles(GraphPart(model, wanted), 1 if lengths.shape is not None and lengths.shape[0] == 1 else 2)

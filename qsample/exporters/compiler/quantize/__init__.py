@@ -1,0 +1,1 @@
+"""Weights and caches in fewer bits."""

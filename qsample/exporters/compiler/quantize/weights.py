@@ -1,0 +1,319 @@
+"""A fused decode graph enters; the same graph with its weights in blocks of 4 or 8 bits leaves.
+
+Every constant matrix that a MatMul multiplies by becomes the operand of a MatMulNBits, and embedding tables become the
+operand of a GatherBlockQuantized; a tied table is packed once and both read it. The numbers come from ONNX Runtime's
+own quantizer, one matrix at a time and only when the graph is saved: weights may stay mapped from their files, and no
+more than one of them is in memory.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, ClassVar, Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import onnx_ir as ir
+
+from qsample.exporters.graph.nbits import BLOCK_SIZES, packed_rows
+
+Array = npt.NDArray[Any]
+BITS: Final = {"int4": 4, "int8": 8}
+METHODS: Final = ("rtn", "k_quant", "hqq")
+# MatMulNBits' accuracy_level: activations are rounded to int8 a block, which is what its fast CPU kernels take.
+_INT8_ACTIVATIONS: Final = 4
+_DOMAIN: Final = "com.microsoft"
+
+
+@dataclass(frozen=True, slots=True)
+class WeightQuantization:
+    """bits: 4 or 8. block_size: weights of one row that share a scale, one of BLOCK_SIZES. method: one of METHODS:
+    "rtn" rounds to the nearest symmetric level; "k_quant" searches each block's scale and offset, as llama.cpp does:
+    in NumPy, so slower, and closer; "hqq" solves for the offset that few large errors weigh least on (half-quadratic
+    quantization, https://mobiusml.github.io/hqq_blog), in torch."""
+
+    bits: int
+    block_size: int = 32
+    method: str = "rtn"
+
+    def __post_init__(self) -> None:
+        if self.block_size not in BLOCK_SIZES:
+            raise ValueError(f"block_size is {self.block_size}; choose one of {', '.join(map(str, BLOCK_SIZES))}")
+        if self.method not in METHODS:
+            raise ValueError(f"quantization method is {self.method!r}; choose one of {', '.join(METHODS)}")
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizationReport:
+    """How many matrices were packed, and the bytes of all of them before and after."""
+
+    matrices: int
+    bytes_before: int
+    bytes_after: int
+
+
+def quantize_weights(model: ir.Model, quantization: WeightQuantization) -> QuantizationReport:
+    """Quantize the weights of `model` in place; the packed ones are computed when the model is saved.
+
+    Matrices with an input size that is no multiple of the block size stay as they are.
+    """
+    packed: dict[ir.Value, _Packed] = {}
+    before = after = 0
+    for node in list(model.graph):
+        matrix = matrix_of(node)
+        if matrix is None or matrix.input_size % quantization.block_size:
+            continue
+        found = packed.setdefault(matrix.value, _Packed(matrix, quantization))
+        if found.matrix.transposed == matrix.transposed:
+            (_gather if node.op_type == "Gather" else _matmul)(model.graph, node, found)
+    for value, found in packed.items():
+        found.register(model.graph)
+        before, after = before + found.matrix.tensor.nbytes, after + found.nbytes
+        if not value.uses() and value.name is not None:
+            model.graph.initializers.pop(value.name, None)
+    model.opset_imports.setdefault(_DOMAIN, 1)
+    return QuantizationReport(len(packed), before, after)
+
+
+def round_activations(model: ir.Model) -> bool:
+    """Let every MatMulNBits that `model` holds round its activations as those of `quantize_weights` do; in place.
+
+    Weights that a checkpoint brought packed are multiplied by in float32 until then. Returns whether there were any.
+    """
+    nodes = [node for node in model.graph.all_nodes() if node.op_type == "MatMulNBits" and node.domain == _DOMAIN]
+    for node in nodes:
+        node.attributes["accuracy_level"] = ir.AttrInt64("accuracy_level", _INT8_ACTIVATIONS)
+    return bool(nodes)
+
+
+class _Matrix(NamedTuple):
+    """A constant of the graph: [N, K] (`transposed`) or [K, N], with K the input size and N the output size."""
+
+    value: ir.Value
+    tensor: ir.TensorProtocol
+    transposed: bool
+
+    @property
+    def input_size(self) -> int:
+        return int(self.tensor.shape.numpy()[1 if self.transposed else 0])
+
+    @property
+    def output_size(self) -> int:
+        return int(self.tensor.shape.numpy()[0 if self.transposed else 1])
+
+
+class _Packed:
+    """A matrix as N rows of K / block_size blocks, and the initializers that hold it."""
+
+    def __init__(self, matrix: _Matrix, quantization: WeightQuantization) -> None:
+        self.matrix = matrix
+        self.quantization = quantization
+        self.output_size, self.input_size = matrix.output_size, matrix.input_size
+        self.block_count = self.input_size // quantization.block_size
+        self.initializers: dict[str, ir.Value] = {}
+        self._tensors: list[ir.TensorProtocol] = []
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self._tensors)
+
+    @property
+    def blocks(self) -> ir.Value:
+        """uint8 [N, K / block_size, block_size * bits / 8]."""
+        size = self.quantization.block_size * self.quantization.bits // 8
+        return self._initializer("blocks", 0, (self.output_size, self.block_count, size), ir.DataType.UINT8)
+
+    def scales(self, *, by_block: bool) -> ir.Value:
+        """[N * K / block_size], dtype of the weight; by_block: [N, K / block_size, 1]."""
+        count = self.output_size * self.block_count
+        shape = (self.output_size, self.block_count, 1) if by_block else (count,)
+        return self._initializer("block_scales" if by_block else "scales", 1, shape, self.matrix.tensor.dtype)
+
+    def zero_points(self, *, by_block: bool) -> ir.Value | None:
+        """uint8, for MatMulNBits packed like the blocks; by_block: one byte each, [N, K / block_size, 1].
+
+        None for levels that are symmetric around the middle one.
+        """
+        if self.quantization.method == "rtn":
+            return None
+        packed = -(-self.block_count * self.quantization.bits // 8)
+        shape = (self.output_size, self.block_count, 1) if by_block else (self.output_size * packed,)
+        return self._initializer("block_zero_points" if by_block else "zero_points", 2, shape, ir.DataType.UINT8)
+
+    def register(self, graph: ir.Graph) -> None:
+        for value in self.initializers.values():
+            graph.register_initializer(value)
+
+    def _initializer(self, kind: str, place: int, shape: tuple[int, ...], dtype: ir.DataType) -> ir.Value:
+        if kind not in self.initializers:
+            name = f"{self.matrix.value.name}_{kind}"
+
+            def part() -> ir.TensorProtocol:
+                array = self._quantized()[place]
+                if kind == "zero_points":
+                    array = packed_rows(array, self.quantization.bits)
+                return ir.Tensor(array.reshape(shape), name=name)
+
+            tensor = ir.LazyTensor(part, dtype=dtype, shape=ir.Shape(shape), name=name)
+            self._tensors.append(tensor)
+            self.initializers[kind] = ir.Value(
+                name=name, shape=ir.Shape(shape), type=ir.TensorType(dtype), const_value=tensor
+            )
+        return self.initializers[kind]
+
+    def _quantized(self) -> tuple[Array, Array, Array]:
+        """Blocks, scales, zero points; kept until another matrix is asked for: those of one are saved in a row."""
+        if _Packed._newest is not self:
+            weight = self.matrix.tensor.numpy()
+            _Packed._newest, _Packed._result_of_newest = None, None
+            result = _quantize(weight.T if self.matrix.transposed else weight, self.quantization)
+            _Packed._newest, _Packed._result_of_newest = self, result
+        assert _Packed._result_of_newest is not None
+        return _Packed._result_of_newest
+
+    _newest: ClassVar[_Packed | None] = None
+    _result_of_newest: ClassVar[tuple[Array, Array, Array] | None] = None
+
+
+def _quantize(weight: Array, quantization: WeightQuantization) -> tuple[Array, Array, Array]:
+    """weight: [K, N]. Returns blocks, scales, zero points."""
+    if quantization.method == "k_quant":
+        return _k_quant(weight, quantization)
+    if quantization.method == "hqq":
+        return _hqq(weight, quantization)
+    with _quiet_import():
+        from onnxruntime.quantization.matmul_nbits_quantizer import (
+            DefaultWeightOnlyQuantConfig,
+            DefaultWeightOnlyQuantizer,
+        )
+
+    config = DefaultWeightOnlyQuantConfig(block_size=quantization.block_size, is_symmetric=True, bits=quantization.bits)
+    kind = weight.dtype if weight.dtype in (np.float32, np.float16) else np.float32
+    blocks, scales, zero_points = DefaultWeightOnlyQuantizer(config).qbits_block_quant(
+        np.ascontiguousarray(weight, dtype=kind)
+    )
+    return blocks, scales, zero_points
+
+
+@contextmanager
+def _quiet_import() -> Iterator[None]:
+    """ONNX Runtime's quantizers set the root logger to INFO when imported, which is not theirs to decide."""
+    root = logging.getLogger()
+    level, handlers = root.level, list(root.handlers)
+    try:
+        yield
+    finally:
+        root.setLevel(level)
+        root.handlers[:] = handlers
+
+
+def _k_quant(weight: Array, quantization: WeightQuantization) -> tuple[Array, Array, Array]:
+    with _quiet_import():
+        from onnxruntime.quantization.neural_compressor.weight_only import quant_tensor_k_quant_cpu
+
+    bits, size = quantization.bits, quantization.block_size
+    count, output_size = weight.shape[0] // size, weight.shape[1]
+    levels, scales, zero_points = quant_tensor_k_quant_cpu(np.ascontiguousarray(weight.T), bits, size)
+    blocks = packed_rows(levels.astype(np.uint8).reshape(output_size * count, size), bits)
+    return blocks, scales.astype(weight.dtype), zero_points.astype(np.uint8).reshape(output_size, count)
+
+
+def _hqq(weight: Array, quantization: WeightQuantization) -> tuple[Array, Array, Array]:
+    """The library's scales and offsets, the offsets rounded: MatMulNBits multiplies by levels with fractional ones some
+    300 times slower."""
+    import torch
+
+    with _quiet_import():
+        from onnxruntime.quantization.matmul_nbits_quantizer import HQQWeightOnlyQuantConfig, HQQWeightOnlyQuantizer
+
+    bits, size = quantization.bits, quantization.block_size
+    largest, (input_size, output_size) = 2**bits - 1, weight.shape
+    rows = np.array(weight.T, dtype=np.float32, order="C")
+    quantizer = HQQWeightOnlyQuantizer(HQQWeightOnlyQuantConfig(size, bits))
+    _, found, offsets = quantizer.quantize_internal(torch.from_numpy(rows), bits=bits, group_size=size)
+    shape = (output_size, input_size // size, 1)
+    scales, zero_points = found.numpy().reshape(shape), np.round(offsets.numpy().reshape(shape))
+    blocks = rows.reshape(output_size, -1, size)
+
+    # A zero point is a level itself, so the levels of a block of one sign have to reach down, or up, to 0.
+    low, high = np.minimum(blocks.min(-1, keepdims=True), 0), np.maximum(blocks.max(-1, keepdims=True), 0)
+    outside = (zero_points < 0) | (zero_points > largest)
+    scales = np.where(outside, np.maximum(high - low, np.finfo(np.float32).tiny) / largest, scales)
+    zero_points = np.where(outside, np.round(-low / scales), zero_points)
+    levels = np.clip(np.round(blocks / scales + zero_points), 0, largest).astype(np.uint8)
+    packed = packed_rows(levels.reshape(-1, size), bits)
+    return packed, scales.astype(weight.dtype), zero_points.astype(np.uint8).reshape(output_size, -1)
+
+
+def matrix_of(node: ir.Node) -> _Matrix | None:
+    """The constant matrix that a node multiplies by or looks rows up in."""
+    if node.op_type == "MatMul":
+        return _constant(node.inputs[1], transposed=False)
+    if node.op_type == "FusedMatMul" and _is_plain(node):
+        return _constant(node.inputs[1], transposed=node.attributes.get_int("transB", 0) == 1)
+    if node.op_type == "Gather" and node.attributes.get_int("axis", 0) == 0:
+        return _constant(node.inputs[0], transposed=True)
+    return None
+
+
+def _is_plain(node: ir.Node) -> bool:
+    """Whether a FusedMatMul does nothing but transpose its second operand, if that."""
+    others = (node.attributes.get_int(name, 0) for name in ("transA", "transBatchA", "transBatchB"))
+    return node.attributes.get_float("alpha", 1.0) == 1.0 and not any(bool(other) for other in others)
+
+
+def _constant(value: ir.Value | None, *, transposed: bool) -> _Matrix | None:
+    if value is None or value.const_value is None or not value.is_initializer():
+        return None
+    tensor = value.const_value
+    floats = (ir.DataType.FLOAT, ir.DataType.FLOAT16)
+    return _Matrix(value, tensor, transposed) if len(tensor.shape) == 2 and tensor.dtype in floats else None
+
+
+def _matmul(graph: ir.Graph, node: ir.Node, packed: _Packed) -> None:
+    inputs = [node.inputs[0], packed.blocks, packed.scales(by_block=False), packed.zero_points(by_block=False)]
+    attributes = {
+        "K": packed.input_size,
+        "N": packed.output_size,
+        "bits": packed.quantization.bits,
+        "block_size": packed.quantization.block_size,
+        "accuracy_level": _INT8_ACTIVATIONS,
+    }
+    _replace(graph, node, [_node("MatMulNBits", node, inputs, attributes)])
+
+
+def _gather(graph: ir.Graph, node: ir.Node, packed: _Packed) -> None:
+    """The lookup reads the blocks that MatMulNBits reads: a table [N, blocks, block size], of which it takes rows."""
+    inputs = [packed.blocks, node.inputs[1], packed.scales(by_block=True), packed.zero_points(by_block=True)]
+    attributes = {
+        "bits": packed.quantization.bits,
+        "block_size": packed.quantization.block_size,
+        "gather_axis": 0,
+        "quantize_axis": 2,
+    }
+    lookup = _node("GatherBlockQuantized", node, inputs, attributes)
+    rank = len(node.inputs[1].shape)  # type: ignore[union-attr,arg-type]
+    shape = ir.Tensor(np.array([0] * rank + [packed.input_size], np.int64), name=f"{node.name}_rows")
+    rows = ir.Value(name=shape.name, shape=ir.Shape((rank + 1,)), type=ir.TensorType(shape.dtype), const_value=shape)
+    graph.register_initializer(rows)
+    _replace(graph, node, [lookup, ir.Node("", "Reshape", [lookup.outputs[0], rows], name=f"{node.name}_rows")])
+
+
+def _node(op_type: str, old: ir.Node, inputs: list[ir.Value | None], attributes: dict[str, int]) -> ir.Node:
+    while inputs[-1] is None:
+        inputs.pop()
+    made = [ir.AttrInt64(name, value) for name, value in attributes.items()]
+    return ir.Node(_DOMAIN, op_type, inputs, made, name=f"{old.name}_packed")
+
+
+def _replace(graph: ir.Graph, old: ir.Node, new: list[ir.Node]) -> None:
+    """Put `new` in the place of `old`; the output of the last of them takes over name, shape and uses."""
+    output, replacement = old.outputs[0], new[-1].outputs[0]
+    replacement.shape, replacement.type = output.shape, output.type
+    graph.insert_before(old, new)
+    output.replace_all_uses_with(replacement, replace_graph_outputs=True)
+    graph.remove(old, safe=True)
+    replacement.name = output.name

@@ -1,0 +1,1 @@
+"""What export and compile both do to ONNX graphs: edit, join, run."""

@@ -1,0 +1,169 @@
+"""A decode graph on disk and its interface enter; a driver that feeds it by name, for gates and self-tests, leaves.
+
+It copies every state but the cache in and out: simple enough to trust, and independent of the runtime's loop. The cache
+is written in place, in memory that the system hands out as it is touched: few tokens of a long one cost little.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import onnx_ir as ir
+import onnxruntime as ort
+
+from qsample.contract import BATCH, BIASES, CAPACITY, LENGTHS, STOPS, Interface, retained_name
+from qsample.exporters.graph.traversal import ancestors
+from qsample.runtime.session.providers import open_session
+
+Array = npt.NDArray[Any]
+_DTYPES: Final = {
+    "tensor(bool)": np.bool_,
+    "tensor(int8)": np.int8,
+    "tensor(int32)": np.int32,
+    "tensor(int64)": np.int64,
+    "tensor(float16)": np.float16,
+    "tensor(float)": np.float32,
+    "tensor(bfloat16)": np.uint16,  # NumPy has none; nobody looks into a cache, so its bytes will do
+}
+_BFLOAT16: Final = 16  # ONNX's number
+
+
+class GraphRunner:
+    """`decoder.onnx` and `initial_state.onnx` on one execution provider, with `capacity` tokens of state a row."""
+
+    def __init__(
+        self,
+        decoder: Path | ir.Model,
+        initial_state: Path,
+        interface: Interface,
+        capacity: int,
+        providers: tuple[str, ...] = ("CPUExecutionProvider",),
+        *,
+        provider_options: Mapping[str, str] | None = None,
+        folder: Path | None = None,
+        weights_mapped: bool = False,
+    ) -> None:
+        """provider_options: for the first of `providers`. folder: where a decoder that is given as a model has its
+        external data. weights_mapped: leave the weights in the mapped file, which costs speed; otherwise the kernels
+        make copies in a layout of their own. A graph with packed weights always gets those: without them, each call
+        would unpack every matrix."""
+        options = _session_options()
+        disabled = []
+        if weights_mapped and not _has_packed_weights(decoder):
+            options.add_session_config_entry("session.disable_prepacking", "1")
+            disabled = ["ConstantFolding"]  # it would transpose a tied head's table; MatMul can read it as it is
+        graph: Path | bytes
+        if isinstance(decoder, ir.Model):
+            options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder))
+            graph = ir.to_proto(decoder).SerializeToString()
+        else:
+            graph = decoder
+        self._decoder = open_session(graph, options, providers, provider_options, disabled_optimizers=disabled or None)
+        self._initial_state = ort.InferenceSession(
+            _without_cache(initial_state, interface), _session_options(), providers=["CPUExecutionProvider"]
+        )
+        self._input_names = {node.name for node in self._decoder.get_inputs()}
+        self._output_names = [output.name for output in self._decoder.get_outputs()]
+        # A quantized graph's cache may have another dtype than the interface says.
+        self._dtypes = {node.name: _DTYPES[node.type] for node in self._decoder.get_inputs()}
+        self._caches_are_bfloat16 = any(node.type == "tensor(bfloat16)" for node in self._decoder.get_inputs())
+        self._interface = interface
+        self._capacity = capacity
+
+    def start(self, rows: int) -> dict[str, Array]:
+        """The starting state of `rows` rows, row i with seed i."""
+        caches = {spec.name: spec for spec in self._interface.cache_states}
+        names = [output.name for output in self._initial_state.get_outputs()]
+        feeds = {"seed": np.arange(rows, dtype=np.int64), "capacity": np.array(self._capacity, np.int64)}
+        state = dict(zip(names, self._initial_state.run(names, feeds), strict=True))
+        sizes = {**self._interface.sizes, BATCH: rows, CAPACITY: self._capacity}
+        return state | {name: _sparse_zeros(spec.shape(sizes), self._dtypes[name]) for name, spec in caches.items()}
+
+    def step(
+        self, ids: Array, lengths: Array, state: dict[str, Array], parameters: Mapping[str, float] | None = None
+    ) -> dict[str, Array]:
+        """Run once and move `state` on.
+
+        ids: [rows, S]. lengths: [rows], the real tokens. parameters: sampling parameters for every row by input name;
+        those not given are off, and temperature is 0. Returns every output by name; the cache's are overwritten by the
+        next step.
+        """
+        feeds = self._feeds(ids, lengths, state, {"emit": True, "temperature": 0.0} | dict(parameters or {}))
+        in_place = {retained_name(spec.name): feeds[spec.name] for spec in self._interface.cache_states}
+        binding = self._decoder.io_binding()
+        for name, array in feeds.items():
+            binding.bind_input(name, "cpu", 0, self._element(array), array.shape, array.ctypes.data)
+        for name in self._output_names:
+            if name in in_place:
+                array = in_place[name]
+                binding.bind_output(name, "cpu", 0, self._element(array), array.shape, array.ctypes.data)
+            else:
+                binding.bind_output(name)
+        self._decoder.run_with_iobinding(binding)
+        outputs = zip(self._output_names, binding.get_outputs(), strict=True)
+        results = in_place | {name: value.numpy() for name, value in outputs if name not in in_place}
+        for name in state:
+            state[name] = results.get(retained_name(name), state[name])
+        if retained_name(LENGTHS.name) not in results:
+            state["lengths"] = (state["lengths"] + lengths).astype(np.int32)
+        return results
+
+    def _element(self, array: Array) -> Any:
+        return _BFLOAT16 if array.dtype == np.uint16 and self._caches_are_bfloat16 else array.dtype.type
+
+    def _feeds(
+        self, ids: Array, lengths: Array, state: Mapping[str, Array], parameters: Mapping[str, float]
+    ) -> dict[str, Array]:
+        spec, rows = self._interface.decoder, len(ids)
+        sizes = {**self._interface.sizes, BATCH: rows, CAPACITY: self._capacity, STOPS: 1, BIASES: 1}
+        given = {**state, "input_ids": ids.astype(np.int64), "input_lengths": lengths.astype(np.int32)}
+        feeds: dict[str, Array] = {}
+        for tensor in (*spec.inputs, *spec.states):
+            if tensor.name not in self._input_names:  # a graph cut off at its logits has fewer
+                continue
+            if tensor.name in given:
+                feeds[tensor.name] = given[tensor.name]
+            else:
+                value = parameters.get(tensor.name, tensor.off)
+                feeds[tensor.name] = np.full(tensor.shape(sizes), value, dtype=tensor.dtype)
+        return feeds
+
+
+def _session_options() -> ort.SessionOptions:
+    options = ort.SessionOptions()
+    options.log_severity_level = 3  # the runtime's warnings are about its own optimisations
+    return options
+
+
+def _has_packed_weights(decoder: Path | ir.Model) -> bool:
+    model = decoder if isinstance(decoder, ir.Model) else ir.load(decoder)  # which leaves the weights in their file
+    return any(node.op_type == "MatMulNBits" for node in model.graph.all_nodes())
+
+
+def _without_cache(initial_state: Path, interface: Interface) -> bytes:
+    """The graph of the starting state, without the cache, whose zeros need no computing."""
+    model = ir.load(initial_state)
+    graph, caches = model.graph, {spec.name for spec in interface.cache_states}
+    graph.outputs[:] = [value for value in graph.outputs if value.name not in caches]
+    needed = ancestors(graph.outputs)
+    graph.remove([node for node in graph if node not in needed], safe=False)
+    serialized: bytes = ir.to_proto(model).SerializeToString()
+    return serialized
+
+
+def _sparse_zeros(shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array:
+    """Zeros that take memory only where something is written.
+
+    NumPy asks for huge pages, and the few tokens of one head would take a whole one.
+    """
+    count = math.prod(shape)
+    memory = mmap.mmap(-1, max(1, count * np.dtype(dtype).itemsize))
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):  # Linux
+        memory.madvise(mmap.MADV_NOHUGEPAGE)
+    return np.frombuffer(memory, dtype, count).reshape(shape)

@@ -1,0 +1,1 @@
+"""The rows of a batch: who sits where, and what the device does next."""

@@ -1,0 +1,248 @@
+"""Requests enter; their tokens leave as they are read, until each request has ended.
+
+The device does one job after another: a chunk of a prompt, some short prompts, or `flush_every` decode steps without a
+read between them.
+A row that ends inside such a window is inert from there on (the graph sees to that), so reading late changes no token.
+With double buffering, a thread starts the next job while this one copies and delivers what the job before it left.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Final
+
+from qsample.contract import LENGTH, NEXT_IDS, RUNNING, STALLED, STOPPED
+from qsample.errors import QsampleError
+from qsample.runtime.decode.scheduler import Chunk, DecodeRequest, Prompts, Scheduler, Window
+from qsample.runtime.decode.slots import Slots, Snapshot
+from qsample.runtime.session.buffers import Array
+from qsample.runtime.session.session import Sessions, check_count
+
+_CACHE_IS_VALID: Final = (STOPPED, LENGTH)
+_FLUSH_EVERY: Final = 4  # where a read waits for the device
+
+
+def choose_flush_every(sessions: Sessions, flush_every: int | None, *, guided: bool = False) -> int:
+    """How many steps run between two reads: `flush_every`, or what suits the device.
+
+    On the CPU a read costs microseconds, elsewhere it waits for the device. guided: someone must see every token.
+    Raises ValueError where every step has to be read and `flush_every` says otherwise.
+    """
+    check_count("flush_every", flush_every)
+    optional = [spec.name for spec in sessions.interface.sampler_outputs if spec is not NEXT_IDS]
+    if guided or optional:
+        if flush_every is not None and flush_every > 1:
+            reason = f"the package returns {', '.join(optional)}" if optional else "allowed_tokens is a function"
+            raise ValueError(f"flush_every is {flush_every} and {reason}, which takes a read after every token; give 1")
+        return 1
+    return flush_every or (1 if sessions.device == "cpu" else _FLUSH_EVERY)
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What a request sampled since it was last read.
+
+    tokens: sampled ids, none or several. status: the contract's, 0 while the row runs. outputs: the optional outputs of
+    the token, without the batch axis; such packages are read after every token.
+    """
+
+    request: DecodeRequest
+    tokens: list[int]
+    status: int
+    outputs: Mapping[str, Array]
+
+
+class DecodeLoop:
+    """Runs what a scheduler decides on slots.
+
+    >>> with DecodeLoop(slots, Scheduler(slots.count), deliver, double_buffering=True) as loop:
+    ...     loop.add(DecodeRequest(prompt, parameters, seed=0))
+    ...     while loop.busy:
+    ...         loop.step()
+
+    One thread calls it. `deliver` is called by `step`, and may call `leave`.
+    """
+
+    def __init__(
+        self,
+        slots: Slots,
+        scheduler: Scheduler,
+        deliver: Callable[[Progress], None],
+        *,
+        double_buffering: bool,
+    ) -> None:
+        self._slots = slots
+        self._scheduler = scheduler
+        self._deliver = deliver
+        self._device = ThreadPoolExecutor(1, "qsample-device") if double_buffering else None
+        # Those that the newest job gave tokens, and how many each got if it still runs.
+        self._unread: list[tuple[DecodeRequest, int]] = []
+        self._stalled: set[DecodeRequest] = set()
+        self._left: set[int] = set()  # slots to stop before the next job
+        self.steps = 0  # decode steps, each one run of the graph over all rows
+
+    def __enter__(self) -> DecodeLoop:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    @property
+    def busy(self) -> bool:
+        """Whether a request waits, or sits in a slot."""
+        return bool(self._scheduler.waiting or self._scheduler.seated)
+
+    @property
+    def waiting(self) -> int:
+        """Requests without a slot."""
+        return self._scheduler.waiting
+
+    @property
+    def prefilling(self) -> bool:
+        """Whether some request in a slot has no first token yet."""
+        return bool(self._scheduler.prefilling)
+
+    def add(self, request: DecodeRequest) -> None:
+        self._scheduler.add(request)
+
+    def leave(self, request: DecodeRequest, *, keep: bool = True) -> None:
+        """Take a request out before it ends. Nothing more of it is delivered; its slot is free from the next job on."""
+        slot = self._scheduler.leave(request, keep=keep)
+        if slot is not None:
+            self._left.add(slot)
+
+    def set_parameter(self, request: DecodeRequest, name: str, values: Array) -> None:
+        """Replace a parameter of a guided request before its next token."""
+        if request.slot is not None:
+            self._slots.set_parameter(request.slot, name, values)
+
+    def step(self) -> None:
+        """One job on the device, and the delivery of what was read."""
+        for slot in self._left:
+            self._slots.stop(slot)
+        self._left.clear()
+        for request in self._scheduler.admit():
+            assert request.slot is not None
+            request.seated_at = time.perf_counter()
+            self._slots.begin(request.slot, request.prompt, request.seed, request.parameters, request.reused)
+        if self._stalled:
+            self._resume()
+        if not self._slots.prepared:
+            self._read_and_deliver()
+            if self._stalled:
+                self._resume()
+            self._slots.prepare()
+        guided = any(request.guided for request in self._scheduler.seated)
+        if self._device is None or guided:
+            self._read_and_deliver()
+        job = self._scheduler.next_job()
+        if job is None:
+            self._read_and_deliver()
+        elif self._device is None or guided:
+            for call in self._issue(job):
+                call()
+            self._read_and_deliver()
+        else:
+            self._overlap(self._device, job)
+
+    def close(self) -> None:
+        """Wait for the device and end its thread."""
+        if self._device is not None:
+            self._device.shutdown()
+
+    def _overlap(self, device: ThreadPoolExecutor, job: Chunk | Prompts | Window) -> None:
+        """Copy what stands on this side while the first call of `job` fills the other; deliver it during the rest.
+
+        The second call would write to this side again, so it is handed over after the copy.
+        """
+        side, unread = self._slots.side, self._unread
+        first, *rest = self._issue(job)
+        running: list[Future[None]] = [device.submit(first)]
+        try:
+            snapshot = self._slots.read(side) if unread else None
+            running += [device.submit(call) for call in rest]
+            if snapshot is not None:
+                self._hand_out(unread, snapshot)
+        finally:
+            for call in running:
+                call.result()
+
+    def _issue(self, job: Chunk | Prompts | Window) -> list[Callable[[], None]]:
+        """The runs of the graph that a job consists of. Its requests are accounted for as if it was done."""
+        if isinstance(job, Chunk):
+            request = job.request
+            assert request.slot is not None
+            request.consumed = job.end
+            request.issued = int(job.last)
+            self._unread = [(request, 1)] if job.last else []
+            return [partial(self._slots.prefill, request.slot, request.prompt[job.start : job.end], emit=job.last)]
+        if isinstance(job, Prompts):
+            for request in job.requests:
+                request.consumed, request.issued = len(request.prompt), 1
+            self._unread = [(request, 1) for request in job.requests]
+            first = job.requests[0].slot
+            assert first is not None
+            return [partial(self._slots.prefill, first, *(request.prompt for request in job.requests), emit=True)]
+        issued = [min(job.steps, request.limit - request.issued) for request in job.requests]
+        for request, count in zip(job.requests, issued, strict=True):
+            request.issued += count
+        self._unread = list(zip(job.requests, issued, strict=True))
+        self.steps += job.steps
+        return [partial(self._slots.decode, wait=False)] * (job.steps - 1) + [self._slots.decode]
+
+    def _resume(self) -> None:
+        """Give rows that stalled their token, once everything else is read."""
+        self._read_and_deliver()
+        stalled = [request for request in self._stalled if request.slot is not None]
+        self._stalled.clear()
+        if stalled:
+            self._slots.resume()
+            for request in stalled:
+                request.issued += 1
+            self._unread = [(request, 1) for request in stalled]
+            self._read_and_deliver()
+
+    def _read_and_deliver(self) -> None:
+        if self._unread:
+            unread, self._unread = self._unread, []
+            self._hand_out(unread, self._slots.read())
+
+    def _hand_out(self, unread: Sequence[tuple[DecodeRequest, int]], snapshot: Snapshot) -> None:
+        for request, issued in unread:
+            if request.slot is None:  # it left meanwhile
+                continue
+            progress = _progress(request, request.slot, snapshot)
+            request.new_tokens += progress.tokens
+            if self._slots.may_stall:
+                request.issued -= issued - len(progress.tokens)
+                if progress.status == STALLED:
+                    self._stalled.add(request)
+                    progress = replace(progress, status=RUNNING)
+            elif progress.status == STALLED:
+                raise QsampleError(
+                    "a row needs the graph with control flow, which this package lacks; use a portable package"
+                )
+            if progress.status != RUNNING:
+                self.leave(request, keep=progress.status in _CACHE_IS_VALID)
+            elif not self._follows_contract(request, issued, len(progress.tokens)):
+                raise QsampleError(
+                    f"a row still runs with {len(request.new_tokens)} new tokens of at most {request.limit}, the last "
+                    f"{len(progress.tokens)} from {issued} steps; the graph does not follow the decode contract"
+                )
+            self._deliver(progress)
+
+    def _follows_contract(self, request: DecodeRequest, issued: int, got: int) -> bool:
+        """Whether a row may still run. One that stalls is behind until it is resumed."""
+        return len(request.new_tokens) < request.limit and (self._slots.may_stall or got == issued)
+
+
+def _progress(request: DecodeRequest, slot: int, snapshot: Snapshot) -> Progress:
+    """What the snapshot has of a request beyond what it knew. The newest token is not in the cache, hence the 1."""
+    known = len(request.prompt) + len(request.new_tokens)
+    tokens = snapshot.tokens[slot, known : snapshot.lengths[slot] + 1].tolist()
+    outputs = {name: values[slot] for name, values in snapshot.outputs.items()}
+    return Progress(request, tokens, int(snapshot.status[slot]), outputs)

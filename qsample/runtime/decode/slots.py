@@ -1,0 +1,297 @@
+"""Sessions enter; `Slots` leaves: the rows of one batch on the device, each started, filled and stopped on its own.
+
+Everything is bound once: the graphs read and write the same memory at every step, and what a step sampled is what the
+next one reads. What a host reads after a step (`next_ids`, `status`, `lengths`, the optional outputs) has two buffers
+that take turns, so that it can be copied while the next step runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from qsample.contract import (
+    ADJUSTED_LOGITS,
+    BATCH,
+    BIASES,
+    CAPACITY,
+    EMIT,
+    INPUT_IDS,
+    INPUT_LENGTHS,
+    LENGTHS,
+    LOGITS,
+    NEXT_IDS,
+    NOISE,
+    OUTPUT_COUNTS,
+    RUNNING,
+    SAMPLER_STATES,
+    SEQUENCE,
+    STATUS,
+    STOPPED,
+    STOPS,
+    TOKENS,
+    TensorSpec,
+    retained_name,
+)
+from qsample.runtime.decode.noise import uniforms
+from qsample.runtime.session.bound_graph import NOT_CAPTURED, BoundGraph
+from qsample.runtime.session.buffers import Array, Buffer, RetainedState
+from qsample.runtime.session.session import Sessions
+
+_IDLE: Final = STOPPED  # any status that is not running keeps a row from advancing
+_READ_EVERY_STEP: Final = (LENGTHS.name, STATUS.name)
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What a host sees of every row, copied.
+
+    status, lengths: [B] int32. tokens: [B, T] int32; a row has lengths + 1 of them once it has sampled. outputs: the
+    optional outputs of the last step, by name.
+    """
+
+    status: Array
+    lengths: Array
+    tokens: Array
+    outputs: Mapping[str, Array]
+
+
+class Slots:
+    """`count` rows of `capacity` tokens.
+
+    A slot is idle until `begin` gives it a prompt. `prefill` feeds it that prompt, a chunk a call, or several slots
+    theirs, while the others wait; between its chunks the slot is idle for `decode`, which advances all running rows by
+    one token. A row that ends is idle again by itself: the graph neither advances it nor writes to it, except for the
+    key and value at position `lengths`, which belong to no token yet.
+
+    No method may be called while another one runs, except for `read` of the side that a `decode` reads.
+    """
+
+    def __init__(self, sessions: Sessions, count: int, capacity: int, *, in_place: bool = True) -> None:
+        """in_place: update the history and the cache where they are; otherwise they take turns too, for a
+        comparison."""
+        self._sessions = sessions
+        self._interface = interface = sessions.interface
+        self.count, self.capacity = count, capacity
+        # With the sampler on the host, only the cache stays on the device.
+        self._device = device = "cpu" if sessions.sampler is not None else sessions.device
+        self._sizes = {**interface.sizes, BATCH: count, CAPACITY: capacity, STOPS: 1, BIASES: 1}
+
+        specs: dict[TensorSpec, str] = dict.fromkeys(SAMPLER_STATES, device)
+        specs |= dict.fromkeys(interface.cache_states, sessions.device)
+        turns = _READ_EVERY_STEP if in_place else [spec.name for spec in specs if not spec.read_only]
+        self._state = RetainedState(specs, self._sizes, turns=turns)
+        self._state.write_at(STATUS.name, slice(None), _IDLE)
+
+        self._outputs = [
+            {spec.name: Buffer.allocate(spec, self._sizes, device) for spec in interface.sampler_outputs}
+            for _ in range(2)
+        ]
+        for side in self._outputs:
+            side[NEXT_IDS.name].write_at(slice(None), 0)  # what idle rows are fed
+        self._specs = {spec.name: spec for spec in interface.parameters}
+        self._parameters = {spec.name: self._off(spec) for spec in interface.parameters}
+        # Between the graphs of a package that has two: on the host, or, captured, on the device.
+        self._logits: dict[str, Buffer] = {}
+        if sessions.sampler is not None or sessions.resuming is not None:
+            self._logits = dict.fromkeys(
+                (LOGITS.name, ADJUSTED_LOGITS.name), Buffer.allocate(LOGITS, self._sizes, device)
+            )
+
+        self._ones = self._constant(np.ones(count, dtype=np.int32))
+        self._emit = {emit: self._constant(np.full(count, emit)) for emit in (True, False)}
+        most_rows = count if sessions.joins_prompts else 1
+        self._chunk_ids = Buffer.allocate(INPUT_IDS, {BATCH: 1, SEQUENCE: most_rows * capacity}, device)
+        self._chunk_lengths = self._constant(np.ones(most_rows, dtype=np.int32))
+        # A prompt's chunks run with a status of their own, so that the batch sees an idle row between them.
+        self._chunk_status = self._constant(np.full(most_rows, RUNNING, dtype=np.int32))
+        self._bound: dict[tuple[object, ...], list[BoundGraph]] = {}
+
+    @property
+    def side(self) -> int:
+        """Which of the two sets of buffers holds the newest values."""
+        return self._state.side
+
+    @property
+    def may_stall(self) -> bool:
+        """Whether rows may wait for `resume`."""
+        return self._sessions.resuming is not None
+
+    @property
+    def prepared(self) -> bool:
+        """Whether `decode` may be called: True where nothing is captured."""
+        return self._sessions.replays is None or {(0,), (1,)} <= self._bound.keys()
+
+    def prepare(self) -> None:
+        """Capture `decode`, once everything is read: this overwrites the optional outputs.
+
+        Nothing else may use the device meanwhile. ONNX Runtime runs a graph several times before it replays it, so the
+        rows are idle for it: what is written to the cache at their next position is written again.
+        """
+        outputs = self._outputs[self.side][NEXT_IDS.name]
+        status, next_ids = self._state.read(STATUS.name), outputs.read()
+        self._state.write_at(STATUS.name, slice(None), _IDLE)
+        for _ in range(2):
+            self._bound[(self.side,)] = self._bind_batch()
+            self.decode()
+        self._state.write_at(STATUS.name, slice(None), status)
+        outputs.write(next_ids)
+
+    def begin(self, slot: int, prompt: Array, seed: int, parameters: Mapping[str, Array], reused: int = 0) -> None:
+        """Get an idle slot ready for `prompt`, which `prefill` then feeds it.
+
+        Args:
+            prompt: [n] int64, 1 <= n < capacity.
+            seed: of the row's random numbers.
+            parameters: the row of every name of `Interface.parameters`: scalars, or [E], [N], [W].
+            reused: how many tokens of the prompt the slot's cache holds already, from its start; less than n.
+        """
+        self._state.write_at(NOISE.name, slot, uniforms(seed, self.capacity))
+        self._state.write_at(OUTPUT_COUNTS.name, slot, 0)
+        self._state.write_at(LENGTHS.name, slot, reused)
+        self._state.write_at(TOKENS.name, slot, prompt[0] if reused else 0)
+        self._state.write_at(TOKENS.name, (slot, slice(reused)), prompt[:reused])
+        for name, values in parameters.items():
+            self.set_parameter(slot, name, values)
+
+    def set_parameter(self, slot: int, name: str, values: Array) -> None:
+        """Replace one row of a parameter, from the next call on. Rows wider than any before widen the buffer."""
+        if np.ndim(values) == 0:
+            self._parameters[name].write_at(slot, values)
+            return
+        if len(values) > self._parameters[name].shape[1]:
+            self._widen(name, len(values))
+        self._parameters[name].write_at(slot, self._specs[name].off)
+        self._parameters[name].write_at((slot, slice(len(values))), values)
+
+    def prefill(self, slot: int, *ids: Array, emit: bool) -> None:
+        """Feed a slot the next [n] int64 tokens of its prompt. emit: they are the last; sample the first new token.
+
+        Several arrays are for `slot` and as many after it, in one run, where `Sessions.joins_prompts`: the first tokens
+        of each, because attention takes several rows of several tokens only where nothing is before them.
+        """
+        rows, lengths = range(slot, slot + len(ids)), [len(row) for row in ids]
+        width = max(lengths)  # and not a fixed one: the last chunk could pass the capacity
+        # Nothing reads the padding; a token of the row's own brings no number into the row that is not there anyway.
+        padded = [np.pad(row, (0, width - len(row)), constant_values=row[0]) for row in ids]
+        self._chunk_ids.write_at((0, slice(len(ids) * width)), np.concatenate(padded))
+        self._chunk_lengths.write_at(slice(len(ids)), lengths)
+        key = (rows, emit, self.side)
+        if key not in self._bound:
+            self._bound[key] = self._bind_rows(rows, emit)
+        for graph in self._bound[key]:
+            graph.bind_input(INPUT_IDS.name, self._chunk_ids.reshaped(len(ids), width))
+            graph.run()  # to its end: the next chunk is written to the same memory
+
+    def decode(self, *, wait: bool = True) -> None:
+        """Feed every row its newest token; those that run sample the next one.
+
+        wait: for the device; False where another `decode` follows before anything is read.
+        """
+        key = (self.side,)
+        if key not in self._bound:
+            self._bound[key] = self._bind_batch()
+        for graph in self._bound[key]:
+            graph.run(wait=wait)
+        self._state.flip()
+
+    def resume(self) -> None:
+        """Give the rows that stalled in an earlier `decode` the token that they wait for; captured packages only.
+
+        Such a row was fed the same token at the same position ever since, so the newest logits are still its own.
+        """
+        key = ("resume", self.side)
+        if key not in self._bound:
+            self._bound[key] = [self._bind_resuming()]
+        for graph in self._bound[key]:
+            graph.run()
+
+    def read(self, side: int | None = None) -> Snapshot:
+        """Copy what a host may see, after the last call; `side`: what `side` was before a `decode` that runs now."""
+        side = self.side if side is None else side
+        status, lengths, tokens = (self._state.read(spec.name, side) for spec in (STATUS, LENGTHS, TOKENS))
+        outputs = {name: buffer.read() for name, buffer in self._outputs[side].items() if name != NEXT_IDS.name}
+        return Snapshot(status, lengths, tokens, outputs)
+
+    def stop(self, slot: int) -> None:
+        """Make a slot idle, and its parameters cheap; its cache stays."""
+        self._idle(slot)
+
+    def stop_all(self) -> None:
+        """`stop` for every slot."""
+        self._idle(slice(None))
+
+    def _idle(self, slots: int | slice) -> None:
+        self._state.write_at(STATUS.name, slots, _IDLE)
+        for name, spec in self._specs.items():
+            self._parameters[name].write_at(slots, spec.off)
+
+    def _constant(self, array: Array) -> Buffer:
+        return Buffer.of(array, self._device)
+
+    def _off(self, spec: TensorSpec) -> Buffer:
+        assert spec.off is not None
+        return self._constant(np.full(spec.shape(self._sizes), spec.off, dtype=spec.dtype))
+
+    def _widen(self, name: str, width: int) -> None:
+        """Give a parameter at least `width` columns; what is bound to the old ones is bound again when needed."""
+        axis = str(self._specs[name].axes[1])
+        self._sizes[axis] = 1 << (width - 1).bit_length()
+        for other, spec in self._specs.items():
+            if axis in spec.axes:
+                old = self._parameters[other].read()
+                self._parameters[other] = self._off(spec)
+                self._parameters[other].write_at((slice(None), slice(old.shape[1])), old)
+        self._bound.clear()
+
+    def _bind_batch(self) -> list[BoundGraph]:
+        now, then = self._outputs[self.side], self._outputs[1 - self.side]
+        call = {INPUT_IDS.name: now[NEXT_IDS.name], INPUT_LENGTHS.name: self._ones, EMIT.name: self._emit[True]}
+        buffers = self._parameters | self._logits | self._state.inputs() | self._state.outputs() | then | call
+        replays = self._sessions.replays
+        return self._bind(buffers, None if replays is None else replays.number())
+
+    def _bind_resuming(self) -> BoundGraph:
+        """Over all rows, in place. What the rows were fed stands where the step before the newest left it."""
+        now, before = self._outputs[self.side], self._outputs[1 - self.side]
+        states = self._state.inputs()
+        call = {INPUT_IDS.name: before[NEXT_IDS.name], INPUT_LENGTHS.name: self._ones, EMIT.name: self._emit[True]}
+        return self._resuming(self._parameters | self._logits | states | now | call)
+
+    def _resuming(self, buffers: Mapping[str, Buffer]) -> BoundGraph:
+        sessions, spec = self._sessions, self._interface.sampler
+        assert sessions.resuming is not None
+        in_place = {retained: buffers[state] for state, retained in spec.retained.items()}
+        return BoundGraph(sessions.resuming, spec, {**buffers, **in_place}, sessions.device)
+
+    def _bind_rows(self, rows: range, emit: bool) -> list[BoundGraph]:
+        """Over some rows of everything, in place. Their status is written to the batch's with the first token only."""
+        whole = self._parameters | self._logits | self._outputs[self.side]
+        buffers = {name: buffer.rows(rows.start, len(rows)) for name, buffer in whole.items()}
+        buffers |= self._state.inputs(rows) | self._state.outputs(rows)
+        status = self._chunk_status.rows(0, len(rows))
+        buffers |= {
+            INPUT_IDS.name: self._chunk_ids.reshaped(len(rows), 1),
+            INPUT_LENGTHS.name: self._chunk_lengths.rows(0, len(rows)),
+            EMIT.name: self._emit[emit].rows(0, len(rows)),
+            STATUS.name: status,
+        }
+        if not emit:
+            buffers[retained_name(STATUS.name)] = status
+        graphs = self._bind(buffers, None if self._sessions.replays is None else NOT_CAPTURED)
+        if emit and self._sessions.resuming is not None:
+            # Whether the row stalled is not known without a read; where it did not, this graph does nothing.
+            graphs.append(self._resuming({**buffers, **self._state.inputs(rows)}))
+        return graphs
+
+    def _bind(self, buffers: Mapping[str, Buffer], capture: int | None) -> list[BoundGraph]:
+        """The package's graphs in running order."""
+        interface, sessions = self._interface, self._sessions
+        thread = None if sessions.replays is None else sessions.replays.thread
+        graphs = [BoundGraph(sessions.decoder, interface.decoder, buffers, sessions.device, capture, thread)]
+        if sessions.sampler is not None:
+            graphs.append(BoundGraph(sessions.sampler, interface.sampler, buffers, "cpu"))
+        return graphs

@@ -1,0 +1,1 @@
+"""ONNX Runtime's sessions, and the memory that they are bound to."""

@@ -1,0 +1,229 @@
+"""A package enters; ONNX Runtime sessions of its graphs, checked against the contract, leave."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any, Final
+
+import onnxruntime as ort
+
+from qsample.contract import BATCH, CAPACITY, INPUT_IDS, GraphSpec, Interface, TensorSpec, retained_name
+from qsample.errors import PackageError, QsampleError
+from qsample.package import Package
+from qsample.runtime.session.linux_memory import in_huge_pages, release_pages
+from qsample.runtime.session.providers import available_providers, check_available, open_session
+
+PROVIDERS: Final[Mapping[str, tuple[str, ...]]] = {
+    "cpu": ("CPUExecutionProvider",),
+    "cuda": ("CUDAExecutionProvider", "CPUExecutionProvider"),
+    "openvino": ("OpenVINOExecutionProvider", "CPUExecutionProvider"),
+    "tensorrt": ("TensorrtExecutionProvider", "CUDAExecutionProvider", "CPUExecutionProvider"),
+}
+_CAPTURE: Final = "enable_cuda_graph"
+_ELEMENTS: Final = {"float32": "float"}  # ONNX's names, where they are not NumPy's
+
+
+@dataclass(frozen=True, slots=True)
+class SessionOptions:
+    """How ONNX Runtime runs. intra_op_num_threads: threads of one operator, None = its own choice. provider_options:
+    for the first provider. config: further session configuration entries by their ONNX Runtime key."""
+
+    intra_op_num_threads: int | None = None
+    provider_options: Mapping[str, str] = field(default_factory=dict)
+    config: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_count("intra_op_num_threads", self.intra_op_num_threads)
+
+
+def check_count(name: str, value: Any, least: int = 1) -> None:
+    """Raise ValueError unless `value` is an integer of at least `least`, or None."""
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+        raise ValueError(f"{name} is {value!r}; give an integer >= {least}, or None")
+
+
+class Replays:
+    """What the captured runs of one session have in common.
+
+    ONNX Runtime keeps a captured graph under a number, for the thread that captured it and for as long as the session
+    lives; another thread would capture it again. So all of them run on `thread`, and no number comes twice.
+    """
+
+    def __init__(self) -> None:
+        self.thread = ThreadPoolExecutor(1, "qsample-replay")
+        self._numbers = count(1)
+
+    def number(self) -> int:
+        """For one graph over one set of buffers: a replay reads and writes the memory that it was captured over."""
+        return next(self._numbers)
+
+
+@dataclass(frozen=True, slots=True)
+class Sessions:
+    """The loaded graphs of a package.
+
+    sampler: samples on the host; None where the decoder does it by itself. resuming: gives the rows that a captured
+    decoder stalled their token; None where the decoder settles every row. device: where the decoder's buffers live,
+    "cpu" or "cuda". replays: None where the decoder's runs are not captured and replayed. tokens_per_call: S, where the
+    decoder has it fixed. joins_prompts: one run can read the first tokens of several rows.
+    """
+
+    interface: Interface
+    decoder: ort.InferenceSession
+    sampler: ort.InferenceSession | None
+    device: str
+    resuming: ort.InferenceSession | None = None
+    replays: Replays | None = None
+    tokens_per_call: int | None = None
+    joins_prompts: bool = False
+
+    def chunk(self, asked: int | None) -> int | None:
+        """The most prompt tokens in one call, given how many somebody asked for; None = any number."""
+        return asked if self.tokens_per_call is None else min(asked or self.tokens_per_call, self.tokens_per_call)
+
+
+def open_sessions(
+    package: Package, provider: str | Sequence[str] | None = None, options: SessionOptions | None = None
+) -> Sessions:
+    """Load the graphs of `package`.
+
+    provider: a key of PROVIDERS, or ONNX Runtime's own provider names in order of preference; None = what a device
+    package was compiled for, otherwise "cpu".
+
+    Raises QsampleError where the provider does not exist here or is not the one that the package was compiled for,
+    PackageError where a graph does not have the interface that the manifest promises.
+    """
+    providers = _providers(package, provider)
+    options = options or SessionOptions()
+    device = "cuda" if "CUDAExecutionProvider" in providers else "cpu"
+    interface = package.interface
+    sizes = dict(interface.sizes)
+    if package.manifest.compilation is not None:
+        sizes[CAPACITY] = package.manifest.compilation.ctx_len
+        if package.manifest.compilation.batch_size == 1:
+            sizes[BATCH] = 1
+
+    def load(name: str, used: Sequence[str], used_options: SessionOptions) -> ort.InferenceSession:
+        session = _load(package, name, used, used_options)
+        # The batch and the capacity of the other graphs are free even where the decoder's are not.
+        check_interface(session, interface.graphs[name], sizes if name == "decoder.onnx" else interface.sizes, name)
+        return session
+
+    on_host = SessionOptions(options.intra_op_num_threads, config=options.config)
+    # Its control flow is nothing for providers that compile, and it runs seldom.
+    resuming = [name for name in providers if name in PROVIDERS["cuda"]]
+    # The weights of sessions on other devices are not in this process's memory for long.
+    with in_huge_pages() if device == "cpu" else nullcontext():
+        decoder = load("decoder.onnx", providers, options)
+    release_pages(package.path / "decoder.onnx.data")
+    length = next(value.shape for value in decoder.get_inputs() if value.name == INPUT_IDS.name)[1]
+    return Sessions(
+        interface,
+        decoder=decoder,
+        sampler=None if interface.features.sampler else load("sampler.onnx", PROVIDERS["cpu"], on_host),
+        device=device,
+        resuming=load("sampler.onnx", resuming, options if resuming == list(providers) else on_host)
+        if interface.captured
+        else None,
+        replays=Replays() if _options_of(package, "decoder.onnx", options).get(_CAPTURE) == "1" else None,
+        tokens_per_call=length if isinstance(length, int) else None,
+        # Elsewhere attention is compiled for the capacity as its longest row, and then takes no batch of prompts.
+        joins_prompts=providers[0] == "CPUExecutionProvider",
+    )
+
+
+def _options_of(package: Package, name: str, options: SessionOptions) -> dict[str, str]:
+    """What the first provider is given for the graph `name`."""
+    compilation = package.manifest.compilation
+    compiled = compilation.provider_options if compilation and name == "decoder.onnx" else {}
+    chosen = {**compiled, **options.provider_options}
+    # Others have control flow, run once, or read from the host what a replay would not.
+    if name != "decoder.onnx" or not package.interface.captured:
+        chosen.pop(_CAPTURE, None)
+    return chosen
+
+
+def _providers(package: Package, provider: str | Sequence[str] | None) -> tuple[str, ...]:
+    compilation = package.manifest.compilation
+    if provider is None:
+        providers = compilation.execution_providers if compilation else PROVIDERS["cpu"]
+    elif isinstance(provider, str):
+        if compilation is not None and provider != compilation.provider:
+            raise QsampleError(
+                f"{package.path} was compiled for {compilation.provider!r}, not {provider!r}; compile the portable "
+                f"package for {provider!r}, or leave provider out"
+            )
+        if compilation is None and provider not in PROVIDERS:
+            raise QsampleError(
+                f"no provider {provider!r}; choose {' or '.join(map(repr, PROVIDERS))}, or give a list of ONNX "
+                f"Runtime's names: {', '.join(available_providers())}"
+            )
+        providers = compilation.execution_providers if compilation else PROVIDERS[provider]
+    else:
+        providers = tuple(provider)
+    check_available(providers)
+    return providers
+
+
+def _load(package: Package, name: str, providers: Sequence[str], options: SessionOptions) -> ort.InferenceSession:
+    session_options = ort.SessionOptions()
+    session_options.log_severity_level = 3  # its warnings are about its own optimisations
+    if options.intra_op_num_threads is not None:
+        session_options.intra_op_num_threads = options.intra_op_num_threads
+    for key, value in options.config.items():
+        session_options.add_session_config_entry(key, value)
+    try:
+        return open_session(package.file(name), session_options, providers, _options_of(package, name, options))
+    except QsampleError:
+        raise
+    except Exception as error:  # ONNX Runtime's own exceptions share no base but Exception
+        raise PackageError(f"ONNX Runtime cannot load {package.path / name}: {error}") from error
+
+
+def check_interface(session: ort.InferenceSession, spec: GraphSpec, sizes: Mapping[str, int], graph_name: str) -> None:
+    """Raise PackageError where the names, dtypes or shapes of the session's tensors are not those of `spec`."""
+    retained = [_renamed(state, retained_name(state.name)) for state in spec.states if not state.read_only]
+    for side, found, wanted in (
+        ("input", session.get_inputs(), (*spec.inputs, *spec.states)),
+        ("output", session.get_outputs(), (*spec.outputs, *retained)),
+    ):
+        actual = {value.name: value for value in found}
+        missing = [tensor.name for tensor in wanted if tensor.name not in actual]
+        unexpected = [name for name in actual if name not in {tensor.name for tensor in wanted}]
+        if missing or unexpected:
+            problems = [f"lacks {side} {name}" for name in missing] + [
+                f"has an unknown {side} {name}" for name in unexpected
+            ]
+            raise PackageError(
+                f"{graph_name} does not follow the decode contract: it {', '.join(problems)}; export it again"
+            )
+        for tensor in wanted:
+            problem = _mismatch(actual[tensor.name], tensor, sizes, shape_known=side == "input")
+            if problem:
+                raise PackageError(
+                    f"{graph_name} does not fit the manifest: {side} {tensor.name} {problem}; export it again"
+                )
+
+
+def _renamed(state: TensorSpec, name: str) -> TensorSpec:
+    return TensorSpec(name, state.dtype, state.axes, state.meaning)
+
+
+def _mismatch(value: Any, spec: TensorSpec, sizes: Mapping[str, int], *, shape_known: bool) -> str | None:
+    """What is wrong with a session's input or output, or None. An output may have lost its shape to optimisation."""
+    wanted_type = f"tensor({_ELEMENTS.get(spec.dtype, spec.dtype)})"
+    if value.type != wanted_type:
+        return f"is {value.type}, not {wanted_type}"
+    if not value.shape and not shape_known:
+        return None
+    wanted = [axis if isinstance(axis, int) else sizes.get(axis, axis) for axis in spec.axes]
+    # A free axis may be free under any name, a fixed one must have its size.
+    fits = len(value.shape) == len(wanted) and all(
+        not isinstance(have, int) or not isinstance(want, int) or have == want
+        for have, want in zip(value.shape, wanted, strict=True)
+    )
+    return None if fits else f"has shape {value.shape}, not {wanted}"

@@ -1,0 +1,294 @@
+"""Checkpoints quantized with GPTQ or AWQ: what is exported from them, what stays packed, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, PreTrainedModel
+
+from qsample import AutoModelForCausalLM
+from qsample.auto_model import PackagedModel
+from qsample.errors import QsampleError, UnsupportedModelError
+from qsample.exporters.checkpoints.gptq_awq import quantization_of
+from qsample.exporters.checkpoints.load import Checkpoint, load_model
+from qsample.exporters.graph.runner import GraphRunner
+from qsample.package import Package
+from qsample.transforms.packed import packed_layers
+from tests.exporters.checkpoints.test_gptq_awq_layouts import levels
+from tests.exporters.checkpoints.test_lora import pair, save_adapter
+from tests.helpers.quantized_checkpoints import Layer, Way, save_quantized
+from tests.helpers.tiny_models import random_model, save_checkpoint
+
+PROMPTS = [[5, 9, 200, 31, 7, 7, 120], [44, 3, 260]]
+
+
+def logits(package: Package) -> np.ndarray:
+    """[rows, V] after the prompts."""
+    runner = GraphRunner(
+        package.file("decoder.onnx"), package.file("initial_state.onnx"), package.interface, 32, weights_mapped=True
+    )
+    lengths = np.array([len(prompt) for prompt in PROMPTS])
+    ids = np.array([prompt + [0] * (max(lengths) - len(prompt)) for prompt in PROMPTS])
+    found: np.ndarray = runner.step(ids, lengths, runner.start(len(ids)))["logits"]
+    return found
+
+
+def wanted_logits(model: PreTrainedModel) -> np.ndarray:
+    with torch.no_grad():
+        rows = [model(input_ids=torch.tensor([prompt])).logits[0, -1].numpy() for prompt in PROMPTS]
+    return np.stack(rows)
+
+
+def export(folder: Path, path: Path, **options: Any) -> Package:
+    return AutoModelForCausalLM.from_pretrained(folder, include_sampler=False, **options).export(path).package
+
+
+def packed_nodes(package: Package) -> list[ir.Node]:
+    return [node for node in ir.load(package.file("decoder.onnx")).graph if node.op_type == "MatMulNBits"]
+
+
+def array(node: ir.Node, place: int) -> np.ndarray:
+    tensor = node.inputs[place].const_value  # type: ignore[union-attr]
+    assert tensor is not None
+    return tensor.numpy()
+
+
+class Quantized(NamedTuple):
+    way: Way
+    model: PreTrainedModel
+    layers: dict[str, Layer]
+    portable: PackagedModel
+
+
+def make(folder: Path, model_type: str, way: Way, **options: Any) -> Quantized:
+    model, layers = save_quantized(folder / "checkpoint", model_type, way, **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)  # nothing becomes float
+        package = export(folder / "checkpoint", folder / "package")
+    return Quantized(way, model, layers, PackagedModel(package))
+
+
+@pytest.fixture(scope="module")
+def act_order(tmp_path_factory: pytest.TempPathFactory) -> Quantized:
+    """A Llama with a tied head, quantized in act-order, in several files."""
+    return make(tmp_path_factory.mktemp("act"), "llama", Way(act_order=True), files=3, tie_word_embeddings=True)
+
+
+def check(found: Quantized) -> None:
+    """The package computes what the integers mean, and holds them as they are."""
+    package, wanted = found.portable.package, wanted_logits(found.model)
+    np.testing.assert_allclose(logits(package), wanted, atol=1e-4 * np.abs(wanted).max())
+    bits, nodes = found.way.bits, packed_nodes(package)
+    assert len(nodes) == len(found.layers)
+    stored = sorted(levels(array(node, 1).reshape(len(array(node, 1)), -1), bits).tobytes() for node in nodes)
+    assert stored == sorted(in_order(layer, found.way).astype(np.uint8).tobytes() for layer in found.layers.values())
+    summary = package.manifest.packed_weights
+    assert summary is not None
+    assert (summary["matrices"], summary["bits"]) == (len(found.layers), [bits])
+    # No float copy of a packed weight is left.
+    floats = sum(weight.numel() for weight in found.model.parameters()) - sum(
+        layer.weight.size for layer in found.layers.values()
+    )
+    assert package.file("decoder.onnx.data").stat().st_size < 4 * floats + summary["bytes"] + 200_000
+
+
+def test_act_order_in_a_tied_model_of_several_files(act_order: Quantized) -> None:
+    check(act_order)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "way", "options"),
+    [
+        ("qwen3", Way("awq"), {"files": 2}),
+        pytest.param("llama", Way(group_size=64), {}, marks=pytest.mark.slow),
+        pytest.param("llama", Way(group_size=-1, version=2), {}, marks=pytest.mark.slow),
+        pytest.param("qwen2", Way(symmetric=True, group_size=128), {}, marks=pytest.mark.slow),
+        pytest.param("gpt2", Way(bits=8), {"n_embd": 128}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_other_families_and_layouts(model_type: str, way: Way, options: dict[str, Any], tmp_path: Path) -> None:
+    check(make(tmp_path, model_type, way, **options))
+
+
+def in_order(layer: Layer, way: Way) -> np.ndarray:
+    """[N, K]: the levels with the inputs of one group behind one another."""
+    if way.method == "awq":
+        return layer.levels
+    return layer.levels[:, np.argsort(layer.tensors["g_idx"].numpy(), kind="stable")]
+
+
+@pytest.mark.parametrize("weights", [None, pytest.param("int4", marks=pytest.mark.slow)])
+def test_compiling_keeps_what_is_packed(weights: str | None, act_order: Quantized, tmp_path: Path) -> None:
+    layers = act_order.layers
+    compiled = act_order.portable.compile(tmp_path / "compiled", ctx_len=32, weights=weights)
+    compilation = compiled.package.manifest.compilation
+    assert compilation is not None
+    assert compilation.quantization is not None
+    head = int(weights is not None)
+    assert compilation.quantization.get("matrices", 0) == head
+    assert compilation.quantization["packed_matrices"] == len(layers)
+    # Activations in 8 bits change little; the head of a random model in 4 bits changes more.
+    assert compilation.quantization["divergence"]["kl"] < (0.5 if head else 0.01)
+
+    operators = compilation.placement["CPUExecutionProvider"]
+    assert (operators["GroupQueryAttention"], operators.get("GatherBlockQuantized", 0)) == (2, head)
+    # Queries, keys and values are one matrix, gate and up another, of each of the two layers.
+    nodes = packed_nodes(compiled.package)
+    assert len(nodes) == 4 * 2 + head
+    assert {node.attributes.get_int("accuracy_level", 0) for node in nodes} == {4}
+    # The integers are still those of the checkpoint, the rows of one behind those of another.
+    stored = {levels(array(node, 1).reshape(len(array(node, 1)), -1), 4).tobytes() for node in nodes}
+    for name, parts in (("self_attn", ("q_proj", "k_proj", "v_proj")), ("mlp", ("gate_proj", "up_proj"))):
+        rows = [in_order(layers[f"model.layers.1.{name}.{part}"], act_order.way) for part in parts]
+        assert np.concatenate(rows).astype(np.uint8).tobytes() in stored
+    found = compiled.generate([PROMPTS[0]], do_sample=False, max_new_tokens=4, eos_token_id=())
+    assert len(found.new_token_ids[0]) == 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["groups", "experts"])
+def test_what_cannot_stay_packed_becomes_float(case: str, tmp_path: Path) -> None:
+    model_type, way = ("llama", Way(group_size=8)) if case == "groups" else ("mixtral", Way())
+    model, layers = save_quantized(tmp_path / "checkpoint", model_type, way)
+    reason = "no block of 16 inputs lies within one group" if case == "groups" else "merged into other weights"
+    with pytest.warns(UserWarning, match=rf"of {len(layers)} quantized matrices become float: .*{reason}"):
+        package = export(tmp_path / "checkpoint", tmp_path / "package")
+    assert len(packed_nodes(package)) == (0 if case == "groups" else 8)
+    wanted = wanted_logits(model)
+    np.testing.assert_allclose(logits(package), wanted, atol=1e-4 * np.abs(wanted).max())
+
+
+def test_an_adapter_makes_the_layer_float(tmp_path: Path) -> None:
+    save_quantized(tmp_path / "checkpoint", "llama", Way())
+    save_adapter(tmp_path / "adapter", pair("model.layers.0.mlp.up_proj", 256, 128))
+    with pytest.warns(UserWarning, match="1 of 14 .* 1 because they were merged into other weights, or changed by an"):
+        model = load_model(Checkpoint(str(tmp_path / "checkpoint"), adapter=str(tmp_path / "adapter")))
+    assert len(list(packed_layers(model))) == 13
+
+
+@pytest.mark.slow
+def test_half_precision(tmp_path: Path) -> None:
+    model, layers = save_quantized(tmp_path / "checkpoint", "llama", Way("awq"))
+    package = export(tmp_path / "checkpoint", tmp_path / "package", dtype="float16")
+    assert len(packed_nodes(package)) == len(layers)
+    assert array(packed_nodes(package)[0], 2).dtype == np.float16
+    wanted = wanted_logits(model)
+    np.testing.assert_allclose(logits(package), wanted, atol=0.03 * np.abs(wanted).max())
+
+
+def save_mxfp4(folder: Path) -> dict[str, torch.Tensor]:
+    """A random gpt-oss whose experts are in MXFP4 (OCP Microscaling Formats 1.0): blocks of 32 numbers of four bits,
+    the first in the low bits, and an exponent each. Returns what its experts mean."""
+    magnitudes = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    numbers = torch.cat([magnitudes, -magnitudes])
+    random_model("gpt_oss").save_pretrained(folder)
+    stored, meant = load_file(folder / "model.safetensors"), {}
+    for name in [name for name in stored if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        experts, inputs, outputs = stored.pop(name).shape
+        blocks = torch.randint(0, 256, (experts, outputs, inputs // 32, 16), dtype=torch.uint8)
+        exponents = torch.randint(118, 124, (experts, outputs, inputs // 32), dtype=torch.uint8)
+        stored |= {f"{name}_blocks": blocks, f"{name}_scales": exponents}
+        pairs = torch.stack([numbers[(blocks & 15).long()], numbers[(blocks >> 4).long()]], -1)
+        values = pairs.reshape(experts, outputs, inputs // 32, 32) * torch.exp2(exponents.float() - 127)[..., None]
+        meant[name] = values.reshape(experts, outputs, inputs).transpose(1, 2)
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    state_quantization(folder, quant_method="mxfp4", modules_to_not_convert=["model.layers.*.self_attn", "lm_head"])
+    return meant
+
+
+def save_fp8(folder: Path) -> dict[str, torch.Tensor]:
+    """A random Llama whose projections are in float8, with a scale a block of 128 by 128. Returns what they mean."""
+    random_model("llama", hidden_size=128, intermediate_size=128).save_pretrained(folder)
+    stored, meant = load_file(folder / "model.safetensors"), {}
+    for name in [name for name in stored if "_proj" in name]:
+        scale = stored[name].abs().max() / 448
+        stored[name] = (stored[name] / scale).to(torch.float8_e4m3fn)
+        stored[f"{name}_scale_inv"] = scale.reshape(1, 1)
+        meant[name] = stored[name].float() * scale
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    state_quantization(folder, quant_method="fp8", weight_block_size=[128, 128], activation_scheme="dynamic")
+    return meant
+
+
+def state_quantization(folder: Path, **options: Any) -> None:
+    stated = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(stated | {"quantization_config": options}))
+
+
+@pytest.mark.parametrize("method", ["fp8", "mxfp4"])
+def test_methods_that_transformers_turns_into_float(method: str, tmp_path: Path) -> None:
+    if method == "fp8":
+        pytest.importorskip("accelerate")
+    meant = (save_fp8 if method == "fp8" else save_mxfp4)(tmp_path / "checkpoint")
+    model = load_model(Checkpoint(str(tmp_path / "checkpoint")))
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    assert not hasattr(model.config, "quantization_config")
+    for name, weight in meant.items():
+        torch.testing.assert_close(model.state_dict()[name], weight, rtol=0, atol=0)
+
+
+def config(**options: Any) -> Any:
+    return AutoConfig.for_model("llama", quantization_config=options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"quant_method": "bitsandbytes", "load_in_4bit": True},
+            "quantized with bitsandbytes; what can be read is float",
+        ),
+        (
+            {"quant_method": "compressed-tensors"},
+            "quantized with compressed-tensors; .* compile that with weights='int4'",
+        ),
+        ({"quant_method": "gptq", "bits": 5}, r"with gptq in a form .*'bits': 5.*; what can is gptq or gptq_v2"),
+        ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "'checkpoint_format': 'marlin'"),
+        ({"quant_method": "gptq", "bits": 4, "is_marlin_format": True}, "'is_marlin_format': True"),
+        ({"quant_method": "gptq", "bits": 4, "pack_dtype": "int16"}, "'pack_dtype': 'int16'"),
+        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "'version': 'gemv'.* what can is gemm, with 4 bits"),
+        ({"quant_method": "awq", "bits": 8, "version": "gemm"}, "'bits': 8"),
+    ],
+)
+def test_what_cannot_be_read_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=rf"some/model is {message}|some/model is quantized .*{message}"):
+        quantization_of(config(**options), "some/model")
+
+
+def test_a_refusal_comes_before_the_weights(tmp_path: Path) -> None:
+    folder = save_checkpoint(tmp_path / "checkpoint", "llama")
+    state_quantization(folder, quant_method="hqq")
+    (folder / "model.safetensors").write_bytes(b"never read")
+    with pytest.raises(UnsupportedModelError, match="is quantized with hqq"):
+        AutoModelForCausalLM.from_pretrained(folder).export(tmp_path / "package")
+    assert not (tmp_path / "package").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"model.layers.0.mlp.up_proj.scales": None}, QsampleError, "holds no scales for model.layers.0.mlp.up_proj"),
+        ({"model.layers.0.mlp.up_proj.qweight": None}, UnsupportedModelError, r"scales more than .*up_proj\.g_idx"),
+        ({"model.layers.0.mlp.act.scales": torch.ones(4)}, UnsupportedModelError, r"scales more .*mlp\.act\.scales"),
+        ({"model.layers.0.mlp.up_proj.bias": torch.ones(256)}, QsampleError, r"has .*up_proj\.bias, which the model"),
+        ({"model.norm.weight": None}, QsampleError, r"checkpoint lacks model\.norm\.weight"),
+        ({"model.layers.0.mlp.up_proj.qzeros": torch.zeros(2, 2, dtype=torch.int32)}, QsampleError, "do not fit"),
+    ],
+)
+def test_a_damaged_checkpoint(change: dict[str, Any], error: type[Exception], message: str, tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint"
+    save_quantized(folder, "llama", Way())
+    tensors = {**load_file(folder / "model.safetensors"), **change}
+    kept = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(error, match=message):
+        load_model(Checkpoint(str(folder)))

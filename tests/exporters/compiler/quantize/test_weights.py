@@ -1,0 +1,289 @@
+"""Weight quantization: what the packed matrices hold, tied tables, the divergence from the float model, bad options."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime as ort
+import pytest
+
+from qsample import AutoModelForCausalLM
+from qsample.errors import CompileError
+from qsample.exporters.compiler.compile import compile_package
+from qsample.exporters.compiler.divergence import measure_divergence
+from qsample.exporters.compiler.quantize.weights import WeightQuantization, quantize_weights
+from qsample.exporters.graph.join import cut_at_logits
+from qsample.package import read_package
+
+VOCAB, HIDDEN, ODD = 48, 64, 40
+WAYS = [
+    WeightQuantization(4),
+    WeightQuantization(8),
+    WeightQuantization(4, 16),
+    WeightQuantization(8, 64),
+    WeightQuantization(4, 32, "k_quant"),
+    WeightQuantization(8, 64, "k_quant"),
+    WeightQuantization(4, 32, "hqq"),
+    WeightQuantization(8, 16, "hqq"),
+]
+
+
+def value(name: str, shape: list[int | str], dtype: ir.DataType = ir.DataType.FLOAT) -> ir.Value:
+    return ir.Value(name=name, shape=ir.Shape(shape), type=ir.TensorType(dtype))
+
+
+def small_model(weights: dict[str, np.ndarray]) -> ir.Model:
+    """ids → Gather(table) → lookup; x → MatMul(matrix) → product; x → FusedMatMul(table transposed) → scores;
+    x[:, :, :40] → MatMul(odd) → rest."""
+    initializers = {name: value(name, list(array.shape)) for name, array in weights.items()}
+    for name, initializer in initializers.items():
+        initializer.const_value = ir.Tensor(weights[name], name=name)
+    ids, x, part = (
+        value("ids", ["B", "S"], ir.DataType.INT64),
+        value("x", ["B", "S", HIDDEN]),
+        value("part", ["B", ODD]),
+    )
+    nodes = [
+        ir.Node("", "Gather", [initializers["table"], ids], name="lookup"),
+        ir.Node("", "MatMul", [x, initializers["matrix"]], name="product"),
+        ir.Node("com.microsoft", "FusedMatMul", [x, initializers["table"]], [ir.AttrInt64("transB", 1)], name="scores"),
+        ir.Node("", "MatMul", [part, initializers["odd"]], name="rest"),
+    ]
+    for node in nodes:
+        node.outputs[0].name = node.name
+        node.outputs[0].type = ir.TensorType(ir.DataType.FLOAT)
+    graph = ir.Graph(
+        [ids, x, part],
+        [node.outputs[0] for node in nodes],
+        nodes=nodes,
+        initializers=list(initializers.values()),
+        opset_imports={"": 20, "com.microsoft": 1},
+        name="small",
+    )
+    return ir.Model(graph, ir_version=10)
+
+
+def make_weights() -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(0)
+    shapes = {"table": (VOCAB, HIDDEN), "matrix": (HIDDEN, VOCAB), "odd": (ODD, 8)}
+    return {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+
+
+def levels(packed: np.ndarray, bits: int) -> np.ndarray:
+    """[..., bytes] as [..., values]: 4-bit values lie in the low half of a byte first."""
+    if bits == 8:
+        return packed.astype(np.int64)
+    return np.stack([packed & 15, packed >> 4], axis=-1).reshape(*packed.shape[:-1], -1).astype(np.int64)
+
+
+def dequantized(folder: Path, name: str, way: WeightQuantization) -> np.ndarray:
+    """[N, K], from the file alone: scale times (level minus zero point)."""
+    found = ir.load(folder / "m.onnx").graph.initializers
+    array = {kind: v.const_value.numpy() for kind, v in found.items() if v.const_value is not None}
+    blocks = levels(array[f"{name}_blocks"], way.bits)
+    count = blocks.shape[1]
+    scales = array[f"{name}_scales"].reshape(-1, count, 1)
+    if way.method == "rtn":
+        zero: np.ndarray | int = 2 ** (way.bits - 1)
+    else:
+        zero = levels(array[f"{name}_zero_points"].reshape(len(blocks), -1), way.bits)[:, :count, None]
+    return ((blocks - zero) * scales).reshape(len(blocks), -1)
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_packed_graph(way: WeightQuantization, tmp_path: Path) -> None:
+    weights = make_weights()
+    model = small_model(weights)
+    report = quantize_weights(model, way)
+    ir.save(model, tmp_path / "m.onnx", external_data="m.data")
+
+    # Every row is within half a level of the weights, and the levels are as fine as the bits.
+    for name, original in (("table", weights["table"]), ("matrix", weights["matrix"].T)):
+        step = np.abs(original).reshape(len(original), -1, way.block_size).max(-1) * 2 / (2**way.bits - 2)
+        error = np.abs(dequantized(tmp_path, name, way) - original).reshape(len(original), -1, way.block_size).max(-1)
+        assert (error <= step * 1.01).all()
+        assert error.max() > 0
+
+    # The graph computes with these very numbers: one-hot activations survive their own rounding to int8.
+    session = ort.InferenceSession(tmp_path / "m.onnx")
+    ids = np.arange(6).reshape(2, 3)
+    feeds = {"ids": ids, "x": np.eye(HIDDEN, dtype=np.float32)[None], "part": np.ones((1, ODD), np.float32)}
+    lookup, product, scores, rest = session.run(["lookup", "product", "scores", "rest"], feeds)
+    np.testing.assert_allclose(lookup, dequantized(tmp_path, "table", way)[ids], atol=1e-6)
+    np.testing.assert_allclose(scores[0].T, dequantized(tmp_path, "table", way), rtol=0.01, atol=1e-3)
+    np.testing.assert_allclose(product[0].T, dequantized(tmp_path, "matrix", way), rtol=0.01, atol=1e-3)
+    if ODD % way.block_size:
+        np.testing.assert_allclose(rest, weights["odd"].sum(0)[None], rtol=1e-5)
+
+    # The tied table is packed once; no float copy of a packed matrix is left.
+    names = list(model.graph.initializers)
+    assert [name for name in names if name.endswith("_blocks")] == ["table_blocks", "matrix_blocks"]
+    assert {"table", "matrix"}.isdisjoint(names)
+    assert "odd" in names
+    assert report.matrices == 2
+    assert report.bytes_before == weights["table"].nbytes + weights["matrix"].nbytes
+    packed = [v.const_value for n, v in model.graph.initializers.items() if n.startswith(("table_", "matrix_"))]
+    assert report.bytes_after == sum(tensor.nbytes for tensor in packed if tensor is not None)
+
+
+@pytest.mark.parametrize("method", ["k_quant", "hqq"])
+def test_a_search_is_closer(method: str, tmp_path: Path) -> None:
+    """Far more so where the weights are not symmetric: here all of them have one sign."""
+    weights = {"table": np.random.default_rng(1).gamma(2.0, size=(VOCAB, HIDDEN)).astype(np.float32)} | {
+        name: array for name, array in make_weights().items() if name != "table"
+    }
+
+    def error(method: str, folder: Path) -> float:
+        model = small_model(weights)
+        quantize_weights(model, WeightQuantization(4, 32, method))
+        ir.save(model, folder / "m.onnx")
+        way = WeightQuantization(4, 32, method)
+        return float(np.square(dequantized(folder, "table", way) - weights["table"]).mean())
+
+    (tmp_path / "rtn").mkdir()
+    (tmp_path / method).mkdir()
+    assert error(method, tmp_path / method) < 0.5 * error("rtn", tmp_path / "rtn")
+
+
+def test_blocks_of_one_sign_and_of_zeros(tmp_path: Path) -> None:
+    weights = make_weights()
+    weights["table"] = 5 + np.abs(weights["table"])  # no level but the first comes near 0
+    weights["table"][3] *= -1
+    weights["table"][4] = 0
+    way = WeightQuantization(4, 32, "hqq")
+    model = small_model(weights)
+    quantize_weights(model, way)
+    ir.save(model, tmp_path / "m.onnx")
+    found = dequantized(tmp_path, "table", way)
+    step = np.abs(weights["table"]).max() / 15
+    assert np.abs(found - weights["table"]).max() <= step * 0.51
+    assert (found[4] == 0).all()
+
+
+def test_importing_the_quantizer_leaves_logging_alone(tmp_path: Path) -> None:
+    root = logging.getLogger()
+    before = root.level, list(root.handlers)
+    model = small_model(make_weights())
+    quantize_weights(model, WeightQuantization(4))
+    ir.save(model, tmp_path / "m.onnx")
+    assert (root.level, list(root.handlers)) == before
+
+
+@pytest.fixture(scope="module")
+def int8(llama_package: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("int8") / "package"
+    compile_package(read_package(llama_package), path, ctx_len=64, weights="int8")
+    return path
+
+
+def test_a_quantized_package(int8: Path, llama_package: Path) -> None:
+    compiled, portable = read_package(int8), read_package(llama_package)
+    compilation = compiled.manifest.compilation
+    assert compilation is not None
+    quantization = compilation.quantization
+    assert quantization is not None
+    assert (quantization["dtype"], quantization["block_size"], quantization["method"]) == ("int8", 32, "rtn")
+    operators = compilation.placement["CPUExecutionProvider"]
+    assert operators["MatMulNBits"] >= quantization["matrices"] - 1
+    assert operators["GatherBlockQuantized"] == 1
+    assert "MatMul" not in operators or operators["MatMul"] == 1  # the sampler's own
+    assert compiled.file("decoder.onnx.data").stat().st_size < 0.5 * portable.file("decoder.onnx.data").stat().st_size
+
+    figures = quantization["divergence"]
+    assert figures["tokens"] == 4 * 63
+    assert 0 < figures["kl"] < 0.01
+    assert figures["agreement"] > 0.9
+    assert figures["quantized_perplexity"] == pytest.approx(figures["perplexity"], rel=0.05)
+
+    prompts = [[5, 6, 7, 8], [9], [10, 11, 12]]
+    got, wanted = (
+        AutoModelForCausalLM.from_pretrained(path).generate(prompts, do_sample=False, max_new_tokens=8).new_token_ids
+        for path in (int8, llama_package)
+    )
+    same = [a == b for row, other in zip(got, wanted, strict=True) for a, b in zip(row, other, strict=False)]
+    assert np.mean(same) > 0.7
+
+
+def test_divergence_of_equal_and_of_different_graphs(llama_package: Path, tmp_path: Path) -> None:
+    package = read_package(llama_package)
+    same = measure_divergence(package.path, package.path, package.interface, 32)
+    assert (same.kl, same.agreement) == (0.0, 1.0)
+    assert same.perplexity == same.quantized_perplexity
+    # The model's own text has its entropy as the mean negative log-likelihood, and no token is worse than uniform.
+    assert 1 < same.perplexity < package.interface.vocab_size
+
+    model = ir.load(package.file("decoder.onnx"))
+    head = next(
+        node for node in reversed(list(model.graph)) if node.op_type == "MatMul" and node.inputs[1].is_initializer()
+    )  # type: ignore[union-attr]
+    tensor = head.inputs[1].const_value  # type: ignore[union-attr]
+    assert tensor is not None
+    head.inputs[1].const_value = ir.Tensor(tensor.numpy() * np.float32(3), name=tensor.name)  # type: ignore[union-attr]
+    ir.save(model, tmp_path / "decoder.onnx", external_data="decoder.onnx.data")
+    shutil.copy(package.file("initial_state.onnx"), tmp_path)
+    other = measure_divergence(package.path, tmp_path, package.interface, 32)
+    assert other.kl > 0.1
+    assert other.quantized_perplexity > other.perplexity
+
+
+def test_a_graph_cut_off_at_its_logits_has_no_sampler(llama_package: Path) -> None:
+    package = read_package(llama_package)
+    model = cut_at_logits(ir.load(package.file("decoder.onnx")), package.interface)
+    assert model.graph.outputs[0].name == "logits"
+    assert not {"temperature", "top_p", "output_counts"} & {value.name for value in model.graph.inputs}
+    assert not {"If", "TopK", "CumSum"} & {node.op_type for node in model.graph}
+
+
+def test_too_far_off_is_refused(llama_package: Path, tmp_path: Path) -> None:
+    with pytest.raises(CompileError, match=r"nats a token .*at most 1e-09.* perplexity .*k_quant"):
+        compile_package(read_package(llama_package), tmp_path / "out", ctx_len=32, weights="int4", max_divergence=1e-9)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"weights": "int3"},
+            "weights is 'int3' and the package holds float32; choose one of int4, int8, float16, float",
+        ),
+        ({"weights": "bfloat16"}, "choose one of int4, int8, float16, float32"),
+        ({"weights": "int4", "block_size": 33}, "block_size is 33; choose one of 16, 32, 64, 128, 256"),
+        ({"weights": "int4", "quantization_method": "gptq"}, "method is 'gptq'; choose one of rtn, k_quant, hqq"),
+    ],
+)
+def test_bad_options(options: dict[str, object], message: str, llama_package: Path, tmp_path: Path) -> None:
+    with pytest.raises(CompileError, match=message):
+        compile_package(read_package(llama_package), tmp_path / "out", **options)  # type: ignore[arg-type]
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_packages_own_dtype_is_no_quantization(llama_package: Path, tmp_path: Path) -> None:
+    compiled = compile_package(read_package(llama_package), tmp_path / "out", ctx_len=32, weights="float32")
+    assert compiled.manifest.compilation is not None
+    assert compiled.manifest.compilation.quantization is None
+
+
+def test_float16_weights_are_stored_in_half_the_space(llama_package: Path, tmp_path: Path) -> None:
+    portable = AutoModelForCausalLM.from_pretrained(llama_package)
+    whole, half = (portable.compile(tmp_path / name, ctx_len=64, weights=name) for name in ("float32", "float16"))
+    figures = half.package.manifest.compilation.quantization
+    assert figures is not None
+    assert figures["bytes_after"] * 2 == figures["bytes_before"]
+    assert 0 < figures["divergence"]["kl"] < 1e-4
+    sizes = [found.package.manifest.files["decoder.onnx.data"].bytes for found in (whole, half)]
+    assert sizes[0] - sizes[1] == pytest.approx(figures["bytes_after"], abs=200_000)  # tensors are aligned to pages
+
+    nodes = ir.load(tmp_path / "float16" / "decoder.onnx").graph
+    wanted = ir.load(tmp_path / "float32" / "decoder.onnx").graph.initializers
+    stored = {name: value for name, value in nodes.initializers.items() if name.endswith("_float16")}
+    assert len(stored) == figures["matrices"]
+    for name, found in stored.items():
+        array = wanted[name.removesuffix("_float16")].const_value.numpy()
+        np.testing.assert_array_equal(found.const_value.numpy(), array.astype(np.float16))
+    options = {"do_sample": False, "max_new_tokens": 8}
+    assert half.generate([[5, 6, 7]], **options).new_token_ids == whole.generate([[5, 6, 7]], **options).new_token_ids

@@ -1,0 +1,338 @@
+"""The CUDA target, as far as it shows without a GPU: the structure of its graph, half precision, and, on the CPU in
+float32, the tokens of a graph without control flow whose stalled rows are resumed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx.checker
+import onnx.defs
+import onnx_ir as ir
+import onnxruntime as ort
+import pytest
+
+from qsample.contract import RUNNING, STALLED, Interface
+from qsample.errors import CompileError
+from qsample.exporters.compiler import compile as compile_module
+from qsample.exporters.compiler.compile import compile_package
+from qsample.exporters.compiler.options import CompileOptions
+from qsample.exporters.compiler.passes.no_host_copies import host_data, keep_on_device
+from qsample.exporters.compiler.passes.opset import lower_opset
+from qsample.exporters.compiler.quantize.weights import WeightQuantization
+from qsample.exporters.compiler.targets.cuda import CudaTarget, capture_problems
+from qsample.exporters.graph.runner import GraphRunner
+from qsample.package import Package, read_package
+from qsample.runtime import SamplingParams, load
+from tests.helpers.capturing import capturing
+from tests.helpers.cuda_kernels import KERNELS, VALUES_OF_WHERE, has_kernel
+from tests.helpers.sampling_cases import PARAMETERS
+from tests.helpers.tiny_models import VOCAB_SIZE
+
+CAPACITY = 48
+LAYERS = 2
+LAYER = Counter(
+    MatMul=4, GroupQueryAttention=1, SkipSimplifiedLayerNormalization=2, Split=1, Sigmoid=1, Mul=2
+)  # ONNX Runtime makes QuickGelu of the sigmoid when it loads the graph
+
+
+class OnCpu(CudaTarget):
+    """The same graphs, placed on the provider that is here."""
+
+    execution_providers = ("CPUExecutionProvider",)
+    provider_options: Mapping[str, str] = {}
+
+    def check(self, interface: Interface, options: CompileOptions) -> None:
+        return
+
+
+def build(package: Package, dtype: str, **options: Any) -> ir.Model:
+    chosen = CompileOptions(None, CAPACITY, dtype=dtype, **options)
+    target = CudaTarget()
+    return target.build(package.path / "decoder.onnx", target.interface(package.interface, chosen), chosen)[0]
+
+
+@pytest.fixture(scope="module")
+def bfloat16(exported: Callable[..., Path]) -> ir.Model:
+    return build(read_package(exported("qwen3")), "bfloat16")
+
+
+def test_nothing_forbids_replay(bfloat16: ir.Model) -> None:
+    assert capture_problems(bfloat16) == []
+    assert not {"If", "Loop", "Scan"} & {node.op_type for node in bfloat16.graph.all_nodes()}
+
+
+def test_every_node_has_a_cuda_kernel_for_its_dtype(bfloat16: ir.Model) -> None:
+    missing = []
+    for node in bfloat16.graph:
+        value = next(value for value in node.inputs if value is not None)
+        assert value.dtype is not None, value.name
+        dtype = value.dtype.name.lower()
+        if dtype not in KERNELS.get(node.op_type, set()):
+            missing.append(f"{node.op_type} {dtype}")
+        if node.op_type == "Where":
+            values = [value.dtype.name.lower() for value in node.inputs[1:] if value is not None and value.dtype]
+            assert set(values) <= VALUES_OF_WHERE
+    assert missing == []
+
+
+def test_every_operator_has_a_cuda_kernel_in_its_version(bfloat16: ir.Model) -> None:
+    opset = bfloat16.opset_imports[""]
+    used = {node.op_type for node in bfloat16.graph if node.domain == "" and onnx.defs.has(node.op_type, "")}
+    versions = {operator: onnx.defs.get_schema(operator, opset, "").since_version for operator in used}
+    assert {"Equal", "ReduceMax", "ReduceMin"} <= used  # those that opset 20 has in a newer version
+    assert [pair for pair in versions.items() if not has_kernel(*pair)] == []
+
+
+def test_the_graphs_are_valid_in_their_opset(bfloat16: ir.Model, tmp_path: Path) -> None:
+    ir.save(bfloat16, tmp_path / "decoder.onnx", external_data="data")
+    model = onnx.load(tmp_path / "decoder.onnx", load_external_data=False)
+    for node in model.graph.node:
+        if node.domain == "" and onnx.defs.has(node.op_type, ""):
+            context = onnx.checker.C.CheckerContext()
+            context.opset_imports = {"": bfloat16.opset_imports[""]}
+            context.ir_version = model.ir_version
+            onnx.checker.check_node(node, context)
+
+
+def test_an_older_opset_writes_gelu_as_onnx_runtime_does_and_refuses_what_it_lacks() -> None:
+    value = ir.val("x", ir.DataType.FLOAT, [2])
+    nodes = [ir.node("Gelu", [value], {"approximate": "tanh"}), ir.node("Gelu", [value])]
+    model = ir.Model(ir.Graph([value], [], nodes=nodes, opset_imports={"": 20}), ir_version=10)
+    lower_opset(model, 18)
+    assert [(node.domain, node.op_type) for node in model.graph] == [
+        ("com.microsoft", "FastGelu"),
+        ("com.microsoft", "Gelu"),
+    ]
+    assert model.opset_imports == {"": 18, "com.microsoft": 1}
+
+    text = ir.val("text", ir.DataType.STRING, [2])
+    joined = ir.Graph([text], [], nodes=[ir.node("StringConcat", [text, text])], opset_imports={"": 20})
+    with pytest.raises(CompileError, match=r"StringConcat .* is not in opset 18"):
+        lower_opset(ir.Model(joined, ir_version=10), 18)
+
+
+def test_a_layer_has_the_norms_of_its_heads_inside_the_attention(bfloat16: ir.Model) -> None:
+    model_part = Counter(
+        node.op_type for node in bfloat16.graph if node.name is None or not node.name.startswith("sampler.")
+    )
+    for operator, count in LAYER.items():
+        assert model_part[operator] >= LAYERS * count, operator
+    assert model_part["SimplifiedLayerNormalization"] == 1  # the first; those of the heads are inputs of the attention
+    assert not {"Reshape", "Transpose", "RotaryEmbedding"} & set(model_part)
+    for node in bfloat16.graph:
+        if node.op_type == "GroupQueryAttention":
+            assert node.inputs[1] is None
+            assert all(node.inputs[place] is not None for place in (7, 8, 14, 15))
+            total = node.inputs[6]
+            assert total is not None
+            assert total.const_value is not None
+            assert total.const_value.numpy() == CAPACITY
+
+
+def test_weights_and_states_are_in_half_precision(bfloat16: ir.Model) -> None:
+    for value in bfloat16.graph.initializers.values():
+        is_weight = value.dtype == ir.DataType.FLOAT and value.shape is not None and len(value.shape) > 1
+        assert not is_weight or str(value.name).startswith("sampler."), value.name
+    dtypes = {value.name: value.dtype for value in [*bfloat16.graph.inputs, *bfloat16.graph.outputs]}
+    assert dtypes["past_key_values.0.key"] == dtypes["present.1.value"] == ir.DataType.BFLOAT16
+    assert dtypes["logits"] == dtypes["temperature"] == ir.DataType.FLOAT
+
+
+def test_quantized_weights_keep_scales_in_half_precision(llama_package: Path) -> None:
+    model = build(read_package(llama_package), "float16", weights=WeightQuantization(4))
+    packed = [node for node in model.graph if node.op_type == "MatMulNBits"]
+    assert len(packed) == 4 * LAYERS + 1
+    assert {node.inputs[2].dtype for node in packed if node.inputs[2] is not None} == {ir.DataType.FLOAT16}
+    assert capture_problems(model) == []
+
+
+def test_float16_logits_are_close(llama_package: Path, tmp_path: Path) -> None:
+    package = read_package(llama_package)
+    ir.save(build(package, "float16"), tmp_path / "decoder.onnx")
+    options = CompileOptions(None, CAPACITY, dtype="float16")
+    interface = CudaTarget().interface(package.interface, options)
+    from qsample.exporters.initial_state import build_initial_state
+
+    ir.save(build_initial_state(interface), tmp_path / "initial_state.onnx")
+    half = GraphRunner(tmp_path / "decoder.onnx", tmp_path / "initial_state.onnx", interface, CAPACITY)
+    ids = np.random.default_rng(0).integers(0, VOCAB_SIZE, (1, 9))
+    state = half.start(1)
+    got = half.step(ids, np.array([9]), state)["logits"]
+    import torch
+
+    from tests.helpers.tiny_models import random_model
+
+    with torch.no_grad():
+        wanted = random_model("llama")(input_ids=torch.tensor(ids)).logits[:, -1].numpy()
+    assert got.dtype == np.float32
+    np.testing.assert_allclose(got, wanted, atol=2e-2 * np.abs(wanted).max())
+    assert state["past_key_values.0.key"].dtype == np.float16
+
+
+@pytest.fixture(scope="module")
+def captured(llama_package: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("captured") / "package"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compile_module, "find_target", lambda name: OnCpu())
+        compile_package(read_package(llama_package), path, provider="cuda", ctx_len=CAPACITY)
+    return path
+
+
+def test_captured_package(captured: Path) -> None:
+    package = read_package(captured)
+    assert package.interface.captured
+    assert set(package.interface.graphs) == {"decoder.onnx", "initial_state.onnx", "sampler.onnx"}
+    assert package.interface.decoder.outputs[-1].name == "logits"
+
+
+@pytest.mark.parametrize("late", [1, 3])
+def test_tokens_are_those_of_the_portable_graph(llama_package: Path, captured: Path, late: int) -> None:
+    """One row for each of PARAMETERS; the host looks at `status` every `late` steps, and resumes what stalled."""
+    portable, package = read_package(llama_package), read_package(captured)
+    rows, steps = len(PARAMETERS), 20
+    prompts = np.random.default_rng(2).integers(4, VOCAB_SIZE, (rows, 1))
+    names = PARAMETERS[2].keys() | PARAMETERS[3].keys() | PARAMETERS[4].keys() | PARAMETERS[5].keys()
+
+    def parameters(interface: Interface) -> dict[str, np.ndarray]:
+        specs = {spec.name: spec for spec in interface.parameters}
+        return {
+            name: np.array([row.get(name, specs[name].off) for row in PARAMETERS], specs[name].dtype) for name in names
+        }
+
+    wanted = Host(portable, rows)
+    wanted.run(prompts, parameters(portable.interface), steps)
+    got = Host(package, rows)
+    got.run(prompts, parameters(package.interface), 2 * late * steps, late)
+    assert got.stalls > steps // 2
+    for row in range(rows):
+        length = int(wanted.state["lengths"][row])
+        assert int(got.state["lengths"][row]) >= length
+        np.testing.assert_array_equal(
+            got.state["tokens"][row, : length + 1], wanted.state["tokens"][row, : length + 1], str(PARAMETERS[row])
+        )
+
+
+class Host:
+    """A host written from docs/contract.md: feeds each graph by name and copies states in and out."""
+
+    def __init__(self, package: Package, rows: int) -> None:
+        self.interface = package.interface
+        self.sessions = {
+            name: ort.InferenceSession(package.path / name, providers=["CPUExecutionProvider"])
+            for name in package.interface.graphs
+        }
+        names = [output.name for output in self.sessions["initial_state.onnx"].get_outputs()]
+        feeds = {"seed": np.arange(rows, dtype=np.int64), "capacity": np.array(CAPACITY, np.int64)}
+        self.state = dict(zip(names, self.sessions["initial_state.onnx"].run(names, feeds), strict=True))
+        self.rows, self.stalls = rows, 0
+
+    def call(self, graph: str, feeds: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        session = self.sessions[graph]
+        names = [output.name for output in session.get_outputs()]
+        inputs = {value.name for value in session.get_inputs()}
+        results = dict(
+            zip(names, session.run(names, {k: v for k, v in (feeds | self.state).items() if k in inputs}), strict=True)
+        )
+        for name, retained in self.interface.graphs[graph].retained.items():
+            self.state[name] = results[retained]
+        return results
+
+    def run(self, prompts: np.ndarray, given: dict[str, np.ndarray], steps: int, late: int = 1) -> None:
+        sizes = {**self.interface.sizes, "B": self.rows, "E": 1, "N": 1}
+        feeds = {
+            spec.name: np.full(spec.shape(sizes), spec.off, spec.dtype) for spec in self.interface.parameters
+        } | given
+        feeds |= {"emit": np.ones(self.rows, bool), "input_lengths": np.ones(self.rows, np.int32)}
+        ids = prompts.astype(np.int64)
+        for step in range(steps):
+            results = self.call("decoder.onnx", feeds | {"input_ids": ids})
+            stalled = self.state["status"] == STALLED
+            if stalled.any() and (step + 1) % late == 0:
+                self.stalls += int(stalled.sum())
+                logits = {"logits": results["logits"]}
+                results = self.call("sampler.onnx", feeds | {"input_ids": ids} | logits)
+            ids = results["next_ids"]
+            if not np.isin(self.state["status"], (RUNNING, STALLED)).any():
+                return
+
+
+@pytest.mark.parametrize("replays", [False, True])
+@pytest.mark.parametrize("double_buffering", [False, True])
+@pytest.mark.parametrize("flush_every", [1, 4])
+def test_the_runtime_resumes_stalled_rows(
+    llama_package: Path, captured: Path, flush_every: int, double_buffering: bool, replays: bool
+) -> None:
+    prompts = [[5, 6, 7, 8], [9], list(range(10, 19)), [20, 21], [22, 23, 24], [25]]
+    rows = [SamplingParams(**row, max_new_tokens=20, eos_token_id=(3, 250)) for row in PARAMETERS]
+    options: dict[str, Any] = {"seed": 4, "flush_every": flush_every, "double_buffering": double_buffering}
+    wanted = load(llama_package).generate(prompts, rows, seed=4)
+    model = capturing(load(captured))[0] if replays else load(captured)
+    for _ in range(1 + replays):
+        got = model.generate(prompts, rows, **options, prefill_chunk_size=3)
+        assert got.new_token_ids == wanted.new_token_ids
+        assert got.finish_reasons == wanted.finish_reasons
+
+
+def test_the_example_captures_and_resumes_stalled_rows(llama_package: Path, captured: Path, tmp_path: Path) -> None:
+    """The CPU provider does not know the option to capture; what the example does for it changes no token."""
+    script = Path(__file__).parents[4] / "examples" / "generate_onnxruntime.py"
+    package = shutil.copytree(captured, tmp_path / "package")
+    manifest = json.loads((package / "qsample.json").read_text())
+    manifest["compilation"]["provider_options"] = {"enable_cuda_graph": "1"}
+    (package / "qsample.json").write_text(json.dumps(manifest))
+    options = ["--temperature", "1.3", "--top-p", "0.98", "--max-new-tokens", "12", "--prompt", "ab"]
+    wanted, got = (
+        subprocess.run([sys.executable, script, path, *options], capture_output=True, text=True, check=True).stdout
+        for path in (llama_package, package)
+    )
+    assert got == wanted
+
+
+PROBLEMS = """
+<ir_version: 10, opset_import: ["" : 20]>
+decode (float[B,S] x, int64[B] lengths) => (int64[B] result, float[N] picked)
+    <int64 one = {1}, int64[1,2] place = {0, 0}>
+{
+    count = Shape <start = 1, end = 2> (x)
+    number = Squeeze (count)
+    last = Sub (number, one)
+    result = Add (lengths, last)
+    picked = GatherND (x, place)
+}
+"""
+
+
+def test_problems_are_named_and_numbers_are_kept_on_the_device() -> None:
+    model = ir.from_onnx_text(PROBLEMS)
+    for node in model.graph:
+        node.name = node.op_type.lower()
+        for value in node.outputs:
+            if value.name in ("count", "number", "last"):
+                value.dtype = ir.DataType.INT64
+                value.shape = ir.Shape([1] if value.name == "count" else [])
+    assert capture_problems(model) == ["GatherND gathernd does not replay", "Add add takes last"]
+    assert keep_on_device(model, 10)
+    assert host_data(model.graph) == []
+    assert not keep_on_device(model, 10)
+    session = ort.InferenceSession(ir.to_proto(model).SerializeToString(), providers=["CPUExecutionProvider"])
+    feeds = {"x": np.zeros((2, 7), np.float32), "lengths": np.array([3, 4])}
+    assert session.run(["result"], feeds)[0].tolist() == [9, 10]
+
+
+def test_refused_before_any_work(llama_package: Path, tmp_path: Path) -> None:
+    package = read_package(llama_package)
+    with pytest.raises(CompileError, match="dtype is 'float32' and CUDA's attention takes 'float16' or 'bfloat16'"):
+        compile_package(package, tmp_path / "out", provider="cuda", ctx_len=32)
+    if "CUDAExecutionProvider" not in ort.get_available_providers():
+        with pytest.raises(CompileError, match="no CUDAExecutionProvider"):
+            compile_package(package, tmp_path / "out", provider="cuda", ctx_len=32, dtype="bfloat16")
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,134 @@
+"""A package that is made in milliseconds, without torch: one real attention layer and a plain sampler, by the contract.
+
+The sampler knows temperature, penalties, minimum length, stop ids, biases and masks, and no filters. Nothing in it is
+shared with the exporter, so it is a second implementation of the contract for the runtime to run.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+
+from qsample.contract import CONTRACT_VERSION, Features, Interface, KeyValueShape
+from qsample.package import Compilation, Manifest, Package, Source, TokenIds, read_package, write_package
+from tests.helpers.fake_graphs import DIM, PAD, VOCAB, fake_graphs
+
+BOS, EOS = 1, 2
+POISON = 300  # a row that holds this token has NaN logits
+MAX_POSITIONS = 256
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}\n"
+    "[{{ message.role }}]{{ message.content }}\n"
+    "{% endfor %}\n"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
+
+def fake_interface(**features: Any) -> Interface:
+    return Interface(VOCAB, (KeyValueShape(1, DIM),), "float32", Features(**features))
+
+
+def fake_weights() -> dict[str, Any]:
+    """Initialisers of the model."""
+    generator = np.random.default_rng(11)
+
+    def random(*shape: int, scale: float) -> Any:
+        return (generator.standard_normal(shape) * scale).astype(np.float32)
+
+    embedding = random(VOCAB, DIM, scale=1.0)
+    embedding[POISON] = np.nan
+    head_bias = np.zeros(VOCAB, dtype=np.float32)
+    head_bias[POISON] = -1e4  # never sampled by chance
+    return {
+        "embedding": embedding,
+        "head_bias": head_bias,
+        "frequencies": (1.0 / 10.0 ** np.linspace(0, 2, DIM)).astype(np.float32),
+        "w_query": random(DIM, DIM, scale=0.5),
+        "w_key": random(DIM, DIM, scale=0.5),
+        "w_value": random(DIM, DIM, scale=0.7),
+        "w_head": random(DIM, VOCAB, scale=0.6),
+        "past_last": np.array([3], dtype=np.int64),
+    }
+
+
+def byte_tokenizer() -> Tokenizer:
+    """Byte-level, without merges: every byte is a token, "a" is 68; `<s>` in front."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {token: i for i, token in enumerate(["<pad>", "<s>", "</s>", "<unk>", *alphabet])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>"))
+    tokenizer.add_special_tokens(["<pad>", "<s>", "</s>", "<unk>"])
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", BOS)])
+    return tokenizer
+
+
+def fake_manifest(interface: Interface, compilation: Compilation | None = None, **changes: Any) -> Manifest:
+    values: dict[str, Any] = {
+        "kind": "portable" if compilation is None else "device",
+        "contract_version": CONTRACT_VERSION,
+        "interface": interface,
+        "source": Source("fake", None, "fake", "FakeForCausalLM", "0" * 64),
+        "versions": {"qsample": "0"},
+        "token_ids": TokenIds(PAD, BOS, (EOS,)),
+        "max_position_embeddings": MAX_POSITIONS,
+        "parity": None,
+        "compilation": compilation,
+    }
+    return Manifest(**(values | changes))
+
+
+def fake_package(
+    path: Path,
+    *,
+    tokenizer: bool = True,
+    generation_config: Mapping[str, Any] | None = None,
+    tokenizer_config: Mapping[str, Any] | None = None,
+    compilation: Compilation | None = None,
+    manifest: Mapping[str, Any] | None = None,
+    interface: Interface | None = None,
+    edit: Callable[[onnx.ModelProto], None] = lambda graph: None,
+    files: Mapping[str, str] | None = None,
+    **features: Any,
+) -> Package:
+    """Write a fake package to `path` and open it.
+
+    features: as in `contract.Features`. manifest: changes to it. interface: what the manifest promises, if not the
+    truth. edit: changes the decoder. files: name → text of further files, or in place of the usual ones.
+    """
+    made = fake_interface(**features)
+    with write_package(path) as writer:
+        for name, graph in fake_graphs(made, fake_weights()).items():
+            if name == "decoder.onnx":
+                edit(graph)
+            onnx.save(graph, writer.directory / name)
+        config = {"do_sample": True, "top_k": 0} if generation_config is None else generation_config
+        (writer.directory / "generation_config.json").write_text(json.dumps(config))
+        if tokenizer:
+            byte_tokenizer().save(str(writer.directory / "tokenizer.json"))
+            options = (
+                {"chat_template": CHAT_TEMPLATE, "bos_token": "<s>"} if tokenizer_config is None else tokenizer_config
+            )
+            (writer.directory / "tokenizer_config.json").write_text(json.dumps(options))
+        for name, text in (files or {}).items():
+            (writer.directory / name).write_text(text)
+        writer.finish(fake_manifest(interface or made, compilation, **(manifest or {})))
+    return read_package(path)
+
+
+def compilation(**changes: Any) -> Compilation:
+    values: dict[str, Any] = {
+        "provider": "cpu",
+        "execution_providers": ("CPUExecutionProvider",),
+        "batch_size": 2,
+        "ctx_len": 48,
+        "placement": {},
+        "self_test": {},
+    }
+    return Compilation(**(values | changes))

@@ -1,0 +1,37 @@
+"""A model enters; random requests, and what the reference says of them, leave."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+
+from qsample.runtime import CausalLM, SamplingParams
+from qsample.runtime.decode.scheduler import DecodeRequest
+from qsample.runtime.inputs import parameter_arrays
+from tests.helpers.fake_package import EOS
+
+
+def random_params(generator: random.Random, most: int = 24) -> SamplingParams:
+    """Greedy or random, penalties on or off, stop ids that are often hit, any length."""
+    return SamplingParams(
+        temperature=generator.choice([0.0, 0.6, 1.0, 1.7]),
+        repetition_penalty=generator.choice([1.0, 1.0, 1.2, 0.8]),
+        presence_penalty=generator.choice([0.0, 0.4]),
+        frequency_penalty=generator.choice([0.0, 0.3, -0.1]),
+        min_new_tokens=generator.choice([None, 0, 2]),
+        max_new_tokens=generator.randrange(2, most),
+        eos_token_id=generator.choice([None, (), range(3, 12), range(40, 70)]),
+    )
+
+
+def random_prompt(generator: random.Random, most: int = 20) -> list[int]:
+    return [generator.randrange(3, 290) for _ in range(generator.randrange(1, most))]
+
+
+def decode_request(
+    model: CausalLM, prompt: list[int], params: SamplingParams, seed: int, capacity: int, **options: object
+) -> DecodeRequest:
+    arrays = parameter_arrays(model.interface, [params], [len(prompt)], capacity, (EOS,))
+    rows = {name: values[0] for name, values in arrays.items()}
+    return DecodeRequest(np.array(prompt, dtype=np.int64), rows, seed, **options)  # type: ignore[arg-type]

@@ -1,0 +1,343 @@
+"""The decode loop: late reads, overlapped reads, and rows that come and go change no token."""
+
+from __future__ import annotations
+
+import gc
+import random
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from qsample.contract import RUNNING, STALLED, STATUS_NAMES
+from qsample.errors import QsampleError
+from qsample.runtime import CausalLM, SamplingParams
+from qsample.runtime.decode.loop import DecodeLoop, Progress
+from qsample.runtime.decode.scheduler import DecodeRequest, Scheduler
+from qsample.runtime.decode.slots import Slots, Snapshot
+from tests.helpers import fake_reference
+from tests.helpers.fake_package import MAX_POSITIONS, POISON
+from tests.helpers.requests import decode_request, random_params, random_prompt
+
+CAPACITY = 64
+
+
+def run(
+    model: CausalLM,
+    requests: list[DecodeRequest],
+    slots: int = 4,
+    *,
+    flush_every: int = 1,
+    double_buffering: bool = False,
+    chunk: int | None = None,
+    interleave: bool = True,
+) -> tuple[list[list[int]], list[str], list[Progress]]:
+    """Tokens and finish reason of each request, and everything that was delivered."""
+    delivered: list[Progress] = []
+    scheduler = Scheduler(slots, flush_every, chunk, interleave=interleave, join_prompts=True)
+    device = Slots(model.sessions, slots, CAPACITY)
+    with DecodeLoop(device, scheduler, delivered.append, double_buffering=double_buffering) as loop:
+        for request in requests:
+            loop.add(request)
+        while loop.busy:
+            loop.step()
+    reasons = {progress.request: STATUS_NAMES[progress.status] for progress in delivered}
+    return [request.new_tokens for request in requests], [reasons[request] for request in requests], delivered
+
+
+def count_rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many rows each run over prompts had, from now on."""
+    rows: list[int] = []
+    plain = Slots.prefill
+
+    def prefill(self: Slots, slot: int, *ids: np.ndarray, emit: bool) -> None:
+        rows.append(len(ids))
+        plain(self, slot, *ids, emit=emit)
+
+    monkeypatch.setattr(Slots, "prefill", prefill)
+    return rows
+
+
+def hundred(model: CausalLM) -> tuple[list[DecodeRequest], Any]:
+    """100 random requests and what the reference makes of them."""
+    generator = random.Random(5)
+    cases = [(random_prompt(generator), random_params(generator), seed) for seed in range(100)]
+    wanted = [fake_reference.generate(prompt, params, seed, CAPACITY) for prompt, params, seed in cases]
+    return [decode_request(model, *case, CAPACITY) for case in cases], wanted
+
+
+@pytest.mark.parametrize("double_buffering", [False, True])
+@pytest.mark.parametrize("flush_every", [1, 4, 16])
+def test_a_hundred_random_requests_give_the_tokens_of_the_reference(
+    flush_every: int, double_buffering: bool, model: CausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests, wanted = hundred(model)
+    rows = count_rows(monkeypatch)
+    tokens, reasons, _ = run(model, requests, 8, flush_every=flush_every, double_buffering=double_buffering, chunk=17)
+    assert {1, 2} <= set(rows)
+    assert list(zip(tokens, reasons, strict=True)) == wanted
+    assert {reason for _, reason in wanted} == {"stop", "length"}
+    assert len({len(row) for row in tokens}) > 15
+
+
+@pytest.mark.parametrize("double_buffering", [False, True])
+def test_tokens_come_a_window_at_a_time(double_buffering: bool, model: CausalLM) -> None:
+    params = SamplingParams(temperature=0.9, max_new_tokens=12, eos_token_id=())
+    requests = [decode_request(model, [5, 6, 7], params, 0, CAPACITY)]
+    _, _, delivered = run(model, requests, 1, flush_every=4, double_buffering=double_buffering)
+    assert [len(progress.tokens) for progress in delivered] == [1, 4, 4, 3]
+    assert [progress.status for progress in delivered] == [RUNNING, RUNNING, RUNNING, 2]
+
+
+@pytest.mark.parametrize("flush_every", [1, 3, 16])
+@pytest.mark.parametrize("double_buffering", [False, True])
+def test_no_step_runs_after_the_longest_row_must_have_ended(
+    double_buffering: bool, flush_every: int, model: CausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[int] = []
+    plain = Slots.decode
+    monkeypatch.setattr(Slots, "decode", lambda self, *, wait=True: (calls.append(1), plain(self, wait=wait))[1])
+    lengths = (9, 4, 14)
+    requests = [
+        decode_request(model, [5], SamplingParams(max_new_tokens=n, eos_token_id=()), n, CAPACITY) for n in lengths
+    ]
+    run(model, requests, 3, flush_every=flush_every, double_buffering=double_buffering, interleave=False)
+    assert len(calls) == 13
+
+
+def test_the_copy_of_one_step_overlaps_the_run_of_the_next(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A read waits for the next step to begin, and that step for the read to end: without overlap, both hang."""
+    begun, read = threading.Semaphore(0), threading.Semaphore(0)
+    plain_decode, plain_read, overlapped = Slots.decode, Slots.read, []
+
+    def decode(self: Slots, *, wait: bool = True) -> None:
+        begun.release()
+        assert read.acquire(timeout=30)
+        plain_decode(self, wait=wait)
+
+    def copy(self: Slots, side: int | None = None) -> Snapshot:
+        if side is not None:
+            assert begun.acquire(timeout=30)
+            overlapped.append(side)
+        snapshot = plain_read(self, side)
+        read.release()
+        return snapshot
+
+    monkeypatch.setattr(Slots, "decode", decode)
+    monkeypatch.setattr(Slots, "read", copy)
+    params = SamplingParams(temperature=0.9, max_new_tokens=9, eos_token_id=())
+    tokens, _, _ = run(model, [decode_request(model, [5, 6], params, 3, CAPACITY)], 1, double_buffering=True)
+    assert tokens[0] == fake_reference.generate([5, 6], params, 3, CAPACITY)[0]
+    assert overlapped == [0, 1, 0, 1, 0, 1, 0, 1]
+
+
+@pytest.mark.parametrize("flush_every", [1, 3])
+@pytest.mark.parametrize("chunk", [None, 1])
+def test_a_copy_that_is_slower_than_the_next_step(
+    chunk: int | None, flush_every: int, model: CausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is copied is not written to: the step after the next one waits."""
+    plain = Slots.read
+
+    def copy(self: Slots, side: int | None = None) -> Snapshot:
+        time.sleep(0.01)  # any step that does not wait is done by then
+        return plain(self, side)
+
+    monkeypatch.setattr(Slots, "read", copy)
+    params = [SamplingParams(temperature=0.9, max_new_tokens=n, eos_token_id=()) for n in (16, 9, 13)]
+    prompts = [[5, 6], [7, 8, 9, 10, 11], [12]]
+    requests = [
+        decode_request(model, *row, seed, CAPACITY) for seed, row in enumerate(zip(prompts, params, strict=True))
+    ]
+    tokens, _, _ = run(model, requests, 2, double_buffering=True, flush_every=flush_every, chunk=chunk)
+    for seed, row in enumerate(zip(prompts, params, strict=True)):
+        assert tokens[seed] == fake_reference.generate(*row, seed, CAPACITY)[0]
+
+
+@pytest.mark.parametrize("double_buffering", [False, True])
+def test_a_request_that_leaves_in_the_middle(double_buffering: bool, model: CausalLM) -> None:
+    """Out of the queue, out of its prompt, and while its next tokens are on the way."""
+    free = SamplingParams(temperature=0.9, max_new_tokens=20, eos_token_id=())
+    prompts = [[5, 6, 7], [8, 9, 10, 11, 12, 13], [14, 15], [16, 17, 18], [19, 20, 21, 22]]
+    stays, prefilling, running, queued, last = [
+        decode_request(model, prompt, free, seed, CAPACITY) for seed, prompt in enumerate(prompts)
+    ]
+    seen: list[DecodeRequest] = []
+
+    def deliver(progress: Progress) -> None:
+        seen.append(progress.request)
+        if len(running.new_tokens) >= 3:
+            for leaver in (running, prefilling, queued):
+                loop.leave(leaver)
+
+    slots = Slots(model.sessions, 3, CAPACITY)
+    with DecodeLoop(slots, Scheduler(3, 2, 1), deliver, double_buffering=double_buffering) as loop:
+        for request in (stays, running, prefilling, queued, last):
+            loop.add(request)
+        while loop.busy:
+            loop.step()
+    for request, seed in ((stays, 0), (last, 4)):
+        assert request.new_tokens == fake_reference.generate(prompts[seed], free, seed, CAPACITY)[0]
+    assert running.new_tokens == fake_reference.generate(prompts[2], free, 2, CAPACITY)[0][: len(running.new_tokens)]
+    assert 3 <= len(running.new_tokens) < 20
+    assert prefilling.new_tokens == []
+    assert queued not in seen
+
+
+def test_a_row_with_invalid_logits_harms_no_other(model: CausalLM) -> None:
+    free = SamplingParams(temperature=0.9, max_new_tokens=10, eos_token_id=())
+    prompts = [[5, 6], [7, POISON, 8, 9], [10, 11], [12]]
+    for flush_every in (1, 4):
+        requests = [decode_request(model, prompt, free, seed, CAPACITY) for seed, prompt in enumerate(prompts)]
+        tokens, reasons, _ = run(model, requests, 2, flush_every=flush_every, double_buffering=True, chunk=2)
+        assert reasons == ["length", "invalid", "length", "length"]
+        assert tokens[1] == []
+        for seed in (0, 2, 3):
+            assert tokens[seed] == fake_reference.generate(prompts[seed], free, seed, CAPACITY)[0]
+
+
+def test_a_graph_that_never_ends_its_rows_is_an_error(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = Slots.read
+
+    def read(self: Slots, side: int | None = None) -> Snapshot:
+        snapshot = plain(self, side)
+        return Snapshot(np.zeros_like(snapshot.status), snapshot.lengths, snapshot.tokens, snapshot.outputs)
+
+    monkeypatch.setattr(Slots, "read", read)
+    request = decode_request(model, [5, 6, 7], SamplingParams(max_new_tokens=6, eos_token_id=()), 0, CAPACITY)
+    with pytest.raises(QsampleError, match="still runs with 6 new tokens of at most 6"):
+        run(model, [request], 1)
+
+
+def test_a_stalled_row_says_what_to_do(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = Slots.read
+
+    def read(self: Slots, side: int | None = None) -> Snapshot:
+        snapshot = plain(self, side)
+        return Snapshot(np.full_like(snapshot.status, STALLED), snapshot.lengths, snapshot.tokens, snapshot.outputs)
+
+    monkeypatch.setattr(Slots, "read", read)
+    with pytest.raises(QsampleError, match="use a portable package"):
+        model.generate([5, 6, 7])
+
+
+# Through generate().
+
+
+@pytest.mark.parametrize("sampler", [True, False])
+def test_generate_reads_prompts_of_like_lengths_in_one_run(
+    sampler: bool, fake_model: Callable[..., CausalLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = random.Random(9)
+    prompts = [[generator.randrange(3, 290) for _ in range(n)] for n in (12, 12, 10, 30, 31, 3, 1, 1)]
+    params = [random_params(generator, 30) for _ in prompts]
+    model = fake_model(sampler=sampler)
+    rows = count_rows(monkeypatch)
+    output = model.generate(prompts, params, seed=0)
+    assert rows == [3, 2, 3]
+    wanted = [
+        fake_reference.generate(*row, seed, MAX_POSITIONS) for seed, row in enumerate(zip(prompts, params, strict=True))
+    ]
+    assert list(zip(output.new_token_ids, output.finish_reasons, strict=True)) == wanted
+    rows.clear()
+    assert model.generate(prompts, params, seed=0, prefill_chunk_size=24).new_token_ids == output.new_token_ids
+    assert rows == [2, 1, 1, 1, 1, 1, 3]
+    rows.clear()
+    alone = CausalLM(model.package, replace(model.sessions, joins_prompts=False))
+    assert alone.generate(prompts, params, seed=0).new_token_ids == output.new_token_ids
+    assert rows == [1] * 8
+
+
+@pytest.mark.parametrize("double_buffering", [True, False])
+def test_the_memory_of_a_batch_is_free_when_generate_returns(
+    double_buffering: bool, model: CausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[weakref.ref[Slots]] = []
+    plain = Slots.__init__
+
+    def init(self: Slots, *args: Any, **options: Any) -> None:
+        made.append(weakref.ref(self))
+        plain(self, *args, **options)
+
+    monkeypatch.setattr(Slots, "__init__", init)
+    gc.disable()
+    try:
+        model.generate([5, 6, 7], max_new_tokens=4, double_buffering=double_buffering)
+        assert [slots() for slots in made] == [None]
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("sampler", [True, False])
+def test_generate_with_every_way_to_read(sampler: bool, fake_model: Callable[..., CausalLM]) -> None:
+    generator = random.Random(8)
+    prompts = [random_prompt(generator) for _ in range(6)]
+    params = [random_params(generator, 30) for _ in prompts]
+    wanted = [
+        fake_reference.generate(*row, seed, MAX_POSITIONS) for seed, row in enumerate(zip(prompts, params, strict=True))
+    ]
+    for flush_every in (None, 1, 4, 16):
+        for double_buffering in (True, False):
+            output = fake_model(sampler=sampler).generate(
+                prompts, params, seed=0, flush_every=flush_every, double_buffering=double_buffering
+            )
+            assert list(zip(output.new_token_ids, output.finish_reasons, strict=True)) == wanted
+
+
+def test_a_streamer_gets_every_token_at_any_depth(model: CausalLM) -> None:
+    class Recorder:
+        def __init__(self) -> None:
+            self.values: list[list[int]] = []
+
+        def put(self, value: Any) -> None:
+            self.values.append(np.asarray(value).reshape(-1).tolist())
+
+        def end(self) -> None:
+            self.values.append([])
+
+    params = SamplingParams(temperature=0.9, max_new_tokens=11, eos_token_id=())
+    wanted = fake_reference.generate([5, 6, 7], params, 2, MAX_POSITIONS)[0]
+    for flush_every in (1, 4):
+        for double_buffering in (True, False):
+            recorder = Recorder()
+            model.generate(
+                [5, 6, 7],
+                params,
+                seed=2,
+                streamer=recorder,
+                flush_every=flush_every,
+                double_buffering=double_buffering,
+            )
+            assert recorder.values == [[5, 6, 7], *([token] for token in wanted), []]
+
+
+def test_what_has_to_be_read_after_every_token(fake_model: Callable[..., CausalLM]) -> None:
+    options: dict[str, Any] = {"seed": 1, "max_new_tokens": 6}
+    for features in ({"logprobs": True}, {"probs": True}, {"top_logprobs": 2}):
+        model = fake_model(**features)
+        with pytest.raises(ValueError, match="flush_every is 4 and the package returns"):
+            model.generate([5, 6], flush_every=4, **options)
+        assert len(model.generate([5, 6], flush_every=1, **options).new_token_ids[0]) == 6
+    guided = fake_model(allowed_tokens=True)
+    with pytest.raises(ValueError, match="flush_every is 2 and allowed_tokens is a function"):
+        guided.generate([5, 6], allowed_tokens=lambda step, mask: None, flush_every=2, **options)
+    with pytest.raises(ValueError, match="flush_every is 0"):
+        guided.generate([5, 6], flush_every=0, **options)
+
+
+def test_optional_outputs_are_the_same_with_and_without_overlap(fake_model: Callable[..., CausalLM]) -> None:
+    model = fake_model(logprobs=True, top_logprobs=3, probs=True)
+    generator = random.Random(3)
+    prompts = [random_prompt(generator) for _ in range(4)]
+    params = [random_params(generator) for _ in prompts]
+    plain, overlapped = (
+        model.generate(prompts, params, seed=1, double_buffering=double_buffering) for double_buffering in (False, True)
+    )
+    assert plain.new_token_ids == overlapped.new_token_ids
+    for name in ("logprobs", "top_logprob_ids", "top_logprobs", "probs"):
+        np.testing.assert_array_equal(getattr(plain, name), getattr(overlapped, name))

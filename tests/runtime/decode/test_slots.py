@@ -1,0 +1,237 @@
+"""Slots: rows that start, are filled and stop on their own, over memory that is bound once."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from qsample.contract import RUNNING, STOPPED
+from qsample.runtime import CausalLM, SamplingParams
+from qsample.runtime.decode.slots import Slots
+from qsample.runtime.session.buffers import Buffer
+from tests.helpers import fake_reference
+from tests.helpers.fake_package import POISON
+from tests.helpers.requests import decode_request, random_params, random_prompt
+
+CAPACITY = 64
+FREE = SamplingParams(temperature=0.9, max_new_tokens=20, eos_token_id=())
+
+
+def begin(slots: Slots, model: CausalLM, slot: int, prompt: list[int], params: SamplingParams, **options: Any) -> None:
+    """Start a slot with its own number as the seed."""
+    request = decode_request(model, prompt, params, slot, slots.capacity)
+    slots.begin(slot, request.prompt, slot, request.parameters, **options)
+
+
+def feed(slots: Slots, slot: int, prompt: list[int], chunk: int = 100, start: int = 0) -> None:
+    for place in range(start, len(prompt), chunk):
+        ids = np.array(prompt[place : place + chunk], dtype=np.int64)
+        slots.prefill(slot, ids, emit=place + chunk >= len(prompt))
+
+
+def new_tokens(slots: Slots, slot: int, prompt: list[int]) -> list[int]:
+    snapshot = slots.read()
+    return snapshot.tokens[slot, len(prompt) : snapshot.lengths[slot] + 1].tolist()
+
+
+def expected(prompt: list[int], params: SamplingParams, seed: int) -> list[int]:
+    return fake_reference.generate(prompt, params, seed, CAPACITY)[0]
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize("sampler", [True, False])
+def test_a_row_that_joins_between_the_steps_of_others(
+    sampler: bool, in_place: bool, fake_model: Callable[..., CausalLM]
+) -> None:
+    """One row runs, a second is filled a token at a time between its steps, a third takes the place of the first."""
+    model = fake_model(sampler=sampler)
+    slots = Slots(model.sessions, 3, CAPACITY, in_place=in_place)
+    prompts = [[5, 6, 7], [9, 200, 31, 4, 5, 6, 7], [77, 78]]
+    params = [FREE, SamplingParams(temperature=0.7, repetition_penalty=1.3, max_new_tokens=20, eos_token_id=()), FREE]
+    begin(slots, model, 0, prompts[0], params[0])
+    feed(slots, 0, prompts[0])
+    begin(slots, model, 1, prompts[1], params[1])
+    for place, token in enumerate(prompts[1]):
+        slots.decode()
+        slots.prefill(1, np.array([token]), emit=place == len(prompts[1]) - 1)
+    assert new_tokens(slots, 1, prompts[1]) == expected(prompts[1], params[1], 1)[:1]
+    slots.stop(0)
+    assert new_tokens(slots, 0, prompts[0]) == expected(prompts[0], params[0], 0)[:8]
+    for _ in range(5):
+        slots.decode()
+    begin(slots, model, 0, prompts[2], params[2])
+    feed(slots, 0, prompts[2])
+    for _ in range(30):
+        slots.decode()
+    assert new_tokens(slots, 1, prompts[1]) == expected(prompts[1], params[1], 1)
+    assert new_tokens(slots, 0, prompts[2]) == expected(prompts[2], params[2], 0)
+    assert slots.read().status.tolist() == [2, 2, STOPPED]
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize("sampler", [True, False])
+def test_prompts_that_are_read_in_one_run(sampler: bool, in_place: bool, fake_model: Callable[..., CausalLM]) -> None:
+    """Ragged prompts, in slots that hold longer rows and NaN, next to a row that runs and one that is half read."""
+    generator = random.Random(2)
+    model = fake_model(sampler=sampler)
+    slots = Slots(model.sessions, 5, CAPACITY, in_place=in_place)
+    running, half = [5, 6, 7], [9, 8, 7, 6]
+    begin(slots, model, 0, running, FREE)
+    feed(slots, 0, running)
+    begin(slots, model, 4, half, FREE)
+    slots.prefill(4, np.array(half[:2]), emit=False)
+    for turn, lengths in enumerate(((3, 9, 8), (1, 1, 1), (12, 1, 4))):
+        for slot in (1, 2, 3):
+            begin(slots, model, slot, [8, POISON, *range(20, 50)], random_params(generator))
+            feed(slots, slot, [8, POISON, *range(20, 50)])
+        slots.decode()
+        prompts = [[generator.randrange(3, 290) for _ in range(n)] for n in lengths]
+        params = [random_params(generator) for _ in prompts]
+        for slot, (prompt, row_params) in enumerate(zip(prompts, params, strict=True), start=1):
+            begin(slots, model, slot, prompt, row_params)
+        slots.prefill(1, *map(np.array, prompts), emit=True)
+        history = slots.read().tokens
+        for slot, prompt in enumerate(prompts, start=1):
+            assert history[slot, : len(prompt)].tolist() == prompt
+            assert (history[slot, len(prompt) + 1 :] == prompt[0]).all()
+        for _ in range(24):
+            slots.decode()
+        for slot, (prompt, row_params) in enumerate(zip(prompts, params, strict=True), start=1):
+            assert new_tokens(slots, slot, prompt) == expected(prompt, row_params, slot), turn
+    assert new_tokens(slots, 0, running) == expected(running, FREE, 0)
+    slots.prefill(4, np.array(half[2:]), emit=True)
+    for _ in range(20):
+        slots.decode()
+    assert new_tokens(slots, 4, half) == expected(half, FREE, 4)
+
+
+@pytest.mark.parametrize("sampler", [True, False])
+def test_a_prompt_that_continues_what_the_cache_holds(sampler: bool, fake_model: Callable[..., CausalLM]) -> None:
+    model = fake_model(sampler=sampler)
+    slots = Slots(model.sessions, 2, CAPACITY)
+    first = [9, 200, 31, 4]
+    begin(slots, model, 1, first, FREE)
+    feed(slots, 1, first)
+    for _ in range(25):  # the row ends, and idle rows write past their end
+        slots.decode()
+    whole = [*first, *new_tokens(slots, 1, first)]
+    penalised = SamplingParams(repetition_penalty=1.4, presence_penalty=0.3, max_new_tokens=15, eos_token_id=())
+    for reused in (1, 3, len(whole) - 1):
+        for prompt in (whole[: reused + 1], [*whole[:reused], 44, 45, 46]):
+            begin(slots, model, 1, prompt, penalised, reused=reused)
+            feed(slots, 1, prompt, 2, reused)
+            row = slots.read().tokens[1]
+            assert row[: len(prompt)].tolist() == prompt
+            assert (row[len(prompt) + 1 :] == prompt[0]).all()
+            for _ in range(20):
+                slots.decode()
+            assert new_tokens(slots, 1, prompt) == expected(prompt, penalised, 1)
+            whole_again = [*prompt, *new_tokens(slots, 1, prompt)]
+            # Put the longer history back for the next case.
+            begin(slots, model, 1, whole, FREE, reused=min(reused, len(whole_again) - 1))
+            feed(slots, 1, whole, start=min(reused, len(whole_again) - 1))
+
+
+def test_what_a_slot_held_before_does_not_matter(model: CausalLM) -> None:
+    """A slot that held NaN, other penalties, stop ids and a longer history gives a newcomer its own tokens."""
+    generator = random.Random(1)
+    slots = Slots(model.sessions, 2, CAPACITY)
+    for _ in range(12):
+        begin(slots, model, 1, [5, POISON, *range(10, 20)], random_params(generator))
+        feed(slots, 1, [5, POISON, *range(10, 20)])
+        slots.decode()
+        prompt, params = random_prompt(generator), random_params(generator)
+        begin(slots, model, 1, prompt, params)
+        feed(slots, 1, prompt, 3)
+        for _ in range(params.max_new_tokens or 0):
+            slots.decode()
+        assert new_tokens(slots, 1, prompt) == expected(prompt, params, 1)
+
+
+def test_a_row_with_more_stop_ids_and_biases_than_any_before(fake_model: Callable[..., CausalLM]) -> None:
+    model = fake_model(logit_bias=True)
+    slots = Slots(model.sessions, 2, CAPACITY)
+    narrow = SamplingParams(temperature=0.9, max_new_tokens=12, eos_token_id=(299,), logit_bias={20: 2.0})
+    wide = SamplingParams(
+        temperature=0.9, max_new_tokens=12, eos_token_id=range(200, 219), logit_bias=dict.fromkeys(range(60, 67), 3.0)
+    )
+    begin(slots, model, 0, [5, 6, 7], narrow)
+    feed(slots, 0, [5, 6, 7])
+    slots.decode()
+    begin(slots, model, 1, [8, 9], wide)
+    feed(slots, 1, [8, 9])
+    for _ in range(12):
+        slots.decode()
+    assert new_tokens(slots, 0, [5, 6, 7]) == expected([5, 6, 7], narrow, 0)
+    assert new_tokens(slots, 1, [8, 9]) == expected([8, 9], wide, 1)
+
+
+@pytest.mark.parametrize("sampler", [True, False])
+def test_nothing_is_bound_again_after_the_first_steps(
+    sampler: bool, fake_model: Callable[..., CausalLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = fake_model(sampler=sampler)
+    for in_place in (True, False):
+        slots = Slots(model.sessions, 2, CAPACITY, in_place=in_place)
+        for slot, prompt in enumerate(([5, 6, 7], [8, 9, 10])):
+            begin(slots, model, slot, prompt, FREE)
+            feed(slots, slot, prompt)
+        slots.decode(), slots.decode()
+        with monkeypatch.context() as patch:
+            patch.setattr(Buffer, "bind_input", lambda *_: pytest.fail("bound again"))
+            patch.setattr(Buffer, "allocate", lambda *_: pytest.fail("allocated again"))
+            patch.setattr(Buffer, "of", lambda *_: pytest.fail("allocated again"))
+            for _ in range(6):
+                slots.decode()
+                slots.read()
+
+
+def test_requests_that_come_and_go_allocate_nothing(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    slots = Slots(model.sessions, 2, CAPACITY)
+
+    def one(prompt: list[int]) -> None:
+        begin(slots, model, 1, prompt, FREE)
+        feed(slots, 1, prompt, 2)
+        slots.decode()
+        slots.stop(1)
+
+    one([5, 6, 7]), one([5, 6, 7])
+    monkeypatch.setattr(Buffer, "allocate", lambda *_: pytest.fail("allocated again"))
+    monkeypatch.setattr(Buffer, "of", lambda *_: pytest.fail("allocated again"))
+    for _ in range(5):
+        one([9, 10, 11, 12, 13])
+
+
+def test_retained_tokens_are_the_whole_history(model: CausalLM) -> None:
+    slots = Slots(model.sessions, 2, CAPACITY)
+    prompts = [[5, 6, 7], [8, 9, 10]]
+    for slot, prompt in enumerate(prompts):
+        begin(slots, model, slot, prompt, FREE)
+        feed(slots, slot, prompt)
+    for _ in range(25):
+        slots.decode()
+    snapshot = slots.read()
+    for slot, prompt in enumerate(prompts):
+        assert snapshot.tokens[slot, :23].tolist() == [*prompt, *expected(prompt, FREE, slot)]
+        assert (snapshot.tokens[slot, 23:] == prompt[0]).all()
+    assert snapshot.lengths.tolist() == [22, 22]
+    assert slots._state.read("output_counts").sum(axis=1).tolist() == [20, 20]
+
+
+def test_a_row_that_ended_stays_as_it_was(model: CausalLM) -> None:
+    slots = Slots(model.sessions, 2, CAPACITY)
+    for slot, (prompt, count) in enumerate((([5, 6, 7], 2), ([8, 9, 10], 9))):
+        begin(slots, model, slot, prompt, SamplingParams(temperature=0, max_new_tokens=count, eos_token_id=()))
+        feed(slots, slot, prompt)
+    slots.decode()
+    names = ("lengths", "status", "tokens", "output_counts")
+    ended = {name: slots._state.read(name)[0] for name in names}
+    for _ in range(5):
+        slots.decode()
+        assert slots.read().status.tolist() == [2, RUNNING]
+    for name, value in ended.items():
+        assert (slots._state.read(name)[0] == value).all(), name

@@ -1,0 +1,83 @@
+"""Buffers, row views, states in place and states that take turns."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from qsample.contract import BATCH, CAPACITY, SAMPLER_STATES, TensorSpec
+from qsample.runtime import CausalLM
+from qsample.runtime.session.buffers import Buffer, RetainedState
+from tests.helpers.fake_package import fake_interface
+
+SIZES = fake_interface().sizes | {BATCH: 3, CAPACITY: 12}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "int32", "int64", "bool"])
+def test_every_dtype_of_the_contract_has_memory(dtype: str) -> None:
+    buffer = Buffer.allocate(TensorSpec("x", dtype, (BATCH, CAPACITY), ""), SIZES, "cpu")
+    assert (buffer.shape, buffer.dtype, buffer.address) == ((3, 12), dtype, buffer.owner.data_ptr())
+    width = {"float16": 2, "bfloat16": 2, "int64": 8, "bool": 1}.get(dtype, 4)
+    assert buffer.owner.tensor_size_in_bytes() == 36 * width
+    assert [buffer.rows(i).address - buffer.address for i in range(3)] == [0, 12 * width, 24 * width]
+    assert (buffer.rows(2).shape, buffer.rows(1, 2).shape) == ((1, 12), (2, 12))
+
+
+def test_of_copies() -> None:
+    array = np.arange(6, dtype=np.int32).reshape(2, 3)
+    buffer = Buffer.of(array, "cpu")
+    array[:] = 0
+    assert buffer.read().tolist() == [[0, 1, 2], [3, 4, 5]]
+
+
+def state(model: CausalLM, *, turns: Sequence[str]) -> RetainedState:
+    specs = dict.fromkeys((*SAMPLER_STATES, *model.interface.cache_states), "cpu")
+    return RetainedState(specs, SIZES, turns=turns)
+
+
+def test_the_starting_state_is_zeros(model: CausalLM) -> None:
+    made = state(model, turns=("lengths",))
+    for spec in (*SAMPLER_STATES, *model.interface.cache_states):
+        value = made.read(spec.name)
+        assert value.shape == spec.shape(SIZES)
+        assert (value == 0).all()
+
+
+def test_a_state_in_place_has_one_buffer_and_one_that_takes_turns_has_two(model: CausalLM) -> None:
+    for turns in ((), ("lengths",), ("lengths", "tokens")):
+        made = state(model, turns=turns)
+        assert "noise_RetainedState" not in made.outputs()
+        before = {name: made.inputs()[name].address for name in ("lengths", "tokens")}
+        written = {name: made.outputs()[f"{name}_RetainedState"].address for name in before}
+        assert {name for name in before if before[name] != written[name]} == set(turns)
+        made.flip()
+        assert {name: made.inputs()[name].address for name in before} == written
+        made.write_at("lengths", slice(None), 0)
+        made.write_at("lengths", 1, 9)
+        assert made.read("lengths").tolist() == [0, 9, 0]
+        made.flip()
+        assert {name: made.inputs()[name].address for name in before} == before
+        assert made.read("lengths", 1)[1] == 9
+        assert made.read("lengths")[1] == (0 if turns else 9)
+
+
+def test_some_rows_are_written_where_they_are_read(model: CausalLM) -> None:
+    made = state(model, turns=["past_key_values.0.key"])
+    rows = range(1, 3)
+    key = made.inputs(rows)["past_key_values.0.key"]
+    assert key == made.outputs(rows)["present.0.key"]
+    assert key.shape[0] == 2
+    assert key.address - made.inputs()["past_key_values.0.key"].address == 4 * math.prod(key.shape[1:])
+
+
+def test_writing_a_part() -> None:
+    buffer = Buffer.of(np.zeros((2, 3), dtype=np.int32), "cpu")
+    address = buffer.address
+    buffer.write_at((1, slice(2)), [4, 5])
+    buffer.write_at(0, 7)
+    assert buffer.read().tolist() == [[7, 7, 7], [4, 5, 0]]
+    assert buffer.address == buffer.owner.data_ptr() == address
+    assert buffer.reshaped(3, 1).shape == (3, 1)

@@ -1,0 +1,318 @@
+"""generate(): the right tokens, however they are asked for, and every wrong argument."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from qsample.package import Package
+from qsample.runtime import CausalLM, SamplingParams, Step, load
+from tests.helpers import fake_reference
+from tests.helpers.fake_package import BOS, MAX_POSITIONS, PAD, POISON, VOCAB, compilation
+
+PROMPTS = [[5, 6, 7], [9, 200, 31, 4, 5, 6, 7, 8, 9, 10, 11], [77], [50, 51, 52, 53, 54]]
+GREEDY = SamplingParams(temperature=0, max_new_tokens=24)
+RANDOM = SamplingParams(
+    temperature=0.8, repetition_penalty=1.3, presence_penalty=0.2, frequency_penalty=0.1, max_new_tokens=24
+)
+
+
+def mixed() -> list[SamplingParams]:
+    """Greedy and random rows, other lengths and stop ids, in one batch."""
+    return [
+        GREEDY,
+        RANDOM,
+        SamplingParams(temperature=1.5, max_new_tokens=9, eos_token_id=()),
+        SamplingParams(temperature=0.5, repetition_penalty=1.1, max_new_tokens=30, eos_token_id=tuple(range(3, 60))),
+    ]
+
+
+@pytest.mark.parametrize("sampler", [True, False])
+@pytest.mark.parametrize("params", [GREEDY, RANDOM, mixed()], ids=["greedy", "random", "mixed"])
+def test_tokens_are_those_of_the_reference(params: Any, sampler: bool, fake_model: Callable[..., CausalLM]) -> None:
+    output = fake_model(sampler=sampler).generate(PROMPTS, params, seed=40)
+    for row, prompt in enumerate(PROMPTS):
+        own = params[row] if isinstance(params, list) else params
+        expected = fake_reference.generate(prompt, own, 40 + row, MAX_POSITIONS)
+        assert (output.new_token_ids[row], output.finish_reasons[row]) == expected
+    assert output.prompt_lengths == [3, 11, 1, 5]
+    assert output.seeds == [40, 41, 42, 43]
+
+
+@pytest.mark.parametrize("sampler", [True, False])
+@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize("chunk", [None, 1, 2, 5, 100])
+def test_in_place_and_chunking_change_nothing(
+    chunk: int | None, in_place: bool, sampler: bool, fake_model: Callable[..., CausalLM]
+) -> None:
+    wanted = fake_model().generate(PROMPTS, mixed(), seed=7)
+    got = fake_model(sampler=sampler).generate(PROMPTS, mixed(), seed=7, in_place=in_place, prefill_chunk_size=chunk)
+    assert got.new_token_ids == wanted.new_token_ids
+    assert got.finish_reasons == wanted.finish_reasons
+
+
+def test_a_row_gives_the_same_tokens_alone_and_in_any_row_of_any_batch(model: CausalLM) -> None:
+    alone = [
+        model.generate([prompt], params, seed=row, prefill_chunk_size=row or None).new_token_ids[0]
+        for row, (prompt, params) in enumerate(zip(PROMPTS, mixed(), strict=True))
+    ]
+    for order in itertools.permutations(range(len(PROMPTS))):
+        output = model.generate([PROMPTS[i] for i in order], [mixed()[i] for i in order], seed=list(order))
+        assert output.new_token_ids == [alone[i] for i in order]
+
+
+def test_the_same_seed_repeats_and_another_does_not(model: CausalLM) -> None:
+    first, again, other = (model.generate(PROMPTS, RANDOM, seed=seed).new_token_ids for seed in (1, 1, 2))
+    assert first == again
+    assert first[1] == other[0] or first[0] != other[0]
+    fresh = [model.generate(PROMPTS[0], RANDOM) for _ in range(2)]
+    assert fresh[0].seeds != fresh[1].seeds
+    assert model.generate(PROMPTS[0], RANDOM, seed=fresh[0].seeds).new_token_ids == fresh[0].new_token_ids
+
+
+def test_where_seeds_come_from(model: CausalLM) -> None:
+    short = SamplingParams(max_new_tokens=1)
+    seeded = SamplingParams(max_new_tokens=1, seed=9)
+    assert model.generate(PROMPTS[:2], short, seed=5).seeds == [5, 6]
+    assert model.generate(PROMPTS[:2], short, seed=[5, 5]).seeds == [5, 5]
+    assert model.generate(PROMPTS[:2], seeded).seeds == [9, 10]
+    assert model.generate(PROMPTS[:2], [seeded, seeded]).seeds == [9, 9]
+    assert model.generate(PROMPTS[:2], [seeded, seeded], seed=1).seeds == [1, 2]
+    assert model.generate(PROMPTS[:2], short, seed=2**63 - 1).seeds == [2**63 - 1, 0]
+    half = model.generate(PROMPTS[:2], [seeded, short]).seeds
+    assert half[0] == 9
+    assert len({*half, *model.generate(PROMPTS[:2], short).seeds}) == 4
+
+
+def test_the_output(model: CausalLM) -> None:
+    output = model.generate(PROMPTS, mixed(), seed=3)
+    assert output.sequences.dtype == np.int64
+    for row, prompt in enumerate(PROMPTS):
+        whole = [*prompt, *output.new_token_ids[row]]
+        assert output.sequences[row].tolist() == whole + [PAD] * (output.sequences.shape[1] - len(whole))
+    assert output.sequences.shape[1] == max(len(p) + len(n) for p, n in zip(PROMPTS, output.new_token_ids, strict=True))
+    assert output.timing.steps == max(map(len, output.new_token_ids)) - 1
+    assert output.timing.prefill_seconds > 0
+    assert output.timing.decode_seconds > 0
+    assert output.logprobs is output.top_logprobs is output.top_logprob_ids is output.probs is None
+
+
+# Where rows end.
+
+
+def test_stop_token_length_and_minimum_length(model: CausalLM) -> None:
+    free = SamplingParams(temperature=0, max_new_tokens=20, eos_token_id=())
+    tokens = model.generate(PROMPTS[0], free).new_token_ids[0]
+    stop = tokens[4]
+    first = tokens.index(stop) + 1
+    stopped = model.generate(
+        PROMPTS[0], SamplingParams(temperature=0, max_new_tokens=20, eos_token_id=(VOCAB - 1, stop))
+    )
+    assert (stopped.new_token_ids[0], stopped.finish_reasons) == (tokens[:first], ["stop"])
+    later = SamplingParams(temperature=0, max_new_tokens=20, eos_token_id=(stop,), min_new_tokens=first + 1)
+    assert len(model.generate(PROMPTS[0], later).new_token_ids[0]) > first
+    one = model.generate(PROMPTS, SamplingParams(temperature=0, max_new_tokens=1))
+    assert [len(row) for row in one.new_token_ids] == [1] * 4
+    assert one.timing.steps == 0
+
+
+def test_the_model_says_where_a_row_ends_unless_the_caller_does(fake_model: Callable[..., CausalLM]) -> None:
+    tokens = fake_model().generate(PROMPTS[0], temperature=0, max_new_tokens=8, eos_token_id=None).new_token_ids[0]
+    own = fake_model(generation_config={"eos_token_id": tokens[2], "max_new_tokens": 6})
+    assert own.generate(PROMPTS[0]).new_token_ids[0] == tokens[: tokens.index(tokens[2]) + 1]
+    assert own.generate(PROMPTS[0], eos_token_id=None).new_token_ids[0] == tokens[:6]
+    of_manifest = fake_model(generation_config={}, manifest={"token_ids": _token_ids(tokens[2])})
+    params = SamplingParams(temperature=0, max_new_tokens=6)
+    assert of_manifest.generate(PROMPTS[0], params).finish_reasons == ["stop"]
+
+
+def _token_ids(eos: int) -> Any:
+    from qsample.package import TokenIds
+
+    return TokenIds(PAD, BOS, (eos,))
+
+
+def test_a_row_ends_where_the_context_is_full(fake: Callable[..., Package]) -> None:
+    model = load(fake().path, ctx_len=16)
+    output = model.generate(PROMPTS, SamplingParams(temperature=0, eos_token_id=()))
+    assert [len(p) + len(n) for p, n in zip(PROMPTS, output.new_token_ids, strict=True)] == [16] * 4
+    assert output.finish_reasons == ["length"] * 4
+    roomy = load(fake().path).generate(PROMPTS, SamplingParams(temperature=0, eos_token_id=(), max_new_tokens=15))
+    assert [row[: len(short)] for row, short in zip(roomy.new_token_ids, output.new_token_ids, strict=True)] == (
+        output.new_token_ids
+    )
+    # The longest prompt that leaves room for a token, whole and in chunks of which the last is short.
+    for chunk in (None, 4):
+        full = model.generate([[5] * 15, [6]], SamplingParams(temperature=0), prefill_chunk_size=chunk)
+        assert len(full.new_token_ids[0]) == 1
+
+
+def test_default_length_and_the_models_own_limit(model: CausalLM) -> None:
+    output = model.generate([[5] * 200], temperature=0, eos_token_id=None)
+    assert len(output.sequences[0]) == MAX_POSITIONS
+    assert len(model.generate([5], temperature=0, eos_token_id=None).new_token_ids[0]) == MAX_POSITIONS - 1
+
+
+def test_a_row_with_invalid_logits_ends_alone(fake_model: Callable[..., CausalLM]) -> None:
+    for sampler in (True, False):
+        model = fake_model(sampler=sampler)
+        wanted = model.generate(PROMPTS[:2], GREEDY)
+        with pytest.warns(UserWarning, match=r"rows \[1\] ended early: the model gave NaN"):
+            output = model.generate([PROMPTS[0], [5, POISON, 6], PROMPTS[1]], GREEDY)
+        assert output.finish_reasons[1] == "invalid"
+        assert output.new_token_ids == [wanted.new_token_ids[0], [], wanted.new_token_ids[1]]
+
+
+def test_logits_that_turn_invalid_later(fake_model: Callable[..., CausalLM]) -> None:
+    """A row forced to sample the poisonous token at its second step keeps what it had sampled before."""
+    model = fake_model(logit_bias=True)
+    params = SamplingParams(temperature=0, max_new_tokens=10, logit_bias={POISON: 1e6})
+    with pytest.warns(UserWarning, match="ended early"):
+        output = model.generate(PROMPTS[:2], [params, GREEDY])
+    assert output.new_token_ids[0] == [POISON]
+    assert output.finish_reasons[0] == "invalid"
+    assert output.new_token_ids[1] == model.generate(PROMPTS[1], GREEDY).new_token_ids[0]
+
+
+# Options.
+
+
+def test_hugging_face_keywords_over_the_generation_config(fake_model: Callable[..., CausalLM]) -> None:
+    model = fake_model(generation_config={"do_sample": True, "temperature": 0.8, "top_k": 0, "max_new_tokens": 5})
+    assert model.generate(PROMPTS, seed=1).new_token_ids == (
+        model.generate(PROMPTS, SamplingParams(temperature=0.8, max_new_tokens=5), seed=1).new_token_ids
+    )
+    assert model.generate(PROMPTS, do_sample=False, max_length=20).new_token_ids == (
+        model.generate(PROMPTS, SamplingParams(temperature=0, max_length=20)).new_token_ids
+    )
+
+
+def test_features(fake_model: Callable[..., CausalLM]) -> None:
+    model = fake_model(logprobs=True, top_logprobs=3, probs=True)
+    short = SamplingParams(temperature=0.7, max_new_tokens=2)
+    output = model.generate(PROMPTS[:2], [short, RANDOM], seed=4)
+    longest = len(output.new_token_ids[1])
+    assert output.logprobs is not None
+    assert output.top_logprob_ids is not None
+    assert output.top_logprobs is not None
+    assert output.probs is not None
+    assert output.logprobs.shape == (2, longest)
+    assert output.top_logprobs.shape == output.top_logprob_ids.shape == (2, longest, 3)
+    assert output.probs.shape == (2, longest, VOCAB)
+    for row, (prompt, tokens) in enumerate(zip(PROMPTS, output.new_token_ids, strict=False)):
+        for step in range(len(tokens)):
+            raw = fake_reference.logits([*prompt, *tokens[:step]])
+            log_probabilities = raw - raw.max() - np.log(np.exp(raw - raw.max()).sum())
+            assert output.logprobs[row, step] == pytest.approx(log_probabilities[tokens[step]], abs=1e-4)
+            assert output.top_logprob_ids[row, step].tolist() == np.argsort(-raw)[:3].tolist()
+            assert output.probs[row, step].sum() == pytest.approx(1, abs=1e-4)
+    assert np.isnan(output.logprobs[0, 2:]).all()
+    assert (output.top_logprob_ids[0, 2:] == -1).all()
+    assert (output.probs[0, 2:] == 0).all()
+
+
+@pytest.mark.parametrize("chunk", [None, 2])
+def test_logit_bias_and_allowed_tokens(chunk: int | None, fake_model: Callable[..., CausalLM]) -> None:
+    model = fake_model(logit_bias=True, allowed_tokens=True)
+    plain = fake_model().generate(PROMPTS, RANDOM, seed=2).new_token_ids
+    assert model.generate(PROMPTS, RANDOM, seed=2, prefill_chunk_size=chunk).new_token_ids == plain
+    forced = SamplingParams(temperature=1.0, max_new_tokens=3, logit_bias={65: 1e4, 66: -1e4})
+    rows = model.generate(PROMPTS[:2], [forced, RANDOM], seed=1, prefill_chunk_size=chunk).new_token_ids
+    assert rows[0] == [65, 65, 65]
+    allowed = {10, 33, 319}
+    mask = np.zeros(VOCAB // 32, dtype=np.int32)
+    for token in allowed:
+        mask[token // 32] |= np.array(1 << token % 32, dtype=np.uint32).astype(np.int32)
+    options = {"seed": 1, "allowed_tokens": mask, "prefill_chunk_size": chunk}
+    output = model.generate(PROMPTS, SamplingParams(temperature=5.0, max_new_tokens=40, eos_token_id=()), **options)
+    assert set(itertools.chain(*output.new_token_ids)) == allowed
+
+
+def test_allowed_tokens_written_before_every_token(fake_model: Callable[..., CausalLM]) -> None:
+    """Row r may sample token 100 r + n as its n-th token only, and ends by its second stop id or its length."""
+    seen: list[list[int]] = []
+
+    def only(step: Step | None, mask: np.ndarray) -> None:
+        seen.append([] if step is None else step.tokens.tolist())
+        assert mask.shape == (2, VOCAB // 32)
+        mask[:] = 0
+        for row in range(2):
+            token = 100 * row + len(seen) - 1
+            mask[row, token // 32] = np.array(1 << token % 32, dtype=np.uint32).astype(np.int32)
+
+    for sampler in (True, False):
+        seen.clear()
+        model = fake_model(sampler=sampler, allowed_tokens=True)
+        params = [SamplingParams(max_new_tokens=5, eos_token_id=[3]), SamplingParams(max_new_tokens=6, eos_token_id=())]
+        output = model.generate(PROMPTS[:2], params, allowed_tokens=only, seed=1)
+        assert output.new_token_ids == [[0, 1, 2, 3], [100, 101, 102, 103, 104, 105]]
+        assert seen[:4] == [[], [0, 100], [1, 101], [2, 102]]
+        assert len(seen) == 6  # not after the last token
+    with pytest.raises(ValueError, match="allowed_tokens=True"):
+        fake_model().generate(PROMPTS[:2], allowed_tokens=only)
+
+
+# Device packages.
+
+
+def test_device_package(fake_model: Callable[..., CausalLM]) -> None:
+    model = fake_model(compilation=compilation(batch_size=2, ctx_len=48))
+    wanted = fake_model().generate(PROMPTS[:2], RANDOM, seed=1)
+    assert model.generate(PROMPTS[:2], RANDOM, seed=1).new_token_ids == wanted.new_token_ids
+    # More prompts than rows take turns.
+    wanted = fake_model().generate(PROMPTS, mixed(), seed=1)
+    got = model.generate(PROMPTS, mixed(), seed=1)
+    assert got.new_token_ids == wanted.new_token_ids
+    assert got.finish_reasons == wanted.finish_reasons
+    with pytest.raises(ValueError, match="prompt has 48 tokens and the context length is 48; give at most 47"):
+        model.generate([[5] * 48], RANDOM)
+    assert len(model.generate([[5] * 40], temperature=0, eos_token_id=None).new_token_ids[0]) == 8
+
+
+# Wrong arguments.
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"temprature": 1}, "did you mean 'temperature'"),
+        ({"params": GREEDY, "top_k": 5, "max_new_tokens": 3}, "params and top_k, max_new_tokens were given"),
+        ({"params": {"temperature": 1}}, "give a SamplingParams, or a list"),
+        ({"params": [GREEDY]}, "1 SamplingParams were given for 2 prompts"),
+        ({"seed": -1}, "seed is -1"),
+        ({"seed": "1"}, "seed is '1'"),
+        ({"seed": True}, "seed is True"),
+        ({"seed": [1]}, "1 seeds were given for 2 prompts"),
+        ({"seed": [1, None]}, "is None"),
+        ({"temperature": float("nan")}, "temperature is nan"),
+        ({"top_p": 0}, "top_p is 0"),
+        ({"prefill_chunk_size": 0}, "prefill_chunk_size is 0"),
+        ({"prefill_chunk_size": 1.5}, "prefill_chunk_size is 1.5"),
+        ({"logit_bias": {5: 1.0}}, "logit_bias needs a package that was exported with logit_bias=True"),
+        ({"allowed_tokens": np.zeros(10, np.int32)}, "allowed_tokens needs a package"),
+        ({"eos_token_id": VOCAB}, f"eos_token_id of row 0 has token id {VOCAB}; the model's ids are 0 to {VOCAB - 1}"),
+        ({"max_length": 3}, "max_length is 3 and the prompt already has 3 tokens"),
+        ({"streamer": object()}, "a streamer follows one prompt, and 2 were given"),
+    ],
+)
+def test_wrong_arguments(options: dict[str, Any], message: str, model: CausalLM) -> None:
+    with pytest.raises(ValueError, match=message):
+        model.generate(PROMPTS[:2], **options)
+
+
+def test_wrong_bias_and_mask_for_a_package_that_has_them(fake_model: Callable[..., CausalLM]) -> None:
+    model = fake_model(logit_bias=True, allowed_tokens=True)
+    with pytest.raises(ValueError, match="logit_bias of row 0 has token id 320"):
+        model.generate(PROMPTS[:2], logit_bias={320: 1.0})
+    for mask in (np.zeros(9, np.int32), np.zeros(10, np.int64), np.zeros((3, 10), np.int32)):
+        with pytest.raises(ValueError, match=r"give an int32 bitmask \[10\] or \[2, 10\]"):
+            model.generate(PROMPTS[:2], allowed_tokens=mask)
+
+
+def test_a_prompt_longer_than_the_model_knows(model: CausalLM) -> None:
+    with pytest.raises(ValueError, match="prompt has 300 tokens and the context length is 256"):
+        model.generate([[5] * 300], max_new_tokens=5)
