@@ -1,4 +1,5 @@
-"""Huge pages: what is allocated meanwhile gets them, with its contents, and nothing else does."""
+"""Huge pages: what is allocated meanwhile gets them, with its contents, and nothing else does. Pages of mapped files:
+given back, and the same when they are read again."""
 
 from __future__ import annotations
 
@@ -13,11 +14,12 @@ import numpy as np
 import pytest
 
 from qsample.package import read_package
-from qsample.runtime.session import linux_memory
-from qsample.runtime.session import sessions as session
-from qsample.runtime.session.linux_memory import HUGE_PAGE, in_huge_pages
+from qsample.runtime.session import linux_memory, session
+from qsample.runtime.session.linux_memory import HUGE_PAGE, in_huge_pages, release_pages
 
 PAGES = 8
+MAPPED_PAGES = 64
+on_linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux gives pages back")
 
 
 def allocate() -> mmap.mmap:
@@ -106,3 +108,50 @@ def test_the_decoder_is_loaded_into_them(llama_package: Path, monkeypatch: pytes
     monkeypatch.setattr(session, "in_huge_pages", record)
     session.open_sessions(read_package(llama_package), "cpu")
     assert entered == ["entered", "left"]
+
+
+def resident(path: Path) -> int:
+    """KiB of `path` in this process's memory."""
+    total, inside = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if "-" in line.split()[0]:
+            inside = line.endswith(str(path))
+        elif inside and line.startswith("Rss:"):
+            total += int(line.split()[1])
+    return total
+
+
+@on_linux
+@pytest.mark.parametrize("access", [mmap.ACCESS_READ, mmap.ACCESS_COPY])
+def test_pages_are_given_back_and_read_again(access: int, tmp_path: Path) -> None:
+    content = bytes(range(256)) * (MAPPED_PAGES * mmap.PAGESIZE // 256)
+    path, other = tmp_path / "weights", tmp_path / "other weights"
+    for one in (path, other):
+        one.write_bytes(content)
+    with (
+        open(path, "rb") as file,
+        open(other, "rb") as other_file,
+        mmap.mmap(file.fileno(), 0, access=access) as view,
+        mmap.mmap(other_file.fileno(), 0, access=access) as other_view,
+    ):
+        assert view[:] == other_view[:] == content
+        whole = MAPPED_PAGES * mmap.PAGESIZE // 1024
+        assert (resident(path), resident(other)) == (whole, whole)
+        release_pages(path)
+        assert (resident(path), resident(other)) == (0, whole)
+        assert view[:] == content
+
+
+@on_linux
+def test_what_was_written_stays(tmp_path: Path) -> None:
+    path = tmp_path / "weights"
+    path.write_bytes(bytes(MAPPED_PAGES * mmap.PAGESIZE))
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) as view:
+        view[5] = 7
+        release_pages(path)
+        assert view[:8] == b"\0\0\0\0\0\7\0\0"
+
+
+@on_linux
+def test_a_file_that_is_not_mapped(tmp_path: Path) -> None:
+    release_pages(tmp_path / "nothing")
