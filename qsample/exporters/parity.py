@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-import numpy.typing as npt
 import onnx
 import torch
 from transformers import PreTrainedModel
@@ -19,6 +18,7 @@ from transformers import PreTrainedModel
 from qsample.contract import Interface
 from qsample.errors import ParityError
 from qsample.exporters.graph.runner import GraphRunner
+from qsample.tensors import Array
 
 DECODE_STEPS: Final = 8
 PROMPT_LENGTHS: Final = (9, 4, 14)
@@ -26,8 +26,6 @@ PROMPT_LENGTHS: Final = (9, 4, 14)
 LONGEST_WINDOW: Final = 640
 # Largest difference per unit of the largest logit. Rounding alone stays a factor of several below (float32: 1e-5).
 TOLERANCES: Final = {"float32": 1e-4, "float16": 3e-2}
-
-Array = npt.NDArray[Any]
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,8 @@ from qsample.runtime.decode.scheduler import DecodeRequest, Scheduler
 from qsample.runtime.decode.slots import Slots
 from qsample.runtime.inputs import AllowedTokensFn
 from qsample.runtime.output import Collector, Step, Timing
-from qsample.runtime.session.buffers import Array
 from qsample.runtime.text.streamer import Streamer
+from qsample.tensors import Array
 
 
 class Batch:

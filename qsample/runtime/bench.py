@@ -15,9 +15,9 @@ from qsample.runtime.causal_lm import CausalLM
 from qsample.runtime.decode.scheduler import joined_slots
 from qsample.runtime.decode.slots import Slots
 from qsample.runtime.inputs import parameter_arrays
-from qsample.runtime.session.buffers import Array
 from qsample.runtime.session.session import Sessions
 from qsample.sampling_params import SamplingParams
+from qsample.tensors import Array
 
 _WARM_UP_STEPS: Final = 3
 

@@ -16,12 +16,13 @@ from qsample.runtime.decode.scheduler import DecodeRequest, Scheduler
 from qsample.runtime.decode.slots import Slots
 from qsample.runtime.inputs import AllowedTokensFn, parameter_arrays, prompts
 from qsample.runtime.output import Collector, GenerateOutput, Timing, pad_sequences
-from qsample.runtime.session.buffers import Array
-from qsample.runtime.session.session import SessionOptions, Sessions, check_count, open_sessions
+from qsample.runtime.session.options import SessionOptions, check_count
+from qsample.runtime.session.session import Sessions, open_sessions
 from qsample.runtime.text.stop_strings import check_stop_strings
 from qsample.runtime.text.streamer import Streamer
 from qsample.runtime.text.tokenizer import GeneratedText, Tokenizer
 from qsample.sampling_params import SamplingParams
+from qsample.tensors import Array
 
 _CAPACITY_STEP: Final = 64  # capacities are multiples of this, where nothing else decides
 _SEEDS: Final = 2**63

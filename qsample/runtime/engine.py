@@ -23,10 +23,10 @@ from qsample.runtime.decode.slots import Slots
 from qsample.runtime.inputs import AllowedTokensFn, parameter_arrays, prompts
 from qsample.runtime.output import Step
 from qsample.runtime.request import CANCELLED, Request
-from qsample.runtime.session.buffers import Array
-from qsample.runtime.session.session import check_count
+from qsample.runtime.session.options import check_count
 from qsample.runtime.text.tokenizer import GeneratedText
 from qsample.sampling_params import SamplingParams
+from qsample.tensors import Array
 
 _SLOTS: Final = 8  # where neither the caller nor the package says
 _CTX_LEN: Final = 4096  # likewise; less where the model knows less

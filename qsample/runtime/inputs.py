@@ -10,9 +10,9 @@ import numpy as np
 from qsample.contract import ALLOWED_TOKENS, MASK_WORDS, PAD_STOP_ID, VOCAB, Interface
 from qsample.manifest import TokenIds
 from qsample.runtime.output import Step
-from qsample.runtime.session.buffers import Array
 from qsample.runtime.text.tokenizer import Tokenizer
 from qsample.sampling_params import SamplingParams
+from qsample.tensors import Array
 
 
 class AllowedTokensFn(Protocol):

@@ -14,8 +14,8 @@ import numpy as np
 from qsample.contract import RUNNING, STATUS_NAMES, STOPPED
 from qsample.runtime.decode.loop import Progress
 from qsample.runtime.decode.scheduler import DecodeRequest
-from qsample.runtime.session.buffers import Array
 from qsample.runtime.text.tokenizer import GeneratedText
+from qsample.tensors import Array
 
 CANCELLED = "cancelled"
 

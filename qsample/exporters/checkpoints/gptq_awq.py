@@ -26,7 +26,6 @@ from qsample.errors import QsampleError, UnsupportedModelError
 from qsample.exporters.checkpoints.float32_copy import WeightWriter, finish_checkpoint, to_float32
 from qsample.exporters.checkpoints.gptq_awq_layouts import (
     WORD,
-    Array,
     GroupedWeight,
     dequantize,
     to_blocks,
@@ -34,6 +33,7 @@ from qsample.exporters.checkpoints.gptq_awq_layouts import (
     unpack_gptq,
 )
 from qsample.exporters.graph.nbits import BLOCK_SIZES
+from qsample.tensors import Array
 from qsample.transforms.packed import PackedWeight, pack_layer
 
 _PARTS: Final = ("qweight", "qzeros", "scales", "g_idx")

@@ -9,16 +9,16 @@ layouts are those that AutoGPTQ, GPTQModel and AutoAWQ write; neither paper has 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from qsample.exporters.graph.nbits import BLOCK_SIZES, packed_rows
+from qsample.tensors import Array
 from qsample.transforms.packed import PackedWeight
 
-Array = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]
 WORD: Final = 32  # bits of a stored integer
 # AWQ's "gemm" layout: four bits number i of a word belong to column _AWQ_ORDER[i] of its eight.

@@ -19,8 +19,9 @@ from qsample.exporters.compiler.placement import Placement
 from qsample.exporters.compiler.quantize.kv_cache import measure_ranges
 from qsample.exporters.compiler.quantize.weights import BITS, WeightQuantization
 from qsample.exporters.compiler.targets import Target, find_target
-from qsample.exporters.graph.runner import Array, GraphRunner
+from qsample.exporters.graph.runner import GraphRunner
 from qsample.exporters.initial_state import build_initial_state
+from qsample.tensors import Array
 
 DEFAULT_CTX_LEN: Final = 4096
 SELF_TEST_STEPS: Final = 8

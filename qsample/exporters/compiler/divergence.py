@@ -16,7 +16,8 @@ import onnx_ir as ir
 
 from qsample.contract import LOGITS, Interface
 from qsample.exporters.graph.join import cut_at_logits
-from qsample.exporters.graph.runner import Array, GraphRunner
+from qsample.exporters.graph.runner import GraphRunner
+from qsample.tensors import Array
 
 ROWS: Final = 4
 STEPS: Final = 64

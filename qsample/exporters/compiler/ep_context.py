@@ -16,7 +16,6 @@ from typing import Final
 
 import numpy as np
 import onnx_ir as ir
-import onnxruntime as ort
 from onnx_ir.passes import common as common_passes
 
 from qsample.contract import CAPACITY, LOGITS, Interface
@@ -27,6 +26,7 @@ from qsample.exporters.graph.axes import fix_axes
 from qsample.exporters.graph.edit import initializer
 from qsample.exporters.graph.join import append_sampler, cut_at_logits
 from qsample.exporters.sampler import export_sampler
+from qsample.runtime.session.options import session_options
 from qsample.runtime.session.providers import compile_context, open_session
 
 CONTEXT: Final = "EPContext"
@@ -99,9 +99,7 @@ def _forget_unused_domains(model: ir.Model) -> None:
 
 
 def _placement(path: Path, providers: Sequence[str], provider_options: Mapping[str, str]) -> Placement:
-    options = ort.SessionOptions()
-    options.log_severity_level = 3
-    options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
+    options = session_options({"session.record_ep_graph_assignment_info": "1"})
     try:
         session = open_session(path, options, providers, provider_options)
     except Exception as error:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from qsample.exporters.compiler.quantize.weights import WeightQuantization
-from qsample.exporters.graph.runner import Array
+from qsample.tensors import Array
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ import onnx
 import onnxruntime as ort
 
 from qsample.exporters.compiler.placement import Placement
+from qsample.runtime.session.options import session_options
 
 
 def optimize_offline(
@@ -17,17 +18,16 @@ def optimize_offline(
 ) -> Placement:
     """Optimise `source` for `providers`, write the result to `destination` (weights in `DESTINATION.data`) and return
     which provider runs which nodes."""
-    options = ort.SessionOptions()
-    options.log_severity_level = 3
+    options = session_options(
+        {
+            "session.optimized_model_external_initializers_file_name": f"{destination.name}.data",
+            "session.optimized_model_external_initializers_min_size_in_bytes": "1024",
+            "session.record_ep_graph_assignment_info": "1",
+            "session.disable_prepacking": "1",  # nothing runs here, so the kernels need no copies of the weights
+        }
+    )
     options.graph_optimization_level = level
     options.optimized_model_filepath = str(destination)
-    for key, value in {
-        "session.optimized_model_external_initializers_file_name": f"{destination.name}.data",
-        "session.optimized_model_external_initializers_min_size_in_bytes": "1024",
-        "session.record_ep_graph_assignment_info": "1",
-        "session.disable_prepacking": "1",  # nothing runs here, so the kernels need no copies of the weights
-    }.items():
-        options.add_session_config_entry(key, value)
     session = ort.InferenceSession(source, options, providers=list(providers))
     return _placement(session, destination)
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import onnx_ir as ir
 import onnxruntime as ort
 
-Array = npt.NDArray[Any]
+from qsample.runtime.session.options import session_options
+from qsample.tensors import Array
 
 
 class GraphPart:
@@ -26,11 +25,9 @@ class GraphPart:
         for value in part.initializers.values():  # a model given as bytes has no files beside it
             if value.const_value is not None:
                 value.const_value = ir.tensor(value.const_value.numpy(), name=value.name)
-        options = ort.SessionOptions()
-        options.log_severity_level = 3
         self._session = ort.InferenceSession(
             ir.to_proto(ir.Model(part, ir_version=model.ir_version)).SerializeToString(),
-            options,
+            session_options(),
             providers=["CPUExecutionProvider"],
         )
 

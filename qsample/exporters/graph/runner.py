@@ -6,32 +6,19 @@ is written in place, in memory that the system hands out as it is touched: few t
 
 from __future__ import annotations
 
-import math
-import mmap
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import onnx_ir as ir
 import onnxruntime as ort
 
 from qsample.contract import BATCH, BIASES, CAPACITY, LENGTHS, STOPS, Interface, retained_name
 from qsample.exporters.graph.traversal import ancestors
+from qsample.runtime.session.options import session_options
 from qsample.runtime.session.providers import open_session
-
-Array = npt.NDArray[Any]
-_DTYPES: Final = {
-    "tensor(bool)": np.bool_,
-    "tensor(int8)": np.int8,
-    "tensor(int32)": np.int32,
-    "tensor(int64)": np.int64,
-    "tensor(float16)": np.float16,
-    "tensor(float)": np.float32,
-    "tensor(bfloat16)": np.uint16,  # NumPy has none; nobody looks into a cache, so its bytes will do
-}
-_BFLOAT16: Final = 16  # ONNX's number
+from qsample.tensors import DTYPES, OF_ONNXRUNTIME, Array, sparse_zeros
 
 
 class GraphRunner:
@@ -53,7 +40,7 @@ class GraphRunner:
         external data. weights_mapped: leave the weights in the mapped file, which costs speed; otherwise the kernels
         make copies in a layout of their own. A graph with packed weights always gets those: without them, each call
         would unpack every matrix."""
-        options = _session_options()
+        options = session_options()
         disabled = []
         if weights_mapped and not _has_packed_weights(decoder):
             options.add_session_config_entry("session.disable_prepacking", "1")
@@ -66,12 +53,12 @@ class GraphRunner:
             graph = decoder
         self._decoder = open_session(graph, options, providers, provider_options, disabled_optimizers=disabled or None)
         self._initial_state = ort.InferenceSession(
-            _without_cache(initial_state, interface), _session_options(), providers=["CPUExecutionProvider"]
+            _without_cache(initial_state, interface), session_options(), providers=["CPUExecutionProvider"]
         )
         self._input_names = {node.name for node in self._decoder.get_inputs()}
         self._output_names = [output.name for output in self._decoder.get_outputs()]
         # A quantized graph's cache may have another dtype than the interface says.
-        self._dtypes = {node.name: _DTYPES[node.type] for node in self._decoder.get_inputs()}
+        self._dtypes = {node.name: OF_ONNXRUNTIME[node.type].numpy for node in self._decoder.get_inputs()}
         self._caches_are_bfloat16 = any(node.type == "tensor(bfloat16)" for node in self._decoder.get_inputs())
         self._interface = interface
         self._capacity = capacity
@@ -83,7 +70,7 @@ class GraphRunner:
         feeds = {"seed": np.arange(rows, dtype=np.int64), "capacity": np.array(self._capacity, np.int64)}
         state = dict(zip(names, self._initial_state.run(names, feeds), strict=True))
         sizes = {**self._interface.sizes, BATCH: rows, CAPACITY: self._capacity}
-        return state | {name: _sparse_zeros(spec.shape(sizes), self._dtypes[name]) for name, spec in caches.items()}
+        return state | {name: sparse_zeros(spec.shape(sizes), self._dtypes[name]) for name, spec in caches.items()}
 
     def step(
         self, ids: Array, lengths: Array, state: dict[str, Array], parameters: Mapping[str, float] | None = None
@@ -115,7 +102,7 @@ class GraphRunner:
         return results
 
     def _element(self, array: Array) -> Any:
-        return _BFLOAT16 if array.dtype == np.uint16 and self._caches_are_bfloat16 else array.dtype.type
+        return DTYPES["bfloat16"].onnx if array.dtype == np.uint16 and self._caches_are_bfloat16 else array.dtype.type
 
     def _feeds(
         self, ids: Array, lengths: Array, state: Mapping[str, Array], parameters: Mapping[str, float]
@@ -135,12 +122,6 @@ class GraphRunner:
         return feeds
 
 
-def _session_options() -> ort.SessionOptions:
-    options = ort.SessionOptions()
-    options.log_severity_level = 3  # the runtime's warnings are about its own optimisations
-    return options
-
-
 def _has_packed_weights(decoder: Path | ir.Model) -> bool:
     model = decoder if isinstance(decoder, ir.Model) else ir.load(decoder)  # which leaves the weights in their file
     return any(node.op_type == "MatMulNBits" for node in model.graph.all_nodes())
@@ -155,15 +136,3 @@ def _without_cache(initial_state: Path, interface: Interface) -> bytes:
     graph.remove([node for node in graph if node not in needed], safe=False)
     serialized: bytes = ir.to_proto(model).SerializeToString()
     return serialized
-
-
-def _sparse_zeros(shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array:
-    """Zeros that take memory only where something is written.
-
-    NumPy asks for huge pages, and the few tokens of one head would take a whole one.
-    """
-    count = math.prod(shape)
-    memory = mmap.mmap(-1, max(1, count * np.dtype(dtype).itemsize))
-    if hasattr(mmap, "MADV_NOHUGEPAGE"):  # Linux
-        memory.madvise(mmap.MADV_NOHUGEPAGE)
-    return np.frombuffer(memory, dtype, count).reshape(shape)

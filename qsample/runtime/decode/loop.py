@@ -19,8 +19,9 @@ from qsample.contract import LENGTH, NEXT_IDS, RUNNING, STALLED, STOPPED
 from qsample.errors import QsampleError
 from qsample.runtime.decode.scheduler import Chunk, DecodeRequest, Prompts, Scheduler, Window
 from qsample.runtime.decode.slots import Slots, Snapshot
-from qsample.runtime.session.buffers import Array
-from qsample.runtime.session.session import Sessions, check_count
+from qsample.runtime.session.options import check_count
+from qsample.runtime.session.session import Sessions
+from qsample.tensors import Array
 
 _CACHE_IS_VALID: Final = (STOPPED, LENGTH)
 _FLUSH_EVERY: Final = 4  # where a read waits for the device

@@ -10,7 +10,7 @@ from typing import Final
 import numpy as np
 
 from qsample.contract import PHILOX_UNIFORM_SCALE
-from qsample.runtime.session.buffers import Array
+from qsample.tensors import Array
 
 _MASK: Final = np.uint64(0xFFFFFFFF)
 _HALF: Final = np.uint64(32)

@@ -13,7 +13,7 @@ from typing import Final
 
 import numpy as np
 
-from qsample.runtime.session.buffers import Array
+from qsample.tensors import Array
 
 # What a run of the graph costs beside its tokens, in tokens: at 0.6 B parameters 2 with int4 weights, 13 with float32.
 _RUN: Final = 4

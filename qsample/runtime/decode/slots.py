@@ -38,8 +38,9 @@ from qsample.contract import (
 )
 from qsample.runtime.decode.noise import uniforms
 from qsample.runtime.session.bound_graph import NOT_CAPTURED, BoundGraph
-from qsample.runtime.session.buffers import Array, Buffer, RetainedState
+from qsample.runtime.session.buffers import Buffer, RetainedState
 from qsample.runtime.session.session import Sessions
+from qsample.tensors import Array
 
 _IDLE: Final = STOPPED  # any status that is not running keeps a row from advancing
 _READ_EVERY_STEP: Final = (LENGTHS.name, STATUS.name)

@@ -3,31 +3,15 @@
 from __future__ import annotations
 
 import math
-import mmap
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import onnxruntime as ort
 
 from qsample.contract import TensorSpec, retained_name
-
-Array = npt.NDArray[Any]
-
-# ONNX's TensorProto.DataType and the bytes of an element. NumPy has no bfloat16, so buffers carry ONNX's number.
-_ELEMENTS: Final = {
-    "float32": (1, 4),
-    "int8": (3, 1),
-    "int32": (6, 4),
-    "int64": (7, 8),
-    "bool": (9, 1),
-    "float16": (10, 2),
-    "bfloat16": (16, 2),
-}
-_NUMPY: Final = {"bfloat16": "uint16"}  # what holds its bits
-_HUGE_PAGES_FROM: Final = 1 << 22  # bytes; from here on NumPy asks for them
+from qsample.tensors import DTYPES, Array, sparse_zeros
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +32,11 @@ class Buffer:
         """Zeros for `spec`; `sizes` gives each of its named axes. On the CPU, the system hands the memory out as it is
         touched: a cache takes what was written to it."""
         shape = spec.shape(dict(sizes))
-        element = _ELEMENTS[spec.dtype]
-        zeros = _zeros(shape, _NUMPY.get(spec.dtype, spec.dtype))
-        owner = ort.OrtValue.ortvalue_from_numpy_with_onnx_type(zeros, element[0]) if device == "cpu" else None
+        dtype = DTYPES[spec.dtype]
+        zeros = sparse_zeros(shape, dtype.numpy)
+        owner = ort.OrtValue.ortvalue_from_numpy_with_onnx_type(zeros, dtype.onnx) if device == "cpu" else None
         if owner is None:
-            owner = ort.OrtValue.ortvalue_from_shape_and_type(shape, element[0], device)
+            owner = ort.OrtValue.ortvalue_from_shape_and_type(shape, dtype.onnx, device)
             owner.update_inplace(zeros)
         return cls(owner, spec.dtype, shape, owner.data_ptr(), device)
 
@@ -64,7 +48,7 @@ class Buffer:
 
     def rows(self, start: int, count: int = 1) -> Buffer:
         """Rows from `start` on, as a batch of `count` over the same memory."""
-        step = math.prod(self.shape[1:]) * _ELEMENTS[self.dtype][1]
+        step = math.prod(self.shape[1:]) * DTYPES[self.dtype].itemsize
         return replace(self, shape=(count, *self.shape[1:]), address=self.address + start * step)
 
     def reshaped(self, *shape: int) -> Buffer:
@@ -87,10 +71,10 @@ class Buffer:
             self.write(whole)
 
     def bind_input(self, binding: ort.IOBinding, name: str) -> None:
-        binding.bind_input(name, self.device, 0, _ELEMENTS[self.dtype][0], self.shape, self.address)
+        binding.bind_input(name, self.device, 0, DTYPES[self.dtype].onnx, self.shape, self.address)
 
     def bind_output(self, binding: ort.IOBinding, name: str) -> None:
-        binding.bind_output(name, self.device, 0, _ELEMENTS[self.dtype][0], self.shape, self.address)
+        binding.bind_output(name, self.device, 0, DTYPES[self.dtype].onnx, self.shape, self.address)
 
 
 class RetainedState:
@@ -134,19 +118,6 @@ class RetainedState:
     def write_at(self, name: str, index: Any, values: Any) -> None:
         """Replace the current values of a state at a NumPy index."""
         self._sides[self.side][name].write_at(index, values)
-
-
-def _zeros(shape: tuple[int, ...], dtype: str) -> Array:
-    """Zeros that the system hands out in small pages, as they are touched.
-
-    NumPy asks for huge pages. A short prompt touches a few positions of every head, so it would have most of a long
-    cache zeroed, and wait for the system to gather the pages: up to a second a row was measured.
-    """
-    size = math.prod(shape) * np.dtype(dtype).itemsize
-    if size < _HUGE_PAGES_FROM or not hasattr(mmap, "MAP_ANONYMOUS"):  # Windows has neither
-        return np.zeros(shape, dtype)
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    return np.frombuffer(memory, dtype).reshape(shape)
 
 
 def _rows(buffers: Mapping[str, Buffer], rows: range | None) -> dict[str, Buffer]:

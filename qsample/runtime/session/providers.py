@@ -16,6 +16,7 @@ from typing import Any, Final
 import onnxruntime as ort
 
 from qsample.errors import QsampleError
+from qsample.runtime.session.options import session_options
 
 # Provider → the module that brings its library.
 PLUGINS: Final[Mapping[str, str]] = {"OpenVINOExecutionProvider": "onnxruntime_ep_openvino"}
@@ -83,8 +84,7 @@ def compile_context(
 
     https://onnxruntime.ai/docs/execution-providers/EP-Context-Design.html
     """
-    options = ort.SessionOptions()
-    options.log_severity_level = 3
+    options = session_options()
     if providers[0] in PLUGINS:
         add_plugin(options, providers[0], provider_options)
     else:

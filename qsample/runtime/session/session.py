@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import count
 from typing import Any, Final
 
@@ -15,7 +15,9 @@ from qsample.contract import BATCH, CAPACITY, INPUT_IDS, GraphSpec, Interface, T
 from qsample.errors import PackageError, QsampleError
 from qsample.package import Package
 from qsample.runtime.session.linux_memory import in_huge_pages, release_pages
+from qsample.runtime.session.options import SessionOptions, session_options
 from qsample.runtime.session.providers import available_providers, check_available, open_session
+from qsample.tensors import DTYPES
 
 PROVIDERS: Final[Mapping[str, tuple[str, ...]]] = {
     "cpu": ("CPUExecutionProvider",),
@@ -24,26 +26,6 @@ PROVIDERS: Final[Mapping[str, tuple[str, ...]]] = {
     "tensorrt": ("TensorrtExecutionProvider", "CUDAExecutionProvider", "CPUExecutionProvider"),
 }
 _CAPTURE: Final = "enable_cuda_graph"
-_ELEMENTS: Final = {"float32": "float"}  # ONNX's names, where they are not NumPy's
-
-
-@dataclass(frozen=True, slots=True)
-class SessionOptions:
-    """How ONNX Runtime runs. intra_op_num_threads: threads of one operator, None = its own choice. provider_options:
-    for the first provider. config: further session configuration entries by their ONNX Runtime key."""
-
-    intra_op_num_threads: int | None = None
-    provider_options: Mapping[str, str] = field(default_factory=dict)
-    config: Mapping[str, str] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        check_count("intra_op_num_threads", self.intra_op_num_threads)
-
-
-def check_count(name: str, value: Any, least: int = 1) -> None:
-    """Raise ValueError unless `value` is an integer of at least `least`, or None."""
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
-        raise ValueError(f"{name} is {value!r}; give an integer >= {least}, or None")
 
 
 class Replays:
@@ -170,14 +152,9 @@ def _providers(package: Package, provider: str | Sequence[str] | None) -> tuple[
 
 
 def _load(package: Package, name: str, providers: Sequence[str], options: SessionOptions) -> ort.InferenceSession:
-    session_options = ort.SessionOptions()
-    session_options.log_severity_level = 3  # its warnings are about its own optimisations
-    if options.intra_op_num_threads is not None:
-        session_options.intra_op_num_threads = options.intra_op_num_threads
-    for key, value in options.config.items():
-        session_options.add_session_config_entry(key, value)
+    native = session_options(options.config, intra_op_num_threads=options.intra_op_num_threads)
     try:
-        return open_session(package.file(name), session_options, providers, _options_of(package, name, options))
+        return open_session(package.file(name), native, providers, _options_of(package, name, options))
     except QsampleError:
         raise
     except Exception as error:  # ONNX Runtime's own exceptions share no base but Exception
@@ -215,7 +192,7 @@ def _renamed(state: TensorSpec, name: str) -> TensorSpec:
 
 def _mismatch(value: Any, spec: TensorSpec, sizes: Mapping[str, int], *, shape_known: bool) -> str | None:
     """What is wrong with a session's input or output, or None. An output may have lost its shape to optimisation."""
-    wanted_type = f"tensor({_ELEMENTS.get(spec.dtype, spec.dtype)})"
+    wanted_type = DTYPES[spec.dtype].onnxruntime
     if value.type != wanted_type:
         return f"is {value.type}, not {wanted_type}"
     if not value.shape and not shape_known:

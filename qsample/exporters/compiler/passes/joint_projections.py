@@ -9,15 +9,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Hashable
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import onnx_ir as ir
 
 from qsample.exporters.graph.edit import constant
+from qsample.tensors import Array
 
-Array = npt.NDArray[Any]
 _FLOATS: Final = (ir.DataType.FLOAT, ir.DataType.FLOAT16)
 _PACKED: Final = "MatMulNBits"
 

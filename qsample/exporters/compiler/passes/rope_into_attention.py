@@ -16,8 +16,9 @@ from onnx_ir.passes import common as common_passes
 
 from qsample.contract import BATCH, LENGTHS, SEQUENCE
 from qsample.exporters.graph.edit import initializer
-from qsample.exporters.graph.evaluate import Array, GraphPart, inputs_of
+from qsample.exporters.graph.evaluate import GraphPart, inputs_of
 from qsample.exporters.graph.traversal import ancestors
+from qsample.tensors import Array
 
 _MULTIPLE: Final = 16  # GroupQueryAttention takes head and rotary sizes that are multiples of this
 # The table and the graph compute the same expression; a frequency that depends on more than the position is far off.

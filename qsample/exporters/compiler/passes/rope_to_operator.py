@@ -15,8 +15,9 @@ from onnx_ir.passes import common as common_passes
 
 from qsample.contract import BATCH, LENGTHS, SEQUENCE
 from qsample.exporters.graph.edit import initializer, insert, part_of
-from qsample.exporters.graph.evaluate import Array, GraphPart, sizes
+from qsample.exporters.graph.evaluate import GraphPart, sizes
 from qsample.exporters.graph.traversal import reads
+from qsample.tensors import Array
 
 _AXES: Final = {BATCH: 2, SEQUENCE: 3}  # for trying things out
 _MOST_NODES: Final = 24  # of a `turn`; what is longer is none

@@ -16,7 +16,7 @@ import onnx_ir as ir
 from qsample.contract import LOGITS, Interface, retained_name
 from qsample.exporters.compiler.divergence import ROWS, STEPS, log_softmax, logits_runner, sample
 from qsample.exporters.graph.edit import initializer
-from qsample.exporters.graph.runner import Array
+from qsample.tensors import Array
 
 # Room above the largest value measured. What still lies beyond is clipped; the divergence shows whether that matters.
 _MARGIN: Final = 1.2

@@ -12,15 +12,14 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final, NamedTuple
+from typing import ClassVar, Final, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import onnx_ir as ir
 
 from qsample.exporters.graph.nbits import BLOCK_SIZES, packed_rows
+from qsample.tensors import Array
 
-Array = npt.NDArray[Any]
 BITS: Final = {"int4": 4, "int8": 8}
 METHODS: Final = ("rtn", "k_quant", "hqq")
 # MatMulNBits' accuracy_level: activations are rounded to int8 a block, which is what its fast CPU kernels take.

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Final
 
 import onnx_ir as ir
-import onnxruntime as ort
 
 from qsample.contract import CAPACITY, Interface
 from qsample.errors import CompileError, QsampleError
@@ -34,6 +33,7 @@ from qsample.exporters.compiler.targets import check_providers
 from qsample.exporters.graph.axes import fix_axes
 from qsample.exporters.graph.join import append_sampler, cut_at_logits
 from qsample.exporters.sampler import export_sampler
+from qsample.runtime.session.options import session_options
 from qsample.runtime.session.providers import open_session
 
 # A kernel without an end to its versions serves the operator's version that it names and no later one, and CUDA's for
@@ -119,9 +119,7 @@ class CudaTarget:
 
     def _placement(self, path: Path, model: ir.Model) -> Placement:
         """Load the graph as it will be run, and refuse it where a node that computes is not on the device."""
-        options = ort.SessionOptions()
-        options.log_severity_level = 3
-        options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
+        options = session_options({"session.record_ep_graph_assignment_info": "1"})
         try:
             session = open_session(path, options, self.execution_providers, self.provider_options)
         except QsampleError:

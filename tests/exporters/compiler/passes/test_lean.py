@@ -20,8 +20,9 @@ from qsample.exporters.compiler.passes.rope_into_attention import absorb_rotary
 from qsample.exporters.compiler.targets.cpu import TARGET
 from qsample.exporters.graph.axes import fix_axes
 from qsample.exporters.graph.join import cut_at_logits
-from qsample.exporters.graph.runner import Array, GraphRunner
+from qsample.exporters.graph.runner import GraphRunner
 from qsample.package import read_package
+from qsample.tensors import Array
 from tests.helpers.tiny_models import VOCAB_SIZE
 
 CAPACITY = 48

@@ -1,0 +1,44 @@
+"""How ONNX Runtime runs: what a caller may set, and what every session of ours has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import onnxruntime as ort
+
+
+@dataclass(frozen=True, slots=True)
+class SessionOptions:
+    """How ONNX Runtime runs. intra_op_num_threads: threads of one operator, None = its own choice. provider_options:
+    for the first provider. config: further session configuration entries by their ONNX Runtime key."""
+
+    intra_op_num_threads: int | None = None
+    provider_options: Mapping[str, str] = field(default_factory=dict)
+    config: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_count("intra_op_num_threads", self.intra_op_num_threads)
+
+
+def session_options(
+    config: Mapping[str, str] | None = None, *, intra_op_num_threads: int | None = None
+) -> ort.SessionOptions:
+    """ONNX Runtime's own options, without its warnings, which are about its own optimisations.
+
+    config, intra_op_num_threads: as in `SessionOptions`.
+    """
+    options = ort.SessionOptions()
+    options.log_severity_level = 3
+    if intra_op_num_threads is not None:
+        options.intra_op_num_threads = intra_op_num_threads
+    for key, value in (config or {}).items():
+        options.add_session_config_entry(key, value)
+    return options
+
+
+def check_count(name: str, value: Any, least: int = 1) -> None:
+    """Raise ValueError unless `value` is an integer of at least `least`, or None."""
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+        raise ValueError(f"{name} is {value!r}; give an integer >= {least}, or None")
