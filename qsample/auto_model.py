@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,12 +15,11 @@ from typing import TYPE_CHECKING, Any
 from qsample.contract import Features
 from qsample.errors import QsampleError
 from qsample.package import MANIFEST_NAME, Package, copy_package, read_package
+from qsample.progress import Progress
 
 if TYPE_CHECKING:
     from qsample.exporters.checkpoints.load import Checkpoint
     from qsample.runtime import CausalLM, GenerateOutput
-
-Progress = Callable[[str, float], None]
 
 
 class AutoModelForCausalLM:
@@ -131,11 +129,11 @@ class _Compilable(ABC):
         """
         from qsample.exporters.compiler.compile import compile_package
 
-        with _Place(path) as place:
+        with _Destination(path) as destination:
             source = self._portable(dtype, progress)  # kept: a temporary export lives as long as this
             compiled = compile_package(
                 source.package,
-                place.path,
+                destination.path,
                 provider=provider,
                 batch_size=batch_size,
                 ctx_len=ctx_len,
@@ -148,7 +146,7 @@ class _Compilable(ABC):
                 overwrite=overwrite,
                 progress=progress,
             )
-            return PackagedModel(compiled, provider, place.keep())
+            return PackagedModel(compiled, provider, destination.keep())
 
     @abstractmethod
     def _portable(self, dtype: str | None, progress: Progress | None) -> PackagedModel:
@@ -197,18 +195,18 @@ class CheckpointModel(_Compilable):
 
         check_exists(checkpoint.model_id)
         tokenizer = load_tokenizer(checkpoint)  # before the model: it fails fast
-        with _Place(path) as place, _scratch_folder(place.path) as scratch:
+        with _Destination(path) as destination, _scratch_folder(destination.path) as scratch:
             package = export_model(
                 load_model(checkpoint, Path(scratch)),
                 tokenizer,
-                place.path,
+                destination.path,
                 self.features,
                 model_id=" + ".join(filter(None, (checkpoint.model_id, checkpoint.adapter))),
                 revision=checkpoint.revision,
                 overwrite=overwrite,
                 progress=progress,
             )
-            return PackagedModel(package, self._provider, place.keep())
+            return PackagedModel(package, self._provider, destination.keep())
 
 
 class PackagedModel(_Compilable):
@@ -245,14 +243,14 @@ class PackagedModel(_Compilable):
         return self.runtime.generate(inputs, params, **options)
 
 
-class _Place:
-    """A path to write a package to: the caller's, or one in a temporary folder that `keep` hands over."""
+class _Destination:
+    """Where a package is written to: the caller's path, or one in a temporary folder that `keep` hands over."""
 
     def __init__(self, path: str | Path | None) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="qsample-") if path is None else None
         self.path = Path(path) if path is not None else Path(self._folder.name) / "package"  # type: ignore[union-attr]
 
-    def __enter__(self) -> _Place:
+    def __enter__(self) -> _Destination:
         return self
 
     def keep(self) -> tempfile.TemporaryDirectory[str] | None:

@@ -11,12 +11,13 @@ import hashlib
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from qsample.errors import QsampleError
+from qsample.progress import Progress
 
 if TYPE_CHECKING:
     from qsample.auto_model import PackagedModel
@@ -30,7 +31,6 @@ _NEEDS: Final[Mapping[str, dict[str, Any]]] = {
     "cuda": {"dtype": "bfloat16"},
     "tensorrt": {"dtype": "float16", "batch_size": 1},
 }
-Progress = Callable[[str, float], None]
 
 
 def cache_folder() -> Path:

@@ -11,7 +11,7 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
@@ -20,6 +20,7 @@ from typing import Any, Final
 from qsample.contract import Interface
 from qsample.errors import PackageError
 from qsample.manifest import MANIFEST_NAME, Compilation, FileEntry, Manifest, Source, TokenIds
+from qsample.progress import ByteProgress
 
 __all__ = [
     "MANIFEST_NAME",
@@ -38,8 +39,6 @@ __all__ = [
 
 _CHUNK: Final = 1 << 20
 _DISK_FULL: Final = (errno.ENOSPC, errno.EDQUOT)
-
-Progress = Callable[[int, int], None]  # bytes done, bytes in all
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +89,7 @@ class PackageWriter:
 
 @contextmanager
 def write_package(
-    path: str | Path, *, overwrite: bool = False, required_bytes: int = 0, progress: Progress | None = None
+    path: str | Path, *, overwrite: bool = False, required_bytes: int = 0, progress: ByteProgress | None = None
 ) -> Iterator[PackageWriter]:
     """Write a package to `path`: all of it or nothing.
 
@@ -142,7 +141,7 @@ def write_package(
         raise
 
 
-def read_package(path: str | Path, verify: bool = True, progress: Progress | None = None) -> Package:
+def read_package(path: str | Path, verify: bool = True, progress: ByteProgress | None = None) -> Package:
     """Open the package at `path`. Raises PackageError, naming the file, where it is not intact.
 
     verify: also compare every file's sha256; without it only presence and sizes.
@@ -173,7 +172,7 @@ def read_package(path: str | Path, verify: bool = True, progress: Progress | Non
 
 
 def copy_package(
-    package: Package, path: str | Path, *, overwrite: bool = False, progress: Progress | None = None
+    package: Package, path: str | Path, *, overwrite: bool = False, progress: ByteProgress | None = None
 ) -> Package:
     """Copy `package` to `path` as `write_package` would write it, and return the copy.
 
@@ -217,7 +216,7 @@ def _make_parents(parent: Path) -> list[Path]:
     return missing
 
 
-def _seal(staging: Path, manifest: Manifest, progress: Progress | None) -> None:
+def _seal(staging: Path, manifest: Manifest, progress: ByteProgress | None) -> None:
     """Hash every file, write the manifest last, and flush all of it to the disk."""
     paths = sorted(path for path in staging.rglob("*") if not path.is_dir())
     for path in paths:
@@ -266,7 +265,7 @@ def _flush(path: Path) -> None:
 class _Meter:
     """Counts hashed bytes for a progress callback."""
 
-    def __init__(self, total: int, progress: Progress | None) -> None:
+    def __init__(self, total: int, progress: ByteProgress | None) -> None:
         self._done, self._total, self._progress = 0, total, progress
 
     def add(self, count: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Final
@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any, Final
 from rich import box
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as ProgressBar
 from rich.table import Table
 
 from qsample.contract import AXIS_MEANINGS, CAPACITY, GraphSpec, TensorSpec
 from qsample.package import Package
+from qsample.progress import Progress
 
 if TYPE_CHECKING:
     from qsample.runtime import GenerateOutput
@@ -25,7 +27,7 @@ _WIDTH_OF_A_FILE: Final = 120
 
 
 @contextmanager
-def progress() -> Iterator[Callable[[str, float], None]]:
+def progress() -> Iterator[Progress]:
     """A progress bar on stderr, as a callback of stage and fraction done. Where that is no terminal, nothing shows."""
     console = Console(stderr=True)
     columns = (
@@ -34,7 +36,7 @@ def progress() -> Iterator[Callable[[str, float], None]]:
         TextColumn("{task.percentage:3.0f}%"),
         TimeElapsedColumn(),
     )
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+    with ProgressBar(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task: TaskID = bar.add_task("starting", total=1.0)
         yield lambda stage, fraction: bar.update(task, description=stage, completed=fraction)
 

@@ -7,7 +7,6 @@ into place at the end, so a refused, failed or interrupted export leaves nothing
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
 from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -29,6 +28,7 @@ from qsample.exporters.graph.join import append_sampler
 from qsample.exporters.initial_state import build_initial_state
 from qsample.exporters.sampler import export_sampler
 from qsample.exporters.trace import trace
+from qsample.progress import Progress
 from qsample.transforms import pipeline
 from qsample.transforms.cache import DecodeContext
 from qsample.transforms.head import LastTokenHead
@@ -38,7 +38,6 @@ from qsample.transforms.probe import state_shapes
 from qsample.transforms.wrap import Decoder
 
 EXPORT_DTYPES: Final = ("float32", "float16")
-Progress = Callable[[str, float], None]
 
 
 def export_model(

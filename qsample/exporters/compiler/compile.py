@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Final
@@ -21,6 +20,7 @@ from qsample.exporters.compiler.quantize.weights import BITS, WeightQuantization
 from qsample.exporters.compiler.targets import Target, find_target
 from qsample.exporters.graph.runner import GraphRunner
 from qsample.exporters.initial_state import build_initial_state
+from qsample.progress import Progress
 from qsample.tensors import Array
 
 DEFAULT_CTX_LEN: Final = 4096
@@ -39,7 +39,6 @@ _SELF_TEST_PARAMETERS: Final = {
 _AGREEMENT: Final = {"float32": 1.0, "float16": 0.8, "bfloat16": 0.5}
 # Nats a token. 4 bits put the bundled model 0.06 off and 8 bits 0.0006; at 1 a token is on average e times less likely.
 MAX_DIVERGENCE: Final = 1.0
-Progress = Callable[[str, float], None]
 
 
 @dataclass(frozen=True, slots=True)
