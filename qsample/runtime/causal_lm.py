@@ -18,9 +18,10 @@ from qsample.runtime.inputs import AllowedTokensFn, parameter_arrays, prompts
 from qsample.runtime.output import Collector, GenerateOutput, Timing, pad_sequences
 from qsample.runtime.session.options import SessionOptions, check_count
 from qsample.runtime.session.session import Sessions, open_sessions
+from qsample.runtime.text.generated_text import GeneratedText
 from qsample.runtime.text.stop_strings import check_stop_strings
 from qsample.runtime.text.streamer import Streamer
-from qsample.runtime.text.tokenizer import GeneratedText, Tokenizer
+from qsample.runtime.text.tokenizer import Tokenizer
 from qsample.sampling_params import SamplingParams
 from qsample.tensors import Array
 

@@ -24,7 +24,7 @@ from qsample.runtime.inputs import AllowedTokensFn, parameter_arrays, prompts
 from qsample.runtime.output import Step
 from qsample.runtime.request import CANCELLED, Request
 from qsample.runtime.session.options import check_count
-from qsample.runtime.text.tokenizer import GeneratedText
+from qsample.runtime.text.generated_text import GeneratedText
 from qsample.sampling_params import SamplingParams
 from qsample.tensors import Array
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from qsample.contract import BATCH, LOGPROBS, NEXT_IDS, RUNNING, STATUS_NAMES, STOPPED, Interface
 from qsample.runtime.decode.loop import Progress
-from qsample.runtime.text.tokenizer import GeneratedText
+from qsample.runtime.text.generated_text import GeneratedText
 from qsample.tensors import Array
 
 _FILL = {"logprobs": np.nan, "top_logprobs": np.nan, "top_logprob_ids": -1, "probs": 0}

@@ -14,7 +14,7 @@ import numpy as np
 from qsample.contract import RUNNING, STATUS_NAMES, STOPPED
 from qsample.runtime.decode.loop import Progress
 from qsample.runtime.decode.scheduler import DecodeRequest
-from qsample.runtime.text.tokenizer import GeneratedText
+from qsample.runtime.text.generated_text import GeneratedText
 from qsample.tensors import Array
 
 CANCELLED = "cancelled"

@@ -1,4 +1,4 @@
-"""Chat messages enter; the prompt that a model was trained on leaves, by the model's own Jinja template.
+"""Chat messages as the prompt that a model was trained on, by the model's own Jinja template.
 
 Templates come from strangers, so they run in Jinja's sandbox, with what transformers offers them and no more.
 """

@@ -1,4 +1,4 @@
-"""Pieces of text enter as they are generated; the same text leaves, cut off before the first stop string."""
+"""Cuts text off before its first stop string, while the text comes in pieces."""
 
 from __future__ import annotations
 
@@ -19,29 +19,31 @@ def check_stop_strings(value: Any) -> tuple[str, ...]:
 class StopStrings:
     r"""Finds the stop string that is complete first, however the text is cut into pieces.
 
-    Of several that are complete with the same character, the longest counts. Text that may be the beginning of a stop
-    string is held back until it is known not to be.
+    Of several that are complete with the same character, the longest counts. Text that may begin a stop string is held
+    back until it is known not to.
+
+    match: the stop string, once it is complete.
 
     >>> stops = StopStrings(["\n\n"])
-    >>> stops.put("one\n"), stops.put("\ntwo"), stops.found
+    >>> stops.put("one\n"), stops.put("\ntwo"), stops.match
     ('one', '', '\n\n')
     """
 
     def __init__(self, strings: Sequence[str]) -> None:
         self._strings = sorted(strings, key=len, reverse=True)
         self._held = ""
-        self.found: str | None = None
+        self.match: str | None = None
 
     def put(self, piece: str) -> str:
-        """The text that `piece` makes certain; "" after a stop string was found."""
-        if self.found is not None:
+        """The text that `piece` makes certain; "" after a stop string."""
+        if self.match is not None:
             return ""
         text = self._held + piece
         ends = {stop: text.find(stop) + len(stop) for stop in self._strings if stop in text}
         if ends:
-            self.found = min(ends, key=ends.__getitem__)  # of equals, the first: the longest
+            self.match = min(ends, key=ends.__getitem__)  # of equals, the first: the longest
             self._held = ""
-            return text[: ends[self.found] - len(self.found)]
+            return text[: ends[self.match] - len(self.match)]
         held = max((_overlap(text, stop) for stop in self._strings), default=0)
         self._held = text[len(text) - held :]
         return text[: len(text) - held]

@@ -1,4 +1,4 @@
-"""Tokens enter as they are sampled; text that a reader can follow leaves."""
+"""Streamers: Hugging Face's protocol, and one that writes text."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import Any, Protocol, TextIO
 
 import numpy as np
 
+from qsample.runtime.text.incremental_decoder import IncrementalDecoder
 from qsample.runtime.text.stop_strings import StopStrings, check_stop_strings
-from qsample.runtime.text.tokenizer import IncrementalDecoder, Tokenizer
+from qsample.runtime.text.tokenizer import Tokenizer
 
 
 class Streamer(Protocol):

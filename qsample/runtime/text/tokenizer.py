@@ -1,4 +1,4 @@
-"""Text enters, token ids leave, and back, piece by piece: `Tokenizer`, `IncrementalDecoder` and `GeneratedText`."""
+"""A package's tokenizer: text and chat messages to token ids, and token ids to text."""
 
 from __future__ import annotations
 
@@ -10,11 +10,8 @@ from tokenizers import Tokenizer as _Tokenizer
 from qsample.errors import PackageError
 from qsample.package import Package
 from qsample.runtime.text.chat import ChatTemplate
-from qsample.runtime.text.stop_strings import StopStrings
 
 TOKENIZER_FILE: Final = "tokenizer.json"
-_REPLACEMENT: Final = "\ufffd"  # what an incomplete multi-byte character decodes to
-_CONTEXT: Final = 8  # prompt tokens that decide how the first new one is spelled, with or without a space
 
 
 class Tokenizer:
@@ -70,66 +67,3 @@ class Tokenizer:
             )
         # The template spells the special tokens out.
         return self.encode(self._chat_template.render(messages), add_special_tokens=False)
-
-
-class IncrementalDecoder:
-    """Turns tokens into text as they come; the pieces joined are the whole text.
-
-    A piece is held back while it ends inside a multi-byte character. (A byte-fallback tokenizer spoils a whole run of
-    byte tokens when a later one makes it invalid; what was given out before stays as it was.)
-    """
-
-    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = (), *, skip_special_tokens: bool = True) -> None:
-        """prompt: the tokens before the first new one; they are not repeated in the text."""
-        self._tokenizer = tokenizer
-        self._skip_special_tokens = skip_special_tokens
-        self._ids = [int(token) for token in prompt[-_CONTEXT:]]
-        self._known = len(self._ids)  # tokens whose text was given out
-
-    def put(self, token: int) -> str:
-        """The text that `token` completes; "" where it completes none yet."""
-        self._ids.append(int(token))
-        text = self._pending()
-        if text.endswith(_REPLACEMENT) or not text:
-            return ""
-        # The tokens given out last stay as context: how a token is spelled can depend on the one before.
-        self._ids = self._ids[self._known :] if self._known < len(self._ids) else self._ids
-        self._known = len(self._ids)
-        return text
-
-    def end(self) -> str:
-        """What was held back; incomplete characters become U+FFFD."""
-        text = self._pending()
-        self._known = len(self._ids)
-        return text
-
-    def _pending(self) -> str:
-        before, text = self._decode(self._ids[: self._known]), self._decode(self._ids)
-        if not text.startswith(before):  # a new token completes a character that the prompt ended inside
-            before = before.rstrip(_REPLACEMENT)
-        return text[len(before) :]
-
-    def _decode(self, ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(ids, skip_special_tokens=self._skip_special_tokens)
-
-
-class GeneratedText:
-    """The text of one row as its tokens come, cut off before its first stop string."""
-
-    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = (), stop_strings: Sequence[str] = ()) -> None:
-        """prompt: as for `IncrementalDecoder`."""
-        self._decoder = IncrementalDecoder(tokenizer, prompt)
-        self._stops = StopStrings(stop_strings)
-
-    @property
-    def stop_string(self) -> str | None:
-        """The stop string that was found."""
-        return self._stops.found
-
-    def put(self, token: int) -> str:
-        """The text that `token` makes certain."""
-        return self._stops.put(self._decoder.put(token))
-
-    def end(self) -> str:
-        """What was held back."""
-        return self._stops.put(self._decoder.end()) + self._stops.end()

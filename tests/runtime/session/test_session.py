@@ -137,19 +137,3 @@ def test_a_capacity_other_than_the_manifests(tmp_path: Path) -> None:
         load(package.path)
     fitting = fake_package(tmp_path / "fitting", compilation=compilation(ctx_len=40), edit=fix)
     assert len(load(fitting.path).generate([5], temperature=0, eos_token_id=None).new_token_ids[0]) == 39
-
-
-def test_a_tokenizer_with_more_tokens_than_the_model(tmp_path: Path) -> None:
-    from tests.helpers.fake_package import byte_tokenizer
-
-    tokenizer = byte_tokenizer()
-    tokenizer.add_tokens([f"<extra {i}>" for i in range(100)])
-    package = fake_package(tmp_path / "package", files={"tokenizer.json": tokenizer.to_str()})
-    with pytest.raises(PackageError, match="has 360 tokens and the model 320"):
-        load(package.path)
-
-
-def test_a_tokenizer_that_cannot_be_read(tmp_path: Path) -> None:
-    package = fake_package(tmp_path / "package", files={"tokenizer.json": "{}"})
-    with pytest.raises(PackageError, match=r"cannot read .*tokenizer.json"):
-        load(package.path)

@@ -1,0 +1,53 @@
+"""Stop strings: the same one however the text is cut."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from qsample.runtime.text.stop_strings import StopStrings, check_stop_strings
+
+
+def through(stops: StopStrings, parts: list[str]) -> tuple[str, str | None]:
+    return "".join([*(stops.put(part) for part in parts), stops.end()]), stops.match
+
+
+def test_a_stop_string_is_found_however_the_text_is_cut() -> None:
+    generator = random.Random(2)
+    for _ in range(500):
+        text = "".join(generator.choice("ab\n漢") for _ in range(generator.randrange(0, 14)))
+        strings = ["".join(generator.choice("ab\n漢") for _ in range(generator.randrange(1, 5))) for _ in range(3)]
+        # The oracle: the shortest text that ends in a stop string, and of several of them the longest.
+        ends = [(text[:end], stop) for end in range(len(text) + 1) for stop in strings if text[:end].endswith(stop)]
+        wanted: tuple[str, str | None] = (text, None)
+        if ends:
+            stop = max((stop for whole, stop in ends if len(whole) == len(ends[0][0])), key=len)
+            wanted = (ends[0][0].removesuffix(stop), stop)
+        for _ in range(5):
+            cuts = sorted(generator.choices(range(len(text) + 1), k=3))
+            parts = [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+            assert through(StopStrings(strings), parts) == wanted
+        assert through(StopStrings(strings), list(text)) == wanted
+
+
+def test_text_is_held_back_only_while_it_may_begin_a_stop_string() -> None:
+    stops = StopStrings(["\n\nQ:", "END"])
+    parts = ["a", "\n", "b", "\n\n", "Q", "E", "N", "\n", "\nQ", ":c"]
+    assert [stops.put(part) for part in parts] == ["a", "", "\nb", "", "", "\n\nQ", "", "EN", "", ""]
+    assert (stops.match, stops.end()) == ("\n\nQ:", "")
+    ended = StopStrings(["END"])
+    assert (ended.put("xEN"), ended.end()) == ("x", "EN")
+
+
+@pytest.mark.parametrize("wrong", ["", ["a", ""], 5, [b"a"], {"a": 1}])
+def test_wrong_stop_strings(wrong: Any) -> None:
+    with pytest.raises(ValueError, match="stop_strings is"):
+        check_stop_strings(wrong)
+
+
+def test_stop_strings_as_they_are_given() -> None:
+    assert check_stop_strings(None) == ()
+    assert check_stop_strings("ab") == ("ab",)
+    assert check_stop_strings(["a", "b", "a"]) == ("a", "b")
