@@ -43,8 +43,9 @@ def load(
 
     Args:
         path: the package's folder.
-        provider: "cpu", "cuda", another key of `session.PROVIDERS`, or a list of ONNX Runtime's provider names; None =
-            the one that a device package was compiled for, otherwise "cpu".
+        provider: "cpu", "cuda" or another of ONNX Runtime's providers by its short name (see
+            `session.providers.execution_providers`), or a list of ONNX Runtime's full names; None = the one that a
+            device package was compiled for, otherwise "cpu".
         ctx_len: capacity of every row in tokens, for portable packages; None = what each generation needs, up to the
             model's max_position_embeddings.
         intra_op_num_threads: threads of one operator; None = ONNX Runtime's choice.

@@ -1,7 +1,7 @@
-"""Names of execution providers enter; whether this installation has them, and sessions that use them, leave.
+"""Execution providers: what they are called, whether this installation has them, and sessions that run on them.
 
-Some providers are part of ONNX Runtime. Others are libraries of their own, which have to be registered first:
-https://onnxruntime.ai/docs/execution-providers/plugin-ep-libraries
+Some are part of ONNX Runtime. Others are plugins: libraries that a package of their own brings, and that have to be
+registered first (https://onnxruntime.ai/docs/execution-providers/plugin-ep-libraries).
 """
 
 from __future__ import annotations
@@ -18,34 +18,84 @@ import onnxruntime as ort
 from qsample.errors import QsampleError
 from qsample.runtime.session.options import session_options
 
-# Provider → the module that brings its library.
-PLUGINS: Final[Mapping[str, str]] = {"OpenVINOExecutionProvider": "onnxruntime_ep_openvino"}
-DEVICE: Final = "device_type"  # the option that chooses one of a plugin's devices
+CPU: Final = "CPUExecutionProvider"
+CUDA: Final = "CUDAExecutionProvider"
+OPENVINO: Final = "OpenVINOExecutionProvider"
+TENSORRT: Final = "TensorrtExecutionProvider"
+DEVICE: Final = "device_type"  # the option that chooses one of OpenVINO's devices
+_SUFFIX: Final = "ExecutionProvider"
+_PLUGIN_PREFIX: Final = "onnxruntime_ep_"
+_SUGGESTED: Final = ("cpu", "cuda", "openvino", "tensorrt")  # short names for messages
+# Where something other than the CPU runs what a provider leaves over, the CPU coming after it.
+_FALLBACKS: Final[Mapping[str, tuple[str, ...]]] = {TENSORRT: (CUDA,)}
 _INSTALL: Final[Mapping[str, str]] = {
-    "CUDAExecutionProvider": "`pip install qsample[gpu]`, in place of qsample[cpu], brings CUDA",
-    "OpenVINOExecutionProvider": "`pip install qsample[openvino]` brings OpenVINO",
-    "TensorrtExecutionProvider": (
-        "`pip install qsample[gpu]`, in place of qsample[cpu], and NVIDIA's TensorRT libraries bring TensorRT"
-    ),
+    CUDA: "`pip install qsample[gpu]`, in place of qsample[cpu], brings CUDA",
+    OPENVINO: "`pip install qsample[openvino]` brings OpenVINO",
+    TENSORRT: "`pip install qsample[gpu]`, in place of qsample[cpu], and NVIDIA's TensorRT libraries bring TensorRT",
 }
+
+
+def execution_providers(name: str) -> tuple[str, ...]:
+    """ONNX Runtime's providers for a short name such as "cuda", in order of preference, the CPU's last.
+
+    A short name is ONNX Runtime's own without `ExecutionProvider`, in lower case. It stands for a provider that ONNX
+    Runtime knows, or for that of an installed plugin `onnxruntime_ep_<name>`. Raises QsampleError where there is none.
+    """
+    known = {_short_name(provider): provider for provider in ort.get_all_providers()}
+    provider = known.get(name) or next(iter(_plugin_providers(_PLUGIN_PREFIX + name)), None)
+    if provider is None:
+        raise QsampleError(
+            f"no provider {name!r}; choose {' or '.join(map(repr, _SUGGESTED))}, or give a list of ONNX Runtime's "
+            f"names: {', '.join(available_providers())}"
+        )
+    return tuple(dict.fromkeys((provider, *_FALLBACKS.get(provider, ()), CPU)))
 
 
 def available_providers() -> list[str]:
     """The providers that can be asked for: ONNX Runtime's own and those of installed plugins."""
     own: list[str] = ort.get_available_providers()
-    return own + [name for name, module in PLUGINS.items() if name not in own and find_spec(module) is not None]
+    return own + [name for name in ort.get_all_providers() if name not in own and is_plugin(name)]
 
 
 def check_available(providers: Sequence[str]) -> None:
     """Raise QsampleError, with what to install, unless this installation has all of them."""
-    available = available_providers()
-    absent = [name for name in providers if name not in available]
+    own = ort.get_available_providers()
+    absent = [name for name in providers if name not in own and not is_plugin(name)]
     if absent or not providers:
-        advice = "".join(f". {_INSTALL[name]}" for name in absent[:1] if name in _INSTALL)
+        advice = f". {_install_advice(absent[0])}" if absent else ""
         raise QsampleError(
             f"this onnxruntime has no {', '.join(absent) or 'provider in an empty list'}; it has "
-            f"{', '.join(available)}{advice}"
+            f"{', '.join(available_providers())}{advice}"
         )
+
+
+def is_plugin(provider: str) -> bool:
+    """Whether an installed plugin brings the provider, by the name that ONNX Runtime's guide gives such packages.
+
+    https://onnxruntime.ai/docs/execution-providers/plugin-ep-libraries/packaging.html
+    """
+    return provider in _plugin_providers(_plugin_module(provider))
+
+
+def _short_name(provider: str) -> str:
+    return provider.removesuffix(_SUFFIX).lower()
+
+
+def _plugin_module(provider: str) -> str:
+    return _PLUGIN_PREFIX + _short_name(provider)
+
+
+def _plugin_providers(module: str) -> list[str]:
+    """The providers of a plugin; none where it is not installed. `onnxruntime_ep_cuda` does not bring CUDA's own."""
+    if not module.isidentifier() or find_spec(module) is None:
+        return []
+    names: list[str] = import_module(module).get_ep_names()
+    return names
+
+
+def _install_advice(provider: str) -> str:
+    general = f"Install an onnxruntime that is built with it, or its plugin, the module {_plugin_module(provider)}"
+    return _INSTALL.get(provider, general)
 
 
 def open_session(
@@ -60,9 +110,9 @@ def open_session(
     Raises QsampleError where the first provider does not load; ONNX Runtime would only warn, and go without.
     """
     chosen = dict(provider_options or {})
-    if "CUDAExecutionProvider" in providers:
+    if CUDA in providers:
         ort.preload_dlls()  # the CUDA libraries of pip packages
-    if providers[0] in PLUGINS:
+    if is_plugin(providers[0]):
         add_plugin(options, providers[0], chosen)
         session = ort.InferenceSession(model, options, **more)
     else:
@@ -85,11 +135,11 @@ def compile_context(
     https://onnxruntime.ai/docs/execution-providers/EP-Context-Design.html
     """
     options = session_options()
-    if providers[0] in PLUGINS:
+    if is_plugin(providers[0]):
         add_plugin(options, providers[0], provider_options)
     else:
-        for place, provider in enumerate(providers[:-1]):  # the last one, the CPU's, is there anyway
-            options.add_provider(provider, dict(provider_options) if place == 0 else {})
+        for index, provider in enumerate(providers[:-1]):  # the last one, the CPU's, is there anyway
+            options.add_provider(provider, dict(provider_options) if index == 0 else {})
     compiler = ort.ModelCompiler(
         options,
         source,
@@ -101,19 +151,26 @@ def compile_context(
 
 
 def add_plugin(options: ort.SessionOptions, provider: str, provider_options: Mapping[str, str]) -> None:
-    """Put a provider of PLUGINS into `options`.
+    """Put a plugin's provider into `options`, on all devices that it has here.
 
-    provider_options: DEVICE, "CPU" where it is absent, and OpenVINO's properties of that device
+    provider_options: its own. For OpenVINO: DEVICE, one device, "CPU" where it is absent; and properties of that device
     (https://docs.openvino.ai/2026/openvino-workflow/running-inference/inference-devices-and-modes/cpu-device.html).
 
     Raises QsampleError where the provider has no such device here.
     """
+    if provider == OPENVINO:
+        _add_openvino(options, provider_options)
+    else:
+        options.add_provider_for_devices(plugin_devices(provider), dict(provider_options))
+
+
+def _add_openvino(options: ort.SessionOptions, provider_options: Mapping[str, str]) -> None:
     properties = dict(provider_options)
     wanted = properties.pop(DEVICE, "CPU")
-    devices = {device.ep_metadata.get("ov_device"): device for device in _devices(provider)}
+    devices = {device.ep_metadata.get("ov_device"): device for device in plugin_devices(OPENVINO)}
     if wanted not in devices:
         raise QsampleError(
-            f"{provider} finds no device {wanted!r} here, only {', '.join(map(repr, devices)) or 'none at all'}; it "
+            f"{OPENVINO} finds no device {wanted!r} here, only {', '.join(map(repr, devices)) or 'none at all'}; it "
             "takes Intel's processors alone"
         )
     if options.intra_op_num_threads:
@@ -122,10 +179,9 @@ def add_plugin(options: ort.SessionOptions, provider: str, provider_options: Map
     options.add_provider_for_devices([devices[wanted]], chosen)
 
 
-def _devices(provider: str) -> list[Any]:
-    found = [device for device in ort.get_ep_devices() if device.ep_name == provider]
-    if not found:  # nothing has registered it yet
-        library = import_module(PLUGINS[provider]).get_library_path()
+def plugin_devices(provider: str) -> list[Any]:
+    """The devices that a plugin's provider has here, as ONNX Runtime's OrtEpDevice. Registers the plugin first."""
+    if not any(device.ep_name == provider for device in ort.get_ep_devices()):
+        library = import_module(_plugin_module(provider)).get_library_path()
         ort.register_execution_provider_library(provider, library)
-        found = [device for device in ort.get_ep_devices() if device.ep_name == provider]
-    return found
+    return [device for device in ort.get_ep_devices() if device.ep_name == provider]

@@ -1,4 +1,4 @@
-"""A package enters; ONNX Runtime sessions of its graphs, checked against the contract, leave."""
+"""ONNX Runtime's sessions of a package's graphs, checked against the contract."""
 
 from __future__ import annotations
 
@@ -16,15 +16,9 @@ from qsample.errors import PackageError, QsampleError
 from qsample.package import Package
 from qsample.runtime.session.linux_memory import in_huge_pages, release_pages
 from qsample.runtime.session.options import SessionOptions, session_options
-from qsample.runtime.session.providers import available_providers, check_available, open_session
+from qsample.runtime.session.providers import CPU, CUDA, check_available, execution_providers, open_session
 from qsample.tensors import DTYPES
 
-PROVIDERS: Final[Mapping[str, tuple[str, ...]]] = {
-    "cpu": ("CPUExecutionProvider",),
-    "cuda": ("CUDAExecutionProvider", "CPUExecutionProvider"),
-    "openvino": ("OpenVINOExecutionProvider", "CPUExecutionProvider"),
-    "tensorrt": ("TensorrtExecutionProvider", "CUDAExecutionProvider", "CPUExecutionProvider"),
-}
 _CAPTURE: Final = "enable_cuda_graph"
 
 
@@ -73,15 +67,15 @@ def open_sessions(
 ) -> Sessions:
     """Load the graphs of `package`.
 
-    provider: a key of PROVIDERS, or ONNX Runtime's own provider names in order of preference; None = what a device
-    package was compiled for, otherwise "cpu".
+    provider: a short name (see `execution_providers`), or ONNX Runtime's own provider names in order of preference;
+    None = what a device package was compiled for, otherwise "cpu".
 
     Raises QsampleError where the provider does not exist here or is not the one that the package was compiled for,
     PackageError where a graph does not have the interface that the manifest promises.
     """
     providers = _providers(package, provider)
     options = options or SessionOptions()
-    device = "cuda" if "CUDAExecutionProvider" in providers else "cpu"
+    device = "cuda" if CUDA in providers else "cpu"
     interface = package.interface
     sizes = dict(interface.sizes)
     if package.manifest.compilation is not None:
@@ -97,7 +91,7 @@ def open_sessions(
 
     on_host = SessionOptions(options.intra_op_num_threads, config=options.config)
     # Its control flow is nothing for providers that compile, and it runs seldom.
-    resuming = [name for name in providers if name in PROVIDERS["cuda"]]
+    resuming = [name for name in providers if name in (CUDA, CPU)]
     # The weights of sessions on other devices are not in this process's memory for long.
     with in_huge_pages() if device == "cpu" else nullcontext():
         decoder = load("decoder.onnx", providers, options)
@@ -106,7 +100,7 @@ def open_sessions(
     return Sessions(
         interface,
         decoder=decoder,
-        sampler=None if interface.features.sampler else load("sampler.onnx", PROVIDERS["cpu"], on_host),
+        sampler=None if interface.features.sampler else load("sampler.onnx", [CPU], on_host),
         device=device,
         resuming=load("sampler.onnx", resuming, options if resuming == list(providers) else on_host)
         if interface.captured
@@ -114,7 +108,7 @@ def open_sessions(
         replays=Replays() if _options_of(package, "decoder.onnx", options).get(_CAPTURE) == "1" else None,
         tokens_per_call=length if isinstance(length, int) else None,
         # Elsewhere attention is compiled for the capacity as its longest row, and then takes no batch of prompts.
-        joins_prompts=providers[0] == "CPUExecutionProvider",
+        joins_prompts=providers[0] == CPU,
     )
 
 
@@ -132,19 +126,14 @@ def _options_of(package: Package, name: str, options: SessionOptions) -> dict[st
 def _providers(package: Package, provider: str | Sequence[str] | None) -> tuple[str, ...]:
     compilation = package.manifest.compilation
     if provider is None:
-        providers = compilation.execution_providers if compilation else PROVIDERS["cpu"]
+        providers = compilation.execution_providers if compilation else (CPU,)
     elif isinstance(provider, str):
         if compilation is not None and provider != compilation.provider:
             raise QsampleError(
                 f"{package.path} was compiled for {compilation.provider!r}, not {provider!r}; compile the portable "
                 f"package for {provider!r}, or leave provider out"
             )
-        if compilation is None and provider not in PROVIDERS:
-            raise QsampleError(
-                f"no provider {provider!r}; choose {' or '.join(map(repr, PROVIDERS))}, or give a list of ONNX "
-                f"Runtime's names: {', '.join(available_providers())}"
-            )
-        providers = compilation.execution_providers if compilation else PROVIDERS[provider]
+        providers = compilation.execution_providers if compilation else execution_providers(provider)
     else:
         providers = tuple(provider)
     check_available(providers)
@@ -164,11 +153,11 @@ def _load(package: Package, name: str, providers: Sequence[str], options: Sessio
 def check_interface(session: ort.InferenceSession, spec: GraphSpec, sizes: Mapping[str, int], graph_name: str) -> None:
     """Raise PackageError where the names, dtypes or shapes of the session's tensors are not those of `spec`."""
     retained = [_renamed(state, retained_name(state.name)) for state in spec.states if not state.read_only]
-    for side, found, wanted in (
+    for side, values, wanted in (
         ("input", session.get_inputs(), (*spec.inputs, *spec.states)),
         ("output", session.get_outputs(), (*spec.outputs, *retained)),
     ):
-        actual = {value.name: value for value in found}
+        actual = {value.name: value for value in values}
         missing = [tensor.name for tensor in wanted if tensor.name not in actual]
         unexpected = [name for name in actual if name not in {tensor.name for tensor in wanted}]
         if missing or unexpected:

@@ -27,7 +27,7 @@ from qsample.exporters.compiler.targets.openvino import OpenVinoTarget
 from qsample.exporters.compiler.targets.tensorrt import TensorRtTarget
 from qsample.package import Package, read_package
 from qsample.runtime import CausalLM, SamplingParams, load
-from qsample.runtime.session.providers import PLUGINS, available_providers, compile_context
+from qsample.runtime.session.providers import available_providers, compile_context, is_plugin, plugin_devices
 from tests.helpers.sampling_cases import PARAMETERS
 
 CAPACITY = 48
@@ -215,17 +215,15 @@ def test_a_kernel_provider_compiles_to_the_same_graph(tmp_path: Path) -> None:
 
 def openvino_devices() -> list[str]:
     """The devices of the OpenVINO plugin, [] where it is not installed."""
-    from qsample.runtime.session.providers import _devices
-
     provider = OpenVinoTarget.execution_providers[0]
-    if provider not in available_providers() or provider in ort.get_available_providers():
+    if not is_plugin(provider) or provider in ort.get_available_providers():
         return []
-    return [str(device.ep_metadata.get("ov_device")) for device in _devices(provider)]
+    return [str(device.ep_metadata.get("ov_device")) for device in plugin_devices(provider)]
 
 
 @pytest.mark.skipif(
     "CPU" not in openvino_devices(),
-    reason=f"needs {PLUGINS['OpenVINOExecutionProvider']} and a processor that it takes",
+    reason="needs the plugin onnxruntime-ep-openvino and a processor that it takes",
 )
 @pytest.mark.parametrize("options", [{}, {"batch_size": 1}, {"weights": "int8"}], ids=str)
 def test_openvino_end_to_end(options: dict[str, Any], llama: Package, tmp_path: Path) -> None:
