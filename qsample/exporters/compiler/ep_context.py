@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes import common as common_passes
 
@@ -23,7 +22,6 @@ from qsample.errors import CompileError
 from qsample.exporters.compiler.options import CompileOptions
 from qsample.exporters.compiler.placement import Placement
 from qsample.exporters.graph.axes import fix_axes
-from qsample.exporters.graph.edit import initializer
 from qsample.exporters.graph.join import append_sampler, cut_at_logits
 from qsample.exporters.sampler import export_sampler
 from qsample.runtime.session.options import session_options
@@ -31,22 +29,12 @@ from qsample.runtime.session.providers import compile_context, open_session
 
 CONTEXT: Final = "EPContext"
 ATTENTION: Final = "GroupQueryAttention"
-_TOTAL_LENGTH: Final = 6  # place among its inputs
 
 
 def load_model_part(decoder: Path, interface: Interface) -> ir.Model:
     """The graph of the file `decoder` up to its logits. interface: that of the package that it belongs to."""
     model = ir.load(decoder)
     return cut_at_logits(model, interface) if interface.features.sampler else model
-
-
-def attend_over_the_capacity(model: ir.Model, capacity: int) -> None:
-    """Give every attention T as its longest total length, a constant: the host reads it, and must not have to wait."""
-    total = initializer(model.graph, "attention_capacity", np.array(capacity, dtype=np.int32))
-    for node in model.graph:
-        if node.op_type == ATTENTION:
-            node.replace_input_with(_TOTAL_LENGTH, total)
-    common_passes.RemoveUnusedNodesPass()(model)
 
 
 def publish_compiled(
@@ -82,20 +70,14 @@ def publish_compiled(
             sampler = export_sampler(interface, options.pad_token_id)
             fix_axes(sampler, {CAPACITY: options.ctx_len})
             append_sampler(compiled, sampler, interface.decoder)
-        _forget_unused_domains(compiled)
+        # It names all domains that this build of ONNX Runtime knows, which another may not.
+        common_passes.RemoveUnusedOpsetsPass()(compiled)
         ir.save(compiled, aside / target.name, external_data=f"{target.name}.data")
         for file in aside.glob(f"{target.name}*"):
             file.replace(folder / file.name)
     finally:
         shutil.rmtree(aside)
     return _placement(target, providers, provider_options)
-
-
-def _forget_unused_domains(model: ir.Model) -> None:
-    """A compiled file names all domains that this build of ONNX Runtime knows, which another may not."""
-    used = {node.domain for node in model.graph.all_nodes()} | {""}
-    for domain in [domain for domain in model.opset_imports if domain not in used]:
-        del model.opset_imports[domain]
 
 
 def _placement(path: Path, providers: Sequence[str], provider_options: Mapping[str, str]) -> Placement:

@@ -7,18 +7,21 @@ from collections.abc import Mapping
 import onnx_ir as ir
 
 
-def fix_axes(model: ir.Model, sizes: Mapping[str, int]) -> ir.Model:
-    """Give the named axes in `sizes` their size, in every shape of the graph; in place.
+def fix_axes(model: ir.Model, sizes: Mapping[str, int]) -> bool:
+    """Give the named axes in `sizes` their size, in every shape of the graph; in place. Returns whether
+    anything had one of them.
 
     Sizes computed from several axes lose their recorded name: shape inference finds them again.
     """
+    modified = False
     for value in _values(model):
         if value.shape is None:
             continue
         dims = [_fixed(dim, sizes) for dim in value.shape]
         if list(value.shape) != dims:
             value.shape = ir.Shape(dims)
-    return model
+            modified = True
+    return modified
 
 
 def _values(model: ir.Model) -> list[ir.Value]:

@@ -19,13 +19,15 @@ DTYPES: Final = {"float16": ir.DataType.FLOAT16, "bfloat16": ir.DataType.BFLOAT1
 _NUMPY: Final = {ir.DataType.FLOAT16: np.dtype(np.float16), ir.DataType.BFLOAT16: np.dtype(ml_dtypes.bfloat16)}
 
 
-def convert_to_half(model: ir.Model, dtype: str, states: Collection[str]) -> None:
+def convert_to_half(model: ir.Model, dtype: str, states: Collection[str]) -> bool:
     """Convert every weight and hidden value of `model`, and the inputs in `states`, to `dtype`, a key of DTYPES.
 
     In place. Weights are converted one at a time, when the model is saved. The output `logits` stays float32.
+    Returns whether anything was float32.
     """
     half = DTYPES[dtype]
     graph = model.graph
+    modified = False
     exact = _exact_values(graph)
     casts: dict[ir.Value, ir.Value] = {}
     for state in graph.inputs:
@@ -37,6 +39,7 @@ def convert_to_half(model: ir.Model, dtype: str, states: Collection[str]) -> Non
         for place, value in enumerate(node.inputs):
             if value is None or value.dtype != ir.DataType.FLOAT:
                 continue
+            modified = True
             if value in exact or value.is_initializer():
                 if value not in casts:
                     casts[value] = _initializer(graph, value, half) if value.is_initializer() else _cast(value, half)
@@ -50,6 +53,7 @@ def convert_to_half(model: ir.Model, dtype: str, states: Collection[str]) -> Non
         if value.is_initializer() and not value.uses() and value.name is not None:
             graph.initializers.pop(value.name)
     _widen_logits(graph)
+    return modified
 
 
 def _exact_values(graph: ir.Graph) -> set[ir.Value]:

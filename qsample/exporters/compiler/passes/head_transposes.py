@@ -7,7 +7,6 @@ over D and rotary embeddings read [B, S, heads, D] as well, so the first transpo
 from __future__ import annotations
 
 import onnx_ir as ir
-from onnx_ir.passes import common as common_passes
 
 from qsample.exporters.graph.edit import insert, reshape
 
@@ -36,8 +35,6 @@ def remove_head_transposes(model: ir.Model) -> bool:
         else:
             continue
         modified = True
-    if modified:
-        common_passes.RemoveUnusedNodesPass()(model)
     return modified
 
 

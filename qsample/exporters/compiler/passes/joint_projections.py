@@ -30,7 +30,7 @@ class _Projection(NamedTuple):
     operands: list[ir.TensorProtocol]
 
 
-def pack_projections(model: ir.Model) -> bool:
+def join_projections(model: ir.Model) -> bool:
     """Join the projections of `model`'s graph that read one value, in place. Returns whether there were any."""
     graph, modified = model.graph, _share_orders(model.graph)
     values = [*graph.inputs, *(output for node in graph for output in node.outputs)]

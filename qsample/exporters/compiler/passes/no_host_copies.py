@@ -13,7 +13,6 @@ from typing import Final, NamedTuple
 
 import numpy as np
 import onnx_ir as ir
-from onnx_ir.passes import common as common_passes
 
 from qsample.exporters.graph.edit import initializer, insert
 
@@ -55,7 +54,7 @@ def host_data(graph: ir.Graph) -> list[str]:
     ]
 
 
-def keep_on_device(model: ir.Model, limit: int) -> bool:
+def remove_host_copies(model: ir.Model, limit: int) -> bool:
     """Cut the integers that the graph takes from shapes out of a constant [limit] on the device; in place.
 
     limit: more than any of them, which are not negative. Shapes that the graph fixes become constants. Returns whether
@@ -80,9 +79,17 @@ def keep_on_device(model: ir.Model, limit: int) -> bool:
                 copies[value] = _number(_behind(value), value, limit)
             node.replace_input_with(place, copies[value])
             modified = True
-    if modified:
-        common_passes.RemoveUnusedNodesPass()(model)
     return modified
+
+
+def fix_total_length(model: ir.Model, capacity: int) -> bool:
+    """Give every GroupQueryAttention the constant `capacity`, T, as its longest total length; in place. The host reads
+    it, and must not have to wait. Returns whether there was one."""
+    total = initializer(model.graph, "attention_capacity", np.array(capacity, dtype=np.int32))
+    attentions = [node for node in model.graph if node.op_type == "GroupQueryAttention"]
+    for node in attentions:
+        node.replace_input_with(6, total)
+    return bool(attentions)
 
 
 class _Host(NamedTuple):

@@ -14,16 +14,19 @@ _GELU: Final = {"none": "Gelu", "tanh": "FastGelu"}
 _MICROSOFT: Final = "com.microsoft"
 
 
-def lower_opset(model: ir.Model, opset: int) -> None:
+def lower_opset(model: ir.Model, opset: int) -> bool:
     """Declare `model` to be of `opset`, in place, and rewrite what that opset writes differently.
 
-    Raises CompileError for an operator, or an attribute of one, that the opset does not have.
+    Returns whether it was of another one. Raises CompileError for an operator, or an attribute of one, that the opset
+    does not have.
     """
+    modified: bool = model.opset_imports.get("") != opset
     for node in model.graph.all_nodes():
         node.version = None
         if node.domain == "":
             _lower(node, opset)
     model.opset_imports[""] = opset
+    return modified
 
 
 def _lower(node: ir.Node, opset: int) -> None:

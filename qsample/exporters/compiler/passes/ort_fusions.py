@@ -11,12 +11,14 @@ from transformers.exporters.onnxruntime_fusions import fuse_for_onnxruntime
 FUSION_PROVIDERS = ("cpu", "cuda")
 
 
-def fuse(model: ir.Model, provider: str) -> ir.Model:
-    """Fuse norms, skip-norms, rotary embeddings and packed projections in place, and return the model.
+def fuse_operators(model: ir.Model, provider: str) -> bool:
+    """Fuse norms, skip-norms, rotary embeddings and packed projections in place. Returns whether
+    the graph has other nodes than before.
 
     provider: one of FUSION_PROVIDERS; ValueError otherwise.
     """
     if provider not in FUSION_PROVIDERS:
         raise ValueError(f"no fusions for provider {provider!r}; choose one of {', '.join(FUSION_PROVIDERS)}")
+    nodes = list(model.graph)
     fuse_for_onnxruntime(model, provider)
-    return model
+    return list(model.graph) != nodes

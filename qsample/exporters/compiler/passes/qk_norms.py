@@ -6,7 +6,6 @@ from __future__ import annotations
 from typing import Final, NamedTuple
 
 import onnx_ir as ir
-from onnx_ir.passes import common as common_passes
 
 _WEIGHTS: Final = (14, 15)  # places of q_norm_weight and k_norm_weight among GroupQueryAttention's inputs
 _NORMS: Final = ("SimplifiedLayerNormalization", "RMSNormalization")
@@ -20,7 +19,7 @@ class _Norm(NamedTuple):
     epsilon: float
 
 
-def absorb_head_norms(model: ir.Model) -> bool:
+def absorb_qk_norms(model: ir.Model) -> bool:
     """Give each GroupQueryAttention that rotates by itself the norms before its queries and keys; in place.
 
     The operator norms before it rotates, as models with such norms do. Returns whether anything changed.
@@ -39,8 +38,6 @@ def absorb_head_norms(model: ir.Model) -> bool:
             node.replace_input_with(place, norm.weight)
         node.attributes["qk_norm_epsilon"] = ir.AttrFloat32("qk_norm_epsilon", query.epsilon)
         modified = True
-    if modified:
-        common_passes.RemoveUnusedNodesPass()(model)
     return modified
 
 

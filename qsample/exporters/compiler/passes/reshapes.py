@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import numpy as np
 import onnx_ir as ir
-from onnx_ir.passes import common as common_passes
 
 from qsample.exporters.graph.edit import initializer
 
@@ -24,8 +23,6 @@ def simplify_reshapes(model: ir.Model) -> bool:
         if node.op_type == "Reshape" and node.domain == "":
             modified |= _skip_earlier_reshape(node)
             modified |= _drop(node) or _make_target_constant(model.graph, node)
-    if modified:
-        common_passes.RemoveUnusedNodesPass()(model)
     return modified
 
 

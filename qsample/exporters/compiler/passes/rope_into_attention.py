@@ -12,7 +12,6 @@ from typing import Final, NamedTuple
 
 import numpy as np
 import onnx_ir as ir
-from onnx_ir.passes import common as common_passes
 
 from qsample.contract import BATCH, LENGTHS, SEQUENCE
 from qsample.exporters.graph.edit import initializer
@@ -26,7 +25,7 @@ _TOLERANCE: Final = 1e-6
 _COS, _SIN, _POSITION_IDS = 7, 8, 9  # places among GroupQueryAttention's inputs
 
 
-def absorb_rotary(model: ir.Model, capacity: int) -> bool:
+def absorb_rope(model: ir.Model, capacity: int) -> bool:
     """Let each GroupQueryAttention rotate its queries and keys where the graph does it by position; in place.
 
     capacity: T, the positions of the table that takes the place of computed cosines and sines. Returns whether anything
@@ -49,8 +48,6 @@ def absorb_rotary(model: ir.Model, capacity: int) -> bool:
             continue
         _rotate_inside(node, query, key, found)
         modified = True
-    if modified:
-        common_passes.RemoveUnusedNodesPass()(model)
     return modified
 
 

@@ -11,7 +11,6 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 import onnx_ir as ir
-from onnx_ir.passes import common as common_passes
 
 from qsample.contract import BATCH, LENGTHS, SEQUENCE
 from qsample.exporters.graph.edit import initializer, insert, part_of
@@ -33,7 +32,7 @@ class _Rotation(NamedTuple):
     interleaved: bool
 
 
-def fuse_rotations(model: ir.Model) -> bool:
+def fuse_rope(model: ir.Model) -> bool:
     """Make RotaryEmbedding nodes of rotations that are written out, in place; of the first part of each head, where
     the rest is only put behind it. Returns whether there was one."""
     content = _content(model.graph)
@@ -52,8 +51,6 @@ def fuse_rotations(model: ir.Model) -> bool:
             assert x is not None
             _rotate(node, x, node.inputs[1:], dict(node.attributes))
             modified = True
-    if modified:
-        common_passes.RemoveUnusedNodesPass()(model)
     return modified
 
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from qsample.exporters.compiler.quantize.weights import QuantizationReport, matrix_of
+from qsample.exporters.compiler.quantize.weights import QuantizationReport, matrix_of, report_quantization
 
 
-def store_half(model: ir.Model) -> QuantizationReport:
+def store_as_float16(model: ir.Model) -> bool:
     """Store every constant float32 matrix of `model` that a token is multiplied by in float16, in place.
 
-    The float16 numbers are computed when the model is saved, one matrix at a time.
+    The float16 numbers are computed when the model is saved, one matrix at a time. Returns whether there was a matrix;
+    `quantization_report` has the figures.
     """
     graph = model.graph
     matrices = {matrix.value: matrix.tensor for matrix in map(matrix_of, graph) if matrix is not None}
@@ -30,7 +31,8 @@ def store_half(model: ir.Model) -> QuantizationReport:
         graph.initializers.pop(str(value.name))
         result.name = f"{value.name}_float32"
     before = sum(tensor.nbytes for tensor in matrices.values())
-    return QuantizationReport(len(matrices), before, before // 2)
+    report_quantization(model, QuantizationReport(len(matrices), before, before // 2))
+    return bool(matrices)
 
 
 def _stored(tensor: ir.TensorProtocol, name: str) -> ir.Value:

@@ -46,8 +46,8 @@ def measure_ranges(
     return {spec.name: np.abs(state[spec.name][:, :, :steps]).max(axis=(0, 2)) for spec in interface.cache_states}
 
 
-def quantize_cache(model: ir.Model, ranges: Mapping[str, Array]) -> None:
-    """Make every cache state of `model` int8, in place.
+def quantize_kv_cache(model: ir.Model, ranges: Mapping[str, Array]) -> bool:
+    """Make every cache state of `model` int8, in place. Returns whether there was one.
 
     ranges: state name → largest absolute value of each channel, [H, D]. A channel that was always 0 gets scale 1.
     """
@@ -69,3 +69,4 @@ def quantize_cache(model: ir.Model, ranges: Mapping[str, Array]) -> None:
         for attribute in ("k_quant_type", "v_quant_type"):
             node.attributes[attribute] = ir.AttrString(attribute, "PER_CHANNEL")
         node.attributes["kv_cache_bit_width"] = ir.AttrInt64("kv_cache_bit_width", 8)
+    return bool(ranges)

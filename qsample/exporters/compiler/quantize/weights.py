@@ -25,6 +25,7 @@ METHODS: Final = ("rtn", "k_quant", "hqq")
 # MatMulNBits' accuracy_level: activations are rounded to int8 a block, which is what its fast CPU kernels take.
 _INT8_ACTIVATIONS: Final = 4
 _DOMAIN: Final = "com.microsoft"
+_REPORT: Final = "qsample.quantization"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +55,11 @@ class QuantizationReport:
     bytes_after: int
 
 
-def quantize_weights(model: ir.Model, quantization: WeightQuantization) -> QuantizationReport:
+def quantize_weights(model: ir.Model, quantization: WeightQuantization) -> bool:
     """Quantize the weights of `model` in place; the packed ones are computed when the model is saved.
 
-    Matrices with an input size that is no multiple of the block size stay as they are.
+    Matrices with an input size that is no multiple of the block size stay as they are. Returns whether there were
+    others; `quantization_report` has the figures.
     """
     packed: dict[ir.Value, _Packed] = {}
     before = after = 0
@@ -74,7 +76,19 @@ def quantize_weights(model: ir.Model, quantization: WeightQuantization) -> Quant
         if not value.uses() and value.name is not None:
             model.graph.initializers.pop(value.name, None)
     model.opset_imports.setdefault(_DOMAIN, 1)
-    return QuantizationReport(len(packed), before, after)
+    report_quantization(model, QuantizationReport(len(packed), before, after))
+    return bool(packed)
+
+
+def quantization_report(model: ir.Model) -> QuantizationReport | None:
+    """What quantization did to the weights of `model` since it was loaded; None where it was not asked for."""
+    report: QuantizationReport | None = model.meta.get(_REPORT)
+    return report
+
+
+def report_quantization(model: ir.Model, report: QuantizationReport) -> None:
+    """Keep `report` with `model`, not in its file."""
+    model.meta[_REPORT] = report
 
 
 def round_activations(model: ir.Model) -> bool:

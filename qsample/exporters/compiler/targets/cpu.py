@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -14,13 +15,16 @@ from qsample.contract import BATCH, CAPACITY, Interface
 from qsample.errors import CompileError
 from qsample.exporters.compiler.options import CompileOptions
 from qsample.exporters.compiler.ort import optimize_offline
-from qsample.exporters.compiler.passes.joint_projections import pack_projections
-from qsample.exporters.compiler.passes.lean import make_lean
-from qsample.exporters.compiler.passes.ort_fusions import fuse
 from qsample.exporters.compiler.placement import Placement
-from qsample.exporters.compiler.quantize.float16 import store_half
-from qsample.exporters.compiler.quantize.kv_cache import quantize_cache
-from qsample.exporters.compiler.quantize.weights import QuantizationReport, quantize_weights, round_activations
+from qsample.exporters.compiler.quantize.float16 import store_as_float16
+from qsample.exporters.compiler.quantize.kv_cache import quantize_kv_cache
+from qsample.exporters.compiler.quantize.weights import (
+    QuantizationReport,
+    quantization_report,
+    quantize_weights,
+    round_activations,
+)
+from qsample.exporters.compiler.recipe import Pass, lean_passes, run
 from qsample.exporters.graph.axes import fix_axes
 
 _DTYPES: Final = ("float32", "float16")  # GroupQueryAttention's CPU kernels
@@ -52,14 +56,15 @@ class CpuTarget:
     def compile(self, decoder: Path, folder: Path, interface: Interface, options: CompileOptions) -> Placement:
         fused = folder / "fused.onnx"
         model = ir.load(decoder)
-        fix_axes(model, {CAPACITY: options.ctx_len} | ({BATCH: 1} if options.batch_size == 1 else {}))
-        pack_projections(model)  # as the fusions would, but without reading the weights
-        fuse(model, self.name)
-        make_lean(model, options.ctx_len)
-        round_activations(model)
+        sizes = {CAPACITY: options.ctx_len} | ({BATCH: 1} if options.batch_size == 1 else {})
+        passes: list[Pass] = [partial(fix_axes, sizes=sizes), *lean_passes(self.name, options.ctx_len)]
+        passes.append(round_activations)
         if options.cache_ranges is not None:
-            quantize_cache(model, options.cache_ranges)
-        report = quantize_weights(model, options.weights) if options.weights is not None else None
+            passes.append(partial(quantize_kv_cache, ranges=options.cache_ranges))
+        if options.weights is not None:
+            passes.append(partial(quantize_weights, quantization=options.weights))
+        run(model, passes)
+        report = quantization_report(model)
         ir.save(model, fused, external_data="fused.onnx.data")
         del model  # it may hold weights
         # EXTENDED holds what every CPU of the architecture runs; ALL adds layouts of the very machine that compiles.
@@ -78,7 +83,9 @@ class CpuTarget:
 def _store_half(folder: Path) -> QuantizationReport:
     """Rewrite `decoder.onnx` in `folder`. This comes last: ONNX Runtime's optimisation would undo it."""
     model, aside = ir.load(folder / "decoder.onnx"), folder / "float16"
-    report = store_half(model)
+    store_as_float16(model)
+    report = quantization_report(model)
+    assert report is not None
     aside.mkdir()
     ir.save(model, aside / "decoder.onnx", external_data="decoder.onnx.data")
     del model

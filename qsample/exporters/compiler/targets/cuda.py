@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -16,19 +17,21 @@ import onnx_ir as ir
 
 from qsample.contract import CAPACITY, Interface
 from qsample.errors import CompileError, QsampleError
-from qsample.exporters.compiler.ep_context import attend_over_the_capacity
 from qsample.exporters.compiler.options import CompileOptions
 from qsample.exporters.compiler.passes.half_precision import DTYPES, convert_to_half
-from qsample.exporters.compiler.passes.joint_projections import pack_projections
-from qsample.exporters.compiler.passes.lean import make_lean
-from qsample.exporters.compiler.passes.no_host_copies import host_data, host_nodes, keep_on_device
+from qsample.exporters.compiler.passes.no_host_copies import (
+    fix_total_length,
+    host_data,
+    host_nodes,
+    remove_host_copies,
+)
 from qsample.exporters.compiler.passes.opset import lower_opset
-from qsample.exporters.compiler.passes.ort_fusions import fuse
-from qsample.exporters.compiler.passes.packed_qkv import pack_attention_inputs
-from qsample.exporters.compiler.passes.qk_norms import absorb_head_norms
+from qsample.exporters.compiler.passes.packed_qkv import pack_qkv
+from qsample.exporters.compiler.passes.qk_norms import absorb_qk_norms
 from qsample.exporters.compiler.placement import Placement
-from qsample.exporters.compiler.quantize.kv_cache import quantize_cache
-from qsample.exporters.compiler.quantize.weights import QuantizationReport, quantize_weights
+from qsample.exporters.compiler.quantize.kv_cache import quantize_kv_cache
+from qsample.exporters.compiler.quantize.weights import quantization_report, quantize_weights
+from qsample.exporters.compiler.recipe import Pass, lean_passes, run
 from qsample.exporters.compiler.targets import check_providers
 from qsample.exporters.graph.axes import fix_axes
 from qsample.exporters.graph.join import append_sampler, cut_at_logits
@@ -78,7 +81,7 @@ class CudaTarget:
         )
 
     def compile(self, decoder: Path, folder: Path, interface: Interface, options: CompileOptions) -> Placement:
-        model, report = self.build(decoder, interface, options)
+        model = self.build(decoder, interface, options)
         problems = capture_problems(model)
         if problems:
             raise CompileError(f"the graph cannot be captured and replayed: {'; '.join(problems[:5])}")
@@ -87,35 +90,35 @@ class CudaTarget:
             resuming = export_sampler(interface, options.pad_token_id, resumes=True)
             lower_opset(resuming, _OPSET)
             ir.save(resuming, folder / "sampler.onnx")
-        return replace(self._placement(folder / "decoder.onnx", model), quantization=report)
+        return replace(self._placement(folder / "decoder.onnx", model), quantization=quantization_report(model))
 
-    def build(
-        self, decoder: Path, interface: Interface, options: CompileOptions
-    ) -> tuple[ir.Model, QuantizationReport | None]:
+    def build(self, decoder: Path, interface: Interface, options: CompileOptions) -> ir.Model:
         """The graph as it is published, from the portable one; `interface` is that of the compiled package."""
         model = ir.load(decoder)
         if interface.captured:
             cut_at_logits(model, interface)
-        fix_axes(model, {CAPACITY: options.ctx_len})
-        pack_projections(model)  # as the fusions would, but without reading the weights
-        fuse(model, "cuda")
-        make_lean(model, options.ctx_len)
-        if absorb_head_norms(model):
-            pack_attention_inputs(model)
-        attend_over_the_capacity(model, options.ctx_len)
+        states = {state.name for state in interface.cache_states}
+        passes: list[Pass] = [
+            partial(fix_axes, sizes={CAPACITY: options.ctx_len}),
+            *lean_passes("cuda", options.ctx_len),
+            absorb_qk_norms,
+            pack_qkv,
+            partial(fix_total_length, capacity=options.ctx_len),
+        ]
         if options.dtype in DTYPES:
-            convert_to_half(model, options.dtype, {state.name for state in interface.cache_states})
+            passes.append(partial(convert_to_half, dtype=options.dtype, states=states))
         if options.cache_ranges is not None:
-            quantize_cache(model, options.cache_ranges)
-        report = quantize_weights(model, options.weights) if options.weights is not None else None
+            passes.append(partial(quantize_kv_cache, ranges=options.cache_ranges))
+        if options.weights is not None:
+            passes.append(partial(quantize_weights, quantization=options.weights))
+        run(model, passes)
         if interface.captured:
             sampler = export_sampler(interface, options.pad_token_id, control_flow=False)
             fix_axes(sampler, {CAPACITY: options.ctx_len})
             append_sampler(model, sampler, interface.decoder)
         # Numbers that come from shapes: the new tokens of a call, which never exceed the capacity.
-        keep_on_device(model, options.ctx_len + 1)
-        lower_opset(model, _OPSET)
-        return model, report
+        run(model, [partial(remove_host_copies, limit=options.ctx_len + 1), partial(lower_opset, opset=_OPSET)])
+        return model
 
     def _placement(self, path: Path, model: ir.Model) -> Placement:
         """Load the graph as it will be run, and refuse it where a node that computes is not on the device."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import onnx_ir as ir
@@ -16,12 +17,10 @@ from qsample.contract import BATCH, CAPACITY, Interface
 from qsample.errors import CompileError
 from qsample.exporters.compiler.ep_context import load_model_part, publish_compiled
 from qsample.exporters.compiler.options import CompileOptions
-from qsample.exporters.compiler.passes.joint_projections import pack_projections
-from qsample.exporters.compiler.passes.lean import make_lean
-from qsample.exporters.compiler.passes.ort_fusions import fuse
 from qsample.exporters.compiler.placement import Placement
-from qsample.exporters.compiler.quantize.kv_cache import quantize_cache
-from qsample.exporters.compiler.quantize.weights import QuantizationReport, quantize_weights
+from qsample.exporters.compiler.quantize.kv_cache import quantize_kv_cache
+from qsample.exporters.compiler.quantize.weights import quantization_report, quantize_weights
+from qsample.exporters.compiler.recipe import Pass, lean_passes, run
 from qsample.exporters.compiler.targets import check_providers
 from qsample.exporters.graph.axes import fix_axes
 
@@ -48,22 +47,22 @@ class OpenVinoTarget:
         return replace(interface, kv_cache_dtype=options.kv_cache_dtype)
 
     def compile(self, decoder: Path, folder: Path, interface: Interface, options: CompileOptions) -> Placement:
-        model, report = self.build(decoder, interface, options)
+        model = self.build(decoder, interface, options)
         chosen = self.execution_providers, self.provider_options
-        return replace(publish_compiled(model, folder, interface, options, *chosen), quantization=report)
+        placement = publish_compiled(model, folder, interface, options, *chosen)
+        return replace(placement, quantization=quantization_report(model))
 
-    def build(
-        self, decoder: Path, interface: Interface, options: CompileOptions
-    ) -> tuple[ir.Model, QuantizationReport | None]:
+    def build(self, decoder: Path, interface: Interface, options: CompileOptions) -> ir.Model:
         """The model part as OpenVINO is given it; `interface` is that of the compiled package."""
         model = load_model_part(decoder, interface)
-        fix_axes(model, {CAPACITY: options.ctx_len} | ({BATCH: 1} if options.batch_size == 1 else {}))
-        pack_projections(model)  # as the fusions would, but without reading the weights
-        fuse(model, "cpu")
-        make_lean(model, options.ctx_len)
+        sizes = {CAPACITY: options.ctx_len} | ({BATCH: 1} if options.batch_size == 1 else {})
+        passes: list[Pass] = [partial(fix_axes, sizes=sizes), *lean_passes("cpu", options.ctx_len)]
         if options.cache_ranges is not None:
-            quantize_cache(model, options.cache_ranges)
-        return model, quantize_weights(model, options.weights) if options.weights is not None else None
+            passes.append(partial(quantize_kv_cache, ranges=options.cache_ranges))
+        if options.weights is not None:
+            passes.append(partial(quantize_weights, quantization=options.weights))
+        run(model, passes)
+        return model
 
 
 TARGET = OpenVinoTarget()

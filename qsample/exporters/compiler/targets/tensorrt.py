@@ -9,16 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import onnx_ir as ir
 
 from qsample.contract import BATCH, CAPACITY, SEQUENCE, Interface
 from qsample.errors import CompileError
-from qsample.exporters.compiler.ep_context import attend_over_the_capacity, load_model_part, publish_compiled
+from qsample.exporters.compiler.ep_context import load_model_part, publish_compiled
 from qsample.exporters.compiler.options import CompileOptions
 from qsample.exporters.compiler.passes.half_precision import convert_to_half
+from qsample.exporters.compiler.passes.no_host_copies import fix_total_length
 from qsample.exporters.compiler.placement import Placement
+from qsample.exporters.compiler.recipe import run
 from qsample.exporters.compiler.targets import check_providers
 from qsample.exporters.graph.axes import fix_axes
 
@@ -64,9 +67,13 @@ class TensorRtTarget:
         interface: that of the compiled package.
         """
         model = load_model_part(decoder, interface)
-        fix_axes(model, {CAPACITY: options.ctx_len, BATCH: 1, SEQUENCE: 1})
-        attend_over_the_capacity(model, options.ctx_len)
-        convert_to_half(model, options.dtype, {state.name for state in interface.cache_states})
+        states = {state.name for state in interface.cache_states}
+        passes = (
+            partial(fix_axes, sizes={CAPACITY: options.ctx_len, BATCH: 1, SEQUENCE: 1}),
+            partial(fix_total_length, capacity=options.ctx_len),
+            partial(convert_to_half, dtype=options.dtype, states=states),
+        )
+        run(model, passes)
         return model
 
 

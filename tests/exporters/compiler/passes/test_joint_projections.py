@@ -8,7 +8,7 @@ import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
 
-from qsample.exporters.compiler.passes.joint_projections import pack_projections
+from qsample.exporters.compiler.passes.joint_projections import join_projections
 
 HIDDEN = 8
 WIDTHS = {"query": 6, "key": 3, "value": 5}
@@ -49,7 +49,7 @@ def results(found: ir.Model) -> list[np.ndarray]:
 
 def test_one_product_gives_what_three_gave() -> None:
     packed = model(WIDTHS)
-    assert pack_projections(packed)
+    assert join_projections(packed)
     assert Counter(node.op_type for node in packed.graph) == {"MatMul": 1, "Split": 1}
     assert len(packed.graph.initializers) == 2
     for found, wanted in zip(results(packed), results(model(WIDTHS)), strict=True):
@@ -58,10 +58,10 @@ def test_one_product_gives_what_three_gave() -> None:
 
 def test_nothing_is_left_to_pack_the_second_time() -> None:
     packed = model(WIDTHS)
-    pack_projections(packed)
-    assert not pack_projections(packed)
-    assert not pack_projections(model({"query": 6}))
+    join_projections(packed)
+    assert not join_projections(packed)
+    assert not join_projections(model({"query": 6}))
 
 
 def test_no_weight_is_read() -> None:
-    assert pack_projections(model(WIDTHS, unread=True))
+    assert join_projections(model(WIDTHS, unread=True))

@@ -7,7 +7,8 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 
-from qsample.exporters.compiler.passes.rope_to_operator import fuse_rotations
+from qsample.exporters.compiler.passes.rope_to_operator import fuse_rope
+from qsample.exporters.compiler.recipe import run
 
 HEADS, SIZE, REST = 4, 16, 8
 HALVES = """
@@ -89,7 +90,7 @@ def graph(
     return model
 
 
-def run(model: ir.Model, starts: list[int], length: int) -> np.ndarray:
+def output_of(model: ir.Model, starts: list[int], length: int) -> np.ndarray:
     size = model.graph.inputs[2].shape[3]  # type: ignore[index]
     feeds = {
         "input_ids": np.zeros((len(starts), length), np.int64),
@@ -107,14 +108,14 @@ def run(model: ir.Model, starts: list[int], length: int) -> np.ndarray:
 )
 def test_a_rotation_becomes_one_node(turn: str, angles: str, part: bool) -> None:
     plain, fused = graph(turn, angles, part=part), graph(turn, angles, part=part)
-    assert fuse_rotations(fused)
+    assert run(fused, [fuse_rope])
     (node,) = [node for node in fused.graph if node.op_type == "RotaryEmbedding"]
     assert node.attributes["interleaved"].value == int(turn is NEIGHBOURS)
     assert node.attributes.get_int("rotary_embedding_dim", 0) == (SIZE if part else 0)
     assert not {"straight", "crossed", "turned"} & {value.name for node in fused.graph for value in node.outputs}
     for starts, length in (([0], 6), ([9], 6), ([4, 0, 31], 1), ([3, 8], 5)):
-        np.testing.assert_allclose(run(fused, starts, length), run(plain, starts, length), atol=2e-6)
-    assert not fuse_rotations(fused)
+        np.testing.assert_allclose(output_of(fused, starts, length), output_of(plain, starts, length), atol=2e-6)
+    assert not fuse_rope(fused)
 
 
 @pytest.mark.parametrize(
@@ -132,7 +133,7 @@ def test_a_rotation_becomes_one_node(turn: str, angles: str, part: bool) -> None
 def test_what_is_no_rotation_stays(parts: tuple[str, ...]) -> None:
     model = graph(*parts)
     nodes = len(model.graph)
-    assert not fuse_rotations(model)
+    assert not fuse_rope(model)
     assert len(model.graph) == nodes
 
 
@@ -146,7 +147,7 @@ def test_what_is_no_rotation_stays(parts: tuple[str, ...]) -> None:
 )
 def test_a_part_that_is_not_put_back_is_rotated_alone(back: str) -> None:
     plain, fused = graph(HALVES, part=True, back=back), graph(HALVES, part=True, back=back)
-    assert fuse_rotations(fused)
+    assert run(fused, [fuse_rope])
     (node,) = [node for node in fused.graph if node.op_type == "RotaryEmbedding"]
     assert "rotary_embedding_dim" not in node.attributes
-    np.testing.assert_allclose(run(fused, [2, 7], 3), run(plain, [2, 7], 3), atol=2e-6)
+    np.testing.assert_allclose(output_of(fused, [2, 7], 3), output_of(plain, [2, 7], 3), atol=2e-6)

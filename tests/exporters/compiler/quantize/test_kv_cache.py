@@ -12,7 +12,7 @@ import pytest
 from qsample import AutoModelForCausalLM
 from qsample.errors import CompileError
 from qsample.exporters.compiler.compile import compile_package
-from qsample.exporters.compiler.quantize.kv_cache import measure_ranges, quantize_cache
+from qsample.exporters.compiler.quantize.kv_cache import measure_ranges, quantize_kv_cache
 from qsample.package import read_package
 
 HEADS, KV_HEADS, SIZE, CAPACITY = 4, 2, 16, 24
@@ -46,7 +46,7 @@ def test_attention_reads_back_what_the_scales_allow() -> None:
         for kind in ("key", "value")
     }
     model = attention()
-    quantize_cache(model, {name: scale * np.float32(127 / 1.2) for name, scale in scales.items()})
+    quantize_kv_cache(model, {name: scale * np.float32(127 / 1.2) for name, scale in scales.items()})
     plain, quantized = (
         ort.InferenceSession(ir.to_proto(graph).SerializeToString(), providers=["CPUExecutionProvider"])
         for graph in (attention(), model)
@@ -70,7 +70,7 @@ def test_attention_reads_back_what_the_scales_allow() -> None:
 def test_a_channel_of_zeros_and_one_beyond_its_range() -> None:
     model = attention()
     ranges = {f"past_key_values.0.{kind}": np.zeros((KV_HEADS, SIZE), np.float32) for kind in ("key", "value")}
-    quantize_cache(model, ranges)
+    quantize_kv_cache(model, ranges)
     session = ort.InferenceSession(ir.to_proto(model).SerializeToString(), providers=["CPUExecutionProvider"])
     state = np.zeros((1, KV_HEADS, CAPACITY, SIZE), np.int8)
     ones = np.ones((1, 1, KV_HEADS * SIZE), np.float32)

@@ -15,7 +15,11 @@ from qsample import AutoModelForCausalLM
 from qsample.errors import CompileError
 from qsample.exporters.compiler.compile import compile_package
 from qsample.exporters.compiler.divergence import measure_divergence
-from qsample.exporters.compiler.quantize.weights import WeightQuantization, quantize_weights
+from qsample.exporters.compiler.quantize.weights import (
+    WeightQuantization,
+    quantization_report,
+    quantize_weights,
+)
 from qsample.exporters.graph.join import cut_at_logits
 from qsample.package import read_package
 
@@ -98,7 +102,9 @@ def dequantized(folder: Path, name: str, way: WeightQuantization) -> np.ndarray:
 def test_packed_graph(way: WeightQuantization, tmp_path: Path) -> None:
     weights = make_weights()
     model = small_model(weights)
-    report = quantize_weights(model, way)
+    assert quantize_weights(model, way)
+    report = quantization_report(model)
+    assert report is not None
     ir.save(model, tmp_path / "m.onnx", external_data="m.data")
 
     # Every row is within half a level of the weights, and the levels are as fine as the bits.

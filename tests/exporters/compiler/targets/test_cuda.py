@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,10 @@ from qsample.errors import CompileError
 from qsample.exporters.compiler import compile as compile_module
 from qsample.exporters.compiler.compile import compile_package
 from qsample.exporters.compiler.options import CompileOptions
-from qsample.exporters.compiler.passes.no_host_copies import host_data, keep_on_device
+from qsample.exporters.compiler.passes.no_host_copies import host_data, remove_host_copies
 from qsample.exporters.compiler.passes.opset import lower_opset
 from qsample.exporters.compiler.quantize.weights import WeightQuantization
+from qsample.exporters.compiler.recipe import run
 from qsample.exporters.compiler.targets.cuda import CudaTarget, capture_problems
 from qsample.exporters.graph.runner import GraphRunner
 from qsample.package import Package, read_package
@@ -57,7 +59,7 @@ class OnCpu(CudaTarget):
 def build(package: Package, dtype: str, **options: Any) -> ir.Model:
     chosen = CompileOptions(None, CAPACITY, dtype=dtype, **options)
     target = CudaTarget()
-    return target.build(package.path / "decoder.onnx", target.interface(package.interface, chosen), chosen)[0]
+    return target.build(package.path / "decoder.onnx", target.interface(package.interface, chosen), chosen)
 
 
 @pytest.fixture(scope="module")
@@ -320,9 +322,9 @@ def test_problems_are_named_and_numbers_are_kept_on_the_device() -> None:
                 value.dtype = ir.DataType.INT64
                 value.shape = ir.Shape([1] if value.name == "count" else [])
     assert capture_problems(model) == ["GatherND gathernd does not replay", "Add add takes last"]
-    assert keep_on_device(model, 10)
+    assert run(model, [partial(remove_host_copies, limit=10)])
     assert host_data(model.graph) == []
-    assert not keep_on_device(model, 10)
+    assert not remove_host_copies(model, 10)
     session = ort.InferenceSession(ir.to_proto(model).SerializeToString(), providers=["CPUExecutionProvider"])
     feeds = {"x": np.zeros((2, 7), np.float32), "lengths": np.array([3, 4])}
     assert session.run(["result"], feeds)[0].tolist() == [9, 10]

@@ -1,0 +1,59 @@
+"""Replaces Gemm by MatMul and Add.
+
+onnxscript's gemm_to_matmul_add_rule wants a reshape behind the Gemm as well, a bias, and shapes without symbolic axes.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+
+from qsample.exporters.graph.edit import initializer, insert
+
+
+def replace_gemms(model: ir.Model) -> bool:
+    """Turn each Gemm by a constant matrix into MatMul and Add, in place. Returns whether there was one.
+
+    A MatMul keeps [B, S, N] as it is where a Gemm needs flattened rows, and weight quantization reads only MatMuls.
+
+    1. The Gemm neither scales nor transposes, its weight is an initializer, and the shape of its output is recorded.
+    2. Where a reshape flattens the states before it, the MatMul reads them unflattened.
+    """
+    modified = False
+    for node in list(model.graph):
+        if node.op_type == "Gemm" and _is_plain(node):
+            ir.convenience.replace_all_uses_with(node.outputs[0], _matmul(node))
+            modified = True
+    return modified
+
+
+def _is_plain(node: ir.Node) -> bool:
+    attributes = node.attributes
+    scaled = attributes.get_float("alpha", 1.0) != 1.0 or attributes.get_float("beta", 1.0) != 1.0
+    transposed = attributes.get_int("transA", 0) or attributes.get_int("transB", 0)
+    weight = node.inputs[1]
+    constant = weight is not None and weight.is_initializer()
+    return constant and not scaled and not transposed and node.outputs[0].shape is not None
+
+
+def _matmul(node: ir.Node) -> ir.Value:
+    """What `node` computes, [rows, N], from the states before they were flattened where a reshape did that."""
+    source, weight, *bias = node.inputs
+    result = node.outputs[0]
+    assert node.graph is not None
+    assert source is not None
+    assert result.shape is not None
+    flattening = source.producer()
+    unflattened = flattening.inputs[0] if flattening is not None and flattening.op_type == "Reshape" else None
+    # Other reshapes than a flattening end in another size than the matrix takes.
+    if unflattened is not None and unflattened.shape is not None and weight is not None and weight.shape is not None:
+        source = unflattened if unflattened.shape[-1] == weight.shape[0] else source
+    assert source.shape is not None
+    shape = [*source.shape[:-1], result.shape[-1]]
+    product = insert(node, "MatMul", [source, weight], shape)
+    if bias and bias[0] is not None:
+        product = insert(node, "Add", [product, bias[0]], shape)
+    if len(shape) == 2:
+        return product
+    target = initializer(node.graph, "shape_-1_" + str(shape[-1]), np.array([-1, shape[-1]], dtype=np.int64))
+    return insert(node, "Reshape", [product, target], result.shape)

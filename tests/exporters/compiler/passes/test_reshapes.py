@@ -1,0 +1,48 @@
+"""Reshapes: which of them go, which get a constant target, and which stay."""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from qsample.exporters.compiler.passes.reshapes import simplify_reshapes
+from qsample.exporters.compiler.recipe import run
+
+RESHAPES = """
+<ir_version: 10, opset_import: ["" : 20]>
+chain (float[B,S,64] x, int64[%s] shape) => (float[B,S,64] result)
+    <int64[4] heads = {0, 0, 4, 16}, int64[3] merged = {0, 0, 64}>
+{
+    split = Reshape (x, %s)
+    doubled = Add (split, split)
+    middle = Reshape (doubled, heads)
+    result = Reshape (middle, merged)
+}
+"""
+
+
+def reshapes(target: str, shape: list[int | str | None]) -> ir.Model:
+    model = ir.from_onnx_text(RESHAPES % (4, target))
+    for node in model.graph:
+        if node.outputs[0].name in ("split", "doubled"):
+            node.outputs[0].shape = ir.Shape(shape)
+        elif node.outputs[0].name == "middle":
+            node.outputs[0].shape = ir.Shape(["B", "S", 4, 16])
+    return model
+
+
+def test_reshapes_between_known_shapes() -> None:
+    """A computed target becomes a constant one, and of two reshapes in a row the first goes."""
+    model = reshapes("shape", ["B", "S", 2, 32])
+    assert run(model, [simplify_reshapes])
+    assert [node.op_type for node in model.graph] == ["Reshape", "Add", "Reshape"]
+    target = model.graph.node(0).inputs[1]
+    assert target is not None
+    assert target.const_value is not None
+    assert target.const_value.numpy().tolist() == [0, 0, 2, 32]
+    assert not simplify_reshapes(model)
+
+
+def test_reshapes_of_unknown_shape_stay() -> None:
+    model = reshapes("shape", [None, None, None, 32])
+    assert not simplify_reshapes(model)
+    assert [node.op_type for node in model.graph] == ["Reshape", "Add", "Reshape", "Reshape"]
