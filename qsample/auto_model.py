@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import tempfile
 from abc import ABC, abstractmethod
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -62,32 +62,44 @@ class AutoModelForCausalLM:
             tokenizer: "auto", another id or folder, or None for a package of token ids only.
             provider: the execution provider that generate() runs on; None = the one that a device package was compiled
                 for, otherwise "cpu".
-            revision, cache_dir, token, local_files_only, trust_remote_code: as in transformers.
+            revision, cache_dir, token, local_files_only, trust_remote_code: as in transformers, see `HubOptions`.
             adapter: a folder or hub id of a LoRA adapter as peft saves it; it is merged into the weights.
 
         Returns a `PackagedModel` for a folder with a qsample.json, otherwise a `CheckpointModel`, which loads nothing
         until it is used. Features of a package were fixed at its export: asking for others raises QsampleError.
         """
-        features = Features(include_sampler, logit_bias, allowed_tokens, logprobs, top_logprobs, return_pdfs)
+        from qsample.exporters.checkpoints.hub_options import HubOptions
+
+        features = Features(
+            sampler=include_sampler,
+            logit_bias=logit_bias,
+            allowed_tokens=allowed_tokens,
+            logprobs=logprobs,
+            top_logprobs=top_logprobs,
+            probs=return_pdfs,
+        )
+        hub = HubOptions(
+            revision=revision,
+            cache_dir=cache_dir,
+            token=token,
+            local_files_only=local_files_only,
+            trust_remote_code=trust_remote_code,
+        )
         path = Path(pretrained_model_name_or_path)
         if (path / MANIFEST_NAME).is_file():
             package = read_package(path)
             if adapter is not None:
                 raise QsampleError(f"{path} is a package, and an adapter is merged at export; export the model with it")
-            _check_asked(package, features, dtype)
+            _check_features(package, features, dtype)
             return PackagedModel(package, provider)
         from qsample.exporters.checkpoints.load import Checkpoint
 
         checkpoint = Checkpoint(
-            str(pretrained_model_name_or_path),
-            dtype or "float32",
-            tokenizer,
-            revision,
-            cache_dir,
-            token,
-            local_files_only,
-            trust_remote_code,
-            None if adapter is None else str(adapter),
+            model_id=str(pretrained_model_name_or_path),
+            dtype=dtype or "float32",
+            tokenizer=tokenizer,
+            adapter=None if adapter is None else str(adapter),
+            hub=hub,
         )
         return CheckpointModel(checkpoint, features, provider)
 
@@ -202,7 +214,7 @@ class CheckpointModel(_Compilable):
                 destination.path,
                 self.features,
                 model_id=" + ".join(filter(None, (checkpoint.model_id, checkpoint.adapter))),
-                revision=checkpoint.revision,
+                revision=checkpoint.hub.revision,
                 overwrite=overwrite,
                 progress=progress,
             )
@@ -270,17 +282,15 @@ def _scratch_folder(path: Path) -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix=".qsample-", dir=parent, ignore_cleanup_errors=True)
 
 
-def _check_asked(package: Package, asked: Features, dtype: str | None) -> None:
+def _check_features(package: Package, wanted: Features, dtype: str | None) -> None:
     """Features were fixed at the export, so a request for more (or for host sampling) cannot be met."""
-    have = package.interface.features
-    if asked.sampler != have.sampler:
+    present = package.interface.features
+    if wanted.sampler != present.sampler:
         raise QsampleError(
-            f"{package.path} was exported with include_sampler={have.sampler}; open it with that, or export it again"
+            f"{package.path} was exported with include_sampler={present.sampler}; open it with that, or export it again"
         )
     missing = [
-        name
-        for name in ("logit_bias", "allowed_tokens", "logprobs", "top_logprobs", "probs")
-        if getattr(asked, name) > getattr(have, name)
+        feature.name for feature in fields(Features) if getattr(wanted, feature.name) > getattr(present, feature.name)
     ]
     if missing:
         raise QsampleError(f"{package.path} was exported without {', '.join(missing)}; export it again with them")

@@ -24,7 +24,7 @@ COMPILE_EXAMPLES: Final = (
 def export(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Hub id or checkpoint folder.")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write the package to.")],
-    sampler: Annotated[
+    include_sampler: Annotated[
         bool, typer.Option("--sampler/--no-sampler", help="Bake the sampler in, or return logits.")
     ] = True,
     return_pdfs: Annotated[
@@ -50,7 +50,7 @@ def export(
     quieten(model)
     source = AutoModelForCausalLM.from_pretrained(
         model,
-        include_sampler=sampler,
+        include_sampler=include_sampler,
         return_pdfs=return_pdfs,
         logit_bias=logit_bias,
         allowed_tokens=allowed_tokens,

@@ -32,9 +32,9 @@ from qsample.progress import Progress
 from qsample.transforms import pipeline
 from qsample.transforms.cache import DecodeContext
 from qsample.transforms.head import LastTokenHead
-from qsample.transforms.packed import packed_layers
 from qsample.transforms.positions import RowPositions
 from qsample.transforms.probe import state_shapes
+from qsample.transforms.quantized_linear import quantized_layers
 from qsample.transforms.wrap import Decoder
 
 EXPORT_DTYPES: Final = ("float32", "float16")
@@ -130,23 +130,23 @@ def _check_vocabulary(tokenizer: PreTrainedTokenizerBase | None, vocab_size: int
 
 def _weight_bytes(model: PreTrainedModel) -> int:
     """Bytes of the weights as they are written."""
-    packed = list(packed_layers(model))
-    floats = {layer.weight for layer, _ in packed}
-    return sum(weight.nbytes for weight in model.parameters() if weight not in floats) + sum(
-        weight.nbytes for _, weight in packed
+    quantized = list(quantized_layers(model))
+    not_written = {layer.weight for layer, _ in quantized}
+    return sum(weight.nbytes for weight in model.parameters() if weight not in not_written) + sum(
+        weight.nbytes for _, weight in quantized
     )
 
 
-def _packed_weights(model: PreTrainedModel) -> dict[str, Any] | None:
-    """What the manifest says of weights that came packed."""
-    packed = [weight for _, weight in packed_layers(model)]
-    if not packed:
+def _quantized_weights(model: PreTrainedModel) -> dict[str, Any] | None:
+    """What the manifest says of weights that came quantized."""
+    weights = [weight for _, weight in quantized_layers(model)]
+    if not weights:
         return None
     return {
-        "matrices": len(packed),
-        "bits": sorted({weight.bits for weight in packed}),
-        "block_sizes": sorted({weight.block_size for weight in packed}),
-        "bytes": sum(weight.nbytes for weight in packed),
+        "matrices": len(weights),
+        "bits": sorted({weight.bits for weight in weights}),
+        "block_sizes": sorted({weight.block_size for weight in weights}),
+        "bytes": sum(weight.nbytes for weight in weights),
     }
 
 
@@ -213,7 +213,7 @@ def _manifest(
         token_ids=token_ids,
         max_position_embeddings=parity.longest_context(model.config.get_text_config(decoder=True)),
         parity=asdict(figures),
-        packed_weights=_packed_weights(model),
+        packed_weights=_quantized_weights(model),
     )
 
 

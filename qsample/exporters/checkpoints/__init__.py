@@ -1,1 +1,1 @@
-"""Checkpoints of every kind as a loaded Hugging Face model."""
+"""Loads checkpoints of every kind as a Hugging Face model."""

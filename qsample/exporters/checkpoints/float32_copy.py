@@ -1,4 +1,4 @@
-"""A checkpoint's weights of half precision enter; a copy of the checkpoint in float32 leaves, written tensor by tensor.
+"""Copies a checkpoint with weights of half precision to float32, tensor by tensor.
 
 transformers leaves weights that already have the wanted dtype in their files, mapped. Converting them while it loads
 would put the whole model into memory, at twice its size.
@@ -15,7 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 INDEX: Final = "model.safetensors.index.json"
-_SINGLE: Final = "model.safetensors"
+SINGLE: Final = "model.safetensors"
 _HALF: Final = ("F16", "BF16")
 _FILE_BYTES: Final = 128 * 2**20
 
@@ -31,8 +31,8 @@ def has_half_weights(files: list[Path]) -> bool:
 
 def weight_files(folder: Path) -> list[Path]:
     """The safetensors files of a checkpoint folder that transformers reads; [] where it reads another format."""
-    if (folder / _SINGLE).is_file():
-        return [folder / _SINGLE]
+    if (folder / SINGLE).is_file():
+        return [folder / SINGLE]
     if not (folder / INDEX).is_file():
         return []
     names = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values()
@@ -42,27 +42,27 @@ def weight_files(folder: Path) -> list[Path]:
 class WeightWriter:
     """Writes named tensors to safetensors files in a folder, a few at a time.
 
-    Files are named `prefix` and a number. placed: name → its file, of those that are written.
+    Files are named `prefix` and a number. files: name → file name, of the tensors that are written.
     """
 
     def __init__(self, folder: Path, prefix: str = "weights") -> None:
         self._folder, self._prefix = folder, prefix
-        self._waiting: dict[str, torch.Tensor] = {}
-        self.placed: dict[str, str] = {}
+        self._pending: dict[str, torch.Tensor] = {}
+        self.files: dict[str, str] = {}
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        self._waiting[name] = tensor
-        if sum(waiting.nbytes for waiting in self._waiting.values()) >= _FILE_BYTES:
+        self._pending[name] = tensor
+        if sum(pending.nbytes for pending in self._pending.values()) >= _FILE_BYTES:
             self.flush()
 
     def flush(self) -> None:
-        """Write what waits; called once more after the last tensor."""
-        if not self._waiting:
+        """Write the tensors that are still in memory; called once more after the last one."""
+        if not self._pending:
             return
-        file = f"{self._prefix}-{len(set(self.placed.values())):05}.safetensors"
-        save_file(self._waiting, self._folder / file, metadata={"format": "pt"})
-        self.placed.update(dict.fromkeys(self._waiting, file))
-        self._waiting = {}
+        file = f"{self._prefix}-{len(set(self.files.values())):05}.safetensors"
+        save_file(self._pending, self._folder / file, metadata={"format": "pt"})
+        self.files.update(dict.fromkeys(self._pending, file))
+        self._pending = {}
 
 
 def to_float32(tensor: torch.Tensor) -> torch.Tensor:
@@ -87,7 +87,7 @@ def finish_checkpoint(folder: Path, writer: WeightWriter, destination: Path) -> 
     """Make a checkpoint of the weights that `writer` put into `destination`: their index, and links to every other file
     of `folder`."""
     writer.flush()
-    (destination / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": writer.placed}))
+    (destination / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": writer.files}))
     for other in folder.iterdir():
         if not other.name.endswith((".safetensors", INDEX)):
             (destination / other.name).symlink_to(other.resolve())

@@ -1,5 +1,5 @@
-"""The stored tensors of one linear layer of a GPTQ or AWQ checkpoint enter; its integers, scales and zero points leave,
-and from those its float weight and the blocks of MatMulNBits.
+"""Layouts of one linear layer: from the stored tensors of GPTQ or AWQ to its integers, scales and zero points, and from
+those to its float weight and to the blocks of MatMulNBits.
 
 GPTQ: Frantar et al., "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers", ICLR 2023.
 AWQ: Lin et al., "AWQ: Activation-aware Weight Quantization for LLM Compression and Acceleration", MLSys 2024. The
@@ -17,7 +17,7 @@ import torch
 
 from qsample.exporters.graph.nbits import BLOCK_SIZES, packed_rows
 from qsample.tensors import Array
-from qsample.transforms.packed import PackedWeight
+from qsample.transforms.quantized_linear import QuantizedWeight
 
 Bytes = npt.NDArray[np.uint8]
 WORD: Final = 32  # bits of a stored integer
@@ -101,7 +101,7 @@ def dequantize(weight: GroupedWeight) -> npt.NDArray[np.float32]:
     return result
 
 
-def to_blocks(weight: GroupedWeight, dtype: torch.dtype) -> PackedWeight | None:
+def to_blocks(weight: GroupedWeight, dtype: torch.dtype) -> QuantizedWeight | None:
     """The same integers as MatMulNBits reads them, scales in `dtype`; None where no block size fits the groups.
 
     Inputs that are not in the order of their groups (GPTQ's act-order) are put in order. A group that is larger than a
@@ -123,7 +123,7 @@ def to_blocks(weight: GroupedWeight, dtype: torch.dtype) -> PackedWeight | None:
     blocks = packed_rows(levels, bits).reshape(outputs, count, size * bits // 8)
     zero_points = weight.zero_points[:, of_block]
     packed_zeros = None if (zero_points == 2 ** (bits - 1)).all() else packed_rows(zero_points, bits).reshape(-1)
-    return PackedWeight(
+    return QuantizedWeight(
         bits,
         size,
         torch.from_numpy(np.ascontiguousarray(blocks)),

@@ -1,11 +1,11 @@
-"""A hub id or a checkpoint folder enters; the Hugging Face model and tokenizer, ready to be transformed, leave."""
+"""Loads the Hugging Face model and tokenizer of a hub id or a checkpoint folder."""
 
 from __future__ import annotations
 
 import shutil
 import tempfile
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,45 +21,31 @@ from transformers import (
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 from qsample.errors import QsampleError, UnsupportedModelError
-from qsample.exporters.checkpoints.float32_copy import INDEX, cast_to_float32, has_half_weights, weight_files
+from qsample.exporters.checkpoints.float32_copy import INDEX, SINGLE, cast_to_float32, has_half_weights, weight_files
 from qsample.exporters.checkpoints.gptq_awq import (
-    CheckpointQuantization,
-    PackedCheckpoint,
+    QuantizedCheckpoint,
     conv1d_names,
-    quantization_of,
-    unpack_checkpoint,
+    dequantize_checkpoint,
 )
+from qsample.exporters.checkpoints.hub_options import HubOptions
 from qsample.exporters.checkpoints.lora import find_adapter, merge_adapter
+from qsample.exporters.checkpoints.quantization_config import CheckpointQuantization, quantization_of
 from qsample.exporters.checkpoints.support import check_supported, empty_model
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """Where a model is and how to load it; Hugging Face's names.
+    """Where a model is and how to load it.
 
     model_id: a hub id or a folder. dtype: "float32" or "float16". tokenizer: "auto" = the checkpoint's own, another id
-    or folder, or None for a package of token ids only. adapter: a folder or hub id of a LoRA adapter, to be
-    merged.
+    or folder, or None for a package of token ids only. adapter: a folder or hub id of a LoRA adapter, to be merged.
     """
 
     model_id: str
     dtype: str = "float32"
     tokenizer: str | None = "auto"
-    revision: str | None = None
-    cache_dir: str | None = None
-    token: str | None = None
-    local_files_only: bool = False
-    trust_remote_code: bool = False
     adapter: str | None = None
-
-    def _hub_options(self) -> dict[str, object]:
-        return {
-            "revision": self.revision or "main",
-            "cache_dir": self.cache_dir,
-            "token": self.token,
-            "local_files_only": self.local_files_only,
-            "trust_remote_code": self.trust_remote_code,
-        }
+    hub: HubOptions = field(default_factory=HubOptions)
 
 
 def load_model(checkpoint: Checkpoint, scratch: Path | None = None) -> PreTrainedModel:
@@ -67,16 +53,16 @@ def load_model(checkpoint: Checkpoint, scratch: Path | None = None) -> PreTraine
 
     scratch: an empty folder that lives as long as the model. Weights of half precision are written there in float32 and
     stay mapped, so that a model larger than the memory can be exported; None = convert them in memory. GPTQ and AWQ
-    weights are written there as well, in float and in blocks (`exporters.prequantized`).
+    weights are written there as well, in float and in blocks (`gptq_awq`).
 
     Raises UnsupportedModelError for a model type that transformers does not know or that is no causal LM, QsampleError
     where the files cannot be read or do not fit the configuration.
     """
     check_exists(checkpoint.model_id)
-    options = checkpoint._hub_options()
-    adapter = _find_adapter(checkpoint)  # before the model: it fails fast
+    # Before the model: it fails fast.
+    adapter = None if checkpoint.adapter is None else find_adapter(checkpoint.adapter, checkpoint.hub)
     try:
-        config = AutoConfig.from_pretrained(checkpoint.model_id, **options)
+        config = AutoConfig.from_pretrained(checkpoint.model_id, **checkpoint.hub.loading())
     except (ValueError, KeyError) as error:
         raise UnsupportedModelError(f"{checkpoint.model_id}: {_first_line(error)}") from error
     except OSError as error:
@@ -84,15 +70,15 @@ def load_model(checkpoint: Checkpoint, scratch: Path | None = None) -> PreTraine
     quantization = quantization_of(config, checkpoint.model_id)
     if quantization is not None:
         del config.quantization_config  # transformers would ask for the library that made it
-    check_supported(config, trust_remote_code=checkpoint.trust_remote_code)
-    packed: PackedCheckpoint | None = None
+    check_supported(config, trust_remote_code=checkpoint.hub.trust_remote_code)
+    quantized: QuantizedCheckpoint | None = None
     model: PreTrainedModel
     loading: dict[str, Any]
     try:
         source: str | Path = checkpoint.model_id
         if quantization is not None:
-            packed = _unpack(checkpoint, config, quantization, scratch)
-            source = packed.folder
+            quantized = _dequantize(checkpoint, config, quantization, scratch)
+            source = quantized.folder
         elif scratch is not None and _cast(checkpoint, config, scratch):
             source = scratch
         # A size mismatch is left to raise: weights that do not fit the configuration must not be made up.
@@ -102,7 +88,7 @@ def load_model(checkpoint: Checkpoint, scratch: Path | None = None) -> PreTraine
             dtype=getattr(torch, checkpoint.dtype),
             attn_implementation="eager",
             output_loading_info=True,
-            **options,
+            **checkpoint.hub.loading(),
         )  # type: ignore[misc]
     except ValueError as error:
         raise UnsupportedModelError(f"{checkpoint.model_id}: {_first_line(error)}") from error
@@ -113,28 +99,21 @@ def load_model(checkpoint: Checkpoint, scratch: Path | None = None) -> PreTraine
         del model.config.quantization_config  # its weights are float now
     if adapter is not None:
         merge_adapter(model, *adapter)
-    if packed is not None:
-        packed.check_loaded(loading["missing_keys"], loading["unexpected_keys"])
-        packed.attach(model)
+    if quantized is not None:
+        quantized.check_loaded(loading["missing_keys"], loading["unexpected_keys"])
+        quantized.attach(model)
         if scratch is None:
-            weakref.finalize(model, shutil.rmtree, packed.folder, ignore_errors=True)
+            weakref.finalize(model, shutil.rmtree, quantized.folder, ignore_errors=True)
     return model  # from_pretrained returns it in eval mode
-
-
-def _find_adapter(checkpoint: Checkpoint) -> tuple[Path, Path] | None:
-    if checkpoint.adapter is None:
-        return None
-    names = ("cache_dir", "token", "local_files_only")
-    return find_adapter(checkpoint.adapter, {name: getattr(checkpoint, name) for name in names})
 
 
 def _cast(checkpoint: Checkpoint, config: PretrainedConfig, scratch: Path) -> bool:
     """Put a float32 copy of the checkpoint into `scratch`, if that is what loading it would convert to."""
-    # Code of the model's own is found beside its weights, and quantized weights mean nothing without their scales.
-    special = checkpoint.trust_remote_code or getattr(config, "quantization_config", None) is not None
+    # Code of the model's own lies beside its weights, and quantized weights mean nothing without their scales.
+    special = checkpoint.hub.trust_remote_code or getattr(config, "quantization_config", None) is not None
     if special or checkpoint.dtype != "float32":
         return False
-    folder = Path(checkpoint.model_id) if Path(checkpoint.model_id).is_dir() else _downloaded(checkpoint)
+    folder = _folder(checkpoint)
     files = weight_files(folder) if folder is not None else []
     if folder is None or not has_half_weights(files):
         return False
@@ -142,37 +121,38 @@ def _cast(checkpoint: Checkpoint, config: PretrainedConfig, scratch: Path) -> bo
     return True
 
 
-def _unpack(
+def _dequantize(
     checkpoint: Checkpoint, config: PretrainedConfig, quantization: CheckpointQuantization, scratch: Path | None
-) -> PackedCheckpoint:
+) -> QuantizedCheckpoint:
     """The float copy of a quantized checkpoint, in `scratch` or in a temporary folder."""
-    folder = Path(checkpoint.model_id) if Path(checkpoint.model_id).is_dir() else _downloaded(checkpoint)
+    folder = _folder(checkpoint)
     files = weight_files(folder) if folder is not None else []
     if folder is None or not files:
         raise UnsupportedModelError(
             f"{checkpoint.model_id} holds its quantized weights in another format than safetensors, the only one that "
             "can be read; save it as safetensors first"
         )
-    return unpack_checkpoint(
+    return dequantize_checkpoint(
         folder,
         files,
         scratch or Path(tempfile.mkdtemp(prefix="qsample-")),
         quantization,
         dtype=getattr(torch, checkpoint.dtype),
-        transposed=conv1d_names(empty_model(config, trust_remote_code=checkpoint.trust_remote_code)),
+        transposed=conv1d_names(empty_model(config, trust_remote_code=checkpoint.hub.trust_remote_code)),
     )
 
 
-def _downloaded(checkpoint: Checkpoint) -> Path | None:
-    """The folder of the cache with the checkpoint's files, fetched if need be; None where it has no safetensors."""
-    options = checkpoint._hub_options()
-    del options["trust_remote_code"]
-    for name in ("model.safetensors", INDEX):
-        found = cached_file(checkpoint.model_id, name, _raise_exceptions_for_missing_entries=False, **options)
-        if found is not None:
+def _folder(checkpoint: Checkpoint) -> Path | None:
+    """The folder of the checkpoint's files; a hub id's are downloaded if need be. None: it has no safetensors."""
+    if Path(checkpoint.model_id).is_dir():
+        return Path(checkpoint.model_id)
+    options = checkpoint.hub.downloading()
+    for name in (SINGLE, INDEX):
+        file = cached_file(checkpoint.model_id, name, _raise_exceptions_for_missing_entries=False, **options)
+        if file is not None:
             if name == INDEX:
-                get_checkpoint_shard_files(checkpoint.model_id, found, **options)  # type: ignore[no-untyped-call]
-            return Path(found).parent
+                get_checkpoint_shard_files(checkpoint.model_id, file, **options)  # type: ignore[no-untyped-call]
+            return Path(file).parent
     return None
 
 
@@ -182,9 +162,9 @@ def load_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerBase | None:
         return None
     own = checkpoint.tokenizer == "auto"
     name = checkpoint.model_id if own else checkpoint.tokenizer
-    options = checkpoint._hub_options() if own else {**checkpoint._hub_options(), "revision": "main"}
+    hub = checkpoint.hub if own else checkpoint.hub.for_another_repository()
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name, **options)
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name, **hub.loading())
     except Exception as error:  # transformers raises half a dozen kinds for a missing tokenizer
         raise QsampleError(
             f"no tokenizer in {name!r} ({_first_line(error)}); give tokenizer= a folder or hub id that has one, or "

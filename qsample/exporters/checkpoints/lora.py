@@ -1,4 +1,4 @@
-"""A Hugging Face model and a LoRA adapter enter; the same model with the adapter merged into its weights leaves.
+"""Merges a LoRA adapter into the weights of a Hugging Face model.
 
 LoRA: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", ICLR 2022; W + scale * B A, scale = alpha / r, or
 alpha / sqrt(r) for rank-stabilised adapters (Kalajdzievski, 2023). The files are those that peft writes.
@@ -20,6 +20,7 @@ from transformers.pytorch_utils import Conv1D
 from transformers.utils.hub import cached_file
 
 from qsample.errors import QsampleError, UnsupportedModelError
+from qsample.exporters.checkpoints.hub_options import HubOptions
 
 CONFIG: Final = "adapter_config.json"
 WEIGHTS: Final = "adapter_model.safetensors"
@@ -28,15 +29,15 @@ _PREFIX: Final = "base_model.model."
 _UNSUPPORTED: Final = ("use_dora", "use_qalora", "modules_to_save", "layer_replication", "trainable_token_indices")
 
 
-def find_adapter(adapter: str, options: Mapping[str, Any]) -> tuple[Path, Path]:
+def find_adapter(adapter: str, hub: HubOptions) -> tuple[Path, Path]:
     """The configuration and the weights of `adapter`, a folder or a hub id; QsampleError where one is missing.
 
-    options: `cache_dir`, `token`, `local_files_only` of transformers.
+    hub: how the model is read; the revision is not the adapter's.
     """
-    found = []
+    paths = []
     for name in (CONFIG, WEIGHTS):
         try:
-            path = cached_file(adapter, name, **options)
+            path = cached_file(adapter, name, **hub.for_another_repository().downloading())
         except OSError as error:
             reason = str(error).splitlines()[0]
             raise QsampleError(
@@ -44,8 +45,8 @@ def find_adapter(adapter: str, options: Mapping[str, Any]) -> tuple[Path, Path]:
                 f"{CONFIG} and {WEIGHTS}"
             ) from error
         assert path is not None
-        found.append(Path(path))
-    return found[0], found[1]
+        paths.append(Path(path))
+    return paths[0], paths[1]
 
 
 def merge_adapter(model: PreTrainedModel, config_path: Path, weights_path: Path) -> int:

@@ -1,4 +1,4 @@
-"""A model's configuration enters; an UnsupportedModelError leaves where it alone tells that no export is possible.
+"""Refuses a model whose configuration alone tells that it cannot be exported.
 
 The model is built without memory for its weights, on torch's meta device, and asked which states it keeps. What cannot
 be answered there is left to the export itself, which asks again with the weights.

@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from qsample.exporters.checkpoints import float32_copy as cast_weights
+from qsample.exporters.checkpoints.hub_options import HubOptions
 from qsample.exporters.checkpoints.load import Checkpoint, load_model
 from tests.helpers.tiny_models import random_model
 
@@ -71,7 +72,7 @@ def test_a_checkpoint_of_the_hub_is_converted_from_the_cache(tmp_path: Path) -> 
     (folder / "refs" / "main").write_text(commit)
     scratch = tmp_path / "scratch"
     scratch.mkdir()
-    checkpoint = Checkpoint("someone/model", cache_dir=str(tmp_path / "cache"), local_files_only=True)
+    checkpoint = Checkpoint("someone/model", hub=HubOptions(cache_dir=tmp_path / "cache", local_files_only=True))
     model = load_model(checkpoint, scratch)
     assert list(scratch.glob("*.safetensors"))
     wanted = AutoModelForCausalLM.from_pretrained(folder / "snapshots" / commit, dtype=torch.float32).state_dict()

@@ -12,16 +12,15 @@ import onnx_ir as ir
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from qsample import AutoModelForCausalLM
 from qsample.auto_model import PackagedModel
 from qsample.errors import QsampleError, UnsupportedModelError
-from qsample.exporters.checkpoints.gptq_awq import quantization_of
 from qsample.exporters.checkpoints.load import Checkpoint, load_model
 from qsample.exporters.graph.runner import GraphRunner
 from qsample.package import Package
-from qsample.transforms.packed import packed_layers
+from qsample.transforms.quantized_linear import quantized_layers
 from tests.exporters.checkpoints.test_gptq_awq_layouts import levels
 from tests.exporters.checkpoints.test_lora import pair, save_adapter
 from tests.helpers.quantized_checkpoints import Layer, Way, save_quantized
@@ -172,7 +171,7 @@ def test_an_adapter_makes_the_layer_float(tmp_path: Path) -> None:
     save_adapter(tmp_path / "adapter", pair("model.layers.0.mlp.up_proj", 256, 128))
     with pytest.warns(UserWarning, match="1 of 14 .* 1 because they were merged into other weights, or changed by an"):
         model = load_model(Checkpoint(str(tmp_path / "checkpoint"), adapter=str(tmp_path / "adapter")))
-    assert len(list(packed_layers(model))) == 13
+    assert len(list(quantized_layers(model))) == 13
 
 
 @pytest.mark.slow
@@ -234,34 +233,6 @@ def test_methods_that_transformers_turns_into_float(method: str, tmp_path: Path)
     assert not hasattr(model.config, "quantization_config")
     for name, weight in meant.items():
         torch.testing.assert_close(model.state_dict()[name], weight, rtol=0, atol=0)
-
-
-def config(**options: Any) -> Any:
-    return AutoConfig.for_model("llama", quantization_config=options)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            {"quant_method": "bitsandbytes", "load_in_4bit": True},
-            "quantized with bitsandbytes; what can be read is float",
-        ),
-        (
-            {"quant_method": "compressed-tensors"},
-            "quantized with compressed-tensors; .* compile that with weights='int4'",
-        ),
-        ({"quant_method": "gptq", "bits": 5}, r"with gptq in a form .*'bits': 5.*; what can is gptq or gptq_v2"),
-        ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "'checkpoint_format': 'marlin'"),
-        ({"quant_method": "gptq", "bits": 4, "is_marlin_format": True}, "'is_marlin_format': True"),
-        ({"quant_method": "gptq", "bits": 4, "pack_dtype": "int16"}, "'pack_dtype': 'int16'"),
-        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "'version': 'gemv'.* what can is gemm, with 4 bits"),
-        ({"quant_method": "awq", "bits": 8, "version": "gemm"}, "'bits': 8"),
-    ],
-)
-def test_what_cannot_be_read_is_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(UnsupportedModelError, match=rf"some/model is {message}|some/model is quantized .*{message}"):
-        quantization_of(config(**options), "some/model")
 
 
 def test_a_refusal_comes_before_the_weights(tmp_path: Path) -> None:

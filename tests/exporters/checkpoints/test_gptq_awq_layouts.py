@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from qsample.exporters.checkpoints.gptq_awq_layouts import GroupedWeight, dequantize, to_blocks, unpack_awq, unpack_gptq
-from qsample.transforms.packed import PackedWeight
+from qsample.transforms.quantized_linear import QuantizedWeight
 from tests.helpers.quantized_checkpoints import Layer, Way, quantized_layer
 
 OUTPUTS, INPUTS = 64, 256
@@ -50,7 +50,7 @@ def levels(packed: np.ndarray, bits: int) -> np.ndarray:
     return packed if bits == 8 else np.stack([packed & 15, packed >> 4], axis=-1).reshape(len(packed), -1)
 
 
-def meaning(packed: PackedWeight) -> tuple[np.ndarray, np.ndarray]:
+def meaning(packed: QuantizedWeight) -> tuple[np.ndarray, np.ndarray]:
     """[N, K] levels and float64 weight, its inputs in their own order: as MatMulNBits' documentation has it."""
     outputs, inputs = packed.sizes
     count = inputs // packed.block_size

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from qsample import AutoModelForCausalLM
 from qsample.errors import QsampleError, UnsupportedModelError
+from qsample.exporters.checkpoints.hub_options import HubOptions
 from qsample.exporters.checkpoints.load import Checkpoint, load_model
 from qsample.exporters.checkpoints.lora import find_adapter, merge_adapter
 from tests.helpers.tiny_models import random_model, save_checkpoint
@@ -35,7 +36,7 @@ def save_adapter(folder: Path, tensors: dict[str, Tensor], **config: Any) -> tup
     folder.mkdir()
     (folder / "adapter_config.json").write_text(json.dumps(CONFIG | config))
     save_file(tensors, folder / "adapter_model.safetensors")
-    return find_adapter(str(folder), {})
+    return find_adapter(str(folder), HubOptions())
 
 
 def wanted(tensors: dict[str, Tensor], scale: float) -> np.ndarray:
@@ -117,7 +118,7 @@ def test_an_adapter_of_another_model_changes_nothing(tensors: dict[str, Tensor],
 
 def test_a_folder_without_an_adapter(tmp_path: Path) -> None:
     with pytest.raises(QsampleError, match=r"no LoRA adapter in .*adapter_config\.json"):
-        find_adapter(str(tmp_path), {})
+        find_adapter(str(tmp_path), HubOptions())
 
 
 def test_a_package_takes_no_adapter(llama_package: Path) -> None:

@@ -1,6 +1,7 @@
-"""A linear layer and its weight in blocks of few bits enter; the same layer leaves, traced as one MatMulNBits.
+"""Linear layers with a quantized weight: traced they are one MatMulNBits on its blocks.
 
-Run eagerly it multiplies by its float weight as before: the model computes the same with and without the blocks.
+Run eagerly, such a layer multiplies by its float weight as before: the model computes the same with and without the
+blocks.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-_ATTRIBUTE: Final = "packed_weight"
+_ATTRIBUTE: Final = "quantized_weight"
 _BLOCKS, _SCALES, _ZERO_POINTS, _ORDER = "packed_blocks", "packed_scales", "packed_zero_points", "packed_order"
 
 
 @dataclass(frozen=True, slots=True)
-class PackedWeight:
+class QuantizedWeight:
     """A weight of N outputs and K inputs in blocks along K, laid out as ONNX Runtime's MatMulNBits reads it.
 
     bits: 4 or 8, of one stored level. block_size: levels that share a scale and a zero point; it divides K. blocks:
@@ -45,20 +46,20 @@ class PackedWeight:
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
 
-def pack_layer(layer: nn.Module, packed: PackedWeight) -> None:
-    """Let `layer`, a Linear or a Conv1D of transformers, be traced with `packed` in place of its float weight."""
-    tensors = {_BLOCKS: packed.blocks, _SCALES: packed.scales, _ZERO_POINTS: packed.zero_points, _ORDER: packed.order}
+def set_quantized_weight(layer: nn.Module, weight: QuantizedWeight) -> None:
+    """Let `layer`, a Linear or a Conv1D of transformers, be traced with `weight` in place of its float weight."""
+    tensors = {_BLOCKS: weight.blocks, _SCALES: weight.scales, _ZERO_POINTS: weight.zero_points, _ORDER: weight.order}
     for name, tensor in tensors.items():
         layer.register_buffer(name, tensor, persistent=False)  # so that a state_dict stays what it was
-    setattr(layer, _ATTRIBUTE, packed)
+    setattr(layer, _ATTRIBUTE, weight)
     layer.forward = functools.partial(_forward, layer)
 
 
-def packed_layers(model: nn.Module) -> Iterator[tuple[nn.Module, PackedWeight]]:
-    """Every layer of `model` that has a packed weight."""
+def quantized_layers(model: nn.Module) -> Iterator[tuple[nn.Module, QuantizedWeight]]:
+    """Every layer of `model` that has a quantized weight."""
     for module in model.modules():
-        if isinstance(packed := module.__dict__.get(_ATTRIBUTE), PackedWeight):
-            yield module, packed
+        if isinstance(weight := module.__dict__.get(_ATTRIBUTE), QuantizedWeight):
+            yield module, weight
 
 
 def _forward(layer: Any, states: Tensor) -> Tensor:
@@ -66,8 +67,8 @@ def _forward(layer: Any, states: Tensor) -> Tensor:
     if not torch.onnx.is_in_onnx_export():
         eager: Tensor = type(layer).forward(layer, states)
         return eager
-    packed = getattr(layer, _ATTRIBUTE)
-    outputs, inputs = packed.sizes
+    weight: QuantizedWeight = getattr(layer, _ATTRIBUTE)
+    outputs, inputs = weight.sizes
     if getattr(layer, _ORDER) is not None:
         states = states.index_select(-1, getattr(layer, _ORDER))
     operands = [states, getattr(layer, _BLOCKS), getattr(layer, _SCALES)]
@@ -76,7 +77,7 @@ def _forward(layer: Any, states: Tensor) -> Tensor:
     result: Tensor = torch.onnx.ops.symbolic(
         "com.microsoft::MatMulNBits",
         operands,
-        {"K": inputs, "N": outputs, "bits": packed.bits, "block_size": packed.block_size},
+        {"K": inputs, "N": outputs, "bits": weight.bits, "block_size": weight.block_size},
         dtype=states.dtype,
         shape=(*states.shape[:-1], outputs),
         version=1,
