@@ -31,11 +31,11 @@ from qsample.exporters.trace import trace
 from qsample.progress import Progress
 from qsample.transforms import pipeline
 from qsample.transforms.cache import DecodeContext
+from qsample.transforms.decoder import Decoder
 from qsample.transforms.head import LastTokenHead
 from qsample.transforms.positions import RowPositions
 from qsample.transforms.probe import state_shapes
 from qsample.transforms.quantized_linear import quantized_layers
-from qsample.transforms.wrap import Decoder
 
 EXPORT_DTYPES: Final = ("float32", "float16")
 

@@ -1,1 +1,1 @@
-"""A Hugging Face causal LM enters; the module that a decode graph is traced from leaves."""
+"""From a Hugging Face causal LM to the modules that its graphs are traced from."""

@@ -1,8 +1,7 @@
-"""A causal LM enters; the same model attending over retained buffers leaves, and the shapes of those buffers.
+"""Attention over retained buffers: GroupQueryAttention, or a masked product where that operator does not fit.
 
-Where the model uses transformers' attention interface, attention becomes ONNX Runtime's GroupQueryAttention, and in a
-layer that the operator cannot express a masked product over the buffers. Any other model keeps its own attention, and
-its cache hands it the buffers.
+This takes a model that uses transformers' attention interface. Any other model keeps its own attention, and its cache
+hands it the buffers.
 
 The interface is documented at https://huggingface.co/docs/transformers/attention_interface and the operator at
 https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperators.md#com.microsoft.GroupQueryAttention
@@ -23,7 +22,7 @@ from qsample.transforms.cache import DecodeContext, read_buffers, write_to_buffe
 from qsample.transforms.masks import MaskRule, causal, mask_rule
 
 NAME = "qsample_group_query_attention"
-_CONTEXT = "qsample_context"  # attribute by which an attention module finds the call it is part of
+_CONTEXT = "qsample_context"  # the attribute of an attention module that holds the call it is part of
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +48,7 @@ class RetainedAttention:
 
 
 def use_own_attention(model: PreTrainedModel, context: DecodeContext) -> None:
-    """Give `model` its own attention back, over buffers that its cache hands it."""
+    """Give `model` its own attention back; its cache then hands it the buffers."""
     context.buffered = True
     model.set_attn_implementation("eager")
 

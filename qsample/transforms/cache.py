@@ -81,10 +81,10 @@ class DecodeContext:
 
 
 class PassThroughLayer(LinearAttentionLayer, CacheLayerMixin):  # type: ignore[no-untyped-call, override]
-    """One layer's place in the cache; `update` returns the new keys and values unchanged.
+    """One layer of the cache; `update` returns the new keys and values unchanged.
 
-    Convolutional and recurrent states are transformers' own, and noted where a layer makes them: only the shape probe
-    gets here, because a decoder call gives such layers one token at a time, with a cache of its own.
+    Convolutional and recurrent states are kept as transformers keeps them, and noted when a layer makes one. Only the
+    shape probe does so: in a decoder call such layers have a cache of their own, `recurrent.StepCache`.
     """
 
     is_sliding = False
@@ -93,7 +93,7 @@ class PassThroughLayer(LinearAttentionLayer, CacheLayerMixin):  # type: ignore[n
         CacheLayerMixin.__init__(self)  # type: ignore[no-untyped-call]
         LinearAttentionLayer.__init__(self, number_of_states=_STATES)
         self._context, self._index = context, index
-        self.keys = self.values = torch.empty(0)  # nothing that a layer may find and take for its own
+        self.keys = self.values = torch.empty(0)  # nothing that a layer could take for its own
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -104,7 +104,7 @@ class PassThroughLayer(LinearAttentionLayer, CacheLayerMixin):  # type: ignore[n
         return query_length, 0
 
     def get_seq_length(self) -> int:
-        # No one length holds for all rows. Positions are always given; the parity gate catches who asks here instead.
+        # Rows differ in length. Positions are always given; the parity gate catches a model that uses this instead.
         return 0
 
     def get_max_length(self) -> int:
@@ -169,7 +169,7 @@ def write_to_buffers(context: DecodeContext, layer: int, key: Tensor, value: Ten
 def read_buffers(context: DecodeContext, layer: int) -> tuple[Tensor, Tensor]:
     """The keys and values of `layer`, [B, H, T, D], 0 where a row has no token.
 
-    A host leaves there what it likes, and a NaN would get through a mask.
+    Memory beyond a row's tokens may hold anything, and a NaN would get through a mask.
     """
     assert context.positions is not None
     assert context.input_lengths is not None

@@ -1,6 +1,6 @@
-"""A mixture-of-experts model enters; the same model with experts that a static graph can express leaves.
+"""Mixture-of-experts layers in a form that a static graph can express.
 
-The default implementation loops over the experts that were hit, which no static graph can express.
+transformers' default loops over the experts that were chosen, whose number depends on the data.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _longcat_expert(module: Any, expert: int, states: Tensor) -> Tensor:
 
 
 # Classes that loop over experts themselves: the attribute with their number, and one expert on every token. Experts
-# beyond that number hand their input on.
+# beyond that number return their input.
 _LOOPS: Final[dict[str, tuple[str, Callable[[Any, int, Tensor], Tensor]]]] = {
     "DbrxExperts": ("num_experts", _dbrx_expert),
     "LongcatFlashExperts": ("num_routed_experts", _longcat_expert),
@@ -68,8 +68,8 @@ def _every_expert(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
     name, run = _LOOPS[type(module).__name__]
     states = hidden_states.reshape(-1, hidden_states.shape[-1])
     count = int(getattr(module, name))
-    handed_on = torch.where(top_k_index >= count, top_k_weights, 0.0).sum(-1, keepdim=True)
-    result = states * handed_on.to(states.dtype)
+    identity_weight = torch.where(top_k_index >= count, top_k_weights, 0.0).sum(-1, keepdim=True)
+    result = states * identity_weight.to(states.dtype)
     for expert in range(count):
         weight = torch.where(top_k_index == expert, top_k_weights, 0.0).sum(-1, keepdim=True)
         result = result + run(module, expert, states) * weight.to(states.dtype)

@@ -1,4 +1,4 @@
-"""A causal LM enters; the same model computing logits for the last real token of each row only leaves.
+"""Logits for the last real token of each row only.
 
 The head is the largest MatMul of a prefill; all but one of its rows would be thrown away.
 """

@@ -1,4 +1,4 @@
-"""transformers' mask patterns enter; masks over the retained buffers leave, or that a pattern is plainly causal.
+"""transformers' mask patterns as masks over the retained buffers, and whether a pattern is plainly causal.
 
 transformers describes a mask as a function of (batch, head, query position, key position), which holds for buffers as
 it does for a growing cache: https://huggingface.co/docs/transformers/attention_interface
@@ -39,7 +39,7 @@ class MaskRule:
         Judged at positions around the powers of two and the window, where windows and chunks have their edges.
         """
         near = [2**exponent for exponent in range(_LARGEST_EXPONENT + 1)] + ([window, 2 * window] if window else [])
-        at = torch.tensor(sorted({max(0, place + offset) for place in near for offset in (-2, -1, 0, 1)}))
+        at = torch.tensor(sorted({max(0, position + offset) for position in near for offset in (-2, -1, 0, 1)}))
         query, key, zero = at[:, None], at[None], torch.zeros(1, 1, dtype=torch.int64)
         expected = causal(window)(zero, zero, query, key)
         return bool((self.function(zero, zero, query, key).expand_as(expected) == expected).all())
@@ -53,7 +53,7 @@ def causal(window: int | None = None) -> MaskFunction:
 
 
 def mask_rule(*, mask_function: MaskFunction, **unused: Any) -> MaskRule:
-    """A mask function in transformers' sense that leaves the mask to whoever needs it."""
+    """The mask function to register with transformers: returns the rule, from which the caller makes its mask."""
     return MaskRule(mask_function)
 
 

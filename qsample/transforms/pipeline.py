@@ -1,4 +1,4 @@
-"""A Hugging Face causal LM enters; the model that the decode graph is traced from leaves, transformed in order."""
+"""The transforms that prepare a Hugging Face causal LM for tracing, and their order."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from transformers import PreTrainedModel
 from qsample.transforms.attention import RetainedAttention
 from qsample.transforms.cache import DecodeContext
 from qsample.transforms.experts import BatchedExperts, DenseExperts
-from qsample.transforms.gpt_neo import GPTNeoWindows
 from qsample.transforms.head import SampleLastToken
-from qsample.transforms.positions import UseRowPositions
+from qsample.transforms.positions import GPTNeoWindows, UseRowPositions
 from qsample.transforms.recurrent import ScanRecurrentLayers
 
 

@@ -1,18 +1,24 @@
-"""A causal LM enters; the same model with position embeddings that take each row's own positions leaves.
+"""Each row's own positions, for models that count them from the cache.
 
-Some models do not let the caller give positions: they count on from the length of the cache, which differs by row here.
+The rows of a batch differ in length, so no one cache length gives their positions. `UseRowPositions` serves position
+embeddings that count on from that length, `GPTNeoWindows` the attention of GPT-Neo, which cuts its causal and local
+pattern out of a table by the number of keys: here the capacity.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.models.gpt_neo.modeling_gpt_neo import GPTNeoSelfAttention
 
+from qsample.transforms.attention import masked_attention
 from qsample.transforms.cache import DecodeContext
+from qsample.transforms.masks import MaskRule, causal
 
 _PARAMETERS = {"past_key_values_length", "position_ids"}
 
@@ -70,3 +76,40 @@ def _is_position_table(module: nn.Module) -> bool:
     if "Position" not in type(module).__name__:
         return False
     return set(inspect.signature(module.forward).parameters) >= _PARAMETERS
+
+
+@dataclass(frozen=True, slots=True)
+class GPTNeoWindows:
+    """Replace the step from queries, keys and values to their product in every attention layer of a GPT-Neo."""
+
+    context: DecodeContext
+
+    def __call__(self, model: PreTrainedModel) -> tuple[PreTrainedModel, bool]:
+        modified = False
+        for module in model.modules():
+            if isinstance(module, GPTNeoSelfAttention):
+                modified |= not isinstance(module.__dict__.get("_attn"), functools.partial)
+                module._attn = functools.partial(_attend, self.context, module)  # type: ignore[method-assign]
+        return model, modified
+
+
+def _attend(
+    context: DecodeContext,
+    module: GPTNeoSelfAttention,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """query: [B, heads, S, D]; key, value: [B, heads, T, D]. Returns [B, heads, S, D] and no weights.
+
+    Outside a decoder call it is the class's own step.
+    """
+    if context.positions is None:
+        own: tuple[Tensor, Tensor] = GPTNeoSelfAttention._attn(  # type: ignore[no-untyped-call]
+            module, query, key, value, attention_mask
+        )
+        return own
+    window = int(module.config.window_size) if module.attention_type == "local" else None
+    allowed = MaskRule(causal(window)).allowed(context.positions, key.shape[2])
+    return masked_attention(query, key, value, allowed, scale=1.0).transpose(1, 2), None

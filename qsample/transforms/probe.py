@@ -1,4 +1,4 @@
-"""A transformed causal LM enters; the shapes of the states that it keeps leave, read off a run of two tokens."""
+"""The shapes of the states that a model keeps, read off a run of two tokens."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _probe(
         with torch.no_grad():
             cache = _cache(model, context)
             run_model(model, context, torch.zeros(1, 2, dtype=torch.int64), torch.arange(2)[None], cache)
-        found = dict(sorted(context.present.items()))
+        present = dict(sorted(context.present.items()))
         recurrent = _recurrent_shapes(context, cache)
     except UnsupportedModelError:
         raise
@@ -56,12 +56,12 @@ def _probe(
         ) from error
     finally:
         context.clear()
-    if not found and not recurrent:
+    if not present and not recurrent:
         raise UnsupportedModelError(f"{name} puts nothing into the cache, so there is no state to retain; {_ELSE}")
-    numbered = list(found) == list(range(len(found)))
+    numbered = list(present) == list(range(len(present)))
     key_values = tuple(
         KeyValueShape(key.shape[1], max(key.shape[-1], value.shape[-1]), None if numbered else layer)
-        for layer, (key, value) in found.items()
+        for layer, (key, value) in present.items()
     )
     return key_values, recurrent
 
@@ -89,7 +89,7 @@ def run_model(
     inputs: dict[str, Any] = {"input_ids": ids, name: cache or _cache(model, context), "use_cache": True}
     if _takes_positions(model):
         inputs["position_ids"] = positions + _first_position(model)
-    # Of the buffers, every key; which of them a query sees is for the causal mask to say.
+    # Every key of the buffers: the causal mask decides which of them a query sees.
     keys = context.capacity if context.buffered and context.past else ids.shape[1]
     inputs["attention_mask"] = torch.ones(ids.shape[0], keys, dtype=torch.int64)
     return model(**inputs)

@@ -1,8 +1,8 @@
-"""A causal LM with recurrent or convolutional layers enters; the same model running them token by token leaves.
+"""Recurrent and convolutional layers, run token by token over retained states.
 
-One token at a time is exact for ragged rows: a token that is padding, or of a row that has ended, leaves the layer's
-states as they were. In a traced graph the loop over the tokens is an ONNX Scan, which `exporters.control_flow` makes
-from two markers.
+One token at a time is exact for ragged rows: a token that is padding, or of a row that has ended, does not change the
+layer's states. In a traced graph the loop over the tokens is an ONNX Scan, which `exporters.control_flow` makes from
+two markers.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def _forward(context: DecodeContext, module: nn.Module, own: Forward, *args: Any
         after = [_where(advances, step_cache.states[key], old) for key, old in zip(keys, states, strict=True)]
         return after, output[:, 0]
 
-    # The states of a row that begins are whatever another one left in its place.
+    # A row that begins still holds the states of the row before it.
     begun = context.positions[:, 0] > 0
     start = [_where(begun, context.states[key], torch.zeros_like(context.states[key])) for key in keys]
     final, output = scan(step, start, [hidden, real])
@@ -132,14 +132,14 @@ def _where(rows: Tensor, new: Tensor, old: Tensor) -> Tensor:
 
 
 def scan(step: Step, states: list[Tensor], inputs: list[Tensor]) -> tuple[list[Tensor], Tensor]:
-    """Run `step(states, inputs)` for each place on axis 1 of `inputs`, each [B, S, ..].
+    """Run `step(states, inputs)` for each index on axis 1 of `inputs`, each [B, S, ..].
 
     Returns the states after the last step, and the results stacked on axis 1.
     """
     if not torch.compiler.is_exporting():
         results = []
-        for place in range(inputs[0].shape[1]):
-            states, result = step(states, [tensor[:, place] for tensor in inputs])
+        for index in range(inputs[0].shape[1]):
+            states, result = step(states, [tensor[:, index] for tensor in inputs])
             results.append(result)
         return states, torch.stack(results, dim=1)
     begun = torch.onnx.ops.symbolic_multi_out(

@@ -24,7 +24,7 @@ from qsample.exporters import export as export_module
 from qsample.exporters import parity
 from qsample.exporters.export import export_model, weight_hash
 from qsample.package import read_package
-from qsample.transforms import attention, masks, recurrent, wrap
+from qsample.transforms import attention, decoder, masks, recurrent
 from tests.architectures.configs import tiny_model
 from tests.helpers.tiny_models import byte_tokenizer, random_model, save_checkpoint
 
@@ -154,14 +154,14 @@ def test_parity_gate_refuses_a_planted_error(
 
 
 def test_parity_gate_refuses_a_swapped_rotary_embedding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real_run, real_half = wrap.run_model, modeling_llama.rotate_half
+    real_run, real_half = decoder.run_model, modeling_llama.rotate_half
 
     def swapped(*args: Any) -> Any:
         with monkeypatch.context() as planted:
             planted.setattr(modeling_llama, "rotate_half", lambda states: -real_half(states))
             return real_run(*args)
 
-    monkeypatch.setattr(wrap, "run_model", swapped)
+    monkeypatch.setattr(decoder, "run_model", swapped)
     with pytest.raises(ParityError, match=r"differ from the eager model's by .*, more than"):
         export_tiny(random_model("llama"), tmp_path / "package")
     assert leftovers(tmp_path) == []

@@ -1,4 +1,4 @@
-"""A model whose rotary embedding is complex enters; real arithmetic in its place, while a call is traced, leaves.
+"""Complex rotary embeddings in real arithmetic, for as long as a call is traced.
 
 ONNX has no complex numbers. (a + bi)(cos + i sin) = (a cos - b sin) + (a sin + b cos) i.
 """

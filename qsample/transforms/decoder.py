@@ -1,4 +1,4 @@
-"""A transformed causal LM enters; the module that the model's part of the decode graph is traced from leaves."""
+"""The module that the model's part of the decode graph is traced from: token ids in, logits out."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from transformers import PreTrainedModel
 
 from qsample.contract import RUNNING, STALLED, Interface, retained_name
 from qsample.transforms.cache import DecodeContext
+from qsample.transforms.complex_rotary import real_rotary_embeddings
 from qsample.transforms.masks import eager_masks_over_buffers
 from qsample.transforms.probe import run_model
-from qsample.transforms.rotary import real_rotary_embeddings
 
 
 class Decoder(nn.Module):
