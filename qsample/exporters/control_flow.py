@@ -1,6 +1,6 @@
 """A traced graph with the code of its branches and loops in line enters; the graph with `If` and `Scan` nodes leaves.
 
-Branches: a `Branch` marker (`transforms.sampler.control`) has the inputs predicate, then's results, otherwise's
+Branches: a `Branch` marker (`transforms.sampler.branching`) has the inputs predicate, then's results, otherwise's
 results. Whatever only a side needs moves into that side's subgraph, copied where two sides share it: common
 subexpressions that the optimizer merged must not be computed unconditionally.
 
@@ -17,13 +17,13 @@ import onnx_ir as ir
 
 from qsample.exporters.graph.traversal import ancestors, copy_node, reads
 from qsample.transforms import recurrent
-from qsample.transforms.sampler import control
+from qsample.transforms.sampler import branching
 
 
 def outline_branches(model: ir.Model) -> bool:
     """Turn every `Branch` marker into an `If`, in place, nested ones included. Returns whether there was one."""
     modified = _outline_branches(model.graph, "branch")
-    model.opset_imports.pop(control.MARKER_DOMAIN, None)
+    model.opset_imports.pop(branching.MARKER_DOMAIN, None)
     return modified
 
 
@@ -47,7 +47,7 @@ def _outline_branches(graph: ir.Graph, prefix: str) -> bool:
 
 
 def _is_marker(node: ir.Node) -> bool:
-    return node.domain == control.MARKER_DOMAIN and node.op_type == control.MARKER
+    return node.domain == branching.MARKER_DOMAIN and node.op_type == branching.MARKER
 
 
 def _unconditional_reads(node: ir.Node) -> Iterable[ir.Value | None]:

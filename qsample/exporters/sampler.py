@@ -14,7 +14,7 @@ from qsample.exporters.control_flow import outline_branches
 from qsample.exporters.sampler_peephole import simplify
 from qsample.exporters.trace import trace
 from qsample.transforms.sampler import Sampler
-from qsample.transforms.sampler.control import inline_branches
+from qsample.transforms.sampler.branching import inline_branches
 
 
 class _FromLogits(nn.Module):

@@ -1,4 +1,4 @@
-"""Logits [B, V] enter; chunk maxima, the exact maximum and the exact top K leave, at little more than one pass over V.
+"""The exact maximum and the exact top K of logits, at little more than one pass over the vocabulary.
 
 Chunked selection is exact: a token of a chunk that is not among the K with the largest maxima has K tokens, those
 maxima, that are at least as large. Chosen chunks are put in ascending order so that ties go to the lowest id.
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-_SUM_WEIGHT = 2.0**-24
+_SUM_FACTOR = 2.0**-24
 
 
 class Chunks(NamedTuple):
@@ -43,8 +43,8 @@ def blocks(values: Tensor, size: int, padding: float) -> Tensor:
 def is_valid(chunks: Chunks, maximum: Tensor) -> Tensor:
     """Whether a row holds neither NaN nor +inf, and some finite logit: [B] bool.
 
-    A weighted sum is NaN if one of its terms is, so a reduction finds NaN without an elementwise pass, and a product
-    with a constant is the cheapest one. (ONNX Runtime's ReduceMax drops NaN.) The weight keeps the sum of up to 2**23
+    A sum is NaN if one of its terms is, so a reduction finds NaN without an elementwise pass, and a product with a
+    constant is the cheapest one. (ONNX Runtime's ReduceMax drops NaN.) The factor keeps the sum of up to 2**23
     finite logits finite, so the difference from the maximum is NaN where that is infinite, too: the sum is then of the
     same sign, or NaN already.
 
@@ -52,8 +52,8 @@ def is_valid(chunks: Chunks, maximum: Tensor) -> Tensor:
         maximum: [B] float32, the largest of the maxima.
     """
     batch, count, size = chunks.values.shape
-    weights = torch.full((1, 1, size), _SUM_WEIGHT)
-    sums = weights @ chunks.values.reshape(batch, size, count)  # any cut will do: long rows are the fastest
+    factors = torch.full((1, 1, size), _SUM_FACTOR)
+    sums = factors @ chunks.values.reshape(batch, size, count)  # any cut will do: long rows are the fastest
     difference = sums.sum((-2, -1)) - maximum
     return difference == difference
 
@@ -82,13 +82,13 @@ def top_candidates(chunks: Chunks, num_candidates: int) -> tuple[Tensor, Tensor]
     chosen = chunks.maxima.topk(min(num_candidates, count), dim=-1).indices
     chosen = chosen.topk(chosen.shape[1], dim=-1, largest=False).values
     pool = take_chunks(chunks.values, chosen).flatten(1)
-    values, places = pool.topk(num_candidates, dim=-1)
-    rank = torch.div(places, size, rounding_mode="floor")
-    return values, (chosen.gather(1, rank) - rank) * size + places
+    values, indices = pool.topk(num_candidates, dim=-1)
+    rank = torch.div(indices, size, rounding_mode="floor")
+    return values, (chosen.gather(1, rank) - rank) * size + indices
 
 
 class Sizes(NamedTuple):
-    """num_candidates: K of the narrow tier. chunk_size: C."""
+    """num_candidates: K. chunk_size: C."""
 
     num_candidates: int
     chunk_size: int

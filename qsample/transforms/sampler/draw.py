@@ -1,10 +1,10 @@
-"""Weights of the surviving tokens and a uniform number enter; the drawn token leaves, by inverse CDF in id order.
+"""Draw a token by inverse CDF in id order, from the weights of the tokens that passed the filters.
 
 The weights are float32 and summed in float64, but for blocks of some hundred tokens of a whole vocabulary, whose order
-of summation is fixed: so a token does not depend on the shape of the batch, and on the path that found the survivors
-only where u lies within float rounding of a boundary. Sums in float64 also make the draw safe at its ends: u * total
-is below the total for every u <= 1 - 2**-24, so a token of positive weight is found, and a token of zero weight never
-moves the running sum past the target.
+of summation is fixed. So a token does not depend on the shape of the batch; whether it comes from the candidates or the
+whole vocabulary matters only where u lies within float rounding of a boundary. Sums in float64 also make the draw safe
+at its ends: u * total is below the total for every u <= 1 - 2**-24, so there is always a token of positive weight to
+draw, and a token of zero weight never moves the running sum past the target.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ from qsample.transforms.sampler import candidates
 _LARGEST_UNIFORM = 1.0 - 2.0**-24
 
 
-def draw_candidates(ids: Tensor, masses: Tensor, uniform: Tensor) -> Tensor:
+def draw_candidates(ids: Tensor, weights: Tensor, uniform: Tensor) -> Tensor:
     """Draw one of the candidates, [B, 1] int64.
 
     Args:
         ids: [B, K] int64, in any order.
-        masses: [B, K] float32, >= 0, one of them positive.
+        weights: [B, K] float32, >= 0, one of them positive.
         uniform: [B, 1] float32, in [0, 1).
     """
-    ordered, places = ids.topk(ids.shape[1], dim=-1, largest=False)
-    cumulative = masses.gather(1, places).to(torch.float64).cumsum(-1)
+    ordered, order = ids.topk(ids.shape[1], dim=-1, largest=False)
+    cumulative = weights.gather(1, order).to(torch.float64).cumsum(-1)
     above = cumulative > _target(uniform, cumulative[:, -1:])
     return torch.where(above, ordered, ordered[:, -1:]).amin(-1, keepdim=True)
 
 
-def draw_vocabulary(masses: Tensor, uniform: Tensor) -> Tensor:
+def draw_vocabulary(weights: Tensor, uniform: Tensor) -> Tensor:
     """Draw one token of the whole vocabulary, [B, 1] int64, in two levels: a block, then a token of that block.
 
     Args:
-        masses: [B, V] float32, >= 0, one of them positive.
+        weights: [B, V] float32, >= 0, one of them positive.
         uniform: [B, 1] float32, in [0, 1).
     """
-    block_size = candidates.block_size(masses.shape[1])
-    blocks = candidates.blocks(masses, block_size, 0.0)
+    block_size = candidates.block_size(weights.shape[1])
+    blocks = candidates.blocks(weights, block_size, 0.0)
     sums = blocks.sum(-1).to(torch.float64)
     cumulative = sums.cumsum(-1)
     target = _target(uniform, cumulative[:, -1:])

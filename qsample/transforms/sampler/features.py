@@ -1,4 +1,4 @@
-"""Logits and a step's outcome enter; the optional outputs leave: log-probabilities and the sampled distribution."""
+"""The optional outputs of a step: log-probabilities and the sampled distribution."""
 
 from __future__ import annotations
 
@@ -57,14 +57,14 @@ def top_logprobs(
     return ids, torch.where(emitted, normaliser.log_softmax(values), 0.0)
 
 
-def probabilities(masses: Tensor, random: Tensor, greedy: Tensor, ids: Tensor) -> Tensor:
+def probabilities(weights: Tensor, random: Tensor, greedy: Tensor, ids: Tensor) -> Tensor:
     """The distribution that the tokens were drawn from, [B, V] float32; zeros for a row that emitted nothing.
 
     Args:
-        masses: [B, V] float32, the weights of the survivors, 0 elsewhere.
+        weights: [B, V] float32, the weights of the survivors, 0 elsewhere.
         random: [B, 1] bool, rows that drew; greedy: [B, 1] bool, rows whose token was the argmax: one-hot at `ids`.
         ids: [B, 1] int64, in [0, V).
     """
-    total = masses.to(torch.float64).sum(-1, keepdim=True).to(torch.float32)
-    drawn = torch.where(random, masses / total, 0.0)
+    total = weights.to(torch.float64).sum(-1, keepdim=True).to(torch.float32)
+    drawn = torch.where(random, weights / total, 0.0)
     return drawn.scatter(1, ids, torch.where(greedy, 1.0, drawn.gather(1, ids)))

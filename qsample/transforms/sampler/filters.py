@@ -1,8 +1,9 @@
-"""Candidates or logits and the filter parameters enter; thresholds, and the weights of the survivors, leave.
+"""The filters top-k, top-p and min-p: which tokens pass, and their weights.
 
-Each filter keeps the tokens above some value, so their chain in Hugging Face's order (top-k, then top-p on the
-renormalised survivors, then min-p) keeps those above the largest of three. The thresholds of top-k and top-p are
-logits, not probabilities: tokens whose probabilities merely round to the same value stay distinct.
+A token's weight is its unnormalised probability. Each filter keeps the tokens above some value, so their chain in
+Hugging Face's order (top-k, then top-p on the renormalised survivors, then min-p) keeps those above the largest of
+three. The thresholds of top-k and top-p are logits, not probabilities: tokens whose probabilities merely round to the
+same value stay distinct.
 
 top-k: Fan et al. 2018, arXiv:1805.04833. top-p: Holtzman et al. 2020, arXiv:1904.09751. min-p: Nguyen et al. 2024,
 arXiv:2407.01082.
@@ -22,8 +23,8 @@ def inverse_temperature(temperature: Tensor) -> Tensor:
     return temperature.clamp(min=_LEAST_TEMPERATURE).reciprocal()
 
 
-def weights(logits: Tensor, maximum: Tensor, inverse_temperature: Tensor) -> Tensor:
-    """Unnormalised probabilities exp((l - max) / t), float32 in [0, 1]: the one expression that every path uses.
+def weigh(logits: Tensor, maximum: Tensor, inverse_temperature: Tensor) -> Tensor:
+    """The tokens' weights exp((l - max) / t), float32 in [0, 1]: the one expression that every path uses.
 
     Subtracting first keeps a tiny temperature from overflowing: the maximum has weight 1 whatever t is.
 
@@ -48,8 +49,8 @@ def top_k_threshold(values: Tensor, kept_count: Tensor) -> Tensor:
     return torch.where(ranks < kept_count[:, None], values, torch.inf).amin(-1, keepdim=True)
 
 
-def nucleus_limit(top_p: Tensor, total: Tensor) -> Tensor:
-    """How much strictly likelier tokens may weigh, [B] float64: top_p * total, +inf where top_p is off.
+def nucleus_weight(top_p: Tensor, total: Tensor) -> Tensor:
+    """The least weight of a nucleus, [B] float64: top_p * total, +inf where top_p is off.
 
     Args:
         top_p: [B] float32, 1 = off. total: [B] float64, the weight of all that passed top-k.
@@ -57,26 +58,26 @@ def nucleus_limit(top_p: Tensor, total: Tensor) -> Tensor:
     return torch.where(top_p < 1, top_p.to(torch.float64) * total, torch.inf)
 
 
-def nucleus_threshold(values: Tensor, masses: Tensor, limit: Tensor) -> Tensor:
-    """The smallest candidate whose strictly likelier tokens weigh less than `limit`, [B, 1] float32.
+def nucleus_threshold(values: Tensor, weights: Tensor, nucleus_weight: Tensor) -> Tensor:
+    """The smallest candidate whose strictly likelier tokens weigh less than `nucleus_weight`, [B, 1] float32.
 
     Args:
         values: [B, K] float32, descending, the largest logits.
-        masses: [B, K] float32, their weights.
-        limit: [B] float64, top_p times the weight of all tokens; +inf = off.
+        weights: [B, K] float32, theirs.
+        nucleus_weight: [B] float64, top_p times the weight of all tokens; +inf = off.
     """
-    masses = masses.to(torch.float64)
-    # Of tied tokens the first decides for all: what precedes it is exactly the mass of the strictly likelier ones.
-    before = masses.cumsum(-1) - masses
-    # The largest stays whatever the limit is.
-    return torch.where(before < limit[:, None], values, values[:, :1]).amin(-1, keepdim=True)
+    weights = weights.to(torch.float64)
+    # Of tied tokens the first decides for all: what precedes it is exactly the weight of the strictly likelier ones.
+    before = weights.cumsum(-1) - weights
+    # The largest stays whatever top_p is.
+    return torch.where(before < nucleus_weight[:, None], values, values[:, :1]).amin(-1, keepdim=True)
 
 
-def keep(logits: Tensor, masses: Tensor, threshold: Tensor, min_p: Tensor) -> Tensor:
-    """The weights of the tokens that pass every filter, 0 for the others: float32, of the shape of `masses`.
+def keep(logits: Tensor, weights: Tensor, threshold: Tensor, min_p: Tensor) -> Tensor:
+    """The weights of the tokens that pass every filter, 0 for the others: float32, of the shape of `weights`.
 
     Args:
-        logits: float32. masses: float32, their weights. threshold: [B, 1] float32, of top-k and top-p.
+        logits, weights: float32. threshold: [B, 1] float32, of top-k and top-p.
         min_p: [B, 1] float32: the most likely token weighs 1, so p >= min_p * p_max where the weight is >= min_p.
     """
-    return torch.where((logits >= threshold) & (masses >= min_p), masses, 0.0)
+    return torch.where((logits >= threshold) & (weights >= min_p), weights, 0.0)

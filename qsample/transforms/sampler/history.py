@@ -1,4 +1,4 @@
-"""The retained `tokens` enter; the ids of a row's history, and the tokens with this step's ids written, leave."""
+"""The retained `tokens`: the ids of a row's history, and what a step writes."""
 
 from __future__ import annotations
 

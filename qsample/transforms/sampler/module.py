@@ -1,4 +1,4 @@
-"""Logits, sampling parameters and retained state enter; next-token ids and the new state leave: the `Sampler`."""
+"""The `Sampler`: one step of the decode contract, in its order."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from qsample.contract import (
     Interface,
     retained_name,
 )
-from qsample.transforms.sampler import candidates, features, history, penalties, tiers
+from qsample.transforms.sampler import candidates, features, history, penalties, sample
+from qsample.transforms.sampler.branching import Tensors, branch
 from qsample.transforms.sampler.candidates import Chunks
-from qsample.transforms.sampler.control import Tensors, branch
 
 
 class Sampler(nn.Module):
@@ -29,11 +29,11 @@ class Sampler(nn.Module):
     Args:
         interface: vocabulary and features.
         pad_token_id: `next_ids` of a row that emitted nothing.
-        num_candidates: K of the narrow tier, at least 1; None: as `candidates.choose_sizes` has it.
+        num_candidates: K, at least 1; None: as `candidates.choose_sizes` has it.
         chunk_size: tokens in a chunk of the two-level selection; None: likewise.
-        control_flow: False: a graph without If and Loop, for capture and replay. Rows that the narrow tier cannot
-            settle then get status 4 and commit nothing, and `next_ids` repeats their last input. A graph with control
-            flow takes status 4 for running: it can run the step that stalled, with that step's inputs.
+        control_flow: False: a graph without If and Loop, for capture and replay. Rows that the candidates do not settle
+            then get status 4 and commit nothing, and `next_ids` repeats their last input. A graph with control flow
+            takes status 4 for running: it can run the step that stalled, with that step's inputs.
         resumes: True: the other half of such a graph, with control flow, over the logits of the step that stalled.
             Rows with status 4 are run; all others stay as they are, and `next_ids` is their newest token.
     """
@@ -88,10 +88,10 @@ class Sampler(nn.Module):
         # 3., 4. The argmax of greedy rows; temperature, top-k, top-p, min-p and the draw of random ones.
         greedy = candidates.argmax(chunks)
         random = drawing & (inputs["temperature"] > 0)
-        place = total.clamp(max=capacity - 1).to(torch.int64)
-        uniform = inputs["noise"].gather(1, place[:, None])
+        position = total.clamp(max=capacity - 1).to(torch.int64)
+        uniform = inputs["noise"].gather(1, position[:, None])
         temperature, top_k, top_p, min_p = (inputs[name] for name in ("temperature", "top_k", "top_p", "min_p"))
-        rows = tiers.Rows(random, maximum, temperature, top_k, top_p, min_p, uniform)
+        rows = sample.Rows(random, maximum, temperature, top_k, top_p, min_p, uniform)
         draw = self._draw(adjusted, chunks, rows, greedy)
         token = torch.where(random[:, None], draw.token, greedy)
         emitted = drawing if self._control_flow else drawing & ~(random & (draw.unseen > 0))
@@ -174,11 +174,11 @@ class Sampler(nn.Module):
         torch._check(size <= capacity)  # type: ignore[no-untyped-call]
         return size
 
-    def _draw(self, logits: Tensor, chunks: Chunks, rows: tiers.Rows, greedy: Tensor) -> tiers.Draw:
+    def _draw(self, logits: Tensor, chunks: Chunks, rows: sample.Rows, greedy: Tensor) -> sample.Draw:
         count = self._num_candidates
         if not self._control_flow:
-            return tiers.narrow_only(chunks, rows, count, self._interface.vocab_size)
-        return tiers.sample(logits, chunks, rows, count, greedy)
+            return sample.sample_candidates(chunks, rows, count, self._interface.vocab_size)
+        return sample.sample(logits, chunks, rows, count, greedy)
 
     def _silent_ids(self, inputs: Mapping[str, Tensor], start: Tensor, status: Tensor) -> Tensor | int | None:
         """`next_ids` of rows that emit nothing, [B, 1] or one for all; None = 0, which they hold anyway.
@@ -218,7 +218,7 @@ class Sampler(nn.Module):
         return torch.where(running, status.to(torch.int32), inputs["status"])
 
     def _features(
-        self, logits: Tensor, adjusted: Tensor, token: Tensor, emitted: Tensor, rows: tiers.Rows, threshold: Tensor
+        self, logits: Tensor, adjusted: Tensor, token: Tensor, emitted: Tensor, rows: sample.Rows, threshold: Tensor
     ) -> dict[str, Tensor]:
         chosen, results = self._interface.features, {}
         emitted, random = emitted[:, None], rows.random[:, None]
@@ -231,6 +231,6 @@ class Sampler(nn.Module):
                 ids, values = features.top_logprobs(chunks, normaliser, chosen.top_logprobs, emitted)
                 results |= {"top_logprob_ids": ids, "top_logprobs": values}
         if chosen.probs:
-            masses = rows.keep(adjusted, rows.weights(adjusted), threshold)
-            results["probs"] = features.probabilities(masses, random & emitted, ~random & emitted, token)
+            weights = rows.keep(adjusted, rows.weigh(adjusted), threshold)
+            results["probs"] = features.probabilities(weights, random & emitted, ~random & emitted, token)
         return results

@@ -1,4 +1,4 @@
-"""Logits [B, V] enter; logits adjusted by masks, biases and penalties leave.
+"""Masks, biases and penalties on the logits.
 
 Every mask is added, never written over: -inf + NaN and -inf + inf are NaN, so an invalid logit stays visible to the
 validity check that follows.
@@ -86,5 +86,5 @@ def penalize(
 
 def block(values: Tensor, ids: Tensor, blocked: Tensor) -> Tensor:
     """`values` [B, h] float32 of the tokens `ids` [B, h] int64; -inf where an id is among `blocked` [B, E] int64."""
-    found = (ids[:, :, None] == blocked[:, None, :]).any(-1)
-    return values + torch.where(found, -torch.inf, 0.0)
+    is_blocked = (ids[:, :, None] == blocked[:, None, :]).any(-1)
+    return values + torch.where(is_blocked, -torch.inf, 0.0)

@@ -120,7 +120,7 @@ def test_wide_nuclei_are_found_without_a_sort(
     values: str, temperature: float, top_p: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nuclei of thousands of tokens, their edge in the middle and in the tails, their weight spread or on few."""
-    from qsample.transforms.sampler import tiers
+    from qsample.transforms.sampler import sample
     from tests.helpers.reference import distribution
 
     def sort(*_: object) -> None:
@@ -138,7 +138,7 @@ def test_wide_nuclei_are_found_without_a_sort(
     row = {"temperature": np.float32(temperature), "top_p": np.float32(top_p)}
     # A trace takes every way, so this one is made with the sort in place; the graph must be right all the same.
     in_graph = exported(face)(logits, make_inputs(face, 1, **row))["probs"][0]
-    monkeypatch.setattr(tiers, "_wide_sorted", sort)
+    monkeypatch.setattr(sample, "_with_sort", sort)
     probs = eager(face)(logits, make_inputs(face, 1, **row))["probs"][0]
     wanted = distribution(logits[0], {"top_k": 0, "min_p": 0} | row)
     np.testing.assert_array_equal(probs > 0, wanted > 0)
