@@ -72,7 +72,7 @@ class Qsample:
 
     def _loop(self, prompts: Ids, request: Request, sessions: Any) -> Any:
         from qsample.runtime.bench import LockStep
-        from qsample.runtime.inputs import parameter_arrays
+        from qsample.runtime.parameters import parameter_arrays
         from qsample.sampling_params import SamplingParams
 
         rows, length = prompts.shape

@@ -16,7 +16,7 @@ from gpu_systems import MIXES
 from qsample.package import read_package
 from qsample.runtime import CausalLM, SamplingParams, load
 from qsample.runtime.decode.slots import Slots
-from qsample.runtime.inputs import parameter_arrays
+from qsample.runtime.parameters import parameter_arrays
 
 PROMPT = 16
 ROWS_GREEDY = 4

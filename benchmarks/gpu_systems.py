@@ -21,7 +21,7 @@ from mixes import MIXES as PLAIN_MIXES
 from qsample.contract import STALLED
 from qsample.runtime import SamplingParams, load
 from qsample.runtime.decode.slots import Slots
-from qsample.runtime.inputs import parameter_arrays
+from qsample.runtime.parameters import parameter_arrays
 
 MIXES = {**PLAIN_MIXES, "everything": EVERYTHING}
 MIXED = "half greedy, half everything"

@@ -136,7 +136,7 @@ def step_times(package: Path, batches: list[int], threads: int) -> Table:
 
     from qsample.runtime import SamplingParams
     from qsample.runtime.bench import LockStep
-    from qsample.runtime.inputs import parameter_arrays
+    from qsample.runtime.parameters import parameter_arrays
 
     model = load_package(package, threads)
     greedy = SamplingParams(temperature=0, eos_token_id=())

@@ -68,10 +68,10 @@ def continuous(folder: Path, load: Load, threads: int, slots: int) -> Measured:
             request.result()
         before = model.sessions.decoder.runs
         start = time.perf_counter()
-        for place, (arrival, _, new_tokens) in enumerate(load):
+        for index, (arrival, _, new_tokens) in enumerate(load):
             time.sleep(max(0.0, start + arrival - time.perf_counter()))
-            params = SamplingParams(**SAMPLING, max_new_tokens=new_tokens, eos_token_id=(), seed=place)
-            requests.append(engine.add_request(prompts[place], params))
+            params = SamplingParams(**SAMPLING, max_new_tokens=new_tokens, eos_token_id=(), seed=index)
+            requests.append(engine.add_request(prompts[index], params))
         moments = [[delta.seconds for delta in request if delta.token_ids] for request in requests]
     return model.sessions.decoder.runs - before, moments
 
@@ -79,42 +79,42 @@ def continuous(folder: Path, load: Load, threads: int, slots: int) -> Measured:
 def static(folder: Path, load: Load, threads: int, slots: int) -> Measured:
     """The same graph, slots and loop, but a batch begins only when the one before has ended."""
     from qsample.runtime import SamplingParams
-    from qsample.runtime.decode.loop import DecodeLoop, Progress
-    from qsample.runtime.decode.scheduler import DecodeRequest, Scheduler
+    from qsample.runtime.decode.loop import DecodeLoop
+    from qsample.runtime.decode.scheduler import Scheduler
     from qsample.runtime.decode.slots import Slots
-    from qsample.runtime.inputs import parameter_arrays
+    from qsample.runtime.sequence import Sequence
 
     model = load_package(folder, threads)
     capacity = model.capacity(4096)
     prompts = make_prompts(load, model.interface.vocab_size)
 
-    def make(place: int, new_tokens: int) -> DecodeRequest:
+    def make(index: int, new_tokens: int) -> Sequence:
         params = SamplingParams(**SAMPLING, max_new_tokens=new_tokens, eos_token_id=())
-        arrays = parameter_arrays(model.interface, [params], [len(prompts[place])], capacity, ())
-        return DecodeRequest(prompts[place], {name: values[0] for name, values in arrays.items()}, seed=place)
+        sequences, _ = model.prepare(prompts[index], params, {}, seed=index, capacity=capacity)
+        return sequences[0]
 
-    came: dict[DecodeRequest, list[float]] = {}
+    came: dict[Sequence, list[float]] = {}
 
-    def deliver(progress: Progress) -> None:
-        came[progress.request] += [time.perf_counter()] * len(progress.tokens)
+    def deliver(sequence: Sequence) -> None:
+        came[sequence] += [time.perf_counter()] * (len(sequence.sampled) - len(came[sequence]))
 
-    def run(requests: list[DecodeRequest]) -> None:
-        for request in requests:
-            came[request] = []
-            loop.add(request)
+    def run(sequences: list[Sequence]) -> None:
+        for sequence in sequences:
+            came[sequence] = []
+            loop.add(sequence)
         while loop.busy:
             loop.step()
 
     scheduler = Scheduler(slots, interleave=False, join_prompts=model.sessions.joins_prompts)
     with DecodeLoop(Slots(model.sessions, slots, capacity), scheduler, deliver, double_buffering=True) as loop:
         run([make(0, 4) for _ in range(slots)])
-        requests = [make(place, new_tokens) for place, (_, _, new_tokens) in enumerate(load)]
+        sequences = [make(index, new_tokens) for index, (_, _, new_tokens) in enumerate(load)]
         before = model.sessions.decoder.runs
         start = time.perf_counter()
-        in_batches(load, slots, start, lambda first, last: run(requests[first:last]))
+        in_batches(load, slots, start, lambda first, last: run(sequences[first:last]))
     moments = [
-        [moment - start - arrival for moment in came[request]]
-        for request, (arrival, _, _) in zip(requests, load, strict=True)
+        [moment - start - arrival for moment in came[sequence]]
+        for sequence, (arrival, _, _) in zip(sequences, load, strict=True)
     ]
     return model.sessions.decoder.runs - before, moments
 
@@ -158,9 +158,9 @@ def genai(folder: Path, load: Load, threads: int, slots: int) -> Measured:
             generator.generate_next_token()
             generator.get_next_tokens()
             now = time.perf_counter() - start
-            for place, count in zip(range(first, last), counts, strict=True):
+            for index, count in zip(range(first, last), counts, strict=True):
                 if step < count:
-                    moments[place].append(now - load[place][0])
+                    moments[index].append(now - load[index][0])
 
     run(0, min(slots, len(load)), 0.0, least=4)
     moments, runs = [[] for _ in load], 0

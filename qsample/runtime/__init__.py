@@ -6,8 +6,8 @@
 
 from qsample.runtime.causal_lm import CausalLM, load
 from qsample.runtime.engine import Engine, EngineClosedError, QueueFullError
-from qsample.runtime.inputs import AllowedTokensFn
-from qsample.runtime.output import GenerateOutput, Step
+from qsample.runtime.guided_decoding import AllowedTokensFn, Step
+from qsample.runtime.output import GenerateOutput
 from qsample.runtime.request import Delta, Request, RequestOutput
 from qsample.runtime.text.streamer import TextStreamer
 from qsample.sampling_params import SamplingParams

@@ -1,4 +1,4 @@
-"""A loaded package enters; how fast it prefills and decodes leaves."""
+"""Measures how fast a loaded package prefills and decodes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import numpy as np
 from qsample.runtime.causal_lm import CausalLM
 from qsample.runtime.decode.scheduler import joined_slots
 from qsample.runtime.decode.slots import Slots
-from qsample.runtime.inputs import parameter_arrays
+from qsample.runtime.parameters import parameter_arrays
 from qsample.runtime.session.session import Sessions
 from qsample.sampling_params import SamplingParams
 from qsample.tensors import Array

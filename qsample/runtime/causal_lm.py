@@ -1,21 +1,27 @@
-"""A package enters; a `CausalLM` that generates from it leaves."""
+"""`load` opens a package, and `CausalLM.generate` continues a fixed set of prompts."""
 
 from __future__ import annotations
 
-import secrets
+import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections import abc
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
+
 from qsample.contract import ALLOWED_TOKENS, Interface
 from qsample.package import Package, read_package
-from qsample.runtime.batch import Batch
-from qsample.runtime.decode.loop import choose_flush_every
-from qsample.runtime.decode.scheduler import DecodeRequest, Scheduler
+from qsample.runtime.decode.loop import DecodeLoop, choose_flush_every
+from qsample.runtime.decode.scheduler import Scheduler
 from qsample.runtime.decode.slots import Slots
-from qsample.runtime.inputs import AllowedTokensFn, parameter_arrays, prompts
-from qsample.runtime.output import Collector, GenerateOutput, Timing, pad_sequences
+from qsample.runtime.guided_decoding import Guide
+from qsample.runtime.output import GenerateOutput, Timing, make_output
+from qsample.runtime.parameters import choose_seeds, parameter_arrays
+from qsample.runtime.prompts import prompts
+from qsample.runtime.sequence import Sequence
 from qsample.runtime.session.options import SessionOptions, check_count
 from qsample.runtime.session.session import Sessions, open_sessions
 from qsample.runtime.text.generated_text import GeneratedText
@@ -23,15 +29,13 @@ from qsample.runtime.text.stop_strings import check_stop_strings
 from qsample.runtime.text.streamer import Streamer
 from qsample.runtime.text.tokenizer import Tokenizer
 from qsample.sampling_params import SamplingParams
-from qsample.tensors import Array
 
 _CAPACITY_STEP: Final = 64  # capacities are multiples of this, where nothing else decides
-_SEEDS: Final = 2**63
 
 
 def load(
     path: str | Path,
-    provider: str | Sequence[str] | None = None,
+    provider: str | abc.Sequence[str] | None = None,
     *,
     ctx_len: int | None = None,
     intra_op_num_threads: int | None = None,
@@ -88,23 +92,23 @@ class CausalLM:
     def generate(
         self,
         inputs: Any,
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        params: SamplingParams | abc.Sequence[SamplingParams] | None = None,
         *,
         attention_mask: Any = None,
         streamer: Streamer | None = None,
-        seed: int | Sequence[int] | None = None,
+        seed: int | abc.Sequence[int] | None = None,
         allowed_tokens: Any = None,
         prefill_chunk_size: int | None = None,
         flush_every: int | None = None,
         double_buffering: bool = True,
-        stop_strings: str | Sequence[str] | None = None,
+        stop_strings: str | abc.Sequence[str] | None = None,
         in_place: bool = True,
         **options: Any,
     ) -> GenerateOutput:
         """Continue one prompt or a batch of prompts of different lengths.
 
         Args:
-            inputs: a text, token ids, a list of either, a 2-D integer array, or chat messages; see `inputs.prompts`.
+            inputs: a text, token ids, a list of either, a 2-D integer array, or chat messages; see `prompts.prompts`.
             params: for all rows, or a list with one a row. None = the model's generation_config, with `options` on top.
             attention_mask: for a padded 2-D array.
             streamer: gets the prompt and then every token, as in Hugging Face; one prompt only.
@@ -126,56 +130,99 @@ class CausalLM:
         A row ends at a stop token, at its maximum length (256 new tokens where neither the model nor the caller says),
         or where the context length is full. Raises ValueError where an argument is wrong.
         """
-        interface, manifest = self.interface, self.package.manifest
-        rows = prompts(inputs, attention_mask, self.tokenizer, interface.vocab_size, manifest.token_ids)
-        row_params = self.sampling_params(params, options, len(rows))
-        seeds = choose_seeds(seed, params, row_params)
-        stops = self.stop_strings(stop_strings, params)
-        guide: AllowedTokensFn | None = allowed_tokens if callable(allowed_tokens) else None
-        slots = min(len(rows), self.batch_size or len(rows))
-        if guide is not None and slots < len(rows):
+        sequences, guide = self.prepare(
+            inputs,
+            params,
+            options,
+            attention_mask=attention_mask,
+            seed=seed,
+            stop_strings=stop_strings,
+            allowed_tokens=allowed_tokens,
+        )
+        slots = min(len(sequences), self.batch_size or len(sequences))
+        if guide is not None and slots < len(sequences):
             raise ValueError(
-                f"{len(rows)} prompts were given and the package was compiled for {slots} at most; a function for "
+                f"{len(sequences)} prompts were given and the package was compiled for {slots} at most; a function for "
                 "allowed_tokens follows one batch"
             )
-        if streamer is not None and len(rows) != 1:
-            raise ValueError(f"a streamer follows one prompt, and {len(rows)} were given; generate them one by one")
+        if streamer is not None and len(sequences) != 1:
+            raise ValueError(
+                f"a streamer follows one prompt, and {len(sequences)} were given; generate them one by one"
+            )
         check_count("prefill_chunk_size", prefill_chunk_size)
         flush_every = choose_flush_every(self.sessions, flush_every, guided=guide is not None)
-
-        lengths = [len(row) for row in rows]
-        needed = max(row.total_length(length) for row, length in zip(row_params, lengths, strict=True))
-        capacity = self.capacity(needed)
-        arrays = parameter_arrays(interface, row_params, lengths, capacity, manifest.token_ids.eos, allowed_tokens)
         if guide is not None:
-            guide(None, arrays[ALLOWED_TOKENS.name])
-        requests = [
-            DecodeRequest(
-                row, {name: values[index] for name, values in arrays.items()}, seeds[index], guide is not None
-            )
-            for index, row in enumerate(rows)
-        ]
-        collector = Collector(interface, [self._text(row, stops) for row in rows])
-        batch = Batch(requests, collector, manifest.token_ids.pad, streamer, guide, arrays.get(ALLOWED_TOKENS.name))
+            guide.start()
         scheduler = Scheduler(
             slots,
             flush_every,
             self.sessions.chunk(prefill_chunk_size),
             interleave=False,
-            keep_prefixes=not interface.recurrent,
+            keep_prefixes=not self.interface.recurrent,
             join_prompts=self.sessions.joins_prompts,
         )
+        capacity = self.capacity(max(sequence.max_length for sequence in sequences))
         device = self._captured.pop((slots, capacity, in_place), None)
         if device is None:
             self._captured.clear()  # one batch's memory at a time
             device = Slots(self.sessions, slots, capacity, in_place=in_place)
-        timing = batch.run(device, scheduler, double_buffering=double_buffering)
+        deliver = partial(_stream, streamer)
+        loop = DecodeLoop(device, scheduler, deliver, double_buffering=double_buffering)
+        if streamer is not None:
+            streamer.put(sequences[0].prompt[None])
+        timing = _run(loop, sequences, guide)
+        if streamer is not None:
+            streamer.end()
         if self.sessions.replays is not None:
             device.stop_all()
             self._captured[slots, capacity, in_place] = device
-        return self._output(rows, collector, seeds, timing)
+        output = make_output(self.interface, sequences, self.package.manifest.token_ids.pad, timing)
+        invalid = [row for row, reason in enumerate(output.finish_reasons) if reason == "invalid"]
+        if invalid:
+            warnings.warn(
+                f"rows {invalid} ended early: the model gave NaN or infinite logits, or no token was allowed",
+                stacklevel=2,
+            )
+        return output
 
-    def stop_strings(self, given: str | Sequence[str] | None, params: Any) -> tuple[str, ...]:
+    def prepare(
+        self,
+        inputs: Any,
+        params: Any,
+        options: Mapping[str, Any],
+        *,
+        attention_mask: Any = None,
+        seed: Any = None,
+        stop_strings: Any = None,
+        allowed_tokens: Any = None,
+        capacity: int | None = None,
+    ) -> tuple[list[Sequence], Guide | None]:
+        """A sequence for each prompt; and the guide that writes their masks, where allowed_tokens is a function.
+
+        capacity: tokens of a slot; None = what these sequences need. The other arguments are those of `generate`.
+        Raises ValueError where one is wrong.
+        """
+        interface, token_ids = self.interface, self.package.manifest.token_ids
+        rows = prompts(inputs, attention_mask, self.tokenizer, interface.vocab_size, token_ids)
+        row_params = self.sampling_params(params, options, len(rows))
+        seeds = choose_seeds(seed, params, row_params)
+        stops = self.stop_strings(stop_strings, params)
+        lengths = [len(row) for row in rows]
+        if capacity is None:
+            needed = (row.total_length(length) for row, length in zip(row_params, lengths, strict=True))
+            capacity = self.capacity(max(needed))
+        arrays = parameter_arrays(interface, row_params, lengths, capacity, token_ids.eos, allowed_tokens)
+        guided = callable(allowed_tokens)
+        sequences = []
+        for row, prompt in enumerate(rows):
+            text = None if self.tokenizer is None else GeneratedText(self.tokenizer, prompt.tolist(), stops)
+            parameters = {name: values[row] for name, values in arrays.items()}
+            sequences.append(Sequence(prompt, parameters, seeds[row], guided, text))
+        if not guided:
+            return sequences, None
+        return sequences, Guide(allowed_tokens, sequences, arrays[ALLOWED_TOKENS.name], token_ids.pad)
+
+    def stop_strings(self, given: str | abc.Sequence[str] | None, params: Any) -> tuple[str, ...]:
         """`given`, or what the model's own settings say where they are used. Raises ValueError without a tokenizer."""
         if given is None and params is None:
             given = self.generation_config.get("stop_strings")
@@ -193,7 +240,7 @@ class CausalLM:
             raise ValueError(f"params and {', '.join(options)} were given; put everything into params, or leave it out")
         if isinstance(params, SamplingParams):
             return [params] * rows
-        if not isinstance(params, Sequence) or not all(isinstance(row, SamplingParams) for row in params):
+        if not isinstance(params, abc.Sequence) or not all(isinstance(row, SamplingParams) for row in params):
             raise ValueError(f"params is {params!r:.80}; give a SamplingParams, or a list with one for each prompt")
         if len(params) != rows:
             raise ValueError(f"{len(params)} SamplingParams were given for {rows} prompts; give one, or one for each")
@@ -208,27 +255,28 @@ class CausalLM:
         limit = self.package.manifest.max_position_embeddings
         return rounded if limit is None else min(rounded, limit)
 
-    def _output(self, rows: list[Array], collector: Collector, seeds: list[int], timing: Timing) -> GenerateOutput:
-        reasons = collector.finish_reasons
-        invalid = [row for row, reason in enumerate(reasons) if reason == "invalid"]
-        if invalid:
-            warnings.warn(
-                f"rows {invalid} ended early: the model gave NaN or infinite logits, or no token was allowed",
-                stacklevel=3,
-            )
-        return GenerateOutput(
-            sequences=pad_sequences(rows, collector.new_token_ids, self.package.manifest.token_ids.pad),
-            new_token_ids=collector.new_token_ids,
-            texts=collector.texts(),
-            finish_reasons=reasons,
-            seeds=seeds,
-            prompt_lengths=[len(row) for row in rows],
-            timing=timing,
-            **collector.optional_outputs(),
-        )
 
-    def _text(self, prompt: Array, stop_strings: Sequence[str]) -> GeneratedText | None:
-        return None if self.tokenizer is None else GeneratedText(self.tokenizer, prompt.tolist(), stop_strings)
+def _stream(streamer: Streamer | None, sequence: Sequence) -> None:
+    for token in sequence.take()[0]:
+        if streamer is not None:
+            streamer.put(np.array([token], dtype=np.int64))
+
+
+def _run(loop: DecodeLoop, sequences: list[Sequence], guide: Guide | None) -> Timing:
+    """Run every sequence to its end."""
+    started, prefilled = time.perf_counter(), None
+    with loop:
+        for sequence in sequences:
+            loop.add(sequence)
+        while loop.busy:
+            loop.step()
+            if prefilled is None and all(sequence.started for sequence in sequences):
+                prefilled = time.perf_counter()
+            if guide is not None and loop.busy and not loop.prefilling:
+                guide.update(loop.set_parameter)
+    ended = time.perf_counter()
+    prefilled = prefilled or ended
+    return Timing(prefilled - started, ended - prefilled, loop.steps)
 
 
 def _check_ctx_len(package: Package, ctx_len: int | None) -> None:
@@ -243,26 +291,3 @@ def _check_ctx_len(package: Package, ctx_len: int | None) -> None:
         )
     if manifest.max_position_embeddings is not None and ctx_len > manifest.max_position_embeddings:
         raise ValueError(f"ctx_len is {ctx_len}; the model knows {manifest.max_position_embeddings} positions at most")
-
-
-def choose_seeds(seed: Any, given: Any, params: Sequence[SamplingParams]) -> list[int]:
-    """A seed a row: from `seed`, otherwise from the rows' parameters, otherwise fresh."""
-    rows = len(params)
-    if isinstance(seed, Sequence) and not isinstance(seed, str):
-        if len(seed) != rows:
-            raise ValueError(f"{len(seed)} seeds were given for {rows} prompts; give one, or one for each")
-        return [_checked_seed(value) for value in seed]
-    one_a_row = given is not None and not isinstance(given, SamplingParams)
-    if seed is None and one_a_row:
-        return [secrets.randbelow(_SEEDS) if row.seed is None else row.seed for row in params]
-    first = params[0].seed if seed is None else _checked_seed(seed)
-    if first is None:
-        return [secrets.randbelow(_SEEDS) for _ in params]
-    return [(first + row) % _SEEDS for row in range(rows)]
-
-
-def _checked_seed(seed: Any) -> int:
-    params = SamplingParams(seed=seed)  # refuses what is no seed
-    if params.seed is None:
-        raise ValueError("a seed of the list is None; give an integer")
-    return params.seed

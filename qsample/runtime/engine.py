@@ -1,4 +1,4 @@
-"""Prompts enter at any time, from any thread; their tokens leave as they are sampled: continuous batching.
+"""Continuous batching: prompts come at any time, from any thread, and their tokens go out as they are sampled.
 
 A thread of the engine's own runs the decode loop. If instead whoever reads a request drove the loop, all requests would
 stand still while one reader is busy elsewhere, and an event loop would be blocked by the steps that it drives.
@@ -8,25 +8,19 @@ from __future__ import annotations
 
 import atexit
 import threading
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import abc
 from typing import Any, Final
 
-import numpy as np
-
-from qsample.contract import ALLOWED_TOKENS, RUNNING
 from qsample.errors import QsampleError
-from qsample.runtime.causal_lm import CausalLM, choose_seeds
-from qsample.runtime.decode.loop import DecodeLoop, Progress, choose_flush_every
-from qsample.runtime.decode.scheduler import DecodeRequest, Scheduler
+from qsample.runtime.causal_lm import CausalLM
+from qsample.runtime.decode.loop import DecodeLoop, choose_flush_every
+from qsample.runtime.decode.scheduler import Scheduler
 from qsample.runtime.decode.slots import Slots
-from qsample.runtime.inputs import AllowedTokensFn, parameter_arrays, prompts
-from qsample.runtime.output import Step
+from qsample.runtime.guided_decoding import Guide
 from qsample.runtime.request import CANCELLED, Request
+from qsample.runtime.sequence import Sequence
 from qsample.runtime.session.options import check_count
-from qsample.runtime.text.generated_text import GeneratedText
 from qsample.sampling_params import SamplingParams
-from qsample.tensors import Array
 
 _SLOTS: Final = 8  # where neither the caller nor the package says
 _CTX_LEN: Final = 4096  # likewise; less where the model knows less
@@ -34,19 +28,11 @@ _PREFILL_CHUNK_SIZE: Final = {"cpu": 32, "cuda": 512}
 
 
 class QueueFullError(QsampleError):
-    """The engine has no slot and no place in its queue for another request."""
+    """The engine has no free slot, and its queue is full."""
 
 
 class EngineClosedError(QsampleError):
     """The engine was closed, or its graph failed."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Guide:
-    """A request's own function for guided decoding, and the mask that it writes, [1, W] int32."""
-
-    function: AllowedTokensFn
-    mask: Array
 
 
 class Engine:
@@ -110,13 +96,13 @@ class Engine:
         loop = DecodeLoop(device, scheduler, self._deliver, double_buffering=double_buffering)
 
         self._changed = threading.Condition()  # guards what follows
-        self._requests: dict[DecodeRequest, Request] = {}  # those that have not ended
-        self._added: list[DecodeRequest] = []
+        self._requests: dict[Sequence, Request] = {}  # those that have not ended
+        self._added: list[Sequence] = []
         self._cancelled: list[Request] = []
         self._closed = False
         self._error: BaseException | None = None
         # For the engine's thread alone.
-        self._guides: dict[DecodeRequest, _Guide] = {}
+        self._guides: dict[Sequence, Guide] = {}
         self._loop: DecodeLoop | None = loop
         self._thread = threading.Thread(target=self._serve, name="qsample-engine", daemon=True)
         self._thread.start()
@@ -134,7 +120,7 @@ class Engine:
         params: SamplingParams | None = None,
         *,
         seed: int | None = None,
-        stop_strings: str | Sequence[str] | None = None,
+        stop_strings: str | abc.Sequence[str] | None = None,
         allowed_tokens: Any = None,
         timeout: float | None = None,
         **options: Any,
@@ -142,7 +128,7 @@ class Engine:
         """Add one prompt, and return at once where the queue has room.
 
         Args:
-            inputs: a text, token ids, or chat messages; see `inputs.prompts`.
+            inputs: a text, token ids, or chat messages; see `prompts.prompts`.
             params, seed, stop_strings, options: as in `CausalLM.generate`.
             allowed_tokens: as in `CausalLM.generate`, for a batch of this one row. A function is called on the engine's
                 thread between two steps, so everybody waits for it; and it must not call the engine.
@@ -152,8 +138,21 @@ class Engine:
         Raises ValueError where an argument is wrong or the prompt does not fit, QueueFullError after `timeout`,
         EngineClosedError where the engine takes no requests any more.
         """
-        row, text, guide = self._prepare(inputs, params, seed, stop_strings, allowed_tokens, options)
-        request = Request(row, text, self._cancel)
+        sequences, guide = self._model.prepare(
+            inputs,
+            params,
+            options,
+            seed=seed,
+            stop_strings=stop_strings,
+            allowed_tokens=allowed_tokens,
+            capacity=self.capacity,
+        )
+        if len(sequences) != 1:
+            raise ValueError(f"{len(sequences)} prompts were given; add them one by one")
+        sequence = sequences[0]
+        if guide is not None:
+            guide.start()
+        request = Request(sequence, self._cancel)
         with self._changed:
             room = self._changed.wait_for(
                 lambda: self._closed or len(self._requests) < self.slots + self.max_waiting, timeout
@@ -166,9 +165,9 @@ class Engine:
                     "again later, give a longer timeout, or raise max_waiting"
                 )
             if guide is not None:
-                self._guides[row] = guide
-            self._requests[row] = request
-            self._added.append(row)
+                self._guides[sequence] = guide
+            self._requests[sequence] = request
+            self._added.append(sequence)
             self._changed.notify_all()
         return request
 
@@ -180,27 +179,6 @@ class Engine:
         if threading.current_thread() is not self._thread:
             self._thread.join()
         atexit.unregister(self.close)
-
-    def _prepare(
-        self, inputs: Any, params: Any, seed: Any, stop_strings: Any, allowed_tokens: Any, options: dict[str, Any]
-    ) -> tuple[DecodeRequest, GeneratedText | None, _Guide | None]:
-        """Everything that can be wrong with a request is found here, on the caller's thread."""
-        model = self._model
-        interface, token_ids = model.interface, model.package.manifest.token_ids
-        rows = prompts(inputs, None, model.tokenizer, interface.vocab_size, token_ids)
-        if len(rows) != 1:
-            raise ValueError(f"{len(rows)} prompts were given; add them one by one")
-        row_params = model.sampling_params(params, options, 1)
-        row_seed = choose_seeds(seed, params, row_params)[0]
-        stops = model.stop_strings(stop_strings, params)
-        arrays = parameter_arrays(interface, row_params, [len(rows[0])], self.capacity, token_ids.eos, allowed_tokens)
-        guide = None
-        if callable(allowed_tokens):
-            guide = _Guide(allowed_tokens, arrays[ALLOWED_TOKENS.name])
-            guide.function(None, guide.mask)
-        parameters = {name: np.array(values[0]) for name, values in arrays.items()}
-        text = None if model.tokenizer is None else GeneratedText(model.tokenizer, rows[0].tolist(), stops)
-        return DecodeRequest(rows[0], parameters, row_seed, guide is not None), text, guide
 
     def _cancel(self, request: Request) -> None:
         with self._changed:
@@ -243,41 +221,34 @@ class Engine:
                 return False
             added, self._added = self._added, []
             cancelled, self._cancelled = self._cancelled, []
-            rows = [row for row, request in self._requests.items() if request in cancelled] if cancelled else []
-        for row in added:
-            loop.add(row)
-        for row in rows:
-            loop.leave(row)
-            self._end(row).finish(CANCELLED)
+            left = (
+                [sequence for sequence, request in self._requests.items() if request in cancelled] if cancelled else []
+            )
+        for sequence in added:
+            loop.add(sequence)
+        for sequence in left:
+            loop.leave(sequence)
+            self._end(sequence).finish(CANCELLED)
         return True
 
-    def _deliver(self, progress: Progress) -> None:
-        row = progress.request
-        request = self._requests[row]
+    def _deliver(self, sequence: Sequence) -> None:
+        assert self._loop is not None
+        request, guide = self._requests[sequence], self._guides.get(sequence)
         try:
-            ended = request.take(progress)
-            if not ended and row in self._guides:
-                self._write_mask(progress)
+            ended = request.update()
+            if not ended and guide is not None:
+                guide.update(self._loop.set_parameter)
         except Exception as error:  # the caller's function, most likely; nobody else is to suffer
             ended = True
             request.fail(error)
         if ended:
-            self._end(row)
-            if self._loop is not None:
-                self._loop.leave(row)
+            self._end(sequence)
+            self._loop.leave(sequence)
 
-    def _write_mask(self, progress: Progress) -> None:
-        guide = self._guides[progress.request]
-        outputs = {name: value[None] for name, value in progress.outputs.items()}
-        tokens, status = np.array(progress.tokens, dtype=np.int64), np.array([RUNNING], dtype=np.int32)
-        guide.function(Step(tokens, np.ones(1, dtype=np.bool_), status, outputs), guide.mask)
-        assert self._loop is not None
-        self._loop.set_parameter(progress.request, ALLOWED_TOKENS.name, guide.mask[0])
-
-    def _end(self, row: DecodeRequest) -> Request:
+    def _end(self, sequence: Sequence) -> Request:
         """Forget a request, which makes room for another."""
-        self._guides.pop(row, None)
+        self._guides.pop(sequence, None)
         with self._changed:
-            request = self._requests.pop(row)
+            request = self._requests.pop(sequence)
             self._changed.notify_all()
         return request

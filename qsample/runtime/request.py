@@ -1,4 +1,4 @@
-"""What an engine sampled for one prompt enters, on its thread; `Delta`s and a `RequestOutput` leave, on any other."""
+"""The handle of a prompt in an engine: written on the engine's thread, read on any other."""
 
 from __future__ import annotations
 
@@ -11,10 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from qsample.contract import RUNNING, STATUS_NAMES, STOPPED
-from qsample.runtime.decode.loop import Progress
-from qsample.runtime.decode.scheduler import DecodeRequest
-from qsample.runtime.text.generated_text import GeneratedText
+from qsample.contract import RUNNING, STATUS_NAMES
+from qsample.runtime.sequence import Sequence
 from qsample.tensors import Array
 
 CANCELLED = "cancelled"
@@ -59,7 +57,7 @@ class RequestOutput:
 
     token_ids: sampled, a stop token included, up to the one that completes a stop string. text: cut off before the stop
     string; None without a tokenizer. finish_reason: "stop" (a stop token or a stop string), "length", "invalid" (the
-    model gave NaN or infinite logits) or "cancelled". stop_string: the one that was found. seed: reproduces the tokens.
+    model gave NaN or infinite logits) or "cancelled". stop_string: the one that ended it. seed: reproduces the tokens.
     outputs: the optional outputs that the package has, by name, one entry a token.
     """
 
@@ -81,21 +79,19 @@ class Request:
     kept as long as the request itself, and holds up nobody.
     """
 
-    def __init__(self, row: DecodeRequest, text: GeneratedText | None, cancel: Callable[[Request], None]) -> None:
-        self._row = row
-        self._text = text
+    def __init__(self, sequence: Sequence, cancel: Callable[[Request], None]) -> None:
+        self._sequence = sequence
         self._cancel = cancel
         self._added = time.perf_counter()
         self._changed = threading.Condition()
         self._listeners: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
         self._deltas: list[Delta] = []
-        self._outputs: list[Mapping[str, Array]] = []
         self._output: RequestOutput | None = None
         self._error: BaseException | None = None
 
     @property
     def seed(self) -> int:
-        return self._row.seed
+        return self._sequence.seed
 
     @property
     def done(self) -> bool:
@@ -114,30 +110,30 @@ class Request:
         return self._result()
 
     def __iter__(self) -> Iterator[Delta]:
-        place = 0
+        seen = 0
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: len(self._deltas) > place or self.done)  # noqa: B023
-                new, done = self._deltas[place:], self.done
+                self._changed.wait_for(lambda: len(self._deltas) > seen or self.done)  # noqa: B023
+                new, done = self._deltas[seen:], self.done
             yield from new
-            place += len(new)
+            seen += len(new)
             if done:
                 self._result()
                 return
 
     async def __aiter__(self) -> AsyncIterator[Delta]:
         listener = asyncio.get_running_loop(), asyncio.Event()
-        place = 0
+        seen = 0
         with self._changed:
             self._listeners.append(listener)
         try:
             while True:
                 listener[1].clear()
                 with self._changed:
-                    new, done = self._deltas[place:], self.done
+                    new, done = self._deltas[seen:], self.done
                 for delta in new:
                     yield delta
-                place += len(new)
+                seen += len(new)
                 if done:
                     self._result()
                     return
@@ -162,49 +158,35 @@ class Request:
 
     # The rest is for the engine's thread.
 
-    def take(self, progress: Progress) -> bool:
-        """Publish what was sampled, up to a stop string. Returns whether the request has ended."""
-        tokens, pieces = [], []
-        for token in progress.tokens:
-            tokens.append(token)
-            if self._text is not None:
-                pieces.append(self._text.put(token))
-                if self._text.stop_string is not None:
-                    break
-        if tokens and progress.outputs:
-            self._outputs.append(progress.outputs)
-        status = progress.status
-        if self._text is not None and self._text.stop_string is not None:
-            status = STOPPED
+    def update(self) -> bool:
+        """Publish what was sampled since the last call. Returns whether the request has ended."""
+        tokens, text = self._sequence.take()
         if tokens:
-            self._publish(tokens, "".join(pieces))
-        if status == RUNNING:
+            self._publish(tokens, text)
+        if self._sequence.status == RUNNING:
             return False
-        self.finish(STATUS_NAMES[status])
+        self.finish(STATUS_NAMES[self._sequence.status])
         return True
 
     def finish(self, reason: str) -> None:
         """End it with what it has."""
-        rest = self._text.end() if self._text is not None else ""
+        sequence, text = self._sequence, self._sequence.text
+        rest = text.end() if text is not None else ""
         if rest:
             self._publish([], rest)
         now = time.perf_counter()
-        tokens = [token for delta in self._deltas for token in delta.token_ids]
-        row = self._row
+        tokens, outputs = sequence.new_token_ids, sequence.outputs
+        queued = None if sequence.admitted_at is None else sequence.admitted_at - self._added
         first = self._deltas[0].seconds if tokens else None
         output = RequestOutput(
             token_ids=tokens,
-            text=None if self._text is None else "".join(delta.text or "" for delta in self._deltas),
+            text=None if text is None else text.whole,
             finish_reason=reason,
-            stop_string=None if self._text is None else self._text.stop_string,
-            seed=row.seed,
-            usage=Usage(len(row.prompt), len(tokens), row.reused),
-            timing=RequestTiming(
-                None if row.seated_at is None else row.seated_at - self._added, first, now - self._added
-            ),
-            outputs={name: np.stack([output[name] for output in self._outputs]) for name in self._outputs[0]}
-            if self._outputs
-            else {},
+            stop_string=None if text is None else text.stop_string,
+            seed=sequence.seed,
+            usage=Usage(len(sequence.prompt), len(tokens), sequence.reused),
+            timing=RequestTiming(queued, first, now - self._added),
+            outputs={name: np.stack([output[name] for output in outputs]) for name in outputs[0]} if outputs else {},
         )
         with self._changed:
             self._output = output
@@ -217,7 +199,7 @@ class Request:
             self._notify()
 
     def _publish(self, tokens: list[int], text: str) -> None:
-        delta = Delta(tokens, None if self._text is None else text, time.perf_counter() - self._added)
+        delta = Delta(tokens, None if self._sequence.text is None else text, time.perf_counter() - self._added)
         with self._changed:
             self._deltas.append(delta)
             self._notify()

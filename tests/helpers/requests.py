@@ -1,4 +1,4 @@
-"""A model enters; random requests, and what the reference says of them, leave."""
+"""Random prompts and parameters, and sequences made of them."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import random
 import numpy as np
 
 from qsample.runtime import CausalLM, SamplingParams
-from qsample.runtime.decode.scheduler import DecodeRequest
-from qsample.runtime.inputs import parameter_arrays
+from qsample.runtime.parameters import parameter_arrays
+from qsample.runtime.sequence import Sequence
 from tests.helpers.fake_package import EOS
 
 
@@ -29,9 +29,8 @@ def random_prompt(generator: random.Random, most: int = 20) -> list[int]:
     return [generator.randrange(3, 290) for _ in range(generator.randrange(1, most))]
 
 
-def decode_request(
-    model: CausalLM, prompt: list[int], params: SamplingParams, seed: int, capacity: int, **options: object
-) -> DecodeRequest:
+def make_sequence(model: CausalLM, prompt: list[int], params: SamplingParams, seed: int, capacity: int) -> Sequence:
+    """Without a text, for rows of `capacity` tokens."""
     arrays = parameter_arrays(model.interface, [params], [len(prompt)], capacity, (EOS,))
     rows = {name: values[0] for name, values in arrays.items()}
-    return DecodeRequest(np.array(prompt, dtype=np.int64), rows, seed, **options)  # type: ignore[arg-type]
+    return Sequence(np.array(prompt, dtype=np.int64), rows, seed)

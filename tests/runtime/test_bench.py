@@ -15,7 +15,7 @@ from qsample.runtime import CausalLM, SamplingParams
 from qsample.runtime import bench as bench_module
 from qsample.runtime.bench import LockStep, measure
 from qsample.runtime.decode.slots import Slots
-from qsample.runtime.inputs import parameter_arrays
+from qsample.runtime.parameters import parameter_arrays
 from tests.helpers.fake_package import MAX_POSITIONS, fake_package
 
 

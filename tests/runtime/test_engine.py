@@ -390,7 +390,7 @@ def test_cancelling_in_the_queue_in_the_prompt_and_while_running(model: CausalLM
         wait_until(lambda: len(running._deltas) >= 4)
         prefilling = engine.add_request([6] * 100, ENDLESS, seed=1)
         gate.release(2)
-        wait_until(lambda: prefilling._row.consumed > 0)
+        wait_until(lambda: prefilling._sequence.consumed > 0)
         queued = engine.add_request([7], ENDLESS, seed=2)
         stays = engine.add_request([8], FREE, seed=3)
         for request in (queued, prefilling, running):

@@ -10,7 +10,8 @@ import pytest
 
 from qsample.manifest import TokenIds
 from qsample.runtime import CausalLM
-from qsample.runtime.inputs import parameter_arrays, prompts
+from qsample.runtime.parameters import parameter_arrays
+from qsample.runtime.prompts import prompts
 from qsample.runtime.text.tokenizer import Tokenizer
 from qsample.sampling_params import SamplingParams
 from tests.helpers.fake_package import BOS, byte_tokenizer, fake_interface

@@ -1,4 +1,4 @@
-"""Requests enter; their tokens leave as they are read, until each request has ended.
+"""Runs what the scheduler decides on the slots, and hands on the tokens of each sequence as they are read.
 
 The device does one job after another: a chunk of a prompt, some short prompts, or `flush_every` decode steps without a
 read between them.
@@ -9,16 +9,16 @@ With double buffering, a thread starts the next job while this one copies and de
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
 
 from qsample.contract import LENGTH, NEXT_IDS, RUNNING, STALLED, STOPPED
 from qsample.errors import QsampleError
-from qsample.runtime.decode.scheduler import Chunk, DecodeRequest, Prompts, Scheduler, Window
+from qsample.runtime.decode.scheduler import Chunk, Prompts, Scheduler, Window
 from qsample.runtime.decode.slots import Slots, Snapshot
+from qsample.runtime.sequence import Sequence
 from qsample.runtime.session.options import check_count
 from qsample.runtime.session.session import Sessions
 from qsample.tensors import Array
@@ -43,36 +43,22 @@ def choose_flush_every(sessions: Sessions, flush_every: int | None, *, guided: b
     return flush_every or (1 if sessions.device == "cpu" else _FLUSH_EVERY)
 
 
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """What a request sampled since it was last read.
-
-    tokens: sampled ids, none or several. status: the contract's, 0 while the row runs. outputs: the optional outputs of
-    the token, without the batch axis; such packages are read after every token.
-    """
-
-    request: DecodeRequest
-    tokens: list[int]
-    status: int
-    outputs: Mapping[str, Array]
-
-
 class DecodeLoop:
     """Runs what a scheduler decides on slots.
 
     >>> with DecodeLoop(slots, Scheduler(slots.count), deliver, double_buffering=True) as loop:
-    ...     loop.add(DecodeRequest(prompt, parameters, seed=0))
+    ...     loop.add(Sequence(prompt, parameters, seed=0))
     ...     while loop.busy:
     ...         loop.step()
 
-    One thread calls it. `deliver` is called by `step`, and may call `leave`.
+    One thread calls it. `step` calls `deliver` with each sequence that was read; that may call `leave`.
     """
 
     def __init__(
         self,
         slots: Slots,
         scheduler: Scheduler,
-        deliver: Callable[[Progress], None],
+        deliver: Callable[[Sequence], None],
         *,
         double_buffering: bool,
     ) -> None:
@@ -80,9 +66,9 @@ class DecodeLoop:
         self._scheduler = scheduler
         self._deliver = deliver
         self._device = ThreadPoolExecutor(1, "qsample-device") if double_buffering else None
-        # Those that the newest job gave tokens, and how many each got if it still runs.
-        self._unread: list[tuple[DecodeRequest, int]] = []
-        self._stalled: set[DecodeRequest] = set()
+        # Those that the newest job gives tokens, and how many each gets if it still runs.
+        self._unread: list[tuple[Sequence, int]] = []
+        self._stalled: set[Sequence] = set()
         self._left: set[int] = set()  # slots to stop before the next job
         self.steps = 0  # decode steps, each one run of the graph over all rows
 
@@ -94,42 +80,42 @@ class DecodeLoop:
 
     @property
     def busy(self) -> bool:
-        """Whether a request waits, or sits in a slot."""
-        return bool(self._scheduler.waiting or self._scheduler.seated)
+        """Whether a sequence waits, or is in a slot."""
+        return bool(self._scheduler.waiting or self._scheduler.in_slots)
 
     @property
     def waiting(self) -> int:
-        """Requests without a slot."""
+        """Sequences without a slot."""
         return self._scheduler.waiting
 
     @property
     def prefilling(self) -> bool:
-        """Whether some request in a slot has no first token yet."""
+        """Whether some sequence in a slot has no first token yet."""
         return bool(self._scheduler.prefilling)
 
-    def add(self, request: DecodeRequest) -> None:
-        self._scheduler.add(request)
+    def add(self, sequence: Sequence) -> None:
+        self._scheduler.add(sequence)
 
-    def leave(self, request: DecodeRequest, *, keep: bool = True) -> None:
-        """Take a request out before it ends. Nothing more of it is delivered; its slot is free from the next job on."""
-        slot = self._scheduler.leave(request, keep=keep)
+    def leave(self, sequence: Sequence, *, keep: bool = True) -> None:
+        """Take a sequence out. Nothing more of it is delivered; its slot is free from the next job on."""
+        slot = self._scheduler.leave(sequence, keep=keep)
         if slot is not None:
             self._left.add(slot)
 
-    def set_parameter(self, request: DecodeRequest, name: str, values: Array) -> None:
-        """Replace a parameter of a guided request before its next token."""
-        if request.slot is not None:
-            self._slots.set_parameter(request.slot, name, values)
+    def set_parameter(self, sequence: Sequence, name: str, values: Array) -> None:
+        """Replace a parameter of a guided sequence before its next token."""
+        if sequence.slot is not None:
+            self._slots.set_parameter(sequence.slot, name, values)
 
     def step(self) -> None:
         """One job on the device, and the delivery of what was read."""
         for slot in self._left:
             self._slots.stop(slot)
         self._left.clear()
-        for request in self._scheduler.admit():
-            assert request.slot is not None
-            request.seated_at = time.perf_counter()
-            self._slots.begin(request.slot, request.prompt, request.seed, request.parameters, request.reused)
+        for sequence in self._scheduler.admit():
+            assert sequence.slot is not None
+            sequence.admitted_at = time.perf_counter()
+            self._slots.begin(sequence.slot, sequence.prompt, sequence.seed, sequence.parameters, sequence.reused)
         if self._stalled:
             self._resume()
         if not self._slots.prepared:
@@ -137,7 +123,7 @@ class DecodeLoop:
             if self._stalled:
                 self._resume()
             self._slots.prepare()
-        guided = any(request.guided for request in self._scheduler.seated)
+        guided = any(sequence.guided for sequence in self._scheduler.in_slots)
         if self._device is None or guided:
             self._read_and_deliver()
         job = self._scheduler.next_job()
@@ -173,38 +159,38 @@ class DecodeLoop:
                 call.result()
 
     def _issue(self, job: Chunk | Prompts | Window) -> list[Callable[[], None]]:
-        """The runs of the graph that a job consists of. Its requests are accounted for as if it was done."""
+        """The runs of the graph that a job consists of. Its sequences are accounted for as if it was done."""
         if isinstance(job, Chunk):
-            request = job.request
-            assert request.slot is not None
-            request.consumed = job.end
-            request.issued = int(job.last)
-            self._unread = [(request, 1)] if job.last else []
-            return [partial(self._slots.prefill, request.slot, request.prompt[job.start : job.end], emit=job.last)]
+            sequence = job.sequence
+            assert sequence.slot is not None
+            sequence.consumed = job.end
+            sequence.issued = int(job.last)
+            self._unread = [(sequence, 1)] if job.last else []
+            return [partial(self._slots.prefill, sequence.slot, sequence.prompt[job.start : job.end], emit=job.last)]
         if isinstance(job, Prompts):
-            for request in job.requests:
-                request.consumed, request.issued = len(request.prompt), 1
-            self._unread = [(request, 1) for request in job.requests]
-            first = job.requests[0].slot
+            for sequence in job.sequences:
+                sequence.consumed, sequence.issued = len(sequence.prompt), 1
+            self._unread = [(sequence, 1) for sequence in job.sequences]
+            first = job.sequences[0].slot
             assert first is not None
-            return [partial(self._slots.prefill, first, *(request.prompt for request in job.requests), emit=True)]
-        issued = [min(job.steps, request.limit - request.issued) for request in job.requests]
-        for request, count in zip(job.requests, issued, strict=True):
-            request.issued += count
-        self._unread = list(zip(job.requests, issued, strict=True))
+            return [partial(self._slots.prefill, first, *(sequence.prompt for sequence in job.sequences), emit=True)]
+        issued = [min(job.steps, sequence.limit - sequence.issued) for sequence in job.sequences]
+        for sequence, count in zip(job.sequences, issued, strict=True):
+            sequence.issued += count
+        self._unread = list(zip(job.sequences, issued, strict=True))
         self.steps += job.steps
         return [partial(self._slots.decode, wait=False)] * (job.steps - 1) + [self._slots.decode]
 
     def _resume(self) -> None:
         """Give rows that stalled their token, once everything else is read."""
         self._read_and_deliver()
-        stalled = [request for request in self._stalled if request.slot is not None]
+        stalled = [sequence for sequence in self._stalled if sequence.slot is not None]
         self._stalled.clear()
         if stalled:
             self._slots.resume()
-            for request in stalled:
-                request.issued += 1
-            self._unread = [(request, 1) for request in stalled]
+            for sequence in stalled:
+                sequence.issued += 1
+            self._unread = [(sequence, 1) for sequence in stalled]
             self._read_and_deliver()
 
     def _read_and_deliver(self) -> None:
@@ -212,38 +198,43 @@ class DecodeLoop:
             unread, self._unread = self._unread, []
             self._hand_out(unread, self._slots.read())
 
-    def _hand_out(self, unread: Sequence[tuple[DecodeRequest, int]], snapshot: Snapshot) -> None:
-        for request, issued in unread:
-            if request.slot is None:  # it left meanwhile
+    def _hand_out(self, unread: list[tuple[Sequence, int]], snapshot: Snapshot) -> None:
+        for sequence, issued in unread:
+            slot = sequence.slot
+            if slot is None:  # it left meanwhile
                 continue
-            progress = _progress(request, request.slot, snapshot)
-            request.new_tokens += progress.tokens
+            tokens, status = _new_tokens(sequence, slot, snapshot), int(snapshot.status[slot])
+            sequence.sampled += tokens
+            if tokens and snapshot.outputs:  # such packages are read after every token
+                sequence.outputs.append({name: values[slot] for name, values in snapshot.outputs.items()})
             if self._slots.may_stall:
-                request.issued -= issued - len(progress.tokens)
-                if progress.status == STALLED:
-                    self._stalled.add(request)
-                    progress = replace(progress, status=RUNNING)
-            elif progress.status == STALLED:
+                sequence.issued -= issued - len(tokens)
+                if status == STALLED:
+                    self._stalled.add(sequence)
+                    status = RUNNING
+            elif status == STALLED:
                 raise QsampleError(
                     "a row needs the graph with control flow, which this package lacks; use a portable package"
                 )
-            if progress.status != RUNNING:
-                self.leave(request, keep=progress.status in _CACHE_IS_VALID)
-            elif not self._follows_contract(request, issued, len(progress.tokens)):
+            sequence.status = status
+            if status != RUNNING:
+                self.leave(sequence, keep=status in _CACHE_IS_VALID)
+            elif not self._follows_contract(sequence, issued, len(tokens)):
                 raise QsampleError(
-                    f"a row still runs with {len(request.new_tokens)} new tokens of at most {request.limit}, the last "
-                    f"{len(progress.tokens)} from {issued} steps; the graph does not follow the decode contract"
+                    f"a row still runs with {len(sequence.sampled)} new tokens of at most {sequence.limit}, the last "
+                    f"{len(tokens)} from {issued} steps; the graph does not follow the decode contract"
                 )
-            self._deliver(progress)
+            self._deliver(sequence)
+            if sequence.status != status and sequence.slot is not None:  # a stop string ended it
+                self.leave(sequence)
 
-    def _follows_contract(self, request: DecodeRequest, issued: int, got: int) -> bool:
+    def _follows_contract(self, sequence: Sequence, issued: int, got: int) -> bool:
         """Whether a row may still run. One that stalls is behind until it is resumed."""
-        return len(request.new_tokens) < request.limit and (self._slots.may_stall or got == issued)
+        return len(sequence.sampled) < sequence.limit and (self._slots.may_stall or got == issued)
 
 
-def _progress(request: DecodeRequest, slot: int, snapshot: Snapshot) -> Progress:
-    """What the snapshot has of a request beyond what it knew. The newest token is not in the cache, hence the 1."""
-    known = len(request.prompt) + len(request.new_tokens)
-    tokens = snapshot.tokens[slot, known : snapshot.lengths[slot] + 1].tolist()
-    outputs = {name: values[slot] for name, values in snapshot.outputs.items()}
-    return Progress(request, tokens, int(snapshot.status[slot]), outputs)
+def _new_tokens(sequence: Sequence, slot: int, snapshot: Snapshot) -> list[int]:
+    """What the snapshot has of a sequence beyond what was read. The newest token is not in the cache, hence the 1."""
+    known = len(sequence.prompt) + len(sequence.sampled)
+    tokens: list[int] = snapshot.tokens[slot, known : snapshot.lengths[slot] + 1].tolist()
+    return tokens

@@ -1,18 +1,19 @@
-"""Requests enter in order of arrival; who sits in which slot, and what the device does next, leaves. No tensors here.
+"""Which sequence gets which slot, and what the device does next. No tensors here.
 
-A request waits, then sits in a slot while its prompt is read in chunks, then runs until it ends. A slot that is left
-keeps its tokens in the cache; the next request is put where the longest beginning of its prompt is kept.
+A sequence waits, is admitted to a slot, has its prompt read in chunks, and runs until it ends. The slot that it leaves
+keeps its tokens in the cache; the next sequence gets the slot that keeps the longest beginning of its prompt.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 
+from qsample.runtime.sequence import Sequence
 from qsample.tensors import Array
 
 # What a run of the graph costs beside its tokens, in tokens: at 0.6 B parameters 2 with int4 weights, 13 with float32.
@@ -21,64 +22,31 @@ _RUN: Final = 4
 _MOST_JOINED: Final = 512
 
 
-@dataclass(slots=True, eq=False)
-class DecodeRequest:
-    """One prompt on its way through the loop.
-
-    prompt: [n] int64. parameters: the row of every name of `Interface.parameters`. seed: of its random numbers.
-    guided: someone must see each token before the next one is sampled.
-    Kept by the loop: slot, None outside one. seated_at: when it got its slot, on `time.perf_counter`. reused: prompt
-    tokens that were in the slot's cache. consumed: prompt tokens in the cache. new_tokens: sampled, as far as they were
-    read. issued: tokens sampled if the row still runs.
-    """
-
-    prompt: Array
-    parameters: Mapping[str, Array]
-    seed: int
-    guided: bool = False
-    slot: int | None = None
-    reused: int = 0
-    consumed: int = 0
-    issued: int = 0
-    seated_at: float | None = None
-    new_tokens: list[int] = field(default_factory=list)
-
-    @property
-    def limit(self) -> int:
-        """The most tokens that this row samples."""
-        return int(self.parameters["max_length"]) - len(self.prompt)
-
-    @property
-    def may_run(self) -> bool:
-        """Whether the row has its first token and did not certainly end since."""
-        return 0 < self.issued < self.limit
-
-
 @dataclass(frozen=True, slots=True)
 class Chunk:
     """Tokens of a prompt, [start, end), for one call. last: the first token is sampled after it."""
 
-    request: DecodeRequest
+    sequence: Sequence
     start: int
     end: int
 
     @property
     def last(self) -> bool:
-        return self.end == len(self.request.prompt)
+        return self.end == len(self.sequence.prompt)
 
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """The whole prompts of `requests`, in adjacent slots, for one call; the first token of each is sampled after it."""
+    """The whole prompts of `sequences`, in adjacent slots, for one call that samples the first token of each."""
 
-    requests: tuple[DecodeRequest, ...]
+    sequences: tuple[Sequence, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """`steps` decode steps without a read between them, for the rows of `requests`."""
+    """`steps` decode steps without a read between them, for the rows of `sequences`."""
 
-    requests: tuple[DecodeRequest, ...]
+    sequences: tuple[Sequence, ...]
     steps: int
 
 
@@ -103,8 +71,8 @@ class Scheduler:
     ) -> None:
         self._kept: list[Array] = [np.empty(0, dtype=np.int64)] * slots  # tokens in each free slot's cache
         self._free = list(range(slots))  # the one that was left longest ago first
-        self._waiting: deque[DecodeRequest] = deque()
-        self._order: list[DecodeRequest] = []  # those in slots, first come first
+        self._waiting: deque[Sequence] = deque()
+        self._in_slots: list[Sequence] = []  # those in slots, first come first
         self._flush_every = flush_every
         self._chunk_size = prefill_chunk_size
         self._interleave = interleave
@@ -114,77 +82,77 @@ class Scheduler:
 
     @property
     def waiting(self) -> int:
-        """Requests without a slot."""
+        """Sequences without a slot."""
         return len(self._waiting)
 
     @property
-    def seated(self) -> list[DecodeRequest]:
-        """Requests in slots, first come first."""
-        return list(self._order)
+    def in_slots(self) -> list[Sequence]:
+        """Sequences in slots, first come first."""
+        return list(self._in_slots)
 
     @property
-    def prefilling(self) -> list[DecodeRequest]:
-        """Requests in slots whose prompt is not read yet, first come first."""
-        return [request for request in self._order if request.consumed < len(request.prompt)]
+    def prefilling(self) -> list[Sequence]:
+        """Sequences in slots whose prompt is not read yet, first come first."""
+        return [sequence for sequence in self._in_slots if sequence.consumed < len(sequence.prompt)]
 
-    def add(self, request: DecodeRequest) -> None:
-        self._waiting.append(request)
+    def add(self, sequence: Sequence) -> None:
+        self._waiting.append(sequence)
 
-    def admit(self) -> list[DecodeRequest]:
-        """Seat those who waited longest, as far as slots are free. Their `consumed` is what the cache holds already."""
+    def admit(self) -> list[Sequence]:
+        """Give free slots to those who waited longest. Their `consumed` is what the slot's cache holds already."""
         admitted = []
         while self._waiting and self._free:
-            request = self._waiting.popleft()
+            sequence = self._waiting.popleft()
             # Not the whole prompt: the last token has to be fed to sample the one after it.
-            shared = {slot: shared_prefix(self._kept[slot], request.prompt[:-1]) for slot in self._free}
-            request.slot = max(self._free, key=shared.__getitem__)  # of equals, the first
-            request.reused = request.consumed = shared[request.slot]
-            self._free.remove(request.slot)
-            admitted.append(request)
-        self._order += admitted
+            shared = {slot: shared_prefix(self._kept[slot], sequence.prompt[:-1]) for slot in self._free}
+            sequence.slot = max(self._free, key=shared.__getitem__)  # of equals, the first
+            sequence.reused = sequence.consumed = shared[sequence.slot]
+            self._free.remove(sequence.slot)
+            admitted.append(sequence)
+        self._in_slots += admitted
         return admitted
 
-    def leave(self, request: DecodeRequest, *, keep: bool = True) -> int | None:
-        """Take a request out, wherever it is, and return the slot that it leaves. keep: its cache can be used again."""
-        if request.slot is None:
-            if request in self._waiting:
-                self._waiting.remove(request)
+    def leave(self, sequence: Sequence, *, keep: bool = True) -> int | None:
+        """Take a sequence out, wherever it is, and return the slot that it leaves. keep: its cache can be reused."""
+        if sequence.slot is None:
+            if sequence in self._waiting:
+                self._waiting.remove(sequence)
             return None
-        slot, request.slot = request.slot, None
-        self._order.remove(request)
+        slot, sequence.slot = sequence.slot, None
+        self._in_slots.remove(sequence)
         self._free.append(slot)
         # The newest token was not fed yet, so the cache has no key and value for it. Of a row whose first token was
         # not read, nobody knows whether it was valid.
-        keep = keep and self._keep_prefixes and bool(request.new_tokens or not request.issued)
-        tokens = [*request.prompt[: request.consumed].tolist(), *request.new_tokens[:-1]]
+        keep = keep and self._keep_prefixes and bool(sequence.sampled or not sequence.issued)
+        tokens = [*sequence.prompt[: sequence.consumed].tolist(), *sequence.sampled[:-1]]
         self._kept[slot] = np.array(tokens if keep else [], dtype=np.int64)
         return slot
 
     def next_job(self) -> Chunk | Prompts | Window | None:
         """What the device does next; None where nothing is left to do before results are read."""
-        prefilling, running = self.prefilling, [request for request in self._order if request.may_run]
+        prefilling, running = self.prefilling, [sequence for sequence in self._in_slots if sequence.may_run]
         if prefilling and not (running and self._interleave and self._chunk_was_last):
             self._chunk_was_last = True
-            request = prefilling[0]
-            joined = self._joined(request)
+            sequence = prefilling[0]
+            joined = self._joined(sequence)
             if len(joined) > 1:
                 return Prompts(joined)
-            end = min(len(request.prompt), request.consumed + (self._chunk_size or len(request.prompt)))
-            return Chunk(request, request.consumed, end)
+            end = min(len(sequence.prompt), sequence.consumed + (self._chunk_size or len(sequence.prompt)))
+            return Chunk(sequence, sequence.consumed, end)
         self._chunk_was_last = False
         if not running:
             return None
-        guided = any(request.guided for request in running)
-        most = max(request.limit - request.issued for request in running)
+        guided = any(sequence.guided for sequence in running)
+        most = max(sequence.limit - sequence.issued for sequence in running)
         return Window(tuple(running), 1 if guided else min(self._flush_every, most))
 
-    def _joined(self, request: DecodeRequest) -> tuple[DecodeRequest, ...]:
-        """`request` and those whose prompts are read with its own, by slot."""
+    def _joined(self, sequence: Sequence) -> tuple[Sequence, ...]:
+        """`sequence` and those whose prompts are read with its own, by slot."""
         fresh = {one.slot: one for one in self.prefilling if one.slot is not None and one.consumed == 0}
-        if not self._join_prompts or request.slot not in fresh:
-            return (request,)
+        if not self._join_prompts or sequence.slot not in fresh:
+            return (sequence,)
         lengths = {slot: len(one.prompt) for slot, one in fresh.items()}
-        return tuple(fresh[slot] for slot in joined_slots(lengths, request.slot, self._chunk_size))
+        return tuple(fresh[slot] for slot in joined_slots(lengths, sequence.slot, self._chunk_size))
 
 
 def joined_slots(lengths: Mapping[int, int], slot: int, chunk_size: int | None = None) -> range:

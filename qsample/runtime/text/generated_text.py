@@ -16,16 +16,24 @@ class GeneratedText:
         """prompt: as for `IncrementalDecoder`."""
         self._decoder = IncrementalDecoder(tokenizer, prompt)
         self._stops = StopStrings(stop_strings)
+        self._pieces: list[str] = []
 
     @property
     def stop_string(self) -> str | None:
         """The stop string that ended the text; None so far."""
         return self._stops.match
 
+    @property
+    def whole(self) -> str:
+        """All text so far."""
+        return "".join(self._pieces)
+
     def put(self, token: int) -> str:
         """The text that `token` makes certain."""
-        return self._stops.put(self._decoder.put(token))
+        self._pieces.append(self._stops.put(self._decoder.put(token)))
+        return self._pieces[-1]
 
     def end(self) -> str:
-        """What was held back."""
-        return self._stops.put(self._decoder.end()) + self._stops.end()
+        """The text that was held back, as no more tokens come."""
+        self._pieces.append(self._stops.put(self._decoder.end()) + self._stops.end())
+        return self._pieces[-1]

@@ -17,37 +17,42 @@ import pytest
 from qsample.contract import RUNNING, STALLED, STATUS_NAMES
 from qsample.errors import QsampleError
 from qsample.runtime import CausalLM, SamplingParams
-from qsample.runtime.decode.loop import DecodeLoop, Progress
-from qsample.runtime.decode.scheduler import DecodeRequest, Scheduler
+from qsample.runtime.decode.loop import DecodeLoop
+from qsample.runtime.decode.scheduler import Scheduler
 from qsample.runtime.decode.slots import Slots, Snapshot
+from qsample.runtime.sequence import Sequence
 from tests.helpers import fake_reference
 from tests.helpers.fake_package import MAX_POSITIONS, POISON
-from tests.helpers.requests import decode_request, random_params, random_prompt
+from tests.helpers.requests import make_sequence, random_params, random_prompt
 
 CAPACITY = 64
 
 
 def run(
     model: CausalLM,
-    requests: list[DecodeRequest],
+    requests: list[Sequence],
     slots: int = 4,
     *,
     flush_every: int = 1,
     double_buffering: bool = False,
     chunk: int | None = None,
     interleave: bool = True,
-) -> tuple[list[list[int]], list[str], list[Progress]]:
-    """Tokens and finish reason of each request, and everything that was delivered."""
-    delivered: list[Progress] = []
+) -> tuple[list[list[int]], list[str], list[tuple[int, int]]]:
+    """Tokens and finish reason of each request; and of each delivery, how many tokens came and the status."""
+    delivered: list[tuple[int, int]] = []
+
+    def deliver(sequence: Sequence) -> None:
+        delivered.append((len(sequence.take()[0]), sequence.status))
+
     scheduler = Scheduler(slots, flush_every, chunk, interleave=interleave, join_prompts=True)
     device = Slots(model.sessions, slots, CAPACITY)
-    with DecodeLoop(device, scheduler, delivered.append, double_buffering=double_buffering) as loop:
+    with DecodeLoop(device, scheduler, deliver, double_buffering=double_buffering) as loop:
         for request in requests:
             loop.add(request)
         while loop.busy:
             loop.step()
-    reasons = {progress.request: STATUS_NAMES[progress.status] for progress in delivered}
-    return [request.new_tokens for request in requests], [reasons[request] for request in requests], delivered
+    reasons = [STATUS_NAMES[request.status] for request in requests]
+    return [request.sampled for request in requests], reasons, delivered
 
 
 def count_rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -63,12 +68,12 @@ def count_rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return rows
 
 
-def hundred(model: CausalLM) -> tuple[list[DecodeRequest], Any]:
+def hundred(model: CausalLM) -> tuple[list[Sequence], Any]:
     """100 random requests and what the reference makes of them."""
     generator = random.Random(5)
     cases = [(random_prompt(generator), random_params(generator), seed) for seed in range(100)]
     wanted = [fake_reference.generate(prompt, params, seed, CAPACITY) for prompt, params, seed in cases]
-    return [decode_request(model, *case, CAPACITY) for case in cases], wanted
+    return [make_sequence(model, *case, CAPACITY) for case in cases], wanted
 
 
 @pytest.mark.parametrize("double_buffering", [False, True])
@@ -88,10 +93,9 @@ def test_a_hundred_random_requests_give_the_tokens_of_the_reference(
 @pytest.mark.parametrize("double_buffering", [False, True])
 def test_tokens_come_a_window_at_a_time(double_buffering: bool, model: CausalLM) -> None:
     params = SamplingParams(temperature=0.9, max_new_tokens=12, eos_token_id=())
-    requests = [decode_request(model, [5, 6, 7], params, 0, CAPACITY)]
+    requests = [make_sequence(model, [5, 6, 7], params, 0, CAPACITY)]
     _, _, delivered = run(model, requests, 1, flush_every=4, double_buffering=double_buffering)
-    assert [len(progress.tokens) for progress in delivered] == [1, 4, 4, 3]
-    assert [progress.status for progress in delivered] == [RUNNING, RUNNING, RUNNING, 2]
+    assert delivered == [(1, RUNNING), (4, RUNNING), (4, RUNNING), (3, 2)]
 
 
 @pytest.mark.parametrize("flush_every", [1, 3, 16])
@@ -104,7 +108,7 @@ def test_no_step_runs_after_the_longest_row_must_have_ended(
     monkeypatch.setattr(Slots, "decode", lambda self, *, wait=True: (calls.append(1), plain(self, wait=wait))[1])
     lengths = (9, 4, 14)
     requests = [
-        decode_request(model, [5], SamplingParams(max_new_tokens=n, eos_token_id=()), n, CAPACITY) for n in lengths
+        make_sequence(model, [5], SamplingParams(max_new_tokens=n, eos_token_id=()), n, CAPACITY) for n in lengths
     ]
     run(model, requests, 3, flush_every=flush_every, double_buffering=double_buffering, interleave=False)
     assert len(calls) == 13
@@ -131,7 +135,7 @@ def test_the_copy_of_one_step_overlaps_the_run_of_the_next(model: CausalLM, monk
     monkeypatch.setattr(Slots, "decode", decode)
     monkeypatch.setattr(Slots, "read", copy)
     params = SamplingParams(temperature=0.9, max_new_tokens=9, eos_token_id=())
-    tokens, _, _ = run(model, [decode_request(model, [5, 6], params, 3, CAPACITY)], 1, double_buffering=True)
+    tokens, _, _ = run(model, [make_sequence(model, [5, 6], params, 3, CAPACITY)], 1, double_buffering=True)
     assert tokens[0] == fake_reference.generate([5, 6], params, 3, CAPACITY)[0]
     assert overlapped == [0, 1, 0, 1, 0, 1, 0, 1]
 
@@ -152,7 +156,7 @@ def test_a_copy_that_is_slower_than_the_next_step(
     params = [SamplingParams(temperature=0.9, max_new_tokens=n, eos_token_id=()) for n in (16, 9, 13)]
     prompts = [[5, 6], [7, 8, 9, 10, 11], [12]]
     requests = [
-        decode_request(model, *row, seed, CAPACITY) for seed, row in enumerate(zip(prompts, params, strict=True))
+        make_sequence(model, *row, seed, CAPACITY) for seed, row in enumerate(zip(prompts, params, strict=True))
     ]
     tokens, _, _ = run(model, requests, 2, double_buffering=True, flush_every=flush_every, chunk=chunk)
     for seed, row in enumerate(zip(prompts, params, strict=True)):
@@ -165,13 +169,13 @@ def test_a_request_that_leaves_in_the_middle(double_buffering: bool, model: Caus
     free = SamplingParams(temperature=0.9, max_new_tokens=20, eos_token_id=())
     prompts = [[5, 6, 7], [8, 9, 10, 11, 12, 13], [14, 15], [16, 17, 18], [19, 20, 21, 22]]
     stays, prefilling, running, queued, last = [
-        decode_request(model, prompt, free, seed, CAPACITY) for seed, prompt in enumerate(prompts)
+        make_sequence(model, prompt, free, seed, CAPACITY) for seed, prompt in enumerate(prompts)
     ]
-    seen: list[DecodeRequest] = []
+    seen: list[Sequence] = []
 
-    def deliver(progress: Progress) -> None:
-        seen.append(progress.request)
-        if len(running.new_tokens) >= 3:
+    def deliver(sequence: Sequence) -> None:
+        seen.append(sequence)
+        if len(running.sampled) >= 3:
             for leaver in (running, prefilling, queued):
                 loop.leave(leaver)
 
@@ -182,10 +186,10 @@ def test_a_request_that_leaves_in_the_middle(double_buffering: bool, model: Caus
         while loop.busy:
             loop.step()
     for request, seed in ((stays, 0), (last, 4)):
-        assert request.new_tokens == fake_reference.generate(prompts[seed], free, seed, CAPACITY)[0]
-    assert running.new_tokens == fake_reference.generate(prompts[2], free, 2, CAPACITY)[0][: len(running.new_tokens)]
-    assert 3 <= len(running.new_tokens) < 20
-    assert prefilling.new_tokens == []
+        assert request.sampled == fake_reference.generate(prompts[seed], free, seed, CAPACITY)[0]
+    assert running.sampled == fake_reference.generate(prompts[2], free, 2, CAPACITY)[0][: len(running.sampled)]
+    assert 3 <= len(running.sampled) < 20
+    assert prefilling.sampled == []
     assert queued not in seen
 
 
@@ -193,7 +197,7 @@ def test_a_row_with_invalid_logits_harms_no_other(model: CausalLM) -> None:
     free = SamplingParams(temperature=0.9, max_new_tokens=10, eos_token_id=())
     prompts = [[5, 6], [7, POISON, 8, 9], [10, 11], [12]]
     for flush_every in (1, 4):
-        requests = [decode_request(model, prompt, free, seed, CAPACITY) for seed, prompt in enumerate(prompts)]
+        requests = [make_sequence(model, prompt, free, seed, CAPACITY) for seed, prompt in enumerate(prompts)]
         tokens, reasons, _ = run(model, requests, 2, flush_every=flush_every, double_buffering=True, chunk=2)
         assert reasons == ["length", "invalid", "length", "length"]
         assert tokens[1] == []
@@ -209,7 +213,7 @@ def test_a_graph_that_never_ends_its_rows_is_an_error(model: CausalLM, monkeypat
         return Snapshot(np.zeros_like(snapshot.status), snapshot.lengths, snapshot.tokens, snapshot.outputs)
 
     monkeypatch.setattr(Slots, "read", read)
-    request = decode_request(model, [5, 6, 7], SamplingParams(max_new_tokens=6, eos_token_id=()), 0, CAPACITY)
+    request = make_sequence(model, [5, 6, 7], SamplingParams(max_new_tokens=6, eos_token_id=()), 0, CAPACITY)
     with pytest.raises(QsampleError, match="still runs with 6 new tokens of at most 6"):
         run(model, [request], 1)
 

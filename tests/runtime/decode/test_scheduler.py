@@ -7,21 +7,21 @@ import pytest
 
 from qsample.runtime.decode.scheduler import (
     Chunk,
-    DecodeRequest,
     Prompts,
     Scheduler,
     Window,
     joined_slots,
     shared_prefix,
 )
+from qsample.runtime.sequence import Sequence
 
 
-def request(prompt: list[int], most: int = 10, *, guided: bool = False) -> DecodeRequest:
+def request(prompt: list[int], most: int = 10, *, guided: bool = False) -> Sequence:
     parameters = {"max_length": np.array(len(prompt) + most, dtype=np.int32)}
-    return DecodeRequest(np.array(prompt, dtype=np.int64), parameters, 0, guided)
+    return Sequence(np.array(prompt, dtype=np.int64), parameters, 0, guided)
 
 
-def read(scheduler: Scheduler, wanted: DecodeRequest) -> None:
+def read(scheduler: Scheduler, wanted: Sequence) -> None:
     """Pretend that the whole prompt was fed and the first token sampled."""
     wanted.consumed, wanted.issued = len(wanted.prompt), 1
 
@@ -54,7 +54,7 @@ def test_first_come_first_served() -> None:
     scheduler.leave(requests[0])
     assert scheduler.admit() == [requests[3]]
     assert scheduler.waiting == 0
-    assert [one.slot for one in scheduler.seated] == [slot, 0]
+    assert [one.slot for one in scheduler.in_slots] == [slot, 0]
 
 
 def test_a_prompt_goes_where_most_of_it_is_kept() -> None:
@@ -66,7 +66,7 @@ def test_a_prompt_goes_where_most_of_it_is_kept() -> None:
     slots = [one.slot for one in held]
     for one, new in zip(held, ([5, 6], [8], [3]), strict=True):
         read(scheduler, one)
-        one.new_tokens = new
+        one.sampled = new
         scheduler.leave(one)
     for prompt, slot, reused in (
         ([1, 2, 3, 4, 5, 6, 7], slots[0], 5),  # token 6 was sampled, but never fed
@@ -103,12 +103,12 @@ def test_chunks_and_windows_take_turns() -> None:
         job = scheduler.next_job()
         assert job is not None
         if isinstance(job, Chunk):
-            job.request.consumed, job.request.issued = job.end, int(job.last)
-            seen.append((job.request, job.start, job.end, job.last))
+            job.sequence.consumed, job.sequence.issued = job.end, int(job.last)
+            seen.append((job.sequence, job.start, job.end, job.last))
         else:
-            for one in job.requests:
+            for one in job.sequences:
                 one.issued = min(one.issued + job.steps, one.limit)
-            seen.append((job.requests, job.steps))
+            seen.append((job.sequences, job.steps))
     assert seen == [
         (first, 0, 1, True),
         ((first,), 4),
@@ -146,7 +146,7 @@ def test_whole_prompts_are_read_together() -> None:
     scheduler.add(kept)
     scheduler.admit()
     read(scheduler, kept)
-    kept.new_tokens = [9, 8]
+    kept.sampled = [9, 8]
     scheduler.leave(kept)  # slot 0 holds 9, 9, 9 now
     again = request([9, 9, 7])
     for one in (long, *short, again):
@@ -168,7 +168,7 @@ def test_a_prompt_that_goes_on_from_a_kept_one_is_read_alone() -> None:
     scheduler.add(first)
     scheduler.admit()
     read(scheduler, first)
-    first.new_tokens = [4, 5]
+    first.sampled = [4, 5]
     scheduler.leave(first)
     goes_on, fresh = request([1, 2, 3, 4, 6]), request([7])
     for one in (goes_on, fresh):
@@ -189,7 +189,7 @@ def test_every_prompt_first_without_interleaving() -> None:
         job = scheduler.next_job()
         assert isinstance(job, kind)
         if isinstance(job, Chunk):
-            job.request.consumed, job.request.issued = job.end, int(job.last)
+            job.sequence.consumed, job.sequence.issued = job.end, int(job.last)
 
 
 def test_a_guided_request_makes_windows_of_one_step() -> None:
@@ -221,7 +221,7 @@ def test_recurrent_states_are_not_gone_on_from() -> None:
     scheduler.add(first)
     scheduler.admit()
     read(scheduler, first)
-    first.new_tokens.append(9)
+    first.sampled.append(9)
     scheduler.leave(first)
     scheduler.add(second)
     scheduler.admit()

@@ -15,7 +15,7 @@ from qsample.runtime.decode.slots import Slots
 from qsample.runtime.session.buffers import Buffer
 from tests.helpers import fake_reference
 from tests.helpers.fake_package import POISON
-from tests.helpers.requests import decode_request, random_params, random_prompt
+from tests.helpers.requests import make_sequence, random_params, random_prompt
 
 CAPACITY = 64
 FREE = SamplingParams(temperature=0.9, max_new_tokens=20, eos_token_id=())
@@ -23,8 +23,8 @@ FREE = SamplingParams(temperature=0.9, max_new_tokens=20, eos_token_id=())
 
 def begin(slots: Slots, model: CausalLM, slot: int, prompt: list[int], params: SamplingParams, **options: Any) -> None:
     """Start a slot with its own number as the seed."""
-    request = decode_request(model, prompt, params, slot, slots.capacity)
-    slots.begin(slot, request.prompt, slot, request.parameters, **options)
+    sequence = make_sequence(model, prompt, params, slot, slots.capacity)
+    slots.begin(slot, sequence.prompt, slot, sequence.parameters, **options)
 
 
 def feed(slots: Slots, slot: int, prompt: list[int], chunk: int = 100, start: int = 0) -> None:

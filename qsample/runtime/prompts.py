@@ -1,33 +1,20 @@
-"""What a caller gives to `generate` enters; prompts and parameter arrays, checked, leave."""
+"""Prompts in every form that `generate` takes, as checked token ids."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import numpy as np
 
-from qsample.contract import ALLOWED_TOKENS, MASK_WORDS, PAD_STOP_ID, VOCAB, Interface
 from qsample.manifest import TokenIds
-from qsample.runtime.output import Step
 from qsample.runtime.text.tokenizer import Tokenizer
-from qsample.sampling_params import SamplingParams
 from qsample.tensors import Array
-
-
-class AllowedTokensFn(Protocol):
-    """Guided decoding: writes the mask of every next token into one array, which keeps its values between calls."""
-
-    def __call__(self, step: Step | None, mask: Array) -> None:
-        """step: what was sampled last, None before the first token. mask: [B, W] int32, bit i of word w for token
-        32 w + i, all ones at first. Called while some row still runs; the masks of rows that ended are ignored."""
-
 
 _ACCEPTED: Final = (
     "give a text, token ids, a list of either, a 2-D integer array (with attention_mask where it is padded), or chat "
     'messages [{"role": ..., "content": ...}]'
 )
-_FEATURE_INPUTS: Final = ("stop_ids", "logit_bias_ids", "logit_bias", "allowed_tokens", "min_length", "max_length")
 
 
 def prompts(
@@ -59,7 +46,7 @@ def prompts(
             if token_ids.bos is None:
                 raise ValueError(f"prompt {index} is empty and the model has no beginning-of-text token; give a token")
             rows[index] = np.array([token_ids.bos], dtype=np.int64)
-        _check_range(f"prompt {index}", rows[index], vocab_size)
+        check_token_ids(f"prompt {index}", rows[index], vocab_size)
     return rows
 
 
@@ -119,79 +106,15 @@ def _unpad(ids: Array, attention_mask: Any) -> list[Array]:
         )
     rows = []
     for index, (row, real) in enumerate(zip(ids, mask.astype(bool), strict=True)):
-        places = np.flatnonzero(real)
-        if len(places) and places[-1] - places[0] + 1 != len(places):
+        indices = np.flatnonzero(real)
+        if len(indices) and indices[-1] - indices[0] + 1 != len(indices):
             raise ValueError(f"attention_mask of row {index} has a hole; padding must be before or after the tokens")
         rows.append(row[real])
     return rows
 
 
-def _check_range(what: str, ids: Array, vocab_size: int) -> None:
+def check_token_ids(what: str, ids: Array, vocab_size: int) -> None:
+    """Raise ValueError unless every id is in [0, vocab_size). what: has them, for the message."""
     outside = ids[(ids < 0) | (ids >= vocab_size)]
     if len(outside):
         raise ValueError(f"{what} has token id {outside[0]}; the model's ids are 0 to {vocab_size - 1}")
-
-
-def parameter_arrays(
-    interface: Interface,
-    params: Sequence[SamplingParams],
-    prompt_lengths: Sequence[int],
-    capacity: int,
-    default_stops: Sequence[int],
-    allowed_tokens: Any = None,
-) -> dict[str, Array]:
-    """Every name of `Interface.parameters`, a row each, from one SamplingParams a row.
-
-    default_stops: for rows whose eos_token_id is None. allowed_tokens: int32 bitmask [W] or [B, W]; None = all allowed,
-    and so for a function, which writes the array later.
-    """
-    rows = len(params)
-    arrays = {
-        spec.name: np.array([getattr(row, spec.name) for row in params], dtype=spec.dtype)
-        for spec in interface.parameters
-        if spec.name not in _FEATURE_INPUTS
-    }
-    limits = [row.lengths(length, capacity) for row, length in zip(params, prompt_lengths, strict=True)]
-    arrays["min_length"], arrays["max_length"] = np.array(limits, dtype=np.int32).T.copy()
-    stops = [list(default_stops if row.eos_token_id is None else row.eos_token_id) for row in params]
-    arrays["stop_ids"] = _padded("eos_token_id", stops, interface.vocab_size)
-    arrays |= _bias_arrays(interface, params)
-    if interface.features.allowed_tokens:
-        arrays[ALLOWED_TOKENS.name] = _mask(allowed_tokens, rows, interface.sizes[MASK_WORDS])
-    elif allowed_tokens is not None:
-        raise ValueError("allowed_tokens needs a package that was exported with allowed_tokens=True")
-    return arrays
-
-
-def _padded(name: str, ids: Sequence[Sequence[int]], vocab_size: int) -> Array:
-    """[B, widest] int32, padded with -1; at least one column."""
-    array = np.full((len(ids), max(1, *map(len, ids))), PAD_STOP_ID, dtype=np.int32)
-    for row, values in enumerate(ids):
-        _check_range(f"{name} of row {row}", np.array(values, dtype=np.int64), vocab_size)
-        array[row, : len(values)] = values
-    return array
-
-
-def _bias_arrays(interface: Interface, params: Sequence[SamplingParams]) -> dict[str, Array]:
-    biases = [dict(row.logit_bias or {}) for row in params]
-    if not interface.features.logit_bias:
-        if any(biases):
-            raise ValueError("logit_bias needs a package that was exported with logit_bias=True")
-        return {}
-    ids = _padded("logit_bias", [list(bias) for bias in biases], interface.sizes[VOCAB])
-    values = np.zeros(ids.shape, dtype=np.float32)
-    for row, bias in enumerate(biases):
-        values[row, : len(bias)] = list(bias.values())
-    return {"logit_bias_ids": ids, "logit_bias": values}
-
-
-def _mask(allowed_tokens: Any, rows: int, words: int) -> Array:
-    if allowed_tokens is None or callable(allowed_tokens):
-        return np.full((rows, words), -1, dtype=np.int32)
-    mask = np.asarray(allowed_tokens)
-    if mask.dtype != np.int32 or mask.shape not in ((words,), (rows, words)):
-        raise ValueError(
-            f"allowed_tokens is {mask.dtype} {mask.shape}; give an int32 bitmask [{words}] or [{rows}, {words}], "
-            "bit i of word w for token 32 w + i, or a function that writes one"
-        )
-    return np.array(np.broadcast_to(mask, (rows, words)), order="C")

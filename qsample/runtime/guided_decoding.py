@@ -1,0 +1,78 @@
+"""Guided decoding: a caller's function says before every token which tokens may be sampled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from qsample.contract import ALLOWED_TOKENS
+from qsample.runtime.sequence import Sequence
+from qsample.tensors import Array
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What one step sampled, copied to the host.
+
+    tokens: [B] int64. emitted: [B] bool, false where the row had ended before, or its logits were invalid. status: [B]
+    int32 after the step. outputs: the optional outputs that the package has, by name.
+    """
+
+    tokens: Array
+    emitted: Array
+    status: Array
+    outputs: Mapping[str, Array]
+
+
+class AllowedTokensFn(Protocol):
+    """Guided decoding: writes the mask of every next token into one array, which keeps its values between calls."""
+
+    def __call__(self, step: Step | None, mask: Array) -> None:
+        """step: what was sampled last, None before the first token. mask: [B, W] int32, bit i of word w for token
+        32 w + i, all ones at first. Called while some row still runs; the masks of rows that ended are ignored."""
+
+
+class Guide:
+    """Calls one function for its sequences, and gives each the mask that it writes."""
+
+    def __init__(self, function: AllowedTokensFn, sequences: list[Sequence], mask: Array, pad_token_id: int) -> None:
+        """mask: [B, W] int32, all ones; row i belongs to sequence i. pad_token_id: shown for a row without a token."""
+        self._function = function
+        self._sequences = sequences
+        self._mask = mask
+        self._pad = pad_token_id
+        self._shown = [0] * len(sequences)  # tokens of each that the function has seen
+
+    def start(self) -> None:
+        """Write the masks of the first tokens."""
+        self._function(None, self._mask)
+
+    def update(self, set_parameter: Callable[[Sequence, str, Array], None]) -> None:
+        """Write the masks of the next tokens, if any sequence has a token that the function has not seen.
+
+        set_parameter: replaces a parameter of a sequence.
+        """
+        counts = [len(sequence.sampled) for sequence in self._sequences]
+        if counts == self._shown:
+            return
+        emitted = np.greater(counts, self._shown)
+        self._shown = counts
+        self._function(self._step(emitted), self._mask)
+        for sequence, mask in zip(self._sequences, self._mask, strict=True):
+            set_parameter(sequence, ALLOWED_TOKENS.name, mask)
+
+    def _step(self, emitted: Array) -> Step:
+        """The newest token of every sequence: the loop reads guided ones after each."""
+        rows = len(self._sequences)
+        tokens = np.full(rows, self._pad, dtype=np.int64)
+        status = np.array([sequence.status for sequence in self._sequences], dtype=np.int32)
+        outputs: dict[str, Array] = {}
+        for row in np.flatnonzero(emitted):
+            sequence = self._sequences[row]
+            tokens[row] = sequence.sampled[-1]
+            for name, value in (sequence.outputs[-1] if sequence.outputs else {}).items():
+                outputs.setdefault(name, np.zeros((rows, *value.shape), value.dtype))[row] = value
+        return Step(tokens, emitted, status, outputs)

@@ -1,0 +1,105 @@
+"""Sampling parameters as the arrays that the graph reads, one row a prompt; and the seed of each row."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from qsample.contract import ALLOWED_TOKENS, MASK_WORDS, PAD_STOP_ID, VOCAB, Interface
+from qsample.runtime.prompts import check_token_ids
+from qsample.sampling_params import SamplingParams
+from qsample.tensors import Array
+
+_FEATURE_INPUTS: Final = ("stop_ids", "logit_bias_ids", "logit_bias", "allowed_tokens", "min_length", "max_length")
+_SEEDS: Final = 2**63
+
+
+def parameter_arrays(
+    interface: Interface,
+    params: Sequence[SamplingParams],
+    prompt_lengths: Sequence[int],
+    capacity: int,
+    default_stops: Sequence[int],
+    allowed_tokens: Any = None,
+) -> dict[str, Array]:
+    """Every name of `Interface.parameters`, a row each, from one SamplingParams a row.
+
+    default_stops: for rows whose eos_token_id is None. allowed_tokens: int32 bitmask [W] or [B, W]; None = all allowed,
+    and so for a function, which writes the array later.
+    """
+    rows = len(params)
+    arrays = {
+        spec.name: np.array([getattr(row, spec.name) for row in params], dtype=spec.dtype)
+        for spec in interface.parameters
+        if spec.name not in _FEATURE_INPUTS
+    }
+    limits = [row.lengths(length, capacity) for row, length in zip(params, prompt_lengths, strict=True)]
+    arrays["min_length"], arrays["max_length"] = np.array(limits, dtype=np.int32).T.copy()
+    stops = [list(default_stops if row.eos_token_id is None else row.eos_token_id) for row in params]
+    arrays["stop_ids"] = _padded("eos_token_id", stops, interface.vocab_size)
+    arrays |= _bias_arrays(interface, params)
+    if interface.features.allowed_tokens:
+        arrays[ALLOWED_TOKENS.name] = _mask(allowed_tokens, rows, interface.sizes[MASK_WORDS])
+    elif allowed_tokens is not None:
+        raise ValueError("allowed_tokens needs a package that was exported with allowed_tokens=True")
+    return arrays
+
+
+def _padded(name: str, ids: Sequence[Sequence[int]], vocab_size: int) -> Array:
+    """[B, widest] int32, padded with -1; at least one column."""
+    array = np.full((len(ids), max(1, *map(len, ids))), PAD_STOP_ID, dtype=np.int32)
+    for row, values in enumerate(ids):
+        check_token_ids(f"{name} of row {row}", np.array(values, dtype=np.int64), vocab_size)
+        array[row, : len(values)] = values
+    return array
+
+
+def _bias_arrays(interface: Interface, params: Sequence[SamplingParams]) -> dict[str, Array]:
+    biases = [dict(row.logit_bias or {}) for row in params]
+    if not interface.features.logit_bias:
+        if any(biases):
+            raise ValueError("logit_bias needs a package that was exported with logit_bias=True")
+        return {}
+    ids = _padded("logit_bias", [list(bias) for bias in biases], interface.sizes[VOCAB])
+    values = np.zeros(ids.shape, dtype=np.float32)
+    for row, bias in enumerate(biases):
+        values[row, : len(bias)] = list(bias.values())
+    return {"logit_bias_ids": ids, "logit_bias": values}
+
+
+def _mask(allowed_tokens: Any, rows: int, words: int) -> Array:
+    if allowed_tokens is None or callable(allowed_tokens):
+        return np.full((rows, words), -1, dtype=np.int32)
+    mask = np.asarray(allowed_tokens)
+    if mask.dtype != np.int32 or mask.shape not in ((words,), (rows, words)):
+        raise ValueError(
+            f"allowed_tokens is {mask.dtype} {mask.shape}; give an int32 bitmask [{words}] or [{rows}, {words}], "
+            "bit i of word w for token 32 w + i, or a function that writes one"
+        )
+    return np.array(np.broadcast_to(mask, (rows, words)), order="C")
+
+
+def choose_seeds(seed: Any, given: Any, params: Sequence[SamplingParams]) -> list[int]:
+    """A seed a row: from `seed`, otherwise from the rows' parameters, otherwise fresh."""
+    rows = len(params)
+    if isinstance(seed, Sequence) and not isinstance(seed, str):
+        if len(seed) != rows:
+            raise ValueError(f"{len(seed)} seeds were given for {rows} prompts; give one, or one for each")
+        return [_checked_seed(value) for value in seed]
+    one_a_row = given is not None and not isinstance(given, SamplingParams)
+    if seed is None and one_a_row:
+        return [secrets.randbelow(_SEEDS) if row.seed is None else row.seed for row in params]
+    first = params[0].seed if seed is None else _checked_seed(seed)
+    if first is None:
+        return [secrets.randbelow(_SEEDS) for _ in params]
+    return [(first + row) % _SEEDS for row in range(rows)]
+
+
+def _checked_seed(seed: Any) -> int:
+    params = SamplingParams(seed=seed)  # refuses what is no seed
+    if params.seed is None:
+        raise ValueError("a seed of the list is None; give an integer")
+    return params.seed

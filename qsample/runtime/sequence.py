@@ -1,0 +1,81 @@
+"""One request, from its prompt to its text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from qsample.contract import RUNNING, STOPPED
+from qsample.runtime.text.generated_text import GeneratedText
+from qsample.tensors import Array
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """A prompt, how to continue it, and what came of it so far.
+
+    prompt: [n] int64. parameters: the row of every name of `Interface.parameters`. seed: of its random numbers. guided:
+    someone must see each token before the next one is sampled. text: decodes its tokens; None without a tokenizer.
+
+    The scheduler and the decode loop keep the rest. slot: None outside one. admitted_at: when it got its slot, on
+    `time.perf_counter`. reused: prompt tokens that were in the slot's cache. consumed: prompt tokens in the cache.
+    issued: tokens sampled if the row still runs. sampled: the tokens, as far as they were read. status: the contract's;
+    STOPPED also at a stop string. outputs: the optional outputs by name, without the batch axis, one entry a token.
+    """
+
+    prompt: Array
+    parameters: Mapping[str, Array]
+    seed: int
+    guided: bool = False
+    text: GeneratedText | None = None
+
+    slot: int | None = None
+    admitted_at: float | None = None
+    reused: int = 0
+    consumed: int = 0
+    issued: int = 0
+    sampled: list[int] = field(default_factory=list)
+    status: int = RUNNING
+    outputs: list[Mapping[str, Array]] = field(default_factory=list)
+    _taken: int = 0  # tokens of `sampled` that were handed on
+
+    @property
+    def max_length(self) -> int:
+        """The most tokens that it may have in the end, prompt included."""
+        return int(self.parameters["max_length"])
+
+    @property
+    def limit(self) -> int:
+        """The most tokens that it samples."""
+        return self.max_length - len(self.prompt)
+
+    @property
+    def may_run(self) -> bool:
+        """Whether it has its first token and did not certainly end since."""
+        return 0 < self.issued < self.limit
+
+    @property
+    def started(self) -> bool:
+        """Whether it has its first token, or ended without one."""
+        return bool(self.sampled) or self.status != RUNNING
+
+    @property
+    def new_token_ids(self) -> list[int]:
+        """The tokens that were taken; a stop token, or the token that completes a stop string, is the last."""
+        return self.sampled[: self._taken]
+
+    def take(self) -> tuple[list[int], str]:
+        """The tokens that were read since the last call, and the text that they make certain, "" without a tokenizer.
+
+        The graph knows nothing of stop strings: where one is complete, the sequence ends, and what was sampled after it
+        is left out.
+        """
+        tokens, pieces = self.sampled[self._taken :], []
+        if self.text is not None:
+            for count, token in enumerate(tokens, start=1):
+                pieces.append(self.text.put(token))
+                if self.text.stop_string is not None:
+                    self.status, tokens = STOPPED, tokens[:count]
+                    break
+        self._taken += len(tokens)
+        return tokens, "".join(pieces)
