@@ -14,12 +14,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from qsample.auto_model import AutoModelForCausalLM
+    from qsample.exporters.compiler.options import CompileOptions
     from qsample.sampling_params import SamplingParams
 
 __version__ = "0.1.0"
-__all__ = ["AutoModelForCausalLM", "SamplingParams", "__version__"]
+__all__ = ["AutoModelForCausalLM", "CompileOptions", "SamplingParams", "__version__"]
 
-_LAZY = {"AutoModelForCausalLM": "qsample.auto_model", "SamplingParams": "qsample.sampling_params"}
+_LAZY = {
+    "AutoModelForCausalLM": "qsample.auto_model",
+    "CompileOptions": "qsample.exporters.compiler.options",
+    "SamplingParams": "qsample.sampling_params",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from qsample.contract import Features
 from qsample.errors import QsampleError
+from qsample.exporters.compiler.options import CompileOptions
 from qsample.package import MANIFEST_NAME, Package, copy_package, read_package
 from qsample.progress import Progress
 
@@ -111,54 +112,34 @@ class _Compilable(ABC):
         self,
         path: str | Path | None = None,
         *,
-        provider: str = "cpu",
-        batch_size: int | None = None,
-        ctx_len: int | None = None,
-        dtype: str | None = None,
-        weights: str | None = None,
-        block_size: int = 32,
-        quantization_method: str = "rtn",
-        kv_cache_dtype: str | None = None,
-        max_divergence: float = 1.0,
+        options: CompileOptions | None = None,
         overwrite: bool = False,
         progress: Progress | None = None,
+        **fields: Any,
     ) -> PackagedModel:
-        """Compile for `provider` into `path`; None = a temporary folder. A checkpoint is exported first.
+        """Compile for a device into `path`; None = a temporary folder. A checkpoint is exported first.
 
         Args:
-            provider: "cpu", "cuda", "openvino", "tensorrt", or a target of your own.
-            batch_size: most rows of one call, at least 1; None = any number.
-            ctx_len: tokens that a row holds, at least 2; None = the model's limit, at most 4096.
-            dtype: for cpu and openvino the package's own; "float16" or "bfloat16" on a GPU; None = as exported.
-            weights: "int4" or "int8" to quantize them, "float16" to store float32 ones in half the space; None = as
-                they are.
-            block_size: quantized weights that share a scale: 16, 32, 64, 128 or 256.
-            quantization_method: "rtn", "k_quant" or "hqq".
-            kv_cache_dtype: "int8" for a quantized cache; None = as exported.
-            max_divergence: in nats a token, at least 0: quantized weights that are further off are refused.
+            options: what to compile for; None = `CompileOptions()`, the CPU.
+            fields: fields of `CompileOptions`, on top of `options`: provider, batch_size, ctx_len, dtype, weights,
+                block_size, quantization_method, kv_cache_dtype, max_divergence.
+            overwrite: replace a package that is already there.
+            progress: called with a stage's name and the fraction done, in [0, 1].
 
-        Raises what `exporters.compile.compile_package` raises, which says more of each option.
+        Raises CompileError where an option does not fit, the self-test fails or quantized weights are too far off,
+        PackageError where `path` cannot be written. Nothing is left behind then.
+
+        >>> model.compile("qwen3-cpu", provider="cpu", ctx_len=2048, weights="int4")
         """
         from qsample.exporters.compiler.compile import compile_package
 
+        options = (options or CompileOptions()).override(**fields)
         with _Destination(path) as destination:
-            source = self._portable(dtype, progress)  # kept: a temporary export lives as long as this
+            source = self._portable(options.dtype, progress)  # kept: a temporary export lives as long as this
             compiled = compile_package(
-                source.package,
-                destination.path,
-                provider=provider,
-                batch_size=batch_size,
-                ctx_len=ctx_len,
-                weights=weights,
-                block_size=block_size,
-                quantization_method=quantization_method,
-                kv_cache_dtype=kv_cache_dtype,
-                max_divergence=max_divergence,
-                dtype=dtype,
-                overwrite=overwrite,
-                progress=progress,
+                source.package, destination.path, options, overwrite=overwrite, progress=progress
             )
-            return PackagedModel(compiled, provider, destination.keep())
+            return PackagedModel(compiled, options.provider, destination.keep())
 
     @abstractmethod
     def _portable(self, dtype: str | None, progress: Progress | None) -> PackagedModel:

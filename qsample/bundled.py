@@ -11,10 +11,9 @@ import hashlib
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from qsample.errors import QsampleError
 from qsample.progress import Progress
@@ -26,11 +25,6 @@ PACKAGE_ROOT: Final = Path(__file__).resolve().parent
 TINY_LM: Final = PACKAGE_ROOT / "assets" / "tiny_lm"
 CACHE_VARIABLE: Final = "QSAMPLE_CACHE"
 KEPT_ENTRIES: Final = 4
-# What targets need that take no float32, or no free shapes.
-_NEEDS: Final[Mapping[str, dict[str, Any]]] = {
-    "cuda": {"dtype": "bfloat16"},
-    "tensorrt": {"dtype": "float16", "batch_size": 1},
-}
 
 
 def cache_folder() -> Path:
@@ -57,10 +51,14 @@ def bundled_model(provider: str = "cpu", progress: Progress | None = None) -> Pa
         except QsampleError:  # damaged since: make it again
             shutil.rmtree(place, ignore_errors=True)
     place.parent.mkdir(parents=True, exist_ok=True)
+    # Imported here, because opening what is cached needs neither onnx nor torch.
+    from qsample.exporters.compiler.options import CompileOptions
+    from qsample.exporters.compiler.targets import find_target
+
     with tempfile.TemporaryDirectory(dir=place.parent, prefix=".making-") as scratch:
         checkpoint = AutoModelForCausalLM.from_pretrained(TINY_LM, local_files_only=True)
-        needs = _NEEDS.get(provider, {})
-        checkpoint.compile(Path(scratch) / "package", provider=provider, progress=progress, **needs)
+        options = CompileOptions(provider=provider).override(**find_target(provider).bundled_options)
+        checkpoint.compile(Path(scratch) / "package", options=options, progress=progress)
         try:
             (Path(scratch) / "package").rename(place)
         except OSError:

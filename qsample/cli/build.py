@@ -95,21 +95,20 @@ def compile(
 ) -> None:
     """Compile a package for one device: fused, its shapes bounded, tested there."""
     from qsample.cli import output as cli_output
+    from qsample.exporters.compiler.options import CompileOptions
 
+    options = CompileOptions(
+        provider=provider,
+        batch_size=batch_size,
+        ctx_len=ctx_len,
+        dtype=dtype,
+        weights=weights,
+        block_size=block_size,
+        quantization_method=quantization_method,
+        kv_cache_dtype=kv_cache_dtype,
+        max_divergence=max_divergence,
+    )
     source = open_model(package)
     with cli_output.progress() as progress:
-        compiled = source.compile(
-            out,
-            provider=provider,
-            batch_size=batch_size,
-            ctx_len=ctx_len,
-            weights=weights,
-            block_size=block_size,
-            quantization_method=quantization_method,
-            kv_cache_dtype=kv_cache_dtype,
-            max_divergence=max_divergence,
-            dtype=dtype,
-            overwrite=overwrite,
-            progress=progress,
-        )
+        compiled = source.compile(out, options=options, overwrite=overwrite, progress=progress)
     cli_output.written(compiled.package)

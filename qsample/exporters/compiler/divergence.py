@@ -45,44 +45,49 @@ def measure_divergence(
     capacity: int,
     providers: tuple[str, ...] = ("CPUExecutionProvider",),
     progress: Callable[[float], None] | None = None,
+    *,
+    rows: int | None = None,
 ) -> Divergence:
     """Compare the logits of two folders with `decoder.onnx` and `initial_state.onnx` each; only what is quantized may
     differ.
 
     capacity: tokens of state a row, at least 2. providers: what runs the quantized graph. progress: called with the
-    fraction done, in [0, 1].
+    fraction done, in [0, 1]. rows: of a call, where the quantized graph has it fixed: 1, 2 or 4;
+    None = it is free.
     """
     # Only the quantized graph needs its kernels' own layout: without it, each call would unpack the weights.
     runners = [
         logits_runner(reference, interface, capacity, weights_mapped=True),
         logits_runner(quantized, interface, capacity, providers),
     ]
-    states = [runner.start(ROWS) for runner in runners]
     rng = np.random.default_rng(0)
-    ids = rng.integers(0, interface.vocab_size, (ROWS, 1))
+    rows = rows or ROWS
     steps = min(STEPS, capacity - 1)
     kl = likelihood = quantized_likelihood = 0.0
-    same = 0
-    for step in range(steps):
-        log_p, log_q = (
-            log_softmax(runner.step(ids, np.ones(ROWS), state)[LOGITS.name])
-            for runner, state in zip(runners, states, strict=True)
-        )
-        p = np.exp(log_p)
-        kl += float(np.where(p > 0, p * (log_p - log_q), 0.0).sum())
-        same += int((log_p.argmax(-1) == log_q.argmax(-1)).sum())
-        ids = sample(log_p, rng)
-        likelihood += float(np.take_along_axis(log_p, ids, -1).sum())
-        quantized_likelihood += float(np.take_along_axis(log_q, ids, -1).sum())
-        if progress is not None:
-            progress((step + 1) / steps)
-    total = steps * ROWS
+    same = done = 0
+    for _ in range(ROWS // rows):
+        states = [runner.start(rows) for runner in runners]
+        ids = rng.integers(0, interface.vocab_size, (rows, 1))
+        for _ in range(steps):
+            log_p, log_q = (
+                log_softmax(runner.step(ids, np.ones(rows), state)[LOGITS.name])
+                for runner, state in zip(runners, states, strict=True)
+            )
+            p = np.exp(log_p)
+            kl += float(np.where(p > 0, p * (log_p - log_q), 0.0).sum())
+            same += int((log_p.argmax(-1) == log_q.argmax(-1)).sum())
+            ids = sample(log_p, rng)
+            likelihood += float(np.take_along_axis(log_p, ids, -1).sum())
+            quantized_likelihood += float(np.take_along_axis(log_q, ids, -1).sum())
+            done += rows
+            if progress is not None:
+                progress(done / (steps * ROWS))
     return Divergence(
-        tokens=total,
-        kl=kl / total,
-        agreement=same / total,
-        perplexity=float(np.exp(-likelihood / total)),
-        quantized_perplexity=float(np.exp(-quantized_likelihood / total)),
+        tokens=done,
+        kl=kl / done,
+        agreement=same / done,
+        perplexity=float(np.exp(-likelihood / done)),
+        quantized_perplexity=float(np.exp(-quantized_likelihood / done)),
     )
 
 

@@ -1,21 +1,44 @@
-"""Which execution provider runs what of a compiled graph."""
+"""Which execution provider runs what of a graph, counted in one way for every target."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Final
 
-from qsample.exporters.compiler.quantize.weights import QuantizationReport
+import onnx
+import onnxruntime as ort
+
+# provider → operator type → how many
+Placement = dict[str, dict[str, int]]
+
+RECORD: Final = {"session.record_ep_graph_assignment_info": "1"}
+"""The session configuration without which ONNX Runtime does not report where its nodes run."""
 
 
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """What a target did. nodes: which execution provider runs what: provider → operator type → how many.
-    quantization: what became of the weights, where that was asked for."""
+def assigned_nodes(session: ort.InferenceSession) -> list[tuple[str, Any]]:
+    """(provider, node) of every node of a session that was opened with `RECORD`; a node has name and op_type."""
+    return [(part.ep_name, node) for part in session.get_provider_graph_assignment_info() for node in part.get_nodes()]
 
-    nodes: Mapping[str, Mapping[str, int]]
 
-    quantization: QuantizationReport | None = None
+def placement_of(session: ort.InferenceSession) -> Placement:
+    """What runs where in `session`, opened with `RECORD`."""
+    return _count((provider, node.op_type) for provider, node in assigned_nodes(session))
 
-    def count(self, provider: str) -> int:
-        return sum(self.nodes.get(provider, {}).values())
+
+def placement_in_file(graph: Path, provider_of: Mapping[str, str], default: str) -> Placement:
+    """What runs where of the nodes in a file.
+
+    provider_of: node name → provider, as a session reported it before its last fusions. default: the provider of nodes
+    that are not there, which were fused or added since.
+    """
+    nodes = onnx.load(graph, load_external_data=False).graph.node
+    return _count((provider_of.get(node.name, default), node.op_type) for node in nodes)
+
+
+def _count(nodes: Iterable[tuple[str, str]]) -> Placement:
+    counts: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    for provider, operator in nodes:
+        counts[provider][operator] += 1
+    return {provider: dict(sorted(operators.items())) for provider, operators in counts.items()}

@@ -14,15 +14,15 @@ def append_sampler(decoder: ir.Model, sampler: ir.Model, spec: GraphSpec) -> ir.
     """Put `sampler` behind `decoder`, in place; the result has the inputs and outputs of `spec`, in its order.
 
     Where the sampler has an input that the decoder has or computes as an output (the logits), the two become one;
-    whatever is inside the sampler gets `PREFIX` before its name. `sampler` is used up.
+    whatever is inside the sampler gets `PREFIX` before its name, if it has not got it yet. `sampler` is used up.
     """
     graph, tail = decoder.graph, sampler.graph
     inputs, outputs = list(tail.inputs), list(tail.outputs)
     for value in _values(tail):
         if value not in inputs and value.name not in spec.output_names:
-            value.name = f"{PREFIX}{value.name}"
+            value.name = _prefixed(value.name)
     for node in tail.all_nodes():
-        node.name = f"{PREFIX}{node.name}"
+        node.name = _prefixed(node.name)
 
     known = {value.name: value for value in (*graph.inputs, *graph.outputs)}
     tail.inputs.clear()
@@ -44,6 +44,24 @@ def append_sampler(decoder: ir.Model, sampler: ir.Model, spec: GraphSpec) -> ir.
     for domain, version in sampler.opset_imports.items():
         decoder.opset_imports.setdefault(domain, version)
     return decoder
+
+
+def _prefixed(name: str | None) -> str:
+    return str(name) if str(name).startswith(PREFIX) else f"{PREFIX}{name}"
+
+
+def split_at_logits(decoder: ir.Model, interface: Interface) -> tuple[ir.Model, ir.Model | None]:
+    """The model up to its logits, which is `decoder` itself from now on, and the sampler behind it, as `append_sampler`
+    takes them; None where there is none, and the graph returns its logits."""
+    if not interface.features.sampler:
+        return decoder, None
+    graph, spec = decoder.graph, interface.sampler
+    logits = next(value for node in graph for value in node.outputs if value.name == LOGITS.name)
+    inputs = [logits, *(value for value in graph.inputs if value.name in spec.input_names)]
+    outputs = [value for value in graph.outputs if value.name in spec.output_names]
+    tail = ir.convenience.extract(graph, inputs, outputs)
+    sampler = ir.Model(tail, ir_version=decoder.ir_version, producer_name=decoder.producer_name)
+    return cut_at_logits(decoder, interface), sampler
 
 
 def cut_at_logits(model: ir.Model, interface: Interface) -> ir.Model:

@@ -15,17 +15,18 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 
-from qsample.contract import Interface
 from qsample.errors import CompileError
 from qsample.exporters.compiler import compile as compile_module
 from qsample.exporters.compiler import ep_context as context
-from qsample.exporters.compiler.compile import compile_package
-from qsample.exporters.compiler.ep_context import load_model_part, publish_compiled
+from qsample.exporters.compiler.compile import compile_package, optimize
+from qsample.exporters.compiler.ep_context import publish_compiled
 from qsample.exporters.compiler.options import CompileOptions
+from qsample.exporters.compiler.plan import CompilePlan, make_plan
 from qsample.exporters.compiler.quantize.weights import quantization_report
 from qsample.exporters.compiler.targets import find_target, target_names
 from qsample.exporters.compiler.targets.openvino import OpenVinoTarget
 from qsample.exporters.compiler.targets.tensorrt import TensorRtTarget
+from qsample.exporters.graph.join import split_at_logits
 from qsample.package import Package, read_package
 from qsample.runtime import CausalLM, SamplingParams, load
 from qsample.runtime.session.providers import available_providers, compile_context, is_plugin, plugin_devices
@@ -53,10 +54,8 @@ def llama(llama_package: Path) -> Package:
 
 
 def test_openvino_is_given_the_model_without_the_sampler(llama: Package) -> None:
-    options = CompileOptions(None, CAPACITY)
     target = OpenVinoTarget()
-    interface = target.interface(llama.interface, options)
-    model = target.build(llama.path / "decoder.onnx", interface, options)
+    model, _ = optimize(make_plan(llama, CompileOptions(provider="openvino", ctx_len=CAPACITY)), target)
     assert quantization_report(model) is None
     assert not CONTROL_FLOW & {node.op_type for node in model.graph.all_nodes()}
     assert [value.name for value in model.graph.inputs[:3]] == ["input_ids", "input_lengths", "lengths"]
@@ -70,11 +69,11 @@ def test_openvino_is_given_the_model_without_the_sampler(llama: Package) -> None
 
 
 def test_tensorrt_is_given_fixed_shapes_and_plain_operators(llama: Package) -> None:
-    options = CompileOptions(1, CAPACITY, dtype="float16")
     target = TensorRtTarget()
-    interface = target.interface(llama.interface, options)
+    plan = make_plan(llama, CompileOptions(provider="tensorrt", batch_size=1, ctx_len=CAPACITY, dtype="float16"))
+    interface = target.interface(plan)
     assert (interface.dtype, interface.captured) == ("float16", False)
-    model = target.build(llama.path / "decoder.onnx", interface, options)
+    model, _ = optimize(plan, target)
     assert not CONTROL_FLOW & {node.op_type for node in model.graph.all_nodes()}
     for value in model.graph.inputs:
         assert value.shape is not None
@@ -106,7 +105,7 @@ def test_refused_before_any_work(
     provider: str, options: dict[str, Any], message: str, llama: Package, tmp_path: Path
 ) -> None:
     with pytest.raises(CompileError, match=message):
-        compile_package(llama, tmp_path / "out", provider=provider, ctx_len=32, **options)
+        compile_package(llama, tmp_path / "out", CompileOptions(provider=provider, ctx_len=32, **options))
     assert not (tmp_path / "out").exists()
 
 
@@ -123,7 +122,7 @@ def test_a_provider_that_is_not_installed(
     if find_target(provider).execution_providers[0] in available_providers():
         pytest.skip("it is installed here")
     with pytest.raises(CompileError, match=message):
-        compile_package(llama, tmp_path / "out", provider=provider, ctx_len=32, **options)
+        compile_package(llama, tmp_path / "out", CompileOptions(provider=provider, ctx_len=32, **options))
     assert not (tmp_path / "out").exists()
 
 
@@ -133,7 +132,7 @@ class OnCpu(OpenVinoTarget):
     execution_providers = ("CPUExecutionProvider",)
     provider_options: Mapping[str, str] = {}
 
-    def check(self, interface: Interface, options: CompileOptions) -> None:
+    def check(self, plan: CompilePlan) -> None:
         return
 
 
@@ -155,7 +154,7 @@ def test_the_whole_sampler_follows_what_was_compiled(
     llama: Package, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(context, "CONTEXT", "MatMul")  # what the stand-in leaves
-    package = compile_package(llama, tmp_path / "out", provider="openvino", ctx_len=CAPACITY)
+    package = compile_package(llama, tmp_path / "out", CompileOptions(provider="openvino", ctx_len=CAPACITY))
     assert package.interface == llama.interface
     assert {path.name for path in package.path.iterdir()} == {path.name for path in llama.path.iterdir()}
     graph = onnx.load(package.file("decoder.onnx"), load_external_data=False)
@@ -167,7 +166,7 @@ def test_the_whole_sampler_follows_what_was_compiled(
 @pytest.mark.usefixtures("on_cpu")
 def test_a_provider_that_compiles_nothing_is_refused(llama: Package, tmp_path: Path) -> None:
     with pytest.raises(CompileError, match="compiled no part of this model"):
-        compile_package(llama, tmp_path / "out", provider="openvino", ctx_len=CAPACITY)
+        compile_package(llama, tmp_path / "out", CompileOptions(provider="openvino", ctx_len=CAPACITY))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -178,7 +177,7 @@ def test_a_compiler_that_fails(llama: Package, tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(compile_module, "find_target", lambda name: OnCpu())
     monkeypatch.setattr(context, "compile_context", fail)
     with pytest.raises(CompileError, match="CPUExecutionProvider cannot compile the model: no memory"):
-        compile_package(llama, tmp_path / "out", provider="openvino", ctx_len=CAPACITY)
+        compile_package(llama, tmp_path / "out", CompileOptions(provider="openvino", ctx_len=CAPACITY))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -194,15 +193,17 @@ decode (float[B,4] past) => (float[B,4] logits, float[B,4] present)
 
 def test_a_state_that_the_provider_would_write_is_refused(llama: Package, tmp_path: Path) -> None:
     model = ir.from_onnx_text(STATE_OF_ITS_OWN)
+    plan = make_plan(llama, CompileOptions(ctx_len=8))
     with pytest.raises(CompileError, match=r"would update 1 states of this model by itself \(present"):
-        publish_compiled(model, tmp_path, llama.interface, CompileOptions(None, 8), ("CPUExecutionProvider",), {})
+        publish_compiled(model, None, plan, tmp_path, ("CPUExecutionProvider",), {})
     assert list(tmp_path.iterdir()) == []
 
 
 def test_the_model_part_of_a_package_without_the_sampler(exported: Callable[..., Path]) -> None:
     package = read_package(exported("llama", include_sampler=False))
-    model = load_model_part(package.path / "decoder.onnx", package.interface)
+    model, sampler = split_at_logits(ir.load(package.path / "decoder.onnx"), package.interface)
     assert model.graph.outputs[0].name == "logits"
+    assert sampler is None
 
 
 def test_a_kernel_provider_compiles_to_the_same_graph(tmp_path: Path) -> None:
@@ -228,7 +229,7 @@ def openvino_devices() -> list[str]:
 )
 @pytest.mark.parametrize("options", [{}, {"batch_size": 1}, {"weights": "int8"}], ids=str)
 def test_openvino_end_to_end(options: dict[str, Any], llama: Package, tmp_path: Path) -> None:
-    package = compile_package(llama, tmp_path / "out", provider="openvino", ctx_len=CAPACITY, **options)
+    package = compile_package(llama, tmp_path / "out", CompileOptions(provider="openvino", ctx_len=CAPACITY, **options))
     compilation = package.manifest.compilation
     assert compilation is not None
     assert compilation.placement["OpenVINOExecutionProvider"] == {"EPContext": 3}

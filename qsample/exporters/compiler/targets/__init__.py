@@ -1,7 +1,7 @@
 """The registry of compile targets: one module a target, found by its name.
 
 A target is a module of this package, or an entry point in the group `qsample.targets` of an installed distribution,
-with an attribute `TARGET` that follows `Target`.
+with an attribute `TARGET` that follows `Target`. Everything that is particular to it stands in that module.
 """
 
 from __future__ import annotations
@@ -11,36 +11,55 @@ from collections.abc import Mapping, Sequence
 from importlib import import_module
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
+
+import onnx_ir as ir
 
 from qsample.contract import Interface
 from qsample.errors import CompileError, QsampleError
-from qsample.exporters.compiler.options import CompileOptions
 from qsample.exporters.compiler.placement import Placement
+from qsample.exporters.compiler.plan import CompilePlan
+from qsample.exporters.compiler.recipe import Pass
 from qsample.runtime.session.providers import check_available
 
 ENTRY_POINTS = "qsample.targets"
 
 
 class Target(Protocol):
-    """Turns a portable decode graph into one for a device."""
+    """Turns a portable decode graph into one for a device.
+
+    name: what `CompileOptions.provider` says. execution_providers: ONNX Runtime's names, the one that compiles for the
+    device first. provider_options: of that one, in the session that runs the package. bundled_options: fields of
+    CompileOptions that the bundled model needs there.
+    """
 
     name: str
     execution_providers: tuple[str, ...]
     provider_options: Mapping[str, str]
+    bundled_options: Mapping[str, Any]
 
-    def check(self, interface: Interface, options: CompileOptions) -> None:
-        """Raise CompileError, before any work, where the target cannot serve this interface or these options."""
+    def check(self, plan: CompilePlan) -> None:
+        """Raise CompileError, before any work, where the target cannot serve this package or these options."""
         ...
 
-    def interface(self, interface: Interface, options: CompileOptions) -> Interface:
-        """The interface of the compiled package, given the portable one's."""
+    def interface(self, plan: CompilePlan) -> Interface:
+        """The interface of the compiled package; `plan.interface` is the portable one's."""
         ...
 
-    def compile(self, decoder: Path, folder: Path, interface: Interface, options: CompileOptions) -> Placement:
-        """Write `decoder.onnx` (with its data) for the device into `folder`, and say where its nodes run.
+    def fixed_axes(self, plan: CompilePlan) -> Mapping[str, int]:
+        """The size of each named axis that the graph fixes, besides the capacity."""
+        ...
 
-        interface: that of the compiled package. Graphs that only it has are written, too.
+    def passes(self, plan: CompilePlan) -> Sequence[Pass]:
+        """The passes over the model up to its logits, in order; quantization follows them."""
+        ...
+
+    def publish(self, model: ir.Model, sampler: ir.Model | None, plan: CompilePlan, folder: Path) -> Placement:
+        """Write `decoder.onnx`, with its data and what other graphs the package needs, into `folder`; return where its
+        nodes run.
+
+        model: up to the logits, after `passes` and quantization. sampler: the portable graph's, to join behind it; None
+        for a package that samples on the host.
         """
         ...
 
@@ -64,8 +83,8 @@ def find_target(name: str) -> Target:
     """The target called `name`; CompileError lists the names that exist."""
     for point in entry_points(group=ENTRY_POINTS):
         if point.name == name:
-            found: Target = point.load().TARGET
-            return found
+            installed: Target = point.load().TARGET
+            return installed
     if name not in target_names():
         raise CompileError(f"no compile target {name!r}; choose one of {', '.join(target_names())}")
     own: Target = import_module(f"{__name__}.{name}").TARGET

@@ -1,33 +1,29 @@
-"""The CPU target: a portable decode graph enters; a fused one, optimised offline by ONNX Runtime, leaves."""
+"""The CPU target: the decode graph in ONNX Runtime's fused operators, optimised offline."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import shutil
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import onnx_ir as ir
 import onnxruntime as ort
 
-from qsample.contract import BATCH, CAPACITY, Interface
+from qsample.contract import BATCH, Interface
 from qsample.errors import CompileError
-from qsample.exporters.compiler.options import CompileOptions
 from qsample.exporters.compiler.ort import optimize_offline
-from qsample.exporters.compiler.placement import Placement
+from qsample.exporters.compiler.placement import Placement, placement_in_file
+from qsample.exporters.compiler.plan import CompilePlan
 from qsample.exporters.compiler.quantize.float16 import store_as_float16
-from qsample.exporters.compiler.quantize.kv_cache import quantize_kv_cache
-from qsample.exporters.compiler.quantize.weights import (
-    QuantizationReport,
-    quantization_report,
-    quantize_weights,
-    round_activations,
-)
-from qsample.exporters.compiler.recipe import Pass, lean_passes, run
-from qsample.exporters.graph.axes import fix_axes
+from qsample.exporters.compiler.quantize.weights import round_activations
+from qsample.exporters.compiler.recipe import Pass, lean_passes
+from qsample.exporters.graph.join import append_sampler
 
 _DTYPES: Final = ("float32", "float16")  # GroupQueryAttention's CPU kernels
+# EXTENDED holds what every CPU of the architecture runs; ALL adds layouts of the very machine that compiles.
+_LEVEL: Final = ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
 
 
 class CpuTarget:
@@ -37,62 +33,47 @@ class CpuTarget:
     name = "cpu"
     execution_providers: tuple[str, ...] = ("CPUExecutionProvider",)
     provider_options: Mapping[str, str] = {}
+    bundled_options: Mapping[str, Any] = {}
 
-    def check(self, interface: Interface, options: CompileOptions) -> None:
-        if options.dtype != interface.dtype:
+    def check(self, plan: CompilePlan) -> None:
+        own = plan.source.interface.dtype
+        if plan.dtype != own:
             raise CompileError(
-                f"dtype is {options.dtype!r} and the package was exported as {interface.dtype}; export it again with "
-                "that dtype"
+                f"dtype is {plan.dtype!r} and the package was exported as {own}; export it again with that dtype"
             )
-        if interface.dtype not in _DTYPES:
+        if own not in _DTYPES:
             raise CompileError(
-                f"the package is {interface.dtype} and the CPU provider's attention takes {' or '.join(_DTYPES)}; "
-                "export it with one of these dtypes"
+                f"the package is {own} and the CPU provider's attention takes {' or '.join(_DTYPES)}; export it with "
+                "one of these dtypes"
             )
 
-    def interface(self, interface: Interface, options: CompileOptions) -> Interface:
-        return replace(interface, kv_cache_dtype=options.kv_cache_dtype)
+    def interface(self, plan: CompilePlan) -> Interface:
+        return replace(plan.interface, kv_cache_dtype=plan.kv_cache_dtype)
 
-    def compile(self, decoder: Path, folder: Path, interface: Interface, options: CompileOptions) -> Placement:
-        fused = folder / "fused.onnx"
-        model = ir.load(decoder)
-        sizes = {CAPACITY: options.ctx_len} | ({BATCH: 1} if options.batch_size == 1 else {})
-        passes: list[Pass] = [partial(fix_axes, sizes=sizes), *lean_passes(self.name, options.ctx_len)]
-        passes.append(round_activations)
-        if options.cache_ranges is not None:
-            passes.append(partial(quantize_kv_cache, ranges=options.cache_ranges))
-        if options.weights is not None:
-            passes.append(partial(quantize_weights, quantization=options.weights))
-        run(model, passes)
-        report = quantization_report(model)
-        ir.save(model, fused, external_data="fused.onnx.data")
-        del model  # it may hold weights
-        # EXTENDED holds what every CPU of the architecture runs; ALL adds layouts of the very machine that compiles.
-        level = ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
-        placement = optimize_offline(fused, folder / "decoder.onnx", self.execution_providers, level)
-        fused.unlink()
-        (folder / "fused.onnx.data").unlink(missing_ok=True)
-        if options.store_float16:
-            report = _store_half(folder)
-            casts = {**placement.nodes[self.execution_providers[0]], "Cast": report.matrices}
-            casts["Cast"] += placement.nodes[self.execution_providers[0]].get("Cast", 0)
-            placement = Placement({**placement.nodes, self.execution_providers[0]: casts})
-        return replace(placement, quantization=report)
+    def fixed_axes(self, plan: CompilePlan) -> Mapping[str, int]:
+        return {BATCH: 1} if plan.batch_size == 1 else {}
 
+    def passes(self, plan: CompilePlan) -> Sequence[Pass]:
+        return (*lean_passes("cpu", plan.ctx_len), round_activations)
 
-def _store_half(folder: Path) -> QuantizationReport:
-    """Rewrite `decoder.onnx` in `folder`. This comes last: ONNX Runtime's optimisation would undo it."""
-    model, aside = ir.load(folder / "decoder.onnx"), folder / "float16"
-    store_as_float16(model)
-    report = quantization_report(model)
-    assert report is not None
-    aside.mkdir()
-    ir.save(model, aside / "decoder.onnx", external_data="decoder.onnx.data")
-    del model
-    for file in aside.iterdir():
-        file.replace(folder / file.name)
-    aside.rmdir()
-    return report
+    def publish(self, model: ir.Model, sampler: ir.Model | None, plan: CompilePlan, folder: Path) -> Placement:
+        if sampler is not None:
+            append_sampler(model, sampler, plan.interface.decoder)
+        scratch, target = folder / "scratch", folder / "decoder.onnx"
+        scratch.mkdir()
+        ir.save(model, scratch / "fused.onnx", external_data="fused.onnx.data")
+        if plan.store_float16:  # behind ONNX Runtime's optimisation, which would undo it
+            provider_of = optimize_offline(
+                scratch / "fused.onnx", scratch / "optimized.onnx", self.execution_providers, _LEVEL
+            )
+            optimized = ir.load(scratch / "optimized.onnx")
+            store_as_float16(optimized)
+            model.meta.update(optimized.meta)
+            ir.save(optimized, target, external_data="decoder.onnx.data")
+        else:
+            provider_of = optimize_offline(scratch / "fused.onnx", target, self.execution_providers, _LEVEL)
+        shutil.rmtree(scratch)
+        return placement_in_file(target, provider_of, self.execution_providers[0])
 
 
 TARGET = CpuTarget()

@@ -6,18 +6,17 @@ second graph, `sampler.onnx`, gives the rows their token that the first could no
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import onnx_ir as ir
 
 from qsample.contract import CAPACITY, Interface
 from qsample.errors import CompileError, QsampleError
-from qsample.exporters.compiler.options import CompileOptions
+from qsample.exporters.compiler import recipe
 from qsample.exporters.compiler.passes.half_precision import DTYPES, convert_to_half
 from qsample.exporters.compiler.passes.no_host_copies import (
     fix_total_length,
@@ -28,13 +27,12 @@ from qsample.exporters.compiler.passes.no_host_copies import (
 from qsample.exporters.compiler.passes.opset import lower_opset
 from qsample.exporters.compiler.passes.packed_qkv import pack_qkv
 from qsample.exporters.compiler.passes.qk_norms import absorb_qk_norms
-from qsample.exporters.compiler.placement import Placement
-from qsample.exporters.compiler.quantize.kv_cache import quantize_kv_cache
-from qsample.exporters.compiler.quantize.weights import quantization_report, quantize_weights
-from qsample.exporters.compiler.recipe import Pass, lean_passes, run
+from qsample.exporters.compiler.placement import RECORD, Placement, assigned_nodes, placement_of
+from qsample.exporters.compiler.plan import CompilePlan
+from qsample.exporters.compiler.recipe import Pass, lean_passes
 from qsample.exporters.compiler.targets import check_providers
 from qsample.exporters.graph.axes import fix_axes
-from qsample.exporters.graph.join import append_sampler, cut_at_logits
+from qsample.exporters.graph.join import append_sampler
 from qsample.exporters.sampler import export_sampler
 from qsample.runtime.session.options import session_options
 from qsample.runtime.session.providers import open_session
@@ -55,94 +53,87 @@ class CudaTarget:
     execution_providers: tuple[str, ...] = ("CUDAExecutionProvider", "CPUExecutionProvider")
     # TF32 would round float32 products, the check of the logits among them, to ten bits.
     provider_options: Mapping[str, str] = {"enable_cuda_graph": "1", "use_tf32": "0"}
+    bundled_options: Mapping[str, Any] = {"dtype": "bfloat16"}
 
-    def check(self, interface: Interface, options: CompileOptions) -> None:
-        if options.store_float16:
+    def check(self, plan: CompilePlan) -> None:
+        own = plan.source.interface.dtype
+        if plan.store_float16:
             raise CompileError("weights is 'float16', which is for the cpu target; give dtype='float16' for cuda")
-        if options.dtype not in DTYPES:
+        if plan.dtype not in DTYPES:
             raise CompileError(
-                f"dtype is {options.dtype!r} and CUDA's attention takes {' or '.join(map(repr, DTYPES))}; compile with "
+                f"dtype is {plan.dtype!r} and CUDA's attention takes {' or '.join(map(repr, DTYPES))}; compile with "
                 "dtype= one of these"
             )
-        if interface.dtype not in ("float32", options.dtype):
+        if own not in ("float32", plan.dtype):
             raise CompileError(
-                f"the package is {interface.dtype} and cannot become {options.dtype} without another rounding; "
-                "export the model as float32 first"
+                f"the package is {own} and cannot become {plan.dtype} without another rounding; export the model as "
+                "float32 first"
             )
         check_providers(self.execution_providers)
 
-    def interface(self, interface: Interface, options: CompileOptions) -> Interface:
-        """That of the compiled package: in half precision, and captured where there is a sampler to stall."""
-        return replace(
-            interface,
-            dtype=options.dtype,
-            kv_cache_dtype=options.kv_cache_dtype,
-            captured=interface.features.sampler,
+    def interface(self, plan: CompilePlan) -> Interface:
+        """In half precision, and captured where there is a sampler to stall."""
+        own = plan.interface
+        return replace(own, dtype=plan.dtype, kv_cache_dtype=plan.kv_cache_dtype, captured=own.features.sampler)
+
+    def fixed_axes(self, plan: CompilePlan) -> Mapping[str, int]:
+        return {}
+
+    def passes(self, plan: CompilePlan) -> Sequence[Pass]:
+        states = {state.name for state in plan.interface.cache_states}
+        half = (partial(convert_to_half, dtype=plan.dtype, states=states),) if plan.dtype in DTYPES else ()
+        return (
+            *lean_passes("cuda", plan.ctx_len),
+            absorb_qk_norms,
+            pack_qkv,  # of the attentions whose norms stood in the way
+            partial(fix_total_length, capacity=plan.ctx_len),
+            *half,
         )
 
-    def compile(self, decoder: Path, folder: Path, interface: Interface, options: CompileOptions) -> Placement:
-        model = self.build(decoder, interface, options)
+    def publish(self, model: ir.Model, sampler: ir.Model | None, plan: CompilePlan, folder: Path) -> Placement:
+        self.join(model, sampler, plan)
         problems = capture_problems(model)
         if problems:
             raise CompileError(f"the graph cannot be captured and replayed: {'; '.join(problems[:5])}")
         ir.save(model, folder / "decoder.onnx", external_data="decoder.onnx.data")
-        if interface.captured:
-            resuming = export_sampler(interface, options.pad_token_id, resumes=True)
+        if plan.interface.captured:
+            resuming = export_sampler(plan.interface, plan.pad_token_id, resumes=True)
             lower_opset(resuming, _OPSET)
             ir.save(resuming, folder / "sampler.onnx")
-        return replace(self._placement(folder / "decoder.onnx", model), quantization=quantization_report(model))
+        return self._placement(folder / "decoder.onnx", model)
 
-    def build(self, decoder: Path, interface: Interface, options: CompileOptions) -> ir.Model:
-        """The graph as it is published, from the portable one; `interface` is that of the compiled package."""
-        model = ir.load(decoder)
-        if interface.captured:
-            cut_at_logits(model, interface)
-        states = {state.name for state in interface.cache_states}
-        passes: list[Pass] = [
-            partial(fix_axes, sizes={CAPACITY: options.ctx_len}),
-            *lean_passes("cuda", options.ctx_len),
-            absorb_qk_norms,
-            pack_qkv,
-            partial(fix_total_length, capacity=options.ctx_len),
-        ]
-        if options.dtype in DTYPES:
-            passes.append(partial(convert_to_half, dtype=options.dtype, states=states))
-        if options.cache_ranges is not None:
-            passes.append(partial(quantize_kv_cache, ranges=options.cache_ranges))
-        if options.weights is not None:
-            passes.append(partial(quantize_weights, quantization=options.weights))
-        run(model, passes)
-        if interface.captured:
-            sampler = export_sampler(interface, options.pad_token_id, control_flow=False)
-            fix_axes(sampler, {CAPACITY: options.ctx_len})
-            append_sampler(model, sampler, interface.decoder)
+    def join(self, model: ir.Model, sampler: ir.Model | None, plan: CompilePlan) -> None:
+        """Put a sampler that can be replayed behind `model`, in place, and keep on the device what is computed there.
+
+        Replay forbids the control flow of `sampler`, the portable graph's; one without takes its place.
+        """
+        if sampler is not None:
+            sampler = export_sampler(plan.interface, plan.pad_token_id, control_flow=False)
+            fix_axes(sampler, {CAPACITY: plan.ctx_len})
+            append_sampler(model, sampler, plan.interface.decoder)
         # Numbers that come from shapes: the new tokens of a call, which never exceed the capacity.
-        run(model, [partial(remove_host_copies, limit=options.ctx_len + 1), partial(lower_opset, opset=_OPSET)])
-        return model
+        recipe.run(model, (partial(remove_host_copies, limit=plan.ctx_len + 1), partial(lower_opset, opset=_OPSET)))
 
     def _placement(self, path: Path, model: ir.Model) -> Placement:
         """Load the graph as it will be run, and refuse it where a node that computes is not on the device."""
-        options = session_options({"session.record_ep_graph_assignment_info": "1"})
         try:
-            session = open_session(path, options, self.execution_providers, self.provider_options)
+            session = open_session(path, session_options(RECORD), self.execution_providers, self.provider_options)
         except QsampleError:
             raise
         except Exception as error:  # ONNX Runtime's own exceptions share no base but Exception
             raise CompileError(f"ONNX Runtime cannot capture the graph on this device: {error}") from error
-        counts: defaultdict[str, Counter[str]] = defaultdict(Counter)
-        shapes = {node.name for node in host_nodes(model.graph)}
-        misplaced = []
-        for part in session.get_provider_graph_assignment_info():
-            for node in part.get_nodes():
-                counts[part.ep_name][node.op_type] += 1
-                if part.ep_name != self.execution_providers[0] and node.name not in shapes:
-                    misplaced.append(f"{node.op_type} {node.name}")
+        device, shapes = self.execution_providers[0], {node.name for node in host_nodes(model.graph)}
+        misplaced = [
+            f"{node.op_type} {node.name}"
+            for provider, node in assigned_nodes(session)
+            if provider != device and node.name not in shapes
+        ]
         if misplaced:
             raise CompileError(
-                f"{len(misplaced)} nodes do not run on {self.execution_providers[0]}: {', '.join(misplaced[:5])}"
+                f"{len(misplaced)} nodes do not run on {device}: {', '.join(misplaced[:5])}"
                 + (" …" if len(misplaced) > 5 else "")
             )
-        return Placement({provider: dict(sorted(operators.items())) for provider, operators in counts.items()})
+        return placement_of(session)
 
 
 def capture_problems(model: ir.Model) -> list[str]:

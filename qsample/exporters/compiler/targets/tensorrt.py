@@ -7,23 +7,23 @@ token a call, so a prompt is read token by token. An engine belongs to the GPU a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import onnx_ir as ir
 
-from qsample.contract import BATCH, CAPACITY, SEQUENCE, Interface
+from qsample.contract import BATCH, SEQUENCE, Interface
 from qsample.errors import CompileError
-from qsample.exporters.compiler.ep_context import load_model_part, publish_compiled
-from qsample.exporters.compiler.options import CompileOptions
+from qsample.exporters.compiler.ep_context import publish_compiled
 from qsample.exporters.compiler.passes.half_precision import convert_to_half
 from qsample.exporters.compiler.passes.no_host_copies import fix_total_length
 from qsample.exporters.compiler.placement import Placement
-from qsample.exporters.compiler.recipe import run
+from qsample.exporters.compiler.plan import CompilePlan
+from qsample.exporters.compiler.recipe import Pass
 from qsample.exporters.compiler.targets import check_providers
-from qsample.exporters.graph.axes import fix_axes
 
 
 class TensorRtTarget:
@@ -36,45 +36,42 @@ class TensorRtTarget:
         "CPUExecutionProvider",
     )
     provider_options: Mapping[str, str] = {"trt_fp16_enable": "1"}
+    bundled_options: Mapping[str, Any] = {"dtype": "float16", "batch_size": 1}
 
-    def check(self, interface: Interface, options: CompileOptions) -> None:
-        if options.batch_size != 1:
+    def check(self, plan: CompilePlan) -> None:
+        own = plan.source.interface.dtype
+        if plan.batch_size != 1:
             raise CompileError(
-                f"batch_size is {options.batch_size}, and TensorRT's engines are built for fixed shapes, in which a "
-                "row of a batch cannot be prefilled alone; give batch_size=1, or compile for cuda"
+                f"batch_size is {plan.batch_size}, and TensorRT's engines are built for fixed shapes, in which a row "
+                "of a batch cannot be prefilled alone; give batch_size=1, or compile for cuda"
             )
-        if options.dtype != "float16":
-            raise CompileError(f"dtype is {options.dtype!r}; the tensorrt target takes 'float16'")
-        if interface.dtype not in ("float32", "float16"):
-            raise CompileError(f"the package is {interface.dtype} and cannot become float16 without another rounding")
-        if options.quantized:
+        if plan.dtype != "float16":
+            raise CompileError(f"dtype is {plan.dtype!r}; the tensorrt target takes 'float16'")
+        if own not in ("float32", "float16"):
+            raise CompileError(f"the package is {own} and cannot become float16 without another rounding")
+        if plan.quantized:
             raise CompileError(
                 "TensorRT has none of ONNX Runtime's quantized operators; leave weights and kv_cache_dtype out, or "
                 "compile for cuda"
             )
         check_providers(self.execution_providers)
 
-    def interface(self, interface: Interface, options: CompileOptions) -> Interface:
-        return replace(interface, dtype=options.dtype)
+    def interface(self, plan: CompilePlan) -> Interface:
+        return replace(plan.interface, dtype=plan.dtype)
 
-    def compile(self, decoder: Path, folder: Path, interface: Interface, options: CompileOptions) -> Placement:
-        model = self.build(decoder, interface, options)
-        return publish_compiled(model, folder, interface, options, self.execution_providers, self.provider_options)
+    def fixed_axes(self, plan: CompilePlan) -> Mapping[str, int]:
+        return {BATCH: 1, SEQUENCE: 1}
 
-    def build(self, decoder: Path, interface: Interface, options: CompileOptions) -> ir.Model:
-        """The model part as TensorRT is given it: in ONNX's own operators, but for the attention.
-
-        interface: that of the compiled package.
-        """
-        model = load_model_part(decoder, interface)
-        states = {state.name for state in interface.cache_states}
-        passes = (
-            partial(fix_axes, sizes={CAPACITY: options.ctx_len, BATCH: 1, SEQUENCE: 1}),
-            partial(fix_total_length, capacity=options.ctx_len),
-            partial(convert_to_half, dtype=options.dtype, states=states),
+    def passes(self, plan: CompilePlan) -> Sequence[Pass]:
+        """In ONNX's own operators, but for the attention."""
+        states = {state.name for state in plan.interface.cache_states}
+        return (
+            partial(fix_total_length, capacity=plan.ctx_len),
+            partial(convert_to_half, dtype=plan.dtype, states=states),
         )
-        run(model, passes)
-        return model
+
+    def publish(self, model: ir.Model, sampler: ir.Model | None, plan: CompilePlan, folder: Path) -> Placement:
+        return publish_compiled(model, sampler, plan, folder, self.execution_providers, self.provider_options)
 
 
 TARGET = TensorRtTarget()

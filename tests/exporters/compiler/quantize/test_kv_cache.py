@@ -12,6 +12,7 @@ import pytest
 from qsample import AutoModelForCausalLM
 from qsample.errors import CompileError
 from qsample.exporters.compiler.compile import compile_package
+from qsample.exporters.compiler.options import CompileOptions
 from qsample.exporters.compiler.quantize.kv_cache import measure_ranges, quantize_kv_cache
 from qsample.package import read_package
 
@@ -88,7 +89,7 @@ def test_a_channel_of_zeros_and_one_beyond_its_range() -> None:
 @pytest.fixture(scope="module")
 def compiled(llama_package: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("compiled") / "package"
-    compile_package(read_package(llama_package), path, batch_size=4, ctx_len=96, kv_cache_dtype="int8")
+    compile_package(read_package(llama_package), path, CompileOptions(batch_size=4, ctx_len=96, kv_cache_dtype="int8"))
     return path
 
 
@@ -125,8 +126,12 @@ def test_ranges_are_those_of_the_cache(llama_package: Path) -> None:
 
 def test_bad_options(llama_package: Path, tmp_path: Path) -> None:
     package = read_package(llama_package)
-    with pytest.raises(CompileError, match=r"kv_cache_dtype is 'int4' and the package holds float32; choose .* 'int8'"):
-        compile_package(package, tmp_path / "out", ctx_len=32, kv_cache_dtype="int4")
+    with pytest.raises(CompileError, match=r"kv_cache_dtype is 'int4'; choose one of .*int8, or None"):
+        CompileOptions(ctx_len=32, kv_cache_dtype="int4")
+    half = CompileOptions(ctx_len=32, kv_cache_dtype="float16")
+    with pytest.raises(CompileError, match=r"kv_cache_dtype is 'float16' and the package holds float32; .* 'int8'"):
+        compile_package(package, tmp_path / "out", half)
+    strict = CompileOptions(ctx_len=32, kv_cache_dtype="int8", max_divergence=1e-12)
     with pytest.raises(CompileError, match=r"an int8 cache change the model too much: .*own dtype for the cache"):
-        compile_package(package, tmp_path / "out", ctx_len=32, kv_cache_dtype="int8", max_divergence=1e-12)
+        compile_package(package, tmp_path / "out", strict)
     assert not (tmp_path / "out").exists()

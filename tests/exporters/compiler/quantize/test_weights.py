@@ -15,6 +15,7 @@ from qsample import AutoModelForCausalLM
 from qsample.errors import CompileError
 from qsample.exporters.compiler.compile import compile_package
 from qsample.exporters.compiler.divergence import measure_divergence
+from qsample.exporters.compiler.options import CompileOptions
 from qsample.exporters.compiler.quantize.weights import (
     WeightQuantization,
     quantization_report,
@@ -182,7 +183,7 @@ def test_importing_the_quantizer_leaves_logging_alone(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def int8(llama_package: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("int8") / "package"
-    compile_package(read_package(llama_package), path, ctx_len=64, weights="int8")
+    compile_package(read_package(llama_package), path, CompileOptions(ctx_len=64, weights="int8"))
     return path
 
 
@@ -246,7 +247,11 @@ def test_a_graph_cut_off_at_its_logits_has_no_sampler(llama_package: Path) -> No
 
 def test_too_far_off_is_refused(llama_package: Path, tmp_path: Path) -> None:
     with pytest.raises(CompileError, match=r"nats a token .*at most 1e-09.* perplexity .*k_quant"):
-        compile_package(read_package(llama_package), tmp_path / "out", ctx_len=32, weights="int4", max_divergence=1e-9)
+        compile_package(
+            read_package(llama_package),
+            tmp_path / "out",
+            CompileOptions(ctx_len=32, weights="int4", max_divergence=1e-9),
+        )
     assert not (tmp_path / "out").exists()
 
 
@@ -255,21 +260,26 @@ def test_too_far_off_is_refused(llama_package: Path, tmp_path: Path) -> None:
     [
         (
             {"weights": "int3"},
-            "weights is 'int3' and the package holds float32; choose one of int4, int8, float16, float",
+            "weights is 'int3'; choose one of int4, int8, float32, float16, bfloat16, or None",
         ),
-        ({"weights": "bfloat16"}, "choose one of int4, int8, float16, float32"),
+        (
+            {"weights": "bfloat16"},
+            "weights is 'bfloat16' and the package holds float32; choose one of int4, int8, float16, fl",
+        ),
         ({"weights": "int4", "block_size": 33}, "block_size is 33; choose one of 16, 32, 64, 128, 256"),
         ({"weights": "int4", "quantization_method": "gptq"}, "method is 'gptq'; choose one of rtn, k_quant, hqq"),
     ],
 )
 def test_bad_options(options: dict[str, object], message: str, llama_package: Path, tmp_path: Path) -> None:
     with pytest.raises(CompileError, match=message):
-        compile_package(read_package(llama_package), tmp_path / "out", **options)  # type: ignore[arg-type]
+        compile_package(read_package(llama_package), tmp_path / "out", CompileOptions(**options))  # type: ignore[arg-type]
     assert not (tmp_path / "out").exists()
 
 
 def test_the_packages_own_dtype_is_no_quantization(llama_package: Path, tmp_path: Path) -> None:
-    compiled = compile_package(read_package(llama_package), tmp_path / "out", ctx_len=32, weights="float32")
+    compiled = compile_package(
+        read_package(llama_package), tmp_path / "out", CompileOptions(ctx_len=32, weights="float32")
+    )
     assert compiled.manifest.compilation is not None
     assert compiled.manifest.compilation.quantization is None
 

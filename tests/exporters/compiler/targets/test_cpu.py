@@ -9,7 +9,9 @@ from pathlib import Path
 import onnx_ir as ir
 import pytest
 
+from qsample.exporters.compiler.compile import optimize
 from qsample.exporters.compiler.options import CompileOptions
+from qsample.exporters.compiler.plan import make_plan
 from qsample.exporters.compiler.targets.cpu import TARGET
 from qsample.exporters.graph.join import cut_at_logits
 from qsample.package import read_package
@@ -35,7 +37,8 @@ def test_operators_of_a_layer(
     exported: Callable[..., Path], tmp_path: Path, model_type: str, layer: Counter[str]
 ) -> None:
     package = read_package(exported(model_type))
-    TARGET.compile(package.path / "decoder.onnx", tmp_path, package.interface, CompileOptions(4, CAPACITY))
+    plan = make_plan(package, CompileOptions(batch_size=4, ctx_len=CAPACITY))
+    TARGET.publish(*optimize(plan, TARGET), plan, tmp_path)
     decoder = cut_at_logits(ir.load(tmp_path / "decoder.onnx"), package.interface)
     found = Counter(node.op_type for node in decoder.graph)
     assert found == Counter({operator: LAYERS * count for operator, count in layer.items()}) + ONCE

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,11 +25,11 @@ import pytest
 from qsample.contract import RUNNING, STALLED, Interface
 from qsample.errors import CompileError
 from qsample.exporters.compiler import compile as compile_module
-from qsample.exporters.compiler.compile import compile_package
+from qsample.exporters.compiler.compile import compile_package, optimize
 from qsample.exporters.compiler.options import CompileOptions
 from qsample.exporters.compiler.passes.no_host_copies import host_data, remove_host_copies
 from qsample.exporters.compiler.passes.opset import lower_opset
-from qsample.exporters.compiler.quantize.weights import WeightQuantization
+from qsample.exporters.compiler.plan import CompilePlan, make_plan
 from qsample.exporters.compiler.recipe import run
 from qsample.exporters.compiler.targets.cuda import CudaTarget, capture_problems
 from qsample.exporters.graph.runner import GraphRunner
@@ -52,19 +53,26 @@ class OnCpu(CudaTarget):
     execution_providers = ("CPUExecutionProvider",)
     provider_options: Mapping[str, str] = {}
 
-    def check(self, interface: Interface, options: CompileOptions) -> None:
+    def check(self, plan: CompilePlan) -> None:
         return
 
 
-def build(package: Package, dtype: str, **options: Any) -> ir.Model:
-    chosen = CompileOptions(None, CAPACITY, dtype=dtype, **options)
+def planned(package: Package, dtype: str, **options: Any) -> CompilePlan:
+    plan = make_plan(package, CompileOptions(provider="cuda", ctx_len=CAPACITY, dtype=dtype, **options))
+    return replace(plan, interface=CudaTarget().interface(plan))
+
+
+def build(plan: CompilePlan) -> ir.Model:
+    """The graph as it is published."""
     target = CudaTarget()
-    return target.build(package.path / "decoder.onnx", target.interface(package.interface, chosen), chosen)
+    model, sampler = optimize(plan, target)
+    target.join(model, sampler, plan)
+    return model
 
 
 @pytest.fixture(scope="module")
 def bfloat16(exported: Callable[..., Path]) -> ir.Model:
-    return build(read_package(exported("qwen3")), "bfloat16")
+    return build(planned(read_package(exported("qwen3")), "bfloat16"))
 
 
 def test_nothing_forbids_replay(bfloat16: ir.Model) -> None:
@@ -150,7 +158,7 @@ def test_weights_and_states_are_in_half_precision(bfloat16: ir.Model) -> None:
 
 
 def test_quantized_weights_keep_scales_in_half_precision(llama_package: Path) -> None:
-    model = build(read_package(llama_package), "float16", weights=WeightQuantization(4))
+    model = build(planned(read_package(llama_package), "float16", weights="int4"))
     packed = [node for node in model.graph if node.op_type == "MatMulNBits"]
     assert len(packed) == 4 * LAYERS + 1
     assert {node.inputs[2].dtype for node in packed if node.inputs[2] is not None} == {ir.DataType.FLOAT16}
@@ -158,10 +166,9 @@ def test_quantized_weights_keep_scales_in_half_precision(llama_package: Path) ->
 
 
 def test_float16_logits_are_close(llama_package: Path, tmp_path: Path) -> None:
-    package = read_package(llama_package)
-    ir.save(build(package, "float16"), tmp_path / "decoder.onnx")
-    options = CompileOptions(None, CAPACITY, dtype="float16")
-    interface = CudaTarget().interface(package.interface, options)
+    plan = planned(read_package(llama_package), "float16")
+    interface = plan.interface
+    ir.save(build(plan), tmp_path / "decoder.onnx")
     from qsample.exporters.initial_state import build_initial_state
 
     ir.save(build_initial_state(interface), tmp_path / "initial_state.onnx")
@@ -185,7 +192,7 @@ def captured(llama_package: Path, tmp_path_factory: pytest.TempPathFactory) -> P
     path = tmp_path_factory.mktemp("captured") / "package"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compile_module, "find_target", lambda name: OnCpu())
-        compile_package(read_package(llama_package), path, provider="cuda", ctx_len=CAPACITY)
+        compile_package(read_package(llama_package), path, CompileOptions(provider="cuda", ctx_len=CAPACITY))
     return path
 
 
@@ -333,8 +340,8 @@ def test_problems_are_named_and_numbers_are_kept_on_the_device() -> None:
 def test_refused_before_any_work(llama_package: Path, tmp_path: Path) -> None:
     package = read_package(llama_package)
     with pytest.raises(CompileError, match="dtype is 'float32' and CUDA's attention takes 'float16' or 'bfloat16'"):
-        compile_package(package, tmp_path / "out", provider="cuda", ctx_len=32)
+        compile_package(package, tmp_path / "out", CompileOptions(provider="cuda", ctx_len=32))
     if "CUDAExecutionProvider" not in ort.get_available_providers():
         with pytest.raises(CompileError, match="no CUDAExecutionProvider"):
-            compile_package(package, tmp_path / "out", provider="cuda", ctx_len=32, dtype="bfloat16")
+            compile_package(package, tmp_path / "out", CompileOptions(provider="cuda", ctx_len=32, dtype="bfloat16"))
     assert not (tmp_path / "out").exists()

@@ -1,0 +1,83 @@
+"""The self-test of compile: the portable graph and the compiled one choose tokens side by side."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from qsample.errors import CompileError
+from qsample.exporters.compiler.plan import CompilePlan
+from qsample.exporters.compiler.targets import Target
+from qsample.exporters.graph.runner import GraphRunner
+from qsample.tensors import Array
+
+STEPS: Final = 8
+# A little of everything, so that the self-test runs every step of the sampler.
+_PARAMETERS: Final = {
+    "temperature": 0.9,
+    "top_k": 40,
+    "top_p": 0.95,
+    "min_p": 0.02,
+    "repetition_penalty": 1.1,
+    "presence_penalty": 0.1,
+    "frequency_penalty": 0.1,
+}
+# The same float32 arithmetic in another order moves a token about once in a million; float16 rounds visibly.
+_AGREEMENT: Final = {"float32": 1.0, "float16": 0.8, "bfloat16": 0.5}
+
+
+@dataclass(frozen=True, slots=True)
+class SelfTest:
+    """Tokens that the compiled graph chose, and how many of them the portable graph chose too."""
+
+    tokens: int
+    agreeing: int
+
+
+def run_self_test(plan: CompilePlan, folder: Path, target: Target) -> SelfTest:
+    """Let the portable graph generate, greedily and sampled, feed its tokens to the compiled graph in `folder`, and
+    count how many times that one chooses the same token.
+
+    Raises CompileError where they agree too rarely. How close a quantized model is, is for the divergence to say.
+    """
+    source = plan.source
+    portable = _runner(plan, source.path, ("CPUExecutionProvider",), weights_mapped=True)
+    mapped = plan.weights is None and not plan.packed_weights
+    device = _runner(plan, folder, target.execution_providers, weights_mapped=mapped)
+    rows = min(plan.batch_size or 2, 2)
+    prompt = np.random.default_rng(0).integers(0, source.interface.vocab_size, (rows, 1))
+    agreeing = total = 0
+    for parameters in ({}, _PARAMETERS):
+        states = portable.start(rows), device.start(rows)
+        ids = prompt
+        for _ in range(min(STEPS, plan.ctx_len - 1)):
+            wanted = _chosen(portable.step(ids, np.ones(rows), states[0], parameters))
+            got = _chosen(device.step(ids, np.ones(rows), states[1], parameters))
+            agreeing, total = agreeing + int((got == wanted).sum()), total + rows
+            ids = wanted[:, None]
+    if not plan.quantized and agreeing < _AGREEMENT[plan.dtype] * total:
+        raise CompileError(
+            f"self-test failed: the graph compiled for {target.name} chose the portable graph's token {agreeing} times "
+            f"of {total}, and {plan.dtype} needs {_AGREEMENT[plan.dtype]:.0%}"
+        )
+    return SelfTest(tokens=total, agreeing=agreeing)
+
+
+def _runner(plan: CompilePlan, folder: Path, providers: tuple[str, ...], *, weights_mapped: bool) -> GraphRunner:
+    return GraphRunner(
+        folder / "decoder.onnx",
+        folder / "initial_state.onnx",
+        plan.source.interface,
+        plan.ctx_len,
+        providers,
+        weights_mapped=weights_mapped,
+    )
+
+
+def _chosen(results: dict[str, Array]) -> Array:
+    """[rows]: the tokens of one step, or the argmax where the graph returns logits."""
+    chosen: Array = results["next_ids"][:, 0] if "next_ids" in results else results["logits"].argmax(-1)
+    return chosen

@@ -1,0 +1,63 @@
+"""CompileOptions: what it refuses by itself, and how fields replace others."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+import qsample
+from qsample import CompileOptions
+from qsample.errors import CompileError
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("provider", None, "provider is None; give the name of a compile target"),
+        ("batch_size", 0, "batch_size is 0; it must be at least 1, or None"),
+        ("batch_size", "4", "batch_size is '4'; it must be at least 1"),
+        ("batch_size", True, "batch_size is True"),
+        ("ctx_len", 1, "ctx_len is 1; it must be 2 to the model's max_position_embeddings"),
+        ("ctx_len", 2.5, "ctx_len is 2.5"),
+        ("dtype", "float64", "dtype is 'float64'; choose one of float32, float16, bfloat16, or None"),
+        ("weights", "int3", "weights is 'int3'; choose one of int4, int8, .*, or None"),
+        ("block_size", 33, "block_size is 33; choose one of 16, 32, 64, 128, 256"),
+        ("block_size", None, "block_size is None; choose one of 16"),
+        ("quantization_method", "gptq", "quantization_method is 'gptq'; choose one of rtn, k_quant, hqq"),
+        ("kv_cache_dtype", "int4", "kv_cache_dtype is 'int4'; choose one of .*int8, or None"),
+        ("max_divergence", -0.1, "max_divergence is -0.1; give a number of nats a token, at least 0"),
+        ("max_divergence", math.nan, "max_divergence is nan"),
+        ("max_divergence", "1", "max_divergence is '1'"),
+    ],
+)
+def test_values_out_of_range(field: str, value: Any, message: str) -> None:
+    with pytest.raises(CompileError, match=message):
+        CompileOptions(**{field: value})
+    with pytest.raises(CompileError, match=message):
+        CompileOptions().override(**{field: value})
+
+
+def test_fields_replace_those_that_were_given() -> None:
+    options = CompileOptions(provider="cuda", dtype="bfloat16")
+    assert options.override(ctx_len=64) == CompileOptions(provider="cuda", dtype="bfloat16", ctx_len=64)
+    assert options.override() == options
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"), [("batchsize", "did you mean 'batch_size'?"), ("quux", "choose from provider, batch_size")]
+)
+def test_an_unknown_field(name: str, hint: str) -> None:
+    with pytest.raises(TypeError, match=f"compile has no option '{name}'; {hint}".replace("?", r"\?")):
+        CompileOptions().override(**{name: 1})
+
+
+def test_they_are_public_and_need_nothing_of_the_export_side() -> None:
+    heavy = ["torch", "transformers", "onnx", "onnxscript", "onnx_ir", "onnxruntime"]
+    code = f"import sys; from qsample import CompileOptions; print([name for name in {heavy} if name in sys.modules])"
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert printed == "[]\n"
+    assert "CompileOptions" in qsample.__all__
