@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from qsample.contract import LOGITS, Features, Interface
 from qsample.exporters.control_flow import outline_branches
-from qsample.exporters.sampler_peephole import simplify
+from qsample.exporters.sampler_rewrites import simplify
 from qsample.exporters.trace import trace
 from qsample.transforms.sampler import Sampler
 from qsample.transforms.sampler.branching import inline_branches
