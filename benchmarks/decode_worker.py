@@ -228,13 +228,13 @@ class LlamaCpp:
             for row in range(rows):
                 for start in range(0, length, 512):
                     piece = prompts[row, start : start + 512]
-                    places = [(int(token), start + i, row) for i, token in enumerate(piece)]
-                    self._decode(context, batch, places, last=start + 512 >= length)
+                    entries = [(int(token), start + i, row) for i, token in enumerate(piece)]
+                    self._decode(context, batch, entries, last=start + 512 >= length)
                 tokens[row].append(lib.llama_sampler_sample(chains[row], context, -1))
             moments.append(time.perf_counter())
             for step in range(request.new_tokens - 1):
-                places = [(tokens[row][-1], length + step, row) for row in range(rows)]
-                self._decode(context, batch, places, last=True, every=True)
+                entries = [(tokens[row][-1], length + step, row) for row in range(rows)]
+                self._decode(context, batch, entries, last=True, every=True)
                 for row in range(rows):
                     tokens[row].append(lib.llama_sampler_sample(chains[row], context, row))
                 moments.append(time.perf_counter())
@@ -246,12 +246,12 @@ class LlamaCpp:
         return moments, tokens
 
     def _decode(
-        self, context: Any, batch: Any, places: list[tuple[int, int, int]], *, last: bool, every: bool = False
+        self, context: Any, batch: Any, entries: list[tuple[int, int, int]], *, last: bool, every: bool = False
     ) -> None:
-        batch.n_tokens = len(places)
-        for i, (token, position, row) in enumerate(places):
+        batch.n_tokens = len(entries)
+        for i, (token, position, row) in enumerate(entries):
             batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.seq_id[i][0] = token, position, 1, row
-            batch.logits[i] = every or (last and i == len(places) - 1)
+            batch.logits[i] = every or (last and i == len(entries) - 1)
         status = self._lib.llama_decode(context, batch)
         if status:
             raise RuntimeError(f"llama_decode failed with status {status}")
@@ -305,8 +305,8 @@ def memory() -> dict[str, int]:
         lines = Path("/proc/self/status").read_text().splitlines()
     except OSError:
         return {}
-    found = dict(line.split(":", 1) for line in lines)
-    return {name: int(found[key].split()[0]) * 1024 for name, key in (("anonymous", "RssAnon"), ("mapped", "RssFile"))}
+    fields = dict(line.split(":", 1) for line in lines)
+    return {name: int(fields[key].split()[0]) * 1024 for name, key in (("anonymous", "RssAnon"), ("mapped", "RssFile"))}
 
 
 def main() -> None:

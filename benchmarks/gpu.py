@@ -128,25 +128,25 @@ def systems(files: Files, options: argparse.Namespace, *, first_shape: bool) -> 
     cuda, mixes = options.provider == "cuda", tuple(options.mix)
     few = tuple(mix for mix in mixes if mix in FEW) or mixes[:1]
     name = "captured" if cuda else "baked"
-    found = []
+    systems = []
     if "captured" in options.systems:
         for flush_every in (4, 1, 16):
             open_it = partial(lambda every: Qsample(files.compiled(), every), flush_every)
-            found.append(System(f"{name}, read every {flush_every}", mixes if flush_every == 4 else few, open_it))
+            systems.append(System(f"{name}, read every {flush_every}", mixes if flush_every == 4 else few, open_it))
     if "uncaptured" in options.systems and cuda:
-        found.append(System("uncaptured, read every 4", few, lambda: Qsample(files.compiled(), 4, replay=False)))
+        systems.append(System("uncaptured, read every 4", few, lambda: Qsample(files.compiled(), 4, replay=False)))
     if "transformers" in options.systems:
         device, dtype = ("cuda", options.dtype) if cuda else ("cpu", "float32")
         one_setting = tuple(mix for mix in mixes if mix != MIXED)
         open_it = partial(lambda *chosen: Transformers(files.checkpoint(), *chosen), device, dtype)
-        found.append(System("transformers, static cache", one_setting, open_it))
+        systems.append(System("transformers, static cache", one_setting, open_it))
     if "genai" in options.systems and options.genai is not None and first_shape:
         simple = tuple(mix for mix in mixes if mix not in (MIXED, "everything"))
-        found.append(System("genai", simple, lambda: Genai(options.genai)))
+        systems.append(System("genai", simple, lambda: Genai(options.genai)))
     if "host" in options.systems:
         # Another export and another compilation, as long as the first ones.
-        found.append(System("host", few, lambda: Qsample(files.compiled(sampler=False), 1), files.building))
-    return found
+        systems.append(System("host", few, lambda: Qsample(files.compiled(sampler=False), 1), files.building))
+    return systems
 
 
 def measure(
@@ -158,14 +158,14 @@ def measure(
     decode = system.open()
     expected = 0.0
     for rows in options.batch:
-        for place, mix in enumerate(system.mixes):
+        for index, mix in enumerate(system.mixes):
             name = f"{shape}, {system.name}, {rows} rows, {mix}"
             if not budget.allows(expected):
                 into.problems.append(f"{name}: left out, the time was up")
                 continue
             start = time.perf_counter()
             with into.section(name):
-                if place == 0:
+                if index == 0:
                     decode.warm_up(rows, options.new_tokens)
                 seconds = measured(decode, rows, mix, options)
                 into.cells.append(Cell(shape, system.name, rows, mix, seconds, floor.seconds(rows, options.new_tokens)))
@@ -218,7 +218,7 @@ def bandwidth() -> float:
 
 def describe() -> dict[str, str]:
     """The machine's processor and the versions of what is measured."""
-    found = {"processor": platform.processor() or platform.machine(), "python": platform.python_version()}
+    versions = {"processor": platform.processor() or platform.machine(), "python": platform.python_version()}
     packages = (
         "onnxruntime-gpu",
         "onnxruntime",
@@ -229,10 +229,10 @@ def describe() -> dict[str, str]:
     )
     for name in packages:
         try:
-            found[name] = version(name)
+            versions[name] = version(name)
         except ModuleNotFoundError:
             continue
-    return found
+    return versions
 
 
 def look_at_the_gpu(into: Results) -> float:

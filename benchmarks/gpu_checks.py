@@ -1,4 +1,4 @@
-"""Packages of one model enter; what they were seen to do right or wrong leaves, in words."""
+"""Checks packages of one model, and says in words what they do right or wrong."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measurements, checks and errors enter as they come; gpu.json, gpu.md and gpu.png leave, rewritten each time."""
+"""gpu.json, gpu.md and gpu.png, rewritten with every measurement, check and error that comes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ HEADER = ["shape", "system", "rows", "mix", "ms a step", "tokens/s", "share of t
 
 
 class Results:
-    """What a run found, on disk at any time: the machine may be gone before the run ends."""
+    """The results of a run, on disk at any time: the machine may be gone before the run ends."""
 
     def __init__(self, folder: Path, command: str) -> None:
         self._folder, self._command = folder, command

@@ -1,4 +1,4 @@
-"""A package or a checkpoint enters; a way to decode from it leaves, which says how long a step takes.
+"""Ways to decode from a package or a checkpoint, each of which says how long a step takes.
 
 Each is opened, measured over every batch and mix, and closed again before the next one: a GPU holds one model at a
 time, and one that fails takes no other with it.

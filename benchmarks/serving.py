@@ -68,8 +68,8 @@ def measure(
     root = str(Path(__file__).resolve().parent.parent)
     environment = {**os.environ, "PYTHONPATH": root if system != "genai" else ""}
     subprocess.run(command, check=True, env=environment)
-    found = json.loads(out.read_text())
-    return found["runs"], found["moments"]
+    measured = json.loads(out.read_text())
+    return measured["runs"], measured["moments"]
 
 
 def figures(load: Load, moments: list[list[float]]) -> dict[str, Any]:
@@ -91,10 +91,10 @@ def make_table(results: dict[str, dict[str, Any]]) -> Table:
     table = Table(
         "", "tokens/s", "time, s", "graph runs", "first token p50 / p90 / p99, s", "between tokens p50 / p90 / p99, ms"
     )
-    for system, found in results.items():
-        first = " / ".join(f"{value:.2f}" for value in found["ttft_seconds"].values())
-        gaps = " / ".join(f"{value:.0f}" for value in found["inter_token_ms"].values())
-        speed, taken, runs = f"{found['tokens_per_second']:.1f}", f"{found['seconds']:.1f}", str(found["graph_runs"])
+    for system, result in results.items():
+        first = " / ".join(f"{value:.2f}" for value in result["ttft_seconds"].values())
+        gaps = " / ".join(f"{value:.0f}" for value in result["inter_token_ms"].values())
+        speed, taken, runs = f"{result['tokens_per_second']:.1f}", f"{result['seconds']:.1f}", str(result["graph_runs"])
         table.add_row(LABELS[system], speed, taken, runs, first, gaps)
     return table
 
@@ -171,8 +171,8 @@ def same_tokens(package: Path, slots: int, threads: int, requests: int, new_toke
     prompts = [generator.integers(3, model.interface.vocab_size, generator.integers(4, 40)) for _ in range(requests)]
     kinds: list[dict[str, Any]] = [{"temperature": 0}, SAMPLING]
     params = [
-        SamplingParams(**kinds[place % 2], max_new_tokens=new_tokens, eos_token_id=(), seed=place)
-        for place in range(requests)
+        SamplingParams(**kinds[index % 2], max_new_tokens=new_tokens, eos_token_id=(), seed=index)
+        for index in range(requests)
     ]
     rows = list(zip(prompts, params, strict=True))
     alone = [model.generate(*row).new_token_ids[0] for row in rows]
@@ -182,7 +182,7 @@ def same_tokens(package: Path, slots: int, threads: int, requests: int, new_toke
     for kind, name in enumerate(("greedy", "top-k 50, top-p 0.95")):
         pairs = list(zip(alone, together, strict=True))[kind::2]
         first = [np.flatnonzero(np.not_equal(*pair)) for pair in pairs]
-        differing = [int(places[0]) for places in first if len(places)]
+        differing = [int(indices[0]) for indices in first if len(indices)]
         middle = f"{np.median(differing):g}" if differing else "none differs"
         table.add_row(name, str(len(pairs)), str(len(pairs) - len(differing)), middle)
     return table

@@ -1,4 +1,4 @@
-"""Sampling options enter, from a caller or a model's generation_config; validated `SamplingParams` leave.
+"""`SamplingParams`: how to choose tokens, checked, from a caller's options or a model's generation_config.
 
 Names and meanings are Hugging Face's. What each value does to the logits is fixed by the decode contract
 (`docs/contract.md`).

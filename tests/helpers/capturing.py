@@ -1,6 +1,6 @@
-"""A session enters; one that treats its runs as ONNX Runtime treats those that it captures as CUDA graphs leaves.
+"""A session that treats its runs as ONNX Runtime treats runs that it captures as CUDA graphs.
 
-As inference_session.cc and cuda_execution_provider.cc have it: the first run under a number is made three times, twice
+As in inference_session.cc and cuda_execution_provider.cc: the first run under a number is made three times, twice
 as it is and once from the captured graph; later ones replay that graph over the memory that it was captured with,
 whatever is bound; each thread has captured graphs of its own; and -1 runs without any of this.
 """

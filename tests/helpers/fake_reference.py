@@ -1,4 +1,4 @@
-"""A prompt enters; the tokens that the fake package must generate leave: NumPy float64, without a cache."""
+"""The tokens that the fake package must generate for a prompt: NumPy float64, without a cache."""
 
 from __future__ import annotations
 

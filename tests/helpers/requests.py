@@ -1,15 +1,21 @@
-"""Random prompts and parameters, and sequences made of them."""
+"""Requests: random ones, sequences made of them, and what the reference says of them."""
 
 from __future__ import annotations
 
 import random
+import time
+from collections.abc import Callable
 
 import numpy as np
 
-from qsample.runtime import CausalLM, SamplingParams
+from qsample.runtime import CausalLM, Request, SamplingParams
 from qsample.runtime.parameters import parameter_arrays
 from qsample.runtime.sequence import Sequence
-from tests.helpers.fake_package import EOS
+from tests.helpers import fake_reference
+from tests.helpers.fake_package import EOS, MAX_POSITIONS
+
+FREE = SamplingParams(temperature=0.9, max_new_tokens=20, eos_token_id=())
+ENDLESS = SamplingParams(temperature=0.9, max_new_tokens=240, eos_token_id=())
 
 
 def random_params(generator: random.Random, most: int = 24) -> SamplingParams:
@@ -34,3 +40,19 @@ def make_sequence(model: CausalLM, prompt: list[int], params: SamplingParams, se
     arrays = parameter_arrays(model.interface, [params], [len(prompt)], capacity, (EOS,))
     rows = {name: values[0] for name, values in arrays.items()}
     return Sequence(np.array(prompt, dtype=np.int64), rows, seed)
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+def expected(prompt: list[int], params: SamplingParams, seed: int) -> tuple[list[int], str]:
+    return fake_reference.generate(prompt, params, seed, MAX_POSITIONS)
+
+
+def outcome(request: Request) -> tuple[list[int], str]:
+    output = request.result(60)
+    return output.token_ids, output.finish_reason

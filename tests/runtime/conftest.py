@@ -1,14 +1,16 @@
-"""Fake packages, and models loaded from them, made once a session."""
+"""Fake packages and models loaded from them, made once a session; and a gate in front of decode steps."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
 from qsample.package import Package
 from qsample.runtime import CausalLM, load
+from qsample.runtime.decode.slots import Slots
 from tests.helpers.fake_package import fake_package
 
 
@@ -43,3 +45,18 @@ def fake_model(fake: Callable[..., Package]) -> Callable[..., CausalLM]:
 @pytest.fixture
 def model(fake_model: Callable[..., CausalLM]) -> CausalLM:
     return fake_model()
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Semaphore]:
+    """The engine makes one decode step for each release."""
+    steps = threading.Semaphore(0)
+    plain = Slots.decode
+
+    def decode(self: Slots, *, wait: bool = True) -> None:
+        assert steps.acquire(timeout=60)
+        plain(self, wait=wait)
+
+    monkeypatch.setattr(Slots, "decode", decode)
+    yield steps
+    steps.release(100_000)

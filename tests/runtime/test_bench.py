@@ -33,12 +33,14 @@ def test_figures(sampler: bool, fake_model: Callable[..., CausalLM], monkeypatch
             assert (self.read().status == RUNNING).all() or name == "prefill"
 
         monkeypatch.setattr(Slots, name, counted)
-    found = measure(fake_model(sampler=sampler), 3, 5, 7, SamplingParams(temperature=1.0, eos_token_id=range(300)), 2)
-    assert (found.rows, found.prompt_tokens, found.new_tokens) == (3, 5, 7)
+    measured = measure(
+        fake_model(sampler=sampler), 3, 5, 7, SamplingParams(temperature=1.0, eos_token_id=range(300)), 2
+    )
+    assert (measured.rows, measured.prompt_tokens, measured.new_tokens) == (3, 5, 7)
     assert calls == {"prefill": 3, "decode": 3 * (7 + bench_module._WARM_UP_STEPS)}
-    assert found.tokens_per_second == pytest.approx(3 * 1000 / found.decode_ms)
-    assert found.prefill_tokens_per_second == pytest.approx(3 * 5 * 1000 / found.first_token_ms)
-    assert 0 < found.decode_ms <= found.decode_ms_p90
+    assert measured.tokens_per_second == pytest.approx(3 * 1000 / measured.decode_ms)
+    assert measured.prefill_tokens_per_second == pytest.approx(3 * 5 * 1000 / measured.first_token_ms)
+    assert 0 < measured.decode_ms <= measured.decode_ms_p90
 
 
 @pytest.mark.parametrize(

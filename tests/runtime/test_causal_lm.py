@@ -10,12 +10,16 @@ import numpy as np
 import pytest
 
 from qsample.package import Package
-from qsample.runtime import CausalLM, SamplingParams, Step, load
+from qsample.runtime import CausalLM, SamplingParams, load
 from tests.helpers import fake_reference
 from tests.helpers.fake_package import BOS, MAX_POSITIONS, PAD, POISON, VOCAB, compilation
 
 PROMPTS = [[5, 6, 7], [9, 200, 31, 4, 5, 6, 7, 8, 9, 10, 11], [77], [50, 51, 52, 53, 54]]
+
+
 GREEDY = SamplingParams(temperature=0, max_new_tokens=24)
+
+
 RANDOM = SamplingParams(
     temperature=0.8, repetition_penalty=1.3, presence_penalty=0.2, frequency_penalty=0.1, max_new_tokens=24
 )
@@ -72,36 +76,6 @@ def test_the_same_seed_repeats_and_another_does_not(model: CausalLM) -> None:
     fresh = [model.generate(PROMPTS[0], RANDOM) for _ in range(2)]
     assert fresh[0].seeds != fresh[1].seeds
     assert model.generate(PROMPTS[0], RANDOM, seed=fresh[0].seeds).new_token_ids == fresh[0].new_token_ids
-
-
-def test_where_seeds_come_from(model: CausalLM) -> None:
-    short = SamplingParams(max_new_tokens=1)
-    seeded = SamplingParams(max_new_tokens=1, seed=9)
-    assert model.generate(PROMPTS[:2], short, seed=5).seeds == [5, 6]
-    assert model.generate(PROMPTS[:2], short, seed=[5, 5]).seeds == [5, 5]
-    assert model.generate(PROMPTS[:2], seeded).seeds == [9, 10]
-    assert model.generate(PROMPTS[:2], [seeded, seeded]).seeds == [9, 9]
-    assert model.generate(PROMPTS[:2], [seeded, seeded], seed=1).seeds == [1, 2]
-    assert model.generate(PROMPTS[:2], short, seed=2**63 - 1).seeds == [2**63 - 1, 0]
-    half = model.generate(PROMPTS[:2], [seeded, short]).seeds
-    assert half[0] == 9
-    assert len({*half, *model.generate(PROMPTS[:2], short).seeds}) == 4
-
-
-def test_the_output(model: CausalLM) -> None:
-    output = model.generate(PROMPTS, mixed(), seed=3)
-    assert output.sequences.dtype == np.int64
-    for row, prompt in enumerate(PROMPTS):
-        whole = [*prompt, *output.new_token_ids[row]]
-        assert output.sequences[row].tolist() == whole + [PAD] * (output.sequences.shape[1] - len(whole))
-    assert output.sequences.shape[1] == max(len(p) + len(n) for p, n in zip(PROMPTS, output.new_token_ids, strict=True))
-    assert output.timing.steps == max(map(len, output.new_token_ids)) - 1
-    assert output.timing.prefill_seconds > 0
-    assert output.timing.decode_seconds > 0
-    assert output.logprobs is output.top_logprobs is output.top_logprob_ids is output.probs is None
-
-
-# Where rows end.
 
 
 def test_stop_token_length_and_minimum_length(model: CausalLM) -> None:
@@ -178,9 +152,6 @@ def test_logits_that_turn_invalid_later(fake_model: Callable[..., CausalLM]) -> 
     assert output.new_token_ids[1] == model.generate(PROMPTS[1], GREEDY).new_token_ids[0]
 
 
-# Options.
-
-
 def test_hugging_face_keywords_over_the_generation_config(fake_model: Callable[..., CausalLM]) -> None:
     model = fake_model(generation_config={"do_sample": True, "temperature": 0.8, "top_k": 0, "max_new_tokens": 5})
     assert model.generate(PROMPTS, seed=1).new_token_ids == (
@@ -189,30 +160,6 @@ def test_hugging_face_keywords_over_the_generation_config(fake_model: Callable[.
     assert model.generate(PROMPTS, do_sample=False, max_length=20).new_token_ids == (
         model.generate(PROMPTS, SamplingParams(temperature=0, max_length=20)).new_token_ids
     )
-
-
-def test_features(fake_model: Callable[..., CausalLM]) -> None:
-    model = fake_model(logprobs=True, top_logprobs=3, probs=True)
-    short = SamplingParams(temperature=0.7, max_new_tokens=2)
-    output = model.generate(PROMPTS[:2], [short, RANDOM], seed=4)
-    longest = len(output.new_token_ids[1])
-    assert output.logprobs is not None
-    assert output.top_logprob_ids is not None
-    assert output.top_logprobs is not None
-    assert output.probs is not None
-    assert output.logprobs.shape == (2, longest)
-    assert output.top_logprobs.shape == output.top_logprob_ids.shape == (2, longest, 3)
-    assert output.probs.shape == (2, longest, VOCAB)
-    for row, (prompt, tokens) in enumerate(zip(PROMPTS, output.new_token_ids, strict=False)):
-        for step in range(len(tokens)):
-            raw = fake_reference.logits([*prompt, *tokens[:step]])
-            log_probabilities = raw - raw.max() - np.log(np.exp(raw - raw.max()).sum())
-            assert output.logprobs[row, step] == pytest.approx(log_probabilities[tokens[step]], abs=1e-4)
-            assert output.top_logprob_ids[row, step].tolist() == np.argsort(-raw)[:3].tolist()
-            assert output.probs[row, step].sum() == pytest.approx(1, abs=1e-4)
-    assert np.isnan(output.logprobs[0, 2:]).all()
-    assert (output.top_logprob_ids[0, 2:] == -1).all()
-    assert (output.probs[0, 2:] == 0).all()
 
 
 @pytest.mark.parametrize("chunk", [None, 2])
@@ -232,33 +179,6 @@ def test_logit_bias_and_allowed_tokens(chunk: int | None, fake_model: Callable[.
     assert set(itertools.chain(*output.new_token_ids)) == allowed
 
 
-def test_allowed_tokens_written_before_every_token(fake_model: Callable[..., CausalLM]) -> None:
-    """Row r may sample token 100 r + n as its n-th token only, and ends by its second stop id or its length."""
-    seen: list[list[int]] = []
-
-    def only(step: Step | None, mask: np.ndarray) -> None:
-        seen.append([] if step is None else step.tokens.tolist())
-        assert mask.shape == (2, VOCAB // 32)
-        mask[:] = 0
-        for row in range(2):
-            token = 100 * row + len(seen) - 1
-            mask[row, token // 32] = np.array(1 << token % 32, dtype=np.uint32).astype(np.int32)
-
-    for sampler in (True, False):
-        seen.clear()
-        model = fake_model(sampler=sampler, allowed_tokens=True)
-        params = [SamplingParams(max_new_tokens=5, eos_token_id=[3]), SamplingParams(max_new_tokens=6, eos_token_id=())]
-        output = model.generate(PROMPTS[:2], params, allowed_tokens=only, seed=1)
-        assert output.new_token_ids == [[0, 1, 2, 3], [100, 101, 102, 103, 104, 105]]
-        assert seen[:4] == [[], [0, 100], [1, 101], [2, 102]]
-        assert len(seen) == 6  # not after the last token
-    with pytest.raises(ValueError, match="allowed_tokens=True"):
-        fake_model().generate(PROMPTS[:2], allowed_tokens=only)
-
-
-# Device packages.
-
-
 def test_device_package(fake_model: Callable[..., CausalLM]) -> None:
     model = fake_model(compilation=compilation(batch_size=2, ctx_len=48))
     wanted = fake_model().generate(PROMPTS[:2], RANDOM, seed=1)
@@ -271,9 +191,6 @@ def test_device_package(fake_model: Callable[..., CausalLM]) -> None:
     with pytest.raises(ValueError, match="prompt has 48 tokens and the context length is 48; give at most 47"):
         model.generate([[5] * 48], RANDOM)
     assert len(model.generate([[5] * 40], temperature=0, eos_token_id=None).new_token_ids[0]) == 8
-
-
-# Wrong arguments.
 
 
 @pytest.mark.parametrize(

@@ -1,1 +1,1 @@
-"""The rows of a batch: who sits where, and what the device does next."""
+"""Decoding: the rows of a batch on the device, which sequence gets which, and what the device does next."""

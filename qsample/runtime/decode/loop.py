@@ -84,11 +84,6 @@ class DecodeLoop:
         return bool(self._scheduler.waiting or self._scheduler.in_slots)
 
     @property
-    def waiting(self) -> int:
-        """Sequences without a slot."""
-        return self._scheduler.waiting
-
-    @property
     def prefilling(self) -> bool:
         """Whether some sequence in a slot has no first token yet."""
         return bool(self._scheduler.prefilling)
@@ -142,7 +137,7 @@ class DecodeLoop:
             self._device.shutdown()
 
     def _overlap(self, device: ThreadPoolExecutor, job: Chunk | Prompts | Window) -> None:
-        """Copy what stands on this side while the first call of `job` fills the other; deliver it during the rest.
+        """Copy this side's values while the first call of `job` writes the other side; deliver them during the rest.
 
         The second call would write to this side again, so it is handed over after the copy.
         """

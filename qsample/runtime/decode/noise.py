@@ -1,4 +1,4 @@
-"""A seed enters; the uniforms that decide a row's tokens leave.
+"""The uniforms that decide a row's tokens, from its seed.
 
 They are those of `initial_state.onnx`, which would also fill a cache with zeros each time that a row starts.
 """

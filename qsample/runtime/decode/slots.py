@@ -1,4 +1,4 @@
-"""Sessions enter; `Slots` leaves: the rows of one batch on the device, each started, filled and stopped on its own.
+"""The rows of one batch on the device, each started, filled and stopped on its own.
 
 Everything is bound once: the graphs read and write the same memory at every step, and what a step sampled is what the
 next one reads. What a host reads after a step (`next_ids`, `status`, `lengths`, the optional outputs) has two buffers

@@ -1,4 +1,4 @@
-"""A session and the buffers of its inputs and outputs enter; a graph that runs over that memory leaves."""
+"""A session whose inputs and outputs are bound to buffers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensor specs and sizes enter; the memory that graphs are bound to leaves: `Buffer`s and the `RetainedState`."""
+"""The memory that graphs are bound to: `Buffer`, and `RetainedState`, what every row keeps between calls."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class RetainedState:
         self.side = 1 - self.side
 
     def read(self, name: str, side: int | None = None) -> Array:
-        """A copy of a state, every row of it: its current value, or what stands on a side."""
+        """A copy of a state, every row of it: its current value, or that of a given side."""
         return self._sides[self.side if side is None else side][name].read()
 
     def write_at(self, name: str, index: Any, values: Any) -> None:

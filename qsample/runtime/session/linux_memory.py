@@ -1,4 +1,4 @@
-"""What Linux is asked to do with this process's memory: weights in huge pages, and mapped files let go.
+"""Asks Linux to put weights into huge pages, and gives it back the pages of mapped files.
 
 A decode step reads all weights once, hundreds of megabytes, and processors prefetch memory page by page: from pages of
 2 MiB a step of a model with 4-bit weights is some 3 % faster than from pages of 4 KiB. ONNX Runtime does not ask for
@@ -32,11 +32,11 @@ Mapping = tuple[int, int]  # start and end, in bytes
 
 @contextmanager
 def in_huge_pages() -> Iterator[None]:
-    """Put what this process allocates meanwhile, and has written to, into huge pages. The addresses stay.
+    """Put memory that is allocated and written to inside the `with` block into huge pages. Addresses do not change.
 
     A thread does it afterwards, because a gigabyte takes more than half a second. Each allocation is rounded up to
-    2 MiB. Nothing happens where the system is not Linux, is older than 6.1, has no memory in one piece left, or where
-    its administrator has switched huge pages off.
+    2 MiB. Nothing happens where the system is not Linux, is older than 6.1, has no contiguous memory left, or where
+    huge pages are switched off.
     """
     if not _allowed():
         yield
@@ -48,7 +48,7 @@ def in_huge_pages() -> Iterator[None]:
 
 
 def _collapse(parts: Iterable[Mapping]) -> None:
-    """Of memory that is gone by now, the system says so, or puts together what came in its place: no harm is done."""
+    """Memory that was freed meanwhile makes the call fail, or holds something else by now; neither does harm."""
     libc = ctypes.CDLL(None)
     for start, end in parts:
         start, end = -(-start // HUGE_PAGE) * HUGE_PAGE, end // HUGE_PAGE * HUGE_PAGE
@@ -67,13 +67,13 @@ def _allowed() -> bool:
 
 def _anonymous_mappings() -> list[Mapping]:
     """Private memory of no file that may be written, the stacks of threads included; in order."""
-    found = []
+    mappings = []
     for line in _MAPS.read_text(encoding="utf-8", errors="replace").splitlines():
         addresses, permissions, _, _, inode, *name = line.split(maxsplit=5)
         if permissions == "rw-p" and inode == "0" and name in ([], ["[heap]"]):
             start, _, end = addresses.partition("-")
-            found.append((int(start, 16), int(end, 16)))
-    return found
+            mappings.append((int(start, 16), int(end, 16)))
+    return mappings
 
 
 def _without(mapping: Mapping, others: Iterable[Mapping]) -> Iterator[Mapping]:
@@ -107,8 +107,8 @@ def _unchanged_mappings(path: Path) -> Iterator[tuple[int, int]]:
     mapping: tuple[int, int] | None = None
     with open("/proc/self/smaps", encoding="utf-8", errors="replace") as lines:
         for line in lines:
-            found = _MAPPING.match(line)
-            if found:
-                mapping = (int(found[1], 16), int(found[2], 16)) if found[3].rstrip("\n") == str(path) else None
+            match = _MAPPING.match(line)
+            if match:
+                mapping = (int(match[1], 16), int(match[2], 16)) if match[3].rstrip("\n") == str(path) else None
             elif mapping is not None and line.startswith("Anonymous:") and int(line.split()[1]) == 0:
                 yield mapping

@@ -28,9 +28,9 @@ def begin(slots: Slots, model: CausalLM, slot: int, prompt: list[int], params: S
 
 
 def feed(slots: Slots, slot: int, prompt: list[int], chunk: int = 100, start: int = 0) -> None:
-    for place in range(start, len(prompt), chunk):
-        ids = np.array(prompt[place : place + chunk], dtype=np.int64)
-        slots.prefill(slot, ids, emit=place + chunk >= len(prompt))
+    for first in range(start, len(prompt), chunk):
+        ids = np.array(prompt[first : first + chunk], dtype=np.int64)
+        slots.prefill(slot, ids, emit=first + chunk >= len(prompt))
 
 
 def new_tokens(slots: Slots, slot: int, prompt: list[int]) -> list[int]:
@@ -47,7 +47,7 @@ def expected(prompt: list[int], params: SamplingParams, seed: int) -> list[int]:
 def test_a_row_that_joins_between_the_steps_of_others(
     sampler: bool, in_place: bool, fake_model: Callable[..., CausalLM]
 ) -> None:
-    """One row runs, a second is filled a token at a time between its steps, a third takes the place of the first."""
+    """One row runs, a second is filled a token at a time between its steps, a third replaces the first."""
     model = fake_model(sampler=sampler)
     slots = Slots(model.sessions, 3, CAPACITY, in_place=in_place)
     prompts = [[5, 6, 7], [9, 200, 31, 4, 5, 6, 7], [77, 78]]
@@ -55,9 +55,9 @@ def test_a_row_that_joins_between_the_steps_of_others(
     begin(slots, model, 0, prompts[0], params[0])
     feed(slots, 0, prompts[0])
     begin(slots, model, 1, prompts[1], params[1])
-    for place, token in enumerate(prompts[1]):
+    for index, token in enumerate(prompts[1]):
         slots.decode()
-        slots.prefill(1, np.array([token]), emit=place == len(prompts[1]) - 1)
+        slots.prefill(1, np.array([token]), emit=index == len(prompts[1]) - 1)
     assert new_tokens(slots, 1, prompts[1]) == expected(prompts[1], params[1], 1)[:1]
     slots.stop(0)
     assert new_tokens(slots, 0, prompts[0]) == expected(prompts[0], params[0], 0)[:8]

@@ -14,7 +14,7 @@ def through(stops: StopStrings, parts: list[str]) -> tuple[str, str | None]:
     return "".join([*(stops.put(part) for part in parts), stops.end()]), stops.match
 
 
-def test_a_stop_string_is_found_however_the_text_is_cut() -> None:
+def test_the_same_stop_string_however_the_text_is_cut() -> None:
     generator = random.Random(2)
     for _ in range(500):
         text = "".join(generator.choice("ab\n漢") for _ in range(generator.randrange(0, 14)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -10,11 +9,9 @@ import pytest
 
 from qsample.manifest import TokenIds
 from qsample.runtime import CausalLM
-from qsample.runtime.parameters import parameter_arrays
 from qsample.runtime.prompts import prompts
 from qsample.runtime.text.tokenizer import Tokenizer
-from qsample.sampling_params import SamplingParams
-from tests.helpers.fake_package import BOS, byte_tokenizer, fake_interface
+from tests.helpers.fake_package import BOS, byte_tokenizer
 
 IDS = TokenIds(0, BOS, (2,))
 
@@ -114,26 +111,3 @@ def test_what_is_no_prompt(inputs: Any, mask: Any, message: str) -> None:
 def test_an_empty_prompt_without_a_beginning_token() -> None:
     with pytest.raises(ValueError, match="prompt 1 is empty and the model has no beginning-of-text token"):
         prompts([[5], []], None, None, 320, TokenIds(0, None, ()))
-
-
-def test_parameter_arrays_follow_the_contract() -> None:
-    interface = fake_interface(logit_bias=True, allowed_tokens=True)
-    params = [SamplingParams(temperature=0.5, top_k=3, eos_token_id=(7, 8), logit_bias={5: 1.0}), SamplingParams()]
-    arrays = parameter_arrays(interface, params, [3, 4], 100, default_stops=(2,))
-    sizes = interface.sizes | {"B": 2, "E": 2, "N": 1}
-    for spec in interface.parameters:
-        array = arrays.pop(spec.name)
-        assert (array.dtype.name, array.shape) == (spec.dtype, spec.shape(sizes)), spec.name
-        assert array.flags.c_contiguous
-        if spec.name == "stop_ids":
-            assert array.tolist() == [[7, 8], [2, -1]]
-        elif spec.name == "max_length":
-            assert array.tolist() == [100, 100]
-        elif spec.off is not None:
-            assert (array[1] == spec.off).all(), spec.name
-    assert not arrays
-
-
-def test_no_stop_ids_is_one_column_of_padding(fake_model: Callable[..., CausalLM]) -> None:
-    arrays = parameter_arrays(fake_interface(), [SamplingParams(eos_token_id=())], [1], 10, default_stops=(2,))
-    assert arrays["stop_ids"].tolist() == [[-1]]

@@ -1,0 +1,31 @@
+"""Session options: what reaches ONNX Runtime, and counts that are refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from qsample.runtime.session.options import SessionOptions, check_count, session_options
+
+
+def test_what_reaches_onnxruntime() -> None:
+    options = session_options({"session.intra_op.allow_spinning": "0"}, intra_op_num_threads=3)
+    assert options.intra_op_num_threads == 3
+    assert options.get_session_config_entry("session.intra_op.allow_spinning") == "0"
+    assert options.log_severity_level == 3
+    assert session_options().intra_op_num_threads == 0  # ONNX Runtime's own choice
+
+
+@pytest.mark.parametrize("value", [0, -1, True, 1.5, "2"])
+def test_wrong_counts(value: Any) -> None:
+    with pytest.raises(ValueError, match=f"n is {value!r}; give an integer >= 1, or None"):
+        check_count("n", value)
+    with pytest.raises(ValueError, match=f"intra_op_num_threads is {value!r}"):
+        SessionOptions(value)
+
+
+def test_counts() -> None:
+    check_count("n", None)
+    check_count("n", 1)
+    check_count("n", 0, least=0)

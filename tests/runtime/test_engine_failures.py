@@ -1,0 +1,193 @@
+"""What ends one request, all of them, or the engine; and what is refused."""
+
+from __future__ import annotations
+
+import gc
+import random
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from qsample.package import Package
+from qsample.runtime import (
+    CausalLM,
+    Engine,
+    EngineClosedError,
+    QueueFullError,
+    Request,
+    SamplingParams,
+    load,
+)
+from qsample.runtime.decode.slots import Slots
+from tests.helpers.fake_package import MAX_POSITIONS, POISON, VOCAB
+from tests.helpers.requests import ENDLESS, FREE, expected, outcome, random_prompt, wait_until
+
+
+@pytest.mark.parametrize(
+    ("inputs", "options", "message"),
+    [
+        ([5], {"temperature": -1}, "temperature is -1"),
+        ([5], {"temprature": 1}, "did you mean 'temperature'"),
+        ([5] * MAX_POSITIONS, {}, "prompt has 256 tokens and the context length is 256; give at most 255"),
+        ([VOCAB], {}, f"prompt 0 has token id {VOCAB}"),
+        (["one", "two"], {}, "2 prompts were given; add them one by one"),
+        ([5], {"seed": -1}, "seed is -1"),
+        ([5], {"stop_strings": ""}, "stop_strings is ''"),
+        ([5], {"logit_bias": {5: 1.0}}, "logit_bias needs a package"),
+        ([5], {"allowed_tokens": lambda step, mask: None}, "allowed_tokens needs a package"),
+    ],
+)
+def test_a_wrong_request_is_refused_where_it_is_added(
+    inputs: Any, options: dict[str, Any], message: str, model: CausalLM
+) -> None:
+    with Engine(model, slots=1) as engine:
+        running = engine.add_request([5], FREE, seed=1)
+        with pytest.raises(ValueError, match=message):
+            engine.add_request(inputs, **options)
+        assert outcome(running) == expected([5], FREE, 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"slots": 0}, "slots is 0"),
+        ({"max_waiting": -1}, "max_waiting is -1"),
+        ({"prefill_chunk_size": 0}, "prefill_chunk_size is 0"),
+        ({"flush_every": 1.5}, "flush_every is 1.5"),
+    ],
+)
+def test_a_wrong_engine(options: dict[str, Any], message: str, model: CausalLM) -> None:
+    with pytest.raises(ValueError, match=message):
+        Engine(model, **options)
+
+
+def test_a_poisoned_request_ends_alone_and_its_slot_is_used_again(model: CausalLM) -> None:
+    with Engine(model, slots=1, prefill_chunk_size=2) as engine:
+        poisoned = engine.add_request([5, POISON, 6, 7, 8], FREE, seed=1)
+        after = [engine.add_request([5, 9, 6, 7][:n], FREE, seed=2) for n in (1, 4)]
+        assert outcome(poisoned) == ([], "invalid")
+        assert [outcome(request) for request in after] == [expected([5, 9, 6, 7][:n], FREE, 2) for n in (1, 4)]
+
+
+def test_nothing_is_kept_of_a_row_that_had_no_token_to_sample(fake_model: Callable[..., CausalLM]) -> None:
+    """Its last chunk was not committed, so the steps of others wrote where its keys and values would be."""
+    prompt = [9, 200, 31, 4, 5, 6]
+    with Engine(fake_model(allowed_tokens=True), slots=2, prefill_chunk_size=2) as engine:
+        running = engine.add_request([5], ENDLESS, seed=0)
+        next(iter(running))
+        nothing = np.zeros(VOCAB // 32, dtype=np.int32)
+        assert outcome(engine.add_request(prompt, FREE, allowed_tokens=nothing)) == ([], "invalid")
+        seen = len(running._deltas)
+        wait_until(lambda: len(running._deltas) > seen + 3)
+        longer = [*prompt, 7, 8]
+        assert outcome(engine.add_request(longer, FREE, seed=1)) == expected(longer, FREE, 1)
+        assert not running.done
+
+
+def test_back_pressure(model: CausalLM, gate: threading.Semaphore) -> None:
+    with Engine(model, slots=1, max_waiting=2) as engine:
+        requests = [engine.add_request([5], FREE, seed=n) for n in range(3)]
+        for timeout in (0, 0.01):
+            with pytest.raises(QueueFullError, match="1 requests run and 2 wait"):
+                engine.add_request([5], FREE, timeout=timeout)
+        late: list[Request] = []
+        thread = threading.Thread(target=lambda: late.append(engine.add_request([6], FREE, seed=9)))
+        thread.start()
+        assert late == []
+        gate.release(1000)
+        thread.join(60)
+        assert outcome(late[0]) == expected([6], FREE, 9)
+        assert [outcome(request) for request in requests] == [expected([5], FREE, n) for n in range(3)]
+
+
+def test_a_graph_that_fails_ends_every_request_with_its_error(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    added = threading.Event()
+
+    def decode(self: Slots, *, wait: bool = True) -> None:
+        added.wait(60)
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(Slots, "decode", decode)
+    for double_buffering in (True, False):
+        added.clear()
+        with Engine(model, slots=1, double_buffering=double_buffering) as engine:
+            requests = [engine.add_request([5], FREE) for _ in range(3)]
+            added.set()
+            for request in requests:
+                with pytest.raises(EngineClosedError, match=r"its graph failed \(out of memory\)"):
+                    request.result(60)
+            with pytest.raises(EngineClosedError, match="out of memory"):
+                engine.add_request([5], FREE)
+
+
+def test_closing_cancels_and_releases_everything(model: CausalLM) -> None:
+    before = threading.active_count()
+    engine = Engine(model, slots=1, max_waiting=1)
+    assert engine._loop is not None
+    memory = weakref.ref(engine._loop._slots)
+    requests = [engine.add_request([5], ENDLESS, seed=n) for n in range(2)]
+    refused: list[BaseException] = []
+
+    def wait_for_room() -> None:
+        try:
+            for _ in range(100):
+                engine.add_request([6], ENDLESS)
+        except EngineClosedError as error:
+            refused.append(error)
+
+    thread = threading.Thread(target=wait_for_room)
+    thread.start()
+    next(iter(requests[0]))
+    engine.close()
+    thread.join(60)
+    assert len(refused) == 1
+    assert requests[0].result(0).finish_reason in ("cancelled", "length")
+    assert requests[1].done
+    engine.close()
+    with pytest.raises(EngineClosedError, match="the engine is closed; make a new one"):
+        engine.add_request([5])
+    gc.collect()
+    assert memory() is None
+    assert threading.active_count() == before
+    assert len(model.generate([5], FREE, seed=0).new_token_ids[0]) == 20
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_memory_stays_flat_over_two_thousand_requests(fake: Callable[..., Package]) -> None:
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+    generator = random.Random(1)
+    with Engine(load(fake().path, ctx_len=64, intra_op_num_threads=1), slots=8) as engine:
+        readings = []
+        for index in range(2000):
+            params = SamplingParams(temperature=1.0, max_new_tokens=generator.randrange(1, 6))
+            request = engine.add_request(random_prompt(generator), params, seed=index)
+            if index % 7 == 0:
+                request.cancel()
+            if index % 500 == 499:
+                request.result(60)
+                gc.collect()
+                readings.append(resident())
+        assert len(engine._requests) <= 72
+    # A leak of one row's state, 4 KiB and more, in each of the last 1,500 requests would be 6 MB.
+    assert readings[-1] - readings[0] < 4e6
+
+
+def test_the_interpreter_exits_with_an_engine_open(fake: Callable[..., Package]) -> None:
+    import subprocess
+
+    program = (
+        "from qsample.runtime import Engine, load\n"
+        f"engine = Engine(load({str(fake().path)!r}), slots=2)\n"
+        "request = engine.add_request([5], max_new_tokens=200, temperature=1.0)\n"
+        "next(iter(request))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")

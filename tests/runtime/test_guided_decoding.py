@@ -1,0 +1,128 @@
+"""Guided decoding: a caller's function writes the mask of every token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from qsample.runtime import (
+    CausalLM,
+    Engine,
+    SamplingParams,
+    Step,
+)
+from qsample.runtime.guided_decoding import Guide
+from qsample.runtime.sequence import Sequence
+from tests.helpers.fake_package import VOCAB
+from tests.helpers.requests import FREE, expected, outcome
+
+
+def test_each_request_may_have_its_own_function_for_allowed_tokens(fake_model: Callable[..., CausalLM]) -> None:
+    """One may sample 10, 11, 12 …, the other 100, 101 …; a third is free, and joins windows of one step."""
+
+    def counting(start: int) -> Callable[..., None]:
+        seen: list[Any] = []
+
+        def only(step: Any, mask: np.ndarray) -> None:
+            assert mask.shape == (1, VOCAB // 32)
+            if seen:
+                assert (step.tokens.tolist(), step.emitted.tolist()) == ([start + len(seen) - 1], [True])
+            seen.append(step)
+            mask[:] = 0
+            token = start + len(seen) - 1
+            mask[0, token // 32] = np.array(1 << token % 32, dtype=np.uint32).astype(np.int32)
+
+        return only
+
+    model = fake_model(allowed_tokens=True)
+    with Engine(model, slots=3, flush_every=4) as engine:
+        free = engine.add_request([7, 8], FREE, seed=1)
+        guided = [engine.add_request([5], FREE, allowed_tokens=counting(start)) for start in (10, 100)]
+        fixed = engine.add_request([6], FREE, allowed_tokens=np.array([1 << 5, *[0] * 9], dtype=np.int32))
+        assert outcome(free) == expected([7, 8], FREE, 1)
+        assert [request.result(60).token_ids for request in guided] == [list(range(10, 30)), list(range(100, 120))]
+        assert fixed.result(60).token_ids == [5] * 20
+
+
+def test_a_function_that_raises_ends_its_request_alone(fake_model: Callable[..., CausalLM]) -> None:
+    def broken(step: Any, mask: np.ndarray) -> None:
+        if step is not None and step.tokens[0] >= 0:
+            raise RuntimeError("the grammar has no more rules")
+
+    with Engine(fake_model(allowed_tokens=True), slots=2) as engine:
+        healthy = engine.add_request([6], FREE, seed=1)
+        failing = engine.add_request([5], FREE, allowed_tokens=broken)
+        with pytest.raises(RuntimeError, match="no more rules"):
+            failing.result(60)
+        with pytest.raises(RuntimeError, match="no more rules"):
+            list(failing)
+        assert outcome(healthy) == expected([6], FREE, 1)
+        assert outcome(engine.add_request([7], FREE, seed=2)) == expected([7], FREE, 2)
+
+
+PROMPTS = [[5, 6, 7], [9, 200, 31, 4, 5, 6, 7, 8, 9, 10, 11], [77], [50, 51, 52, 53, 54]]
+
+
+def test_allowed_tokens_written_before_every_token(fake_model: Callable[..., CausalLM]) -> None:
+    """Row r may sample token 100 r + n as its n-th token only, and ends by its second stop id or its length."""
+    seen: list[list[int]] = []
+
+    def only(step: Step | None, mask: np.ndarray) -> None:
+        seen.append([] if step is None else step.tokens.tolist())
+        assert mask.shape == (2, VOCAB // 32)
+        mask[:] = 0
+        for row in range(2):
+            token = 100 * row + len(seen) - 1
+            mask[row, token // 32] = np.array(1 << token % 32, dtype=np.uint32).astype(np.int32)
+
+    for sampler in (True, False):
+        seen.clear()
+        model = fake_model(sampler=sampler, allowed_tokens=True)
+        params = [SamplingParams(max_new_tokens=5, eos_token_id=[3]), SamplingParams(max_new_tokens=6, eos_token_id=())]
+        output = model.generate(PROMPTS[:2], params, allowed_tokens=only, seed=1)
+        assert output.new_token_ids == [[0, 1, 2, 3], [100, 101, 102, 103, 104, 105]]
+        assert seen[:4] == [[], [0, 100], [1, 101], [2, 102]]
+        assert len(seen) == 6  # not after the last token
+    with pytest.raises(ValueError, match="allowed_tokens=True"):
+        fake_model().generate(PROMPTS[:2], allowed_tokens=only)
+
+
+def test_a_function_sees_the_newest_token_of_every_row_once() -> None:
+    seen: list[Step | None] = []
+    written: list[tuple[int, str, list[int]]] = []
+
+    def function(step: Step | None, mask: np.ndarray) -> None:
+        seen.append(step)
+        mask += 1
+
+    parameters = {"max_length": np.array(9, dtype=np.int32)}
+    sequences = [Sequence(np.array([5]), parameters, seed, guided=True) for seed in range(3)]
+    guide = Guide(function, sequences, np.zeros((3, 2), dtype=np.int32), pad_token_id=7)
+
+    def set_parameter(sequence: Sequence, name: str, mask: np.ndarray) -> None:
+        written.append((sequence.seed, name, mask.tolist()))
+
+    guide.start()
+    guide.update(set_parameter)
+    assert (seen, written) == ([None], [])
+    for sequence, token in zip(sequences[:2], (11, 12), strict=True):
+        sequence.sampled.append(token)
+        sequence.outputs.append({"logprobs": np.array([-token], dtype=np.float32)})
+    sequences[1].status, sequences[2].status = 1, 3
+    guide.update(set_parameter)
+    step = seen[1]
+    assert step is not None
+    assert (step.tokens.tolist(), step.tokens.dtype) == ([11, 12, 7], np.int64)
+    assert (step.emitted.tolist(), step.emitted.dtype) == ([True, True, False], np.bool_)
+    assert (step.status.tolist(), step.status.dtype) == ([0, 1, 3], np.int32)
+    assert step.outputs["logprobs"].tolist() == [[-11], [-12], [0]]
+    assert written == [(row, "allowed_tokens", [2, 2]) for row in range(3)]
+    guide.update(set_parameter)
+    assert len(seen) == 2
+    sequences[0].sampled.append(13)
+    guide.update(set_parameter)
+    assert seen[2] is not None
+    assert (seen[2].tokens.tolist(), seen[2].emitted.tolist()) == ([13, 7, 7], [True, False, False])

@@ -1,0 +1,69 @@
+"""What generate() returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from qsample.runtime import CausalLM, SamplingParams
+from tests.helpers import fake_reference
+from tests.helpers.fake_package import PAD, VOCAB
+
+PROMPTS = [[5, 6, 7], [9, 200, 31, 4, 5, 6, 7, 8, 9, 10, 11], [77], [50, 51, 52, 53, 54]]
+
+
+GREEDY = SamplingParams(temperature=0, max_new_tokens=24)
+
+
+RANDOM = SamplingParams(
+    temperature=0.8, repetition_penalty=1.3, presence_penalty=0.2, frequency_penalty=0.1, max_new_tokens=24
+)
+
+
+def mixed() -> list[SamplingParams]:
+    """Greedy and random rows, other lengths and stop ids, in one batch."""
+    return [
+        GREEDY,
+        RANDOM,
+        SamplingParams(temperature=1.5, max_new_tokens=9, eos_token_id=()),
+        SamplingParams(temperature=0.5, repetition_penalty=1.1, max_new_tokens=30, eos_token_id=tuple(range(3, 60))),
+    ]
+
+
+def test_the_output(model: CausalLM) -> None:
+    output = model.generate(PROMPTS, mixed(), seed=3)
+    assert output.sequences.dtype == np.int64
+    for row, prompt in enumerate(PROMPTS):
+        whole = [*prompt, *output.new_token_ids[row]]
+        assert output.sequences[row].tolist() == whole + [PAD] * (output.sequences.shape[1] - len(whole))
+    assert output.sequences.shape[1] == max(len(p) + len(n) for p, n in zip(PROMPTS, output.new_token_ids, strict=True))
+    assert output.timing.steps == max(map(len, output.new_token_ids)) - 1
+    assert output.timing.prefill_seconds > 0
+    assert output.timing.decode_seconds > 0
+    assert output.logprobs is output.top_logprobs is output.top_logprob_ids is output.probs is None
+
+
+def test_features(fake_model: Callable[..., CausalLM]) -> None:
+    model = fake_model(logprobs=True, top_logprobs=3, probs=True)
+    short = SamplingParams(temperature=0.7, max_new_tokens=2)
+    output = model.generate(PROMPTS[:2], [short, RANDOM], seed=4)
+    longest = len(output.new_token_ids[1])
+    assert output.logprobs is not None
+    assert output.top_logprob_ids is not None
+    assert output.top_logprobs is not None
+    assert output.probs is not None
+    assert output.logprobs.shape == (2, longest)
+    assert output.top_logprobs.shape == output.top_logprob_ids.shape == (2, longest, 3)
+    assert output.probs.shape == (2, longest, VOCAB)
+    for row, (prompt, tokens) in enumerate(zip(PROMPTS, output.new_token_ids, strict=False)):
+        for step in range(len(tokens)):
+            raw = fake_reference.logits([*prompt, *tokens[:step]])
+            log_probabilities = raw - raw.max() - np.log(np.exp(raw - raw.max()).sum())
+            assert output.logprobs[row, step] == pytest.approx(log_probabilities[tokens[step]], abs=1e-4)
+            assert output.top_logprob_ids[row, step].tolist() == np.argsort(-raw)[:3].tolist()
+            assert output.probs[row, step].sum() == pytest.approx(1, abs=1e-4)
+    assert np.isnan(output.logprobs[0, 2:]).all()
+    assert (output.top_logprob_ids[0, 2:] == -1).all()
+    assert (output.probs[0, 2:] == 0).all()

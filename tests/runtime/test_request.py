@@ -1,0 +1,157 @@
+"""Requests: what they tell their readers, in threads and in coroutines."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from qsample.runtime import (
+    CausalLM,
+    Engine,
+    Request,
+)
+from tests.helpers.fake_package import VOCAB
+from tests.helpers.requests import ENDLESS, FREE, expected, outcome, wait_until
+
+
+def test_deltas_join_to_the_output(model: CausalLM) -> None:
+    wanted = model.generate("hello", FREE, seed=5)
+    assert wanted.texts is not None
+    for flush_every in (1, 4):
+        with Engine(model, slots=2, flush_every=flush_every) as engine:
+            request = engine.add_request("hello", FREE, seed=5)
+            deltas, again = list(request), list(request)  # a second reader sees everything
+        assert deltas == again
+        assert [token for delta in deltas for token in delta.token_ids] == wanted.new_token_ids[0]
+        assert "".join(delta.text or "" for delta in deltas) == wanted.texts[0]
+        assert [len(delta.token_ids) for delta in deltas if delta.token_ids] == (
+            [1] * 20 if flush_every == 1 else [1, 4, 4, 4, 4, 3]
+        )
+        output = request.result()
+        assert (output.token_ids, output.text, output.seed) == (wanted.new_token_ids[0], wanted.texts[0], 5)
+        assert (output.finish_reason, output.stop_string, output.outputs) == ("length", None, {})
+        timing = output.timing
+        assert timing.queue_seconds is not None
+        assert timing.first_token_seconds == deltas[0].seconds
+        assert 0 <= timing.queue_seconds < timing.first_token_seconds < timing.total_seconds
+        assert [delta.seconds for delta in deltas] == sorted(delta.seconds for delta in deltas)
+
+
+def test_a_package_without_a_tokenizer(fake_model: Callable[..., CausalLM]) -> None:
+    with Engine(fake_model(tokenizer=False), slots=1) as engine:
+        request = engine.add_request([5, 6], FREE, seed=1)
+        assert {delta.text for delta in request} == {None}
+        assert request.result().text is None
+        assert outcome(request) == expected([5, 6], FREE, 1)
+
+
+def test_stop_strings_and_a_seed_of_its_own(model: CausalLM) -> None:
+    free = model.generate("hello", FREE, seed=3)
+    assert free.texts is not None
+    stop = next(character for character in free.texts[0][4:] if "!" <= character <= "~")
+    wanted = model.generate("hello", FREE, seed=3, stop_strings=stop)
+    for flush_every in (1, 8):
+        with Engine(model, slots=2, flush_every=flush_every) as engine:
+            request, neighbour = (
+                engine.add_request("hello", FREE, seed=3, stop_strings=x) for x in ([stop, "~~~"], None)
+            )
+            output = request.result(60)
+            assert "".join(delta.text or "" for delta in request) == output.text
+            assert neighbour.result(60).text == free.texts[0]
+            fresh = [engine.add_request("hello", max_new_tokens=3) for _ in range(2)]
+            assert fresh[0].seed != fresh[1].seed
+        assert wanted.texts == [output.text]
+        assert (output.token_ids, output.finish_reason, output.stop_string) == (wanted.new_token_ids[0], "stop", stop)
+
+
+def test_optional_outputs(fake_model: Callable[..., CausalLM]) -> None:
+    model = fake_model(logprobs=True, top_logprobs=3, probs=True)
+    wanted = model.generate([5, 6], FREE, seed=2)
+    with Engine(model, slots=3) as engine:
+        engine.add_request([9], ENDLESS, seed=7)
+        outputs = engine.add_request([5, 6], FREE, seed=2).result(60).outputs
+    assert wanted.logprobs is not None
+    np.testing.assert_allclose(outputs["logprobs"][:, 0], wanted.logprobs[0], rtol=1e-5)
+    assert wanted.top_logprob_ids is not None
+    assert outputs["top_logprob_ids"].tolist() == wanted.top_logprob_ids[0].tolist()
+    assert outputs["probs"].shape == (20, VOCAB)
+    with pytest.raises(ValueError, match="flush_every is 2 and the package returns logprobs"):
+        Engine(model, flush_every=2)
+
+
+def test_async_readers_do_not_block_their_loop(model: CausalLM, gate: threading.Semaphore) -> None:
+    async def read(request: Request) -> list[int]:
+        return [token async for delta in request for token in delta.token_ids]
+
+    async def main() -> None:
+        requests = [engine.add_request([5 + n], FREE, seed=n) for n in range(6)]
+        readers = [asyncio.create_task(read(request)) for request in requests]
+        await asyncio.sleep(0.02)  # the engine waits at the gate, and this goes on
+        assert not any(reader.done() for reader in readers)
+        gate.release(1000)
+        for n, reader in enumerate(readers):
+            assert await reader == expected([5 + n], FREE, n)[0]
+        assert (await requests[3]).token_ids == expected([8], FREE, 3)[0]
+        assert [len(request._listeners) for request in requests] == [0] * 6
+
+    with Engine(model, slots=4) as engine:
+        asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def test_a_reader_whose_event_loop_is_gone_harms_nobody(model: CausalLM, gate: threading.Semaphore) -> None:
+    with Engine(model, slots=2) as engine:
+        requests = [engine.add_request([5 + n], FREE, seed=n) for n in range(2)]
+        loop = asyncio.new_event_loop()
+        reader = aiter(requests[0])
+        loop.run_until_complete(anext(reader))
+        task = loop.create_task(anext(reader))
+        loop.run_until_complete(asyncio.sleep(0))
+        loop.close()
+        gate.release(1000)
+        assert [outcome(request) for request in requests] == [expected([5 + n], FREE, n) for n in range(2)]
+        del task, reader
+
+
+def test_cancelling_in_the_queue_in_the_prompt_and_while_running(model: CausalLM, gate: threading.Semaphore) -> None:
+    with Engine(model, slots=2, prefill_chunk_size=1) as engine:
+        running = engine.add_request([5], ENDLESS, seed=0)
+        gate.release(3)
+        wait_until(lambda: len(running._deltas) >= 4)
+        prefilling = engine.add_request([6] * 100, ENDLESS, seed=1)
+        gate.release(2)
+        wait_until(lambda: prefilling._sequence.consumed > 0)
+        queued = engine.add_request([7], ENDLESS, seed=2)
+        stays = engine.add_request([8], FREE, seed=3)
+        for request in (queued, prefilling, running):
+            request.cancel()
+        gate.release(10_000)
+        assert outcome(queued) == outcome(prefilling) == ([], "cancelled")
+        assert queued.result().timing.queue_seconds is None
+        assert prefilling.result().timing.queue_seconds is not None
+        tokens, reason = outcome(running)
+        assert reason == "cancelled"
+        assert tokens == expected([5], ENDLESS, 0)[0][: len(tokens)]
+        assert 3 <= len(tokens) < 240
+        assert outcome(stays) == expected([8], FREE, 3)
+        running.cancel()  # again, after its end
+        assert outcome(engine.add_request([6] * 30, FREE, seed=4)) == expected([6] * 30, FREE, 4)
+
+
+def test_a_consumer_that_never_reads_holds_up_nobody(model: CausalLM) -> None:
+    with Engine(model, slots=2, max_waiting=0) as engine:
+        unread = [engine.add_request([5], FREE, seed=n) for n in range(12)]  # more than the engine holds
+        assert outcome(engine.add_request([6], FREE, seed=1)) == expected([6], FREE, 1)
+        assert outcome(unread[3]) == expected([5], FREE, 3)
+
+
+def test_a_result_that_takes_too_long(model: CausalLM, gate: threading.Semaphore) -> None:
+    with Engine(model, slots=1) as engine:
+        request = engine.add_request([5], FREE, seed=0)
+        with pytest.raises(TimeoutError, match=r"has not ended after 0\.01 seconds"):
+            request.result(0.01)
+        gate.release(1000)
+        assert outcome(request) == expected([5], FREE, 0)
