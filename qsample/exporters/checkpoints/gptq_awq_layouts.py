@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from qsample.exporters.graph.nbits import BLOCK_SIZES, packed_rows
+from qsample.exporters.graph.nbits import BLOCK_SIZES, pack_bits
 from qsample.tensors import Array
 from qsample.transforms.quantized_linear import QuantizedWeight
 
@@ -120,9 +120,9 @@ def to_blocks(weight: GroupedWeight, dtype: torch.dtype) -> QuantizedWeight | No
     of_block = groups[::size]
     levels = weight.levels if order is None else weight.levels[:, order]
     outputs, count = len(levels), len(of_block)
-    blocks = packed_rows(levels, bits).reshape(outputs, count, size * bits // 8)
+    blocks = pack_bits(levels, bits).reshape(outputs, count, size * bits // 8)
     zero_points = weight.zero_points[:, of_block]
-    packed_zeros = None if (zero_points == 2 ** (bits - 1)).all() else packed_rows(zero_points, bits).reshape(-1)
+    packed_zeros = None if (zero_points == 2 ** (bits - 1)).all() else pack_bits(zero_points, bits).reshape(-1)
     return QuantizedWeight(
         bits,
         size,

@@ -1,4 +1,4 @@
-"""A model with named axes enters; the same model with some of them fixed leaves."""
+"""Gives named axes of a model a fixed size."""
 
 from __future__ import annotations
 
@@ -25,10 +25,7 @@ def fix_axes(model: ir.Model, sizes: Mapping[str, int]) -> bool:
 
 
 def _values(model: ir.Model) -> list[ir.Value]:
-    found = list(model.graph.inputs)
-    for node in model.graph.all_nodes():
-        found.extend(node.outputs)
-    return found
+    return [*model.graph.inputs, *(output for node in model.graph.all_nodes() for output in node.outputs)]
 
 
 def _fixed(dim: int | ir.SymbolicDim, sizes: Mapping[str, int]) -> int | ir.SymbolicDim:

@@ -1,22 +1,42 @@
-"""What the graph passes share: constants and nodes put into a graph with their shapes and dtypes recorded."""
+"""Puts constants and nodes into graphs, with their shapes and dtypes recorded.
+
+onnx_ir.tape, which builds nodes in rows too, records neither, and appends where these go before a node.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import onnx_ir as ir
 
+from qsample.tensors import Array
 
-def initializer(graph: ir.Graph, name: str, array: npt.NDArray[Any]) -> ir.Value:
+CONTRIB_DOMAIN: Final = "com.microsoft"  # of ONNX Runtime's own operators, which it calls contrib operators
+
+
+def initializer(graph: ir.Graph, name: str, array: Array) -> ir.Value:
     """The initializer `name` of `graph`, made from `array` unless it is there already."""
     if name not in graph.initializers:
         tensor = ir.tensor(np.asarray(array, order="C"), name=name)  # ascontiguousarray gives a scalar an axis
         value = ir.Value(name=name, shape=ir.Shape(array.shape), type=ir.TensorType(tensor.dtype), const_value=tensor)
         graph.register_initializer(value)
     return graph.initializers[name]
+
+
+def lazy_initializer(name: str, shape: Iterable[int], dtype: ir.DataType, compute: Callable[[], Array]) -> ir.Value:
+    """An initializer, for a graph to register, whose numbers are computed whenever they are read: when it is saved.
+
+    compute: returns an array of `shape` and `dtype`; it is not kept.
+    """
+    fixed = ir.Shape(shape)
+
+    def tensor() -> ir.TensorProtocol:
+        return ir.Tensor(compute(), dtype=dtype, name=name)
+
+    lazy = ir.LazyTensor(tensor, dtype=dtype, shape=fixed, name=name)
+    return ir.Value(name=name, shape=fixed, type=ir.TensorType(dtype), const_value=lazy)
 
 
 def insert(
@@ -38,13 +58,27 @@ def insert(
     return output
 
 
-def constant(value: ir.Value | None) -> npt.NDArray[Any] | None:
+def reshape(before: ir.Node, source: ir.Value, sizes: Sequence[int]) -> ir.Value:
+    """`source` with its last axes as in `sizes`, which start with a 0 for each axis that is kept."""
+    assert source.shape is not None
+    assert before.graph is not None
+    kept = list(source.shape)[: list(sizes).count(0)]
+    return insert(before, "Reshape", [source, reshape_target(before.graph, sizes)], [*kept, *sizes[len(kept) :]])
+
+
+def reshape_target(graph: ir.Graph, sizes: Sequence[int]) -> ir.Value:
+    """The initializer of `graph` with the target shape `sizes`, shared by all reshapes to it."""
+    return initializer(graph, "shape_" + "_".join(map(str, sizes)), np.array(sizes, dtype=np.int64))
+
+
+def constant(value: ir.Value | None) -> Array | None:
     """The numbers of a constant, None for what is computed."""
-    return None if value is None or value.const_value is None else value.const_value.numpy()
+    tensor = None if value is None else ir.convenience.get_const_tensor(value)
+    return None if tensor is None else tensor.numpy()
 
 
 class Part(NamedTuple):
-    """Places start to stop of the last axis of `source`."""
+    """Indices start to stop, stop excluded, of the last axis of `source`."""
 
     source: ir.Value
     start: int
@@ -52,7 +86,7 @@ class Part(NamedTuple):
 
 
 def part_of(value: ir.Value | None) -> Part | None:
-    """What `value` was cut from by a Split or Slice of the last axis at constant places; None for anything else."""
+    """What `value` was cut from by a Split or Slice of the last axis at constant indices; None for anything else."""
     node = value.producer() if value is not None else None
     source = node.inputs[0] if node is not None and node.inputs else None
     if value is None or node is None or source is None or source.shape is None:
@@ -61,8 +95,8 @@ def part_of(value: ir.Value | None) -> Part | None:
     if node.op_type == "Split" and node.attributes.get_int("axis", 0) in (-1, last):
         sizes = constant(node.inputs[1]) if len(node.inputs) > 1 else None
         if sizes is not None:
-            place = node.outputs.index(value)
-            return Part(source, int(sizes[:place].sum()), int(sizes[: place + 1].sum()))
+            index = node.outputs.index(value)
+            return Part(source, int(sizes[:index].sum()), int(sizes[: index + 1].sum()))
     if node.op_type == "Slice":
         numbers = [constant(number) for number in node.inputs[1:]]
         if all(number is not None and number.size == 1 for number in numbers) and len(numbers) >= 3:
@@ -71,13 +105,3 @@ def part_of(value: ir.Value | None) -> Part | None:
             if axis in (-1, last) and step in ([], [1]) and start >= 0 and isinstance(size, int):
                 return Part(source, start, min(stop, size) if stop >= 0 else size + stop)
     return None
-
-
-def reshape(before: ir.Node, source: ir.Value, sizes: Sequence[int]) -> ir.Value:
-    """`source` with its last axes as in `sizes`, which start with a 0 for each axis that is kept."""
-    assert source.shape is not None
-    assert before.graph is not None
-    kept = list(source.shape)[: list(sizes).count(0)]
-    name = "shape_" + "_".join(map(str, sizes))
-    target = initializer(before.graph, name, np.array(sizes, dtype=np.int64))
-    return insert(before, "Reshape", [source, target], [*kept, *sizes[len(kept) :]])

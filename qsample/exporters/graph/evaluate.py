@@ -1,4 +1,4 @@
-"""A graph and some of its values enter; the part that computes them, ready to run on numbers of one's own, leaves."""
+"""Runs the part of a graph that computes some of its values, on numbers of the caller's."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ class GraphPart:
         }
         wanted = {str(value.name) for value in self._given} | self.inputs.keys()
         given = {name: array for name, array in feeds.items() if name in wanted}
-        found: list[Array] = self._session.run(None, given | zeros)
-        return found
+        results: list[Array] = self._session.run(None, given | zeros)
+        return results
 
 
 def sizes(value: ir.Value, axes: Mapping[str, int]) -> list[int]:
@@ -52,16 +52,16 @@ def sizes(value: ir.Value, axes: Mapping[str, int]) -> list[int]:
 
 def inputs_of(values: Iterable[ir.Value], given: Iterable[ir.Value] = ()) -> dict[str, ir.Value]:
     """The inputs of the graph that `values` are computed from, where `given` are known, by name."""
-    found: dict[str, ir.Value] = {}
-    open_values, seen = list(values), set(given)
-    while open_values:
-        value = open_values.pop()
+    inputs: dict[str, ir.Value] = {}
+    waiting, seen = list(values), set(given)
+    while waiting:
+        value = waiting.pop()
         if value in seen:
             continue
         seen.add(value)
         if value.is_graph_input():
-            found[str(value.name)] = value
+            inputs[str(value.name)] = value
         node = value.producer()
         if node is not None:
-            open_values += [source for source in node.inputs if source is not None]
-    return found
+            waiting += [source for source in node.inputs if source is not None]
+    return inputs

@@ -1,4 +1,4 @@
-"""The two halves of a decode graph, the model up to its logits and the sampler behind them: joined, and cut apart."""
+"""Joins a model's graph and the sampler behind its logits into one decode graph, and cuts the sampler off again."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def append_sampler(decoder: ir.Model, sampler: ir.Model, spec: GraphSpec) -> ir.
     tail.remove(nodes)
     graph.extend(nodes)
 
-    found = {value.name: value for value in (*inputs, *outputs)} | known
-    graph.inputs[:] = [found[name] for name in spec.input_names]
-    graph.outputs[:] = [found[name] for name in spec.output_names]
+    by_name = {value.name: value for value in (*inputs, *outputs)} | known
+    graph.inputs[:] = [by_name[name] for name in spec.input_names]
+    graph.outputs[:] = [by_name[name] for name in spec.output_names]
     for domain, version in sampler.opset_imports.items():
         decoder.opset_imports.setdefault(domain, version)
     return decoder
@@ -84,5 +84,5 @@ def cut_at_logits(model: ir.Model, interface: Interface) -> ir.Model:
 
 def _values(graph: ir.Graph) -> list[ir.Value]:
     """Every value that a graph or one of its subgraphs defines, inputs aside."""
-    found = [value for part in (graph, *graph.subgraphs()) for value in part.initializers.values()]
-    return found + [value for node in graph.all_nodes() for value in node.outputs]
+    constants = [value for part in (graph, *graph.subgraphs()) for value in part.initializers.values()]
+    return constants + [value for node in graph.all_nodes() for value in node.outputs]

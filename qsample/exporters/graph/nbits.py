@@ -1,4 +1,7 @@
-"""The layout in which ONNX Runtime's MatMulNBits reads weights of a few bits."""
+"""MatMulNBits, ONNX Runtime's product with weights of 4 or 8 bits: the layout of its weights, and what it takes.
+
+Source: https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperators.md#com.microsoft.MatMulNBits
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,32 @@ from typing import Final
 
 import numpy as np
 import numpy.typing as npt
+import onnx_ir as ir
+
+from qsample.exporters.graph.edit import CONTRIB_DOMAIN
 
 Bytes = npt.NDArray[np.uint8]
+OP_TYPE: Final = "MatMulNBits"
 BLOCK_SIZES: Final = (16, 32, 64, 128, 256)
+# The attribute accuracy_level: activations are rounded to int8 a block, which is what the fast CPU kernels take.
+INT8_ACTIVATIONS: Final = 4
 
 
-def packed_rows(array: Bytes, bits: int) -> Bytes:
-    """[N, n] uint8 with 8 / bits values a byte, the first in the low bits; a row starts with a byte of its own."""
+def is_matmul_nbits(node: ir.Node) -> bool:
+    """Whether `node` multiplies by quantized weights."""
+    return node.op_type == OP_TYPE and node.domain == CONTRIB_DOMAIN
+
+
+def pack_bits(levels: Bytes, bits: int) -> Bytes:
+    """[N, n] levels of 4 or 8 `bits` as [N, ceil(n * bits / 8)] bytes: 8 / bits levels each, the first in the low bits;
+    each row starts with a byte of its own."""
     if bits == 8:
-        return array
-    array = np.pad(array, ((0, 0), (0, array.shape[1] % 2)))
-    return np.bitwise_or(array[:, 0::2], np.left_shift(array[:, 1::2], 4, dtype=np.uint8))
+        return levels
+    levels = np.pad(levels, ((0, 0), (0, levels.shape[1] % 2)))
+    return np.bitwise_or(levels[:, 0::2], np.left_shift(levels[:, 1::2], 4, dtype=np.uint8))
+
+
+def middle_zero_points(rows: int, blocks: int, bits: int) -> Bytes:
+    """The zero points that MatMulNBits takes where it is given none, 2 ** (bits - 1) each: packed, for `rows` rows of
+    `blocks` blocks, flat."""
+    return np.full(rows * -(-blocks * bits // 8), 0x88 if bits == 4 else 0x80, np.uint8)

@@ -1,7 +1,7 @@
-"""A decode graph on disk and its interface enter; a driver that feeds it by name, for gates and self-tests, leaves.
+"""Runs a decode graph step by step, fed by name: for the parity gate, the self-test and measurements.
 
 It copies every state but the cache in and out: simple enough to trust, and independent of the runtime's loop. The cache
-is written in place, in memory that the system hands out as it is touched: few tokens of a long one cost little.
+is written in place, in memory that the system hands out page by page, so a few tokens of a long one cost little.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 
 from qsample.contract import BATCH, BIASES, CAPACITY, LENGTHS, STOPS, Interface, retained_name
+from qsample.exporters.graph.nbits import is_matmul_nbits
 from qsample.exporters.graph.traversal import ancestors
 from qsample.runtime.session.options import session_options
 from qsample.runtime.session.providers import open_session
@@ -38,11 +39,11 @@ class GraphRunner:
     ) -> None:
         """provider_options: for the first of `providers`. folder: where a decoder that is given as a model has its
         external data. weights_mapped: leave the weights in the mapped file, which costs speed; otherwise the kernels
-        make copies in a layout of their own. A graph with packed weights always gets those: without them, each call
-        would unpack every matrix."""
+        make copies in a layout of their own. A graph with quantized weights always gets those: without them, each
+        call would dequantize every matrix."""
         options = session_options()
         disabled = []
-        if weights_mapped and not _has_packed_weights(decoder):
+        if weights_mapped and not _has_quantized_weights(decoder):
             options.add_session_config_entry("session.disable_prepacking", "1")
             disabled = ["ConstantFolding"]  # it would transpose a tied head's table; MatMul can read it as it is
         graph: Path | bytes
@@ -122,9 +123,9 @@ class GraphRunner:
         return feeds
 
 
-def _has_packed_weights(decoder: Path | ir.Model) -> bool:
+def _has_quantized_weights(decoder: Path | ir.Model) -> bool:
     model = decoder if isinstance(decoder, ir.Model) else ir.load(decoder)  # which leaves the weights in their file
-    return any(node.op_type == "MatMulNBits" for node in model.graph.all_nodes())
+    return any(is_matmul_nbits(node) for node in model.graph.all_nodes())
 
 
 def _without_cache(initial_state: Path, interface: Interface) -> bytes:

@@ -1,4 +1,4 @@
-"""Values and nodes of a graph enter; what they are computed from, what they read, or a copy of them leaves."""
+"""What a node reads, the nodes that values are computed from, and copies of nodes."""
 
 from __future__ import annotations
 

@@ -5,10 +5,9 @@ onnxscript's gemm_to_matmul_add_rule wants a reshape behind the Gemm as well, a 
 
 from __future__ import annotations
 
-import numpy as np
 import onnx_ir as ir
 
-from qsample.exporters.graph.edit import initializer, insert
+from qsample.exporters.graph.edit import insert, reshape_target
 
 
 def replace_gemms(model: ir.Model) -> bool:
@@ -55,5 +54,5 @@ def _matmul(node: ir.Node) -> ir.Value:
         product = insert(node, "Add", [product, bias[0]], shape)
     if len(shape) == 2:
         return product
-    target = initializer(node.graph, "shape_-1_" + str(shape[-1]), np.array([-1, shape[-1]], dtype=np.int64))
-    return insert(node, "Reshape", [product, target], result.shape)
+    assert isinstance(shape[-1], int)
+    return insert(node, "Reshape", [product, reshape_target(node.graph, [-1, shape[-1]])], result.shape)

@@ -1,4 +1,4 @@
-"""A float32 decode graph up to its logits enters; the same graph in float16 or bfloat16 leaves, its logits float32.
+"""Converts a float32 decode graph to float16 or bfloat16, all but its logits.
 
 What depends on positions alone, the angles of a rotary embedding above all, stays float32: half precision counts
 positions exactly to 2,048 (float16) or 256 (bfloat16) only. Norms keep their sums in float32 by themselves.
@@ -9,21 +9,23 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Final
 
-import ml_dtypes
-import numpy as np
 import onnx_ir as ir
 
 from qsample.contract import LOGITS
+from qsample.exporters.graph.edit import lazy_initializer
+from qsample.tensors import Array
 
 DTYPES: Final = {"float16": ir.DataType.FLOAT16, "bfloat16": ir.DataType.BFLOAT16}
-_NUMPY: Final = {ir.DataType.FLOAT16: np.dtype(np.float16), ir.DataType.BFLOAT16: np.dtype(ml_dtypes.bfloat16)}
 
 
 def convert_to_half(model: ir.Model, dtype: str, states: Collection[str]) -> bool:
     """Convert every weight and hidden value of `model`, and the inputs in `states`, to `dtype`, a key of DTYPES.
 
-    In place. Weights are converted one at a time, when the model is saved. The output `logits` stays float32.
-    Returns whether anything was float32.
+    1. `model` is a decode graph up to its logits. They stay float32.
+    2. Values that the positions alone decide stay float32, and are cast where others read them.
+    3. Weights are converted one at a time, when the model is saved.
+
+    In place. Returns whether anything else was float32.
     """
     half = DTYPES[dtype]
     graph = model.graph
@@ -36,14 +38,14 @@ def convert_to_half(model: ir.Model, dtype: str, states: Collection[str]) -> boo
     for node in list(graph):
         if any(output in exact for output in node.outputs):
             continue
-        for place, value in enumerate(node.inputs):
+        for index, value in enumerate(node.inputs):
             if value is None or value.dtype != ir.DataType.FLOAT:
                 continue
             modified = True
             if value in exact or value.is_initializer():
                 if value not in casts:
-                    casts[value] = _initializer(graph, value, half) if value.is_initializer() else _cast(value, half)
-                node.replace_input_with(place, casts[value])
+                    casts[value] = _rounded(graph, value, half) if value.is_initializer() else _cast(value, half)
+                node.replace_input_with(index, casts[value])
         for output in node.outputs:
             if output.dtype == ir.DataType.FLOAT:
                 output.dtype = half
@@ -77,19 +79,17 @@ def _is_integer(value: ir.Value) -> bool:
     return value.dtype is not None and not value.dtype.is_floating_point()
 
 
-def _initializer(graph: ir.Graph, value: ir.Value, half: ir.DataType) -> ir.Value:
-    """The constant in half precision, converted when it is read."""
-    name, tensor = f"{value.name}_{half.name.lower()}", value.const_value
+def _rounded(graph: ir.Graph, value: ir.Value, half: ir.DataType) -> ir.Value:
+    """The constant in half precision."""
+    tensor = value.const_value
     assert tensor is not None
 
-    def convert() -> ir.TensorProtocol:
-        return ir.tensor(np.asarray(tensor.numpy()).astype(_NUMPY[half]), dtype=half, name=name)
+    def convert() -> Array:
+        return tensor.numpy().astype(half.numpy())
 
-    shape = ir.Shape(tensor.shape.numpy())
-    lazy = ir.LazyTensor(convert, dtype=half, shape=shape, name=name)
-    converted = ir.Value(name=name, shape=shape, type=ir.TensorType(half), const_value=lazy)
-    graph.register_initializer(converted)
-    return converted
+    rounded = lazy_initializer(f"{value.name}_{half.name.lower()}", tensor.shape.numpy(), half, convert)
+    graph.register_initializer(rounded)
+    return rounded
 
 
 def _cast(value: ir.Value, dtype: ir.DataType) -> ir.Value:
@@ -104,11 +104,11 @@ def _cast(value: ir.Value, dtype: ir.DataType) -> ir.Value:
 
 
 def _widen_logits(graph: ir.Graph) -> None:
-    place = next(place for place, value in enumerate(graph.outputs) if value.name == LOGITS.name)
-    logits = graph.outputs[place]
+    index = [value.name for value in graph.outputs].index(LOGITS.name)
+    logits = graph.outputs[index]
     if logits.dtype == ir.DataType.FLOAT:
         return
     logits.name = f"{LOGITS.name}_half"
     widened = _cast(logits, ir.DataType.FLOAT)
     widened.name = LOGITS.name
-    graph.outputs[place] = widened
+    graph.outputs[index] = widened

@@ -1,24 +1,26 @@
-"""A fused decode graph enters; the same graph with its heads behind the sequence axis throughout leaves.
+"""Removes the transposes around queries and keys.
 
-Models hold queries and keys as [B, heads, S, D] between two transposes that GroupQueryAttention has no use for. Norms
-over D and rotary embeddings read [B, S, heads, D] as well, so the first transpose moves behind them to meet the second.
+Models hold them as [B, heads, S, D] between two transposes that GroupQueryAttention has no use for. Norms over D and
+rotary embeddings read [B, S, heads, D] as well, so the first transpose moves behind them, where it meets the second.
 """
 
 from __future__ import annotations
 
 import onnx_ir as ir
 
-from qsample.exporters.graph.edit import insert, reshape
+from qsample.exporters.graph.edit import CONTRIB_DOMAIN, insert, reshape
 
-_CONTRIB = "com.microsoft"
 _SWAP = [0, 2, 1, 3]
 _NORMS = ("SimplifiedLayerNormalization", "LayerNormalization", "RMSNormalization")
 
 
 def remove_head_transposes(model: ir.Model) -> bool:
-    """Move head transposes behind norms and rotary embeddings and drop those that cancel; in place.
+    """Move transposes of [B, S, heads, D] behind what reads heads either way, and drop those that cancel; in place.
 
-    Returns whether anything changed.
+    1. A norm over D, a RotaryEmbedding and a Split of D read what was transposed; their results are transposed.
+    2. A transpose of a transposed value goes.
+
+    Heads and D have recorded sizes. Returns whether anything changed.
     """
     modified = False
     for node in list(model.graph):
@@ -28,7 +30,7 @@ def remove_head_transposes(model: ir.Model) -> bool:
             ir.convenience.replace_all_uses_with(node.outputs[0], source)
         elif node.outputs[0].shape is not None and node.op_type in _NORMS and _over_last_axis(node):
             _sink(node, _norm(node, source))
-        elif node.outputs[0].shape is not None and node.op_type == "RotaryEmbedding" and node.domain == _CONTRIB:
+        elif node.outputs[0].shape is not None and node.op_type == "RotaryEmbedding" and node.domain == CONTRIB_DOMAIN:
             _sink(node, _rotate(node, source))
         elif node.op_type == "Split" and node.attributes.get_int("axis", 0) in (-1, 3):
             _split(node, source)
@@ -56,9 +58,9 @@ def _over_last_axis(node: ir.Node) -> bool:
     return node.attributes.get_int("axis", -1) in (-1, 3) and not any(value.uses() for value in node.outputs[1:])
 
 
-def _sink(node: ir.Node, result: ir.Value, place: int = 0) -> None:
-    """Let the users of `node`'s output read `result` [B, S, heads, D], transposed."""
-    old = node.outputs[place]
+def _sink(node: ir.Node, result: ir.Value, index: int = 0) -> None:
+    """Let the users of `node`'s output `index` read `result` [B, S, heads, D], transposed."""
+    old = node.outputs[index]
     assert old.shape is not None
     ir.convenience.replace_all_uses_with(old, insert(node, "Transpose", [result], old.shape, {"perm": _SWAP}))
 
@@ -68,11 +70,11 @@ def _split(node: ir.Node, source: ir.Value) -> None:
     split = ir.node("Split", [source, *node.inputs[1:]], {**node.attributes, "axis": -1}, num_outputs=len(node.outputs))
     assert node.graph is not None
     node.graph.insert_before(node, split)
-    for place, (old, new) in enumerate(zip(node.outputs, split.outputs, strict=True)):
+    for index, (old, new) in enumerate(zip(node.outputs, split.outputs, strict=True)):
         assert old.shape is not None
         batch, heads, length, size = old.shape
         new.shape, new.type = ir.Shape([batch, length, heads, size]), old.type
-        _sink(node, new, place)
+        _sink(node, new, index)
 
 
 def _norm(node: ir.Node, source: ir.Value) -> ir.Value:

@@ -1,24 +1,24 @@
-"""A decode graph enters; the same graph with projections of one input as one matrix leaves, their output split again.
+"""Joins projections of one value: one matrix product whose result is split.
 
-Query, key and value become one MatMul, gate and up another: fewer kernels, longer ones. Weights that came packed, the
-operands of MatMulNBits, are joined as they are. The joint matrix is put together when it is read, so that weights stay
-mapped from their files.
+Query, key and value become one MatMul, gate and up another: fewer kernels, longer ones. Quantized weights, the operands
+of MatMulNBits, are joined as they are. The joint matrix is put together when it is read, so that weights stay mapped
+from their files; ONNX Runtime's own fusion would read them.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Hashable
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import onnx_ir as ir
 
-from qsample.exporters.graph.edit import constant
+from qsample.exporters.graph.edit import constant, initializer, lazy_initializer
+from qsample.exporters.graph.nbits import is_matmul_nbits, middle_zero_points
 from qsample.tensors import Array
 
-_FLOATS: Final = (ir.DataType.FLOAT, ir.DataType.FLOAT16)
-_PACKED: Final = "MatMulNBits"
+_FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16)
 
 
 class _Projection(NamedTuple):
@@ -31,14 +31,20 @@ class _Projection(NamedTuple):
 
 
 def join_projections(model: ir.Model) -> bool:
-    """Join the projections of `model`'s graph that read one value, in place. Returns whether there were any."""
+    """Join the projections of `model`'s graph that read one value, in place. Returns whether there were any.
+
+    1. MatMuls by initializers [K, N] are joined if their dtype is one.
+    2. MatMulNBits are joined if bits, block size, accuracy and dtype are; a MatMulNBits without zero points gets them
+       if another has them.
+    3. MatMulNBits that read a value's columns in one order (act-order) read the same Gather first.
+    """
     graph, modified = model.graph, _share_orders(model.graph)
     values = [*graph.inputs, *(output for node in graph for output in node.outputs)]
     for value in values:
         by_kind: defaultdict[Hashable, list[_Projection]] = defaultdict(list)
-        for node, place in value.uses():
-            if node.graph is graph and place == 0 and (found := _projection(node)) is not None:
-                by_kind[found.kind].append(found)
+        for node, index in value.uses():
+            if node.graph is graph and index == 0 and (projection := _projection(node)) is not None:
+                by_kind[projection.kind].append(projection)
         for siblings in by_kind.values():
             if len(siblings) > 1:
                 _join(graph, value, siblings)
@@ -51,11 +57,11 @@ def _share_orders(graph: ir.Graph) -> bool:
     modified = False
     for value in [output for node in graph for output in node.outputs]:
         kept: list[tuple[ir.Node, Array]] = []
-        for node, place in list(value.uses()):
-            if node.op_type != "Gather" or node.graph is not graph or place != 0:
+        for node, index in list(value.uses()):
+            if node.op_type != "Gather" or node.graph is not graph or index != 0:
                 continue
             order = constant(node.inputs[1])
-            if order is None or order.ndim != 1 or not any(use.op_type == _PACKED for use, _ in node.outputs[0].uses()):
+            if order is None or order.ndim != 1 or not any(is_matmul_nbits(user) for user, _ in node.outputs[0].uses()):
                 continue
             same = next((other for other, indices in kept if np.array_equal(order, indices)), None)
             if same is None:
@@ -75,7 +81,7 @@ def _projection(node: ir.Node) -> _Projection | None:
     if node.op_type == "MatMul" and len(tensors[0].shape) == 2 and tensors[0].dtype in _FLOATS:
         inputs, outputs = tensors[0].shape.numpy()
         return _Projection(node, int(outputs), (node.op_type, int(inputs), tensors[0].dtype), tensors)
-    if node.op_type == _PACKED and len(tensors) in (2, 3):  # with a zero point or without
+    if is_matmul_nbits(node) and len(tensors) in (2, 3):  # with a zero point or without
         sizes = tuple(node.attributes.get_int(name, 0) for name in ("K", "bits", "block_size", "accuracy_level"))
         outputs = node.attributes.get_int("N", 0)
         return _Projection(node, outputs, (node.op_type, *sizes, tensors[1].dtype), tensors)
@@ -83,18 +89,16 @@ def _projection(node: ir.Node) -> _Projection | None:
 
 
 def _join(graph: ir.Graph, value: ir.Value, siblings: list[_Projection]) -> None:
-    name = f"{siblings[0].node.name}_packed"
+    one = siblings[0].node
+    name = f"{one.name}_joint"
     sizes = [sibling.output_size for sibling in siblings]
-    joint = ir.Node(
-        siblings[0].node.domain,
-        siblings[0].node.op_type,
-        [value, *(_packed_operands if siblings[0].node.op_type == _PACKED else _weight)(graph, name, siblings)],
-        [*(attribute for key, attribute in siblings[0].node.attributes.items() if key != "N")],
-        name=name,
-    )
-    if joint.op_type == _PACKED:
+    quantized = is_matmul_nbits(one)
+    operands = (_quantized_operands if quantized else _weight)(graph, name, siblings)
+    attributes = {key: attribute for key, attribute in one.attributes.items() if key != "N"}
+    joint = ir.Node(one.domain, one.op_type, [value, *operands], list(attributes.values()), name=name)
+    if quantized:
         joint.attributes["N"] = ir.AttrInt64("N", sum(sizes))
-    split_sizes = _initializer(graph, ir.Tensor(np.array(sizes, np.int64), name=f"{name}_sizes"))
+    split_sizes = initializer(graph, f"{name}_sizes", np.array(sizes, np.int64))
     split = ir.Node(
         "",
         "Split",
@@ -104,7 +108,7 @@ def _join(graph: ir.Graph, value: ir.Value, siblings: list[_Projection]) -> None
         name=f"{name}_split",
     )
     output = joint.outputs[0]
-    output.name, output.type = name, siblings[0].node.outputs[0].type
+    output.name, output.type = name, one.outputs[0].type
     output.shape = None if value.shape is None else ir.Shape([*value.shape[:-1], sum(sizes)])
     nodes = {sibling.node for sibling in siblings}
     first = next(node for node in graph if node in nodes)  # `value` is computed by then
@@ -121,32 +125,33 @@ def _weight(graph: ir.Graph, name: str, siblings: list[_Projection]) -> list[ir.
     return [_joined(graph, f"{name}_weight", [sibling.operands[0] for sibling in siblings], axis=1)]
 
 
-def _packed_operands(graph: ir.Graph, name: str, siblings: list[_Projection]) -> list[ir.Value]:
+def _quantized_operands(graph: ir.Graph, name: str, siblings: list[_Projection]) -> list[ir.Value]:
     """Blocks, scales and, where one of them has any, zero points: a row of the joint matrix is one of a part's."""
     joined = [
-        _joined(graph, f"{name}_{kind}", [sibling.operands[place] for sibling in siblings], axis=0)
-        for place, kind in enumerate(("blocks", "scales"))
+        _joined(graph, f"{name}_{kind}", [sibling.operands[index] for sibling in siblings], axis=0)
+        for index, kind in enumerate(("blocks", "scales"))
     ]
     if any(len(sibling.operands) == 3 for sibling in siblings):
-        parts = [sibling.operands[2] if len(sibling.operands) == 3 else _middle(sibling) for sibling in siblings]
+        parts = [sibling.operands[2] if len(sibling.operands) == 3 else _zero_points(sibling) for sibling in siblings]
         joined.append(_joined(graph, f"{name}_zero_points", parts, axis=0))
     return joined
 
 
-def _middle(sibling: _Projection) -> ir.TensorProtocol:
-    """The zero points that MatMulNBits takes where there are none."""
-    bits = sibling.node.attributes.get_int("bits", 4)
-    row_bytes = -(-int(sibling.operands[0].shape.numpy()[1]) * bits // 8)
-    return ir.Tensor(np.full(sibling.output_size * row_bytes, 0x88 if bits == 4 else 0x80, np.uint8))
+def _zero_points(sibling: _Projection) -> ir.TensorProtocol:
+    """Those of a projection that has none."""
+    bits, blocks = sibling.node.attributes.get_int("bits", 4), int(sibling.operands[0].shape.numpy()[1])
+    return ir.Tensor(middle_zero_points(sibling.output_size, blocks, bits))
 
 
 def _joined(graph: ir.Graph, name: str, parts: list[ir.TensorProtocol], axis: int) -> ir.Value:
-    def joined() -> ir.TensorProtocol:
-        return ir.Tensor(np.concatenate([part.numpy() for part in parts], axis=axis), name=name)
+    def join() -> Array:
+        return np.concatenate([part.numpy() for part in parts], axis=axis)
 
     shape = list(parts[0].shape.numpy())
     shape[axis] = sum(part.shape.numpy()[axis] for part in parts)
-    return _initializer(graph, ir.LazyTensor(joined, dtype=parts[0].dtype, shape=ir.Shape(shape), name=name))
+    joined = lazy_initializer(name, shape, parts[0].dtype, join)
+    graph.register_initializer(joined)
+    return joined
 
 
 def _remove(graph: ir.Graph, node: ir.Node) -> None:
@@ -156,11 +161,3 @@ def _remove(graph: ir.Graph, node: ir.Node) -> None:
     for value in constants:
         if value.name is not None and not value.uses():
             graph.initializers.pop(value.name, None)
-
-
-def _initializer(graph: ir.Graph, tensor: ir.TensorProtocol) -> ir.Value:
-    value = ir.Value(
-        name=tensor.name, shape=ir.Shape(tensor.shape.numpy()), type=ir.TensorType(tensor.dtype), const_value=tensor
-    )
-    graph.register_initializer(value)
-    return value

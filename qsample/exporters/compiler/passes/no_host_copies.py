@@ -1,7 +1,7 @@
-"""A decode graph enters; the same graph, able to run on a device without a copy from the host, leaves.
+"""Removes copies from the host to the device, which forbid the capture of a CUDA graph.
 
 ONNX Runtime computes shapes on the host, and copies one to the device where a kernel there takes it for data. Such a
-copy forbids the capture of a CUDA graph (https://github.com/microsoft/onnxruntime/pull/16491: every node on CUDA, or on
+copy forbids the capture (https://github.com/microsoft/onnxruntime/pull/16491: every node on CUDA, or on
 the CPU and no Memcpy). Where a graph calculates with a shape, it can cut that number out of a constant 0, 1, 2 … on the
 device instead: where to cut, the kernel reads on the host.
 """
@@ -15,12 +15,14 @@ import numpy as np
 import onnx_ir as ir
 
 from qsample.exporters.graph.edit import initializer, insert
+from qsample.exporters.graph.gqa import OP_TYPE as ATTENTION
+from qsample.exporters.graph.gqa import Slot, attentions, set_inputs
 
-# Inputs that CUDA kernels read on the host, by operator and place.
+# Inputs that CUDA kernels read on the host: operator → their indices.
 _ON_HOST: Final[dict[str, Collection[int]]] = {
     "ConstantOfShape": (0,),
     "Expand": (1,),
-    "GroupQueryAttention": (6,),
+    ATTENTION: (Slot.TOTAL_SEQUENCE_LENGTH,),
     "Pad": (1,),
     "Range": (0, 1, 2),
     "ReduceMax": (1,),
@@ -49,24 +51,26 @@ def host_data(graph: ir.Graph) -> list[str]:
         f"{node.op_type} {node.name} takes {value.name}"
         for node in graph
         if node not in host.nodes
-        for place, value in enumerate(node.inputs)
-        if value is not None and value in host.values and place not in _ON_HOST.get(node.op_type, ())
+        for index, value in enumerate(node.inputs)
+        if value is not None and value in host.values and index not in _ON_HOST.get(node.op_type, ())
     ]
 
 
 def remove_host_copies(model: ir.Model, limit: int) -> bool:
     """Cut the integers that the graph takes from shapes out of a constant [limit] on the device; in place.
 
-    limit: more than any of them, which are not negative. Shapes that the graph fixes become constants. Returns whether
-    anything changed.
+    1. Shapes that the graph fixes become constants.
+    2. A number from a shape, a scalar or [1], is not negative and less than `limit`.
+
+    Whatever else the device takes from the host stays: see `host_data`. Returns whether anything changed.
     """
     graph = model.graph
     modified = _fold_static_shapes(graph)
     copies: dict[ir.Value, ir.Value] = {}
     host = _host_values(graph)
     for node in list(graph):
-        for place, value in enumerate(node.inputs):
-            if value not in host.values or node in host.nodes or place in _ON_HOST.get(node.op_type, ()):
+        for index, value in enumerate(node.inputs):
+            if value not in host.values or node in host.nodes or index in _ON_HOST.get(node.op_type, ()):
                 continue
             if (
                 value is None
@@ -77,7 +81,7 @@ def remove_host_copies(model: ir.Model, limit: int) -> bool:
                 continue
             if value not in copies:
                 copies[value] = _number(_behind(value), value, limit)
-            node.replace_input_with(place, copies[value])
+            node.replace_input_with(index, copies[value])
             modified = True
     return modified
 
@@ -86,10 +90,10 @@ def fix_total_length(model: ir.Model, capacity: int) -> bool:
     """Give every GroupQueryAttention the constant `capacity`, T, as its longest total length; in place. The host reads
     it, and must not have to wait. Returns whether there was one."""
     total = initializer(model.graph, "attention_capacity", np.array(capacity, dtype=np.int32))
-    attentions = [node for node in model.graph if node.op_type == "GroupQueryAttention"]
-    for node in attentions:
-        node.replace_input_with(6, total)
-    return bool(attentions)
+    nodes = attentions(model.graph)
+    for node in nodes:
+        set_inputs(node, {Slot.TOTAL_SEQUENCE_LENGTH: total})
+    return bool(nodes)
 
 
 class _Host(NamedTuple):
@@ -108,11 +112,11 @@ def _host_values(graph: ir.Graph) -> _Host:
     for node in graph:
         on_host = _ON_HOST.get(node.op_type, ())
         computed = [
-            (place, value)
-            for place, value in enumerate(node.inputs)
+            (index, value)
+            for index, value in enumerate(node.inputs)
             if value is not None and not value.is_initializer()
         ]
-        follows = bool(computed) and all(value in host.values and place not in on_host for place, value in computed)
+        follows = bool(computed) and all(value in host.values and index not in on_host for index, value in computed)
         if node.op_type in _SOURCES or follows:
             host.nodes.add(node)
             host.values.update(node.outputs)

@@ -1,4 +1,4 @@
-"""A graph enters; the same graph in an older opset leaves, for providers whose kernels end there."""
+"""Lowers a graph to an older opset, for providers whose kernels end there."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import onnx.defs
 import onnx_ir as ir
 
 from qsample.errors import CompileError
+from qsample.exporters.graph.edit import CONTRIB_DOMAIN
 
 # Gelu is of opset 20; ONNX Runtime had both of its forms before.
 _GELU: Final = {"none": "Gelu", "tanh": "FastGelu"}
-_MICROSOFT: Final = "com.microsoft"
 
 
 def lower_opset(model: ir.Model, opset: int) -> bool:
@@ -33,9 +33,9 @@ def _lower(node: ir.Node, opset: int) -> None:
     if node.op_type == "Gelu":
         approximate = node.attributes.pop("approximate", None)
         node.op_type = _GELU["none" if approximate is None else approximate.as_string()]
-        node.domain = _MICROSOFT
+        node.domain = CONTRIB_DOMAIN
         assert node.graph is not None
-        node.graph.opset_imports.setdefault(_MICROSOFT, 1)
+        node.graph.opset_imports.setdefault(CONTRIB_DOMAIN, 1)
         return
     if node.op_type == "Cast":
         node.attributes.pop("saturate", None)  # of casts to float8

@@ -1,4 +1,4 @@
-"""A decode graph enters; the same graph in ONNX Runtime's own operators for one provider leaves.
+"""Fuses a graph into ONNX Runtime's own operators for one provider.
 
 This is the only module that touches transformers' private fusion passes, which is why transformers is pinned to 5.23.
 """
@@ -12,7 +12,7 @@ FUSION_PROVIDERS = ("cpu", "cuda")
 
 
 def fuse_operators(model: ir.Model, provider: str) -> bool:
-    """Fuse norms, skip-norms, rotary embeddings and packed projections in place. Returns whether
+    """Fuse norms, skip-norms, rotary embeddings and projections of one input, in place. Returns whether
     the graph has other nodes than before.
 
     provider: one of FUSION_PROVIDERS; ValueError otherwise.

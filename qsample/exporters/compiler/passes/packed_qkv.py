@@ -1,6 +1,7 @@
-"""A fused decode graph enters; the same graph whose attention reads queries, keys and values packed leaves.
+"""Feeds GroupQueryAttention packed QKV: queries, keys and values in one input.
 
-One matrix product makes all three. GroupQueryAttention takes its result as it is, so cutting it up is work for nothing.
+One matrix product makes all three, and the operator takes its result as it is, so cutting it up is work for nothing.
+onnxscript's PackedQKVForGQAFusion drops the attributes scale and local_window_size, and knows no biases.
 """
 
 from __future__ import annotations
@@ -11,28 +12,28 @@ import numpy as np
 import onnx_ir as ir
 
 from qsample.exporters.graph.edit import constant, initializer, insert, part_of
+from qsample.exporters.graph.gqa import Slot, attentions, set_inputs
 
 
 def pack_qkv(model: ir.Model) -> bool:
-    """Give each GroupQueryAttention the packed projection itself where its queries, keys and values are just the parts
-    of one, in order; their biases are added before. In place. Returns whether anything changed."""
+    """Give each GroupQueryAttention the value that its queries, keys and values were cut from; in place.
+
+    1. The three are a Split or Slices of one value, in order, and all of it.
+    2. All of them have a constant bias added, or none; the biases become one, added before.
+
+    Returns whether anything changed.
+    """
     modified = False
-    for node in model.graph:
-        if node.op_type != "GroupQueryAttention" or node.domain != "com.microsoft":
-            continue
-        parts = [_part(value) for value in node.inputs[:3]]
-        found = [part for part in parts if part is not None]
-        if len(found) < 3 or not _covers(found):
-            continue
-        node.replace_input_with(0, _with_biases(node, found))
-        node.replace_input_with(1, None)
-        node.replace_input_with(2, None)
-        modified = True
+    for node in attentions(model.graph):
+        parts = [part for value in node.inputs[: Slot.VALUE + 1] if (part := _part(value)) is not None]
+        if len(parts) == 3 and _covers(parts):
+            set_inputs(node, {Slot.QUERY: _with_biases(node, parts), Slot.KEY: None, Slot.VALUE: None})
+            modified = True
     return modified
 
 
 class _Part(NamedTuple):
-    """Places start to stop of the last axis of `source`, plus `bias`."""
+    """Indices start to stop, stop excluded, of the last axis of `source`, plus `bias`."""
 
     source: ir.Value
     start: int
@@ -79,5 +80,5 @@ def _with_biases(node: ir.Node, parts: list[_Part]) -> ir.Value:
         return source
     assert source.shape is not None
     assert node.graph is not None
-    packed = initializer(node.graph, f"{source.name}_bias", np.concatenate(arrays))
-    return insert(node, "Add", [source, packed], source.shape)
+    bias = initializer(node.graph, f"{source.name}_bias", np.concatenate(arrays))
+    return insert(node, "Add", [source, bias], source.shape)

@@ -1,5 +1,4 @@
-"""A fused decode graph with rotary attention enters; the same graph with the norms of its queries and keys inside
-GroupQueryAttention leaves. For CUDA, whose kernel alone has them."""
+"""Moves the norms of queries and keys into GroupQueryAttention. For CUDA, whose kernel alone has them."""
 
 from __future__ import annotations
 
@@ -7,7 +6,8 @@ from typing import Final, NamedTuple
 
 import onnx_ir as ir
 
-_WEIGHTS: Final = (14, 15)  # places of q_norm_weight and k_norm_weight among GroupQueryAttention's inputs
+from qsample.exporters.graph.gqa import Slot, attentions, set_inputs
+
 _NORMS: Final = ("SimplifiedLayerNormalization", "RMSNormalization")
 
 
@@ -20,22 +20,19 @@ class _Norm(NamedTuple):
 
 
 def absorb_qk_norms(model: ir.Model) -> bool:
-    """Give each GroupQueryAttention that rotates by itself the norms before its queries and keys; in place.
+    """Give each GroupQueryAttention the norms before its queries and keys; in place. Returns whether anything changed.
 
-    The operator norms before it rotates, as models with such norms do. Returns whether anything changed.
+    1. The attention rotates by itself (see rope_into_attention): it norms before that, as models with such norms do.
+    2. Both norms are RMS norms over whole heads, between a reshape that splits the heads and one that merges them.
+    3. Both have the same epsilon.
     """
     modified = False
-    for node in model.graph:
-        if node.op_type != "GroupQueryAttention" or node.domain != "com.microsoft":
-            continue
-        query, key = (_norm(value) for value in node.inputs[:2])
+    for node in attentions(model.graph):
+        query, key = _norm(node.inputs[Slot.QUERY]), _norm(node.inputs[Slot.KEY])
         if query is None or key is None or query.epsilon != key.epsilon or not node.attributes.get_int("do_rotary", 0):
             continue
-        node.replace_input_with(0, query.source)
-        node.replace_input_with(1, key.source)
-        node.resize_inputs(max(len(node.inputs), _WEIGHTS[-1] + 1))
-        for place, norm in zip(_WEIGHTS, (query, key), strict=True):
-            node.replace_input_with(place, norm.weight)
+        set_inputs(node, {Slot.QUERY: query.source, Slot.KEY: key.source})
+        set_inputs(node, {Slot.Q_NORM_WEIGHT: query.weight, Slot.K_NORM_WEIGHT: key.weight})
         node.attributes["qk_norm_epsilon"] = ir.AttrFloat32("qk_norm_epsilon", query.epsilon)
         modified = True
     return modified

@@ -1,22 +1,25 @@
-"""A graph with fixed head counts enters; the same graph without the reshapes and shape arithmetic that they make
-needless leaves.
+"""Removes reshapes that change nothing, and the computing of shapes that are known.
 
 A model splits its hidden states into heads and merges them again around every operator. Fused, the operators read
-merged heads, and each pair of reshapes is a check or a copy a step for nothing.
+merged heads, and each pair of reshapes costs a check or a copy a step for nothing. onnxscript's MaterializeReshapeShape
+stops at two symbolic axes; the hidden states of a decode graph have two, B and S.
 """
 
 from __future__ import annotations
 
-import numpy as np
 import onnx_ir as ir
 
-from qsample.exporters.graph.edit import initializer
+from qsample.exporters.graph.edit import reshape_target
 
 
 def simplify_reshapes(model: ir.Model) -> bool:
     """Merge chains of reshapes, drop those that change nothing and give the rest a constant target; in place.
 
-    Returns whether anything changed. Only recorded shapes are trusted: a reshape whose shapes are unknown stays.
+    1. Of two reshapes in a row, the second reads what the first read: only the last shape counts.
+    2. A reshape to the shape that its input has already goes.
+    3. A computed target becomes a constant where at most one of its axes is neither known nor the input's.
+
+    Only recorded shapes are trusted: a reshape whose shapes are unknown stays. Returns whether anything changed.
     """
     modified = False
     for node in list(model.graph):
@@ -50,7 +53,7 @@ def _drop(node: ir.Node) -> bool:
 
 
 def _make_target_constant(graph: ir.Graph, node: ir.Node) -> bool:
-    """Replace a computed target shape by numbers: 0 copies the input's size in the same place, -1 stands for one that
+    """Replace a computed target shape by numbers: 0 copies the input's size on the same axis, -1 stands for one that
     remains."""
     source, target = node.inputs[0], node.inputs[1]
     if source is None or target is None or target.const_value is not None:
@@ -58,8 +61,7 @@ def _make_target_constant(graph: ir.Graph, node: ir.Node) -> bool:
     sizes = _relative_sizes(source, node.outputs[0])
     if sizes is None:
         return False
-    name = "shape_" + "_".join(map(str, sizes))
-    node.replace_input_with(1, initializer(graph, name, np.array(sizes, dtype=np.int64)))
+    node.replace_input_with(1, reshape_target(graph, sizes))
     node.attributes.pop("allowzero", None)
     return True
 

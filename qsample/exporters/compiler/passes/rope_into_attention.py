@@ -1,8 +1,8 @@
-"""A fused decode graph enters; the same graph with its rotary embeddings inside GroupQueryAttention leaves.
+"""Moves rotary embeddings (RoPE) into GroupQueryAttention.
 
 The operator rotates by its own count of positions: the row's earlier tokens, then the new ones in order. A graph whose
-cosines and sines are those of just these positions needs no rotary nodes; whether they are is found by running that
-part of the graph, so it does not matter which way a model computes them.
+cosines and sines are those of just these positions needs no RotaryEmbedding nodes. Whether they are is seen by running
+that part of the graph, so it does not matter how a model computes them.
 """
 
 from __future__ import annotations
@@ -14,40 +14,44 @@ import numpy as np
 import onnx_ir as ir
 
 from qsample.contract import BATCH, LENGTHS, SEQUENCE
-from qsample.exporters.graph.edit import initializer
+from qsample.exporters.graph.edit import CONTRIB_DOMAIN, initializer
 from qsample.exporters.graph.evaluate import GraphPart, inputs_of
+from qsample.exporters.graph.gqa import Slot, attentions, set_inputs
 from qsample.exporters.graph.traversal import ancestors
 from qsample.tensors import Array
 
 _MULTIPLE: Final = 16  # GroupQueryAttention takes head and rotary sizes that are multiples of this
 # The table and the graph compute the same expression; a frequency that depends on more than the position is far off.
 _TOLERANCE: Final = 1e-6
-_COS, _SIN, _POSITION_IDS = 7, 8, 9  # places among GroupQueryAttention's inputs
 
 
 def absorb_rope(model: ir.Model, capacity: int) -> bool:
     """Let each GroupQueryAttention rotate its queries and keys where the graph does it by position; in place.
 
-    capacity: T, the positions of the table that takes the place of computed cosines and sines. Returns whether anything
-    changed.
+    1. Queries and keys come from RotaryEmbedding nodes over merged heads, both with the same cosines and sines.
+    2. The head size and the rotated part of it are multiples of 16, as the operator takes them.
+    3. The cosines and sines of a token are those of its position, whatever its row and neighbours.
+
+    capacity: T, the positions that the tables of cosines and sines hold; it is fixed in `model`. Returns whether
+    anything changed.
     """
     tables: dict[tuple[ir.Value | None, ...], tuple[ir.Value, ir.Value] | None] = {}
     modified = False
-    for node in _attentions(model.graph):
-        rotations = [_rotation(value) for value in node.inputs[:2]]
-        query, key = rotations
-        if query is None or key is None or not _same_rotation(query, key) or _has_rotary(node):
+    for node in attentions(model.graph):
+        query, key = _rotation(node.inputs[Slot.QUERY]), _rotation(node.inputs[Slot.KEY])
+        if query is None or key is None or not _same_rotation(query, key):
+            continue
+        if node.attributes.get_int("do_rotary", 0):
             continue
         if key.head_size % _MULTIPLE or key.rotary_size(key.head_size) % _MULTIPLE:
             continue
         angles = tuple(key.node.inputs[1:4])
         if angles not in tables:
-            tables[angles] = _tables(model, angles, capacity, f"rotary_{len(tables)}")
-        found = tables[angles]
-        if found is None:
-            continue
-        _rotate_inside(node, query, key, found)
-        modified = True
+            tables[angles] = _tables(model, angles, capacity, f"rope_{len(tables)}")
+        cos_and_sin = tables[angles]
+        if cos_and_sin is not None:
+            _rotate_inside(node, query, key, cos_and_sin)
+            modified = True
     return modified
 
 
@@ -65,18 +69,10 @@ class _Rotation(NamedTuple):
         return int(self.node.attributes.get_int("rotary_embedding_dim", 0) or 0) or head_size
 
 
-def _attentions(graph: ir.Graph) -> list[ir.Node]:
-    return [node for node in graph if node.op_type == "GroupQueryAttention" and node.domain == "com.microsoft"]
-
-
-def _has_rotary(node: ir.Node) -> bool:
-    return bool(node.attributes.get_int("do_rotary", 0))
-
-
 def _rotation(value: ir.Value | None) -> _Rotation | None:
     """The rotation that made `value`, if it is one over merged heads with nothing else about it."""
     node = value.producer() if value is not None else None
-    if node is None or node.op_type != "RotaryEmbedding" or node.domain != "com.microsoft":
+    if node is None or node.op_type != "RotaryEmbedding" or node.domain != CONTRIB_DOMAIN:
         return None
     x, heads = node.inputs[0], node.attributes.get_int("num_heads", 0)
     if x is None or x.shape is None or len(x.shape) != 3 or not isinstance(x.shape[2], int) or not heads:
@@ -95,11 +91,9 @@ def _same_rotation(query: _Rotation, key: _Rotation) -> bool:
 
 
 def _rotate_inside(node: ir.Node, query: _Rotation, key: _Rotation, tables: tuple[ir.Value, ir.Value]) -> None:
-    node.replace_input_with(0, query.node.inputs[0])
-    node.replace_input_with(1, key.node.inputs[0])
-    node.resize_inputs(max(len(node.inputs), _SIN + 1))
-    node.replace_input_with(_COS, tables[0])
-    node.replace_input_with(_SIN, tables[1])
+    cos, sin = tables
+    x_of_query, x_of_key = query.node.inputs[0], key.node.inputs[0]
+    set_inputs(node, {Slot.QUERY: x_of_query, Slot.KEY: x_of_key, Slot.COS_CACHE: cos, Slot.SIN_CACHE: sin})
     node.attributes["do_rotary"] = ir.AttrInt64("do_rotary", 1)
     node.attributes["rotary_interleaved"] = ir.AttrInt64("rotary_interleaved", query.interleaved)
 
@@ -118,9 +112,9 @@ def _tables(
     for starts, length in (([0], 1), ([last], 1), ([middle], last - middle), ([middle, 0], 1), ([0, 0], middle)):
         if len(starts) > compute.most_rows:
             continue
-        places = [start + step for start in starts for step in range(length)]
-        found = compute(starts, length)
-        if any(abs(got - wanted[places]).max() > _TOLERANCE for got, wanted in zip(found, table, strict=True)):
+        positions = [start + step for start in starts for step in range(length)]
+        pairs = zip(compute(starts, length), table, strict=True)
+        if any(abs(computed - by_position[positions]).max() > _TOLERANCE for computed, by_position in pairs):
             return None
     return initializer(model.graph, f"{name}_cos", table[0]), initializer(model.graph, f"{name}_sin", table[1])
 
@@ -144,6 +138,6 @@ def _angles(model: ir.Model, angles: tuple[ir.Value | None, ...]) -> _Angles | N
     """None where hidden states, and not the positions alone, decide the angles."""
     wanted = [value for value in angles if value is not None]
     lengths = inputs_of(wanted).get(LENGTHS.name)
-    if lengths is None or any(node.domain == "com.microsoft" for node in ancestors(wanted)):
+    if lengths is None or any(node.domain == CONTRIB_DOMAIN for node in ancestors(wanted)):
         return None
     return _Angles(GraphPart(model, wanted), 1 if lengths.shape is not None and lengths.shape[0] == 1 else 2)

@@ -1,7 +1,7 @@
-"""A fused decode graph enters; the same graph with rotary embeddings of any form as RotaryEmbedding nodes leaves.
+"""Fuses rotary embeddings (RoPE) that a model writes out into RotaryEmbedding nodes.
 
-The fusions know x * cos + turn(x) * sin with a head's halves as pairs. Other models pair neighbours. Which of the two a
-`turn` is, is found by running it, so it does not matter how a model writes it down.
+ONNX Runtime's fusions know x * cos + turn(x) * sin with a head's halves as pairs. Other models pair neighbours. Which
+of the two a `turn` is shows when it is run, so it does not matter how a model writes it down.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 import onnx_ir as ir
 
 from qsample.contract import BATCH, LENGTHS, SEQUENCE
-from qsample.exporters.graph.edit import initializer, insert, part_of
+from qsample.exporters.graph.edit import CONTRIB_DOMAIN, initializer, insert, part_of
 from qsample.exporters.graph.evaluate import GraphPart, sizes
 from qsample.exporters.graph.traversal import reads
 from qsample.tensors import Array
@@ -33,8 +33,13 @@ class _Rotation(NamedTuple):
 
 
 def fuse_rope(model: ir.Model) -> bool:
-    """Make RotaryEmbedding nodes of rotations that are written out, in place; of the first part of each head, where
-    the rest is only put behind it. Returns whether there was one."""
+    """Make RotaryEmbedding nodes of rotations that are written out, in place. Returns whether there was one.
+
+    1. A rotation is x * cos + turn(x) * sin, with x [B, heads, S, size], and cos and sin [B, 1, S, size].
+    2. turn(x) is (-b, a) for each pair (a, b) of x: neighbours, or numbers half a size apart.
+    3. Positions alone decide cos and sin, and both of a pair have the same.
+    4. Where x is the first part of each head, and the rest is only put behind it, the node takes whole heads.
+    """
     content = _content(model.graph)
     angles: dict[tuple[ir.Value, ir.Value, bool], list[ir.Value]] = {}
     modified = False
@@ -55,20 +60,20 @@ def fuse_rope(model: ir.Model) -> bool:
 
 
 def _rotate(node: ir.Node, x: ir.Value, angles: Sequence[ir.Value | None], attributes: Mapping[str, Any]) -> None:
-    """Put a RotaryEmbedding in the place of `node`, which rotates `x`, and of what puts the result back into heads."""
+    """Replace `node`, which rotates `x`, and what puts the result back into heads, by a RotaryEmbedding."""
     last, whole = _whole_heads(node, x)
     assert whole.shape is not None
-    found = {**attributes, "num_heads": whole.shape[1]}
+    merged = {**attributes, "num_heads": whole.shape[1]}
     if whole is not x:
         assert x.shape is not None
-        found["rotary_embedding_dim"] = x.shape[3]
-    rotated = insert(last, "RotaryEmbedding", [whole, *angles], whole.shape, found, domain="com.microsoft")
+        merged["rotary_embedding_dim"] = x.shape[3]
+    rotated = insert(last, "RotaryEmbedding", [whole, *angles], whole.shape, merged, domain=CONTRIB_DOMAIN)
     ir.convenience.replace_all_uses_with(last.outputs[0], rotated)
 
 
 def _is_of_a_part(node: ir.Node) -> bool:
     """Whether `node` rotates the first part of each head, and knows nothing of the rest."""
-    x = node.inputs[0] if node.op_type == "RotaryEmbedding" and node.domain == "com.microsoft" else None
+    x = node.inputs[0] if node.op_type == "RotaryEmbedding" and node.domain == CONTRIB_DOMAIN else None
     if x is None or x.shape is None or len(x.shape) != 4:
         return False
     known: int = node.attributes.get_int("rotary_embedding_dim", 0)
@@ -112,7 +117,7 @@ def _product(value: ir.Value | None, content: set[ir.Value]) -> tuple[ir.Value, 
 
 
 def _fits(x: ir.Value, angles: ir.Value) -> bool:
-    """Whether the angles are those of each row and place, for all heads."""
+    """Whether the angles are those of each row and position, for all heads."""
     if x.shape is None or angles.shape is None or len(x.shape) != 4 or len(angles.shape) != 4:
         return False
     batch, heads, length, size = x.shape
@@ -126,32 +131,32 @@ def _is_interleaved(model: ir.Model, x: ir.Value, turned: ir.Value) -> bool | No
     if not _is_near(turned, x):
         return None
     states = 1 + np.arange(np.prod(sizes(x, _AXES)), dtype=np.float32).reshape(sizes(x, _AXES))
-    (found,) = GraphPart(model, [turned], [x])({str(x.name): states}, _AXES)
+    (result,) = GraphPart(model, [turned], [x])({str(x.name): states}, _AXES)
     half = states.shape[-1] // 2
-    if np.array_equal(found, np.concatenate([-states[..., half:], states[..., :half]], axis=-1)):
+    if np.array_equal(result, np.concatenate([-states[..., half:], states[..., :half]], axis=-1)):
         return False
     pairs = np.stack([-states[..., 1::2], states[..., 0::2]], axis=-1)
-    return True if np.array_equal(found, pairs.reshape(states.shape)) else None
+    return True if np.array_equal(result, pairs.reshape(states.shape)) else None
 
 
 def _is_near(value: ir.Value, source: ir.Value) -> bool:
     """Whether few nodes stand between `source` and `value`, and nothing else goes in but the sizes of inputs."""
-    found: set[ir.Node] = set()
-    open_values = [value]
-    while open_values and len(found) <= _MOST_NODES:
-        node = open_values.pop().producer()
-        if node is None or node in found:
+    between: set[ir.Node] = set()
+    waiting = [value]
+    while waiting and len(between) <= _MOST_NODES:
+        node = waiting.pop().producer()
+        if node is None or node in between:
             continue
-        found.add(node)
+        between.add(node)
         if node.op_type != "Shape":
-            open_values += [read for read in node.inputs if read is not None and read is not source]
-    return 0 < len(found) <= _MOST_NODES and any(source in node.inputs for node in found)
+            waiting += [read for read in node.inputs if read is not None and read is not source]
+    return 0 < len(between) <= _MOST_NODES and any(source in node.inputs for node in between)
 
 
 def _alike_in_pairs(model: ir.Model, cos: ir.Value, sin: ir.Value, *, interleaved: bool) -> bool:
     lengths = np.arange(5, 5 + sizes(cos, _AXES)[0], dtype=np.int32)
-    found = GraphPart(model, [cos, sin])({LENGTHS.name: lengths}, _AXES)
-    return all(np.array_equal(*_split(angles, interleaved=interleaved)) for angles in found)
+    both = GraphPart(model, [cos, sin])({LENGTHS.name: lengths}, _AXES)
+    return all(np.array_equal(*_split(angles, interleaved=interleaved)) for angles in both)
 
 
 def _split(angles: Array, *, interleaved: bool) -> tuple[Array, Array]:
@@ -178,7 +183,7 @@ def _whole_heads(node: ir.Node, x: ir.Value) -> tuple[ir.Node, ir.Value]:
 
 
 def _angles(before: ir.Node, rotation: _Rotation) -> list[ir.Value]:
-    """RotaryEmbedding's further inputs: [B, S] places in the two tables behind it, [B * S, size / 2]: a token each."""
+    """RotaryEmbedding's further inputs: [B, S] rows of the two tables behind it, [B * S, size / 2]: a token each."""
     assert before.graph is not None
     assert rotation.x.shape is not None
     batch, _, length, size = rotation.x.shape
@@ -204,5 +209,5 @@ def _angles(before: ir.Node, rotation: _Rotation) -> list[ir.Value]:
     shape.type = ir.TensorType(ir.DataType.INT64)
     counts = insert(before, "Gather", [shape, numbers("batch_and_length", [0, 2])], [2])
     tokens = insert(before, "ReduceProd", [counts], [], {"keepdims": 0})
-    places = insert(before, "Range", [numbers("zero", 0), tokens, numbers("one", 1)], [None])
-    return [insert(before, "Reshape", [places, counts], [batch, length]), *tables]
+    indices = insert(before, "Range", [numbers("zero", 0), tokens, numbers("one", 1)], [None])
+    return [insert(before, "Reshape", [indices, counts], [batch, length]), *tables]

@@ -1,4 +1,4 @@
-"""An optimised float32 graph enters; the same graph with its matrices stored in float16 leaves, half as large.
+"""Stores the matrices of a float32 graph in float16, for half the space.
 
 A Cast in front of each matrix makes float32 of it. ONNX Runtime folds it when it loads the graph, so that memory and
 speed are those of float32: the CPU has no kernels that would multiply by float16 as it is.
@@ -6,16 +6,21 @@ speed are those of float32: the CPU has no kernels that would multiply by float1
 
 from __future__ import annotations
 
+import numpy as np
 import onnx_ir as ir
 
 from qsample.exporters.compiler.quantize.weights import QuantizationReport, matrix_of, report_quantization
+from qsample.exporters.graph.edit import lazy_initializer
+from qsample.tensors import Array
 
 
 def store_as_float16(model: ir.Model) -> bool:
     """Store every constant float32 matrix of `model` that a token is multiplied by in float16, in place.
 
-    The float16 numbers are computed when the model is saved, one matrix at a time. Returns whether there was a matrix;
-    `quantization_report` has the figures.
+    1. `model` is optimised already: ONNX Runtime's offline optimisation would fold the casts.
+    2. The float16 numbers are computed when the model is saved, one matrix at a time.
+
+    Returns whether there was a matrix; `quantization_report` has the figures.
     """
     graph = model.graph
     matrices = {matrix.value: matrix.tensor for matrix in map(matrix_of, graph) if matrix is not None}
@@ -36,9 +41,7 @@ def store_as_float16(model: ir.Model) -> bool:
 
 
 def _stored(tensor: ir.TensorProtocol, name: str) -> ir.Value:
-    def half() -> ir.TensorProtocol:
-        return ir.Tensor(tensor.numpy().astype("float16"), name=name)
+    def half() -> Array:
+        return tensor.numpy().astype(np.float16)
 
-    shape, dtype = ir.Shape(tensor.shape.numpy()), ir.DataType.FLOAT16
-    lazy = ir.LazyTensor(half, dtype=dtype, shape=shape, name=name)
-    return ir.Value(name=name, shape=shape, type=ir.TensorType(dtype), const_value=lazy)
+    return lazy_initializer(name, tensor.shape.numpy(), ir.DataType.FLOAT16, half)

@@ -1,4 +1,4 @@
-"""A fused decode graph and the size of each layer's keys and values enter; the same graph over an int8 cache leaves.
+"""Quantizes the cache of keys and values to int8.
 
 A key or value x of channel c is held as round(x / scale[c]), with scale[c] fixed at compile time: GroupQueryAttention
 quantizes what it writes and reads it back by itself. A quarter of float32's memory, and of its traffic a step.
@@ -16,14 +16,13 @@ import onnx_ir as ir
 from qsample.contract import LOGITS, Interface, retained_name
 from qsample.exporters.compiler.divergence import ROWS, STEPS, log_softmax, logits_runner, sample
 from qsample.exporters.graph.edit import initializer
+from qsample.exporters.graph.gqa import Slot, attentions, set_inputs
 from qsample.tensors import Array
 
 # Room above the largest value measured. What still lies beyond is clipped; the divergence shows whether that matters.
 _MARGIN: Final = 1.2
 _LARGEST: Final = 127
-# Places among GroupQueryAttention's inputs.
-_PAST: Final = (3, 4)
-_SCALES: Final = (12, 13)
+_SCALE_OF: Final = {Slot.PAST_KEY: Slot.K_SCALE, Slot.PAST_VALUE: Slot.V_SCALE}
 
 
 def measure_ranges(
@@ -49,23 +48,23 @@ def measure_ranges(
 def quantize_kv_cache(model: ir.Model, ranges: Mapping[str, Array]) -> bool:
     """Make every cache state of `model` int8, in place. Returns whether there was one.
 
-    ranges: state name → largest absolute value of each channel, [H, D]. A channel that was always 0 gets scale 1.
+    1. Only GroupQueryAttention reads and writes the cache.
+    2. A channel that was always 0 gets scale 1.
+
+    ranges: state name → largest absolute value of each channel, [H, D].
     """
     inputs = {value.name: value for value in model.graph.inputs}
     outputs = {value.name: value for value in model.graph.outputs}
     for name in ranges:
         for value in (inputs[name], outputs[retained_name(name)]):
             value.dtype = ir.DataType.INT8
-    for node in model.graph:
-        if node.op_type != "GroupQueryAttention" or node.domain != "com.microsoft":
-            continue
-        node.resize_inputs(max(len(node.inputs), _SCALES[-1] + 1))
-        for place, scale_place in zip(_PAST, _SCALES, strict=True):
-            past = node.inputs[place]
+    for node in attentions(model.graph):
+        for slot, scale_slot in _SCALE_OF.items():
+            past = node.inputs[slot]
             assert past is not None
             largest = ranges[str(past.name)].astype(np.float32) * _MARGIN
             scale = np.where(largest > 0, largest / _LARGEST, 1).astype(np.float32)
-            node.replace_input_with(scale_place, initializer(model.graph, f"{past.name}_scale", scale[None, :, None]))
+            set_inputs(node, {scale_slot: initializer(model.graph, f"{past.name}_scale", scale[None, :, None])})
         for attribute in ("k_quant_type", "v_quant_type"):
             node.attributes[attribute] = ir.AttrString(attribute, "PER_CHANNEL")
         node.attributes["kv_cache_bit_width"] = ir.AttrInt64("kv_cache_bit_width", 8)

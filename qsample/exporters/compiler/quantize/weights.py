@@ -1,7 +1,7 @@
-"""A fused decode graph enters; the same graph with its weights in blocks of 4 or 8 bits leaves.
+"""Quantizes weights to blocks of 4 or 8 bits.
 
 Every constant matrix that a MatMul multiplies by becomes the operand of a MatMulNBits, and embedding tables become the
-operand of a GatherBlockQuantized; a tied table is packed once and both read it. The numbers come from ONNX Runtime's
+operand of a GatherBlockQuantized; a tied table is quantized once and both read it. The numbers come from ONNX Runtime's
 own quantizer, one matrix at a time and only when the graph is saved: weights may stay mapped from their files, and no
 more than one of them is in memory.
 """
@@ -12,19 +12,17 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import ClassVar, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 import onnx_ir as ir
 
-from qsample.exporters.graph.nbits import BLOCK_SIZES, packed_rows
+from qsample.exporters.graph.edit import CONTRIB_DOMAIN, initializer, lazy_initializer
+from qsample.exporters.graph.nbits import BLOCK_SIZES, INT8_ACTIVATIONS, OP_TYPE, is_matmul_nbits, pack_bits
 from qsample.tensors import Array
 
 BITS: Final = {"int4": 4, "int8": 8}
 METHODS: Final = ("rtn", "k_quant", "hqq")
-# MatMulNBits' accuracy_level: activations are rounded to int8 a block, which is what its fast CPU kernels take.
-_INT8_ACTIVATIONS: Final = 4
-_DOMAIN: Final = "com.microsoft"
 _REPORT: Final = "qsample.quantization"
 
 
@@ -48,7 +46,7 @@ class WeightQuantization:
 
 @dataclass(frozen=True, slots=True)
 class QuantizationReport:
-    """How many matrices were packed, and the bytes of all of them before and after."""
+    """How many matrices were quantized, and the bytes of all of them before and after."""
 
     matrices: int
     bytes_before: int
@@ -56,28 +54,32 @@ class QuantizationReport:
 
 
 def quantize_weights(model: ir.Model, quantization: WeightQuantization) -> bool:
-    """Quantize the weights of `model` in place; the packed ones are computed when the model is saved.
+    """Quantize the weights of `model`, in place.
 
-    Matrices with an input size that is no multiple of the block size stay as they are. Returns whether there were
-    others; `quantization_report` has the figures.
+    1. A weight is a constant matrix of floats that a MatMul multiplies by or a Gather looks rows up in.
+    2. Its input size is a multiple of the block size; others stay as they are.
+    3. The numbers are computed when the model is saved.
+
+    Returns whether there was one; `quantization_report` has the figures.
     """
-    packed: dict[ir.Value, _Packed] = {}
+    quantized: dict[ir.Value, _QuantizedMatrix] = {}
+    newest = _NewestResult()
     before = after = 0
     for node in list(model.graph):
         matrix = matrix_of(node)
         if matrix is None or matrix.input_size % quantization.block_size:
             continue
-        found = packed.setdefault(matrix.value, _Packed(matrix, quantization))
-        if found.matrix.transposed == matrix.transposed:
-            (_gather if node.op_type == "Gather" else _matmul)(model.graph, node, found)
-    for value, found in packed.items():
-        found.register(model.graph)
-        before, after = before + found.matrix.tensor.nbytes, after + found.nbytes
+        blocks = quantized.setdefault(matrix.value, _QuantizedMatrix(matrix, quantization, newest))
+        if blocks.matrix.transposed == matrix.transposed:
+            (_gather if node.op_type == "Gather" else _matmul)(model.graph, node, blocks)
+    for value, blocks in quantized.items():
+        blocks.register(model.graph)
+        before, after = before + blocks.matrix.tensor.nbytes, after + blocks.nbytes
         if not value.uses() and value.name is not None:
             model.graph.initializers.pop(value.name, None)
-    model.opset_imports.setdefault(_DOMAIN, 1)
-    report_quantization(model, QuantizationReport(len(packed), before, after))
-    return bool(packed)
+    model.opset_imports.setdefault(CONTRIB_DOMAIN, 1)
+    report_quantization(model, QuantizationReport(len(quantized), before, after))
+    return bool(quantized)
 
 
 def quantization_report(model: ir.Model) -> QuantizationReport | None:
@@ -94,11 +96,11 @@ def report_quantization(model: ir.Model, report: QuantizationReport) -> None:
 def round_activations(model: ir.Model) -> bool:
     """Let every MatMulNBits that `model` holds round its activations as those of `quantize_weights` do; in place.
 
-    Weights that a checkpoint brought packed are multiplied by in float32 until then. Returns whether there were any.
+    Weights that a checkpoint brought quantized are multiplied by in float32 until then. Returns whether there were any.
     """
-    nodes = [node for node in model.graph.all_nodes() if node.op_type == "MatMulNBits" and node.domain == _DOMAIN]
+    nodes = [node for node in model.graph.all_nodes() if is_matmul_nbits(node)]
     for node in nodes:
-        node.attributes["accuracy_level"] = ir.AttrInt64("accuracy_level", _INT8_ACTIVATIONS)
+        node.attributes["accuracy_level"] = ir.AttrInt64("accuracy_level", INT8_ACTIVATIONS)
     return bool(nodes)
 
 
@@ -118,20 +120,20 @@ class _Matrix(NamedTuple):
         return int(self.tensor.shape.numpy()[0 if self.transposed else 1])
 
 
-class _Packed:
+class _QuantizedMatrix:
     """A matrix as N rows of K / block_size blocks, and the initializers that hold it."""
 
-    def __init__(self, matrix: _Matrix, quantization: WeightQuantization) -> None:
+    def __init__(self, matrix: _Matrix, quantization: WeightQuantization, newest: _NewestResult) -> None:
         self.matrix = matrix
         self.quantization = quantization
         self.output_size, self.input_size = matrix.output_size, matrix.input_size
         self.block_count = self.input_size // quantization.block_size
-        self.initializers: dict[str, ir.Value] = {}
-        self._tensors: list[ir.TensorProtocol] = []
+        self._newest = newest
+        self._initializers: dict[str, ir.Value] = {}
 
     @property
     def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self._tensors)
+        return sum(value.const_value.nbytes for value in self._initializers.values() if value.const_value is not None)
 
     @property
     def blocks(self) -> ir.Value:
@@ -146,49 +148,49 @@ class _Packed:
         return self._initializer("block_scales" if by_block else "scales", 1, shape, self.matrix.tensor.dtype)
 
     def zero_points(self, *, by_block: bool) -> ir.Value | None:
-        """uint8, for MatMulNBits packed like the blocks; by_block: one byte each, [N, K / block_size, 1].
+        """uint8, for MatMulNBits in bits like the blocks; by_block: one byte each, [N, K / block_size, 1].
 
         None for levels that are symmetric around the middle one.
         """
         if self.quantization.method == "rtn":
             return None
-        packed = -(-self.block_count * self.quantization.bits // 8)
-        shape = (self.output_size, self.block_count, 1) if by_block else (self.output_size * packed,)
+        row_bytes = -(-self.block_count * self.quantization.bits // 8)
+        shape = (self.output_size, self.block_count, 1) if by_block else (self.output_size * row_bytes,)
         return self._initializer("block_zero_points" if by_block else "zero_points", 2, shape, ir.DataType.UINT8)
 
     def register(self, graph: ir.Graph) -> None:
-        for value in self.initializers.values():
+        """Put the initializers in a row, so that saving them quantizes the matrix once."""
+        for value in self._initializers.values():
             graph.register_initializer(value)
 
-    def _initializer(self, kind: str, place: int, shape: tuple[int, ...], dtype: ir.DataType) -> ir.Value:
-        if kind not in self.initializers:
-            name = f"{self.matrix.value.name}_{kind}"
+    def _initializer(self, kind: str, index: int, shape: tuple[int, ...], dtype: ir.DataType) -> ir.Value:
+        """index: 0 for blocks, 1 for scales, 2 for zero points."""
 
-            def part() -> ir.TensorProtocol:
-                array = self._quantized()[place]
-                if kind == "zero_points":
-                    array = packed_rows(array, self.quantization.bits)
-                return ir.Tensor(array.reshape(shape), name=name)
+        def part() -> Array:
+            array = self._newest.of(self)[index]
+            if kind == "zero_points":
+                array = pack_bits(array, self.quantization.bits)
+            return array.reshape(shape)
 
-            tensor = ir.LazyTensor(part, dtype=dtype, shape=ir.Shape(shape), name=name)
-            self._tensors.append(tensor)
-            self.initializers[kind] = ir.Value(
-                name=name, shape=ir.Shape(shape), type=ir.TensorType(dtype), const_value=tensor
-            )
-        return self.initializers[kind]
+        if kind not in self._initializers:
+            self._initializers[kind] = lazy_initializer(f"{self.matrix.value.name}_{kind}", shape, dtype, part)
+        return self._initializers[kind]
 
-    def _quantized(self) -> tuple[Array, Array, Array]:
-        """Blocks, scales, zero points; kept until another matrix is asked for: those of one are saved in a row."""
-        if _Packed._newest is not self:
-            weight = self.matrix.tensor.numpy()
-            _Packed._newest, _Packed._result_of_newest = None, None
-            result = _quantize(weight.T if self.matrix.transposed else weight, self.quantization)
-            _Packed._newest, _Packed._result_of_newest = self, result
-        assert _Packed._result_of_newest is not None
-        return _Packed._result_of_newest
 
-    _newest: ClassVar[_Packed | None] = None
-    _result_of_newest: ClassVar[tuple[Array, Array, Array] | None] = None
+class _NewestResult:
+    """Blocks, scales and zero points of the matrix that was quantized last; those of one are saved in a row."""
+
+    def __init__(self) -> None:
+        self._matrix: _QuantizedMatrix | None = None
+        self._result: tuple[Array, Array, Array] | None = None
+
+    def of(self, matrix: _QuantizedMatrix) -> tuple[Array, Array, Array]:
+        if self._result is None or self._matrix is not matrix:
+            self._result = None  # before the next is in memory
+            weight = matrix.matrix.tensor.numpy()
+            self._result = _quantize(weight.T if matrix.matrix.transposed else weight, matrix.quantization)
+            self._matrix = matrix
+        return self._result
 
 
 def _quantize(weight: Array, quantization: WeightQuantization) -> tuple[Array, Array, Array]:
@@ -230,7 +232,7 @@ def _k_quant(weight: Array, quantization: WeightQuantization) -> tuple[Array, Ar
     bits, size = quantization.bits, quantization.block_size
     count, output_size = weight.shape[0] // size, weight.shape[1]
     levels, scales, zero_points = quant_tensor_k_quant_cpu(np.ascontiguousarray(weight.T), bits, size)
-    blocks = packed_rows(levels.astype(np.uint8).reshape(output_size * count, size), bits)
+    blocks = pack_bits(levels.astype(np.uint8).reshape(output_size * count, size), bits)
     return blocks, scales.astype(weight.dtype), zero_points.astype(np.uint8).reshape(output_size, count)
 
 
@@ -246,9 +248,9 @@ def _hqq(weight: Array, quantization: WeightQuantization) -> tuple[Array, Array,
     largest, (input_size, output_size) = 2**bits - 1, weight.shape
     rows = np.array(weight.T, dtype=np.float32, order="C")
     quantizer = HQQWeightOnlyQuantizer(HQQWeightOnlyQuantConfig(size, bits))
-    _, found, offsets = quantizer.quantize_internal(torch.from_numpy(rows), bits=bits, group_size=size)
+    _, all_scales, offsets = quantizer.quantize_internal(torch.from_numpy(rows), bits=bits, group_size=size)
     shape = (output_size, input_size // size, 1)
-    scales, zero_points = found.numpy().reshape(shape), np.round(offsets.numpy().reshape(shape))
+    scales, zero_points = all_scales.numpy().reshape(shape), np.round(offsets.numpy().reshape(shape))
     blocks = rows.reshape(output_size, -1, size)
 
     # A zero point is a level itself, so the levels of a block of one sign have to reach down, or up, to 0.
@@ -257,7 +259,7 @@ def _hqq(weight: Array, quantization: WeightQuantization) -> tuple[Array, Array,
     scales = np.where(outside, np.maximum(high - low, np.finfo(np.float32).tiny) / largest, scales)
     zero_points = np.where(outside, np.round(-low / scales), zero_points)
     levels = np.clip(np.round(blocks / scales + zero_points), 0, largest).astype(np.uint8)
-    packed = packed_rows(levels.reshape(-1, size), bits)
+    packed = pack_bits(levels.reshape(-1, size), bits)
     return packed, scales.astype(weight.dtype), zero_points.astype(np.uint8).reshape(output_size, -1)
 
 
@@ -286,44 +288,41 @@ def _constant(value: ir.Value | None, *, transposed: bool) -> _Matrix | None:
     return _Matrix(value, tensor, transposed) if len(tensor.shape) == 2 and tensor.dtype in floats else None
 
 
-def _matmul(graph: ir.Graph, node: ir.Node, packed: _Packed) -> None:
-    inputs = [node.inputs[0], packed.blocks, packed.scales(by_block=False), packed.zero_points(by_block=False)]
+def _matmul(graph: ir.Graph, node: ir.Node, weight: _QuantizedMatrix) -> None:
+    inputs = [node.inputs[0], weight.blocks, weight.scales(by_block=False), weight.zero_points(by_block=False)]
     attributes = {
-        "K": packed.input_size,
-        "N": packed.output_size,
-        "bits": packed.quantization.bits,
-        "block_size": packed.quantization.block_size,
-        "accuracy_level": _INT8_ACTIVATIONS,
+        "K": weight.input_size,
+        "N": weight.output_size,
+        "bits": weight.quantization.bits,
+        "block_size": weight.quantization.block_size,
+        "accuracy_level": INT8_ACTIVATIONS,
     }
-    _replace(graph, node, [_node("MatMulNBits", node, inputs, attributes)])
+    _replace(graph, node, [_node(OP_TYPE, node, inputs, attributes)])
 
 
-def _gather(graph: ir.Graph, node: ir.Node, packed: _Packed) -> None:
+def _gather(graph: ir.Graph, node: ir.Node, table: _QuantizedMatrix) -> None:
     """The lookup reads the blocks that MatMulNBits reads: a table [N, blocks, block size], of which it takes rows."""
-    inputs = [packed.blocks, node.inputs[1], packed.scales(by_block=True), packed.zero_points(by_block=True)]
+    inputs = [table.blocks, node.inputs[1], table.scales(by_block=True), table.zero_points(by_block=True)]
     attributes = {
-        "bits": packed.quantization.bits,
-        "block_size": packed.quantization.block_size,
+        "bits": table.quantization.bits,
+        "block_size": table.quantization.block_size,
         "gather_axis": 0,
         "quantize_axis": 2,
     }
     lookup = _node("GatherBlockQuantized", node, inputs, attributes)
     rank = len(node.inputs[1].shape)  # type: ignore[union-attr,arg-type]
-    shape = ir.Tensor(np.array([0] * rank + [packed.input_size], np.int64), name=f"{node.name}_rows")
-    rows = ir.Value(name=shape.name, shape=ir.Shape((rank + 1,)), type=ir.TensorType(shape.dtype), const_value=shape)
-    graph.register_initializer(rows)
+    rows = initializer(graph, f"{node.name}_rows", np.array([0] * rank + [table.input_size], np.int64))
     _replace(graph, node, [lookup, ir.Node("", "Reshape", [lookup.outputs[0], rows], name=f"{node.name}_rows")])
 
 
 def _node(op_type: str, old: ir.Node, inputs: list[ir.Value | None], attributes: dict[str, int]) -> ir.Node:
     while inputs[-1] is None:
         inputs.pop()
-    made = [ir.AttrInt64(name, value) for name, value in attributes.items()]
-    return ir.Node(_DOMAIN, op_type, inputs, made, name=f"{old.name}_packed")
+    return ir.node(op_type, inputs, attributes, domain=CONTRIB_DOMAIN, name=f"{old.name}_quantized")
 
 
 def _replace(graph: ir.Graph, old: ir.Node, new: list[ir.Node]) -> None:
-    """Put `new` in the place of `old`; the output of the last of them takes over name, shape and uses."""
+    """Put `new` where `old` is; the output of the last of them takes over name, shape and uses."""
     output, replacement = old.outputs[0], new[-1].outputs[0]
     replacement.shape, replacement.type = output.shape, output.type
     graph.insert_before(old, new)
