@@ -1,4 +1,4 @@
-"""What a package says of itself: the text of `qsample.json` enters, a typed and checked `Manifest` leaves, and back."""
+"""What a package says of itself: `Manifest`, typed and checked, and its text in `qsample.json`."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ class Compilation:
 
     batch_size: most rows in one call; None = any number. ctx_len: capacity T. placement: execution provider → operator
     → number of nodes. self_test: figures of the run that compared it with the portable graph. quantization: how
-    weights and cache were quantized, the bytes of the weights before and after, how many matrices came packed, and the
-    figures of `exporters.divergence`; None = not at all.
+    weights and cache were quantized, the bytes of the weights before and after, how many matrices came quantized, and
+    the figures of `exporters.compiler.divergence`; None = not at all.
     """
 
     provider: str
@@ -70,7 +70,7 @@ class Manifest:
     versions: package name → version that made it. max_position_embeddings: longest context that the model knows;
     None = unlimited. parity: figures of the export's comparison with the original model. compilation: device packages
     only. files: name → entry; filled in by the writer. packed_weights: of a checkpoint that was quantized already: how
-    many matrices are packed, their bits and block sizes, their bytes; None = none.
+    many matrices are quantized, their bits and block sizes, their bytes; None = none.
     """
 
     kind: Literal["portable", "device"]

@@ -1,4 +1,4 @@
-"""A folder of files and a `Manifest` enter; a package on disk leaves, written atomically and read back verified.
+"""Writes packages to the disk atomically, and reads them back verified.
 
 A package is a folder with `qsample.json`, the manifest, which lists every other file with its size and sha256.
 """

@@ -7,12 +7,11 @@ into place at the end, so a refused, failed or interrupted export leaves nothing
 from __future__ import annotations
 
 import hashlib
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
 
-import onnx
 import onnx_ir as ir
 import onnxruntime as ort
 import torch
@@ -20,11 +19,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import qsample
 from qsample import package
-from qsample.contract import CONTRACT_VERSION, LOGITS, Features, Interface
+from qsample.contract import CONTRACT_VERSION, Features, Interface
 from qsample.errors import QsampleError, UnsupportedModelError
 from qsample.exporters import parity
 from qsample.exporters.control_flow import outline_scans
 from qsample.exporters.graph.join import append_sampler
+from qsample.exporters.huggingface_reference import longest_context, reference
 from qsample.exporters.initial_state import build_initial_state
 from qsample.exporters.sampler import export_sampler
 from qsample.exporters.trace import trace
@@ -69,7 +69,7 @@ def export_model(
     with package.write_package(path, overwrite=overwrite, required_bytes=_weight_bytes(model)) as writer:
         folder = writer.directory
         report("checking the model", 0.0)
-        expected = parity.reference(model)
+        expected = reference(model)
         model, _ = pipeline.apply(model, pipeline.default_transforms(context))
         vocab_size = int(expected.logits[0].shape[-1])
         key_values, recurrent = state_shapes(model, context)
@@ -82,9 +82,7 @@ def export_model(
         outline_scans(traced)
         sampler = export_sampler(interface, token_ids.pad)
         if features.sampler:
-            spec = interface.decoder
-            # The parity gate compares logits, which a published graph does not return.
-            append_sampler(traced, sampler, replace(spec, outputs=(*spec.outputs, LOGITS)))
+            append_sampler(traced, sampler, interface.decoder)
         else:
             ir.save(sampler, folder / "sampler.onnx")
         report("writing the weights", 0.55)
@@ -101,8 +99,6 @@ def export_model(
             expected,
             plain_attention_layers=plain,
         )
-        if features.sampler:
-            _drop_output(folder / "decoder.onnx", LOGITS.name)
         _save_model_files(model, tokenizer, folder)
         report("publishing", 0.9)
         writer.finish(_manifest(model, interface, token_ids, model_id, revision, figures))
@@ -148,15 +144,6 @@ def _quantized_weights(model: PreTrainedModel) -> dict[str, Any] | None:
         "block_sizes": sorted({weight.block_size for weight in weights}),
         "bytes": sum(weight.nbytes for weight in weights),
     }
-
-
-def _drop_output(path: Path, name: str) -> None:
-    """Remove a graph output from the file; the weights beside it stay untouched."""
-    proto = onnx.load(path, load_external_data=False)
-    kept = [output for output in proto.graph.output if output.name != name]
-    del proto.graph.output[:]
-    proto.graph.output.extend(kept)
-    onnx.save(proto, path)
 
 
 def _save_model_files(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, folder: Path) -> None:
@@ -211,7 +198,7 @@ def _manifest(
         ),
         versions=_versions(),
         token_ids=token_ids,
-        max_position_embeddings=parity.longest_context(model.config.get_text_config(decoder=True)),
+        max_position_embeddings=longest_context(model.config.get_text_config(decoder=True)),
         parity=asdict(figures),
         packed_weights=_quantized_weights(model),
     )
@@ -219,8 +206,8 @@ def _manifest(
 
 def _versions() -> dict[str, str]:
     """ONNX Runtime has several distributions, so it is asked itself."""
-    found = {name: version(name) for name in ("torch", "transformers", "onnx")}
-    return {"qsample": qsample.__version__, "onnxruntime": str(ort.__version__), **found}
+    installed = {name: version(name) for name in ("torch", "transformers", "onnx")}
+    return {"qsample": qsample.__version__, "onnxruntime": str(ort.__version__), **installed}
 
 
 def _unwrapped(name: str, inside: list[str]) -> str:

@@ -1,36 +1,33 @@
-"""An exported decode graph and the eager model's logits enter; the measured difference leaves, or a ParityError.
+"""A decode graph and the logits of the model that it was made from enter; the measured difference leaves, or a
+ParityError.
 
 The gate runs before a package is published. Teacher-forced, it compares every logit of a ragged batch of prompts and of
-the decode steps after them, of one prompt fed in chunks, and (with a sampler) greedy tokens with the argmax.
+the decode steps after them, of one prompt fed in chunks, and (with a sampler) greedy tokens with the argmax. It knows
+arrays and graphs only: where the reference comes from is the caller's business.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
-import onnx
-import torch
-from transformers import PreTrainedModel
+import onnx_ir as ir
 
-from qsample.contract import Interface
+from qsample.contract import LOGITS, Interface
 from qsample.errors import ParityError
 from qsample.exporters.graph.runner import GraphRunner
 from qsample.tensors import Array
 
 DECODE_STEPS: Final = 8
-PROMPT_LENGTHS: Final = (9, 4, 14)
-# A window can only be seen to work on a prompt longer than it; beyond this the prompt would cost too much.
-LONGEST_WINDOW: Final = 640
 # Largest difference per unit of the largest logit. Rounding alone stays a factor of several below (float32: 1e-5).
 TOLERANCES: Final = {"float32": 1e-4, "float16": 3e-2}
 
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """What the eager model computes: prompts, the tokens fed after them, and the logits after each.
+    """What the original model computes: prompts, the tokens fed after them, and the logits after each.
 
     prompts: token ids, a row each. continuations: [rows, DECODE_STEPS]. logits: a row each, [DECODE_STEPS + 1, V].
     """
@@ -54,62 +51,18 @@ class Parity:
     plain_attention_layers: int
 
 
-def reference(model: PreTrainedModel) -> Reference:
-    """Run `model` eagerly, without a cache, on random prompts of different lengths (seeded)."""
-    config = model.config.get_text_config(decoder=True)
-    generator = np.random.default_rng(0)
-    # Models that number positions themselves skip padding, which a prompt does not contain.
-    allowed = np.setdiff1d(np.arange(_vocab_size(model)), [_pad_token_id(model)])
-    limit = (longest_context(config) or 2**20) - DECODE_STEPS - 1
-    lengths = sorted({min(length, limit) for length in (*PROMPT_LENGTHS, _window(config))} - {0})
-    rows = [generator.choice(allowed, n + DECODE_STEPS).tolist() for n in lengths]
-    model.set_attn_implementation("eager")
-    logits = []
-    with torch.no_grad():
-        for row, n in zip(rows, lengths, strict=True):
-            output = model(input_ids=torch.tensor([row]), use_cache=False).logits[0, n - 1 :]
-            logits.append(output.to(torch.float32).numpy())
-    prompts = [row[:n] for row, n in zip(rows, lengths, strict=True)]
-    return Reference(prompts, [row[n:] for row, n in zip(rows, lengths, strict=True)], logits)
-
-
-def longest_context(config: Any) -> int | None:
-    """The positions that a text model knows; None = any number, which some configurations say with -1."""
-    stated = int(getattr(config, "max_position_embeddings", None) or 0)
-    return stated if stated > 0 else None
-
-
-def _vocab_size(model: PreTrainedModel) -> int:
-    embeddings = model.get_input_embeddings()
-    weight = embeddings.weight
-    assert isinstance(weight, torch.Tensor)
-    return int(weight.shape[0])
-
-
-def _pad_token_id(model: PreTrainedModel) -> int:
-    pad = getattr(model.config.get_text_config(decoder=True), "pad_token_id", None)
-    return -1 if pad is None else int(pad)
-
-
-def _window(config: Any) -> int:
-    """A prompt length that runs past the smallest attention window; 0 if there is none to test."""
-    windows = [getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")]
-    longest = min((int(window) for window in windows if window), default=LONGEST_WINDOW)
-    return longest + 3 if longest < LONGEST_WINDOW else 0
-
-
 def check(
     decoder: Path, initial_state: Path, interface: Interface, expected: Reference, *, plain_attention_layers: int = 0
 ) -> Parity:
-    """Compare the graph at `decoder`, which must have `logits` among its outputs, with `expected`.
+    """Compare the decode graph at `decoder` with `expected`. Its logits are read even where it does not return them.
 
     plain_attention_layers: how many layers attend through plain operators.
 
     Raises ParityError with the figures where a logit differs by more than the tolerance, where a greedy token is not
     the argmax, or where there is not exactly one GroupQueryAttention per other attention layer.
     """
-    nodes = onnx.load(decoder, load_external_data=False).graph.node
-    attentions = sum(node.op_type == "GroupQueryAttention" for node in nodes)
+    model = _returning_logits(ir.load(decoder))
+    attentions = sum(node.op_type == "GroupQueryAttention" for node in model.graph)
     layers = len(interface.key_values) - plain_attention_layers
     if attentions != layers:
         raise ParityError(
@@ -117,7 +70,7 @@ def check(
             "the model's attention was not exported as it is"
         )
     capacity = max(map(len, expected.prompts)) + DECODE_STEPS + 2
-    runner = GraphRunner(decoder, initial_state, interface, capacity, weights_mapped=True)
+    runner = GraphRunner(model, initial_state, interface, capacity, folder=decoder.parent, weights_mapped=True)
     wanted = np.stack(expected.logits, axis=1)
     batched = _prompts_then_steps(runner, expected)
     chunked = _in_chunks(runner, expected.prompts[-1])
@@ -134,6 +87,14 @@ def check(
     rows = len(expected.prompts)
     longest = max(map(len, expected.prompts))
     return Parity(error, scale, tolerance, rows, DECODE_STEPS, longest, attentions, plain_attention_layers)
+
+
+def _returning_logits(model: ir.Model) -> ir.Model:
+    """`model` with its logits among the outputs, in place."""
+    graph = model.graph
+    if all(output.name != LOGITS.name for output in graph.outputs):
+        graph.outputs.append(next(value for node in graph for value in node.outputs if value.name == LOGITS.name))
+    return model
 
 
 def _error(got: Array, wanted: Array) -> float:
@@ -162,7 +123,7 @@ def _in_chunks(runner: GraphRunner, prompt: list[int]) -> Array:
 
 def _logits(runner: GraphRunner, ids: Array, lengths: Array, state: dict[str, Array]) -> Array:
     results = runner.step(ids, lengths, state)
-    logits = results["logits"]
+    logits = results[LOGITS.name]
     if "next_ids" in results and not np.array_equal(results["next_ids"][:, 0], logits.argmax(-1)):
         raise ParityError("the sampler at temperature 0 did not return the token with the largest logit")
     return logits

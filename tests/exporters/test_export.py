@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
-from dataclasses import replace
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
@@ -15,23 +14,21 @@ import onnx
 import onnxruntime as ort
 import pytest
 import torch
-from transformers.models.llama import modeling_llama
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from qsample import AutoModelForCausalLM
-from qsample.contract import Features, Interface
-from qsample.errors import ParityError, QsampleError, UnsupportedModelError
+from qsample.errors import QsampleError, UnsupportedModelError
 from qsample.exporters import export as export_module
 from qsample.exporters import parity
-from qsample.exporters.export import export_model, weight_hash
+from qsample.exporters.export import _save_model_files, _token_ids, weight_hash
 from qsample.package import read_package
-from qsample.transforms import attention, decoder, masks, recurrent
-from tests.architectures.configs import tiny_model
-from tests.helpers.tiny_models import byte_tokenizer, random_model, save_checkpoint
+from qsample.runtime.text.tokenizer import Tokenizer as RuntimeTokenizer
+from qsample.transforms.cache import DecodeContext
+from qsample.transforms.pipeline import apply, default_transforms
+from tests.helpers.tiny_models import byte_tokenizer, export_without_sampler, random_model, save_checkpoint
 
-
-def leftovers(folder: Path) -> list[str]:
-    """Everything in `folder`, hidden staging folders included."""
-    return sorted(os.listdir(folder))
+WORDS = ["in", "the", "begin", "##ning"]
 
 
 def graph_interface(path: Path) -> tuple[list[str], list[str]]:
@@ -97,15 +94,48 @@ def test_weight_hash_changes_with_one_weight_and_not_with_the_export() -> None:
     assert weight_hash(model) != before
 
 
-def export_tiny(model: Any, path: Path, **options: Any) -> Any:
-    """Without the sampler, which these tests are not about and which takes most of the time to trace."""
-    return export_model(model, byte_tokenizer(), path, Features(sampler=False), model_id="tiny", **options)
+def unigram() -> Tokenizer:
+    pieces = [("<unk>", 0.0), *(("\u2581" + word, -1.0) for word in ("in", "the", "begin")), ("ning", -1.5)]
+    tokenizer = Tokenizer(models.Unigram(pieces, unk_id=0))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    return tokenizer
+
+
+def word_piece() -> Tokenizer:
+    vocab = {token: i for i, token in enumerate(["<unk>", *WORDS])}
+    tokenizer = Tokenizer(models.WordPiece(vocab, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    return tokenizer
+
+
+@pytest.mark.parametrize(
+    ("make", "ids"), [(unigram, [1, 2, 3, 4]), (word_piece, [1, 2, 3, 4])], ids=["unigram", "word_piece"]
+)
+def test_tokenizers_reach_the_runtime(make: Callable[[], Tokenizer], ids: list[int], tmp_path: Path) -> None:
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=make(), unk_token="<unk>")
+    _save_model_files(random_model("llama"), tokenizer, tmp_path)
+    assert RuntimeTokenizer(Tokenizer.from_file(str(tmp_path / "tokenizer.json"))).encode("in the beginning") == ids
+
+
+def test_every_stop_token_of_the_generation_config_is_kept() -> None:
+    model = random_model("llama")
+    model.generation_config.eos_token_id = [2, 7, 9]
+    assert tuple(_token_ids(model, byte_tokenizer()).eos) == (2, 7, 9)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "opt", "bert"])
+def test_the_weight_hash_does_not_see_the_transforms(model_type: str) -> None:
+    model = random_model(model_type, is_decoder=True) if model_type == "bert" else random_model(model_type)
+    before = weight_hash(model)
+    model, modified = apply(model, default_transforms(DecodeContext()))
+    assert modified
+    assert weight_hash(model) == before
 
 
 def test_a_model_can_be_exported_twice(tmp_path: Path) -> None:
     model = random_model("qwen3")
-    first = export_tiny(model, tmp_path / "first")
-    second = export_tiny(model, tmp_path / "second")
+    first = export_without_sampler(model, tmp_path / "first")
+    second = export_without_sampler(model, tmp_path / "second")
     assert first.manifest.source.weight_hash == second.manifest.source.weight_hash
     assert first.manifest.parity == second.manifest.parity
 
@@ -119,82 +149,12 @@ def test_float16_package(checkpoint: Callable[[str], Path], tmp_path: Path) -> N
 
 def test_progress_runs_from_0_to_1(tmp_path: Path) -> None:
     seen: list[tuple[str, float]] = []
-    export_tiny(random_model("llama"), tmp_path / "package", progress=lambda stage, done: seen.append((stage, done)))
+    export_without_sampler(
+        random_model("llama"), tmp_path / "package", progress=lambda stage, done: seen.append((stage, done))
+    )
     fractions = [done for _, done in seen]
     assert (fractions[0], fractions[-1]) == (0.0, 1.0)
     assert fractions == sorted(fractions)
-
-
-# Planted errors: each changes what the exported graph computes, and must be refused.
-
-
-def drop(option: str) -> Callable[..., Any]:
-    """What emits the operator, without one of its options."""
-    original = attention._group_query_attention
-
-    def changed(*args: Any, **options: Any) -> Any:
-        query = args[2]
-        return original(*args, **(options | {option: query.shape[-1] ** -0.5 if option == "scale" else None}))
-
-    return changed
-
-
-@pytest.mark.parametrize(
-    ("model_type", "option"),
-    [("mistral", "sliding_window"), ("gemma2", "softcap"), ("gpt_oss", "s_aux"), ("gemma3_text", "scale")],
-)
-def test_parity_gate_refuses_a_planted_error(
-    model_type: str, option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    overrides = {"query_pre_attn_scalar": 64} if model_type == "gemma3_text" else {}
-    monkeypatch.setattr(attention, "_group_query_attention", drop(option))
-    with pytest.raises(ParityError, match=r"differ from the eager model's by .*, more than"):
-        export_tiny(random_model(model_type, **overrides), tmp_path / "package")
-    assert leftovers(tmp_path) == []
-
-
-def test_parity_gate_refuses_a_swapped_rotary_embedding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real_run, real_half = decoder.run_model, modeling_llama.rotate_half
-
-    def swapped(*args: Any) -> Any:
-        with monkeypatch.context() as planted:
-            planted.setattr(modeling_llama, "rotate_half", lambda states: -real_half(states))
-            return real_run(*args)
-
-    monkeypatch.setattr(decoder, "run_model", swapped)
-    with pytest.raises(ParityError, match=r"differ from the eager model's by .*, more than"):
-        export_tiny(random_model("llama"), tmp_path / "package")
-    assert leftovers(tmp_path) == []
-
-
-@pytest.mark.slow
-def test_parity_gate_refuses_a_dropped_pattern(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a layer of plain operators: every key before a token is seen, whatever the model's mask says."""
-    allowed = masks.MaskRule.allowed
-    monkeypatch.setattr(masks.MaskRule, "allowed", lambda rule, *args: allowed(masks.MaskRule(masks.causal()), *args))
-    with pytest.raises(ParityError, match="differ from the eager model's"):
-        export_tiny(tiny_model("llama4_text"), tmp_path / "package")
-
-
-@pytest.mark.slow
-def test_parity_gate_refuses_padding_that_changes_a_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recurrent, "_where", lambda rows, new, old: new.to(old.dtype))
-    with pytest.raises(ParityError, match="differ from the eager model's"):
-        export_tiny(tiny_model("mamba"), tmp_path / "package")
-
-
-def test_parity_gate_counts_attention_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = parity.check
-
-    def short_of_a_layer(
-        decoder: Path, initial: Path, interface: Interface, expected: parity.Reference, **options: int
-    ) -> Any:
-        layers = interface.key_values + interface.key_values[:1]
-        return real(decoder, initial, replace(interface, key_values=layers), expected, **options)
-
-    monkeypatch.setattr(parity, "check", short_of_a_layer)
-    with pytest.raises(ParityError, match="2 GroupQueryAttention nodes for 3 attention layers"):
-        export_tiny(random_model("llama"), tmp_path / "package")
 
 
 @pytest.mark.parametrize("error", [RuntimeError("no"), KeyboardInterrupt(), OSError(28, "No space left on device")])
@@ -206,24 +166,12 @@ def test_a_failed_or_interrupted_export_leaves_nothing(
 
     monkeypatch.setattr(parity, "check", fail)
     with pytest.raises(BaseException) as raised:  # noqa: PT011
-        export_tiny(random_model("llama"), tmp_path / "package")
+        export_without_sampler(random_model("llama"), tmp_path / "package")
     assert raised.value is error or raised.value.__cause__ is error
-    assert leftovers(tmp_path) == []
+    assert os.listdir(tmp_path) == []
 
 
 # Bad input.
-
-
-def test_unknown_model_type(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "no_such_model"}))
-    with pytest.raises(UnsupportedModelError, match="no_such_model"):
-        AutoModelForCausalLM.from_pretrained(tmp_path, tokenizer=None).export(tmp_path / "package")
-
-
-def test_model_that_is_no_causal_lm(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "vit"}))
-    with pytest.raises(UnsupportedModelError, match=r"(?i)vit"):
-        AutoModelForCausalLM.from_pretrained(tmp_path, tokenizer=None).export(tmp_path / "package")
 
 
 def test_models_without_a_cache_are_refused_before_tracing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,25 +179,8 @@ def test_models_without_a_cache_are_refused_before_tracing(tmp_path: Path, monke
 
     monkeypatch.setattr(export, "trace", lambda *_: pytest.fail("traced a model that it cannot export"))
     with pytest.raises(UnsupportedModelError):
-        export_tiny(random_model("openai-gpt"), tmp_path / "package")
-    assert leftovers(tmp_path) == []
-
-
-@pytest.mark.parametrize("model_type", ["openai-gpt", "rwkv"])
-def test_what_the_configuration_tells_is_refused_before_the_weights_are_read(model_type: str, tmp_path: Path) -> None:
-    random_model(model_type).config.save_pretrained(tmp_path / "checkpoint")  # there are no weights to read
-    checkpoint = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint", tokenizer=None)
-    with pytest.raises(UnsupportedModelError, match=r"puts nothing into the cache.*docs/architectures\.md"):
-        checkpoint.export(tmp_path / "package")
-
-
-def test_missing_tokenizer(tmp_path: Path) -> None:
-    random_model("llama").save_pretrained(tmp_path / "checkpoint")
-    with pytest.raises(QsampleError, match=r"no tokenizer in .*tokenizer=None"):
-        AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint").export(tmp_path / "package")
-    assert leftovers(tmp_path) == ["checkpoint"]
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint", tokenizer=None).export(tmp_path / "package")
-    assert len(model.generate([[5, 6]], do_sample=False, max_new_tokens=3).new_token_ids[0]) == 3
+        export_without_sampler(random_model("openai-gpt"), tmp_path / "package")
+    assert os.listdir(tmp_path) == []
 
 
 def test_tokenizer_larger_than_the_vocabulary(tmp_path: Path) -> None:
@@ -258,21 +189,6 @@ def test_tokenizer_larger_than_the_vocabulary(tmp_path: Path) -> None:
         AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint").export(tmp_path / "package")
 
 
-def test_weights_that_do_not_fit_the_configuration(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
-    save_checkpoint(tmp_path / "checkpoint", "llama")
-    config = json.loads((tmp_path / "checkpoint" / "config.json").read_text())
-    (tmp_path / "checkpoint" / "config.json").write_text(json.dumps(config | {"vocab_size": 400}))
-    with pytest.raises(QsampleError, match="cannot load the weights"):
-        AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint").export(tmp_path / "package")
-
-
 def test_dtype_without_a_kernel(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModelError, match=r"bfloat16.*float32, float16"):
         AutoModelForCausalLM.from_pretrained(checkpoint("llama"), dtype="bfloat16").export(tmp_path / "package")
-
-
-def test_a_path_that_is_neither_checkpoint_nor_package(tmp_path: Path) -> None:
-    with pytest.raises(QsampleError, match=r"neither a config.json .* nor a qsample.json"):
-        AutoModelForCausalLM.from_pretrained(tmp_path).export(tmp_path / "package")
-    with pytest.raises(QsampleError, match="does not exist"):
-        AutoModelForCausalLM.from_pretrained("./no/such/folder").export(tmp_path / "package")

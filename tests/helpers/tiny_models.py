@@ -9,6 +9,10 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
+from qsample.contract import Features
+from qsample.exporters.export import export_model
+from qsample.package import Package
+
 VOCAB_SIZE = 320  # 256 bytes, four special tokens and some that no text encodes to
 SPECIAL_TOKENS = ["<pad>", "<s>", "</s>", "<unk>"]
 
@@ -78,3 +82,8 @@ def save_checkpoint(folder: Path, model_type: str, **overrides: Any) -> Path:
     random_model(model_type, **overrides).save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
     return folder
+
+
+def export_without_sampler(model: PreTrainedModel, path: Path, **options: Any) -> Package:
+    """Export `model`, for tests that the sampler does not matter to: tracing it takes most of the time."""
+    return export_model(model, byte_tokenizer(), path, Features(sampler=False), model_id="tiny", **options)

@@ -1,56 +1,49 @@
-"""Checkpoints as people have them: kinds of tokenizers, several stop tokens, names of weights."""
+"""Loading checkpoints: what is missing, unknown or does not fit is refused with advice."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+import os
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
-from qsample.exporters.export import _save_model_files, _token_ids, weight_hash
-from qsample.runtime.text.tokenizer import Tokenizer as RuntimeTokenizer
-from qsample.transforms.cache import DecodeContext
-from qsample.transforms.pipeline import apply, default_transforms
-from tests.helpers.tiny_models import byte_tokenizer, random_model
-
-WORDS = ["in", "the", "begin", "##ning"]
+from qsample import AutoModelForCausalLM
+from qsample.errors import QsampleError, UnsupportedModelError
+from tests.helpers.tiny_models import random_model, save_checkpoint
 
 
-def unigram() -> Tokenizer:
-    pieces = [("<unk>", 0.0), *(("\u2581" + word, -1.0) for word in ("in", "the", "begin")), ("ning", -1.5)]
-    tokenizer = Tokenizer(models.Unigram(pieces, unk_id=0))
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
-    return tokenizer
+def test_unknown_model_type(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "no_such_model"}))
+    with pytest.raises(UnsupportedModelError, match="no_such_model"):
+        AutoModelForCausalLM.from_pretrained(tmp_path, tokenizer=None).export(tmp_path / "package")
 
 
-def word_piece() -> Tokenizer:
-    vocab = {token: place for place, token in enumerate(["<unk>", *WORDS])}
-    tokenizer = Tokenizer(models.WordPiece(vocab, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    return tokenizer
+def test_model_that_is_no_causal_lm(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "vit"}))
+    with pytest.raises(UnsupportedModelError, match=r"(?i)vit"):
+        AutoModelForCausalLM.from_pretrained(tmp_path, tokenizer=None).export(tmp_path / "package")
 
 
-@pytest.mark.parametrize(
-    ("make", "ids"), [(unigram, [1, 2, 3, 4]), (word_piece, [1, 2, 3, 4])], ids=["unigram", "word_piece"]
-)
-def test_tokenizers_reach_the_runtime(make: Callable[[], Tokenizer], ids: list[int], tmp_path: Path) -> None:
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=make(), unk_token="<unk>")
-    _save_model_files(random_model("llama"), tokenizer, tmp_path)
-    assert RuntimeTokenizer(Tokenizer.from_file(str(tmp_path / "tokenizer.json"))).encode("in the beginning") == ids
+def test_missing_tokenizer(tmp_path: Path) -> None:
+    random_model("llama").save_pretrained(tmp_path / "checkpoint")
+    with pytest.raises(QsampleError, match=r"no tokenizer in .*tokenizer=None"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint").export(tmp_path / "package")
+    assert os.listdir(tmp_path) == ["checkpoint"]
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint", tokenizer=None).export(tmp_path / "package")
+    assert len(model.generate([[5, 6]], do_sample=False, max_new_tokens=3).new_token_ids[0]) == 3
 
 
-def test_every_stop_token_of_the_generation_config_is_kept() -> None:
-    model = random_model("llama")
-    model.generation_config.eos_token_id = [2, 7, 9]
-    assert tuple(_token_ids(model, byte_tokenizer()).eos) == (2, 7, 9)
+def test_weights_that_do_not_fit_the_configuration(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "checkpoint", "llama")
+    config = json.loads((tmp_path / "checkpoint" / "config.json").read_text())
+    (tmp_path / "checkpoint" / "config.json").write_text(json.dumps(config | {"vocab_size": 400}))
+    with pytest.raises(QsampleError, match="cannot load the weights"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint").export(tmp_path / "package")
 
 
-@pytest.mark.parametrize("model_type", ["llama", "opt", "bert"])
-def test_the_weight_hash_does_not_see_the_transforms(model_type: str) -> None:
-    model = random_model(model_type, is_decoder=True) if model_type == "bert" else random_model(model_type)
-    before = weight_hash(model)
-    model, modified = apply(model, default_transforms(DecodeContext()))
-    assert modified
-    assert weight_hash(model) == before
+def test_a_path_that_is_neither_checkpoint_nor_package(tmp_path: Path) -> None:
+    with pytest.raises(QsampleError, match=r"neither a config.json .* nor a qsample.json"):
+        AutoModelForCausalLM.from_pretrained(tmp_path).export(tmp_path / "package")
+    with pytest.raises(QsampleError, match="does not exist"):
+        AutoModelForCausalLM.from_pretrained("./no/such/folder").export(tmp_path / "package")

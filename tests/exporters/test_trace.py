@@ -1,0 +1,64 @@
+"""Tracing: the graph has the names, axes and order of its spec, and what no graph can express is refused."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime as ort
+import pytest
+from torch import Tensor, nn
+
+from qsample.contract import BATCH, SEQUENCE, GraphSpec, TensorSpec
+from qsample.errors import UnsupportedModelError
+from qsample.exporters.trace import OPSET, trace
+
+IDS = TensorSpec("ids", "int64", (BATCH, SEQUENCE), "tokens")
+TABLE = TensorSpec("table", "float32", (BATCH, "K"), "a state")
+SCALE = TensorSpec("scale", "float32", (BATCH,), "a state that no step changes", read_only=True)
+TOTAL = TensorSpec("total", "float32", (BATCH, "K"), "the result")
+SPEC = GraphSpec((IDS,), (TABLE, SCALE), (TOTAL,))
+
+
+class Adds(nn.Module):
+    """Returns its results in another order than the spec's."""
+
+    def forward(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        table = inputs["table"] + inputs["ids"].sum(-1, keepdim=True)
+        return {"table_RetainedState": table, "total": table * inputs["scale"][:, None]}
+
+
+class Branches(nn.Module):
+    def forward(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        table = inputs["table"] if inputs["ids"].sum() > 3 else -inputs["table"]
+        return {"table_RetainedState": table, "total": table}
+
+
+def axes(value: ir.Value) -> list[int | str | None]:
+    assert value.shape is not None
+    return [axis if isinstance(axis, int) else axis.value for axis in value.shape]
+
+
+def test_names_axes_and_order_are_those_of_the_spec() -> None:
+    graph = trace(Adds(), SPEC, {"K": 6}).graph
+    assert [(value.name, axes(value)) for value in graph.inputs] == [
+        ("ids", [BATCH, SEQUENCE]),
+        ("table", [BATCH, 6]),
+        ("scale", [BATCH]),
+    ]
+    assert [value.name for value in graph.outputs] == ["total", "table_RetainedState"]
+    assert graph.opset_imports[""] == OPSET
+
+
+@pytest.mark.parametrize(("rows", "tokens"), [(1, 1), (5, 3)])
+def test_the_graph_runs_at_sizes_that_it_was_not_traced_at(rows: int, tokens: int) -> None:
+    session = ort.InferenceSession(ir.to_proto(trace(Adds(), SPEC, {"K": 6})).SerializeToString())
+    ids = np.arange(rows * tokens, dtype=np.int64).reshape(rows, tokens)
+    table, scale = np.ones((rows, 6), np.float32), np.full(rows, 2, np.float32)
+    total, retained = session.run(None, {"ids": ids, "table": table, "scale": scale})
+    np.testing.assert_array_equal(retained, table + ids.sum(1, keepdims=True))
+    np.testing.assert_array_equal(total, 2 * retained)
+
+
+def test_what_depends_on_values_is_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match=r"cannot express: .*docs/architectures\.md"):
+        trace(Branches(), SPEC, {"K": 6})
