@@ -21,6 +21,7 @@ class Sequence:
     `time.perf_counter`. reused: prompt tokens that were in the slot's cache. consumed: prompt tokens in the cache.
     issued: tokens sampled if the row still runs. sampled: the tokens, as far as they were read. status: the contract's;
     STOPPED also at a stop string. outputs: the optional outputs by name, without the batch axis, one entry a token.
+    max_length: the most tokens that it may have in the end, prompt included.
     """
 
     prompt: Array
@@ -37,12 +38,11 @@ class Sequence:
     sampled: list[int] = field(default_factory=list)
     status: int = RUNNING
     outputs: list[Mapping[str, Array]] = field(default_factory=list)
+    max_length: int = field(init=False)
     _taken: int = 0  # tokens of `sampled` that were handed on
 
-    @property
-    def max_length(self) -> int:
-        """The most tokens that it may have in the end, prompt included."""
-        return int(self.parameters["max_length"])
+    def __post_init__(self) -> None:
+        self.max_length = int(self.parameters["max_length"])
 
     @property
     def limit(self) -> int:

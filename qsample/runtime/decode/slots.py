@@ -176,7 +176,7 @@ class Slots:
         """
         rows, lengths = range(slot, slot + len(ids)), [len(row) for row in ids]
         width = max(lengths)  # and not a fixed one: the last chunk could pass the capacity
-        # Nothing reads the padding; a token of the row's own brings no number into the row that is not there anyway.
+        # Nothing reads the padding. It repeats a token of the row, which brings in no NaN that is not there anyway.
         padded = [np.pad(row, (0, width - len(row)), constant_values=row[0]) for row in ids]
         self._chunk_ids.write_at((0, slice(len(ids) * width)), np.concatenate(padded))
         self._chunk_lengths.write_at(slice(len(ids)), lengths)

@@ -90,7 +90,7 @@ def open_sessions(
         return session
 
     on_host = SessionOptions(options.intra_op_num_threads, config=options.config)
-    # Its control flow is nothing for providers that compile, and it runs seldom.
+    # Providers that compile do not take its control flow, and it runs seldom.
     resuming = [name for name in providers if name in (CUDA, CPU)]
     # The weights of sessions on other devices are not in this process's memory for long.
     with in_huge_pages() if device == "cpu" else nullcontext():
@@ -117,7 +117,8 @@ def _options_of(package: Package, name: str, options: SessionOptions) -> dict[st
     compilation = package.manifest.compilation
     compiled = compilation.provider_options if compilation and name == "decoder.onnx" else {}
     chosen = {**compiled, **options.provider_options}
-    # Others have control flow, run once, or read from the host what a replay would not.
+    # Other graphs are not captured: they have control flow, run once, or read memory of the host, which a replay would
+    # not read again.
     if name != "decoder.onnx" or not package.interface.captured:
         chosen.pop(_CAPTURE, None)
     return chosen

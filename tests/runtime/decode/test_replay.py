@@ -1,5 +1,4 @@
-"""Captured graphs: what is run several times before it is replayed, and replayed over the memory of then, changes no
-token."""
+"""Captured graphs: runs before the capture, and replays over the memory that was captured, change no token."""
 
 from __future__ import annotations
 

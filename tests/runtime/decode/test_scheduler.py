@@ -1,4 +1,4 @@
-"""Who sits where and what runs next: order of arrival, kept prefixes, chunks between windows."""
+"""The scheduler: order of arrival, kept prefixes, chunks between windows."""
 
 from __future__ import annotations
 
