@@ -9,6 +9,12 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 
+from tests.helpers.sampler_traces import share_traces
+
+# Models of a few kilobytes gain nothing from torch's second thread, and while it waits it keeps a core from the other
+# test processes: half of a run's CPU time. Before torch is imported; the commands that tests start inherit it.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 
 @pytest.fixture(scope="session")
 def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -25,6 +31,14 @@ def made_once(path: Path, make: Callable[[Path], object]) -> Path:
         if not path.exists():
             make(path)
     return path
+
+
+@pytest.fixture(scope="session", autouse=True)
+def sampler_traces(request: pytest.FixtureRequest, shared_folder: Path) -> Path:
+    """The folder of the sampler graphs that were traced, by this run or by one before it: `pytest --cache-clear`
+    forgets them."""
+    cache = getattr(request.config, "cache", None)
+    return share_traces(cache.mkdir("sampler_traces") if cache else shared_folder / "sampler_traces")
 
 
 @pytest.fixture(scope="session")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
+from dataclasses import replace
 
 import onnx
 import onnx_ir as ir
@@ -40,8 +41,9 @@ def export_sampler(
     resumes: bool = False,
 ) -> ir.Model:
     """`sampler.onnx`: logits in, next-token ids and new state out. The options are those of `Sampler`."""
+    features = replace(interface.features, sampler=True)  # in a graph of its own or in the decoder's, it is the same
     options = (num_candidates, chunk_size, control_flow, resumes)
-    traced = _trace(interface.vocab_size, interface.features, pad_token_id, *options)
+    traced = _trace(interface.vocab_size, features, pad_token_id, *options)
     return ir.from_proto(onnx.load_model_from_string(traced))
 
 
