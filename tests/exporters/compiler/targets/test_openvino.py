@@ -1,0 +1,78 @@
+"""The OpenVINO target: the graph that it is given; and, where the plugin finds an Intel processor, a whole package."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+import onnxruntime as ort
+import pytest
+
+from qsample.exporters.compiler.compile import compile_package, optimize
+from qsample.exporters.compiler.options import CompileOptions
+from qsample.exporters.compiler.plan import make_plan
+from qsample.exporters.compiler.quantize.weights import quantization_report
+from qsample.exporters.compiler.targets.openvino import OpenVinoTarget
+from qsample.package import Package, read_package
+from qsample.runtime import CausalLM, SamplingParams, load
+from qsample.runtime.session.providers import is_plugin, plugin_devices
+from tests.helpers.sampling_cases import PARAMETERS
+
+CAPACITY = 48
+PROMPTS = [[5, 6, 7, 8], [9], list(range(10, 19)), [20, 21], [22, 23, 24], [25]]
+CONTROL_FLOW = {"If", "Loop", "Scan"}
+
+
+def generate(model: CausalLM, **options: Any) -> list[list[int]]:
+    rows = [SamplingParams(**row, max_new_tokens=20, eos_token_id=(3, 250)) for row in PARAMETERS]
+    return model.generate(PROMPTS, rows, seed=4, **options).new_token_ids
+
+
+@pytest.fixture(scope="module")
+def llama(llama_package: Path) -> Package:
+    return read_package(llama_package)
+
+
+def test_openvino_is_given_the_model_without_the_sampler(llama: Package) -> None:
+    target = OpenVinoTarget()
+    model, _ = optimize(make_plan(llama, CompileOptions(provider="openvino", ctx_len=CAPACITY)), target)
+    assert quantization_report(model) is None
+    assert not CONTROL_FLOW & {node.op_type for node in model.graph.all_nodes()}
+    assert [value.name for value in model.graph.inputs[:3]] == ["input_ids", "input_lengths", "lengths"]
+    assert [value.name for value in model.graph.outputs] == [
+        "logits",
+        *(f"present.{layer}.{kind}" for layer in range(2) for kind in ("key", "value")),
+    ]
+    writers = {value.producer().op_type for value in model.graph.outputs[1:] if value.producer() is not None}
+    assert writers == {"GroupQueryAttention"}
+    assert not any(value.dtype == ir.DataType.DOUBLE for node in model.graph for value in node.outputs)
+
+
+def openvino_devices() -> list[str]:
+    """The devices of the OpenVINO plugin, [] where it is not installed."""
+    provider = OpenVinoTarget.execution_providers[0]
+    if not is_plugin(provider) or provider in ort.get_available_providers():
+        return []
+    return [str(device.ep_metadata.get("ov_device")) for device in plugin_devices(provider)]
+
+
+@pytest.mark.skipif(
+    "CPU" not in openvino_devices(),
+    reason="needs the plugin onnxruntime-ep-openvino and a processor that it takes",
+)
+@pytest.mark.parametrize("options", [{}, {"batch_size": 1}, {"weights": "int8"}], ids=str)
+def test_openvino_end_to_end(options: dict[str, Any], llama: Package, tmp_path: Path) -> None:
+    package = compile_package(llama, tmp_path / "out", CompileOptions(provider="openvino", ctx_len=CAPACITY, **options))
+    compilation = package.manifest.compilation
+    assert compilation is not None
+    assert compilation.placement["OpenVINOExecutionProvider"] == {"EPContext": 3}
+    assert compilation.placement["CPUExecutionProvider"]["GroupQueryAttention"] == 2
+    if "weights" in options:
+        assert generate(load(package.path), flush_every=4) == generate(load(package.path))
+        return
+    assert compilation.self_test["agreeing"] == compilation.self_test["tokens"]
+    wanted, model = generate(load(llama.path)), load(package.path)
+    assert generate(model) == wanted
+    for chosen in ({"flush_every": 4}, {"prefill_chunk_size": 3}, {"double_buffering": False}, {"in_place": False}):
+        assert generate(model, **chosen) == wanted

@@ -1,0 +1,50 @@
+"""The divergence: of equal graphs, of different ones, and of graphs with a fixed batch."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+from qsample.exporters.compiler.compile import compile_package
+from qsample.exporters.compiler.divergence import ROWS, measure_divergence
+from qsample.exporters.compiler.options import CompileOptions
+from qsample.package import read_package
+
+
+def test_divergence_of_equal_and_of_different_graphs(llama_package: Path, tmp_path: Path) -> None:
+    package = read_package(llama_package)
+    same = measure_divergence(package.path, package.path, package.interface, 32)
+    assert (same.kl, same.agreement) == (0.0, 1.0)
+    assert same.perplexity == same.quantized_perplexity
+    # The model's own text has its entropy as the mean negative log-likelihood, and no token is worse than uniform.
+    assert 1 < same.perplexity < package.interface.vocab_size
+
+    model = ir.load(package.file("decoder.onnx"))
+    head = next(
+        node for node in reversed(list(model.graph)) if node.op_type == "MatMul" and node.inputs[1].is_initializer()
+    )  # type: ignore[union-attr]
+    tensor = head.inputs[1].const_value  # type: ignore[union-attr]
+    assert tensor is not None
+    head.inputs[1].const_value = ir.Tensor(tensor.numpy() * np.float32(3), name=tensor.name)  # type: ignore[union-attr]
+    ir.save(model, tmp_path / "decoder.onnx", external_data="decoder.onnx.data")
+    shutil.copy(package.file("initial_state.onnx"), tmp_path)
+    other = measure_divergence(package.path, tmp_path, package.interface, 32)
+    assert other.kl > 0.1
+    assert other.quantized_perplexity > other.perplexity
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_a_package_for_few_rows_is_measured_on_as_many_tokens(
+    batch_size: int, llama_package: Path, tmp_path: Path
+) -> None:
+    options = CompileOptions(batch_size=batch_size, ctx_len=24, weights="int8")
+    package = compile_package(read_package(llama_package), tmp_path / "out", options)
+    assert package.manifest.compilation is not None
+    assert package.manifest.compilation.quantization is not None
+    divergence = package.manifest.compilation.quantization["divergence"]
+    assert divergence["tokens"] == ROWS * 23
+    assert 0 < divergence["kl"] < 0.01
