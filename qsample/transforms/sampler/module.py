@@ -94,7 +94,7 @@ class Sampler(nn.Module):
         rows = sample.Rows(random, maximum, temperature, top_k, top_p, min_p, uniform)
         draw = self._draw(adjusted, chunks, rows, greedy)
         token = torch.where(random[:, None], draw.token, greedy)
-        emitted = drawing if self._control_flow else drawing & ~(random & (draw.unseen > 0))
+        emitted = drawing if self._control_flow else drawing & ~draw.unsettled
 
         # 5. Commit.
         advance = running & (emitted | ~emit)

@@ -51,12 +51,12 @@ class Rows(NamedTuple):
 class Draw(NamedTuple):
     """token: [B, 1] int64. threshold: [B, 1] float32: the logits at or above it passed top-k and top-p.
 
-    unseen: [B] float32, positive where the row needs another way to draw: what a token out of sight may weigh.
+    unsettled: [B] bool, random rows that need another way to draw.
     """
 
     token: Tensor
     threshold: Tensor
-    unseen: Tensor
+    unsettled: Tensor
 
 
 def sample(logits: Tensor, chunks: Chunks, rows: Rows, num_candidates: int, greedy: Tensor) -> Draw:
@@ -74,11 +74,10 @@ def sample(logits: Tensor, chunks: Chunks, rows: Rows, num_candidates: int, gree
         (total,) = branch(needs_total.any(), lambda: (_total_weight(chunks, rows),), lambda: (_no_weight(rows),))
         return _from_candidates(chunks, total, rows, num_candidates, logits.shape[1])
 
-    # Where no row has a filter, all that draw need the wide tier; their temperature says so.
-    first = Draw(*branch(filtered.any(), from_candidates, lambda: (greedy, rows.maximum[:, None], rows.temperature)))
-    needs_vocabulary = torch.where(rows.random, first.unseen, 0.0).max() > 0
-    token, threshold = branch(needs_vocabulary, lambda: _from_vocabulary(logits, rows, first), lambda: first[:2])
-    return Draw(token, threshold, torch.zeros_like(rows.maximum))
+    # Where no row has a filter, the candidates settle none.
+    first = Draw(*branch(filtered.any(), from_candidates, lambda: (greedy, rows.maximum[:, None], rows.random)))
+    token, threshold = branch(first.unsettled.any(), lambda: _from_vocabulary(logits, rows, first), lambda: first[:2])
+    return Draw(token, threshold, torch.zeros_like(rows.random))
 
 
 def sample_candidates(chunks: Chunks, rows: Rows, num_candidates: int, vocab: int) -> Draw:
@@ -104,27 +103,26 @@ def _from_candidates(chunks: Chunks, total: Tensor, rows: Rows, num_candidates: 
 
     token = draw.draw_candidates(ids, weights, rows.uniform)
     if num_candidates >= vocab:
-        return Draw(token, threshold, torch.zeros_like(rows.maximum))
+        return Draw(token, threshold, torch.zeros_like(rows.random))
     # The last candidate tells of the tokens beyond. Where top-k comes before top-p it must fail top-k already:
     # survivors out of sight, ties or a larger k, make a nucleus of unknown size, since its normaliser is unknown.
-    unseen = torch.where(has_top_k & (rows.top_p < 1), passed_top_k[:, -1], weights[:, -1])
-    return Draw(token, threshold, unseen)
+    last = torch.where(has_top_k & (rows.top_p < 1), passed_top_k[:, -1], weights[:, -1])
+    return Draw(token, threshold, rows.random & (last > 0))
 
 
 def _from_vocabulary(logits: Tensor, rows: Rows, first: Draw) -> Tensors:
     """Token and threshold: those of `first` where it is settled, else of a draw from the whole vocabulary."""
-    unsettled = rows.random & (first.unseen > 0)
-    filtered = unsettled & (rows.has_top_k(logits.shape[1]) | (rows.top_p < 1) | (rows.min_p > 0))
+    filtered = first.unsettled & (rows.has_top_k(logits.shape[1]) | (rows.top_p < 1) | (rows.min_p > 0))
     # The search serves rows without filters too; alone, they need none.
     second = Draw(*branch(filtered.any(), lambda: _with_search(logits, rows), lambda: _without_filters(logits, rows)))
-    failed = filtered & (second.unseen > 0)
-    third = branch(failed.any(), lambda: _settle(second, _with_sort(logits, rows)), lambda: second[:2])
+    failed = (filtered & second.unsettled).any()
+    third = branch(failed, lambda: _settle(second, _with_sort(logits, rows)), lambda: second[:2])
     return _settle(first, third)
 
 
 def _settle(draw: Draw, other: Tensors) -> Tensors:
     """Token and threshold: the other ones in the rows that are unsettled."""
-    unsettled = draw.unseen[:, None] > 0
+    unsettled = draw.unsettled[:, None]
     return tuple(torch.where(unsettled, new, old) for new, old in zip(other, draw[:2], strict=True))
 
 
@@ -144,7 +142,7 @@ def _with_search(logits: Tensor, rows: Rows) -> Draw:
     threshold = torch.maximum(top_k, top_p)
     token = draw.draw_vocabulary(rows.keep(logits, weights, threshold), rows.uniform)
     unsettled = failed | (has_top_k & (kept_count > SORT_SIZE))
-    return Draw(token, threshold, unsettled.to(torch.float32))
+    return Draw(token, threshold, unsettled)
 
 
 def _with_sort(logits: Tensor, rows: Rows) -> Tensors:
@@ -161,7 +159,7 @@ def _with_sort(logits: Tensor, rows: Rows) -> Tensors:
 def _without_filters(logits: Tensor, rows: Rows) -> Draw:
     """Draw from the whole vocabulary, for rows without filters."""
     token = draw.draw_vocabulary(rows.weigh(logits), rows.uniform)
-    return Draw(token, torch.full_like(rows.uniform, -torch.inf), torch.zeros_like(rows.maximum))
+    return Draw(token, torch.full_like(rows.uniform, -torch.inf), torch.zeros_like(rows.random))
 
 
 def _total_weight(chunks: Chunks, rows: Rows) -> Tensor:
