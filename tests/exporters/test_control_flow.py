@@ -1,0 +1,165 @@
+"""If and Scan nodes from markers: what they compute, and which nodes are inside them."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import onnx.parser
+import onnx_ir as ir
+import onnxruntime as ort
+import pytest
+
+from qsample.exporters.control_flow import outline_branches, outline_scans
+
+Array = np.ndarray
+
+
+def parse(graph: str) -> ir.Model:
+    opsets = '<ir_version: 10, opset_import: ["" : 20, "qsample" : 1]>'
+    model = ir.from_proto(onnx.parser.parse_model(f"{opsets} graph {graph}"))
+    for number, node in enumerate(model.graph):  # the text has no names for nodes; a trace has
+        node.name = f"{node.op_type}_{number}"
+    return model
+
+
+def run(model: ir.Model, **inputs: object) -> list[Array]:
+    proto = ir.to_proto(model)
+    onnx.checker.check_model(proto)
+    session = ort.InferenceSession(proto.SerializeToString())
+    types = {value.name: value.dtype for value in model.graph.inputs}
+    return session.run(None, {name: np.array(value, types[name].numpy()) for name, value in inputs.items()})
+
+
+def only(graph: ir.Graph, op_type: str) -> ir.Node:
+    (node,) = (node for node in graph if node.op_type == op_type)
+    return node
+
+
+def sides(branch: ir.Node) -> tuple[ir.Graph, ir.Graph]:
+    return branch.attributes["then_branch"].as_graph(), branch.attributes["else_branch"].as_graph()
+
+
+def operators(graph: ir.Graph) -> list[str]:
+    return sorted(node.op_type for node in graph)
+
+
+ONE_BRANCH = """(bool p, float[N] x) => (float[N] result, float[N] doubled) {
+    doubled = Add (x, x)
+    root = Sqrt (x)
+    less = Neg (root)
+    more = Exp (doubled)
+    both = Mul (root, more)
+    result = qsample.Branch (p, less, both)
+}"""
+
+
+def test_a_side_holds_what_it_alone_needs() -> None:
+    model = parse(ONE_BRANCH)
+    assert outline_branches(model)
+    then, otherwise = sides(only(model.graph, "If"))
+    assert operators(model.graph) == ["Add", "If"]  # an output needs the sum, whichever side is taken
+    assert operators(then) == ["Neg", "Sqrt"]
+    assert operators(otherwise) == ["Exp", "Mul", "Sqrt"]  # what both need, and nothing else, is copied
+    assert "qsample" not in model.opset_imports
+    x = np.array([1, 4], np.float32)
+    for p in (True, False):
+        result, doubled = run(model, p=p, x=x)
+        np.testing.assert_allclose(result, -np.sqrt(x) if p else np.sqrt(x) * np.exp(2 * x), rtol=1e-6)
+        np.testing.assert_array_equal(doubled, 2 * x)
+
+
+def test_a_side_may_give_a_value_from_outside() -> None:
+    model = parse("""(bool p, float[N] x) => (float[N] first, float[N] second) {
+        root = Sqrt (x)
+        first, second = qsample.Branch (p, x, root, root, x)
+    }""")
+    assert outline_branches(model)
+    assert [operators(side) for side in sides(only(model.graph, "If"))] == [["Identity", "Sqrt"]] * 2
+    for p in (True, False):
+        first, second = run(model, p=p, x=[4, 9])
+        assert (first.tolist(), second.tolist()) == (([4, 9], [2, 3]) if p else ([2, 3], [4, 9]))
+
+
+def test_a_branch_inside_a_side() -> None:
+    model = parse("""(bool p, bool q, float[N] x) => (float[N] result) {
+        root = Sqrt (x)
+        minus = Neg (x)
+        inner = qsample.Branch (q, root, minus)
+        doubled = Add (inner, inner)
+        result = qsample.Branch (p, doubled, x)
+    }""")
+    assert outline_branches(model)
+    then, otherwise = sides(only(model.graph, "If"))
+    assert operators(model.graph) == ["If"]
+    assert operators(then) == ["Add", "If"]
+    assert operators(otherwise) == ["Identity"]
+    expected = {(True, True): [4, 6], (True, False): [-8, -18], (False, True): [4, 9], (False, False): [4, 9]}
+    for (p, q), values in expected.items():
+        assert run(model, p=p, q=q, x=[4, 9])[0].tolist() == values
+
+
+def test_a_branch_that_both_sides_need_stands_before_them_once() -> None:
+    model = parse("""(bool p, bool q, float[N] x) => (float[N] result) {
+        root = Sqrt (x)
+        shared = qsample.Branch (q, root, x)
+        minus = Neg (shared)
+        doubled = Add (shared, shared)
+        result = qsample.Branch (p, minus, doubled)
+    }""")
+    assert outline_branches(model)
+    assert operators(model.graph) == ["If", "If"]
+    assert sum(node.op_type == "If" for node in model.graph.all_nodes()) == 2
+    expected = {(True, True): [-2, -3], (True, False): [-4, -9], (False, True): [4, 6], (False, False): [8, 18]}
+    for (p, q), values in expected.items():
+        assert run(model, p=p, q=q, x=[4, 9])[0].tolist() == values
+
+
+@pytest.mark.parametrize("outline", [outline_branches, outline_scans])
+def test_a_graph_without_markers_stays_as_it_is(outline: object) -> None:
+    model = parse("(float[N] x) => (float[N] y) { y = Neg (x) }")
+    assert not outline(model)  # type: ignore[operator]
+    assert operators(model.graph) == ["Neg"]
+
+
+RUNNING_SUM = """(float[B] start, float[B, S] x, float[B] scale) => (float[B] last, float[B, S] sums) {
+    factor = Exp (scale)
+    state, token = qsample.ScanBegin <num_states = 1> (start, x)
+    scaled = Mul (token, factor)
+    sum = Add (state, scaled)
+    last, sums = qsample.ScanEnd <num_states = 1> (sum, sum)
+}"""
+TWO_LOOPS = """(float[B] start, float[B, S] x) => (float[B] last, float[B, S] twice, float[B, S] kept) {
+    state, token = qsample.ScanBegin <num_states = 1> (start, x)
+    sum = Add (state, token)
+    first_last, sums = qsample.ScanEnd <num_states = 1> (sum, sum)
+    state2, token2, input2 = qsample.ScanBegin <num_states = 1> (first_last, sums, x)
+    sum2 = Add (state2, token2)
+    last, twice, kept = qsample.ScanEnd <num_states = 1> (sum2, sum2, input2)
+}"""
+
+
+def test_a_loop_holds_what_depends_on_the_token() -> None:
+    model = parse(RUNNING_SUM)
+    assert outline_scans(model)
+    scan = only(model.graph, "Scan")
+    assert operators(model.graph) == ["Exp", "Scan"]
+    assert operators(scan.attributes["body"].as_graph()) == ["Add", "Identity", "Mul"]
+    assert "qsample" not in model.opset_imports
+    x = np.array([[1, 2, 3], [4, 5, 6]], np.float32)
+    last, sums = run(model, start=[10, 20], x=x, scale=np.log([1, 2]))
+    expected = np.array([[11, 13, 16], [28, 38, 50]])
+    np.testing.assert_allclose(sums, expected, rtol=1e-6)
+    np.testing.assert_allclose(last, expected[:, -1], rtol=1e-6)
+
+
+def test_a_loop_over_the_results_of_another() -> None:
+    """And a result that no node of the body computes: the token itself."""
+    model = parse(TWO_LOOPS)
+    assert outline_scans(model)
+    assert operators(model.graph) == ["Scan", "Scan"]
+    x = np.array([[1, 2, 3]], np.float32)
+    last, twice, kept = run(model, start=[0], x=x)
+    sums = np.cumsum(x, axis=1)
+    np.testing.assert_array_equal(twice, sums[:, -1:] + np.cumsum(sums, axis=1))
+    np.testing.assert_array_equal(last, twice[:, -1])
+    np.testing.assert_array_equal(kept, x)
