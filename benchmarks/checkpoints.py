@@ -1,4 +1,4 @@
-"""A shape's name enters; a checkpoint of random weights in that shape leaves, and models of it in the peers' formats.
+"""Makes checkpoints of random weights in a named shape, and models of them in the peers' formats.
 
 Random weights run as fast as trained ones, but their distribution is flat, the worst case for top-p. So the last norm
 is scaled until the likeliest token has a probability of about PEAK, as a trained model's has: the same as scaling the
@@ -80,7 +80,7 @@ SHAPES: Final[dict[str, dict[str, Any]]] = {
 def make_checkpoint(shape: str, folder: Path, *, layers: int | None = None, peak: float | None = PEAK) -> Path:
     """Write a bfloat16 checkpoint with a tokenizer to `folder`, unless there is one, and return the folder.
 
-    shape: a key of SHAPES. layers: in place of the shape's number. peak: probability of the likeliest token, median;
+    shape: a key of SHAPES. layers: instead of the shape's number. peak: probability of the likeliest token, median;
     None = leave the distribution flat.
     """
     import torch

@@ -118,14 +118,14 @@ def run_cells(
         first: dict[str, list[float]] = {name: [] for name in workers}
         steps: dict[str, list[float]] = {name: [] for name in workers}
         names = list(workers)
-        for place in range(options.rounds + 1):
-            turn = place % len(names)
+        for index in range(options.rounds + 1):
+            turn = index % len(names)
             for name in names[turn:] + names[:turn]:
                 time.sleep(PAUSE)
                 # The first round warms up: memory is taken, files are read.
-                count = options.new_tokens if place else 4
+                count = options.new_tokens if index else 4
                 answer = workers[name].ask(rows=batch, prompt_tokens=prompt, new_tokens=count, sampling=MIXES[mix])
-                if place:
+                if index:
                     first[name].append(1e3 * answer["first_token"])
                     steps[name].append(1e3 * float(np.median(answer["steps"])))
         for name in names:

@@ -1,4 +1,4 @@
-"""Measurements of `decode.py` enter; its JSON file, tables, plot, and the comparison with what is asked for leave."""
+"""The report of `decode.py`: its JSON file, tables and plot, and the comparison with its goals."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ class Results:
 
     def shape(self, shape: str) -> dict[str, Any]:
         empty: dict[str, Any] = {"systems": {}, "cells": [], "overhead": {}, "tokens": None, "quantization": None}
-        found: dict[str, Any] = self.data["shapes"].setdefault(shape, empty)
-        return found
+        results: dict[str, Any] = self.data["shapes"].setdefault(shape, empty)
+        return results
 
     def add_system(
         self, shape: str, system: str, version: str, size: int, load_seconds: float, memory: dict[str, int]
@@ -225,10 +225,10 @@ def _plot(results: Results, path: Path) -> None:
         prompt = min(cell["prompt"] for cell in cells)
         batches = sorted({cell["batch"] for cell in cells})
         for mix, axis in zip(mixes, line, strict=True):
-            for place, name in enumerate(systems):
-                found = [results.cell(shape, prompt, batch, mix, name) for batch in batches]
-                heights = [1e3 * b / np.median(c["step_ms"]) if c else 0 for b, c in zip(batches, found, strict=True)]
-                left = np.arange(len(batches)) + (place - len(systems) / 2 + 0.5) * 0.8 / len(systems)
+            for index, name in enumerate(systems):
+                bars = [results.cell(shape, prompt, batch, mix, name) for batch in batches]
+                heights = [1e3 * b / np.median(c["step_ms"]) if c else 0 for b, c in zip(batches, bars, strict=True)]
+                left = np.arange(len(batches)) + (index - len(systems) / 2 + 0.5) * 0.8 / len(systems)
                 axis.bar(left, heights, 0.8 / len(systems), label=name)
             axis.set(title=f"{shape}: {mix}", xticks=range(len(batches)), xticklabels=batches, xlabel="rows")
             axis.grid(axis="y", alpha=0.3)

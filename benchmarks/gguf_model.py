@@ -1,4 +1,4 @@
-"""A checkpoint of Llama's or Qwen3's architecture enters; a GGUF file for llama.cpp, quantized by llama.cpp, leaves.
+"""Writes a checkpoint of Llama's or Qwen3's architecture as a GGUF file, which llama.cpp itself quantizes.
 
     python benchmarks/gguf_model.py CHECKPOINT OUT.gguf Q4_0
 

@@ -74,8 +74,8 @@ class NaiveTopP(nn.Module):
         probs = values.softmax(-1)
         cumulative = probs.cumsum(-1)
         kept = torch.where(cumulative - probs < top_p, probs, 0.0).cumsum(-1)
-        place = (kept <= uniform * kept[:, -1:]).sum(-1, keepdim=True)
-        return ids.gather(1, place.clamp(max=logits.shape[-1] - 1))
+        drawn = (kept <= uniform * kept[:, -1:]).sum(-1, keepdim=True)
+        return ids.gather(1, drawn.clamp(max=logits.shape[-1] - 1))
 
 
 def make_session(model: ir.Model | Path, threads: int, folder: Path) -> ort.InferenceSession:

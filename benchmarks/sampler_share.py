@@ -6,9 +6,9 @@ with a plain ArgMax over them.
 
 They run in one process, some steps each in turn, over the same cache, in the middle of a generation: --history tokens a
 row. Every state is bound in place but `lengths`, so that every step is the same. The first steps of a turn are not
-counted: the other graph's threads still spin, and its own have to wake. Where its weights come to lie changes a step by
-some 3 %, more than the sampler does, so each graph is loaded --copies times: the sampler's time is the median over the
-copies of the difference of their medians, and the range of those differences stands beside it.
+counted: the other graph's threads still spin, and its own have to wake. Where its weights are in memory changes a
+step by some 3 %, more than the sampler does, so each graph is loaded --copies times: the sampler's time is the median
+over the copies of the difference of their medians, and the range of those differences is given beside it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ GRAPHS = ("whole", "up to the logits", "with ArgMax")
 
 
 def make_graphs(decoder: Path, interface: Interface) -> dict[str, bytes]:
-    """By name of GRAPHS: the graph as it is, cut off at its logits, and with ArgMax in place of the sampler."""
+    """By name of GRAPHS: the graph as it is, cut off at its logits, and with ArgMax instead of the sampler."""
     cut, argmax = (cut_at_logits(ir.load(decoder), interface) for _ in range(2))
     logits = argmax.graph.outputs[0]
     node = ir.node("ArgMax", [logits], {"axis": -1, "keepdims": 0}, name="argmax")

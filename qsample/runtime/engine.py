@@ -1,7 +1,7 @@
 """Continuous batching: prompts come at any time, from any thread, and their tokens go out as they are sampled.
 
-A thread of the engine's own runs the decode loop. If instead whoever reads a request drove the loop, all requests would
-stand still while one reader is busy elsewhere, and an event loop would be blocked by the steps that it drives.
+The engine runs the decode loop on a thread of its own. If readers of requests drove the loop, all requests would wait
+while one reader is busy elsewhere, and an event loop would be blocked during every step.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class Engine:
         self._changed = threading.Condition()  # guards what follows
         self._requests: dict[Sequence, Request] = {}  # those that have not ended
         self._added: list[Sequence] = []
-        self._cancelled: list[Request] = []
+        self._cancelled: list[Sequence] = []
         self._closed = False
         self._error: BaseException | None = None
         # For the engine's thread alone.
@@ -180,9 +180,9 @@ class Engine:
             self._thread.join()
         atexit.unregister(self.close)
 
-    def _cancel(self, request: Request) -> None:
+    def _cancel(self, sequence: Sequence) -> None:
         with self._changed:
-            self._cancelled.append(request)
+            self._cancelled.append(sequence)
             self._changed.notify_all()
 
     def _closed_error(self) -> EngineClosedError:
@@ -221,14 +221,12 @@ class Engine:
                 return False
             added, self._added = self._added, []
             cancelled, self._cancelled = self._cancelled, []
-            left = (
-                [sequence for sequence, request in self._requests.items() if request in cancelled] if cancelled else []
-            )
         for sequence in added:
             loop.add(sequence)
-        for sequence in left:
-            loop.leave(sequence)
-            self._end(sequence).finish(CANCELLED)
+        for sequence in cancelled:
+            if sequence in self._requests:  # it has not ended meanwhile
+                loop.leave(sequence)
+                self._end(sequence).finish(CANCELLED)
         return True
 
     def _deliver(self, sequence: Sequence) -> None:

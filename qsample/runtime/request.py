@@ -79,7 +79,7 @@ class Request:
     kept as long as the request itself, and holds up nobody.
     """
 
-    def __init__(self, sequence: Sequence, cancel: Callable[[Request], None]) -> None:
+    def __init__(self, sequence: Sequence, cancel: Callable[[Sequence], None]) -> None:
         self._sequence = sequence
         self._cancel = cancel
         self._added = time.perf_counter()
@@ -100,7 +100,7 @@ class Request:
 
     def cancel(self) -> None:
         """End it with what it has, finish reason "cancelled"; nothing happens where it has ended already."""
-        self._cancel(self)
+        self._cancel(self._sequence)
 
     def result(self, timeout: float | None = None) -> RequestOutput:
         """Wait for the end. Raises TimeoutError after `timeout` seconds, and what made the request fail."""

@@ -48,7 +48,7 @@ def in_huge_pages() -> Iterator[None]:
 
 
 def _collapse(parts: Iterable[Mapping]) -> None:
-    """Memory that was freed meanwhile makes the call fail, or holds something else by now; neither does harm."""
+    """Where memory was freed since, the call fails or collapses what is there now; both are fine."""
     libc = ctypes.CDLL(None)
     for start, end in parts:
         start, end = -(-start // HUGE_PAGE) * HUGE_PAGE, end // HUGE_PAGE * HUGE_PAGE

@@ -1,5 +1,5 @@
-"""Huge pages: what is allocated meanwhile gets them, with its contents, and nothing else does. Pages of mapped files:
-given back, and the same when they are read again."""
+"""Huge pages for what is allocated inside the block, and for nothing else; pages of mapped files, given back and read
+again."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def can_collapse() -> bool:
     not (sys.platform == "linux" and linux_memory._allowed() and can_collapse()),
     reason="needs Linux 6.1 and free huge pages",
 )
-def test_what_is_allocated_meanwhile_gets_them() -> None:
+def test_memory_that_is_allocated_inside_the_block_gets_them() -> None:
     before = allocate()
     had = huge_pages_of(before)
     with in_huge_pages():
