@@ -1,4 +1,4 @@
-"""A hub id, a checkpoint or a package enters; a model with one set of verbs leaves: export, compile, generate.
+"""Opens a hub id, a checkpoint or a package as a model with one set of verbs: export, compile, generate.
 
 Torch and transformers are imported only where a checkpoint is exported.
 """
@@ -256,7 +256,7 @@ class _Destination:
 
 
 def _scratch_folder(path: Path) -> tempfile.TemporaryDirectory[str]:
-    """A temporary folder on the disk that `path` will be on: the default place for them is often in memory."""
+    """A temporary folder on the disk that `path` will be on: the default folder for them is often in memory."""
     parent = next(
         (folder for folder in path.absolute().parents if folder.is_dir() and os.access(folder, os.W_OK)), None
     )

@@ -6,10 +6,13 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from qsample import AutoModelForCausalLM
+from qsample.auto_model import CheckpointModel
+from qsample.contract import Features
 from qsample.errors import QsampleError
 
 PROMPTS = [[5, 6, 7, 8], [9], [10, 11, 12, 13, 14, 15, 16, 17, 18]]
@@ -41,6 +44,22 @@ def test_host_sampling_gives_the_tokens_of_the_baked_sampler(
     wanted = baked.generate(PROMPTS, seed=seed, **SAMPLED)
     got = host.generate(PROMPTS, seed=seed, **SAMPLED)
     assert (got.new_token_ids, got.finish_reasons) == (wanted.new_token_ids, wanted.finish_reasons)
+
+
+@pytest.mark.parametrize(
+    ("keywords", "features"),
+    [
+        ({}, Features()),
+        ({"include_sampler": False}, Features(sampler=False)),
+        ({"return_pdfs": True}, Features(probs=True)),
+        ({"logit_bias": True, "top_logprobs": 3}, Features(logit_bias=True, top_logprobs=3)),
+        ({"allowed_tokens": True, "logprobs": True}, Features(allowed_tokens=True, logprobs=True)),
+    ],
+)
+def test_keywords_name_the_features(keywords: dict[str, Any], features: Features) -> None:
+    model = AutoModelForCausalLM.from_pretrained("some/model", **keywords)
+    assert isinstance(model, CheckpointModel)
+    assert model.features == features
 
 
 def test_save_pretrained_copies_a_package(llama_package: Path, tmp_path: Path) -> None:

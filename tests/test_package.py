@@ -72,11 +72,11 @@ def test_progress_counts_every_byte(tmp_path: Path) -> None:
 # Reading: every way in which a package can be wrong.
 
 
-@pytest.mark.parametrize("place", [0, len(LARGE) // 2, -1])
-def test_altered_file(place: int, package: Package) -> None:
+@pytest.mark.parametrize("offset", [0, len(LARGE) // 2, -1])
+def test_altered_file(offset: int, package: Package) -> None:
     path = package.path / "decoder.onnx.data"
     content = bytearray(LARGE)
-    content[place] ^= 1
+    content[offset] ^= 1
     path.write_bytes(content)
     with pytest.raises(PackageError, match=r"decoder.onnx.data was altered: .*sha256.*export or download"):
         read_package(package.path)

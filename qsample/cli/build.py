@@ -1,4 +1,4 @@
-"""`qsample export` and `qsample compile`: a model or a package and options enter; a package on disk leaves."""
+"""`qsample export` and `qsample compile`: their options, and the calls that they make."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from qsample.contract import (
     Interface,
     TensorSpec,
 )
-from qsample.exporters.trace import OPSET
+from qsample.exporters.graph.opset import OPSET
 
 _IR_VERSION = 10
 _ROUNDS = 10

@@ -12,9 +12,8 @@ from torch.onnx import OnnxExporterError
 
 from qsample.contract import BATCH, BIASES, CAPACITY, DYNAMIC_AXES, SEQUENCE, STOPS, GraphSpec, TensorSpec
 from qsample.errors import UnsupportedModelError
+from qsample.exporters.graph.opset import OPSET
 
-# 23 blocks the skip-norm fusion and 24's TopK lacks a CUDA kernel, so 20 is the newest opset that loses nothing.
-OPSET = 20
 # Every dynamic axis is traced at two or more: torch.export specialises an axis of size 1. They all differ, so that two
 # axes that merely look alike are not taken for one.
 _TRACE_SIZES = {BATCH: 2, SEQUENCE: 3, CAPACITY: 32, STOPS: 4, BIASES: 5}

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from qsample.contract import BATCH, SEQUENCE, GraphSpec, TensorSpec
 from qsample.errors import UnsupportedModelError
-from qsample.exporters.trace import OPSET, trace
+from qsample.exporters.graph.opset import OPSET
+from qsample.exporters.trace import trace
 
 IDS = TensorSpec("ids", "int64", (BATCH, SEQUENCE), "tokens")
 TABLE = TensorSpec("table", "float32", (BATCH, "K"), "a state")

@@ -26,8 +26,8 @@ SIZES = {"hidden_size": 128, "intermediate_size": 256}
 
 
 @dataclass(frozen=True)
-class Way:
-    """How a checkpoint is quantized. version: of GPTQ's format, or what it states where that is not true."""
+class Scheme:
+    """How a checkpoint is quantized. version: of GPTQ's format. stated_version: the one in config.json, if another."""
 
     method: str = "gptq"
     bits: int = 4
@@ -64,7 +64,7 @@ class Way:
 
 @dataclass(frozen=True)
 class Layer:
-    """tensors: as they are stored. levels: [N, K]. weight: [N, K] float32, what they mean."""
+    """tensors: as they are stored. levels: [N, K]. weight: [N, K] float32."""
 
     tensors: dict[str, Tensor]
     levels: np.ndarray
@@ -75,36 +75,41 @@ def words(values: np.ndarray, bits: int) -> np.ndarray:
     """[R, C] integers as [R, C * bits / 32] int32: each row is one long number, its first value lowest."""
     rows = []
     for row in values:
-        number = sum(int(value) << (bits * place) for place, value in enumerate(row))
+        number = sum(int(value) << (bits * i) for i, value in enumerate(row))
         rows.append(np.frombuffer(number.to_bytes(len(row) * bits // 8, "little"), "<i4"))
     return np.stack(rows)
 
 
 def awq_words(values: np.ndarray) -> np.ndarray:
     """[R, C] integers of 4 bits as [R, C / 8] int32, eight columns in AWQ's order a word."""
-    mixed = values.reshape(len(values), -1, 8)[:, :, list(AWQ_ORDER)]
-    return words(mixed.reshape(len(values), -1), 4)
+    reordered = values.reshape(len(values), -1, 8)[:, :, list(AWQ_ORDER)]
+    return words(reordered.reshape(len(values), -1), 4)
 
 
-def quantized_layer(rng: np.random.Generator, outputs: int, inputs: int, way: Way, *, order: int = 0) -> Layer:
+def stored_levels(blocks: np.ndarray, bits: int) -> np.ndarray:
+    """[R, bytes] of MatMulNBits as [R, values]: 4-bit values lie in the low half of a byte first."""
+    return blocks if bits == 8 else np.stack([blocks & 15, blocks >> 4], axis=-1).reshape(len(blocks), -1)
+
+
+def quantized_layer(rng: np.random.Generator, outputs: int, inputs: int, scheme: Scheme, *, order: int = 0) -> Layer:
     """order: seed of the act-order, if there is one: layers that read the same inputs have the same."""
-    size = inputs if way.group_size == -1 else way.group_size
-    levels = rng.integers(0, 2**way.bits, (inputs, outputs))
+    size = inputs if scheme.group_size == -1 else scheme.group_size
+    levels = rng.integers(0, 2**scheme.bits, (inputs, outputs))
     groups = np.arange(inputs) // size
-    if way.act_order:
+    if scheme.act_order:
         groups = np.random.default_rng(order).permutation(groups)
     shape = (inputs // size, outputs)
-    scales = (rng.uniform(0.5, 1.5, shape) * 0.4 / 2**way.bits).astype(np.float16)
-    zeros = np.full(shape, 2 ** (way.bits - 1)) if way.symmetric else rng.integers(1, 2**way.bits, shape)
+    scales = (rng.uniform(0.5, 1.5, shape) * 0.4 / 2**scheme.bits).astype(np.float16)
+    zeros = np.full(shape, 2 ** (scheme.bits - 1)) if scheme.symmetric else rng.integers(1, 2**scheme.bits, shape)
     weight = np.zeros((inputs, outputs), np.float32)
     for k in range(inputs):
         weight[k] = scales[groups[k]].astype(np.float32) * (levels[k] - zeros[groups[k]])
-    if way.method == "awq":
+    if scheme.method == "awq":
         stored = {"qweight": awq_words(levels), "qzeros": awq_words(zeros)}
     else:
         stored = {
-            "qweight": words(levels.T, way.bits).T,
-            "qzeros": words(zeros - 1 if way.version == 1 else zeros, way.bits),
+            "qweight": words(levels.T, scheme.bits).T,
+            "qzeros": words(zeros - 1 if scheme.version == 1 else zeros, scheme.bits),
             "g_idx": groups.astype(np.int32),
         }
     tensors = {name: torch.from_numpy(np.ascontiguousarray(array).copy()) for name, array in stored.items()}
@@ -112,43 +117,45 @@ def quantized_layer(rng: np.random.Generator, outputs: int, inputs: int, way: Wa
 
 
 def save_quantized(
-    folder: Path, model_type: str, way: Way, *, files: int = 1, **overrides: Any
+    folder: Path, model_type: str, scheme: Scheme, *, files: int = 1, **overrides: Any
 ) -> tuple[PreTrainedModel, dict[str, Layer]]:
     """Write a random model whose linear layers, but for the head and routers, are quantized; the rest is float16.
 
-    files: how many its tensors are spread over. Returns the float model that it means, and the layers by the names that
-    they have in the checkpoint.
+    files: how many its tensors are spread over. Returns the float model that the checkpoint stands for, and its layers
+    by name.
     """
     model = random_model(model_type, **(SIZES | overrides))
     transposed = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, Conv1D)}
-    meant = folder.with_name(f"{folder.name}-float")
-    model.save_pretrained(meant)
+    float_folder = folder.with_name(f"{folder.name}-float")
+    model.save_pretrained(float_folder)
     rng = np.random.default_rng(0)
     layers: dict[str, Layer] = {}
     stored: dict[str, Tensor] = {}
     floats: dict[str, Tensor] = {}
-    for name, tensor in sorted(load_file(meant / "model.safetensors").items()):
+    for name, tensor in sorted(load_file(float_folder / "model.safetensors").items()):
         layer = name.removesuffix(".weight")
         if tensor.ndim < 2 or any(part in name for part in NOT_QUANTIZED):
             stored[name] = tensor.to(torch.float16)
             floats[name] = stored[name].to(torch.float32)
             continue
-        turned = layer.rpartition(".")[2] in transposed
+        is_transposed = layer.rpartition(".")[2] in transposed
         parent, _, last = layer.rpartition(".")
         order = zlib.crc32(f"{parent} {last in ('o_proj', 'down_proj')}".encode())
-        layers[layer] = quantized_layer(rng, *(tensor.shape[::-1] if turned else tensor.shape), way, order=order)
+        layers[layer] = quantized_layer(
+            rng, *(tensor.shape[::-1] if is_transposed else tensor.shape), scheme, order=order
+        )
         stored |= {f"{layer}.{part}": part_of_it for part, part_of_it in layers[layer].tensors.items()}
         weight = torch.from_numpy(layers[layer].weight)
-        floats[name] = weight.T.contiguous() if turned else weight
-    save_file(floats, meant / "model.safetensors", metadata={"format": "pt"})
+        floats[name] = weight.T.contiguous() if is_transposed else weight
+    save_file(floats, float_folder / "model.safetensors", metadata={"format": "pt"})
 
     folder.mkdir(parents=True)
-    config = json.loads((meant / "config.json").read_text()) | {"quantization_config": way.config()}
+    config = json.loads((float_folder / "config.json").read_text()) | {"quantization_config": scheme.config()}
     (folder / "config.json").write_text(json.dumps(config))
     model.generation_config.save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
     _save(folder, stored, files)
-    return AutoModelForCausalLM.from_pretrained(meant), layers
+    return AutoModelForCausalLM.from_pretrained(float_folder), layers
 
 
 def _save(folder: Path, tensors: dict[str, Tensor], files: int) -> None:

@@ -22,11 +22,7 @@ from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 from qsample.errors import QsampleError, UnsupportedModelError
 from qsample.exporters.checkpoints.float32_copy import INDEX, SINGLE, cast_to_float32, has_half_weights, weight_files
-from qsample.exporters.checkpoints.gptq_awq import (
-    QuantizedCheckpoint,
-    conv1d_names,
-    dequantize_checkpoint,
-)
+from qsample.exporters.checkpoints.gptq_awq import QuantizedCheckpoint, conv1d_names, dequantize_checkpoint
 from qsample.exporters.checkpoints.hub_options import HubOptions
 from qsample.exporters.checkpoints.lora import find_adapter, merge_adapter
 from qsample.exporters.checkpoints.quantization_config import CheckpointQuantization, quantization_of
@@ -61,12 +57,7 @@ def load_model(checkpoint: Checkpoint, scratch: Path | None = None) -> PreTraine
     check_exists(checkpoint.model_id)
     # Before the model: it fails fast.
     adapter = None if checkpoint.adapter is None else find_adapter(checkpoint.adapter, checkpoint.hub)
-    try:
-        config = AutoConfig.from_pretrained(checkpoint.model_id, **checkpoint.hub.loading())
-    except (ValueError, KeyError) as error:
-        raise UnsupportedModelError(f"{checkpoint.model_id}: {_first_line(error)}") from error
-    except OSError as error:
-        raise QsampleError(f"cannot read the model {checkpoint.model_id!r}: {_first_line(error)}") from error
+    config = _read_config(checkpoint)
     quantization = quantization_of(config, checkpoint.model_id)
     if quantization is not None:
         del config.quantization_config  # transformers would ask for the library that made it
@@ -105,6 +96,16 @@ def load_model(checkpoint: Checkpoint, scratch: Path | None = None) -> PreTraine
         if scratch is None:
             weakref.finalize(model, shutil.rmtree, quantized.folder, ignore_errors=True)
     return model  # from_pretrained returns it in eval mode
+
+
+def _read_config(checkpoint: Checkpoint) -> PretrainedConfig:
+    try:
+        config: PretrainedConfig = AutoConfig.from_pretrained(checkpoint.model_id, **checkpoint.hub.loading())
+    except (ValueError, KeyError) as error:
+        raise UnsupportedModelError(f"{checkpoint.model_id}: {_first_line(error)}") from error
+    except OSError as error:
+        raise QsampleError(f"cannot read the model {checkpoint.model_id!r}: {_first_line(error)}") from error
+    return config
 
 
 def _cast(checkpoint: Checkpoint, config: PretrainedConfig, scratch: Path) -> bool:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from qsample.exporters.checkpoints import float32_copy as cast_weights
+from qsample.exporters.checkpoints import float32_copy
 from qsample.exporters.checkpoints.hub_options import HubOptions
 from qsample.exporters.checkpoints.load import Checkpoint, load_model
 from tests.helpers.tiny_models import random_model
@@ -24,11 +24,11 @@ def mapped_files(model: torch.nn.Module) -> set[str]:
     """The files that the model's weights lie in; an empty name for memory of no file."""
     ranges = []
     for line in Path("/proc/self/maps").read_text().splitlines():
-        place, *_, name = [*line.split(maxsplit=5), ""][:7] if len(line.split()) < 6 else line.split(maxsplit=5)
-        start, stop = (int(end, 16) for end in place.split("-"))
+        addresses, *_, name = [*line.split(maxsplit=5), ""][:7] if len(line.split()) < 6 else line.split(maxsplit=5)
+        start, stop = (int(end, 16) for end in addresses.split("-"))
         ranges.append((start, stop, name))
-    addresses = [parameter.data_ptr() for parameter in model.parameters()]
-    return {next(name for start, stop, name in ranges if start <= address < stop) for address in addresses}
+    starts = [parameter.data_ptr() for parameter in model.parameters()]
+    return {next(name for start, stop, name in ranges if start <= address < stop) for address in starts}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -36,14 +36,14 @@ def mapped_files(model: torch.nn.Module) -> set[str]:
 def test_the_weights_are_those_that_transformers_converts(
     dtype: torch.dtype, shard: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cast_weights, "_FILE_BYTES", 60_000)  # several files
+    monkeypatch.setattr(float32_copy, "_FILE_BYTES", 60_000)  # several files
     source, scratch = save(tmp_path / "source", dtype, max_shard_size=shard), tmp_path / "scratch"
     scratch.mkdir()
-    found = load_model(Checkpoint(str(source)), scratch).state_dict()
+    loaded = load_model(Checkpoint(str(source)), scratch).state_dict()
     wanted = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).state_dict()
-    assert found.keys() == wanted.keys()
-    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
-    assert {tensor.dtype for tensor in found.values()} == {torch.float32}
+    assert loaded.keys() == wanted.keys()
+    assert all(torch.equal(loaded[name], wanted[name]) for name in wanted)
+    assert {tensor.dtype for tensor in loaded.values()} == {torch.float32}
     assert len(list(scratch.glob("*.safetensors"))) > 1
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints quantized with GPTQ or AWQ: what is exported from them, what stays packed, and what is refused."""
+"""Checkpoints quantized with GPTQ or AWQ: what is exported from them, what stays quantized, and what is refused."""
 
 from __future__ import annotations
 
@@ -21,9 +21,8 @@ from qsample.exporters.checkpoints.load import Checkpoint, load_model
 from qsample.exporters.graph.runner import GraphRunner
 from qsample.package import Package
 from qsample.transforms.quantized_linear import quantized_layers
-from tests.exporters.checkpoints.test_gptq_awq_layouts import levels
-from tests.exporters.checkpoints.test_lora import pair, save_adapter
-from tests.helpers.quantized_checkpoints import Layer, Way, save_quantized
+from tests.helpers.adapters import lora_pair, save_adapter
+from tests.helpers.quantized_checkpoints import Layer, Scheme, save_quantized, stored_levels
 from tests.helpers.tiny_models import random_model, save_checkpoint
 
 PROMPTS = [[5, 9, 200, 31, 7, 7, 120], [44, 3, 260]]
@@ -36,8 +35,8 @@ def logits(package: Package) -> np.ndarray:
     )
     lengths = np.array([len(prompt) for prompt in PROMPTS])
     ids = np.array([prompt + [0] * (max(lengths) - len(prompt)) for prompt in PROMPTS])
-    found: np.ndarray = runner.step(ids, lengths, runner.start(len(ids)))["logits"]
-    return found
+    result: np.ndarray = runner.step(ids, lengths, runner.start(len(ids)))["logits"]
+    return result
 
 
 def wanted_logits(model: PreTrainedModel) -> np.ndarray:
@@ -50,51 +49,53 @@ def export(folder: Path, path: Path, **options: Any) -> Package:
     return AutoModelForCausalLM.from_pretrained(folder, include_sampler=False, **options).export(path).package
 
 
-def packed_nodes(package: Package) -> list[ir.Node]:
+def quantized_nodes(package: Package) -> list[ir.Node]:
     return [node for node in ir.load(package.file("decoder.onnx")).graph if node.op_type == "MatMulNBits"]
 
 
-def array(node: ir.Node, place: int) -> np.ndarray:
-    tensor = node.inputs[place].const_value  # type: ignore[union-attr]
+def array(node: ir.Node, slot: int) -> np.ndarray:
+    tensor = node.inputs[slot].const_value  # type: ignore[union-attr]
     assert tensor is not None
     return tensor.numpy()
 
 
 class Quantized(NamedTuple):
-    way: Way
+    scheme: Scheme
     model: PreTrainedModel
     layers: dict[str, Layer]
     portable: PackagedModel
 
 
-def make(folder: Path, model_type: str, way: Way, **options: Any) -> Quantized:
-    model, layers = save_quantized(folder / "checkpoint", model_type, way, **options)
+def make(folder: Path, model_type: str, scheme: Scheme, **options: Any) -> Quantized:
+    model, layers = save_quantized(folder / "checkpoint", model_type, scheme, **options)
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)  # nothing becomes float
         package = export(folder / "checkpoint", folder / "package")
-    return Quantized(way, model, layers, PackagedModel(package))
+    return Quantized(scheme, model, layers, PackagedModel(package))
 
 
 @pytest.fixture(scope="module")
 def act_order(tmp_path_factory: pytest.TempPathFactory) -> Quantized:
     """A Llama with a tied head, quantized in act-order, in several files."""
-    return make(tmp_path_factory.mktemp("act"), "llama", Way(act_order=True), files=3, tie_word_embeddings=True)
+    return make(tmp_path_factory.mktemp("act"), "llama", Scheme(act_order=True), files=3, tie_word_embeddings=True)
 
 
-def check(found: Quantized) -> None:
+def check(quantized: Quantized) -> None:
     """The package computes what the integers mean, and holds them as they are."""
-    package, wanted = found.portable.package, wanted_logits(found.model)
+    package, wanted = quantized.portable.package, wanted_logits(quantized.model)
     np.testing.assert_allclose(logits(package), wanted, atol=1e-4 * np.abs(wanted).max())
-    bits, nodes = found.way.bits, packed_nodes(package)
-    assert len(nodes) == len(found.layers)
-    stored = sorted(levels(array(node, 1).reshape(len(array(node, 1)), -1), bits).tobytes() for node in nodes)
-    assert stored == sorted(in_order(layer, found.way).astype(np.uint8).tobytes() for layer in found.layers.values())
+    bits, nodes = quantized.scheme.bits, quantized_nodes(package)
+    assert len(nodes) == len(quantized.layers)
+    stored = sorted(stored_levels(array(node, 1).reshape(len(array(node, 1)), -1), bits).tobytes() for node in nodes)
+    assert stored == sorted(
+        in_order(layer, quantized.scheme).astype(np.uint8).tobytes() for layer in quantized.layers.values()
+    )
     summary = package.manifest.packed_weights
     assert summary is not None
-    assert (summary["matrices"], summary["bits"]) == (len(found.layers), [bits])
-    # No float copy of a packed weight is left.
-    floats = sum(weight.numel() for weight in found.model.parameters()) - sum(
-        layer.weight.size for layer in found.layers.values()
+    assert (summary["matrices"], summary["bits"]) == (len(quantized.layers), [bits])
+    # No float copy of a quantized weight is left.
+    floats = sum(weight.numel() for weight in quantized.model.parameters()) - sum(
+        layer.weight.size for layer in quantized.layers.values()
     )
     assert package.file("decoder.onnx.data").stat().st_size < 4 * floats + summary["bytes"] + 200_000
 
@@ -104,29 +105,29 @@ def test_act_order_in_a_tied_model_of_several_files(act_order: Quantized) -> Non
 
 
 @pytest.mark.parametrize(
-    ("model_type", "way", "options"),
+    ("model_type", "scheme", "options"),
     [
-        ("qwen3", Way("awq"), {"files": 2}),
-        pytest.param("llama", Way(group_size=64), {}, marks=pytest.mark.slow),
-        pytest.param("llama", Way(group_size=-1, version=2), {}, marks=pytest.mark.slow),
-        pytest.param("qwen2", Way(symmetric=True, group_size=128), {}, marks=pytest.mark.slow),
-        pytest.param("gpt2", Way(bits=8), {"n_embd": 128}, marks=pytest.mark.slow),
+        ("qwen3", Scheme("awq"), {"files": 2}),
+        pytest.param("llama", Scheme(group_size=64), {}, marks=pytest.mark.slow),
+        pytest.param("llama", Scheme(group_size=-1, version=2), {}, marks=pytest.mark.slow),
+        pytest.param("qwen2", Scheme(symmetric=True, group_size=128), {}, marks=pytest.mark.slow),
+        pytest.param("gpt2", Scheme(bits=8), {"n_embd": 128}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
-def test_other_families_and_layouts(model_type: str, way: Way, options: dict[str, Any], tmp_path: Path) -> None:
-    check(make(tmp_path, model_type, way, **options))
+def test_other_families_and_layouts(model_type: str, scheme: Scheme, options: dict[str, Any], tmp_path: Path) -> None:
+    check(make(tmp_path, model_type, scheme, **options))
 
 
-def in_order(layer: Layer, way: Way) -> np.ndarray:
+def in_order(layer: Layer, scheme: Scheme) -> np.ndarray:
     """[N, K]: the levels with the inputs of one group behind one another."""
-    if way.method == "awq":
+    if scheme.method == "awq":
         return layer.levels
     return layer.levels[:, np.argsort(layer.tensors["g_idx"].numpy(), kind="stable")]
 
 
 @pytest.mark.parametrize("weights", [None, pytest.param("int4", marks=pytest.mark.slow)])
-def test_compiling_keeps_what_is_packed(weights: str | None, act_order: Quantized, tmp_path: Path) -> None:
+def test_compiling_keeps_the_blocks(weights: str | None, act_order: Quantized, tmp_path: Path) -> None:
     layers = act_order.layers
     compiled = act_order.portable.compile(tmp_path / "compiled", ctx_len=32, weights=weights)
     compilation = compiled.package.manifest.compilation
@@ -141,34 +142,34 @@ def test_compiling_keeps_what_is_packed(weights: str | None, act_order: Quantize
     operators = compilation.placement["CPUExecutionProvider"]
     assert (operators["GroupQueryAttention"], operators.get("GatherBlockQuantized", 0)) == (2, head)
     # Queries, keys and values are one matrix, gate and up another, of each of the two layers.
-    nodes = packed_nodes(compiled.package)
+    nodes = quantized_nodes(compiled.package)
     assert len(nodes) == 4 * 2 + head
     assert {node.attributes.get_int("accuracy_level", 0) for node in nodes} == {4}
     # The integers are still those of the checkpoint, the rows of one behind those of another.
-    stored = {levels(array(node, 1).reshape(len(array(node, 1)), -1), 4).tobytes() for node in nodes}
+    stored = {stored_levels(array(node, 1).reshape(len(array(node, 1)), -1), 4).tobytes() for node in nodes}
     for name, parts in (("self_attn", ("q_proj", "k_proj", "v_proj")), ("mlp", ("gate_proj", "up_proj"))):
-        rows = [in_order(layers[f"model.layers.1.{name}.{part}"], act_order.way) for part in parts]
+        rows = [in_order(layers[f"model.layers.1.{name}.{part}"], act_order.scheme) for part in parts]
         assert np.concatenate(rows).astype(np.uint8).tobytes() in stored
-    found = compiled.generate([PROMPTS[0]], do_sample=False, max_new_tokens=4, eos_token_id=())
-    assert len(found.new_token_ids[0]) == 4
+    output = compiled.generate([PROMPTS[0]], do_sample=False, max_new_tokens=4, eos_token_id=())
+    assert len(output.new_token_ids[0]) == 4
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["groups", "experts"])
-def test_what_cannot_stay_packed_becomes_float(case: str, tmp_path: Path) -> None:
-    model_type, way = ("llama", Way(group_size=8)) if case == "groups" else ("mixtral", Way())
-    model, layers = save_quantized(tmp_path / "checkpoint", model_type, way)
+def test_what_cannot_stay_quantized_becomes_float(case: str, tmp_path: Path) -> None:
+    model_type, scheme = ("llama", Scheme(group_size=8)) if case == "groups" else ("mixtral", Scheme())
+    model, layers = save_quantized(tmp_path / "checkpoint", model_type, scheme)
     reason = "no block of 16 inputs lies within one group" if case == "groups" else "merged into other weights"
     with pytest.warns(UserWarning, match=rf"of {len(layers)} quantized matrices become float: .*{reason}"):
         package = export(tmp_path / "checkpoint", tmp_path / "package")
-    assert len(packed_nodes(package)) == (0 if case == "groups" else 8)
+    assert len(quantized_nodes(package)) == (0 if case == "groups" else 8)
     wanted = wanted_logits(model)
     np.testing.assert_allclose(logits(package), wanted, atol=1e-4 * np.abs(wanted).max())
 
 
 def test_an_adapter_makes_the_layer_float(tmp_path: Path) -> None:
-    save_quantized(tmp_path / "checkpoint", "llama", Way())
-    save_adapter(tmp_path / "adapter", pair("model.layers.0.mlp.up_proj", 256, 128))
+    save_quantized(tmp_path / "checkpoint", "llama", Scheme())
+    save_adapter(tmp_path / "adapter", lora_pair("model.layers.0.mlp.up_proj", 256, 128))
     with pytest.warns(UserWarning, match="1 of 14 .* 1 because they were merged into other weights, or changed by an"):
         model = load_model(Checkpoint(str(tmp_path / "checkpoint"), adapter=str(tmp_path / "adapter")))
     assert len(list(quantized_layers(model))) == 13
@@ -176,10 +177,10 @@ def test_an_adapter_makes_the_layer_float(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_half_precision(tmp_path: Path) -> None:
-    model, layers = save_quantized(tmp_path / "checkpoint", "llama", Way("awq"))
+    model, layers = save_quantized(tmp_path / "checkpoint", "llama", Scheme("awq"))
     package = export(tmp_path / "checkpoint", tmp_path / "package", dtype="float16")
-    assert len(packed_nodes(package)) == len(layers)
-    assert array(packed_nodes(package)[0], 2).dtype == np.float16
+    assert len(quantized_nodes(package)) == len(layers)
+    assert array(quantized_nodes(package)[0], 2).dtype == np.float16
     wanted = wanted_logits(model)
     np.testing.assert_allclose(logits(package), wanted, atol=0.03 * np.abs(wanted).max())
 
@@ -257,7 +258,7 @@ def test_a_refusal_comes_before_the_weights(tmp_path: Path) -> None:
 )
 def test_a_damaged_checkpoint(change: dict[str, Any], error: type[Exception], message: str, tmp_path: Path) -> None:
     folder = tmp_path / "checkpoint"
-    save_quantized(folder, "llama", Way())
+    save_quantized(folder, "llama", Scheme())
     tensors = {**load_file(folder / "model.safetensors"), **change}
     kept = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})

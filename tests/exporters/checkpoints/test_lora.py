@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from qsample import AutoModelForCausalLM
@@ -17,26 +15,8 @@ from qsample.errors import QsampleError, UnsupportedModelError
 from qsample.exporters.checkpoints.hub_options import HubOptions
 from qsample.exporters.checkpoints.load import Checkpoint, load_model
 from qsample.exporters.checkpoints.lora import find_adapter, merge_adapter
+from tests.helpers.adapters import lora_pair, save_adapter
 from tests.helpers.tiny_models import random_model, save_checkpoint
-
-CONFIG = {"peft_type": "LORA", "r": 4, "lora_alpha": 12, "bias": "none"}
-
-
-def pair(path: str, rows: int, columns: int, rank: int = 4) -> dict[str, Tensor]:
-    """A and B of a change of [rows, columns] to the module at `path`, as peft names them."""
-    generator = torch.Generator().manual_seed(len(path))
-    name = f"base_model.model.{path}"
-    return {
-        f"{name}.lora_A.weight": torch.randn(rank, columns, generator=generator),
-        f"{name}.lora_B.weight": torch.randn(rows, rank, generator=generator),
-    }
-
-
-def save_adapter(folder: Path, tensors: dict[str, Tensor], **config: Any) -> tuple[Path, Path]:
-    folder.mkdir()
-    (folder / "adapter_config.json").write_text(json.dumps(CONFIG | config))
-    save_file(tensors, folder / "adapter_model.safetensors")
-    return find_adapter(str(folder), HubOptions())
 
 
 def wanted(tensors: dict[str, Tensor], scale: float) -> np.ndarray:
@@ -57,7 +37,7 @@ def test_a_linear_layer_gets_the_scaled_product(config: dict[str, Any], scale: f
     model = random_model("llama")
     projection = model.model.layers[1].self_attn.q_proj
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    tensors = pair("model.layers.1.self_attn.q_proj", 64, 64)
+    tensors = lora_pair("model.layers.1.self_attn.q_proj", 64, 64)
     assert merge_adapter(model, *save_adapter(tmp_path / "adapter", tensors, **config)) == 1
     name = "model.layers.1.self_attn.q_proj.weight"
     change = projection.weight.detach().numpy() - before.pop(name).numpy()
@@ -70,7 +50,7 @@ def test_weights_that_are_stored_transposed(tmp_path: Path) -> None:
     """GPT-2's Conv1D holds [in, out]."""
     model = random_model("gpt2")
     before = model.transformer.h[0].attn.c_attn.weight.detach().numpy().copy()
-    tensors = pair("transformer.h.0.attn.c_attn", 192, 64)
+    tensors = lora_pair("transformer.h.0.attn.c_attn", 192, 64)
     merge_adapter(model, *save_adapter(tmp_path / "adapter", tensors, fan_in_fan_out=True))
     after = model.transformer.h[0].attn.c_attn.weight.detach().numpy()
     np.testing.assert_allclose(after - before, wanted(tensors, 3).T, atol=1e-5)
@@ -78,7 +58,7 @@ def test_weights_that_are_stored_transposed(tmp_path: Path) -> None:
 
 def test_a_checkpoint_is_loaded_with_its_adapter(tmp_path: Path) -> None:
     checkpoint = str(save_checkpoint(tmp_path / "checkpoint", "llama"))
-    save_adapter(tmp_path / "adapter", pair("model.layers.0.mlp.up_proj", 96, 64))
+    save_adapter(tmp_path / "adapter", lora_pair("model.layers.0.mlp.up_proj", 96, 64))
     plain = load_model(Checkpoint(checkpoint)).state_dict()
     adapted = load_model(Checkpoint(checkpoint, adapter=str(tmp_path / "adapter"))).state_dict()
     changed = [name for name in plain if not torch.equal(plain[name], adapted[name])]
@@ -95,7 +75,7 @@ def test_a_checkpoint_is_loaded_with_its_adapter(tmp_path: Path) -> None:
     ],
 )
 def test_adapters_that_are_more_than_lora(config: dict[str, Any], named: str, tmp_path: Path) -> None:
-    files = save_adapter(tmp_path / "adapter", pair("model.layers.0.mlp.up_proj", 96, 64), **config)
+    files = save_adapter(tmp_path / "adapter", lora_pair("model.layers.0.mlp.up_proj", 96, 64), **config)
     with pytest.raises(UnsupportedModelError, match=rf"{named}.*export the merged checkpoint"):
         merge_adapter(random_model("llama"), *files)
 
@@ -103,14 +83,14 @@ def test_adapters_that_are_more_than_lora(config: dict[str, Any], named: str, tm
 @pytest.mark.parametrize(
     ("tensors", "message"),
     [
-        (pair("model.layers.7.mlp.up_proj", 96, 64), r"changes model\.layers\.7\.mlp\.up_proj, which Llama"),
-        (pair("model.layers.0.mlp.up_proj", 96, 32), r"shape \[96, 32\] .* has \[96, 64\]"),
+        (lora_pair("model.layers.7.mlp.up_proj", 96, 64), r"changes model\.layers\.7\.mlp\.up_proj, which Llama"),
+        (lora_pair("model.layers.0.mlp.up_proj", 96, 32), r"shape \[96, 32\] .* has \[96, 64\]"),
     ],
 )
 def test_an_adapter_of_another_model_changes_nothing(tensors: dict[str, Tensor], message: str, tmp_path: Path) -> None:
     model = random_model("llama")
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    files = save_adapter(tmp_path / "adapter", pair("model.layers.0.mlp.down_proj", 64, 96) | tensors)
+    files = save_adapter(tmp_path / "adapter", lora_pair("model.layers.0.mlp.down_proj", 64, 96) | tensors)
     with pytest.raises(QsampleError, match=message):
         merge_adapter(model, *files)
     assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in before.items())
