@@ -6,14 +6,12 @@ onnx_ir.tape, which builds nodes in rows too, records neither, and appends where
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import onnx_ir as ir
 
 from qsample.tensors import Array
-
-CONTRIB_DOMAIN: Final = "com.microsoft"  # of ONNX Runtime's own operators, which it calls contrib operators
 
 
 def initializer(graph: ir.Graph, name: str, array: Array) -> ir.Value:

@@ -11,7 +11,7 @@ from typing import Final
 
 import onnx_ir as ir
 
-from qsample.exporters.graph.edit import CONTRIB_DOMAIN
+from qsample.exporters.graph.opset import CONTRIB_DOMAIN
 
 OP_TYPE: Final = "GroupQueryAttention"
 

@@ -1,17 +1,21 @@
 """MatMulNBits, ONNX Runtime's product with weights of 4 or 8 bits: the layout of its weights, and what it takes.
 
 Source: https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperators.md#com.microsoft.MatMulNBits
+
+Loads NumPy only: the options of compile are checked where onnx may be missing.
 """
 
 from __future__ import annotations
 
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import numpy.typing as npt
-import onnx_ir as ir
 
-from qsample.exporters.graph.edit import CONTRIB_DOMAIN
+from qsample.exporters.graph.opset import CONTRIB_DOMAIN
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
 
 Bytes = npt.NDArray[np.uint8]
 OP_TYPE: Final = "MatMulNBits"

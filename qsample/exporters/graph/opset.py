@@ -1,4 +1,4 @@
-"""The version of ONNX's operators that every exported graph uses."""
+"""The operators that exported graphs are made of: the version of ONNX's, and the domain of ONNX Runtime's own."""
 
 from __future__ import annotations
 
@@ -6,3 +6,4 @@ from typing import Final
 
 # 23 blocks the skip-norm fusion and 24's TopK lacks a CUDA kernel, so 20 is the newest opset that loses nothing.
 OPSET: Final = 20
+CONTRIB_DOMAIN: Final = "com.microsoft"  # ONNX Runtime calls its own operators contrib operators

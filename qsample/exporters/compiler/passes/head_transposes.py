@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from qsample.exporters.graph.edit import CONTRIB_DOMAIN, insert, reshape
+from qsample.exporters.graph.edit import insert, reshape
+from qsample.exporters.graph.opset import CONTRIB_DOMAIN
 
 _SWAP = [0, 2, 1, 3]
 _NORMS = ("SimplifiedLayerNormalization", "LayerNormalization", "RMSNormalization")

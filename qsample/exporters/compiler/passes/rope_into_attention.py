@@ -14,9 +14,10 @@ import numpy as np
 import onnx_ir as ir
 
 from qsample.contract import BATCH, LENGTHS, SEQUENCE
-from qsample.exporters.graph.edit import CONTRIB_DOMAIN, initializer
+from qsample.exporters.graph.edit import initializer
 from qsample.exporters.graph.evaluate import GraphPart, inputs_of
 from qsample.exporters.graph.gqa import Slot, attentions, set_inputs
+from qsample.exporters.graph.opset import CONTRIB_DOMAIN
 from qsample.exporters.graph.traversal import ancestors
 from qsample.tensors import Array
 

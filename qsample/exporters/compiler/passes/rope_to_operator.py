@@ -13,8 +13,9 @@ import numpy as np
 import onnx_ir as ir
 
 from qsample.contract import BATCH, LENGTHS, SEQUENCE
-from qsample.exporters.graph.edit import CONTRIB_DOMAIN, initializer, insert, part_of
+from qsample.exporters.graph.edit import initializer, insert, part_of
 from qsample.exporters.graph.evaluate import GraphPart, sizes
+from qsample.exporters.graph.opset import CONTRIB_DOMAIN
 from qsample.exporters.graph.traversal import reads
 from qsample.tensors import Array
 

@@ -17,8 +17,9 @@ from typing import Final, NamedTuple
 import numpy as np
 import onnx_ir as ir
 
-from qsample.exporters.graph.edit import CONTRIB_DOMAIN, initializer, lazy_initializer
+from qsample.exporters.graph.edit import initializer, lazy_initializer
 from qsample.exporters.graph.nbits import BLOCK_SIZES, INT8_ACTIVATIONS, OP_TYPE, is_matmul_nbits, pack_bits
+from qsample.exporters.graph.opset import CONTRIB_DOMAIN
 from qsample.tensors import Array
 
 BITS: Final = {"int4": 4, "int8": 8}
