@@ -8,9 +8,11 @@ import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
 import pytest
+from onnxscript import GraphBuilder
 
 from qsample.contract import MODEL_DTYPES, Interface, KeyValueShape
-from qsample.exporters.initial_state import Builder, build_initial_state, philox
+from qsample.exporters.initial_state import build_initial_state, philox
+from qsample.exporters.trace import OPSET
 from tests.helpers.reference import philox4x32, philox_uniforms
 
 # kat_vectors of the Random123 distribution (Salmon et al., SC'11), philox4x32 with 10 rounds: counter, key, result.
@@ -33,18 +35,12 @@ def load(model: ir.Model, folder: Path) -> ort.InferenceSession:
 
 @pytest.mark.parametrize(("counter", "key", "expected"), KNOWN_ANSWERS)
 def test_published_vectors(counter: list[int], key: list[int], expected: list[int], tmp_path: Path) -> None:
-    builder = Builder()
-    inputs = [
-        ir.Value(name=f"i{place}", shape=ir.Shape([1]), type=ir.TensorType(ir.DataType.INT64)) for place in range(6)
-    ]
-    words = philox(builder, inputs[:4], inputs[4:])
-    for place, word in enumerate(words):
-        word.name, word.dtype = f"o{place}", ir.DataType.INT64
-    tape = builder.tape
-    graph = ir.Graph(inputs, words, nodes=tape.nodes, initializers=tape.initializers, opset_imports={"": 20}, name="g")
+    inputs = [ir.val(f"i{index}", ir.DataType.INT64, [1]) for index in range(6)]
+    graph = ir.Graph(inputs, [], nodes=[], opset_imports={"": OPSET}, name="philox")
+    graph.outputs.extend(philox(GraphBuilder(graph).op, inputs[:4], inputs[4:]))
     session = load(ir.Model(graph, ir_version=10), tmp_path)
-    feeds = {f"i{place}": np.array([word], np.int64) for place, word in enumerate(counter + key)}
-    assert [int(word[0]) for word in session.run([f"o{place}" for place in range(4)], feeds)] == expected
+    feeds = {f"i{index}": np.array([word], np.int64) for index, word in enumerate(counter + key)}
+    assert [int(word[0]) for word in session.run(None, feeds)] == expected
     assert list(philox4x32(tuple(counter), tuple(key))) == expected  # type: ignore[arg-type]
 
 
