@@ -1,6 +1,6 @@
 """A portable package enters; a device package, optimised for one execution provider and self-tested, leaves.
 
-Stages: plan → split at the logits → the target's passes → quantize → the target publishes → self-test → divergence.
+Stages: plan → the target's passes → quantize → the target publishes → self-test → divergence.
 """
 
 from __future__ import annotations
@@ -74,11 +74,11 @@ def compile_package(
 
 
 def optimize(plan: CompilePlan, target: Target) -> tuple[ir.Model, ir.Model | None]:
-    """The two halves of the decode graph, before they are joined again: the model part after the target's passes,
-    quantized, and the sampler, None where there is none."""
-    graph = ir.load(plan.decoder)
-    fix_axes(graph, {CAPACITY: plan.ctx_len, **target.fixed_axes(plan)})
-    model, sampler = split_at_logits(graph, plan.source.interface)
+    """The decode graph after the target's passes, quantized; and the sampler, where the target wants it apart."""
+    model, sampler = ir.load(plan.decoder), None
+    fix_axes(model, {CAPACITY: plan.ctx_len, **target.fixed_axes(plan)})
+    if target.splits_at_logits:
+        model, sampler = split_at_logits(model, plan.source.interface)
     passes = list(target.passes(plan))
     if plan.cache_ranges is not None:
         passes.append(partial(quantize_kv_cache, ranges=plan.cache_ranges))

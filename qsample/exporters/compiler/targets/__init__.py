@@ -29,13 +29,15 @@ class Target(Protocol):
     """Turns a portable decode graph into one for a device.
 
     name: what `CompileOptions.provider` says. execution_providers: ONNX Runtime's names, the one that compiles for the
-    device first. provider_options: of that one, in the session that runs the package. bundled_options: fields of
-    CompileOptions that the bundled model needs there.
+    device first. provider_options: of that one, in the session that runs the package. splits_at_logits: whether the
+    passes see the model up to its logits, and `publish` gets the sampler apart; otherwise both see the whole graph.
+    bundled_options: fields of CompileOptions that the bundled model needs there.
     """
 
     name: str
     execution_providers: tuple[str, ...]
     provider_options: Mapping[str, str]
+    splits_at_logits: bool
     bundled_options: Mapping[str, Any]
 
     def check(self, plan: CompilePlan) -> None:
@@ -51,15 +53,15 @@ class Target(Protocol):
         ...
 
     def passes(self, plan: CompilePlan) -> Sequence[Pass]:
-        """The passes over the model up to its logits, in order; quantization follows them."""
+        """The passes, in order; quantization follows them."""
         ...
 
     def publish(self, model: ir.Model, sampler: ir.Model | None, plan: CompilePlan, folder: Path) -> Placement:
         """Write `decoder.onnx`, with its data and what other graphs the package needs, into `folder`; return where its
         nodes run.
 
-        model: up to the logits, after `passes` and quantization. sampler: the portable graph's, to join behind it; None
-        for a package that samples on the host.
+        model: after `passes` and quantization. sampler: the portable graph's, to join behind it; None where the target
+        does not split, and for a package that samples on the host.
         """
         ...
 

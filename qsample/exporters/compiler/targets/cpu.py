@@ -19,7 +19,6 @@ from qsample.exporters.compiler.plan import CompilePlan
 from qsample.exporters.compiler.quantize.float16 import store_as_float16
 from qsample.exporters.compiler.quantize.weights import round_activations
 from qsample.exporters.compiler.recipe import Pass, lean_passes
-from qsample.exporters.graph.join import append_sampler
 
 _DTYPES: Final = ("float32", "float16")  # GroupQueryAttention's CPU kernels
 # EXTENDED holds what every CPU of the architecture runs; ALL adds layouts of the very machine that compiles.
@@ -33,6 +32,7 @@ class CpuTarget:
     name = "cpu"
     execution_providers: tuple[str, ...] = ("CPUExecutionProvider",)
     provider_options: Mapping[str, str] = {}
+    splits_at_logits = False  # ONNX Runtime optimises model and sampler as one graph
     bundled_options: Mapping[str, Any] = {}
 
     def check(self, plan: CompilePlan) -> None:
@@ -57,8 +57,6 @@ class CpuTarget:
         return (*lean_passes("cpu", plan.ctx_len), round_activations)
 
     def publish(self, model: ir.Model, sampler: ir.Model | None, plan: CompilePlan, folder: Path) -> Placement:
-        if sampler is not None:
-            append_sampler(model, sampler, plan.interface.decoder)
         scratch, target = folder / "scratch", folder / "decoder.onnx"
         scratch.mkdir()
         ir.save(model, scratch / "fused.onnx", external_data="fused.onnx.data")

@@ -53,6 +53,7 @@ class CudaTarget:
     execution_providers: tuple[str, ...] = ("CUDAExecutionProvider", "CPUExecutionProvider")
     # TF32 would round float32 products, the check of the logits among them, to ten bits.
     provider_options: Mapping[str, str] = {"enable_cuda_graph": "1", "use_tf32": "0"}
+    splits_at_logits = True  # replay forbids the sampler's control flow
     bundled_options: Mapping[str, Any] = {"dtype": "bfloat16"}
 
     def check(self, plan: CompilePlan) -> None:

@@ -29,6 +29,7 @@ class OpenVinoTarget:
     execution_providers: tuple[str, ...] = ("OpenVINOExecutionProvider", "CPUExecutionProvider")
     # By itself, OpenVINO would compute in bfloat16 where the processor has it.
     provider_options: Mapping[str, str] = {"device_type": "CPU", "INFERENCE_PRECISION_HINT": "f32"}
+    splits_at_logits = True  # the sampler stays on ONNX Runtime's own provider
     bundled_options: Mapping[str, Any] = {}
 
     def check(self, plan: CompilePlan) -> None:

@@ -36,6 +36,7 @@ class TensorRtTarget:
         "CPUExecutionProvider",
     )
     provider_options: Mapping[str, str] = {"trt_fp16_enable": "1"}
+    splits_at_logits = True  # the sampler stays on ONNX Runtime's own provider
     bundled_options: Mapping[str, Any] = {"dtype": "float16", "batch_size": 1}
 
     def check(self, plan: CompilePlan) -> None:
