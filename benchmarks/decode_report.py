@@ -1,4 +1,4 @@
-"""The report of `decode.py`: its JSON file, tables and plot, and the comparison with its goals."""
+"""Keeps the measurements of `decode.py` in a JSON file and writes them as tables and a plot."""
 
 from __future__ import annotations
 
@@ -11,28 +11,6 @@ from rich.console import Console
 from rich.table import Table
 
 OWN = "qsample"
-GREEDY, TOP_K_TOP_P, TOP_P, FLAT = "greedy", "top-k 50, top-p 0.95", "top-p 0.95", "top-p 0.95, flat"
-# What a release has to reach on the shape of Qwen3-0.6B: peer, prompt, rows, mix, what, at least.
-GOALS: list[tuple[str, int, int, str, str, float]] = [
-    *(
-        (peer, prompt, batch, mix, what, least)
-        for peer in ("genai", "genai defaults")
-        for prompt, batch, mix, what, least in (
-            (64, 1, GREEDY, "decode", 1.4),
-            (64, 1, TOP_K_TOP_P, "decode", 1.4),
-            (64, 1, TOP_P, "decode", 2.5),
-            (64, 1, FLAT, "decode", 2.5),
-            (64, 4, GREEDY, "decode", 1.6),
-            (64, 1, GREEDY, "prefill", 1.8),
-            (1024, 1, GREEDY, "prefill", 1.8),
-        )
-    ),
-    ("llama.cpp", 64, 1, GREEDY, "decode", 1.05),
-    ("llama.cpp", 64, 1, TOP_P, "decode", 1.7),
-    ("llama.cpp", 64, 1, FLAT, "decode", 1.7),
-    ("transformers", 64, 1, GREEDY, "decode", 5.0),
-]
-GOAL_SHAPE = "qwen3-0.6b"
 
 
 class Results:
@@ -128,29 +106,23 @@ def _system_rows(results: Results, shape: str) -> tuple[list[str], list[list[str
     return ["system", "version", "files, MB", "load, s", "anonymous memory, MB", "mapped files in memory, MB"], rows
 
 
-def _goal_rows(results: Results) -> tuple[list[str], list[list[str]]]:
+def _overhead_rows(results: Results, shape: str) -> tuple[list[str], list[list[str]]]:
+    """What the sampler and the host cost, as shares of a greedy step."""
     rows = []
-    for peer, prompt, batch, mix, what, least in GOALS:
-        ratio = results.ratio(GOAL_SHAPE, prompt, batch, mix, peer, what)
-        if ratio is not None:
-            title = f"{what}, {batch} rows, prompt {prompt:,}" + (f", {mix}" if what == "decode" else "")
-            rows.append(
-                [f"{title}, against {peer}", f"{least:.2f}x", f"{ratio:.2f}x", "yes" if ratio >= least else "no"]
-            )
-    measured = results.shape(GOAL_SHAPE) if GOAL_SHAPE in results.data["shapes"] else {"overhead": {}, "tokens": None}
-    for batch, facts in measured["overhead"].items():
+    for batch, facts in results.shape(shape)["overhead"].items():
         extra = facts["everything_over_greedy"] - 1
         host = facts["ms"]["greedy_host"] / facts["ms"]["greedy"]
-        rows.append(
-            [f"all sampling steps over greedy, {batch} rows", "2%", f"{extra:.1%}", "yes" if extra <= 0.02 else "no"]
-        )
-        rows.append([f"host's share of a step, {batch} rows", "3%", f"{host:.1%}", "yes" if host <= 0.03 else "no"])
-    tokens = measured["tokens"]
-    if tokens:
-        equal = tokens["equal"] == tokens["compared"]
-        share = f"{tokens['equal']} of {tokens['compared']}"
-        rows.append(["float32 package, greedy tokens equal to transformers'", "all", share, "yes" if equal else "no"])
-    return ["goal", "asked", "measured", "reached"], rows
+        rows.append([batch, f"{extra:.1%}", f"{host:.1%}"])
+    return ["rows", "every sampling step, over greedy", "host's share of a step"], rows
+
+
+def _tokens(results: Results, shape: str) -> str:
+    tokens = results.shape(shape)["tokens"]
+    if not tokens:
+        return ""
+    return (
+        f"Greedy tokens of the float32 package equal to transformers': {tokens['equal']:,} of {tokens['compared']:,}."
+    )
 
 
 def _divergence(results: Results, shape: str) -> str:
@@ -171,17 +143,13 @@ def show(results: Results, console: Console) -> None:
         for title, (header, rows) in (
             (f"{shape}: ms (multiple of qsample's)", _cell_rows(results, shape)),
             (f"{shape}: loaded", _system_rows(results, shape)),
+            (f"{shape}: overhead", _overhead_rows(results, shape)),
         ):
             table = Table(*header, title=title, title_justify="left")
             for row in rows:
                 table.add_row(*row)
             console.print(table)
-        console.print(_divergence(results, shape), highlight=False)
-    header, rows = _goal_rows(results)
-    table = Table(*header, title="Goals", title_justify="left")
-    for row in rows:
-        table.add_row(*row)
-    console.print(table)
+        console.print(_tokens(results, shape), _divergence(results, shape), sep="\n", highlight=False)
 
 
 def write(results: Results, output: Path) -> None:
@@ -198,8 +166,12 @@ def write(results: Results, output: Path) -> None:
     ]
     for shape in results.data["shapes"]:
         lines += [f"## {shape}", "", *_markdown(*_cell_rows(results, shape)), ""]
-        lines += [*_markdown(*_system_rows(results, shape)), "", _divergence(results, shape), ""]
-    lines += ["## Goals", "", *_markdown(*_goal_rows(results)), "", f"![Tokens per second]({output.name}.png)", ""]
+        lines += [*_markdown(*_system_rows(results, shape)), ""]
+        header, rows = _overhead_rows(results, shape)
+        if rows:
+            lines += [*_markdown(header, rows), ""]
+        lines += [text + "\n" for text in (_tokens(results, shape), _divergence(results, shape)) if text]
+    lines += [f"![Tokens per second]({output.name}.png)", ""]
     output.with_suffix(".md").write_text("\n".join(lines))
     _plot(results, output.with_suffix(".png"))
 

@@ -34,11 +34,10 @@ def made_once(path: Path, make: Callable[[Path], object]) -> Path:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def sampler_traces(request: pytest.FixtureRequest, shared_folder: Path) -> Path:
-    """The folder of the sampler graphs that were traced, by this run or by one before it: `pytest --cache-clear`
-    forgets them."""
+def sampler_traces(request: pytest.FixtureRequest, shared_folder: Path) -> None:
+    """Sampler graphs are taken from files of this run or of one before it, which `pytest --cache-clear` forgets."""
     cache = getattr(request.config, "cache", None)
-    return share_traces(cache.mkdir("sampler_traces") if cache else shared_folder / "sampler_traces")
+    share_traces(cache.mkdir("sampler_traces") if cache else shared_folder / "sampler_traces")
 
 
 @pytest.fixture(scope="session")

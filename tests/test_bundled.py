@@ -13,8 +13,8 @@ import pytest
 
 from qsample import bundled
 from qsample.package import read_package
-from tests.cli.test_cli import qsample
 from tests.conftest import made_once
+from tests.helpers.command_line import qsample
 
 ROOT = Path(__file__).resolve().parent.parent
 

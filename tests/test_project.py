@@ -13,6 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text("utf-8")
 CI = (ROOT / ".ci" / "run").read_text("utf-8")
+CHECK = (ROOT / "scripts" / "check").read_text("utf-8")
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
 SKIPPED = {".git", ".venv", "__pycache__", ".mypy_cache", ".ruff_cache", ".pytest_cache", ".import_linter_cache"}
 HEAVY = ["torch", "transformers", "onnx", "onnxscript", "onnx_ir"]
@@ -60,13 +61,13 @@ def test_the_public_names_are_listed_and_found() -> None:
 
 def test_the_tables_in_the_documents_are_those_of_the_contract() -> None:
     done = subprocess.run(
-        [sys.executable, "docs/contract_tables.py", "--check"], cwd=ROOT, capture_output=True, text=True, check=False
+        [sys.executable, "scripts/contract_tables.py", "--check"], cwd=ROOT, capture_output=True, text=True, check=False
     )
-    assert done.returncode == 0, f"{done.stdout}{done.stderr}run: python docs/contract_tables.py"
+    assert done.returncode == 0, f"{done.stdout}{done.stderr}run: python scripts/contract_tables.py"
 
 
 def test_the_documents_hold_every_table() -> None:
-    source = (ROOT / "docs" / "contract_tables.py").read_text("utf-8")
+    source = (ROOT / "scripts" / "contract_tables.py").read_text("utf-8")
     tables = set(re.findall(r'^    "(\w+)": ', source, re.MULTILINE))
     text = "".join(path.read_text("utf-8") for path in DOCUMENTS)
     assert tables == set(re.findall(r"<!-- table: (\w+) -->\n\|", text))
@@ -85,10 +86,10 @@ def test_the_readme_has_two_commands_and_ci_runs_the_second() -> None:
     assert "\n" not in second
     assert "qsample generate" in first
     install, tests = second.removeprefix("python3 -m venv .venv && ").split(" && ")
-    for line in (install, tests):
-        spelled = line.replace(".venv/bin/pip install", 'step "$venv/bin/pip" install --quiet')
-        assert spelled.replace(".venv/bin/pytest", 'step "$venv/bin/pytest"') in CI
-    assert CI.rstrip().splitlines()[-1].startswith('step "$venv/bin/pytest"'), "pytest's summary is the last output"
+    assert install.replace(".venv/bin/pip install", '"$venv/bin/pip" install --quiet') in CI.splitlines()
+    # pytest's summary is the last output of both.
+    assert CI.splitlines()[-1] == 'bash scripts/check "$venv/bin"'
+    assert CHECK.splitlines()[-1] == tests.replace(".venv/bin/pytest", 'step "$bin/pytest"')
 
 
 def test_the_readme_names_options_that_exist() -> None:

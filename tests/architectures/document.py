@@ -15,8 +15,8 @@ _INTRODUCTION = """\
 # Architectures
 
 Every model type that transformers {transformers} has a causal language model for, and what came of exporting a small
-random model of it: **{passed} of {total} pass**. `python -m tests.architectures` makes this page; nothing in it is kept
-by hand, and no list in the code says what is supported. A type passes when
+random model of it: **{passed} of {total} pass**. `python scripts/architectures.py` makes this page; nothing in it is
+kept by hand, and no list in the code says what is supported. A type passes when
 
 - the exported graph's logits are those of the eager Hugging Face model to {max_error:g}, where the largest logit is
   about 10 (float32): after a ragged batch of prompts, after each of eight decode steps over retained state, and after a

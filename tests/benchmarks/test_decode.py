@@ -45,12 +45,12 @@ def test_a_cell_that_is_measured_again_replaces_the_old_one(report: ModuleType, 
     assert results.ratio("tiny", 64, 1, "greedy", "genai", "decode") is None
 
 
-def test_a_goal_is_reached_or_not(report: ModuleType, tmp_path: Path) -> None:
+def test_overhead_is_a_share_of_a_greedy_step(report: ModuleType, tmp_path: Path) -> None:
     results = report.Results(tmp_path / "decode.json", "machine")
-    results.add_cell("qwen3-0.6b", 64, 1, "greedy", "qsample", [100.0], [10.0])
-    results.add_cell("qwen3-0.6b", 64, 1, "greedy", "genai", [100.0], [15.0])
-    _, rows = report._goal_rows(results)
-    assert [row[-1] for row in rows] == ["yes", "no"]  # 1.5 of 1.4 in decode, 1.0 of 1.8 in prefill
+    results.add_overhead("tiny", 4, {"greedy": 20.0, "greedy_host": 0.5}, 1.012)
+    results.set_tokens("tiny", compared=64, equal=63)
+    assert report._overhead_rows(results, "tiny")[1] == [["4", "1.2%", "2.5%"]]
+    assert report._tokens(results, "tiny").endswith(": 63 of 64.")
 
 
 @pytest.mark.slow

@@ -37,7 +37,8 @@ def graph_interface(path: Path) -> tuple[list[str], list[str]]:
 
 
 def test_graphs_have_the_interface_of_the_contract(exported: Callable[..., Path]) -> None:
-    for features in ({}, {"include_sampler": False}, {"return_pdfs": True, "logprobs": True, "top_logprobs": 3}):
+    everything = dict.fromkeys(("logit_bias", "allowed_tokens", "logprobs", "return_pdfs"), True)
+    for features in ({}, {"include_sampler": False}, {**everything, "top_logprobs": 3}):
         package = read_package(exported("llama", **features))
         for name, spec in package.interface.graphs.items():
             assert graph_interface(package.path / name) == (spec.input_names, spec.output_names), (features, name)

@@ -31,11 +31,16 @@ LIBRARIES = ("torch", "transformers", "onnxscript", "onnx-ir", "onnx", "numpy", 
 KEPT_FOLDERS = 3
 
 
-def share_traces(parent: Path) -> Path:
-    """Take what `qsample.exporters.sampler` traces from a folder in `parent`, and return that folder.
+VARIABLE = "QSAMPLE_TEST_TRACES"
+
+
+def share_traces(parent: Path | None = None) -> None:
+    """Take what `qsample.exporters.sampler` traces from files in `parent`, or in that of the process above this one.
 
     It holds from the moment that the module is imported, so that a test of what an import brings is not disturbed.
     """
+    parent = parent or Path(os.environ[VARIABLE])
+    os.environ[VARIABLE] = str(parent)
     folder = parent / _key()
     folder.mkdir(parents=True, exist_ok=True)
     folder.touch()
@@ -44,7 +49,11 @@ def share_traces(parent: Path) -> Path:
         _wrap(sys.modules[MODULE], folder)
     else:
         sys.meta_path.insert(0, _WrapOnImport(folder))
-    return folder
+
+
+def python_that_shares_traces(code: str) -> list[str]:
+    """The command that runs `code` in a Python of its own, from the root of the project."""
+    return [sys.executable, "-c", f"from tests.helpers.sampler_traces import share_traces; share_traces(); {code}"]
 
 
 def imported_sources(module: str) -> set[Path]:

@@ -1,22 +1,19 @@
-"""`qsample bench`: consistent figures of the runs that it was asked for, and clear errors."""
+"""Measuring a package: consistent figures of the runs that were asked for, and clear errors."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from qsample.cli import run
 from qsample.contract import RUNNING
 from qsample.runtime import CausalLM, SamplingParams
 from qsample.runtime import bench as bench_module
 from qsample.runtime.bench import LockStep, measure
 from qsample.runtime.decode.slots import Slots
 from qsample.runtime.parameters import parameter_arrays
-from tests.helpers.fake_package import MAX_POSITIONS, fake_package
+from tests.helpers.fake_package import MAX_POSITIONS
 
 
 @pytest.mark.parametrize("sampler", [True, False])
@@ -59,22 +56,6 @@ def test_figures(sampler: bool, fake_model: Callable[..., CausalLM], monkeypatch
 def test_wrong_options(options: dict[str, int], message: str, fake_model: Callable[..., CausalLM]) -> None:
     with pytest.raises(ValueError, match=message):
         measure(fake_model(), **options)
-
-
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    package = fake_package(tmp_path / "package")
-    arguments = ["bench", str(package.path), "--new-tokens", "4", "--prompt-tokens", "3", "--repetitions", "1"]
-    assert run([*arguments, "--batch", "1", "--batch", "2", "--temperature", "0.7", "--json"]) == 0
-    shown = json.loads(capsys.readouterr().out)
-    assert [row["rows"] for row in shown["measurements"]] == [1, 2]
-    assert shown["load_seconds"] > 0
-    assert shown["package_bytes"] == sum(entry.bytes for entry in package.manifest.files.values())
-    assert shown["peak_memory_bytes"] > 10 * 2**20
-
-    assert run(arguments) == 0
-    assert "decode, tok/s" in capsys.readouterr().out
-    assert run([*arguments, "--top-p", "2"]) == 2
-    assert "top_p is 2" in capsys.readouterr().err
 
 
 def test_lock_step_gives_the_tokens_of_generate(model: CausalLM) -> None:

@@ -1,35 +1,38 @@
-"""Runs every causal-LM model type of transformers and writes docs/architectures.md: `python -m tests.architectures`.
+"""Exports every causal-LM model type of transformers and writes docs/architectures.md.
 
-Takes 22 minutes on two cores with nothing beside it. Rows go to a file as they are made; a run that was stopped goes
-on behind the last one. Model types as arguments run only those and print their rows.
+    python scripts/architectures.py            all types: 22 minutes on two cores with nothing beside it
+    python scripts/architectures.py TYPE ...   only those, printed and not written
+
+Rows go to a file as they are made; a run that was stopped goes on behind the last one. What is checked is in
+tests/architectures/.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
 from pathlib import Path
 
-from tests.architectures.document import all_types, write_document
-from tests.architectures.run import Row, quiet, run_in_time
-
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).resolve().parent.parent
 PROCESSES = 2
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("model_types", nargs="*")
+    """Run the types that have no row yet, or those that are asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model_types", nargs="*", metavar="TYPE")
     parser.add_argument("--rows", type=Path, default=ROOT / "architectures.jsonl", help="where rows are kept")
     parser.add_argument("--processes", type=int, default=PROCESSES)
     arguments = parser.parse_args()
-    kept = (
-        {row.model_type: row for row in map(_from_json, arguments.rows.read_text().splitlines())}
-        if (arguments.rows.exists())
-        else {}
-    )
+    sys.path.insert(0, str(ROOT))  # the processes of the pool inherit it
+    from tests.architectures.document import all_types, write_document
+    from tests.architectures.run import Row, quiet, run_in_time
+
+    lines = arguments.rows.read_text("utf-8").splitlines() if arguments.rows.exists() else []
+    kept = {row.model_type: row for row in (Row(**json.loads(line)) for line in lines)}
     wanted = arguments.model_types or [name for name in all_types() if name not in kept]
     with (
         ProcessPoolExecutor(arguments.processes, mp_context=get_context("spawn"), initializer=quiet) as pool,
@@ -43,10 +46,6 @@ def main() -> None:
     if not arguments.model_types:
         write_document(kept, ROOT / "docs" / "architectures.md")
     print(f"{sum(row.passed for row in kept.values())} of {len(all_types())} model types pass")
-
-
-def _from_json(line: str) -> Row:
-    return Row(**json.loads(line))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """README.md enters; the same page leaves, each `text` block holding what the `bash` or `python` block above it prints.
 
-    python docs/readme_outputs.py
+    python scripts/readme_outputs.py
 
 Run it, with qsample installed, after the bundled model or what the commands print has changed. The blocks run in a
 temporary folder, one after the other; the installation in front of a command is left out.

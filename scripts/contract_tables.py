@@ -1,7 +1,7 @@
 """qsample/contract.py enters; the tables of docs/contract.md and of README.md leave.
 
-    python docs/contract_tables.py           rewrites the tables in place
-    python docs/contract_tables.py --check   exits with 1 where a table is out of date
+    python scripts/contract_tables.py           rewrites the tables in place
+    python scripts/contract_tables.py --check   exits with 1 where a table is out of date
 
 A table stands between `<!-- table: NAME -->` and `<!-- end of table -->`; NAME is a key of TABLES.
 """

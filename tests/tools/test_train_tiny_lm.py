@@ -15,7 +15,7 @@ transformers = pytest.importorskip("transformers")
 pytest.importorskip("rich")
 
 ROOT = Path(__file__).resolve().parents[2]
-SCRIPT = ROOT / "examples" / "train_tiny_lm.py"
+SCRIPT = ROOT / "tools" / "train_tiny_lm.py"
 BUNDLED = ROOT / "qsample" / "assets" / "tiny_lm"
 FILES = {
     "README.md",

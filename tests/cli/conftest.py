@@ -1,0 +1,44 @@
+"""A command line that runs in the test's own process, and a package that the command exported."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from qsample import cli
+from tests.conftest import made_once
+from tests.helpers.command_line import qsample
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Any:
+    """Run a command line here; (status, stdout, stderr)."""
+
+    def call(*arguments: str | Path) -> tuple[int, str, str]:
+        status = cli.run([str(argument) for argument in arguments])
+        captured = capsys.readouterr()
+        return status, captured.out, captured.err
+
+    return call
+
+
+@pytest.fixture(scope="session")
+def everything(checkpoint: Any, shared_folder: Path) -> Path:
+    """A package with every feature, exported by the command."""
+    features = ["--logprobs", "--top-logprobs", "3", "--logit-bias", "--allowed-tokens", "--return-pdfs"]
+
+    def export(out: Path) -> None:
+        # What is there already is replaced only when that is asked for.
+        out.mkdir()
+        (out / "qsample.json").write_text("{}")
+        refused = qsample("export", checkpoint("llama"), out)
+        assert refused.returncode == 1
+        assert "already holds a package" in refused.stderr
+        done = qsample("export", checkpoint("llama"), out, "--overwrite", *features)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout == f"{out}\n"
+        assert done.stderr.count("\n") == 1, "the libraries' own notices are kept away"
+
+    return made_once(shared_folder / "everything", export)

@@ -1,0 +1,27 @@
+"""`qsample bench`: as JSON, as a table, and a parameter that is out of range."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from qsample.cli import run
+from tests.helpers.fake_package import fake_package
+
+
+def test_bench_as_json_and_as_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    package = fake_package(tmp_path / "package")
+    arguments = ["bench", str(package.path), "--new-tokens", "4", "--prompt-tokens", "3", "--repetitions", "1"]
+    assert run([*arguments, "--batch", "1", "--batch", "2", "--temperature", "0.7", "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert [row["rows"] for row in shown["measurements"]] == [1, 2]
+    assert shown["load_seconds"] > 0
+    assert shown["package_bytes"] == sum(entry.bytes for entry in package.manifest.files.values())
+    assert shown["peak_memory_bytes"] > 10 * 2**20
+
+    assert run(arguments) == 0
+    assert "decode, tok/s" in capsys.readouterr().out
+    assert run([*arguments, "--top-p", "2"]) == 2
+    assert "top_p is 2" in capsys.readouterr().err

@@ -1,0 +1,69 @@
+"""`qsample export` and `qsample compile`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from qsample.contract import Features
+from qsample.package import read_package
+
+
+def test_export_writes_a_package_with_what_was_asked_for(everything: Path) -> None:
+    assert read_package(everything).interface.features == Features(True, True, True, True, 3, True)
+
+
+def test_export_passes_every_option(run: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    seen: dict[str, Any] = {}
+
+    def spy(model: str, **options: Any) -> None:
+        seen.update(options, model=model)
+        raise ValueError("seen")
+
+    monkeypatch.setattr("qsample.auto_model.AutoModelForCausalLM.from_pretrained", spy)
+    defaults = {
+        "include_sampler": True,
+        "return_pdfs": False,
+        "logit_bias": False,
+        "allowed_tokens": False,
+        "logprobs": False,
+        "top_logprobs": 0,
+        "dtype": "float32",
+        "revision": None,
+        "adapter": None,
+    }
+    assert run("export", "some/model", tmp_path / "p")[0] == 1
+    assert seen == {**defaults, "model": "some/model"}
+    run("export", "some/model", tmp_path / "p", "--no-sampler", "--dtype", "float16", "--revision", "v2")
+    assert seen == {**defaults, "model": "some/model", "include_sampler": False, "dtype": "float16", "revision": "v2"}
+
+
+def test_export_of_a_package_is_wrong_usage(run: Any, llama_package: Path, tmp_path: Path) -> None:
+    status, _, err = run("export", llama_package, tmp_path / "p")
+    assert status == 2
+    assert "package already" in err
+
+
+def test_export_of_no_model(run: Any, tmp_path: Path) -> None:
+    status, _, err = run("export", tmp_path / "nothing", tmp_path / "p")
+    assert status == 1
+    assert "does not exist" in err
+    assert not (tmp_path / "p").exists()
+
+
+def test_compile_takes_a_package(run: Any, llama_package: Path, tmp_path: Path) -> None:
+    out = tmp_path / "cpu"
+    status, printed, err = run("compile", llama_package, out, "--ctx-len", "64", "--batch-size", "2")
+    assert (status, printed) == (0, f"{out}\n"), err
+    compilation = read_package(out).manifest.compilation
+    assert compilation is not None
+    assert (compilation.provider, compilation.batch_size, compilation.ctx_len) == ("cpu", 2, 64)
+
+
+def test_compile_for_an_unknown_target(run: Any, llama_package: Path, tmp_path: Path) -> None:
+    status, _, err = run("compile", llama_package, tmp_path / "p", "--provider", "abacus")
+    assert status == 1
+    assert "abacus" in err
+    assert "cpu" in err

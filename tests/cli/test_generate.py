@@ -1,0 +1,128 @@
+"""`qsample generate`: what it prints for one prompt and for several, and what it passes on."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.command_line import qsample
+
+GENERATE = ["--max-new-tokens", "8", "--seed", "3", "--temperature", "1.0"]
+
+
+def test_generate_streams_one_prompt(llama_package: Path) -> None:
+    from qsample.runtime import load
+
+    done = qsample("generate", llama_package, "-p", "Hello", *GENERATE)
+    assert done.returncode == 0, done.stderr
+    expected = load(llama_package).generate("Hello", max_new_tokens=8, seed=3, temperature=1.0)
+    assert expected.texts is not None
+    assert done.stdout == f"Hello{expected.texts[0]}\n"
+    assert re.fullmatch(r"8 tokens in [\d.]+ s, \d+ a second; seed 3\n", done.stderr)
+
+
+def test_generate_reads_the_prompt_from_standard_input(llama_package: Path) -> None:
+    piped = qsample("generate", llama_package, *GENERATE, text="Hello\n")
+    given = qsample("generate", llama_package, "-p", "Hello", *GENERATE)
+    assert (piped.returncode, piped.stdout) == (0, given.stdout)
+    empty = qsample("generate", llama_package, *GENERATE, text="")
+    assert empty.returncode == 2
+    assert "no prompt" in empty.stderr
+
+
+def test_generate_several_prompts_in_sections(run: Any, llama_package: Path) -> None:
+    from qsample.runtime import load
+
+    status, out, _ = run("generate", llama_package, "-p", "One", "-p", "Two [b]", *GENERATE)
+    assert status == 0
+    output = load(llama_package).generate(["One", "Two [b]"], max_new_tokens=8, seed=3, temperature=1.0)
+    assert output.texts is not None
+    for row, (prompt, text) in enumerate(zip(["One", "Two [b]"], output.texts, strict=True)):
+        assert f"{row + 1}: 8 tokens, length, seed {3 + row} " in out
+        assert prompt + text in out
+
+
+def test_generate_json(run: Any, everything: Path) -> None:
+    from qsample.runtime import load
+
+    status, out, _ = run("generate", everything, "-p", "One", "-p", "Three", "--json", *GENERATE)
+    assert status == 0
+    document = json.loads(out)
+    output = load(everything).generate(["One", "Three"], max_new_tokens=8, seed=3, temperature=1.0)
+    assert output.texts is not None
+    for row, result in enumerate(document["results"]):
+        assert result["prompt"] == ["One", "Three"][row]
+        assert result["text"] == output.texts[row]
+        assert result["token_ids"] == output.new_token_ids[row]
+        assert (result["finish_reason"], result["seed"]) == ("length", 3 + row)
+        assert len(result["logprobs"]) == 8
+        assert [len(step) for step in result["top_logprobs"]] == [3] * 8
+    assert document["timing"]["steps"] == 7
+
+
+def test_generate_passes_every_sampling_option(run: Any, llama_package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, Any] = {}
+
+    def spy(self: Any, inputs: Any, **options: Any) -> None:
+        seen.update(options, inputs=inputs)
+        raise ValueError("seen")
+
+    monkeypatch.setattr("qsample.runtime.causal_lm.CausalLM.generate", spy)
+    given = {
+        "max_new_tokens": 9,
+        "temperature": 0.5,
+        "top_k": 7,
+        "top_p": 0.75,
+        "min_p": 0.125,
+        "repetition_penalty": 1.5,
+        "presence_penalty": 0.25,
+        "frequency_penalty": -0.5,
+        "min_new_tokens": 2,
+        "seed": 11,
+        "flush_every": 3,
+    }
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
+    flags += ["--no-double-buffering", "--stop-string=one", "--stop-string=two"]
+    status, _, err = run("generate", llama_package, "-p", "x", *flags, "--stop-id", "5", "--stop-id", "6")
+    assert (status, err) == (1, "qsample: seen\n")
+    seen.pop("streamer")
+    given |= {"double_buffering": False, "stop_strings": ("one", "two")}
+    assert seen == {**given, "eos_token_id": [5, 6], "inputs": ["x"]}
+    assert run("generate", llama_package, "-p", "x", "--greedy")[0] == 1
+    assert seen["do_sample"] is False
+
+
+def test_generate_stops_at_a_stop_id(run: Any, llama_package: Path) -> None:
+    first = json.loads(run("generate", llama_package, "-p", "One", "--json", *GENERATE)[1])["results"][0]["token_ids"]
+    stop = first[2]
+    document = json.loads(run("generate", llama_package, "-p", "One", "--json", *GENERATE, "--stop-id", str(stop))[1])
+    assert document["results"][0]["token_ids"] == first[: first.index(stop) + 1]
+    assert document["results"][0]["finish_reason"] == "stop"
+
+
+def test_generate_with_a_prompt_that_is_too_long(run: Any, llama_package: Path) -> None:
+    status, out, err = run("generate", llama_package, "-p", "x" * 400, *GENERATE)
+    assert (status, out) == (1, "")
+    assert "256" in err
+
+
+def test_generate_without_a_chat_template(run: Any, llama_package: Path) -> None:
+    status, _, err = run("generate", llama_package, "-p", "x", "--chat", *GENERATE)
+    assert status == 1
+    assert "chat template" in err
+
+
+def test_generate_from_a_package_without_the_sampler(run: Any, exported: Any, llama_package: Path) -> None:
+    host = run("generate", exported("llama", include_sampler=False), "-p", "One", *GENERATE)
+    baked = run("generate", llama_package, "-p", "One", *GENERATE)
+    assert (host[0], host[1]) == (0, baked[1])
+
+
+def test_generate_with_an_unknown_provider(run: Any, llama_package: Path) -> None:
+    status, _, err = run("generate", llama_package, "-p", "x", "--provider", "abacus")
+    assert status == 1
+    assert "abacus" in err
