@@ -20,7 +20,7 @@ from qsample.runtime.decode.slots import Slots
 from qsample.runtime.guided_decoding import Guide
 from qsample.runtime.output import GenerateOutput, Timing, make_output
 from qsample.runtime.parameters import choose_seeds, parameter_arrays
-from qsample.runtime.prompts import prompts
+from qsample.runtime.prompts import parse_prompts
 from qsample.runtime.sequence import Sequence
 from qsample.runtime.session.options import SessionOptions, check_count
 from qsample.runtime.session.session import Sessions, open_sessions
@@ -108,7 +108,7 @@ class CausalLM:
         """Continue one prompt or a batch of prompts of different lengths.
 
         Args:
-            inputs: a text, token ids, a list of either, a 2-D integer array, or chat messages; see `prompts.prompts`.
+            inputs: a text, token ids, a list of either, a 2-D integer array, or chat messages; see `parse_prompts`.
             params: for all rows, or a list with one a row. None = the model's generation_config, with `options` on top.
             attention_mask: for a padded 2-D array.
             streamer: gets the prompt and then every token, as in Hugging Face; one prompt only.
@@ -203,7 +203,7 @@ class CausalLM:
         Raises ValueError where one is wrong.
         """
         interface, token_ids = self.interface, self.package.manifest.token_ids
-        rows = prompts(inputs, attention_mask, self.tokenizer, interface.vocab_size, token_ids)
+        rows = parse_prompts(inputs, attention_mask, self.tokenizer, interface.vocab_size, token_ids)
         row_params = self.sampling_params(params, options, len(rows))
         seeds = choose_seeds(seed, params, row_params)
         stops = self.stop_strings(stop_strings, params)

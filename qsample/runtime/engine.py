@@ -128,7 +128,7 @@ class Engine:
         """Add one prompt, and return at once where the queue has room.
 
         Args:
-            inputs: a text, token ids, or chat messages; see `prompts.prompts`.
+            inputs: a text, token ids, or chat messages; see `parse_prompts`.
             params, seed, stop_strings, options: as in `CausalLM.generate`.
             allowed_tokens: as in `CausalLM.generate`, for a batch of this one row. A function is called on the engine's
                 thread between two steps, so everybody waits for it; and it must not call the engine.

@@ -17,7 +17,7 @@ _ACCEPTED: Final = (
 )
 
 
-def prompts(
+def parse_prompts(
     inputs: Any,
     attention_mask: Any,
     tokenizer: Tokenizer | None,
@@ -32,7 +32,7 @@ def prompts(
     """
     if isinstance(inputs, Mapping) and "input_ids" in inputs:
         mask = inputs.get("attention_mask") if attention_mask is None else attention_mask
-        return prompts(inputs["input_ids"], mask, tokenizer, vocab_size, token_ids)
+        return parse_prompts(inputs["input_ids"], mask, tokenizer, vocab_size, token_ids)
     if hasattr(inputs, "__array__"):
         rows = _unpad(_as_array(inputs), attention_mask)
     else:

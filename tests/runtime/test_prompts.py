@@ -9,7 +9,7 @@ import pytest
 
 from qsample.manifest import TokenIds
 from qsample.runtime import CausalLM
-from qsample.runtime.prompts import prompts
+from qsample.runtime.prompts import parse_prompts
 from qsample.runtime.text.tokenizer import Tokenizer
 from tests.helpers.fake_package import BOS, byte_tokenizer
 
@@ -17,7 +17,7 @@ IDS = TokenIds(0, BOS, (2,))
 
 
 def rows(inputs: Any, mask: Any = None) -> list[list[int]]:
-    return [row.tolist() for row in prompts(inputs, mask, Tokenizer(byte_tokenizer()), 320, IDS)]
+    return [row.tolist() for row in parse_prompts(inputs, mask, Tokenizer(byte_tokenizer()), 320, IDS)]
 
 
 @pytest.mark.parametrize(
@@ -110,4 +110,4 @@ def test_what_is_no_prompt(inputs: Any, mask: Any, message: str) -> None:
 
 def test_an_empty_prompt_without_a_beginning_token() -> None:
     with pytest.raises(ValueError, match="prompt 1 is empty and the model has no beginning-of-text token"):
-        prompts([[5], []], None, None, 320, TokenIds(0, None, ()))
+        parse_prompts([[5], []], None, None, 320, TokenIds(0, None, ()))
