@@ -9,14 +9,12 @@ from typing import Any
 
 import numpy as np
 import onnx
-import onnx_ir as ir
 import pytest
 
 from qsample import AutoModelForCausalLM
 from qsample.errors import CompileError
 from qsample.exporters.compiler.compile import compile_package
 from qsample.exporters.compiler.options import CompileOptions
-from qsample.exporters.graph.axes import fix_axes
 from qsample.package import read_package
 
 PROMPTS = [[5, 6, 7, 8], [9], [10, 11, 12, 13, 14, 15, 16, 17, 18]]
@@ -98,17 +96,6 @@ def test_host_sampling_package_compiles(exported: Callable[..., Path], tmp_path:
     device = portable.compile(tmp_path / "device", ctx_len=64)
     options = {"temperature": 0.8, "top_p": 0.9, "seed": 5, "max_new_tokens": 12}
     assert device.generate(PROMPTS, **options).new_token_ids == portable.generate(PROMPTS, **options).new_token_ids
-
-
-# The self-test and the registry.
-
-
-def test_fix_axes_reaches_every_shape(llama_package: Path) -> None:
-    model = ir.load(llama_package / "decoder.onnx")
-    assert fix_axes(model, {"T": 50, "B": 2})
-    names = {str(dim) for node in model.graph.all_nodes() for value in node.outputs for dim in value.shape or ()}
-    assert not names & {"T", "B"}
-    assert list(model.graph.inputs[0].shape or ()) == [2, ir.SymbolicDim("S")]
 
 
 # Bad options.

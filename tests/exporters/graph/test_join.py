@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import onnx_ir as ir
 
-from qsample.exporters.graph.join import append_sampler, split_at_logits
+from qsample.exporters.graph.join import append_sampler, cut_at_logits, split_at_logits
 from qsample.exporters.graph.runner import GraphRunner
 from qsample.package import read_package
 
@@ -54,3 +54,11 @@ def test_a_graph_that_returns_its_logits_has_one_half(exported: Callable[..., Pa
     assert model is graph
     assert model.graph.outputs[0].name == "logits"
     assert sampler is None
+
+
+def test_a_graph_cut_off_at_its_logits_has_no_sampler(llama_package: Path) -> None:
+    package = read_package(llama_package)
+    model = cut_at_logits(ir.load(package.file("decoder.onnx")), package.interface)
+    assert model.graph.outputs[0].name == "logits"
+    assert not {"temperature", "top_p", "output_counts"} & {value.name for value in model.graph.inputs}
+    assert not {"If", "TopK", "CumSum"} & {node.op_type for node in model.graph}

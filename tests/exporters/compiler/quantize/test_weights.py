@@ -19,7 +19,6 @@ from qsample.exporters.compiler.quantize.weights import (
     quantization_report,
     quantize_weights,
 )
-from qsample.exporters.graph.join import cut_at_logits
 from qsample.package import read_package
 
 VOCAB, HIDDEN, ODD = 48, 64, 40
@@ -213,14 +212,6 @@ def test_a_quantized_package(int8: Path, llama_package: Path) -> None:
     assert np.mean(same) > 0.7
 
 
-def test_a_graph_cut_off_at_its_logits_has_no_sampler(llama_package: Path) -> None:
-    package = read_package(llama_package)
-    model = cut_at_logits(ir.load(package.file("decoder.onnx")), package.interface)
-    assert model.graph.outputs[0].name == "logits"
-    assert not {"temperature", "top_p", "output_counts"} & {value.name for value in model.graph.inputs}
-    assert not {"If", "TopK", "CumSum"} & {node.op_type for node in model.graph}
-
-
 def test_too_far_off_is_refused(llama_package: Path, tmp_path: Path) -> None:
     with pytest.raises(CompileError, match=r"nats a token .*at most 1e-09.* perplexity .*k_quant"):
         compile_package(
@@ -258,24 +249,3 @@ def test_the_packages_own_dtype_is_no_quantization(llama_package: Path, tmp_path
     )
     assert compiled.manifest.compilation is not None
     assert compiled.manifest.compilation.quantization is None
-
-
-def test_float16_weights_are_stored_in_half_the_space(llama_package: Path, tmp_path: Path) -> None:
-    portable = AutoModelForCausalLM.from_pretrained(llama_package)
-    whole, half = (portable.compile(tmp_path / name, ctx_len=64, weights=name) for name in ("float32", "float16"))
-    figures = half.package.manifest.compilation.quantization
-    assert figures is not None
-    assert figures["bytes_after"] * 2 == figures["bytes_before"]
-    assert 0 < figures["divergence"]["kl"] < 1e-4
-    sizes = [found.package.manifest.files["decoder.onnx.data"].bytes for found in (whole, half)]
-    assert sizes[0] - sizes[1] == pytest.approx(figures["bytes_after"], abs=200_000)  # tensors are aligned to pages
-
-    nodes = ir.load(tmp_path / "float16" / "decoder.onnx").graph
-    wanted = ir.load(tmp_path / "float32" / "decoder.onnx").graph.initializers
-    stored = {name: value for name, value in nodes.initializers.items() if name.endswith("_float16")}
-    assert len(stored) == figures["matrices"]
-    for name, found in stored.items():
-        array = wanted[name.removesuffix("_float16")].const_value.numpy()
-        np.testing.assert_array_equal(found.const_value.numpy(), array.astype(np.float16))
-    options = {"do_sample": False, "max_new_tokens": 8}
-    assert half.generate([[5, 6, 7]], **options).new_token_ids == whole.generate([[5, 6, 7]], **options).new_token_ids

@@ -1,0 +1,79 @@
+"""Half precision: what is converted, what keeps its exact positions, and when weights are read."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+from qsample.exporters.compiler.passes.half_precision import DTYPES, convert_to_half
+from qsample.exporters.graph.edit import lazy_initializer
+from tests.helpers.small_graphs import normal, operators, results, small_graph
+
+GRAPH = """
+decode (int32[B,1] lengths, float[B,8] past, float[B] temperature) => (float[B,8] logits, float[B,8] present)
+    <float[8] frequency = {1, 0.5, 0.2, 0.1, 0.05, 0.02, 0.01, 0.005}, float[1] half = {0.5}>
+{
+    positions = Cast <to = 1> (lengths)
+    angle = Mul (positions, frequency)
+    cos = Cos (angle)
+    hidden = MatMul (past, weight)
+    rotated = Mul (hidden, cos)
+    present = Identity (rotated)
+    logits = Mul (rotated, half)
+}
+"""
+WEIGHT = normal(8, 8)
+
+
+def decoder() -> ir.Model:
+    floats = ("positions", "angle", "cos", "hidden", "rotated", "present", "logits")
+    text = GRAPH.replace("int32[B,1] lengths", "int32[B,1] lengths, float[8,8] weight")
+    model = small_graph(text, {name: ["B", 8] for name in floats})
+    given = model.graph.inputs.pop(1)
+    weight = lazy_initializer("weight", (8, 8), ir.DataType.FLOAT, lambda: WEIGHT)
+    given.replace_all_uses_with(weight)
+    model.graph.register_initializer(weight)
+    return model
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_weights_states_and_hidden_values_are_converted_and_logits_are_not(dtype: str) -> None:
+    model = decoder()
+    assert convert_to_half(model, dtype, {"past"})
+    half = DTYPES[dtype]
+    values = {value.name: value for node in model.graph for value in node.outputs}
+    dtypes = {name: value.dtype for name, value in values.items()}
+    assert {dtypes[name] for name in ("hidden", "rotated", "present")} == {half}
+    assert {dtypes[name] for name in ("positions", "angle", "cos", "logits")} == {ir.DataType.FLOAT}
+    assert [value.dtype for value in model.graph.inputs[1:]] == [half, ir.DataType.FLOAT]  # past and temperature
+    assert operators(model) == ["Cast", "Mul", "Cos", "Cast", "MatMul", "Mul", "Identity", "Mul", "Cast"]
+    assert model.graph.outputs[0].name == "logits"
+    assert model.graph.initializers.keys() == {"frequency", f"weight_{dtype}", f"half_{dtype}"}
+    stored = model.graph.initializers[f"weight_{dtype}"].const_value
+    assert stored is not None
+    np.testing.assert_array_equal(stored.numpy(), WEIGHT.astype(half.numpy()))
+    assert not convert_to_half(model, dtype, {"past"})
+
+
+def test_logits_are_close_and_positions_exact() -> None:
+    plain, converted = decoder(), decoder()
+    convert_to_half(converted, "float16", {"past"})
+    past = normal(3, 8, seed=1)
+    feeds = {"lengths": np.array([[5], [2049], [65_519]], np.int32), "past": past}
+    feeds["temperature"] = np.zeros(3, np.float32)
+    wanted, _ = results(plain, feeds)
+    got, _ = results(converted, feeds | {"past": past.astype(np.float16)})
+    assert got.dtype == np.float32
+    np.testing.assert_allclose(got, wanted, atol=4e-3 * np.abs(wanted).max())
+
+
+def test_no_weight_is_read() -> None:
+    model = decoder()
+
+    def fail() -> np.ndarray:
+        raise AssertionError("a weight was read")
+
+    weight = model.graph.initializers["weight"]
+    weight.const_value = lazy_initializer("weight", (8, 8), ir.DataType.FLOAT, fail).const_value
+    assert convert_to_half(model, "bfloat16", {"past"})

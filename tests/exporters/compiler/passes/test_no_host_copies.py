@@ -1,0 +1,94 @@
+"""Copies from the host: which are named, the numbers that are cut out on the device, and the attention's length."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+from qsample.exporters.compiler.passes.no_host_copies import (
+    fix_total_length,
+    host_data,
+    host_nodes,
+    remove_host_copies,
+)
+from qsample.exporters.compiler.recipe import run
+from qsample.exporters.graph.gqa import Slot
+from tests.helpers.small_graphs import operators, results, small_graph
+
+GRAPH = """
+decode (float[%s,S] x, int64[B] lengths) => (int64[B] result, float[B,M] flat)
+    <int64 one = {1}, int64[1] first = {0}>
+{
+    rows = Shape <start = 0, end = 1> (x)
+    count = Shape <start = 1, end = 2> (x)
+    number = Squeeze (count)
+    last = Sub (number, one)
+    result = Add (lengths, %s)
+    shape = Concat <axis = 0> (rows, count)
+    flat = Reshape (x, shape)
+}
+"""
+SHAPES = {"rows": [1], "count": [1], "number": [], "last": [], "shape": [2]}
+
+
+def decoder(number: str = "last", rows: int | str = "B") -> ir.Model:
+    model = small_graph(GRAPH % (rows, number), SHAPES, ir.DataType.INT64)
+    for node in model.graph:
+        node.name = f"of_{node.outputs[0].name}"
+    return model
+
+
+@pytest.mark.parametrize(("number", "offset"), [("last", 6), ("count", 7)])
+def test_numbers_from_shapes_are_cut_out_on_the_device(number: str, offset: int) -> None:
+    model = decoder(number)
+    assert host_data(model.graph) == [f"Add of_result takes {number}"]  # and the kernel of Reshape reads on the host
+    assert {node.op_type for node in host_nodes(model.graph)} == {"Shape", "Squeeze", "Sub", "Concat"}
+    assert run(model, [partial(remove_host_copies, limit=10)])
+    assert host_data(model.graph) == []
+    assert not remove_host_copies(model, 10)
+    feeds = {"x": np.zeros((2, 7), np.float32), "lengths": np.array([3, 4])}
+    result, flat = results(model, feeds)
+    assert result.tolist() == [3 + offset, 4 + offset]
+    assert flat.shape == (2, 7)
+
+
+def test_shapes_that_the_graph_fixes_become_constants() -> None:
+    model = decoder(rows=2)
+    model.graph.inputs[0].shape = ir.Shape([2, 7])
+    assert run(model, [partial(remove_host_copies, limit=10)])
+    assert "Shape" not in operators(model)
+    assert host_data(model.graph) == []
+
+
+def test_more_than_a_number_stays_and_is_named() -> None:
+    model = decoder("shape")
+    assert not remove_host_copies(model, 10)
+    assert host_data(model.graph) == ["Add of_result takes shape"]
+
+
+def test_every_attention_reads_one_constant_length() -> None:
+    model = small_graph(
+        """
+        decode (float[B,S,64] q, float[B,S,32] k, float[B,2,8,16] past_key, float[B,2,8,16] past_value, int32[B] seen)
+            => (float[B,S,64] result)
+        {
+            size = Shape <start = 1, end = 2> (q)
+            total = Cast <to = 6> (size)
+            middle = com.microsoft.GroupQueryAttention <num_heads = 4, kv_num_heads = 2>
+                (q, k, k, past_key, past_value, seen, total)
+            result = com.microsoft.GroupQueryAttention <num_heads = 4, kv_num_heads = 2>
+                (middle, k, k, past_key, past_value, seen, total)
+        }
+        """
+    )
+    assert run(model, [partial(fix_total_length, capacity=8)])
+    assert operators(model) == ["GroupQueryAttention"] * 2
+    first, second = (node.inputs[Slot.TOTAL_SEQUENCE_LENGTH] for node in model.graph)
+    assert first is second
+    assert first is not None
+    assert first.const_value is not None
+    assert (first.dtype, first.const_value.numpy().tolist()) == (ir.DataType.INT32, 8)
+    assert not fix_total_length(small_graph("nothing (float[B] x) => (float[B] y) { y = Neg (x) }"), 8)

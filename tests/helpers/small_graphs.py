@@ -1,0 +1,46 @@
+"""Small graphs written by hand, with the shapes that an export records, and what they compute."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime as ort
+
+from qsample.tensors import Array
+
+HEADER = '<ir_version: 10, opset_import: ["" : 20, "com.microsoft" : 1]>\n'
+
+
+def small_graph(
+    text: str,
+    shapes: Mapping[str, Sequence[int | str | None]] | None = None,
+    dtype: ir.DataType = ir.DataType.FLOAT,
+) -> ir.Model:
+    """The model of `text`, ONNX's own notation without the header. shapes: by name, of values that are computed; they
+    are of `dtype`."""
+    model = ir.from_onnx_text(HEADER + text)
+    for node in model.graph:
+        for value in node.outputs:
+            if shapes is not None and value.name in shapes:
+                value.shape = ir.Shape(shapes[value.name])
+                value.type = ir.TensorType(dtype)
+    return model
+
+
+def results(model: ir.Model, feeds: Mapping[str, Array]) -> list[Array]:
+    """What ONNX Runtime computes on the CPU; feeds that the graph does not read are left out."""
+    session = ort.InferenceSession(ir.to_proto(model).SerializeToString(), providers=["CPUExecutionProvider"])
+    names = {value.name for value in session.get_inputs()}
+    return list(session.run(None, {name: array for name, array in feeds.items() if name in names}))
+
+
+def operators(model: ir.Model) -> list[str]:
+    """The operator of each node, in order."""
+    return [node.op_type for node in model.graph]
+
+
+def normal(*shape: int, seed: int = 0) -> Array:
+    """float32 numbers from a standard normal distribution."""
+    return np.random.default_rng(seed).standard_normal(shape, np.float32)
