@@ -9,7 +9,8 @@ import torch
 from hypothesis import given, settings
 
 from qsample.contract import INVALID_LOGITS
-from tests.helpers.sampler_cases import WITH_PROBS, eager, exported, interface, make_inputs
+from tests.helpers.reference import distribution, reference_step
+from tests.helpers.sampler_cases import BOUNDARY, PAD, WITH_PROBS, compare_step, eager, interface, make_inputs
 
 EDGE = [0.0, -0.0, 1.0, -1.0, 1e-30, 88.0, -104.0, 1e4, -65504.0, 3e38, -3.4028235e38, -np.inf, np.inf, np.nan]
 
@@ -64,9 +65,6 @@ def test_equal_logits(vocab: int, parameters: dict[str, float], num_candidates: 
     "parameters", [{"top_p": 0.9}, {"top_k": 700, "top_p": 0.99}, {"min_p": 0.001}, {"temperature": 2}]
 )
 def test_large_and_small_vocabularies(vocab: int, parameters: dict[str, float]) -> None:
-    from tests.helpers.reference import reference_step
-    from tests.helpers.sampler_cases import BOUNDARY, PAD, compare_step
-
     rng = np.random.default_rng(vocab)
     face = interface(vocab, WITH_PROBS)
     logits = rng.normal(size=(2, vocab)).astype(np.float32)
@@ -82,8 +80,6 @@ def test_large_and_small_vocabularies(vocab: int, parameters: dict[str, float]) 
 @pytest.mark.parametrize("parameters", [{"top_k": 50}, {"top_p": 0.9}, {"top_p": 0.3, "top_k": 400}, {"min_p": 0.05}])
 def test_low_precision_ties(dtype: torch.dtype, parameters: dict[str, float]) -> None:
     """Logits of a half-precision model: thousands of ties across every edge; support exactly the reference's."""
-    from tests.helpers.reference import distribution
-
     vocab = 20000
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(4, vocab, generator=generator).to(dtype).to(torch.float32).numpy()
@@ -92,65 +88,3 @@ def test_low_precision_ties(dtype: torch.dtype, parameters: dict[str, float]) ->
     row = {"temperature": 1, "top_k": 0, "top_p": 1, "min_p": 0} | {n: np.float32(v) for n, v in parameters.items()}
     for b in range(4):
         np.testing.assert_array_equal(probs[b] > 0, distribution(logits[b], row) > 0)
-
-
-@pytest.mark.parametrize("values", ["two", "steps", "sorted", "spikes"])
-@pytest.mark.parametrize("top_p", [0.1, 0.5, 0.9, 0.99999])
-def test_data_made_against_the_threshold_search(values: str, top_p: float) -> None:
-    """Few distinct values, order that defeats a strided sample, mass in a few places: exact all the same."""
-    from tests.helpers.reference import distribution
-
-    vocab = 6000
-    rng = np.random.default_rng(4)
-    logits = {
-        "two": np.where(np.arange(vocab) % 5 == 0, 1.0, 0.5),
-        "steps": np.floor(np.arange(vocab) / 1500),
-        "sorted": np.linspace(-3, 3, vocab),
-        "spikes": np.where(np.arange(vocab) % (vocab // 1024) == 0, -50.0, rng.normal(size=vocab)),
-    }[values].astype(np.float32)[None]
-    face = interface(vocab, WITH_PROBS)
-    probs = eager(face, num_candidates=4)(logits, make_inputs(face, top_p=top_p))["probs"][0]
-    row = {"temperature": 1, "top_k": 0, "top_p": np.float32(top_p), "min_p": 0}
-    np.testing.assert_array_equal(probs > 0, distribution(logits[0], row) > 0)
-
-
-@pytest.mark.parametrize("values", ["normal", "two humps", "heavy above", "heavy below", "heavy both"])
-@pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 0.9), (100.0, 0.95), (0.7, 0.95), (1.0, 0.99)])
-def test_wide_nuclei_are_found_without_a_sort(
-    values: str, temperature: float, top_p: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nuclei of thousands of tokens, their edge in the middle and in the tails, their weight spread or on few."""
-    from qsample.transforms.sampler import sample
-    from tests.helpers.reference import distribution
-
-    def sort(*_: object) -> None:
-        raise AssertionError("sorted the whole vocabulary")
-
-    vocab, rng = 150_000, np.random.default_rng(5)
-    logits = {
-        "normal": rng.normal(size=vocab),
-        "two humps": np.where(rng.random(vocab) < 0.5, rng.normal(-6, 1, vocab), rng.normal(size=vocab)),
-        "heavy above": rng.exponential(size=vocab),
-        "heavy below": -rng.exponential(size=vocab),
-        "heavy both": rng.laplace(size=vocab),
-    }[values].astype(np.float32)[None]
-    face = interface(vocab, WITH_PROBS)
-    row = {"temperature": np.float32(temperature), "top_p": np.float32(top_p)}
-    # A trace takes every way, so this one is made with the sort in place; the graph must be right all the same.
-    in_graph = exported(face)(logits, make_inputs(face, 1, **row))["probs"][0]
-    monkeypatch.setattr(sample, "_with_sort", sort)
-    probs = eager(face)(logits, make_inputs(face, 1, **row))["probs"][0]
-    wanted = distribution(logits[0], {"top_k": 0, "min_p": 0} | row)
-    np.testing.assert_array_equal(probs > 0, wanted > 0)
-    # ONNX Runtime's exp and sums may round the one token at the edge to the other side of it: in one of these cases the
-    # edge is 3.4e-9 of the whole weight from the limit.
-    assert ((in_graph > 0) != (wanted > 0)).sum() <= 1
-
-
-def test_a_wide_nucleus_that_ends_exactly_at_its_limit() -> None:
-    """600 tokens of weight 1 and 1,200 of weight 0.5: the likelier ones weigh top_p, which is not less than it."""
-    logits = np.zeros((1, 1800), np.float32)
-    logits[0, np.random.default_rng(6).permutation(1800)[:1200]] = np.float32(-0.6931472)  # float32's exp: 0.5
-    face = interface(1800, WITH_PROBS)
-    for step in (eager(face), exported(face)):
-        np.testing.assert_array_equal(step(logits, make_inputs(face, 1, top_p=0.5))["probs"][0] > 0, logits[0] == 0)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import numpy as np
+import onnxruntime as ort
 import pytest
 
 from qsample.contract import INVALID_LOGITS, LENGTH, RUNNING, STALLED, STOPPED
 from tests.helpers.reference import reference_step
 from tests.helpers.sampler_cases import PAD, eager, exported, interface, make_inputs, session
 
-FACE = interface(300)  # that of tests/exporters/test_sampler_graph.py: one export serves both
+FACE = interface(300)  # that of tests/exporters/test_sampler.py: one trace serves both
 LOGITS = np.arange(300, dtype=np.float32)[None]  # greedy: 299
 
 
@@ -44,10 +45,10 @@ def test_finished_row_commits_nothing(status: int) -> None:
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("place", [0, 7, 299])
-def test_invalid_logits_commit_nothing(value: float, place: int) -> None:
+@pytest.mark.parametrize("index", [0, 7, 299])
+def test_invalid_logits_commit_nothing(value: float, index: int) -> None:
     logits = LOGITS.copy()
-    logits[0, place] = value
+    logits[0, index] = value
     if value == -np.inf:
         logits[:] = value
     inputs = make_inputs(FACE, lengths=3, tokens=[[5, 6, 7] + [5] * 13], input_ids=9)
@@ -58,25 +59,13 @@ def test_invalid_logits_commit_nothing(value: float, place: int) -> None:
         np.testing.assert_array_equal(result[f"{name}_RetainedState"], inputs[name])
 
 
-def test_first_call_fills_the_tail_with_the_first_token() -> None:
-    result = step(sequence=4, input_ids=[[7, 8, 9, 0]], input_lengths=3, tokens=33)
-    assert result["tokens_RetainedState"][0].tolist() == [7, 8, 9, 299] + [7] * 12
-    assert result["lengths_RetainedState"][0] == 3
-
-
-def test_a_row_that_does_not_emit_only_records_its_inputs() -> None:
-    result = step(sequence=4, input_ids=[[7, 8, 9, 0]], input_lengths=3, emit=False)
-    assert result["next_ids"][0, 0] == PAD
-    assert result["tokens_RetainedState"][0].tolist() == [7, 8, 9] + [7] * 13
-    assert result["lengths_RetainedState"][0] == 3
-    assert result["output_counts_RetainedState"].sum() == 0
-
-
-def test_prompt_up_to_the_last_position() -> None:
-    """15 tokens in 16 places: the sampled token takes the last. The padding beyond the capacity goes nowhere."""
-    result = step(sequence=20, input_ids=[list(range(1, 21))], input_lengths=15)
-    assert result["tokens_RetainedState"][0].tolist() == [*range(1, 16), 299]
-    assert result["status_RetainedState"][0] == LENGTH
+def test_u_is_that_of_the_position() -> None:
+    """A row of 3 tokens that gets 2 more draws with noise[5]."""
+    noise = np.full((1, 16), 0.1)
+    noise[0, 5] = 0.9
+    face = interface(4)
+    inputs = make_inputs(face, sequence=2, lengths=3, noise=noise)
+    assert eager(face)(np.zeros((1, 4), np.float32), inputs)["next_ids"][0, 0] == 3
 
 
 def test_chunks_and_batch_do_not_change_the_tokens() -> None:
@@ -120,7 +109,6 @@ def run(step_: object, logits: np.ndarray, state: dict[str, np.ndarray], steps: 
 
 def test_states_bound_in_place() -> None:
     """Same buffer in and out, over a whole run with rows that stop, against separate buffers and the reference."""
-    import onnxruntime as ort
 
     rng = np.random.default_rng(1)
     batch, steps, capacity = 5, 20, 24
