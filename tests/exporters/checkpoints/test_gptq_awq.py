@@ -17,10 +17,11 @@ from transformers import PreTrainedModel
 from qsample import AutoModelForCausalLM
 from qsample.auto_model import PackagedModel
 from qsample.errors import QsampleError, UnsupportedModelError
+from qsample.exporters.checkpoints.gptq_awq import BlockStore
 from qsample.exporters.checkpoints.load import Checkpoint, load_model
 from qsample.exporters.graph.runner import GraphRunner
 from qsample.package import Package
-from qsample.transforms.quantized_linear import quantized_layers
+from qsample.transforms.quantized_linear import QuantizedWeight, quantized_layers
 from tests.helpers.adapters import lora_pair, save_adapter
 from tests.helpers.quantized_checkpoints import Layer, Scheme, save_quantized, stored_levels
 from tests.helpers.tiny_models import random_model, save_checkpoint
@@ -98,6 +99,23 @@ def check(quantized: Quantized) -> None:
         layer.weight.size for layer in quantized.layers.values()
     )
     assert package.file("decoder.onnx.data").stat().st_size < 4 * floats + summary["bytes"] + 200_000
+
+
+def test_a_block_store_returns_what_it_was_given(tmp_path: Path) -> None:
+    store = BlockStore(tmp_path / "blocks")
+    blocks, scales = torch.arange(8 * 2 * 16, dtype=torch.uint8).reshape(8, 2, 16), torch.rand(16)
+    plain = QuantizedWeight(4, 32, blocks, scales)
+    ordered = QuantizedWeight(8, 16, blocks + 1, scales + 1, torch.ones(16, dtype=torch.uint8), torch.randperm(32))
+    assert "first" not in store
+    store.add("first", plain)
+    store.add("second", ordered)
+    store.flush()
+    for key, weight in (("first", plain), ("second", ordered)):
+        assert key in store
+        copy = store.read(key)
+        assert (copy.bits, copy.block_size) == (weight.bits, weight.block_size)
+        for part in ("blocks", "scales", "zero_points", "order"):
+            torch.testing.assert_close(getattr(copy, part), getattr(weight, part), rtol=0, atol=0)
 
 
 def test_act_order_in_a_tied_model_of_several_files(act_order: Quantized) -> None:
