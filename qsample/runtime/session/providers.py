@@ -129,8 +129,8 @@ def open_session(
 def compile_context(
     source: Path, destination: Path, providers: Sequence[str], provider_options: Mapping[str, str]
 ) -> None:
-    """Let the first of `providers` compile ahead of time: write `destination`, in which EPContext nodes have taken the
-    place of what it runs, with their content and the remaining weights beside it.
+    """Let the first of `providers` compile ahead of time: write `destination`, in which EPContext nodes replace what it
+    runs, with their content and the remaining weights beside it.
 
     https://onnxruntime.ai/docs/execution-providers/EP-Context-Design.html
     """
