@@ -125,7 +125,7 @@ def test_bad_sizes(options: dict[str, int]) -> None:
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_an_invalid_logit_anywhere_is_found(value: float) -> None:
+def test_an_invalid_logit_anywhere_is_noticed(value: float) -> None:
     """In the graph, not the module: ONNX Runtime's ReduceMax drops NaN where torch's keeps it."""
     logits = np.zeros((300, 300), np.float32)
     np.fill_diagonal(logits, value)

@@ -143,11 +143,11 @@ def distribution(adjusted: Array, row: Mapping[str, Array]) -> Array:
     if 0 < k < vocab:
         weights[l < np.sort(l)[-k]] = 0
     if p < 1:
-        # Mass of strictly larger tokens: tokens of one value form a group that is kept or dropped whole.
+        # The weight of strictly larger tokens: tokens of one value form a group that is kept or dropped whole.
         _, groups = np.unique(-l, return_inverse=True)
-        mass = np.bincount(groups, weights)
-        before = np.concatenate([[0], np.cumsum(mass)[:-1]])
-        keep = before < p * mass.sum()
+        group_weights = np.bincount(groups, weights)
+        before = np.concatenate([[0], np.cumsum(group_weights)[:-1]])
+        keep = before < p * group_weights.sum()
         keep[0] = True
         weights[~keep[groups]] = 0
     weights[weights < min_p * weights.max()] = 0
