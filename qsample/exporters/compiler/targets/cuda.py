@@ -1,7 +1,7 @@
 """CUDA: a decode graph that is captured once and replayed, the sampler included, in float16 or bfloat16.
 
-Replay forbids control flow, so the graph draws from the candidates alone and returns its logits, which stay on the device; a
-second graph, `sampler.onnx`, gives the rows their token that the first could not settle (docs/contract.md).
+Replay forbids control flow, so the graph draws from the candidates alone and returns its logits, which stay on the
+device; a second graph, `sampler.onnx`, gives the rows their token that the first could not settle (docs/contract.md).
 """
 
 from __future__ import annotations
