@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from qsample.exporters.compiler.options import CompileOptions
     from qsample.sampling_params import SamplingParams
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = ["AutoModelForCausalLM", "CompileOptions", "SamplingParams", "__version__"]
 
 _LAZY = {

@@ -15,7 +15,16 @@ README = (ROOT / "README.md").read_text("utf-8")
 CI = (ROOT / ".ci" / "run").read_text("utf-8")
 CHECK = (ROOT / "scripts" / "check").read_text("utf-8")
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
-SKIPPED = {".git", ".venv", "__pycache__", ".mypy_cache", ".ruff_cache", ".pytest_cache", ".import_linter_cache"}
+SKIPPED = {
+    ".git",
+    ".venv",
+    "__pycache__",
+    ".hypothesis",
+    ".mypy_cache",
+    ".ruff_cache",
+    ".pytest_cache",
+    ".import_linter_cache",
+}
 HEAVY = ["torch", "transformers", "onnx", "onnxscript", "onnx_ir"]
 
 
@@ -110,10 +119,35 @@ def test_the_python_in_the_readme_compiles() -> None:
         compile(block, "README.md", "exec")
 
 
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="the links are not part of the sdist")
 def test_the_links_at_the_root() -> None:
     for name in ("transforms", "exporters"):
         assert (ROOT / name).is_symlink()
         assert (ROOT / name).resolve() == ROOT / "qsample" / name
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="only a clone knows what belongs to the project")
+def test_the_sdist_holds_what_belongs_to_the_project() -> None:
+    """Its tests read most of it."""
+    sdist = pytest.importorskip("hatchling.builders.sdist").SdistBuilder(str(ROOT))
+    assert {Path(file.path) for file in sdist.recurse_included_files()} == set(files())
+
+
+def test_an_index_shows_the_readme_without_links_into_the_repository() -> None:
+    pytest.importorskip("hatchling")
+    from scripts.index_readme import index_readme
+
+    shown = index_readme(README)
+    assert re.findall(r"\]\((?!https?://)", shown) == []
+    assert "- docs/contract.md: every input" in shown
+    assert "](https://host/blob/v1/docs/contract.md): every input" in index_readme(README, "https://host/blob/v1")
+
+
+def test_the_version_is_the_newest_of_the_changelog() -> None:
+    import qsample
+
+    versions = re.findall(r"^## \[(\d[^]]*)\]", (ROOT / "CHANGELOG.md").read_text("utf-8"), re.MULTILINE)
+    assert versions[0] == qsample.__version__
 
 
 def test_the_licence_is_the_apache_licence() -> None:
