@@ -50,7 +50,9 @@ def test_states_of_ragged_rows(model_type: str) -> None:
     whole = run(ids, [4, 2, 4], [0, 0, 3], before)
     first = run(ids[:, :2], [2, 2, 2], [0, 0, 3], before)
     second = run(ids[:, 2:], [2, 1, 2], [2, 2, 3], first)
+    clean = run(ids, [4, 2, 4], [0, 0, 3], {key: torch.zeros_like(state) for key, state in before.items()})
     for key, state in whole.items():
+        assert torch.equal(clean[key][:2], state[:2])  # a row that begins does not see what its states were
         torch.testing.assert_close(second[key][0], state[0])
         torch.testing.assert_close(first[key][1], state[1])
         assert torch.equal(state[2], before[key][2])

@@ -1,15 +1,18 @@
 """The top-p threshold of a nucleus too wide for the candidates: weighted selection by sampled pivots, without a sort.
 
-The threshold is a weighted quantile of the logits. It is selected as in Floyd and Rivest, "Expected time bounds for
-selection", CACM 18(3), 1975: a sorted sample gives two pivots close to the quantile on either side, and few values lie
-between them. Here a pivot costs one weighing of the vocabulary and moves no data. A bracket (lo, hi] around the
-threshold narrows: at four pivots from the sample, at more by interpolation, and then its largest tokens are sorted.
-Their weight tells whether the threshold is among them. It is not where a few heavy tokens escaped the sample; more
-pivots follow. Where these fail too (thousands of tokens with one value) the caller sorts the vocabulary.
+The threshold is a weighted quantile of the logits. Floyd and Rivest ("Expected time bounds for selection", CACM 18(3),
+1975) select a quantile with two pivots from a sorted sample, one on either side, so that few values are left between
+them. Here a pivot costs one pass that weighs the vocabulary, and no data is moved:
 
-flashinfer (https://flashinfer.ai/2025/03/10/sampling.html) narrows a bracket by passes over the vocabulary, too. Its
-pivots are random tokens, and rejection sampling makes the draw right before the threshold is known. Here the pivots are
-deterministic and the threshold is exact, so that a row's token depends on nothing but its logits and its noise.
+1. A bracket (lo, hi] around the threshold is narrowed at four pivots from a sample, then at interpolated ones.
+2. The largest tokens of the bracket are sorted. Their weight tells whether the threshold is among them.
+3. Where it is not, because the weight lies on few tokens and the sample missed them, more pivots follow.
+4. Where these fail too (thousands of tokens with one value), the caller sorts the vocabulary.
+
+flashinfer (https://flashinfer.ai/2025/03/10/sampling.html) also narrows a bracket by passes over the vocabulary. There
+the pivots are a token drawn at random and the midpoint above it, and a token that passes is taken before the threshold
+is known. Here the pivots are deterministic and the threshold is exact: a row's token depends on its logits, parameters
+and noise alone.
 """
 
 from __future__ import annotations
