@@ -1,4 +1,4 @@
-"""Drawn frequencies against the exact distribution: chi-square over more than a million draws, for both ways to draw."""
+"""Drawn frequencies against the exact distribution: chi-square over more than a million draws, each way to draw."""
 
 from __future__ import annotations
 
