@@ -35,8 +35,8 @@ def test_the_nodes_that_values_come_from() -> None:
     model = small_graph(GRAPH)
     named = nodes(model)
 
-    def names(found: set[ir.Node]) -> set[str | None]:
-        return {node.outputs[0].name for node in found}
+    def names(reached: set[ir.Node]) -> set[str | None]:
+        return {node.outputs[0].name for node in reached}
 
     result, other = model.graph.outputs
     assert names(ancestors([result])) == {"result", "chosen", "a", "b"}

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import onnx_ir as ir
-
 from qsample.exporters.compiler.passes.packed_qkv import pack_qkv
 from qsample.exporters.compiler.recipe import run
+from tests.helpers.small_graphs import small_graph
 
 PACKED = """
-<ir_version: 10, opset_import: ["" : 20, "com.microsoft" : 1]>
 decode (float[B,S,128] x, float[B,2,32,16] past_key, float[B,2,32,16] past_value, int32[B] seen, int32 total)
     => (float[B,S,64] result, float[B,2,32,16] present_key, float[B,2,32,16] present_value)
     <int64[3] sizes = {64, 32, 32}>
@@ -21,13 +19,13 @@ decode (float[B,S,128] x, float[B,2,32,16] past_key, float[B,2,32,16] past_value
 
 
 def test_packed_projection_is_read_whole() -> None:
-    model = ir.from_onnx_text(PACKED % "first, second, third")
+    model = small_graph(PACKED % "first, second, third")
     assert run(model, [pack_qkv])
     (attention,) = model.graph
     assert [value and value.name for value in attention.inputs[:3]] == ["x", None, None]
 
 
 def test_parts_in_another_order_stay() -> None:
-    model = ir.from_onnx_text(PACKED % "first, third, second")
+    model = small_graph(PACKED % "first, third, second")
     assert not pack_qkv(model)
     assert len(model.graph) == 2

@@ -6,9 +6,9 @@ import onnx_ir as ir
 
 from qsample.exporters.compiler.passes.reshapes import simplify_reshapes
 from qsample.exporters.compiler.recipe import run
+from tests.helpers.small_graphs import operators, small_graph
 
 RESHAPES = """
-<ir_version: 10, opset_import: ["" : 20]>
 chain (float[B,S,64] x, int64[%s] shape) => (float[B,S,64] result)
     <int64[4] heads = {0, 0, 4, 16}, int64[3] merged = {0, 0, 64}>
 {
@@ -21,20 +21,15 @@ chain (float[B,S,64] x, int64[%s] shape) => (float[B,S,64] result)
 
 
 def reshapes(target: str, shape: list[int | str | None]) -> ir.Model:
-    model = ir.from_onnx_text(RESHAPES % (4, target))
-    for node in model.graph:
-        if node.outputs[0].name in ("split", "doubled"):
-            node.outputs[0].shape = ir.Shape(shape)
-        elif node.outputs[0].name == "middle":
-            node.outputs[0].shape = ir.Shape(["B", "S", 4, 16])
-    return model
+    shapes = {"split": shape, "doubled": shape, "middle": ["B", "S", 4, 16]}
+    return small_graph(RESHAPES % (4, target), shapes)
 
 
 def test_reshapes_between_known_shapes() -> None:
     """A computed target becomes a constant one, and of two reshapes in a row the first goes."""
     model = reshapes("shape", ["B", "S", 2, 32])
     assert run(model, [simplify_reshapes])
-    assert [node.op_type for node in model.graph] == ["Reshape", "Add", "Reshape"]
+    assert operators(model) == ["Reshape", "Add", "Reshape"]
     target = model.graph.node(0).inputs[1]
     assert target is not None
     assert target.const_value is not None
@@ -45,4 +40,4 @@ def test_reshapes_between_known_shapes() -> None:
 def test_reshapes_of_unknown_shape_stay() -> None:
     model = reshapes("shape", [None, None, None, 32])
     assert not simplify_reshapes(model)
-    assert [node.op_type for node in model.graph] == ["Reshape", "Add", "Reshape", "Reshape"]
+    assert operators(model) == ["Reshape", "Add", "Reshape", "Reshape"]

@@ -8,22 +8,22 @@ from pathlib import Path
 
 import numpy as np
 import onnx_ir as ir
-import onnxruntime as ort
 import pytest
 
 from qsample.exporters.compiler.passes.rope_into_attention import absorb_rope
 from qsample.exporters.compiler.recipe import lean_passes, run
 from qsample.exporters.graph.axes import fix_axes
+from qsample.exporters.graph.gqa import Slot
 from qsample.exporters.graph.join import cut_at_logits
 from qsample.package import read_package
 from qsample.tensors import Array
+from tests.helpers.small_graphs import results, small_graph
 
 CAPACITY = 48
 LAYERS = 2  # of every tiny model
 
 # One attention whose queries and keys are rotated by cosines that ANGLES computes from `positions`.
 ROTARY = """
-<ir_version: 10, opset_import: ["" : 20, "com.microsoft" : 1]>
 decode (int64[B,S] input_ids, int32[B] lengths, float[B,S,64] x, float[B,2,32,16] past_key, float[B,2,32,16] past_value)
     => (float[B,S,64] result, float[B,2,32,16] present_key, float[B,2,32,16] present_value)
     <float[8] frequency = {1, 0.5, 0.2, 0.1, 0.05, 0.02, 0.01, 0.005}, int64[1] last = {-1}, int64[2] row = {-1, 8},
@@ -37,7 +37,7 @@ decode (int64[B,S] input_ids, int32[B] lengths, float[B,S,64] x, float[B,2,32,16
     start = Unsqueeze (lengths, one_axis)
     positions32 = Add (start, steps)
     positions = Cast <to = 1> (positions32)
-    place = Unsqueeze (positions, last)
+    column = Unsqueeze (positions, last)
     %s
     cos4 = Cos (angle)
     sin4 = Sin (angle)
@@ -58,25 +58,18 @@ decode (int64[B,S] input_ids, int32[B] lengths, float[B,S,64] x, float[B,2,32,16
 }
 """
 CONSTANTS = "int64[1] zero1 = {0}, int64[1] half = {32}, int64[1] minus = {-1}, int32 total = {32}>"
-BY_POSITION = "angle = Mul (place, frequency)"
+BY_POSITION = "angle = Mul (column, frequency)"
 # Longer sequences turn slower, as a rotary embedding with two sets of frequencies does.
 BY_LENGTH = """longest = ReduceMax <keepdims = 0> (positions)
     one_float = Cast <to = 1> (one)
     slower = Add (longest, one_float)
     slow = Div (frequency, slower)
-    angle = Mul (place, slow)"""
+    angle = Mul (column, slow)"""
 
 
 def rotary_graph(angles: str) -> ir.Model:
-    model = ir.from_onnx_text(
-        ROTARY.replace("int64[1] one_axis = {1}>", f"int64[1] one_axis = {{1}}, {CONSTANTS}") % angles
-    )
-    shapes = {"query": ["B", "S", 64], "states": ["B", "S", 32], "key": ["B", "S", 32]}
-    for node in model.graph:
-        for value in node.outputs:
-            if value.name in shapes:
-                value.shape = ir.Shape(shapes[value.name])
-    return model
+    text = ROTARY.replace("int64[1] one_axis = {1}>", f"int64[1] one_axis = {{1}}, {CONSTANTS}") % angles
+    return small_graph(text, {"query": ["B", "S", 64], "states": ["B", "S", 32], "key": ["B", "S", 32]})
 
 
 def outputs(model: ir.Model, batch: int, length: int, starts: list[int]) -> list[Array]:
@@ -88,9 +81,7 @@ def outputs(model: ir.Model, batch: int, length: int, starts: list[int]) -> list
         "past_key": rng.standard_normal((batch, 2, 32, 16), np.float32),
         "past_value": rng.standard_normal((batch, 2, 32, 16), np.float32),
     }
-    session = ort.InferenceSession(ir.to_proto(model).SerializeToString(), providers=["CPUExecutionProvider"])
-    read = {value.name for value in session.get_inputs()}
-    return list(session.run(None, {name: array for name, array in feeds.items() if name in read}))
+    return results(model, feeds)
 
 
 def test_rotary_by_position_goes_into_the_attention() -> None:
@@ -140,4 +131,5 @@ def test_every_form_of_rotation_goes_into_the_attention(
     assert len(attentions) == LAYERS
     for node in attentions:
         assert (node.attributes["do_rotary"].value, node.attributes["rotary_interleaved"].value) == (1, interleaved)
-        assert [list(node.inputs[place].shape) for place in (7, 8)] == [[CAPACITY, rotated // 2]] * 2
+        tables = [node.inputs[slot] for slot in (Slot.COS_CACHE, Slot.SIN_CACHE)]
+        assert [list(table.shape) for table in tables] == [[CAPACITY, rotated // 2]] * 2

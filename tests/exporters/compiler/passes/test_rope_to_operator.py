@@ -49,10 +49,10 @@ decode (int64[B,S] input_ids, int32[B] lengths, float[B,4,S,%d] heads) => (float
     start = Unsqueeze (lengths, n1)
     positions = Add (start, steps)
     %s
-    places = Cast <to = 1> (positions_used)
-    place = Unsqueeze (places, n_1)
+    numbers = Cast <to = 1> (positions_used)
+    deep = Unsqueeze (numbers, n_1)
     %s
-    angle = Mul (place, both)
+    angle = Mul (deep, both)
     cos3 = Cos (angle)
     sin3 = Sin (angle)
     cos = Unsqueeze (cos3, n1)

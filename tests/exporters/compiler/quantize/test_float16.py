@@ -47,15 +47,15 @@ def test_float16_weights_are_stored_in_half_the_space(llama_package: Path, tmp_p
     assert figures is not None
     assert figures["bytes_after"] * 2 == figures["bytes_before"]
     assert 0 < figures["divergence"]["kl"] < 1e-4
-    sizes = [found.package.manifest.files["decoder.onnx.data"].bytes for found in (whole, half)]
+    sizes = [model.package.manifest.files["decoder.onnx.data"].bytes for model in (whole, half)]
     assert sizes[0] - sizes[1] == pytest.approx(figures["bytes_after"], abs=200_000)  # tensors are aligned to pages
 
     nodes = ir.load(tmp_path / "float16" / "decoder.onnx").graph
     wanted = ir.load(tmp_path / "float32" / "decoder.onnx").graph.initializers
     stored = {name: value for name, value in nodes.initializers.items() if name.endswith("_float16")}
     assert len(stored) == figures["matrices"]
-    for name, found in stored.items():
+    for name, value in stored.items():
         array = wanted[name.removesuffix("_float16")].const_value.numpy()
-        np.testing.assert_array_equal(found.const_value.numpy(), array.astype(np.float16))
+        np.testing.assert_array_equal(value.const_value.numpy(), array.astype(np.float16))
     options = {"do_sample": False, "max_new_tokens": 8}
     assert half.generate([[5, 6, 7]], **options).new_token_ids == whole.generate([[5, 6, 7]], **options).new_token_ids

@@ -1,4 +1,4 @@
-"""Weight quantization: what the packed matrices hold, tied tables, the divergence from the float model, bad options."""
+"""Weight quantization: what the matrices hold, tied tables, the divergence from the float model, bad options."""
 
 from __future__ import annotations
 
@@ -75,17 +75,17 @@ def make_weights() -> dict[str, np.ndarray]:
     return {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
 
 
-def levels(packed: np.ndarray, bits: int) -> np.ndarray:
+def levels(stored: np.ndarray, bits: int) -> np.ndarray:
     """[..., bytes] as [..., values]: 4-bit values lie in the low half of a byte first."""
     if bits == 8:
-        return packed.astype(np.int64)
-    return np.stack([packed & 15, packed >> 4], axis=-1).reshape(*packed.shape[:-1], -1).astype(np.int64)
+        return stored.astype(np.int64)
+    return np.stack([stored & 15, stored >> 4], axis=-1).reshape(*stored.shape[:-1], -1).astype(np.int64)
 
 
 def dequantized(folder: Path, name: str, way: WeightQuantization) -> np.ndarray:
     """[N, K], from the file alone: scale times (level minus zero point)."""
-    found = ir.load(folder / "m.onnx").graph.initializers
-    array = {kind: v.const_value.numpy() for kind, v in found.items() if v.const_value is not None}
+    initializers = ir.load(folder / "m.onnx").graph.initializers
+    array = {kind: v.const_value.numpy() for kind, v in initializers.items() if v.const_value is not None}
     blocks = levels(array[f"{name}_blocks"], way.bits)
     count = blocks.shape[1]
     scales = array[f"{name}_scales"].reshape(-1, count, 1)
@@ -97,7 +97,7 @@ def dequantized(folder: Path, name: str, way: WeightQuantization) -> np.ndarray:
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
-def test_packed_graph(way: WeightQuantization, tmp_path: Path) -> None:
+def test_quantized_graph(way: WeightQuantization, tmp_path: Path) -> None:
     weights = make_weights()
     model = small_model(weights)
     assert quantize_weights(model, way)
@@ -123,15 +123,15 @@ def test_packed_graph(way: WeightQuantization, tmp_path: Path) -> None:
     if ODD % way.block_size:
         np.testing.assert_allclose(rest, weights["odd"].sum(0)[None], rtol=1e-5)
 
-    # The tied table is packed once; no float copy of a packed matrix is left.
+    # The tied table is quantized once; no float copy of a quantized matrix is left.
     names = list(model.graph.initializers)
     assert [name for name in names if name.endswith("_blocks")] == ["table_blocks", "matrix_blocks"]
     assert {"table", "matrix"}.isdisjoint(names)
     assert "odd" in names
     assert report.matrices == 2
     assert report.bytes_before == weights["table"].nbytes + weights["matrix"].nbytes
-    packed = [v.const_value for n, v in model.graph.initializers.items() if n.startswith(("table_", "matrix_"))]
-    assert report.bytes_after == sum(tensor.nbytes for tensor in packed if tensor is not None)
+    stored = [v.const_value for n, v in model.graph.initializers.items() if n.startswith(("table_", "matrix_"))]
+    assert report.bytes_after == sum(tensor.nbytes for tensor in stored if tensor is not None)
 
 
 @pytest.mark.parametrize("method", ["k_quant", "hqq"])
@@ -162,10 +162,10 @@ def test_blocks_of_one_sign_and_of_zeros(tmp_path: Path) -> None:
     model = small_model(weights)
     quantize_weights(model, way)
     ir.save(model, tmp_path / "m.onnx")
-    found = dequantized(tmp_path, "table", way)
+    table = dequantized(tmp_path, "table", way)
     step = np.abs(weights["table"]).max() / 15
-    assert np.abs(found - weights["table"]).max() <= step * 0.51
-    assert (found[4] == 0).all()
+    assert np.abs(table - weights["table"]).max() <= step * 0.51
+    assert (table[4] == 0).all()
 
 
 def test_importing_the_quantizer_leaves_logging_alone(tmp_path: Path) -> None:
