@@ -13,13 +13,13 @@ import onnx_ir as ir
 
 from qsample.contract import LOGITS
 from qsample.exporters.graph.edit import lazy_initializer
-from qsample.tensors import Array
+from qsample.tensors import DTYPES, Array
 
-DTYPES: Final = {"float16": ir.DataType.FLOAT16, "bfloat16": ir.DataType.BFLOAT16}
+HALF_DTYPES: Final = ("float16", "bfloat16")
 
 
 def convert_to_half(model: ir.Model, dtype: str, states: Collection[str]) -> bool:
-    """Convert every weight and hidden value of `model`, and the inputs in `states`, to `dtype`, a key of DTYPES.
+    """Convert every weight and hidden value of `model`, and the inputs in `states`, to `dtype`, one of HALF_DTYPES.
 
     1. `model` is a decode graph up to its logits. They stay float32.
     2. Values that the positions alone decide stay float32, and are cast where others read them.
@@ -27,7 +27,7 @@ def convert_to_half(model: ir.Model, dtype: str, states: Collection[str]) -> boo
 
     In place. Returns whether anything else was float32.
     """
-    half = DTYPES[dtype]
+    half = ir.DataType(DTYPES[dtype].onnx)
     graph = model.graph
     modified = False
     exact = _exact_values(graph)

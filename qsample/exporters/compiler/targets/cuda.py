@@ -17,7 +17,7 @@ import onnx_ir as ir
 from qsample.contract import CAPACITY, Interface
 from qsample.errors import CompileError, QsampleError
 from qsample.exporters.compiler import recipe
-from qsample.exporters.compiler.passes.half_precision import DTYPES, convert_to_half
+from qsample.exporters.compiler.passes.half_precision import HALF_DTYPES, convert_to_half
 from qsample.exporters.compiler.passes.no_host_copies import (
     fix_total_length,
     host_data,
@@ -60,10 +60,10 @@ class CudaTarget:
         own = plan.source.interface.dtype
         if plan.store_float16:
             raise CompileError("weights is 'float16', which is for the cpu target; give dtype='float16' for cuda")
-        if plan.dtype not in DTYPES:
+        if plan.dtype not in HALF_DTYPES:
             raise CompileError(
-                f"dtype is {plan.dtype!r} and CUDA's attention takes {' or '.join(map(repr, DTYPES))}; compile with "
-                "dtype= one of these"
+                f"dtype is {plan.dtype!r} and CUDA's attention takes {' or '.join(map(repr, HALF_DTYPES))}; compile "
+                "with dtype= one of these"
             )
         if own not in ("float32", plan.dtype):
             raise CompileError(
@@ -82,7 +82,7 @@ class CudaTarget:
 
     def passes(self, plan: CompilePlan) -> Sequence[Pass]:
         states = {state.name for state in plan.interface.cache_states}
-        half = (partial(convert_to_half, dtype=plan.dtype, states=states),) if plan.dtype in DTYPES else ()
+        half = (partial(convert_to_half, dtype=plan.dtype, states=states),) if plan.dtype in HALF_DTYPES else ()
         return (
             *lean_passes("cuda", plan.ctx_len),
             absorb_qk_norms,

@@ -6,7 +6,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from qsample.exporters.compiler.passes.half_precision import DTYPES, convert_to_half
+from qsample.exporters.compiler.passes.half_precision import HALF_DTYPES, convert_to_half
 from qsample.exporters.graph.edit import lazy_initializer
 from tests.helpers.small_graphs import normal, operators, results, small_graph
 
@@ -37,11 +37,11 @@ def decoder() -> ir.Model:
     return model
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", HALF_DTYPES)
 def test_weights_states_and_hidden_values_are_converted_and_logits_are_not(dtype: str) -> None:
     model = decoder()
     assert convert_to_half(model, dtype, {"past"})
-    half = DTYPES[dtype]
+    half = ir.DataType[dtype.upper()]
     values = {value.name: value for node in model.graph for value in node.outputs}
     dtypes = {name: value.dtype for name, value in values.items()}
     assert {dtypes[name] for name in ("hidden", "rotated", "present")} == {half}
