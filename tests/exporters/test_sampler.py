@@ -25,7 +25,7 @@ from tests.helpers.sampler_cases import (
     session,
 )
 
-FACE = interface(300)
+FACE = interface(320)  # that of tests/helpers/tiny_models.py: one trace serves all
 STRAIGHT = {"num_candidates": 64, "control_flow": False}
 CONTROL_FLOW = {"If", "Loop", "Scan"}
 NO_CUDA_KERNEL = {
@@ -113,7 +113,7 @@ def test_without_control_flow_a_row_is_exact_or_stalls() -> None:
 
 def test_a_stalled_row_waits_in_the_graph_without_control_flow() -> None:
     inputs = make_inputs(FACE, status=STALLED, lengths=3, temperature=0)
-    got = exported(FACE, **STRAIGHT)(np.zeros((1, 300), np.float32), inputs)
+    got = exported(FACE, **STRAIGHT)(np.zeros((1, 320), np.float32), inputs)
     assert got["status_RetainedState"][0] == STALLED
     assert got["lengths_RetainedState"][0] == 3
 
@@ -127,10 +127,10 @@ def test_bad_sizes(options: dict[str, int]) -> None:
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_an_invalid_logit_anywhere_is_noticed(value: float) -> None:
     """In the graph, not the module: ONNX Runtime's ReduceMax drops NaN where torch's keeps it."""
-    logits = np.zeros((300, 300), np.float32)
+    logits = np.zeros((320, 320), np.float32)
     np.fill_diagonal(logits, value)
     for step in (exported(FACE), exported(FACE, **STRAIGHT)):
-        result = step(logits, make_inputs(FACE, 300, temperature=np.arange(300) % 2))
+        result = step(logits, make_inputs(FACE, 320, temperature=np.arange(320) % 2))
         assert (result["status_RetainedState"] == INVALID_LOGITS).all()
         assert not result["lengths_RetainedState"].any()
 

@@ -29,8 +29,6 @@ ROOT = Path(__file__).resolve().parents[2]
 MODULE = "qsample.exporters.sampler"
 LIBRARIES = ("torch", "transformers", "onnxscript", "onnx-ir", "onnx", "numpy", "sympy")
 KEPT_FOLDERS = 3
-
-
 VARIABLE = "QSAMPLE_TEST_TRACES"
 
 

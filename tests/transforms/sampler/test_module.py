@@ -10,8 +10,8 @@ from qsample.contract import INVALID_LOGITS, LENGTH, RUNNING, STALLED, STOPPED
 from tests.helpers.reference import reference_step
 from tests.helpers.sampler_cases import PAD, eager, exported, interface, make_inputs, session
 
-FACE = interface(300)  # that of tests/exporters/test_sampler.py: one trace serves both
-LOGITS = np.arange(300, dtype=np.float32)[None]  # greedy: 299
+FACE = interface(320)  # that of tests/helpers/tiny_models.py: one trace serves all
+LOGITS = np.arange(320, dtype=np.float32)[None]  # greedy: 319
 
 
 def step(**values: object) -> dict[str, np.ndarray]:
@@ -22,10 +22,10 @@ def step(**values: object) -> dict[str, np.ndarray]:
     ("values", "status"),
     [
         ({}, RUNNING),
-        ({"stop_ids": 299}, STOPPED),
+        ({"stop_ids": 319}, STOPPED),
         ({"max_length": 2}, LENGTH),
         ({"max_length": 3}, RUNNING),
-        ({"stop_ids": 299, "max_length": 2}, STOPPED),  # a stop id takes precedence
+        ({"stop_ids": 319, "max_length": 2}, STOPPED),  # a stop id takes precedence
         ({"lengths": 14}, LENGTH),  # 15 tokens and the sampled one fill a capacity of 16
         ({"lengths": 13}, RUNNING),
         ({"status": STALLED}, RUNNING),  # a stalled row runs in a graph with control flow
@@ -45,7 +45,7 @@ def test_finished_row_commits_nothing(status: int) -> None:
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("index", [0, 7, 299])
+@pytest.mark.parametrize("index", [0, 7, 319])
 def test_invalid_logits_commit_nothing(value: float, index: int) -> None:
     logits = LOGITS.copy()
     logits[0, index] = value
@@ -71,7 +71,7 @@ def test_u_is_that_of_the_position() -> None:
 def test_chunks_and_batch_do_not_change_the_tokens() -> None:
     """A prompt at once, in chunks, alone or beside others: the same token, decided by its position's u."""
     rng = np.random.default_rng(0)
-    logits, noise = rng.normal(size=(1, 300)).astype(np.float32), rng.random((1, 16))
+    logits, noise = rng.normal(size=(1, 320)).astype(np.float32), rng.random((1, 16))
     prompt = [[3, 1, 4, 1, 5, 9]]
     whole = eager(FACE)(logits, make_inputs(FACE, sequence=6, input_ids=prompt, noise=noise, repetition_penalty=1.5))
     state = make_inputs(FACE, noise=noise)
@@ -112,14 +112,14 @@ def test_states_bound_in_place() -> None:
 
     rng = np.random.default_rng(1)
     batch, steps, capacity = 5, 20, 24
-    logits = (rng.normal(size=(steps, batch, 300)) * 3).astype(np.float32)
+    logits = (rng.normal(size=(steps, batch, 320)) * 3).astype(np.float32)
     initial = make_inputs(
         FACE,
         batch,
         sequence=2,
         capacity=capacity,
         stops=75,
-        input_ids=rng.integers(0, 300, (batch, 2)),
+        input_ids=rng.integers(0, 320, (batch, 2)),
         input_lengths=[1, 2, 2, 1, 2],
         noise=rng.random((batch, capacity)),
         temperature=[0, 1, 1, 0.7, 2],
