@@ -1,4 +1,4 @@
-"""The small model in `assets/tiny_lm` enters; a package compiled from it, cached for this user, leaves.
+"""The small model of the quick start, `assets/tiny_lm`: compiled once for this user and provider, and cached.
 
 A cache entry is named after everything that it was made from: the checkpoint's files, this package's code, the
 provider and the version of ONNX Runtime. It is written aside and renamed into place, so two processes may make the
@@ -42,30 +42,30 @@ def bundled_model(provider: str = "cpu", progress: Progress | None = None) -> Pa
     """
     from qsample.auto_model import AutoModelForCausalLM, PackagedModel
 
-    place = cache_folder() / f"tiny_lm-{provider}-{_content_hash(provider)[:16]}"
-    if place.is_dir():
+    entry = cache_folder() / f"tiny_lm-{provider}-{_content_hash(provider)[:16]}"
+    if entry.is_dir():
         try:
-            model = AutoModelForCausalLM.from_pretrained(place, provider=provider)
+            model = AutoModelForCausalLM.from_pretrained(entry, provider=provider)
             assert isinstance(model, PackagedModel)
             return model
         except QsampleError:  # damaged since: make it again
-            shutil.rmtree(place, ignore_errors=True)
-    place.parent.mkdir(parents=True, exist_ok=True)
+            shutil.rmtree(entry, ignore_errors=True)
+    entry.parent.mkdir(parents=True, exist_ok=True)
     # Imported here, because opening what is cached needs neither onnx nor torch.
     from qsample.exporters.compiler.options import CompileOptions
     from qsample.exporters.compiler.targets import find_target
 
-    with tempfile.TemporaryDirectory(dir=place.parent, prefix=".making-") as scratch:
+    with tempfile.TemporaryDirectory(dir=entry.parent, prefix=".making-") as scratch:
         checkpoint = AutoModelForCausalLM.from_pretrained(TINY_LM, local_files_only=True)
         options = CompileOptions(provider=provider).override(**find_target(provider).bundled_options)
         checkpoint.compile(Path(scratch) / "package", options=options, progress=progress)
         try:
-            (Path(scratch) / "package").rename(place)
+            (Path(scratch) / "package").rename(entry)
         except OSError:
-            if not place.is_dir():  # otherwise another process was faster, with the same content
+            if not entry.is_dir():  # otherwise another process was faster, with the same content
                 raise
-    _forget_old_entries(place.parent)
-    model = AutoModelForCausalLM.from_pretrained(place, provider=provider)
+    _forget_old_entries(entry.parent)
+    model = AutoModelForCausalLM.from_pretrained(entry, provider=provider)
     assert isinstance(model, PackagedModel)
     return model
 

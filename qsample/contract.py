@@ -107,7 +107,7 @@ class Features:
 class KeyValueShape:
     """The cache of one attention layer: `num_key_value_heads` (H) heads of `head_dim` (D).
 
-    layer: the layer's number in the model; None: its place among the attention layers, which are all there are.
+    layer: the layer's number in the model; None: its position among the attention layers, which are all there are.
     """
 
     num_key_value_heads: int
@@ -249,7 +249,7 @@ class Interface:
     @property
     def cache_layers(self) -> tuple[int, ...]:
         """The number of each layer that has keys and values."""
-        return tuple(place if shape.layer is None else shape.layer for place, shape in enumerate(self.key_values))
+        return tuple(index if shape.layer is None else shape.layer for index, shape in enumerate(self.key_values))
 
     @property
     def cache_states(self) -> tuple[TensorSpec, ...]:

@@ -1,4 +1,4 @@
-"""`qsample bench`: a package and a load enter; its times leave, as a table or as JSON."""
+"""`qsample bench`: times a package under a load, as a table or as JSON."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def bench(
     load_seconds = time.perf_counter() - start
     measurements = []
     with cli_output.progress() as progress:
-        for place, rows in enumerate(batches := batch or [1]):
-            progress(f"{rows} rows", place / len(batches))
+        for index, rows in enumerate(batches := batch or [1]):
+            progress(f"{rows} rows", index / len(batches))
             measurements.append(measure(model, rows, prompt_tokens, new_tokens, params, repetitions))
     if as_json:
         typer.echo(json.dumps(cli_output.describe_bench(opened.package, measurements, load_seconds), indent=2))

@@ -1,4 +1,4 @@
-"""`qsample generate`: prompts and sampling parameters enter; text on stdout, and figures on stderr, leave."""
+"""`qsample generate`: text for prompts on stdout, figures on stderr."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def generate(
     }
     options = {name: value for name, value in options.items() if value is not None}
     try:
-        SamplingParams.from_generation_config(None, **options)  # a wrong value is found before the model is loaded
+        SamplingParams.from_generation_config(None, **options)  # a wrong value is refused before the model is loaded
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     prompts = prompt or [_read_stdin()]

@@ -1,4 +1,4 @@
-"""`qsample inspect`: a package enters; what it holds leaves, as tables or as JSON."""
+"""`qsample inspect`: what a package holds, as tables or as JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A package or a generation enters; what the command line shows of it leaves, as rich tables or as JSON-ready dicts."""
+"""What the command line shows of packages, generations and benchmarks: rich tables, and JSON-ready dicts."""
 
 from __future__ import annotations
 
@@ -183,19 +183,19 @@ def _facts(package: Package) -> Table:
 
 
 def _quantization(figures: Any) -> str:
-    found = []
+    parts = []
     if "dtype" in figures:
         mib_before, mib_after = (figures[f"bytes_{when}"] / 2**20 for when in ("before", "after"))
         blocks = f" in blocks of {figures['block_size']} ({figures['method']})" if "block_size" in figures else ""
-        found.append(
+        parts.append(
             f"{figures['dtype']} weights{blocks}, {figures['matrices']} matrices, {mib_before:.1f} to "
             f"{mib_after:.1f} MiB"
         )
     if "packed_matrices" in figures:
-        found.append(f"{figures['packed_matrices']} matrices as the checkpoint packed them")
+        parts.append(f"{figures['packed_matrices']} matrices as the checkpoint packed them")
     if "kv_cache_dtype" in figures:
-        found.append(f"{figures['kv_cache_dtype']} keys and values")
-    return "; ".join(found)
+        parts.append(f"{figures['kv_cache_dtype']} keys and values")
+    return "; ".join(parts)
 
 
 def _figures(figures: Any) -> str:

@@ -1,1 +1,1 @@
-"""A module enters; its ONNX graph, then a device package made from it, leave."""
+"""Export, a Hugging Face model as a portable package, and compile, a portable package as one for a device."""

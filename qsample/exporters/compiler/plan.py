@@ -1,4 +1,4 @@
-"""A portable package and options enter; a `CompilePlan`, everything that compile works out before any work, leaves."""
+"""`CompilePlan`: everything that compile works out from a package and its options, before any work."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A target's list of graph passes enters; the graph that they leave, without what none of it needs any more, leaves."""
+"""Lists of graph passes: the runner, which cleans up behind each pass, and the list that several targets begin with."""
 
 from __future__ import annotations
 
