@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.sampler_traces import imported_sources
+
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text("utf-8")
 CI = (ROOT / ".ci" / "run").read_text("utf-8")
@@ -117,6 +119,13 @@ def test_the_python_in_the_readme_compiles() -> None:
     assert blocks
     for block in blocks:
         compile(block, "README.md", "exec")
+
+
+def test_what_tests_keep_of_the_sampler_is_new_after_an_edit_of_it() -> None:
+    """And not after one of the runtime, which tracing does not read."""
+    sources = imported_sources("qsample.exporters.sampler")
+    assert {*(ROOT / "qsample" / "transforms" / "sampler").glob("*.py"), ROOT / "qsample" / "contract.py"} <= sources
+    assert not any(path.is_relative_to(ROOT / "qsample" / "runtime") for path in sources)
 
 
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="the links are not part of the sdist")
