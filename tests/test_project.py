@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -163,6 +164,21 @@ def test_the_licence_is_the_apache_licence() -> None:
     text = (ROOT / "LICENSE").read_text("utf-8")
     assert "Apache License" in text
     assert "END OF TERMS AND CONDITIONS" in text
+
+
+def test_files_and_folders_stay_small_enough_to_read() -> None:
+    modules = [path for path in (ROOT / "qsample").rglob("*.py") if path.name != "__init__.py"]
+    assert [path for path in modules if len(path.read_text("utf-8").splitlines()) > 350] == []
+    folders = Counter(path.parent for path in modules)
+    assert {folder: count for folder, count in folders.items() if count > 12} == {}
+
+
+def test_every_module_is_in_the_map_of_the_house() -> None:
+    house = (ROOT / "docs" / "architecture.md").read_text("utf-8").split("## The house")[1].split("\n## ")[0]
+    named = set(re.findall(r"\w+\.py", house))
+    modules = {path.name for path in (ROOT / "qsample").rglob("*.py") if path.parent.name != "cli"} - {"__init__.py"}
+    assert modules - named == set()
+    assert {name for name in named - modules if not (ROOT / "qsample" / "cli" / name).exists()} == set()
 
 
 def test_no_file_is_larger_than_4_mib() -> None:

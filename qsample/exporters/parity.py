@@ -17,6 +17,7 @@ import onnx_ir as ir
 
 from qsample.contract import LOGITS, Interface
 from qsample.errors import ParityError
+from qsample.exporters.graph import gqa
 from qsample.exporters.graph.runner import GraphRunner
 from qsample.tensors import Array
 
@@ -62,7 +63,7 @@ def check(
     the argmax, or where there is not exactly one GroupQueryAttention per other attention layer.
     """
     model = _returning_logits(ir.load(decoder))
-    attentions = sum(node.op_type == "GroupQueryAttention" for node in model.graph)
+    attentions = len(gqa.attentions(model.graph))
     layers = len(interface.key_values) - plain_attention_layers
     if attentions != layers:
         raise ParityError(

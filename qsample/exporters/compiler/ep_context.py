@@ -19,12 +19,12 @@ from qsample.contract import LOGITS
 from qsample.errors import CompileError
 from qsample.exporters.compiler.placement import RECORD, Placement, placement_of
 from qsample.exporters.compiler.plan import CompilePlan
+from qsample.exporters.graph import gqa
 from qsample.exporters.graph.join import append_sampler
 from qsample.runtime.session.options import session_options
 from qsample.runtime.session.providers import compile_context, open_session
 
 CONTEXT: Final = "EPContext"
-ATTENTION: Final = "GroupQueryAttention"
 
 
 def publish_compiled(
@@ -65,11 +65,11 @@ def publish_compiled(
 
 def _check_states(model: ir.Model, provider: str) -> None:
     writers = {value.name: value.producer() for value in model.graph.outputs if value.name != LOGITS.name}
-    others = [name for name, node in writers.items() if node is None or node.op_type != ATTENTION]
+    others = [name for name, node in writers.items() if node is None or node.op_type != gqa.OP_TYPE]
     if others:
         raise CompileError(
             f"{provider} would update {len(others)} states of this model by itself ({others[0]} …), in place; it is "
-            f"for models whose layers all attend through {ATTENTION}. Compile it for cpu or cuda"
+            f"for models whose layers all attend through {gqa.OP_TYPE}. Compile it for cpu or cuda"
         )
 
 
