@@ -1,8 +1,4 @@
-"""The targets that compile ahead of time: the graphs that OpenVINO and TensorRT are given, and what becomes of them.
-
-Where the OpenVINO plugin is installed and finds an Intel processor, a package is compiled, loaded and run; elsewhere a
-compiler that changes nothing stands in for it.
-"""
+"""Graphs whose model part a provider compiles ahead of time: a compiler that changes nothing stands in for it."""
 
 from __future__ import annotations
 
@@ -23,18 +19,11 @@ from qsample.exporters.compiler.options import CompileOptions
 from qsample.exporters.compiler.plan import CompilePlan, make_plan
 from qsample.exporters.compiler.targets.openvino import OpenVinoTarget
 from qsample.package import Package, read_package
-from qsample.runtime import CausalLM, SamplingParams, load
+from qsample.runtime import load
 from qsample.runtime.session.providers import compile_context
-from tests.helpers.sampling_cases import PARAMETERS
+from tests.helpers.sampling_cases import generate
 
 CAPACITY = 48
-PROMPTS = [[5, 6, 7, 8], [9], list(range(10, 19)), [20, 21], [22, 23, 24], [25]]
-CONTROL_FLOW = {"If", "Loop", "Scan"}
-
-
-def generate(model: CausalLM, **options: Any) -> list[list[int]]:
-    rows = [SamplingParams(**row, max_new_tokens=20, eos_token_id=(3, 250)) for row in PARAMETERS]
-    return model.generate(PROMPTS, rows, seed=4, **options).new_token_ids
 
 
 @pytest.fixture(scope="module")

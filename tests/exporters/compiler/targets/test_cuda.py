@@ -31,10 +31,10 @@ from qsample.exporters.compiler.targets.cuda import CudaTarget, capture_problems
 from qsample.exporters.graph.gqa import Slot
 from qsample.exporters.graph.runner import GraphRunner
 from qsample.package import Package, read_package
-from qsample.runtime import SamplingParams, load
+from qsample.runtime import load
 from tests.helpers.capturing import capturing
 from tests.helpers.cuda_kernels import KERNELS, VALUES_OF_WHERE, has_kernel
-from tests.helpers.sampling_cases import PARAMETERS
+from tests.helpers.sampling_cases import PARAMETERS, PROMPTS, rows
 from tests.helpers.tiny_models import VOCAB_SIZE
 
 CAPACITY = 48
@@ -261,13 +261,11 @@ class Host:
 def test_the_runtime_resumes_stalled_rows(
     llama_package: Path, captured: Path, flush_every: int, double_buffering: bool, replays: bool
 ) -> None:
-    prompts = [[5, 6, 7, 8], [9], list(range(10, 19)), [20, 21], [22, 23, 24], [25]]
-    rows = [SamplingParams(**row, max_new_tokens=20, eos_token_id=(3, 250)) for row in PARAMETERS]
     options: dict[str, Any] = {"seed": 4, "flush_every": flush_every, "double_buffering": double_buffering}
-    wanted = load(llama_package).generate(prompts, rows, seed=4)
+    wanted = load(llama_package).generate(PROMPTS, rows(), seed=4)
     model = capturing(load(captured))[0] if replays else load(captured)
     for _ in range(1 + replays):
-        got = model.generate(prompts, rows, **options, prefill_chunk_size=3)
+        got = model.generate(PROMPTS, rows(), **options, prefill_chunk_size=3)
         assert got.new_token_ids == wanted.new_token_ids
         assert got.finish_reasons == wanted.finish_reasons
 

@@ -15,18 +15,12 @@ from qsample.exporters.compiler.plan import make_plan
 from qsample.exporters.compiler.quantize.weights import quantization_report
 from qsample.exporters.compiler.targets.openvino import OpenVinoTarget
 from qsample.package import Package, read_package
-from qsample.runtime import CausalLM, SamplingParams, load
+from qsample.runtime import load
 from qsample.runtime.session.providers import is_plugin, plugin_devices
-from tests.helpers.sampling_cases import PARAMETERS
+from tests.helpers.sampling_cases import generate
 
 CAPACITY = 48
-PROMPTS = [[5, 6, 7, 8], [9], list(range(10, 19)), [20, 21], [22, 23, 24], [25]]
 CONTROL_FLOW = {"If", "Loop", "Scan"}
-
-
-def generate(model: CausalLM, **options: Any) -> list[list[int]]:
-    rows = [SamplingParams(**row, max_new_tokens=20, eos_token_id=(3, 250)) for row in PARAMETERS]
-    return model.generate(PROMPTS, rows, seed=4, **options).new_token_ids
 
 
 @pytest.fixture(scope="module")
