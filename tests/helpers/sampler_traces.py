@@ -65,7 +65,8 @@ def imported_sources(module: str) -> set[Path]:
         if path is None or path in sources:
             continue
         sources.add(path)
-        pending.append(name.rpartition(".")[0])
+        if "." in name:
+            pending.append(name.rpartition(".")[0])
         for node in _walk(ast.parse(path.read_text("utf-8"))):
             if isinstance(node, ast.Import):
                 pending += [alias.name for alias in node.names]
