@@ -53,6 +53,17 @@ def test_a_wrong_request_is_refused_where_it_is_added(
         assert outcome(running) == expected([5], FREE, 1)
 
 
+def test_what_fits_is_decided_by_the_slot_and_not_by_the_request(fake: Callable[..., Package]) -> None:
+    """A model without a limit of its own could hold more tokens than the slots of an engine do."""
+    unlimited = load(fake(manifest={"max_position_embeddings": None}).path)
+    with Engine(unlimited, slots=1) as engine:
+        assert engine.capacity == 4096
+        with pytest.raises(ValueError, match="prompt has 4096 tokens and the context length is 4096"):
+            engine.add_request([5] * 4096, max_new_tokens=10)
+        request = engine.add_request([5] * 4090, max_new_tokens=50, eos_token_id=(), temperature=0)
+        assert (request.result().finish_reason, len(request.result().token_ids)) == ("length", 6)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
