@@ -115,13 +115,13 @@ class _Compilable(ABC):
         options: CompileOptions | None = None,
         overwrite: bool = False,
         progress: Progress | None = None,
-        **fields: Any,
+        **changes: Any,
     ) -> PackagedModel:
         """Compile for a device into `path`; None = a temporary folder. A checkpoint is exported first.
 
         Args:
             options: what to compile for; None = `CompileOptions()`, the CPU.
-            fields: fields of `CompileOptions`, on top of `options`: provider, batch_size, ctx_len, dtype, weights,
+            changes: fields of `CompileOptions`, on top of `options`: provider, batch_size, ctx_len, dtype, weights,
                 block_size, quantization_method, kv_cache_dtype, max_divergence.
             overwrite: replace a package that is already there.
             progress: called with a stage's name and the fraction done, in [0, 1].
@@ -133,7 +133,7 @@ class _Compilable(ABC):
         """
         from qsample.exporters.compiler.compile import compile_package
 
-        options = (options or CompileOptions()).override(**fields)
+        options = (options or CompileOptions()).override(**changes)
         with _Destination(path) as destination:
             source = self._portable(options.dtype, progress)  # kept: a temporary export lives as long as this
             compiled = compile_package(
