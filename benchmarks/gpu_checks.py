@@ -79,7 +79,7 @@ def check_package(
     prompts = [row.tolist() for row in prompt_ids(len(rows), PROMPT, model.interface.vocab_size)]
 
     def tokens(model: CausalLM, **chosen: Any) -> list[list[int]]:
-        return model.generate(prompts, rows, seed=1, **chosen).new_token_ids
+        return model.generate(prompts, rows, seed=1, **chosen).token_ids
 
     wanted = tokens(model, flush_every=1, double_buffering=False)
     for flush_every in (1, 4, 16):
@@ -87,7 +87,7 @@ def check_package(
             say(f"read every {flush_every}: {same(tokens(model, flush_every=flush_every), wanted)}")
     with section("check of rows alone"):
         alone = [
-            model.generate([prompt], row, seed=1 + i).new_token_ids[0]
+            model.generate([prompt], row, seed=1 + i).token_ids[0]
             for i, (prompt, row) in enumerate(zip(prompts, rows, strict=True))
         ]
         equal = sum(a == b for a, b in zip(alone, wanted, strict=True))
@@ -158,7 +158,7 @@ def against_transformers(model: CausalLM, checkpoint: Path, options: argparse.Na
     device, dtype = ("cuda", options.dtype) if options.provider == "cuda" else ("cpu", "float32")
     prompts = prompt_ids(ROWS_GREEDY, PROMPT, model.interface.vocab_size)
     greedy = SamplingParams(temperature=0, max_new_tokens=NEW_TOKENS, eos_token_id=())
-    new = np.array(model.generate(list(prompts), greedy).new_token_ids)
+    new = np.array(model.generate(list(prompts), greedy).token_ids)
     original: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=getattr(torch, dtype)).to(device).eval()
     text = torch.from_numpy(np.concatenate([prompts, new], axis=1)).to(device)
     with torch.inference_mode():

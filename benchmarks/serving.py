@@ -175,7 +175,7 @@ def same_tokens(package: Path, slots: int, threads: int, requests: int, new_toke
         for index in range(requests)
     ]
     rows = list(zip(prompts, params, strict=True))
-    alone = [model.generate(*row).new_token_ids[0] for row in rows]
+    alone = [model.generate(*row).token_ids[0] for row in rows]
     with Engine(model, slots=slots, prefill_chunk_size=16, max_waiting=requests) as engine:
         together = [request.result().token_ids for request in [engine.add_request(*row) for row in rows]]
     table = Table("sampling", "requests", "with the same tokens", "tokens before the first that differs, median")

@@ -32,7 +32,7 @@ def test_generate_straight_from_a_checkpoint(checkpoint: Callable[[str], Path], 
     """A checkpoint exports itself behind the scenes and gives the tokens of its package."""
     direct = AutoModelForCausalLM.from_pretrained(checkpoint("llama")).generate(PROMPTS, seed=1, **SAMPLED)
     package = AutoModelForCausalLM.from_pretrained(llama_package).generate(PROMPTS, seed=1, **SAMPLED)
-    assert direct.new_token_ids == package.new_token_ids
+    assert direct.token_ids == package.token_ids
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2**40])
@@ -43,7 +43,7 @@ def test_host_sampling_gives_the_tokens_of_the_baked_sampler(
     baked = AutoModelForCausalLM.from_pretrained(llama_package)
     wanted = baked.generate(PROMPTS, seed=seed, **SAMPLED)
     got = host.generate(PROMPTS, seed=seed, **SAMPLED)
-    assert (got.new_token_ids, got.finish_reasons) == (wanted.new_token_ids, wanted.finish_reasons)
+    assert (got.token_ids, got.finish_reasons) == (wanted.token_ids, wanted.finish_reasons)
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_save_pretrained_copies_a_package(llama_package: Path, tmp_path: Path) -
 def test_compile_without_a_path_lives_as_long_as_the_result(llama_package: Path) -> None:
     compiled = AutoModelForCausalLM.from_pretrained(llama_package).compile(ctx_len=64)
     path = compiled.package.path
-    assert len(compiled.generate([[5, 6]], do_sample=False, max_new_tokens=4).new_token_ids[0]) == 4
+    assert len(compiled.generate([[5, 6]], do_sample=False, max_new_tokens=4).token_ids[0]) == 4
     del compiled
     assert not path.exists()
 

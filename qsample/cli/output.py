@@ -61,7 +61,7 @@ def generation(prompts: Sequence[str], output: GenerateOutput) -> dict[str, Any]
     """A generation as one JSON-ready dict: one entry of `results` for each prompt."""
     results: list[dict[str, Any]] = []
     for row, prompt in enumerate(prompts):
-        new = output.new_token_ids[row]
+        new = output.token_ids[row]
         entry: dict[str, Any] = {
             "prompt": prompt,
             "text": output.texts[row] if output.texts is not None else None,
@@ -82,14 +82,14 @@ def show_generation(prompts: Sequence[str], output: GenerateOutput, *, with_prom
     """Print a batch on stdout, a section for each prompt."""
     console = Console(highlight=False)
     for row, prompt in enumerate(prompts):
-        count, reason = len(output.new_token_ids[row]), output.finish_reasons[row]
+        count, reason = len(output.token_ids[row]), output.finish_reasons[row]
         console.rule(f"{row + 1}: {count} tokens, {reason}, seed {output.seeds[row]}", align="left", style="dim")
         print((prompt if with_prompt else "") + (output.texts or [])[row])
 
 
 def figures(output: GenerateOutput) -> str:
     """How much was generated, how fast, and what reproduces it."""
-    count, timing = sum(map(len, output.new_token_ids)), output.timing
+    count, timing = sum(map(len, output.token_ids)), output.timing
     seconds = timing.prefill_seconds + timing.decode_seconds
     seeds = ", ".join(map(str, output.seeds))
     return f"{count} tokens in {seconds:.2f} s, {count / seconds:.0f} a second; seed {seeds}"

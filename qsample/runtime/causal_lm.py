@@ -121,7 +121,7 @@ class CausalLM:
                 changes no token, only how many come at once.
             double_buffering: start the next step while the last one's tokens are read and streamed; False waits.
             stop_strings: texts that end a row. `texts` is cut off before the first one that is complete;
-                `new_token_ids` goes on to the token that completes it. None = what the generation_config says.
+                `token_ids` goes on to the token that completes it. None = what the generation_config says.
             in_place: write the history and the cache into the buffers that they were read from; False takes turns
                 between two sets, with the same result.
             options: fields of SamplingParams, or do_sample, in place of `params`; as in

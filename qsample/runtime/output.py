@@ -28,7 +28,7 @@ class GenerateOutput:
     """What `generate` returns; row i belongs to prompt i.
 
     sequences: [B, longest] int64, prompt and new tokens, padded on the right with the pad id.
-    new_token_ids: the sampled tokens, a stop token included. texts: their text, a continuation of the prompt; None
+    token_ids: the sampled tokens, a stop token included. texts: their text, a continuation of the prompt; None
     where the package has no tokenizer. finish_reasons: "stop" (a stop token), "length", or "invalid" (the model gave
     NaN or infinite logits). seeds: each reproduces its row. prompt_lengths: in tokens.
     Packages with the feature; N = most new tokens of a row; NaN, -1 or 0 past a row's end. logprobs: [B, N] float32.
@@ -36,7 +36,7 @@ class GenerateOutput:
     """
 
     sequences: Array
-    new_token_ids: list[list[int]]
+    token_ids: list[list[int]]
     texts: list[str] | None
     finish_reasons: list[str]
     seeds: list[int]
@@ -56,8 +56,8 @@ def make_output(interface: Interface, sequences: list[Sequence], pad: int, timin
             sequence.text.end()
             texts.append(sequence.text.whole)
     return GenerateOutput(
-        sequences=_padded([[*sequence.prompt.tolist(), *sequence.new_token_ids] for sequence in sequences], pad),
-        new_token_ids=[sequence.new_token_ids for sequence in sequences],
+        sequences=_padded([[*sequence.prompt.tolist(), *sequence.token_ids] for sequence in sequences], pad),
+        token_ids=[sequence.token_ids for sequence in sequences],
         texts=texts if len(texts) == len(sequences) else None,
         finish_reasons=[STATUS_NAMES[sequence.status] for sequence in sequences],
         seeds=[sequence.seed for sequence in sequences],
@@ -69,7 +69,7 @@ def make_output(interface: Interface, sequences: list[Sequence], pad: int, timin
 
 def _optional_outputs(interface: Interface, sequences: list[Sequence]) -> dict[str, Array]:
     """The optional outputs by name, [B, N, ...]."""
-    longest = max(len(sequence.new_token_ids) for sequence in sequences)
+    longest = max(len(sequence.token_ids) for sequence in sequences)
     gathered = {}
     for spec in interface.sampler_outputs:
         if spec is NEXT_IDS:

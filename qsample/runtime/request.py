@@ -175,7 +175,7 @@ class Request:
         if rest:
             self._publish([], rest)
         now = time.perf_counter()
-        tokens, outputs = sequence.new_token_ids, sequence.outputs
+        tokens, outputs = sequence.token_ids, sequence.outputs
         queued = None if sequence.admitted_at is None else sequence.admitted_at - self._added
         first = self._deltas[0].seconds if tokens else None
         output = RequestOutput(

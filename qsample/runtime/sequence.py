@@ -60,7 +60,7 @@ class Sequence:
         return bool(self.sampled) or self.status != RUNNING
 
     @property
-    def new_token_ids(self) -> list[int]:
+    def token_ids(self) -> list[int]:
         """The tokens that were taken; a stop token, or the token that completes a stop string, is the last."""
         return self.sampled[: self._taken]
 

@@ -115,7 +115,7 @@ def check_sampling(model: PreTrainedModel, path: Path) -> int:
     params = [SamplingParams(max_new_tokens=NEW_TOKENS, eos_token_id=(), **options) for options in PARAMS]
     output = load(path).generate(prompts, params, seed=SEED)
     compared = 0
-    for row, (prompt, new) in enumerate(zip(prompts, output.new_token_ids, strict=True)):
+    for row, (prompt, new) in enumerate(zip(prompts, output.token_ids, strict=True)):
         assert len(new) == NEW_TOKENS, f"row {row} ended after {len(new)} tokens: {output.finish_reasons[row]}"
         with torch.no_grad():
             logits = model(input_ids=torch.tensor([prompt + new]), use_cache=False).logits[0].float().numpy()

@@ -57,7 +57,7 @@ def test_generate_json(run: Any, everything: Path) -> None:
     for row, result in enumerate(document["results"]):
         assert result["prompt"] == ["One", "Three"][row]
         assert result["text"] == output.texts[row]
-        assert result["token_ids"] == output.new_token_ids[row]
+        assert result["token_ids"] == output.token_ids[row]
         assert (result["finish_reason"], result["seed"]) == ("length", 3 + row)
         assert len(result["logprobs"]) == 8
         assert [len(step) for step in result["top_logprobs"]] == [3] * 8

@@ -145,7 +145,7 @@ def test_float16_package(checkpoint: Callable[[str], Path], tmp_path: Path) -> N
     model = AutoModelForCausalLM.from_pretrained(checkpoint("llama"), dtype="float16").export(tmp_path / "half")
     assert model.package.interface.dtype == "float16"
     assert model.package.manifest.parity["max_error"] < 0.1
-    assert len(model.generate([[5, 6, 7]], do_sample=False, max_new_tokens=5).new_token_ids[0]) == 5
+    assert len(model.generate([[5, 6, 7]], do_sample=False, max_new_tokens=5).token_ids[0]) == 5
 
 
 def test_progress_runs_from_0_to_1(tmp_path: Path) -> None:

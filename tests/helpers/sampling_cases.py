@@ -24,4 +24,4 @@ def rows() -> list[SamplingParams]:
 
 def generate(model: CausalLM, **options: Any) -> list[list[int]]:
     """The tokens that `model` samples after PROMPTS, a row each of `rows`."""
-    return model.generate(PROMPTS, rows(), seed=4, **options).new_token_ids
+    return model.generate(PROMPTS, rows(), seed=4, **options).token_ids

@@ -67,8 +67,8 @@ def test_lock_step_gives_the_tokens_of_generate(model: CausalLM) -> None:
     loop.set_parameter("temperature", np.zeros(2, dtype=np.float32))
     tokens += [loop.decode() for _ in range(3)]
     got = np.stack(tokens, axis=1)
-    wanted = model.generate(prompts, params, seed=4).new_token_ids
+    wanted = model.generate(prompts, params, seed=4).token_ids
     assert [row[:5].tolist() for row in got] == [row[:5] for row in wanted]
     for prompt, row in zip(prompts, got.tolist(), strict=True):
         greedy = SamplingParams(temperature=0, max_new_tokens=3, eos_token_id=())
-        assert model.generate([*prompt, *row[:5]], greedy).new_token_ids[0] == row[5:]
+        assert model.generate([*prompt, *row[:5]], greedy).token_ids[0] == row[5:]

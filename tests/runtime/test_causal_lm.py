@@ -23,7 +23,7 @@ def test_tokens_are_those_of_the_reference(params: Any, sampler: bool, fake_mode
     for row, prompt in enumerate(PROMPTS):
         own = params[row] if isinstance(params, list) else params
         expected = fake_reference.generate(prompt, own, 40 + row, MAX_POSITIONS)
-        assert (output.new_token_ids[row], output.finish_reasons[row]) == expected
+        assert (output.token_ids[row], output.finish_reasons[row]) == expected
     assert output.prompt_lengths == [3, 11, 1, 5]
     assert output.seeds == [40, 41, 42, 43]
 
@@ -36,50 +36,50 @@ def test_in_place_and_chunking_change_nothing(
 ) -> None:
     wanted = fake_model().generate(PROMPTS, mixed(), seed=7)
     got = fake_model(sampler=sampler).generate(PROMPTS, mixed(), seed=7, in_place=in_place, prefill_chunk_size=chunk)
-    assert got.new_token_ids == wanted.new_token_ids
+    assert got.token_ids == wanted.token_ids
     assert got.finish_reasons == wanted.finish_reasons
 
 
 def test_a_row_gives_the_same_tokens_alone_and_in_any_row_of_any_batch(model: CausalLM) -> None:
     alone = [
-        model.generate([prompt], params, seed=row, prefill_chunk_size=row or None).new_token_ids[0]
+        model.generate([prompt], params, seed=row, prefill_chunk_size=row or None).token_ids[0]
         for row, (prompt, params) in enumerate(zip(PROMPTS, mixed(), strict=True))
     ]
     for order in itertools.permutations(range(len(PROMPTS))):
         output = model.generate([PROMPTS[i] for i in order], [mixed()[i] for i in order], seed=list(order))
-        assert output.new_token_ids == [alone[i] for i in order]
+        assert output.token_ids == [alone[i] for i in order]
 
 
 def test_the_same_seed_repeats_and_another_does_not(model: CausalLM) -> None:
-    first, again, other = (model.generate(PROMPTS, RANDOM, seed=seed).new_token_ids for seed in (1, 1, 2))
+    first, again, other = (model.generate(PROMPTS, RANDOM, seed=seed).token_ids for seed in (1, 1, 2))
     assert first == again
     assert first[1] == other[0] or first[0] != other[0]
     fresh = [model.generate(PROMPTS[0], RANDOM) for _ in range(2)]
     assert fresh[0].seeds != fresh[1].seeds
-    assert model.generate(PROMPTS[0], RANDOM, seed=fresh[0].seeds).new_token_ids == fresh[0].new_token_ids
+    assert model.generate(PROMPTS[0], RANDOM, seed=fresh[0].seeds).token_ids == fresh[0].token_ids
 
 
 def test_stop_token_length_and_minimum_length(model: CausalLM) -> None:
     free = SamplingParams(temperature=0, max_new_tokens=20, eos_token_id=())
-    tokens = model.generate(PROMPTS[0], free).new_token_ids[0]
+    tokens = model.generate(PROMPTS[0], free).token_ids[0]
     stop = tokens[4]
     first = tokens.index(stop) + 1
     stopped = model.generate(
         PROMPTS[0], SamplingParams(temperature=0, max_new_tokens=20, eos_token_id=(VOCAB - 1, stop))
     )
-    assert (stopped.new_token_ids[0], stopped.finish_reasons) == (tokens[:first], ["stop"])
+    assert (stopped.token_ids[0], stopped.finish_reasons) == (tokens[:first], ["stop"])
     later = SamplingParams(temperature=0, max_new_tokens=20, eos_token_id=(stop,), min_new_tokens=first + 1)
-    assert len(model.generate(PROMPTS[0], later).new_token_ids[0]) > first
+    assert len(model.generate(PROMPTS[0], later).token_ids[0]) > first
     one = model.generate(PROMPTS, SamplingParams(temperature=0, max_new_tokens=1))
-    assert [len(row) for row in one.new_token_ids] == [1] * 4
+    assert [len(row) for row in one.token_ids] == [1] * 4
     assert one.timing.steps == 0
 
 
 def test_the_model_says_where_a_row_ends_unless_the_caller_does(fake_model: Callable[..., CausalLM]) -> None:
-    tokens = fake_model().generate(PROMPTS[0], temperature=0, max_new_tokens=8, eos_token_id=None).new_token_ids[0]
+    tokens = fake_model().generate(PROMPTS[0], temperature=0, max_new_tokens=8, eos_token_id=None).token_ids[0]
     own = fake_model(generation_config={"eos_token_id": tokens[2], "max_new_tokens": 6})
-    assert own.generate(PROMPTS[0]).new_token_ids[0] == tokens[: tokens.index(tokens[2]) + 1]
-    assert own.generate(PROMPTS[0], eos_token_id=None).new_token_ids[0] == tokens[:6]
+    assert own.generate(PROMPTS[0]).token_ids[0] == tokens[: tokens.index(tokens[2]) + 1]
+    assert own.generate(PROMPTS[0], eos_token_id=None).token_ids[0] == tokens[:6]
     of_manifest = fake_model(generation_config={}, manifest={"token_ids": _token_ids(tokens[2])})
     params = SamplingParams(temperature=0, max_new_tokens=6)
     assert of_manifest.generate(PROMPTS[0], params).finish_reasons == ["stop"]
@@ -94,22 +94,22 @@ def _token_ids(eos: int) -> Any:
 def test_a_row_ends_where_the_context_is_full(fake: Callable[..., Package]) -> None:
     model = load(fake().path, ctx_len=16)
     output = model.generate(PROMPTS, SamplingParams(temperature=0, eos_token_id=()))
-    assert [len(p) + len(n) for p, n in zip(PROMPTS, output.new_token_ids, strict=True)] == [16] * 4
+    assert [len(p) + len(n) for p, n in zip(PROMPTS, output.token_ids, strict=True)] == [16] * 4
     assert output.finish_reasons == ["length"] * 4
     roomy = load(fake().path).generate(PROMPTS, SamplingParams(temperature=0, eos_token_id=(), max_new_tokens=15))
-    assert [row[: len(short)] for row, short in zip(roomy.new_token_ids, output.new_token_ids, strict=True)] == (
-        output.new_token_ids
+    assert [row[: len(short)] for row, short in zip(roomy.token_ids, output.token_ids, strict=True)] == (
+        output.token_ids
     )
     # The longest prompt that leaves room for a token, whole and in chunks of which the last is short.
     for chunk in (None, 4):
         full = model.generate([[5] * 15, [6]], SamplingParams(temperature=0), prefill_chunk_size=chunk)
-        assert len(full.new_token_ids[0]) == 1
+        assert len(full.token_ids[0]) == 1
 
 
 def test_default_length_and_the_models_own_limit(model: CausalLM) -> None:
     output = model.generate([[5] * 200], temperature=0, eos_token_id=None)
     assert len(output.sequences[0]) == MAX_POSITIONS
-    assert len(model.generate([5], temperature=0, eos_token_id=None).new_token_ids[0]) == MAX_POSITIONS - 1
+    assert len(model.generate([5], temperature=0, eos_token_id=None).token_ids[0]) == MAX_POSITIONS - 1
 
 
 def test_a_row_with_invalid_logits_ends_alone(fake_model: Callable[..., CausalLM]) -> None:
@@ -119,7 +119,7 @@ def test_a_row_with_invalid_logits_ends_alone(fake_model: Callable[..., CausalLM
         with pytest.warns(UserWarning, match=r"rows \[1\] ended early: the model gave NaN"):
             output = model.generate([PROMPTS[0], [5, POISON, 6], PROMPTS[1]], GREEDY)
         assert output.finish_reasons[1] == "invalid"
-        assert output.new_token_ids == [wanted.new_token_ids[0], [], wanted.new_token_ids[1]]
+        assert output.token_ids == [wanted.token_ids[0], [], wanted.token_ids[1]]
 
 
 def test_logits_that_turn_invalid_later(fake_model: Callable[..., CausalLM]) -> None:
@@ -128,28 +128,28 @@ def test_logits_that_turn_invalid_later(fake_model: Callable[..., CausalLM]) -> 
     params = SamplingParams(temperature=0, max_new_tokens=10, logit_bias={POISON: 1e6})
     with pytest.warns(UserWarning, match="ended early"):
         output = model.generate(PROMPTS[:2], [params, GREEDY])
-    assert output.new_token_ids[0] == [POISON]
+    assert output.token_ids[0] == [POISON]
     assert output.finish_reasons[0] == "invalid"
-    assert output.new_token_ids[1] == model.generate(PROMPTS[1], GREEDY).new_token_ids[0]
+    assert output.token_ids[1] == model.generate(PROMPTS[1], GREEDY).token_ids[0]
 
 
 def test_hugging_face_keywords_over_the_generation_config(fake_model: Callable[..., CausalLM]) -> None:
     model = fake_model(generation_config={"do_sample": True, "temperature": 0.8, "top_k": 0, "max_new_tokens": 5})
-    assert model.generate(PROMPTS, seed=1).new_token_ids == (
-        model.generate(PROMPTS, SamplingParams(temperature=0.8, max_new_tokens=5), seed=1).new_token_ids
+    assert model.generate(PROMPTS, seed=1).token_ids == (
+        model.generate(PROMPTS, SamplingParams(temperature=0.8, max_new_tokens=5), seed=1).token_ids
     )
-    assert model.generate(PROMPTS, do_sample=False, max_length=20).new_token_ids == (
-        model.generate(PROMPTS, SamplingParams(temperature=0, max_length=20)).new_token_ids
+    assert model.generate(PROMPTS, do_sample=False, max_length=20).token_ids == (
+        model.generate(PROMPTS, SamplingParams(temperature=0, max_length=20)).token_ids
     )
 
 
 @pytest.mark.parametrize("chunk", [None, 2])
 def test_logit_bias_and_allowed_tokens(chunk: int | None, fake_model: Callable[..., CausalLM]) -> None:
     model = fake_model(logit_bias=True, allowed_tokens=True)
-    plain = fake_model().generate(PROMPTS, RANDOM, seed=2).new_token_ids
-    assert model.generate(PROMPTS, RANDOM, seed=2, prefill_chunk_size=chunk).new_token_ids == plain
+    plain = fake_model().generate(PROMPTS, RANDOM, seed=2).token_ids
+    assert model.generate(PROMPTS, RANDOM, seed=2, prefill_chunk_size=chunk).token_ids == plain
     forced = SamplingParams(temperature=1.0, max_new_tokens=3, logit_bias={65: 1e4, 66: -1e4})
-    rows = model.generate(PROMPTS[:2], [forced, RANDOM], seed=1, prefill_chunk_size=chunk).new_token_ids
+    rows = model.generate(PROMPTS[:2], [forced, RANDOM], seed=1, prefill_chunk_size=chunk).token_ids
     assert rows[0] == [65, 65, 65]
     allowed = {10, 33, 319}
     mask = np.zeros(VOCAB // 32, dtype=np.int32)
@@ -157,21 +157,21 @@ def test_logit_bias_and_allowed_tokens(chunk: int | None, fake_model: Callable[.
         mask[token // 32] |= np.array(1 << token % 32, dtype=np.uint32).astype(np.int32)
     options = {"seed": 1, "allowed_tokens": mask, "prefill_chunk_size": chunk}
     output = model.generate(PROMPTS, SamplingParams(temperature=5.0, max_new_tokens=40, eos_token_id=()), **options)
-    assert set(itertools.chain(*output.new_token_ids)) == allowed
+    assert set(itertools.chain(*output.token_ids)) == allowed
 
 
 def test_device_package(fake_model: Callable[..., CausalLM]) -> None:
     model = fake_model(compilation=compilation(batch_size=2, ctx_len=48))
     wanted = fake_model().generate(PROMPTS[:2], RANDOM, seed=1)
-    assert model.generate(PROMPTS[:2], RANDOM, seed=1).new_token_ids == wanted.new_token_ids
+    assert model.generate(PROMPTS[:2], RANDOM, seed=1).token_ids == wanted.token_ids
     # More prompts than rows take turns.
     wanted = fake_model().generate(PROMPTS, mixed(), seed=1)
     got = model.generate(PROMPTS, mixed(), seed=1)
-    assert got.new_token_ids == wanted.new_token_ids
+    assert got.token_ids == wanted.token_ids
     assert got.finish_reasons == wanted.finish_reasons
     with pytest.raises(ValueError, match="prompt has 48 tokens and the context length is 48; give at most 47"):
         model.generate([[5] * 48], RANDOM)
-    assert len(model.generate([[5] * 40], temperature=0, eos_token_id=None).new_token_ids[0]) == 8
+    assert len(model.generate([[5] * 40], temperature=0, eos_token_id=None).token_ids[0]) == 8
 
 
 @pytest.mark.parametrize(

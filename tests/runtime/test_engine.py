@@ -80,7 +80,7 @@ def test_an_exported_graph(llama_package: Path) -> None:
         for _ in prompts
     ]
     alone = [model.generate(*row, seed=seed) for seed, row in enumerate(zip(prompts, params, strict=True))]
-    prompts += [[*prompt, *output.new_token_ids[0][:5], 9] for prompt, output in zip(prompts, alone, strict=True)]
+    prompts += [[*prompt, *output.token_ids[0][:5], 9] for prompt, output in zip(prompts, alone, strict=True)]
     params *= 2
     alone += [model.generate(prompts[seed], params[seed], seed=seed) for seed in range(24, 48)]
     for slots, chunk, flush_every in ((8, 8, 1), (3, 5, 4)):
@@ -89,7 +89,7 @@ def test_an_exported_graph(llama_package: Path) -> None:
                 engine.add_request(*row, seed=seed) for seed, row in enumerate(zip(prompts, params, strict=True))
             ]
             for request, output in zip(requests, alone, strict=True):
-                assert outcome(request) == (output.new_token_ids[0], output.finish_reasons[0])
+                assert outcome(request) == (output.token_ids[0], output.finish_reasons[0])
 
 
 def test_a_conversation_reads_only_what_is_new(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,7 +151,7 @@ def test_a_step_is_one_run_of_the_graph_whatever_the_rows_ask_for(
     output = model.generate([[5 + row] for row in range(rows)], params, seed=0)
     assert len(runs) == 1 + 10  # one for all prompts, then one a step
     for row in range(rows):
-        assert output.new_token_ids[row] == expected([5 + row], params[row], row)[0]
+        assert output.token_ids[row] == expected([5 + row], params[row], row)[0]
 
 
 def test_a_compiled_package(fake_model: Callable[..., CausalLM]) -> None:

@@ -166,7 +166,7 @@ def test_closing_cancels_and_releases_everything(model: CausalLM) -> None:
     gc.collect()
     assert memory() is None
     assert threading.active_count() == before
-    assert len(model.generate([5], FREE, seed=0).new_token_ids[0]) == 20
+    assert len(model.generate([5], FREE, seed=0).token_ids[0]) == 20
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

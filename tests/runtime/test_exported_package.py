@@ -30,7 +30,7 @@ def model(llama_package: Path) -> CausalLM:
 def test_in_place_and_chunking_change_nothing(in_place: bool, chunk: int | None, model: CausalLM) -> None:
     wanted = model.generate(PROMPTS, PARAMS, seed=11)
     got = model.generate(PROMPTS, PARAMS, seed=11, in_place=in_place, prefill_chunk_size=chunk)
-    assert got.new_token_ids == wanted.new_token_ids
+    assert got.token_ids == wanted.token_ids
     assert got.finish_reasons == wanted.finish_reasons
 
 
@@ -49,20 +49,20 @@ def test_prompts_in_one_run_give_the_same_tokens_as_alone(sampler: bool, exporte
         got = model.generate(prompts, PARAMS, seed=11)
     assert calls == [4]
     for row, (prompt, params) in enumerate(zip(prompts, PARAMS, strict=True)):
-        assert model.generate([prompt], params, seed=11 + row).new_token_ids == [got.new_token_ids[row]]
+        assert model.generate([prompt], params, seed=11 + row).token_ids == [got.token_ids[row]]
 
 
 @pytest.mark.parametrize("chunk", [None, 5])
 def test_a_row_gives_the_same_tokens_alone_and_in_any_row(chunk: int | None, model: CausalLM) -> None:
-    wanted = model.generate(PROMPTS, PARAMS, seed=11).new_token_ids
+    wanted = model.generate(PROMPTS, PARAMS, seed=11).token_ids
     for row, (prompt, params) in enumerate(zip(PROMPTS, PARAMS, strict=True)):
         alone = model.generate([prompt], params, seed=11 + row, prefill_chunk_size=chunk)
-        assert alone.new_token_ids == [wanted[row]]
+        assert alone.token_ids == [wanted[row]]
     order = [2, 0, 3, 1]
     moved = model.generate([PROMPTS[i] for i in order], [PARAMS[i] for i in order], seed=[11 + i for i in order])
-    assert moved.new_token_ids == [wanted[i] for i in order]
+    assert moved.token_ids == [wanted[i] for i in order]
 
 
 def test_the_capacity_changes_nothing(model: CausalLM, llama_package: Path) -> None:
-    wanted = model.generate(PROMPTS, PARAMS, seed=11).new_token_ids
-    assert load(llama_package, ctx_len=200).generate(PROMPTS, PARAMS, seed=11).new_token_ids == wanted
+    wanted = model.generate(PROMPTS, PARAMS, seed=11).token_ids
+    assert load(llama_package, ctx_len=200).generate(PROMPTS, PARAMS, seed=11).token_ids == wanted

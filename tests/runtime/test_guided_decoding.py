@@ -83,7 +83,7 @@ def test_allowed_tokens_written_before_every_token(fake_model: Callable[..., Cau
         model = fake_model(sampler=sampler, allowed_tokens=True)
         params = [SamplingParams(max_new_tokens=5, eos_token_id=[3]), SamplingParams(max_new_tokens=6, eos_token_id=())]
         output = model.generate(PROMPTS[:2], params, allowed_tokens=only, seed=1)
-        assert output.new_token_ids == [[0, 1, 2, 3], [100, 101, 102, 103, 104, 105]]
+        assert output.token_ids == [[0, 1, 2, 3], [100, 101, 102, 103, 104, 105]]
         assert seen[:4] == [[], [0, 100], [1, 101], [2, 102]]
         assert len(seen) == 6  # not after the last token
     with pytest.raises(ValueError, match="allowed_tokens=True"):

@@ -39,7 +39,7 @@ def test_generation_without_everything_else(fake: Callable[..., Package]) -> Non
             f"model = r.load({str(package.path)!r})\n"
             "streamer = r.TextStreamer(model.tokenizer)\n"
             "output = model.generate('hello', r.SamplingParams(max_new_tokens=5), seed=1, streamer=streamer)\n"
-            "print(len(output.new_token_ids[0]))\n"
+            "print(len(output.token_ids[0]))\n"
             f"print(sorted(set({ABSENT!r}) & set(sys.modules)))\n"
         )
         assert output.splitlines()[-2:] == ["5", "[]"]

@@ -17,10 +17,10 @@ def test_the_output(model: CausalLM) -> None:
     output = model.generate(PROMPTS, mixed(), seed=3)
     assert output.sequences.dtype == np.int64
     for row, prompt in enumerate(PROMPTS):
-        whole = [*prompt, *output.new_token_ids[row]]
+        whole = [*prompt, *output.token_ids[row]]
         assert output.sequences[row].tolist() == whole + [PAD] * (output.sequences.shape[1] - len(whole))
-    assert output.sequences.shape[1] == max(len(p) + len(n) for p, n in zip(PROMPTS, output.new_token_ids, strict=True))
-    assert output.timing.steps == max(map(len, output.new_token_ids)) - 1
+    assert output.sequences.shape[1] == max(len(p) + len(n) for p, n in zip(PROMPTS, output.token_ids, strict=True))
+    assert output.timing.steps == max(map(len, output.token_ids)) - 1
     assert output.timing.prefill_seconds > 0
     assert output.timing.decode_seconds > 0
     assert output.logprobs is output.top_logprobs is output.top_logprob_ids is output.probs is None
@@ -30,7 +30,7 @@ def test_features(fake_model: Callable[..., CausalLM]) -> None:
     model = fake_model(logprobs=True, top_logprobs=3, probs=True)
     short = SamplingParams(temperature=0.7, max_new_tokens=2)
     output = model.generate(PROMPTS[:2], [short, RANDOM], seed=4)
-    longest = len(output.new_token_ids[1])
+    longest = len(output.token_ids[1])
     assert output.logprobs is not None
     assert output.top_logprob_ids is not None
     assert output.top_logprobs is not None
@@ -38,7 +38,7 @@ def test_features(fake_model: Callable[..., CausalLM]) -> None:
     assert output.logprobs.shape == (2, longest)
     assert output.top_logprobs.shape == output.top_logprob_ids.shape == (2, longest, 3)
     assert output.probs.shape == (2, longest, VOCAB)
-    for row, (prompt, tokens) in enumerate(zip(PROMPTS, output.new_token_ids, strict=False)):
+    for row, (prompt, tokens) in enumerate(zip(PROMPTS, output.token_ids, strict=False)):
         for step in range(len(tokens)):
             raw = fake_reference.logits([*prompt, *tokens[:step]])
             log_probabilities = raw - raw.max() - np.log(np.exp(raw - raw.max()).sum())

@@ -72,7 +72,7 @@ def test_hugging_face_tokenizer_output(model: CausalLM) -> None:
     )
     batch = tokenizer(["ab", "abcd"], return_tensors="np", padding=True)
     options = {"temperature": 0, "max_new_tokens": 4}
-    assert model.generate(batch, **options).new_token_ids == model.generate(["ab", "abcd"], **options).new_token_ids
+    assert model.generate(batch, **options).token_ids == model.generate(["ab", "abcd"], **options).token_ids
     assert model.generate(**batch_to_keywords(batch), **options).prompt_lengths == [3, 5]
 
 

@@ -26,13 +26,13 @@ def test_deltas_join_to_the_output(model: CausalLM) -> None:
             request = engine.add_request("hello", FREE, seed=5)
             deltas, again = list(request), list(request)  # a second reader sees everything
         assert deltas == again
-        assert [token for delta in deltas for token in delta.token_ids] == wanted.new_token_ids[0]
+        assert [token for delta in deltas for token in delta.token_ids] == wanted.token_ids[0]
         assert "".join(delta.text or "" for delta in deltas) == wanted.texts[0]
         assert [len(delta.token_ids) for delta in deltas if delta.token_ids] == (
             [1] * 20 if flush_every == 1 else [1, 4, 4, 4, 4, 3]
         )
         output = request.result()
-        assert (output.token_ids, output.text, output.seed) == (wanted.new_token_ids[0], wanted.texts[0], 5)
+        assert (output.token_ids, output.text, output.seed) == (wanted.token_ids[0], wanted.texts[0], 5)
         assert (output.finish_reason, output.stop_string, output.outputs) == ("length", None, {})
         timing = output.timing
         assert timing.queue_seconds is not None
@@ -65,7 +65,7 @@ def test_stop_strings_and_a_seed_of_its_own(model: CausalLM) -> None:
             fresh = [engine.add_request("hello", max_new_tokens=3) for _ in range(2)]
             assert fresh[0].seed != fresh[1].seed
         assert wanted.texts == [output.text]
-        assert (output.token_ids, output.finish_reason, output.stop_string) == (wanted.new_token_ids[0], "stop", stop)
+        assert (output.token_ids, output.finish_reason, output.stop_string) == (wanted.token_ids[0], "stop", stop)
 
 
 def test_optional_outputs(fake_model: Callable[..., CausalLM]) -> None:

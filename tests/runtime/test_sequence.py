@@ -27,12 +27,12 @@ def test_each_token_is_taken_once() -> None:
     sequence = make([])
     assert sequence.take() == ([], "")
     sequence.sampled += ids("ab")
-    assert sequence.new_token_ids == []
+    assert sequence.token_ids == []
     assert sequence.take() == (ids("ab"), "ab")
     assert sequence.take() == ([], "")
     sequence.sampled += ids("cdé")[:-1]
     assert sequence.take() == (ids("cdé")[:-1], "cd")
-    assert sequence.new_token_ids == sequence.sampled
+    assert sequence.token_ids == sequence.sampled
     assert sequence.text is not None
     assert (sequence.text.whole, sequence.text.end(), sequence.text.whole) == ("abcd", "\ufffd", "abcd\ufffd")
     assert sequence.status == RUNNING
@@ -42,7 +42,7 @@ def test_without_a_tokenizer() -> None:
     sequence = make()
     sequence.sampled += [9, 8]
     assert sequence.take() == ([9, 8], "")
-    assert sequence.new_token_ids == [9, 8]
+    assert sequence.token_ids == [9, 8]
 
 
 @pytest.mark.parametrize("window", [1, 2, 3, 8])
@@ -58,7 +58,7 @@ def test_what_was_sampled_after_a_stop_string_is_left_out(window: int) -> None:
         if sequence.status != RUNNING:
             break
     assert sequence.status == STOPPED
-    assert taken == sequence.new_token_ids == ids("no, ")
+    assert taken == sequence.token_ids == ids("no, ")
     assert sequence.sampled == sampled[: len(sequence.sampled)]
     assert sequence.text is not None
     assert "".join(pieces) == sequence.text.whole == "no"

@@ -169,7 +169,7 @@ def test_compiling_keeps_the_blocks(weights: str | None, act_order: Quantized, t
         rows = [in_order(layers[f"model.layers.1.{name}.{part}"], act_order.scheme) for part in parts]
         assert np.concatenate(rows).astype(np.uint8).tobytes() in stored
     output = compiled.generate([PROMPTS[0]], do_sample=False, max_new_tokens=4, eos_token_id=())
-    assert len(output.new_token_ids[0]) == 4
+    assert len(output.token_ids[0]) == 4
 
 
 @pytest.mark.slow

@@ -31,7 +31,7 @@ def test_missing_tokenizer(tmp_path: Path) -> None:
         AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint").export(tmp_path / "package")
     assert os.listdir(tmp_path) == ["checkpoint"]
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint", tokenizer=None).export(tmp_path / "package")
-    assert len(model.generate([[5, 6]], do_sample=False, max_new_tokens=3).new_token_ids[0]) == 3
+    assert len(model.generate([[5, 6]], do_sample=False, max_new_tokens=3).token_ids[0]) == 3
 
 
 def test_weights_that_do_not_fit_the_configuration(tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ def test_a_batch_of_one_is_fixed(llama_package: Path, tmp_path: Path) -> None:
         [PROMPTS[0]], do_sample=False, max_new_tokens=9
     )
     portable = AutoModelForCausalLM.from_pretrained(llama_package)
-    assert out.new_token_ids == portable.generate([PROMPTS[0]], do_sample=False, max_new_tokens=9).new_token_ids
+    assert out.token_ids == portable.generate([PROMPTS[0]], do_sample=False, max_new_tokens=9).token_ids
 
 
 def test_provider_fusions_ran(llama_package: Path, compiled: Path) -> None:
@@ -87,15 +87,15 @@ def test_compiled_and_portable_graphs_give_the_same_tokens(
 ) -> None:
     portable = AutoModelForCausalLM.from_pretrained(exported(model_type))
     device = portable.compile(tmp_path / "device", provider="cpu", batch_size=3, ctx_len=80)
-    wanted = portable.generate(PROMPTS, max_new_tokens=40, **options).new_token_ids
-    assert device.generate(PROMPTS, max_new_tokens=40, **options).new_token_ids == wanted
+    wanted = portable.generate(PROMPTS, max_new_tokens=40, **options).token_ids
+    assert device.generate(PROMPTS, max_new_tokens=40, **options).token_ids == wanted
 
 
 def test_host_sampling_package_compiles(exported: Callable[..., Path], tmp_path: Path) -> None:
     portable = AutoModelForCausalLM.from_pretrained(exported("llama", include_sampler=False), include_sampler=False)
     device = portable.compile(tmp_path / "device", ctx_len=64)
     options = {"temperature": 0.8, "top_p": 0.9, "seed": 5, "max_new_tokens": 12}
-    assert device.generate(PROMPTS, **options).new_token_ids == portable.generate(PROMPTS, **options).new_token_ids
+    assert device.generate(PROMPTS, **options).token_ids == portable.generate(PROMPTS, **options).token_ids
 
 
 # Bad options.
@@ -123,5 +123,5 @@ def test_another_dtype_needs_another_export(llama_package: Path, checkpoint: Cal
         AutoModelForCausalLM.from_pretrained(llama_package).compile(dtype="float16")
     half = AutoModelForCausalLM.from_pretrained(checkpoint("llama")).compile(dtype="float16", ctx_len=32)
     assert half.package.interface.dtype == "float16"
-    tokens = half.generate([PROMPTS[0]], do_sample=False, max_new_tokens=4).new_token_ids
+    tokens = half.generate([PROMPTS[0]], do_sample=False, max_new_tokens=4).token_ids
     assert np.shape(tokens) == (1, 4)

@@ -26,7 +26,7 @@ def portable(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 def tokens(model: PackagedModel) -> list[list[int]]:
     opened = AutoModelForCausalLM.from_pretrained(model.package.path)
-    return opened.generate(PROMPTS, do_sample=False, max_new_tokens=10, eos_token_id=()).new_token_ids
+    return opened.generate(PROMPTS, do_sample=False, max_new_tokens=10, eos_token_id=()).token_ids
 
 
 def test_compiled_in_float_it_chooses_the_same_tokens(

@@ -247,13 +247,13 @@ def test_generate_reads_prompts_of_like_lengths_in_one_run(
     wanted = [
         fake_reference.generate(*row, seed, MAX_POSITIONS) for seed, row in enumerate(zip(prompts, params, strict=True))
     ]
-    assert list(zip(output.new_token_ids, output.finish_reasons, strict=True)) == wanted
+    assert list(zip(output.token_ids, output.finish_reasons, strict=True)) == wanted
     rows.clear()
-    assert model.generate(prompts, params, seed=0, prefill_chunk_size=24).new_token_ids == output.new_token_ids
+    assert model.generate(prompts, params, seed=0, prefill_chunk_size=24).token_ids == output.token_ids
     assert rows == [2, 1, 1, 1, 1, 1, 3]
     rows.clear()
     alone = CausalLM(model.package, replace(model.sessions, joins_prompts=False))
-    assert alone.generate(prompts, params, seed=0).new_token_ids == output.new_token_ids
+    assert alone.generate(prompts, params, seed=0).token_ids == output.token_ids
     assert rows == [1] * 8
 
 
@@ -290,7 +290,7 @@ def test_generate_with_every_way_to_read(sampler: bool, fake_model: Callable[...
             output = fake_model(sampler=sampler).generate(
                 prompts, params, seed=0, flush_every=flush_every, double_buffering=double_buffering
             )
-            assert list(zip(output.new_token_ids, output.finish_reasons, strict=True)) == wanted
+            assert list(zip(output.token_ids, output.finish_reasons, strict=True)) == wanted
 
 
 def test_a_streamer_gets_every_token_at_any_depth(model: CausalLM) -> None:
@@ -326,7 +326,7 @@ def test_what_has_to_be_read_after_every_token(fake_model: Callable[..., CausalL
         model = fake_model(**features)
         with pytest.raises(ValueError, match="flush_every is 4 and the package returns"):
             model.generate([5, 6], flush_every=4, **options)
-        assert len(model.generate([5, 6], flush_every=1, **options).new_token_ids[0]) == 6
+        assert len(model.generate([5, 6], flush_every=1, **options).token_ids[0]) == 6
     guided = fake_model(allowed_tokens=True)
     with pytest.raises(ValueError, match="flush_every is 2 and allowed_tokens is a function"):
         guided.generate([5, 6], allowed_tokens=lambda step, mask: None, flush_every=2, **options)
@@ -342,6 +342,6 @@ def test_optional_outputs_are_the_same_with_and_without_overlap(fake_model: Call
     plain, overlapped = (
         model.generate(prompts, params, seed=1, double_buffering=double_buffering) for double_buffering in (False, True)
     )
-    assert plain.new_token_ids == overlapped.new_token_ids
+    assert plain.token_ids == overlapped.token_ids
     for name in ("logprobs", "top_logprob_ids", "top_logprobs", "probs"):
         np.testing.assert_array_equal(getattr(plain, name), getattr(overlapped, name))

@@ -32,7 +32,7 @@ def test_one_batch_after_another(model: CausalLM, flush_every: int, double_buffe
     options: dict[str, Any] = {"flush_every": flush_every, "double_buffering": double_buffering}
     for seed, prompts in enumerate([PROMPTS, PROMPTS[::-1], PROMPTS]):
         got = replaying.generate(prompts, PARAMS, seed=seed, **options)
-        assert got.new_token_ids == expected(prompts, PARAMS, seed)
+        assert got.token_ids == expected(prompts, PARAMS, seed)
     assert len(session.captured) == 2, "the same batch over the same memory: one graph for each side"
     assert session.replayed >= 3 * 29
     assert len({thread for thread, _ in session.captured}) == 1
@@ -41,7 +41,7 @@ def test_one_batch_after_another(model: CausalLM, flush_every: int, double_buffe
 def test_batches_of_other_sizes_capture_anew(model: CausalLM) -> None:
     replaying, session = capturing(model)
     for prompts in (PROMPTS, PROMPTS[:1], PROMPTS):
-        assert replaying.generate(prompts, PARAMS, seed=3).new_token_ids == expected(prompts, PARAMS, 3)
+        assert replaying.generate(prompts, PARAMS, seed=3).token_ids == expected(prompts, PARAMS, 3)
     assert sorted(number for _, number in session.captured) == [1, 2, 3, 4, 5, 6]
 
 
@@ -52,7 +52,7 @@ def test_a_batch_that_was_left_early_is_used_again(model: CausalLM) -> None:
     assert text is not None
     stopped = replaying.generate(PROMPTS[:1], PARAMS, seed=1, stop_strings=text[0][3:6])
     assert stopped.finish_reasons == ["stop"]
-    assert replaying.generate(PROMPTS[2:], PARAMS, seed=2).new_token_ids == expected(PROMPTS[2:], PARAMS, 2)
+    assert replaying.generate(PROMPTS[2:], PARAMS, seed=2).token_ids == expected(PROMPTS[2:], PARAMS, 2)
 
 
 def test_guided_rows_are_replayed_on_the_same_thread(fake_model: Callable[..., CausalLM]) -> None:
@@ -61,8 +61,8 @@ def test_guided_rows_are_replayed_on_the_same_thread(fake_model: Callable[..., C
 
     replaying, session = capturing(fake_model(allowed_tokens=True))
     got = replaying.generate(PROMPTS, PARAMS, seed=5, allowed_tokens=guide)
-    assert got.new_token_ids == expected(PROMPTS, PARAMS, 5)
-    assert replaying.generate(PROMPTS, PARAMS, seed=5).new_token_ids == got.new_token_ids
+    assert got.token_ids == expected(PROMPTS, PARAMS, 5)
+    assert replaying.generate(PROMPTS, PARAMS, seed=5).token_ids == got.token_ids
     assert len(session.captured) == 2
 
 

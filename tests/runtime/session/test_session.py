@@ -20,7 +20,7 @@ from tests.helpers.fake_package import compilation, fake_interface, fake_package
 
 def test_loading_by_provider_name_or_list(fake: Callable[..., Package]) -> None:
     for provider in (None, "cpu", ["CPUExecutionProvider"], ("CPUExecutionProvider",)):
-        assert load(fake().path, provider).generate([5], max_new_tokens=1, seed=0).new_token_ids
+        assert load(fake().path, provider).generate([5], max_new_tokens=1, seed=0).token_ids
 
 
 @pytest.mark.parametrize(
@@ -136,4 +136,4 @@ def test_a_capacity_other_than_the_manifests(tmp_path: Path) -> None:
     with pytest.raises(PackageError, match=r"input tokens has shape \['B', 40\], not \['B', 48\]"):
         load(package.path)
     fitting = fake_package(tmp_path / "fitting", compilation=compilation(ctx_len=40), edit=fix)
-    assert len(load(fitting.path).generate([5], temperature=0, eos_token_id=None).new_token_ids[0]) == 39
+    assert len(load(fitting.path).generate([5], temperature=0, eos_token_id=None).token_ids[0]) == 39

@@ -23,7 +23,7 @@ def test_chat_is_templated_without_doubling_special_tokens(model: CausalLM) -> N
     assert output.sequences[0, : output.prompt_lengths[0]].tolist() == expected
     batch = model.generate([CHAT, CHAT[1:]], seed=1, max_new_tokens=2)
     assert batch.prompt_lengths[0] == len(expected)
-    assert batch.new_token_ids[0] == output.new_token_ids[0]
+    assert batch.token_ids[0] == output.token_ids[0]
 
 
 def test_templates_render_as_in_transformers(tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ def test_generate_with_stop_strings(fake_model: Callable[..., CausalLM]) -> None
     free = model.generate(["hello", "other"], params, seed=3)
     assert free.texts is not None
     stop = ascii_piece(free.texts[0])
-    count = next(n for n in range(41) if stop in Tokenizer(byte_tokenizer()).decode(free.new_token_ids[0][:n]))
+    count = next(n for n in range(41) if stop in Tokenizer(byte_tokenizer()).decode(free.token_ids[0][:n]))
     for flush_every in (1, 4, 16):
         for double_buffering in (True, False):
             output = model.generate(
@@ -54,7 +54,7 @@ def test_generate_with_stop_strings(fake_model: Callable[..., CausalLM]) -> None
                 double_buffering=double_buffering,
             )
             assert output.texts == [free.texts[0].split(stop)[0], free.texts[1].split(stop)[0]]
-            assert output.new_token_ids[0] == free.new_token_ids[0][:count]
+            assert output.token_ids[0] == free.token_ids[0][:count]
             assert output.finish_reasons[0] == "stop"
 
 

@@ -26,7 +26,7 @@ def test_the_protocol_is_hugging_faces(model: CausalLM) -> None:
     recorder = Recorder()
     output = model.generate([5, 6, 7], streamer=recorder, seed=1, max_new_tokens=6)
     assert recorder.values[0].tolist() == [[5, 6, 7]]
-    assert [value.tolist() for value in recorder.values[1:]] == [[token] for token in output.new_token_ids[0]]
+    assert [value.tolist() for value in recorder.values[1:]] == [[token] for token in output.token_ids[0]]
     assert recorder.ended == 1
 
 
@@ -41,7 +41,7 @@ def test_transformers_own_streamer_works(model: CausalLM) -> None:
     streamer = Streamer(model.tokenizer, skip_prompt=True)
     output = model.generate("hello", streamer=streamer, seed=3, max_new_tokens=30)
     assert model.tokenizer is not None
-    assert "".join(written) == model.tokenizer.decode(output.new_token_ids[0])
+    assert "".join(written) == model.tokenizer.decode(output.token_ids[0])
 
 
 @pytest.mark.parametrize("skip_prompt", [True, False])

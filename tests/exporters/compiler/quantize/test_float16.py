@@ -58,4 +58,4 @@ def test_float16_weights_are_stored_in_half_the_space(llama_package: Path, tmp_p
         array = wanted[name.removesuffix("_float16")].const_value.numpy()
         np.testing.assert_array_equal(value.const_value.numpy(), array.astype(np.float16))
     options = {"do_sample": False, "max_new_tokens": 8}
-    assert half.generate([[5, 6, 7]], **options).new_token_ids == whole.generate([[5, 6, 7]], **options).new_token_ids
+    assert half.generate([[5, 6, 7]], **options).token_ids == whole.generate([[5, 6, 7]], **options).token_ids

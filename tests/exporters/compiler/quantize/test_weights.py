@@ -205,7 +205,7 @@ def test_a_quantized_package(int8: Path, llama_package: Path) -> None:
 
     prompts = [[5, 6, 7, 8], [9], [10, 11, 12]]
     got, wanted = (
-        AutoModelForCausalLM.from_pretrained(path).generate(prompts, do_sample=False, max_new_tokens=8).new_token_ids
+        AutoModelForCausalLM.from_pretrained(path).generate(prompts, do_sample=False, max_new_tokens=8).token_ids
         for path in (int8, llama_package)
     )
     same = [a == b for row, other in zip(got, wanted, strict=True) for a, b in zip(row, other, strict=False)]
