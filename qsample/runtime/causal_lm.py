@@ -24,6 +24,7 @@ from qsample.runtime.prompts import parse_prompts
 from qsample.runtime.sequence import Sequence
 from qsample.runtime.session.options import SessionOptions, check_count
 from qsample.runtime.session.session import Sessions, open_sessions
+from qsample.runtime.text.chat import ChatOptions
 from qsample.runtime.text.generated_text import GeneratedText
 from qsample.runtime.text.stop_strings import check_stop_strings
 from qsample.runtime.text.streamer import Streamer
@@ -125,7 +126,8 @@ class CausalLM:
             in_place: write the history and the cache into the buffers that they were read from; False takes turns
                 between two sets, with the same result.
             options: fields of SamplingParams, or do_sample, in place of `params`; as in
-                `SamplingParams.from_generation_config`.
+                `SamplingParams.from_generation_config`. With chat messages also tools, documents, chat_template,
+                chat_template_kwargs, add_generation_prompt and continue_final_message, see `ChatOptions`.
 
         A row ends at a stop token, at its maximum length (256 new tokens where neither the model nor the caller says),
         or where the context length is full. Raises ValueError where an argument is wrong.
@@ -203,7 +205,8 @@ class CausalLM:
         Raises ValueError where one is wrong.
         """
         interface, token_ids = self.interface, self.package.manifest.token_ids
-        rows = parse_prompts(inputs, attention_mask, self.tokenizer, interface.vocab_size, token_ids)
+        chat, options = ChatOptions.split(options)
+        rows = parse_prompts(inputs, attention_mask, self.tokenizer, interface.vocab_size, token_ids, chat)
         row_params = self.sampling_params(params, options, len(rows))
         seeds = choose_seeds(seed, params, row_params)
         stops = self.stop_strings(stop_strings, params)

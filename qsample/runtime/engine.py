@@ -129,7 +129,7 @@ class Engine:
 
         Args:
             inputs: a text, token ids, or chat messages; see `parse_prompts`.
-            params, seed, stop_strings, options: as in `CausalLM.generate`.
+            params, seed, stop_strings, options: as in `CausalLM.generate`, those of chat messages included.
             allowed_tokens: as in `CausalLM.generate`, for a batch of this one row. A function is called on the engine's
                 thread between two steps, so everybody waits for it; and it must not call the engine.
             timeout: seconds to wait while `slots` requests run and `max_waiting` wait; None = as long as it takes, 0 =

@@ -8,6 +8,7 @@ from typing import Any, Final
 import numpy as np
 
 from qsample.manifest import TokenIds
+from qsample.runtime.text.chat import ChatOptions
 from qsample.runtime.text.tokenizer import Tokenizer
 from qsample.tensors import Array
 
@@ -23,22 +24,25 @@ def parse_prompts(
     tokenizer: Tokenizer | None,
     vocab_size: int,
     token_ids: TokenIds,
+    chat: ChatOptions | None = None,
 ) -> list[Array]:
     """The prompts, one a row: [n] int64 with n >= 1, every id in [0, vocab_size).
 
     inputs: a text, a list of texts, token ids, a list of those, a 1-D or 2-D integer array, chat messages or a list of
     those, or a mapping with input_ids (and attention_mask), as a Hugging Face tokenizer returns. attention_mask: 0
-    where a 2-D array is padding, before or after the tokens. An empty prompt becomes the beginning-of-text token.
+    where a 2-D array is padding, before or after the tokens. An empty prompt becomes the beginning-of-text token. chat:
+    what goes into the prompts beside chat messages; ValueError where a prompt is none.
     """
     if isinstance(inputs, Mapping) and "input_ids" in inputs:
         mask = inputs.get("attention_mask") if attention_mask is None else attention_mask
-        return parse_prompts(inputs["input_ids"], mask, tokenizer, vocab_size, token_ids)
+        return parse_prompts(inputs["input_ids"], mask, tokenizer, vocab_size, token_ids, chat)
     if hasattr(inputs, "__array__"):
+        _refuse_chat_options(chat)
         rows = _unpad(_as_array(inputs), attention_mask)
     else:
         if attention_mask is not None:
             raise ValueError("attention_mask goes with a 2-D array of token ids; lists may simply differ in length")
-        rows = _list_rows(inputs, tokenizer)
+        rows = _list_rows(inputs, tokenizer, chat)
     if not rows:
         raise ValueError("no prompt was given; give at least one")
     for index, row in enumerate(rows):
@@ -50,19 +54,22 @@ def parse_prompts(
     return rows
 
 
-def _list_rows(inputs: Any, tokenizer: Tokenizer | None) -> list[Array]:
+def _list_rows(inputs: Any, tokenizer: Tokenizer | None, chat: ChatOptions | None) -> list[Array]:
     if isinstance(inputs, str) or _is_chat(inputs) or _is_ids(inputs):
         inputs = [inputs]
     if isinstance(inputs, Mapping) or not isinstance(inputs, Sequence):
         raise ValueError(f"inputs is a {type(inputs).__name__}; {_ACCEPTED}")
-    return [_row(item, index, tokenizer) for index, item in enumerate(inputs)]
+    return [_row(item, index, tokenizer, chat) for index, item in enumerate(inputs)]
 
 
-def _row(item: Any, index: int, tokenizer: Tokenizer | None) -> Array:
-    if isinstance(item, str) or (_is_chat(item) and len(item) > 0):
+def _row(item: Any, index: int, tokenizer: Tokenizer | None, chat: ChatOptions | None) -> Array:
+    is_chat = _is_chat(item)
+    if not is_chat:
+        _refuse_chat_options(chat)
+    if isinstance(item, str) or is_chat:
         if tokenizer is None:
             raise ValueError("the package has no tokenizer, so it takes no text; give token ids")
-        ids = tokenizer.encode(item) if isinstance(item, str) else tokenizer.encode_chat(item)
+        ids = tokenizer.encode_chat(item, chat) if is_chat else tokenizer.encode(item)
         return np.array(ids, dtype=np.int64)
     if hasattr(item, "__array__"):
         array = _as_array(item)
@@ -71,6 +78,11 @@ def _row(item: Any, index: int, tokenizer: Tokenizer | None) -> Array:
     elif _is_ids(item) or (isinstance(item, Sequence) and len(item) == 0):
         return np.array([int(token) for token in item], dtype=np.int64)
     raise ValueError(f"prompt {index} is {item!r:.60}; {_ACCEPTED}")
+
+
+def _refuse_chat_options(chat: ChatOptions | None) -> None:
+    if chat is not None:
+        raise ValueError(f"{', '.join(chat.given)} go with chat messages, and another kind of prompt was given")
 
 
 def _is_chat(value: Any) -> bool:

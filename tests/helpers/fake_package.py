@@ -117,7 +117,8 @@ def fake_package(
             )
             (writer.directory / "tokenizer_config.json").write_text(json.dumps(options))
         for name, text in (files or {}).items():
-            (writer.directory / name).write_text(text)
+            (writer.directory / name).parent.mkdir(exist_ok=True)
+            (writer.directory / name).write_text(text, encoding="utf-8")
         writer.finish(fake_manifest(interface or made, compilation, **(manifest or {})))
     return read_package(path)
 

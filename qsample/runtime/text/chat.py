@@ -1,67 +1,235 @@
-"""Chat messages as the prompt that a model was trained on, by the model's own Jinja template.
-
-Templates come from strangers, so they run in Jinja's sandbox, with what transformers offers them and no more.
-"""
+"""Chat messages as the prompt that a model was trained on, by the model's own Jinja templates."""
 
 from __future__ import annotations
 
-import json
+import re
 from collections.abc import Mapping, Sequence
-from datetime import datetime
+from dataclasses import dataclass, field, fields
+from functools import lru_cache
 from typing import Any, Final
 
+from qsample.errors import PackageError
 from qsample.package import Package
+from qsample.runtime.text.chat_messages import REASONING, check_messages, is_parts, plain
+from qsample.runtime.text.template_sandbox import compile_template
 
 TEMPLATE_FILE: Final = "chat_template.jinja"
+TEMPLATE_FOLDER: Final = "additional_chat_templates"
 CONFIG_FILE: Final = "tokenizer_config.json"
-_SAFE_JINJA: Final = (3, 1, 6)  # older sandboxes can be escaped
+_DEFAULT: Final = "default"
+_WITH_TOOLS: Final = "tool_use"
+_MARK: Final = "[qsample: the message goes on here] "  # its last blank shows whether the template trims
 
 
-class ChatTemplate:
-    """A Jinja template and the special tokens that it may spell. Jinja is imported by the first `render`."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatOptions:
+    """What goes into a prompt beside the messages; the names are those of transformers and vLLM.
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str] | None = None) -> None:
-        self._source = source
-        self._special_tokens = dict(special_tokens or {})
-        self._template: Any = None
+    tools: that the model may call, each a JSON schema. documents: to answer from, each a mapping, usually of title and
+    text. chat_template: a Jinja template, or the name of one of the package's; None = "tool_use" where there are tools
+    and the package has a template of that name, otherwise its own. add_generation_prompt: end with the opening of the
+    assistant's answer; None = yes, unless the last message is continued. continue_final_message: leave the last message
+    open, for the model to go on with; a text names the field to go on with. chat_template_kwargs: whatever else the
+    template reads, enable_thinking say.
+
+    Raises ValueError for a value of another kind.
+    """
+
+    tools: Sequence[Any] | None = None
+    documents: Sequence[Mapping[str, Any]] | None = None
+    chat_template: str | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | str = False
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, kind, accepted in (
+            ("chat_template", str | None, "a text"),
+            ("add_generation_prompt", bool | None, "True or False"),
+            ("continue_final_message", bool | str, "True, False or the name of a field"),
+            ("chat_template_kwargs", Mapping, 'a mapping, {"enable_thinking": False} say'),
+        ):
+            value = getattr(self, name)
+            if not isinstance(value, kind):
+                raise ValueError(f"{name} is {value!r:.60}; give {accepted}")
+        for name in ("tools", "documents"):
+            values = getattr(self, name)
+            if values is None:
+                continue
+            if isinstance(values, str) or not isinstance(values, Sequence):
+                raise ValueError(f"{name} is {values!r:.60}; give a list")
+            wrong = [value for value in values if not isinstance(value, Mapping)]
+            if wrong:
+                raise ValueError(f"{name} has {wrong[0]!r:.60}; give mappings, as JSON has them")
+        own = {"messages", *(item.name for item in fields(self))} & {*self.chat_template_kwargs}
+        if own:
+            raise ValueError(
+                f"chat_template_kwargs has {', '.join(sorted(own))}, an argument of its own; give it there"
+            )
+        if self.add_generation_prompt and self.continue_final_message:
+            raise ValueError("add_generation_prompt starts another message, and continue_final_message none; give one")
 
     @classmethod
-    def of(cls, package: Package) -> ChatTemplate | None:
-        """The package's template, from chat_template.jinja or tokenizer_config.json; None where it has neither."""
+    def split(cls, options: Mapping[str, Any]) -> tuple[ChatOptions | None, dict[str, Any]]:
+        """Those of `options` that are chat options, None where they say nothing; and the others."""
+        names = {item.name for item in fields(cls)}
+        chat = cls(**{name: value for name, value in options.items() if name in names and value is not None})
+        rest = {name: value for name, value in options.items() if name not in names}
+        return chat if chat.given else None, rest
+
+    @property
+    def given(self) -> list[str]:
+        """The names of those that are not at their defaults."""
+        default = type(self)()
+        return [item.name for item in fields(self) if getattr(self, item.name) != getattr(default, item.name)]
+
+
+class ChatTemplates:
+    """A package's Jinja templates by name, and the special tokens that they may spell."""
+
+    def __init__(self, templates: Mapping[str, str], special_tokens: Mapping[str, str] | None = None) -> None:
+        self._templates = dict(templates)
+        self._special_tokens = dict(special_tokens or {})
+        self._reads = lru_cache(maxsize=64)(self._find_whether_read)
+
+    @classmethod
+    def of(cls, package: Package) -> ChatTemplates:
+        """From chat_template.jinja and additional_chat_templates/, otherwise from tokenizer_config.json."""
         config = package.read_json(CONFIG_FILE)
-        if package.has(TEMPLATE_FILE):
-            source: Any = package.file(TEMPLATE_FILE).read_text(encoding="utf-8")
-        else:
-            source = config.get("chat_template")
-        if isinstance(source, list):  # several, by name
-            named = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}
-            source = named.get("default")
-        if not isinstance(source, str):
-            return None
-        return cls(source, _special_tokens(config))
+        files = {_DEFAULT: TEMPLATE_FILE} if package.has(TEMPLATE_FILE) else {}
+        for name in package.manifest.files:
+            folder, _, file = name.partition("/")
+            if folder == TEMPLATE_FOLDER and file.endswith(".jinja"):
+                files[file.removesuffix(".jinja")] = name
+        templates: dict[Any, Any] = {name: _read(package, file) for name, file in files.items()}
+        if not templates:
+            given: Any = config.get("chat_template")
+            if isinstance(given, list):
+                templates = {entry.get("name"): entry.get("template") for entry in given if isinstance(entry, dict)}
+            else:
+                templates = given if isinstance(given, dict) else {_DEFAULT: given}
+        return cls({name: text for name, text in templates.items() if isinstance(text, str)}, _special_tokens(config))
 
-    def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> str:
-        """The prompt for `messages`, each {"role": ..., "content": ...}.
-
-        add_generation_prompt: end with the opening of the assistant's answer. Raises ImportError without jinja2, and
-        ValueError where the messages or the template are wrong.
-        """
-        for message in messages:
-            if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-                raise ValueError(f'a chat message is {message!r:.80}; give {{"role": "user", "content": "..."}}')
-        if self._template is None:
-            self._template = _compile(self._source)
-        import jinja2
-
-        try:
-            text: str = self._template.render(
-                messages=[dict(message) for message in messages],
-                add_generation_prompt=add_generation_prompt,
-                **self._special_tokens,
+    def source(self, chat_template: str | None = None, *, tools: bool = False) -> str:
+        """The template to use. tools: whether there are any. Raises ValueError where there is none."""
+        if chat_template is not None:
+            if chat_template not in self._templates and "{" not in chat_template:
+                names = ", ".join(sorted(self._templates)) or "none"
+                raise ValueError(
+                    f"chat_template is {chat_template!r:.60}, which is no Jinja and no template of the package (it has "
+                    f"{names}); give one of them, or the template's text"
+                )
+            return self._templates.get(chat_template, chat_template)
+        if not self._templates:
+            raise ValueError(
+                f"the package has no chat template ({TEMPLATE_FILE}, or chat_template in {CONFIG_FILE}); give one with "
+                "chat_template, give plain text, or export the model with a tokenizer that has one"
             )
-        except jinja2.TemplateError as error:
-            raise ValueError(f"the model's chat template refuses these messages: {error}") from error
+        if tools and _WITH_TOOLS in self._templates:
+            return self._templates[_WITH_TOOLS]
+        if _DEFAULT not in self._templates:
+            names = ", ".join(sorted(self._templates))
+            raise ValueError(
+                f"the package has several chat templates and no default; name one with chat_template: {names}"
+            )
+        return self._templates[_DEFAULT]
+
+    def render(self, messages: Sequence[Mapping[str, Any]], options: ChatOptions | None = None) -> str:
+        """The prompt for `messages`, each {"role": ..., "content": ...}; see `check_messages` for what one may hold.
+
+        Parts of text are given to a template that reads parts, and joined by line breaks for one that does not. Raises
+        ImportError without jinja2, and ValueError where the messages or the template are wrong.
+        """
+        options = options or ChatOptions()
+        source = self.source(options.chat_template, tools=options.tools is not None)
+        variables = {
+            **self._special_tokens,
+            **plain("chat_template_kwargs", options.chat_template_kwargs),
+            "tools": plain("tools", options.tools),
+            "documents": plain("documents", options.documents),
+        }
+        conversation = [self._fitted(source, message) for message in check_messages(messages)]
+        goes_on = options.continue_final_message
+        if not goes_on:
+            ask = options.add_generation_prompt
+            return _render(source, conversation, {**variables, "add_generation_prompt": ask is None or ask})
+        end = _open_end(conversation[-1], goes_on if isinstance(goes_on, str) else "content")
+        text = _render(source, conversation, {**variables, "add_generation_prompt": False})
+        before, mark, after = text.rpartition(_MARK.rstrip())
+        if not mark or end.strip() not in before:
+            raise ValueError(
+                "continue_final_message needs the last message in the prompt as it was given, and the chat template "
+                "changes or drops it; put its beginning behind the prompt as plain text"
+            )
+        return before if after.startswith(" ") else before.rstrip()
+
+    def _fitted(self, source: str, message: dict[str, Any]) -> dict[str, Any]:
+        """The message with its content in a form that the template reads: a text, or parts of text."""
+        content, role = message.get("content"), message["role"]
+        if is_parts(content) and not self._reads(source, role, True):
+            return {**message, "content": "\n".join(part["text"] for part in content)}
+        if isinstance(content, str) and not self._reads(source, role, False) and self._reads(source, role, True):
+            return {**message, "content": [{"type": "text", "text": content}]}
+        return message
+
+    def _find_whether_read(self, source: str, role: str, parts: bool) -> bool:
+        """Whether the content of a role's message comes out of the template, given as parts or as a text.
+
+        Tried out, because nothing else sees through macros, filters and tests of a type alike.
+        """
+        probe = "qsample-probe"
+        message: dict[str, Any] = {"role": role, "content": [{"type": "text", "text": probe}] if parts else probe}
+        user: dict[str, Any] = {"role": "user", "content": "x"}
+        conversation = [user, message]
+        if role == "user":
+            conversation = [message]
+        elif role in ("system", "developer"):
+            conversation = [message, user]
+        elif role != "assistant":
+            function = {"name": "f", "arguments": {}}
+            call = {"id": "call00000", "type": "function", "function": function}
+            message |= {"tool_call_id": call["id"], "name": function["name"]}
+            conversation = [user, {"role": "assistant", "content": "", "tool_calls": [call]}, message]
+        try:
+            text = _render(source, conversation, {**self._special_tokens, "add_generation_prompt": False})
+        except ValueError:
+            return False
+        # Parts that were printed as a list were not read.
+        return probe in text and re.search(rf"""['"]text['"]: ?['"]{probe}""", text) is None
+
+
+def _open_end(message: dict[str, Any], name: str) -> str:
+    """Mark the end of a message's field, under every name that it has; returns its text."""
+    value: Any = message.get(name)
+    if is_parts(value):
+        last = value[-1]
+        text: str = last["text"]
+        message[name] = [*value[:-1], {**last, "text": text + _MARK}]
         return text
+    if not isinstance(value, str):
+        raise ValueError(f"continue_final_message needs a last message with a text as its {name}; it has {value!r:.60}")
+    for same in REASONING if name in REASONING else (name,):
+        if message.get(same) == value:
+            message[same] = value + _MARK
+    return value
+
+
+def _render(source: str, messages: list[dict[str, Any]], variables: Mapping[str, Any]) -> str:
+    template = compile_template(source)
+    try:
+        text: str = template.render(**variables, messages=messages)
+    except Exception as error:  # a template's own, or whatever Python raises for what it does
+        kind = "" if type(error).__module__.startswith("jinja2") else f"{type(error).__name__}: "
+        raise ValueError(f"the model's chat template refuses these messages: {kind}{error!s:.300}") from error
+    return text
+
+
+def _read(package: Package, name: str) -> str:
+    path = package.file(name)
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise PackageError(f"cannot read {path}: {error}; export the package again") from error
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
@@ -72,46 +240,3 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
         if name.endswith("_token") and isinstance(content, str):
             tokens[name] = content
     return tokens
-
-
-def _compile(source: str) -> Any:
-    try:
-        import jinja2
-        import jinja2.ext
-        import jinja2.sandbox
-    except ImportError:
-        raise ImportError("chat templates need jinja2: `pip install 'qsample[chat]'`, or give plain text") from None
-    version = tuple(int(part) for part in jinja2.__version__.split(".")[:3] if part.isdigit())
-    if version < _SAFE_JINJA:
-        raise ImportError(
-            f"chat templates need jinja2 >= 3.1.6, and {jinja2.__version__} is installed: `pip install -U jinja2`"
-        )
-
-    class Generation(jinja2.ext.Extension):
-        """{% generation %} marks what an assistant wrote, for training; here it is only its content."""
-
-        tags = {"generation"}  # noqa: RUF012
-
-        def parse(self, parser: Any) -> Any:
-            next(parser.stream)
-            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
-    )
-
-    def raise_exception(message: str) -> None:
-        raise jinja2.TemplateError(message)
-
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    try:
-        return environment.from_string(source)
-    except jinja2.TemplateError as error:
-        raise ValueError(f"the model's chat template is not valid Jinja: {error}") from error
-
-
-def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
-    """Jinja's own filter escapes HTML, which a model was not trained on."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)

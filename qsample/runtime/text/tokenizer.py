@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
+import numpy as np
 from tokenizers import Tokenizer as _Tokenizer
 
 from qsample.errors import PackageError
 from qsample.package import Package
-from qsample.runtime.text.chat import ChatTemplate
+from qsample.runtime.text.chat import ChatOptions, ChatTemplates
 
 TOKENIZER_FILE: Final = "tokenizer.json"
+# Arguments of transformers' apply_chat_template that are not there; any of these values means that they are not used.
+_ABSENT: Final[dict[str, tuple[Any, ...]]] = {
+    "sanitize_control_tokens": (False,),
+    "padding": (False, "do_not_pad"),
+    "truncation": (False,),
+    "max_length": (None,),
+    "return_assistant_tokens_mask": (False,),
+    "tokenizer_kwargs": (None,),
+}
 
 
 class Tokenizer:
@@ -21,12 +31,12 @@ class Tokenizer:
     >>> tokenizer.decode(tokenizer.encode("In the beginning"))
     """
 
-    def __init__(self, tokenizer: _Tokenizer, chat_template: ChatTemplate | None = None) -> None:
+    def __init__(self, tokenizer: _Tokenizer, chat_templates: ChatTemplates | None = None) -> None:
         self._tokenizer = tokenizer
         # A prompt is taken as it is, whatever the training code left in the file.
         tokenizer.no_truncation()
         tokenizer.no_padding()
-        self._chat_template = chat_template
+        self._chat_templates = chat_templates or ChatTemplates({})
 
     @classmethod
     def of(cls, package: Package) -> Tokenizer | None:
@@ -47,7 +57,7 @@ class Tokenizer:
                 f"{path} has {size} tokens and the model {package.interface.vocab_size}; export the model with its own "
                 "tokenizer"
             )
-        return cls(tokenizer, ChatTemplate.of(package))
+        return cls(tokenizer, ChatTemplates.of(package))
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`, with the beginning-of-text token and the like if the tokenizer adds them."""
@@ -58,12 +68,61 @@ class Tokenizer:
         text: str = self._tokenizer.decode([int(token) for token in ids], skip_special_tokens=skip_special_tokens)
         return text
 
-    def encode_chat(self, messages: Sequence[dict[str, Any]]) -> list[int]:
-        """Token ids of a conversation, up to where the assistant answers. Raises ValueError without a chat template."""
-        if self._chat_template is None:
-            raise ValueError(
-                "the package has no chat template (chat_template.jinja, or chat_template in tokenizer_config.json); "
-                "give plain text, or export the model with a tokenizer that has one"
-            )
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], options: ChatOptions | None = None) -> list[int]:
+        """Token ids of a conversation, up to where the assistant answers unless `options` say otherwise.
+
+        Raises ValueError without a chat template, and where the messages do not fit it.
+        """
         # The template spells the special tokens out.
-        return self.encode(self._chat_template.render(messages), add_special_tokens=False)
+        return self.encode(self._chat_templates.render(messages, options), add_special_tokens=False)
+
+    def apply_chat_template(
+        self,
+        conversation: Any,
+        tools: Sequence[Any] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = False,
+        continue_final_message: bool | str = False,
+        tokenize: bool = True,
+        *,
+        return_tensors: str | None = None,
+        return_dict: bool = True,
+        **kwargs: Any,
+    ) -> Any:
+        """A conversation, or a list of them, in the model's chat template; the arguments are transformers'.
+
+        tokenize: False returns the text. return_dict: False returns the token ids alone, without an attention_mask.
+        return_tensors: "np" for arrays [rows, tokens]. kwargs: what else the template reads, enable_thinking say; see
+        `ChatOptions` for the others. Padding, truncation and masks of the assistant's tokens are not there.
+
+        Raises ValueError where an argument, a message or the template is wrong.
+        """
+        for name in _ABSENT.keys() & kwargs.keys():
+            if (value := kwargs.pop(name)) not in _ABSENT[name]:
+                raise ValueError(f"{name} is {value!r:.60}, which this tokenizer does not do; leave it out")
+        if return_tensors not in (None, "np"):
+            raise ValueError(f'return_tensors is {return_tensors!r:.60}; give "np", or None for lists')
+        options = ChatOptions(
+            tools=tools,
+            documents=documents,
+            chat_template=chat_template,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            chat_template_kwargs=kwargs,
+        )
+        batched = isinstance(conversation, list | tuple) and conversation and isinstance(conversation[0], list | tuple)
+        texts = [self._chat_templates.render(one, options) for one in (conversation if batched else [conversation])]
+        if not tokenize:
+            return texts if batched else texts[0]
+        ids: Any = [self.encode(text, add_special_tokens=False) for text in texts]
+        if return_tensors is not None:
+            if len({*map(len, ids)}) > 1:
+                raise ValueError("return_tensors needs conversations of one length; leave it out for lists")
+            ids = np.array(ids, dtype=np.int64)
+        elif not batched:
+            ids = ids[0]
+        if not return_dict:
+            return ids
+        ones = np.ones_like(ids) if return_tensors else [[1] * len(row) for row in ids] if batched else [1] * len(ids)
+        return {"input_ids": ids, "attention_mask": ones}
