@@ -12,6 +12,7 @@ from qsample.errors import PackageError
 from qsample.package import Package
 from qsample.runtime.text.chat_messages import REASONING, check_messages, is_parts, plain
 from qsample.runtime.text.template_sandbox import compile_template
+from qsample.runtime.text.tool_schemas import tool_schema
 
 TEMPLATE_FILE: Final = "chat_template.jinja"
 TEMPLATE_FOLDER: Final = "additional_chat_templates"
@@ -25,12 +26,12 @@ _MARK: Final = "[qsample: the message goes on here] "  # its last blank shows wh
 class ChatOptions:
     """What goes into a prompt beside the messages; the names are those of transformers and vLLM.
 
-    tools: that the model may call, each a JSON schema. documents: to answer from, each a mapping, usually of title and
-    text. chat_template: a Jinja template, or the name of one of the package's; None = "tool_use" where there are tools
-    and the package has a template of that name, otherwise its own. add_generation_prompt: end with the opening of the
-    assistant's answer; None = yes, unless the last message is continued. continue_final_message: leave the last message
-    open, for the model to go on with; a text names the field to go on with. chat_template_kwargs: whatever else the
-    template reads, enable_thinking say.
+    tools: that the model may call, each a JSON schema or a Python function (`tool_schema`). documents: to answer from,
+    each a mapping, usually of title and text. chat_template: a Jinja template, or the name of one of the package's;
+    None = "tool_use" where there are tools and the package has a template of that name, otherwise its own.
+    add_generation_prompt: end with the opening of the assistant's answer; None = yes, unless the last message is
+    continued. continue_final_message: leave the last message open, for the model to go on with; a text names the field
+    to go on with. chat_template_kwargs: whatever else the template reads, enable_thinking say.
 
     Raises ValueError for a value of another kind.
     """
@@ -58,8 +59,9 @@ class ChatOptions:
                 continue
             if isinstance(values, str) or not isinstance(values, Sequence):
                 raise ValueError(f"{name} is {values!r:.60}; give a list")
-            wrong = [value for value in values if not isinstance(value, Mapping)]
-            if wrong:
+            if name == "tools":
+                object.__setattr__(self, name, [tool_schema(tool) for tool in values])
+            elif wrong := [value for value in values if not isinstance(value, Mapping)]:
                 raise ValueError(f"{name} has {wrong[0]!r:.60}; give mappings, as JSON has them")
         own = {"messages", *(item.name for item in fields(self))} & {*self.chat_template_kwargs}
         if own:

@@ -96,6 +96,23 @@ def test_a_conversation_of_openai_with_arguments_as_text() -> None:
         assert ours(template).apply_chat_template(messages, tokenize=False) == expected
 
 
+def test_a_function_is_a_tool() -> None:
+    def add(x: int, y: int) -> int:
+        """Adds.
+
+        Args:
+            x: one
+            y: the other
+        """
+        return x + y
+
+    for template in TEMPLATES.values():
+        options: dict[str, Any] = {"tools": [add, WEATHER], "tokenize": False, "date_string": "today"}
+        assert ours(template).apply_chat_template([USER], **options) == theirs(template).apply_chat_template(
+            [USER], **options
+        )
+
+
 def test_the_forms_that_apply_chat_template_returns() -> None:
     mine, reference = ours(CHATML), theirs(CHATML)
     pair = [CONVERSATIONS["one"], CONVERSATIONS["system"]]

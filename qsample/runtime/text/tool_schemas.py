@@ -1,0 +1,159 @@
+"""Python functions as the JSON schemas that chat templates show to a model, by their annotations and docstrings.
+
+The result is that of transformers' `get_json_schema`, for functions that have what it asks for: a docstring in Google's
+style with a line for each argument, and an annotation on each argument.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+import types
+from collections.abc import Mapping
+from enum import Enum
+from typing import Any, Final, Literal, Union, get_args, get_origin, get_type_hints
+
+_SCALARS: Final[dict[Any, str]] = {
+    int: "integer",
+    float: "number",
+    str: "string",
+    bool: "boolean",
+    type(None): "null",
+}
+_NAMES: Final[dict[Any, str]] = _SCALARS | {list: "array", tuple: "array", dict: "object"}
+_SECTIONS: Final = ("Args:", "Returns:", "Raises:")
+_ARGUMENT: Final = re.compile(r"(\w+)(?:\s*\([^)]*\))?:\s*(.*)")
+_CHOICES: Final = re.compile(r"\(choices:\s*(.*?)\)\s*$", re.IGNORECASE)
+
+
+def tool_schema(tool: Any) -> Mapping[str, Any]:
+    """A schema as it is, or that of a function or method. Raises ValueError for anything else."""
+    if isinstance(tool, Mapping):
+        return tool
+    if not (inspect.isfunction(tool) or inspect.ismethod(tool)):
+        raise ValueError(f"tools has {tool!r:.60}; give JSON schemas, or functions with annotations and a docstring")
+    name = tool.__name__
+    documentation = inspect.getdoc(tool)
+    if not documentation:
+        raise ValueError(f"the tool {name} has no docstring; say in one what it does, or give a JSON schema")
+    sections = _sections(documentation)
+    told = _arguments(sections["Args:"])
+    try:
+        hints = get_type_hints(tool)
+    except Exception as error:
+        raise ValueError(f"the annotations of the tool {name} cannot be read: {error}") from error
+    properties, required = {}, []
+    for parameter in inspect.signature(tool).parameters.values():
+        argument = parameter.name
+        if argument in ("self", "cls") and argument not in hints:
+            continue
+        if argument not in hints or argument not in told:
+            missing = "annotation" if argument not in hints else "line in the docstring's Args"
+            raise ValueError(f"the argument {argument} of the tool {name} has no {missing}; add it, or give a schema")
+        properties[argument] = _described(
+            _schema(f"the argument {argument} of the tool {name}", hints[argument]), told[argument]
+        )
+        if parameter.default is parameter.empty:
+            required.append(argument)
+    parameters: dict[str, Any] = {"type": "object", "properties": properties}
+    if required:
+        parameters["required"] = required
+    function: dict[str, Any] = {"name": name, "description": sections[""], "parameters": parameters}
+    if "return" in hints:
+        function |= _returned(hints["return"], sections["Returns:"])
+    return {"type": "function", "function": function}
+
+
+def _returned(hint: Any, text: str) -> dict[str, Any]:
+    try:
+        schema = _schema("", hint)
+    except ValueError:  # a model never writes it
+        return {}
+    return {"return": schema | ({"description": text} if text else {})}
+
+
+def _described(schema: dict[str, Any], text: str) -> dict[str, Any]:
+    if choices := _CHOICES.search(text):
+        try:
+            values = json.loads(choices[1])
+        except ValueError as error:
+            raise ValueError(f"the choices in {text!r:.60} are no JSON list; write (choices: [1, 2])") from error
+        schema["enum"] = [value.strip() if isinstance(value, str) else value for value in values]
+        text = text[: choices.start()].strip()
+    return schema | {"description": text}
+
+
+def _schema(what: str, hint: Any) -> dict[str, Any]:
+    """The schema of a type. what: has it, for the message."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if hint is Any:
+        return {}
+    if hint in _NAMES:
+        return {"type": _NAMES[hint]}
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        return _values(what, [member.value for member in hint])
+    if origin is Literal:
+        return _values(what, list(arguments))
+    if origin is list and arguments:
+        return {"type": "array", "items": _schema(what, arguments[0])}
+    if origin is tuple and len(arguments) > 1 and ... not in arguments:
+        return {"type": "array", "prefixItems": [_schema(what, one) for one in arguments]}
+    if origin is dict:
+        return {"type": "object"} | ({"additionalProperties": _schema(what, arguments[1])} if arguments else {})
+    if origin is Union or origin is types.UnionType:
+        return _union(what, arguments)
+    raise ValueError(
+        f"{what} is annotated {hint!r}; JSON knows int, float, str, bool, None, Any, Enum, Literal, and list, tuple, "
+        "dict and unions of them; give a JSON schema for others"
+    )
+
+
+def _values(what: str, values: list[Any]) -> dict[str, Any]:
+    if not values or any(type(value) not in _SCALARS for value in values):
+        raise ValueError(f"{what} is one of {values!r:.60}; the values must be int, float, str, bool or None")
+    kinds = list(dict.fromkeys(_SCALARS[type(value)] for value in values))
+    return {"type": kinds[0] if len(kinds) == 1 else kinds, "enum": values}
+
+
+def _union(what: str, arguments: tuple[Any, ...]) -> dict[str, Any]:
+    members = [_schema(what, one) for one in arguments if one is not type(None)]
+    schema: dict[str, Any]
+    if len(members) == 1:
+        schema = members[0]
+    elif all(member.keys() == {"type"} and isinstance(member["type"], str) for member in members):
+        kinds = sorted({member["type"] for member in members})
+        schema = {"type": kinds[0] if len(kinds) == 1 else kinds}
+    else:
+        schema = {"anyOf": members}
+    return schema | ({"nullable": True} if type(None) in arguments else {})
+
+
+def _sections(documentation: str) -> dict[str, str]:
+    """The text before the first section under "", and that of each section under its heading."""
+    sections: dict[str, list[str]] = {name: [] for name in ("", *_SECTIONS)}
+    heading = ""
+    for line in documentation.splitlines():
+        if line.strip() in _SECTIONS:
+            heading = line.strip()
+        else:
+            sections[heading].append(line)
+    return {
+        name: "\n".join(lines).rstrip() if name == "Args:" else "\n".join(lines).strip()
+        for name, lines in sections.items()
+    }
+
+
+def _arguments(text: str) -> dict[str, str]:
+    """Each argument's description; lines that are indented deeper than its name go on with it."""
+    found: dict[str, list[str]] = {}
+    current: list[str] = []
+    depth = None
+    for line in filter(str.strip, text.splitlines()):
+        indent = len(line) - len(line.lstrip())
+        depth = indent if depth is None else depth
+        if indent <= depth and (match := _ARGUMENT.match(line.strip())):
+            current = found.setdefault(match[1], [])
+            line = match[2]
+        current.append(line.strip())
+    return {name: " ".join(filter(None, lines)) for name, lines in found.items()}
