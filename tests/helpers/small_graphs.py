@@ -8,6 +8,7 @@ import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
 
+from qsample.exporters.graph.edit import initializer
 from qsample.tensors import Array
 
 HEADER = '<ir_version: 10, opset_import: ["" : 20, "com.microsoft" : 1]>\n'
@@ -26,6 +27,32 @@ def small_graph(
             if shapes is not None and value.name in shapes:
                 value.shape = ir.Shape(shapes[value.name])
                 value.type = ir.TensorType(dtype)
+    return model
+
+
+def loop_graph(first: Array, second: Array) -> ir.Model:
+    """x [B, S, 64] → a Scan over S whose state, [B, 32], adds up (token @ first) * (token @ second)."""
+    model = small_graph("""
+        loop (float[B,S,64] x, float[B,32] start, float[64,32] w1, float[64,32] w2)
+            => (float[B,32] last, float[B,S,32] sums) {
+            last, sums = Scan <
+                num_scan_inputs = 1, scan_input_axes = [1], scan_output_axes = [1],
+                body = step (float[B,32] state, float[B,64] token) => (float[B,32] next, float[B,32] sum) {
+                    left = MatMul (token, w1)
+                    right = MatMul (token, w2)
+                    both = Mul (left, right)
+                    next = Add (state, both)
+                    sum = Identity (next)
+                }
+            > (start, x)
+        }""")
+    for value, array in zip(model.graph.inputs[2:], (first, second), strict=True):
+        value.replace_all_uses_with(initializer(model.graph, f"{value.name}_weight", array))
+        model.graph.inputs.remove(value)
+    for node in model.graph.all_nodes():
+        node.name = node.outputs[0].name
+        for value in node.outputs:
+            value.type = ir.TensorType(ir.DataType.FLOAT)
     return model
 
 

@@ -16,6 +16,12 @@ def reads(node: ir.Node) -> list[ir.Value]:
     return values
 
 
+def with_loop_bodies(graph: ir.Graph) -> list[ir.Node]:
+    """The nodes of a graph, then those of the bodies of its Scans: all that is computed for a token."""
+    bodies = [node.attributes["body"].as_graph() for node in graph if node.op_type == "Scan"]
+    return [*graph, *(node for body in bodies for node in body)]
+
+
 def ancestors(
     values: Iterable[ir.Value | None],
     stop: Collection[ir.Node] = frozenset(),

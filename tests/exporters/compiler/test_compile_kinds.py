@@ -14,7 +14,15 @@ from qsample.exporters.export import export_model
 from tests.architectures.configs import tiny_model
 
 PROMPTS = [[5, 9, 31, 7, 120, 44, 3, 260, 12], [44, 3]]
-KINDS = ["lfm2", "bloom", pytest.param("mamba", marks=pytest.mark.slow)]
+KINDS = [
+    "lfm2",
+    "bloom",
+    "qwen3_next",
+    *(
+        pytest.param(name, marks=pytest.mark.slow)
+        for name in ("mamba", "kimi_linear", "olmo_hybrid", "qwen3_5_moe_text", "bailing_hybrid")
+    ),
+]
 
 
 @pytest.fixture(scope="module", params=KINDS)

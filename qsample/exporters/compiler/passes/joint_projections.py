@@ -31,7 +31,8 @@ class _Projection(NamedTuple):
 
 
 def join_projections(model: ir.Model) -> bool:
-    """Join the projections of `model`'s graph that read one value, in place. Returns whether there were any.
+    """Join the projections that read one value, in place: in `model`'s graph, and within the body of a Scan, whose
+    weights are constants of `model`'s graph. Returns whether there were any.
 
     1. MatMuls by initializers [K, N] are joined if their dtype is one.
     2. MatMulNBits are joined if bits, block size, accuracy and dtype are; a MatMulNBits without zero points gets them
@@ -39,12 +40,13 @@ def join_projections(model: ir.Model) -> bool:
     3. MatMulNBits that read a value's columns in one order (act-order) read the same Gather first.
     """
     graph, modified = model.graph, _share_orders(model.graph)
-    values = [*graph.inputs, *(output for node in graph for output in node.outputs)]
-    for value in values:
+    parts = (graph, *graph.subgraphs())
+    inputs = [value for part in parts for value in part.inputs]
+    for value in [*inputs, *(output for node in graph.all_nodes() for output in node.outputs)]:
         by_kind: defaultdict[Hashable, list[_Projection]] = defaultdict(list)
         for node, index in value.uses():
-            if node.graph is graph and index == 0 and (projection := _projection(node)) is not None:
-                by_kind[projection.kind].append(projection)
+            if index == 0 and (projection := _projection(node)) is not None:
+                by_kind[node.graph, projection.kind].append(projection)
         for siblings in by_kind.values():
             if len(siblings) > 1:
                 _join(graph, value, siblings)
@@ -89,7 +91,9 @@ def _projection(node: ir.Node) -> _Projection | None:
 
 
 def _join(graph: ir.Graph, value: ir.Value, siblings: list[_Projection]) -> None:
+    """graph: of the constants; the nodes may be those of a body."""
     one = siblings[0].node
+    assert isinstance(one.graph, ir.Graph)
     name = f"{one.name}_joint"
     sizes = [sibling.output_size for sibling in siblings]
     quantized = is_matmul_nbits(one)
@@ -111,8 +115,8 @@ def _join(graph: ir.Graph, value: ir.Value, siblings: list[_Projection]) -> None
     output.name, output.type = name, one.outputs[0].type
     output.shape = None if value.shape is None else ir.Shape([*value.shape[:-1], sum(sizes)])
     nodes = {sibling.node for sibling in siblings}
-    first = next(node for node in graph if node in nodes)  # `value` is computed by then
-    graph.insert_before(first, [joint, split])
+    first = next(node for node in one.graph if node in nodes)  # `value` is computed by then
+    one.graph.insert_before(first, [joint, split])
     for sibling, part in zip(siblings, split.outputs, strict=True):
         old = sibling.node.outputs[0]
         part.type, part.shape = old.type, old.shape
@@ -155,9 +159,10 @@ def _joined(graph: ir.Graph, name: str, parts: list[ir.TensorProtocol], axis: in
 
 
 def _remove(graph: ir.Graph, node: ir.Node) -> None:
-    """Take `node` out of the graph, and its constants that nothing else reads."""
+    """Take `node` out of its graph, and its constants, those of `graph`, that nothing else reads."""
     constants = [value for value in node.inputs if value is not None and value.is_initializer()]
-    graph.remove(node, safe=True)
+    assert node.graph is not None
+    node.graph.remove(node, safe=True)
     for value in constants:
         if value.name is not None and not value.uses():
             graph.initializers.pop(value.name, None)

@@ -11,6 +11,7 @@ import onnx_ir as ir
 
 from qsample.exporters.compiler.quantize.weights import QuantizationReport, matrix_of, report_quantization
 from qsample.exporters.graph.edit import lazy_initializer
+from qsample.exporters.graph.traversal import with_loop_bodies
 from qsample.tensors import Array
 
 
@@ -23,7 +24,7 @@ def store_as_float16(model: ir.Model) -> bool:
     Returns whether there was a matrix; `quantization_report` has the figures.
     """
     graph = model.graph
-    matrices = {matrix.value: matrix.tensor for matrix in map(matrix_of, graph) if matrix is not None}
+    matrices = {matrix.value: matrix.tensor for matrix in map(matrix_of, with_loop_bodies(graph)) if matrix is not None}
     matrices = {value: tensor for value, tensor in matrices.items() if tensor.dtype == ir.DataType.FLOAT}
     for value, tensor in matrices.items():
         stored = _stored(tensor, f"{value.name}_float16")

@@ -20,6 +20,7 @@ import onnx_ir as ir
 from qsample.exporters.graph.edit import initializer, lazy_initializer
 from qsample.exporters.graph.nbits import BLOCK_SIZES, INT8_ACTIVATIONS, OP_TYPE, is_matmul_nbits, pack_bits
 from qsample.exporters.graph.opset import CONTRIB_DOMAIN
+from qsample.exporters.graph.traversal import with_loop_bodies
 from qsample.tensors import Array
 
 BITS: Final = {"int4": 4, "int8": 8}
@@ -57,7 +58,8 @@ class QuantizationReport:
 def quantize_weights(model: ir.Model, quantization: WeightQuantization) -> bool:
     """Quantize the weights of `model`, in place.
 
-    1. A weight is a constant matrix of floats that a MatMul multiplies by or a Gather looks rows up in.
+    1. A weight is a constant matrix of floats that a MatMul multiplies by or a Gather looks rows up in, in the graph or
+       in the body of a Scan.
     2. Its input size is a multiple of the block size; others stay as they are.
     3. The numbers are computed when the model is saved.
 
@@ -66,7 +68,7 @@ def quantize_weights(model: ir.Model, quantization: WeightQuantization) -> bool:
     quantized: dict[ir.Value, _QuantizedMatrix] = {}
     newest = _NewestResult()
     before = after = 0
-    for node in list(model.graph):
+    for node in with_loop_bodies(model.graph):
         matrix = matrix_of(node)
         if matrix is None or matrix.input_size % quantization.block_size:
             continue
@@ -298,7 +300,7 @@ def _matmul(graph: ir.Graph, node: ir.Node, weight: _QuantizedMatrix) -> None:
         "block_size": weight.quantization.block_size,
         "accuracy_level": INT8_ACTIVATIONS,
     }
-    _replace(graph, node, [_node(OP_TYPE, node, inputs, attributes)])
+    _replace(node, [_node(OP_TYPE, node, inputs, attributes)])
 
 
 def _gather(graph: ir.Graph, node: ir.Node, table: _QuantizedMatrix) -> None:
@@ -313,7 +315,7 @@ def _gather(graph: ir.Graph, node: ir.Node, table: _QuantizedMatrix) -> None:
     lookup = _node("GatherBlockQuantized", node, inputs, attributes)
     rank = len(node.inputs[1].shape)  # type: ignore[union-attr,arg-type]
     rows = initializer(graph, f"{node.name}_rows", np.array([0] * rank + [table.input_size], np.int64))
-    _replace(graph, node, [lookup, ir.Node("", "Reshape", [lookup.outputs[0], rows], name=f"{node.name}_rows")])
+    _replace(node, [lookup, ir.Node("", "Reshape", [lookup.outputs[0], rows], name=f"{node.name}_rows")])
 
 
 def _node(op_type: str, old: ir.Node, inputs: list[ir.Value | None], attributes: dict[str, int]) -> ir.Node:
@@ -322,11 +324,12 @@ def _node(op_type: str, old: ir.Node, inputs: list[ir.Value | None], attributes:
     return ir.node(op_type, inputs, attributes, domain=CONTRIB_DOMAIN, name=f"{old.name}_quantized")
 
 
-def _replace(graph: ir.Graph, old: ir.Node, new: list[ir.Node]) -> None:
+def _replace(old: ir.Node, new: list[ir.Node]) -> None:
     """Put `new` where `old` is; the output of the last of them takes over name, shape and uses."""
     output, replacement = old.outputs[0], new[-1].outputs[0]
     replacement.shape, replacement.type = output.shape, output.type
-    graph.insert_before(old, new)
+    assert old.graph is not None
+    old.graph.insert_before(old, new)
     output.replace_all_uses_with(replacement, replace_graph_outputs=True)
-    graph.remove(old, safe=True)
+    old.graph.remove(old, safe=True)
     replacement.name = output.name

@@ -9,11 +9,12 @@ import onnx_ir as ir
 import pytest
 
 from qsample.exporters.compiler.passes.joint_projections import join_projections
+from qsample.exporters.compiler.passes.ort_fusions import fuse_operators
 from qsample.exporters.compiler.recipe import run
 from qsample.exporters.graph.edit import initializer, lazy_initializer
 from qsample.exporters.graph.nbits import pack_bits
 from qsample.tensors import Array
-from tests.helpers.small_graphs import normal, operators, results, small_graph
+from tests.helpers.small_graphs import loop_graph, normal, operators, results, small_graph
 
 HIDDEN = 8
 WIDTHS = {"query": 6, "key": 3, "value": 5}
@@ -119,3 +120,15 @@ def test_projections_that_read_columns_in_one_order_are_joined() -> None:
     for got, wanted in zip(results(joint, feeds), results(plain, feeds), strict=True):
         np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-4)
     assert not join_projections(quantized(4, (False, False), (order, order[::-1])))
+
+
+def test_projections_of_a_token_are_joined_in_its_loop() -> None:
+    plain, joint = (loop_graph(normal(64, 32, seed=1), normal(64, 32, seed=2)) for _ in range(2))
+    assert run(joint, [join_projections])
+    body = joint.graph.node(0).attributes["body"].as_graph()
+    assert [node.op_type for node in body] == ["MatMul", "Split", "Mul", "Add", "Identity"]
+    assert sorted(value.shape.numpy() for value in joint.graph.initializers.values()) == [(2,), (64, 64)]
+    feeds = {"x": normal(2, 3, 64), "start": normal(2, 32)}
+    for got, wanted in zip(results(joint, feeds), results(plain, feeds), strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-4)
+    assert not fuse_operators(joint, "cpu")  # transformers' own joining stumbles over nodes of a body

@@ -12,7 +12,7 @@ from qsample import AutoModelForCausalLM
 from qsample.exporters.compiler.quantize.float16 import store_as_float16
 from qsample.exporters.compiler.quantize.weights import QuantizationReport, quantization_report
 from qsample.exporters.graph.edit import initializer
-from tests.helpers.small_graphs import normal, operators, results, small_graph
+from tests.helpers.small_graphs import loop_graph, normal, operators, results, small_graph
 
 
 def test_only_matrices_that_a_token_is_multiplied_by_are_stored_in_float16() -> None:
@@ -38,6 +38,16 @@ def test_only_matrices_that_a_token_is_multiplied_by_are_stored_in_float16() -> 
     rounded = arrays["weight"].astype(np.float16).astype(np.float32)
     np.testing.assert_allclose(result, x @ rounded + arrays["offset"], rtol=1e-5, atol=1e-6)
     assert not store_as_float16(model)
+
+
+def test_the_weights_of_a_loop_are_stored_in_float16() -> None:
+    model, weights = loop_graph(normal(64, 32, seed=1), normal(64, 32, seed=2)), ("w1_weight", "w2_weight")
+    assert store_as_float16(model)
+    assert sorted(model.graph.initializers) == [f"{name}_float16" for name in weights]
+    first, second = (normal(64, 32, seed=seed).astype(np.float16).astype(np.float32) for seed in (1, 2))
+    x = normal(2, 3, 64)
+    last, _ = results(model, {"x": x, "start": np.zeros((2, 32), np.float32)})
+    np.testing.assert_allclose(last, ((x @ first) * (x @ second)).sum(1), rtol=1e-4, atol=1e-3)
 
 
 def test_float16_weights_are_stored_in_half_the_space(llama_package: Path, tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from qsample.exporters.compiler.quantize.weights import (
     quantize_weights,
 )
 from qsample.package import read_package
+from tests.helpers.small_graphs import loop_graph, normal
 
 VOCAB, HIDDEN, ODD = 48, 64, 40
 WAYS = [
@@ -132,6 +133,22 @@ def test_quantized_graph(way: WeightQuantization, tmp_path: Path) -> None:
     assert report.bytes_before == weights["table"].nbytes + weights["matrix"].nbytes
     stored = [v.const_value for n, v in model.graph.initializers.items() if n.startswith(("table_", "matrix_"))]
     assert report.bytes_after == sum(tensor.nbytes for tensor in stored if tensor is not None)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_the_weights_of_a_loop(bits: int, tmp_path: Path) -> None:
+    """They are constants of the graph around it."""
+    weights = {"w1_weight": normal(HIDDEN, 32, seed=1), "w2_weight": normal(HIDDEN, 32, seed=2)}
+    model, way = loop_graph(*weights.values()), WeightQuantization(bits)
+    assert quantize_weights(model, way)
+    assert weights.keys().isdisjoint(model.graph.initializers)
+    ir.save(model, tmp_path / "m.onnx")
+    first, second = (dequantized(tmp_path, name, way).T for name in weights)
+
+    x = np.eye(HIDDEN, dtype=np.float32)[None]  # survives its own rounding
+    feeds = {"x": x, "start": np.zeros((1, 32), np.float32)}
+    last, _ = ort.InferenceSession(tmp_path / "m.onnx").run(["last", "sums"], feeds)
+    np.testing.assert_allclose(last[0], (first * second).sum(0), rtol=0.02, atol=0.02)
 
 
 @pytest.mark.parametrize("method", ["k_quant", "hqq"])
