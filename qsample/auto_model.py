@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from qsample.contract import Features
 from qsample.errors import QsampleError
 from qsample.exporters.compiler.options import CompileOptions
-from qsample.package import MANIFEST_NAME, Package, copy_package, read_package
+from qsample.package import MANIFEST_NAME, Package, check_not_source, copy_package, read_package
 from qsample.progress import Progress
 
 if TYPE_CHECKING:
@@ -134,12 +134,19 @@ class _Compilable(ABC):
         from qsample.exporters.compiler.compile import compile_package
 
         options = (options or CompileOptions()).override(**changes)
+        if path is not None:
+            check_not_source(path, *self._sources)
         with _Destination(path) as destination:
             source = self._portable(options.dtype, progress)  # kept: a temporary export lives as long as this
             compiled = compile_package(
                 source.package, destination.path, options, overwrite=overwrite, progress=progress
             )
             return PackagedModel(compiled, options.provider, destination.keep())
+
+    @property
+    @abstractmethod
+    def _sources(self) -> tuple[str | Path, ...]:
+        """The folders that it is made from, which nothing may be written over."""
 
     @abstractmethod
     def _portable(self, dtype: str | None, progress: Progress | None) -> PackagedModel:
@@ -166,6 +173,11 @@ class CheckpointModel(_Compilable):
 
     save_pretrained = export
 
+    @property
+    def _sources(self) -> tuple[str | Path, ...]:
+        checkpoint = self._checkpoint
+        return tuple(filter(None, (checkpoint.model_id, checkpoint.adapter, checkpoint.tokenizer)))
+
     def _portable(self, dtype: str | None, progress: Progress | None) -> PackagedModel:
         """float16 is set before the export, because transformers itself decides which parts of a model stay in float32;
         bfloat16, which no CPU could check, by the compiler."""
@@ -183,10 +195,16 @@ class CheckpointModel(_Compilable):
     def _export(
         self, checkpoint: Checkpoint, path: str | Path | None, overwrite: bool, progress: Progress | None
     ) -> PackagedModel:
-        from qsample.exporters.checkpoints.load import check_exists, load_model, load_tokenizer
+        from qsample.exporters.checkpoints.load import load_model, load_tokenizer
+        from qsample.exporters.checkpoints.locate import check_exists
         from qsample.exporters.export import export_model
 
-        check_exists(checkpoint.model_id)
+        if path is not None:
+            check_not_source(path, *self._sources)
+        check_exists(checkpoint.model_id, checkpoint.hub)
+        if checkpoint.adapter is not None:
+            adapter_hub = checkpoint.hub.for_another_repository()
+            check_exists(checkpoint.adapter, adapter_hub, file="adapter_config.json")
         tokenizer = load_tokenizer(checkpoint)  # before the model: it fails fast
         with _Destination(path) as destination, _scratch_folder(destination.path) as scratch:
             package = export_model(
@@ -221,6 +239,10 @@ class PackagedModel(_Compilable):
 
             self._runtime = load(self.package.path, provider=self._provider, verify=False)
         return self._runtime
+
+    @property
+    def _sources(self) -> tuple[str | Path, ...]:
+        return (self.package.path,)
 
     def _portable(self, dtype: str | None, progress: Progress | None) -> PackagedModel:
         return self

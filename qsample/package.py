@@ -191,6 +191,18 @@ def copy_package(
     return Package(Path(path).absolute(), package.manifest)
 
 
+def check_not_source(path: str | Path, *sources: str | Path) -> None:
+    """Raise PackageError where a package written to `path` would take the place of what it is made from.
+
+    sources: folders; what is none, a hub id say, is passed over.
+    """
+    target = Path(os.path.realpath(path))
+    for source in sources:
+        if Path(source).is_dir() and target in (origin := Path(os.path.realpath(source)), *origin.parents):
+            inside = "" if target == origin else f" has {source} in it, which"
+            raise PackageError(f"{path}{inside} is what the package is made from; choose another folder")
+
+
 def _check_target(target: Path, overwrite: bool) -> None:
     if not target.exists():
         return

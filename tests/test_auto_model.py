@@ -13,7 +13,8 @@ import pytest
 from qsample import AutoModelForCausalLM
 from qsample.auto_model import CheckpointModel
 from qsample.contract import Features
-from qsample.errors import QsampleError
+from qsample.errors import PackageError, QsampleError
+from tests.helpers.fake_package import fake_package
 
 PROMPTS = [[5, 6, 7, 8], [9], [10, 11, 12, 13, 14, 15, 16, 17, 18]]
 SAMPLED = {
@@ -96,3 +97,21 @@ def test_features_of_a_package_are_fixed(exported: Callable[..., Path], llama_pa
         AutoModelForCausalLM.from_pretrained(llama_package, logprobs=True, return_pdfs=True)
     with pytest.raises(QsampleError, match="holds float32, not float16"):
         AutoModelForCausalLM.from_pretrained(llama_package, dtype="float16")
+
+
+def test_nothing_is_written_over_what_it_is_made_from(tmp_path: Path) -> None:
+    package = fake_package(tmp_path / "package")
+    before = sorted(path.name for path in package.path.iterdir())
+    model = AutoModelForCausalLM.from_pretrained(package.path)
+    with pytest.raises(PackageError, match="is what the package is made from; choose another folder"):
+        model.compile(tmp_path / "x" / ".." / "package", overwrite=True)
+    assert sorted(path.name for path in package.path.iterdir()) == before
+    for folder in ("checkpoint", "adapter", "words"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "config.json").write_text("{}")
+        source = AutoModelForCausalLM.from_pretrained(
+            tmp_path / "checkpoint", adapter=tmp_path / "adapter", tokenizer=str(tmp_path / "words")
+        )
+        for write in (source.compile, source.export):
+            with pytest.raises(PackageError, match="is what the package is made from"):
+                write(tmp_path / folder, overwrite=True)

@@ -14,7 +14,15 @@ import pytest
 
 from qsample import package as package_module
 from qsample.errors import QsampleError
-from qsample.package import MANIFEST_NAME, Package, PackageError, copy_package, read_package, write_package
+from qsample.package import (
+    MANIFEST_NAME,
+    Package,
+    PackageError,
+    check_not_source,
+    copy_package,
+    read_package,
+    write_package,
+)
 from tests.helpers.small_packages import FILES, INTERFACE, LARGE, manifest, throw, write
 
 
@@ -307,3 +315,15 @@ def test_copy_onto_itself(package: Package) -> None:
         copy_package(package, package.path)
     assert copy_package(package, package.path, overwrite=True).manifest == package.manifest
     assert package_module.read_package(package.path).manifest == package.manifest
+
+
+def test_a_package_is_never_written_over_its_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = write(tmp_path / "a" / "source")
+    (tmp_path / "link").symlink_to(tmp_path / "a")
+    monkeypatch.chdir(tmp_path / "a")
+    for path in (package.path, "source", "../a/./source", tmp_path / "link" / "source", tmp_path / "a", ".."):
+        with pytest.raises(PackageError, match=r"is what the package is made from; choose another folder"):
+            check_not_source(path, "a/hub-id", package.path)
+    for path in (package.path / "inside", "sourc", "source2", tmp_path / "b"):
+        check_not_source(path, "a/hub-id", package.path)
+    assert read_package(package.path).manifest == package.manifest

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import onnx_ir as ir
 import torch
@@ -57,7 +59,7 @@ def trace(
         tensor.name: {i: dims[axis] for i, axis in enumerate(tensor.axes) if axis in dims}
         for tensor in (*spec.inputs, *spec.states)
     }
-    with torch.no_grad(), warnings.catch_warnings():
+    with torch.no_grad(), warnings.catch_warnings(), _without_torchvision_notice():
         warnings.simplefilter("ignore")  # the exporter warns of its own deprecations, which no user can act on
         try:
             program = torch.onnx.export(
@@ -81,6 +83,21 @@ def trace(
     if program is None:  # only the legacy exporter returns None
         raise RuntimeError("torch.onnx.export returned no program")
     return program.model
+
+
+@contextmanager
+def _without_torchvision_notice() -> Iterator[None]:
+    """The exporter says for each of torchvision's operators that it is not installed. No language model has one."""
+
+    def wanted(record: logging.LogRecord) -> bool:
+        return not record.getMessage().startswith("torchvision is not installed")
+
+    logger = logging.getLogger("torch.onnx._internal.exporter._registration")
+    logger.addFilter(wanted)
+    try:
+        yield
+    finally:
+        logger.removeFilter(wanted)
 
 
 def _example(spec: TensorSpec, sizes: Mapping[str, int]) -> Tensor:

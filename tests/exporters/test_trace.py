@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+import sys
+
 import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
@@ -11,7 +14,7 @@ from torch import Tensor, nn
 from qsample.contract import BATCH, SEQUENCE, GraphSpec, TensorSpec
 from qsample.errors import UnsupportedModelError
 from qsample.exporters.graph.opset import OPSET
-from qsample.exporters.trace import trace
+from qsample.exporters.trace import _without_torchvision_notice, trace
 
 IDS = TensorSpec("ids", "int64", (BATCH, SEQUENCE), "tokens")
 TABLE = TensorSpec("table", "float32", (BATCH, "K"), "a state")
@@ -63,3 +66,15 @@ def test_the_graph_runs_at_sizes_that_it_was_not_traced_at(rows: int, tokens: in
 def test_what_depends_on_values_is_refused() -> None:
     with pytest.raises(UnsupportedModelError, match=r"cannot express: .*docs/architectures\.md"):
         trace(Branches(), SPEC, {"K": 6})
+
+
+def test_nothing_is_said_of_torchvision(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.onnx._internal.exporter._registration import ONNXRegistry
+
+    monkeypatch.setitem(sys.modules, "torchvision", None)  # not installed, here at least
+    with _without_torchvision_notice():
+        ONNXRegistry.from_torchlib()
+        logging.getLogger("torch.onnx._internal.exporter._registration").warning("something else")
+    assert [record.getMessage() for record in caplog.records] == ["something else"]
+    trace(Adds(), SPEC, {"K": 2})
+    assert "torchvision" not in caplog.text

@@ -24,6 +24,7 @@ from qsample.errors import QsampleError, UnsupportedModelError
 from qsample.exporters.checkpoints.float32_copy import INDEX, SINGLE, cast_to_float32, has_half_weights, weight_files
 from qsample.exporters.checkpoints.gptq_awq import QuantizedCheckpoint, conv1d_names, dequantize_checkpoint
 from qsample.exporters.checkpoints.hub_options import HubOptions
+from qsample.exporters.checkpoints.locate import check_exists
 from qsample.exporters.checkpoints.lora import find_adapter, merge_adapter
 from qsample.exporters.checkpoints.quantization_config import CheckpointQuantization, quantization_of
 from qsample.exporters.checkpoints.support import check_supported, empty_model
@@ -54,7 +55,7 @@ def load_model(checkpoint: Checkpoint, scratch: Path | None = None) -> PreTraine
     Raises UnsupportedModelError for a model type that transformers does not know or that is no causal LM, QsampleError
     where the files cannot be read or do not fit the configuration.
     """
-    check_exists(checkpoint.model_id)
+    check_exists(checkpoint.model_id, checkpoint.hub)
     # Before the model: it fails fast.
     adapter = None if checkpoint.adapter is None else find_adapter(checkpoint.adapter, checkpoint.hub)
     config = _read_config(checkpoint)
@@ -164,6 +165,8 @@ def load_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerBase | None:
     own = checkpoint.tokenizer == "auto"
     name = checkpoint.model_id if own else checkpoint.tokenizer
     hub = checkpoint.hub if own else checkpoint.hub.for_another_repository()
+    if not own:
+        check_exists(name, hub, file="tokenizer_config.json")
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name, **hub.loading())
     except Exception as error:  # transformers raises half a dozen kinds for a missing tokenizer
@@ -172,19 +175,6 @@ def load_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerBase | None:
             "tokenizer=None for a package that takes and returns token ids only"
         ) from error
     return tokenizer
-
-
-def check_exists(model_id: str) -> None:
-    """Raise QsampleError for a folder that is missing or no checkpoint.
-
-    Taken for a hub id, its error would speak of the network.
-    """
-    path = Path(model_id)
-    if path.is_dir() and not (path / "config.json").is_file():
-        raise QsampleError(f"{model_id} has neither a config.json (a checkpoint) nor a qsample.json (a package)")
-    looks_like_path = model_id.startswith((".", "/", "~")) or model_id.count("/") > 1
-    if looks_like_path and not path.exists():
-        raise QsampleError(f"{model_id} does not exist; give a checkpoint folder, a package folder or a hub id")
 
 
 def _first_line(error: BaseException) -> str:

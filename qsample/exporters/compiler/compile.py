@@ -48,6 +48,7 @@ def compile_package(
     Raises CompileError where an option does not fit, the self-test fails or quantized weights are too far off,
     PackageError where `path` cannot be written. Nothing is left behind then.
     """
+    package.check_not_source(path, source.path)
     report = progress or (lambda stage, fraction: None)
     target = find_target(options.provider)
     plan = make_plan(source, options)
