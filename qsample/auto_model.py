@@ -10,7 +10,7 @@ import tempfile
 from abc import ABC, abstractmethod
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from qsample.contract import Features
 from qsample.errors import QsampleError
@@ -21,6 +21,7 @@ from qsample.progress import Progress
 if TYPE_CHECKING:
     from qsample.exporters.checkpoints.load import Checkpoint
     from qsample.runtime import CausalLM, GenerateOutput
+    from qsample.tensors import Array
 
 
 class AutoModelForCausalLM:
@@ -143,6 +144,25 @@ class _Compilable(ABC):
             )
             return PackagedModel(compiled, options.provider, destination.keep())
 
+    @overload
+    def generate(
+        self, inputs: Any = ..., params: Any = ..., *, return_dict_in_generate: Literal[False], **options: Any
+    ) -> Array: ...
+
+    @overload
+    def generate(
+        self, inputs: Any = ..., params: Any = ..., *, return_dict_in_generate: bool | None = ..., **options: Any
+    ) -> GenerateOutput: ...
+
+    def generate(self, inputs: Any = None, params: Any = None, **options: Any) -> Any:
+        """Generate text or tokens; see `runtime.CausalLM.generate`."""
+        return self.runtime.generate(inputs, params, **options)
+
+    @property
+    @abstractmethod
+    def runtime(self) -> CausalLM:
+        """The loaded sessions, which `generate` runs."""
+
     @property
     @abstractmethod
     def _sources(self) -> tuple[str | Path, ...]:
@@ -186,11 +206,12 @@ class CheckpointModel(_Compilable):
         checkpoint = replace(self._checkpoint, dtype=dtype) if dtype in EXPORT_DTYPES else self._checkpoint
         return self._export(checkpoint, None, False, progress)
 
-    def generate(self, inputs: Any, params: Any = None, **options: Any) -> GenerateOutput:
-        """Generate as `runtime.CausalLM.generate` does, from a temporary export made by the first call."""
+    @property
+    def runtime(self) -> CausalLM:
+        """The loaded sessions of a temporary export, which is made by the first call."""
         if self._exported is None:
             self._exported = self.export()
-        return self._exported.generate(inputs, params, **options)
+        return self._exported.runtime
 
     def _export(
         self, checkpoint: Checkpoint, path: str | Path | None, overwrite: bool, progress: Progress | None
@@ -252,10 +273,6 @@ class PackagedModel(_Compilable):
         return PackagedModel(copy_package(self.package, path, overwrite=overwrite), self._provider)
 
     export = save_pretrained
-
-    def generate(self, inputs: Any, params: Any = None, **options: Any) -> GenerateOutput:
-        """Generate text or tokens; see `runtime.CausalLM.generate`."""
-        return self.runtime.generate(inputs, params, **options)
 
 
 class _Destination:

@@ -41,7 +41,7 @@ _OPTIONAL_INTEGERS: Final = {
 
 # Fields of a generation_config that change which tokens come out and that qsample does not implement, with the values
 # that switch them off (None always does).
-_UNSUPPORTED: Final[Mapping[str, tuple[Any, ...]]] = {
+UNSUPPORTED: Final[Mapping[str, tuple[Any, ...]]] = {
     "num_beams": (1,),
     "num_beam_groups": (1,),
     "diversity_penalty": (0,),
@@ -69,7 +69,7 @@ _UNSUPPORTED: Final[Mapping[str, tuple[Any, ...]]] = {
     "max_time": (),
 }
 # The same, but transformers applies these only where it samples.
-_UNSUPPORTED_SAMPLING: Final[Mapping[str, tuple[Any, ...]]] = {
+UNSUPPORTED_SAMPLING: Final[Mapping[str, tuple[Any, ...]]] = {
     "typical_p": (1,),
     "top_h": (),
     "epsilon_cutoff": (0,),
@@ -169,31 +169,36 @@ class SamplingParams:
             )
         return params
 
-    def total_length(self, prompt_length: int) -> int:
-        """Tokens that a row with this prompt may have in the end, prompt included, whatever the capacity."""
+    def total_length(self, prompt_length: int, padding: int = 0) -> int:
+        """Tokens that a row with this prompt may have in the end, prompt included, whatever the capacity.
+
+        padding: tokens of the prompt as it was given that the model does not read: a `max_length` counts them, as in
+        transformers, and the result does not.
+        """
         if self.max_new_tokens is not None:
             return prompt_length + self.max_new_tokens
-        return self.max_length if self.max_length is not None else prompt_length + DEFAULT_NEW_TOKENS
+        return self.max_length - padding if self.max_length is not None else prompt_length + DEFAULT_NEW_TOKENS
 
-    def lengths(self, prompt_length: int, capacity: int) -> tuple[int, int]:
+    def lengths(self, prompt_length: int, capacity: int, padding: int = 0) -> tuple[int, int]:
         """The contract's (min_length, max_length) for a prompt of `prompt_length` tokens in buffers of `capacity`.
 
-        max_length is cut to the capacity: such a row ends with finish reason "length". Raises ValueError where not even
-        one token fits.
+        padding: as for `total_length`. max_length is cut to the capacity: such a row ends with finish reason "length".
+        Raises ValueError where not even one token fits.
         """
         if prompt_length >= capacity:
             raise ValueError(
                 f"the prompt has {prompt_length} tokens and the context length is {capacity}; give at most "
                 f"{capacity - 1}, or use a package with a larger ctx_len"
             )
-        total = self.total_length(prompt_length)
+        total = self.total_length(prompt_length, padding)
         if total <= prompt_length:
+            counted = f"{prompt_length + padding} tokens" + (" with its padding" if padding else "")
             raise ValueError(
-                f"max_length is {total} and the prompt already has {prompt_length} tokens; raise max_length, or give "
+                f"max_length is {total + padding} and the prompt already has {counted}; raise max_length, or give "
                 "max_new_tokens, which does not count the prompt"
             )
-        least = self.min_length if self.min_new_tokens is None else prompt_length + self.min_new_tokens
-        return min(least, _INT32_MAX), min(total, capacity)
+        least = self.min_length - padding if self.min_new_tokens is None else prompt_length + self.min_new_tokens
+        return max(0, min(least, _INT32_MAX)), min(total, capacity)
 
 
 def _do_sample(settings: Mapping[str, Any], overrides: dict[str, Any]) -> bool:
@@ -228,7 +233,7 @@ def _as_dict(config: Any) -> dict[str, Any]:
 
 def _check_names(overrides: Mapping[str, Any]) -> None:
     own = {"do_sample", *(entry.name for entry in fields(SamplingParams))}
-    known = own | set(_UNSUPPORTED) | set(_UNSUPPORTED_SAMPLING)
+    known = own | set(UNSUPPORTED) | set(UNSUPPORTED_SAMPLING)
     for name in overrides:
         if name not in known:
             close = difflib.get_close_matches(name, sorted(own), n=1)
@@ -237,7 +242,7 @@ def _check_names(overrides: Mapping[str, Any]) -> None:
 
 
 def _check_supported(settings: Mapping[str, Any], do_sample: bool) -> None:
-    table = {**_UNSUPPORTED, **(_UNSUPPORTED_SAMPLING if do_sample else {})}
+    table = {**UNSUPPORTED, **(UNSUPPORTED_SAMPLING if do_sample else {})}
     asked = [name for name, off in table.items() if settings.get(name) is not None and settings[name] not in off]
     if asked:
         listed = ", ".join(f"{name}={settings[name]!r}" for name in asked)

@@ -198,6 +198,6 @@ def test_every_field_of_transformers_is_known_or_harmless() -> None:
         "bos_token_id", "decoder_start_token_id", "compile_config", "disable_compile", "continuous_batching_config",
         "transformers_version", "do_sample", "low_memory", "return_legacy_cache",
     }  # fmt: skip
-    known = {*module._UNSUPPORTED, *module._UNSUPPORTED_SAMPLING, *SamplingParams.__slots__}
+    known = {*module.UNSUPPORTED, *module.UNSUPPORTED_SAMPLING, *SamplingParams.__slots__}
     fields = {name for name in vars(transformers.GenerationConfig()) if not name.startswith("_")}
     assert fields - known - harmless_without_beams - same_distribution - needs_an_assistant_model - bookkeeping == set()

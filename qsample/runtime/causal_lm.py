@@ -5,31 +5,32 @@ from __future__ import annotations
 import time
 import warnings
 from collections import abc
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal, overload
 
 import numpy as np
 
-from qsample.contract import ALLOWED_TOKENS, Interface
+from qsample.contract import Interface
+from qsample.huggingface.generation_config import GENERATION_CONFIG_FILE, GenerationConfig, read_generation_config
+from qsample.huggingface.model_config import ModelConfig
+from qsample.huggingface.model_methods import Device, ModelMethods
 from qsample.package import Package, read_package
+from qsample.runtime.arguments import Arguments, choose_stop_strings, make_sequences, read_arguments
 from qsample.runtime.decode.loop import DecodeLoop, choose_flush_every
 from qsample.runtime.decode.scheduler import Scheduler
 from qsample.runtime.decode.slots import Slots
 from qsample.runtime.guided_decoding import Guide
 from qsample.runtime.output import GenerateOutput, Timing, make_output
-from qsample.runtime.parameters import choose_seeds, parameter_arrays
-from qsample.runtime.prompts import parse_prompts
 from qsample.runtime.sequence import Sequence
 from qsample.runtime.session.options import SessionOptions, check_count
 from qsample.runtime.session.session import Sessions, open_sessions
-from qsample.runtime.text.chat import ChatOptions
-from qsample.runtime.text.generated_text import GeneratedText
-from qsample.runtime.text.stop_strings import check_stop_strings
+from qsample.runtime.stopping_criteria import BatchEnd
 from qsample.runtime.text.streamer import Streamer
 from qsample.runtime.text.tokenizer import Tokenizer
 from qsample.sampling_params import SamplingParams
+from qsample.tensors import Array
 
 _CAPACITY_STEP: Final = 64  # capacities are multiples of this, where nothing else decides
 
@@ -68,17 +69,18 @@ def load(
     return CausalLM(package, open_sessions(package, provider, options), ctx_len)
 
 
-class CausalLM:
+class CausalLM(ModelMethods):
     """A loaded package.
 
-    package: where it came from. tokenizer: None where it was exported without one. generation_config: the model's own
-    sampling defaults. sessions: the graphs. batch_size: most rows of one call; None = any.
+    package: where it came from. tokenizer: None where it was exported without one. config: the model's config.json.
+    sessions: the graphs. batch_size: most rows of one call; None = any.
     """
 
     def __init__(self, package: Package, sessions: Sessions, ctx_len: int | None = None) -> None:
         self.package = package
         self.tokenizer = Tokenizer.of(package)
-        self.generation_config: Mapping[str, Any] = package.read_json("generation_config.json")
+        self.config = ModelConfig(package.read_json("config.json"))
+        self._generation_config = GenerationConfig(package.read_json(GENERATION_CONFIG_FILE))
         self.sessions = sessions
         compilation = package.manifest.compilation
         self._ctx_len = compilation.ctx_len if compilation else ctx_len
@@ -90,9 +92,37 @@ class CausalLM:
     def interface(self) -> Interface:
         return self.package.interface
 
+    @property
+    def generation_config(self) -> GenerationConfig:
+        """The model's own settings, which count where a call says nothing else. They may be changed, or replaced by
+        whatever `generate` takes as its generation_config."""
+        return self._generation_config
+
+    @generation_config.setter
+    def generation_config(self, value: Any) -> None:
+        self._generation_config = GenerationConfig(read_generation_config(value))
+
+    @property
+    def device(self) -> Device:
+        return Device(self.sessions.device)
+
+    @property
+    def dtype(self) -> str:
+        return self.interface.dtype
+
+    @overload
+    def generate(
+        self, inputs: Any = ..., params: Any = ..., *, return_dict_in_generate: Literal[False], **options: Any
+    ) -> Array: ...
+
+    @overload
+    def generate(
+        self, inputs: Any = ..., params: Any = ..., *, return_dict_in_generate: bool | None = ..., **options: Any
+    ) -> GenerateOutput: ...
+
     def generate(
         self,
-        inputs: Any,
+        inputs: Any = None,
         params: SamplingParams | abc.Sequence[SamplingParams] | None = None,
         *,
         attention_mask: Any = None,
@@ -104,14 +134,16 @@ class CausalLM:
         double_buffering: bool = True,
         stop_strings: str | abc.Sequence[str] | None = None,
         in_place: bool = True,
+        return_dict_in_generate: bool | None = None,
         **options: Any,
-    ) -> GenerateOutput:
+    ) -> Any:
         """Continue one prompt or a batch of prompts of different lengths.
 
         Args:
             inputs: a text, token ids, a list of either, a 2-D integer array, or chat messages; see `parse_prompts`.
             params: for all rows, or a list with one a row. None = the model's generation_config, with `options` on top.
-            attention_mask: for a padded 2-D array.
+            attention_mask: 0 where a token of the inputs is padding, with their shape. None = as transformers infers
+                it: the pad token is padding, unless it is a stop token too.
             streamer: gets the prompt and then every token, as in Hugging Face; one prompt only.
             seed: of the first row, the next rows taking the numbers after it; or a list with one a row. None = those of
                 `params`, otherwise fresh ones. A row depends on its own seed only, not on the batch.
@@ -125,27 +157,33 @@ class CausalLM:
                 `token_ids` goes on to the token that completes it. None = what the generation_config says.
             in_place: write the history and the cache into the buffers that they were read from; False takes turns
                 between two sets, with the same result.
+            return_dict_in_generate: False = the `sequences` alone, an array.
             options: fields of SamplingParams, or do_sample, in place of `params`; as in
                 `SamplingParams.from_generation_config`. With chat messages also tools, documents, chat_template,
-                chat_template_kwargs, add_generation_prompt and continue_final_message, see `ChatOptions`.
+                chat_template_kwargs, add_generation_prompt and continue_final_message, see `ChatOptions`. And
+                transformers' own: input_ids, for inputs; generation_config, an object, a mapping or a path, on top of
+                the model's; pad_token_id; bos_token_id; tokenizer, for a package without one; max_time, in seconds;
+                stopping_criteria, see `BatchEnd`. docs/transformers.md has the others.
 
         A row ends at a stop token, at its maximum length (256 new tokens where neither the model nor the caller says),
         or where the context length is full. Raises ValueError where an argument is wrong.
         """
-        sequences, guide = self.prepare(
-            inputs,
-            params,
-            options,
-            attention_mask=attention_mask,
-            seed=seed,
-            stop_strings=stop_strings,
-            allowed_tokens=allowed_tokens,
+        options["return_dict_in_generate"] = return_dict_in_generate
+        arguments = self._read(inputs, attention_mask, params, options)
+        sequences, guide = self._sequences(
+            arguments, seed=seed, stop_strings=stop_strings, allowed_tokens=allowed_tokens
         )
+        pad = arguments.fill(self.package.manifest.token_ids)
+        end = None
+        if arguments.stopping_criteria is not None or arguments.max_time is not None:
+            end = BatchEnd(arguments.stopping_criteria, arguments.max_time, sequences, pad)
+            flush_every = flush_every or 1
         slots = min(len(sequences), self.batch_size or len(sequences))
-        if guide is not None and slots < len(sequences):
+        if (guide is not None or end is not None) and slots < len(sequences):
+            what = "stopping_criteria and max_time follow" if guide is None else "a function for allowed_tokens follows"
             raise ValueError(
-                f"{len(sequences)} prompts were given and the package was compiled for {slots} at most; a function for "
-                "allowed_tokens follows one batch"
+                f"{len(sequences)} prompts were given and the package was compiled for {slots} at most; {what} one "
+                "batch"
             )
         if streamer is not None and len(sequences) != 1:
             raise ValueError(
@@ -168,24 +206,25 @@ class CausalLM:
         if device is None:
             self._captured.clear()  # one batch's memory at a time
             device = Slots(self.sessions, slots, capacity, in_place=in_place)
-        deliver = partial(_stream, streamer)
+        deliver = partial(_stream, streamer, None) if end is None else _ignore
         loop = DecodeLoop(device, scheduler, deliver, double_buffering=double_buffering)
         if streamer is not None:
-            streamer.put(sequences[0].prompt[None])
-        timing = _run(loop, sequences, guide)
+            streamer.put(sequences[0].given[None])
+        follow = None if end is None else partial(end.update, loop.leave, partial(_stream, streamer, 1))
+        timing = _run(loop, sequences, guide, follow)
         if streamer is not None:
             streamer.end()
         if self.sessions.replays is not None:
             device.stop_all()
             self._captured[slots, capacity, in_place] = device
-        output = make_output(self.interface, sequences, self.package.manifest.token_ids.pad, timing)
+        output = make_output(self.interface, sequences, pad, timing)
         invalid = [row for row, reason in enumerate(output.finish_reasons) if reason == "invalid"]
         if invalid:
             warnings.warn(
                 f"rows {invalid} ended early: the model gave NaN or infinite logits, or no token was allowed",
                 stacklevel=2,
             )
-        return output
+        return output.sequences if arguments.return_dict_in_generate is False else output
 
     def prepare(
         self,
@@ -193,61 +232,52 @@ class CausalLM:
         params: Any,
         options: Mapping[str, Any],
         *,
-        attention_mask: Any = None,
         seed: Any = None,
         stop_strings: Any = None,
         allowed_tokens: Any = None,
         capacity: int | None = None,
     ) -> tuple[list[Sequence], Guide | None]:
-        """A sequence for each prompt; and the guide that writes their masks, where allowed_tokens is a function.
+        """A sequence for each prompt of a call without a batch of its own, in slots of `capacity` tokens; and the guide
+        that writes their masks, where allowed_tokens is a function.
 
-        capacity: tokens of a slot; None = what these sequences need. The other arguments are those of `generate`.
-        Raises ValueError where one is wrong.
+        The other arguments are those of `generate`. Raises ValueError where one is wrong.
         """
-        interface, token_ids = self.interface, self.package.manifest.token_ids
-        chat, options = ChatOptions.split(options)
-        rows = parse_prompts(inputs, attention_mask, self.tokenizer, interface.vocab_size, token_ids, chat)
-        row_params = self.sampling_params(params, options, len(rows))
-        seeds = choose_seeds(seed, params, row_params)
-        stops = self.stop_strings(stop_strings, params)
-        lengths = [len(row) for row in rows]
-        if capacity is None:
-            needed = (row.total_length(length) for row, length in zip(row_params, lengths, strict=True))
-            capacity = self.capacity(max(needed))
-        arrays = parameter_arrays(interface, row_params, lengths, capacity, token_ids.eos, allowed_tokens)
-        guided = callable(allowed_tokens)
-        sequences = []
-        for row, prompt in enumerate(rows):
-            text = None if self.tokenizer is None else GeneratedText(self.tokenizer, prompt.tolist(), stops)
-            parameters = {name: values[row] for name, values in arrays.items()}
-            sequences.append(Sequence(prompt, parameters, seeds[row], guided, text))
-        if not guided:
-            return sequences, None
-        return sequences, Guide(allowed_tokens, sequences, arrays[ALLOWED_TOKENS.name], token_ids.pad)
+        arguments = self._read(inputs, None, params, options)
+        if arguments.stopping_criteria is not None or arguments.max_time is not None:
+            raise ValueError("stopping_criteria and max_time are for generate; cancel() ends a request of an engine")
+        return self._sequences(
+            arguments, seed=seed, stop_strings=stop_strings, allowed_tokens=allowed_tokens, capacity=capacity
+        )
+
+    def _read(self, inputs: Any, attention_mask: Any, params: Any, options: Mapping[str, Any]) -> Arguments:
+        return read_arguments(
+            inputs, attention_mask, params, options, self.generation_config, self.interface.vocab_size
+        )
+
+    def _sequences(
+        self,
+        arguments: Arguments,
+        *,
+        seed: Any = None,
+        stop_strings: Any = None,
+        allowed_tokens: Any = None,
+        capacity: int | None = None,
+    ) -> tuple[list[Sequence], Guide | None]:
+        """capacity: tokens of a slot; None = what these sequences need."""
+        return make_sequences(
+            arguments,
+            self.interface,
+            self.package.manifest.token_ids,
+            self.tokenizer,
+            self.capacity if capacity is None else lambda needed: capacity,
+            seed=seed,
+            stop_strings=stop_strings,
+            allowed_tokens=allowed_tokens,
+        )
 
     def stop_strings(self, given: str | abc.Sequence[str] | None, params: Any) -> tuple[str, ...]:
         """`given`, or what the model's own settings say where they are used. Raises ValueError without a tokenizer."""
-        if given is None and params is None:
-            given = self.generation_config.get("stop_strings")
-        stops = check_stop_strings(given)
-        if stops and self.tokenizer is None:
-            raise ValueError("stop_strings are found in the text, and the package has no tokenizer; give eos_token_id")
-        return stops
-
-    def sampling_params(self, params: Any, options: Mapping[str, Any], rows: int) -> list[SamplingParams]:
-        """One a row, from `params` or from the model's own settings with `options` on top. Raises ValueError."""
-        if params is None:
-            settings = {name: value for name, value in self.generation_config.items() if name != "stop_strings"}
-            return [SamplingParams.from_generation_config(settings, **options)] * rows
-        if options:
-            raise ValueError(f"params and {', '.join(options)} were given; put everything into params, or leave it out")
-        if isinstance(params, SamplingParams):
-            return [params] * rows
-        if not isinstance(params, abc.Sequence) or not all(isinstance(row, SamplingParams) for row in params):
-            raise ValueError(f"params is {params!r:.80}; give a SamplingParams, or a list with one for each prompt")
-        if len(params) != rows:
-            raise ValueError(f"{len(params)} SamplingParams were given for {rows} prompts; give one, or one for each")
-        return list(params)
+        return choose_stop_strings(given, params, self.generation_config, self.tokenizer)
 
     def capacity(self, tokens: int) -> int:
         """T for rows of `tokens` tokens: fixed by the package or `load`, otherwise that many, rounded up; at most what
@@ -259,13 +289,19 @@ class CausalLM:
         return rounded if limit is None else min(rounded, limit)
 
 
-def _stream(streamer: Streamer | None, sequence: Sequence) -> None:
-    for token in sequence.take()[0]:
+def _stream(streamer: Streamer | None, most: int | None, sequence: Sequence) -> None:
+    for token in sequence.take(most)[0]:
         if streamer is not None:
             streamer.put(np.array([token], dtype=np.int64))
 
 
-def _run(loop: DecodeLoop, sequences: list[Sequence], guide: Guide | None) -> Timing:
+def _ignore(sequence: Sequence) -> None:
+    """Leave what was read to somebody else."""
+
+
+def _run(
+    loop: DecodeLoop, sequences: list[Sequence], guide: Guide | None, after_step: Callable[[], None] | None
+) -> Timing:
     """Run every sequence to its end."""
     started, prefilled = time.perf_counter(), None
     with loop:
@@ -277,6 +313,8 @@ def _run(loop: DecodeLoop, sequences: list[Sequence], guide: Guide | None) -> Ti
                 prefilled = time.perf_counter()
             if guide is not None and loop.busy and not loop.prefilling:
                 guide.update(loop.set_parameter)
+            if after_step is not None:
+                after_step()
     ended = time.perf_counter()
     prefilled = prefilled or ended
     return Timing(prefilled - started, ended - prefilled, loop.steps)

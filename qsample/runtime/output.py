@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import abc
 from dataclasses import dataclass
 
 import numpy as np
 
-from qsample.contract import BATCH, LOGPROBS, NEXT_IDS, STATUS_NAMES, Interface
+from qsample.contract import BATCH, LOGPROBS, NEXT_IDS, Interface
 from qsample.runtime.sequence import Sequence
 from qsample.tensors import Array
 
@@ -27,10 +28,13 @@ class Timing:
 class GenerateOutput:
     """What `generate` returns; row i belongs to prompt i.
 
-    sequences: [B, longest] int64, prompt and new tokens, padded on the right with the pad id.
+    sequences: [B, P + N] int64 as transformers lays it out: the prompts in P columns, padding included, and from column
+    P on the new tokens, then the pad id. A prompt that was given padded stays where it was, on either side; prompts of
+    different lengths get the pad id on their left.
     token_ids: the sampled tokens, a stop token included. texts: their text, a continuation of the prompt; None
-    where the package has no tokenizer. finish_reasons: "stop" (a stop token), "length", or "invalid" (the model gave
-    NaN or infinite logits). seeds: each reproduces its row. prompt_lengths: in tokens.
+    where the package has no tokenizer. finish_reasons: "stop" (a stop token, a stop string or a stopping criterion),
+    "length", "time" (max_time), or "invalid" (the model gave NaN or infinite logits). seeds: each reproduces its row.
+    prompt_lengths: in tokens, without padding.
     Packages with the feature; N = most new tokens of a row; NaN, -1 or 0 past a row's end. logprobs: [B, N] float32.
     top_logprob_ids: [B, N, M] int32. top_logprobs: [B, N, M] float32. probs: [B, N, V] float32.
     """
@@ -56,10 +60,10 @@ def make_output(interface: Interface, sequences: list[Sequence], pad: int, timin
             sequence.text.end()
             texts.append(sequence.text.whole)
     return GenerateOutput(
-        sequences=_padded([[*sequence.prompt.tolist(), *sequence.token_ids] for sequence in sequences], pad),
+        sequences=sequences_array(sequences, pad),
         token_ids=[sequence.token_ids for sequence in sequences],
         texts=texts if len(texts) == len(sequences) else None,
-        finish_reasons=[STATUS_NAMES[sequence.status] for sequence in sequences],
+        finish_reasons=[sequence.finish_reason for sequence in sequences],
         seeds=[sequence.seed for sequence in sequences],
         prompt_lengths=[len(sequence.prompt) for sequence in sequences],
         timing=timing,
@@ -77,16 +81,20 @@ def _optional_outputs(interface: Interface, sequences: list[Sequence]) -> dict[s
         shape = spec.shape({**interface.sizes, BATCH: longest})
         values = np.full((len(sequences), *shape), _FILL[spec.name], dtype=spec.dtype)
         for row, sequence in enumerate(sequences):
-            for index, outputs in enumerate(sequence.outputs):
+            for index, outputs in enumerate(sequence.outputs[: len(sequence.token_ids)]):
                 values[row, index] = outputs[spec.name]
         # `logprobs` has a column for the one token; the others have one for each alternative or token.
         gathered[spec.name] = values[:, :, 0] if spec is LOGPROBS else values
     return gathered
 
 
-def _padded(rows: list[list[int]], pad: int) -> Array:
-    """[B, longest] int64, padded on the right."""
-    padded = np.full((len(rows), max(map(len, rows))), pad, dtype=np.int64)
-    for index, row in enumerate(rows):
-        padded[index, : len(row)] = row
-    return padded
+def sequences_array(sequences: abc.Sequence[Sequence], pad: int) -> Array:
+    """[B, P + N] int64: the prompts against column P from the left, the new tokens from the right."""
+    prompts = [sequence.given for sequence in sequences]
+    width = max(map(len, prompts))
+    longest = max(len(sequence.token_ids) for sequence in sequences)
+    block = np.full((len(sequences), width + longest), pad, dtype=np.int64)
+    for row, (prompt, sequence) in enumerate(zip(prompts, sequences, strict=True)):
+        block[row, width - len(prompt) : width] = prompt
+        block[row, width : width + len(sequence.token_ids)] = sequence.token_ids
+    return block

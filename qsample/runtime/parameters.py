@@ -24,11 +24,12 @@ def parameter_arrays(
     capacity: int,
     default_stops: Sequence[int],
     allowed_tokens: Any = None,
+    padding: Sequence[int] | None = None,
 ) -> dict[str, Array]:
     """Every name of `Interface.parameters`, a row each, from one SamplingParams a row.
 
     default_stops: for rows whose eos_token_id is None. allowed_tokens: int32 bitmask [W] or [B, W]; None = all allowed,
-    and so for a function, which writes the array later.
+    and so for a function, which writes the array later. padding: of each prompt, as for `SamplingParams.lengths`.
     """
     rows = len(params)
     arrays = {
@@ -36,7 +37,10 @@ def parameter_arrays(
         for spec in interface.parameters
         if spec.name not in _FEATURE_INPUTS
     }
-    limits = [row.lengths(length, capacity) for row, length in zip(params, prompt_lengths, strict=True)]
+    limits = [
+        row.lengths(length, capacity, pads)
+        for row, length, pads in zip(params, prompt_lengths, padding or [0] * rows, strict=True)
+    ]
     arrays["min_length"], arrays["max_length"] = np.array(limits, dtype=np.int32).T.copy()
     stops = [list(default_stops if row.eos_token_id is None else row.eos_token_id) for row in params]
     arrays["stop_ids"] = _padded("eos_token_id", stops, interface.vocab_size)

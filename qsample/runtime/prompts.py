@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -18,6 +18,19 @@ _ACCEPTED: Final = (
 )
 
 
+class Prompt(NamedTuple):
+    """ids: [n] int64, n >= 1, what the model reads. given: [m] int64, the row as the caller gave it: the same tokens
+    and their padding."""
+
+    ids: Array
+    given: Array
+
+    @property
+    def padding(self) -> int:
+        """How many tokens of `given` are not read."""
+        return len(self.given) - len(self.ids)
+
+
 def parse_prompts(
     inputs: Any,
     attention_mask: Any,
@@ -25,41 +38,70 @@ def parse_prompts(
     vocab_size: int,
     token_ids: TokenIds,
     chat: ChatOptions | None = None,
-) -> list[Array]:
-    """The prompts, one a row: [n] int64 with n >= 1, every id in [0, vocab_size).
+    *,
+    pad: int | None = None,
+    holes: bool = True,
+) -> list[Prompt]:
+    """The prompts, one a row, every id in [0, vocab_size).
 
     inputs: a text, a list of texts, token ids, a list of those, a 1-D or 2-D integer array, chat messages or a list of
-    those, or a mapping with input_ids (and attention_mask), as a Hugging Face tokenizer returns. attention_mask: 0
-    where a 2-D array is padding, before or after the tokens. An empty prompt becomes the beginning-of-text token. chat:
-    what goes into the prompts beside chat messages; ValueError where a prompt is none.
+    those, or a mapping with input_ids (and attention_mask), as a Hugging Face tokenizer returns. attention_mask: the
+    shape of the token ids, 0 where a token is not read, wherever it stands. pad: the token that is not read where no
+    mask is given; None = every token is read. holes: whether what is not read may stand between tokens. An empty
+    prompt becomes the beginning-of-text token. chat: what goes into the prompts beside chat messages; ValueError where
+    a prompt is none.
     """
     if isinstance(inputs, Mapping) and "input_ids" in inputs:
         mask = inputs.get("attention_mask") if attention_mask is None else attention_mask
-        return parse_prompts(inputs["input_ids"], mask, tokenizer, vocab_size, token_ids, chat)
+        return parse_prompts(inputs["input_ids"], mask, tokenizer, vocab_size, token_ids, chat, pad=pad, holes=holes)
     if hasattr(inputs, "__array__"):
         _refuse_chat_options(chat)
-        rows = _unpad(_as_array(inputs), attention_mask)
+        rows = _array_rows(inputs)
+        texts = [False] * len(rows)
     else:
-        if attention_mask is not None:
-            raise ValueError("attention_mask goes with a 2-D array of token ids; lists may simply differ in length")
-        rows = _list_rows(inputs, tokenizer, chat)
+        rows, texts = _list_rows(inputs, tokenizer, chat)
     if not rows:
         raise ValueError("no prompt was given; give at least one")
-    for index, row in enumerate(rows):
-        if len(row) == 0:
+    if attention_mask is not None:
+        masks = _masks(attention_mask, rows, texts)
+    else:
+        masks = [
+            np.ones(len(row), dtype=bool) if text or pad is None else row != pad
+            for row, text in zip(rows, texts, strict=True)
+        ]
+    prompts = []
+    for index, (row, mask) in enumerate(zip(rows, masks, strict=True)):
+        ids, given = row[mask], row
+        if not holes and not mask[np.argmax(mask) :][: len(ids)].all():
+            raise ValueError(
+                f"prompt {index} has padding between its tokens, over which a recurrent model cannot go; put it before "
+                "or after them, or give an attention_mask of ones to have every token read"
+            )
+        if len(ids) == 0:
             if token_ids.bos is None:
                 raise ValueError(f"prompt {index} is empty and the model has no beginning-of-text token; give a token")
-            rows[index] = np.array([token_ids.bos], dtype=np.int64)
-        check_token_ids(f"prompt {index}", rows[index], vocab_size)
-    return rows
+            ids = np.array([token_ids.bos], dtype=np.int64)
+            given = given if len(given) else ids
+        check_token_ids(f"prompt {index}", given, vocab_size)
+        prompts.append(Prompt(ids, given))
+    return prompts
 
 
-def _list_rows(inputs: Any, tokenizer: Tokenizer | None, chat: ChatOptions | None) -> list[Array]:
+def _array_rows(inputs: Any) -> list[Array]:
+    ids = _as_array(inputs)
+    if ids.ndim not in (1, 2):
+        raise ValueError(f"input ids have shape {ids.shape}; give [rows, tokens], or one row")
+    return list(np.atleast_2d(ids))
+
+
+def _list_rows(inputs: Any, tokenizer: Tokenizer | None, chat: ChatOptions | None) -> tuple[list[Array], list[bool]]:
+    """The rows, and which of them were text."""
     if isinstance(inputs, str) or _is_chat(inputs) or _is_ids(inputs):
         inputs = [inputs]
     if isinstance(inputs, Mapping) or not isinstance(inputs, Sequence):
         raise ValueError(f"inputs is a {type(inputs).__name__}; {_ACCEPTED}")
-    return [_row(item, index, tokenizer, chat) for index, item in enumerate(inputs)]
+    rows = [_row(item, index, tokenizer, chat) for index, item in enumerate(inputs)]
+    return rows, [isinstance(item, str) or _is_chat(item) for item in inputs]
 
 
 def _row(item: Any, index: int, tokenizer: Tokenizer | None, chat: ChatOptions | None) -> Array:
@@ -97,32 +139,42 @@ def _is_ids(value: Any) -> bool:
     )
 
 
+def _on_host(value: Any) -> Any:
+    return value.cpu() if hasattr(value, "cpu") else value
+
+
 def _as_array(value: Any) -> Array:
     """An integer array of `value`, a torch tensor on a device included."""
-    array = np.asarray(value.cpu() if hasattr(value, "cpu") else value)
+    array = np.asarray(_on_host(value))
     if array.dtype.kind not in "iu":
         raise ValueError(f"token ids are {array.dtype}; give integers")
     return array.astype(np.int64)
 
 
-def _unpad(ids: Array, attention_mask: Any) -> list[Array]:
-    if ids.ndim not in (1, 2):
-        raise ValueError(f"input ids have shape {ids.shape}; give [rows, tokens], or one row")
-    ids = np.atleast_2d(ids)
-    if attention_mask is None:
-        return list(ids)
-    mask = np.atleast_2d(np.asarray(attention_mask.cpu() if hasattr(attention_mask, "cpu") else attention_mask))
-    if mask.shape != ids.shape or not np.isin(mask, (0, 1)).all():
+def _masks(attention_mask: Any, rows: Sequence[Array], texts: Sequence[bool]) -> list[Array]:
+    """Which tokens of each row are read, bool."""
+    if any(texts):
+        raise ValueError(f"attention_mask goes with token ids, and prompt {texts.index(True)} is text; leave it out")
+    given = attention_mask
+    if not hasattr(given, "__array__") and isinstance(given, Sequence) and any(map(_has_length, given)):
+        masks = [np.asarray(_on_host(row)) for row in given]
+    else:
+        masks = list(np.atleast_2d(np.asarray(_on_host(given))))
+    wanted, got = [(len(row),) for row in rows], [mask.shape for mask in masks]
+    if got != wanted or not all(np.isin(mask, (0, 1)).all() for mask in masks):
         raise ValueError(
-            f"attention_mask must be 0 or 1 with the shape of the input ids, {ids.shape}; it is {mask.shape}"
+            f"attention_mask must be 0 or 1 with the shape of the input ids, {_shape(wanted)}; it is {_shape(got)}"
         )
-    rows = []
-    for index, (row, real) in enumerate(zip(ids, mask.astype(bool), strict=True)):
-        indices = np.flatnonzero(real)
-        if len(indices) and indices[-1] - indices[0] + 1 != len(indices):
-            raise ValueError(f"attention_mask of row {index} has a hole; padding must be before or after the tokens")
-        rows.append(row[real])
-    return rows
+    return [mask.astype(bool) for mask in masks]
+
+
+def _shape(rows: Sequence[tuple[int, ...]]) -> str:
+    same = len(set(rows)) == 1
+    return str((len(rows), *rows[0])) if same else f"rows of {', '.join('x'.join(map(str, row)) for row in rows)}"
+
+
+def _has_length(value: Any) -> bool:
+    return hasattr(value, "__len__")
 
 
 def check_token_ids(what: str, ids: Array, vocab_size: int) -> None:

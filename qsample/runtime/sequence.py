@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from qsample.contract import RUNNING, STOPPED
+from qsample.contract import RUNNING, STATUS_NAMES, STOPPED
 from qsample.runtime.text.generated_text import GeneratedText
 from qsample.tensors import Array
 
@@ -16,12 +16,14 @@ class Sequence:
 
     prompt: [n] int64. parameters: the row of every name of `Interface.parameters`. seed: of its random numbers. guided:
     someone must see each token before the next one is sampled. text: decodes its tokens; None without a tokenizer.
+    padded: the prompt with the padding that it came with; None = it had none.
 
     The scheduler and the decode loop keep the rest. slot: None outside one. admitted_at: when it got its slot, on
     `time.perf_counter`. reused: prompt tokens that were in the slot's cache. consumed: prompt tokens in the cache.
     issued: tokens sampled if the row still runs. sampled: the tokens, as far as they were read. status: the contract's;
     STOPPED also at a stop string. outputs: the optional outputs by name, without the batch axis, one entry a token.
-    max_length: the most tokens that it may have in the end, prompt included.
+    max_length: the most tokens that it may have in the end, prompt included. reason: why somebody else than the graph
+    ended it.
     """
 
     prompt: Array
@@ -29,6 +31,7 @@ class Sequence:
     seed: int
     guided: bool = False
     text: GeneratedText | None = None
+    padded: Array | None = None
 
     slot: int | None = None
     admitted_at: float | None = None
@@ -39,10 +42,16 @@ class Sequence:
     status: int = RUNNING
     outputs: list[Mapping[str, Array]] = field(default_factory=list)
     max_length: int = field(init=False)
+    reason: str | None = None
     _taken: int = 0  # tokens of `sampled` that were handed on
 
     def __post_init__(self) -> None:
         self.max_length = int(self.parameters["max_length"])
+
+    @property
+    def given(self) -> Array:
+        """The prompt as its caller gave it, padding included."""
+        return self.prompt if self.padded is None else self.padded
 
     @property
     def limit(self) -> int:
@@ -64,13 +73,28 @@ class Sequence:
         """The tokens that were taken; a stop token, or the token that completes a stop string, is the last."""
         return self.sampled[: self._taken]
 
-    def take(self) -> tuple[list[int], str]:
+    @property
+    def untaken(self) -> bool:
+        """Whether tokens were read that `take` has not handed on."""
+        return len(self.sampled) > self._taken
+
+    @property
+    def ended(self) -> bool:
+        """Whether all of it was taken and nothing more can come."""
+        stopped = self.text is not None and self.text.stop_string is not None
+        return self.reason is not None or stopped or (self.status != RUNNING and not self.untaken)
+
+    @property
+    def finish_reason(self) -> str:
+        return self.reason or STATUS_NAMES[self.status]
+
+    def take(self, most: int | None = None) -> tuple[list[int], str]:
         """The tokens that were read since the last call, and the text that they make certain, "" without a tokenizer.
 
-        The graph knows nothing of stop strings: where one is complete, the sequence ends, and what was sampled after it
-        is left out.
+        most: of the tokens; None = all. The graph knows nothing of stop strings: where one is complete, the sequence
+        ends, and what was sampled after it is left out.
         """
-        tokens, pieces = self.sampled[self._taken :], []
+        tokens, pieces = self.sampled[self._taken :][:most], []
         if self.text is not None:
             for count, token in enumerate(tokens, start=1):
                 pieces.append(self.text.put(token))

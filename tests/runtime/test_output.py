@@ -16,10 +16,11 @@ from tests.helpers.fake_package import PAD, VOCAB
 def test_the_output(model: CausalLM) -> None:
     output = model.generate(PROMPTS, mixed(), seed=3)
     assert output.sequences.dtype == np.int64
-    for row, prompt in enumerate(PROMPTS):
-        whole = [*prompt, *output.token_ids[row]]
-        assert output.sequences[row].tolist() == whole + [PAD] * (output.sequences.shape[1] - len(whole))
-    assert output.sequences.shape[1] == max(len(p) + len(n) for p, n in zip(PROMPTS, output.token_ids, strict=True))
+    width, longest = max(map(len, PROMPTS)), max(map(len, output.token_ids))
+    assert output.sequences.shape == (4, width + longest)
+    for row, (prompt, new) in enumerate(zip(PROMPTS, output.token_ids, strict=True)):
+        assert output.sequences[row, :width].tolist() == [PAD] * (width - len(prompt)) + prompt
+        assert output.sequences[row, width:].tolist() == new + [PAD] * (longest - len(new))
     assert output.timing.steps == max(map(len, output.token_ids)) - 1
     assert output.timing.prefill_seconds > 0
     assert output.timing.decode_seconds > 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,9 @@ from tests.helpers.fake_package import BOS, byte_tokenizer
 IDS = TokenIds(0, BOS, (2,))
 
 
-def rows(inputs: Any, mask: Any = None) -> list[list[int]]:
-    return [row.tolist() for row in parse_prompts(inputs, mask, Tokenizer(byte_tokenizer()), 320, IDS)]
+def rows(inputs: Any, mask: Any = None, pad: int | None = None) -> list[list[int]]:
+    prompts = parse_prompts(inputs, mask, Tokenizer(byte_tokenizer()), 320, IDS, pad=pad)
+    return [prompt.ids.tolist() for prompt in prompts]
 
 
 @pytest.mark.parametrize(
@@ -51,6 +53,36 @@ def test_left_and_right_padding(mask: list[list[int]]) -> None:
     expected = [ids[0][np.array(mask[0]) == 1].tolist(), [9, 10, 11, 12]]
     for form in (np.array(mask), np.array(mask, dtype=bool), mask):
         assert rows(ids, form) == expected
+
+
+@pytest.mark.parametrize(
+    ("ids", "mask"),
+    [([5, 6], [1, 0]), ([[5, 6]], [[1, 0]]), ([[5, 6]], [1, 0]), (np.array([5, 6]), [1, 0]), ([[5, 6]], ([1, 0],))],
+)
+def test_lists_take_masks_too(ids: Any, mask: Any) -> None:
+    assert rows(ids, mask) == rows(ids, np.array(mask, dtype=bool)) == [[5]]
+    assert rows([[5, 6, 7], [8]], [[0, 1, 1], [1]]) == [[6, 7], [8]]
+
+
+@pytest.mark.parametrize("form", [list, np.array])
+def test_the_pad_token_is_not_read_where_no_mask_says_otherwise(form: Any) -> None:
+    ids = form([[0, 0, 5], [6, 0, 7], [8, 9, 0]])
+    assert rows(ids, pad=0) == [[5], [6, 7], [8, 9]]
+    assert rows(ids, np.ones((3, 3), dtype=int), pad=0) == rows(ids) == [[0, 0, 5], [6, 0, 7], [8, 9, 0]]
+    assert rows(form([0, 5]), pad=0) == [[5]]
+    assert rows(["a"], pad=68) == [[1, 68]]  # text has no padding
+
+
+def test_padding_between_tokens_is_refused_where_it_cannot_be_left_out() -> None:
+    parse = partial(parse_prompts, tokenizer=None, vocab_size=320, token_ids=IDS, pad=0, holes=False)
+    assert [prompt.ids.tolist() for prompt in parse([[0, 5, 6], [5, 6, 0], [5, 6, 7], [0, 0, 0]], None)][:3] == [
+        [5, 6],
+        [5, 6],
+        [5, 6, 7],
+    ]
+    for ids, mask in (([[5], [6, 0, 7]], None), ([[9], [6, 8, 7]], [[1], [1, 0, 1]])):
+        with pytest.raises(ValueError, match="prompt 1 has padding between its tokens"):
+            parse(ids, mask)
 
 
 def test_a_row_that_is_all_padding_is_an_empty_prompt() -> None:
@@ -99,8 +131,11 @@ def batch_to_keywords(batch: Any) -> dict[str, Any]:
         (np.zeros((1, 1, 1), dtype=np.int64), None, r"input ids have shape \(1, 1, 1\)"),
         (np.array([[5, 6]]), [[1]], r"attention_mask must be 0 or 1 with the shape of the input ids, \(1, 2\)"),
         (np.array([[5, 6]]), [[1, 2]], "attention_mask must be 0 or 1"),
-        (np.array([[5, 6, 7]]), [[1, 0, 1]], "attention_mask of row 0 has a hole"),
-        ([[5, 6]], [[1, 1]], "attention_mask goes with a 2-D array"),
+        ([[5, 6], [7]], [[1, 1]], r"with the shape of the input ids, rows of 2, 1; it is \(1, 2\)"),
+        ([[5, 6], [7]], [[1, 1], [1, 1]], r"rows of 2, 1; it is \(2, 2\)"),
+        ([[5, 6]], [1], r"\(1, 2\); it is \(1, 1\)"),
+        ([[5, 6]], [[1, None]], "attention_mask must be 0 or 1"),
+        (["a", [5]], [[1, 1], [1]], "attention_mask goes with token ids, and prompt 0 is text"),
     ],
 )
 def test_what_is_no_prompt(inputs: Any, mask: Any, message: str) -> None:
