@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import reprlib
+from collections import deque
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
+
+from qsample.runtime.text.tokenizer import check_text
+
+_MOST_CHARACTERS: Final = 65_536  # of all stop strings of a row; each takes a few hundred bytes of memory
 
 
 def check_stop_strings(value: Any) -> tuple[str, ...]:
@@ -12,7 +18,15 @@ def check_stop_strings(value: Any) -> tuple[str, ...]:
         return ()
     strings = (value,) if isinstance(value, str) else value
     if not isinstance(strings, Sequence) or not all(isinstance(item, str) and item for item in strings):
-        raise ValueError(f"stop_strings is {value!r:.80}; give a string that is not empty, or a list of them")
+        raise ValueError(f"stop_strings is {reprlib.repr(value)}; give a string that is not empty, or a list of them")
+    characters = sum(map(len, strings))
+    if characters > _MOST_CHARACTERS:
+        raise ValueError(
+            f"stop_strings has {characters} characters in {len(strings)} strings; give at most {_MOST_CHARACTERS} in "
+            "all"
+        )
+    for item in strings:
+        check_text("a stop string", item)
     return tuple(dict.fromkeys(strings))
 
 
@@ -20,7 +34,8 @@ class StopStrings:
     r"""Finds the stop string that is complete first, however the text is cut into pieces.
 
     Of several that are complete with the same character, the longest counts. Text that may begin a stop string is held
-    back until it is known not to.
+    back until it is known not to. The work for a character depends neither on how many stop strings there are nor on
+    how much text is held back: Aho and Corasick's automaton (https://doi.org/10.1145/360825.360855).
 
     match: the stop string, once it is complete.
 
@@ -30,30 +45,67 @@ class StopStrings:
     """
 
     def __init__(self, strings: Sequence[str]) -> None:
-        self._strings = sorted(strings, key=len, reverse=True)
-        self._held = ""
+        # A state is the longest end of the text that begins a stop string, spelled by the first `_size` characters of
+        # `_spelled`; that is what is held back. State 0 is no text.
+        self._next: list[dict[str, int]] = [{}]
+        self._spelled, self._size = [""], [0]
+        self._shorter = [0]  # the next longest such end
+        self._complete: list[str | None] = [None]  # the longest stop string that the text then ends with
+        for string in strings:
+            self._add(string)
+        self._link()
+        self._state = 0
         self.match: str | None = None
+
+    def _add(self, string: str) -> None:
+        state = 0
+        for size, character in enumerate(string, start=1):
+            if character not in self._next[state]:
+                self._next[state][character] = len(self._next)
+                self._next.append({})
+                self._spelled.append(string)
+                self._size.append(size)
+                self._shorter.append(0)
+                self._complete.append(None)
+            state = self._next[state][character]
+        self._complete[state] = string
+
+    def _link(self) -> None:
+        """Fill in `_shorter`, short states first: each one's follows from its predecessor's."""
+        queue = deque(self._next[0].values())
+        while queue:
+            state = queue.popleft()
+            self._complete[state] = self._complete[state] or self._complete[self._shorter[state]]
+            for character, longer in self._next[state].items():
+                self._shorter[longer] = self._follow(self._shorter[state], character)
+                queue.append(longer)
+
+    def _follow(self, state: int, character: str) -> int:
+        while state and character not in self._next[state]:
+            state = self._shorter[state]
+        return self._next[state].get(character, 0)
 
     def put(self, piece: str) -> str:
         """The text that `piece` makes certain; "" after a stop string."""
         if self.match is not None:
             return ""
-        text = self._held + piece
-        ends = {stop: text.find(stop) + len(stop) for stop in self._strings if stop in text}
-        if ends:
-            self.match = min(ends, key=ends.__getitem__)  # of equals, the first: the longest
-            self._held = ""
-            return text[: ends[self.match] - len(self.match)]
-        held = max((_overlap(text, stop) for stop in self._strings), default=0)
-        self._held = text[len(text) - held :]
-        return text[: len(text) - held]
+        if not self._next[0]:
+            return piece
+        certain: list[str] = []
+        for character in piece:
+            before, self._state = self._state, self._follow(self._state, character)
+            count = self._size[before] + 1 - self._size[self._state]
+            certain.append(self._spelled[before][: min(count, self._size[before])])
+            if count > self._size[before]:
+                certain.append(character)
+            self.match = self._complete[self._state]
+            if self.match is not None:
+                certain.append(self._spelled[self._state][: self._size[self._state] - len(self.match)])
+                self._state = 0
+                break
+        return "".join(certain)
 
     def end(self) -> str:
         """What was held back, as no more text comes."""
-        held, self._held = self._held, ""
+        held, self._state = self._spelled[self._state][: self._size[self._state]], 0
         return held
-
-
-def _overlap(text: str, stop: str) -> int:
-    """The longest end of `text` that begins `stop`, in characters."""
-    return next((size for size in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:size])), 0)

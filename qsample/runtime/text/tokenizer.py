@@ -36,6 +36,7 @@ class Tokenizer:
         # A prompt is taken as it is, whatever the training code left in the file.
         tokenizer.no_truncation()
         tokenizer.no_padding()
+        self._special = {token for token, added in tokenizer.get_added_tokens_decoder().items() if added.special}
         self._chat_templates = chat_templates or ChatTemplates({})
 
     @classmethod
@@ -61,12 +62,17 @@ class Tokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`, with the beginning-of-text token and the like if the tokenizer adds them."""
+        check_text("a text", text)
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         text: str = self._tokenizer.decode([int(token) for token in ids], skip_special_tokens=skip_special_tokens)
         return text
+
+    def is_skipped(self, token: int, *, skip_special_tokens: bool = True) -> bool:
+        """Whether `decode` leaves `token` out wherever it stands: a special one, or an id that is no token."""
+        return (skip_special_tokens and token in self._special) or self._tokenizer.id_to_token(int(token)) is None
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], options: ChatOptions | None = None) -> list[int]:
         """Token ids of a conversation, up to where the assistant answers unless `options` say otherwise.
@@ -126,3 +132,15 @@ class Tokenizer:
             return ids
         ones = np.ones_like(ids) if return_tensors else [[1] * len(row) for row in ids] if batched else [1] * len(ids)
         return {"input_ids": ids, "attention_mask": ones}
+
+
+def check_text(what: str, text: str) -> None:
+    """Raise ValueError where `text` cannot be written as UTF-8, which tokenizers read. what: it is, for the message."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{what} has a lone surrogate at character {error.start} ({text[error.start]!a}), which is half of a "
+            'character; decode the bytes again, or replace it: text.encode("utf-16", "surrogatepass").decode("utf-16", '
+            '"replace")'
+        ) from None

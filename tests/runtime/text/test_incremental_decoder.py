@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 from tokenizers import Tokenizer as RustTokenizer
@@ -117,11 +119,72 @@ def test_special_tokens(tokenizer: Tokenizer) -> None:
     assert "".join(pieces(IncrementalDecoder(tokenizer, skip_special_tokens=False), ids)) == "<s>hi</s>"
 
 
-def test_the_decoder_does_constant_work_a_token(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+def many_bytes_a_token() -> tuple[Tokenizer, dict[bytes, int]]:
+    """Byte-level, with tokens that begin and end anywhere in a character; and what each token holds."""
+    generator, plain = random.Random(5), byte_tokenizer()
+    spelled = {byte: text for text, byte in bytes_to_characters().items()}
+    alphabet = [*"ab é漢🙂".encode(), 0x80, 0xC3, 0xF0]
+    held = {bytes(generator.choices(alphabet, k=generator.randrange(1, 5))) for _ in range(300)} | {b"\xa9\xc3"}
+    vocab = plain.get_vocab() | {
+        "".join(spelled[byte] for byte in token): 260 + n for n, token in enumerate(sorted(held))
+    }
+    inner = RustTokenizer(models.BPE(vocab=vocab, merges=[]))
+    inner.decoder = decoders.ByteLevel()
+    return Tokenizer(inner), {token: vocab["".join(spelled[byte] for byte in token)] for token in sorted(held)}
+
+
+def bytes_to_characters() -> dict[str, int]:
+    """GPT-2's spelling of bytes: those that print are themselves, the others follow from U+0100 on."""
+    printed = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printed]
+    return {chr(byte): byte for byte in printed} | {chr(0x100 + n): byte for n, byte in enumerate(others)}
+
+
+def test_tokens_that_end_anywhere_in_a_character_join_to_what_the_whole_decodes_to() -> None:
+    tokenizer, tokens = many_bytes_a_token()
+    generator = random.Random(4)
+    for _ in range(100):
+        chosen = generator.choices([*tokens], k=generator.randrange(1, 120))
+        ids = [tokens[token] for token in chosen]
+        parts = pieces(IncrementalDecoder(tokenizer), ids)
+        assert "".join(parts) == tokenizer.decode(ids) == b"".join(chosen).decode(errors="replace")
+        whole = [len(b"".join(chosen[:n]).decode(errors="ignore")) for n in range(len(chosen) + 1)]
+        given = [len("".join(parts[:n])) for n in range(len(chosen) + 1)]
+        # A character comes with its last byte, whatever follows in the same token.
+        assert all(have >= characters for have, characters in zip(given, whole, strict=True))
+
+
+E = "é".encode()
+SEQUENCES: dict[str, tuple[Callable[[], tuple[Tokenizer, Any]], Callable[[Any], list[int]]]] = {
+    "text": (lambda: (Tokenizer(byte_tokenizer()), None), lambda _: [71]),
+    "no beginning of a character": (lambda: (Tokenizer(byte_tokenizer()), None), lambda _: [3 + 0xA0]),
+    "no end of one": (many_bytes_a_token, lambda tokens: [tokens[b"\xa9\xc3"]]),
+    "special tokens": (lambda: (Tokenizer(byte_tokenizer()), None), lambda _: [EOS]),
+    "ids without a token": (lambda: (Tokenizer(byte_tokenizer()), None), lambda _: [300]),
+    "byte fallback, invalid": (lambda: (sentencepiece_like(), None), lambda _: [3 + 0x80]),
+    "byte fallback, valid": (lambda: (sentencepiece_like(), None), lambda _: [3 + byte for byte in E]),
+    "byte fallback, never complete": (lambda: (sentencepiece_like(), None), lambda _: [3 + 0xF0]),
+    "byte fallback, invalid at its beginning": (
+        lambda: (sentencepiece_like(), None),
+        lambda _: [3 + 0x80, *(3 + byte for byte in E * 400)],
+    ),
+    "byte fallback, both": (lambda: (sentencepiece_like(), None), lambda _: [3 + 0x80, *(3 + byte for byte in E * 9)]),
+}
+
+
+@pytest.mark.parametrize("name", SEQUENCES)
+def test_the_decoder_does_constant_work_a_token(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    make, repeat = SEQUENCES[name]
+    tokenizer, tokens = make()
+    unit = repeat(tokens)
+    ids = (unit * 1000)[:1000]
     seen: list[int] = []
     real = tokenizer.decode
     monkeypatch.setattr(tokenizer, "decode", lambda ids, **options: (seen.append(len(ids)), real(ids, **options))[1])
-    decoder = IncrementalDecoder(tokenizer, [70] * 1000)
-    for _ in range(1000):
-        decoder.put(71)
-    assert max(seen) < 12
+    for prompt in ([], [70] * 1000, unit * 9):
+        seen.clear()
+        decoder = IncrementalDecoder(tokenizer, prompt)
+        text = "".join(pieces(decoder, ids))
+        assert sum(seen) < 60 * len(ids)
+        if not name.startswith("byte fallback, ") and not prompt:
+            assert text == real(ids)

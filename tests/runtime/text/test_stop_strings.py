@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
+import sys
 from typing import Any
 
 import pytest
 
+from qsample.runtime.text import stop_strings
 from qsample.runtime.text.stop_strings import StopStrings, check_stop_strings
 
 
@@ -51,3 +53,56 @@ def test_stop_strings_as_they_are_given() -> None:
     assert check_stop_strings(None) == ()
     assert check_stop_strings("ab") == ("ab",)
     assert check_stop_strings(["a", "b", "a"]) == ("a", "b")
+
+
+def test_far_too_many_stop_strings() -> None:
+    with pytest.raises(ValueError, match="has 70000 characters in 7000 strings; give at most 65536 in all"):
+        check_stop_strings(["0123456789"] * 7000)
+
+
+def test_half_a_character_is_no_stop_string() -> None:
+    with pytest.raises(ValueError, match=r"a stop string has a lone surrogate at character 1 \('\\ud83d'\)"):
+        check_stop_strings(["fine", "a\ud83d"])
+
+
+def test_what_cannot_be_shown_is_refused_too() -> None:
+    nested: list[Any] = []
+    for _ in range(100_000):
+        nested = [nested]
+    with pytest.raises(ValueError, match="stop_strings is"):
+        check_stop_strings(nested)
+
+
+LONG = "a" * 3000 + "b"
+
+
+@pytest.mark.parametrize(
+    "strings",
+    [
+        [LONG],
+        [LONG, "b" * 2000],
+        [f"{n}a" for n in range(400)],
+        [f"{'a' * 100}{n}" for n in range(90)],
+    ],
+    ids=["one", "two", "many that end alike", "many that begin alike"],
+)
+def test_the_work_for_a_character_does_not_grow(strings: list[str]) -> None:
+    """Characters in the variables of its functions when they return, in all: how much text was looked at."""
+    looked_at = 0
+
+    def trace(frame: Any, event: str, argument: Any) -> Any:
+        nonlocal looked_at
+        if frame.f_code.co_filename != stop_strings.__file__:
+            return None
+        if event == "return":
+            looked_at += sum(len(value) for value in frame.f_locals.values() if isinstance(value, str))
+        return trace
+
+    stops = StopStrings(strings)
+    sys.settrace(trace)
+    try:
+        text = "".join(stops.put("a") for _ in range(4000))
+    finally:
+        sys.settrace(None)
+    assert text + stops.end() == "a" * 4000
+    assert looked_at < 10 * 4000

@@ -82,3 +82,21 @@ def test_a_text_streamer_cuts_at_a_stop_string(model: CausalLM) -> None:
         output = model.generate("hello", params, seed=3, streamer=streamer, stop_strings=stop)
         assert output.texts is not None
         assert file.getvalue() == ("" if skip_prompt else "hello") + output.texts[0] + "\n"
+
+
+def test_a_streamer_does_constant_work_a_token(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where no token ever completes a character, and text is held back for a stop string."""
+    assert model.tokenizer is not None
+    decoded: list[int] = []
+    plain = model.tokenizer.decode
+    monkeypatch.setattr(
+        model.tokenizer, "decode", lambda ids, **options: (decoded.append(len(ids)), plain(ids, **options))[1]
+    )
+    file = io.StringIO()
+    streamer = TextStreamer(model.tokenizer, file, stop_strings="\ufffd" * 5000)
+    for token in [5, *[3 + 0xA0] * 2000]:
+        streamer.put([token])
+    assert file.getvalue() == plain([5])
+    streamer.end()
+    assert file.getvalue() == plain([5]) + "\ufffd" * 2000 + "\n"
+    assert sum(decoded) < 60 * 2000

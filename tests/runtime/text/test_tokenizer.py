@@ -51,3 +51,17 @@ def test_a_tokenizer_that_cannot_be_read(tmp_path: Path) -> None:
     package = fake_package(tmp_path / "package", files={"tokenizer.json": "{}"})
     with pytest.raises(PackageError, match=r"cannot read .*tokenizer.json"):
         load(package.path)
+
+
+def test_half_a_character_is_no_text() -> None:
+    tokenizer = Tokenizer(byte_tokenizer())
+    with pytest.raises(ValueError, match=r"a text has a lone surrogate at character 2 \('\\udc00'\)"):
+        tokenizer.encode("ab\udc00")
+
+
+def test_tokens_that_are_skipped_are_those_that_decode_leaves_out() -> None:
+    tokenizer = Tokenizer(byte_tokenizer())
+    for skip in (True, False):
+        for token in (0, 2, 3, 68, 259, 260, 10_000):
+            left_out = tokenizer.decode([68, token, 68], skip_special_tokens=skip) == "aa"
+            assert tokenizer.is_skipped(token, skip_special_tokens=skip) == left_out, token
