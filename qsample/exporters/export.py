@@ -23,6 +23,7 @@ from qsample.contract import CONTRACT_VERSION, Features, Interface
 from qsample.errors import QsampleError, UnsupportedModelError
 from qsample.exporters import parity
 from qsample.exporters.control_flow import outline_scans
+from qsample.exporters.experts import lower_experts
 from qsample.exporters.graph.join import append_sampler
 from qsample.exporters.huggingface_reference import longest_context, reference
 from qsample.exporters.initial_state import build_initial_state
@@ -80,6 +81,7 @@ def export_model(
         report("tracing the decode graph", 0.05)
         traced = trace(Decoder(model, context, interface), interface.model, interface.sizes)
         outline_scans(traced)
+        lower_experts(traced)
         sampler = export_sampler(interface, token_ids.pad)
         if features.sampler:
             append_sampler(traced, sampler, interface.decoder)

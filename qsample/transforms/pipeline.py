@@ -9,7 +9,8 @@ from transformers import PreTrainedModel
 
 from qsample.transforms.attention import RetainedAttention
 from qsample.transforms.cache import DecodeContext
-from qsample.transforms.experts import BatchedExperts, DenseExperts
+from qsample.transforms.experts.interface import RoutedExperts
+from qsample.transforms.experts.own_loops import OwnExperts
 from qsample.transforms.head import SampleLastToken
 from qsample.transforms.positions import GPTNeoWindows, UseRowPositions
 from qsample.transforms.recurrent import ScanRecurrentLayers
@@ -24,8 +25,8 @@ class Transform(Protocol):
 def default_transforms(context: DecodeContext) -> tuple[Transform, ...]:
     """Every transform that a decode graph needs, in order."""
     return (
-        BatchedExperts(),
-        DenseExperts(),
+        RoutedExperts(),
+        OwnExperts(),
         UseRowPositions(context),
         GPTNeoWindows(context),
         ScanRecurrentLayers(context),

@@ -1,0 +1,1 @@
+"""Mixture-of-experts layers in a form that a static graph can express."""
