@@ -18,6 +18,7 @@ import numpy as np
 
 PEAK: Final = 0.5
 LAYER_GAIN: Final = 8.0
+RESIDUAL: Final = ("o_proj", "out_proj", "down_proj")  # what ends in the residual stream
 ASSETS: Final = Path(__file__).resolve().parent.parent / "qsample" / "assets" / "tiny_lm"
 TOKEN_IDS: Final = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
 # What the models' own config.json say; the context is cut, which costs nothing at these lengths.
@@ -61,7 +62,74 @@ SHAPES: Final[dict[str, dict[str, Any]]] = {
         "rope_theta": 5e5,
         "tie_word_embeddings": False,
     },
-    # For a try of the benchmark itself, in seconds.
+    # Hybrids and mixtures. A slice has few of its model's layers, each in full size.
+    "qwen3.5-0.8b": {
+        "model_type": "qwen3_5_text",
+        "hidden_size": 1024,
+        "intermediate_size": 3584,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 16,
+        "vocab_size": 248320,
+        "max_position_embeddings": 4096,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
+        "tie_word_embeddings": True,
+    },
+    "qwen3-next-slice": {
+        "model_type": "qwen3_next",
+        "hidden_size": 2048,
+        "intermediate_size": 5120,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "num_experts": 64,  # of 512: the time of a step follows the 10 that a token takes
+        "num_experts_per_tok": 10,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "vocab_size": 151936,
+        "max_position_embeddings": 4096,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
+        "tie_word_embeddings": False,
+    },
+    "qwen3-30b-a3b-slice": {
+        "model_type": "qwen3_moe",
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+        "vocab_size": 151936,
+        "max_position_embeddings": 4096,
+        "rope_theta": 1e6,
+        "tie_word_embeddings": False,
+    },
+    "gpt-oss-20b-slice": {
+        "model_type": "gpt_oss",
+        "hidden_size": 2880,
+        "intermediate_size": 2880,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "num_local_experts": 32,
+        "num_experts_per_tok": 4,
+        "sliding_window": 128,
+        "vocab_size": 201088,
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": False,
+    },
+    # For a try of the benchmarks themselves, in seconds.
     "tiny": {
         "model_type": "qwen3",
         "hidden_size": 128,
@@ -95,9 +163,9 @@ def make_checkpoint(shape: str, folder: Path, *, layers: int | None = None, peak
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
     with torch.no_grad():
-        for layer in model.model.layers:
-            layer.self_attn.o_proj.weight.mul_(LAYER_GAIN)
-            layer.mlp.down_proj.weight.mul_(LAYER_GAIN)
+        for name, parameter in model.model.layers.named_parameters():
+            if name.removesuffix(".weight").endswith(RESIDUAL):
+                parameter.mul_(LAYER_GAIN)
         if peak is not None:
             model.model.norm.weight.mul_(peaking_factor(model, peak))
     AutoTokenizer.from_pretrained(ASSETS).save_pretrained(folder)

@@ -100,12 +100,17 @@ def build(
                 options = ["--weights", weights, "--ctx-len", "2048", "--max-divergence", "100"]
                 command = qsample("compile", folder / "portable", folder / weights, *options)
                 run_quietly(command, folder / f"{weights}.log")
-    if {"genai", "genai defaults"} & set(systems):
-        with console.status(f"{shape}: a model for onnxruntime-genai"):
-            models["genai"] = models["genai defaults"] = make_genai_model(checkpoint, folder / "genai", python)
-    if "llama.cpp" in systems:
-        with console.status(f"{shape}: a GGUF file for llama.cpp"):
-            models["llama.cpp"] = make_gguf(checkpoint, folder / "q4_0.gguf", python)
+    builders = {
+        "genai": lambda: make_genai_model(checkpoint, folder / "genai", python),
+        "genai defaults": lambda: make_genai_model(checkpoint, folder / "genai", python),
+        "llama.cpp": lambda: make_gguf(checkpoint, folder / "q4_0.gguf", python),
+    }
+    for system in builders.keys() & systems:
+        with console.status(f"{shape}: a model for {system}"):
+            try:
+                models[system] = builders[system]()
+            except RuntimeError as error:  # an architecture that its builder does not know
+                console.print(f"{shape} without {system}: {error}", highlight=False)
     return models
 
 
@@ -165,26 +170,32 @@ def describe_system(name: str, model: Path, worker: Worker, results: Results, sh
     results.add_system(shape, name, worker.loaded["version"], size, worker.loaded["load_seconds"], memory)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def make_parser(
+    description: str | None, shapes: list[str], mixes: list[str], batch: list[int], output: Path
+) -> argparse.ArgumentParser:
+    """The options of a run; shapes, mixes, batch, output: their defaults."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peers-python", default=sys.executable, help="a Python that has the other systems")
     parser.add_argument("--work", type=Path, default=Path("build/decode"), help="folder for the models")
-    parser.add_argument("--shape", nargs="+", choices=list(SHAPES), default=["qwen3-0.6b", "llama-3.2-1b"])
+    parser.add_argument("--shape", nargs="+", choices=list(SHAPES), default=shapes)
     parser.add_argument("--system", nargs="+", choices=list(PEERS), default=list(PEERS), help="beside qsample")
-    parser.add_argument("--mix", nargs="+", choices=list(MIXES), default=list(MIXES))
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 4, 8, 16])
+    parser.add_argument("--mix", nargs="+", choices=list(MIXES), default=mixes)
+    parser.add_argument("--batch", type=int, nargs="+", default=batch)
     parser.add_argument("--prompt", type=int, nargs="+", default=[64, 1024])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--new-tokens", type=int, default=24, help="of each row and round")
     parser.add_argument("--overhead-steps", type=int, default=120, help="0 leaves this part out")
     parser.add_argument("--no-tokens", action="store_true", help="leave out the comparison of greedy tokens")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--output", type=Path, default=Path("docs/benchmarks/decode"), help="file name without suffix")
-    options = parser.parse_args()
-    console = Console(stderr=True)
+    parser.add_argument("--output", type=Path, default=output, help="file name without suffix")
+    return parser
+
+
+def run(parser: argparse.ArgumentParser, title: str) -> None:
+    """Build, check, measure and report what the command line asks for."""
+    options, console = parser.parse_args(), Console(stderr=True)
     if max(options.prompt) + options.new_tokens > 2040:
         parser.error("--prompt and --new-tokens together must stay below 2040, what the packages are compiled for")
-
     systems = []
     for name in options.system:
         python = sys.executable if name == "transformers" else options.peers_python
@@ -201,7 +212,7 @@ def main() -> None:
         if not options.no_tokens:
             check_tokens(models, results, shape, options.threads)
         workers = {}
-        for name in ["qsample", *systems]:
+        for name in ["qsample", *(name for name in systems if name in models)]:
             python = sys.executable if name in ("qsample", "transformers") else options.peers_python
             workers[name] = Worker(name, models[name], python, options.threads)
             describe_system(name, models[name], workers[name], results, shape)
@@ -212,8 +223,13 @@ def main() -> None:
         for worker in workers.values():
             worker.close()
     show(results, Console())
-    write(results, options.output)
+    write(results, options.output, title, parser.prog)
     console.print(f"wrote {options.output.with_suffix('.md')}")
+
+
+def main() -> None:
+    output = Path("docs/benchmarks/decode")
+    run(make_parser(__doc__, ["qwen3-0.6b", "llama-3.2-1b"], list(MIXES), [1, 4, 8, 16], output), "Decode benchmark")
 
 
 if __name__ == "__main__":

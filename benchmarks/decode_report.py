@@ -152,12 +152,12 @@ def show(results: Results, console: Console) -> None:
         console.print(_tokens(results, shape), _divergence(results, shape), sep="\n", highlight=False)
 
 
-def write(results: Results, output: Path) -> None:
-    """The tables as markdown beside the JSON file, and a plot."""
+def write(results: Results, output: Path, title: str, script: str) -> None:
+    """The tables as markdown beside the JSON file, and a plot. script: the one that measured, in benchmarks/."""
     lines = [
-        "# Decode benchmark",
+        f"# {title}",
         "",
-        f"{results.data['machine']}. Made by `python benchmarks/decode.py`, which says how it measures.",
+        f"{results.data['machine']}. Made by `python benchmarks/{script}`, which says how it measures.",
         "For each system: ms to the first token of every row (TTFT), and of a step after it, medians of the rounds; in",
         "brackets the multiple of qsample's, median of the ratios within each round. All but transformers (float32)",
         "have 4-bit weights in blocks of 32. `genai defaults` has as many threads as onnxruntime-genai takes by",
