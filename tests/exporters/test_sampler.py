@@ -85,14 +85,17 @@ def test_without_control_flow_a_row_is_exact_or_stalls() -> None:
     step, resume = exported(FACE, **STRAIGHT), exported(FACE, resumes=True)
     rng = np.random.default_rng(8)
     names = ("lengths", "status", "tokens", "output_counts")
-    stalled = settled = 0
+    stalled = settled = free = 0
     for _ in range(60):
         logits, inputs = random_step(rng, FACE, 6, sequence=2)
         inputs["status"][inputs["status"] == STALLED] = RUNNING
         got, expected = step(logits, inputs), reference_step(logits, inputs, pad_token_id=PAD)
         resumed = resume(logits, inputs | {name: got[f"{name}_RetainedState"] for name in names})
         for row in range(6):
+            # Temperature and min-p alone need no threshold, however many tokens may be drawn.
+            searched = inputs["top_p"][row] < 1 or 0 < inputs["top_k"][row] < FACE.vocab_size
             if got["status_RetainedState"][row] == STALLED:
+                assert searched
                 stalled += 1
                 assert got["next_ids"][row, 0] == inputs["input_ids"][row, inputs["input_lengths"][row] - 1]
                 for name in ("lengths", "tokens", "output_counts"):
@@ -100,6 +103,7 @@ def test_without_control_flow_a_row_is_exact_or_stalls() -> None:
                 assert not compare_step(resumed, expected, row)
             else:
                 settled += 1
+                free += not searched and inputs["temperature"][row] > 0
                 assert not compare_step(got, expected, row)
                 for name in names:
                     np.testing.assert_array_equal(
@@ -109,6 +113,7 @@ def test_without_control_flow_a_row_is_exact_or_stalls() -> None:
                     assert resumed["next_ids"][row, 0] == got["next_ids"][row, 0]
     assert stalled > 20
     assert settled > 100
+    assert free > 20
 
 
 def test_a_stalled_row_waits_in_the_graph_without_control_flow() -> None:

@@ -107,9 +107,16 @@ def open_sessions(
         else None,
         replays=Replays() if _options_of(package, "decoder.onnx", options).get(_CAPTURE) == "1" else None,
         tokens_per_call=length if isinstance(length, int) else None,
-        # Elsewhere attention is compiled for the capacity as its longest row, and then takes no batch of prompts.
-        joins_prompts=providers[0] == CPU,
+        # Elsewhere attention is compiled for the capacity as its longest row, and then takes no batch of prompts,
+        # whichever provider runs it.
+        joins_prompts=providers[0] == CPU and _compiled_for(package) in (None, CPU),
     )
+
+
+def _compiled_for(package: Package) -> str | None:
+    """The first of the execution providers that the package was compiled for; None for a portable one."""
+    compilation = package.manifest.compilation
+    return compilation.execution_providers[0] if compilation else None
 
 
 def _options_of(package: Package, name: str, options: SessionOptions) -> dict[str, str]:

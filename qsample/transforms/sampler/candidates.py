@@ -40,7 +40,7 @@ def blocks(values: Tensor, size: int, padding: float) -> Tensor:
     return values.reshape(batch, count, size)
 
 
-def is_valid(chunks: Chunks, maximum: Tensor) -> Tensor:
+def is_valid(chunks: Chunks, maximum: Tensor, *, one_product: bool = False) -> Tensor:
     """Whether a row holds neither NaN nor +inf, and some finite logit: [B] bool.
 
     A sum is NaN if one of its terms is, so a reduction finds NaN without an elementwise pass, and a product with a
@@ -50,10 +50,14 @@ def is_valid(chunks: Chunks, maximum: Tensor) -> Tensor:
 
     Args:
         maximum: [B] float32, the largest of the maxima.
+        one_product: of two matrices, as a graph that CUDA replays needs it: a batch of products takes its pointers from
+            the host's memory. On the CPU the batch is twice as fast, because its rows are long.
     """
     batch, count, size = chunks.values.shape
-    factors = torch.full((1, 1, size), _SUM_FACTOR)
-    sums = factors @ chunks.values.reshape(batch, size, count)  # any cut will do: long rows are the fastest
+    if one_product:
+        sums = chunks.values @ torch.full((size, 1), _SUM_FACTOR)
+    else:
+        sums = torch.full((1, 1, size), _SUM_FACTOR) @ chunks.values.reshape(batch, size, count)  # any cut will do
     difference = sums.sum((-2, -1)) - maximum
     return difference == difference
 

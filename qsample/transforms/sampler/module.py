@@ -31,9 +31,10 @@ class Sampler(nn.Module):
         pad_token_id: `next_ids` of a row that emitted nothing.
         num_candidates: K, at least 1; None: as `candidates.choose_sizes` has it.
         chunk_size: tokens in a chunk of the two-level selection; None: likewise.
-        control_flow: False: a graph without If and Loop, for capture and replay. Rows that the candidates do not settle
-            then get status 4 and commit nothing, and `next_ids` repeats their last input. A graph with control flow
-            takes status 4 for running: it can run the step that stalled, with that step's inputs.
+        control_flow: False: a graph without If and Loop, for capture and replay. Rows that need a search (see
+            `sample.sample_without_search`) then get status 4 and commit nothing, and `next_ids` repeats their last
+            input. A graph with control flow takes status 4 for running: it can run the step that stalled, with that
+            step's inputs.
         resumes: True: the other half of such a graph, with control flow, over the logits of the step that stalled.
             Rows with status 4 are run; all others stay as they are, and `next_ids` is their newest token.
     """
@@ -83,7 +84,7 @@ class Sampler(nn.Module):
         adjusted = self._adjust(logits, inputs, start, total)
         chunks = candidates.split(adjusted, self._chunk_size)
         maximum = chunks.maxima.amax(-1)
-        drawing = sampling & candidates.is_valid(chunks, maximum)
+        drawing = sampling & candidates.is_valid(chunks, maximum, one_product=not self._control_flow)
 
         # 3., 4. The argmax of greedy rows; temperature, top-k, top-p, min-p and the draw of random ones.
         greedy = candidates.argmax(chunks)
@@ -177,7 +178,7 @@ class Sampler(nn.Module):
     def _draw(self, logits: Tensor, chunks: Chunks, rows: sample.Rows, greedy: Tensor) -> sample.Draw:
         count = self._num_candidates
         if not self._control_flow:
-            return sample.sample_candidates(chunks, rows, count, self._interface.vocab_size)
+            return sample.sample_without_search(logits, chunks, rows, count)
         return sample.sample(logits, chunks, rows, count, greedy)
 
     def _silent_ids(self, inputs: Mapping[str, Tensor], start: Tensor, status: Tensor) -> Tensor | int | None:

@@ -80,9 +80,20 @@ def sample(logits: Tensor, chunks: Chunks, rows: Rows, num_candidates: int, gree
     return Draw(token, threshold, torch.zeros_like(rows.random))
 
 
-def sample_candidates(chunks: Chunks, rows: Rows, num_candidates: int, vocab: int) -> Draw:
-    """Draw from the candidates only, without control flow: rows that they do not settle stay unsettled."""
-    return _from_candidates(chunks, _total_weight(chunks, rows), rows, num_candidates, vocab)
+def sample_without_search(logits: Tensor, chunks: Chunks, rows: Rows, num_candidates: int) -> Draw:
+    """Draw without control flow; rows whose threshold has to be searched in the whole vocabulary stay unsettled.
+
+    Those have a top-k or a nucleus that goes beyond the candidates. Without either there is nothing to search: min-p is
+    relative to the maximum, which is known.
+    """
+    vocab = logits.shape[1]
+    first = _from_candidates(chunks, _total_weight(chunks, rows), rows, num_candidates, vocab)
+    if num_candidates >= vocab:
+        return first
+    searched = rows.has_top_k(vocab) | (rows.top_p < 1)
+    second = _without_threshold(logits, rows)
+    token, threshold = _settle(first._replace(unsettled=first.unsettled & ~searched), second[:2])
+    return Draw(token, threshold, first.unsettled & searched)
 
 
 def _from_candidates(chunks: Chunks, total: Tensor, rows: Rows, num_candidates: int, vocab: int) -> Draw:
@@ -160,6 +171,13 @@ def _without_filters(logits: Tensor, rows: Rows) -> Draw:
     """Draw from the whole vocabulary, for rows without filters."""
     token = draw.draw_vocabulary(rows.weigh(logits), rows.uniform)
     return Draw(token, torch.full_like(rows.uniform, -torch.inf), torch.zeros_like(rows.random))
+
+
+def _without_threshold(logits: Tensor, rows: Rows) -> Draw:
+    """Draw from the whole vocabulary, for rows without top-k and top-p; min-p may be on."""
+    threshold = torch.full_like(rows.uniform, -torch.inf)
+    token = draw.draw_vocabulary(rows.keep(logits, rows.weigh(logits), threshold), rows.uniform)
+    return Draw(token, threshold, torch.zeros_like(rows.random))
 
 
 def _total_weight(chunks: Chunks, rows: Rows) -> Tensor:

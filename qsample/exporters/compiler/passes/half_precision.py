@@ -16,6 +16,8 @@ from qsample.exporters.graph.edit import lazy_initializer
 from qsample.tensors import DTYPES, Array
 
 HALF_DTYPES: Final = ("float16", "bfloat16")
+# Operators whose CUDA kernels, in the versions of the graph's opset, take float16 but not bfloat16.
+_WITHOUT_BFLOAT16: Final = ("TopK",)
 
 
 def convert_to_half(model: ir.Model, dtype: str, states: Collection[str]) -> bool:
@@ -51,6 +53,8 @@ def convert_to_half(model: ir.Model, dtype: str, states: Collection[str]) -> boo
                 output.dtype = half
         if node.op_type == "Cast" and node.attributes.get_int("to") == ir.DataType.FLOAT:
             node.attributes["to"] = ir.AttrInt64("to", half)
+        if half == ir.DataType.BFLOAT16 and node.op_type in _WITHOUT_BFLOAT16:
+            _run_in_float32(node, half)
     for value in casts:
         if value.is_initializer() and not value.uses() and value.name is not None:
             graph.initializers.pop(value.name)
@@ -101,6 +105,24 @@ def _cast(value: ir.Value, dtype: ir.DataType) -> ir.Value:
     assert producer.graph is not None
     producer.graph.insert_after(producer, node)
     return node.outputs[0]
+
+
+def _run_in_float32(node: ir.Node, half: ir.DataType) -> None:
+    """Cast what `node` reads to float32, and its results back: exact, where it only chooses among values."""
+    assert node.graph is not None
+    for index, value in enumerate(node.inputs):
+        if value is not None and value.dtype == half:
+            cast = ir.node("Cast", [value], attributes={"to": ir.DataType.FLOAT})
+            cast.outputs[0].shape, cast.outputs[0].dtype = value.shape, ir.DataType.FLOAT
+            node.graph.insert_before(node, cast)
+            node.replace_input_with(index, cast.outputs[0])
+    for output in node.outputs:
+        if output.dtype == half:
+            output.dtype = ir.DataType.FLOAT
+            readers = list(output.uses())
+            rounded = _cast(output, half)
+            for user, index in readers:
+                user.replace_input_with(index, rounded)
 
 
 def _widen_logits(graph: ir.Graph) -> None:

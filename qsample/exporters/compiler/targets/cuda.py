@@ -43,7 +43,7 @@ from qsample.runtime.session.providers import open_session
 _OPSET: Final = 18
 _CONTROL_FLOW: Final = ("If", "Loop", "Scan")
 # Kernels that copy between host and device, or draw anew from one seed, at every replay.
-_NOT_REPLAYABLE: Final = ("GatherND", "NonZero", "RandomUniform", "RandomUniformLike", "Multinomial")
+_NOT_REPLAYABLE: Final = ("NonZero", "RandomUniform", "RandomUniformLike", "Multinomial")
 
 
 class CudaTarget:

@@ -77,3 +77,25 @@ def test_no_weight_is_read() -> None:
     weight = model.graph.initializers["weight"]
     weight.const_value = lazy_initializer("weight", (8, 8), ir.DataType.FLOAT, fail).const_value
     assert convert_to_half(model, "bfloat16", {"past"})
+
+
+def test_an_operator_without_bfloat16_chooses_in_float32() -> None:
+    text = """
+    route (float[B,8] scores) => (float[B,2] logits, int64[B,2] experts) <int64[1] k = {2}, float[1] two = {2}>
+    {
+        doubled = Mul (scores, two)
+        best, experts = TopK (doubled, k)
+        logits = Mul (best, two)
+    }
+    """
+    for dtype, wanted in (
+        ("float16", ["Mul", "TopK", "Mul", "Cast"]),
+        ("bfloat16", ["Mul", "Cast", "TopK", "Cast", "Mul", "Cast"]),
+    ):
+        model = small_graph(text, {"doubled": ["B", 8], "best": ["B", 2], "logits": ["B", 2]})
+        assert convert_to_half(model, dtype, {"scores"})
+        assert operators(model) == wanted
+        (top,) = (node for node in model.graph if node.op_type == "TopK")
+        assert top.inputs[0] is not None
+        assert top.inputs[0].dtype == (ir.DataType.FLOAT16 if dtype == "float16" else ir.DataType.FLOAT)
+        assert model.graph.outputs[0].dtype == ir.DataType.FLOAT
