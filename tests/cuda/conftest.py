@@ -1,0 +1,63 @@
+"""CUDA without a GPU: ONNX Runtime's real CUDA provider over libraries that compute nothing; see scripts/check_cuda.
+
+It loads, places every node by its own kernels, captures and replays. The stubs refuse what CUDA forbids in a capture
+and write down what happens; the puppet has the CPU compute the numbers. None of it shows a CUDA kernel's numbers, a
+missing synchronisation, or speed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import onnxruntime as ort
+import pytest
+
+from tests.cuda import puppet
+from tests.cuda.trace import TRACE, Trace
+
+HERE = Path(__file__).parent
+ASKED = "QSAMPLE_CUDA_STUBS" in os.environ
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Only scripts/check_cuda has what these tests need."""
+    return True if not ASKED and collection_path.is_relative_to(HERE) else None
+
+
+@pytest.fixture(scope="session", autouse=True)
+def stubs(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Sessions on CUDA get their numbers from the CPU, and leave a trace of what they do."""
+    assert puppet.CUDA in ort.get_available_providers(), "QSAMPLE_CUDA_STUBS is set, and this is no onnxruntime-gpu"
+    # The stubs open the file at the first call of any of them.
+    os.environ[TRACE] = str(tmp_path_factory.mktemp("trace") / "calls")
+    # The stub of cuDNN builds no graphs, which its attention would want.
+    os.environ["ORT_ENABLE_CUDNN_FLASH_ATTENTION"] = "0"
+    puppet.install()
+
+
+@pytest.fixture
+def trace() -> Trace:
+    return Trace()
+
+
+@pytest.fixture
+def without_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """compile for a dtype that the CPU has no kernels for: without the tests that compare numbers."""
+    from qsample.exporters.compiler import compile as compile_module
+    from qsample.exporters.compiler.divergence import Divergence
+    from qsample.exporters.compiler.self_test import SelfTest
+
+    def measured(*_: Any, **__: Any) -> Divergence:
+        return Divergence(kl=0.0, perplexity=1.0, quantized_perplexity=1.0, agreement=1.0, tokens=1)
+
+    monkeypatch.setattr(compile_module, "run_self_test", lambda *_: SelfTest(tokens=0, agreeing=0))
+    monkeypatch.setattr(compile_module, "measure_divergence", measured)
+
+
+@pytest.fixture(scope="session")
+def portable(exported: Callable[..., Path]) -> Callable[[str], Path]:
+    """model_type → a portable package of a random model of that type."""
+    return exported

@@ -1,0 +1,289 @@
+"""Lets the CPU provider compute what the stubbed CUDA provider does not, so that programs for CUDA run to their end.
+
+    python -m tests.cuda.puppet SCRIPT.py ARGUMENTS ...        (or: -m MODULE ARGUMENTS ...)
+
+The stubs' device memory is the host's. The CUDA session runs first, with all of its placement, bindings, captures and
+replays. Then its inputs are put back, for it may have written over them, and a CPU session of the same file runs: three
+times for a run that captures, and over the memory of the capture for one that replays, whatever is bound, as ONNX
+Runtime does (inference_session.cc, cuda_execution_provider.cc). Float16 has CPU kernels, bfloat16 has not.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import runpy
+import sys
+import threading
+from collections import Counter
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+
+CUDA = "CUDAExecutionProvider"
+CPU = "CPUExecutionProvider"
+NOT_CAPTURED = -1
+_WEIGHTS_FOLDER = "session.model_external_initializers_file_folder_path"
+
+Original: Any = ort.InferenceSession
+COUNTS: Counter[str] = Counter()
+_BYTES = {1: 4, 2: 1, 3: 1, 6: 4, 7: 8, 9: 1, 10: 2, 11: 8, 16: 2}
+_NUMBERS = {
+    "float": 1,
+    "float32": 1,
+    "uint8": 2,
+    "int8": 3,
+    "int32": 6,
+    "int64": 7,
+    "bool": 9,
+    "float16": 10,
+    "double": 11,
+    "float64": 11,
+    "bfloat16": 16,
+}
+
+Bound = tuple[int, tuple[int, ...], int, Any]  # element type, shape, address, what keeps the memory alive
+
+
+def _element(kind: Any) -> int:
+    """ONNX's number of an element type, given as such, as "tensor(float)", or as a NumPy dtype."""
+    if isinstance(kind, int):
+        return kind
+    return _NUMBERS[kind[len("tensor(") : -1] if isinstance(kind, str) else np.dtype(kind).name]
+
+
+def _of_value(value: Any) -> Bound:
+    return _element(value.data_type()), tuple(value.shape()), value.data_ptr(), value
+
+
+class Binding:
+    """What is bound, beside the real binding; None for an output that nobody gave memory for."""
+
+    def __init__(self, session: Any) -> None:
+        self.real = Original.io_binding(session)
+        self.inputs: dict[str, Bound] = {}
+        self.outputs: dict[str, Bound | None] = {}
+        self.computed: dict[str, Any] = {}  # the CPU's results where nobody gave memory
+
+    def bind_input(
+        self, name: str, device_type: str, device_id: int, element_type: Any, shape: Any, buffer_ptr: int
+    ) -> None:
+        self.real.bind_input(name, device_type, device_id, element_type, shape, buffer_ptr)
+        self.inputs[name] = _element(element_type), tuple(shape), buffer_ptr, None
+
+    def bind_cpu_input(self, name: str, array: Any) -> None:
+        self.real.bind_cpu_input(name, array)
+        self.inputs[name] = _element(array.dtype), array.shape, array.ctypes.data, array
+
+    def bind_ortvalue_input(self, name: str, value: Any) -> None:
+        self.real.bind_ortvalue_input(name, value)
+        self.inputs[name] = _of_value(value)
+
+    def bind_output(
+        self,
+        name: str,
+        device_type: str = "cpu",
+        device_id: int = 0,
+        element_type: Any = None,
+        shape: Any = None,
+        buffer_ptr: int | None = None,
+    ) -> None:
+        self.real.bind_output(name, device_type, device_id, element_type, shape, buffer_ptr)
+        self.outputs[name] = None if buffer_ptr is None else (_element(element_type), tuple(shape), buffer_ptr, None)
+
+    def bind_ortvalue_output(self, name: str, value: Any) -> None:
+        self.real.bind_ortvalue_output(name, value)
+        self.outputs[name] = _of_value(value)
+
+    def get_outputs(self) -> list[Any]:
+        if self.outputs.keys() == self.computed.keys():
+            return list(self.computed.values())
+        made = self.real.get_outputs()
+        return [self.computed.get(name, value) for name, value in zip(self.outputs, made, strict=True)]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.real, name)
+
+
+class Session(Original):  # type: ignore[misc]
+    """An InferenceSession whose numbers are the CPU's where it runs on CUDA."""
+
+    def __init__(
+        self, model: Any, sess_options: Any = None, providers: Any = None, provider_options: Any = None, **more: Any
+    ) -> None:
+        # Without constant folding the device would compute shapes from constants, which the stubs cannot.
+        more.pop("disabled_optimizers", None)
+        super().__init__(model, sess_options, providers, provider_options, **more)
+        self.twin: Any = None
+        if self.get_providers()[0] != CUDA:
+            return
+        proto = _proto(model)
+        with suppress(ort.capi.onnxruntime_pybind11_state.NotImplemented):  # bfloat16: numbers remain the device's
+            self.twin = _on_cpu(model, proto, sess_options)
+        self._captures = (provider_options or [{}])[0].get("enable_cuda_graph") == "1"
+        self._captured: dict[tuple[int, int], tuple[dict[str, Bound], dict[str, Bound | None]]] = {}
+        # Which side of a branch runs, and the sizes there, would follow from numbers that the device lacks.
+        self._branches = any(node.op_type in ("If", "Loop", "Scan") for node in proto.graph.node)
+
+    def io_binding(self) -> Any:
+        return Binding(self) if self.twin is not None else super().io_binding()
+
+    def run(self, names: Any, feeds: Any, run_options: Any = None) -> Any:
+        if self.twin is None:
+            return super().run(names, feeds, run_options)
+        self._run_device(lambda: super(Session, self).run(names, feeds, run_options))
+        return self.twin.run(names, feeds)
+
+    def run_with_iobinding(self, binding: Any, run_options: Any = None) -> None:
+        if self.twin is None:
+            super().run_with_iobinding(binding, run_options)
+            return
+        times, used = 1, (dict(binding.inputs), dict(binding.outputs))
+        number = _graph_number(run_options) if self._captures else NOT_CAPTURED
+        if number != NOT_CAPTURED:
+            key = threading.get_ident(), number
+            if key not in self._captured:
+                times, self._captured[key] = 3, used
+                COUNTS["captures"] += 1
+            else:
+                used = self._captured[key]
+                COUNTS["replays"] += 1
+        inputs, outputs = used
+        kept = {
+            name: ctypes.string_at(address, math.prod(shape) * _BYTES[kind])
+            for name, (kind, shape, address, _) in inputs.items()
+        }
+        self._run_device(lambda: Original.run_with_iobinding(self, binding.real, run_options))
+        for name, (_, _, address, _) in inputs.items():
+            ctypes.memmove(address, kept[name], len(kept[name]))
+        self._run_twin(inputs, outputs, binding, times)
+
+    def _run_device(self, run: Any) -> None:
+        if not self._branches:
+            run()
+            COUNTS["cuda runs"] += 1
+
+    def _run_twin(
+        self, inputs: dict[str, Bound], outputs: dict[str, Bound | None], binding: Binding, times: int
+    ) -> None:
+        twin = self.twin.io_binding()
+        for name, (kind, shape, address, _) in inputs.items():
+            twin.bind_input(name, "cpu", 0, kind, shape, address)
+        for name, bound in outputs.items():
+            if bound is None:
+                twin.bind_output(name)
+            else:
+                kind, shape, address, _ = bound
+                twin.bind_output(name, "cpu", 0, kind, shape, address)
+        for _ in range(times):
+            self.twin.run_with_iobinding(twin)
+        for (name, bound), value in zip(outputs.items(), twin.get_outputs(), strict=True):
+            if bound is None:
+                binding.computed[name] = ort.OrtValue.ortvalue_from_numpy(np.array(value.numpy()), "cuda")
+
+
+def _graph_number(run_options: Any) -> int:
+    try:
+        return int(run_options.get_run_config_entry("gpu_graph_id"))
+    except (AttributeError, RuntimeError):  # no options, or none of that name
+        return 0
+
+
+def _proto(model: Any) -> onnx.ModelProto:
+    if isinstance(model, bytes):
+        return onnx.load_model_from_string(model)
+    return onnx.load(str(model), load_external_data=False)
+
+
+def _on_cpu(model: Any, proto: onnx.ModelProto, options: Any) -> Any:
+    """The session on the CPU, whose attention norms no queries and keys by itself."""
+    if not any(_norms(node) for node in proto.graph.node):
+        return Original(model, options, providers=[CPU])
+    separate_norms(proto)
+    if not isinstance(model, bytes):  # where its weights are
+        options = copy_options(options)
+        options.add_session_config_entry(_WEIGHTS_FOLDER, str(Path(model).parent))
+    return Original(proto.SerializeToString(), options, providers=[CPU])
+
+
+def copy_options(options: Any) -> Any:
+    """Session options to change; ONNX Runtime's own cannot be copied, and the twin needs few of them."""
+    copied = ort.SessionOptions()
+    copied.intra_op_num_threads = options.intra_op_num_threads if options is not None else 0
+    copied.log_severity_level = 4
+    return copied
+
+
+def separate_norms(proto: onnx.ModelProto) -> None:
+    """Put the norms of queries and keys before each GroupQueryAttention that has them inside; in place."""
+    sizes = {tensor.name: list(tensor.dims) for tensor in proto.graph.initializer}
+    nodes = []
+    for node in proto.graph.node:
+        weights = _norms(node)
+        if weights:
+            attributes = {attribute.name: attribute for attribute in node.attribute}
+            heads, kv_heads = attributes["num_heads"].i, attributes["kv_num_heads"].i
+            (size,) = sizes[weights[0]]
+            names = list(node.input[:3])
+            if not names[1]:  # query, key and value in one
+                widths = onnx.numpy_helper.from_array(
+                    np.array([heads, kv_heads, kv_heads]) * size, f"{node.name}_widths"
+                )
+                packed, names = names[0], [f"{node.name}_{part}" for part in "qkv"]
+                proto.graph.initializer.append(widths)
+                nodes.append(onnx.helper.make_node("Split", [packed, widths.name], names, axis=-1))
+            epsilon = attributes["qk_norm_epsilon"].f
+            for index, (name, weight) in enumerate(zip(names[:2], weights, strict=True)):
+                node.input[index] = f"{node.name}_norm{index}"
+                nodes += _head_norm(proto.graph, name, weight, size, epsilon, node.input[index])
+            node.input[2] = names[2]
+            del node.input[14:]
+            node.attribute.remove(attributes["qk_norm_epsilon"])
+        nodes.append(node)
+    kept = [onnx.NodeProto.FromString(node.SerializeToString()) for node in nodes]
+    del proto.graph.node[:]
+    proto.graph.node.extend(kept)
+
+
+def _norms(node: onnx.NodeProto) -> list[str]:
+    """The weights of the norms inside a GroupQueryAttention: those of queries and of keys."""
+    return list(node.input[14:16]) if node.op_type == "GroupQueryAttention" and any(node.input[14:16]) else []
+
+
+def _head_norm(
+    graph: onnx.GraphProto, value: str, weight: str, size: int, epsilon: float, result: str
+) -> list[onnx.NodeProto]:
+    """The RMS norm over each head of [B, S, heads * size]."""
+    split = onnx.numpy_helper.from_array(np.array([0, 0, -1, size]), f"{result}_heads")
+    merge = onnx.numpy_helper.from_array(np.array([0, 0, -1]), f"{result}_merged")
+    graph.initializer.extend([split, merge])
+    return [
+        onnx.helper.make_node("Reshape", [value, split.name], [f"{result}_split"]),
+        onnx.helper.make_node(
+            "SimplifiedLayerNormalization", [f"{result}_split", weight], [f"{result}_normed"], axis=-1, epsilon=epsilon
+        ),
+        onnx.helper.make_node("Reshape", [f"{result}_normed", merge.name], [result]),
+    ]
+
+
+def install() -> None:
+    """From now on, sessions on CUDA have a twin on the CPU."""
+    ort.InferenceSession = Session
+
+
+def main() -> None:
+    install()
+    sys.argv = sys.argv[1:]
+    if sys.argv[0] == "-m":
+        sys.argv = sys.argv[1:]
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()
