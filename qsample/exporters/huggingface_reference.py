@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from qsample.exporters.parity import DECODE_STEPS, Reference
+from qsample.exporters.parity import DECODE_STEPS, Narrowed, Reference
+from qsample.tensors import Array
 
 PROMPT_LENGTHS: Final = (9, 4, 14)
-# A window can only be seen to work on a prompt longer than it; beyond this the prompt would cost too much.
+# A window can only be seen to work on a prompt longer than it. Beyond this the prompt would cost too much, in attention
+# that is quadratic here; a longer window is compared at the length of NARROW instead.
 LONGEST_WINDOW: Final = 640
+NARROW: Final = 6
+_BEYOND: Final = 3  # how many tokens a prompt is longer than a window
+_WINDOWS: Final = (
+    "sliding_window",
+    "sliding_window_size",
+    "attention_chunk_size",
+    "attention_window_size",
+    "window_size",
+    "local_attention",
+)
 
 
 def reference(model: PreTrainedModel) -> Reference:
@@ -22,22 +37,30 @@ def reference(model: PreTrainedModel) -> Reference:
     # Models that number positions themselves skip padding, which a prompt does not contain.
     allowed = np.setdiff1d(np.arange(_vocab_size(model)), [_pad_token_id(model)])
     limit = (longest_context(config) or 2**20) - DECODE_STEPS - 1
-    lengths = sorted({min(length, limit) for length in (*PROMPT_LENGTHS, _beyond_the_window(config))} - {0})
+    short, long = _windows(config, limit)
+    beyond = [max(short) + _BEYOND] if short else []
+    lengths = sorted({min(length, limit) for length in (*PROMPT_LENGTHS, *beyond)})
     rows = [generator.choice(allowed, n + DECODE_STEPS).tolist() for n in lengths]
     model.set_attn_implementation("eager")
-    logits = []
-    with torch.no_grad():
-        for row, n in zip(rows, lengths, strict=True):
-            output = model(input_ids=torch.tensor([row]), use_cache=False).logits[0, n - 1 :]
-            logits.append(output.to(torch.float32).numpy())
+    logits = [_logits(model, row, n) for row, n in zip(rows, lengths, strict=True)]
     prompts = [row[:n] for row, n in zip(rows, lengths, strict=True)]
-    return Reference(prompts, [row[n:] for row, n in zip(rows, lengths, strict=True)], logits)
+    expected = Reference(prompts, [row[n:] for row, n in zip(rows, lengths, strict=True)], logits)
+    narrowed = _narrowed(model, expected, dict.fromkeys(long, NARROW)) if long else None
+    return replace(expected, narrowed=narrowed, windows=_what_is_compared(config, short, long, narrowed))
 
 
 def longest_context(config: Any) -> int | None:
     """The positions that a text model knows; None = any number, which some configurations say with -1."""
     stated = int(getattr(config, "max_position_embeddings", None) or 0)
     return stated if stated > 0 else None
+
+
+def _logits(model: PreTrainedModel, row: list[int], prompt_length: int) -> Array:
+    """[DECODE_STEPS + 1, V] float32: after the prompt, and after each token behind it."""
+    with torch.no_grad():
+        output = model(input_ids=torch.tensor([row]), use_cache=False).logits[0, prompt_length - 1 :]
+    logits: Array = output.to(torch.float32).numpy()
+    return logits
 
 
 def _vocab_size(model: PreTrainedModel) -> int:
@@ -52,8 +75,51 @@ def _pad_token_id(model: PreTrainedModel) -> int:
     return -1 if pad is None else int(pad)
 
 
-def _beyond_the_window(config: Any) -> int:
-    """A prompt length that runs past the smallest attention window; 0 if there is none to test."""
-    windows = [getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")]
-    smallest = min((int(window) for window in windows if window), default=LONGEST_WINDOW)
-    return smallest + 3 if smallest < LONGEST_WINDOW else 0
+def _windows(config: Any, limit: int) -> tuple[list[int], list[int]]:
+    """Sizes of the attention windows that `config` states: those that a prompt runs past, and the longer ones.
+
+    limit: of a prompt's length.
+    """
+    stated = {getattr(config, name, None) for name in _WINDOWS}
+    sizes = sorted(int(size) for size in stated if isinstance(size, int) and size > 0)
+    short = [size for size in sizes if size < LONGEST_WINDOW and size + _BEYOND <= limit]
+    return short, [size for size in sizes if size not in short]
+
+
+def _narrowed(model: PreTrainedModel, expected: Reference, windows: Mapping[int, int]) -> Narrowed | None:
+    """The last row of `expected` with smaller `windows`; None where `model` computes the same without them, because no
+    layer has one or because it took them from its configuration when it was made, and where it fails."""
+    prompt, continuation, whole = expected.prompts[-1], expected.continuations[-1], expected.logits[-1]
+    try:
+        with _with_windows(model, windows):
+            logits = _logits(model, prompt + continuation, len(prompt))
+    except (RuntimeError, ValueError, IndexError):  # weights whose shape is the window's
+        return None
+    return None if np.array_equal(logits, whole) else Narrowed(windows, prompt, continuation, logits)
+
+
+@contextmanager
+def _with_windows(model: PreTrainedModel, windows: Mapping[int, int]) -> Iterator[None]:
+    """While open, the attention windows of `model` that are keys of `windows` have the values.
+
+    Masks are made with the configuration's; some modules keep a copy.
+    """
+    owners = [model.config.get_text_config(decoder=True), *model.modules()]
+    found = [
+        (owner, name, vars(owner)[name]) for owner in owners for name in _WINDOWS if vars(owner).get(name) in windows
+    ]
+    try:
+        for owner, name, window in found:
+            setattr(owner, name, windows[window])
+        yield
+    finally:
+        for owner, name, window in found:
+            setattr(owner, name, window)
+
+
+def _what_is_compared(config: Any, short: list[int], long: list[int], narrowed: Narrowed | None) -> str:
+    """As `Reference.windows` says it."""
+    said = ["passed by a prompt"] * bool(short) + ["narrowed"] * (narrowed is not None)
+    if long and narrowed is None and set(getattr(config, "layer_types", None) or ()) != {"full_attention"}:
+        said.append(f"not compared: {', '.join(map(str, long))}")
+    return ", ".join(said) or "none"

@@ -2,15 +2,17 @@
 ParityError.
 
 The gate runs before a package is published. Teacher-forced, it compares every logit of a ragged batch of prompts and of
-the decode steps after them, of one prompt fed in chunks, and (with a sampler) greedy tokens with the argmax. It knows
-arrays and graphs only: where the reference comes from is the caller's business.
+the decode steps after them, of one prompt fed in chunks, padded ones among them, and (with a sampler) greedy tokens
+with the argmax. Attention windows that no prompt here is longer than are made smaller, in the model and in the graph
+alike. It knows arrays and graphs only: where the reference comes from is the caller's business.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import onnx_ir as ir
@@ -19,6 +21,7 @@ from qsample.contract import LOGITS, Interface
 from qsample.errors import ParityError
 from qsample.exporters.graph import gqa
 from qsample.exporters.graph.runner import GraphRunner
+from qsample.exporters.graph.windows import narrow_windows
 from qsample.tensors import Array
 
 DECODE_STEPS: Final = 8
@@ -27,20 +30,36 @@ TOLERANCES: Final = {"float32": 1e-4, "float16": 3e-2}
 
 
 @dataclass(frozen=True, slots=True)
+class Narrowed:
+    """What the original model computes with smaller attention windows. windows: each, and what it was replaced by.
+    prompt, continuation, logits: one row of a `Reference`."""
+
+    windows: Mapping[int, int]
+    prompt: list[int]
+    continuation: list[int]
+    logits: Array
+
+
+@dataclass(frozen=True, slots=True)
 class Reference:
     """What the original model computes: prompts, the tokens fed after them, and the logits after each.
 
     prompts: token ids, a row each. continuations: [rows, DECODE_STEPS]. logits: a row each, [DECODE_STEPS + 1, V].
+    narrowed: the same for windows that are too long for a prompt; None = there are none, or the model does not let them
+    be made smaller. windows: in words, how the model's attention windows are compared.
     """
 
     prompts: list[list[int]]
     continuations: list[list[int]]
     logits: list[Array]
+    narrowed: Narrowed | None = None
+    windows: str = "none"
 
 
 @dataclass(frozen=True, slots=True)
 class Parity:
-    """The figures of a passed gate. Errors are absolute differences of logits; `scale` is the largest |logit|."""
+    """The figures of a passed gate. Errors are absolute differences of logits; `scale` is the largest |logit|.
+    windows: as in `Reference`."""
 
     max_error: float
     scale: float
@@ -50,6 +69,28 @@ class Parity:
     longest_prompt: int
     attention_layers: int
     plain_attention_layers: int
+    windows: str
+
+
+class Compared(NamedTuple):
+    """Logits of one call of the graph, and the model's: [V] or [rows, V]."""
+
+    got: Array
+    wanted: Array
+
+    @property
+    def error(self) -> float:
+        """The largest difference; NaN where either holds one that is no number. Equal infinities do not differ."""
+        with np.errstate(invalid="ignore"):
+            return float(np.where(self.got == self.wanted, 0.0, np.abs(self.got - self.wanted)).max())
+
+
+class Difference(NamedTuple):
+    """error: the largest. scale: the largest finite |logit|. tolerance: what `error` may be."""
+
+    error: float
+    scale: float
+    tolerance: float
 
 
 def check(
@@ -70,24 +111,53 @@ def check(
             f"the graph has {attentions} GroupQueryAttention nodes for {layers} attention layers; "
             "the model's attention was not exported as it is"
         )
-    capacity = max(map(len, expected.prompts)) + DECODE_STEPS + 2
-    runner = GraphRunner(model, initial_state, interface, capacity, folder=decoder.parent, weights_mapped=True)
-    wanted = np.stack(expected.logits, axis=1)
-    batched = _prompts_then_steps(runner, expected)
-    chunked = _in_chunks(runner, expected.prompts[-1])
-    scale = float(np.abs(wanted).max())
-    error = max(_error(batched, wanted), _error(chunked, wanted[0, -1]))
-    tolerance = TOLERANCES[interface.dtype] * max(1.0, scale)
+    longest = max(map(len, expected.prompts))
+
+    def run(model: ir.Model) -> GraphRunner:
+        capacity = longest + DECODE_STEPS + 2
+        return GraphRunner(model, initial_state, interface, capacity, folder=decoder.parent, weights_mapped=True)
+
+    runner = run(model)
+    parts = {
+        "by step (prefill first)": _prompts_then_steps(runner, expected),
+        "prompt in chunks": _in_chunks(runner, expected),
+    }
+    del runner  # before the next opens its session
+    if expected.narrowed is not None:
+        narrow_windows(model, expected.narrowed.windows)
+        sizes = " and ".join(f"{window} made {narrow}" for window, narrow in expected.narrowed.windows.items())
+        parts[f"with a window of {sizes}"] = _beyond_windows(run(model), expected.narrowed)
+    error, scale, tolerance = compare(parts, interface.dtype)
+    return Parity(
+        error,
+        scale,
+        tolerance,
+        rows=len(expected.prompts),
+        decode_steps=DECODE_STEPS,
+        longest_prompt=longest,
+        attention_layers=attentions,
+        plain_attention_layers=plain_attention_layers,
+        windows=expected.windows,
+    )
+
+
+def compare(parts: Mapping[str, Sequence[Compared]], dtype: str) -> Difference:
+    """How far the graph's logits are from the model's, over all calls of all `parts` by name.
+
+    dtype: the graph's, one of TOLERANCES. Raises ParityError where one differs by more than the tolerance.
+    """
+    wanted = np.concatenate([np.abs(call.wanted).ravel() for calls in parts.values() for call in calls])
+    scale = float(np.max(wanted, initial=0.0, where=np.isfinite(wanted)))
+    # Python's max would lose a NaN that is not the first.
+    error = float(np.max([call.error for calls in parts.values() for call in calls]))
+    tolerance = TOLERANCES[dtype] * max(1.0, scale)
     if not error <= tolerance:  # NaN must not pass
-        by_step = ", ".join(f"{_error(got, want):.2g}" for got, want in zip(batched, wanted, strict=True))
+        listed = [f"{name}: {', '.join(f'{call.error:.2g}' for call in calls)}" for name, calls in parts.items()]
         raise ParityError(
             f"the exported graph's logits differ from the eager model's by {error:.3g}, more than {tolerance:.3g} "
-            f"({TOLERANCES[interface.dtype]:g} of the largest logit, {scale:.3g}); by step (prefill first): {by_step}; "
-            f"prompt in chunks: {_error(chunked, wanted[0, -1]):.2g}"
+            f"({TOLERANCES[dtype]:g} of the largest logit, {scale:.3g}); {'; '.join(listed)}"
         )
-    rows = len(expected.prompts)
-    longest = max(map(len, expected.prompts))
-    return Parity(error, scale, tolerance, rows, DECODE_STEPS, longest, attentions, plain_attention_layers)
+    return Difference(error, scale, tolerance)
 
 
 def _returning_logits(model: ir.Model) -> ir.Model:
@@ -98,33 +168,51 @@ def _returning_logits(model: ir.Model) -> ir.Model:
     return model
 
 
-def _error(got: Array, wanted: Array) -> float:
-    return float(np.abs(got - wanted).max())
-
-
-def _prompts_then_steps(runner: GraphRunner, expected: Reference) -> Array:
-    """[DECODE_STEPS + 1, rows, V]: logits after the prompts, fed as one ragged batch, and after each token."""
+def _prompts_then_steps(runner: GraphRunner, expected: Reference) -> list[Compared]:
+    """[rows, V] after the prompts, fed as one ragged batch, and after each token."""
     lengths = np.array([len(prompt) for prompt in expected.prompts])
     ids = np.array([prompt + [0] * (max(lengths) - len(prompt)) for prompt in expected.prompts])
     state = runner.start(len(ids))
     logits = [_logits(runner, ids, lengths, state)]
     for column in np.array(expected.continuations).T:
         logits.append(_logits(runner, column[:, None], np.ones(len(ids)), state))
-    return np.stack(logits)
+    return list(map(Compared, logits, np.stack(expected.logits, axis=1)))
 
 
-def _in_chunks(runner: GraphRunner, prompt: list[int]) -> Array:
-    """[V]: logits after one prompt, fed in three pieces."""
+def _in_chunks(runner: GraphRunner, expected: Reference) -> list[Compared]:
+    """[V] after each chunk that the reference has logits for: the longest prompt in two, and its continuation as three.
+
+    Every later chunk but the last is padded, as wide as the row's tokens allow: padding takes positions, too, and a
+    model knows a limited number.
+    """
+    prompt, tokens = expected.prompts[-1], np.array(expected.prompts[-1] + expected.continuations[-1])
+    ends = [len(prompt) // 2, len(prompt), len(prompt) + 3, len(prompt) + 4, len(tokens)]
+    state, start, compared = runner.start(1), 0, []
+    for end, padding in zip(ends, (0, 3, 2, 3, 0), strict=True):
+        if end == start:  # half of a prompt of one token
+            continue
+        ids = np.zeros((1, end - start + padding), np.int64)
+        ids[0, : end - start] = tokens[start:end]
+        logits = _logits(runner, ids, np.array([end - start]), state)
+        if end >= len(prompt):
+            compared.append(Compared(logits[0], expected.logits[-1][end - len(prompt)]))
+        start = end
+    return compared
+
+
+def _beyond_windows(runner: GraphRunner, expected: Narrowed) -> list[Compared]:
+    """[V] after the prompt, after one more token, and after the others in one chunk."""
     state = runner.start(1)
-    for piece in np.array_split(np.array(prompt), 3):
-        logits = _logits(runner, piece[None], np.array([len(piece)]), state)
-    last: Array = logits[0]
-    return last
+    pieces = [expected.prompt, expected.continuation[:1], expected.continuation[1:]]
+    logits = [_logits(runner, np.array([piece]), np.array([len(piece)]), state)[0] for piece in pieces]
+    return list(map(Compared, logits, expected.logits[[0, 1, DECODE_STEPS]]))
 
 
 def _logits(runner: GraphRunner, ids: Array, lengths: Array, state: dict[str, Array]) -> Array:
+    """[rows, V]; ParityError where a sampler in the graph does not take the largest. A NaN is left to `compare`."""
     results = runner.step(ids, lengths, state)
     logits = results[LOGITS.name]
-    if "next_ids" in results and not np.array_equal(results["next_ids"][:, 0], logits.argmax(-1)):
+    is_greedy = "next_ids" not in results or np.array_equal(results["next_ids"][:, 0], logits.argmax(-1))
+    if not is_greedy and not np.isnan(logits).any():
         raise ParityError("the sampler at temperature 0 did not return the token with the largest logit")
     return logits

@@ -3,27 +3,36 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from qsample.exporters.huggingface_reference import longest_context, reference
+from qsample.exporters.huggingface_reference import NARROW, longest_context, reference
 from qsample.exporters.parity import DECODE_STEPS
 from tests.helpers.tiny_models import VOCAB_SIZE, random_model
 
+_LOCAL: dict[str, Any] = {"attention_types": [[["global", "local"], 1]], "num_layers": 2, "num_heads": 4}
+
 
 @pytest.mark.parametrize(
-    ("model_type", "overrides", "lengths"),
+    ("model_type", "overrides", "lengths", "windows"),
     [
-        ("llama", {}, [4, 9, 14]),
-        ("mistral", {"sliding_window": 20}, [4, 9, 14, 23]),
-        ("mistral", {"sliding_window": 4096}, [4, 9, 14]),
-        ("llama", {"max_position_embeddings": 16}, [4, 7]),
+        ("llama", {}, [4, 9, 14], "none"),
+        ("mistral", {"sliding_window": 20}, [4, 9, 14, 23], "passed by a prompt"),
+        ("mistral", {"sliding_window": 4096}, [4, 9, 14], "narrowed"),
+        ("llama", {"max_position_embeddings": 16}, [4, 7], "none"),
+        ("mistral", {"max_position_embeddings": 16, "sliding_window": 12}, [4, 7], "narrowed"),
+        ("qwen3", {"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 1}, [4, 9, 14], "narrowed"),
+        ("qwen3", {"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 9}, [4, 9, 14], "none"),
+        ("gpt_neo", {"window_size": 20, **_LOCAL}, [4, 9, 14, 23], "passed by a prompt"),
+        ("gpt_neo", {"window_size": 900, **_LOCAL}, [4, 9, 14], "not compared: 900"),
     ],
 )
-def test_lengths_of_the_prompts(model_type: str, overrides: dict[str, int], lengths: list[int]) -> None:
+def test_prompts_and_windows(model_type: str, overrides: dict[str, Any], lengths: list[int], windows: str) -> None:
     expected = reference(random_model(model_type, **overrides))
+    assert (expected.windows, expected.narrowed is not None) == (windows, windows == "narrowed")
     assert [len(prompt) for prompt in expected.prompts] == lengths
     assert {len(tokens) for tokens in expected.continuations} == {DECODE_STEPS}
     assert {array.shape for array in expected.logits} == {(DECODE_STEPS + 1, VOCAB_SIZE)}
@@ -38,6 +47,22 @@ def test_logits_are_those_after_the_prompt_and_after_each_token() -> None:
             with torch.no_grad():
                 wanted = model(torch.tensor([prompt + tokens[:step]])).logits[0, -1].numpy()
             np.testing.assert_allclose(logits[step], wanted, atol=1e-5)
+
+
+def test_a_narrowed_window_is_that_of_a_model_made_with_it() -> None:
+    model = random_model("gemma2", sliding_window=2048)
+    before = [parameter.clone() for parameter in model.parameters()]
+    narrowed = reference(model).narrowed
+    assert narrowed is not None
+    assert narrowed.windows == {2048: NARROW}
+    assert model.config.sliding_window == 2048
+    assert model.model.layers[0].self_attn.sliding_window == 2048
+    assert all(torch.equal(one, two) for one, two in zip(before, model.parameters(), strict=True))
+    other = random_model("gemma2", sliding_window=NARROW)
+    other.set_attn_implementation("eager")
+    with torch.no_grad():
+        wanted = other(torch.tensor([narrowed.prompt + narrowed.continuation])).logits[0, len(narrowed.prompt) - 1 :]
+    np.testing.assert_allclose(narrowed.logits, wanted.numpy(), atol=1e-5)
 
 
 @pytest.mark.parametrize(("stated", "positions"), [(256, 256), (-1, None), (None, None)])

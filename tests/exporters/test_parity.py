@@ -9,16 +9,21 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx_ir as ir
 import pytest
+import torch
 from transformers.models.llama import modeling_llama
 
 from qsample.contract import Interface
 from qsample.errors import ParityError
 from qsample.exporters import parity
+from qsample.exporters.graph import gqa
 from qsample.exporters.graph.runner import GraphRunner
 from qsample.exporters.huggingface_reference import reference
 from qsample.package import Package, read_package
 from qsample.transforms import attention, decoder, masks, recurrent
+from qsample.transforms.cache import DecodeContext
+from tests.architectures import configs
 from tests.architectures.configs import tiny_model
 from tests.helpers.tiny_models import export_without_sampler, random_model
 
@@ -33,9 +38,13 @@ def expected() -> parity.Reference:
     return reference(random_model("llama"))
 
 
-def check(package: Package, expected: parity.Reference, **options: int) -> parity.Parity:
+def check(package: Package, expected: parity.Reference, decoder: Path | None = None, **options: int) -> parity.Parity:
     return parity.check(
-        package.file("decoder.onnx"), package.file("initial_state.onnx"), package.interface, expected, **options
+        decoder or package.file("decoder.onnx"),
+        package.file("initial_state.onnx"),
+        package.interface,
+        expected,
+        **options,
     )
 
 
@@ -79,6 +88,75 @@ def test_a_sampler_that_is_not_greedy_at_temperature_0(
         check(package, expected)
 
 
+# What the gate makes of numbers.
+
+
+def call(*rows: list[float], wanted: list[list[float]] | None = None) -> parity.Compared:
+    """A call whose logits are `rows`; `wanted`: the model's, if they are others."""
+    return parity.Compared(np.array(rows, np.float32), np.array(rows if wanted is None else wanted, np.float32))
+
+
+SAME = call([1.0, -8.0, 2.0], [0.5, 3.0, -4.0])
+NAN, INFINITY = float("nan"), float("inf")
+
+
+def test_equal_logits_do_not_differ() -> None:
+    assert parity.compare({"steps": [SAME, SAME]}, "float32") == (0.0, 8.0, pytest.approx(8e-4))
+
+
+@pytest.mark.parametrize("position", range(4))
+@pytest.mark.parametrize("side", ["got", "wanted"])
+def test_a_number_that_is_none_never_passes(side: str, position: int) -> None:
+    """Whichever call it is in: the largest of a list that holds a NaN depends on the order in Python."""
+    calls = [SAME, SAME, SAME, SAME]
+    changed = getattr(SAME, side).copy()
+    changed[1, 2] = NAN
+    calls[position] = SAME._replace(**{side: changed})
+    with pytest.raises(ParityError, match="differ from the eager model's by nan"):
+        parity.compare({"steps": calls[:2], "chunks": calls[2:]}, "float32")
+
+
+def test_an_infinite_mask_on_both_sides_is_no_difference() -> None:
+    masked = call([1.0, -INFINITY, 2.0])
+    assert parity.compare({"steps": [masked, SAME]}, "float32").error == 0.0
+    assert parity.compare({"steps": [masked]}, "float32").scale == 2.0
+
+
+@pytest.mark.parametrize("infinity", [INFINITY, -INFINITY])
+@pytest.mark.parametrize("other", [1.0, 3e38, "the opposite"])
+def test_an_infinity_on_one_side_never_passes(infinity: float, other: float | str) -> None:
+    got, wanted = [1.0, infinity, 2.0], [1.0, -infinity if other == "the opposite" else other, 2.0]
+    for one, two in ((got, wanted), (wanted, got)):
+        with pytest.raises(ParityError, match="differ from the eager model's by inf"):
+            parity.compare({"steps": [call(one, wanted=[two])]}, "float32")
+
+
+@pytest.mark.parametrize("dtype", parity.TOLERANCES)
+@pytest.mark.parametrize(("largest", "scale"), [(0.25, 1.0), (64.0, 64.0)])
+def test_the_tolerance(dtype: str, largest: float, scale: float) -> None:
+    """It follows the largest logit, from 1 up, and is inclusive."""
+    tolerance = parity.TOLERANCES[dtype] * scale
+    for factor, passes in ((0.99, True), (1.01, False)):
+        parts = {"steps": [call([largest, 0.0], wanted=[[largest, factor * tolerance]])]}
+        if passes:
+            assert parity.compare(parts, dtype).error == pytest.approx(factor * tolerance)
+        else:
+            with pytest.raises(ParityError, match=rf"by {1.01 * tolerance:.3g}, more than {tolerance:.3g}"):
+                parity.compare(parts, dtype)
+
+
+@pytest.mark.parametrize("part", ["steps", "chunks", "windows"])
+@pytest.mark.parametrize("row", [0, 1])
+@pytest.mark.parametrize("index", [0, 2])
+def test_an_error_in_one_row_of_one_call(part: str, row: int, index: int) -> None:
+    parts = {"steps": [SAME] * 3, "chunks": [SAME] * 3, "windows": [SAME] * 3}
+    wrong = SAME.got.copy()
+    wrong[row, 1] += 0.01
+    parts[part] = [*parts[part][:index], SAME._replace(got=wrong), *parts[part][index + 1 :]]
+    with pytest.raises(ParityError, match=rf"{part}: {'0, ' * index}0\.01"):
+        parity.compare(parts, "float32")
+
+
 # Planted errors: each changes what the exported graph computes, and must be refused.
 
 
@@ -94,17 +172,70 @@ def drop(option: str) -> Callable[..., Any]:
 
 
 @pytest.mark.parametrize(
-    ("model_type", "option"),
-    [("mistral", "sliding_window"), ("gemma2", "softcap"), ("gpt_oss", "s_aux"), ("gemma3_text", "scale")],
+    ("model_type", "option", "overrides"),
+    [
+        ("mistral", "sliding_window", {"sliding_window": 4096, "max_position_embeddings": 32768}),
+        ("gemma2", "softcap", {}),
+        ("gpt_oss", "s_aux", {}),
+        ("gemma3_text", "scale", {"query_pre_attn_scalar": 64}),
+    ],
 )
 def test_parity_gate_refuses_a_planted_error(
-    model_type: str, option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model_type: str, option: str, overrides: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    overrides = {"query_pre_attn_scalar": 64} if model_type == "gemma3_text" else {}
     monkeypatch.setattr(attention, "_group_query_attention", drop(option))
     with pytest.raises(ParityError, match=r"differ from the eager model's by .*, more than"):
         export_without_sampler(random_model(model_type, **overrides), tmp_path / "package")
     assert os.listdir(tmp_path) == []
+
+
+def test_parity_gate_refuses_padding_that_a_later_chunk_does_not_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is right for a first chunk and for one without padding."""
+    real = attention._group_query_attention
+
+    def planted(context: DecodeContext, *args: Any, **options: Any) -> Any:
+        assert context.positions is not None
+        assert context.input_lengths is not None
+        context.seqlens_k = context.positions[:, 0].to(torch.int32) + context.input_lengths - 1
+        return real(context, *args, **options)
+
+    monkeypatch.setattr(attention, "_group_query_attention", planted)
+    with pytest.raises(ParityError, match=r"differ from .* prompt in chunks: [\d.]+(, [\d.e+-]+){3}"):
+        export_without_sampler(random_model("llama"), tmp_path / "package")
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize(("window", "windows"), [(20, "passed by a prompt"), (1024, "narrowed"), (32768, "narrowed")])
+def test_windows_that_are_one_token_off(window: int, windows: str, package: Package, tmp_path: Path) -> None:
+    """The package's graph is given windows of its own; the model is the same with windows."""
+    model = random_model("mistral", sliding_window=window, max_position_embeddings=2 * window)
+    model.load_state_dict(random_model("llama").state_dict())
+    expected = reference(model)
+    assert expected.windows == windows
+    graph = ir.load(package.file("decoder.onnx"))
+    for size, passes in ((window, True), (window - 1, False), (window + 1, False), (-1, False)):
+        for node in gqa.attentions(graph.graph):
+            node.attributes["local_window_size"] = ir.AttrInt64("local_window_size", size)
+        ir.save(graph, tmp_path / "decoder.onnx", external_data="decoder.onnx.data")
+        if passes:
+            assert check(package, expected, tmp_path / "decoder.onnx").windows == windows
+        else:
+            with pytest.raises(ParityError, match="with a window of" if windows == "narrowed" else "by step"):
+                check(package, expected, tmp_path / "decoder.onnx")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", ["gemma3n_text", "llama4_text", "gpt_oss", "olmo3", "gemma4_unified_text"])
+def test_long_windows_are_compared(model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of GroupQueryAttention, of layers that share a cache, of chunked attention."""
+    for name in ("sliding_window", "attention_chunk_size"):
+        monkeypatch.setitem(configs.SIZES, name, 2048)
+    figures = export_without_sampler(configs.tiny_model(model_type), tmp_path / "package").manifest.parity
+    assert figures is not None
+    assert figures["windows"] == "narrowed"
+    assert figures["max_error"] < 1e-4
 
 
 def test_parity_gate_refuses_a_swapped_rotary_embedding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
