@@ -5,23 +5,29 @@ Torch and transformers are imported only where a checkpoint is exported.
 
 from __future__ import annotations
 
-import os
 import tempfile
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any
 
 from qsample.contract import Features
+from qsample.destination import Destination, scratch_folder
 from qsample.errors import QsampleError
 from qsample.exporters.compiler.options import CompileOptions
+from qsample.huggingface.dtypes import check_export_dtype, choose_dtype, dtype_name, is_dtype
+from qsample.huggingface.generation_config import GENERATION_CONFIG_FILE, GenerationConfig, as_generation_config
+from qsample.huggingface.keywords import check_from_pretrained
+from qsample.huggingface.model_config import ModelConfig
+from qsample.huggingface.model_methods import RunsSessions
 from qsample.package import MANIFEST_NAME, Package, check_not_source, copy_package, read_package
 from qsample.progress import Progress
 
 if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
     from qsample.exporters.checkpoints.load import Checkpoint
-    from qsample.runtime import CausalLM, GenerateOutput
-    from qsample.tensors import Array
+    from qsample.runtime import CausalLM
 
 
 class AutoModelForCausalLM:
@@ -42,7 +48,8 @@ class AutoModelForCausalLM:
         allowed_tokens: bool = False,
         logprobs: bool = False,
         top_logprobs: int = 0,
-        dtype: str | None = None,
+        dtype: Any = None,
+        torch_dtype: Any = None,
         tokenizer: str | None = "auto",
         provider: str | None = None,
         revision: str | None = None,
@@ -51,6 +58,7 @@ class AutoModelForCausalLM:
         local_files_only: bool = False,
         trust_remote_code: bool = False,
         adapter: str | Path | None = None,
+        **others: Any,
     ) -> CheckpointModel | PackagedModel:
         """Open a hub id, a checkpoint folder or an exported package.
 
@@ -60,18 +68,23 @@ class AutoModelForCausalLM:
             return_pdfs: also return the distribution that each token was sampled from, `probs` [B, V] float32.
             logit_bias, allowed_tokens, logprobs, top_logprobs: further features, see `contract.Features`; each is
                 absent from the graph unless asked for.
-            dtype: "float32" (the default) or "float16", of the weights and the cache.
+            dtype: of the weights and the cache: "float32" (the default), "float16", or "auto" for the checkpoint's own
+                where it is one of these; torch's and NumPy's objects do as well. torch_dtype: its older name.
             tokenizer: "auto", another id or folder, or None for a package of token ids only.
             provider: the execution provider that generate() runs on; None = the one that a device package was compiled
                 for, otherwise "cpu".
             revision, cache_dir, token, local_files_only, trust_remote_code: as in transformers, see `HubOptions`.
             adapter: a folder or hub id of a LoRA adapter as peft saves it; it is merged into the weights.
+            others: what transformers takes and is off; docs/transformers.md says what to do instead where it is on.
 
         Returns a `PackagedModel` for a folder with a qsample.json, otherwise a `CheckpointModel`, which loads nothing
         until it is used. Features of a package were fixed at its export: asking for others raises QsampleError.
         """
         from qsample.exporters.checkpoints.hub_options import HubOptions
 
+        own = AutoModelForCausalLM.from_pretrained.__annotations__.keys() - {"others", "return"}
+        check_from_pretrained(others, own)
+        chosen = choose_dtype(dtype, torch_dtype)
         features = Features(
             sampler=include_sampler,
             logit_bias=logit_bias,
@@ -92,13 +105,13 @@ class AutoModelForCausalLM:
             package = read_package(path)
             if adapter is not None:
                 raise QsampleError(f"{path} is a package, and an adapter is merged at export; export the model with it")
-            _check_features(package, features, dtype)
+            _check_features(package, features, None if chosen == "auto" else chosen)
             return PackagedModel(package, provider)
         from qsample.exporters.checkpoints.load import Checkpoint
 
         checkpoint = Checkpoint(
             model_id=str(pretrained_model_name_or_path),
-            dtype=dtype or "float32",
+            dtype=check_export_dtype(chosen or "float32"),
             tokenizer=tokenizer,
             adapter=None if adapter is None else str(adapter),
             hub=hub,
@@ -106,7 +119,7 @@ class AutoModelForCausalLM:
         return CheckpointModel(checkpoint, features, provider)
 
 
-class _Compilable(ABC):
+class _Compilable(RunsSessions):
     """What a checkpoint and a package have in common."""
 
     def compile(
@@ -134,34 +147,17 @@ class _Compilable(ABC):
         """
         from qsample.exporters.compiler.compile import compile_package
 
+        if is_dtype(changes.get("dtype")):
+            changes["dtype"] = dtype_name(changes["dtype"])
         options = (options or CompileOptions()).override(**changes)
         if path is not None:
             check_not_source(path, *self._sources)
-        with _Destination(path) as destination:
+        with Destination(path) as destination:
             source = self._portable(options.dtype, progress)  # kept: a temporary export lives as long as this
             compiled = compile_package(
                 source.package, destination.path, options, overwrite=overwrite, progress=progress
             )
             return PackagedModel(compiled, options.provider, destination.keep())
-
-    @overload
-    def generate(
-        self, inputs: Any = ..., params: Any = ..., *, return_dict_in_generate: Literal[False], **options: Any
-    ) -> Array: ...
-
-    @overload
-    def generate(
-        self, inputs: Any = ..., params: Any = ..., *, return_dict_in_generate: bool | None = ..., **options: Any
-    ) -> GenerateOutput: ...
-
-    def generate(self, inputs: Any = None, params: Any = None, **options: Any) -> Any:
-        """Generate text or tokens; see `runtime.CausalLM.generate`."""
-        return self.runtime.generate(inputs, params, **options)
-
-    @property
-    @abstractmethod
-    def runtime(self) -> CausalLM:
-        """The loaded sessions, which `generate` runs."""
 
     @property
     @abstractmethod
@@ -181,6 +177,27 @@ class CheckpointModel(_Compilable):
         self.features = features
         self._provider = provider
         self._exported: PackagedModel | None = None
+        self._generation_config: GenerationConfig | None = None
+
+    @property
+    def config(self) -> PretrainedConfig:
+        """The checkpoint's configuration, as transformers reads it."""
+        from qsample.exporters.checkpoints.load import read_config
+
+        return read_config(self._checkpoint)
+
+    @property
+    def generation_config(self) -> GenerationConfig:
+        """The model's own settings of `generate`, to be changed or replaced; an export takes them along."""
+        if self._generation_config is None:
+            from qsample.exporters.checkpoints.settings import read_generation_config
+
+            self._generation_config = as_generation_config(read_generation_config(self._checkpoint))
+        return self._generation_config
+
+    @generation_config.setter
+    def generation_config(self, value: Any) -> None:
+        self._generation_config = as_generation_config(value)
 
     def export(
         self, path: str | Path | None = None, *, overwrite: bool = False, progress: Progress | None = None
@@ -211,6 +228,8 @@ class CheckpointModel(_Compilable):
         """The loaded sessions of a temporary export, which is made by the first call."""
         if self._exported is None:
             self._exported = self.export()
+        if self._generation_config is not None:
+            self._exported.generation_config = self._generation_config
         return self._exported.runtime
 
     def _export(
@@ -218,6 +237,7 @@ class CheckpointModel(_Compilable):
     ) -> PackagedModel:
         from qsample.exporters.checkpoints.load import load_model, load_tokenizer
         from qsample.exporters.checkpoints.locate import check_exists
+        from qsample.exporters.checkpoints.settings import settle_dtype, transformers_generation_config
         from qsample.exporters.export import export_model
 
         if path is not None:
@@ -226,10 +246,15 @@ class CheckpointModel(_Compilable):
         if checkpoint.adapter is not None:
             adapter_hub = checkpoint.hub.for_another_repository()
             check_exists(checkpoint.adapter, adapter_hub, file="adapter_config.json")
+        checkpoint = settle_dtype(checkpoint)
+        own = self._generation_config
+        settings = None if own is None else transformers_generation_config(own)
         tokenizer = load_tokenizer(checkpoint)  # before the model: it fails fast
-        with _Destination(path) as destination, _scratch_folder(destination.path) as scratch:
+        with Destination(path) as destination, scratch_folder(destination.path) as scratch:
+            model = load_model(checkpoint, Path(scratch))
+            model.generation_config = settings or model.generation_config
             package = export_model(
-                load_model(checkpoint, Path(scratch)),
+                model,
                 tokenizer,
                 destination.path,
                 self.features,
@@ -251,6 +276,21 @@ class PackagedModel(_Compilable):
         self._provider = provider
         self._folder = folder  # a temporary folder is deleted with the last reference to it
         self._runtime: CausalLM | None = None
+        self._generation_config = GenerationConfig(package.read_json(GENERATION_CONFIG_FILE))
+
+    @property
+    def config(self) -> ModelConfig:
+        """The model's config.json."""
+        return ModelConfig(self.package.read_json("config.json"))
+
+    @property
+    def generation_config(self) -> GenerationConfig:
+        """The model's own settings of `generate`, to be changed or replaced; the package keeps those that it has."""
+        return self._generation_config
+
+    @generation_config.setter
+    def generation_config(self, value: Any) -> None:
+        self._generation_config = as_generation_config(value)
 
     @property
     def runtime(self) -> CausalLM:
@@ -259,6 +299,7 @@ class PackagedModel(_Compilable):
             from qsample.runtime import load
 
             self._runtime = load(self.package.path, provider=self._provider, verify=False)
+        self._runtime.generation_config = self._generation_config
         return self._runtime
 
     @property
@@ -273,33 +314,6 @@ class PackagedModel(_Compilable):
         return PackagedModel(copy_package(self.package, path, overwrite=overwrite), self._provider)
 
     export = save_pretrained
-
-
-class _Destination:
-    """Where a package is written to: the caller's path, or one in a temporary folder that `keep` hands over."""
-
-    def __init__(self, path: str | Path | None) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="qsample-") if path is None else None
-        self.path = Path(path) if path is not None else Path(self._folder.name) / "package"  # type: ignore[union-attr]
-
-    def __enter__(self) -> _Destination:
-        return self
-
-    def keep(self) -> tempfile.TemporaryDirectory[str] | None:
-        folder, self._folder = self._folder, None
-        return folder
-
-    def __exit__(self, *exception: object) -> None:
-        if self._folder is not None:
-            self._folder.cleanup()
-
-
-def _scratch_folder(path: Path) -> tempfile.TemporaryDirectory[str]:
-    """A temporary folder on the disk that `path` will be on: the default folder for them is often in memory."""
-    parent = next(
-        (folder for folder in path.absolute().parents if folder.is_dir() and os.access(folder, os.W_OK)), None
-    )
-    return tempfile.TemporaryDirectory(prefix=".qsample-", dir=parent, ignore_cleanup_errors=True)
 
 
 def _check_features(package: Package, wanted: Features, dtype: str | None) -> None:

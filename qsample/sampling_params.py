@@ -75,7 +75,18 @@ UNSUPPORTED_SAMPLING: Final[Mapping[str, tuple[Any, ...]]] = {
     "epsilon_cutoff": (0,),
     "eta_cutoff": (0,),
 }
-_SAMPLING_FIELDS: Final = ("temperature", "top_k", "top_p", "min_p")
+# What chooses among several tokens, with the values that ask for nothing: those of transformers' own defaults, too.
+_SAMPLING_FIELDS: Final = {"temperature": (1,), "top_k": (0, HF_DEFAULT_TOP_K), "top_p": (1,), "min_p": (0,)}
+# What comes closest to something that is not implemented.
+_INSTEAD: Final = {
+    "bad_words_ids": "logit_bias={token: -inf} forbids single tokens",
+    "suppress_tokens": "logit_bias={token: -inf} forbids tokens",
+    "sequence_bias": "logit_bias={token: bias} does it for single tokens",
+    "no_repeat_ngram_size": "repetition_penalty, presence_penalty and frequency_penalty work against repetition",
+    "force_words_ids": "allowed_tokens says which tokens may come next",
+    "constraints": "allowed_tokens says which tokens may come next",
+    "num_beams": "temperature=0 takes the likeliest token each time",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,6 +219,8 @@ def _do_sample(settings: Mapping[str, Any], overrides: dict[str, Any]) -> bool:
     if given is not None and not isinstance(given, bool):
         raise ValueError(f"do_sample is {given!r}; give True or False")
     greedy = sampling.get("temperature") == 0 and not isinstance(sampling["temperature"], bool)
+    if given is False:
+        sampling = {name: value for name, value in sampling.items() if value not in _SAMPLING_FIELDS[name]}
     if given is False and sampling and not greedy:
         listed = ", ".join(f"{name}={value!r}" for name, value in sampling.items())
         raise ValueError(f"do_sample=False chooses greedily, yet {listed} is given; drop one or the other")
@@ -250,6 +263,7 @@ def _check_supported(settings: Mapping[str, Any], do_sample: bool) -> None:
         raise ValueError(
             f"the generation settings ask for {listed}, which qsample does not implement; pass {proceed} to generate "
             "without (the tokens will differ from transformers')"
+            + "".join(f"; {_INSTEAD[name]}" for name in asked if name in _INSTEAD)
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 
+import qsample
 from qsample import AutoModelForCausalLM
 from qsample.auto_model import CheckpointModel
 from qsample.contract import Features
@@ -115,3 +117,82 @@ def test_nothing_is_written_over_what_it_is_made_from(tmp_path: Path) -> None:
         for write in (source.compile, source.export):
             with pytest.raises(PackageError, match="is what the package is made from"):
                 write(tmp_path / folder, overwrite=True)
+
+
+def test_a_script_of_transformers_runs(llama_package: Path, checkpoint: Callable[[str], Path]) -> None:
+    """What stands between from_pretrained and batch_decode in most of them."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(checkpoint("llama"), padding_side="left")
+    inputs = tokenizer(["In the beginning", "Blessed"], return_tensors="pt", padding=True)
+    texts = {}
+    for library, path in ((transformers, checkpoint("llama")), (qsample, llama_package)):
+        model = library.AutoModelForCausalLM.from_pretrained(
+            path, torch_dtype=torch.float32, device_map=None, attn_implementation="eager", trust_remote_code=False
+        )
+        model.eval()
+        model.generation_config.pad_token_id = tokenizer.pad_token_id
+        assert model.config.hidden_size == 64
+        output = model.generate(
+            **inputs.to(model.device), max_new_tokens=12, do_sample=False, use_cache=True, num_beams=1
+        )
+        new = output[:, inputs["input_ids"].shape[1] :]
+        texts[library] = (tokenizer.batch_decode(new), tokenizer.decode(output[0], skip_special_tokens=True))
+    assert texts[qsample] == texts[transformers]
+
+
+@pytest.mark.parametrize(
+    ("keywords", "error", "message"),
+    [
+        ({"device_map": "auto"}, ValueError, "device_map is 'auto'.*provider="),
+        ({"low_cpu_mem_usage": True}, ValueError, "low_cpu_mem_usage is True.*mapped"),
+        ({"attn_implementation": "flash_attention_2"}, ValueError, "attn_implementation is 'flash_attention_2'"),
+        ({"load_in_4bit": True}, ValueError, 'load_in_4bit is True.*weights="int4"'),
+        ({"include_samplers": True}, TypeError, "no argument 'include_samplers'; did you mean 'include_sampler'"),
+        ({"dtype": "int8"}, QsampleError, "dtype is int8"),
+        ({"torch_dtype": "bfloat16"}, QsampleError, "dtype is bfloat16.*compile"),
+        ({"dtype": 5}, ValueError, "dtype is 5; give"),
+    ],
+)
+def test_keywords_without_a_meaning(keywords: dict[str, Any], error: Any, message: str) -> None:
+    with pytest.raises(error, match=message):
+        AutoModelForCausalLM.from_pretrained("some/model", **keywords)
+
+
+def test_dtypes_of_a_package_under_every_name(llama_package: Path) -> None:
+    torch = pytest.importorskip("torch")
+    load = AutoModelForCausalLM.from_pretrained
+    for keywords in ({"dtype": torch.float32}, {"torch_dtype": "auto"}, {"dtype": "auto", "torch_dtype": "float16"}):
+        assert load(llama_package, **keywords).dtype == "float32"
+    for keywords in ({"torch_dtype": torch.float16}, {"dtype": torch.bfloat16}):
+        with pytest.raises(QsampleError, match=r"holds float32, not b?float16"):
+            load(llama_package, **keywords)
+
+
+def test_the_dtype_of_a_checkpoint_is_its_own_where_it_is_asked_for(
+    checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    from qsample.exporters.checkpoints.load import Checkpoint
+    from qsample.exporters.checkpoints.settings import settle_dtype
+
+    config = json.loads((checkpoint("llama") / "config.json").read_text())
+    for own, wanted in (("float16", "float16"), ("bfloat16", "float32"), ("float32", "float32"), (None, "float32")):
+        (tmp_path / "config.json").write_text(json.dumps({**config, "dtype": own}))
+        assert settle_dtype(Checkpoint(str(tmp_path), dtype="auto")).dtype == wanted
+    assert settle_dtype(Checkpoint("nowhere", dtype="float16")).dtype == "float16"
+
+
+def test_a_checkpoint_takes_its_changed_settings_along(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(checkpoint("llama"), include_sampler=False)
+    assert (model.config.model_type, model.generation_config.eos_token_id) == ("llama", 2)
+    model.generation_config.max_new_tokens = 3
+    package = model.export(tmp_path / "package")
+    assert package.generation_config.max_new_tokens == 3
+    assert package.config.hidden_size == 64
+    assert len(package.generate([[5, 6]], eos_token_id=None)[0]) == 5
+    package.generation_config.max_new_tokens = 4
+    assert len(package.generate([[5, 6]], eos_token_id=None)[0]) == 6
+    model.generation_config.temperature = 0.5  # without do_sample
+    with pytest.raises(QsampleError, match=r"generation_config cannot be exported"):
+        model.export(tmp_path / "another")
+    assert not (tmp_path / "another").exists()

@@ -90,6 +90,12 @@ def test_temperature_0_is_greedy() -> None:
     assert from_config({}, do_sample=False, temperature=0.0).temperature == 0
 
 
+def test_values_that_ask_for_nothing_are_no_contradiction() -> None:
+    neutral = {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": 0.0}
+    assert from_config({"do_sample": True}, do_sample=False, **neutral) == SamplingParams(temperature=0)
+    assert from_config({}, do_sample=False, top_k=0) == SamplingParams(temperature=0)
+
+
 @pytest.mark.parametrize(
     ("config", "overrides", "message"),
     [

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+from qsample.errors import UnsupportedModelError
+
 _SHORT: Final = {"float": "float32", "half": "float16", "double": "float64"}  # torch has these names for them too
+EXPORTED: Final = ("float32", "float16", "auto")
 _NAMES: Final = frozenset({"float64", "float32", "float16", "bfloat16"})
 
 
@@ -25,12 +28,26 @@ def dtype_name(value: Any) -> str:
 
 
 def choose_dtype(dtype: Any, torch_dtype: Any) -> str | None:
-    """The name that the two keywords of `from_pretrained` ask for, where dtype goes first, as in transformers.
+    """The name that the two keywords of `from_pretrained` ask for, dtype first, as in transformers; "auto" is one.
 
     None = neither was given. Raises ValueError for what is no dtype.
     """
     given = dtype if dtype is not None else torch_dtype
     return None if given is None else dtype_name(given)
+
+
+def check_export_dtype(name: str) -> str:
+    """`name`, where a checkpoint can be exported in it; UnsupportedModelError elsewhere."""
+    if name not in EXPORTED:
+        way = (
+            ' give "float32", which holds bfloat16 weights exactly, and compile(provider="cuda", dtype="bfloat16")'
+            if name == "bfloat16"
+            else " choose one of these"
+        )
+        raise UnsupportedModelError(
+            f"dtype is {name}, and a checkpoint is exported as {', '.join(EXPORTED)}, which the CPU can check;{way}"
+        )
+    return name
 
 
 def _name(value: Any) -> str | None:

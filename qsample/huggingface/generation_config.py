@@ -39,7 +39,8 @@ class GenerationConfig(dict[str, Any]):
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in FIELDS and name not in self:
             raise AttributeError(unknown("a generation_config has no field", name, FIELDS))
-        self[name] = value
+        # None is what a model's file may say of its stop tokens, and the tokenizer's count then; () is none at all.
+        self[name] = () if name == "eos_token_id" and value is None else value
 
     def to_dict(self) -> dict[str, Any]:
         return dict(self)
@@ -58,6 +59,11 @@ def read_generation_config(given: Any) -> dict[str, Any]:
             )
         given = given.to_dict()
     return {name: value for name, value in given.items() if value is not None}
+
+
+def as_generation_config(given: Any) -> GenerationConfig:
+    """`given` itself, where it is one; otherwise one with the fields of whatever `read_generation_config` takes."""
+    return given if isinstance(given, GenerationConfig) else GenerationConfig(read_generation_config(given))
 
 
 def merge(own: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:

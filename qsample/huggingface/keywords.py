@@ -37,9 +37,12 @@ GENERATE: Final[Mapping[str, Refusal]] = {
     **_all("length_penalty", _NO_BEAMS, 1),
     **_all("low_memory", _NO_BEAMS, False),
     **_all("use_mtp is_assistant", _NO_DRAFTS, False),
-    **_all("num_assistant_tokens num_assistant_tokens_schedule assistant_confidence_threshold", _NO_DRAFTS),
+    **_all("num_assistant_tokens", _NO_DRAFTS, 20),
+    **_all("num_assistant_tokens_schedule", _NO_DRAFTS, "constant"),
+    **_all("assistant_confidence_threshold", _NO_DRAFTS, 0.4),
+    **_all("assistant_lookbehind target_lookbehind", _NO_DRAFTS, 10),
     **_all("assistant_model assistant_tokenizer assistant_early_exit assistant_ensemble_weight", _NO_DRAFTS),
-    **_all("assistant_lookbehind target_lookbehind speculation_type max_matching_ngram_size", _NO_DRAFTS),
+    **_all("speculation_type max_matching_ngram_size", _NO_DRAFTS),
     **_all("renormalize_logits", "give True or False; both leave the tokens as they are", True, False),
     **_all("use_cache", "give True or False; the graph always keeps its cache", True, False),
     **_all("disable_compile", "give True or False; nothing is compiled at run time", True, False),
@@ -124,6 +127,17 @@ def take_refused(table: Mapping[str, Refusal], given: dict[str, Any]) -> None:
         value, refusal = given.pop(name), table[name]
         if value is not None and not _is_one_of(value, refusal.harmless):
             raise ValueError(f"{name} is {_brief(value)}, which has no meaning in qsample: {refusal.instead}")
+
+
+def check_from_pretrained(given: Mapping[str, Any], own: Collection[str]) -> None:
+    """Check the keywords that `from_pretrained` does not have. own: those that it has.
+
+    Raises ValueError for one of transformers that asks for something, TypeError for one that nobody knows.
+    """
+    rest = dict(given)
+    take_refused(FROM_PRETRAINED, rest)
+    if rest:
+        raise TypeError(unknown("from_pretrained has no argument", next(iter(rest)), own))
 
 
 def unknown(what: str, name: str, known: Collection[str]) -> str:

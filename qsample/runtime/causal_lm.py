@@ -13,7 +13,7 @@ from typing import Any, Final, Literal, overload
 import numpy as np
 
 from qsample.contract import Interface
-from qsample.huggingface.generation_config import GENERATION_CONFIG_FILE, GenerationConfig, read_generation_config
+from qsample.huggingface.generation_config import GENERATION_CONFIG_FILE, GenerationConfig, as_generation_config
 from qsample.huggingface.model_config import ModelConfig
 from qsample.huggingface.model_methods import Device, ModelMethods
 from qsample.package import Package, read_package
@@ -100,7 +100,7 @@ class CausalLM(ModelMethods):
 
     @generation_config.setter
     def generation_config(self, value: Any) -> None:
-        self._generation_config = GenerationConfig(read_generation_config(value))
+        self._generation_config = as_generation_config(value)
 
     @property
     def device(self) -> Device:

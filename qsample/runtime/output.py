@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import abc
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -28,6 +30,9 @@ class Timing:
 class GenerateOutput:
     """What `generate` returns; row i belongs to prompt i.
 
+    Indexed, measured or iterated over, it is its `sequences`, which is all that transformers returns unless it is asked
+    for more: `tokenizer.decode(output[0])`, `output[:, input_ids.shape[1] :]`.
+
     sequences: [B, P + N] int64 as transformers lays it out: the prompts in P columns, padding included, and from column
     P on the new tokens, then the pad id. A prompt that was given padded stays where it was, on either side; prompts of
     different lengths get the pad id on their left.
@@ -50,6 +55,27 @@ class GenerateOutput:
     top_logprob_ids: Array | None = None
     top_logprobs: Array | None = None
     probs: Array | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.sequences.shape
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+    def __iter__(self) -> Iterator[Array]:
+        return iter(self.sequences)
+
+    def __getitem__(self, index: Any) -> Any:
+        """Of the sequences; a field, where it is a text, as in transformers' ModelOutput."""
+        if isinstance(index, str):
+            if index not in self.__slots__:
+                raise KeyError(f"{index!r}; the fields are {', '.join(self.__slots__)}")
+            return getattr(self, index)
+        return self.sequences[index]
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
+        return np.array(self.sequences, dtype=dtype, copy=copy)
 
 
 def make_output(interface: Interface, sequences: list[Sequence], pad: int, timing: Timing) -> GenerateOutput:

@@ -58,7 +58,7 @@ def load_model(checkpoint: Checkpoint, scratch: Path | None = None) -> PreTraine
     check_exists(checkpoint.model_id, checkpoint.hub)
     # Before the model: it fails fast.
     adapter = None if checkpoint.adapter is None else find_adapter(checkpoint.adapter, checkpoint.hub)
-    config = _read_config(checkpoint)
+    config = read_config(checkpoint)
     quantization = quantization_of(config, checkpoint.model_id)
     if quantization is not None:
         del config.quantization_config  # transformers would ask for the library that made it
@@ -99,7 +99,9 @@ def load_model(checkpoint: Checkpoint, scratch: Path | None = None) -> PreTraine
     return model  # from_pretrained returns it in eval mode
 
 
-def _read_config(checkpoint: Checkpoint) -> PretrainedConfig:
+def read_config(checkpoint: Checkpoint) -> PretrainedConfig:
+    """The configuration. Raises UnsupportedModelError for a model type that transformers does not know, QsampleError
+    where it cannot be read."""
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(checkpoint.model_id, **checkpoint.hub.loading())
     except (ValueError, KeyError) as error:

@@ -1,0 +1,214 @@
+"""What generate() takes from a script that was written for transformers, and what it says to the rest."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from qsample.manifest import TokenIds
+from qsample.package import Package
+from qsample.runtime import CausalLM, SamplingParams, load
+from qsample.runtime.text.tokenizer import Tokenizer
+from tests.helpers.fake_cases import GREEDY, PROMPTS
+from tests.helpers.fake_package import BOS, EOS, PAD, VOCAB, byte_tokenizer
+
+FREE: dict[str, Any] = {"do_sample": False, "max_new_tokens": 6, "eos_token_id": None}
+
+
+class FakeGenerationConfig:
+    """What transformers.GenerationConfig looks like from outside."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.settings = settings
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"top_k": None, "num_beams": None, **self.settings}
+
+
+def test_inputs_under_both_names_and_as_a_mapping(model: CausalLM) -> None:
+    wanted = model.generate(PROMPTS, **FREE).token_ids
+    assert model.generate(input_ids=PROMPTS, **FREE).token_ids == wanted
+    assert model.generate(inputs=PROMPTS, **FREE).token_ids == wanted
+    assert model.generate({"input_ids": PROMPTS}, **FREE).token_ids == wanted
+    mask = [[1] * len(prompt) for prompt in PROMPTS]
+    assert model.generate(input_ids=PROMPTS, attention_mask=mask, **FREE).token_ids == wanted
+    with pytest.raises(ValueError, match="inputs and input_ids were given"):
+        model.generate(PROMPTS, input_ids=PROMPTS, **FREE)
+    with pytest.raises(ValueError, match=r"token_type_ids is .* take it out"):
+        model.generate({"input_ids": PROMPTS, "token_type_ids": mask}, **FREE)
+    with pytest.raises(ValueError, match="token_type_ids is"):
+        model.generate(input_ids=PROMPTS, token_type_ids=mask, **FREE)
+    with pytest.raises(ValueError, match="inputs has 'colour'"):
+        model.generate({"input_ids": PROMPTS, "colour": 5}, **FREE)
+
+
+def test_a_call_without_inputs_starts_from_nothing_as_in_transformers(fake_model: Callable[..., CausalLM]) -> None:
+    model = fake_model()
+    output = model.generate(**FREE)
+    assert output.sequences[0, 0] == BOS
+    assert output.token_ids == model.generate([[BOS]], **FREE).token_ids
+    assert model.generate(bos_token_id=9, **FREE).token_ids == model.generate([[9]], **FREE).token_ids
+    without = fake_model(manifest={"token_ids": TokenIds(PAD, None, (EOS,))})
+    with pytest.raises(ValueError, match="no beginning-of-text token"):
+        without.generate(**FREE)
+    assert without.generate(bos_token_id=9, **FREE).sequences[0, 0] == 9
+
+
+def test_a_generation_config_on_top_of_the_models(fake_model: Callable[..., CausalLM], tmp_path: Path) -> None:
+    model = fake_model(
+        generation_config={"do_sample": True, "top_k": 0, "max_new_tokens": 5, "repetition_penalty": 1.3}
+    )
+    settings = {"do_sample": False, "max_new_tokens": 3}
+    wanted = model.generate(PROMPTS, SamplingParams(temperature=0, repetition_penalty=1.3, max_new_tokens=3)).token_ids
+    (tmp_path / "generation_config.json").write_text(json.dumps(settings))
+    for form in (settings, FakeGenerationConfig(**settings), tmp_path, str(tmp_path / "generation_config.json")):
+        assert model.generate(PROMPTS, generation_config=form).token_ids == wanted
+    assert model.generate(PROMPTS, FakeGenerationConfig(**settings)).token_ids == wanted  # type: ignore[arg-type]
+    on_top = model.generate(PROMPTS, generation_config=settings, max_new_tokens=2)
+    assert on_top.token_ids == [row[:2] for row in wanted]
+    total = model.generate(PROMPTS[:1], generation_config={"max_length": 5, "do_sample": False})
+    assert len(total.token_ids[0]) == 2
+    for wrong, message in (
+        ({"num_beams": 4}, "num_beams=4, which qsample does not implement"),
+        ({"output_scores": True}, "output_scores is True.*return_pdfs"),
+        (5, "generation_config is a int"),
+        ({"temperature": -1, "do_sample": True}, "temperature is -1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            model.generate(PROMPTS, generation_config=wrong)
+    with pytest.raises(ValueError, match="params and generation_config were given"):
+        model.generate(PROMPTS, GREEDY, generation_config=settings)
+
+
+def test_the_models_own_settings_can_be_changed(fake: Callable[..., Package]) -> None:
+    model = load(fake().path)
+    model.generation_config.do_sample = False
+    model.generation_config.max_new_tokens = 3
+    model.generation_config.eos_token_id = None
+    tokens = model.generate(PROMPTS).token_ids
+    assert [len(row) for row in tokens] == [3] * 4
+    assert tokens == model.generate(PROMPTS, do_sample=False).token_ids
+    model.generation_config = {"do_sample": False, "max_new_tokens": 2}  # type: ignore[assignment]
+    assert model.generate(PROMPTS, eos_token_id=None).token_ids == [row[:2] for row in tokens]
+    model.generation_config.pad_token_id = 40
+    assert model.generate([[40, 40, 5, 6]], max_new_tokens=1).prompt_lengths == [2]
+
+
+def test_the_pad_token_fills_what_is_around_a_row(fake_model: Callable[..., CausalLM]) -> None:
+    stops = {"do_sample": False, "max_new_tokens": 8, "eos_token_id": list(range(3, VOCAB, 3))}
+    for settings, options, wanted in (
+        ({}, {}, 3),  # no pad token: the first that ends a row
+        ({"pad_token_id": 7}, {}, 7),
+        ({"pad_token_id": 7}, {"pad_token_id": 9}, 9),
+        ({"pad_token_id": 7}, {"pad_token_id": None}, 3),
+        ({"pad_token_id": -1}, {}, 3),
+        ({}, {"pad_token_id": np.int64(9)}, 9),
+    ):
+        output = fake_model(generation_config=settings).generate(PROMPTS, **stops, **options)
+        width = max(map(len, PROMPTS))
+        assert output.sequences[2, 0] == wanted
+        row = min(range(4), key=lambda index: len(output.token_ids[index]))
+        assert len(output.token_ids[row]) < 8
+        tail = output.sequences[row, width + len(output.token_ids[row]) :]
+        assert set(tail.tolist()) <= {wanted}
+    for wrong in (-1, VOCAB, 1.5, "0", True):
+        with pytest.raises(ValueError, match=r"pad_token_id is .*; give one of the model's token ids, 0 to 319"):
+            fake_model().generate(PROMPTS, pad_token_id=wrong, **FREE)
+    with pytest.raises(ValueError, match="bos_token_id is"):
+        fake_model().generate(PROMPTS, bos_token_id=-1, **FREE)
+
+
+def test_the_sequences_alone_and_the_output_as_sequences(model: CausalLM) -> None:
+    output = model.generate(PROMPTS, return_dict_in_generate=True, **FREE)
+    alone = model.generate(PROMPTS, return_dict_in_generate=False, **FREE)
+    assert isinstance(alone, np.ndarray)
+    assert (
+        alone.tolist() == output.sequences.tolist() == np.asarray(output).tolist() == [row.tolist() for row in output]
+    )
+    assert output.shape == alone.shape
+    assert len(output) == 4
+    assert output[0].tolist() == alone[0].tolist()
+    assert output[:, 11:].tolist() == output.token_ids
+    assert output["texts"] is output.texts
+    with pytest.raises(KeyError, match="'scores'; the fields are sequences, token_ids"):
+        _ = output["scores"]
+    with pytest.raises(ValueError, match="return_dict_in_generate is 1; give True, False or None"):
+        model.generate(PROMPTS, return_dict_in_generate=1, **FREE)  # type: ignore[call-overload]
+
+
+def test_values_that_ask_for_nothing_pass(model: CausalLM) -> None:
+    wanted = model.generate(PROMPTS, **FREE).token_ids
+    harmless = {
+        "use_cache": True, "num_beams": 1, "num_return_sequences": 1, "output_scores": False, "length_penalty": 1.0,
+        "no_repeat_ngram_size": 0, "typical_p": 1.0, "assistant_model": None, "temperature": 1.0, "top_p": 1.0,
+        "early_stopping": False, "logits_processor": [], "stopping_criteria": None, "renormalize_logits": True,
+        "synced_gpus": False, "past_key_values": None, "token_type_ids": None, "max_time": None, "top_k": 50,
+    }  # fmt: skip
+    assert model.generate(PROMPTS, **FREE, **harmless).token_ids == wanted
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_beams": 4}, "num_beams=4, .*pass num_beams=None .*temperature=0 takes the likeliest"),
+        ({"no_repeat_ngram_size": 3}, "no_repeat_ngram_size=3.*repetition_penalty"),
+        ({"bad_words_ids": [[5]]}, r"bad_words_ids=\[\[5\]\].*logit_bias"),
+        ({"output_scores": True}, "output_scores is True, .*return_pdfs=True .*logprobs=True"),
+        ({"output_logits": True}, "output_logits is True, .*logprobs=True"),
+        ({"assistant_model": object()}, "assistant_model is of type object, .*assisted generation"),
+        ({"past_key_values": ()}, "past_key_values is"),
+        ({"logits_processor": [print]}, "logits_processor is given.*logit_bias=True.*allowed_tokens=True"),
+        ({"prefix_allowed_tokens_fn": print}, "prefix_allowed_tokens_fn is .*allowed_tokens"),
+        ({"max_new_token": 5}, "generate has no argument 'max_new_token'; did you mean 'max_new_tokens'"),
+        ({"atention_mask": 5}, "did you mean 'attention_mask'"),
+        ({"inputs_ids": 5}, "did you mean 'input_ids'"),
+        ({"max_time": 0}, "max_time is 0; give a number of seconds > 0"),
+        ({"max_time": "1"}, "max_time is '1'"),
+        ({"max_time": float("nan")}, "max_time is nan"),
+        ({"stopping_criteria": [5]}, "stopping_criteria has a int; give a function"),
+        ({"stopping_criteria": "no"}, "stopping_criteria has a str"),
+        ({"tokenizer": 5}, "tokenizer is a int; give a fast tokenizer"),
+    ],
+)
+def test_what_is_refused(options: dict[str, Any], message: str, model: CausalLM) -> None:
+    with pytest.raises(ValueError, match=message):
+        model.generate(PROMPTS, **options)
+
+
+def test_a_tokenizer_for_a_package_without_one(fake_model: Callable[..., CausalLM]) -> None:
+    own, bare = fake_model(), fake_model(tokenizer=False)
+    wanted = own.generate("ab", **FREE)
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=byte_tokenizer(), pad_token="<pad>")
+    theirs.backend_tokenizer.enable_truncation(1)
+    for tokenizer in (theirs, byte_tokenizer(), Tokenizer(byte_tokenizer())):
+        assert bare.generate("ab", tokenizer=tokenizer, **FREE).texts == wanted.texts
+        assert own.generate("ab", tokenizer=tokenizer, **FREE).texts == wanted.texts
+    assert theirs.backend_tokenizer.truncation is not None  # the caller's own is left as it is
+    stopped = bare.generate("ab", tokenizer=theirs, stop_strings=wanted.texts[0][1], **FREE)
+    assert stopped.finish_reasons == ["stop"]
+    with pytest.raises(ValueError, match="the package has no tokenizer; give eos_token_id, or tokenizer"):
+        bare.generate([[5]], stop_strings="a", **FREE)
+    large = byte_tokenizer()
+    large.add_tokens([f"token {i}" for i in range(100)])
+    with pytest.raises(ValueError, match="tokenizer has 360 tokens and the model 320; give the model's own"):
+        bare.generate([[5]], tokenizer=large, **FREE)
+
+
+def test_what_a_model_of_transformers_has(fake: Callable[..., Package]) -> None:
+    model = load(fake(files={"config.json": '{"hidden_size": 16, "model_type": "fake"}'}).path)
+    assert (model.config.hidden_size, model.config.model_type, model.device, model.dtype) == (
+        16,
+        "fake",
+        "cpu",
+        "float32",
+    )
+    assert model.eval() is model.to("cpu") is model
+    assert model.generation_config.top_p is None
+    with pytest.raises(ValueError, match="runs on 'cpu' and cannot move to 'cuda'"):
+        model.cuda()
