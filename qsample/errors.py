@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import traceback
+from dataclasses import dataclass
+
 
 class QsampleError(Exception):
     """Base of every error below, for a caller who wants to catch them all."""
@@ -21,3 +24,46 @@ class CompileError(QsampleError):
 
 class PackageError(QsampleError):
     """A package on disk is missing, damaged, of another version, or cannot be written."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why something ended. kind, message: of the exceptions that tell it. cause: what was raised. details: where."""
+
+    kind: type[QsampleError]
+    message: str
+    cause: BaseException | None = None
+    details: str = ""
+
+    @classmethod
+    def of(cls, kind: type[QsampleError], message: str, cause: BaseException) -> Failure:
+        """message: "{}" in it stands for what was raised."""
+        try:
+            text = f"{type(cause).__name__}: {cause!s:.500}".removesuffix(": ")
+            details = "".join(traceback.format_exception(cause)).rstrip()
+            # As text: its frames would keep alive what they used, the memory of the whole batch included.
+            for error in _chain(cause):
+                BaseException.with_traceback(error, None)
+        except BaseException:  # of the exception's own methods
+            return cls(kind, message.format(type(cause).__name__))
+        return cls(kind, message.format(text), cause, details)
+
+    def error(self) -> QsampleError:
+        """An exception to raise, a fresh one each time: one that is raised again keeps the frames of every time."""
+        error = self.kind(self.message)
+        error.__cause__ = self.cause
+        if self.details:
+            error.add_note(self.details)
+        return error
+
+
+def _chain(error: BaseException) -> list[BaseException]:
+    """`error`, and what led to it."""
+    seen: list[BaseException] = []
+    unseen: list[BaseException | None] = [error]
+    while unseen:
+        one = unseen.pop()
+        if one is not None and all(one is not other for other in seen):
+            seen.append(one)
+            unseen += [one.__cause__, one.__context__, *getattr(one, "exceptions", ())]
+    return seen

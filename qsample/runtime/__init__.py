@@ -8,7 +8,7 @@ from qsample.runtime.causal_lm import CausalLM, load
 from qsample.runtime.engine import Engine, EngineClosedError, QueueFullError
 from qsample.runtime.guided_decoding import AllowedTokensFn, Step
 from qsample.runtime.output import GenerateOutput
-from qsample.runtime.request import Delta, Request, RequestOutput
+from qsample.runtime.request import Delta, Request, RequestFailedError, RequestOutput
 from qsample.runtime.text.streamer import TextStreamer
 from qsample.sampling_params import SamplingParams
 
@@ -21,6 +21,7 @@ __all__ = [
     "GenerateOutput",
     "QueueFullError",
     "Request",
+    "RequestFailedError",
     "RequestOutput",
     "SamplingParams",
     "Step",

@@ -25,6 +25,7 @@ from qsample.runtime.guided_decoding import Guide
 from qsample.runtime.output import GenerateOutput, Timing, make_output
 from qsample.runtime.sequence import Sequence
 from qsample.runtime.session.options import SessionOptions, check_count
+from qsample.runtime.session.reopen import fingerprint, reopen
 from qsample.runtime.session.session import Sessions, open_sessions
 from qsample.runtime.stopping_criteria import BatchEnd
 from qsample.runtime.text.streamer import Streamer
@@ -66,7 +67,13 @@ def load(
     options = SessionOptions(intra_op_num_threads, provider_options or {}, session_config or {})
     package = read_package(path, verify=verify)
     _check_ctx_len(package, ctx_len)
-    return CausalLM(package, open_sessions(package, provider, options), ctx_len)
+    model = CausalLM(package, open_sessions(package, provider, options), ctx_len)
+    model._loaded_with = {"provider": provider, "ctx_len": ctx_len, "verify": verify} | {
+        "intra_op_num_threads": intra_op_num_threads,
+        "provider_options": provider_options and dict(provider_options),
+        "session_config": session_config and dict(session_config),
+    }
+    return model
 
 
 class CausalLM(ModelMethods):
@@ -74,6 +81,8 @@ class CausalLM(ModelMethods):
 
     package: where it came from. tokenizer: None where it was exported without one. config: the model's config.json.
     sessions: the graphs. batch_size: most rows of one call; None = any.
+
+    It pickles as the path of its package and the arguments of `load`: whoever unpickles it opens that package.
     """
 
     def __init__(self, package: Package, sessions: Sessions, ctx_len: int | None = None) -> None:
@@ -87,6 +96,13 @@ class CausalLM(ModelMethods):
         self.batch_size = compilation.batch_size if compilation else None
         # Captured graphs belong to the memory of one batch, and cost more to make than many steps.
         self._captured: dict[tuple[int, int, bool], Slots] = {}
+        self._loaded_with: dict[str, Any] | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self._loaded_with is None:
+            raise TypeError("this model was not opened by qsample.runtime.load, so no path says how to open it again")
+        state = {"generation_config": dict(self.generation_config)}
+        return reopen, (load, self.package.path, fingerprint(self.package), self._loaded_with, state)
 
     @property
     def interface(self) -> Interface:

@@ -7,19 +7,20 @@ while one reader is busy elsewhere, and an event loop would be blocked during ev
 from __future__ import annotations
 
 import atexit
+import os
 import threading
-from collections import abc
+from collections import abc, deque
 from typing import Any, Final
 
-from qsample.errors import QsampleError
+from qsample.errors import Failure, QsampleError
 from qsample.runtime.causal_lm import CausalLM
 from qsample.runtime.decode.loop import DecodeLoop, choose_flush_every
 from qsample.runtime.decode.scheduler import Scheduler
 from qsample.runtime.decode.slots import Slots
 from qsample.runtime.guided_decoding import Guide
-from qsample.runtime.request import CANCELLED, Request
+from qsample.runtime.request import CANCELLED, Request, RequestFailedError
 from qsample.runtime.sequence import Sequence
-from qsample.runtime.session.options import check_count
+from qsample.runtime.session.options import check_count, checked_timeout
 from qsample.sampling_params import SamplingParams
 
 _SLOTS: Final = 8  # where neither the caller nor the package says
@@ -32,7 +33,7 @@ class QueueFullError(QsampleError):
 
 
 class EngineClosedError(QsampleError):
-    """The engine was closed, or its graph failed."""
+    """The engine was closed, its graph failed, or this is a fork of the process that it runs in."""
 
 
 class Engine:
@@ -98,9 +99,12 @@ class Engine:
         self._changed = threading.Condition()  # guards what follows
         self._requests: dict[Sequence, Request] = {}  # those that have not ended
         self._added: list[Sequence] = []
-        self._cancelled: list[Sequence] = []
         self._closed = False
-        self._error: BaseException | None = None
+        self._failure: Failure | None = None
+        # Not guarded: whoever cancels may be in the middle of anything. While a request is there, the thread looks here
+        # after each step; so nobody has to wake it.
+        self._cancelled: deque[Sequence] = deque()
+        self._process = os.getpid()
         # For the engine's thread alone.
         self._guides: dict[Sequence, Guide] = {}
         self._loop: DecodeLoop | None = loop
@@ -123,6 +127,7 @@ class Engine:
         stop_strings: str | abc.Sequence[str] | None = None,
         allowed_tokens: Any = None,
         timeout: float | None = None,
+        cancel_if_abandoned: bool = True,
         **options: Any,
     ) -> Request:
         """Add one prompt, and return at once where the queue has room.
@@ -131,13 +136,19 @@ class Engine:
             inputs: a text, token ids, or chat messages; see `parse_prompts`.
             params, seed, stop_strings, options: as in `CausalLM.generate`, those of chat messages included.
             allowed_tokens: as in `CausalLM.generate`, for a batch of this one row. A function is called on the engine's
-                thread between two steps, so everybody waits for it; and it must not call the engine.
+                thread between two steps, so everybody waits for it. What it raises ends this request alone. It must not
+                wait for the engine that calls it: RuntimeError.
             timeout: seconds to wait while `slots` requests run and `max_waiting` wait; None = as long as it takes, 0 =
                 not at all.
+            cancel_if_abandoned: cancel the request when its last reader gives up, see `Request`; False lets it go on.
 
         Raises ValueError where an argument is wrong or the prompt does not fit, QueueFullError after `timeout`,
-        EngineClosedError where the engine takes no requests any more.
+        EngineClosedError where the engine takes no requests any more, and in a fork of the engine's process.
         """
+        self._check_waiting()
+        if self._closed:
+            raise self._closed_error()
+        seconds = checked_timeout(timeout)
         sequences, guide = self._model.prepare(
             inputs,
             params,
@@ -152,10 +163,12 @@ class Engine:
         sequence = sequences[0]
         if guide is not None:
             guide.start()
-        request = Request(sequence, self._cancel)
+        request = Request(
+            sequence, self._cancelled.append, self._check_waiting, cancel_if_abandoned=bool(cancel_if_abandoned)
+        )
         with self._changed:
             room = self._changed.wait_for(
-                lambda: self._closed or len(self._requests) < self.slots + self.max_waiting, timeout
+                lambda: self._closed or len(self._requests) < self.slots + self.max_waiting, seconds
             )
             if self._closed:
                 raise self._closed_error()
@@ -172,23 +185,40 @@ class Engine:
         return request
 
     def close(self) -> None:
-        """Cancel what has not ended, end the thread and release the batch's memory. The model can be used on."""
+        """Cancel what has not ended, end the thread and release the batch's memory. The model can be used on.
+
+        On the engine's own thread, in a function of a request, it does not wait. In a fork it does nothing: the engine
+        goes on in the process that made it.
+        """
+        atexit.unregister(self.close)
+        if os.getpid() != self._process:
+            return
         with self._changed:
             self._closed = True
             self._changed.notify_all()
         if threading.current_thread() is not self._thread:
             self._thread.join()
-        atexit.unregister(self.close)
 
-    def _cancel(self, sequence: Sequence) -> None:
-        with self._changed:
-            self._cancelled.append(sequence)
-            self._changed.notify_all()
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "an Engine cannot be pickled: it is a thread and memory of this process; pickle its model, and make an "
+            "engine of that there"
+        )
 
-    def _closed_error(self) -> EngineClosedError:
-        if self._error is None:
-            return EngineClosedError("the engine is closed; make a new one")
-        return EngineClosedError(f"the engine ended because its graph failed ({self._error}); make a new one")
+    def _check_waiting(self) -> None:
+        """Raise where the engine's thread could not end the wait."""
+        if os.getpid() != self._process:
+            raise EngineClosedError(
+                f"the engine runs in process {self._process}, and this is a fork of it; make an engine here"
+            )
+        if threading.current_thread() is self._thread:
+            raise RuntimeError(
+                "a function for allowed_tokens waits for the engine that calls it, which would never end; use another "
+                "thread"
+            )
+
+    def _closed_error(self) -> QsampleError:
+        return (self._failure or Failure(EngineClosedError, "the engine is closed; make a new one")).error()
 
     # From here on, the engine's thread.
 
@@ -199,17 +229,19 @@ class Engine:
                 while self._take_changes(self._loop):
                     self._loop.step()
         except BaseException as error:  # whatever it is, nobody may be left waiting
-            self._error = error
+            self._failure = Failure.of(
+                EngineClosedError, "the engine ended because its graph failed ({}); make a new one", error
+            )
         with self._changed:
             self._closed = True
             left = list(self._requests.values())
             self._requests.clear()
             self._changed.notify_all()
         for request in left:
-            if self._error is None:
+            if self._failure is None:
                 request.finish(CANCELLED)
             else:
-                request.fail(self._closed_error())
+                request.fail(self._failure)
         self._guides.clear()
         self._loop = None
 
@@ -220,10 +252,10 @@ class Engine:
             if self._closed:
                 return False
             added, self._added = self._added, []
-            cancelled, self._cancelled = self._cancelled, []
         for sequence in added:
             loop.add(sequence)
-        for sequence in cancelled:
+        while self._cancelled:
+            sequence = self._cancelled.popleft()
             if sequence in self._requests:  # it has not ended meanwhile
                 loop.leave(sequence)
                 self._end(sequence).finish(CANCELLED)
@@ -232,13 +264,15 @@ class Engine:
     def _deliver(self, sequence: Sequence) -> None:
         assert self._loop is not None
         request, guide = self._requests[sequence], self._guides.get(sequence)
+        failed = "the request's text cannot be decoded ({})"
         try:
             ended = request.update()
             if not ended and guide is not None:
+                failed = "the request's function for allowed_tokens raised {}"
                 guide.update(self._loop.set_parameter)
-        except Exception as error:  # the caller's function, most likely; nobody else is to suffer
+        except BaseException as error:  # SystemExit, too: nobody else is to suffer
             ended = True
-            request.fail(error)
+            request.fail(Failure.of(RequestFailedError, failed, error))
         if ended:
             self._end(sequence)
             self._loop.leave(sequence)

@@ -48,7 +48,7 @@ class Guide:
 
     def start(self) -> None:
         """Write the masks of the first tokens."""
-        self._function(None, self._mask)
+        self._call(None)
 
     def update(self, set_parameter: Callable[[Sequence, str, Array], None]) -> None:
         """Write the masks of the next tokens, if any sequence has a token that the function has not seen.
@@ -60,9 +60,12 @@ class Guide:
             return
         emitted = np.greater(counts, self._shown)
         self._shown = counts
-        self._function(self._step(emitted), self._mask)
+        self._call(self._step(emitted))
         for sequence, mask in zip(self._sequences, self._mask, strict=True):
             set_parameter(sequence, ALLOWED_TOKENS.name, mask)
+
+    def _call(self, step: Step | None) -> None:
+        self._function(step, self._mask.view())  # a view, so that its shape and dtype are not the caller's to change
 
     def _step(self, emitted: Array) -> Step:
         """The newest token of every sequence: the loop reads guided ones after each."""

@@ -49,6 +49,11 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.001)
 
 
+def wait_for_token(request: Request) -> None:
+    """Without reading: a reader that leaves cancels."""
+    wait_until(lambda: len(request._deltas) > 0)
+
+
 def expected(prompt: list[int], params: SamplingParams, seed: int) -> tuple[list[int], str]:
     return fake_reference.generate(prompt, params, seed, MAX_POSITIONS)
 

@@ -19,7 +19,7 @@ from qsample.runtime import (
 )
 from qsample.runtime.decode.slots import Slots
 from tests.helpers.fake_package import compilation
-from tests.helpers.requests import ENDLESS, FREE, expected, outcome, random_params, random_prompt
+from tests.helpers.requests import ENDLESS, FREE, expected, outcome, random_params, random_prompt, wait_for_token
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_a_long_prompt_does_not_hold_up_running_rows(model: CausalLM, monkeypatc
         monkeypatch.setattr(Slots, name, call)
     with Engine(model, slots=2, prefill_chunk_size=4) as engine:
         running = engine.add_request([5], ENDLESS, seed=0)
-        next(iter(running))
+        wait_for_token(running)
         late = engine.add_request([6] * 40, FREE, seed=1)
         assert outcome(late) == expected([6] * 40, FREE, 1)
         assert outcome(running) == expected([5], ENDLESS, 0)

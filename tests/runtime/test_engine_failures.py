@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import random
 import sys
 import threading
+import traceback
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -21,12 +23,22 @@ from qsample.runtime import (
     EngineClosedError,
     QueueFullError,
     Request,
+    RequestFailedError,
     SamplingParams,
     load,
 )
 from qsample.runtime.decode.slots import Slots
+from qsample.runtime.text.tokenizer import Tokenizer
 from tests.helpers.fake_package import MAX_POSITIONS, POISON, VOCAB
-from tests.helpers.requests import ENDLESS, FREE, expected, outcome, random_prompt, wait_until
+from tests.helpers.requests import (
+    ENDLESS,
+    FREE,
+    expected,
+    outcome,
+    random_prompt,
+    wait_for_token,
+    wait_until,
+)
 
 
 @pytest.mark.parametrize(
@@ -91,7 +103,7 @@ def test_nothing_is_kept_of_a_row_that_had_no_token_to_sample(fake_model: Callab
     prompt = [9, 200, 31, 4, 5, 6]
     with Engine(fake_model(allowed_tokens=True), slots=2, prefill_chunk_size=2) as engine:
         running = engine.add_request([5], ENDLESS, seed=0)
-        next(iter(running))
+        wait_for_token(running)
         nothing = np.zeros(VOCAB // 32, dtype=np.int32)
         assert outcome(engine.add_request(prompt, FREE, allowed_tokens=nothing)) == ([], "invalid")
         seen = len(running._deltas)
@@ -131,10 +143,117 @@ def test_a_graph_that_fails_ends_every_request_with_its_error(model: CausalLM, m
             requests = [engine.add_request([5], FREE) for _ in range(3)]
             added.set()
             for request in requests:
-                with pytest.raises(EngineClosedError, match=r"its graph failed \(out of memory\)"):
+                with pytest.raises(EngineClosedError, match=r"its graph failed \(RuntimeError: out of memory\)"):
                     request.result(60)
             with pytest.raises(EngineClosedError, match="out of memory"):
                 engine.add_request([5], FREE)
+
+
+def test_an_error_does_not_grow_with_those_who_see_it(fake_model: Callable[..., CausalLM]) -> None:
+    """Each of them gets an exception of its own, with the same cause, whose frames are gone."""
+
+    def broken(step: Any, mask: np.ndarray) -> None:
+        if step is not None:
+            raise RuntimeError("no more rules")
+
+    def frames(error: BaseException) -> int:
+        return sum(1 for _ in traceback.walk_tb(error.__traceback__))
+
+    with Engine(fake_model(allowed_tokens=True), slots=1) as engine:
+        request = engine.add_request([5], FREE, allowed_tokens=broken)
+        errors: list[RequestFailedError] = []
+        for read in [request.result, lambda: list(request)] * 20:
+            try:
+                read()
+            except RequestFailedError as error:
+                errors.append(error)
+        cause = errors[0].__cause__
+        assert len({id(error) for error in errors}) == len(errors) == 40
+        assert {frames(error) for error in errors[::2]} == {frames(errors[0])}
+        assert {error.__context__ for error in errors} == {None}
+        assert {error.__cause__ for error in errors} == {cause}
+        assert cause is not None
+        assert (cause.__traceback__, cause.__context__) == (None, None)
+        assert all(len(error.__notes__) == 1 and "in broken" in error.__notes__[0] for error in errors)
+
+
+def test_an_error_keeps_nothing_of_the_engine(fake_model: Callable[..., CausalLM]) -> None:
+    def broken(step: Any, mask: np.ndarray) -> None:
+        try:
+            raise KeyError("first")
+        except KeyError:
+            if step is not None:
+                raise RuntimeError("second")  # noqa: B904
+
+    engine = Engine(fake_model(allowed_tokens=True), slots=1)
+    assert engine._loop is not None
+    memory = weakref.ref(engine._loop._slots)
+    request = engine.add_request([5], FREE, allowed_tokens=broken)
+    with pytest.raises(RequestFailedError, match="RuntimeError: second") as raised:
+        request.result(60)
+    assert isinstance(raised.value.__cause__, RuntimeError)
+    assert isinstance(raised.value.__cause__.__context__, KeyError)
+    engine.close()
+    gc.collect()
+    assert memory() is None
+    assert request.done
+
+
+def test_a_text_that_cannot_be_decoded_fails_its_request_alone(
+    model: CausalLM, gate: threading.Semaphore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The Rust library panics with a BaseException; also when a cancelled request's last text is decoded."""
+
+    class Panic(BaseException):
+        pass
+
+    def decode(self: Tokenizer, ids: Any, **options: Any) -> str:
+        if threading.current_thread().name == "qsample-engine" and 99 in ids:
+            raise Panic("index out of range")
+        return plain(self, ids, **options)
+
+    plain = Tokenizer.decode
+    monkeypatch.setattr(Tokenizer, "decode", decode)
+    with Engine(model, slots=1) as engine:
+        healthy = engine.add_request([6], FREE, seed=1)
+        failing = [engine.add_request([99], FREE, seed=seed) for seed in range(2)]
+        failing[1].cancel()
+        gate.release(1000)
+        for request in failing:
+            with pytest.raises(RequestFailedError, match=r"text cannot be decoded \(Panic: index out of range\)"):
+                request.result(60)
+        assert outcome(healthy) == expected([6], FREE, 1)
+        assert outcome(engine.add_request([7], FREE, seed=2)) == expected([7], FREE, 2)
+
+
+def test_an_event_loop_that_raises_harms_nobody(model: CausalLM, gate: threading.Semaphore) -> None:
+    class Loop(asyncio.SelectorEventLoop):
+        def call_soon_threadsafe(self, *args: Any, **options: Any) -> Any:
+            raise SystemExit("no more calls")
+
+    with Engine(model, slots=2) as engine:
+        requests = [engine.add_request([5 + n], FREE, seed=n) for n in range(2)]
+        loop = Loop()
+        reader = aiter(requests[0])
+        task = loop.create_task(anext(reader))  # type: ignore[arg-type]
+        loop.run_until_complete(asyncio.sleep(0))
+        gate.release(1000)
+        assert [outcome(request) for request in requests] == [expected([5 + n], FREE, n) for n in range(2)]
+        task.cancel()
+        loop.run_until_complete(asyncio.wait([task]))
+        loop.close()
+
+
+@pytest.mark.parametrize("timeout", ["1", float("nan"), True, [1], 1j])
+def test_a_wrong_timeout(timeout: Any, model: CausalLM) -> None:
+    with Engine(model, slots=1) as engine:
+        request = engine.add_request([5], FREE, seed=1)
+        for call in (lambda: engine.add_request([5], timeout=timeout), lambda: request.result(timeout)):
+            with pytest.raises(ValueError, match=r"timeout is .*; give seconds, or None"):
+                call()
+        for far in (float("inf"), 10**400, np.float32(1e30)):
+            assert request.result(far).finish_reason == "length"
+            engine.add_request([5], FREE, timeout=far)
 
 
 def test_closing_cancels_and_releases_everything(model: CausalLM) -> None:
@@ -154,7 +273,7 @@ def test_closing_cancels_and_releases_everything(model: CausalLM) -> None:
 
     thread = threading.Thread(target=wait_for_room)
     thread.start()
-    next(iter(requests[0]))
+    wait_for_token(requests[0])
     engine.close()
     thread.join(60)
     assert len(refused) == 1
@@ -198,7 +317,8 @@ def test_the_interpreter_exits_with_an_engine_open(fake: Callable[..., Package])
         "from qsample.runtime import Engine, load\n"
         f"engine = Engine(load({str(fake().path)!r}), slots=2)\n"
         "request = engine.add_request([5], max_new_tokens=200, temperature=1.0)\n"
-        "next(iter(request))\n"
+        "reader = iter(request)\n"
+        "next(reader)\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr) == (0, "")

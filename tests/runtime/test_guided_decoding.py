@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import Any
 
@@ -11,13 +12,14 @@ import pytest
 from qsample.runtime import (
     CausalLM,
     Engine,
+    RequestFailedError,
     SamplingParams,
     Step,
 )
 from qsample.runtime.guided_decoding import Guide
 from qsample.runtime.sequence import Sequence
 from tests.helpers.fake_package import VOCAB
-from tests.helpers.requests import FREE, expected, outcome
+from tests.helpers.requests import ENDLESS, FREE, expected, outcome
 
 
 def test_each_request_may_have_its_own_function_for_allowed_tokens(fake_model: Callable[..., CausalLM]) -> None:
@@ -47,20 +49,114 @@ def test_each_request_may_have_its_own_function_for_allowed_tokens(fake_model: C
         assert fixed.result(60).token_ids == [5] * 20
 
 
-def test_a_function_that_raises_ends_its_request_alone(fake_model: Callable[..., CausalLM]) -> None:
+class Unprintable(BaseException):
+    """Not even an Exception, and a trap for whoever looks at it."""
+
+    def __str__(self) -> str:
+        raise SystemExit("no")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (RuntimeError("the grammar has no more rules"), "raised RuntimeError: the grammar has no more rules"),
+        (SystemExit(3), "raised SystemExit: 3"),
+        (KeyboardInterrupt(), r"raised KeyboardInterrupt(\n|\Z)"),
+        (GeneratorExit(), r"raised GeneratorExit(\n|\Z)"),
+        (MemoryError(), r"raised MemoryError(\n|\Z)"),
+        (Unprintable(), r"raised Unprintable(\n|\Z)"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_function_that_raises_ends_its_request_alone(
+    error: BaseException, message: str, fake_model: Callable[..., CausalLM]
+) -> None:
     def broken(step: Any, mask: np.ndarray) -> None:
         if step is not None and step.tokens[0] >= 0:
-            raise RuntimeError("the grammar has no more rules")
+            raise error
 
     with Engine(fake_model(allowed_tokens=True), slots=2) as engine:
         healthy = engine.add_request([6], FREE, seed=1)
         failing = engine.add_request([5], FREE, allowed_tokens=broken)
-        with pytest.raises(RuntimeError, match="no more rules"):
-            failing.result(60)
-        with pytest.raises(RuntimeError, match="no more rules"):
-            list(failing)
+        for read in (failing.result, lambda: list(failing)):
+            with pytest.raises(RequestFailedError, match=f"function for allowed_tokens {message}") as raised:
+                read()
+            if not isinstance(error, Unprintable):
+                assert raised.value.__cause__ is error
+                assert "in broken" in "".join(raised.value.__notes__)
         assert outcome(healthy) == expected([6], FREE, 1)
         assert outcome(engine.add_request([7], FREE, seed=2)) == expected([7], FREE, 2)
+
+
+def test_a_function_that_raises_at_once_raises_where_the_request_is_added(
+    fake_model: Callable[..., CausalLM],
+) -> None:
+    def broken(step: Any, mask: np.ndarray) -> None:
+        raise SystemExit("no grammar")
+
+    with Engine(fake_model(allowed_tokens=True), slots=1, max_waiting=0) as engine:
+        for _ in range(3):
+            with pytest.raises(SystemExit, match="no grammar"):
+                engine.add_request([5], FREE, allowed_tokens=broken)
+        assert outcome(engine.add_request([7], FREE, seed=2)) == expected([7], FREE, 2)
+
+
+def test_the_mask_keeps_its_shape_and_dtype_whatever_a_function_does(fake_model: Callable[..., CausalLM]) -> None:
+    def careless(step: Any, mask: np.ndarray) -> None:
+        mask[:] = 0
+        mask[0, 1] = 1 << 5
+        mask.shape = (mask.size,)
+        mask.dtype = np.uint8
+
+    with Engine(fake_model(allowed_tokens=True), slots=1) as engine:
+        assert engine.add_request([5], FREE, allowed_tokens=careless).result(60).token_ids == [37] * 20
+
+
+@pytest.mark.parametrize("wait", ["add", "result", "iterate", "await", "done"])
+def test_a_function_that_waits_for_its_own_engine(wait: str, fake_model: Callable[..., CausalLM]) -> None:
+    def waiting(step: Any, mask: np.ndarray) -> None:
+        if step is None:
+            return
+        if wait == "add":
+            engine.add_request([5], FREE)
+        elif wait == "result":
+            other.result()
+        elif wait == "iterate":
+            list(other)
+        elif wait == "await":
+
+            async def read() -> None:
+                await other
+
+            asyncio.run(read())
+        else:
+            assert ended.result().token_ids == expected([9], FREE, 1)[0]
+            assert [token for delta in ended for token in delta.token_ids] == expected([9], FREE, 1)[0]
+            other.cancel()
+
+    with Engine(fake_model(allowed_tokens=True), slots=2) as engine:
+        ended = engine.add_request([9], FREE, seed=1)
+        ended.result(60)
+        other = engine.add_request([6], ENDLESS, seed=1)
+        request = engine.add_request([5], FREE, seed=3, allowed_tokens=waiting)
+        if wait == "done":
+            assert outcome(request) == expected([5], FREE, 3)
+            assert other.result(60).finish_reason == "cancelled"
+        else:
+            with pytest.raises(RequestFailedError, match=r"RuntimeError: .* waits for the engine that calls it"):
+                request.result(60)
+            assert outcome(other) == expected([6], ENDLESS, 1)
+
+
+def test_a_function_may_close_its_engine(fake_model: Callable[..., CausalLM]) -> None:
+    engine = Engine(fake_model(allowed_tokens=True), slots=2)
+    request = engine.add_request([5], ENDLESS, seed=3, allowed_tokens=lambda step, mask: step and engine.close())
+    assert request.result(60).finish_reason == "cancelled"
+    engine.close()
+    assert not engine._thread.is_alive()
 
 
 PROMPTS = [[5, 6, 7], [9, 200, 31, 4, 5, 6, 7, 8, 9, 10, 11], [77], [50, 51, 52, 53, 54]]

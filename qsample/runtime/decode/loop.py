@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from functools import partial
 from typing import Final
 
@@ -19,6 +19,7 @@ from qsample.errors import QsampleError
 from qsample.runtime.decode.scheduler import Chunk, Prompts, Scheduler, Window
 from qsample.runtime.decode.slots import Slots, Snapshot
 from qsample.runtime.sequence import Sequence
+from qsample.runtime.session.device_thread import DeviceThread
 from qsample.runtime.session.options import check_count
 from qsample.runtime.session.session import Sessions
 from qsample.tensors import Array
@@ -65,7 +66,7 @@ class DecodeLoop:
         self._slots = slots
         self._scheduler = scheduler
         self._deliver = deliver
-        self._device = ThreadPoolExecutor(1, "qsample-device") if double_buffering else None
+        self._device = DeviceThread("qsample-device") if double_buffering else None
         # Those that the newest job gives tokens, and how many each gets if it still runs.
         self._unread: list[tuple[Sequence, int]] = []
         self._stalled: set[Sequence] = set()
@@ -136,7 +137,7 @@ class DecodeLoop:
         if self._device is not None:
             self._device.shutdown()
 
-    def _overlap(self, device: ThreadPoolExecutor, job: Chunk | Prompts | Window) -> None:
+    def _overlap(self, device: DeviceThread, job: Chunk | Prompts | Window) -> None:
         """Copy this side's values while the first call of `job` writes the other side; deliver them during the rest.
 
         The second call would write to this side again, so it is handed over after the copy.

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, Final
 
 import onnxruntime as ort
 
 from qsample.contract import GraphSpec
 from qsample.runtime.session.buffers import Buffer
+from qsample.runtime.session.device_thread import DeviceThread
 
 NOT_CAPTURED: Final = -1  # ONNX Runtime's annotation of a run that is neither captured nor replayed
 
@@ -24,7 +25,7 @@ class BoundGraph:
         buffers: Mapping[str, Buffer],
         device: str,
         capture: int | None = None,
-        thread: ThreadPoolExecutor | None = None,
+        thread: DeviceThread | None = None,
     ) -> None:
         """buffers: every input and output of `spec`, by name. device: where the session runs. capture: for a session
         that captures CUDA graphs, the number under which the first run is captured and later ones replay it, over the
@@ -55,7 +56,7 @@ class BoundGraph:
         if self._thread is None:
             self._session.run_with_iobinding(self._binding, self._options[wait])
         else:
-            self._thread.submit(self._session.run_with_iobinding, self._binding, self._options[wait]).result()
+            self._thread.submit(partial(self._session.run_with_iobinding, self._binding, self._options[wait])).result()
 
 
 def _foreign_inputs(session: ort.InferenceSession) -> set[str]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any
 
 import onnxruntime as ort
@@ -42,3 +44,13 @@ def check_count(name: str, value: Any, least: int = 1) -> None:
     """Raise ValueError unless `value` is an integer of at least `least`, or None."""
     if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
         raise ValueError(f"{name} is {value!r}; give an integer >= {least}, or None")
+
+
+def checked_timeout(timeout: Any) -> float | None:
+    """Seconds as `threading` takes them; None = for ever. Raises ValueError."""
+    if timeout is None:
+        return None
+    if isinstance(timeout, bool) or not isinstance(timeout, Real) or timeout != timeout:
+        raise ValueError(f"timeout is {timeout!r:.80}; give seconds, or None to wait as long as it takes")
+    seconds: Any = timeout
+    return float(min(max(seconds, 0), threading.TIMEOUT_MAX))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import count
@@ -14,6 +13,7 @@ import onnxruntime as ort
 from qsample.contract import BATCH, CAPACITY, INPUT_IDS, GraphSpec, Interface, TensorSpec, retained_name
 from qsample.errors import PackageError, QsampleError
 from qsample.package import Package
+from qsample.runtime.session.device_thread import DeviceThread
 from qsample.runtime.session.linux_memory import in_huge_pages, release_pages
 from qsample.runtime.session.options import SessionOptions, session_options
 from qsample.runtime.session.providers import CPU, CUDA, check_available, execution_providers, open_session
@@ -30,7 +30,7 @@ class Replays:
     """
 
     def __init__(self) -> None:
-        self.thread = ThreadPoolExecutor(1, "qsample-replay")
+        self.thread = DeviceThread("qsample-replay")
         self._numbers = count(1)
 
     def number(self) -> int:

@@ -13,6 +13,7 @@ from qsample.runtime.bench import measure
 from tests.helpers import fake_reference
 from tests.helpers.capturing import capturing
 from tests.helpers.fake_package import MAX_POSITIONS
+from tests.helpers.requests import wait_for_token
 
 PROMPTS = [[5, 6, 7], [9, 200, 31, 4, 5, 6, 7, 8, 9, 10, 11], [77]]
 # A token that is counted twice changes the ones after it.
@@ -72,7 +73,7 @@ def test_a_parameter_that_grows_while_others_run(model: CausalLM) -> None:
     many = SamplingParams(temperature=0.9, frequency_penalty=0.6, max_new_tokens=20, eos_token_id=range(300, 309))
     with Engine(replaying, slots=2, prefill_chunk_size=4) as engine:
         first = engine.add_request(PROMPTS[0], PARAMS, seed=0)
-        next(iter(first))
+        wait_for_token(first)
         second = engine.add_request(PROMPTS[1], many, seed=1)
         assert second.result(60).token_ids == expected([PROMPTS[1]], many, 1)[0]
         assert first.result(60).token_ids == expected([PROMPTS[0]], PARAMS, 0)[0]

@@ -1,0 +1,241 @@
+"""Readers that give up: their request is cancelled, unless somebody else reads it or they asked for the opposite."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import suppress
+
+import pytest
+
+from qsample.runtime import CausalLM, Delta, Engine, Request
+from tests.helpers.requests import ENDLESS, FREE, expected, outcome, wait_for_token
+
+
+def break_out(request: Request) -> None:
+    for _ in request:
+        break
+
+
+def raise_inside(request: Request) -> None:
+    with suppress(ZeroDivisionError):
+        for _ in request:
+            _ = 1 / 0
+
+
+def close_the_iterator(request: Request) -> None:
+    reader = iter(request)
+    next(reader)
+    reader.close()  # type: ignore[attr-defined]
+
+
+def drop_the_iterator(request: Request) -> None:
+    next(iter(request))
+
+
+def drop_a_cycle(request: Request) -> None:
+    class Holder:
+        def __init__(self, reader: Iterator[Delta]) -> None:
+            self.reader, self.itself = reader, self
+
+    next(Holder(iter(request)).reader)
+    gc.collect()
+
+
+async def async_break(request: Request) -> None:
+    async for _ in request:
+        break
+
+
+async def async_raise(request: Request) -> None:
+    with suppress(ZeroDivisionError):
+        async for _ in request:
+            _ = 1 / 0
+
+
+async def async_close(request: Request) -> None:
+    reader = aiter(request)
+    await anext(reader)
+    await reader.aclose()  # type: ignore[attr-defined]
+    with pytest.raises(StopAsyncIteration):
+        await anext(reader)
+
+
+async def cancel(task: asyncio.Task[object]) -> None:
+    await asyncio.sleep(0.01)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def cancelled_while_awaiting(request: Request) -> None:
+    await cancel(asyncio.ensure_future(request))
+
+
+async def cancelled_while_iterating(request: Request) -> None:
+    async def read() -> None:
+        reader = aiter(request)  # a variable, which the task's exception keeps alive
+        async for _ in reader:
+            pass
+
+    task = asyncio.create_task(read())
+    await cancel(task)
+
+
+async def cancelled_between_two_deltas(request: Request) -> None:
+    async def read() -> None:
+        async for _ in request:
+            await asyncio.sleep(60)
+
+    await cancel(asyncio.create_task(read()))
+
+
+async def too_slow(request: Request) -> None:
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(request, 0.01)
+
+
+async def left_pending_by_its_loop(request: Request) -> None:
+    task = asyncio.ensure_future(request)
+    await asyncio.sleep(0.01)
+    del task  # asyncio.run cancels it
+
+
+THREADED: list[Callable[[Request], None]] = [
+    break_out, raise_inside, close_the_iterator, drop_the_iterator, drop_a_cycle,
+]  # fmt: skip
+COROUTINES: list[Callable[[Request], Awaitable[None]]] = [
+    async_break, async_raise, async_close, cancelled_while_awaiting, cancelled_while_iterating,
+    cancelled_between_two_deltas, too_slow, left_pending_by_its_loop,
+]  # fmt: skip
+
+
+def leave(how: Callable[[Request], object], request: Request, gate: threading.Semaphore) -> None:
+    """The first tokens come, and then none until the reader is gone."""
+    gate.release(2)
+    wait_for_token(request)
+
+    async def run() -> None:
+        await how(request)  # type: ignore[misc]
+
+    if how in COROUTINES:
+        asyncio.run(run())
+    else:
+        how(request)
+    gate.release(100_000)
+
+
+@pytest.mark.parametrize("how", [*THREADED, *COROUTINES], ids=lambda how: how.__name__)
+def test_a_request_that_is_given_up_is_cancelled(
+    how: Callable[[Request], object], model: CausalLM, gate: threading.Semaphore
+) -> None:
+    with Engine(model, slots=2) as engine:
+        neighbour = engine.add_request([6], FREE, seed=1)
+        request = engine.add_request([5], ENDLESS, seed=0)
+        leave(how, request, gate)
+        output = request.result(60)
+        assert output.finish_reason == "cancelled"
+        assert output.token_ids == expected([5], ENDLESS, 0)[0][: len(output.token_ids)]
+        assert outcome(neighbour) == expected([6], FREE, 1)
+        assert request._readers == set()
+
+
+@pytest.mark.parametrize("how", [*THREADED, *COROUTINES], ids=lambda how: how.__name__)
+def test_a_request_that_is_to_go_on(
+    how: Callable[[Request], object], model: CausalLM, gate: threading.Semaphore
+) -> None:
+    with Engine(model, slots=1) as engine:
+        request = engine.add_request([5], FREE, seed=0, cancel_if_abandoned=False)
+        leave(how, request, gate)
+        assert outcome(request) == expected([5], FREE, 0)
+
+
+def test_one_of_several_readers_gives_up(model: CausalLM, gate: threading.Semaphore) -> None:
+    with Engine(model, slots=2) as engine:
+        for wait in (lambda request: request.result(60), list):
+            request = engine.add_request([5], FREE, seed=0)
+            thread = threading.Thread(target=wait, args=(request,))
+            thread.start()
+            while not request._readers:
+                pass
+            gate.release(1)
+            break_out(request)
+            gate.release(1000)
+            thread.join(60)
+            assert outcome(request) == expected([5], FREE, 0)
+
+
+def test_a_result_that_took_too_long_has_not_given_up(model: CausalLM, gate: threading.Semaphore) -> None:
+    with Engine(model, slots=1) as engine:
+        request = engine.add_request([5], FREE, seed=0)
+        with pytest.raises(TimeoutError):
+            request.result(0.001)
+        gate.release(1000)
+        assert outcome(request) == expected([5], FREE, 0)
+
+
+def test_an_iterator_that_read_nothing_has_not_given_up(model: CausalLM) -> None:
+    async def main() -> None:
+        aiter(request)
+
+    with Engine(model, slots=1) as engine:
+        request = engine.add_request([5], FREE, seed=0)
+        iter(request)
+        asyncio.run(main())
+        assert outcome(request) == expected([5], FREE, 0)
+
+
+def test_shield_lets_a_request_go_on(model: CausalLM, gate: threading.Semaphore) -> None:
+    async def main() -> None:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(asyncio.shield(request), 0.01)
+        gate.release(1000)
+        assert (await request).token_ids == expected([5], FREE, 0)[0]
+
+    with Engine(model, slots=1) as engine:
+        request = engine.add_request([5], FREE, seed=0)
+        asyncio.run(main())
+
+
+def test_waiting_for_the_next_delta_a_little_at_a_time(model: CausalLM, gate: threading.Semaphore) -> None:
+    """As a server does that sends something in between; the iterator loses nothing."""
+
+    async def main() -> list[int]:
+        reader: AsyncIterator[Delta] = aiter(request)
+        tokens: list[int] = []
+        while True:
+            try:
+                tokens += (await asyncio.wait_for(anext(reader), 0.005)).token_ids
+            except TimeoutError:
+                gate.release(3)
+            except StopAsyncIteration:
+                return tokens
+
+    with Engine(model, slots=1) as engine:
+        request = engine.add_request([5], FREE, seed=0, cancel_if_abandoned=False)
+        assert asyncio.run(main()) == expected([5], FREE, 0)[0]
+
+
+def test_two_threads_and_two_tasks_read_one_request(model: CausalLM) -> None:
+    async def read(request: Request) -> list[int]:
+        return [token async for delta in request for token in delta.token_ids]
+
+    async def main(request: Request) -> list[list[int]]:
+        return await asyncio.gather(read(request), read(request))
+
+    with Engine(model, slots=1) as engine:
+        for seed in range(5):
+            request = engine.add_request([5], FREE, seed=seed)
+            seen: list[list[int]] = []
+            threads = [
+                threading.Thread(target=lambda: seen.append([t for d in request for t in d.token_ids]))  # noqa: B023
+                for _ in range(2)
+            ]
+            for thread in threads:
+                thread.start()
+            seen += asyncio.run(main(request))
+            for thread in threads:
+                thread.join(60)
+            assert seen == [expected([5], FREE, seed)[0]] * 4
