@@ -14,6 +14,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from qsample.errors import QsampleError
+
 INDEX: Final = "model.safetensors.index.json"
 SINGLE: Final = "model.safetensors"
 _HALF: Final = ("F16", "BF16")
@@ -30,13 +32,22 @@ def has_half_weights(files: list[Path]) -> bool:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a checkpoint folder that transformers reads; [] where it reads another format."""
+    """The safetensors files of a checkpoint folder that transformers reads; [] where it reads another format.
+
+    QsampleError where there is an index of them that says nothing.
+    """
     if (folder / SINGLE).is_file():
         return [folder / SINGLE]
     if not (folder / INDEX).is_file():
         return []
-    names = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values()
-    return [folder / name for name in sorted(set(names))]
+    try:
+        names = set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values())
+        return [folder / name for name in sorted(names)]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise QsampleError(
+            f"{folder / INDEX} is no index of weights, an object whose weight_map gives the file of each tensor "
+            f"({error!r}); download the checkpoint again"
+        ) from error
 
 
 class WeightWriter:

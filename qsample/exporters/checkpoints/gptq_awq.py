@@ -23,8 +23,8 @@ from transformers.pytorch_utils import Conv1D
 
 from qsample.errors import QsampleError, UnsupportedModelError
 from qsample.exporters.checkpoints.float32_copy import WeightWriter, finish_checkpoint, to_float32
+from qsample.exporters.checkpoints.gptq_awq_checks import check_layer
 from qsample.exporters.checkpoints.gptq_awq_layouts import (
-    WORD,
     GroupedWeight,
     dequantize,
     to_blocks,
@@ -33,7 +33,6 @@ from qsample.exporters.checkpoints.gptq_awq_layouts import (
 )
 from qsample.exporters.checkpoints.quantization_config import ADVICE, CheckpointQuantization
 from qsample.exporters.graph.nbits import BLOCK_SIZES
-from qsample.tensors import Array
 from qsample.transforms.quantized_linear import QuantizedWeight, set_quantized_weight
 
 _STORED_PARTS: Final = ("qweight", "qzeros", "scales", "g_idx")
@@ -131,15 +130,16 @@ def dequantize_checkpoint(
     quantization: CheckpointQuantization,
     *,
     dtype: torch.dtype,
-    transposed: Collection[str] = (),
+    model: nn.Module,
 ) -> QuantizedCheckpoint:
     """Write the checkpoint in `source`, whose weights are `files`, to the empty folder `destination` in float, and the
     blocks of its quantized layers into a folder inside of it: one layer at a time is in memory.
 
-    dtype: of weights and scales. transposed: last names of layers whose weight is [K, N] (Conv1D). Raises QsampleError
-    where a layer is incomplete or its tensors do not fit one another.
+    dtype: of weights and scales. model: what the checkpoint will be loaded into, without memory for its weights. Raises
+    QsampleError where a layer is incomplete, or its tensors do not fit one another or the model.
     """
     layers, without_blocks, biases = [], [], set()
+    transposed, shapes = _conv1d_names(model), {name: weight.shape for name, weight in model.state_dict().items()}
     weights, blocks = WeightWriter(destination), BlockStore(destination / "qsample-blocks")
     with ExitStack() as stack:
         opened = [stack.enter_context(safe_open(file, "pt")) for file in files]
@@ -156,9 +156,10 @@ def dequantize_checkpoint(
             elif part == "qweight":
                 names = {part: f"{layer}.{part}" for part in _STORED_PARTS if f"{layer}.{part}" in file_of}
                 stored = {part: file_of[name].get_tensor(name) for part, name in names.items()}
-                grouped = _grouped(layer, stored, quantization)
+                grouped = read_layer(layer, stored, quantization)
                 weight = torch.from_numpy(dequantize(grouped)).to(dtype)
                 weight = weight.T.contiguous() if layer.rpartition(".")[2] in transposed else weight
+                _check_shape(layer, weight, shapes)
                 weights.add(f"{layer}.weight", weight)
                 layers.append(layer)
                 in_blocks, key = to_blocks(grouped, dtype), digest(weight)
@@ -171,7 +172,7 @@ def dequantize_checkpoint(
     return QuantizedCheckpoint(destination, tuple(layers), tuple(without_blocks), frozenset(biases), blocks)
 
 
-def conv1d_names(model: nn.Module) -> set[str]:
+def _conv1d_names(model: nn.Module) -> set[str]:
     """Last names of the layers of `model` that hold their weight as [K, N]."""
     return {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, Conv1D)}
 
@@ -183,35 +184,38 @@ def digest(weight: Tensor) -> str:
     return content.hexdigest()
 
 
-def _grouped(layer: str, parts: Mapping[str, Tensor], quantization: CheckpointQuantization) -> GroupedWeight:
-    """The integers of one layer. Its own shapes say how many bits it has: some checkpoints mix them."""
-    words = {name: tensor.numpy() for name, tensor in parts.items() if name != "scales"}
-    scales = parts["scales"].to(torch.float32).numpy()
+def read_layer(layer: str, parts: Mapping[str, Tensor], quantization: CheckpointQuantization) -> GroupedWeight:
+    """The integers of one layer; QsampleError where its parts do not fit one another or `quantization`."""
     try:
+        bits = check_layer(parts, quantization)
+        words = {name: tensor.numpy() for name, tensor in parts.items() if name != "scales"}
+        scales = parts["scales"].to(torch.float32).numpy()
         if quantization.method == "awq":
-            if "qzeros" not in words:
-                raise ValueError("it has no qzeros")
             return unpack_awq(words["qweight"], scales, words["qzeros"], group_size=quantization.group_size)
         return unpack_gptq(
             words["qweight"],
             scales,
             words.get("qzeros"),
             words.get("g_idx"),
-            bits=_bits(words, quantization.bits),
+            bits=bits,
             group_size=quantization.group_size,
             symmetric=quantization.symmetric,
             version=quantization.version,
         )
-    except (ValueError, IndexError) as error:
+    except ValueError as error:
         raise QsampleError(
             f"the quantized layer {layer} cannot be read: {error}; download the checkpoint again, or {ADVICE}"
         ) from error
 
 
-def _bits(words: Mapping[str, Array], stated: int) -> int:
-    if "g_idx" not in words or len(words["g_idx"]) == 0:
-        return stated
-    return len(words["qweight"]) * WORD // len(words["g_idx"])
+def _check_shape(layer: str, weight: Tensor, shapes: Mapping[str, torch.Size]) -> None:
+    """shapes: of the model's weights, by name. What transformers renames is not there, and left to its loading."""
+    wanted = shapes.get(f"{layer}.weight")
+    if wanted is not None and weight.shape != wanted:
+        raise QsampleError(
+            f"the quantized layer {layer} stands for a weight of {list(weight.shape)}, and the model's is "
+            f"{list(wanted)}; the checkpoint is damaged, or of another model or number of bits than it says"
+        )
 
 
 def _check_names(names: Collection[str], layers: set[str], source: Path) -> None:
@@ -221,6 +225,10 @@ def _check_names(names: Collection[str], layers: set[str], source: Path) -> None
     strays = sorted(name for name in names if name.rpartition(".")[2] in _STORED_PARTS and name not in known)
     if not layers:
         raise QsampleError(f"{source} says that it is quantized, and holds no qweight; download the checkpoint again")
+    if twice := sorted(layer for layer in layers if f"{layer}.weight" in names):
+        raise QsampleError(
+            f"{source} holds both a qweight and a weight for {_listed(twice)}; download the checkpoint again"
+        )
     if incomplete:
         raise QsampleError(f"{source} holds no scales for {_listed(incomplete)}; download the checkpoint again")
     if strays:

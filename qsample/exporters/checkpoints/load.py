@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -22,7 +23,7 @@ from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 from qsample.errors import QsampleError, UnsupportedModelError
 from qsample.exporters.checkpoints.float32_copy import INDEX, SINGLE, cast_to_float32, has_half_weights, weight_files
-from qsample.exporters.checkpoints.gptq_awq import QuantizedCheckpoint, conv1d_names, dequantize_checkpoint
+from qsample.exporters.checkpoints.gptq_awq import QuantizedCheckpoint, dequantize_checkpoint
 from qsample.exporters.checkpoints.hub_options import HubOptions
 from qsample.exporters.checkpoints.locate import check_exists
 from qsample.exporters.checkpoints.lora import find_adapter, merge_adapter
@@ -63,12 +64,33 @@ def load_model(checkpoint: Checkpoint, scratch: Path | None = None) -> PreTraine
     if quantization is not None:
         del config.quantization_config  # transformers would ask for the library that made it
     check_supported(config, trust_remote_code=checkpoint.hub.trust_remote_code)
+    if quantization is None or scratch is not None:
+        return _load(checkpoint, config, quantization, adapter, scratch)
+    own = Path(tempfile.mkdtemp(prefix="qsample-"))
+    try:
+        model = _load(checkpoint, config, quantization, adapter, own)
+    except BaseException:
+        shutil.rmtree(own, ignore_errors=True)
+        raise
+    weakref.finalize(model, shutil.rmtree, own, ignore_errors=True)
+    return model
+
+
+def _load(
+    checkpoint: Checkpoint,
+    config: PretrainedConfig,
+    quantization: CheckpointQuantization | None,
+    adapter: tuple[Path, Path] | None,
+    scratch: Path | None,
+) -> PreTrainedModel:
+    """adapter: its configuration and weights. scratch: as in `load_model`; there is one where weights are quantized."""
     quantized: QuantizedCheckpoint | None = None
     model: PreTrainedModel
     loading: dict[str, Any]
     try:
         source: str | Path = checkpoint.model_id
         if quantization is not None:
+            assert scratch is not None
             quantized = _dequantize(checkpoint, config, quantization, scratch)
             source = quantized.folder
         elif scratch is not None and _cast(checkpoint, config, scratch):
@@ -84,7 +106,7 @@ def load_model(checkpoint: Checkpoint, scratch: Path | None = None) -> PreTraine
         )  # type: ignore[misc]
     except ValueError as error:
         raise UnsupportedModelError(f"{checkpoint.model_id}: {_first_line(error)}") from error
-    except (OSError, RuntimeError) as error:
+    except (OSError, RuntimeError, SafetensorError) as error:
         raise QsampleError(f"cannot load the weights of {checkpoint.model_id!r}: {_first_line(error)}") from error
     model.requires_grad_(False)
     if hasattr(model.config, "quantization_config"):
@@ -94,8 +116,6 @@ def load_model(checkpoint: Checkpoint, scratch: Path | None = None) -> PreTraine
     if quantized is not None:
         quantized.check_loaded(loading["missing_keys"], loading["unexpected_keys"])
         quantized.attach(model)
-        if scratch is None:
-            weakref.finalize(model, shutil.rmtree, quantized.folder, ignore_errors=True)
     return model  # from_pretrained returns it in eval mode
 
 
@@ -126,9 +146,9 @@ def _cast(checkpoint: Checkpoint, config: PretrainedConfig, scratch: Path) -> bo
 
 
 def _dequantize(
-    checkpoint: Checkpoint, config: PretrainedConfig, quantization: CheckpointQuantization, scratch: Path | None
+    checkpoint: Checkpoint, config: PretrainedConfig, quantization: CheckpointQuantization, scratch: Path
 ) -> QuantizedCheckpoint:
-    """The float copy of a quantized checkpoint, in `scratch` or in a temporary folder."""
+    """The float copy of a quantized checkpoint, in `scratch`."""
     folder = _folder(checkpoint)
     files = weight_files(folder) if folder is not None else []
     if folder is None or not files:
@@ -139,10 +159,10 @@ def _dequantize(
     return dequantize_checkpoint(
         folder,
         files,
-        scratch or Path(tempfile.mkdtemp(prefix="qsample-")),
+        scratch,
         quantization,
         dtype=getattr(torch, checkpoint.dtype),
-        transposed=conv1d_names(empty_model(config, trust_remote_code=checkpoint.hub.trust_remote_code)),
+        model=empty_model(config, trust_remote_code=checkpoint.hub.trust_remote_code),
     )
 
 

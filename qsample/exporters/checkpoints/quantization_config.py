@@ -12,20 +12,22 @@ from transformers import PretrainedConfig
 from qsample.errors import UnsupportedModelError
 
 ADVICE: Final = "export the unquantized checkpoint that it was made from, and compile that with weights='int4'"
-_BITS: Final = {"gptq": (2, 3, 4, 8), "awq": (4,)}
+BITS: Final = {"gptq": (2, 3, 4, 8), "awq": (4,)}
 _DEQUANTIZED: Final = ("fp8", "mxfp4")  # transformers turns these into float if it is asked to
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointQuantization:
     """How the weights of a checkpoint are stored. method: "gptq" or "awq". bits: 2, 3, 4 or 8, unless a layer's own
-    tensors say otherwise. group_size: inputs that share a scale; -1 = all of them. version: of GPTQ's format."""
+    tensors say otherwise. group_size: inputs that share a scale, 1 or more; -1 = all of them. version: of GPTQ's
+    format. mixed: layers may have a group size of their own, which their g_idx tells."""
 
     method: str
     bits: int
     group_size: int
     symmetric: bool = True
     version: int = 1
+    mixed: bool = False
 
 
 def quantization_of(config: PretrainedConfig, model_id: str) -> CheckpointQuantization | None:
@@ -36,6 +38,10 @@ def quantization_of(config: PretrainedConfig, model_id: str) -> CheckpointQuanti
     stated = getattr(config, "quantization_config", None)
     if stated is None:
         return None
+    if not isinstance(stated, dict) and not hasattr(stated, "to_dict"):
+        raise UnsupportedModelError(
+            f"{model_id}: quantization_config is {stated!r}; it must be an object with a quant_method"
+        )
     options: Mapping[str, Any] = stated if isinstance(stated, dict) else stated.to_dict()
     method = str(getattr(options.get("quant_method"), "value", options.get("quant_method"))).lower()
     if method in _DEQUANTIZED:
@@ -46,14 +52,14 @@ def quantization_of(config: PretrainedConfig, model_id: str) -> CheckpointQuanti
             )
         config.quantization_config = {**options, "dequantize": True}
         return None
-    if method not in _BITS:
+    if method not in BITS:
         raise UnsupportedModelError(
             f"{model_id} is quantized with {method}; what can be read is float weights, gptq and awq (and "
             f"{' and '.join(_DEQUANTIZED)}, which become float); {ADVICE}"
         )
     version = _format_version(options, method)
-    bits = int(options.get("bits", options.get("w_bit", 4)))
-    if version is None or bits not in _BITS[method] or options.get("pack_dtype", "int32") != "int32":
+    bits = _integer(options, ("bits", "w_bit"), 4, model_id)
+    if version is None or bits not in BITS[method] or options.get("pack_dtype", "int32") != "int32":
         known = "gptq or gptq_v2, in int32, with 2, 3, 4 or 8 bits" if method == "gptq" else "gemm, with 4 bits"
         given = {
             name: options[name]
@@ -64,8 +70,27 @@ def quantization_of(config: PretrainedConfig, model_id: str) -> CheckpointQuanti
             f"{model_id} is quantized with {method} in a form that cannot be read ({given}); what can is {known}; "
             f"{ADVICE}"
         )
-    group_size = int(options.get("group_size", options.get("q_group_size", 128)))
-    return CheckpointQuantization(method, bits, group_size, bool(options.get("sym", True)), version)
+    group_size = _integer(options, ("group_size", "q_group_size"), 128, model_id)
+    if group_size != -1 and group_size < 1:
+        raise UnsupportedModelError(
+            f"{model_id}: the quantization's group_size is {group_size}; it must be 1 or more, or -1 for one group of "
+            f"all inputs; {ADVICE}"
+        )
+    symmetric = options.get("sym", True)
+    if not isinstance(symmetric, bool):
+        raise UnsupportedModelError(f"{model_id}: the quantization's sym is {symmetric!r}; it must be true or false")
+    return CheckpointQuantization(method, bits, group_size, symmetric, version, mixed=bool(options.get("dynamic")))
+
+
+def _integer(options: Mapping[str, Any], names: tuple[str, ...], default: int, model_id: str) -> int:
+    """The first of `names` that `options` hold; UnsupportedModelError where it is no integer."""
+    name = next((name for name in names if name in options), names[0])
+    value = options.get(name, default)
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise UnsupportedModelError(
+            f"{model_id}: the quantization's {name} is {value!r}; it must be an integer; {ADVICE}"
+        )
+    return value
 
 
 def _format_version(options: Mapping[str, Any], method: str) -> int | None:

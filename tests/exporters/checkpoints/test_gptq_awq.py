@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import os
+import tempfile
 import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,7 +26,7 @@ from qsample.exporters.graph.runner import GraphRunner
 from qsample.package import Package
 from qsample.transforms.quantized_linear import QuantizedWeight, quantized_layers
 from tests.helpers.adapters import lora_pair, save_adapter
-from tests.helpers.quantized_checkpoints import Layer, Scheme, save_quantized, stored_levels
+from tests.helpers.quantized_checkpoints import Layer, Scheme, quantized_layer, save_quantized, stored_levels
 from tests.helpers.tiny_models import random_model, save_checkpoint
 
 PROMPTS = [[5, 9, 200, 31, 7, 7, 120], [44, 3, 260]]
@@ -272,9 +275,27 @@ def test_a_refusal_comes_before_the_weights(tmp_path: Path) -> None:
         ({"model.layers.0.mlp.up_proj.bias": torch.ones(256)}, QsampleError, r"has .*up_proj\.bias, which the model"),
         ({"model.norm.weight": None}, QsampleError, r"checkpoint lacks model\.norm\.weight"),
         ({"model.layers.0.mlp.up_proj.qzeros": torch.zeros(2, 2, dtype=torch.int32)}, QsampleError, "do not fit"),
+        (
+            {"model.layers.0.mlp.up_proj.weight": torch.ones(2)},
+            QsampleError,
+            r"both a qweight and a weight for .*up_proj",
+        ),
+        (
+            {
+                f"model.layers.0.mlp.up_proj.{name}": tensor
+                for name, tensor in quantized_layer(np.random.default_rng(0), 256, 64, Scheme()).tensors.items()
+            },
+            QsampleError,
+            r"up_proj stands for a weight of \[256, 64\], and the model's is \[256, 128\]",
+        ),
     ],
 )
-def test_a_damaged_checkpoint(change: dict[str, Any], error: type[Exception], message: str, tmp_path: Path) -> None:
+def test_a_damaged_checkpoint(
+    change: dict[str, Any], error: type[Exception], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is left of what was written, where the caller gave no folder for it."""
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     folder = tmp_path / "checkpoint"
     save_quantized(folder, "llama", Scheme())
     tensors = {**load_file(folder / "model.safetensors"), **change}
@@ -282,3 +303,39 @@ def test_a_damaged_checkpoint(change: dict[str, Any], error: type[Exception], me
     save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(error, match=message):
         load_model(Checkpoint(str(folder)))
+    assert os.listdir(tmp_path / "temporary") == []
+
+
+def test_a_model_holds_its_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    save_quantized(tmp_path / "checkpoint", "llama", Scheme())
+    before = set(os.listdir(tmp_path))
+    model = load_model(Checkpoint(str(tmp_path / "checkpoint")))
+    (folder,) = set(os.listdir(tmp_path)) - before
+    assert folder.startswith("qsample-")
+    del model
+    gc.collect()
+    assert set(os.listdir(tmp_path)) == before
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("model.safetensors", b"", "cannot load the weights of"),
+        ("model.safetensors", b"\xff" * 200, "cannot load the weights of"),
+        ("model.safetensors.index.json", b"{", "is no index of weights"),
+        ("model.safetensors.index.json", b"[]", "is no index of weights"),
+        ("model.safetensors.index.json", b'{"weight_map": {"a": 3}}', "is no index of weights"),
+        (
+            "model.safetensors.index.json",
+            b'{"weight_map": {"a": "gone.safetensors"}}',
+            "cannot load .*gone.safetensors",
+        ),
+    ],
+)
+def test_files_that_are_no_weights(name: str, content: bytes, message: str, tmp_path: Path) -> None:
+    save_quantized(tmp_path / "checkpoint", "llama", Scheme())
+    (tmp_path / "checkpoint" / "model.safetensors").unlink()
+    (tmp_path / "checkpoint" / name).write_bytes(content)
+    with pytest.raises(QsampleError, match=message):
+        load_model(Checkpoint(str(tmp_path / "checkpoint")))

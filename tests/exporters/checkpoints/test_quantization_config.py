@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -39,6 +40,36 @@ def test_what_cannot_be_read_is_refused(options: dict[str, Any], message: str) -
         quantization_of(config(**options), "some/model")
 
 
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"group_size": 0}, "group_size is 0; it must be 1 or more, or -1"),
+        ({"group_size": -2}, "group_size is -2; it must be 1 or more, or -1"),
+        ({"group_size": True}, "group_size is True; it must be an integer"),
+        ({"group_size": "128"}, "group_size is '128'; it must be an integer"),
+        ({"group_size": 64.0}, "group_size is 64.0; it must be an integer"),
+        ({"group_size": None}, "group_size is None; it must be an integer"),
+        ({"group_size": [128]}, r"group_size is \[128\]; it must be an integer"),
+        ({"q_group_size": 0}, "group_size is 0"),
+        ({"bits": "4"}, "bits is '4'; it must be an integer"),
+        ({"bits": True}, "bits is True; it must be an integer"),
+        ({"bits": None}, "bits is None; it must be an integer"),
+        ({"sym": "false"}, "sym is 'false'; it must be true or false"),
+    ],
+)
+def test_values_of_another_kind(method: str, options: dict[str, Any], message: str) -> None:
+    stated = {"quant_method": method} | ({} if "bits" in options else {"bits": 4}) | options
+    with pytest.raises(UnsupportedModelError, match=rf"some/model: the quantization's {message}"):
+        quantization_of(SimpleNamespace(quantization_config=stated), "some/model")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("stated", ["gptq", ["gptq"], 4])
+def test_a_configuration_that_is_no_object(stated: Any) -> None:
+    with pytest.raises(UnsupportedModelError, match="must be an object with a quant_method"):
+        quantization_of(SimpleNamespace(quantization_config=stated), "some/model")  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("options", "read"),
     [
@@ -47,6 +78,10 @@ def test_what_cannot_be_read_is_refused(options: dict[str, Any], message: str) -
             CheckpointQuantization("gptq", 3, 64, symmetric=False, version=2),
         ),
         ({"quant_method": "awq", "w_bit": 4, "q_group_size": -1}, CheckpointQuantization("awq", 4, -1)),
+        (
+            {"quant_method": "gptq", "bits": 4, "dynamic": {"+:.*down.*": {"bits": 8, "group_size": 32}}},
+            CheckpointQuantization("gptq", 4, 128, mixed=True),
+        ),
     ],
 )
 def test_what_is_read(options: dict[str, Any], read: CheckpointQuantization) -> None:
