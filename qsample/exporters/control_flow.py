@@ -7,8 +7,8 @@ Branches: a `Branch` marker (`transforms.sampler.branching`) has the inputs pred
 results. What only one side needs moves into that side. What both sides need, and nothing else, is copied into both:
 the optimizer merges common subexpressions, and these must not be computed where neither side is taken.
 
-Loops over tokens: a `ScanBegin` marker (`transforms.recurrent`) gives the states and one token of each input. What
-depends on it, up to its `ScanEnd`, moves into the Scan's body. The rest stays outside and is computed once.
+Loops over tokens: a `ScanBegin` marker (`transforms.recurrent.token_by_token`) gives the states and one token of each
+input. What depends on it, up to its `ScanEnd`, moves into the Scan's body. The rest stays outside and is computed once.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import onnx_ir as ir
 
 from qsample.exporters.graph.traversal import ancestors, copy_node, reads
-from qsample.transforms import recurrent
+from qsample.transforms.recurrent import token_by_token
 from qsample.transforms.sampler import branching
 
 
@@ -32,10 +32,12 @@ def outline_branches(model: ir.Model) -> bool:
 def outline_scans(model: ir.Model) -> bool:
     """Turn every pair of loop markers into a `Scan` over axis 1, in place. Returns whether there was one."""
     graph = model.graph
-    ends = [node for node in graph if node.domain == recurrent.MARKER_DOMAIN and node.op_type == recurrent.END]
+    ends = [
+        node for node in graph if node.domain == token_by_token.MARKER_DOMAIN and node.op_type == token_by_token.END
+    ]
     for number, end in enumerate(ends):
         _outline_scan(graph, end, f"scan{number}")
-    model.opset_imports.pop(recurrent.MARKER_DOMAIN, None)
+    model.opset_imports.pop(token_by_token.MARKER_DOMAIN, None)
     return bool(ends)
 
 
@@ -120,7 +122,7 @@ def _side_graph(
 
 def _outline_scan(graph: ir.Graph, end: ir.Node, name: str) -> None:
     begin, steps = _loop(graph, end)
-    num_states = int(end.attributes[recurrent.NUM_STATES].as_int())
+    num_states = int(end.attributes[token_by_token.NUM_STATES].as_int())
     body = _body_graph(begin, steps, end, name)
     num_inputs, num_results = len(body.inputs) - num_states, len(body.outputs) - num_states
     attributes = [
@@ -138,7 +140,7 @@ def _outline_scan(graph: ir.Graph, end: ir.Node, name: str) -> None:
 def _loop(graph: ir.Graph, end: ir.Node) -> tuple[ir.Node, list[ir.Node]]:
     """The marker that `end` belongs to, and the nodes of one step in graph order."""
     needed = ancestors(end.inputs)
-    (begin,) = (node for node in needed if node.op_type == recurrent.BEGIN)  # earlier loops are Scan nodes by now
+    (begin,) = (node for node in needed if node.op_type == token_by_token.BEGIN)  # earlier loops are Scan nodes by now
     per_token = {*begin.outputs}
     steps = []
     for node in graph:

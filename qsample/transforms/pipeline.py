@@ -13,7 +13,7 @@ from qsample.transforms.experts.interface import RoutedExperts
 from qsample.transforms.experts.own_loops import OwnExperts
 from qsample.transforms.head import SampleLastToken
 from qsample.transforms.positions import GPTNeoWindows, UseRowPositions
-from qsample.transforms.recurrent import ScanRecurrentLayers
+from qsample.transforms.recurrent.layers import RetainRecurrentStates
 
 
 class Transform(Protocol):
@@ -29,7 +29,7 @@ def default_transforms(context: DecodeContext) -> tuple[Transform, ...]:
         OwnExperts(),
         UseRowPositions(context),
         GPTNeoWindows(context),
-        ScanRecurrentLayers(context),
+        RetainRecurrentStates(context),
         RetainedAttention(context),
         SampleLastToken(context),
     )

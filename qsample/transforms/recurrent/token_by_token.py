@@ -1,4 +1,4 @@
-"""Recurrent and convolutional layers, run token by token over retained states.
+"""A recurrent or convolutional layer, run token by token over its retained states.
 
 One token at a time is exact for ragged rows: a token that is padding, or of a row that has ended, does not change the
 layer's states. In a traced graph the loop over the tokens is an ONNX Scan, which `exporters.control_flow` makes from
@@ -7,18 +7,14 @@ two markers.
 
 from __future__ import annotations
 
-import functools
-import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from transformers import PreTrainedModel
+from torch import Tensor
 
-from qsample.errors import UnsupportedModelError
-from qsample.transforms.cache import DecodeContext, RetainedCache, StateKey
+from qsample.transforms.cache import StateKey
+from qsample.transforms.recurrent.call import LayerCall
 
 MARKER_DOMAIN = "qsample"
 BEGIN = "ScanBegin"  # inputs: states, then inputs [B, S, ..]; outputs: states, then one token of each input [B, ..]
@@ -27,30 +23,6 @@ NUM_STATES = "num_states"
 
 Forward = Callable[..., Any]
 Step = Callable[[list[Tensor], list[Tensor]], tuple[list[Tensor], Tensor]]
-
-
-@dataclass(frozen=True, slots=True)
-class ScanRecurrentLayers:
-    """Replace the `forward` of every module that updates a convolutional or recurrent state of the cache."""
-
-    context: DecodeContext
-
-    def __call__(self, model: PreTrainedModel) -> tuple[PreTrainedModel, bool]:
-        modified = False
-        for module in model.modules():
-            if _keeps_state(type(module)):
-                replaced = module.__dict__.get("forward")
-                own = replaced.args[2] if isinstance(replaced, functools.partial) else module.forward
-                modified |= replaced is None
-                module.forward = functools.partial(_forward, self.context, module, own)
-        return model, modified
-
-
-def _keeps_state(module: type[nn.Module]) -> bool:
-    if "forward" not in module.__dict__:
-        return False
-    source = inspect.getsource(module.forward)
-    return ".update_conv_state(" in source or ".update_recurrent_state(" in source
 
 
 class StepCache:
@@ -85,48 +57,26 @@ class StepCache:
         return recurrent_states
 
 
-def _forward(context: DecodeContext, module: nn.Module, own: Forward, *args: Any, **kwargs: Any) -> Any:
-    """`own(*args, **kwargs)` of `module`; in a decoder call, token by token over its retained states."""
-    if not context.active:
-        context.module = id(module)
-        try:
-            return own(*args, **kwargs)
-        finally:
-            context.module = None
-    bound = inspect.signature(own).bind(*args, **kwargs).arguments
-    given = {name: value for name, value in bound.items() if name != "kwargs"} | bound.get("kwargs", {})
-    given = {name: value for name, value in given.items() if not name.endswith("mask")}
-    keys = context.states_of[id(module)]
-    hidden = given.pop("hidden_states")
-    cache = next((name for name, value in given.items() if isinstance(value, RetainedCache)), None)
-    if cache is None or any(isinstance(value, Tensor) for value in given.values()):
-        raise UnsupportedModelError(f"{type(module).__name__} takes {sorted(given)} beside its hidden states")
-    assert context.input_lengths is not None
-    assert context.positions is not None
-    columns = torch.arange(hidden.shape[1], dtype=torch.int32)[None]
-    real = columns < context.input_lengths[:, None]
-    if context.running is not None:
-        real = real & context.running[:, None]
+def run(own: Forward, call: LayerCall) -> Any:
+    """The layer's `own` forward, for each token of `call`."""
+    keys = list(call.states)
     is_tuple: list[bool] = []
 
     def step(states: list[Tensor], inputs: list[Tensor]) -> tuple[list[Tensor], Tensor]:
         token, advances = inputs
         step_cache = StepCache(dict(zip(keys, states, strict=True)))
-        result = own(hidden_states=token[:, None], **{**given, cache: step_cache})
+        result = own(hidden_states=token[:, None], **{**call.options, call.cache: step_cache})
         is_tuple.append(isinstance(result, tuple))
         output = result[0] if is_tuple[0] else result
-        after = [_where(advances, step_cache.states[key], old) for key, old in zip(keys, states, strict=True)]
+        after = [where(advances, step_cache.states[key], old) for key, old in zip(keys, states, strict=True)]
         return after, output[:, 0]
 
-    # A row that begins still holds the states of the row before it.
-    begun = context.positions[:, 0] > 0
-    start = [_where(begun, context.states[key], torch.zeros_like(context.states[key])) for key in keys]
-    final, output = scan(step, start, [hidden, real])
-    context.next_states |= dict(zip(keys, final, strict=True))
+    final, output = scan(step, list(call.states.values()), [call.hidden, call.real])
+    call.next_states.update(zip(keys, final, strict=True))
     return (output, None) if is_tuple[0] else output
 
 
-def _where(rows: Tensor, new: Tensor, old: Tensor) -> Tensor:
+def where(rows: Tensor, new: Tensor, old: Tensor) -> Tensor:
     """`new` in those rows, `old` in the others. rows: [B] bool."""
     return torch.where(rows.reshape(-1, *[1] * (old.ndim - 1)), new.to(old.dtype), old)
 

@@ -1,0 +1,1 @@
+"""Recurrent and convolutional layers over retained states, which padding and rows that have ended leave alone."""

@@ -1,0 +1,145 @@
+"""transformers' functions for convolutions and recurrences, as ONNX Runtime's operators compute them.
+
+`CONVOLUTION` and the names in `RECURRENCES` are those of functions that a layer's module calls; what stands here takes
+the same arguments, the `Chunk` first, and gives the same results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers.activations import ACT2FN
+
+from qsample.errors import UnsupportedModelError
+from qsample.transforms.recurrent.operators import causal_convolution, linear_attention
+
+CONVOLUTION: Final = "causal_conv1d_fn"
+
+
+@dataclass(slots=True)
+class Chunk:
+    """The tokens that one call of a layer runs over.
+
+    real: [B, S] bool, tokens that are no padding and of a row that runs; None = all. past: [B, C, K - 1] or wider, what
+    the next convolution has before its first token; None = zeros. state: what the recurrence starts from; None = zeros.
+    """
+
+    real: Tensor | None = None
+    past: Tensor | None = None
+    state: Tensor | None = None
+    window: Tensor | None = field(default=None)
+
+    def kept(self, values: Tensor) -> Tensor:
+        """`values`, [B, S, ..], with 0 for what is not real."""
+        if self.real is None:
+            return values
+        return torch.where(self.real.reshape(*self.real.shape, *[1] * (values.ndim - 2)), values, 0.0)
+
+    def start(self, *shape: int) -> Tensor:
+        """The recurrent state before the first token, of that shape."""
+        if self.state is None:
+            return torch.zeros(shape)
+        if tuple(self.state.shape[1:]) != shape[1:]:
+            raise UnsupportedModelError(f"a recurrence over {shape[1:]} keeps a state of {tuple(self.state.shape[1:])}")
+        return self.state.float()
+
+
+def convolve(
+    chunk: Chunk,
+    hidden_states: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    **unused: Any,
+) -> Tensor:
+    """hidden_states: [B, C, S]. weight: [C, K]."""
+    width = weight.shape[-1] - 1
+    past, chunk.past = chunk.past, None
+    if past is None:
+        past = torch.zeros(*hidden_states.shape[:2], width)
+    past = past[..., past.shape[-1] - width :].float()
+    silu = activation in ("silu", "swish")
+    constants = (weight.float(), None if bias is None else bias.float())
+    result = causal_convolution(hidden_states.float(), *constants, past, silu=silu)
+    if activation is not None and not silu:
+        result = ACT2FN[activation](result)
+    return result.to(hidden_states.dtype)
+
+
+def gated_delta_rule(
+    chunk: Chunk,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    use_qk_l2norm_in_kernel: bool = False,
+    **unused: Any,
+) -> tuple[Tensor, Tensor]:
+    """query, key: [B, S, h, K]. value: [B, S, H, V]. g: the decay's logarithm, [B, S, H], or [B, S, H, K] as in Kimi
+    Delta Attention. beta: [B, S, H]."""
+    batch, _, _, size = key.shape
+    dtype = query.dtype
+    query, key, value, g, beta = (tensor.float() for tensor in (query, key, value, g, beta))
+    if use_qk_l2norm_in_kernel:
+        query, key = _l2_norm(query), _l2_norm(key)
+    state = chunk.start(batch, value.shape[2], size, value.shape[3])
+    output, after = linear_attention(query, key, value, state, chunk.kept(g), chunk.kept(beta), scale=float(size**-0.5))
+    return output.to(dtype), after
+
+
+def _l2_norm(vectors: Tensor) -> Tensor:
+    """Each vector over sqrt(its sum of squares + 1e-6), as a root mean square, which ONNX Runtime has a kernel for."""
+    size = vectors.shape[-1]
+    mean = vectors.pow(2).mean(-1, keepdim=True)
+    return vectors * torch.rsqrt(mean + 1e-6 / size) * torch.full((size,), size**-0.5)
+
+
+def state_space_dual(
+    chunk: Chunk,
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,  # noqa: N803
+    B: Tensor,  # noqa: N803
+    C: Tensor,  # noqa: N803
+    chunk_size: int,
+    D: Tensor | None = None,  # noqa: N803
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    **unused: Any,
+) -> tuple[Tensor, Tensor]:
+    """Mamba-2's recurrence (https://arxiv.org/abs/2405.21060), which is gated linear attention: B are the keys, C the
+    queries, dt * x the values and dt * A the decay. The state is kept as [B, H, N, P].
+
+    hidden_states: [B, S, H, P]. dt: [B, S, H]. A, D: [H]. B, C: [B, S, G, N]. z: a gate like hidden_states.
+    """
+    batch, _, heads, size = hidden_states.shape
+    x, dt = hidden_states.float(), dt.float()
+    if dt_bias is not None:
+        dt = dt + dt_bias.float()
+    if dt_softplus:
+        dt = F.softplus(dt)
+    if dt_limit != (0.0, float("inf")):
+        dt = dt.clamp(*dt_limit)
+    dt = chunk.kept(dt)  # no decay, and nothing to write
+    state = chunk.start(batch, heads, B.shape[-1], size)
+    output, after = linear_attention(C.float(), B.float(), x * dt[..., None], state, dt * A.float(), scale=1.0)
+    if D is not None:
+        output = output + x * D.float()[:, None]
+    if z is not None:
+        output = output * F.silu(z.float())
+    return output.to(hidden_states.dtype), after
+
+
+RECURRENCES: Final[Mapping[str, Callable[..., tuple[Tensor, Tensor]]]] = {
+    "torch_chunk_gated_delta_rule": gated_delta_rule,
+    "chunk_kimi_delta_attention": gated_delta_rule,
+    "mamba2_chunk_scan": state_space_dual,
+}
