@@ -21,8 +21,9 @@ from qsample.exporters.graph import gqa
 from qsample.exporters.graph.runner import GraphRunner
 from qsample.exporters.huggingface_reference import reference
 from qsample.package import Package, read_package
-from qsample.transforms import attention, decoder, masks, recurrent
+from qsample.transforms import attention, decoder, masks
 from qsample.transforms.cache import DecodeContext
+from qsample.transforms.recurrent import rules, token_by_token
 from tests.architectures import configs
 from tests.architectures.configs import tiny_model
 from tests.helpers.tiny_models import export_without_sampler, random_model
@@ -263,9 +264,18 @@ def test_parity_gate_refuses_a_dropped_pattern(tmp_path: Path, monkeypatch: pyte
 
 @pytest.mark.slow
 def test_parity_gate_refuses_padding_that_changes_a_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recurrent, "_where", lambda rows, new, old: new.to(old.dtype))
+    monkeypatch.setattr(token_by_token, "where", lambda rows, new, old: new.to(old.dtype))
     with pytest.raises(ParityError, match="differ from the eager model's"):
         export_without_sampler(tiny_model("mamba"), tmp_path / "package")
+
+
+@pytest.mark.slow
+def test_parity_gate_refuses_padding_that_an_operator_takes_for_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rules.Chunk, "kept", lambda chunk, values: values)
+    with pytest.raises(ParityError, match="differ from the eager model's"):
+        export_without_sampler(tiny_model("qwen3_next"), tmp_path / "package")
 
 
 def test_parity_gate_counts_attention_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
