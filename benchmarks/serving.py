@@ -176,7 +176,7 @@ def same_tokens(package: Path, slots: int, threads: int, requests: int, new_toke
     ]
     rows = list(zip(prompts, params, strict=True))
     alone = [model.generate(*row).token_ids[0] for row in rows]
-    with Engine(model, slots=slots, prefill_chunk_size=16, max_waiting=requests) as engine:
+    with Engine(model, slots=slots, max_waiting=requests) as engine:
         together = [request.result().token_ids for request in [engine.add_request(*row) for row in rows]]
     table = Table("sampling", "requests", "with the same tokens", "tokens before the first that differs, median")
     for kind, name in enumerate(("greedy", "top-k 50, top-p 0.95")):

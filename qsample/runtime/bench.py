@@ -12,7 +12,7 @@ from typing import Final
 import numpy as np
 
 from qsample.runtime.causal_lm import CausalLM
-from qsample.runtime.decode.scheduler import joined_slots
+from qsample.runtime.decode.scheduler import joined_slots, pieces
 from qsample.runtime.decode.slots import Slots
 from qsample.runtime.parameters import parameter_arrays
 from qsample.runtime.session.session import Sessions
@@ -55,7 +55,7 @@ class LockStep:
         """parameters: every name of `Interface.parameters`, one row each. seeds: one a row. capacity: T, in tokens."""
         self._slots = Slots(sessions, len(seeds), capacity)
         self._joins_prompts = sessions.joins_prompts
-        self._chunk = sessions.tokens_per_call
+        self._piece_size = sessions.piece_size
         if not self._slots.prepared:
             self._slots.prepare()
         self._parameters = parameters
@@ -66,7 +66,9 @@ class LockStep:
         waiting = {row: len(prompt) for row, prompt in enumerate(prompts)}
         while waiting:
             first = min(waiting)
-            rows = joined_slots(waiting, first) if self._joins_prompts else range(first, first + 1)
+            rows = range(first, first + 1)
+            if self._joins_prompts:
+                rows = joined_slots(waiting, first, self._piece_size)
             for row in rows:
                 parameters = {name: values[row] for name, values in self._parameters.items()}
                 self._slots.begin(row, prompts[row], self._seeds[row], parameters)
@@ -78,9 +80,8 @@ class LockStep:
         return self._newest()
 
     def _prefill_alone(self, row: int, prompt: Array) -> None:
-        chunk = self._chunk or len(prompt)
-        for start in range(0, len(prompt), chunk):
-            self._slots.prefill(row, prompt[start : start + chunk], emit=start + chunk >= len(prompt))
+        for piece in pieces(0, len(prompt), self._piece_size):
+            self._slots.prefill(row, prompt[piece.start : piece.stop], emit=piece.stop == len(prompt))
 
     def decode(self) -> Array:
         """Sample each row's next token: [B] int64."""

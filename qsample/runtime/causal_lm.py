@@ -18,8 +18,7 @@ from qsample.huggingface.model_config import ModelConfig
 from qsample.huggingface.model_methods import Device, ModelMethods
 from qsample.package import Package, read_package
 from qsample.runtime.arguments import Arguments, choose_stop_strings, make_sequences, read_arguments
-from qsample.runtime.decode.loop import DecodeLoop, choose_flush_every
-from qsample.runtime.decode.scheduler import Scheduler
+from qsample.runtime.decode.loop import DecodeLoop, choose_flush_every, make_scheduler
 from qsample.runtime.decode.slots import Slots
 from qsample.runtime.guided_decoding import Guide
 from qsample.runtime.output import GenerateOutput, Timing, make_output
@@ -165,7 +164,8 @@ class CausalLM(ModelMethods):
                 `params`, otherwise fresh ones. A row depends on its own seed only, not on the batch.
             allowed_tokens: int32 bitmask of the tokens that may be sampled, [W] or [B, W]; or a function that writes
                 the mask of each next token, see `AllowedTokensFn`. Needs the feature.
-            prefill_chunk_size: most prompt tokens in one call, to bound memory; None = the whole prompt.
+            prefill_chunk_size: most tokens of short prompts that are read in one call; None = as many as make it
+                faster. A prompt is read in pieces of `sessions.piece_size` tokens, whatever this says.
             flush_every: decode steps between two reads of what was sampled; None = 1 on the CPU, 4 elsewhere. It
                 changes no token, only how many come at once.
             double_buffering: start the next step while the last one's tokens are read and streamed; False waits.
@@ -209,14 +209,7 @@ class CausalLM(ModelMethods):
         flush_every = choose_flush_every(self.sessions, flush_every, guided=guide is not None)
         if guide is not None:
             guide.start()
-        scheduler = Scheduler(
-            slots,
-            flush_every,
-            self.sessions.chunk(prefill_chunk_size),
-            interleave=False,
-            keep_prefixes=not self.interface.recurrent,
-            join_prompts=self.sessions.joins_prompts,
-        )
+        scheduler = make_scheduler(self.sessions, slots, flush_every, prefill_chunk_size, interleave=False)
         capacity = self.capacity(max(sequence.max_length for sequence in sequences))
         device = self._captured.pop((slots, capacity, in_place), None)
         if device is None:

@@ -14,8 +14,7 @@ from typing import Any, Final
 
 from qsample.errors import Failure, QsampleError
 from qsample.runtime.causal_lm import CausalLM
-from qsample.runtime.decode.loop import DecodeLoop, choose_flush_every
-from qsample.runtime.decode.scheduler import Scheduler
+from qsample.runtime.decode.loop import DecodeLoop, choose_flush_every, make_scheduler
 from qsample.runtime.decode.slots import Slots
 from qsample.runtime.guided_decoding import Guide
 from qsample.runtime.request import CANCELLED, Request, RequestFailedError
@@ -25,7 +24,6 @@ from qsample.sampling_params import SamplingParams
 
 _SLOTS: Final = 8  # where neither the caller nor the package says
 _CTX_LEN: Final = 4096  # likewise; less where the model knows less
-_PREFILL_CHUNK_SIZE: Final = {"cpu": 32, "cuda": 512}
 
 
 class QueueFullError(QsampleError):
@@ -40,8 +38,9 @@ class Engine:
     r"""Runs many requests in the slots of one batch; each joins when a slot is free and leaves when it ends.
 
     A request's tokens depend on its prompt, parameters and seed only: not on its neighbours, its slot, when it joined,
-    or how its prompt was cut. What a slot holds stays there when its request ends, and a prompt that begins the same
-    way is only read from there on.
+    or what slots held before; docs/serving.md says where kernels leave a last bit open. A prompt that begins like
+    another one, of a request that runs or that ended, is read from there on only. Tokens that were sampled are read
+    again where a prompt repeats them, unless `reuse_sampled_tokens` says otherwise.
 
     >>> with Engine(load("package"), slots=8) as engine:
     ...     request = engine.add_request("In the beginning", max_new_tokens=64, temperature=0.8, stop_strings="\n\n")
@@ -59,6 +58,7 @@ class Engine:
         prefill_chunk_size: int | None = None,
         flush_every: int | None = None,
         double_buffering: bool = True,
+        reuse_sampled_tokens: bool = False,
     ) -> None:
         """Allocate the batch's memory and start the thread.
 
@@ -66,9 +66,13 @@ class Engine:
             model: its ctx_len (see `load`) is what a slot holds; where it has none, at most 4096 tokens.
             slots: rows of the batch; None = what the package was compiled for, or 8.
             max_waiting: requests that may wait for a slot; see `add_request`.
-            prefill_chunk_size: most prompt tokens between two decode steps. More read a prompt faster, fewer hold up
-                running requests for a shorter time. None = 32 on the CPU, 512 on CUDA.
+            prefill_chunk_size: most prompt tokens between two decode steps, in whole pieces of 64 tokens on the CPU
+                and 512 elsewhere, at least one: a prompt is cut at their ends and nowhere else. More read a prompt
+                faster, fewer hold up running requests for a shorter time. None = one piece.
             flush_every, double_buffering: as in `CausalLM.generate`.
+            reuse_sampled_tokens: go on from tokens that a slot sampled, too, where a prompt repeats them. A
+                conversation's next turn is then not read again up to its end, and its tokens depend on what the slots
+                happen to hold: sampling computes a token's keys and values with other kernels than reading it does.
         """
         for name, value, least in (
             ("slots", slots, 1),
@@ -83,15 +87,13 @@ class Engine:
         self.max_waiting = max_waiting
         self.capacity = model.capacity(_CTX_LEN)
         self._model = model
-        usual = _PREFILL_CHUNK_SIZE.get(model.sessions.device, _PREFILL_CHUNK_SIZE["cuda"])
-        chunk = model.sessions.chunk(prefill_chunk_size or usual)
         flush_every = choose_flush_every(model.sessions, flush_every)
-        scheduler = Scheduler(
+        scheduler = make_scheduler(
+            model.sessions,
             self.slots,
             flush_every,
-            chunk,
-            keep_prefixes=not model.interface.recurrent,
-            join_prompts=model.sessions.joins_prompts,
+            prefill_chunk_size or model.sessions.piece_size,
+            reuse_sampled=reuse_sampled_tokens,
         )
         device = Slots(model.sessions, self.slots, self.capacity)
         loop = DecodeLoop(device, scheduler, self._deliver, double_buffering=double_buffering)

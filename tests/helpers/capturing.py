@@ -8,14 +8,41 @@ whatever is bound; each thread has captured graphs of its own; and -1 runs witho
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import onnxruntime as ort
+import pytest
 
+from qsample.exporters.compiler import compile as compile_module
+from qsample.exporters.compiler.options import CompileOptions
+from qsample.exporters.compiler.plan import CompilePlan
+from qsample.exporters.compiler.targets.cuda import CudaTarget
+from qsample.package import read_package
 from qsample.runtime import CausalLM
 from qsample.runtime.session.bound_graph import NOT_CAPTURED
 from qsample.runtime.session.session import Replays
+
+
+class CudaOnCpu(CudaTarget):
+    """The graphs of the CUDA target, placed on the provider that is here."""
+
+    execution_providers = ("CPUExecutionProvider",)
+    provider_options: Mapping[str, str] = {}
+
+    def check(self, plan: CompilePlan) -> None:
+        return
+
+
+def compile_captured(package: Path, path: Path, ctx_len: int) -> Path:
+    """`package` compiled as for CUDA, for the CPU: rows that its decoder cannot settle stall."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compile_module, "find_target", lambda name: CudaOnCpu())
+        options = CompileOptions(provider="cuda", ctx_len=ctx_len)
+        compile_module.compile_package(read_package(package), path, options)
+    return path
 
 
 class CapturingSession:

@@ -22,6 +22,7 @@ from tests.helpers.fake_graphs import DIM, PAD, VOCAB, fake_graphs
 BOS, EOS = 1, 2
 POISON = 300  # a row that holds this token has NaN logits
 MAX_POSITIONS = 256
+PIECE_SIZE = 4  # in which tests have a fake package read its prompts
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}\n"
     "[{{ message.role }}]{{ message.content }}\n"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from qsample.package import Package
 from qsample.runtime import CausalLM, load
 from qsample.runtime.decode.slots import Slots
-from tests.helpers.fake_package import fake_package
+from tests.helpers.fake_package import PIECE_SIZE, fake_package
 
 
 @pytest.fixture(scope="session")
@@ -30,13 +31,14 @@ def fake(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Package]:
 
 @pytest.fixture(scope="session")
 def fake_model(fake: Callable[..., Package]) -> Callable[..., CausalLM]:
-    """features and options → a model loaded from a fake package."""
+    """features and options → a model loaded from a fake package, which reads short prompts in several pieces."""
     loaded: dict[str, CausalLM] = {}
 
     def make(**options: Any) -> CausalLM:
         key = repr(sorted(options.items()))
         if key not in loaded:
-            loaded[key] = load(fake(**options).path)
+            plain = load(fake(**options).path)
+            loaded[key] = CausalLM(plain.package, replace(plain.sessions, piece_size=PIECE_SIZE))
         return loaded[key]
 
     return make

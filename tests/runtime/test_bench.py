@@ -34,7 +34,7 @@ def test_figures(sampler: bool, fake_model: Callable[..., CausalLM], monkeypatch
         fake_model(sampler=sampler), 3, 5, 7, SamplingParams(temperature=1.0, eos_token_id=range(300)), 2
     )
     assert (measured.rows, measured.prompt_tokens, measured.new_tokens) == (3, 5, 7)
-    assert calls == {"prefill": 3, "decode": 3 * (7 + bench_module._WARM_UP_STEPS)}
+    assert calls == {"prefill": 3 * 3 * 2, "decode": 3 * (7 + bench_module._WARM_UP_STEPS)}
     assert measured.tokens_per_second == pytest.approx(3 * 1000 / measured.decode_ms)
     assert measured.prefill_tokens_per_second == pytest.approx(3 * 5 * 1000 / measured.first_token_ms)
     assert 0 < measured.decode_ms <= measured.decode_ms_p90

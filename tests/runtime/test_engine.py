@@ -18,7 +18,7 @@ from qsample.runtime import (
     load,
 )
 from qsample.runtime.decode.slots import Slots
-from tests.helpers.fake_package import compilation
+from tests.helpers.fake_package import PIECE_SIZE, compilation
 from tests.helpers.requests import ENDLESS, FREE, expected, outcome, random_params, random_prompt, wait_for_token
 
 
@@ -92,7 +92,11 @@ def test_an_exported_graph(llama_package: Path) -> None:
                 assert outcome(request) == (output.token_ids[0], output.finish_reasons[0])
 
 
-def test_a_conversation_reads_only_what_is_new(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("reuse_sampled_tokens", [False, True])
+def test_a_conversation_goes_on_from_what_a_slot_holds(
+    reuse_sampled_tokens: bool, model: CausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the last whole piece that was read as a prompt, or, where asked for, from all but the newest token."""
     fed: list[list[int]] = []
     plain = Slots.prefill
 
@@ -101,19 +105,35 @@ def test_a_conversation_reads_only_what_is_new(model: CausalLM, monkeypatch: pyt
         plain(self, slot, *ids, emit=emit)
 
     monkeypatch.setattr(Slots, "prefill", prefill)
-    history = [9, 200, 31, 4, 5]
-    with Engine(model, slots=3) as engine:
+    history, held = [9, 200, 31, 4, 5], 0
+    with Engine(model, slots=3, reuse_sampled_tokens=reuse_sampled_tokens) as engine:
         for turn in range(4):
             other = engine.add_request([50 + turn] * 8, FREE, seed=99)  # someone else, in other slots
+            fed.clear()
             request = engine.add_request(history, FREE, seed=turn)
             assert outcome(request) == expected(history, FREE, turn)
             assert outcome(other) == expected([50 + turn] * 8, FREE, 99)
             usage = request.result().usage
-            new = len(history) if turn == 0 else 4  # the sampled token that was never fed, and three more
             assert (usage.prompt_tokens, usage.completion_tokens) == (len(history), 20)
-            assert usage.cached_tokens == len(history) - new
-            assert history[-new:] in fed
+            assert usage.cached_tokens == held
+            read = [token for row in fed if row[0] != 50 + turn for token in row]
+            assert read == history[held:]
+            held = len(history) + 19 if reuse_sampled_tokens else len(history) // PIECE_SIZE * PIECE_SIZE
             history = [*history, *request.result().token_ids, 60 + turn, 61, 62]
+
+
+def test_a_prompt_begins_like_one_that_runs(model: CausalLM) -> None:
+    """What another slot holds is copied, whether its request runs, is being read, or ended."""
+    prompts = [[7] * 9, [7] * 9 + [8], [7] * 6 + [9] * 8, [7] * 9, [7, 7, 6]]
+    with Engine(model, slots=5) as engine:
+        first = engine.add_request(prompts[0], ENDLESS, seed=0)
+        wait_for_token(first)
+        others = [engine.add_request(prompt, FREE, seed=seed) for seed, prompt in enumerate(prompts[1:], start=1)]
+        for request, prompt in zip(others, prompts[1:], strict=True):
+            assert outcome(request) == expected(prompt, FREE, request.seed)
+        assert outcome(first) == expected(prompts[0], ENDLESS, 0)
+        # Whole pieces of 4 tokens; of the same prompt all but the last piece's last tokens, of which it has one.
+        assert [request.result().usage.cached_tokens for request in others] == [8, 4, 8, 0]
 
 
 def test_a_long_prompt_does_not_hold_up_running_rows(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from typing import Final
 
 from qsample.contract import LENGTH, NEXT_IDS, RUNNING, STALLED, STOPPED
 from qsample.errors import QsampleError
-from qsample.runtime.decode.scheduler import Chunk, Prompts, Scheduler, Window
+from qsample.runtime.decode.scheduler import Chunk, Copy, Prompts, Scheduler, Window
 from qsample.runtime.decode.slots import Slots, Snapshot
 from qsample.runtime.sequence import Sequence
 from qsample.runtime.session.device_thread import DeviceThread
@@ -44,10 +44,33 @@ def choose_flush_every(sessions: Sessions, flush_every: int | None, *, guided: b
     return flush_every or (1 if sessions.device == "cpu" else _FLUSH_EVERY)
 
 
+def make_scheduler(
+    sessions: Sessions,
+    slots: int,
+    flush_every: int = 1,
+    prefill_chunk_size: int | None = None,
+    *,
+    interleave: bool = True,
+    reuse_sampled: bool = False,
+) -> Scheduler:
+    """A scheduler that cuts and joins prompts as suits a package's graphs; the arguments are those of `Scheduler`."""
+    return Scheduler(
+        slots,
+        flush_every,
+        prefill_chunk_size,
+        piece_size=sessions.piece_size,
+        tail_size=sessions.tail_size,
+        interleave=interleave,
+        recurrent=bool(sessions.interface.recurrent),
+        join_prompts=sessions.joins_prompts,
+        reuse_sampled=reuse_sampled,
+    )
+
+
 class DecodeLoop:
     """Runs what a scheduler decides on slots.
 
-    >>> with DecodeLoop(slots, Scheduler(slots.count), deliver, double_buffering=True) as loop:
+    >>> with DecodeLoop(slots, make_scheduler(sessions, slots.count), deliver, double_buffering=True) as loop:
     ...     loop.add(Sequence(prompt, parameters, seed=0))
     ...     while loop.busy:
     ...         loop.step()
@@ -112,12 +135,12 @@ class DecodeLoop:
             assert sequence.slot is not None
             sequence.admitted_at = time.perf_counter()
             self._slots.begin(sequence.slot, sequence.prompt, sequence.seed, sequence.parameters, sequence.reused)
-        if self._stalled:
-            self._resume()
         if not self._slots.prepared:
             self._read_and_deliver()
-            if self._stalled:
-                self._resume()
+        if self._stalled:
+            self._resume()  # and no more: who guides these rows has to see their tokens before the next ones
+            return
+        if not self._slots.prepared:
             self._slots.prepare()
         guided = any(sequence.guided for sequence in self._scheduler.in_slots)
         if self._device is None or guided:
@@ -162,7 +185,11 @@ class DecodeLoop:
             sequence.consumed = job.end
             sequence.issued = int(job.last)
             self._unread = [(sequence, 1)] if job.last else []
-            return [partial(self._slots.prefill, sequence.slot, sequence.prompt[job.start : job.end], emit=job.last)]
+            calls: list[Callable[[], None]] = [self._copy(copy) for copy in job.copies]
+            for piece in job.pieces:
+                ids, emit = sequence.prompt[piece.start : piece.stop], piece.stop == len(sequence.prompt)
+                calls.append(partial(self._slots.prefill, sequence.slot, ids, emit=emit))
+            return calls
         if isinstance(job, Prompts):
             for sequence in job.sequences:
                 sequence.consumed, sequence.issued = len(sequence.prompt), 1
@@ -176,6 +203,14 @@ class DecodeLoop:
         self._unread = list(zip(job.sequences, issued, strict=True))
         self.steps += job.steps
         return [partial(self._slots.decode, wait=False)] * (job.steps - 1) + [self._slots.decode]
+
+    def _copy(self, copy: Copy) -> Callable[[], None]:
+        """The call for it. Its sequence is accounted for as if it was done."""
+        sequence = copy.sequence
+        assert sequence.slot is not None
+        sequence.reused = copy.tokens
+        sequence.consumed = max(sequence.consumed, copy.tokens)
+        return partial(self._slots.copy, copy.source, sequence.slot, sequence.prompt[: copy.tokens])
 
     def _resume(self) -> None:
         """Give rows that stalled their token, once everything else is read."""

@@ -1,7 +1,8 @@
 """Which sequence gets which slot, and what the device does next. No tensors here.
 
 A sequence waits, is admitted to a slot, has its prompt read in chunks, and runs until it ends. The slot that it leaves
-keeps its tokens in the cache; the next sequence gets the slot that keeps the longest beginning of its prompt.
+keeps its prompt in the cache. The next sequence gets the slot that keeps the longest beginning of its prompt; what
+another slot holds, free or not, is copied.
 """
 
 from __future__ import annotations
@@ -18,20 +19,35 @@ from qsample.tensors import Array
 
 # What a run of the graph costs beside its tokens, in tokens: at 0.6 B parameters 2 with int4 weights, 13 with float32.
 _RUN: Final = 4
+_NOTHING: Final[Array] = np.empty(0, dtype=np.int64)
 # A run of more tokens reads none of them faster, and takes more memory.
 _MOST_JOINED: Final = 512
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
-    """Tokens of a prompt, [start, end), for one call. last: the first token is sampled after it."""
+class Copy:
+    """The first `tokens` tokens of `sequence`, which the slot `source` holds, for its own slot."""
 
     sequence: Sequence
-    start: int
-    end: int
+    source: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Pieces of a prompt, one after another, each for one call. copies: what comes before them."""
+
+    sequence: Sequence
+    pieces: tuple[range, ...]
+    copies: tuple[Copy, ...] = ()
+
+    @property
+    def end(self) -> int:
+        return self.pieces[-1].stop
 
     @property
     def last(self) -> bool:
+        """Whether the first token is sampled after it."""
         return self.end == len(self.sequence.prompt)
 
 
@@ -53,10 +69,17 @@ class Window:
 class Scheduler:
     """First come, first served.
 
-    interleave: take turns between one prompt chunk and one window, so that running rows are not held up for longer than
-    a chunk; otherwise every prompt in a slot is read before any row decodes. keep_prefixes: a prompt that begins like
-    what a free slot holds goes on from there; recurrent states cannot, because they are those of the slot's last token.
-    join_prompts: read whole prompts of adjacent slots in one run where that is cheaper.
+    A prompt is read in pieces of `piece_size` tokens from its start, each in a call of its own, whatever else happens:
+    kernels round differently for another number of tokens, and nothing but the prompt may decide that. So chunks are
+    whole pieces, prompts are read together where they have the same length, and what a slot holds is gone on from at
+    the end of a piece.
+
+    prefill_chunk_size: most prompt tokens of a chunk, but at least a piece; None = the whole prompt. interleave: take
+    turns between one chunk and one window, so that running rows are not held up for longer than a chunk; otherwise
+    every prompt in a slot is read before any row decodes. tail_size: so many tokens at the end of a piece may be read
+    again without those before them; None = the whole piece. recurrent: the model has states that are those of a slot's
+    newest token, so that another slot can go on from them at that moment only. join_prompts: read whole prompts of
+    adjacent slots in one run. reuse_sampled: go on from the tokens that a slot sampled, too, and from anywhere.
     """
 
     def __init__(
@@ -65,19 +88,25 @@ class Scheduler:
         flush_every: int = 1,
         prefill_chunk_size: int | None = None,
         *,
+        piece_size: int,
+        tail_size: int | None = None,
         interleave: bool = True,
-        keep_prefixes: bool = True,
+        recurrent: bool = False,
         join_prompts: bool = False,
+        reuse_sampled: bool = False,
     ) -> None:
-        self._kept: list[Array] = [np.empty(0, dtype=np.int64)] * slots  # tokens in each free slot's cache
+        self._kept: dict[int, Array] = dict.fromkeys(range(slots), _NOTHING)  # what each free slot holds
         self._free = list(range(slots))  # the one that was left longest ago first
         self._waiting: deque[Sequence] = deque()
         self._in_slots: list[Sequence] = []  # those in slots, first come first
         self._flush_every = flush_every
         self._chunk_size = prefill_chunk_size
+        self._piece_size = piece_size
+        self._tail_size = tail_size
         self._interleave = interleave
-        self._keep_prefixes = keep_prefixes
+        self._recurrent = recurrent
         self._join_prompts = join_prompts
+        self._reuse_sampled = reuse_sampled
         self._chunk_was_last = False
 
     @property
@@ -103,11 +132,11 @@ class Scheduler:
         admitted = []
         while self._waiting and self._free:
             sequence = self._waiting.popleft()
-            # Not the whole prompt: the last token has to be fed to sample the one after it.
-            shared = {slot: shared_prefix(self._kept[slot], sequence.prompt[:-1]) for slot in self._free}
-            sequence.slot = max(self._free, key=shared.__getitem__)  # of equals, the first
-            sequence.reused = sequence.consumed = shared[sequence.slot]
+            reusable = {slot: self._reusable(self._kept[slot], sequence.prompt) for slot in self._free}
+            sequence.slot = max(self._free, key=reusable.__getitem__)  # of equals, the first
+            sequence.reused = sequence.consumed = reusable[sequence.slot]
             self._free.remove(sequence.slot)
+            del self._kept[sequence.slot]
             admitted.append(sequence)
         self._in_slots += admitted
         return admitted
@@ -121,11 +150,12 @@ class Scheduler:
         slot, sequence.slot = sequence.slot, None
         self._in_slots.remove(sequence)
         self._free.append(slot)
-        # The newest token was not fed yet, so the cache has no key and value for it. Of a row whose first token was
-        # not read, nobody knows whether it was valid.
-        keep = keep and self._keep_prefixes and bool(sequence.sampled or not sequence.issued)
-        tokens = [*sequence.prompt[: sequence.consumed].tolist(), *sequence.sampled[:-1]]
-        self._kept[slot] = np.array(tokens if keep else [], dtype=np.int64)
+        # Of a row whose first token was not read, nobody knows whether it was valid.
+        keep = keep and not self._recurrent and bool(sequence.sampled or not sequence.issued)
+        tokens = sequence.prompt[: sequence.consumed]
+        if self._reuse_sampled:  # the newest token was not fed yet, so the cache has no key and value for it
+            tokens = np.concatenate([tokens, np.array(sequence.sampled[:-1], dtype=np.int64)])
+        self._kept[slot] = tokens if keep else _NOTHING
         return slot
 
     def next_job(self) -> Chunk | Prompts | Window | None:
@@ -133,12 +163,7 @@ class Scheduler:
         prefilling, running = self.prefilling, [sequence for sequence in self._in_slots if sequence.may_run]
         if prefilling and not (running and self._interleave and self._chunk_was_last):
             self._chunk_was_last = True
-            sequence = prefilling[0]
-            joined = self._joined(sequence)
-            if len(joined) > 1:
-                return Prompts(joined)
-            end = min(len(sequence.prompt), sequence.consumed + (self._chunk_size or len(sequence.prompt)))
-            return Chunk(sequence, sequence.consumed, end)
+            return self._next_read(prefilling)
         self._chunk_was_last = False
         if not running:
             return None
@@ -146,36 +171,98 @@ class Scheduler:
         most = max(sequence.limit - sequence.issued for sequence in running)
         return Window(tuple(running), 1 if guided else min(self._flush_every, most))
 
+    def _next_read(self, prefilling: list[Sequence]) -> Chunk | Prompts:
+        """The next part of the first one's prompt, or some whole prompts with it."""
+        sequence, *others = prefilling
+        start, end = sequence.consumed, len(sequence.prompt)
+        copies: tuple[Copy, ...] = ()
+        if self._recurrent:
+            # Those that begin alike wait until this prompt is read as far as they go together.
+            together = {one: reusable_prefix(sequence.prompt, one.prompt, self._piece_size, None) for one in others}
+            copies = tuple(Copy(one, _slot(sequence), start) for one, tokens in together.items() if 0 < tokens == start)
+            end = min([end, *(tokens for tokens in together.values() if tokens > start)])
+        else:
+            source, tokens = self._holder(sequence)
+            if tokens > start:
+                copies, start = (Copy(sequence, source, tokens),), tokens
+        joined = self._joined(sequence) if start == 0 else ()
+        if len(joined) > 1:
+            return Prompts(joined)
+        if self._chunk_size is not None:
+            count = max(1, self._chunk_size // self._piece_size)
+            end = min(end, (start // self._piece_size + count) * self._piece_size)
+        return Chunk(sequence, pieces(start, end, self._piece_size), copies)
+
+    def _holder(self, sequence: Sequence) -> tuple[int, int]:
+        """The other slot that holds most of a prompt's beginning, and how many tokens of it."""
+        held = self._kept | {_slot(one): one.prompt[: one.consumed] for one in self._in_slots if one is not sequence}
+        reusable = {slot: self._reusable(tokens, sequence.prompt) for slot, tokens in held.items()}
+        return max(reusable.items(), key=lambda item: item[1], default=(0, 0))
+
+    def _reusable(self, held: Array, prompt: Array) -> int:
+        """How many tokens of `prompt` need not be read where `held` was; at least one has to be."""
+        if self._reuse_sampled:
+            return shared_prefix(held, prompt[:-1])
+        return reusable_prefix(held, prompt, self._piece_size, self._tail_size)
+
     def _joined(self, sequence: Sequence) -> tuple[Sequence, ...]:
-        """`sequence` and those whose prompts are read with its own, by slot."""
-        fresh = {one.slot: one for one in self.prefilling if one.slot is not None and one.consumed == 0}
-        if not self._join_prompts or sequence.slot not in fresh:
+        """`sequence`, of which nothing was read, and those whose prompts are read with its own, by slot."""
+        if not self._join_prompts:
             return (sequence,)
+        fresh = {_slot(one): one for one in self.prefilling if one.consumed == 0 and not self._waits(one, sequence)}
         lengths = {slot: len(one.prompt) for slot, one in fresh.items()}
-        return tuple(fresh[slot] for slot in joined_slots(lengths, sequence.slot, self._chunk_size))
+        slots = joined_slots(lengths, _slot(sequence), self._piece_size, self._chunk_size)
+        return tuple(fresh[slot] for slot in slots)
+
+    def _waits(self, one: Sequence, first: Sequence) -> bool:
+        """Whether it is cheaper to copy most of a prompt, once `first` was read, than to read it with that one."""
+        if one is first or self._recurrent:
+            return False
+        return max(self._holder(one)[1], self._reusable(first.prompt, one.prompt)) > _RUN
 
 
-def joined_slots(lengths: Mapping[int, int], slot: int, chunk_size: int | None = None) -> range:
-    """Adjacent slots around `slot` whose prompts are read in one run: padded to the longest of them, each neighbour
-    costs no more than a run of its own.
+def _slot(sequence: Sequence) -> int:
+    assert sequence.slot is not None
+    return sequence.slot
+
+
+def pieces(start: int, end: int, size: int) -> tuple[range, ...]:
+    """Tokens [start, end) of a prompt, cut at the multiples of `size`."""
+    starts = [start, *range((start // size + 1) * size, end, size)]
+    return tuple(range(*ends) for ends in zip(starts, [*starts[1:], end], strict=True))
+
+
+def joined_slots(lengths: Mapping[int, int], slot: int, piece_size: int, chunk_size: int | None = None) -> range:
+    """Adjacent slots around `slot` whose prompts are read in one run: they have one length, at most a piece, so that
+    each row computes what it would alone.
 
     lengths: tokens of the prompt of each slot that could be joined. chunk_size: most tokens of a run; None = only as
     many as make it faster.
     """
-    most = min(_MOST_JOINED, chunk_size or _MOST_JOINED)
-    joined, width = range(slot, slot + 1), lengths[slot]
-    while True:
-        for neighbour in (joined.stop, joined.start - 1):
-            length = lengths.get(neighbour)
-            if length is None:
-                continue
-            tokens = (len(joined) + 1) * max(width, length)
-            if tokens <= min(most, len(joined) * width + length + _RUN):
-                joined = range(min(neighbour, joined.start), max(neighbour + 1, joined.stop))
-                width = max(width, length)
-                break
+    length = lengths[slot]
+    most = min(_MOST_JOINED, chunk_size or _MOST_JOINED) // length
+    joined = range(slot, slot + 1)
+    while length <= piece_size and len(joined) < most:
+        if lengths.get(joined.stop) == length:
+            joined = range(joined.start, joined.stop + 1)
+        elif lengths.get(joined.start - 1) == length:
+            joined = range(joined.start - 1, joined.stop)
         else:
-            return joined
+            break
+    return joined
+
+
+def reusable_prefix(held: Array, prompt: Array, piece_size: int, tail_size: int | None) -> int:
+    """How many tokens of `prompt` need not be read after `held`, which was read in pieces from its start.
+
+    Those of whole pieces that both have: what is in a piece may depend on where the piece ends. Where both end in the
+    same piece, all but its last `tail_size` tokens (None = all of it).
+    """
+    shared, length = shared_prefix(held, prompt), len(prompt)
+    if shared == length and (length == len(held) or length % piece_size == 0):
+        start = (length - 1) // piece_size * piece_size
+        return start if tail_size is None else max(start, length - tail_size)
+    return int(min(shared, length - 1) // piece_size * piece_size)
 
 
 def shared_prefix(kept: Array, prompt: Array) -> int:

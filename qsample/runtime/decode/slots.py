@@ -105,6 +105,7 @@ class Slots:
         self._ones = self._constant(np.ones(count, dtype=np.int32))
         self._emit = {emit: self._constant(np.full(count, emit)) for emit in (True, False)}
         most_rows = count if sessions.joins_prompts else 1
+        self._least_width = 2 if sessions.tokens_per_call is None else 1
         self._chunk_ids = Buffer.allocate(INPUT_IDS, {BATCH: 1, SEQUENCE: most_rows * capacity}, device)
         self._chunk_lengths = self._constant(np.ones(most_rows, dtype=np.int32))
         # A prompt's chunks run with a status of their own, so that the batch sees an idle row between them.
@@ -152,11 +153,22 @@ class Slots:
         """
         self._state.write_at(NOISE.name, slot, uniforms(seed, self.capacity))
         self._state.write_at(OUTPUT_COUNTS.name, slot, 0)
-        self._state.write_at(LENGTHS.name, slot, reused)
-        self._state.write_at(TOKENS.name, slot, prompt[0] if reused else 0)
-        self._state.write_at(TOKENS.name, (slot, slice(reused)), prompt[:reused])
+        self._write_history(slot, prompt[:reused])
         for name, values in parameters.items():
             self.set_parameter(slot, name, values)
+
+    def copy(self, source: int, slot: int, prompt: Array) -> None:
+        """Get a slot as far as `source` is after `prompt`, [n] int64: its first n tokens, n >= 1, or, where the model
+        has states that are those of the newest token, all of them."""
+        for spec in self._interface.cache_states:
+            held = (slice(None), slice(len(prompt))) if CAPACITY in spec.axes else ...
+            self._state.copy_row(spec.name, source, slot, held)
+        self._write_history(slot, prompt)
+
+    def _write_history(self, slot: int, tokens: Array) -> None:
+        self._state.write_at(LENGTHS.name, slot, len(tokens))
+        self._state.write_at(TOKENS.name, slot, tokens[0] if len(tokens) else 0)
+        self._state.write_at(TOKENS.name, (slot, slice(len(tokens))), tokens)
 
     def set_parameter(self, slot: int, name: str, values: Array) -> None:
         """Replace one row of a parameter, from the next call on. Rows wider than any before widen the buffer."""
@@ -169,13 +181,15 @@ class Slots:
         self._parameters[name].write_at((slot, slice(len(values))), values)
 
     def prefill(self, slot: int, *ids: Array, emit: bool) -> None:
-        """Feed a slot the next [n] int64 tokens of its prompt. emit: they are the last; sample the first new token.
+        """Feed a slot the next piece of its prompt, [n] int64. emit: it is the last; sample the first new token.
 
         Several arrays are for `slot` and as many after it, in one run, where `Sessions.joins_prompts`: the first tokens
         of each, because attention takes several rows of several tokens only where nothing is before them.
         """
         rows, lengths = range(slot, slot + len(ids)), [len(row) for row in ids]
-        width = max(lengths)  # and not a fixed one: the last chunk could pass the capacity
+        # Not a fixed one: the last piece could pass the capacity. One token would run kernels of its own, which round
+        # otherwise; there is room for a second, because a prompt is shorter than the capacity.
+        width = max(*lengths, self._least_width)
         # Nothing reads the padding. It repeats a token of the row, which brings in no NaN that is not there anyway.
         padded = [np.pad(row, (0, width - len(row)), constant_values=row[0]) for row in ids]
         self._chunk_ids.write_at((0, slice(len(ids) * width)), np.concatenate(padded))

@@ -5,13 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import cache
+from typing import Any, Final
 
 import numpy as np
 import onnxruntime as ort
 
 from qsample.contract import TensorSpec, retained_name
 from qsample.tensors import DTYPES, Array, sparse_zeros
+
+_PROVIDERS: Final = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +73,14 @@ class Buffer:
         if self.device != "cpu":
             self.write(whole)
 
+    def copy_row(self, source: int, target: int, index: Any = ...) -> None:
+        """Write row `source` over row `target`, at least what is at a NumPy index of the row."""
+        if self.device == "cpu" and self.dtype != "bfloat16":  # which NumPy does not have
+            whole = self.owner.numpy()
+            whole[target][index] = whole[source][index]
+        else:
+            copy_on_device(self.rows(source), self.rows(target))
+
     def bind_input(self, binding: ort.IOBinding, name: str) -> None:
         binding.bind_input(name, self.device, 0, DTYPES[self.dtype].onnx, self.shape, self.address)
 
@@ -118,6 +129,43 @@ class RetainedState:
     def write_at(self, name: str, index: Any, values: Any) -> None:
         """Replace the current values of a state at a NumPy index."""
         self._sides[self.side][name].write_at(index, values)
+
+    def copy_row(self, name: str, source: int, target: int, index: Any = ...) -> None:
+        """Write the current values of a row over those of another; see `Buffer.copy_row`."""
+        self._sides[self.side][name].copy_row(source, target, index)
+
+
+def copy_on_device(source: Buffer, target: Buffer) -> None:
+    """Copy memory of one dtype and shape where it is, without a way over the host: a graph of one Identity does it."""
+    assert (source.dtype, source.shape, source.device) == (target.dtype, target.shape, target.device)
+    session = _identity(DTYPES[source.dtype].onnx, source.device)
+    binding = session.io_binding()
+    source.bind_input(binding, "x")
+    target.bind_output(binding, "y")
+    session.run_with_iobinding(binding)
+
+
+@cache
+def _identity(onnx_type: int, device: str) -> ort.InferenceSession:
+    """Y = Identity(x). Written by hand, as onnx is not there at run time; the fields are those of onnx.proto."""
+    value = [_field(2, _field(1, _field(1, onnx_type)))]  # type { tensor_type { elem_type } }
+    node = [_field(1, b"x"), _field(2, b"y"), _field(4, b"Identity")]
+    graph = [
+        _field(1, *node),
+        _field(2, b"copy"),
+        _field(11, _field(1, b"x"), *value),
+        _field(12, _field(1, b"y"), *value),
+    ]
+    model = b"".join([_field(1, 10), _field(7, *graph), _field(8, _field(2, 20))])
+    return ort.InferenceSession(model, providers=[_PROVIDERS[device]])
+
+
+def _field(number: int, *content: int | bytes) -> bytes:
+    """A field of a protobuf message: a small number, or bytes that follow their length (below 128)."""
+    if isinstance(content[0], int):
+        return bytes([number << 3, content[0]])
+    body = b"".join(part for part in content if isinstance(part, bytes))
+    return bytes([number << 3 | 2, len(body)]) + body
 
 
 def _rows(buffers: Mapping[str, Buffer], rows: range | None) -> dict[str, Buffer]:

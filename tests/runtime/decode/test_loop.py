@@ -17,8 +17,7 @@ import pytest
 from qsample.contract import RUNNING, STALLED, STATUS_NAMES
 from qsample.errors import QsampleError
 from qsample.runtime import CausalLM, SamplingParams
-from qsample.runtime.decode.loop import DecodeLoop
-from qsample.runtime.decode.scheduler import Scheduler
+from qsample.runtime.decode.loop import DecodeLoop, make_scheduler
 from qsample.runtime.decode.slots import Slots, Snapshot
 from qsample.runtime.sequence import Sequence
 from tests.helpers import fake_reference
@@ -44,7 +43,7 @@ def run(
     def deliver(sequence: Sequence) -> None:
         delivered.append((len(sequence.take()[0]), sequence.status))
 
-    scheduler = Scheduler(slots, flush_every, chunk, interleave=interleave, join_prompts=True)
+    scheduler = make_scheduler(model.sessions, slots, flush_every, chunk, interleave=interleave)
     device = Slots(model.sessions, slots, CAPACITY)
     with DecodeLoop(device, scheduler, deliver, double_buffering=double_buffering) as loop:
         for request in requests:
@@ -69,9 +68,11 @@ def count_rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def hundred(model: CausalLM) -> tuple[list[Sequence], Any]:
-    """100 random requests and what the reference makes of them."""
+    """100 random requests, many of them short, and what the reference makes of them."""
     generator = random.Random(5)
-    cases = [(random_prompt(generator), random_params(generator), seed) for seed in range(100)]
+    cases = [
+        (random_prompt(generator, generator.choice([3, 20])), random_params(generator), seed) for seed in range(100)
+    ]
     wanted = [fake_reference.generate(prompt, params, seed, CAPACITY) for prompt, params, seed in cases]
     return [make_sequence(model, *case, CAPACITY) for case in cases], wanted
 
@@ -180,7 +181,7 @@ def test_a_request_that_leaves_in_the_middle(double_buffering: bool, model: Caus
                 loop.leave(leaver)
 
     slots = Slots(model.sessions, 3, CAPACITY)
-    with DecodeLoop(slots, Scheduler(3, 2, 1), deliver, double_buffering=double_buffering) as loop:
+    with DecodeLoop(slots, make_scheduler(model.sessions, 3, 2, 1), deliver, double_buffering=double_buffering) as loop:
         for request in (stays, running, prefilling, queued, last):
             loop.add(request)
         while loop.busy:
@@ -234,27 +235,27 @@ def test_a_stalled_row_says_what_to_do(model: CausalLM, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("sampler", [True, False])
-def test_generate_reads_prompts_of_like_lengths_in_one_run(
+def test_generate_reads_prompts_of_one_length_in_one_run(
     sampler: bool, fake_model: Callable[..., CausalLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     generator = random.Random(9)
-    prompts = [[generator.randrange(3, 290) for _ in range(n)] for n in (12, 12, 10, 30, 31, 3, 1, 1)]
+    prompts = [[generator.randrange(3, 290) for _ in range(n)] for n in (3, 3, 4, 30, 4, 4, 1, 1)]
     params = [random_params(generator, 30) for _ in prompts]
     model = fake_model(sampler=sampler)
     rows = count_rows(monkeypatch)
     output = model.generate(prompts, params, seed=0)
-    assert rows == [3, 2, 3]
+    assert rows == [2, 1, *[1] * 8, 2, 2]
     wanted = [
         fake_reference.generate(*row, seed, MAX_POSITIONS) for seed, row in enumerate(zip(prompts, params, strict=True))
     ]
     assert list(zip(output.token_ids, output.finish_reasons, strict=True)) == wanted
     rows.clear()
-    assert model.generate(prompts, params, seed=0, prefill_chunk_size=24).token_ids == output.token_ids
-    assert rows == [2, 1, 1, 1, 1, 1, 3]
+    assert model.generate(prompts, params, seed=0, prefill_chunk_size=7).token_ids == output.token_ids
+    assert rows == [2, 1, *[1] * 8, 1, 1, 2]
     rows.clear()
     alone = CausalLM(model.package, replace(model.sessions, joins_prompts=False))
     assert alone.generate(prompts, params, seed=0).token_ids == output.token_ids
-    assert rows == [1] * 8
+    assert rows == [1] * 15
 
 
 @pytest.mark.parametrize("double_buffering", [True, False])

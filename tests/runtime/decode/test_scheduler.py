@@ -1,19 +1,31 @@
-"""The scheduler: order of arrival, kept prefixes, chunks between windows."""
+"""The scheduler: order of arrival, pieces, kept prefixes and copies of them, chunks between windows."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 import pytest
 
+from qsample.runtime.decode import scheduler as scheduler_module
 from qsample.runtime.decode.scheduler import (
     Chunk,
+    Copy,
     Prompts,
-    Scheduler,
     Window,
     joined_slots,
+    pieces,
+    reusable_prefix,
     shared_prefix,
 )
 from qsample.runtime.sequence import Sequence
+
+
+class Scheduler(scheduler_module.Scheduler):
+    """Cuts anywhere, where nothing else is said."""
+
+    def __init__(self, slots: int, *arguments: Any, piece_size: int = 1, **options: Any) -> None:
+        super().__init__(slots, *arguments, piece_size=piece_size, **options)
 
 
 def request(prompt: list[int], most: int = 10, *, guided: bool = False) -> Sequence:
@@ -40,6 +52,45 @@ def test_shared_prefix(kept: list[int], prompt: list[int], shared: int) -> None:
     assert shared_prefix(np.array(kept, dtype=np.int64), np.array(prompt, dtype=np.int64)) == shared
 
 
+@pytest.mark.parametrize(
+    ("start", "end", "cut"),
+    [
+        (0, 4, [range(4)]),
+        (0, 1, [range(1)]),
+        (0, 9, [range(4), range(4, 8), range(8, 9)]),
+        (4, 9, [range(4, 8), range(8, 9)]),
+        (6, 9, [range(6, 8), range(8, 9)]),
+        (6, 8, [range(6, 8)]),
+    ],
+)
+def test_pieces(start: int, end: int, cut: list[range]) -> None:
+    assert pieces(start, end, 4) == tuple(cut)
+
+
+@pytest.mark.parametrize(
+    ("held", "prompt", "whole", "tail"),
+    [
+        ([], [1, 2], 0, 0),
+        ([1, 2, 3], [1, 2, 3, 4, 5], 0, 0),
+        ([1, 2, 3, 4], [1, 2, 3, 4, 5], 4, 4),
+        ([1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5], 4, 4),
+        ([1, 2, 3, 4, 9, 9, 9, 9], [1, 2, 3, 4, 5, 6, 7, 8], 4, 4),
+        ([1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 5, 6], 4, 4),  # it was read as part of a longer piece
+        ([1, 2, 3], [1, 2, 3], 0, 1),  # and here the pieces end alike
+        ([1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 6], 4, 4),
+        ([1, 2, 3, 4, 5, 6, 7], [1, 2, 3, 4, 5, 6, 7], 4, 5),
+        ([1, 2, 3, 4, 5, 6, 7, 8, 9], [1, 2, 3, 4, 5, 6, 7, 8], 4, 6),
+        ([1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4], 0, 2),
+        ([1, 2, 3, 4, 5], [1, 2, 3, 4, 5], 4, 4),  # its last piece has one token
+        ([1], [1], 0, 0),
+    ],
+)
+def test_reusable_prefix(held: list[int], prompt: list[int], whole: int, tail: int) -> None:
+    arrays = np.array(held, dtype=np.int64), np.array(prompt, dtype=np.int64)
+    assert reusable_prefix(*arrays, 4, None) == whole
+    assert reusable_prefix(*arrays, 4, 2) == tail
+
+
 def test_first_come_first_served() -> None:
     scheduler = Scheduler(2)
     requests = [request([n, n]) for n in range(1, 6)]
@@ -57,8 +108,9 @@ def test_first_come_first_served() -> None:
     assert [one.slot for one in scheduler.in_slots] == [slot, 0]
 
 
-def test_a_prompt_goes_where_most_of_it_is_kept() -> None:
-    scheduler = Scheduler(3)
+@pytest.mark.parametrize("reuse_sampled", [False, True])
+def test_a_prompt_goes_where_most_of_it_is_kept(reuse_sampled: bool) -> None:
+    scheduler = Scheduler(3, reuse_sampled=reuse_sampled)
     held = [request([1, 2, 3, 4]), request([1, 2, 9]), request([7])]
     for one in held:
         scheduler.add(one)
@@ -69,7 +121,8 @@ def test_a_prompt_goes_where_most_of_it_is_kept() -> None:
         one.sampled = new
         scheduler.leave(one)
     for prompt, slot, reused in (
-        ([1, 2, 3, 4, 5, 6, 7], slots[0], 5),  # token 6 was sampled, but never fed
+        # Token 5 was sampled; token 6, too, but it was never fed.
+        ([1, 2, 3, 4, 5, 6, 7], slots[0], 5 if reuse_sampled else 4),
         ([1, 2, 9], slots[1], 2),  # never the whole prompt: its last token has to be fed
         ([8, 8], slots[2], 0),  # nothing anywhere: the one that was left longest ago
     ):
@@ -104,7 +157,7 @@ def test_chunks_and_windows_take_turns() -> None:
         assert job is not None
         if isinstance(job, Chunk):
             job.sequence.consumed, job.sequence.issued = job.end, int(job.last)
-            seen.append((job.sequence, job.start, job.end, job.last))
+            seen.append((job.sequence, job.pieces[0].start, job.end, job.last))
         else:
             for one in job.sequences:
                 one.issued = min(one.issued + job.steps, one.limit)
@@ -126,58 +179,133 @@ def test_chunks_and_windows_take_turns() -> None:
         ({0: 8, 1: 8, 2: 8}, 0, None, range(3)),
         ({0: 8, 1: 8, 2: 8}, 2, None, range(3)),  # neighbours on both sides
         ({0: 8, 2: 8}, 0, None, range(1)),  # a gap
-        ({3: 40, 4: 36}, 3, None, range(3, 5)),  # padding costs what a run costs
-        ({3: 40, 4: 35}, 3, None, range(3, 4)),  # and here more
-        ({0: 40, 1: 44, 2: 44}, 0, None, range(3)),
-        ({0: 40, 1: 44, 2: 48}, 0, None, range(2)),  # the third would pad both of the others
+        ({0: 8, 1: 7, 2: 8}, 0, None, range(1)),  # another length
+        ({2: 40, 3: 40, 4: 39}, 3, None, range(2, 4)),
         ({0: 8, 1: 8, 2: 8}, 0, 16, range(2)),
         ({0: 8, 1: 8}, 0, 15, range(1)),
-        ({0: 300, 1: 300}, 0, None, range(1)),
+        ({0: 8, 1: 8}, 0, 1, range(1)),
+        ({0: 64, 1: 64}, 0, None, range(2)),
+        ({0: 65, 1: 65}, 0, None, range(1)),  # more than a piece
         (dict.fromkeys(range(40), 16), 20, None, range(8, 40)),  # 512 tokens
     ],
 )
 def test_joined_slots(lengths: dict[int, int], slot: int, chunk: int | None, joined: range) -> None:
-    assert joined_slots(lengths, slot, chunk) == joined
+    assert sorted(joined_slots(lengths, slot, 64, chunk)) == sorted(joined)
 
 
 def test_whole_prompts_are_read_together() -> None:
-    scheduler = Scheduler(4, prefill_chunk_size=8, join_prompts=True)
-    kept, long, *short = (request(prompt) for prompt in ([9, 9], [5] * 9, [1, 2], [3, 4, 5], [6]))
-    scheduler.add(kept)
-    scheduler.admit()
-    read(scheduler, kept)
-    kept.sampled = [9, 8]
-    scheduler.leave(kept)  # slot 0 holds 9, 9, 9 now
-    again = request([9, 9, 7])
-    for one in (long, *short, again):
+    scheduler = Scheduler(4, prefill_chunk_size=8, piece_size=8, join_prompts=True)
+    long, *short = (request(prompt) for prompt in ([5] * 9, [1, 2, 3], [3, 4, 5], [6]))
+    for one in (long, *short):
         scheduler.add(one)
     scheduler.admit()
-    # The slot that was left last comes last.
-    assert [one.slot for one in (long, *short)] == [1, 2, 3, 0]
-    assert scheduler.next_job() == Chunk(long, 0, 8)
+    assert scheduler.next_job() == Chunk(long, (range(8),))
     long.consumed = 8
-    assert scheduler.next_job() == Chunk(long, 8, 9)
+    assert scheduler.next_job() == Chunk(long, (range(8, 9),))
     read(scheduler, long)
     assert scheduler.next_job() == Window((long,), 1)
     assert scheduler.next_job() == Prompts((short[0], short[1]))
 
 
+def test_chunks_are_whole_pieces() -> None:
+    for asked, ends in ((None, [11]), (1, [4, 8, 11]), (4, [4, 8, 11]), (7, [4, 8, 11]), (8, [8, 11]), (12, [11])):
+        scheduler = Scheduler(1, prefill_chunk_size=asked, piece_size=4)
+        one = request([*range(11)])
+        scheduler.add(one)
+        scheduler.admit()
+        seen = []
+        while one.consumed < 11:
+            job = scheduler.next_job()
+            assert isinstance(job, Chunk)
+            assert job.pieces == tuple(piece for piece in pieces(0, 11, 4) if one.consumed <= piece.start < job.end)
+            one.consumed = job.end
+            seen.append(job.end)
+        assert seen == ends, asked
+
+
+def admitted(scheduler: Scheduler, *prompts: list[int]) -> list[Sequence]:
+    sequences = [request(prompt) for prompt in prompts]
+    for one in sequences:
+        scheduler.add(one)
+    assert scheduler.admit() == sequences
+    return sequences
+
+
+def test_what_another_slot_holds_is_copied() -> None:
+    scheduler = Scheduler(4, piece_size=4, tail_size=2, join_prompts=True)
+    first, same, longer, other = admitted(scheduler, [*range(11)], [*range(11)], [*range(9), 0, 0, 0], [*range(4)])
+    assert scheduler.next_job() == Chunk(first, pieces(0, 11, 4))
+    read(scheduler, first)
+    scheduler.next_job()
+    # All but the last two tokens, because their last pieces end alike.
+    assert scheduler.next_job() == Chunk(same, (range(9, 11),), (Copy(same, 0, 9),))
+    read(scheduler, same)
+    scheduler.leave(first, keep=False)
+    scheduler.next_job()
+    assert scheduler.next_job() == Chunk(longer, (range(8, 12),), (Copy(longer, 1, 8),))
+    read(scheduler, longer)
+    same.sampled = [5, 6]
+    scheduler.leave(same)
+    longer.sampled = [5, 6]
+    scheduler.leave(longer)
+    assert scheduler.next_job() == Chunk(other, (range(2, 4),), (Copy(other, 1, 2),))  # from a slot that is free
+
+
+def test_a_prompt_that_is_being_read_is_copied_as_far_as_it_is() -> None:
+    scheduler = Scheduler(2, piece_size=4, prefill_chunk_size=4)
+    first, second = admitted(scheduler, [*range(11)], [*range(11)])
+    assert scheduler.next_job() == Chunk(first, (range(4),))
+    first.consumed = 4
+    scheduler.leave(first)
+    assert scheduler.next_job() == Chunk(second, (range(4, 8),), (Copy(second, 0, 4),))
+
+
+def test_short_prompts_that_are_the_same_are_read_once() -> None:
+    scheduler = Scheduler(3, piece_size=16, tail_size=2, join_prompts=True)
+    first, same, other = admitted(scheduler, [*range(9)], [*range(9)], [*range(1, 10)])
+    assert scheduler.next_job() == Chunk(first, (range(9),))
+    read(scheduler, first)
+    scheduler.next_job()
+    assert scheduler.next_job() == Chunk(same, (range(7, 9),), (Copy(same, 0, 7),))
+    read(scheduler, same)
+    scheduler.next_job()
+    assert scheduler.next_job() == Chunk(other, (range(9),))
+    scheduler = Scheduler(2, piece_size=16, tail_size=2, join_prompts=True)
+    assert scheduler.next_job() is None
+    assert scheduler_module._RUN == 4
+    short = admitted(scheduler, [*range(6)], [*range(6)])  # a run of its own would cost more than it saves
+    assert scheduler.next_job() == Prompts(tuple(short))
+
+
+def test_recurrent_states_are_copied_while_they_are_those_of_the_common_beginning() -> None:
+    scheduler = Scheduler(4, piece_size=4, tail_size=2, recurrent=True, interleave=False)
+    prompts = [*range(14)], [*range(14)], [*range(9), 0], [7] * 9
+    first, same, shorter, other = admitted(scheduler, *prompts)
+    assert scheduler.next_job() == Chunk(first, pieces(0, 8, 4))
+    first.consumed = 8
+    assert scheduler.next_job() == Chunk(first, (range(8, 12),), (Copy(shorter, 0, 8),))
+    first.consumed, shorter.consumed = 12, 8
+    assert scheduler.next_job() == Chunk(first, (range(12, 14),), (Copy(same, 0, 12),))
+    read(scheduler, first)
+    same.consumed = 12
+    assert scheduler.next_job() == Chunk(same, (range(12, 14),))
+    read(scheduler, same)
+    assert scheduler.next_job() == Chunk(shorter, (range(8, 10),))
+    read(scheduler, shorter)
+    assert scheduler.next_job() == Chunk(other, pieces(0, 9, 4))
+
+
 def test_a_prompt_that_goes_on_from_a_kept_one_is_read_alone() -> None:
-    scheduler = Scheduler(2, join_prompts=True)
-    first = request([1, 2, 3])
-    scheduler.add(first)
-    scheduler.admit()
+    scheduler = Scheduler(2, piece_size=2, join_prompts=True)
+    (first,) = admitted(scheduler, [1, 2, 3])
     read(scheduler, first)
     first.sampled = [4, 5]
     scheduler.leave(first)
-    goes_on, fresh = request([1, 2, 3, 4, 6]), request([7])
-    for one in (goes_on, fresh):
-        scheduler.add(one)
-    scheduler.admit()
-    assert scheduler.next_job() == Chunk(goes_on, 4, 5)
+    goes_on, fresh = admitted(scheduler, [1, 2, 3], [7])
+    assert scheduler.next_job() == Chunk(goes_on, (range(2, 3),))
     read(scheduler, goes_on)
     scheduler.next_job()
-    assert scheduler.next_job() == Chunk(fresh, 0, 1)
+    assert scheduler.next_job() == Chunk(fresh, (range(1),))
 
 
 def test_every_prompt_first_without_interleaving() -> None:
@@ -216,7 +344,7 @@ def test_nothing_to_do() -> None:
 
 
 def test_recurrent_states_are_not_gone_on_from() -> None:
-    scheduler = Scheduler(1, keep_prefixes=False)
+    scheduler = Scheduler(1, recurrent=True)
     first, second = request([1, 2, 3]), request([1, 2, 3, 4])
     scheduler.add(first)
     scheduler.admit()

@@ -12,7 +12,7 @@ import pytest
 from qsample.contract import RUNNING, STOPPED
 from qsample.runtime import CausalLM, SamplingParams
 from qsample.runtime.decode.slots import Slots
-from qsample.runtime.session.buffers import Buffer
+from qsample.runtime.session.buffers import Buffer, copy_on_device
 from tests.helpers import fake_reference
 from tests.helpers.fake_package import POISON
 from tests.helpers.requests import make_sequence, random_params, random_prompt
@@ -134,6 +134,55 @@ def test_a_prompt_that_continues_what_the_cache_holds(sampler: bool, fake_model:
             # Put the longer history back for the next case.
             begin(slots, model, 1, whole, FREE, reused=min(reused, len(whole_again) - 1))
             feed(slots, 1, whole, start=min(reused, len(whole_again) - 1))
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize("sampler", [True, False])
+def test_a_row_goes_on_from_a_copy(
+    sampler: bool, in_place: bool, on_device: bool, fake_model: Callable[..., CausalLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a row that runs, that is half read, or that ended; into a slot that holds NaN. Either goes its own way."""
+    if on_device:
+        monkeypatch.setattr(
+            Buffer, "copy_row", lambda self, source, target, _: copy_on_device(self.rows(source), self.rows(target))
+        )
+    model = fake_model(sampler=sampler)
+    slots = Slots(model.sessions, 3, CAPACITY, in_place=in_place)
+    prompt = [9, 200, 31, 4, 5, 6]
+    penalised = SamplingParams(repetition_penalty=1.4, presence_penalty=0.3, max_new_tokens=15, eos_token_id=())
+    for steps, read, tokens in ((0, 6, 4), (3, 6, 5), (30, 6, 3), (0, 4, 4), (1, 5, 2)):
+        begin(slots, model, 2, [8, POISON, *range(20, 50)], FREE)
+        feed(slots, 2, [8, POISON, *range(20, 50)])
+        begin(slots, model, 0, prompt, FREE)
+        slots.prefill(0, np.array(prompt[:read]), emit=read == 6)
+        for _ in range(steps):
+            slots.decode()
+        own = [*prompt[:tokens], 44, 45]
+        begin(slots, model, 2, own, penalised)
+        slots.copy(0, 2, np.array(own[:tokens]))
+        row = slots.read().tokens[2]
+        assert row.tolist() == own[:tokens] + [own[0]] * (CAPACITY - tokens)
+        feed(slots, 2, own, start=tokens)
+        if read < 6:
+            slots.prefill(0, np.array(prompt[read:]), emit=True)
+        for _ in range(20):
+            slots.decode()
+        assert new_tokens(slots, 2, own) == expected(own, penalised, 2)
+        assert new_tokens(slots, 0, prompt) == expected(prompt, FREE, 0)
+
+
+def test_one_token_at_the_end_of_the_capacity(model: CausalLM) -> None:
+    """It is padded to two, which just fit."""
+    slots = Slots(model.sessions, 2, 6)
+    params = SamplingParams(temperature=0.9, max_new_tokens=1, eos_token_id=())
+    sequence = make_sequence(model, [5, 6, 7, 8, 9], params, 1, 6)
+    slots.begin(1, sequence.prompt, 1, sequence.parameters)
+    slots.prefill(1, sequence.prompt[:4], emit=False)
+    slots.prefill(1, sequence.prompt[4:], emit=True)
+    snapshot = slots.read()
+    wanted = fake_reference.generate([5, 6, 7, 8, 9], params, 1, 6)[0]
+    assert (snapshot.tokens[1].tolist(), snapshot.lengths[1]) == ([5, 6, 7, 8, 9, *wanted], 5)
 
 
 def test_what_a_slot_held_before_does_not_matter(model: CausalLM) -> None:

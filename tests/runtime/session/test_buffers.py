@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Sequence
 
@@ -10,7 +11,7 @@ import pytest
 
 from qsample.contract import BATCH, CAPACITY, SAMPLER_STATES, TensorSpec
 from qsample.runtime import CausalLM
-from qsample.runtime.session.buffers import Buffer, RetainedState
+from qsample.runtime.session.buffers import Buffer, RetainedState, copy_on_device
 from tests.helpers.fake_package import fake_interface
 
 SIZES = fake_interface().sizes | {BATCH: 3, CAPACITY: 12}
@@ -31,6 +32,32 @@ def test_of_copies() -> None:
     buffer = Buffer.of(array, "cpu")
     array[:] = 0
     assert buffer.read().tolist() == [[0, 1, 2], [3, 4, 5]]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "int8", "int32", "int64"])
+def test_a_copy_where_the_memory_is(dtype: str) -> None:
+    """What copies rows on a device, here on the CPU: every bit of one row, and no other row."""
+    buffer = Buffer.allocate(TensorSpec("x", dtype, (BATCH, 5, CAPACITY), ""), SIZES, "cpu")
+    size = buffer.owner.tensor_size_in_bytes()
+    memory = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(buffer.address)).reshape(3, -1)
+    memory[:] = np.random.default_rng(0).integers(0, 256, memory.shape)
+    before = memory.copy()
+    copy_on_device(buffer.rows(2), buffer.rows(0))
+    assert (memory == before[[2, 1, 2]]).all()
+
+
+@pytest.mark.parametrize("side", [0, 1])
+def test_rows_are_copied_on_the_side_that_is_current(side: int, model: CausalLM) -> None:
+    made = state(model, turns=("lengths", "past_key_values.0.key"))
+    for _ in range(side):
+        made.flip()
+    name = "past_key_values.0.key"
+    made.write_at(name, slice(None), np.arange(3)[:, None, None, None])
+    made.copy_row(name, 2, 1, (slice(None), slice(4)))
+    assert made.read(name)[:, 0, :, 0].tolist() == [[0] * 12, [2] * 4 + [1] * 8, [2] * 12]
+    assert not made.read(name, 1 - side).any()
+    made.copy_row(name, 0, 2)
+    assert made.read(name)[:, 0, :, 0].tolist() == [[0] * 12, [2] * 4 + [1] * 8, [0] * 12]
 
 
 def state(model: CausalLM, *, turns: Sequence[str]) -> RetainedState:

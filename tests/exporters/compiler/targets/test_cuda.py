@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,6 @@ import pytest
 
 from qsample.contract import RUNNING, STALLED, Interface
 from qsample.errors import CompileError
-from qsample.exporters.compiler import compile as compile_module
 from qsample.exporters.compiler.compile import compile_package, optimize
 from qsample.exporters.compiler.options import CompileOptions
 from qsample.exporters.compiler.plan import CompilePlan, make_plan
@@ -32,7 +31,7 @@ from qsample.exporters.graph.gqa import Slot
 from qsample.exporters.graph.runner import GraphRunner
 from qsample.package import Package, read_package
 from qsample.runtime import load
-from tests.helpers.capturing import capturing
+from tests.helpers.capturing import capturing, compile_captured
 from tests.helpers.cuda_kernels import KERNELS, VALUES_OF_WHERE, has_kernel
 from tests.helpers.sampling_cases import PARAMETERS, PROMPTS, rows
 from tests.helpers.tiny_models import VOCAB_SIZE
@@ -42,16 +41,6 @@ LAYERS = 2
 LAYER = Counter(
     MatMul=4, GroupQueryAttention=1, SkipSimplifiedLayerNormalization=2, Split=1, Sigmoid=1, Mul=2
 )  # ONNX Runtime makes QuickGelu of the sigmoid when it loads the graph
-
-
-class OnCpu(CudaTarget):
-    """The same graphs, placed on the provider that is here."""
-
-    execution_providers = ("CPUExecutionProvider",)
-    provider_options: Mapping[str, str] = {}
-
-    def check(self, plan: CompilePlan) -> None:
-        return
 
 
 def planned(package: Package, dtype: str, **options: Any) -> CompilePlan:
@@ -170,11 +159,7 @@ def test_float16_logits_are_close(llama_package: Path, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def captured(llama_package: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("captured") / "package"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compile_module, "find_target", lambda name: OnCpu())
-        compile_package(read_package(llama_package), path, CompileOptions(provider="cuda", ctx_len=CAPACITY))
-    return path
+    return compile_captured(llama_package, tmp_path_factory.mktemp("captured") / "package", CAPACITY)
 
 
 def test_captured_package(captured: Path) -> None:
