@@ -1,26 +1,26 @@
-"""The command line: `qsample export | compile | generate | bench | inspect`. It parses and calls, nothing else.
+"""The command line: `qsample export | compile | generate | chat | bench | inspect`. It parses and calls, nothing else.
 
-build.py (export and compile), generate.py, bench.py and inspect.py have the commands, common.py what they share,
-output.py what they print. Heavy modules are imported inside the commands, so that `qsample --help` answers at once.
-Results go to stdout; progress, figures and errors to stderr. Exit status: 0 done, 1 error, 2 wrong usage, 130
-interrupted.
+build.py (export and compile), generate.py (with prompt_rows.py and prompt_file.py for a file of prompts), chat/,
+bench.py and inspect.py have the commands, common.py and options.py what they share, output.py and terminal.py what they
+print, errors.py what they say when something is wrong. Heavy modules are imported inside the commands, so that
+`qsample --help` answers at once. Results go to stdout; progress, figures and errors to stderr; with --json an error
+goes to stdout, too, as {"error": {"type": ..., "message": ..., "status": ...}}. Exit status: 0 done, 1 error, 2 wrong
+usage, 130 interrupted.
 """
 
 from __future__ import annotations
 
 import os
-import re
 import sys
-from typing import Annotated, Final
+from typing import Annotated, Any
 
 import typer
 
 import qsample
 from qsample.cli import bench, build, generate, inspect
-from qsample.errors import QsampleError
-
-DEBUG_VARIABLE: Final = "QSAMPLE_DEBUG"
-_COLOUR: Final = re.compile(r"\x1b\[[0-9;]*m")
+from qsample.cli.chat import command as chat
+from qsample.cli.common import no_escapes
+from qsample.cli.errors import DEBUG_VARIABLE, report
 
 app = typer.Typer(
     name="qsample",
@@ -55,21 +55,28 @@ def root(
 app.command(epilog=build.EXPORT_EXAMPLES)(build.export)
 app.command(epilog=build.COMPILE_EXAMPLES)(build.compile)
 app.command(epilog=generate.EXAMPLES)(generate.generate)
+app.command(epilog=chat.EXAMPLES)(chat.chat)
 app.command(epilog=bench.EXAMPLES)(bench.bench)
 app.command(epilog=inspect.EXAMPLES)(inspect.inspect)
 
 
+def commands() -> dict[str, Any]:
+    """The parser's commands, by name."""
+    return dict(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
+
+
 def run(arguments: list[str]) -> int:
     """Run one command line and return its exit status; errors are one line on stderr."""
+    if no_escapes():
+        import typer.rich_utils
+
+        typer.rich_utils.COLOR_SYSTEM = None  # of the help
     try:
         status = app(arguments, standalone_mode=False, prog_name="qsample")
     except Exception as error:
         if os.environ.get(DEBUG_VARIABLE):
             raise
-        usage = getattr(error, "exit_code", 1) == 2  # the parser's errors carry their own status
-        hint = "; see qsample --help" if usage else ""
-        print(f"qsample: {_message(error)}{hint}", file=sys.stderr)
-        return 2 if usage else 1
+        return report(error, arguments, commands())
     return status if isinstance(status, int) else 0
 
 
@@ -82,14 +89,3 @@ def main() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = 1
     sys.exit(status)
-
-
-def _message(error: Exception) -> str:
-    if isinstance(error, ModuleNotFoundError):
-        extra = "cpu' or 'gpu" if error.name == "onnxruntime" else "export"
-        return f"this needs {error.name}, which is not installed; install qsample with its extra '{extra}'"
-    parsed = getattr(error, "format_message", None)  # of the command line's parser
-    text = " ".join(_COLOUR.sub("", str(parsed() if parsed else error)).split())
-    if parsed or isinstance(error, QsampleError | ValueError | OSError):
-        return text
-    return f"{type(error).__name__}: {text:.300} ({DEBUG_VARIABLE}=1 shows where)"

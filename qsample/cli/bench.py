@@ -34,6 +34,7 @@ def bench(
 ) -> None:
     """Time a package: first token, prefill, decode steps, memory."""
     from qsample.cli import output as cli_output
+    from qsample.cli import terminal
     from qsample.runtime import load
     from qsample.runtime.bench import measure
     from qsample.sampling_params import SamplingParams
@@ -49,7 +50,7 @@ def bench(
     model = load(opened.package.path, provider, intra_op_num_threads=threads, verify=False)
     load_seconds = time.perf_counter() - start
     measurements = []
-    with cli_output.progress() as progress:
+    with terminal.progress() as progress:
         for index, rows in enumerate(batches := batch or [1]):
             progress(f"{rows} rows", index / len(batches))
             measurements.append(measure(model, rows, prompt_tokens, new_tokens, params, repetitions))

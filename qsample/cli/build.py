@@ -37,6 +37,9 @@ def export(
     allowed_tokens: Annotated[
         bool, typer.Option("--allowed-tokens", help="Take a token mask (guided decoding).")
     ] = False,
+    tokenizer: Annotated[
+        str, typer.Option(metavar="FOLDER|ID|none", help="In place of the model's own; none takes token ids only.")
+    ] = "auto",
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")] = None,
     adapter: Annotated[str | None, typer.Option(help="LoRA adapter to merge: a folder or hub id.")] = None,
     overwrite: Overwrite = False,
@@ -44,6 +47,7 @@ def export(
     """Export a Hugging Face model to a portable package: one ONNX graph with the sampler in it."""
     from qsample.auto_model import AutoModelForCausalLM, CheckpointModel
     from qsample.cli import output as cli_output
+    from qsample.cli import terminal
 
     if is_package(model):
         raise typer.BadParameter(f"{model} is a package already; `qsample compile` takes it from here")
@@ -57,11 +61,12 @@ def export(
         logprobs=logprobs,
         top_logprobs=top_logprobs,
         dtype=dtype,
+        tokenizer=None if tokenizer == "none" else tokenizer,
         revision=revision,
         adapter=adapter,
     )
     assert isinstance(source, CheckpointModel)
-    with cli_output.progress() as progress:
+    with terminal.progress() as progress:
         exported = source.export(out, overwrite=overwrite, progress=progress)
     cli_output.written(exported.package)
 
@@ -95,6 +100,7 @@ def compile(
 ) -> None:
     """Compile a package for one device: fused, its shapes bounded, tested there."""
     from qsample.cli import output as cli_output
+    from qsample.cli import terminal
     from qsample.exporters.compiler.options import CompileOptions
 
     options = CompileOptions(
@@ -109,6 +115,6 @@ def compile(
         max_divergence=max_divergence,
     )
     source = open_model(package)
-    with cli_output.progress() as progress:
+    with terminal.progress() as progress:
         compiled = source.compile(out, options=options, overwrite=overwrite, progress=progress)
     cli_output.written(compiled.package)

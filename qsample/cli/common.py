@@ -18,6 +18,11 @@ Provider = Annotated[str | None, typer.Option(help="Execution provider. (default
 Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads. (default: ONNX Runtime's choice)")]
 
 
+def no_escapes() -> bool:
+    """Whether the terminal gets plain text: NO_COLOR (no-color.org) or a terminal that knows no escapes."""
+    return bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") in ("dumb", "unknown")
+
+
 def quieten(model: str) -> None:
     """Keep what libraries say of themselves off the terminal; downloads from the hub still show their progress."""
     if Path(model).is_dir():
@@ -47,9 +52,9 @@ def open_exported(model: str | None, provider: str | None) -> PackagedModel:
     """A package as it is, a checkpoint exported to a temporary folder, or the bundled model."""
     from qsample.auto_model import PackagedModel
     from qsample.bundled import TINY_LM, bundled_model
-    from qsample.cli import output as cli_output
+    from qsample.cli import terminal
 
-    with cli_output.progress() as progress:
+    with terminal.progress() as progress:
         if model is None:
             quieten(str(TINY_LM))
             return bundled_model(provider or "cpu", progress)

@@ -2,26 +2,59 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
 import warnings
-from typing import Annotated, Any, Final
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
 from qsample.cli.common import Json, Provider, Threads, open_exported
+from qsample.cli.errors import AlreadyPrintedError
+from qsample.cli.options import (
+    CtxLen,
+    FrequencyPenalty,
+    Greedy,
+    MaxNewTokens,
+    MinNewTokens,
+    MinP,
+    PresencePenalty,
+    RepetitionPenalty,
+    Seed,
+    StopId,
+    StopString,
+    System,
+    Temperature,
+    Template,
+    TemplateArguments,
+    Thinking,
+    TopK,
+    TopP,
+    chat_options,
+    check_jinja,
+    context_full,
+    sampling_options,
+)
 from qsample.errors import QsampleError
+from qsample.package import MANIFEST_NAME
+
+if TYPE_CHECKING:
+    from qsample.runtime import CausalLM
 
 EXAMPLES: Final = (
     "[bold]Examples[/bold]\n\n"
     "qsample generate -p 'And the LORD spake unto' --temperature 0.8 --seed 7\n\n"
     "qsample generate qwen3-cpu -p 'Why is the sky blue?' --chat --max-new-tokens 200\n\n"
     "qsample generate qwen3-cpu -p 'One' -p 'Two' --greedy --json\n\n"
+    "qsample generate qwen3-cpu --prompt-file prompts.jsonl --output answers.jsonl\n\n"
     "echo 'In the beginning' | qsample generate --top-p 0.9"
 )
 
 
 def generate(
+    ctx: typer.Context,
     model: Annotated[
         str | None,
         typer.Argument(
@@ -31,28 +64,41 @@ def generate(
     prompt: Annotated[
         list[str] | None, typer.Option("--prompt", "-p", help="Repeat it for a batch. (default: standard input)")
     ] = None,
+    prompt_file: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="A prompt a line; or JSON lines (.jsonl) of prompt or messages, id, parameters."
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="JSON lines for --prompt-file; what is in it is not done again. (default: stdout)"
+        ),
+    ] = None,
+    slots: Annotated[
+        int | None,
+        typer.Option(min=1, help="Rows at once, for --prompt-file. (default: what was compiled for, else 8)"),
+    ] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Put each prompt into the model's chat template.")] = False,
-    max_new_tokens: Annotated[int | None, typer.Option(min=1, help="Stop after this many.")] = None,
-    temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
-    top_k: Annotated[int | None, typer.Option(help="Keep the k likeliest tokens; 0 is off.")] = None,
-    top_p: Annotated[float | None, typer.Option(help="Keep the nucleus of this mass; 1 is off.")] = None,
-    min_p: Annotated[
-        float | None, typer.Option(help="Drop what is this much less likely than the best; 0 is off.")
-    ] = None,
-    repetition_penalty: Annotated[float | None, typer.Option(help="On prompt and sampled tokens; 1 is off.")] = None,
-    presence_penalty: Annotated[float | None, typer.Option(help="On sampled tokens; 0 is off.")] = None,
-    frequency_penalty: Annotated[
-        float | None, typer.Option(help="On sampled tokens, per occurrence; 0 is off.")
-    ] = None,
-    min_new_tokens: Annotated[int | None, typer.Option(min=0, help="No stop token before this many.")] = None,
-    stop_id: Annotated[
-        list[int] | None, typer.Option(help="Token id that ends a row, in place of the model's own; may be repeated.")
-    ] = None,
-    stop_string: Annotated[
-        list[str] | None, typer.Option(help="Text that ends a row, and is cut off with what follows; may be repeated.")
-    ] = None,
-    seed: Annotated[int | None, typer.Option(help="Same seed, same tokens. (default: a fresh one, shown)")] = None,
-    greedy: Annotated[bool, typer.Option("--greedy", help="Always take the likeliest token.")] = False,
+    system: System = None,
+    chat_template: Template = None,
+    chat_template_kwargs: TemplateArguments = None,
+    thinking: Thinking = None,
+    max_new_tokens: MaxNewTokens = None,
+    temperature: Temperature = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    min_p: MinP = None,
+    repetition_penalty: RepetitionPenalty = None,
+    presence_penalty: PresencePenalty = None,
+    frequency_penalty: FrequencyPenalty = None,
+    min_new_tokens: MinNewTokens = None,
+    stop_id: StopId = None,
+    stop_string: StopString = None,
+    seed: Seed = None,
+    greedy: Greedy = False,
+    ctx_len: CtxLen = None,
     provider: Provider = None,
     threads: Threads = None,
     flush_every: Annotated[
@@ -65,54 +111,74 @@ def generate(
     as_json: Json = False,
 ) -> None:
     """Generate text. One prompt streams; several form one batch. What is not given comes from the model."""
-    from qsample.cli import output as cli_output
-    from qsample.runtime import TextStreamer, load
-    from qsample.sampling_params import SamplingParams
+    from qsample.cli.prompt_file import generate_file
+    from qsample.cli.prompt_rows import read_rows
+    from qsample.runtime import load
 
-    options: dict[str, Any] = {
-        "max_new_tokens": max_new_tokens,
-        "temperature": temperature,
-        "top_k": top_k,
-        "top_p": top_p,
-        "min_p": min_p,
-        "repetition_penalty": repetition_penalty,
-        "presence_penalty": presence_penalty,
-        "frequency_penalty": frequency_penalty,
-        "min_new_tokens": min_new_tokens,
-        "eos_token_id": stop_id or None,
-        "seed": seed,
-        "do_sample": False if greedy else None,
-    }
-    options = {name: value for name, value in options.items() if value is not None}
-    try:
-        SamplingParams.from_generation_config(None, **options)  # a wrong value is refused before the model is loaded
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
-    prompts = prompt or [_read_stdin()]
+    options, chat_settings = sampling_options(ctx.params), chat_options(ctx.params)
+    if stop_string:
+        options["stop_strings"] = tuple(stop_string)
+    if prompt_file is not None and prompt:
+        raise typer.BadParameter("--prompt and --prompt-file were given; give one")
+    for name, value in (("--output", output), ("--slots", slots)):
+        if value is not None and prompt_file is None:
+            raise typer.BadParameter(f"{name} goes with --prompt-file")
+    if (chat_settings or system is not None) and not (chat or prompt_file):
+        raise typer.BadParameter("--system, --chat-template, --chat-template-kwargs and --thinking go with --chat")
+    if chat:
+        check_jinja()
+    running = {"flush_every": flush_every, "double_buffering": double_buffering}
+    prompts = prompt or ([] if prompt_file else [_read_stdin()])
     opened = open_exported(model, provider)  # kept: a temporary export lives as long as this
-    engine = load(opened.package.path, provider, intra_op_num_threads=threads, verify=False)
-    inputs = [[{"role": "user", "content": text}] for text in prompts] if chat else prompts
-    stops = engine.stop_strings(stop_string or None, None)
+
+    def loaded() -> CausalLM:
+        return load(opened.package.path, provider, ctx_len=ctx_len, intra_op_num_threads=threads, verify=False)
+
+    if prompt_file is None:
+        inputs: list[Any] = list(prompts)
+        if chat:
+            head = [] if system is None else [{"role": "system", "content": system}]
+            inputs = [[*head, {"role": "user", "content": text}] for text in prompts]
+        _generate_prompts(loaded(), prompts, inputs, chat=chat, as_json=as_json, **options, **chat_settings, **running)
+        return
+    settings = {
+        "package": hashlib.sha256((opened.package.path / MANIFEST_NAME).read_bytes()).hexdigest(),
+        "provider": provider,
+        "ctx_len": ctx_len,
+    }
+    rows = read_rows(prompt_file, options, chat_settings, as_chat=chat, system=system, settings=settings)
+    if any(row.is_chat for row in rows):
+        check_jinja()
+    generate_file(loaded, rows, prompt_file, output, slots=slots, **running)
+
+
+def _generate_prompts(
+    model: CausalLM, prompts: list[str], inputs: list[Any], *, chat: bool, as_json: bool, **options: Any
+) -> None:
+    from qsample.cli import output as cli_output
+    from qsample.cli import terminal
+    from qsample.runtime import TextStreamer
+
+    stops = model.stop_strings(options.pop("stop_strings", None), None)
     streamer = (
-        None if as_json or len(prompts) > 1 else TextStreamer(engine.tokenizer, skip_prompt=chat, stop_strings=stops)
+        None if as_json or len(prompts) > 1 else TextStreamer(model.tokenizer, skip_prompt=chat, stop_strings=stops)
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the finish reasons say the same
-        output = engine.generate(
-            inputs,
-            streamer=streamer,
-            stop_strings=stops,
-            flush_every=flush_every,
-            double_buffering=double_buffering,
-            **options,
-        )
+        done = model.generate(inputs, streamer=streamer, stop_strings=stops, **options)
     if as_json:
-        typer.echo(json.dumps(cli_output.generation(prompts, output), ensure_ascii=False, indent=2))
+        typer.echo(json.dumps(cli_output.generation(prompts, done), ensure_ascii=False, indent=2))
     elif streamer is None:
-        cli_output.show_generation(prompts, output, with_prompt=not chat)
-    cli_output.note(cli_output.figures(output))
-    if "invalid" in output.finish_reasons:
-        raise QsampleError("the model gave NaN or infinite logits, and a row ended there")
+        cli_output.show_generation(prompts, done, with_prompt=not chat)
+    terminal.note(cli_output.figures(done))
+    limit = model.capacity(2**30)  # what there is at most
+    used = map(sum, zip(done.prompt_lengths, map(len, done.token_ids), strict=True))
+    full = [row for row, count in enumerate(used, 1) if done.finish_reasons[row - 1] == "length" and count >= limit]
+    if full:
+        terminal.note(context_full(limit, f"ended {len(full)} of {len(prompts)} rows"))
+    if "invalid" in done.finish_reasons:
+        kind = AlreadyPrintedError if as_json else QsampleError
+        raise kind("the model gave NaN or infinite logits, and a row ended there")
 
 
 def _read_stdin() -> str:

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Final
 
 from rich import box
-from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, TaskID, TextColumn, TimeElapsedColumn
-from rich.progress import Progress as ProgressBar
 from rich.table import Table
 
+from qsample.cli.terminal import console, note
 from qsample.contract import AXIS_MEANINGS, CAPACITY, GraphSpec, TensorSpec
 from qsample.package import Package
-from qsample.progress import Progress
 
 if TYPE_CHECKING:
     from qsample.runtime import GenerateOutput
@@ -24,21 +20,6 @@ if TYPE_CHECKING:
 
 _LAYERS_SHOWN: Final = 1  # caches of further layers are counted, not listed
 _WIDTH_OF_A_FILE: Final = 120
-
-
-@contextmanager
-def progress() -> Iterator[Progress]:
-    """A progress bar on stderr, as a callback of stage and fraction done. Where that is no terminal, nothing shows."""
-    console = Console(stderr=True)
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.percentage:3.0f}%"),
-        TimeElapsedColumn(),
-    )
-    with ProgressBar(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task: TaskID = bar.add_task("starting", total=1.0)
-        yield lambda stage, fraction: bar.update(task, description=stage, completed=fraction)
 
 
 def written(package: Package) -> None:
@@ -50,11 +31,6 @@ def written(package: Package) -> None:
         note(f"divergence from the float model: {_figures(compilation.quantization['divergence'])}")
     note(f"{package.manifest.kind} package of {package.manifest.source.model_id}, {format_size(size)}, written to")
     print(package.path)
-
-
-def note(text: str) -> None:
-    """A line beside the result, on stderr."""
-    Console(stderr=True, highlight=False).print(text, style="dim", markup=False, soft_wrap=True)
 
 
 def generation(prompts: Sequence[str], output: GenerateOutput) -> dict[str, Any]:
@@ -80,10 +56,10 @@ def generation(prompts: Sequence[str], output: GenerateOutput) -> dict[str, Any]
 
 def show_generation(prompts: Sequence[str], output: GenerateOutput, *, with_prompt: bool) -> None:
     """Print a batch on stdout, a section for each prompt."""
-    console = Console(highlight=False)
+    screen = console()
     for row, prompt in enumerate(prompts):
         count, reason = len(output.token_ids[row]), output.finish_reasons[row]
-        console.rule(f"{row + 1}: {count} tokens, {reason}, seed {output.seeds[row]}", align="left", style="dim")
+        screen.rule(f"{row + 1}: {count} tokens, {reason}, seed {output.seeds[row]}", align="left", style="dim")
         print((prompt if with_prompt else "") + (output.texts or [])[row])
 
 
@@ -129,18 +105,18 @@ def fixed_axes(package: Package) -> dict[str, int]:
 
 def show(package: Package) -> None:
     """Print the package on stdout: facts, graphs, placement, files."""
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = _WIDTH_OF_A_FILE
-    console.print(_facts(package))
+    screen = console()
+    if not screen.is_terminal:
+        screen.width = _WIDTH_OF_A_FILE
+    screen.print(_facts(package))
     for name, graph in package.interface.graphs.items():
-        console.print(_graph_table(name, graph))
+        screen.print(_graph_table(name, graph))
     sizes = fixed_axes(package)
     axes = (f"{axis} = {sizes.get(axis, meaning)}" for axis, meaning in AXIS_MEANINGS.items())
-    console.print("[bold]Axes[/bold]\n" + "; ".join(axes) + "\n")
+    screen.print("[bold]Axes[/bold]\n" + "; ".join(axes) + "\n")
     if package.manifest.compilation:
-        console.print(_placement_table(package))
-    console.print(_file_table(package))
+        screen.print(_placement_table(package))
+    screen.print(_file_table(package))
 
 
 def _facts(package: Package) -> Table:
@@ -272,9 +248,9 @@ def show_bench(package: Package, measurements: Sequence[Measurement], load_secon
             f"{m.decode_ms_p90:.2f}",
             f"{m.tokens_per_second:.1f}",
         )
-    console = Console()
-    console.print(table)
-    console.print(
+    screen = console()
+    screen.print(table)
+    screen.print(
         f"loaded in {load_seconds:.2f} s; {format_size(facts['package_bytes'])} on disk, "
         f"{format_size(facts['peak_memory_bytes'])} of memory at the peak"
     )

@@ -18,11 +18,11 @@ from tests.helpers.command_line import COMMAND, ROOT, qsample
 def test_help_lists_the_commands(run: Any) -> None:
     status, out, err = run("--help")
     assert (status, err) == (0, "")
-    for command in ("export", "compile", "generate", "bench", "inspect"):
+    for command in ("export", "compile", "generate", "chat", "bench", "inspect"):
         assert re.search(rf"\b{command}\b", out)
 
 
-@pytest.mark.parametrize("command", ["export", "compile", "generate", "bench", "inspect"])
+@pytest.mark.parametrize("command", ["export", "compile", "generate", "chat", "bench", "inspect"])
 def test_help_of_a_command_has_examples(run: Any, command: str) -> None:
     status, out, err = run(command, "--help")
     assert (status, err) == (0, "")
@@ -31,11 +31,11 @@ def test_help_of_a_command_has_examples(run: Any, command: str) -> None:
 
 
 def test_the_examples_in_the_help_use_options_that_exist() -> None:
-    for command in cli.app.registered_commands:
-        assert command.callback is not None
-        known = {name.replace("_", "-") for name in command.callback.__annotations__}
-        known = (known - {"as-json"}) | {"json"}
-        assert set(re.findall(r" --([a-z-]+)", command.epilog or "")) <= known
+    for name, command in cli.commands().items():
+        known = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
+        for line in (command.epilog or "").splitlines():
+            if line.startswith(f"qsample {name} ") or f"| qsample {name} " in line:
+                assert set(re.findall(r" (--[a-z-]+)", line)) <= known
 
 
 def test_version(run: Any) -> None:
@@ -50,11 +50,11 @@ def test_version(run: Any) -> None:
         (["compile", "a", "b", "--batch-size", "0"], "--batch-size"),
         (["generate", "--no-such-option"], "--no-such-option"),
         (["generate", "-p", "x", "--temperature", "warm"], "valid number"),
-        (["generate", "-p", "x", "--top-p", "1.5"], "top_p is 1.5"),
-        (["generate", "-p", "x", "--top-p", "0"], "top_p is 0"),
-        (["generate", "-p", "x", "--temperature", "-1"], "temperature is -1"),
-        (["generate", "-p", "x", "--temperature", "nan"], "temperature is nan"),
-        (["generate", "-p", "x", "--greedy", "--top-k", "5"], "do_sample=False"),
+        (["generate", "-p", "x", "--top-p", "1.5"], "--top-p is 1.5"),
+        (["generate", "-p", "x", "--top-p", "0"], "--top-p is 0"),
+        (["generate", "-p", "x", "--temperature", "-1"], "--temperature is -1"),
+        (["generate", "-p", "x", "--temperature", "nan"], "--temperature is nan"),
+        (["generate", "-p", "x", "--greedy", "--top-k", "5"], "--greedy chooses greedily, yet --top-k 5 is given"),
     ],
 )
 def test_wrong_usage_is_one_line_and_status_2(run: Any, arguments: list[str], message: str) -> None:

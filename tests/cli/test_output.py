@@ -1,10 +1,10 @@
-"""What the commands print: sizes, and the bar that shows only on a terminal."""
+"""What the commands print: sizes."""
 
 from __future__ import annotations
 
 import pytest
 
-from qsample.cli.output import format_size, progress
+from qsample.cli.output import format_size
 
 
 @pytest.mark.parametrize(
@@ -13,9 +13,3 @@ from qsample.cli.output import format_size, progress
 )
 def test_sizes(count: int, text: str) -> None:
     assert format_size(count) == text
-
-
-def test_no_bar_where_standard_error_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    with progress() as report:
-        report("tracing", 0.5)
-    assert capsys.readouterr() == ("", "")

@@ -1,0 +1,347 @@
+"""`qsample chat`: a conversation through a pipe and on a terminal."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from qsample.package import Package
+from qsample.runtime import CausalLM, Engine, load
+from tests.helpers.command_line import ROOT
+from tests.helpers.fake_package import CHAT_TEMPLATE, POISON, fake_package
+from tests.helpers.sampler_traces import python_that_shares_traces
+
+SETTINGS = ["--seed", "3", "--max-new-tokens", "9"]
+
+
+@pytest.fixture
+def package(tmp_path: Path) -> Package:
+    return fake_package(tmp_path / "package")
+
+
+@pytest.fixture
+def requests(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, dict[str, Any], Any]]:
+    """Every conversation that was given to an engine, with its options and its request."""
+    seen: list[tuple[Any, dict[str, Any], Any]] = []
+    add_request = Engine.add_request
+
+    def spy(self: Engine, inputs: Any, *arguments: Any, **options: Any) -> Any:
+        request = add_request(self, inputs, *arguments, **options)
+        seen.append((json.loads(json.dumps(inputs)), options, request))
+        return request
+
+    monkeypatch.setattr(Engine, "add_request", spy)
+    return seen
+
+
+@pytest.fixture
+def say(run: Any, package: Package, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Pipe lines into a chat; (status, stdout, stderr)."""
+
+    def pipe(lines: str, *arguments: Any, path: Path = package.path) -> tuple[int, str, str]:
+        monkeypatch.setattr("sys.stdin", io.StringIO(lines))
+        result: tuple[int, str, str] = run("chat", path, *SETTINGS, *arguments)
+        return result
+
+    return pipe
+
+
+def answer(model: CausalLM, messages: list[Any], **options: Any) -> str:
+    texts = model.generate(messages, **{"seed": 3, "max_new_tokens": 9, **options}).texts
+    assert texts is not None
+    return str(texts[0])
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}
+
+
+def test_a_line_is_a_turn_and_nothing_is_read_twice(say: Any, package: Package, requests: list[Any]) -> None:
+    status, out, err = say("hello\n\n  \nand more", "--system", "be kind")
+    model = load(package.path)
+    system = {"role": "system", "content": "be kind"}
+    first = answer(model, [system, user("hello")])
+    history = [system, user("hello"), assistant(first), user("and more")]
+    second = answer(model, history)
+    assert status == 0
+    assert out == f"{first}\n{second}\n"
+    assert [messages for messages, _, _ in requests] == [[system, user("hello")], history]
+    begun = requests[0][2].result().usage
+    assert requests[1][2].result().usage.cached_tokens >= begun.prompt_tokens
+    assert re.search(r"^9 tokens, \d+ a second, seed 3; \d+ of 256 tokens of context", err, re.MULTILINE)
+    assert "/set max_new_tokens gives more" in err
+
+
+def test_options_reach_the_engine_and_the_template(say: Any, requests: list[Any], tmp_path: Path) -> None:
+    template = tmp_path / "mine.jinja"
+    template.write_text("{{ messages[-1].content }}{{ enable_thinking }}{{ depth }}")
+    flags = ["--temperature", "0.5", "--top-k", "7", "--stop-string", "zz", "--stop-id", "5", "--no-thinking"]
+    status, _, err = say("hi", *flags, "--chat-template", template, "--chat-template-kwargs", '{"depth": 3}')
+    assert status == 0, err
+    _, options, _ = requests[0]
+    assert options == {
+        "max_new_tokens": 9,
+        "seed": 3,
+        "temperature": 0.5,
+        "top_k": 7,
+        "stop_strings": ("zz",),
+        "eos_token_id": [5],
+        "chat_template": template.read_text(),
+        "chat_template_kwargs": {"depth": 3, "enable_thinking": False},
+    }
+    assert "no switch for thinking" not in err
+    assert "no switch for thinking" in say("", "--thinking")[2]
+    template.write_text("{{ messages[-1].content }}")
+    assert "leaves the system prompt out" in say("", "--system", "S", "--chat-template", template)[2]
+
+
+def test_an_answer_goes_on_to_the_end_of_the_context_unless_told(run: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    path = fake_package(tmp_path / "endless", generation_config={"eos_token_id": []}, manifest={}).path
+    monkeypatch.setattr("sys.stdin", io.StringIO("hello\nmore\n/reset\n"))
+    status, _, err = run("chat", path, "--ctx-len", "64", "--stop-id", "299")
+    assert "64 of 64 tokens of context. The context is full, and the answer ends there: /reset starts anew" in err
+    assert re.search(r"the conversation has \d+ tokens and the context 64, so this was not added", err)
+    assert "the conversation is empty" in err
+    assert status == 1
+    assert err.splitlines()[-1] == "qsample: lines of standard input that could not be answered: 1"
+    path = fake_package(tmp_path / "short", generation_config={"max_new_tokens": 5}).path
+    monkeypatch.setattr("sys.stdin", io.StringIO("hello\n"))
+    assert "5 tokens, " in run("chat", path, "--stop-id", "299")[2], "the model's own settings say how long"
+
+
+def test_commands(say: Any, package: Package, requests: list[Any], tmp_path: Path) -> None:
+    saved = tmp_path / "talk.json"
+    lines = [
+        "/system be kind",
+        "hello",
+        "/retry",
+        f"/save {saved}",
+        "/reset",
+        "again",
+        "/system -",
+        "/set top-k 4",
+        "/set seed null",
+        "/set seed 8",
+        "once more",
+        f"/load {saved}",
+        f"/save {saved}",
+        "/stats",
+        "/help",
+        "/exit",
+        "never said",
+    ]
+    status, _, err = say("\n".join(lines))
+    assert status == 0, err
+    system = {"role": "system", "content": "be kind"}
+    model = load(package.path)
+    first = answer(model, [system, user("hello")])
+    again = answer(model, [system, user("again")])
+    assert [messages for messages, _, _ in requests] == [
+        [system, user("hello")],
+        [system, user("hello")],
+        [system, user("again")],
+        [user("again"), assistant(again), user("once more")],
+    ]
+    assert (requests[-1][1]["top_k"], requests[-1][1]["seed"]) == (4, 8)
+    assert json.loads(saved.read_text()) == {"messages": [system, user("hello"), assistant(first)]}
+    assert [path.name for path in tmp_path.iterdir() if "talk" in path.name] == ["talk.json"]
+    assert "system prompt: none" in err
+    assert "max_new_tokens 9, top_k 4, seed 8; the rest is the model's own" in err
+    assert "4 answers, 36 tokens in " in err
+    assert "ctrl-C stops an answer" in err
+
+
+def test_commands_that_fail_change_nothing(say: Any, requests: list[Any], tmp_path: Path) -> None:
+    kept, bad = tmp_path / "kept", tmp_path / "bad.json"
+    kept.write_text("mine")
+    bad.write_text('{"messages": [{"role": "user"}]}')
+    wrong = {
+        "/nonsense": "there is no command /nonsense; /help lists them",
+        "/retry": "there is nothing to answer again",
+        "/save": "name a file",
+        f"/save {kept}": f"{kept} exists; give another file",
+        f"/save {tmp_path}/no/file": "cannot write",
+        f"/load {kept}": "holds no conversation",
+        f"/load {bad}": "holds no conversation: chat message 0 (user) has no content",
+        f"/load {tmp_path}/missing": "cannot read",
+        "/set top_p 7": "top_p is 7",
+        "/set warmth 7": "unknown sampling option 'warmth'",
+        "/set top_p high": "top_p is high; give a number",
+    }
+    status, out, err = say("\n".join(wrong) + "\n/etc/hosts is a file\n")
+    assert status == 1
+    for message in wrong.values():
+        assert message in err
+    assert f"could not be answered: {len(wrong)}" in err
+    assert [messages for messages, _, _ in requests] == [[user("/etc/hosts is a file")]]
+    assert "top_p" not in requests[0][1]
+    assert kept.read_text() == "mine"
+    assert out.count("\n") >= 1
+
+
+def test_texts_of_several_lines(say: Any, requests: list[Any]) -> None:
+    say('one\\\ntwo\n"""three\n\n /four\n"""\n"""five"""\n"""six\nseven')
+    assert [messages[-1]["content"] for messages, _, _ in requests] == [
+        "one\ntwo",
+        "three\n\n /four",
+        "five",
+        "six\nseven",
+    ]
+
+
+def test_a_saved_conversation_that_waits_for_an_answer(say: Any, package: Package, tmp_path: Path) -> None:
+    saved = tmp_path / "talk.json"
+    saved.write_text(json.dumps([user("hello")]))
+    _, out, err = say(f"/load {saved}\n/retry\n")
+    assert "1 messages; /retry answers the last one" in err
+    assert out == answer(load(package.path), [user("hello")]) + "\n"
+
+
+def test_what_cannot_chat_is_refused_before_the_first_question(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("hello\n"))
+    for name, options, message in (
+        ("plain", {"tokenizer_config": {}}, "the package has no chat template"),
+        ("ids", {"tokenizer": False}, "the package has no tokenizer, so it cannot chat"),
+        ("strict", {"tokenizer_config": {"chat_template": "{{ raise_exception('no system') }}"}}, "no system"),
+    ):
+        status, out, err = run("chat", fake_package(tmp_path / name, **options).path)
+        assert (status, out) == (1, "")
+        assert message in err
+    for arguments, message in (
+        (["--chat-template", "./none.jinja"], "--chat-template ./none.jinja is no file"),
+        (["--chat-template", "tool_us"], "is no Jinja and no template of the package"),
+        (["--chat-template-kwargs", "{"], "is no JSON"),
+        (["--chat-template-kwargs", "[]"], "give an object"),
+        (["--top-p", "7"], "--top-p is 7"),
+    ):
+        status, _, err = run("chat", tmp_path / "plain", *arguments)
+        assert status in (1, 2)
+        assert message in err
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    from qsample.runtime.text.template_sandbox import compile_template
+
+    compile_template.cache_clear()
+    for command in (["chat", "no-such"], ["generate", "no-such", "-p", "x", "--chat"]):
+        status, _, err = run(*command)
+        assert status == 1
+        assert "pip install 'qsample[chat]'" in err, "before a model is looked for"
+
+
+def test_a_model_that_gives_nan(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("hello\n"))
+    real = Engine.add_request
+    monkeypatch.setattr(Engine, "add_request", lambda self, *_, **options: real(self, [POISON], max_new_tokens=3))
+    status, _, err = run("chat", fake_package(tmp_path / "package").path)
+    assert status == 1
+    assert "NaN" in err
+
+
+class Terminal:
+    """A command on a pseudo-terminal of its own."""
+
+    def __init__(self, command: list[str], **variables: str) -> None:
+        import fcntl
+        import pty
+        import termios
+
+        self._master, slave = pty.openpty()
+        environment = {**os.environ, "TERM": "xterm", "PYTHONUNBUFFERED": "1", **variables}
+        self.process = subprocess.Popen(
+            command,
+            stdin=slave,
+            stdout=slave,
+            stderr=slave,
+            cwd=ROOT,
+            env=environment,
+            start_new_session=True,
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        )
+        os.close(slave)
+        self.seen = ""
+
+    def send(self, text: str) -> None:
+        os.write(self._master, text.encode())
+
+    def until(self, pattern: str, seconds: float = 90) -> str:
+        """What came up to the pattern, which is taken off."""
+        deadline = time.monotonic() + seconds
+        while not (match := re.search(pattern, self.seen)):
+            ready, _, _ = select.select([self._master], [], [], max(0.0, deadline - time.monotonic()))
+            assert ready, f"{pattern!r} did not come: {self.seen!r}"
+            try:
+                self.seen += os.read(self._master, 65536).decode("utf-8", "replace")
+            except OSError as error:
+                raise AssertionError(f"it ended: {self.seen!r}") from error
+        before, self.seen = self.seen[: match.end()], self.seen[match.end() :]
+        return before
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self._master)
+
+
+@pytest.fixture
+def terminal(tmp_path: Path) -> Iterator[Terminal]:
+    pytest.importorskip("pty")
+    package = fake_package(tmp_path / "package", tokenizer_config={"chat_template": CHAT_TEMPLATE, "bos_token": "<s>"})
+    slowly = python_that_shares_traces(
+        "import time; from qsample.runtime.request import Request; update = Request.update\n"
+        "Request.update = lambda self: (time.sleep(0.05), update(self))[1]\n"
+        "from qsample.cli import main; main()"
+    )
+    made = Terminal([*slowly, "chat", str(package.path), "--stop-id", "299", "--seed", "3"])
+    yield made
+    made.close()
+
+
+def test_on_a_terminal(terminal: Terminal, tmp_path: Path) -> None:
+    prompt = r">>> "
+    terminal.until(r"/help lists the commands; ctrl-D ends")
+    terminal.until(prompt)
+    terminal.send("hello\n")
+    terminal.until(r"hello\r?\n")
+    time.sleep(0.5)
+    terminal.send("\x03")  # in the middle of an answer
+    shown = terminal.until(r"tokens of context; stopped")
+    assert "Traceback" not in shown
+    count = int(re.findall(r"(\d+) tokens, ", shown)[-1])
+    assert 0 < count < 200
+    terminal.until(prompt)
+    terminal.send("half a line\x03")  # at the prompt
+    terminal.until(r"ctrl-D or /exit ends the chat")
+    terminal.until(prompt)
+    saved = tmp_path / "talk.json"
+    terminal.send(f"/save {saved}\n")
+    terminal.until(r"2 messages written")
+    messages = json.loads(saved.read_text())["messages"]
+    assert messages[0] == user("hello")
+    assert messages[1]["role"] == "assistant"
+    terminal.until(prompt)
+    terminal.send("/set max_new_tokens 3\n")
+    terminal.until(r"the model's own")
+    terminal.until(prompt)
+    terminal.send("one\\\n")
+    terminal.until(r"\.\.\. ")
+    terminal.send("two\n")
+    terminal.until(r"3 tokens, \d+ a second")
+    terminal.until(prompt)
+    terminal.send("\x04")
+    assert terminal.process.wait(60) == 0

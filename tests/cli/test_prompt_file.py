@@ -1,0 +1,236 @@
+"""`qsample generate --prompt-file`: JSON lines in order, errors that are their row's own, and runs that go on."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from qsample.package import Package
+from qsample.runtime import load
+from tests.helpers.command_line import ROOT
+from tests.helpers.fake_package import compilation, fake_package
+from tests.helpers.sampler_traces import python_that_shares_traces
+
+ROWS: list[Any] = [
+    {"prompt": "hello", "id": "a", "max_new_tokens": 4},
+    {"messages": [{"role": "user", "content": "hi"}], "id": 7, "temperature": 0.5},
+    {"prompt": [5, 6, 7], "do_sample": False, "metadata": {"kept": "out"}},
+    {"prompt": "x", "max_length": 9, "seed": 5, "stop_strings": ["zz"]},
+    {"messages": [{"role": "system", "content": "S"}, {"role": "user", "content": "hi"}], "tools": [{"name": "f"}]},
+    {"prompt": "long one", "max_new_tokens": 11, "eos_token_id": [5]},
+]
+SETTINGS = ["--max-new-tokens", "6", "--seed", "3", "--temperature", "0.9"]
+
+
+@pytest.fixture
+def package(tmp_path: Path) -> Package:
+    return fake_package(tmp_path / "package")
+
+
+def written(path: Path, rows: list[Any]) -> Path:
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows), "utf-8")
+    return path
+
+
+def records(text: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def test_every_row_is_what_it_is_alone(run: Any, package: Package, tmp_path: Path) -> None:
+    status, out, err = run("generate", package.path, "--prompt-file", written(tmp_path / "p.jsonl", ROWS), *SETTINGS)
+    assert status == 0, err
+    found = records(out)
+    assert [record["id"] for record in found] == ["a", 7, 3, 4, 5, 6]
+    model = load(package.path)
+    for index, (row, record) in enumerate(zip(ROWS, found, strict=True)):
+        options = {"max_new_tokens": 6, "temperature": 0.9, "seed": 3 + index, **row}
+        if "max_length" in row:
+            del options["max_new_tokens"]
+        if row.get("do_sample") is False:
+            del options["temperature"]
+        inputs = options.pop("prompt", None) or options.pop("messages")
+        for name in ("id", "metadata"):
+            options.pop(name, None)
+        alone = model.generate(inputs, **options)
+        assert record["token_ids"] == alone.token_ids[0], row
+        assert alone.texts is not None
+        assert (record["text"], record["seed"]) == (alone.texts[0], options["seed"])
+        assert (record["finish_reason"], record["prompt_tokens"]) == (alone.finish_reasons[0], alone.prompt_lengths[0])
+        assert record["completion_tokens"] == len(record["token_ids"])
+    assert "6 rows, " in err
+
+
+def test_a_line_of_text_is_a_prompt(run: Any, package: Package, tmp_path: Path) -> None:
+    path = tmp_path / "prompts.txt"
+    path.write_bytes('\ufeffone\r\n\n{"two": 2}\nthree'.encode())
+    status, out, _ = run("generate", package.path, "--prompt-file", path, *SETTINGS)
+    model, found = load(package.path), records(out)
+    assert (status, [record["id"] for record in found]) == (0, [1, 3, 4])
+    for record, prompt in zip(found, ["one", '{"two": 2}', "three"], strict=True):
+        alone = model.generate(prompt, max_new_tokens=6, temperature=0.9, seed=record["seed"])
+        assert record["token_ids"] == alone.token_ids[0]
+    status, out, _ = run("generate", package.path, "--prompt-file", path, "--chat", "--system", "S", *SETTINGS)
+    chat = [{"role": "system", "content": "S"}, {"role": "user", "content": "one"}]
+    alone = model.generate(chat, max_new_tokens=6, temperature=0.9, seed=3)
+    assert records(out)[0]["token_ids"] == alone.token_ids[0]
+
+
+def test_an_error_is_its_row_s_own(run: Any, package: Package, tmp_path: Path) -> None:
+    bad: list[tuple[Any, str]] = [
+        ({"prompt": 3, "id": "z"}, "prompt is 3; give one text, or token ids"),
+        ("not json", "the line is no JSON"),
+        ("[" * 100_000, "the line is no JSON"),
+        ([1], "no JSON object"),
+        ({"prompt": "x", "temprature": 1}, "temprature, which is no parameter"),
+        ({"prompt": "x", "messages": []}, "prompt and messages; give one"),
+        ({"id": 1}, "neither prompt nor messages"),
+        ({"messages": "hi"}, "messages is 'hi'"),
+        ({"messages": []}, "messages is []"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "part of type 'image'"),
+        ({"prompt": "x", "top_p": 7}, "top_p is 7"),
+        ({"prompt": "x", "eos_token_id": {"a": 1}}, "eos_token_id"),
+        ({"prompt": "x" * 300}, "context length is 256"),
+        ({"prompt": [10**9]}, "token id 1000000000"),
+        ({"prompt": "x", "tools": [{}]}, "tools go with chat messages"),
+        ({"prompt": "\ud800"}, ""),
+    ]
+    rows = [line for wrong, _ in bad for line in (wrong, {"prompt": "fine"})]
+    status, out, err = run("generate", package.path, "--prompt-file", written(tmp_path / "p.jsonl", rows), *SETTINGS)
+    found = records(out)
+    assert status == 1
+    assert f"{len(bad)} of {2 * len(bad)} rows have an error" in err
+    for (_, message), wrong, fine in zip(bad, found[::2], found[1::2], strict=True):
+        assert message in wrong["error"]["message"]
+        assert len(fine["token_ids"]) == 6
+    assert found[0]["id"] == "z"
+
+
+def test_a_run_that_was_cut_off_goes_on(run: Any, package: Package, tmp_path: Path) -> None:
+    source, whole, part = written(tmp_path / "p.jsonl", [*ROWS, "broken"]), tmp_path / "whole", tmp_path / "part"
+    command = ["generate", package.path, "--prompt-file", source, *SETTINGS, "--output"]
+    assert run(*command, whole)[0] == 1
+    content = whole.read_bytes()
+    second = content.index(b"\n") + 1
+    for size in (0, 3, 20, second - 1, second, second + 1, len(content) - 1, len(content)):
+        part.write_bytes(content[:size])
+        before = content[:size].count(b"\n")
+        status, out, err = run(*command, part)
+        assert (status, out) == (1, "")
+        assert "1 of 7 rows have an error" in err
+        assert part.read_bytes() == content, size
+        assert (f"{before} of 7 rows are in" in err) == (before > 0)
+        assert (f"{7 - before} rows, " in err) == (before < 7), "what is done is not done again"
+    source.write_text(source.read_text() + '{"prompt": "one more"}\n')
+    run(*command, part)
+    assert part.read_bytes().startswith(content)
+    assert part.read_bytes().count(b"\n") == 8
+
+
+def test_files_of_something_else_are_refused_and_kept(run: Any, package: Package, tmp_path: Path) -> None:
+    source, output = written(tmp_path / "p.jsonl", ROWS), tmp_path / "out"
+    command: list[Any] = ["generate", package.path, "--prompt-file", source, "--output", output]
+    assert run(*command, *SETTINGS)[0] == 0
+    content = output.read_bytes()
+
+    def refused(message: str, *arguments: Any) -> None:
+        kept = output.read_bytes()
+        status, out, err = run(*arguments)
+        assert (status, out) == (2, "")
+        assert message in err
+        assert output.read_bytes() == kept
+
+    refused("line 1 of --output", *command, *SETTINGS, "--top-k", "3")
+    refused("line 1 of --output", *command, *SETTINGS[:-1], "0.8")
+    other = fake_package(tmp_path / "other", generation_config={"do_sample": False})
+    refused("line 1 of --output", "generate", other.path, *command[2:], *SETTINGS)
+    changed = written(tmp_path / "changed.jsonl", [*ROWS[:3], {"prompt": "y"}, *ROWS[4:]])
+    refused("line 4 of --output", *command[:3], changed, *command[4:], *SETTINGS)
+    fewer = written(tmp_path / "fewer.jsonl", ROWS[:2])
+    refused("more rows than the prompts", *command[:3], fewer, *command[4:], *SETTINGS)
+    output.write_text("my notes")
+    refused("line 1 of --output", *command, *SETTINGS)
+    output.write_bytes(content[:-5] + b"}")
+    assert run(*command, *SETTINGS)[0] == 0
+    assert output.read_bytes() == content, "a torn line, whatever it ends with, is written again"
+    refused("are one file", *command[:5], source, *SETTINGS)
+    refused("cannot write --output", *command[:5], tmp_path, *SETTINGS)
+    refused("cannot write --output", *command[:5], tmp_path / "no" / "folder", *SETTINGS)
+    refused("cannot read --prompt-file", *command[:3], tmp_path / "missing", *SETTINGS)
+    refused("has no prompts", *command[:3], written(tmp_path / "empty.txt", [""]), *SETTINGS)
+    refused("give one", *command, "-p", "x")
+    refused("--output goes with --prompt-file", "generate", package.path, "--output", output)
+
+
+def test_two_runs_do_not_write_to_one_file(run: Any, package: Package, tmp_path: Path) -> None:
+    fcntl = pytest.importorskip("fcntl")
+    source, output = written(tmp_path / "p.jsonl", ROWS), tmp_path / "out"
+    with output.open("ab") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        status, _, err = run("generate", package.path, "--prompt-file", source, "--output", output, *SETTINGS)
+    assert status == 2
+    assert "another process writes to --output" in err
+
+
+def test_nothing_is_left_of_a_run_that_could_not_begin(run: Any, package: Package, tmp_path: Path) -> None:
+    source, output = written(tmp_path / "p.jsonl", ROWS), tmp_path / "out"
+    command = ["generate", package.path, "--prompt-file", source, "--output", output, "--provider", "abacus"]
+    assert run(*command)[0] == 1
+    assert not output.exists()
+
+
+def test_a_context_that_filled_up_is_said(run: Any, tmp_path: Path) -> None:
+    path = fake_package(tmp_path / "package", compilation=compilation(ctx_len=48)).path
+    rows = [{"prompt": "x", "max_new_tokens": 400}, {"prompt": "x", "max_new_tokens": 4}]
+    _, out, err = run("generate", path, "--prompt-file", written(tmp_path / "p.jsonl", rows), "--seed", "3")
+    first, second = records(out)
+    assert first["context_full"] is True
+    assert "context_full" not in second
+    assert "the context of 48 tokens is full, which ended 1 of 2 rows; compile with a larger --ctx-len" in err
+    for more, said in ((400, True), (4, False)):
+        err = run("generate", path, "-p", "x", "--max-new-tokens", str(more), "--seed", "3")[2]
+        assert ("the context of 48 tokens is full, which ended 1 of 1 rows" in err) == said
+
+
+def test_many_rows_keep_the_slots_full_and_their_order(run: Any, package: Package, tmp_path: Path) -> None:
+    rows = [{"prompt": "x", "max_new_tokens": 1 + 7 * index % 40, "eos_token_id": []} for index in range(150)]
+    status, out, err = run(
+        "generate", package.path, "--prompt-file", written(tmp_path / "p.jsonl", rows), "--slots", "4", "--seed", "1"
+    )
+    found = records(out)
+    assert status == 0, err
+    assert [record["id"] for record in found] == list(range(1, 151))
+    assert [record["completion_tokens"] for record in found] == [row["max_new_tokens"] for row in rows]
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals")
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+def test_a_run_that_is_killed_goes_on(run: Any, package: Package, tmp_path: Path, how: signal.Signals) -> None:
+    source = written(tmp_path / "p.jsonl", [{"prompt": f"row {index}"} for index in range(12)])
+    slowly = python_that_shares_traces(
+        "import time; from qsample.runtime.request import Request; update = Request.update\n"
+        "Request.update = lambda self: (time.sleep(0.01), update(self))[1]\n"
+        "from qsample.cli import main; main()"
+    )
+    killed, whole = tmp_path / "killed", tmp_path / "whole"
+    arguments = ["generate", str(package.path), "--prompt-file", str(source), *SETTINGS, "--slots", "1", "--output"]
+    process = subprocess.Popen([*slowly, *arguments, str(killed)], cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    while not (killed.exists() and killed.read_bytes().count(b"\n") >= 2) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    process.send_signal(how)
+    _, err = process.communicate(timeout=60)
+    done = killed.read_bytes().count(b"\n")
+    assert 2 <= done < 12
+    if how == signal.SIGINT:
+        assert process.returncode == 130
+        assert f"{done} of 12 rows are done; the same command goes on" in err
+    assert run(*arguments, whole)[0] == 0
+    assert run(*arguments, killed)[0] == 0
+    assert killed.read_bytes() == whole.read_bytes()
