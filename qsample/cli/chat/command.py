@@ -85,8 +85,8 @@ def chat(
         remarks = _check_template(loaded, system, template)
     for remark in remarks:
         terminal.note(remark)
-    with Engine(loaded, slots=1) as engine:
-        # One slot keeps what it read: each turn costs its own tokens.
+    # One slot keeps what it read and wrote: a turn costs its own tokens.
+    with Engine(loaded, slots=1, reuse_sampled_tokens=True) as engine:
         talk = Conversation(loaded, engine, options, template)
         talk.set_system(system)
         failed = Screen(talk, terminal.note).run()
