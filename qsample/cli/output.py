@@ -164,14 +164,23 @@ def _quantization(figures: Any) -> str:
         mib_before, mib_after = (figures[f"bytes_{when}"] / 2**20 for when in ("before", "after"))
         blocks = f" in blocks of {figures['block_size']} ({figures['method']})" if "block_size" in figures else ""
         parts.append(
-            f"{figures['dtype']} weights{blocks}, {figures['matrices']} matrices, {mib_before:.1f} to "
-            f"{mib_after:.1f} MiB"
+            f"{figures['dtype']} weights{blocks}, {figures['matrices']} matrices{_experts(figures)}, "
+            f"{mib_before:.1f} to {mib_after:.1f} MiB"
         )
+        if figures.get("float_bytes"):
+            parts.append(f"{figures['float_bytes'] / 2**20:.1f} MiB still float")
     if "packed_matrices" in figures:
         parts.append(f"{figures['packed_matrices']} matrices as the checkpoint packed them")
     if "kv_cache_dtype" in figures:
         parts.append(f"{figures['kv_cache_dtype']} keys and values")
     return "; ".join(parts)
+
+
+def _experts(figures: Any) -> str:
+    count, blocks = figures.get("experts"), figures.get("expert_block_size")
+    if not count:
+        return ""
+    return f" and {count} experts" + (f" (blocks of {blocks})" if blocks != figures.get("block_size") else "")
 
 
 def _figures(figures: Any) -> str:

@@ -13,7 +13,7 @@ import numpy as np
 import onnx_ir as ir
 
 from qsample.exporters.graph import moe
-from qsample.exporters.graph.edit import constant, lazy_initializer
+from qsample.exporters.graph.edit import constant, lazy_initializer, replace_node
 from qsample.exporters.graph.opset import CONTRIB_DOMAIN
 from qsample.tensors import Array
 from qsample.transforms.experts import operator
@@ -151,13 +151,8 @@ def _is_lookup(node: ir.Node) -> bool:
 
 def _replace(graph: ir.Graph, old: ir.Node, new: ir.Node) -> None:
     """Put `new` where `old` is, and drop the constants that nothing reads any more."""
-    output, replacement = old.outputs[0], new.outputs[0]
-    replacement.shape, replacement.type = output.shape, output.type
-    graph.insert_before(old, new)
-    output.replace_all_uses_with(replacement, replace_graph_outputs=True)
     constants = [value for value in old.inputs if value is not None and value.is_initializer()]
-    graph.remove(old, safe=True)
-    replacement.name = output.name
+    replace_node(old, [new])
     for value in constants:
         if value.name is not None and not value.uses():
             graph.initializers.pop(value.name, None)

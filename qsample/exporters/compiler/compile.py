@@ -22,12 +22,15 @@ from qsample.exporters.compiler.divergence import Divergence, measure_divergence
 from qsample.exporters.compiler.options import CompileOptions
 from qsample.exporters.compiler.placement import Placement
 from qsample.exporters.compiler.plan import CompilePlan, make_plan
+from qsample.exporters.compiler.quantize.experts import quantize_experts
 from qsample.exporters.compiler.quantize.kv_cache import measure_ranges, quantize_kv_cache
-from qsample.exporters.compiler.quantize.weights import QuantizationReport, quantization_report, quantize_weights
+from qsample.exporters.compiler.quantize.report import QuantizationReport, quantization_report
+from qsample.exporters.compiler.quantize.weights import quantize_weights
 from qsample.exporters.compiler.self_test import SelfTest, run_self_test
 from qsample.exporters.compiler.targets import Target, find_target
 from qsample.exporters.graph.axes import fix_axes
 from qsample.exporters.graph.join import split_at_logits
+from qsample.exporters.graph.nbits import BLOCK_SIZES
 from qsample.exporters.initial_state import build_initial_state
 from qsample.progress import Progress
 from qsample.tensors import Array
@@ -84,6 +87,8 @@ def optimize(plan: CompilePlan, target: Target) -> tuple[ir.Model, ir.Model | No
     if plan.cache_ranges is not None:
         passes.append(partial(quantize_kv_cache, ranges=plan.cache_ranges))
     if plan.weights is not None:
+        sizes = getattr(target, "expert_block_sizes", BLOCK_SIZES)
+        passes.append(partial(quantize_experts, quantization=plan.weights, block_sizes=sizes))
         passes.append(partial(quantize_weights, quantization=plan.weights))
     recipe.run(model, passes)
     return model, sampler

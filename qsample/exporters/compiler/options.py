@@ -32,7 +32,7 @@ class CompileOptions:
         space, and are float32 again once they are loaded. None, or the package's own dtype = as exported.
     block_size: quantized weights that share a scale: 16, 32, 64, 128 or 256.
     quantization_method: "rtn" rounds to the nearest level; "k_quant" and "hqq" search each block's offset, slower and
-        closer; see `quantize.weights.WeightQuantization`.
+        closer; see `quantize.rounding.WeightQuantization`.
     kv_cache_dtype: "int8" to hold keys and values with a scale a channel, measured on the model's own text: a quarter
         of float32's memory, faster steps over long contexts, slower long prompts. None, or the package's own dtype =
         as exported.

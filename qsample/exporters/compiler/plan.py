@@ -9,7 +9,7 @@ from pathlib import Path
 from qsample.contract import Interface
 from qsample.errors import CompileError
 from qsample.exporters.compiler.options import DEFAULT_CTX_LEN, WEIGHT_BITS, CompileOptions
-from qsample.exporters.compiler.quantize.weights import WeightQuantization
+from qsample.exporters.compiler.quantize.rounding import WeightQuantization
 from qsample.package import Package
 from qsample.tensors import Array
 

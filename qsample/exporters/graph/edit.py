@@ -69,6 +69,17 @@ def reshape_target(graph: ir.Graph, sizes: Sequence[int]) -> ir.Value:
     return initializer(graph, "shape_" + "_".join(map(str, sizes)), np.array(sizes, dtype=np.int64))
 
 
+def replace_node(old: ir.Node, new: Sequence[ir.Node]) -> None:
+    """Put `new` where `old` is: the output of the last of them takes over name, type, shape and uses of its one."""
+    output, replacement = old.outputs[0], new[-1].outputs[0]
+    replacement.shape, replacement.type = output.shape, output.type
+    assert old.graph is not None
+    old.graph.insert_before(old, new)
+    output.replace_all_uses_with(replacement, replace_graph_outputs=True)
+    old.graph.remove(old, safe=True)
+    replacement.name = output.name
+
+
 def constant(value: ir.Value | None) -> Array | None:
     """The numbers of a constant, None for what is computed."""
     tensor = None if value is None else ir.convenience.get_const_tensor(value)

@@ -15,6 +15,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 
 from qsample.contract import BATCH, BIASES, CAPACITY, LENGTHS, STOPS, Interface, retained_name
+from qsample.exporters.graph.moe import QUANTIZED_OP_TYPE
 from qsample.exporters.graph.nbits import is_matmul_nbits
 from qsample.exporters.graph.traversal import ancestors
 from qsample.runtime.session.options import session_options
@@ -125,7 +126,7 @@ class GraphRunner:
 
 def _has_quantized_weights(decoder: Path | ir.Model) -> bool:
     model = decoder if isinstance(decoder, ir.Model) else ir.load(decoder)  # which leaves the weights in their file
-    return any(is_matmul_nbits(node) for node in model.graph.all_nodes())
+    return any(is_matmul_nbits(node) or node.op_type == QUANTIZED_OP_TYPE for node in model.graph.all_nodes())
 
 
 def _without_cache(initial_state: Path, interface: Interface) -> bytes:

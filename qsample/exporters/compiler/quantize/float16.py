@@ -9,14 +9,17 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from qsample.exporters.compiler.quantize.weights import QuantizationReport, matrix_of, report_quantization
+from qsample.exporters.compiler.quantize.report import QuantizationReport, report_quantization
+from qsample.exporters.compiler.quantize.weights import matrix_of
+from qsample.exporters.graph import moe
 from qsample.exporters.graph.edit import lazy_initializer
 from qsample.exporters.graph.traversal import with_loop_bodies
 from qsample.tensors import Array
 
 
 def store_as_float16(model: ir.Model) -> bool:
-    """Store every constant float32 matrix of `model` that a token is multiplied by in float16, in place.
+    """Store every constant float32 matrix of `model` that a token is multiplied by in float16, those of experts
+    included, in place.
 
     1. `model` is optimised already: ONNX Runtime's offline optimisation would fold the casts.
     2. The float16 numbers are computed when the model is saved, one matrix at a time.
@@ -25,6 +28,8 @@ def store_as_float16(model: ir.Model) -> bool:
     """
     graph = model.graph
     matrices = {matrix.value: matrix.tensor for matrix in map(matrix_of, with_loop_bodies(graph)) if matrix is not None}
+    experts = [node.inputs[slot] for node in moe.mixtures(graph) for slot in (moe.Slot.FC1, moe.Slot.FC2)]
+    matrices |= {value: value.const_value for value in experts if value is not None and value.const_value is not None}
     matrices = {value: tensor for value, tensor in matrices.items() if tensor.dtype == ir.DataType.FLOAT}
     for value, tensor in matrices.items():
         stored = _stored(tensor, f"{value.name}_float16")

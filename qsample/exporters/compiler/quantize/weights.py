@@ -8,69 +8,48 @@ more than one of them is in memory.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Final, NamedTuple
 
 import numpy as np
 import onnx_ir as ir
 
-from qsample.exporters.graph.edit import initializer, lazy_initializer
-from qsample.exporters.graph.nbits import BLOCK_SIZES, INT8_ACTIVATIONS, OP_TYPE, is_matmul_nbits, pack_bits
+from qsample.exporters.compiler.quantize.report import (
+    QuantizationReport,
+    float_bytes,
+    quantization_report,
+    report_quantization,
+)
+from qsample.exporters.compiler.quantize.rounding import Levels, NewestResult, WeightQuantization, quantize_matrix
+from qsample.exporters.graph import moe
+from qsample.exporters.graph.edit import initializer, lazy_initializer, replace_node
+from qsample.exporters.graph.nbits import INT8_ACTIVATIONS, OP_TYPE, is_matmul_nbits, pack_bits
 from qsample.exporters.graph.opset import CONTRIB_DOMAIN
 from qsample.exporters.graph.traversal import with_loop_bodies
 from qsample.tensors import Array
 
 BITS: Final = {"int4": 4, "int8": 8}
-METHODS: Final = ("rtn", "k_quant", "hqq")
-_REPORT: Final = "qsample.quantization"
-
-
-@dataclass(frozen=True, slots=True)
-class WeightQuantization:
-    """bits: 4 or 8. block_size: weights of one row that share a scale, one of BLOCK_SIZES. method: one of METHODS:
-    "rtn" rounds to the nearest symmetric level; "k_quant" searches each block's scale and offset, as llama.cpp does:
-    in NumPy, so slower, and closer; "hqq" solves for the offset that few large errors weigh least on (half-quadratic
-    quantization, https://mobiusml.github.io/hqq_blog), in torch."""
-
-    bits: int
-    block_size: int = 32
-    method: str = "rtn"
-
-    def __post_init__(self) -> None:
-        if self.block_size not in BLOCK_SIZES:
-            raise ValueError(f"block_size is {self.block_size}; choose one of {', '.join(map(str, BLOCK_SIZES))}")
-        if self.method not in METHODS:
-            raise ValueError(f"quantization method is {self.method!r}; choose one of {', '.join(METHODS)}")
-
-
-@dataclass(frozen=True, slots=True)
-class QuantizationReport:
-    """How many matrices were quantized, and the bytes of all of them before and after."""
-
-    matrices: int
-    bytes_before: int
-    bytes_after: int
 
 
 def quantize_weights(model: ir.Model, quantization: WeightQuantization) -> bool:
     """Quantize the weights of `model`, in place.
 
-    1. A weight is a constant matrix of floats that a MatMul multiplies by or a Gather looks rows up in, in the graph or
-       in the body of a Scan.
-    2. Its input size is a multiple of the block size; others stay as they are.
+    1. A weight is a constant matrix of floats that a MatMul or a Gemm multiplies by or a Gather looks rows up in, in
+       the graph or in the body of a Scan.
+    2. Its input size is a multiple of the block size; others stay as they are. So do those that score experts: a
+       thousandth of a mixture's weights, and what they round off decides which experts run.
     3. The numbers are computed when the model is saved.
 
     Returns whether there was one; `quantization_report` has the figures.
     """
     quantized: dict[ir.Value, _QuantizedMatrix] = {}
-    newest = _NewestResult()
-    before = after = 0
+    newest = NewestResult()
+    experts = quantization_report(model) or QuantizationReport(0, 0, 0)
+    before, after = experts.bytes_before, experts.bytes_after
+    kept = moe.routers(model.graph)
     for node in with_loop_bodies(model.graph):
         matrix = matrix_of(node)
-        if matrix is None or matrix.input_size % quantization.block_size:
+        if matrix is None or matrix.input_size % quantization.block_size or node in kept:
             continue
         blocks = quantized.setdefault(matrix.value, _QuantizedMatrix(matrix, quantization, newest))
         if blocks.matrix.transposed == matrix.transposed:
@@ -81,19 +60,11 @@ def quantize_weights(model: ir.Model, quantization: WeightQuantization) -> bool:
         if not value.uses() and value.name is not None:
             model.graph.initializers.pop(value.name, None)
     model.opset_imports.setdefault(CONTRIB_DOMAIN, 1)
-    report_quantization(model, QuantizationReport(len(quantized), before, after))
+    report = replace(
+        experts, matrices=len(quantized), bytes_before=before, bytes_after=after, float_bytes=float_bytes(model)
+    )
+    report_quantization(model, report)
     return bool(quantized)
-
-
-def quantization_report(model: ir.Model) -> QuantizationReport | None:
-    """What quantization did to the weights of `model` since it was loaded; None where it was not asked for."""
-    report: QuantizationReport | None = model.meta.get(_REPORT)
-    return report
-
-
-def report_quantization(model: ir.Model, report: QuantizationReport) -> None:
-    """Keep `report` with `model`, not in its file."""
-    model.meta[_REPORT] = report
 
 
 def round_activations(model: ir.Model) -> bool:
@@ -126,7 +97,7 @@ class _Matrix(NamedTuple):
 class _QuantizedMatrix:
     """A matrix as N rows of K / block_size blocks, and the initializers that hold it."""
 
-    def __init__(self, matrix: _Matrix, quantization: WeightQuantization, newest: _NewestResult) -> None:
+    def __init__(self, matrix: _Matrix, quantization: WeightQuantization, newest: NewestResult) -> None:
         self.matrix = matrix
         self.quantization = quantization
         self.output_size, self.input_size = matrix.output_size, matrix.input_size
@@ -161,6 +132,10 @@ class _QuantizedMatrix:
         shape = (self.output_size, self.block_count, 1) if by_block else (self.output_size * row_bytes,)
         return self._initializer("block_zero_points" if by_block else "zero_points", 2, shape, ir.DataType.UINT8)
 
+    def quantize(self) -> Levels:
+        weight = self.matrix.tensor.numpy()
+        return quantize_matrix(weight.T if self.matrix.transposed else weight, self.quantization)
+
     def register(self, graph: ir.Graph) -> None:
         """Put the initializers in a row, so that saving them quantizes the matrix once."""
         for value in self._initializers.values():
@@ -170,7 +145,7 @@ class _QuantizedMatrix:
         """index: 0 for blocks, 1 for scales, 2 for zero points."""
 
         def part() -> Array:
-            array = self._newest.of(self)[index]
+            array = self._newest.of(self.quantize)[index]
             if kind == "zero_points":
                 array = pack_bits(array, self.quantization.bits)
             return array.reshape(shape)
@@ -180,97 +155,13 @@ class _QuantizedMatrix:
         return self._initializers[kind]
 
 
-class _NewestResult:
-    """Blocks, scales and zero points of the matrix that was quantized last; those of one are saved in a row."""
-
-    def __init__(self) -> None:
-        self._matrix: _QuantizedMatrix | None = None
-        self._result: tuple[Array, Array, Array] | None = None
-
-    def of(self, matrix: _QuantizedMatrix) -> tuple[Array, Array, Array]:
-        if self._result is None or self._matrix is not matrix:
-            self._result = None  # before the next is in memory
-            weight = matrix.matrix.tensor.numpy()
-            self._result = _quantize(weight.T if matrix.matrix.transposed else weight, matrix.quantization)
-            self._matrix = matrix
-        return self._result
-
-
-def _quantize(weight: Array, quantization: WeightQuantization) -> tuple[Array, Array, Array]:
-    """weight: [K, N]. Returns blocks, scales, zero points."""
-    if quantization.method == "k_quant":
-        return _k_quant(weight, quantization)
-    if quantization.method == "hqq":
-        return _hqq(weight, quantization)
-    with _quiet_import():
-        from onnxruntime.quantization.matmul_nbits_quantizer import (
-            DefaultWeightOnlyQuantConfig,
-            DefaultWeightOnlyQuantizer,
-        )
-
-    config = DefaultWeightOnlyQuantConfig(block_size=quantization.block_size, is_symmetric=True, bits=quantization.bits)
-    kind = weight.dtype if weight.dtype in (np.float32, np.float16) else np.float32
-    blocks, scales, zero_points = DefaultWeightOnlyQuantizer(config).qbits_block_quant(
-        np.ascontiguousarray(weight, dtype=kind)
-    )
-    return blocks, scales, zero_points
-
-
-@contextmanager
-def _quiet_import() -> Iterator[None]:
-    """ONNX Runtime's quantizers set the root logger to INFO when imported, which is not theirs to decide."""
-    root = logging.getLogger()
-    level, handlers = root.level, list(root.handlers)
-    try:
-        yield
-    finally:
-        root.setLevel(level)
-        root.handlers[:] = handlers
-
-
-def _k_quant(weight: Array, quantization: WeightQuantization) -> tuple[Array, Array, Array]:
-    with _quiet_import():
-        from onnxruntime.quantization.neural_compressor.weight_only import quant_tensor_k_quant_cpu
-
-    bits, size = quantization.bits, quantization.block_size
-    count, output_size = weight.shape[0] // size, weight.shape[1]
-    levels, scales, zero_points = quant_tensor_k_quant_cpu(np.ascontiguousarray(weight.T), bits, size)
-    blocks = pack_bits(levels.astype(np.uint8).reshape(output_size * count, size), bits)
-    return blocks, scales.astype(weight.dtype), zero_points.astype(np.uint8).reshape(output_size, count)
-
-
-def _hqq(weight: Array, quantization: WeightQuantization) -> tuple[Array, Array, Array]:
-    """The library's scales and offsets, the offsets rounded: MatMulNBits multiplies by levels with fractional ones some
-    300 times slower."""
-    import torch
-
-    with _quiet_import():
-        from onnxruntime.quantization.matmul_nbits_quantizer import HQQWeightOnlyQuantConfig, HQQWeightOnlyQuantizer
-
-    bits, size = quantization.bits, quantization.block_size
-    largest, (input_size, output_size) = 2**bits - 1, weight.shape
-    rows = np.array(weight.T, dtype=np.float32, order="C")
-    quantizer = HQQWeightOnlyQuantizer(HQQWeightOnlyQuantConfig(size, bits))
-    _, all_scales, offsets = quantizer.quantize_internal(torch.from_numpy(rows), bits=bits, group_size=size)
-    shape = (output_size, input_size // size, 1)
-    scales, zero_points = all_scales.numpy().reshape(shape), np.round(offsets.numpy().reshape(shape))
-    blocks = rows.reshape(output_size, -1, size)
-
-    # A zero point is a level itself, so the levels of a block of one sign have to reach down, or up, to 0.
-    low, high = np.minimum(blocks.min(-1, keepdims=True), 0), np.maximum(blocks.max(-1, keepdims=True), 0)
-    outside = (zero_points < 0) | (zero_points > largest)
-    scales = np.where(outside, np.maximum(high - low, np.finfo(np.float32).tiny) / largest, scales)
-    zero_points = np.where(outside, np.round(-low / scales), zero_points)
-    levels = np.clip(np.round(blocks / scales + zero_points), 0, largest).astype(np.uint8)
-    packed = pack_bits(levels.reshape(-1, size), bits)
-    return packed, scales.astype(weight.dtype), zero_points.astype(np.uint8).reshape(output_size, -1)
-
-
 def matrix_of(node: ir.Node) -> _Matrix | None:
     """The constant matrix that a node multiplies by or looks rows up in."""
     if node.op_type == "MatMul":
         return _constant(node.inputs[1], transposed=False)
     if node.op_type == "FusedMatMul" and _is_plain(node):
+        return _constant(node.inputs[1], transposed=node.attributes.get_int("transB", 0) == 1)
+    if node.op_type == "Gemm" and _is_plain(node) and node.attributes.get_float("beta", 1.0) == 1.0:
         return _constant(node.inputs[1], transposed=node.attributes.get_int("transB", 0) == 1)
     if node.op_type == "Gather" and node.attributes.get_int("axis", 0) == 0:
         return _constant(node.inputs[0], transposed=True)
@@ -278,7 +169,7 @@ def matrix_of(node: ir.Node) -> _Matrix | None:
 
 
 def _is_plain(node: ir.Node) -> bool:
-    """Whether a FusedMatMul does nothing but transpose its second operand, if that."""
+    """Whether a FusedMatMul or a Gemm does nothing to its operands but transpose the second, if that."""
     others = (node.attributes.get_int(name, 0) for name in ("transA", "transBatchA", "transBatchB"))
     return node.attributes.get_float("alpha", 1.0) == 1.0 and not any(bool(other) for other in others)
 
@@ -287,7 +178,7 @@ def _constant(value: ir.Value | None, *, transposed: bool) -> _Matrix | None:
     if value is None or value.const_value is None or not value.is_initializer():
         return None
     tensor = value.const_value
-    floats = (ir.DataType.FLOAT, ir.DataType.FLOAT16)
+    floats = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
     return _Matrix(value, tensor, transposed) if len(tensor.shape) == 2 and tensor.dtype in floats else None
 
 
@@ -300,7 +191,10 @@ def _matmul(graph: ir.Graph, node: ir.Node, weight: _QuantizedMatrix) -> None:
         "block_size": weight.quantization.block_size,
         "accuracy_level": INT8_ACTIVATIONS,
     }
-    _replace(node, [_node(OP_TYPE, node, inputs, attributes)])
+    new = [_node(OP_TYPE, node, inputs, attributes)]
+    if node.op_type == "Gemm" and len(node.inputs) > 2 and node.inputs[2] is not None:
+        new.append(ir.Node("", "Add", [new[-1].outputs[0], node.inputs[2]], name=f"{node.name}_bias"))
+    replace_node(node, new)
 
 
 def _gather(graph: ir.Graph, node: ir.Node, table: _QuantizedMatrix) -> None:
@@ -315,21 +209,10 @@ def _gather(graph: ir.Graph, node: ir.Node, table: _QuantizedMatrix) -> None:
     lookup = _node("GatherBlockQuantized", node, inputs, attributes)
     rank = len(node.inputs[1].shape)  # type: ignore[union-attr,arg-type]
     rows = initializer(graph, f"{node.name}_rows", np.array([0] * rank + [table.input_size], np.int64))
-    _replace(node, [lookup, ir.Node("", "Reshape", [lookup.outputs[0], rows], name=f"{node.name}_rows")])
+    replace_node(node, [lookup, ir.Node("", "Reshape", [lookup.outputs[0], rows], name=f"{node.name}_rows")])
 
 
 def _node(op_type: str, old: ir.Node, inputs: list[ir.Value | None], attributes: dict[str, int]) -> ir.Node:
     while inputs[-1] is None:
         inputs.pop()
     return ir.node(op_type, inputs, attributes, domain=CONTRIB_DOMAIN, name=f"{old.name}_quantized")
-
-
-def _replace(old: ir.Node, new: list[ir.Node]) -> None:
-    """Put `new` where `old` is; the output of the last of them takes over name, shape and uses."""
-    output, replacement = old.outputs[0], new[-1].outputs[0]
-    replacement.shape, replacement.type = output.shape, output.type
-    assert old.graph is not None
-    old.graph.insert_before(old, new)
-    output.replace_all_uses_with(replacement, replace_graph_outputs=True)
-    old.graph.remove(old, safe=True)
-    replacement.name = output.name

@@ -55,6 +55,8 @@ class CudaTarget:
     provider_options: Mapping[str, str] = {"enable_cuda_graph": "1", "use_tf32": "0"}
     splits_at_logits = True  # replay forbids the sampler's control flow
     bundled_options: Mapping[str, Any] = {"dtype": "bfloat16"}
+    # https://github.com/microsoft/onnxruntime/blob/main/docs/contrib_ops/cuda/moe_qmoe.md
+    expert_block_sizes: tuple[int, ...] = (64, 128)
 
     def check(self, plan: CompilePlan) -> None:
         own = plan.source.interface.dtype

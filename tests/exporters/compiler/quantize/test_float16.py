@@ -10,7 +10,7 @@ import pytest
 
 from qsample import AutoModelForCausalLM
 from qsample.exporters.compiler.quantize.float16 import store_as_float16
-from qsample.exporters.compiler.quantize.weights import QuantizationReport, quantization_report
+from qsample.exporters.compiler.quantize.report import QuantizationReport, quantization_report
 from qsample.exporters.graph.edit import initializer
 from tests.helpers.small_graphs import loop_graph, normal, operators, results, small_graph
 

@@ -14,11 +14,9 @@ from qsample import AutoModelForCausalLM
 from qsample.errors import CompileError
 from qsample.exporters.compiler.compile import compile_package
 from qsample.exporters.compiler.options import CompileOptions
-from qsample.exporters.compiler.quantize.weights import (
-    WeightQuantization,
-    quantization_report,
-    quantize_weights,
-)
+from qsample.exporters.compiler.quantize.report import quantization_report
+from qsample.exporters.compiler.quantize.rounding import WeightQuantization
+from qsample.exporters.compiler.quantize.weights import quantize_weights
 from qsample.package import read_package
 from tests.helpers.small_graphs import loop_graph, normal
 
@@ -133,6 +131,31 @@ def test_quantized_graph(way: WeightQuantization, tmp_path: Path) -> None:
     assert report.bytes_before == weights["table"].nbytes + weights["matrix"].nbytes
     stored = [v.const_value for n, v in model.graph.initializers.items() if n.startswith(("table_", "matrix_"))]
     assert report.bytes_after == sum(tensor.nbytes for tensor in stored if tensor is not None)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("transposed", [0, 1])
+def test_the_weights_of_a_gemm(transposed: int, bias: bool, tmp_path: Path) -> None:
+    """Such as those of shared experts, which see flattened rows."""
+    weight = normal(VOCAB, HIDDEN, seed=1) if transposed else normal(HIDDEN, VOCAB, seed=1)
+    arrays = {"weight": weight, **({"bias": normal(VOCAB, seed=2)} if bias else {})}
+    constants = {name: value(name, list(array.shape)) for name, array in arrays.items()}
+    for name, constant in constants.items():
+        constant.const_value = ir.Tensor(arrays[name], name=name)
+    rows = value("rows", ["R", HIDDEN])
+    node = ir.node("Gemm", [rows, *constants.values()], {"transB": transposed}, name="gemm")
+    node.outputs[0].name, node.outputs[0].type = "result", ir.TensorType(ir.DataType.FLOAT)
+    opsets = {"": 20, "com.microsoft": 1}
+    graph = ir.Graph(
+        [rows], node.outputs, nodes=[node], initializers=list(constants.values()), opset_imports=opsets, name="g"
+    )
+    model, way = ir.Model(graph, ir_version=10), WeightQuantization(8)
+    assert quantize_weights(model, way)
+    assert "weight" not in model.graph.initializers
+    ir.save(model, tmp_path / "m.onnx")
+    result = ort.InferenceSession(tmp_path / "m.onnx").run(None, {"rows": np.eye(HIDDEN, dtype=np.float32)})[0]
+    expected = dequantized(tmp_path, "weight", way).T + (arrays["bias"] if bias else 0)
+    np.testing.assert_allclose(result, expected, rtol=0.01, atol=1e-3)
 
 
 @pytest.mark.parametrize("bits", [4, 8])

@@ -12,7 +12,7 @@ import pytest
 from qsample.exporters.compiler.compile import compile_package, optimize
 from qsample.exporters.compiler.options import CompileOptions
 from qsample.exporters.compiler.plan import make_plan
-from qsample.exporters.compiler.quantize.weights import quantization_report
+from qsample.exporters.compiler.quantize.report import quantization_report
 from qsample.exporters.compiler.targets.openvino import OpenVinoTarget
 from qsample.package import Package, read_package
 from qsample.runtime import load

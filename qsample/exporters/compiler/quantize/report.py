@@ -1,0 +1,63 @@
+"""What quantization did to the weights of a graph, and what it left in float."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import onnx_ir as ir
+
+from qsample.exporters.graph import moe
+from qsample.exporters.graph.nbits import is_matmul_nbits
+from qsample.exporters.graph.opset import CONTRIB_DOMAIN
+
+_REPORT: Final = "qsample.quantization"
+_FLOATS: Final = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizationReport:
+    """What was quantized, and what was not.
+
+    matrices: how many, those of experts not counted. bytes_before, bytes_after: of all quantized weights. experts: how
+    many, in all layers. expert_block_size: weights of an expert that share a scale, where experts were quantized: what
+    was asked for, or the nearest that the operator takes. float_bytes: of the parameters that are still float, scales
+    not counted.
+    """
+
+    matrices: int
+    bytes_before: int
+    bytes_after: int
+    experts: int = 0
+    expert_block_size: int | None = None
+    float_bytes: int = 0
+
+
+def quantization_report(model: ir.Model) -> QuantizationReport | None:
+    """What quantization did to the weights of `model` since it was loaded; None where it was not asked for."""
+    report: QuantizationReport | None = model.meta.get(_REPORT)
+    return report
+
+
+def report_quantization(model: ir.Model, report: QuantizationReport) -> None:
+    """Keep `report` with `model`, not in its file."""
+    model.meta[_REPORT] = report
+
+
+def float_bytes(model: ir.Model) -> int:
+    """The bytes of the constants of `model` that are float and not the scales of quantized ones."""
+    scales = {value for node in model.graph.all_nodes() for value in _scales(node)}
+    total = 0
+    for value in model.graph.initializers.values():
+        tensor = value.const_value
+        if tensor is not None and tensor.dtype in _FLOATS and value not in scales:
+            total += tensor.nbytes
+    return total
+
+
+def _scales(node: ir.Node) -> list[ir.Value | None]:
+    if is_matmul_nbits(node) or node.op_type == "GatherBlockQuantized":
+        return [node.inputs[2]]
+    if node.op_type == moe.QUANTIZED_OP_TYPE and node.domain == CONTRIB_DOMAIN:
+        return [node.inputs[moe.QuantizedSlot.FC1_SCALES], node.inputs[moe.QuantizedSlot.FC2_SCALES]]
+    return []

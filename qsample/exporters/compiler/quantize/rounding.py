@@ -1,0 +1,129 @@
+"""The numbers of quantized weights: one matrix enters, its levels, scales and zero points leave.
+
+They come from ONNX Runtime's own quantizers.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from qsample.exporters.graph.nbits import BLOCK_SIZES, pack_bits
+from qsample.tensors import Array
+
+METHODS: Final = ("rtn", "k_quant", "hqq")
+
+Levels = tuple[Array, Array, Array]
+"""Blocks, scales and zero points of one matrix, or of the same matrix of several experts."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightQuantization:
+    """bits: 4 or 8. block_size: weights of one row that share a scale, one of BLOCK_SIZES. method: one of METHODS:
+    "rtn" rounds to the nearest symmetric level; "k_quant" searches each block's scale and offset, as llama.cpp does:
+    in NumPy, so slower, and closer; "hqq" solves for the offset that few large errors weigh least on (half-quadratic
+    quantization, https://mobiusml.github.io/hqq_blog), in torch."""
+
+    bits: int
+    block_size: int = 32
+    method: str = "rtn"
+
+    def __post_init__(self) -> None:
+        if self.block_size not in BLOCK_SIZES:
+            raise ValueError(f"block_size is {self.block_size}; choose one of {', '.join(map(str, BLOCK_SIZES))}")
+        if self.method not in METHODS:
+            raise ValueError(f"quantization method is {self.method!r}; choose one of {', '.join(METHODS)}")
+
+
+class NewestResult:
+    """The levels that were computed last: those of one matrix are several initializers, saved in a row."""
+
+    def __init__(self) -> None:
+        self._compute: Callable[[], Levels] | None = None
+        self._result: Levels | None = None
+
+    def of(self, compute: Callable[[], Levels]) -> Levels:
+        if self._result is None or self._compute != compute:
+            self._result = None  # before the next is in memory
+            self._result = compute()
+            self._compute = compute
+        return self._result
+
+
+def quantize_matrix(weight: Array, quantization: WeightQuantization) -> Levels:
+    """weight: [K, N] of float32, float16 or bfloat16, K a multiple of the block size. Returns blocks [N, K / block
+    size, bytes], uint8; scales, one a block, dtype of the weight; zero points [N, K / block size], uint8, which mean
+    nothing where the method is "rtn"."""
+    dtype = weight.dtype
+    if dtype not in (np.float32, np.float16):
+        weight = weight.astype(np.float32)
+    quantize = {"rtn": _round_to_nearest, "k_quant": _k_quant, "hqq": _hqq}[quantization.method]
+    blocks, scales, zero_points = quantize(weight, quantization)
+    return blocks, scales.astype(dtype, copy=False), zero_points
+
+
+def _round_to_nearest(weight: Array, quantization: WeightQuantization) -> Levels:
+    with _quiet_import():
+        from onnxruntime.quantization.matmul_nbits_quantizer import (
+            DefaultWeightOnlyQuantConfig,
+            DefaultWeightOnlyQuantizer,
+        )
+
+    config = DefaultWeightOnlyQuantConfig(block_size=quantization.block_size, is_symmetric=True, bits=quantization.bits)
+    blocks, scales, zero_points = DefaultWeightOnlyQuantizer(config).qbits_block_quant(np.ascontiguousarray(weight))
+    return blocks, scales, zero_points
+
+
+@contextmanager
+def _quiet_import() -> Iterator[None]:
+    """ONNX Runtime's quantizers set the root logger to INFO when imported, which is not theirs to decide."""
+    root = logging.getLogger()
+    level, handlers = root.level, list(root.handlers)
+    try:
+        yield
+    finally:
+        root.setLevel(level)
+        root.handlers[:] = handlers
+
+
+def _k_quant(weight: Array, quantization: WeightQuantization) -> Levels:
+    with _quiet_import():
+        from onnxruntime.quantization.neural_compressor.weight_only import quant_tensor_k_quant_cpu
+
+    bits, size = quantization.bits, quantization.block_size
+    count, output_size = weight.shape[0] // size, weight.shape[1]
+    levels, scales, zero_points = quant_tensor_k_quant_cpu(np.ascontiguousarray(weight.T), bits, size)
+    blocks = pack_bits(levels.astype(np.uint8).reshape(output_size * count, size), bits)
+    return blocks, scales.astype(weight.dtype), zero_points.astype(np.uint8).reshape(output_size, count)
+
+
+def _hqq(weight: Array, quantization: WeightQuantization) -> Levels:
+    """The library's scales and offsets, the offsets rounded: MatMulNBits multiplies by levels with fractional ones some
+    300 times slower."""
+    import torch
+
+    with _quiet_import():
+        from onnxruntime.quantization.matmul_nbits_quantizer import HQQWeightOnlyQuantConfig, HQQWeightOnlyQuantizer
+
+    bits, size = quantization.bits, quantization.block_size
+    largest, (input_size, output_size) = 2**bits - 1, weight.shape
+    rows = np.array(weight.T, dtype=np.float32, order="C")
+    quantizer = HQQWeightOnlyQuantizer(HQQWeightOnlyQuantConfig(size, bits))
+    _, all_scales, offsets = quantizer.quantize_internal(torch.from_numpy(rows), bits=bits, group_size=size)
+    shape = (output_size, input_size // size, 1)
+    scales, zero_points = all_scales.numpy().reshape(shape), np.round(offsets.numpy().reshape(shape))
+    blocks = rows.reshape(output_size, -1, size)
+
+    # A zero point is a level itself, so the levels of a block of one sign have to reach down, or up, to 0.
+    low, high = np.minimum(blocks.min(-1, keepdims=True), 0), np.maximum(blocks.max(-1, keepdims=True), 0)
+    outside = (zero_points < 0) | (zero_points > largest)
+    scales = np.where(outside, np.maximum(high - low, np.finfo(np.float32).tiny) / largest, scales)
+    zero_points = np.where(outside, np.round(-low / scales), zero_points)
+    levels = np.clip(np.round(blocks / scales + zero_points), 0, largest).astype(np.uint8)
+    packed = pack_bits(levels.reshape(-1, size), bits)
+    return packed, scales.astype(weight.dtype), zero_points.astype(np.uint8).reshape(output_size, -1)
