@@ -67,3 +67,12 @@ def _chain(error: BaseException) -> list[BaseException]:
             seen.append(one)
             unseen += [one.__cause__, one.__context__, *getattr(one, "exceptions", ())]
     return seen
+
+
+def shown(value: object, most: int = 80) -> str:
+    """`value` in an error message: its repr, cut off at `most` characters; its type where it has none."""
+    try:
+        text = repr(value)
+    except Exception:  # of its own, or of the depth to which it is nested
+        return f"an object of type {type(value).__name__}"
+    return text if len(text) <= most else text[: most - 3] + "..."

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
 from typing import Any, Final
 
+from qsample.errors import shown
+
 DEFAULT_NEW_TOKENS: Final = 256  # where neither the model nor the caller says how much to generate
 HF_DEFAULT_TOP_K: Final = 50  # what transformers samples with where top_k is unset
 _INT32_MAX: Final = 2**31 - 1
@@ -217,12 +219,12 @@ def _do_sample(settings: Mapping[str, Any], overrides: dict[str, Any]) -> bool:
     given = overrides.pop("do_sample", None)
     sampling = {name: overrides[name] for name in _SAMPLING_FIELDS if overrides.get(name) is not None}
     if given is not None and not isinstance(given, bool):
-        raise ValueError(f"do_sample is {given!r}; give True or False")
+        raise ValueError(f"do_sample is {shown(given)}; give True or False")
     greedy = sampling.get("temperature") == 0 and not isinstance(sampling["temperature"], bool)
     if given is False:
         sampling = {name: value for name, value in sampling.items() if value not in _SAMPLING_FIELDS[name]}
     if given is False and sampling and not greedy:
-        listed = ", ".join(f"{name}={value!r}" for name, value in sampling.items())
+        listed = ", ".join(f"{name}={shown(value)}" for name, value in sampling.items())
         raise ValueError(f"do_sample=False chooses greedily, yet {listed} is given; drop one or the other")
     if given is True and greedy:
         raise ValueError("do_sample=True and temperature=0 contradict each other; temperature 0 is greedy")
@@ -274,18 +276,18 @@ def _is_a(kind: type, value: Any) -> bool:
 def _number(name: str, value: Any, least: float, most: float, accepted: str) -> float:
     # NaN fails every comparison, so the range check refuses it too.
     if not _is_a(Real, value) or not least <= value <= most:
-        raise ValueError(f"{name} is {value!r}; give {accepted}")
+        raise ValueError(f"{name} is {shown(value)}; give {accepted}")
     return float(value)
 
 
 def _integer(name: str, value: Any, least: int, most: int, accepted: str) -> int:
     if not _is_a(Integral, value) or not least <= value <= most:
-        raise ValueError(f"{name} is {value!r}; give {accepted}")
+        raise ValueError(f"{name} is {shown(value)}; give {accepted}")
     return int(value)
 
 
 def _token_ids(name: str, value: Any) -> tuple[int, ...]:
-    if isinstance(value, str) or not isinstance(value, Iterable):
+    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
         value = (value,)
     return tuple(
         dict.fromkeys(_integer(name, item, 0, _INT32_MAX, "a token id >= 0, or a list of them") for item in value)
@@ -296,7 +298,7 @@ def _bias(value: Any) -> dict[int, float] | None:
     if value is None:
         return None
     if not isinstance(value, Mapping):
-        raise ValueError(f"logit_bias is {value!r}; give a mapping of token ids to numbers, or None")
+        raise ValueError(f"logit_bias is {shown(value)}; give a mapping of token ids to numbers, or None")
     bias = {}
     for token, amount in value.items():
         token = _integer("logit_bias (token id)", token, 0, _INT32_MAX, "an integer >= 0")

@@ -11,6 +11,7 @@ from typing import Any, Final
 from tokenizers import Tokenizer as _Tokenizer
 
 from qsample.contract import ALLOWED_TOKENS, Interface
+from qsample.errors import shown
 from qsample.huggingface.generation_config import merge, read_generation_config
 from qsample.huggingface.keywords import BOOKKEEPING, GENERATE, take_refused, unknown
 from qsample.manifest import TokenIds
@@ -216,7 +217,7 @@ def _sampling_params(arguments: Arguments, rows: int) -> list[SamplingParams]:
     if isinstance(params, SamplingParams):
         return [params] * rows
     if not isinstance(params, Rows) or not all(isinstance(row, SamplingParams) for row in params):
-        raise ValueError(f"params is {params!r:.80}; give a SamplingParams, or a list with one for each prompt")
+        raise ValueError(f"params is {shown(params)}; give a SamplingParams, or a list with one for each prompt")
     if len(params) != rows:
         raise ValueError(f"{len(params)} SamplingParams were given for {rows} prompts; give one, or one for each")
     return list(params)
@@ -269,7 +270,7 @@ def _is_integer(value: Any) -> bool:
 def _token_id(name: str, value: Any, vocab_size: int) -> int:
     value = value.item() if hasattr(value, "item") and getattr(value, "size", None) in (1, ()) else value
     if not _is_integer(value) or not 0 <= value < vocab_size:
-        raise ValueError(f"{name} is {value!r:.60}; give one of the model's token ids, 0 to {vocab_size - 1}")
+        raise ValueError(f"{name} is {shown(value)}; give one of the model's token ids, 0 to {vocab_size - 1}")
     return int(value)
 
 
@@ -277,11 +278,11 @@ def _seconds(value: Any) -> float | None:
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-        raise ValueError(f"max_time is {value!r:.60}; give a number of seconds > 0, or None")
+        raise ValueError(f"max_time is {shown(value)}; give a number of seconds > 0, or None")
     return float(value)
 
 
 def _optional_bool(name: str, value: Any) -> bool | None:
     if value is not None and not isinstance(value, bool):
-        raise ValueError(f"{name} is {value!r:.60}; give True, False or None")
+        raise ValueError(f"{name} is {shown(value)}; give True, False or None")
     return value

@@ -9,7 +9,7 @@ from typing import Any, Final
 import numpy as np
 
 from qsample.contract import ALLOWED_TOKENS, MASK_WORDS, PAD_STOP_ID, VOCAB, Interface
-from qsample.runtime.prompts import check_token_ids
+from qsample.runtime.prompts import check_token_ids, read_array
 from qsample.sampling_params import SamplingParams
 from qsample.tensors import Array
 
@@ -77,7 +77,7 @@ def _bias_arrays(interface: Interface, params: Sequence[SamplingParams]) -> dict
 def _mask(allowed_tokens: Any, rows: int, words: int) -> Array:
     if allowed_tokens is None or callable(allowed_tokens):
         return np.full((rows, words), -1, dtype=np.int32)
-    mask = np.asarray(allowed_tokens)
+    mask = read_array("allowed_tokens", allowed_tokens)
     if mask.dtype != np.int32 or mask.shape not in ((words,), (rows, words)):
         raise ValueError(
             f"allowed_tokens is {mask.dtype} {mask.shape}; give an int32 bitmask [{words}] or [{rows}, {words}], "

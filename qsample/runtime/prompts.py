@@ -7,6 +7,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
+from qsample.errors import shown
 from qsample.manifest import TokenIds
 from qsample.runtime.text.chat import ChatOptions
 from qsample.runtime.text.tokenizer import Tokenizer
@@ -16,6 +17,7 @@ _ACCEPTED: Final = (
     "give a text, token ids, a list of either, a 2-D integer array (with attention_mask where it is padded), or chat "
     'messages [{"role": ..., "content": ...}]'
 )
+_INT64: Final = 2**63
 
 
 class Prompt(NamedTuple):
@@ -51,7 +53,7 @@ def parse_prompts(
     prompt becomes the beginning-of-text token. chat: what goes into the prompts beside chat messages; ValueError where
     a prompt is none.
     """
-    if isinstance(inputs, Mapping) and "input_ids" in inputs:
+    if isinstance(inputs, Mapping) and "input_ids" in inputs and not isinstance(inputs["input_ids"], Mapping):
         mask = inputs.get("attention_mask") if attention_mask is None else attention_mask
         return parse_prompts(inputs["input_ids"], mask, tokenizer, vocab_size, token_ids, chat, pad=pad, holes=holes)
     if hasattr(inputs, "__array__"):
@@ -118,8 +120,12 @@ def _row(item: Any, index: int, tokenizer: Tokenizer | None, chat: ChatOptions |
         if array.ndim == 1:
             return array
     elif _is_ids(item) or (isinstance(item, Sequence) and len(item) == 0):
-        return np.array([int(token) for token in item], dtype=np.int64)
-    raise ValueError(f"prompt {index} is {item!r:.60}; {_ACCEPTED}")
+        ids = [int(token) for token in item]
+        for token in ids:
+            if not -_INT64 <= token < _INT64:
+                raise ValueError(f"prompt {index} has token id {shown(token)}; no model has so many tokens")
+        return np.array(ids, dtype=np.int64)
+    raise ValueError(f"prompt {index} is {shown(item)}; {_ACCEPTED}")
 
 
 def _refuse_chat_options(chat: ChatOptions | None) -> None:
@@ -139,15 +145,21 @@ def _is_ids(value: Any) -> bool:
     )
 
 
-def _on_host(value: Any) -> Any:
-    return value.cpu() if hasattr(value, "cpu") else value
+def read_array(what: str, value: Any) -> Array:
+    """`value` as an array, a torch tensor on a device included. Raises ValueError; what: it is, for the message."""
+    try:
+        return np.asarray(value.cpu() if hasattr(value, "cpu") else value)
+    except Exception as error:  # the other library's own, where a tensor has no data or another layout
+        raise ValueError(f"{what} is {shown(value)}, which is no plain array: {error}") from error
 
 
 def _as_array(value: Any) -> Array:
     """An integer array of `value`, a torch tensor on a device included."""
-    array = np.asarray(_on_host(value))
+    array = read_array("token ids", value)
     if array.dtype.kind not in "iu":
         raise ValueError(f"token ids are {array.dtype}; give integers")
+    if array.dtype.kind == "u" and array.size and array.max() >= _INT64:
+        raise ValueError(f"a prompt has token id {array.max()}; no model has so many tokens")
     return array.astype(np.int64)
 
 
@@ -157,9 +169,9 @@ def _masks(attention_mask: Any, rows: Sequence[Array], texts: Sequence[bool]) ->
         raise ValueError(f"attention_mask goes with token ids, and prompt {texts.index(True)} is text; leave it out")
     given = attention_mask
     if not hasattr(given, "__array__") and isinstance(given, Sequence) and any(map(_has_length, given)):
-        masks = [np.asarray(_on_host(row)) for row in given]
+        masks = [read_array("attention_mask", row) for row in given]
     else:
-        masks = list(np.atleast_2d(np.asarray(_on_host(given))))
+        masks = list(np.atleast_2d(read_array("attention_mask", given)))
     wanted, got = [(len(row),) for row in rows], [mask.shape for mask in masks]
     if got != wanted or not all(np.isin(mask, (0, 1)).all() for mask in masks):
         raise ValueError(

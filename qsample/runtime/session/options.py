@@ -10,6 +10,8 @@ from typing import Any
 
 import onnxruntime as ort
 
+from qsample.errors import shown
+
 
 @dataclass(frozen=True, slots=True)
 class SessionOptions:
@@ -43,7 +45,7 @@ def session_options(
 def check_count(name: str, value: Any, least: int = 1) -> None:
     """Raise ValueError unless `value` is an integer of at least `least`, or None."""
     if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
-        raise ValueError(f"{name} is {value!r}; give an integer >= {least}, or None")
+        raise ValueError(f"{name} is {shown(value)}; give an integer >= {least}, or None")
 
 
 def checked_timeout(timeout: Any) -> float | None:
@@ -51,6 +53,6 @@ def checked_timeout(timeout: Any) -> float | None:
     if timeout is None:
         return None
     if isinstance(timeout, bool) or not isinstance(timeout, Real) or timeout != timeout:
-        raise ValueError(f"timeout is {timeout!r:.80}; give seconds, or None to wait as long as it takes")
+        raise ValueError(f"timeout is {shown(timeout)}; give seconds, or None to wait as long as it takes")
     seconds: Any = timeout
     return float(min(max(seconds, 0), threading.TIMEOUT_MAX))

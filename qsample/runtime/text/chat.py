@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from typing import Any, Final
 
-from qsample.errors import PackageError
+from qsample.errors import PackageError, shown
 from qsample.package import Package
 from qsample.runtime.text.chat_messages import REASONING, check_messages, is_parts, plain
 from qsample.runtime.text.template_sandbox import compile_template
@@ -52,17 +52,17 @@ class ChatOptions:
         ):
             value = getattr(self, name)
             if not isinstance(value, kind):
-                raise ValueError(f"{name} is {value!r:.60}; give {accepted}")
+                raise ValueError(f"{name} is {shown(value)}; give {accepted}")
         for name in ("tools", "documents"):
             values = getattr(self, name)
             if values is None:
                 continue
             if isinstance(values, str) or not isinstance(values, Sequence):
-                raise ValueError(f"{name} is {values!r:.60}; give a list")
+                raise ValueError(f"{name} is {shown(values)}; give a list")
             if name == "tools":
                 object.__setattr__(self, name, [tool_schema(tool) for tool in values])
             elif wrong := [value for value in values if not isinstance(value, Mapping)]:
-                raise ValueError(f"{name} has {wrong[0]!r:.60}; give mappings, as JSON has them")
+                raise ValueError(f"{name} has {shown(wrong[0])}; give mappings, as JSON has them")
         own = {"messages", *(item.name for item in fields(self))} & {*self.chat_template_kwargs}
         if own:
             raise ValueError(
@@ -209,7 +209,9 @@ def _open_end(message: dict[str, Any], name: str) -> str:
         message[name] = [*value[:-1], {**last, "text": text + _MARK}]
         return text
     if not isinstance(value, str):
-        raise ValueError(f"continue_final_message needs a last message with a text as its {name}; it has {value!r:.60}")
+        raise ValueError(
+            f"continue_final_message needs a last message with a text as its {name}; it has {shown(value)}"
+        )
     for same in REASONING if name in REASONING else (name,):
         if message.get(same) == value:
             message[same] = value + _MARK

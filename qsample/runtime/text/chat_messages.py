@@ -10,6 +10,8 @@ from typing import Any, Final, TypeGuard
 
 import numpy as np
 
+from qsample.errors import shown
+
 # Names of what a model thought before its answer; templates read the first, older hosts write the others.
 REASONING: Final = ("reasoning_content", "thinking", "reasoning")
 _WITH_TEXT: Final = ("system", "developer", "user", "assistant")  # other roles may hold any JSON, a tool's result say
@@ -41,7 +43,7 @@ def check_messages(messages: Any) -> list[dict[str, Any]]:
     Raises ValueError for what is no message, has no content, or has a part that is no text.
     """
     if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence):
-        raise ValueError(f"the chat messages are {messages!r:.80}; {_FORM}")
+        raise ValueError(f"the chat messages are {shown(messages)}; {_FORM}")
     if not messages:
         raise ValueError(f"the conversation is empty; {_FORM}")
     return [_message(index, message) for index, message in enumerate(messages)]
@@ -52,7 +54,7 @@ _FORM: Final = 'give a list of {"role": "user", "content": "..."}'
 
 def _message(index: int, given: Any) -> dict[str, Any]:
     if not isinstance(given, Mapping) or not isinstance(given.get("role"), str):
-        raise ValueError(f"a chat message is {given!r:.80}; {_FORM}")
+        raise ValueError(f"a chat message is {shown(given)}; {_FORM}")
     what = f"chat message {index}"
     message = {name: value for name, value in given.items() if value is not None}
     if "content" in message:
@@ -72,7 +74,7 @@ def _content(what: str, role: str, content: Any) -> Any:
     if isinstance(content, str) or role not in _WITH_TEXT:
         return content
     raise ValueError(
-        f'the content of {what} ({role}) is {content!r:.60}; give a text, or parts [{{"type": "text", "text": "..."}}]'
+        f'the content of {what} ({role}) is {shown(content)}; give a text, or parts [{{"type": "text", "text": "..."}}]'
     )
 
 
@@ -85,7 +87,8 @@ def _part(what: str, part: Any) -> Any:
         return {"type": "text", "text": part}
     if part["type"] != "text" or not isinstance(part.get("text"), str):
         raise ValueError(
-            f'{what} has a part of type {part["type"]!r}; the model reads text only: {{"type": "text", "text": "..."}}'
+            f"{what} has a part of type {shown(part['type'])}; the model reads text only: "
+            '{"type": "text", "text": "..."}'
         )
     return part
 

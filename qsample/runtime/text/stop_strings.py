@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import reprlib
 from collections import deque
 from collections.abc import Sequence
 from typing import Any, Final
 
+from qsample.errors import shown
 from qsample.runtime.text.tokenizer import check_text
 
 _MOST_CHARACTERS: Final = 65_536  # of all stop strings of a row; each takes a few hundred bytes of memory
@@ -18,7 +18,7 @@ def check_stop_strings(value: Any) -> tuple[str, ...]:
         return ()
     strings = (value,) if isinstance(value, str) else value
     if not isinstance(strings, Sequence) or not all(isinstance(item, str) and item for item in strings):
-        raise ValueError(f"stop_strings is {reprlib.repr(value)}; give a string that is not empty, or a list of them")
+        raise ValueError(f"stop_strings is {shown(value)}; give a string that is not empty, or a list of them")
     characters = sum(map(len, strings))
     if characters > _MOST_CHARACTERS:
         raise ValueError(

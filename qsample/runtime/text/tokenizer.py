@@ -8,7 +8,7 @@ from typing import Any, Final
 import numpy as np
 from tokenizers import Tokenizer as _Tokenizer
 
-from qsample.errors import PackageError
+from qsample.errors import PackageError, shown
 from qsample.package import Package
 from qsample.runtime.text.chat import ChatOptions, ChatTemplates
 
@@ -106,9 +106,9 @@ class Tokenizer:
         """
         for name in _ABSENT.keys() & kwargs.keys():
             if (value := kwargs.pop(name)) not in _ABSENT[name]:
-                raise ValueError(f"{name} is {value!r:.60}, which this tokenizer does not do; leave it out")
+                raise ValueError(f"{name} is {shown(value)}, which this tokenizer does not do; leave it out")
         if return_tensors not in (None, "np"):
-            raise ValueError(f'return_tensors is {return_tensors!r:.60}; give "np", or None for lists')
+            raise ValueError(f'return_tensors is {shown(return_tensors)}; give "np", or None for lists')
         options = ChatOptions(
             tools=tools,
             documents=documents,

@@ -14,6 +14,8 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import Any, Final, Literal, Union, get_args, get_origin, get_type_hints
 
+from qsample.errors import shown
+
 _SCALARS: Final[dict[Any, str]] = {
     int: "integer",
     float: "number",
@@ -32,7 +34,7 @@ def tool_schema(tool: Any) -> Mapping[str, Any]:
     if isinstance(tool, Mapping):
         return tool
     if not (inspect.isfunction(tool) or inspect.ismethod(tool)):
-        raise ValueError(f"tools has {tool!r:.60}; give JSON schemas, or functions with annotations and a docstring")
+        raise ValueError(f"tools has {shown(tool)}; give JSON schemas, or functions with annotations and a docstring")
     name = tool.__name__
     documentation = inspect.getdoc(tool)
     if not documentation:
@@ -104,14 +106,14 @@ def _schema(what: str, hint: Any) -> dict[str, Any]:
     if origin is Union or origin is types.UnionType:
         return _union(what, arguments)
     raise ValueError(
-        f"{what} is annotated {hint!r}; JSON knows int, float, str, bool, None, Any, Enum, Literal, and list, tuple, "
-        "dict and unions of them; give a JSON schema for others"
+        f"{what} is annotated {shown(hint)}; JSON knows int, float, str, bool, None, Any, Enum, Literal, and list, "
+        "tuple, dict and unions of them; give a JSON schema for others"
     )
 
 
 def _values(what: str, values: list[Any]) -> dict[str, Any]:
     if not values or any(type(value) not in _SCALARS for value in values):
-        raise ValueError(f"{what} is one of {values!r:.60}; the values must be int, float, str, bool or None")
+        raise ValueError(f"{what} is one of {shown(values)}; the values must be int, float, str, bool or None")
     kinds = list(dict.fromkeys(_SCALARS[type(value)] for value in values))
     return {"type": kinds[0] if len(kinds) == 1 else kinds, "enum": values}
 
