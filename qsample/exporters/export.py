@@ -7,6 +7,7 @@ into place at the end, so a refused, failed or interrupted export leaves nothing
 from __future__ import annotations
 
 import hashlib
+import warnings
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -170,10 +171,19 @@ def _token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None
                 return getattr(owner, name)
         return None
 
-    eos = find("eos_token_id")
-    eos_ids = tuple(int(i) for i in ([] if eos is None else eos if isinstance(eos, list | tuple) else [eos]))
-    bos, pad = find("bos_token_id"), find("pad_token_id")
     vocab_size = int(model.config.get_text_config(decoder=True).vocab_size)
+    eos = find("eos_token_id")
+    given = tuple(int(i) for i in ([] if eos is None else eos if isinstance(eos, list | tuple) else [eos]))
+    eos_ids = tuple(i for i in given if 0 <= i < vocab_size)
+    if eos_ids != given:
+        # No row can sample the others; and the runtime refuses a generation_config that asks for them.
+        left_out = ", ".join(str(i) for i in given if i not in eos_ids)
+        warnings.warn(f"eos_token_id {left_out} is left out: the model's ids are 0 to {vocab_size - 1}", stacklevel=3)
+        if model.generation_config is not None:
+            model.generation_config.eos_token_id = [*eos_ids] or None
+    bos, pad = find("bos_token_id"), find("pad_token_id")
+    if bos is not None and not 0 <= bos < vocab_size:
+        bos = None
     if pad is None or not 0 <= pad < vocab_size:
         pad = eos_ids[0] if eos_ids else 0
     return package.TokenIds(pad=int(pad), bos=None if bos is None else int(bos), eos=eos_ids)

@@ -124,6 +124,28 @@ def test_every_stop_token_of_the_generation_config_is_kept() -> None:
     assert tuple(_token_ids(model, byte_tokenizer()).eos) == (2, 7, 9)
 
 
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [([2, 7, 100_000], (2, 7)), ([-1, 2, -100], (2,)), (100_000, ()), (-1, ()), ([], ()), (None, (2,))],
+)
+def test_stop_and_pad_tokens_that_the_model_cannot_sample_are_left_out(
+    given: Any, kept: tuple[int, ...], recwarn: pytest.WarningsRecorder
+) -> None:
+    """With such an id every call of the package would be refused."""
+    model = random_model("llama")
+    model.generation_config.eos_token_id = given  # None: the configuration's, which is 2
+    model.generation_config.pad_token_id = model.generation_config.bos_token_id = 100_000
+    ids = _token_ids(model, byte_tokenizer())
+    assert (ids.eos, ids.pad, ids.bos) == (kept, kept[0] if kept else 0, None)
+    ids_given = given if isinstance(given, list) else [] if given is None else [given]
+    if all(0 <= token < 1000 for token in ids_given):
+        assert [str(warning.message) for warning in recwarn] == []
+        assert model.generation_config.eos_token_id == given
+    else:
+        assert "is left out: the model's ids are 0 to" in str(recwarn.pop(UserWarning).message)
+        assert model.generation_config.eos_token_id == ([*kept] or None)
+
+
 @pytest.mark.parametrize("model_type", ["llama", "opt", "bert"])
 def test_the_weight_hash_does_not_see_the_transforms(model_type: str) -> None:
     model = random_model(model_type, is_decoder=True) if model_type == "bert" else random_model(model_type)
