@@ -6,13 +6,12 @@ alpha / sqrt(r) for rank-stabilised adapters (Kalajdzievski, 2023). The files ar
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Final, NamedTuple
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -21,12 +20,25 @@ from transformers.utils.hub import cached_file
 
 from qsample.errors import QsampleError, UnsupportedModelError
 from qsample.exporters.checkpoints.hub_options import HubOptions
+from qsample.exporters.checkpoints.lora_config import ADVICE, LoraConfig, read_config
 
 CONFIG: Final = "adapter_config.json"
 WEIGHTS: Final = "adapter_model.safetensors"
 _PREFIX: Final = "base_model.model."
-# Options of an adapter that change more than W + scale * B A.
-_UNSUPPORTED: Final = ("use_dora", "use_qalora", "modules_to_save", "layer_replication", "trainable_token_indices")
+_PART: Final = re.compile(
+    rf"{re.escape(_PREFIX)}(?P<path>.+)\.(lora_(?P<linear>[AB])\.weight|lora_embedding_(?P<embedding>[AB])|(?P<base>base_layer)\.weight)"
+)
+
+
+class _Change(NamedTuple):
+    """What is added to the weight of the module at `path`: scale * b a. a: [rank, in]. b: [out, rank]. base: the weight
+    itself, where the adapter has a copy of it, which peft saves with the LoRA of an embedding."""
+
+    path: str
+    a: Tensor | None
+    b: Tensor | None
+    base: Tensor | None
+    scale: float
 
 
 def find_adapter(adapter: str, hub: HubOptions) -> tuple[Path, Path]:
@@ -52,68 +64,95 @@ def find_adapter(adapter: str, hub: HubOptions) -> tuple[Path, Path]:
 def merge_adapter(model: PreTrainedModel, config_path: Path, weights_path: Path) -> int:
     """Add the adapter to `model`'s weights, in their dtype, and return how many matrices it changed.
 
-    Raises UnsupportedModelError for an adapter that is not plain LoRA, QsampleError for one of another model; the model
-    is then as it was.
+    A weight that is tied to another module's is untied: the adapter was trained for one of them.
+
+    Raises UnsupportedModelError for an adapter that is not plain LoRA, QsampleError for one that cannot be read or is
+    of another model; the model is then as it was.
     """
-    config = json.loads(config_path.read_text())
-    _check_plain(config, config_path)
-    changes = {}
-    tensors = load_file(weights_path)
-    for name in sorted(tensors):
-        if ".lora_B." in name or ".lora_embedding_B" in name:
-            continue
-        path, weight, change = _change(model, config, tensors, name)
-        if weight.shape != change.shape:
-            raise QsampleError(
-                f"{weights_path}: {name} makes a change of shape {list(change.shape)} and the model's {path} has "
-                f"{list(weight.shape)}; give the adapter of this very model"
-            )
-        changes[path] = (weight, change)
-    for weight, change in changes.values():
-        # A new tensor, because a loaded one may be a file that is mapped.
-        weight.data = (weight.data.to(torch.float32) + change).to(weight.dtype)
+    config = read_config(config_path)
+    modules = dict(model.named_modules())
+    changes = []
+    for change in _changes(config, weights_path):
+        _check_fits(modules.get(change.path), change, model, weights_path)
+        changes.append(change)
+    for change in changes:
+        _apply(model, modules[change.path], change)
     return len(changes)
 
 
-def _change(
-    model: PreTrainedModel, config: Mapping[str, Any], tensors: Mapping[str, Tensor], name: str
-) -> tuple[str, nn.Parameter, Tensor]:
-    """The name of the module that tensor A called `name` belongs to, its weight, and what is added to it."""
-    match = re.fullmatch(rf"{re.escape(_PREFIX)}(.+)\.lora_(A\.weight|embedding_A)", name)
-    partner = name.replace(".lora_A.", ".lora_B.").replace(".lora_embedding_A", ".lora_embedding_B")
-    if match is None or partner not in tensors:
-        raise UnsupportedModelError(
-            f"the adapter holds {name}, which is no pair of LoRA matrices; merge it with the tool that trained it, and "
-            "export the merged checkpoint"
-        )
-    path = match[1]
-    module = dict(model.named_modules()).get(path)
-    if module is None or not isinstance(getattr(module, "weight", None), nn.Parameter):
-        raise QsampleError(f"the adapter changes {path}, which {type(model).__name__} does not have")
-    a, b = tensors[name].to(torch.float32), tensors[partner].to(torch.float32)
-    change = _scale(config, path, rank=int(a.shape[0])) * (b @ a)
-    is_transposed = isinstance(module, nn.Embedding | Conv1D)  # their weights are [in, out]
+def _changes(config: LoraConfig, weights_path: Path) -> list[_Change]:
+    """What the file holds, whatever the model; QsampleError where a tensor is no part of a pair, or of another rank."""
+    parts: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in sorted(_read(weights_path).items()):
+        match = _PART.fullmatch(name)
+        if match is None:
+            raise UnsupportedModelError(
+                f"{weights_path} holds {name}, which is no part of a pair of LoRA matrices; {ADVICE}"
+            )
+        part = match["linear"] or match["embedding"] or "base"
+        parts.setdefault(match["path"], {})[part] = tensor
+        if not tensor.is_floating_point() or tensor.ndim != 2 or not torch.isfinite(tensor).all():
+            kind = str(tensor.dtype).removeprefix("torch.")
+            raise QsampleError(
+                f"{weights_path}: {name} is {kind} {list(tensor.shape)}; it must be a matrix of finite floats"
+            )
+    changes = []
+    for path, found in parts.items():
+        a, b, rank = found.get("A"), found.get("B"), config.rank_of(path)
+        if (a is None) != (b is None):
+            raise QsampleError(f"{weights_path} holds matrix {'A' if b is None else 'B'} of {path} without its partner")
+        if a is not None and b is not None and (len(a), b.shape[1]) != (rank, rank):
+            raise QsampleError(
+                f"{weights_path}: the matrices of {path} are {list(a.shape)} and {list(b.shape)}, and the rank that "
+                f"{CONFIG} gives it is {rank}"
+            )
+        changes.append(_Change(path, a, b, found.get("base"), config.scale_of(path)))
+    if all(change.a is None for change in changes):
+        raise QsampleError(f"{weights_path} holds no LoRA matrices; give the adapter that was trained")
+    return changes
+
+
+def _read(path: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(path)
+    except (SafetensorError, OSError, ValueError) as error:
+        raise QsampleError(f"{path} cannot be read ({error}); download the adapter again") from error
+
+
+def _check_fits(module: nn.Module | None, change: _Change, model: PreTrainedModel, weights_path: Path) -> None:
+    weight = getattr(module, "weight", None)
+    if module is None or not isinstance(weight, nn.Parameter):
+        raise QsampleError(f"the adapter changes {change.path}, which {type(model).__name__} does not have")
+    shape = list(weight.shape)
+    for what, given in (("makes a change of shape", _shape(module, change)), ("holds a weight of shape", change.base)):
+        given_shape = list(given.shape) if isinstance(given, Tensor) else given
+        if given_shape is not None and given_shape != shape:
+            raise QsampleError(
+                f"{weights_path}: {change.path} {what} {given_shape} and the model's has {shape}; give the adapter of "
+                "this very model"
+            )
+
+
+def _shape(module: nn.Module, change: _Change) -> list[int] | None:
+    if change.a is None or change.b is None:
+        return None
+    shape = [int(change.b.shape[0]), int(change.a.shape[1])]
+    return shape[::-1] if _is_transposed(module) else shape
+
+
+def _is_transposed(module: nn.Module) -> bool:
+    """Whether the weight of `module` is [in, out]."""
+    return isinstance(module, nn.Embedding | Conv1D)
+
+
+def _apply(model: PreTrainedModel, module: nn.Module, change: _Change) -> None:
     weight = module.weight
     assert isinstance(weight, nn.Parameter)
-    return path, weight, change.T if is_transposed else change
-
-
-def _scale(config: Mapping[str, Any], path: str, rank: int) -> float:
-    alpha = config.get("lora_alpha", 8)
-    for pattern, value in (config.get("alpha_pattern") or {}).items():
-        if re.match(rf"(.*\.)?({pattern})$", path):
-            alpha = value
-    return float(alpha) / (rank**0.5 if config.get("use_rslora") else rank)
-
-
-def _check_plain(config: Mapping[str, Any], path: Path) -> None:
-    kind = config.get("peft_type")
-    asked = [name for name in _UNSUPPORTED if config.get(name)]
-    if config.get("bias", "none") != "none":
-        asked.append("bias")
-    if kind != "LORA" or asked:
-        what = f"with {', '.join(asked)}" if kind == "LORA" else f"of type {kind}"
-        raise UnsupportedModelError(
-            f"{path}: an adapter {what} cannot be merged here, only plain LoRA; merge it with the tool that trained "
-            "it, and export the merged checkpoint"
-        )
+    # A new tensor, because a loaded one may be a file that is mapped.
+    merged = (weight.data if change.base is None else change.base).to(torch.float32)
+    if change.a is not None and change.b is not None:
+        product = change.scale * (change.b.to(torch.float32) @ change.a.to(torch.float32))
+        merged = merged + (product.T if _is_transposed(module) else product)
+    module.weight = nn.Parameter(merged.to(weight.dtype), requires_grad=False)
+    if any(other is weight for other in model.parameters()):
+        model.config.tie_word_embeddings = False

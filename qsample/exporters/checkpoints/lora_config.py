@@ -1,0 +1,145 @@
+"""What the configuration of a LoRA adapter says: ranks and scales by layer; everything else in it is known to change no
+weight, or refused by its name.
+
+The file is peft's `adapter_config.json`, and what its fields mean is peft's to say:
+https://huggingface.co/docs/peft/package_reference/lora#peft.LoraConfig
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from qsample.errors import QsampleError, UnsupportedModelError
+
+ADVICE: Final = "merge it with the tool that trained it, and export the merged checkpoint"
+_READ: Final = (
+    "peft_type",
+    "r",
+    "lora_alpha",
+    "rank_pattern",
+    "alpha_pattern",
+    "use_rslora",
+    "bias",
+    "init_lora_weights",
+)
+# What a merge does not ask for: who trained what on what, how, and which layers, which the tensors' names say too.
+# fan_in_fan_out is what the layer itself says.
+_WITHOUT_EFFECT: Final = (
+    *("peft_version", "task_type", "auto_mapping", "base_model_name_or_path", "base_model_class", "parent_library"),
+    *("revision", "inference_mode", "runtime_config", "megatron_core", "qalora_group_size"),
+    *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "fan_in_fan_out"),
+    *("lora_dropout", "loftq_config", "eva_config", "corda_config", "lora_ga_config", "velora_config"),
+)
+# Initialisations that leave the model's own weights alone. The others put what they take from the weight into A and B,
+# so a file of trained A and B means nothing without that weight.
+_INITIALISATIONS: Final = (True, False, "gaussian", "eva", "orthogonal", "mica")
+
+
+@dataclass(frozen=True, slots=True)
+class LoraConfig:
+    """rank, alpha: of a layer that no pattern names. ranks, alphas: pattern → value; the first that matches counts.
+    rank_stabilised: whether a change is scaled by the root of the rank."""
+
+    rank: int
+    alpha: float
+    ranks: Mapping[str, int]
+    alphas: Mapping[str, float]
+    rank_stabilised: bool
+
+    def rank_of(self, path: str) -> int:
+        """Of the module at `path`."""
+        return self.ranks.get(_first_match(self.ranks, path), self.rank)
+
+    def scale_of(self, path: str) -> float:
+        """What the product of B and A is multiplied by, in the module at `path`."""
+        alpha, rank = self.alphas.get(_first_match(self.alphas, path), self.alpha), self.rank_of(path)
+        return alpha / (math.sqrt(rank) if self.rank_stabilised else rank)
+
+
+def read_config(path: Path) -> LoraConfig:
+    """The configuration at `path`.
+
+    Raises QsampleError where it is none or a value is out of its range, UnsupportedModelError where it asks for more
+    than plain LoRA.
+    """
+    try:
+        options = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise QsampleError(f"{path} is no JSON ({error}); download the adapter again") from error
+    if not isinstance(options, dict):
+        raise QsampleError(
+            f"{path} holds {_short(options)}, and must hold an object; give the folder of a LoRA adapter"
+        )
+    _check_plain(options, path)
+    return LoraConfig(
+        _rank(options.get("r", 8), "r", path),
+        _alpha(options.get("lora_alpha", 8), "lora_alpha", path),
+        {name: _rank(value, f"rank_pattern[{name!r}]", path) for name, value in _patterns(options, "rank", path)},
+        {name: _alpha(value, f"alpha_pattern[{name!r}]", path) for name, value in _patterns(options, "alpha", path)},
+        _flag(options, "use_rslora", path),
+    )
+
+
+def _first_match(patterns: Mapping[str, Any], path: str) -> str:
+    """The first of `patterns` that a path ends with, at a dot; `path` itself where there is none, as peft has it."""
+    return next((pattern for pattern in patterns if re.match(rf"(.*\.)?({pattern})$", path)), path)
+
+
+def _check_plain(options: Mapping[str, Any], path: Path) -> None:
+    kind = options.get("peft_type")
+    if kind != "LORA":
+        raise UnsupportedModelError(
+            f"{path}: an adapter of type {kind} cannot be merged here, only plain LoRA; {ADVICE}"
+        )
+    asked = [name for name in sorted(options) if name not in (*_READ, *_WITHOUT_EFFECT) and options[name]]
+    if options.get("bias", "none") != "none":
+        asked.append("bias")
+    if options.get("init_lora_weights", True) not in _INITIALISATIONS:
+        asked.append(f"init_lora_weights={_short(options['init_lora_weights'])}")
+    if asked:
+        raise UnsupportedModelError(
+            f"{path}: an adapter with {', '.join(asked)} cannot be merged here, only plain LoRA; {ADVICE}"
+        )
+
+
+def _patterns(options: Mapping[str, Any], kind: str, path: Path) -> list[tuple[str, Any]]:
+    name = f"{kind}_pattern"
+    patterns = options.get(name) or {}
+    if not isinstance(patterns, dict):
+        raise QsampleError(f"{path}: {name} is {_short(patterns)}; it must be an object, from patterns to numbers")
+    for pattern in patterns:
+        try:
+            re.compile(rf"(.*\.)?({pattern})$")
+        except (re.error, RecursionError, OverflowError) as error:
+            raise QsampleError(f"{path}: {name} holds {pattern!r}, which is no regular expression: {error}") from error
+    return list(patterns.items())
+
+
+def _rank(value: Any, name: str, path: Path) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise QsampleError(f"{path}: {name} is {_short(value)}; it must be an integer of at least 1")
+    return value
+
+
+def _alpha(value: Any, name: str, path: Path) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise QsampleError(f"{path}: {name} is {_short(value)}; it must be a number")
+    return float(value)
+
+
+def _flag(options: Mapping[str, Any], name: str, path: Path) -> bool:
+    value = options.get(name, False)
+    if not isinstance(value, bool):
+        raise QsampleError(f"{path}: {name} is {_short(value)}; it must be true or false")
+    return value
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
