@@ -5,7 +5,6 @@ Torch and transformers are imported only where a checkpoint is exported.
 
 from __future__ import annotations
 
-import tempfile
 from abc import abstractmethod
 from dataclasses import fields, replace
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from qsample.contract import Features
 from qsample.destination import Destination, scratch_folder
+from qsample.disk.scratch import ScratchFolder
 from qsample.errors import QsampleError
 from qsample.exporters.compiler.options import CompileOptions
 from qsample.huggingface.dtypes import check_export_dtype, choose_dtype, dtype_name, is_dtype
@@ -251,7 +251,7 @@ class CheckpointModel(_Compilable):
         settings = None if own is None else transformers_generation_config(own)
         tokenizer = load_tokenizer(checkpoint)  # before the model: it fails fast
         with Destination(path) as destination, scratch_folder(destination.path) as scratch:
-            model = load_model(checkpoint, Path(scratch))
+            model = load_model(checkpoint, scratch.new)
             model.generation_config = settings or model.generation_config
             package = export_model(
                 model,
@@ -269,9 +269,7 @@ class CheckpointModel(_Compilable):
 class PackagedModel(_Compilable):
     """An exported or compiled package. Loading its sessions waits for the first `generate`."""
 
-    def __init__(
-        self, package: Package, provider: str | None = None, folder: tempfile.TemporaryDirectory[str] | None = None
-    ) -> None:
+    def __init__(self, package: Package, provider: str | None = None, folder: ScratchFolder | None = None) -> None:
         self.package = package
         self._provider = provider
         self._folder = folder  # a temporary folder is deleted with the last reference to it

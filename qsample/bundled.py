@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import shutil
-import tempfile
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from qsample.disk.scratch import ScratchFolder
 from qsample.errors import QsampleError
 from qsample.progress import Progress
 
@@ -25,6 +26,7 @@ PACKAGE_ROOT: Final = Path(__file__).resolve().parent
 TINY_LM: Final = PACKAGE_ROOT / "assets" / "tiny_lm"
 CACHE_VARIABLE: Final = "QSAMPLE_CACHE"
 KEPT_ENTRIES: Final = 4
+_ENTRY: Final = re.compile(r"tiny_lm-\w+-[0-9a-f]+")
 
 
 def cache_folder() -> Path:
@@ -55,12 +57,12 @@ def bundled_model(provider: str = "cpu", progress: Progress | None = None) -> Pa
     from qsample.exporters.compiler.options import CompileOptions
     from qsample.exporters.compiler.targets import find_target
 
-    with tempfile.TemporaryDirectory(dir=entry.parent, prefix=".making-") as scratch:
+    with ScratchFolder(entry.parent) as scratch:
         checkpoint = AutoModelForCausalLM.from_pretrained(TINY_LM, local_files_only=True)
         options = CompileOptions(provider=provider).override(**find_target(provider).bundled_options)
-        checkpoint.compile(Path(scratch) / "package", options=options, progress=progress)
+        checkpoint.compile(scratch.new / "package", options=options, progress=progress)
         try:
-            (Path(scratch) / "package").rename(entry)
+            (scratch.new / "package").rename(entry)
         except OSError:
             if not entry.is_dir():  # otherwise another process was faster, with the same content
                 raise
@@ -90,6 +92,7 @@ def _runtime_version() -> str:
 
 def _forget_old_entries(folder: Path) -> None:
     """Delete all but the newest entries: each change of the code makes a new one."""
-    entries = sorted(folder.glob("tiny_lm-*"), key=lambda path: path.stat().st_mtime, reverse=True)
+    entries = [path for path in folder.iterdir() if _ENTRY.fullmatch(path.name)]
+    entries.sort(key=lambda path: path.stat().st_mtime, reverse=True)
     for entry in entries[KEPT_ENTRIES:]:
         shutil.rmtree(entry, ignore_errors=True)

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 import types
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
 from typing import Any, Final, Literal, Union, get_args, get_origin, get_type_hints
 
 from qsample.contract import CONTRACT_VERSION, Interface
+from qsample.disk.names import colliding_name, problem_of_name
+from qsample.disk.strict_json import parse_json
 from qsample.errors import PackageError
 
 MANIFEST_NAME: Final = "qsample.json"
 FORMAT_VERSION: Final = 1
+_LARGEST: Final = 2**63  # no size, count or id reaches it
+_CONTROL: Final = re.compile(r"[\x00-\x1f\x7f-\x9f]")  # a terminal may take them for commands
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,17 +97,18 @@ class Manifest:
             raise ValueError(f"kind is {self.kind!r}; a device package has a compilation, a portable one has none")
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self), indent=2, sort_keys=True) + "\n"
+        return json.dumps(_without_infinities(asdict(self)), indent=2, sort_keys=True, allow_nan=False) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> Manifest:
         """Read `to_json`'s result. Raises PackageError that names the key at fault."""
         try:
-            data = json.loads(text)
+            data = parse_json(text)
         except ValueError as error:
             raise PackageError(f"{MANIFEST_NAME} is not JSON ({error}); export the package again") from error
         if not isinstance(data, dict) or not isinstance(data.get("format_version"), int):
             raise PackageError(f"{MANIFEST_NAME} has no format_version; it is not a qsample manifest")
+        _check_scalars(data, "manifest")
         # Versions come first: a newer format may well have other keys.
         if data["format_version"] != FORMAT_VERSION:
             newer = data["format_version"] > FORMAT_VERSION
@@ -111,14 +118,92 @@ class Manifest:
             )
         if data.get("contract_version") != CONTRACT_VERSION:
             raise PackageError(
-                f"the package's graphs follow decode contract {data.get('contract_version')} and this qsample runs "
-                f"{CONTRACT_VERSION}; export it again, or install the qsample that made it"
+                f"the package's graphs follow decode contract {data.get('contract_version')!s:.40} and this qsample "
+                f"runs {CONTRACT_VERSION}; export it again, or install the qsample that made it"
             )
         manifest: Manifest = _decode(cls, data, "manifest")
+        _check_names(manifest.files)
+        _check_numbers(manifest)
         missing = [name for name in manifest.interface.graphs if name not in manifest.files]
         if missing:
             raise PackageError(f"{MANIFEST_NAME} lists no {', '.join(missing)}; export the package again")
         return manifest
+
+
+def _check_scalars(data: Any, where: str) -> None:
+    """Raise PackageError for integers out of all proportion, and for text that a terminal or a file could not take."""
+    if isinstance(data, dict):
+        for key, value in data.items():
+            _check_scalars(key, f"a key of {where}")
+            _check_scalars(value, _place(where, key))
+    elif isinstance(data, list):
+        for index, value in enumerate(data):
+            _check_scalars(value, f"{where}[{index}]")
+    elif isinstance(data, int) and not -_LARGEST <= data < _LARGEST:
+        raise PackageError(f"{where} in {MANIFEST_NAME} is an integer of more than 64 bits")
+    elif isinstance(data, str) and (_CONTROL.search(data) or any("\ud800" <= c <= "\udfff" for c in data)):
+        raise PackageError(f"{where} in {MANIFEST_NAME} is {data!r:.80}, which holds control characters")
+
+
+def _place(where: str, key: str) -> str:
+    return f"{where}.{_shown(key)}"[:200]
+
+
+def _shown(key: str) -> str:
+    """A key as a message may show it, whatever it holds."""
+    return key if key.isprintable() and len(key) <= 60 else f"{key[:50]!r}…"
+
+
+def _without_infinities(data: Any) -> Any:
+    """JSON has neither NaN nor infinities: a figure that is one becomes its name."""
+    if isinstance(data, dict):
+        return {key: _without_infinities(value) for key, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [_without_infinities(value) for value in data]
+    return str(data) if isinstance(data, float) and not math.isfinite(data) else data
+
+
+def _check_numbers(manifest: Manifest) -> None:
+    """Raise PackageError for a size, count or id that no package has, before somebody allocates by it."""
+    interface, compilation = manifest.interface, manifest.compilation
+    limits: list[tuple[str, int | None, int]] = [
+        ("interface.vocab_size", interface.vocab_size, 1),
+        ("token_ids.pad", manifest.token_ids.pad, 0),
+        ("max_position_embeddings", manifest.max_position_embeddings, 1),
+        *((f"files.{name}.bytes", entry.bytes, 0) for name, entry in manifest.files.items()),
+    ]
+    for shape in interface.key_values:
+        limits += [("num_key_value_heads", shape.num_key_value_heads, 1), ("head_dim", shape.head_dim, 1)]
+        limits.append(("layer", shape.layer, 0))
+    for state in interface.recurrent:
+        limits += [("layer", state.layer, 0), ("index", state.index, 0), *(("shape", size, 1) for size in state.shape)]
+    if compilation is not None:
+        limits += [
+            ("compilation.ctx_len", compilation.ctx_len, 1),
+            ("compilation.batch_size", compilation.batch_size, 1),
+        ]
+    for name, value, least in limits:
+        most = _LARGEST if name.startswith("files.") else 2**31
+        if value is not None and not least <= value < most:
+            raise PackageError(
+                f"{name} in {MANIFEST_NAME} is {value}; it must be {least} or more, and less than {most}"
+            )
+    if compilation is not None and not compilation.execution_providers:
+        raise PackageError(f"compilation.execution_providers in {MANIFEST_NAME} is empty; compile the package again")
+    states = [state.name for state in interface.cache_states]
+    if len(set(states)) < len(states):
+        raise PackageError(f"{MANIFEST_NAME} lists two states of the same name; export the package again")
+
+
+def _check_names(files: Mapping[str, FileEntry]) -> None:
+    for name in files:
+        if problem := problem_of_name(name):
+            raise PackageError(f"{MANIFEST_NAME} lists {name!r:.120}, {problem}; do not use this package")
+    if pair := colliding_name([*files, MANIFEST_NAME]):
+        raise PackageError(
+            f"{MANIFEST_NAME} lists {pair[0]!r:.120} and {pair[1]!r:.120}, which are one file on some systems; do not "
+            "use this package"
+        )
 
 
 def _decode(kind: Any, data: Any, where: str) -> Any:
@@ -135,7 +220,7 @@ def _decode(kind: Any, data: Any, where: str) -> Any:
     if origin is tuple and isinstance(data, list):
         return tuple(_decode(arguments[0], item, f"{where}[{i}]") for i, item in enumerate(data))
     if origin is Mapping and isinstance(data, dict):
-        return {key: _decode(arguments[1], value, f"{where}.{key}") for key, value in data.items()}
+        return {key: _decode(arguments[1], value, _place(where, key)) for key, value in data.items()}
     if is_dataclass(kind) and isinstance(data, dict):
         return _decode_dataclass(kind, data, where)
     # JSON has no bool that is an int; Python has.
@@ -151,10 +236,10 @@ def _decode_dataclass(kind: Any, data: dict[str, Any], where: str) -> Any:
     needed = [entry.name for entry in fields(kind) if entry.default is MISSING and entry.default_factory is MISSING]
     unknown, missing = sorted(data.keys() - set(names)), [name for name in needed if name not in data]
     if unknown or missing:
-        problems = [f"unknown {key}" for key in unknown] + [f"missing {key}" for key in missing]
+        problems = [f"unknown {_shown(key)}" for key in unknown[:5]] + [f"missing {key}" for key in missing]
         raise PackageError(f"{where} in {MANIFEST_NAME} does not fit this qsample: {', '.join(problems)}")
     hints = get_type_hints(kind)
     try:
         return kind(**{name: _decode(hints[name], data[name], f"{where}.{name}") for name in names if name in data})
     except ValueError as error:
-        raise PackageError(f"{where} in {MANIFEST_NAME}: {error}") from error
+        raise PackageError(f"{where} in {MANIFEST_NAME}: {error!s:.300}") from error

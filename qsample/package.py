@@ -5,21 +5,23 @@ A package is a folder with `qsample.json`, the manifest, which lists every other
 
 from __future__ import annotations
 
-import errno
-import hashlib
-import json
 import os
-import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
-from pathlib import Path, PurePosixPath
-from typing import Any, Final
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Final, TypeVar
 
 from qsample.contract import Interface
+from qsample.disk.hashes import Meter, sha256_of
+from qsample.disk.publish import flush, publish
+from qsample.disk.scratch import ScratchFolder
+from qsample.disk.space import check_free, full_disk_named
+from qsample.disk.strict_json import read_json, read_text
 from qsample.errors import PackageError
 from qsample.manifest import MANIFEST_NAME, Compilation, FileEntry, Manifest, Source, TokenIds
+from qsample.package_folder import LARGEST_MANIFEST, check_file, check_references, check_target
 from qsample.progress import ByteProgress
 
 __all__ = [
@@ -34,19 +36,22 @@ __all__ = [
     "TokenIds",
     "copy_package",
     "read_package",
+    "use_package",
     "write_package",
 ]
 
-_CHUNK: Final = 1 << 20
-_DISK_FULL: Final = (errno.ENOSPC, errno.EDQUOT)
+T = TypeVar("T")
+_READINGS: Final = 10  # of a package that is replaced while it is read
+_Identity = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Package:
-    """A package on disk. path: absolute."""
+    """A package on disk. path: absolute. identity: of the manifest's file when it was read, None = unknown."""
 
     path: Path
     manifest: Manifest
+    identity: tuple[int, ...] | None = field(default=None, compare=False, repr=False)
 
     @property
     def interface(self) -> Interface:
@@ -67,12 +72,24 @@ class Package:
         if not self.has(name):
             return {}
         try:
-            data = json.loads(self.file(name).read_text(encoding="utf-8"))
+            data = read_json(self.file(name), infinities=True)
         except (OSError, ValueError) as error:
             raise PackageError(f"cannot read {self.path / name}: {error}; export the package again") from error
         if not isinstance(data, dict):
             raise PackageError(f"{self.path / name} is not a JSON object; export the package again")
         return data
+
+    def check_graph(self, name: str) -> None:
+        """Raise PackageError where an ONNX file refers to a file that the manifest does not list, or is none."""
+        try:
+            check_references(self.path, name, self.manifest.files)
+        except (OSError, ValueError) as error:
+            raise PackageError(f"{self.path / name} is not an ONNX file: {error}; export the package again") from error
+
+    def check_not_replaced(self) -> None:
+        """Raise PackageError where another package has come to be at `path` since this one was read."""
+        if self.identity not in (None, _identity(self.path)):
+            raise PackageError(f"{self.path} was replaced while it was in use; open it again")
 
 
 class PackageWriter:
@@ -93,12 +110,16 @@ def write_package(
 ) -> Iterator[PackageWriter]:
     """Write a package to `path`: all of it or nothing.
 
-    The body writes into a fresh folder beside `path`. When it ends, the files are hashed, flushed to the disk and the
-    folder is renamed into place; where it raises, KeyboardInterrupt included, the folder is removed and `path` is as
-    before.
+    The body writes into a scratch folder beside `path` (`disk.scratch`). When it ends, the files are hashed, flushed to
+    the disk and the folder is renamed into place; where it raises, KeyboardInterrupt included, the folder is removed
+    and `path` is as before. What a killed process left beside `path` is removed first.
+
+    A package that is replaced changes in one step where the file system can do that: whoever opens `path` at any time,
+    even after a crash, finds the old package or the new one. `disk.publish` says what happens elsewhere.
 
     Args:
-        overwrite: replace a package that is already there. A folder that is not a package is never replaced.
+        overwrite: replace a package that is already there. A folder that is not a package, or holds files that are not
+            the package's, is never replaced. `path` is looked at once more when the body has ended.
         required_bytes: an estimate of the package's size; refused at once where the disk has less room.
         progress: called while the files are hashed, with the bytes done and the bytes in all.
 
@@ -109,36 +130,31 @@ def write_package(
     ...     writer.finish(manifest)
     """
     target = Path(os.path.realpath(path))
-    _check_target(target, overwrite)
+    check_target(target, target, overwrite)
     created = _make_parents(target.parent)
-    staging = target.parent / f".{target.name}.{secrets.token_hex(4)}.tmp"
     try:
-        try:
-            staging.mkdir()
-        except OSError as error:
-            raise PackageError(f"cannot write to {target.parent}: {error.strerror}; choose another folder") from error
-        free = shutil.disk_usage(staging).free
-        if free < required_bytes:
-            raise PackageError(
-                f"{target.parent} has {_size(free)} free and the package needs about {_size(required_bytes)}; "
-                "free some space or choose another disk"
-            )
-        writer = PackageWriter(staging)
-        yield writer
-        if writer.manifest is None:
-            raise PackageError("nothing was published: the writer's finish(manifest) was not called")
-        _seal(staging, writer.manifest, progress)
-        _publish(staging, target)
-    except BaseException as error:
-        shutil.rmtree(staging, ignore_errors=True)
+        with _scratch_folder(target) as scratch, full_disk_named(target.parent, required_bytes, "the package"):
+            staging = scratch.new
+            check_free(target.parent, required_bytes, "the package")
+            writer = PackageWriter(staging)
+            yield writer
+            if writer.manifest is None:
+                raise PackageError("nothing was published: the writer's finish(manifest) was not called")
+            _seal(staging, writer.manifest, progress)
+            publish(staging, target, scratch.replaced, lambda path: check_target(path, target, overwrite))
+    except BaseException:
         for folder in created:
             with suppress(OSError):
                 folder.rmdir()
-        if isinstance(error, OSError) and error.errno in _DISK_FULL:
-            raise PackageError(
-                f"the disk of {target.parent} is full; nothing was written. Free some space or choose another disk"
-            ) from error
         raise
+
+
+def _scratch_folder(target: Path) -> ScratchFolder:
+    try:
+        with full_disk_named(target.parent):
+            return ScratchFolder(target.parent, target)
+    except OSError as error:
+        raise PackageError(f"cannot write to {target.parent}: {error.strerror}; choose another folder") from error
 
 
 def read_package(path: str | Path, verify: bool = True, progress: ByteProgress | None = None) -> Package:
@@ -146,29 +162,71 @@ def read_package(path: str | Path, verify: bool = True, progress: ByteProgress |
 
     verify: also compare every file's sha256; without it only presence and sizes.
     """
+    return use_package(path, lambda package: package, verify=verify, progress=progress)
+
+
+def use_package(
+    path: str | Path, use: Callable[[Package], T], *, verify: bool = True, progress: ByteProgress | None = None
+) -> T:
+    """Open the package at `path` and return `use(package)`, which opens its files.
+
+    Where the package is replaced meanwhile, all of it starts anew, so that no manifest and no graph of the old package
+    meets a file of the new one. Raises PackageError as `read_package` does, and what `use` raises.
+    """
     folder = Path(path).absolute()
-    if not folder.is_dir():
-        raise PackageError(f"{folder} is {'not a folder' if folder.exists() else 'missing'}; give a package's folder")
+    for _ in range(_READINGS):
+        before = _identity(folder)
+        try:
+            result = use(_read(folder, before, verify, progress))
+        except Exception:
+            if _identity(folder) == before:
+                raise
+            continue
+        if _identity(folder) == before:
+            return result
+    raise PackageError(f"{folder} is replaced over and over while it is read; wait until it is not written any more")
+
+
+def _identity(folder: Path) -> _Identity | None:
+    """What tells the package that is in `folder` now from one that replaces it; None where there is none."""
     try:
-        text = (folder / MANIFEST_NAME).read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise PackageError(f"{folder} is not a qsample package: it has no {MANIFEST_NAME}") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise PackageError(f"cannot read {folder / MANIFEST_NAME}: {error}") from error
-    try:
-        manifest = Manifest.from_json(text)
-    except PackageError as error:
-        raise PackageError(f"{folder}: {error}") from error
+        status = (folder / MANIFEST_NAME).stat()
+    except (OSError, ValueError):
+        return None
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def _read(folder: Path, identity: _Identity | None, verify: bool, progress: ByteProgress | None) -> Package:
+    if not os.path.isdir(folder):
+        state = "not a folder" if os.path.exists(folder) else "missing"
+        raise PackageError(f"{folder} is {state}; give a package's folder")
+    manifest = _read_manifest(folder)
     for name, entry in manifest.files.items():
-        _check_size(folder, name, entry)
+        check_file(folder, name, entry)
     if verify:
-        meter = _Meter(sum(entry.bytes for entry in manifest.files.values()), progress)
+        meter = Meter(sum(entry.bytes for entry in manifest.files.values()), progress)
         for name, entry in manifest.files.items():
-            if _hash(folder / name, meter) != entry.sha256:
+            if sha256_of(folder / name, meter) != entry.sha256:
                 raise PackageError(
                     f"{folder / name} was altered: its sha256 is not the manifest's; export or download it again"
                 )
-    return Package(folder, manifest)
+    for name in manifest.interface.graphs:
+        with suppress(OSError, ValueError):  # what is no ONNX file at all is said by what opens it
+            check_references(folder, name, manifest.files)
+    return Package(folder, manifest, identity)
+
+
+def _read_manifest(folder: Path) -> Manifest:
+    try:
+        text = read_text(folder / MANIFEST_NAME, LARGEST_MANIFEST)
+    except FileNotFoundError:
+        raise PackageError(f"{folder} is not a qsample package: it has no {MANIFEST_NAME}") from None
+    except (OSError, ValueError) as error:
+        raise PackageError(f"cannot read {folder / MANIFEST_NAME}: {error}") from error
+    try:
+        return Manifest.from_json(text)
+    except PackageError as error:
+        raise PackageError(f"{folder}: {error}") from error
 
 
 def copy_package(
@@ -180,12 +238,12 @@ def copy_package(
     """
     size = sum(entry.bytes for entry in package.manifest.files.values())
     with write_package(path, overwrite=overwrite, required_bytes=size) as writer:
-        meter = _Meter(size, progress)
+        meter = Meter(size, progress)
         for name, entry in package.manifest.files.items():
-            _check_size(package.path, name, entry)
+            check_file(package.path, name, entry)
             (writer.directory / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(package.path / name, writer.directory / name)
-            if _hash(writer.directory / name, meter) != entry.sha256:
+            if sha256_of(writer.directory / name, meter) != entry.sha256:
                 raise PackageError(f"{package.path / name} was altered since the package was made; export it again")
         writer.finish(package.manifest)
     return Package(Path(path).absolute(), package.manifest)
@@ -201,21 +259,6 @@ def check_not_source(path: str | Path, *sources: str | Path) -> None:
         if Path(source).is_dir() and target in (origin := Path(os.path.realpath(source)), *origin.parents):
             inside = "" if target == origin else f" has {source} in it, which"
             raise PackageError(f"{path}{inside} is what the package is made from; choose another folder")
-
-
-def _check_target(target: Path, overwrite: bool) -> None:
-    if not target.exists():
-        return
-    if not target.is_dir():
-        raise PackageError(f"{target} is a file; give a folder for the package")
-    if not any(target.iterdir()):
-        return
-    if not (target / MANIFEST_NAME).is_file():
-        raise PackageError(
-            f"{target} is not empty and not a qsample package, so it is not replaced; choose another folder"
-        )
-    if not overwrite:
-        raise PackageError(f"{target} already holds a package; pass overwrite=True to replace it")
 
 
 def _make_parents(parent: Path) -> list[Path]:
@@ -234,10 +277,10 @@ def _seal(staging: Path, manifest: Manifest, progress: ByteProgress | None) -> N
     for path in paths:
         if path.is_symlink() or not path.is_file():
             raise PackageError(f"{path.relative_to(staging)} is not a plain file; a package holds plain files only")
-    meter = _Meter(sum(path.stat().st_size for path in paths), progress)
+    meter = Meter(sum(path.stat().st_size for path in paths), progress)
     files = {}
     for path in paths:
-        digest = _hash(path, meter)
+        digest = sha256_of(path, meter)
         files[path.relative_to(staging).as_posix()] = FileEntry(digest, path.stat().st_size)
     files.pop(MANIFEST_NAME, None)
     text = replace(manifest, files=files).to_json()
@@ -245,74 +288,4 @@ def _seal(staging: Path, manifest: Manifest, progress: ByteProgress | None) -> N
     (staging / MANIFEST_NAME).write_text(text, encoding="utf-8")
     if os.name == "posix":  # elsewhere a folder cannot be opened
         for path in (*paths, staging / MANIFEST_NAME, *(path for path in staging.rglob("*") if path.is_dir()), staging):
-            _flush(path)
-
-
-def _publish(staging: Path, target: Path) -> None:
-    """Rename `staging` to `target`; what was there is put back if that fails, and deleted if it does not."""
-    aside = staging.with_suffix(".old")
-    try:
-        if target.exists():
-            target.rename(aside)
-        staging.rename(target)
-    except BaseException as error:
-        if aside.exists() and not target.exists():
-            aside.rename(target)
-        if isinstance(error, OSError) and error.errno not in _DISK_FULL:
-            raise PackageError(f"cannot move the package to {target}: {error.strerror}") from error
-        raise
-    finally:
-        if target.exists():
-            shutil.rmtree(aside, ignore_errors=True)
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-class _Meter:
-    """Counts hashed bytes for a progress callback."""
-
-    def __init__(self, total: int, progress: ByteProgress | None) -> None:
-        self._done, self._total, self._progress = 0, total, progress
-
-    def add(self, count: int) -> None:
-        self._done += count
-        if self._progress is not None:
-            self._progress(self._done, self._total)
-
-
-def _hash(path: Path, meter: _Meter) -> str:
-    digest, buffer = hashlib.sha256(), memoryview(bytearray(_CHUNK))
-    try:
-        with path.open("rb", buffering=0) as file:
-            while count := file.readinto(buffer):
-                digest.update(buffer[:count])
-                meter.add(count)
-    except OSError as error:
-        raise PackageError(f"cannot read {path}: {error.strerror}") from error
-    return digest.hexdigest()
-
-
-def _check_size(folder: Path, name: str, entry: FileEntry) -> None:
-    relative = PurePosixPath(name)
-    if relative.is_absolute() or ".." in relative.parts:
-        raise PackageError(f"{folder / MANIFEST_NAME} lists {name!r}, which lies outside the package")
-    path = folder / name
-    if not path.is_file():
-        raise PackageError(f"{path} is missing; export or download the package again")
-    size = path.stat().st_size
-    if size != entry.bytes:
-        problem = "truncated" if size < entry.bytes else "altered"
-        raise PackageError(
-            f"{path} is {problem}: it has {size} bytes and the manifest says {entry.bytes}; export or download "
-            "the package again"
-        )
-
-
-def _size(count: int) -> str:
-    return f"{count / 1e9:.1f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"
+            flush(path)

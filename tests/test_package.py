@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 
 from qsample import package as package_module
+from qsample.disk import publish as publish_module
+from qsample.disk.scratch import NEW
 from qsample.errors import QsampleError
 from qsample.package import (
     MANIFEST_NAME,
@@ -187,10 +189,11 @@ def test_a_swap_that_fails_half_way_puts_the_old_package_back(
     real = Path.rename
 
     def rename(self: Path, target: Path) -> Path:
-        if target == package.path and self.suffix == ".tmp":
+        if target == package.path and self.name == NEW:
             raise error
         return real(self, target)
 
+    monkeypatch.setattr(publish_module, "exchange", lambda *paths: False)
     monkeypatch.setattr(Path, "rename", rename)
     with pytest.raises(PackageError if isinstance(error, OSError) else KeyboardInterrupt):
         write(package.path, FILES | {"decoder.onnx": b"new"}, overwrite=True)
@@ -244,7 +247,7 @@ def test_unwritable_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     real = Path.mkdir
 
     def mkdir(self: Path, *args: Any, **options: Any) -> None:
-        if self.suffix == ".tmp":
+        if self.name.startswith(".qsample-"):
             raise PermissionError(errno.EACCES, "Permission denied")
         real(self, *args, **options)
 

@@ -5,13 +5,14 @@ bench.py and inspect.py have the commands, common.py and options.py what they sh
 print, errors.py what they say when something is wrong. Heavy modules are imported inside the commands, so that
 `qsample --help` answers at once. Results go to stdout; progress, figures and errors to stderr; with --json an error
 goes to stdout, too, as {"error": {"type": ..., "message": ..., "status": ...}}. Exit status: 0 done, 1 error, 2 wrong
-usage, 130 interrupted.
+usage, 130 interrupted, 143 terminated (signals.py).
 """
 
 from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
 from typing import Annotated, Any
 
 import typer
@@ -21,6 +22,7 @@ from qsample.cli import bench, build, generate, inspect
 from qsample.cli.chat import command as chat
 from qsample.cli.common import no_escapes
 from qsample.cli.errors import DEBUG_VARIABLE, report
+from qsample.cli.signals import Terminated, end_on_signals
 
 app = typer.Typer(
     name="qsample",
@@ -82,10 +84,15 @@ def run(arguments: list[str]) -> int:
 
 def main() -> None:
     """The `qsample` command."""
+    end_on_signals()
     try:
         status = run(sys.argv[1:])
         sys.stdout.flush()
     except BrokenPipeError:  # the reader, `head` perhaps, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = 1
+    except Terminated as end:
+        with suppress(OSError):  # the terminal may be gone
+            print(f"qsample: ended by {end.name}; nothing half-written is left", file=sys.stderr)
+        raise
     sys.exit(status)

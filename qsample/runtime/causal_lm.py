@@ -16,7 +16,7 @@ from qsample.contract import Interface
 from qsample.huggingface.generation_config import GENERATION_CONFIG_FILE, GenerationConfig, as_generation_config
 from qsample.huggingface.model_config import ModelConfig
 from qsample.huggingface.model_methods import Device, ModelMethods
-from qsample.package import Package, read_package
+from qsample.package import Package, use_package
 from qsample.runtime.arguments import Arguments, choose_stop_strings, make_sequences, read_arguments
 from qsample.runtime.decode.loop import DecodeLoop, choose_flush_every, make_scheduler
 from qsample.runtime.decode.slots import Slots
@@ -64,14 +64,13 @@ def load(
     >>> model.generate("In the beginning", max_new_tokens=16, temperature=0.8, seed=1).texts
     """
     options = SessionOptions(intra_op_num_threads, provider_options or {}, session_config or {})
-    package = read_package(path, verify=verify)
-    _check_ctx_len(package, ctx_len)
-    model = CausalLM(package, open_sessions(package, provider, options), ctx_len)
-    model._loaded_with = {"provider": provider, "ctx_len": ctx_len, "verify": verify} | {
-        "intra_op_num_threads": intra_op_num_threads,
-        "provider_options": provider_options and dict(provider_options),
-        "session_config": session_config and dict(session_config),
-    }
+
+    def opened(package: Package) -> CausalLM:
+        _check_ctx_len(package, ctx_len)
+        return CausalLM(package, open_sessions(package, provider, options), ctx_len)
+
+    model = use_package(path, opened, verify=verify)
+    model._loaded_with = {"provider": provider, "ctx_len": ctx_len, "verify": verify, **options.arguments}
     return model
 
 

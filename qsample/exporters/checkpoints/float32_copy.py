@@ -7,6 +7,7 @@ would put the whole model into memory, at twice its size.
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Final
 
@@ -19,6 +20,7 @@ from qsample.errors import QsampleError
 INDEX: Final = "model.safetensors.index.json"
 SINGLE: Final = "model.safetensors"
 _HALF: Final = ("F16", "BF16")
+_BYTES: Final = {"F64": 8, "I64": 8, "U64": 8, "I16": 2, "U16": 2, "I8": 1, "U8": 1, "BOOL": 1}  # others have 4
 _FILE_BYTES: Final = 128 * 2**20
 
 
@@ -48,6 +50,22 @@ def weight_files(folder: Path) -> list[Path]:
             f"{folder / INDEX} is no index of weights, an object whose weight_map gives the file of each tensor "
             f"({error!r}); download the checkpoint again"
         ) from error
+
+
+def copy_bytes(files: list[Path], itemsize: int = 4, bits: int | None = None) -> int:
+    """Bytes of a copy of safetensors files in which weights of half precision, and integers of `bits` bits that GPTQ or
+    AWQ packed, have become floats of `itemsize` bytes."""
+    total = 0
+    for file in files:
+        with safe_open(file, "pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 - it is no mapping
+                part = tensors.get_slice(name)
+                count = math.prod(part.get_shape())
+                if bits is not None and name.endswith(".qweight"):
+                    total += count * 32 // bits * itemsize + count * 4
+                else:
+                    total += count * (itemsize if part.get_dtype() in _HALF else _BYTES.get(part.get_dtype(), 4))
+    return total
 
 
 class WeightWriter:

@@ -21,8 +21,16 @@ from transformers import (
 )
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
+from qsample.disk.space import check_free, full_disk_named
 from qsample.errors import QsampleError, UnsupportedModelError
-from qsample.exporters.checkpoints.float32_copy import INDEX, SINGLE, cast_to_float32, has_half_weights, weight_files
+from qsample.exporters.checkpoints.float32_copy import (
+    INDEX,
+    SINGLE,
+    cast_to_float32,
+    copy_bytes,
+    has_half_weights,
+    weight_files,
+)
 from qsample.exporters.checkpoints.gptq_awq import QuantizedCheckpoint, dequantize_checkpoint
 from qsample.exporters.checkpoints.hub_options import HubOptions
 from qsample.exporters.checkpoints.locate import check_exists
@@ -141,7 +149,10 @@ def _cast(checkpoint: Checkpoint, config: PretrainedConfig, scratch: Path) -> bo
     files = weight_files(folder) if folder is not None else []
     if folder is None or not has_half_weights(files):
         return False
-    cast_to_float32(folder, files, scratch)
+    needed, what = copy_bytes(files), "the float32 copy of the weights"
+    check_free(scratch, needed, what)
+    with full_disk_named(scratch, needed, what):
+        cast_to_float32(folder, files, scratch)
     return True
 
 
@@ -156,14 +167,17 @@ def _dequantize(
             f"{checkpoint.model_id} holds its quantized weights in another format than safetensors, the only one that "
             "can be read; save it as safetensors first"
         )
-    return dequantize_checkpoint(
-        folder,
-        files,
-        scratch,
-        quantization,
-        dtype=getattr(torch, checkpoint.dtype),
-        model=empty_model(config, trust_remote_code=checkpoint.hub.trust_remote_code),
-    )
+    dtype = getattr(torch, checkpoint.dtype)
+    needed = copy_bytes(files, dtype.itemsize, quantization.bits)
+    with full_disk_named(scratch, needed, "the float copy of the quantized weights"):
+        return dequantize_checkpoint(
+            folder,
+            files,
+            scratch,
+            quantization,
+            dtype=dtype,
+            model=empty_model(config, trust_remote_code=checkpoint.hub.trust_remote_code),
+        )
 
 
 def _folder(checkpoint: Checkpoint) -> Path | None:

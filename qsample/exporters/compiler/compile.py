@@ -56,6 +56,8 @@ def compile_package(
     target = find_target(options.provider)
     plan = make_plan(source, options)
     target.check(plan)
+    for name in source.interface.graphs:
+        source.check_graph(name)
     plan = replace(plan, interface=target.interface(plan))
     size = sum(entry.bytes for entry in source.manifest.files.values())
     with package.write_package(path, overwrite=overwrite, required_bytes=2 * size) as writer:
@@ -72,6 +74,7 @@ def compile_package(
         self_test = run_self_test(plan, folder, target)
         divergence = _measure_divergence(plan, target, folder, report) if plan.quantized else None
         report("publishing", 0.9)
+        source.check_not_replaced()
         writer.finish(_manifest(plan, target, placement, self_test, _figures(plan, quantization, divergence)))
     report("done", 1.0)
     return package.read_package(path, verify=False)

@@ -25,6 +25,12 @@ class SessionOptions:
     def __post_init__(self) -> None:
         check_count("intra_op_num_threads", self.intra_op_num_threads)
 
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """As `load` takes them."""
+        threads, own = self.intra_op_num_threads, dict(self.provider_options)
+        return {"intra_op_num_threads": threads, "provider_options": own, "session_config": dict(self.config)}
+
 
 def session_options(
     config: Mapping[str, str] | None = None, *, intra_op_num_threads: int | None = None

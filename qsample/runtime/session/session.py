@@ -17,6 +17,7 @@ from qsample.runtime.session.device_thread import DeviceThread
 from qsample.runtime.session.linux_memory import in_huge_pages, release_pages
 from qsample.runtime.session.options import SessionOptions, session_options
 from qsample.runtime.session.providers import CPU, CUDA, check_available, execution_providers, open_session
+from qsample.runtime.session.trusted_options import check_manifest_options
 from qsample.tensors import DTYPES
 
 _CAPTURE: Final = "enable_cuda_graph"
@@ -78,8 +79,10 @@ def open_sessions(
     Raises QsampleError where the provider does not exist here or is not the one that the package was compiled for,
     PackageError where a graph does not have the interface that the manifest promises.
     """
-    providers = _providers(package, provider)
     options = options or SessionOptions()
+    providers = _providers(package, provider)
+    check_manifest_options(package, provider, options.provider_options)
+    check_available(providers)
     device = "cuda" if CUDA in providers else "cpu"
     interface = package.interface
     sizes = dict(interface.sizes)
@@ -111,7 +114,7 @@ def open_sessions(
         resuming=load("sampler.onnx", resuming, options if resuming == list(providers) else on_host)
         if interface.captured
         else None,
-        replays=Replays() if _options_of(package, "decoder.onnx", options).get(_CAPTURE) == "1" else None,
+        replays=Replays() if _options_of(package, "decoder.onnx", options, providers).get(_CAPTURE) == "1" else None,
         tokens_per_call=fixed,
         piece_size=fixed or (_PIECE_SIZE if device == "cpu" else _PIECE_SIZE_ON_GPU),
         tail_size=_TAIL_SIZE_ON_CPU if providers[0] == CPU else None,
@@ -127,10 +130,12 @@ def _compiled_for(package: Package) -> str | None:
     return compilation.execution_providers[0] if compilation else None
 
 
-def _options_of(package: Package, name: str, options: SessionOptions) -> dict[str, str]:
-    """What the first provider is given for the graph `name`."""
+def _options_of(package: Package, name: str, options: SessionOptions, providers: Sequence[str]) -> dict[str, str]:
+    """What the first provider is given for the graph `name`. The manifest's options are of the one it names first."""
     compilation = package.manifest.compilation
-    compiled = compilation.provider_options if compilation and name == "decoder.onnx" else {}
+    compiled: Mapping[str, str] = {}
+    if compilation and name == "decoder.onnx" and tuple(providers[:1]) == compilation.execution_providers[:1]:
+        compiled = compilation.provider_options
     chosen = {**compiled, **options.provider_options}
     # Other graphs are not captured: they have control flow, run once, or read memory of the host, which a replay would
     # not read again.
@@ -152,14 +157,15 @@ def _providers(package: Package, provider: str | Sequence[str] | None) -> tuple[
         providers = compilation.execution_providers if compilation else execution_providers(provider)
     else:
         providers = tuple(provider)
-    check_available(providers)
     return providers
 
 
 def _load(package: Package, name: str, providers: Sequence[str], options: SessionOptions) -> ort.InferenceSession:
     native = session_options(options.config, intra_op_num_threads=options.intra_op_num_threads)
+    path = package.file(name)
+    package.check_graph(name)
     try:
-        return open_session(package.file(name), native, providers, _options_of(package, name, options))
+        return open_session(path, native, providers, _options_of(package, name, options, providers))
     except QsampleError:
         raise
     except Exception as error:  # ONNX Runtime's own exceptions share no base but Exception

@@ -1,0 +1,225 @@
+"""The files that an ONNX file refers to, against what the package onnx reads in it; and files that are no ONNX."""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import AttributeProto, TensorProto, helper
+
+from qsample.disk.onnx_references import referenced_files
+
+
+def external(location: str, *, name: str = "weight", declared: bool = True) -> TensorProto:
+    tensor = TensorProto(name=name, data_type=TensorProto.FLOAT, dims=[4])
+    if declared:
+        tensor.data_location = TensorProto.EXTERNAL
+    for key, value in (("offset", "0"), ("location", location), ("length", "16")):
+        tensor.external_data.add(key=key, value=value)
+    return tensor
+
+
+def graph(*nodes: Any, initializers: Any = (), name: str = "graph") -> onnx.GraphProto:
+    output = helper.make_tensor_value_info("y", TensorProto.FLOAT, None)
+    return helper.make_graph(list(nodes), name, [], [output], list(initializers))
+
+
+def constant(location: str) -> onnx.NodeProto:
+    return helper.make_node("Constant", [], ["y"], value=external(location))
+
+
+def nested(depth: int, location: str) -> onnx.NodeProto:
+    node = constant(location)
+    for _ in range(depth):
+        node = helper.make_node("If", ["c"], ["y"], then_branch=graph(node), else_branch=graph())
+    return node
+
+
+def context(
+    file: str, mode: int | None = 0, operator: str = "EPContext", domain: str = "com.microsoft"
+) -> onnx.NodeProto:
+    attributes = {} if mode is None else {"embed_mode": mode}
+    return helper.make_node(operator, ["x"], ["y"], domain=domain, ep_cache_context=file, **attributes)
+
+
+def model(*nodes: Any, **options: Any) -> onnx.ModelProto:
+    return helper.make_model(graph(*nodes, **options))
+
+
+def sparse() -> onnx.ModelProto:
+    made = model()
+    made.graph.sparse_initializer.add(values=external("sparse"), indices=external("indices"), dims=[4])
+    node = made.graph.node.add(op_type="Constant", output=["y"])
+    attribute = node.attribute.add(name="sparse_value", type=AttributeProto.SPARSE_TENSOR)
+    attribute.sparse_tensor.CopyFrom(made.graph.sparse_initializer[0])
+    attribute.sparse_tensor.values.external_data[1].value = "sparse attribute"
+    attribute.sparse_tensors.add(values=external("sparse attributes"))
+    return made
+
+
+def everywhere() -> onnx.ModelProto:
+    made = model(constant("constant"), nested(3, "nested"), initializers=[external("initializer")])
+    made.graph.node[0].attribute.add(name="many", type=AttributeProto.TENSORS).tensors.append(external("tensors"))
+    graphs = made.graph.node[0].attribute.add(name="graphs", type=AttributeProto.GRAPHS).graphs
+    graphs.append(graph(constant("graphs")))
+    function = made.functions.add(name="f", domain="mine")
+    function.node.append(constant("function"))
+    function.attribute_proto.add(name="default", type=AttributeProto.TENSOR).t.CopyFrom(external("default"))
+    training = made.training_info.add()
+    training.initialization.CopyFrom(graph(constant("initialization")))
+    training.algorithm.CopyFrom(graph(constant("algorithm")))
+    return made
+
+
+CASES: dict[str, tuple[onnx.ModelProto, set[str]]] = {
+    "none": (model(helper.make_node("Identity", ["x"], ["y"])), set()),
+    "inline": (model(initializers=[onnx.numpy_helper.from_array(np.zeros(1000, np.float32), "w")]), set()),
+    "one": (model(initializers=[external("decoder.onnx.data")]), {"decoder.onnx.data"}),
+    "two": (model(initializers=[external("a"), external("b", name="other")]), {"a", "b"}),
+    "not declared external": (model(initializers=[external("hidden", declared=False)]), {"hidden"}),
+    "everywhere": (
+        everywhere(),
+        {
+            "constant",
+            "nested",
+            "initializer",
+            "tensors",
+            "graphs",
+            "function",
+            "default",
+            "initialization",
+            "algorithm",
+        },
+    ),
+    "sparse": (sparse(), {"sparse", "indices", "sparse attribute", "sparse attributes"}),
+    "context": (model(context("engine.bin")), {"engine.bin"}),
+    "context inside": (model(context("\0the engine itself", 1)), set()),
+    "context without mode": (model(context("the engine itself", None)), set()),
+    "context of another domain": (model(context("engine.bin", domain="")), {"engine.bin"}),
+    "context of another mode": (model(context("engine.bin", 7)), {"engine.bin"}),
+    "context in a branch": (
+        model(helper.make_node("If", ["c"], ["y"], then_branch=graph(context("deep")), else_branch=graph())),
+        {"deep"},
+    ),
+    "no context": (model(context("engine.bin", operator="Other")), set()),
+    "not text": (model(initializers=[external("placeholder")]), {"placeholder"}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_referred_to(name: str, tmp_path: Path) -> None:
+    made, wanted = CASES[name]
+    (tmp_path / "m.onnx").write_bytes(made.SerializeToString())
+    assert referenced_files(tmp_path / "m.onnx") == wanted
+
+
+def test_a_location_that_comes_twice_counts_twice(tmp_path: Path) -> None:
+    tensor = external("first")
+    tensor.external_data.add(key="location", value="second")
+    made = model(initializers=[tensor]).SerializeToString()
+    entry = b"\x0a\x08location\x12\x05third\x12\x06fourth"  # one entry with two values
+    tensor_bytes = external("first").SerializeToString() + b"\x6a" + bytes([len(entry)]) + entry
+    graph_bytes = b"\x2a" + bytes([len(tensor_bytes)]) + tensor_bytes
+    made += b"\x3a" + bytes([len(graph_bytes)]) + graph_bytes  # protobuf merges it with the first graph
+    (tmp_path / "m.onnx").write_bytes(made)
+    assert {value.value for t in onnx.ModelProto.FromString(made).graph.initializer for value in t.external_data} >= {
+        *("first", "second", "fourth"),
+    }
+    assert referenced_files(tmp_path / "m.onnx") == {"first", "second", "third", "fourth"}
+
+
+def test_text_that_is_not_unicode_is_no_name_of_a_file(tmp_path: Path) -> None:
+    made = model(initializers=[external("placeholder")]).SerializeToString()
+    (tmp_path / "m.onnx").write_bytes(made.replace(b"placeholder", b"\xff\xfeaceholde\0"))
+    assert referenced_files(tmp_path / "m.onnx") == {"\udcff\udcfeaceholde\0"}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"graph" * 1000,
+        b"\x3a\xff\xff\xff\xff\x0f",
+        b"\x3a\x05\x2a",
+        b"\x3a" + b"\x80" * 20,
+        b"\x08" + b"\xff" * 11,
+        b"\x3b\x3c",
+        b"\xba\x80\x80\x80\x7f\x00",
+        b"\x0d\x00",
+    ],
+)
+def test_what_is_no_onnx(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "m.onnx").write_bytes(content)
+    with pytest.raises(ValueError, match="it is"):
+        referenced_files(tmp_path / "m.onnx")
+
+
+def test_too_deep(tmp_path: Path) -> None:
+    (tmp_path / "m.onnx").write_bytes(model(nested(30, "deep")).SerializeToString())
+    assert referenced_files(tmp_path / "m.onnx") == {"deep"}
+    message = b""
+    for _ in range(200):  # Graph → Node → Attribute → Graph
+        for tag in (b"\x32", b"\x2a", b"\x0a"):
+            message = tag + _varint(len(message)) + message
+    (tmp_path / "m.onnx").write_bytes(b"\x3a" + _varint(len(message)) + message)
+    with pytest.raises(ValueError, match="more than 100 deep"):
+        referenced_files(tmp_path / "m.onnx")
+
+
+def _varint(value: int) -> bytes:
+    parts = []
+    while value > 0x7F:
+        parts.append(value & 0x7F | 0x80)
+        value >>= 7
+    return bytes([*parts, value])
+
+
+def locations(made: onnx.ModelProto) -> set[str]:
+    """As the package onnx sees them."""
+    found: set[str] = set()
+
+    def visit(message: Any) -> None:
+        for field, value in message.ListFields():
+            if field.message_type is None:
+                continue
+            values = value if field.is_repeated else [value]
+            for item in values:
+                if field.name == "external_data" and item.key == "location":
+                    found.add(item.value if isinstance(item.value, str) else os.fsdecode(item.value))
+                visit(item)
+
+    visit(made)
+    return found
+
+
+@pytest.mark.parametrize("count", [400, pytest.param(40_000, marks=pytest.mark.slow)])
+def test_altered_files_hide_nothing(count: int, tmp_path: Path) -> None:
+    """Whatever protobuf itself still reads of an altered file is found; anything else is a ValueError."""
+    generator, whole = random.Random(5), everywhere().SerializeToString()
+    compared = 0
+    for _ in range(count):
+        content = bytearray(whole)
+        for _ in range(generator.choice([1, 1, 2, 5])):
+            position = generator.randrange(len(content))
+            if generator.random() < 0.3:
+                del content[position : position + generator.randrange(1, 9)]
+            else:
+                content[position] = generator.randrange(256)
+        (tmp_path / "m.onnx").write_bytes(content)
+        try:
+            made = onnx.ModelProto.FromString(bytes(content))
+        except Exception:  # protobuf's DecodeError
+            made = None
+        try:
+            found = referenced_files(tmp_path / "m.onnx")
+        except ValueError:
+            continue
+        if made is not None:
+            assert locations(made) <= found
+            compared += 1
+    assert compared > count / 10

@@ -1,0 +1,330 @@
+"""Scratch folders: gone with their process, or found by the next one; and nothing that is not surely one of them."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from qsample.disk import scratch as module
+from qsample.disk.scratch import NEW, OWNER, REPLACED, ScratchFolder, remove_abandoned
+from tests.helpers.writers import fork, status
+
+ROOT = Path(__file__).resolve().parents[2]
+OWNER_PROCESS = """
+import sys, time
+from pathlib import Path
+from qsample.disk.scratch import ScratchFolder
+folder = ScratchFolder(Path(sys.argv[1]), Path(sys.argv[1]) / "target")
+(folder.path / "deep" / "er").mkdir(parents=True)
+(folder.path / "deep" / "weights").write_bytes(b"x" * 1000)
+(folder.path / "link").symlink_to(sys.argv[1])
+print(folder.path, flush=True)
+if sys.argv[2] == "wait":
+    time.sleep(600)
+if sys.argv[2] == "fail":
+    raise SystemExit(3)
+"""
+
+
+def owner_process(parent: Path, then: str = "wait") -> subprocess.Popen[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    arguments = [sys.executable, "-c", OWNER_PROCESS, str(parent), then]
+    return subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True, env=environment)
+
+
+@contextmanager
+def living(parent: Path) -> Iterator[tuple[subprocess.Popen[str], Path]]:
+    """A process with a scratch folder in `parent`, until the `with` block ends or kills it."""
+    process = owner_process(parent)
+    assert process.stdout
+    try:
+        yield process, Path(process.stdout.readline().rstrip())
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def kill(process: subprocess.Popen[str]) -> None:
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+
+
+@pytest.fixture
+def abandoned(tmp_path: Path) -> Path:
+    """What a killed process left, in a folder of its own."""
+    with living(tmp_path) as (process, folder):
+        kill(process)
+    assert folder.is_dir()
+    return folder
+
+
+def edit_owner(folder: Path, **changes: Any) -> None:
+    owner = json.loads((folder / OWNER).read_text())
+    (folder / OWNER).write_text(json.dumps({**owner, **changes}))
+
+
+def test_a_scratch_folder_is_deleted_when_it_is_left(tmp_path: Path) -> None:
+    with ScratchFolder(tmp_path) as scratch:
+        (scratch.path / "a").mkdir()
+        assert scratch.path.parent == tmp_path
+        assert scratch.path.stat().st_mode & 0o077 == 0
+    assert os.listdir(tmp_path) == []
+    scratch.cleanup()
+
+
+def test_and_with_the_last_reference(tmp_path: Path) -> None:
+    scratch = ScratchFolder(tmp_path)
+    assert os.listdir(tmp_path) == [scratch.path.name]
+    del scratch
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("then", ["end", "fail"])
+def test_and_when_the_process_ends(then: str, tmp_path: Path) -> None:
+    process = owner_process(tmp_path, then)
+    process.communicate()
+    assert process.returncode == (3 if then == "fail" else 0)
+    assert os.listdir(tmp_path) == []
+
+
+def test_that_of_a_living_process_stays_and_that_of_a_killed_one_goes(tmp_path: Path) -> None:
+    with living(tmp_path) as (process, folder), living(tmp_path) as (other, _):
+        remove_abandoned(tmp_path)
+        assert (folder / "deep" / "weights").is_file()
+        kill(other)
+        ScratchFolder(tmp_path).cleanup()
+        assert os.listdir(tmp_path) == [folder.name]
+        kill(process)
+        ScratchFolder(tmp_path).cleanup()
+        assert os.listdir(tmp_path) == []
+
+
+def test_a_stopped_process_lives(tmp_path: Path) -> None:
+    with living(tmp_path) as (process, folder):
+        process.send_signal(signal.SIGSTOP)
+        remove_abandoned(tmp_path)
+        assert folder.is_dir()
+
+
+def test_two_in_one_process(tmp_path: Path) -> None:
+    with ScratchFolder(tmp_path) as first, ScratchFolder(tmp_path) as second:
+        assert first.path.is_dir()
+        assert second.path.is_dir()
+
+
+def test_through_another_name_of_the_same_folder(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    with ScratchFolder(tmp_path / "real") as scratch:
+        remove_abandoned(tmp_path / "link")
+        assert scratch.path.is_dir()
+
+
+def test_a_fork_deletes_nothing(tmp_path: Path) -> None:
+    with ScratchFolder(tmp_path) as scratch:
+        assert status(fork(scratch.cleanup)) == 0
+        assert scratch.path.is_dir()
+
+
+def test_links_are_deleted_and_not_followed(abandoned: Path) -> None:
+    (abandoned.parent / "mine").write_text("mine")
+    assert (abandoned / "link").is_symlink()
+    remove_abandoned(abandoned.parent)
+    assert os.listdir(abandoned.parent) == ["mine"]
+
+
+# What is not surely ours, or not surely dead.
+
+
+def other_digits(folder: Path) -> None:
+    folder.rename(folder.with_name(".qsample-0123456789abcdef"))
+
+
+def older_name(folder: Path) -> None:
+    folder.rename(folder.with_name(".model.0a1b2c3d.tmp"))
+
+
+def a_copy(folder: Path) -> None:
+    shutil.copytree(folder, folder.with_name("copy"), symlinks=True)
+    shutil.rmtree(folder)
+    folder.with_name("copy").rename(folder)
+
+
+def no_owner(folder: Path) -> None:
+    (folder / OWNER).unlink()
+
+
+def another_owner(folder: Path) -> None:
+    (folder / OWNER).write_text('{"name": "Anna"}')
+
+
+def deep_owner(folder: Path) -> None:
+    (folder / OWNER).write_text("[" * 30_000)
+
+
+def linked_owner(folder: Path) -> None:
+    (folder / OWNER).rename(folder / "elsewhere.json")
+    (folder / OWNER).symlink_to("elsewhere.json")
+
+
+def piped_owner(folder: Path) -> None:
+    (folder / OWNER).unlink()
+    os.mkfifo(folder / OWNER)
+
+
+def a_link(folder: Path) -> None:
+    folder.rename(folder.with_name("mine"))
+    folder.symlink_to("mine")
+
+
+def another_machine(folder: Path) -> None:
+    edit_owner(folder, machine="another 0123", boot="another")
+
+
+def without_locks(folder: Path) -> None:
+    edit_owner(folder, locked=False)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *(other_digits, older_name, a_copy, no_owner, another_owner, deep_owner, linked_owner, piped_owner, a_link),
+        *(another_machine, without_locks),
+    ],
+)
+def test_what_only_looks_like_one_stays(change: Callable[[Path], None], abandoned: Path) -> None:
+    change(abandoned)
+    before = sorted(path.relative_to(abandoned.parent) for path in abandoned.parent.rglob("*"))
+    remove_abandoned(abandoned.parent)
+    assert sorted(path.relative_to(abandoned.parent) for path in abandoned.parent.rglob("*")) == before
+    assert len(before) > 3
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root can give folders away")
+def test_that_of_another_user_stays(abandoned: Path) -> None:
+    os.chown(abandoned, 12345, -1)
+    remove_abandoned(abandoned.parent)
+    assert abandoned.is_dir()
+
+
+def test_a_file_of_that_name_stays(tmp_path: Path) -> None:
+    (tmp_path / module._new_name()).write_text("mine")
+    remove_abandoned(tmp_path)
+    assert len(os.listdir(tmp_path)) == 1
+
+
+def test_after_a_restart_of_the_machine(abandoned: Path) -> None:
+    edit_owner(abandoned, boot="the start before this one")
+    remove_abandoned(abandoned.parent)
+    assert not abandoned.exists()
+
+
+def test_in_another_container_of_the_same_kernel(abandoned: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not module._machine()["boot"]:
+        pytest.skip("this system does not tell its kernel's start")
+    edit_owner(abandoned, machine="another container")
+    remove_abandoned(abandoned.parent)
+    assert not abandoned.exists()
+
+
+def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if sys.platform == "win32":
+        pytest.skip("another call there")
+
+    def unsupported(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module.fcntl, "flock", unsupported)
+        scratch = ScratchFolder(tmp_path)
+        assert json.loads((scratch.path / OWNER).read_text())["locked"] is False
+        monkeypatch.setattr(module, "_own", set())
+        remove_abandoned(tmp_path)
+    remove_abandoned(tmp_path)
+    assert scratch.path.is_dir()
+    scratch.cleanup()
+    assert os.listdir(tmp_path) == []
+
+
+# Killed between two calls.
+
+
+@pytest.mark.parametrize("content", [None, b"", b'{"format": "qsam'])
+def test_killed_before_it_had_said_whose_it_is(content: bytes | None, tmp_path: Path) -> None:
+    folder = tmp_path / module._new_name()
+    folder.mkdir()
+    if content is not None:
+        (folder / OWNER).write_bytes(content)
+    remove_abandoned(tmp_path)
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_folder_that_is_taken_away_while_it_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By another process that takes it for an abandoned one, at each of the steps."""
+    real_open, real_lock, taken = module._open, module._lock, []
+
+    def open_later(path: Path, flags: int = 0) -> Any:
+        if flags and len(taken) < 1:
+            taken.append(path.parent)
+            remove_abandoned(tmp_path)
+        return real_open(path, flags)
+
+    def lock_later(descriptor: int) -> bool | None:
+        if len(taken) == 1:
+            taken.append(tmp_path)
+            remove_abandoned(tmp_path)
+        return real_lock(descriptor)
+
+    monkeypatch.setattr(module, "_open", open_later)
+    monkeypatch.setattr(module, "_lock", lock_later)
+    with ScratchFolder(tmp_path) as scratch:
+        assert len(taken) == 2
+        assert os.listdir(tmp_path) == [scratch.path.name]
+        assert (scratch.path / OWNER).is_file()
+    assert os.listdir(tmp_path) == []
+
+
+# What was being replaced goes back.
+
+
+def test_what_was_being_replaced_goes_back_to_its_place(abandoned: Path) -> None:
+    (abandoned / REPLACED).mkdir()
+    (abandoned / REPLACED / "old").write_text("old")
+    remove_abandoned(abandoned.parent)
+    assert os.listdir(abandoned.parent) == ["target"]
+    assert (abandoned.parent / "target" / "old").read_text() == "old"
+
+
+def test_it_is_not_deleted_where_its_place_is_taken(abandoned: Path) -> None:
+    (abandoned / REPLACED).mkdir()
+    (abandoned.parent / "target").mkdir()
+    remove_abandoned(abandoned.parent)
+    assert (abandoned / REPLACED).is_dir()
+    (abandoned / NEW).rmdir()  # the new one arrived: it is in `target`
+    remove_abandoned(abandoned.parent)
+    assert os.listdir(abandoned.parent) == ["target"]
+
+
+def test_it_goes_nowhere_but_beside(abandoned: Path, tmp_path: Path) -> None:
+    (abandoned / REPLACED).mkdir()
+    edit_owner(abandoned, target=str(tmp_path / "deep" / "target"))
+    remove_abandoned(abandoned.parent)
+    assert (abandoned / REPLACED).is_dir()
+
+
+def test_a_folder_that_cannot_be_listed_or_written(tmp_path: Path) -> None:
+    remove_abandoned(tmp_path / "missing")
+    with pytest.raises(OSError, match="missing"):
+        ScratchFolder(tmp_path / "missing")
