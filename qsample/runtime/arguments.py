@@ -15,6 +15,7 @@ from qsample.errors import shown
 from qsample.huggingface.generation_config import merge, read_generation_config
 from qsample.huggingface.keywords import BOOKKEEPING, GENERATE, take_refused, unknown
 from qsample.manifest import TokenIds
+from qsample.runtime.callbacks.logits_processors import INSTEAD
 from qsample.runtime.guided_decoding import Guide
 from qsample.runtime.parameters import choose_seeds, parameter_arrays
 from qsample.runtime.prompts import parse_prompts
@@ -45,7 +46,8 @@ class Arguments:
 
     inputs, attention_mask: as for `parse_prompts`; a call without inputs is one empty prompt. settings: the model's
     generation_config with the caller's on top. options: the sampling keywords, on top of both. chat: what goes
-    with chat messages. tokenizer: the caller's; None = the package's own. stopping_criteria: as given.
+    with chat messages. tokenizer: the caller's; None = the package's own. stopping_criteria,
+    logits_processor: as given.
     """
 
     inputs: Any
@@ -56,6 +58,7 @@ class Arguments:
     chat: ChatOptions | None = None
     tokenizer: Any = None
     stopping_criteria: Any = None
+    logits_processor: Any = None
     max_time: float | None = None
     return_dict_in_generate: bool | None = None
 
@@ -63,6 +66,13 @@ class Arguments:
     def sampling_settings(self) -> dict[str, Any]:
         """The settings that say how to choose tokens."""
         return {name: value for name, value in self.settings.items() if name not in _READ_APART}
+
+    def check_for_engine(self) -> None:
+        """Raise ValueError for what follows a batch, which an engine's requests are not."""
+        if self.stopping_criteria is not None or self.max_time is not None:
+            raise ValueError("stopping_criteria and max_time are for generate; cancel() ends a request of an engine")
+        if self.logits_processor is not None:
+            raise ValueError(f"logits_processor is for generate; {INSTEAD}")
 
     def padding(self, token_ids: TokenIds) -> int | None:
         """The token that is not read where no mask is given. None = all are read.
@@ -119,11 +129,6 @@ def read_arguments(
         raise ValueError("params and generation_config were given; put everything into one of them")
     take_refused(GENERATE, {name: given[name] for name in _OUTPUTS if name in given})
     take_refused(GENERATE, options)
-    if options.pop("logits_processor", None):
-        raise ValueError(
-            "logits_processor is given, and the logits stay in the graph; export with logit_bias=True for a bias a "
-            "token, or with allowed_tokens=True for a function that says which tokens may come next"
-        )
     for name in ("pad_token_id", "bos_token_id"):
         if options.get(name) is not None:
             given[name] = _token_id(name, options[name], vocab_size)
@@ -140,6 +145,7 @@ def read_arguments(
         chat=chat,
         tokenizer=options.pop("tokenizer", None),
         stopping_criteria=options.pop("stopping_criteria", None),
+        logits_processor=_none_where_empty(options.pop("logits_processor", None)),
         max_time=_seconds(max_time),
         return_dict_in_generate=_optional_bool("return_dict_in_generate", options.pop("return_dict_in_generate", None)),
         options={name: value for name, value in options.items() if name not in BOOKKEEPING},
@@ -280,6 +286,10 @@ def _seconds(value: Any) -> float | None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
         raise ValueError(f"max_time is {shown(value)}; give a number of seconds > 0, or None")
     return float(value)
+
+
+def _none_where_empty(value: Any) -> Any:
+    return None if isinstance(value, Collection) and len(value) == 0 else value
 
 
 def _optional_bool(name: str, value: Any) -> bool | None:

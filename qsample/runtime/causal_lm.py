@@ -18,6 +18,8 @@ from qsample.huggingface.model_config import ModelConfig
 from qsample.huggingface.model_methods import Device, ModelMethods
 from qsample.package import Package, use_package
 from qsample.runtime.arguments import Arguments, choose_stop_strings, make_sequences, read_arguments
+from qsample.runtime.callbacks.logits_processors import make_processors
+from qsample.runtime.callbacks.stopping_criteria import BatchEnd
 from qsample.runtime.decode.loop import DecodeLoop, choose_flush_every, make_scheduler
 from qsample.runtime.decode.slots import Slots
 from qsample.runtime.guided_decoding import Guide
@@ -26,7 +28,6 @@ from qsample.runtime.sequence import Sequence
 from qsample.runtime.session.options import SessionOptions, check_count
 from qsample.runtime.session.reopen import fingerprint, reopen
 from qsample.runtime.session.session import Sessions, open_sessions
-from qsample.runtime.stopping_criteria import BatchEnd
 from qsample.runtime.text.streamer import Streamer
 from qsample.runtime.text.tokenizer import Tokenizer
 from qsample.sampling_params import SamplingParams
@@ -178,7 +179,8 @@ class CausalLM(ModelMethods):
                 chat_template_kwargs, add_generation_prompt and continue_final_message, see `ChatOptions`. And
                 transformers' own: input_ids, for inputs; generation_config, an object, a mapping or a path, on top of
                 the model's; pad_token_id; bos_token_id; tokenizer, for a package without one; max_time, in seconds;
-                stopping_criteria, see `BatchEnd`. docs/transformers.md has the others.
+                stopping_criteria, see `BatchEnd`; logits_processor, see `LogitsProcessors`. docs/transformers.md has
+                the others.
 
         A row ends at a stop token, at its maximum length (256 new tokens where neither the model nor the caller says),
         or where the context length is full. Raises ValueError where an argument is wrong.
@@ -193,6 +195,7 @@ class CausalLM(ModelMethods):
         if arguments.stopping_criteria is not None or arguments.max_time is not None:
             end = BatchEnd(arguments.stopping_criteria, arguments.max_time, sequences, pad)
             flush_every = flush_every or 1
+        processors = make_processors(arguments.logits_processor, sequences, self.interface, flush_every)
         slots = min(len(sequences), self.batch_size or len(sequences))
         if (guide is not None or end is not None) and slots < len(sequences):
             what = "stopping_criteria and max_time follow" if guide is None else "a function for allowed_tokens follows"
@@ -205,7 +208,7 @@ class CausalLM(ModelMethods):
                 f"a streamer follows one prompt, and {len(sequences)} were given; generate them one by one"
             )
         check_count("prefill_chunk_size", prefill_chunk_size)
-        flush_every = choose_flush_every(self.sessions, flush_every, guided=guide is not None)
+        flush_every = choose_flush_every(self.sessions, flush_every, guided=guide is not None or processors is not None)
         if guide is not None:
             guide.start()
         scheduler = make_scheduler(self.sessions, slots, flush_every, prefill_chunk_size, interleave=False)
@@ -214,6 +217,7 @@ class CausalLM(ModelMethods):
         if device is None:
             self._captured.clear()  # one batch's memory at a time
             device = Slots(self.sessions, slots, capacity, in_place=in_place)
+        device.process_logits = processors
         deliver = partial(_stream, streamer, None) if end is None else _ignore
         loop = DecodeLoop(device, scheduler, deliver, double_buffering=double_buffering)
         if streamer is not None:
@@ -251,8 +255,7 @@ class CausalLM(ModelMethods):
         The other arguments are those of `generate`. Raises ValueError where one is wrong.
         """
         arguments = self._read(inputs, None, params, options)
-        if arguments.stopping_criteria is not None or arguments.max_time is not None:
-            raise ValueError("stopping_criteria and max_time are for generate; cancel() ends a request of an engine")
+        arguments.check_for_engine()
         return self._sequences(
             arguments, seed=seed, stop_strings=stop_strings, allowed_tokens=allowed_tokens, capacity=capacity
         )

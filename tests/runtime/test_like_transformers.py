@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,23 @@ import torch
 import transformers
 
 from qsample.runtime import CausalLM, load
-from tests.helpers.tiny_models import VOCAB_SIZE
+from tests.helpers.tiny_models import VOCAB_SIZE, byte_tokenizer
 
 PAD, BOS, EOS = 0, 1, 2
 ROWS = [[17, 40, 5, 261], [90, 91, 92, 93, 94, 95, 96], [33]]
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 12}
+
+
+@pytest.fixture(scope="module")
+def wanted(original: Any) -> Callable[[str], list[list[int]]]:
+    """The name of a case → what transformers makes of it."""
+
+    @functools.cache
+    def generate(case: str) -> list[list[int]]:
+        rows: list[list[int]] = original.generate(**in_torch({**GREEDY, **TABLE[case]})).tolist()
+        return rows
+
+    return generate
 
 
 @pytest.fixture(scope="module")
@@ -78,11 +91,64 @@ TABLE: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("form", [in_torch, dict, as_lists], ids=["torch", "numpy", "lists"])
 @pytest.mark.parametrize("case", TABLE)
-def test_the_sequences_are_those_of_transformers(case: str, form: Any, original: Any, packaged: CausalLM) -> None:
+def test_the_sequences_are_those_of_transformers(
+    case: str, form: Any, wanted: Callable[[str], list[list[int]]], packaged: CausalLM
+) -> None:
     arguments = {**GREEDY, **TABLE[case]}
-    wanted = original.generate(**in_torch(arguments)).numpy()
     got = packaged.generate(**form(arguments))
-    assert got.sequences.tolist() == wanted.tolist()
+    assert got.sequences.tolist() == wanted(case)
     width = arguments.get("input_ids", arguments.get("inputs")).shape[1]
     for row, tokens in enumerate(got.token_ids):
         assert got.sequences[row, width:][: len(tokens)].tolist() == tokens
+
+
+def test_the_table_tells_its_cases_apart(wanted: Callable[[str], list[list[int]]]) -> None:
+    """Padding that is read, and padding that is not, give other tokens; rows end at other lengths."""
+    new = {case: [row[7:] for row in wanted(case)] for case in ("no mask, left pads", "mask of ones over pads")}
+    assert all(a != b for a, b in zip(*(rows[::2] for rows in new.values()), strict=True))
+    early = [row[7:].count(PAD) for row in wanted("rows that end early")]
+    assert len(set(early)) > 1
+
+
+@pytest.mark.parametrize("single", [[17, 40, 5], np.array([17, 40, 5]), torch.tensor([17, 40, 5], dtype=torch.int32)])
+def test_one_row_without_a_batch(single: Any, original: Any, packaged: CausalLM) -> None:
+    wanted = original.generate(torch.tensor([[17, 40, 5]]), **GREEDY).tolist()
+    assert packaged.generate(single, **GREEDY).sequences.tolist() == wanted
+    assert packaged.generate(input_ids=single, attention_mask=[1, 1, 1], **GREEDY).sequences.tolist() == wanted
+
+
+def test_what_a_tokenizer_returns(original: Any, packaged: CausalLM) -> None:
+    """And the texts themselves, which are padded on the left in `sequences` as the tokenizer pads them."""
+    texts = ["In the beginning", "Blessed", "x"]
+    tokenizer = byte_tokenizer()
+    tensors = tokenizer(texts, return_tensors="pt", padding=True, padding_side="left")
+    wanted = original.generate(**tensors, **GREEDY).tolist()
+    for form in ({"return_tensors": "pt"}, {"return_tensors": "np"}, {}):
+        batch = tokenizer(texts, padding=True, padding_side="left", **form)
+        assert packaged.generate(**batch, **GREEDY).sequences.tolist() == wanted
+        assert packaged.generate(batch, **GREEDY).sequences.tolist() == wanted
+    assert packaged.generate(**tokenizer(texts), **GREEDY).sequences.tolist() == wanted
+    assert packaged.generate(texts, **GREEDY).sequences.tolist() == wanted
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_padding_on_the_right_is_not_read(masked: bool, original: Any, packaged: CausalLM) -> None:
+    """transformers warns and goes on from the padding: here a row gives the tokens that it gives without any."""
+    ids, given = block(left=False), {"attention_mask": mask(left=False)} if masked else {}
+    output = packaged.generate(ids, **given, **GREEDY)
+    for row, prompt in enumerate(ROWS):
+        alone = original.generate(torch.tensor([prompt]), **GREEDY)[0, len(prompt) :].tolist()
+        assert output.sequences[row].tolist() == [*ids[row].tolist(), *alone]
+
+
+def test_a_model_with_a_window_and_one_with_learned_positions(
+    checkpoint: Callable[[str], Path], exported: Callable[..., Path]
+) -> None:
+    for model_type in ("mistral", "gpt2"):
+        original = transformers.AutoModelForCausalLM.from_pretrained(
+            checkpoint(model_type), dtype=torch.float32, attn_implementation="eager"
+        ).eval()
+        packaged = load(exported(model_type))
+        for case in ("no mask, left pads", "mask over tokens that are no pads", "max_length counts pads"):
+            arguments = {**GREEDY, **TABLE[case]}
+            assert packaged.generate(**arguments)[:].tolist() == original.generate(**in_torch(arguments)).tolist()

@@ -7,7 +7,7 @@ that take turns, so that it can be copied while the next step runs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -111,6 +111,8 @@ class Slots:
         # A prompt's chunks run with a status of their own, so that the batch sees an idle row between them.
         self._chunk_status = self._constant(np.full(most_rows, RUNNING, dtype=np.int32))
         self._bound: dict[tuple[object, ...], list[BoundGraph]] = {}
+        # With the sampler on the host: the logits of some slots, [n, V], as they are to be sampled from.
+        self.process_logits: Callable[[range, Array], Array] | None = None
 
     @property
     def side(self) -> int:
@@ -199,7 +201,8 @@ class Slots:
             self._bound[key] = self._bind_rows(rows, emit)
         for graph in self._bound[key]:
             graph.bind_input(INPUT_IDS.name, self._chunk_ids.reshaped(len(ids), width))
-            graph.run()  # to its end: the next chunk is written to the same memory
+        # To its end: the next chunk is written to the same memory.
+        self._run(self._bound[key], rows if emit else None)
 
     def decode(self, *, wait: bool = True) -> None:
         """Feed every row its newest token; those that run sample the next one.
@@ -209,8 +212,7 @@ class Slots:
         key = (self.side,)
         if key not in self._bound:
             self._bound[key] = self._bind_batch()
-        for graph in self._bound[key]:
-            graph.run(wait=wait)
+        self._run(self._bound[key], range(self.count), wait=wait)
         self._state.flip()
 
     def resume(self) -> None:
@@ -261,6 +263,14 @@ class Slots:
                 self._parameters[other] = self._off(spec)
                 self._parameters[other].write_at((slice(None), slice(old.shape[1])), old)
         self._bound.clear()
+
+    def _run(self, graphs: list[BoundGraph], sampled: range | None, *, wait: bool = True) -> None:
+        """sampled: the slots that get a token, whose logits may be processed in front of a sampler on the host."""
+        for index, graph in enumerate(graphs):
+            if index and sampled is not None and self.process_logits is not None:
+                logits, slots = self._logits[LOGITS.name], slice(sampled.start, sampled.stop)
+                logits.write_at(slots, self.process_logits(sampled, logits.read()[slots]))
+            graph.run(wait=wait)
 
     def _bind_batch(self) -> list[BoundGraph]:
         now, then = self._outputs[self.side], self._outputs[1 - self.side]

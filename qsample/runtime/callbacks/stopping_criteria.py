@@ -6,20 +6,17 @@ is done here, whatever was sampled meanwhile: what comes after a criterion was m
 
 from __future__ import annotations
 
-import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from collections.abc import Sequence as Rows
-from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
 
+from qsample.runtime.callbacks.frameworks import as_callbacks, on_host
 from qsample.runtime.output import sequences_array
 from qsample.runtime.sequence import Sequence
-from qsample.tensors import Array
 
-Criterion = Callable[[Array], Array]  # [B, n] int64 token ids → which rows end, [B] bool
 _STOP: Final = "stop"
 _TIME: Final = "time"
 
@@ -37,7 +34,9 @@ class BatchEnd:
     """
 
     def __init__(self, criteria: Any, max_time: float | None, sequences: Rows[Sequence], pad: int) -> None:
-        self._criteria = _as_criteria(criteria)
+        self._criteria = as_callbacks(
+            "stopping_criteria", criteria, "a function of (input_ids, scores) that returns whether rows end"
+        )
         self._deadline = None if max_time is None else time.perf_counter() + max_time
         self._sequences = sequences
         self._live = list(sequences)
@@ -70,42 +69,12 @@ class BatchEnd:
         rows = np.zeros(len(self._sequences), dtype=bool)
         for criterion in self._criteria:
             assert ids is not None
-            rows |= criterion(ids)
+            result = criterion(ids, None)
+            answer = on_host(result)
+            if answer.dtype != bool or answer.size not in (1, len(rows)):
+                raise ValueError(
+                    f"a stopping criterion returned {result!r:.60}; it must return a bool, or one for each of the "
+                    f"{len(rows)} rows"
+                )
+            rows |= answer.reshape(-1)
         return {id(sequence): bool(row) for sequence, row in zip(self._sequences, rows, strict=True)}
-
-
-def _as_criteria(given: Any) -> list[Criterion]:
-    if given is None:
-        return []
-    several = list(given) if isinstance(given, Iterable) else [given]
-    if not all(callable(one) for one in several):
-        wrong = next(one for one in several if not callable(one))
-        raise ValueError(
-            f"stopping_criteria has a {type(wrong).__name__}; give a function of (input_ids, scores) that returns "
-            "whether rows end, or a list of them"
-        )
-    return [_Asked(one, in_torch=_of_transformers(given) or _of_transformers(one)) for one in several]
-
-
-@dataclass(frozen=True, slots=True)
-class _Asked:
-    """One criterion of a caller, between arrays."""
-
-    function: Any
-    in_torch: bool
-
-    def __call__(self, ids: Array) -> Array:
-        # Who made an object of transformers' has imported torch; nobody else needs it.
-        shown = sys.modules["torch"].from_numpy(ids.copy()) if self.in_torch else ids.copy()
-        result = self.function(shown, None)
-        answer = np.asarray(result.cpu() if hasattr(result, "cpu") else result)
-        if answer.dtype != bool or answer.size not in (1, len(ids)):
-            raise ValueError(
-                f"a stopping criterion returned {result!r:.60}; it must return a bool, or one for each of the "
-                f"{len(ids)} rows"
-            )
-        return np.array(np.broadcast_to(answer.reshape(-1), len(ids)))
-
-
-def _of_transformers(value: Any) -> bool:
-    return any(kind.__module__.split(".")[0] == "transformers" for kind in type(value).__mro__)

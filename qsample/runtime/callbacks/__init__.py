@@ -1,0 +1,1 @@
+"""A caller's functions of the kind that transformers takes, called between steps."""
