@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import time
 import warnings
 from collections import abc
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, Literal, overload
-
-import numpy as np
 
 from qsample.contract import Interface
 from qsample.huggingface.generation_config import GENERATION_CONFIG_FILE, GenerationConfig, as_generation_config
@@ -18,12 +14,13 @@ from qsample.huggingface.model_config import ModelConfig
 from qsample.huggingface.model_methods import Device, ModelMethods
 from qsample.package import Package, use_package
 from qsample.runtime.arguments import Arguments, choose_stop_strings, make_sequences, read_arguments
+from qsample.runtime.batch import run_batch
 from qsample.runtime.callbacks.logits_processors import make_processors
 from qsample.runtime.callbacks.stopping_criteria import BatchEnd
-from qsample.runtime.decode.loop import DecodeLoop, choose_flush_every, make_scheduler
+from qsample.runtime.decode.loop import choose_flush_every, make_scheduler
 from qsample.runtime.decode.slots import Slots
 from qsample.runtime.guided_decoding import Guide
-from qsample.runtime.output import GenerateOutput, Timing, make_output
+from qsample.runtime.output import GenerateOutput, make_output
 from qsample.runtime.sequence import Sequence
 from qsample.runtime.session.options import SessionOptions, check_count
 from qsample.runtime.session.reopen import fingerprint, reopen
@@ -218,14 +215,15 @@ class CausalLM(ModelMethods):
             self._captured.clear()  # one batch's memory at a time
             device = Slots(self.sessions, slots, capacity, in_place=in_place)
         device.process_logits = processors
-        deliver = partial(_stream, streamer, None) if end is None else _ignore
-        loop = DecodeLoop(device, scheduler, deliver, double_buffering=double_buffering)
-        if streamer is not None:
-            streamer.put(sequences[0].given[None])
-        follow = None if end is None else partial(end.update, loop.leave, partial(_stream, streamer, 1))
-        timing = _run(loop, sequences, guide, follow)
-        if streamer is not None:
-            streamer.end()
+        timing = run_batch(
+            device,
+            scheduler,
+            sequences,
+            double_buffering=double_buffering,
+            streamer=streamer,
+            guide=guide,
+            end=end,
+        )
         if self.sessions.replays is not None:
             device.stop_all()
             self._captured[slots, capacity, in_place] = device
@@ -298,37 +296,6 @@ class CausalLM(ModelMethods):
         rounded = -(-tokens // _CAPACITY_STEP) * _CAPACITY_STEP
         limit = self.package.manifest.max_position_embeddings
         return rounded if limit is None else min(rounded, limit)
-
-
-def _stream(streamer: Streamer | None, most: int | None, sequence: Sequence) -> None:
-    for token in sequence.take(most)[0]:
-        if streamer is not None:
-            streamer.put(np.array([token], dtype=np.int64))
-
-
-def _ignore(sequence: Sequence) -> None:
-    """Leave what was read to somebody else."""
-
-
-def _run(
-    loop: DecodeLoop, sequences: list[Sequence], guide: Guide | None, after_step: Callable[[], None] | None
-) -> Timing:
-    """Run every sequence to its end."""
-    started, prefilled = time.perf_counter(), None
-    with loop:
-        for sequence in sequences:
-            loop.add(sequence)
-        while loop.busy:
-            loop.step()
-            if prefilled is None and all(sequence.started for sequence in sequences):
-                prefilled = time.perf_counter()
-            if guide is not None and loop.busy and not loop.prefilling:
-                guide.update(loop.set_parameter)
-            if after_step is not None:
-                after_step()
-    ended = time.perf_counter()
-    prefilled = prefilled or ended
-    return Timing(prefilled - started, ended - prefilled, loop.steps)
 
 
 def _check_ctx_len(package: Package, ctx_len: int | None) -> None:
