@@ -346,3 +346,49 @@ def test_optional_outputs_are_the_same_with_and_without_overlap(fake_model: Call
     assert plain.token_ids == overlapped.token_ids
     for name in ("logprobs", "top_logprob_ids", "top_logprobs", "probs"):
         np.testing.assert_array_equal(getattr(plain, name), getattr(overlapped, name))
+
+
+@pytest.mark.parametrize("late", [True, False])
+def test_optional_outputs_are_those_of_their_own_step(
+    late: bool, fake_model: Callable[..., CausalLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Copied after the next step has written its own (late), or before it has begun; against the model in NumPy."""
+    model = fake_model(logprobs=True, top_logprobs=3, probs=True)
+    done, copied = threading.Semaphore(0), threading.Semaphore(0)
+    plain_decode, plain_read, overlapped = Slots.decode, Slots.read, []
+
+    def decode(self: Slots, *, wait: bool = True) -> None:
+        if not late:
+            assert copied.acquire(timeout=30)
+        plain_decode(self, wait=wait)
+        done.release()
+
+    def read(self: Slots, side: int | None = None) -> Snapshot:
+        if side is not None:
+            overlapped.append(side)
+            if late:
+                assert done.acquire(timeout=30)
+        snapshot = plain_read(self, side)
+        copied.release()
+        return snapshot
+
+    monkeypatch.setattr(Slots, "decode", decode)
+    monkeypatch.setattr(Slots, "read", read)
+    params = SamplingParams(temperature=0.9, max_new_tokens=7, eos_token_id=())
+    prompts = [[5, 6, 7], [9, 10, 11]]
+    output = model.generate(prompts, params, seed=1)
+    assert len(overlapped) == 6
+    assert output.logprobs is not None
+    assert output.top_logprobs is not None
+    assert output.top_logprob_ids is not None
+    assert output.probs is not None
+    for row, prompt in enumerate(prompts):
+        for step, token in enumerate(output.token_ids[row]):
+            logits = fake_reference.logits([*prompt, *output.token_ids[row][:step]])
+            logs = logits - np.log(np.exp(logits - logits.max()).sum()) - logits.max()
+            likeliest = np.argsort(-logs)[:3]
+            np.testing.assert_allclose(output.logprobs[row, step], logs[token], atol=1e-4)
+            assert output.top_logprob_ids[row, step].tolist() == likeliest.tolist()
+            np.testing.assert_allclose(output.top_logprobs[row, step], logs[likeliest], atol=1e-4)
+            warmer = np.exp((logits - logits.max()) / 0.9)
+            np.testing.assert_allclose(output.probs[row, step], warmer / warmer.sum(), atol=1e-5)

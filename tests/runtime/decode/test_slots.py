@@ -220,6 +220,48 @@ def test_a_row_with_more_stop_ids_and_biases_than_any_before(fake_model: Callabl
 
 
 @pytest.mark.parametrize("sampler", [True, False])
+@pytest.mark.parametrize("wide", ["stops", "biases"])
+def test_a_row_that_runs_keeps_its_stop_ids_and_biases_when_another_brings_more(
+    wide: str, sampler: bool, fake_model: Callable[..., CausalLM]
+) -> None:
+    """Both decide what the running rows sample after that."""
+    model = fake_model(logit_bias=True, sampler=sampler)
+    slots = Slots(model.sessions, 4, CAPACITY)
+    prompt = [5, 6, 7]
+    free = expected(prompt, FREE, 0)
+    stop = next(n for n in range(5, 20) if free[n] not in free[:n])  # the first time that it comes
+    rows = [
+        SamplingParams(temperature=0.9, max_new_tokens=20, eos_token_id=(free[stop],)),
+        SamplingParams(temperature=0, max_new_tokens=8, eos_token_id=(), logit_bias={20: 1e4}),
+        # Its stop id is what it would sample all the time, and may not.
+        SamplingParams(temperature=0, min_new_tokens=6, max_new_tokens=8, eos_token_id=(30,), logit_bias={30: 1e4}),
+    ]
+    brings_more = {
+        "stops": SamplingParams(temperature=0.9, max_new_tokens=9, eos_token_id=range(200, 219)),
+        "biases": SamplingParams(temperature=0.9, max_new_tokens=9, logit_bias=dict.fromkeys(range(60, 67), 3.0)),
+    }[wide]
+    for slot, params in enumerate(rows):
+        begin(slots, model, slot, prompt, params)
+        feed(slots, slot, prompt)
+    slots.decode()
+    before = {name: slots._parameters[name].read()[:3] for name in ("stop_ids", "logit_bias_ids", "logit_bias")}
+    begin(slots, model, 3, [8, 9], brings_more)
+    for name, values in before.items():
+        now = slots._parameters[name].read()[:3]
+        assert (now[:, : values.shape[1]] == values).all(), name
+        assert (now[:, values.shape[1] :] == slots._specs[name].off).all(), name
+    feed(slots, 3, [8, 9])
+    for _ in range(20):
+        slots.decode()
+    assert new_tokens(slots, 0, prompt) == free[: stop + 1]
+    assert new_tokens(slots, 1, prompt) == [20] * 8
+    held_back = new_tokens(slots, 2, prompt)
+    assert held_back == expected(prompt, rows[2], 2)
+    assert (30 in held_back[:6], held_back[6:]) == (False, [30])
+    assert new_tokens(slots, 3, [8, 9]) == expected([8, 9], brings_more, 3)
+
+
+@pytest.mark.parametrize("sampler", [True, False])
 def test_nothing_is_bound_again_after_the_first_steps(
     sampler: bool, fake_model: Callable[..., CausalLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
