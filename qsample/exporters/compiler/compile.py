@@ -22,6 +22,7 @@ from qsample.exporters.compiler.divergence import Divergence, measure_divergence
 from qsample.exporters.compiler.options import CompileOptions
 from qsample.exporters.compiler.placement import Placement
 from qsample.exporters.compiler.plan import CompilePlan, make_plan
+from qsample.exporters.compiler.quantize.check import check_quantized
 from qsample.exporters.compiler.quantize.experts import quantize_experts
 from qsample.exporters.compiler.quantize.kv_cache import measure_ranges, quantize_kv_cache
 from qsample.exporters.compiler.quantize.report import QuantizationReport, quantization_report
@@ -94,6 +95,8 @@ def optimize(plan: CompilePlan, target: Target) -> tuple[ir.Model, ir.Model | No
         passes.append(partial(quantize_experts, quantization=plan.weights, block_sizes=sizes))
         passes.append(partial(quantize_weights, quantization=plan.weights))
     recipe.run(model, passes)
+    if plan.weights is not None:
+        check_quantized(model, plan.weights)
     return model, sampler
 
 

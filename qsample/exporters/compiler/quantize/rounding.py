@@ -59,12 +59,25 @@ def quantize_matrix(weight: Array, quantization: WeightQuantization) -> Levels:
     """weight: [K, N] of float32, float16 or bfloat16, K a multiple of the block size. Returns blocks [N, K / block
     size, bytes], uint8; scales, one a block, dtype of the weight; zero points [N, K / block size], uint8, which mean
     nothing where the method is "rtn"."""
-    dtype = weight.dtype
-    if dtype not in (np.float32, np.float16):
-        weight = weight.astype(np.float32)
     quantize = {"rtn": _round_to_nearest, "k_quant": _k_quant, "hqq": _hqq}[quantization.method]
-    blocks, scales, zero_points = quantize(weight, quantization)
-    return blocks, scales.astype(dtype, copy=False), zero_points
+    if weight.dtype in (np.float32, np.float16):
+        return quantize(weight, quantization)
+    blocks, scales, zero_points = quantize(weight.astype(np.float32), quantization)
+    scales = scales.astype(weight.dtype)
+    return _levels_of(scales, zero_points, weight, quantization).reshape(blocks.shape), scales, zero_points
+
+
+def _levels_of(scales: Array, zero_points: Array, weight: Array, quantization: WeightQuantization) -> Array:
+    """The blocks of the levels that are nearest with these very scales.
+
+    bfloat16 has eight bits of precision: scales that are rounded to it after the levels were chosen move the largest
+    8-bit levels by up to half a step.
+    """
+    steps, bits = scales.astype(np.float32).reshape(-1, 1), quantization.bits
+    zeros = 2.0 ** (bits - 1) if quantization.method == "rtn" else zero_points.astype(np.float32).reshape(-1, 1)
+    blocks = np.array(weight.T, np.float32, order="C").reshape(-1, quantization.block_size)
+    levels = np.round(blocks / np.where(steps == 0, 1, steps) + zeros)
+    return pack_bits(np.clip(levels, 0, 2**bits - 1).astype(np.uint8), bits)
 
 
 def _round_to_nearest(weight: Array, quantization: WeightQuantization) -> Levels:

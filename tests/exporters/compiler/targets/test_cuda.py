@@ -24,17 +24,21 @@ import pytest
 from qsample.contract import RUNNING, STALLED, Interface
 from qsample.errors import CompileError
 from qsample.exporters.compiler.compile import compile_package, optimize
-from qsample.exporters.compiler.options import CompileOptions
+from qsample.exporters.compiler.options import WEIGHT_BITS, CompileOptions
 from qsample.exporters.compiler.plan import CompilePlan, make_plan
+from qsample.exporters.compiler.quantize.report import quantization_report
 from qsample.exporters.compiler.targets.cuda import CudaTarget, capture_problems
+from qsample.exporters.graph.edit import constant
 from qsample.exporters.graph.gqa import Slot
 from qsample.exporters.graph.runner import GraphRunner
 from qsample.package import Package, read_package
 from qsample.runtime import load
+from qsample.tensors import DTYPES
 from tests.helpers.capturing import capturing, compile_captured
 from tests.helpers.cuda_kernels import KERNELS, VALUES_OF_WHERE, has_kernel
+from tests.helpers.quantized_checkpoints import stored_levels
 from tests.helpers.sampling_cases import PARAMETERS, PROMPTS, rows
-from tests.helpers.tiny_models import VOCAB_SIZE
+from tests.helpers.tiny_models import VOCAB_SIZE, random_model
 
 CAPACITY = 48
 LAYERS = 2
@@ -127,12 +131,31 @@ def test_weights_and_states_are_in_half_precision(bfloat16: ir.Model) -> None:
     assert dtypes["logits"] == dtypes["temperature"] == ir.DataType.FLOAT
 
 
-def test_quantized_weights_keep_scales_in_half_precision(llama_package: Path) -> None:
-    model = build(planned(read_package(llama_package), "float16", weights="int4"))
+@pytest.mark.parametrize(("dtype", "weights"), [("float16", "int4"), ("bfloat16", "int4"), ("bfloat16", "int8")])
+def test_quantized_weights_keep_scales_in_half_precision(dtype: str, weights: str, llama_package: Path) -> None:
+    """And they are the model's: what the head stands for, which no pass joins with others."""
+    bits = WEIGHT_BITS[weights]
+    model = build(planned(read_package(llama_package), dtype, weights=weights))
     packed = [node for node in model.graph if node.op_type == "MatMulNBits"]
     assert len(packed) == 4 * LAYERS + 1
-    assert {node.inputs[2].dtype for node in packed if node.inputs[2] is not None} == {ir.DataType.FLOAT16}
+    scales = {node.inputs[2].dtype for node in packed if node.inputs[2] is not None}
+    assert scales == {ir.DataType(DTYPES[dtype].onnx)}
     assert capture_problems(model) == []
+    report = quantization_report(model)
+    assert report is not None
+    assert report.matrices >= len(packed)
+
+    head = next(node for node in packed if node.attributes.get_int("N", 0) == VOCAB_SIZE)
+    blocks, steps = (constant(value) for value in head.inputs[1:3])
+    assert blocks is not None
+    assert steps is not None
+    levels = stored_levels(blocks.reshape(VOCAB_SIZE, -1), bits).astype(np.float64) - 2 ** (bits - 1)
+    sizes = np.repeat(steps.astype(np.float64).reshape(VOCAB_SIZE, -1), 32, axis=1)
+    wanted = random_model("llama").lm_head.weight.detach().numpy()
+    error = np.abs(levels * sizes - wanted) / np.abs(sizes)
+    own_rounding = np.abs(wanted) * 2.0**-8 / np.abs(sizes)
+    assert (error <= 1.01 + own_rounding).all()  # a level, where the largest of a sign has none
+    assert error.mean() < 0.35
 
 
 def test_float16_logits_are_close(llama_package: Path, tmp_path: Path) -> None:

@@ -1,0 +1,50 @@
+"""One matrix and its levels in bfloat16: as close to the weights as with exact scales."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from qsample.exporters.compiler.quantize.rounding import METHODS, WeightQuantization, quantize_matrix
+from tests.helpers.quantized_checkpoints import stored_levels
+
+INPUTS, OUTPUTS = 256, 96
+
+
+def meaning(weight: np.ndarray, way: WeightQuantization) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """[K, N] float64: what the blocks stand for; the step and the level of each weight."""
+    blocks, scales, zero_points = quantize_matrix(weight, way)
+    assert scales.dtype == weight.dtype
+    count = len(weight) // way.block_size
+    levels = stored_levels(blocks.reshape(OUTPUTS * count, -1), way.bits).astype(np.float64)
+    zeros = 2 ** (way.bits - 1) if way.method == "rtn" else zero_points.reshape(-1, 1).astype(np.float64)
+    steps = scales.reshape(-1, 1).astype(np.float64)
+    parts = ((levels - zeros) * steps, np.abs(steps) + 0 * levels, levels)
+    floats, sizes, integers = (part.reshape(OUTPUTS, len(weight)).T for part in parts)
+    return floats, sizes, integers
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("method", METHODS)
+def test_levels_are_the_nearest_for_the_scales_as_stored(method: str, bits: int) -> None:
+    way = WeightQuantization(bits, 32, method)
+    weight = np.random.default_rng(0).normal(size=(INPUTS, OUTPUTS)).astype(ml_dtypes.bfloat16)
+    exact = weight.astype(np.float64)
+    floats, steps, levels = meaning(weight, way)
+    inside = (levels > 0) & (levels < 2**bits - 1)
+    assert (np.abs(floats - exact) <= 0.5001 * steps)[inside].all()
+    assert (np.abs(floats - exact) <= 2.0 * steps).all()
+    # Rounding the scales behind the levels would double the error of eight bits.
+    error = np.square(floats - exact).mean()
+    assert error < 1.1 * np.square(meaning(weight.astype(np.float32), way)[0] - exact).mean()
+    assert np.sqrt(error) < 0.5 * np.abs(exact).max() / 2 ** (bits - 1)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # of ONNX Runtime's quantizer
+def test_blocks_of_zeros_in_bfloat16() -> None:
+    weight = np.zeros((INPUTS, OUTPUTS), ml_dtypes.bfloat16)
+    weight[:, 3] = 2
+    for method in METHODS:
+        floats, _, _ = meaning(weight, WeightQuantization(4, 32, method))
+        np.testing.assert_allclose(floats, weight.astype(np.float64), atol=0.02)
