@@ -88,6 +88,7 @@ _INSTEAD: Final = {
     "force_words_ids": "allowed_tokens says which tokens may come next",
     "constraints": "allowed_tokens says which tokens may come next",
     "num_beams": "temperature=0 takes the likeliest token each time",
+    "num_return_sequences": "it is an argument of generate and of Engine.add_requests",
 }
 
 

@@ -30,6 +30,7 @@ _OF_GENERATE: Final = frozenset(
     {"inputs", "params", "input_ids", "attention_mask", "generation_config", "streamer", "seed", "allowed_tokens"}
     | {"prefill_chunk_size", "flush_every", "double_buffering", "in_place", "stop_strings", "max_time", "tokenizer"}
     | {"pad_token_id", "bos_token_id", "stopping_criteria", "logits_processor", "return_dict_in_generate"}
+    | {"num_return_sequences"}
     | {entry.name for entry in fields(ChatOptions)}
 )
 _SAMPLING: Final = frozenset(
@@ -37,7 +38,7 @@ _SAMPLING: Final = frozenset(
 )
 # Of a caller's GenerationConfig: what it asks to have returned. The rest of `GENERATE` may stand in a model's own file.
 _OUTPUTS: Final = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
-_READ_APART: Final = ("stop_strings", "max_time")
+_READ_APART: Final = ("stop_strings", "max_time", "num_return_sequences")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +48,7 @@ class Arguments:
     inputs, attention_mask: as for `parse_prompts`; a call without inputs is one empty prompt. settings: the model's
     generation_config with the caller's on top. options: the sampling keywords, on top of both. chat: what goes
     with chat messages. tokenizer: the caller's; None = the package's own. stopping_criteria,
-    logits_processor: as given.
+    logits_processor: as given. num_return_sequences: rows of each prompt.
     """
 
     inputs: Any
@@ -60,6 +61,7 @@ class Arguments:
     stopping_criteria: Any = None
     logits_processor: Any = None
     max_time: float | None = None
+    num_return_sequences: int = 1
     return_dict_in_generate: bool | None = None
 
     @property
@@ -136,7 +138,11 @@ def read_arguments(
             given[name] = None
         options.pop(name, None)
     settings = merge(own, given)
-    max_time = options.pop("max_time", settings.get("max_time") if params is None else None)
+    # The model's settings and the caller's generation_config do not go with params.
+    count, max_time = (
+        options.pop(name, settings.get(name) if params is None else None)
+        for name in ("num_return_sequences", "max_time")
+    )
     arguments = Arguments(
         inputs=inputs,
         attention_mask=attention_mask,
@@ -147,6 +153,7 @@ def read_arguments(
         stopping_criteria=options.pop("stopping_criteria", None),
         logits_processor=_none_where_empty(options.pop("logits_processor", None)),
         max_time=_seconds(max_time),
+        num_return_sequences=_count("num_return_sequences", count),
         return_dict_in_generate=_optional_bool("return_dict_in_generate", options.pop("return_dict_in_generate", None)),
         options={name: value for name, value in options.items() if name not in BOOKKEEPING},
     )
@@ -167,7 +174,8 @@ def make_sequences(
     stop_strings: Any = None,
     allowed_tokens: Any = None,
 ) -> tuple[list[Sequence], Guide | None]:
-    """A sequence for each prompt; and the guide that writes their masks, where allowed_tokens is a function.
+    """A sequence for each prompt, or `num_return_sequences` one after another; and the guide that writes their masks,
+    where allowed_tokens is a function.
 
     token_ids, tokenizer: the package's. capacity: the tokens of a slot, from how many the longest sequence may take.
     The others are those of `generate`. Raises ValueError where one is wrong.
@@ -184,8 +192,12 @@ def make_sequences(
         pad=arguments.padding(token_ids),
         holes=not interface.recurrent,
     )
-    row_params = _sampling_params(arguments, len(rows))
-    seeds = choose_seeds(seed, params, row_params)
+    count, row_params = arguments.num_return_sequences, _sampling_params(arguments, len(rows))
+    if count > 1:
+        rows = [row for row in rows for _ in range(count)]
+        row_params = [row for row in row_params for _ in range(count)]
+        _check_sampled(count, row_params)
+    seeds = choose_seeds(seed, params, row_params, count)
     stops = choose_stop_strings(stop_strings, params, arguments.settings, tokenizer)
     lengths, padding = [len(row.ids) for row in rows], [row.padding for row in rows]
     needed = max(map(SamplingParams.total_length, row_params, lengths, padding))
@@ -227,6 +239,15 @@ def _sampling_params(arguments: Arguments, rows: int) -> list[SamplingParams]:
     if len(params) != rows:
         raise ValueError(f"{len(params)} SamplingParams were given for {rows} prompts; give one, or one for each")
     return list(params)
+
+
+def _check_sampled(count: int, params: list[SamplingParams]) -> None:
+    for row, one in enumerate(params):
+        if one.temperature == 0:
+            raise ValueError(
+                f"num_return_sequences is {count} and prompt {row // count} is continued greedily, which gives one "
+                "sequence only; give do_sample=True or a temperature, or leave num_return_sequences out"
+            )
 
 
 def choose_tokenizer(own: Tokenizer | None, given: Any, vocab_size: int) -> Tokenizer | None:
@@ -277,6 +298,14 @@ def _token_id(name: str, value: Any, vocab_size: int) -> int:
     value = value.item() if hasattr(value, "item") and getattr(value, "size", None) in (1, ()) else value
     if not _is_integer(value) or not 0 <= value < vocab_size:
         raise ValueError(f"{name} is {shown(value)}; give one of the model's token ids, 0 to {vocab_size - 1}")
+    return int(value)
+
+
+def _count(name: str, value: Any) -> int:
+    if value is None:
+        return 1
+    if not _is_integer(value) or value < 1:
+        raise ValueError(f"{name} is {value!r:.60}; give an integer >= 1, or None for 1")
     return int(value)
 
 

@@ -147,31 +147,70 @@ class Engine:
         Raises ValueError where an argument is wrong or the prompt does not fit, QueueFullError after `timeout`,
         EngineClosedError where the engine takes no requests any more, and in a fork of the engine's process.
         """
+        if options.get("num_return_sequences") not in (None, 1):
+            raise ValueError("add_request adds one request; add_requests takes num_return_sequences")
+        options["num_return_sequences"] = 1
+        given = {"seed": seed, "stop_strings": stop_strings, "allowed_tokens": allowed_tokens}
+        return self._add(inputs, params, options, given, timeout, cancel_if_abandoned)[0]
+
+    def add_requests(
+        self,
+        inputs: Any,
+        params: SamplingParams | None = None,
+        *,
+        num_return_sequences: int,
+        seed: int | abc.Sequence[int] | None = None,
+        stop_strings: str | abc.Sequence[str] | None = None,
+        allowed_tokens: Any = None,
+        timeout: float | None = None,
+        cancel_if_abandoned: bool = True,
+        **options: Any,
+    ) -> list[Request]:
+        """Add several requests of one prompt, all of them or none; it is read once, and the other slots get copies.
+
+        Args:
+            num_return_sequences: how many, at most `slots` and `max_waiting` together.
+            seed: of the first, the next ones taking the numbers after it; or a list with one for each. Each gives the
+                tokens that `add_request` gives with that seed.
+            allowed_tokens: as in `CausalLM.generate`, for a batch of these rows. What a function raises ends them all.
+            inputs, params, stop_strings, timeout, cancel_if_abandoned, options: as in `add_request`. Greedy requests
+                would all be the same: ValueError.
+        """
+        options["num_return_sequences"] = num_return_sequences
+        given = {"seed": seed, "stop_strings": stop_strings, "allowed_tokens": allowed_tokens}
+        return self._add(inputs, params, options, given, timeout, cancel_if_abandoned)
+
+    def _add(
+        self,
+        inputs: Any,
+        params: SamplingParams | None,
+        options: dict[str, Any],
+        given: dict[str, Any],
+        timeout: float | None,
+        cancel_if_abandoned: bool,
+    ) -> list[Request]:
         self._check_waiting()
         if self._closed:
             raise self._closed_error()
-        seconds = checked_timeout(timeout)
-        sequences, guide = self._model.prepare(
-            inputs,
-            params,
-            options,
-            seed=seed,
-            stop_strings=stop_strings,
-            allowed_tokens=allowed_tokens,
-            capacity=self.capacity,
-        )
-        if len(sequences) != 1:
-            raise ValueError(f"{len(sequences)} prompts were given; add them one by one")
-        sequence = sequences[0]
+        seconds, most = checked_timeout(timeout), self.slots + self.max_waiting
+        sequences, guide = self._model.prepare(inputs, params, options, capacity=self.capacity, **given)
+        count = len(sequences)
+        if count != (options["num_return_sequences"] or 1):
+            raise ValueError(
+                f"{count // (options['num_return_sequences'] or 1)} prompts were given; add them one by one"
+            )
+        if count > most:
+            raise ValueError(f"num_return_sequences is {count} and this engine takes {most}; raise max_waiting")
         if guide is not None:
             guide.start()
-        request = Request(
-            sequence, self._cancelled.append, self._check_waiting, cancel_if_abandoned=bool(cancel_if_abandoned)
-        )
-        with self._changed:
-            room = self._changed.wait_for(
-                lambda: self._closed or len(self._requests) < self.slots + self.max_waiting, seconds
+        requests = [
+            Request(
+                sequence, self._cancelled.append, self._check_waiting, cancel_if_abandoned=bool(cancel_if_abandoned)
             )
+            for sequence in sequences
+        ]
+        with self._changed:
+            room = self._changed.wait_for(lambda: self._closed or len(self._requests) + count <= most, seconds)
             if self._closed:
                 raise self._closed_error()
             if not room:
@@ -179,12 +218,13 @@ class Engine:
                     f"{self.slots} requests run and {self.max_waiting} wait, which is all that this engine takes; try "
                     "again later, give a longer timeout, or raise max_waiting"
                 )
-            if guide is not None:
-                self._guides[sequence] = guide
-            self._requests[sequence] = request
-            self._added.append(sequence)
+            for sequence, request in zip(sequences, requests, strict=True):
+                if guide is not None:
+                    self._guides[sequence] = guide
+                self._requests[sequence] = request
+                self._added.append(sequence)
             self._changed.notify_all()
-        return request
+        return requests
 
     def close(self) -> None:
         """Cancel what has not ended, end the thread and release the batch's memory. The model can be used on.
@@ -266,15 +306,19 @@ class Engine:
     def _deliver(self, sequence: Sequence) -> None:
         assert self._loop is not None
         request, guide = self._requests[sequence], self._guides.get(sequence)
+        together = [sequence]  # whom an error ends
         failed = "the request's text cannot be decoded ({})"
         try:
             ended = request.update()
             if not ended and guide is not None:
                 failed = "the request's function for allowed_tokens raised {}"
+                together = [one for one, its_guide in self._guides.items() if its_guide is guide]
                 guide.update(self._loop.set_parameter)
         except BaseException as error:  # SystemExit, too: nobody else is to suffer
-            ended = True
-            request.fail(Failure.of(RequestFailedError, failed, error))
+            ended = False
+            for one in together:
+                self._loop.leave(one)
+                self._end(one).fail(Failure.of(RequestFailedError, failed, error))
         if ended:
             self._end(sequence)
             self._loop.leave(sequence)

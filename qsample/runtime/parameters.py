@@ -86,16 +86,20 @@ def _mask(allowed_tokens: Any, rows: int, words: int) -> Array:
     return np.array(np.broadcast_to(mask, (rows, words)), order="C")
 
 
-def choose_seeds(seed: Any, given: Any, params: Sequence[SamplingParams]) -> list[int]:
-    """A seed a row: from `seed`, otherwise from the rows' parameters, otherwise fresh."""
+def choose_seeds(seed: Any, given: Any, params: Sequence[SamplingParams], rows_of_each: int = 1) -> list[int]:
+    """A seed a row: from `seed`, otherwise from the rows' parameters, otherwise fresh.
+
+    rows_of_each: rows one after another that share a prompt, and its parameters: their seeds count on from those.
+    """
     rows = len(params)
     if isinstance(seed, Sequence) and not isinstance(seed, str):
         if len(seed) != rows:
-            raise ValueError(f"{len(seed)} seeds were given for {rows} prompts; give one, or one for each")
+            raise ValueError(f"{len(seed)} seeds were given for {rows} rows; give one, or one for each")
         return [_checked_seed(value) for value in seed]
     one_a_row = given is not None and not isinstance(given, SamplingParams)
     if seed is None and one_a_row:
-        return [secrets.randbelow(_SEEDS) if row.seed is None else row.seed for row in params]
+        firsts = [secrets.randbelow(_SEEDS) if row.seed is None else row.seed for row in params[::rows_of_each]]
+        return [(first + index) % _SEEDS for first in firsts for index in range(rows_of_each)]
     first = params[0].seed if seed is None else _checked_seed(seed)
     if first is None:
         return [secrets.randbelow(_SEEDS) for _ in params]
