@@ -176,8 +176,8 @@ class CausalLM(ModelMethods):
                 chat_template_kwargs, add_generation_prompt and continue_final_message, see `ChatOptions`. And
                 transformers' own: input_ids, for inputs; generation_config, an object, a mapping or a path, on top of
                 the model's; pad_token_id; bos_token_id; tokenizer, for a package without one; max_time, in seconds;
-                stopping_criteria, see `BatchEnd`; logits_processor, see `LogitsProcessors`; num_return_sequences, rows of
-                each prompt, one after another, from one reading of it. docs/transformers.md has the others.
+                stopping_criteria, see `BatchEnd`; logits_processor, see `LogitsProcessors`; num_return_sequences, rows
+                of each prompt, one after another, from one reading of it. docs/transformers.md has the others.
 
         A row ends at a stop token, at its maximum length (256 new tokens where neither the model nor the caller says),
         or where the context length is full. Raises ValueError where an argument is wrong.
