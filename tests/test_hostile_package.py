@@ -22,7 +22,7 @@ from qsample.exporters.compiler.compile import compile_package
 from qsample.exporters.compiler.options import CompileOptions
 from qsample.package import MANIFEST_NAME, Compilation, Package, PackageError, copy_package, read_package, write_package
 from qsample.runtime import load
-from tests.helpers.fake_package import fake_package
+from tests.helpers.fake_package import byte_tokenizer, fake_package
 from tests.helpers.small_packages import FILES, manifest, write
 
 INTERFACE = Interface(
@@ -352,11 +352,36 @@ TOKENIZERS = [
 ]
 
 
+def byte_level(**changes: Any) -> str:
+    return json.dumps(json.loads(byte_tokenizer().to_str()) | changes)
+
+
+TOKENIZERS += [byte_level(normalizer={"type": "Precompiled", "precompiled_charsmap": "AAAA"})]
+
+
 @pytest.mark.parametrize("text", TOKENIZERS, ids=range(len(TOKENIZERS)))
 def test_tokenizers(text: str, tmp_path: Path) -> None:
     package = fake_package(tmp_path / "package", files={"tokenizer.json": text})
     with pytest.raises(PackageError, match=r"cannot read .*tokenizer.json"):
         load(package.path)
+
+
+def test_tokenizers_that_fail_on_a_text(tmp_path: Path) -> None:
+    """One has no token for what it does not know, one cuts off more than there is, one has ids beyond the model's."""
+    words = {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "z"}
+    cut = {"type": "Strip", "content": "a", "start": 1, "stop": 1}
+    beyond = json.loads(byte_level())["model"]
+    beyond["vocab"]["a"] = 10**6
+    made = [
+        load(fake_package(tmp_path / str(index), files={"tokenizer.json": byte_level(**changes)}).path)
+        for index, changes in enumerate([{"model": words}, {"decoder": cut}, {"model": beyond}])
+    ]
+    with pytest.raises(PackageError, match=r"tokenizer.json cannot encode 'a b'"):
+        made[0].generate("a b", max_new_tokens=3)
+    with pytest.raises(PackageError, match=r"tokenizer.json cannot decode \[68\]"):
+        made[1].tokenizer.decode([68])  # type: ignore[union-attr]
+    with pytest.raises(ValueError, match="token id 1000000"):
+        made[2].generate("a b", max_new_tokens=3)
 
 
 # Graphs that refer to files.

@@ -50,8 +50,9 @@ class Tokenizer:
         path = package.file(TOKENIZER_FILE)
         try:
             tokenizer = _Tokenizer.from_file(str(path))
-        except Exception as error:  # the Rust library raises plain Exception
-            raise PackageError(f"cannot read {path}: {error}; export the package again") from error
+        except BaseException as error:
+            _raise_failure(f"cannot read {path}", error)
+            raise
         size = tokenizer.get_vocab_size(with_added_tokens=True)
         if size > package.interface.vocab_size:
             raise PackageError(
@@ -63,11 +64,20 @@ class Tokenizer:
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`, with the beginning-of-text token and the like if the tokenizer adds them."""
         check_text("a text", text)
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        try:
+            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        except BaseException as error:
+            _raise_failure(f"{TOKENIZER_FILE} cannot encode {text!r:.80}", error)
+            raise
         return ids
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
-        text: str = self._tokenizer.decode([int(token) for token in ids], skip_special_tokens=skip_special_tokens)
+        tokens = [int(token) for token in ids]
+        try:
+            text: str = self._tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens)
+        except BaseException as error:
+            _raise_failure(f"{TOKENIZER_FILE} cannot decode {tokens!r:.80}", error)
+            raise
         return text
 
     def is_skipped(self, token: int, *, skip_special_tokens: bool = True) -> bool:
@@ -132,6 +142,15 @@ class Tokenizer:
             return ids
         ones = np.ones_like(ids) if return_tensors else [[1] * len(row) for row in ids] if batched else [1] * len(ids)
         return {"input_ids": ids, "attention_mask": ones}
+
+
+def _raise_failure(what: str, error: BaseException) -> None:
+    """Raise PackageError for a fault of a tokenizer.json: the Rust library raises plain Exception for it, or panics,
+    which is none. Return for anything else: a wrong argument, a KeyboardInterrupt."""
+    of_an_argument = isinstance(error, OverflowError | TypeError)
+    if (isinstance(error, Exception) and not of_an_argument) or type(error).__name__ == "PanicException":
+        text = " ".join(str(error).split())
+        raise PackageError(f"{what}: {text:.300}; export the package again") from error
 
 
 def check_text(what: str, text: str) -> None:
