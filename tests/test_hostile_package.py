@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from onnx import helper
 
+from qsample.cli.output import describe, show
 from qsample.contract import Features, Interface, KeyValueShape, RecurrentShape
 from qsample.exporters.compiler.compile import compile_package
 from qsample.exporters.compiler.options import CompileOptions
@@ -42,7 +43,7 @@ COMPILATION = Compilation(
     {"CUDAExecutionProvider": {"MatMul": 5}},
     {"tokens": 8, "agreeing": 8},
     {"enable_cuda_graph": "1"},
-    {"divergence": {"kl": 0.1}, "dtype": "int4"},
+    {"divergence": {"kl": 0.1}, "dtype": "int4", "matrices": 3, "bytes_before": 9, "bytes_after": 4},
 )
 
 
@@ -115,6 +116,22 @@ def test_every_place_of_a_manifest_with_every_odd_value(stride: int, device: Pac
     changes = [(path, change) for path in places(data) for change in (remove, *map(put, ODD))][::stride]
     read = sum(attempt(folder, json.dumps(changed(data, path, change))) is not None for path, change in changes)
     assert 0.02 < read / len(changes) < 0.3  # figures may be anything, and texts
+
+
+@pytest.mark.parametrize("stride", [29, pytest.param(1, marks=pytest.mark.slow)])
+def test_inspect_shows_whatever_a_manifest_says(stride: int, device: Package, tmp_path: Path) -> None:
+    folder = shutil.copytree(device.path, tmp_path / "package")
+    data = json.loads((folder / MANIFEST_NAME).read_text())
+    values = [*ODD, "[/bold]", "[link=file:///x]y", {"a": "[/]"}, {"[/]": 1}]
+    changes = [(path, change) for path in places(data) for change in (remove, *map(put, values))][::stride]
+    shown = 0
+    for path, change in changes:
+        package = attempt(folder, json.dumps(changed(data, path, change)))
+        if package is not None:
+            show(package)
+            describe(package)
+            shown += 1
+    assert shown > 10
 
 
 WRONG_TEXTS = [

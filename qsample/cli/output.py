@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Final
 
@@ -123,7 +123,9 @@ def _facts(package: Package) -> Table:
     manifest, interface = package.manifest, package.interface
     source, layers = manifest.source, len(interface.key_values)
     features = [name for name, value in asdict(interface.features).items() if value]
-    table = Table(title=str(package.path), show_header=False, box=None, title_justify="left", title_style="bold")
+    table = Table(
+        title=escape(str(package.path)), show_header=False, box=None, title_justify="left", title_style="bold"
+    )
     rows: list[tuple[str, str]] = [
         ("kind", manifest.kind),
         ("source", source.model_id + (f" @ {source.revision}" if source.revision else "")),
@@ -140,8 +142,7 @@ def _facts(package: Package) -> Table:
         ("parity", _figures(manifest.parity or {})),
     ]
     if packed := manifest.packed_weights:
-        bits, sizes = (" and ".join(map(str, packed[name])) for name in ("bits", "block_sizes"))
-        rows.append(("packed", f"{packed['matrices']} matrices of the checkpoint, {bits} bits, blocks of {sizes}"))
+        rows.append(("packed", _told(_packed, packed)))
     if compilation := manifest.compilation:
         rows += [
             ("compiled for", f"{compilation.provider} ({', '.join(compilation.execution_providers)})"),
@@ -150,12 +151,25 @@ def _facts(package: Package) -> Table:
         ]
         if quantization := compilation.quantization:
             rows += [
-                ("quantized", _quantization(quantization)),
-                ("divergence", _figures(quantization["divergence"])),
+                ("quantized", _told(_quantization, quantization)),
+                ("divergence", _told(_figures, quantization.get("divergence"))),
             ]
     for name, value in rows:
-        table.add_row(name, value)
+        table.add_row(name, escape(value))
     return table
+
+
+def _told(describe: Callable[[Any], str], figures: Any) -> str:
+    """Figures in words; as they are where they are others than expected: a manifest may hold any."""
+    try:
+        return describe(figures)
+    except (LookupError, TypeError, ValueError, AttributeError):
+        return f"{figures!r:.200}"
+
+
+def _packed(figures: Any) -> str:
+    bits, sizes = (" and ".join(map(str, figures[name])) for name in ("bits", "block_sizes"))
+    return f"{figures['matrices']} matrices of the checkpoint, {bits} bits, blocks of {sizes}"
 
 
 def _quantization(figures: Any) -> str:
@@ -200,7 +214,7 @@ def _graph_table(name: str, graph: GraphSpec) -> Table:
             table.add_row(f"[dim]{role}[/dim]")
         shown = [spec for spec in specs if _layer(spec) < _LAYERS_SHOWN]
         for spec in shown:
-            table.add_row(spec.name, escape(_type(spec)), escape(_meaning(spec, graph)))
+            table.add_row(escape(spec.name), escape(_type(spec)), escape(_meaning(spec, graph)))
         if len(shown) < len(specs):
             table.add_row(f"… {len(specs) - len(shown)} more", "", "keys and values of each further layer")
     return table
@@ -274,14 +288,15 @@ def _placement_table(package: Package) -> Table:
     table = _table("Placement", "execution provider", "nodes", "operators")
     for provider, operators in package.manifest.compilation.placement.items():
         ordered = sorted(operators.items(), key=lambda item: (-item[1], item[0]))
-        table.add_row(provider, str(sum(operators.values())), ", ".join(f"{name} {count}" for name, count in ordered))
+        counts = ", ".join(f"{name} {count}" for name, count in ordered)
+        table.add_row(escape(provider), str(sum(operators.values())), escape(counts))
     return table
 
 
 def _file_table(package: Package) -> Table:
     table = _table("Files", "file", "size", "sha256")
     for name, entry in sorted(package.manifest.files.items()):
-        table.add_row(name, format_size(entry.bytes), f"{entry.sha256[:16]}…")
+        table.add_row(escape(name), format_size(entry.bytes), escape(f"{entry.sha256[:16]}…"))
     return table
 
 

@@ -168,7 +168,7 @@ def _figures(
     if plan.kv_cache_dtype is not None:
         figures["kv_cache_dtype"] = plan.kv_cache_dtype
     if plan.source.manifest.packed_weights is not None:
-        figures["packed_matrices"] = plan.source.manifest.packed_weights["matrices"]
+        figures["packed_matrices"] = plan.source.manifest.packed_weights.get("matrices")
     return figures
 
 
