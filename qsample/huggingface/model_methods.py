@@ -40,6 +40,10 @@ class ModelMethods(ABC):
     def dtype(self) -> str:
         """Of the weights and the cache, "float32" for one."""
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Raises TypeError: a graph gives tokens, and no logits to call it for."""
+        raise TypeError("the model cannot be called, as its graph returns tokens in place of logits; use generate")
+
     def eval(self) -> Self:
         """The model itself, which is never in training."""
         return self

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from qsample.contract import BATCH, LOGPROBS, NEXT_IDS, Interface
+from qsample.huggingface.keywords import GENERATE
 from qsample.runtime.sequence import Sequence
 from qsample.tensors import Array
 
@@ -74,6 +75,11 @@ class GenerateOutput:
                 raise KeyError(f"{index!r}; the fields are {', '.join(self.__slots__)}")
             return getattr(self, index)
         return self.sequences[index]
+
+    def __getattr__(self, name: str) -> Any:
+        # Only for what is not there: the fields of transformers' outputs say where else to look.
+        refusal = GENERATE.get(f"output_{name}", GENERATE.get(name))
+        raise AttributeError(f"generate returns no {name}" + (f": {refusal.instead}" if refusal else ""))
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
         return np.array(self.sequences, dtype=dtype, copy=copy)

@@ -52,6 +52,11 @@ def test_what_would_change_a_graph_says_what_to_do(change: Callable[[Model], Any
         change(Model())
 
 
+def test_a_call_says_what_to_do() -> None:
+    with pytest.raises(TypeError, match="returns tokens in place of logits; use generate"):
+        Model()([[5]])
+
+
 def test_a_device_is_a_text_that_torch_takes() -> None:
     torch = pytest.importorskip("torch")
     device = Device("cpu")

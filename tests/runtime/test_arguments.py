@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -137,6 +139,11 @@ def test_the_sequences_alone_and_the_output_as_sequences(model: CausalLM) -> Non
     assert output["texts"] is output.texts
     with pytest.raises(KeyError, match="'scores'; the fields are sequences, token_ids"):
         _ = output["scores"]
+    with pytest.raises(AttributeError, match=r"generate returns no scores: export with return_pdfs=True"):
+        _ = output.scores
+    assert not hasattr(output, "nothing")
+    twin = pickle.loads(pickle.dumps(output))
+    assert twin.token_ids == copy.copy(output).token_ids == output.token_ids
     with pytest.raises(ValueError, match="return_dict_in_generate is 1; give True, False or None"):
         model.generate(PROMPTS, return_dict_in_generate=1, **FREE)  # type: ignore[call-overload]
 
