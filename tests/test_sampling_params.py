@@ -165,3 +165,12 @@ def test_it_needs_the_standard_library_only() -> None:
         [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=Path(__file__).parents[1]
     )
     assert json.loads(result.stdout) == ["qsample"]
+
+
+def test_padding_counts_for_total_lengths_and_not_for_new_tokens() -> None:
+    assert SamplingParams(max_length=20, min_length=8).lengths(10, 100, padding=5) == (3, 15)
+    assert SamplingParams(max_length=20, min_length=3).lengths(10, 100, padding=5) == (0, 15)
+    assert SamplingParams(max_new_tokens=7, min_new_tokens=2).lengths(10, 100, padding=5) == (12, 17)
+    assert SamplingParams().total_length(10, 5) == 10 + DEFAULT_NEW_TOKENS
+    with pytest.raises(ValueError, match="max_length is 15 and the prompt already has 15 tokens with its padding"):
+        SamplingParams(max_length=15).lengths(10, 100, padding=5)

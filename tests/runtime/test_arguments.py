@@ -125,6 +125,24 @@ def test_the_pad_token_fills_what_is_around_a_row(fake_model: Callable[..., Caus
         fake_model().generate(PROMPTS, bos_token_id=-1, **FREE)
 
 
+def test_a_pad_token_that_ends_a_row_is_read(fake_model: Callable[..., CausalLM]) -> None:
+    model = fake_model(generation_config={"pad_token_id": 40, "eos_token_id": [2, 41]})
+    greedy = {"do_sample": False, "max_new_tokens": 1}
+    for options, lengths in (
+        ({}, [2, 3]),
+        ({"pad_token_id": 41}, [4, 3]),  # one of the model's stop tokens
+        ({"eos_token_id": 40}, [4, 3]),
+        ({"eos_token_id": [7, 40]}, [4, 3]),
+        ({"eos_token_id": 41}, [2, 3]),
+        ({"eos_token_id": None, "pad_token_id": 41}, [4, 2]),
+        ({"generation_config": {"eos_token_id": 40}}, [4, 3]),
+        ({"attention_mask": [[1, 1, 1, 1], [1, 1, 1]]}, [4, 3]),
+    ):
+        assert model.generate([[40, 40, 5, 6], [41, 5, 6]], **greedy, **options).prompt_lengths == lengths
+    of_tokenizer = fake_model(generation_config={"pad_token_id": EOS})  # which the manifest knows from there
+    assert of_tokenizer.generate([[EOS, 5]], **greedy).prompt_lengths == [2]
+
+
 def test_the_sequences_alone_and_the_output_as_sequences(model: CausalLM) -> None:
     output = model.generate(PROMPTS, return_dict_in_generate=True, **FREE)
     alone = model.generate(PROMPTS, return_dict_in_generate=False, **FREE)
