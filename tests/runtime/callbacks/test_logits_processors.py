@@ -68,6 +68,20 @@ def test_a_row_has_processors_of_its_own(fake_model: Callable[..., CausalLM]) ->
     assert alone.calls == 8
 
 
+def test_rows_of_one_reading_have_processors_of_their_own_too(host: CausalLM) -> None:
+    def alternates(ids: Any, scores: Any) -> Any:
+        scores[:, ids[0, -1] % 2 :: 2] = -np.inf
+        return scores
+
+    options = {**FREE, "do_sample": True, "seed": 5, "logits_processor": alternates}
+    twice = [prompt for prompt in PROMPTS for _ in range(2)]
+    output = host.generate(PROMPTS, num_return_sequences=2, **options)
+    assert output.token_ids == host.generate(twice, **options).token_ids
+    for prompt, row in zip(twice, output.token_ids, strict=True):
+        whole = [prompt[-1], *row]
+        assert all((a - b) % 2 for a, b in zip(whole[:-1], whole[1:], strict=True))
+
+
 def test_the_next_call_has_none(host: CausalLM) -> None:
     wanted = host.generate(PROMPTS, **FREE).token_ids
     forced = host.generate(PROMPTS, logits_processor=lambda ids, scores: scores * 0 + np.eye(1, VOCAB, 9), **FREE)

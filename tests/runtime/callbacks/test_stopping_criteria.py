@@ -46,6 +46,20 @@ def test_a_criterion_ends_the_rows_that_it_names(
     assert output.texts[1] == model.tokenizer.decode(free.token_ids[1][:3])  # type: ignore[union-attr]
 
 
+def test_several_rows_of_a_prompt_are_rows_of_the_batch(model: CausalLM) -> None:
+    shown: list[tuple[int, ...]] = []
+
+    def all_but_the_first(ids: Any, scores: Any) -> Any:
+        shown.append(ids.shape)
+        return [False, *[ids.shape[1] == WIDTH + 3] * 7]
+
+    options = {**FREE, "do_sample": True, "seed": 5, "num_return_sequences": 2}
+    free = model.generate(PROMPTS, **options)
+    output = model.generate(PROMPTS, stopping_criteria=all_but_the_first, **options)
+    assert shown == [(8, WIDTH + n) for n in range(1, 13)]
+    assert output.token_ids == [free.token_ids[0], *(row[:3] for row in free.token_ids[1:])]
+
+
 def test_every_form_of_a_criterion_and_of_its_answer(model: CausalLM) -> None:
     def after(n: int, answer: Callable[[Any], Any]) -> Callable[[Any, Any], Any]:
         return lambda ids, scores: answer(ids.shape[1] >= WIDTH + n)
