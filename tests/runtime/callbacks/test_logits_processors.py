@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -78,8 +79,7 @@ def test_rows_of_one_reading_have_processors_of_their_own_too(host: CausalLM) ->
     output = host.generate(PROMPTS, num_return_sequences=2, **options)
     assert output.token_ids == host.generate(twice, **options).token_ids
     for prompt, row in zip(twice, output.token_ids, strict=True):
-        whole = [prompt[-1], *row]
-        assert all((a - b) % 2 for a, b in zip(whole[:-1], whole[1:], strict=True))
+        assert all((a - b) % 2 for a, b in itertools.pairwise([prompt[-1], *row]))
 
 
 def test_the_next_call_has_none(host: CausalLM) -> None:
