@@ -41,6 +41,16 @@ ROUTERS: Final[dict[str, dict[str, Any]]] = {
     },
     "glm4_moe": {**_COMMON, "n_routed_experts": 8, "first_k_dense_replace": 0, "head_dim": 16},
     "phimoe": {**_COMMON, "num_local_experts": 8},  # a sparse mixer
+    "dbrx": {
+        "num_hidden_layers": 1,
+        "d_model": 64,
+        "n_heads": 4,
+        "n_layers": 1,
+        "max_seq_len": 256,
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0},
+        "ffn_config": {"ffn_hidden_size": 96, "moe_num_experts": 8, "moe_top_k": 2},
+    },
+    "jetmoe": {**_COMMON, "num_local_experts": 8, "kv_channels": 16, "num_key_value_heads": 2},
     "llama4_text": {**_COMMON, "num_local_experts": 8, "intermediate_size_mlp": 96, "head_dim": 16},  # scaled inputs
 }
 

@@ -61,10 +61,9 @@ def _weighted_experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, t
     return result.reshape(hidden_states.shape)
 
 
-def _dbrx_gate(module: Any, joint: Tensor) -> Tensor:
+def _glu(activation: Callable[[Tensor], Tensor], joint: Tensor) -> Tensor:
     gate, up = joint.chunk(2, dim=-1)
-    result: Tensor = module.mlp.activation_fn(gate) * up
-    return result
+    return activation(gate) * up
 
 
 def _dbrx_weights(module: Any) -> ExpertWeights:
@@ -81,18 +80,14 @@ def _dbrx_expert(module: Any, expert: int, states: Tensor) -> Tensor:
     return result
 
 
-def _plain_gate(module: Any, joint: Tensor) -> Tensor:
-    gate, up = joint.chunk(2, dim=-1)
-    result: Tensor = module.act_fn(gate) * up
-    return result
-
-
 def _longcat_weights(module: Any) -> ExpertWeights:
     return ExpertWeights(getattr(module, _ACTIVATION), module.num_routed_experts, module.gate_up_proj, module.down_proj)
 
 
 def _longcat_expert(module: Any, expert: int, states: Tensor) -> Tensor:
-    return F.linear(_plain_gate(module, F.linear(states, module.gate_up_proj[expert])), module.down_proj[expert])
+    hidden = _glu(module.act_fn, F.linear(states, module.gate_up_proj[expert]))
+    result: Tensor = F.linear(hidden, module.down_proj[expert])
+    return result
 
 
 def _llama4(module: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
@@ -115,30 +110,57 @@ def _llama4_weights(module: Any) -> ExpertWeights:
     return ExpertWeights(activation, down.shape[0], gate, down, gate_transposed=True, down_transposed=True)
 
 
+def _jetmoe(module: Any, layer_input: Tensor) -> Tensor:
+    """JetMoE's own sorts the tokens by their experts. layer_input: [B, S, H]. Returns [B, S, H]."""
+    if not _traced(module):
+        eager: Tensor = type(module).forward(module, layer_input)
+        return eager
+    states = layer_input.reshape(-1, layer_input.shape[-1])
+    scores, chosen = torch.topk(module.router.layer(states).float(), module.router.top_k, dim=-1)
+    outputs = run_experts(states, chosen, _jetmoe_weights(module))
+    result: Tensor = combine(outputs, torch.softmax(scores, dim=-1).to(states.dtype)) + module.bias
+    return result.reshape(layer_input.shape)
+
+
+def _jetmoe_weights(module: Any) -> ExpertWeights:
+    gate, down = module.input_linear.weight, module.output_linear.weight
+    return ExpertWeights(getattr(module, _ACTIVATION), down.shape[0], gate, down)
+
+
 class _Kind(NamedTuple):
-    """forward: of the module, which it gets first. gate, size: of `find_swiglu`. run: one expert on every token."""
+    """forward: of the module, which it gets first. gate, size: what is applied to the gate, and how many there are.
+    run: one expert on every token."""
 
     forward: Callable[..., Any]
     weights: Callable[[Any], ExpertWeights]
-    gate: Callable[[Any, Tensor], Tensor]
+    gate: Callable[[Any], Callable[[Tensor], Tensor]]
     size: Callable[[Any], int]
     run: Callable[[Any, int, Tensor], Tensor] | None = None
 
     def activation(self, module: Any) -> SwiGLU | None:
-        return find_swiglu(functools.partial(self.gate, module), self.size(module))
+        return find_swiglu(functools.partial(_glu, self.gate(module)), self.size(module))
 
 
 _KINDS: Final[dict[str, _Kind]] = {
     "DbrxExperts": _Kind(
-        _weighted_experts, _dbrx_weights, _dbrx_gate, lambda module: module.ffn_hidden_size, _dbrx_expert
+        _weighted_experts,
+        _dbrx_weights,
+        lambda module: module.mlp.activation_fn,
+        lambda module: module.ffn_hidden_size,
+        _dbrx_expert,
     ),
     "LongcatFlashExperts": _Kind(
-        _weighted_experts, _longcat_weights, _plain_gate, lambda module: module.intermediate_size, _longcat_expert
+        _weighted_experts,
+        _longcat_weights,
+        lambda module: module.act_fn,
+        lambda module: module.intermediate_size,
+        _longcat_expert,
     ),
     "Llama4TextMoe": _Kind(
         _llama4,
         _llama4_weights,
-        lambda module, joint: _plain_gate(module.experts, joint),
+        lambda module: module.experts.act_fn,
         lambda module: module.experts.intermediate_size,
     ),
+    "JetMoeMoE": _Kind(_jetmoe, _jetmoe_weights, lambda module: module.activation, lambda module: module.hidden_size),
 }

@@ -9,7 +9,7 @@ from qsample.transforms.experts.own_loops import OwnExperts
 from tests.architectures.configs import tiny_model
 
 
-@pytest.mark.parametrize("model_type", ["dbrx", "longcat_flash", "llama4_text"])
+@pytest.mark.parametrize("model_type", ["dbrx", "longcat_flash", "llama4_text", "jetmoe"])
 def test_eagerly_they_compute_what_their_own_code_computes(model_type: str) -> None:
     model, ids = tiny_model(model_type), torch.arange(12)[None]
     with torch.no_grad():
