@@ -15,7 +15,8 @@ def replace_gemms(model: ir.Model) -> bool:
 
     A MatMul keeps [B, S, N] as it is where a Gemm needs flattened rows, and weight quantization reads only MatMuls.
 
-    1. The Gemm neither scales nor transposes, its weight is an initializer, and the shape of its output is recorded.
+    1. The Gemm neither scales nor transposes, its weight is an initializer, and its output has a recorded shape and is
+       none of the graph.
     2. Where a reshape flattens the states before it, the MatMul reads them unflattened.
     """
     modified = False
@@ -32,7 +33,8 @@ def _is_plain(node: ir.Node) -> bool:
     transposed = attributes.get_int("transA", 0) or attributes.get_int("transB", 0)
     weight = node.inputs[1]
     constant = weight is not None and weight.is_initializer()
-    return constant and not scaled and not transposed and node.outputs[0].shape is not None
+    result = node.outputs[0]
+    return constant and not scaled and not transposed and result.shape is not None and not result.is_graph_output()
 
 
 def _matmul(node: ir.Node) -> ir.Value:

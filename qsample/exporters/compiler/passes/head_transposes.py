@@ -20,12 +20,15 @@ def remove_head_transposes(model: ir.Model) -> bool:
 
     1. A norm over D, a RotaryEmbedding and a Split of D read what was transposed; their results are transposed.
     2. A transpose of a transposed value goes.
+    3. Outputs of the graph stay what they are, and so does what computes them.
 
     Heads and D have recorded sizes. Returns whether anything changed.
     """
     modified = False
     for node in list(model.graph):
         if not node.inputs or (source := _swapped(node.inputs[0])) is None:
+            continue
+        if any(output.is_graph_output() for output in node.outputs):
             continue
         if _is_swap(node):
             ir.convenience.replace_all_uses_with(node.outputs[0], source)

@@ -7,6 +7,7 @@ that part of the graph, so it does not matter how a model computes them.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
@@ -48,7 +49,7 @@ def absorb_rope(model: ir.Model, capacity: int) -> bool:
             continue
         angles = tuple(key.node.inputs[1:4])
         if angles not in tables:
-            tables[angles] = _tables(model, angles, capacity, f"rope_{len(tables)}")
+            tables[angles] = _tables(model, angles, capacity)
         cos_and_sin = tables[angles]
         if cos_and_sin is not None:
             _rotate_inside(node, query, key, cos_and_sin)
@@ -99,9 +100,7 @@ def _rotate_inside(node: ir.Node, query: _Rotation, key: _Rotation, tables: tupl
     node.attributes["rotary_interleaved"] = ir.AttrInt64("rotary_interleaved", query.interleaved)
 
 
-def _tables(
-    model: ir.Model, angles: tuple[ir.Value | None, ...], capacity: int, name: str
-) -> tuple[ir.Value, ir.Value] | None:
+def _tables(model: ir.Model, angles: tuple[ir.Value | None, ...], capacity: int) -> tuple[ir.Value, ir.Value] | None:
     """Initializers [T, rotary_size / 2] with the cosines and sines of positions 0 to T - 1; None where those of the
     graph depend on anything but the position."""
     compute = _angles(model, angles)
@@ -117,7 +116,9 @@ def _tables(
         pairs = zip(compute(starts, length), table, strict=True)
         if any(abs(computed - by_position[positions]).max() > _TOLERANCE for computed, by_position in pairs):
             return None
-    return initializer(model.graph, f"{name}_cos", table[0]), initializer(model.graph, f"{name}_sin", table[1])
+    names = ((f"rope_{number}_cos", f"rope_{number}_sin") for number in itertools.count())
+    cos, sin = next(pair for pair in names if model.graph.initializers.keys().isdisjoint(pair))
+    return initializer(model.graph, cos, table[0]), initializer(model.graph, sin, table[1])
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,3 +54,11 @@ def test_one_of_unknown_shape_stays() -> None:
     model = gemm()
     model.graph.node(1).outputs[0].shape = None
     assert not replace_gemms(model)
+
+
+def test_one_that_the_graph_returns_stays() -> None:
+    model = gemm()
+    product = model.graph.node(1).outputs[0]
+    product.type = ir.TensorType(ir.DataType.FLOAT)
+    model.graph.outputs.append(product)
+    assert not replace_gemms(model)

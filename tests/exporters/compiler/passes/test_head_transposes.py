@@ -24,6 +24,7 @@ NORM = "last = SimplifiedLayerNormalization <axis = -1> (heads, weight)"
 ROTATION = "last = com.microsoft.RotaryEmbedding (heads, positions, cos, sin)"
 BOTH = f"{NORM.replace('last', 'normed')}\n    {ROTATION.replace('heads', 'normed')}"
 PARTS = "first, last = Split <axis = 3> (heads, halves)"
+MIDDLES = [(NORM, 16), (ROTATION, 16), (BOTH, 16), (PARTS, 8)]
 
 
 def attention(middle: str, size: int = 16) -> ir.Model:
@@ -78,3 +79,24 @@ def test_they_stay_where_the_sizes_are_unknown() -> None:
     model = attention(NORM)
     model.graph.inputs[0].shape = ir.Shape(["B", "S", "H", 16])
     assert not remove_head_transposes(model)
+
+
+@pytest.mark.parametrize(
+    ("middle", "size", "name"),
+    [
+        *((middle, size, name) for middle, size in MIDDLES for name in ("heads", "last", "merged")),
+        (BOTH, 16, "normed"),
+        (PARTS, 8, "first"),
+    ],
+)
+def test_an_output_of_the_graph_stays(middle: str, size: int, name: str) -> None:
+    plain, without = attention(middle, size), attention(middle, size)
+    for model in (plain, without):
+        (kept,) = (value for node in model.graph for value in node.outputs if value.name == name)
+        kept.type = ir.TensorType(ir.DataType.FLOAT)
+        model.graph.outputs.append(kept)
+    run(without, [remove_head_transposes])
+    assert [value.name for value in without.graph.outputs] == ["result", name]
+    feeds = {"x": normal(2, 3, 4, 16), "positions": np.array([[0, 1, 2], [2, 1, 0]])}
+    for got, wanted in zip(results(without, feeds), results(plain, feeds), strict=True):
+        np.testing.assert_allclose(got, wanted, atol=1e-6)

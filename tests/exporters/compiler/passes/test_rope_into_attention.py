@@ -13,6 +13,7 @@ import pytest
 from qsample.exporters.compiler.passes.rope_into_attention import absorb_rope
 from qsample.exporters.compiler.recipe import lean_passes, run
 from qsample.exporters.graph.axes import fix_axes
+from qsample.exporters.graph.edit import initializer
 from qsample.exporters.graph.gqa import Slot
 from qsample.exporters.graph.join import cut_at_logits
 from qsample.package import read_package
@@ -93,6 +94,15 @@ def test_rotary_by_position_goes_into_the_attention() -> None:
             outputs(lean, batch, length, starts), outputs(plain, batch, length, starts), strict=True
         ):
             np.testing.assert_allclose(got, wanted, atol=1e-6)
+
+
+def test_tables_of_an_earlier_run_are_not_taken_for_these() -> None:
+    plain, lean = rotary_graph(BY_POSITION), rotary_graph(BY_POSITION)
+    for name in ("rope_0_cos", "rope_1_sin"):
+        initializer(lean.graph, name, np.zeros((32, 8), np.float32))
+    assert run(lean, [partial(absorb_rope, capacity=32)])
+    for got, wanted in zip(outputs(lean, 1, 6, [9]), outputs(plain, 1, 6, [9]), strict=True):
+        np.testing.assert_allclose(got, wanted, atol=1e-6)
 
 
 def test_rotary_by_more_than_the_position_stays() -> None:
