@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 import weakref
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -116,6 +117,8 @@ def _load(
         raise UnsupportedModelError(f"{checkpoint.model_id}: {_first_line(error)}") from error
     except (OSError, RuntimeError, SafetensorError) as error:
         raise QsampleError(f"cannot load the weights of {checkpoint.model_id!r}: {_first_line(error)}") from error
+    if quantized is None:
+        _check_complete(model, loading["missing_keys"], checkpoint.model_id)
     model.requires_grad_(False)
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config  # its weights are float now
@@ -137,6 +140,17 @@ def read_config(checkpoint: Checkpoint) -> PretrainedConfig:
     except OSError as error:
         raise QsampleError(f"cannot read the model {checkpoint.model_id!r}: {_first_line(error)}") from error
     return config
+
+
+def _check_complete(model: PreTrainedModel, missing: Collection[str], model_id: str) -> None:
+    """Raise QsampleError for a weight that transformers made up, of random numbers, because the checkpoint lacks it."""
+    made_up = sorted(set(missing) & {name for name, _ in model.named_parameters()})
+    if made_up:
+        named = ", ".join(made_up[:3]) + (f" and {len(made_up) - 3} more" if len(made_up) > 3 else "")
+        raise QsampleError(
+            f"{model_id} holds no {named}, which {type(model).__name__} needs; download the checkpoint again, or give "
+            "one of this very architecture"
+        )
 
 
 def _cast(checkpoint: Checkpoint, config: PretrainedConfig, scratch: Path) -> bool:

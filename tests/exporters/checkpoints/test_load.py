@@ -7,9 +7,11 @@ import os
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from qsample import AutoModelForCausalLM
 from qsample.errors import QsampleError, UnsupportedModelError
+from qsample.exporters.checkpoints.load import Checkpoint, load_model
 from tests.helpers.tiny_models import random_model, save_checkpoint
 
 
@@ -47,3 +49,32 @@ def test_a_path_that_is_neither_checkpoint_nor_package(tmp_path: Path) -> None:
         AutoModelForCausalLM.from_pretrained(tmp_path).export(tmp_path / "package")
     with pytest.raises(QsampleError, match="does not exist"):
         AutoModelForCausalLM.from_pretrained("./no/such/folder").export(tmp_path / "package")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize(
+    ("dropped", "named"),
+    [
+        (["lm_head.weight"], r"lm_head\.weight, which LlamaForCausalLM needs"),
+        (["model.layers.0.mlp.up_proj.weight"], r"model\.layers\.0\.mlp\.up_proj\.weight"),
+        (
+            ["model.norm.weight", "lm_head.weight", *(f"model.layers.{i}.mlp.up_proj.weight" for i in (0, 1))],
+            "and 1 more",
+        ),
+    ],
+)
+def test_weights_are_never_made_up(dropped: list[str], named: str, dtype: str, tmp_path: Path) -> None:
+    """transformers only warns, and puts random numbers in their place."""
+    save_checkpoint(tmp_path / "checkpoint", "llama")
+    tensors = load_file(tmp_path / "checkpoint" / "model.safetensors")
+    kept = {name: tensor for name, tensor in tensors.items() if name not in dropped}
+    save_file(kept, tmp_path / "checkpoint" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(QsampleError, match=rf"checkpoint holds no .*{named}"):
+        load_model(Checkpoint(str(tmp_path / "checkpoint"), dtype=dtype))
+
+
+def test_a_tied_head_is_not_missing(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "checkpoint", "llama", tie_word_embeddings=True)
+    assert "lm_head.weight" not in load_file(tmp_path / "checkpoint" / "model.safetensors")
+    model = load_model(Checkpoint(str(tmp_path / "checkpoint")))
+    assert model.lm_head.weight is model.model.embed_tokens.weight
