@@ -5,17 +5,20 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 
+from qsample.contract import RUNNING, STOPPED
 from qsample.runtime import (
     CausalLM,
+    Delta,
     Engine,
     Request,
 )
 from tests.helpers.fake_package import VOCAB
-from tests.helpers.requests import ENDLESS, FREE, expected, outcome, wait_until
+from tests.helpers.requests import ENDLESS, FREE, expected, make_sequence, outcome, wait_until
 
 
 def test_deltas_join_to_the_output(model: CausalLM) -> None:
@@ -126,8 +129,8 @@ def test_cancelling_in_the_queue_in_the_prompt_and_while_running(model: CausalLM
         wait_until(lambda: prefilling._sequence.consumed > 0)
         queued = engine.add_request([7], ENDLESS, seed=2)
         stays = engine.add_request([8], FREE, seed=3)
-        for request in (queued, prefilling, running):
-            request.cancel()
+        for request in (queued, prefilling, running) * 2:
+            request.cancel()  # the second time it is about to end
         gate.release(10_000)
         assert outcome(queued) == outcome(prefilling) == ([], "cancelled")
         assert queued.result().timing.queue_seconds is None
@@ -155,3 +158,30 @@ def test_a_result_that_takes_too_long(model: CausalLM, gate: threading.Semaphore
             request.result(0.01)
         gate.release(1000)
         assert outcome(request) == expected([5], FREE, 0)
+
+
+@pytest.mark.parametrize("in_a_coroutine", [False, True])
+def test_nothing_is_lost_of_a_request_that_ends_while_it_is_read(in_a_coroutine: bool, model: CausalLM) -> None:
+    """Its last tokens come, and it ends, between a reader's look at what there is and its next one."""
+
+    class EndsWhenRead(list[Delta]):
+        def __len__(self) -> int:
+            return self.ended_after(super().__len__())
+
+        def __getitem__(self, index: Any) -> Any:
+            return self.ended_after(super().__getitem__(index))
+
+        def ended_after(self, value: Any) -> Any:
+            if request._sequence.status == RUNNING:
+                request._sequence.sampled += [7, 8]
+                request._sequence.status = STOPPED
+                request.update()
+            return value
+
+    async def read() -> list[int]:
+        return [token async for delta in request for token in delta.token_ids]
+
+    request = Request(make_sequence(model, [5], FREE, 0, 64), lambda _: None, lambda: None)
+    request._deltas = EndsWhenRead()
+    tokens = asyncio.run(read()) if in_a_coroutine else [token for delta in request for token in delta.token_ids]
+    assert tokens == request.result(0).token_ids == [7, 8]
