@@ -26,10 +26,15 @@ from qsample.transforms.sampler import candidates, filters
 from qsample.transforms.sampler.branching import branch
 
 SORT_SIZE = 1024  # tokens of the bracket that are sorted
+# A sample of half the size leaves about three times as many tokens to sort. Counted in 96 rows of normal logits, of
+# standard deviations 0.2 to 3 and top_p 0.35 to 0.95: after two interpolated pivots, 99 of 100 rows have at most 618 of
+# 151,936 left, and 1,653 with a sample of 512.
 _SAMPLE_SIZE = 1024
 # Ranks of the sample between a pivot and where the threshold is expected. The first is four standard deviations of a
 # sample's median. Then the weights above both pivots are known, and only what lies between them is left to chance.
 _SAMPLE_MARGINS = (64, 10)
+# About here two interpolated pivots leave as many tokens as are sorted: of 160,000, at most 1,058 in 99 of 100 of those
+# rows, and 209 after a third.
 _LARGE_VOCAB = 160_000
 _CLEARANCE = 0.07  # of the bracket's width, that a pivot keeps from where the threshold is expected
 _MORE_PIVOTS = 4  # pairs
