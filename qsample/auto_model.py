@@ -78,7 +78,8 @@ class AutoModelForCausalLM:
             others: what transformers takes and is off; docs/transformers.md says what to do instead where it is on.
 
         Returns a `PackagedModel` for a folder with a qsample.json, otherwise a `CheckpointModel`, which loads nothing
-        until it is used. Features of a package were fixed at its export: asking for others raises QsampleError.
+        until it is used. Raises QsampleError for a path where neither is, and for features that a package was exported
+        without.
         """
         from qsample.exporters.checkpoints.hub_options import HubOptions
 
@@ -107,7 +108,16 @@ class AutoModelForCausalLM:
                 raise QsampleError(f"{path} is a package, and an adapter is merged at export; export the model with it")
             _check_features(package, features, None if chosen == "auto" else chosen)
             return PackagedModel(package, provider)
-        from qsample.exporters.checkpoints.load import Checkpoint
+        from qsample.exporters.checkpoints.locate import ADAPTER, check_exists
+
+        check_exists(str(path), ask_hub=False)
+        if adapter is not None:
+            check_exists(str(adapter), file=ADAPTER, ask_hub=False)
+        try:
+            from qsample.exporters.checkpoints.load import Checkpoint
+        except ModuleNotFoundError:
+            check_exists(str(path), hub)  # a mistyped package is not exported by whatever is missing
+            raise
 
         checkpoint = Checkpoint(
             model_id=str(pretrained_model_name_or_path),
@@ -236,7 +246,7 @@ class CheckpointModel(_Compilable):
         self, checkpoint: Checkpoint, path: str | Path | None, overwrite: bool, progress: Progress | None
     ) -> PackagedModel:
         from qsample.exporters.checkpoints.load import load_model, load_tokenizer
-        from qsample.exporters.checkpoints.locate import check_exists
+        from qsample.exporters.checkpoints.locate import ADAPTER, check_exists
         from qsample.exporters.checkpoints.settings import settle_dtype, transformers_generation_config
         from qsample.exporters.export import export_model
 
@@ -244,8 +254,7 @@ class CheckpointModel(_Compilable):
             check_not_source(path, *self._sources)
         check_exists(checkpoint.model_id, checkpoint.hub)
         if checkpoint.adapter is not None:
-            adapter_hub = checkpoint.hub.for_another_repository()
-            check_exists(checkpoint.adapter, adapter_hub, file="adapter_config.json")
+            check_exists(checkpoint.adapter, checkpoint.hub.for_another_repository(), file=ADAPTER)
         checkpoint = settle_dtype(checkpoint)
         own = self._generation_config
         settings = None if own is None else transformers_generation_config(own)

@@ -196,3 +196,19 @@ def test_a_checkpoint_takes_its_changed_settings_along(checkpoint: Callable[[str
     with pytest.raises(QsampleError, match=r"generation_config cannot be exported"):
         model.export(tmp_path / "another")
     assert not (tmp_path / "another").exists()
+
+
+def test_a_mistyped_name_fails_when_it_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiny-cpu").mkdir()
+    (tmp_path / "config.json").touch()
+    with pytest.raises(QsampleError, match=r"tiny-cup does not exist .did you mean tiny-cpu\?"):
+        AutoModelForCausalLM.from_pretrained("./tiny-cup")
+    with pytest.raises(QsampleError, match=r"\./no-adapter does not exist"):
+        AutoModelForCausalLM.from_pretrained(tmp_path, adapter="./no-adapter")
+    # So does one that may be a hub id, where nothing is installed that could export it.
+    monkeypatch.setitem(sys.modules, "qsample.exporters.checkpoints.load", None)
+    with pytest.raises(QsampleError, match=r"tiny-cup does not exist .did you mean tiny-cpu\?.*local_files_only"):
+        AutoModelForCausalLM.from_pretrained("tiny-cup", local_files_only=True)
+    with pytest.raises(ModuleNotFoundError):
+        AutoModelForCausalLM.from_pretrained(tmp_path)

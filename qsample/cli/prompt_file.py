@@ -63,7 +63,7 @@ def _run(
     from qsample.cli import terminal
 
     summary = Summary()
-    with terminal.progress() as progress:
+    with terminal.progress(hidden=write is _print and sys.stdout.isatty()) as progress:
         progress("loading", 0.0)
         model = load()
 
@@ -145,9 +145,7 @@ def _wait(request: Request | str) -> None:
     if not isinstance(request, str):
         try:
             request.result()
-        except QsampleError:
-            raise
-        except Exception:  # the row's own, which its record has
+        except Exception:  # `_record` sees it
             return
 
 
@@ -166,11 +164,15 @@ def _add(engine: Engine, row: Row) -> Request | str:
 
 
 def _record(row: Row, request: Request | str, summary: Summary) -> dict[str, Any]:
+    from qsample.runtime import EngineClosedError
+
     record: dict[str, Any] = {"fingerprint": row.fingerprint, "id": row.id}
     try:
         if isinstance(request, str):
             raise ValueError(request)
         output = request.result()
+    except EngineClosedError:  # no fault of the row, which the next run does again
+        raise
     except Exception as error:
         summary.errors += 1
         return record | {"error": {"message": str(error)}}

@@ -19,7 +19,7 @@ def console(*, stderr: bool = False) -> Console:
 
 
 @contextmanager
-def progress() -> Iterator[Progress]:
+def progress(*, hidden: bool = False) -> Iterator[Progress]:
     """A progress bar on stderr, as a callback of stage and fraction done. Where that is no terminal, nothing shows."""
     shown = console(stderr=True)
     columns = (
@@ -28,8 +28,9 @@ def progress() -> Iterator[Progress]:
         TextColumn("{task.percentage:3.0f}%"),
         TimeElapsedColumn(),
     )
-    hidden = not shown.is_terminal or shown.is_dumb_terminal
-    with ProgressBar(*columns, console=shown, transient=True, disable=hidden) as bar:
+    hidden = hidden or not shown.is_terminal or shown.is_dumb_terminal
+    # Rich would send what is printed meanwhile to the bar's terminal, though stdout may be a file.
+    with ProgressBar(*columns, console=shown, transient=True, disable=hidden, redirect_stdout=False) as bar:
         task: TaskID = bar.add_task("starting", total=1.0)
         yield lambda stage, fraction: bar.update(task, description=stage, completed=fraction)
 

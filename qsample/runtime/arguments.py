@@ -20,7 +20,7 @@ from qsample.runtime.guided_decoding import Guide
 from qsample.runtime.parameters import choose_seeds, parameter_arrays
 from qsample.runtime.prompts import parse_prompts
 from qsample.runtime.sequence import Sequence
-from qsample.runtime.text.chat import ChatOptions
+from qsample.runtime.text.chat import ChatOptions, ChatTemplates
 from qsample.runtime.text.generated_text import GeneratedText
 from qsample.runtime.text.stop_strings import check_stop_strings
 from qsample.runtime.text.tokenizer import Tokenizer
@@ -266,7 +266,10 @@ def choose_tokenizer(own: Tokenizer | None, given: Any, vocab_size: int) -> Toke
     if size > vocab_size:
         raise ValueError(f"tokenizer has {size} tokens and the model {vocab_size}; give the model's own")
     # A copy: what a prompt is cut or padded to is switched off in ours.
-    return own or Tokenizer(_Tokenizer.from_str(backend.to_str()))
+    if own is not None:
+        return own
+    templates = ChatTemplates(getattr(given, "chat_template", None), getattr(given, "special_tokens_map", None))
+    return Tokenizer(_Tokenizer.from_str(backend.to_str()), templates)
 
 
 def _inputs(inputs: Any, attention_mask: Any, options: dict[str, Any]) -> tuple[Any, Any]:

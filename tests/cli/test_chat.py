@@ -112,10 +112,12 @@ def test_options_reach_the_engine_and_the_template(say: Any, requests: list[Any]
 
 def test_an_answer_goes_on_to_the_end_of_the_context_unless_told(run: Any, tmp_path: Path, monkeypatch: Any) -> None:
     path = fake_package(tmp_path / "endless", generation_config={"eos_token_id": []}, manifest={}).path
-    monkeypatch.setattr("sys.stdin", io.StringIO("hello\nmore\n/reset\n"))
+    saved = tmp_path / "talk.json"
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"hello\nmore\n/save {saved}\n/reset\n"))
     status, _, err = run("chat", path, "--ctx-len", "64", "--stop-id", "299")
     assert "64 of 64 tokens of context. The context is full, and the answer ends there: /reset starts anew" in err
     assert re.search(r"the conversation has \d+ tokens and the context 64, so this was not added", err)
+    assert [message["role"] for message in json.loads(saved.read_text())["messages"]] == ["user", "assistant"]
     assert "the conversation is empty" in err
     assert status == 1
     assert err.splitlines()[-1] == "qsample: lines of standard input that could not be answered: 1"

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ import pytest
 
 from qsample.package import Package
 from qsample.runtime import load
-from tests.helpers.command_line import ROOT
+from qsample.runtime.decode.loop import DecodeLoop
+from tests.helpers.command_line import COMMAND, ROOT
 from tests.helpers.fake_package import compilation, fake_package
 from tests.helpers.sampler_traces import python_that_shares_traces
 
@@ -207,6 +209,54 @@ def test_many_rows_keep_the_slots_full_and_their_order(run: Any, package: Packag
     assert status == 0, err
     assert [record["id"] for record in found] == list(range(1, 151))
     assert [record["completion_tokens"] for record in found] == [row["max_new_tokens"] for row in rows]
+
+
+def test_a_graph_that_fails_ends_the_run_and_marks_no_row(
+    run: Any, package: Package, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, output, whole = written(tmp_path / "p.jsonl", ROWS), tmp_path / "out", tmp_path / "whole"
+    command = ["generate", package.path, "--prompt-file", source, *SETTINGS, "--slots", "1", "--output"]
+    steps, step = [0], DecodeLoop.step
+
+    def failing(self: DecodeLoop) -> None:
+        steps[0] += 1
+        if steps[0] == 15:
+            raise MemoryError("no more")
+        step(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(DecodeLoop, "step", failing)
+        status, _, err = run(*command, output)
+    assert status == 1
+    assert "the engine ended because its graph failed (" in err
+    assert 0 < output.read_bytes().count(b"\n") < len(ROWS)
+    assert b"error" not in output.read_bytes()
+    assert [run(*command, path)[0] for path in (output, whole)] == [0, 0]
+    assert output.read_bytes() == whole.read_bytes()
+
+
+def test_the_bar_and_the_rows_do_not_mix(package: Package, tmp_path: Path) -> None:
+    pty = pytest.importorskip("pty")
+    source = written(tmp_path / "p.jsonl", ROWS)
+    main, side = pty.openpty()
+    process = subprocess.Popen(
+        [*COMMAND, "generate", str(package.path), "--prompt-file", str(source), *SETTINGS],
+        cwd=ROOT,
+        env={**os.environ, "TERM": "xterm", "NO_COLOR": ""},
+        stdout=subprocess.PIPE,
+        stderr=side,
+    )
+    os.close(side)
+    out, _ = process.communicate(timeout=120)
+    shown = b""
+    with suppress(OSError):  # Linux's end of a pseudo-terminal
+        while part := os.read(main, 65536):
+            shown += part
+    os.close(main)
+    assert process.returncode == 0, shown
+    assert len(records(out.decode())) == len(ROWS)
+    assert b"of 6 rows, " in shown
+    assert b"fingerprint" not in shown
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals")

@@ -14,13 +14,15 @@ from qsample.exporters.checkpoints.hub_options import HubOptions
 
 _HUB_ID: Final = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _CONFIG: Final = "config.json"
+ADAPTER: Final = "adapter_config.json"
 _SECONDS: Final = 10  # to wait for the hub
 
 
-def check_exists(name: str, hub: HubOptions | None = None, *, file: str = _CONFIG) -> None:
+def check_exists(name: str, hub: HubOptions | None = None, *, file: str = _CONFIG, ask_hub: bool = True) -> None:
     """Raise QsampleError unless `name` is a folder (of a model: with a config.json), or may be a hub id with `file`.
 
-    The hub is asked once, and not again where it cannot be reached. What else it answers is left to transformers.
+    ask_hub: whether it has that; it is asked once, and not again where it cannot be reached. What else it answers is
+    left to transformers.
     """
     path = Path(name)
     if path.is_dir():
@@ -33,7 +35,8 @@ def check_exists(name: str, hub: HubOptions | None = None, *, file: str = _CONFI
     accepted = "a checkpoint folder, a package folder or a hub id" if file == _CONFIG else "a folder or a hub id"
     if name.startswith((".", "~")) or not _HUB_ID.fullmatch(name):
         raise QsampleError(f"{where}; give {accepted}")
-    _ask_hub(name, where, accepted, hub or HubOptions(), file)
+    if ask_hub:
+        _ask_hub(name, where, accepted, hub or HubOptions(), file)
 
 
 def _similar(path: Path) -> str:

@@ -89,9 +89,14 @@ class ChatOptions:
 class ChatTemplates:
     """A package's Jinja templates by name, and the special tokens that they may spell."""
 
-    def __init__(self, templates: Mapping[str, str], special_tokens: Mapping[str, str] | None = None) -> None:
-        self._templates = dict(templates)
-        self._special_tokens = dict(special_tokens or {})
+    def __init__(self, templates: Any, special_tokens: Mapping[str, str] | None = None) -> None:
+        """templates: one, several by name, or a tokenizer_config.json's list of them; None = none."""
+        if isinstance(templates, list):
+            templates = {entry.get("name"): entry.get("template") for entry in templates if isinstance(entry, Mapping)}
+        elif not isinstance(templates, Mapping):
+            templates = {_DEFAULT: templates}
+        self.templates: Mapping[str, str] = {name: text for name, text in templates.items() if isinstance(text, str)}
+        self.special_tokens = dict(special_tokens or {})
         self._reads = lru_cache(maxsize=64)(self._find_whether_read)
 
     @classmethod
@@ -103,38 +108,32 @@ class ChatTemplates:
             folder, _, file = name.partition("/")
             if folder == TEMPLATE_FOLDER and file.endswith(".jinja"):
                 files[file.removesuffix(".jinja")] = name
-        templates: dict[Any, Any] = {name: _read(package, file) for name, file in files.items()}
-        if not templates:
-            given: Any = config.get("chat_template")
-            if isinstance(given, list):
-                templates = {entry.get("name"): entry.get("template") for entry in given if isinstance(entry, dict)}
-            else:
-                templates = given if isinstance(given, dict) else {_DEFAULT: given}
-        return cls({name: text for name, text in templates.items() if isinstance(text, str)}, _special_tokens(config))
+        templates: Any = {name: _read(package, file) for name, file in files.items()} or config.get("chat_template")
+        return cls(templates, _special_tokens(config))
 
     def source(self, chat_template: str | None = None, *, tools: bool = False) -> str:
         """The template to use. tools: whether there are any. Raises ValueError where there is none."""
         if chat_template is not None:
-            if chat_template not in self._templates and "{" not in chat_template:
-                names = ", ".join(sorted(self._templates)) or "none"
+            if chat_template not in self.templates and "{" not in chat_template:
+                names = ", ".join(sorted(self.templates)) or "none"
                 raise ValueError(
                     f"chat_template is {chat_template!r:.60}, which is no Jinja and no template of the package (it has "
                     f"{names}); give one of them, or the template's text"
                 )
-            return self._templates.get(chat_template, chat_template)
-        if not self._templates:
+            return self.templates.get(chat_template, chat_template)
+        if not self.templates:
             raise ValueError(
                 f"the package has no chat template ({TEMPLATE_FILE}, or chat_template in {CONFIG_FILE}); give one with "
                 "chat_template, give plain text, or export the model with a tokenizer that has one"
             )
-        if tools and _WITH_TOOLS in self._templates:
-            return self._templates[_WITH_TOOLS]
-        if _DEFAULT not in self._templates:
-            names = ", ".join(sorted(self._templates))
+        if tools and _WITH_TOOLS in self.templates:
+            return self.templates[_WITH_TOOLS]
+        if _DEFAULT not in self.templates:
+            names = ", ".join(sorted(self.templates))
             raise ValueError(
                 f"the package has several chat templates and no default; name one with chat_template: {names}"
             )
-        return self._templates[_DEFAULT]
+        return self.templates[_DEFAULT]
 
     def render(self, messages: Sequence[Mapping[str, Any]], options: ChatOptions | None = None) -> str:
         """The prompt for `messages`, each {"role": ..., "content": ...}; see `check_messages` for what one may hold.
@@ -145,7 +144,7 @@ class ChatTemplates:
         options = options or ChatOptions()
         source = self.source(options.chat_template, tools=options.tools is not None)
         variables = {
-            **self._special_tokens,
+            **self.special_tokens,
             **plain("chat_template_kwargs", options.chat_template_kwargs),
             "tools": plain("tools", options.tools),
             "documents": plain("documents", options.documents),
@@ -193,7 +192,7 @@ class ChatTemplates:
             message |= {"tool_call_id": call["id"], "name": function["name"]}
             conversation = [user, {"role": "assistant", "content": "", "tool_calls": [call]}, message]
         try:
-            text = _render(source, conversation, {**self._special_tokens, "add_generation_prompt": False})
+            text = _render(source, conversation, {**self.special_tokens, "add_generation_prompt": False})
         except ValueError:
             return False
         # Parts that were printed as a list were not read.

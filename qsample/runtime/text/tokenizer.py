@@ -37,7 +37,7 @@ class Tokenizer:
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._special = {token for token, added in tokenizer.get_added_tokens_decoder().items() if added.special}
-        self._chat_templates = chat_templates or ChatTemplates({})
+        self._chat_templates = chat_templates or ChatTemplates(None)
 
     @classmethod
     def of(cls, package: Package) -> Tokenizer | None:
@@ -83,6 +83,16 @@ class Tokenizer:
     def is_skipped(self, token: int, *, skip_special_tokens: bool = True) -> bool:
         """Whether `decode` leaves `token` out wherever it stands: a special one, or an id that is no token."""
         return (skip_special_tokens and token in self._special) or self._tokenizer.id_to_token(int(token)) is None
+
+    @property
+    def chat_template(self) -> str | dict[str, str] | None:
+        """The chat template; several by name; None where there is none. As in transformers, another one may be set."""
+        templates = dict(self._chat_templates.templates)
+        return templates.get("default") if templates.keys() <= {"default"} else templates
+
+    @chat_template.setter
+    def chat_template(self, value: str | Mapping[str, str] | None) -> None:
+        self._chat_templates = ChatTemplates(value, self._chat_templates.special_tokens)
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], options: ChatOptions | None = None) -> list[int]:
         """Token ids of a conversation, up to where the assistant answers unless `options` say otherwise.

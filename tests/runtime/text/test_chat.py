@@ -342,6 +342,24 @@ def test_the_templates_that_transformers_saves_are_those_that_are_read(tmp_path:
             assert tokenizer.apply_chat_template([SYSTEM, USER], tokenize=False, **options) == expected
 
 
+def test_the_template_can_be_read_and_set_as_in_transformers() -> None:
+    for template in (CHATML, {"default": CHATML, "rag": HERMES}, {"rag": HERMES}, None):
+        assert ours(template).chat_template == template
+    tokenizer = ours(CHATML)
+    tokenizer.chat_template = "{{ bos_token }}{{ messages[0].content }}"
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "<s>hi"
+    tokenizer.chat_template = None
+    with pytest.raises(ValueError, match="has no chat template"):
+        tokenizer.apply_chat_template([USER])
+
+
+def test_a_tokenizer_of_the_caller_brings_its_template(tmp_path: Path) -> None:
+    model = load(fake_package(tmp_path / "package", tokenizer=False).path)
+    output = model.generate([USER], tokenizer=theirs(HERMES), max_new_tokens=1, seed=1)
+    expected = theirs(HERMES).apply_chat_template([USER], add_generation_prompt=True, return_dict=False)
+    assert output.sequences[0, :-1].tolist() == expected
+
+
 def test_generate_and_the_engine_take_the_options_of_a_chat(model: CausalLM) -> None:
     assert model.tokenizer is not None
     options: dict[str, Any] = {
