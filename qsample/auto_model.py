@@ -110,13 +110,15 @@ class AutoModelForCausalLM:
             return PackagedModel(package, provider)
         from qsample.exporters.checkpoints.locate import ADAPTER, check_exists
 
-        check_exists(str(path), ask_hub=False)
+        check_exists(str(pretrained_model_name_or_path), ask_hub=False)
         if adapter is not None:
             check_exists(str(adapter), file=ADAPTER, ask_hub=False)
         try:
             from qsample.exporters.checkpoints.load import Checkpoint
         except ModuleNotFoundError:
-            check_exists(str(path), hub)  # a mistyped package is not exported by whatever is missing
+            check_exists(
+                str(pretrained_model_name_or_path), hub
+            )  # a mistyped package is not exported by whatever is missing
             raise
 
         checkpoint = Checkpoint(

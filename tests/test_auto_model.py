@@ -108,15 +108,17 @@ def test_nothing_is_written_over_what_it_is_made_from(tmp_path: Path) -> None:
     with pytest.raises(PackageError, match="is what the package is made from; choose another folder"):
         model.compile(tmp_path / "x" / ".." / "package", overwrite=True)
     assert sorted(path.name for path in package.path.iterdir()) == before
-    for folder in ("checkpoint", "adapter", "words"):
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / "config.json").write_text("{}")
+    folders = [tmp_path / name for name in ("checkpoint", "adapter", "words")]
+    for folder in folders:
+        folder.mkdir()
+        (folder / "config.json").write_text("{}")
+    for folder in folders:
         source = AutoModelForCausalLM.from_pretrained(
             tmp_path / "checkpoint", adapter=tmp_path / "adapter", tokenizer=str(tmp_path / "words")
         )
         for write in (source.compile, source.export):
             with pytest.raises(PackageError, match="is what the package is made from"):
-                write(tmp_path / folder, overwrite=True)
+                write(folder, overwrite=True)
 
 
 def test_a_script_of_transformers_runs(llama_package: Path, checkpoint: Callable[[str], Path]) -> None:
