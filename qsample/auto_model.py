@@ -110,15 +110,15 @@ class AutoModelForCausalLM:
             return PackagedModel(package, provider)
         from qsample.exporters.checkpoints.locate import ADAPTER, check_exists
 
-        check_exists(str(pretrained_model_name_or_path), ask_hub=False)
+        if not path.exists():
+            check_exists(str(pretrained_model_name_or_path), ask_hub=False)
         if adapter is not None:
             check_exists(str(adapter), file=ADAPTER, ask_hub=False)
         try:
             from qsample.exporters.checkpoints.load import Checkpoint
         except ModuleNotFoundError:
-            check_exists(
-                str(pretrained_model_name_or_path), hub
-            )  # a mistyped package is not exported by whatever is missing
+            if not path.exists():  # a mistyped package needs nothing that is not installed
+                check_exists(str(pretrained_model_name_or_path), hub)
             raise
 
         checkpoint = Checkpoint(
