@@ -27,6 +27,7 @@ from qsample.errors import QsampleError
 from qsample.exporters.export import export_model
 from qsample.runtime import SamplingParams, load
 from tests.architectures.configs import VOCAB_SIZE, tiny_model
+from tests.architectures.packed import compile_packed
 from tests.helpers import reference
 
 MAX_ERROR = 2e-4  # of a logit, where the largest is of order 10
@@ -45,7 +46,8 @@ MARGIN = 1e-4
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One model type. result: "passed", or the stage that failed. error: of a logit. operators: those on the cache."""
+    """One model type. result: "passed", or the stage that failed. error: of a logit. operators: those on the cache.
+    int4: what four bits pack, and what they leave."""
 
     model_type: str
     result: str
@@ -54,6 +56,7 @@ class Row:
     scale: float | None = None
     tokens: int = 0
     operators: dict[str, int] = field(default_factory=dict)
+    int4: str = ""
     seconds: float = 0.0
 
     @property
@@ -64,8 +67,9 @@ class Row:
         return json.dumps(asdict(self))
 
 
-def run(model_type: str) -> Row:
-    """Make, export and sample from a model of `model_type`; never raises for what the model does."""
+def run(model_type: str, *, compiled: bool = True) -> Row:
+    """Make, export and sample from a model of `model_type`, and compile it if `compiled`; never raises for what the
+    model does."""
     started = time.perf_counter()
 
     def row(result: str, reason: object = "", **figures: object) -> Row:
@@ -86,7 +90,7 @@ def run(model_type: str) -> Row:
             return row("export failed", f"{type(error).__name__}: {error}")
         figures = package.manifest.parity
         assert figures is not None
-        measured = {
+        measured: dict[str, object] = {
             "error": figures["max_error"],
             "scale": figures["scale"],
             "operators": {
@@ -104,7 +108,16 @@ def run(model_type: str) -> Row:
             tokens = check_sampling(tiny_model(model_type), path)
         except Exception as error:
             return row("sampling failed", f"{type(error).__name__}: {error}", **measured)
-    return row("passed", tokens=tokens, **measured)
+        measured["tokens"] = tokens
+        if compiled:
+            try:
+                packed = compile_packed(package, Path(folder) / "int4")
+            except Exception as error:
+                return row("int4 failed", f"{type(error).__name__}: {error}", **measured)
+            measured["int4"] = str(packed)
+            if packed.unpacked:
+                return row("int4 incomplete", f"{packed.unpacked} matrices are still float", **measured)
+    return row("passed", **measured)
 
 
 def check_sampling(model: PreTrainedModel, path: Path) -> int:

@@ -1,0 +1,77 @@
+"""A portable package enters; what compiling it in four bits packs, and what it leaves in float, leaves."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+
+from qsample.exporters.compiler.compile import compile_package
+from qsample.exporters.compiler.options import CompileOptions
+from qsample.exporters.compiler.quantize.weights import matrix_of
+from qsample.exporters.graph import moe
+from qsample.exporters.graph.traversal import with_loop_bodies
+from qsample.package import Package
+from qsample.runtime import load
+from tests.architectures.configs import VOCAB_SIZE
+
+BLOCK = 16  # which divides every size of a tiny model that a real one's blocks would divide
+PROMPT_LENGTHS = (3, 11, 9)
+NEW_TOKENS = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """matrices, experts: how many are packed. unpacked: what could be and is not. float_bytes, bytes: of the
+    parameters that are float, and of all."""
+
+    matrices: int
+    experts: int
+    unpacked: int
+    float_bytes: int
+    bytes: int
+
+    def __str__(self) -> str:
+        experts = f", {self.experts} experts" if self.experts else ""
+        return f"{self.matrices} matrices{experts}; {self.float_bytes / 1024:.0f} of {self.bytes / 1024:.0f} KiB float"
+
+
+def compile_packed(package: Package, path: Path) -> Packed:
+    """Compile `package` to `path`. AssertionError where a row of a ragged batch gets other tokens than alone."""
+    options = CompileOptions(ctx_len=64, weights="int4", block_size=BLOCK, max_divergence=math.inf)
+    compiled = compile_package(package, path, options)
+    check_rows(path)
+    assert compiled.manifest.compilation is not None
+    figures = compiled.manifest.compilation.quantization
+    assert figures is not None
+    graph = ir.load(path / "decoder.onnx").graph
+    total = sum(value.const_value.nbytes for value in graph.initializers.values() if value.const_value is not None)
+    return Packed(figures["matrices"], figures["experts"], unpacked(graph), figures["float_bytes"], total)
+
+
+def unpacked(graph: ir.Graph) -> int:
+    """Float matrices of a decoder and of its experts that blocks of `BLOCK` divide, but for those that score experts."""
+    kept, found = moe.routers(graph), set()
+    for node in with_loop_bodies(graph):
+        matrix = matrix_of(node)
+        if matrix is not None and matrix.input_size % BLOCK == 0 and node not in kept:
+            found.add(matrix.value)
+        weights = moe.gather_of_weights(node)
+        if weights is not None:
+            found.add(weights)
+    found |= {node.inputs[slot] for node in moe.mixtures(graph) for slot in (moe.Slot.FC1, moe.Slot.FC2)}
+    return len({value.name for value in found if value is not None and not str(value.name).startswith("sampler.")})
+
+
+def check_rows(path: Path) -> None:
+    rng = np.random.default_rng(1)
+    prompts = [rng.integers(3, VOCAB_SIZE, n).tolist() for n in PROMPT_LENGTHS]
+    model = load(path)
+    options = {"do_sample": False, "max_new_tokens": NEW_TOKENS, "eos_token_id": ()}
+    together = model.generate(prompts, **options).token_ids
+    for prompt, row in zip(prompts, together, strict=True):
+        alone = model.generate([prompt], **options).token_ids[0]
+        assert alone == row, f"a row gets {alone} alone and {row} in a batch"
