@@ -19,7 +19,7 @@ from qsample.huggingface.dtypes import check_export_dtype, choose_dtype, dtype_n
 from qsample.huggingface.generation_config import GENERATION_CONFIG_FILE, GenerationConfig, as_generation_config
 from qsample.huggingface.keywords import check_from_pretrained
 from qsample.huggingface.model_config import ModelConfig
-from qsample.huggingface.model_methods import RunsSessions
+from qsample.huggingface.model_methods import Device, RunsSessions
 from qsample.package import MANIFEST_NAME, Package, check_not_source, copy_package, read_package
 from qsample.progress import Progress
 
@@ -236,6 +236,16 @@ class CheckpointModel(_Compilable):
         return self._export(checkpoint, None, False, progress)
 
     @property
+    def device(self) -> Device:
+        return Device("cuda" if self._provider in ("cuda", "tensorrt") else "cpu")
+
+    @property
+    def dtype(self) -> str:
+        from qsample.exporters.checkpoints.settings import settle_dtype
+
+        return settle_dtype(self._checkpoint).dtype
+
+    @property
     def runtime(self) -> CausalLM:
         """The loaded sessions of a temporary export, which is made by the first call."""
         if self._exported is None:
@@ -300,6 +310,10 @@ class PackagedModel(_Compilable):
     @generation_config.setter
     def generation_config(self, value: Any) -> None:
         self._generation_config = as_generation_config(value)
+
+    @property
+    def dtype(self) -> str:
+        return self.package.interface.dtype
 
     @property
     def runtime(self) -> CausalLM:

@@ -187,6 +187,9 @@ def test_the_dtype_of_a_checkpoint_is_its_own_where_it_is_asked_for(
 def test_a_checkpoint_takes_its_changed_settings_along(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(checkpoint("llama"), include_sampler=False)
     assert (model.config.model_type, model.generation_config.eos_token_id) == ("llama", 2)
+    assert model.eval().to("cpu", dtype="float32") is model
+    assert (model.device, model.dtype) == ("cpu", "float32")
+    assert model._exported is None  # nothing of that needs an export
     model.generation_config.max_new_tokens = 3
     package = model.export(tmp_path / "package")
     assert package.generation_config.max_new_tokens == 3
