@@ -323,6 +323,8 @@ def resident() -> int:
 def test_requests_with_random_faults(count: int, fake_model: Callable[..., CausalLM]) -> None:
     model = fake_model(allowed_tokens=True)
     readings: list[tuple[int, int, int]] = []
+    gc.collect()
+    threads_before = threading.active_count()
     with (
         event_loop() as loop,
         ThreadPoolExecutor(6) as threads,
@@ -343,9 +345,9 @@ def test_requests_with_random_faults(count: int, fake_model: Callable[..., Causa
         assert set(soak.kinds) == {way.__name__ for way in soak.ways}
         assert soak.full > 0
         assert sum(isinstance(one, DecodeLoop) for one in gc.get_objects()) == 1
-    assert threading.active_count() <= 8  # of other tests; none for each request
+    assert threading.active_count() <= threads_before
     objects, blocks, memory = (last - second for second, last in zip(readings[1], readings[-1], strict=True))
-    # A leak of one object or one block in each of the requests between the two readings would be count / 2 of them.
+    # A leak of one object in each request would be count / 2 between the two readings. Blocks come and go a little.
     assert objects < count / 4
-    assert blocks < count
+    assert blocks < count / 2 + 400
     assert memory < 8e6

@@ -118,6 +118,7 @@ class DecodeLoop:
     def leave(self, sequence: Sequence, *, keep: bool = True) -> None:
         """Take a sequence out. Nothing more of it is delivered; its slot is free from the next job on."""
         slot = self._scheduler.leave(sequence, keep=keep)
+        self._unread = [(one, count) for one, count in self._unread if one is not sequence]
         if slot is not None:
             self._left.add(slot)
 

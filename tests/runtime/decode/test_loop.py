@@ -194,6 +194,21 @@ def test_a_request_that_leaves_in_the_middle(double_buffering: bool, model: Caus
     assert queued not in seen
 
 
+@pytest.mark.parametrize("double_buffering", [False, True])
+def test_nothing_is_kept_of_the_last_request_that_leaves(double_buffering: bool, model: CausalLM) -> None:
+    """Its tokens are on the way, and no job comes after which they would be read."""
+    free = SamplingParams(temperature=0.9, max_new_tokens=20, eos_token_id=())
+    request = make_sequence(model, [5, 6, 7], free, 0, CAPACITY)
+    slots, scheduler = Slots(model.sessions, 1, CAPACITY), make_scheduler(model.sessions, 1, 2)
+    with DecodeLoop(slots, scheduler, lambda _: None, double_buffering=double_buffering) as loop:
+        loop.add(request)
+        for _ in range(3):
+            loop.step()
+        loop.leave(request)
+        assert not loop.busy
+        assert request not in [one for one, _ in loop._unread]
+
+
 def test_a_row_with_invalid_logits_harms_no_other(model: CausalLM) -> None:
     free = SamplingParams(temperature=0.9, max_new_tokens=10, eos_token_id=())
     prompts = [[5, 6], [7, POISON, 8, 9], [10, 11], [12]]
