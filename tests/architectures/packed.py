@@ -53,7 +53,7 @@ def compile_packed(package: Package, path: Path) -> Packed:
 
 
 def unpacked(graph: ir.Graph) -> int:
-    """Float matrices of a decoder and of its experts that blocks of `BLOCK` divide, but for those that score experts."""
+    """Float matrices of a decoder and its experts that blocks of `BLOCK` divide; what scores experts is not counted."""
     kept, found = moe.routers(graph), set()
     for node in with_loop_bodies(graph):
         matrix = matrix_of(node)

@@ -16,6 +16,7 @@ import numpy as np
 from qsample.exporters.graph.nbits import BLOCK_SIZES, pack_bits
 from qsample.tensors import Array
 
+_AT_ONCE: Final = 2**22  # weights that are looked at together
 METHODS: Final = ("rtn", "k_quant", "hqq")
 
 Levels = tuple[Array, Array, Array]
@@ -89,7 +90,27 @@ def _round_to_nearest(weight: Array, quantization: WeightQuantization) -> Levels
 
     config = DefaultWeightOnlyQuantConfig(block_size=quantization.block_size, is_symmetric=True, bits=quantization.bits)
     blocks, scales, zero_points = DefaultWeightOnlyQuantizer(config).qbits_block_quant(np.ascontiguousarray(weight))
+    if quantization.bits == 8:
+        _keep_exact_blocks(weight, quantization.block_size, blocks, scales)
     return blocks, scales, zero_points
+
+
+def _keep_exact_blocks(weight: Array, block_size: int, blocks: Array, scales: Array) -> None:
+    """Put levels and scales into `blocks` and `scales`, in place, where some lose nothing: where all weights of a block
+    are less than 128 steps of a power of two. MXFP4's are (OCP Microscaling Formats 1.0): 12 halves of their scale at
+    most."""
+    inputs, outputs = weight.shape
+    all_levels, all_scales = blocks.reshape(outputs, -1), scales.reshape(outputs, -1)
+    rows = max(1, _AT_ONCE // inputs)
+    for first in range(0, outputs, rows):
+        part = slice(first, min(first + rows, outputs))
+        weights = np.ascontiguousarray(weight[:, part].T).reshape(-1, block_size)
+        _, exponents = np.frexp(np.abs(weights).max(axis=1, keepdims=True))
+        steps = np.ldexp(np.ones_like(weights[:, :1]), exponents - 7)
+        levels = weights / np.where(steps == 0, 1, steps)
+        exact = (steps[:, 0] > 0) & (levels == np.round(levels)).all(axis=1)
+        all_levels[part].reshape(-1, block_size)[exact] = (levels[exact] + 128).astype(np.uint8)
+        all_scales[part].reshape(-1)[exact] = steps[exact, 0]
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""One matrix and its levels in bfloat16: as close to the weights as with exact scales."""
+"""One matrix and its levels: in bfloat16 as close as with exact scales, and nothing lost where nothing has to be."""
 
 from __future__ import annotations
 
@@ -48,3 +48,18 @@ def test_blocks_of_zeros_in_bfloat16() -> None:
     for method in METHODS:
         floats, _, _ = meaning(weight, WeightQuantization(4, 32, method))
         np.testing.assert_allclose(floats, weight.astype(np.float64), atol=0.02)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("block_size", [16, 32])
+def test_mxfp4_is_carried_in_eight_bits(block_size: int, dtype: type) -> None:
+    """Nothing is rounded again: values of four bits, and a power of two for each 32 of them."""
+    rng = np.random.default_rng(0)
+    values = rng.choice([0, 0.5, 1, 1.5, 2, 3, 4, 6], (OUTPUTS, INPUTS // 32, 32)) * rng.choice(
+        [-1, 1], (OUTPUTS, 1, 32)
+    )
+    values[3, 1] = 0
+    values[4, 0] = [6, -6] * 16
+    weight = (values * 2.0 ** rng.integers(-9, 2, (OUTPUTS, INPUTS // 32, 1))).reshape(OUTPUTS, INPUTS).T.astype(dtype)
+    floats, _, _ = meaning(weight, WeightQuantization(8, block_size))
+    np.testing.assert_array_equal(floats, weight.astype(np.float64))
