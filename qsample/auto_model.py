@@ -6,7 +6,7 @@ Torch and transformers are imported only where a checkpoint is exported.
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ from qsample.huggingface.generation_config import GENERATION_CONFIG_FILE, Genera
 from qsample.huggingface.keywords import check_from_pretrained
 from qsample.huggingface.model_config import ModelConfig
 from qsample.huggingface.model_methods import Device, RunsSessions
-from qsample.package import MANIFEST_NAME, Package, check_not_source, copy_package, read_package
+from qsample.package import MANIFEST_NAME, Package, check_features, check_not_source, copy_package, read_package
 from qsample.progress import Progress
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ class AutoModelForCausalLM:
             package = read_package(path)
             if adapter is not None:
                 raise QsampleError(f"{path} is a package, and an adapter is merged at export; export the model with it")
-            _check_features(package, features, None if chosen == "auto" else chosen)
+            check_features(package, features, None if chosen == "auto" else chosen)
             return PackagedModel(package, provider)
         from qsample.exporters.checkpoints.locate import ADAPTER, check_exists
 
@@ -337,21 +337,3 @@ class PackagedModel(_Compilable):
         return PackagedModel(copy_package(self.package, path, overwrite=overwrite), self._provider)
 
     export = save_pretrained
-
-
-def _check_features(package: Package, wanted: Features, dtype: str | None) -> None:
-    """Features were fixed at the export, so a request for more (or for host sampling) cannot be met."""
-    present = package.interface.features
-    if wanted.sampler != present.sampler:
-        raise QsampleError(
-            f"{package.path} was exported with include_sampler={present.sampler}; open it with that, or export it again"
-        )
-    missing = [
-        feature.name for feature in fields(Features) if getattr(wanted, feature.name) > getattr(present, feature.name)
-    ]
-    if missing:
-        raise QsampleError(f"{package.path} was exported without {', '.join(missing)}; export it again with them")
-    if dtype not in (None, package.interface.dtype):
-        raise QsampleError(
-            f"{package.path} holds {package.interface.dtype}, not {dtype}; export it again with that dtype"
-        )

@@ -9,17 +9,17 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from qsample.contract import Interface
+from qsample.contract import Features, Interface
 from qsample.disk.hashes import Meter, sha256_of
 from qsample.disk.publish import flush, publish
 from qsample.disk.scratch import ScratchFolder
 from qsample.disk.space import check_free, full_disk_named
 from qsample.disk.strict_json import read_json, read_text
-from qsample.errors import PackageError
+from qsample.errors import PackageError, QsampleError
 from qsample.manifest import MANIFEST_NAME, Compilation, FileEntry, Manifest, Source, TokenIds
 from qsample.package_folder import LARGEST_MANIFEST, check_file, check_references, check_target
 from qsample.progress import ByteProgress
@@ -289,3 +289,21 @@ def _seal(staging: Path, manifest: Manifest, progress: ByteProgress | None) -> N
     if os.name == "posix":  # elsewhere a folder cannot be opened
         for path in (*paths, staging / MANIFEST_NAME, *(path for path in staging.rglob("*") if path.is_dir()), staging):
             flush(path)
+
+
+def check_features(package: Package, wanted: Features, dtype: str | None) -> None:
+    """Raise QsampleError where the package lacks `wanted`, or has another dtype; None = any. An export fixes both."""
+    present = package.interface.features
+    if wanted.sampler != present.sampler:
+        raise QsampleError(
+            f"{package.path} was exported with include_sampler={present.sampler}; open it with that, or export it again"
+        )
+    missing = [
+        feature.name for feature in fields(Features) if getattr(wanted, feature.name) > getattr(present, feature.name)
+    ]
+    if missing:
+        raise QsampleError(f"{package.path} was exported without {', '.join(missing)}; export it again with them")
+    if dtype not in (None, package.interface.dtype):
+        raise QsampleError(
+            f"{package.path} holds {package.interface.dtype}, not {dtype}; export it again with that dtype"
+        )
