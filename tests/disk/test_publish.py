@@ -61,7 +61,7 @@ def test_writers_that_overwrite_all_succeed(tmp_path: Path) -> None:
 @pytest.mark.parametrize("overwrite", [0, 1])
 def test_killed_at_some_steps(atomic: bool, overwrite: int, tmp_path: Path) -> None:
     """Old or new is there, or will be; and the next writer finds what was left. The first step differs in each case."""
-    seen, _ = run("kill", tmp_path, 13 * overwrite + 7 * atomic, 149, overwrite, atomic=atomic)
+    seen, _ = run("kill", tmp_path, 13 * overwrite + 7 * atomic, 31, overwrite, atomic=atomic)
     assert seen["old" if overwrite else "new"] > 0
     if atomic:
         assert seen["none"] == 0
