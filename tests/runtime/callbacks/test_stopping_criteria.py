@@ -80,6 +80,18 @@ def test_every_form_of_a_criterion_and_of_its_answer(model: CausalLM) -> None:
     assert model.generate(PROMPTS, **FREE).token_ids == model.generate(PROMPTS, stopping_criteria=[], **FREE).token_ids
 
 
+def test_what_a_criterion_writes_into_its_array_is_its_own(model: CausalLM) -> None:
+    shown: list[int] = []
+
+    def scribbles(ids: Any, scores: Any) -> bool:
+        ids[:] = 0
+        return False
+
+    options = {**FREE, "max_new_tokens": 2}
+    model.generate([[5, 6]], stopping_criteria=[scribbles, lambda ids, _: bool(shown.append(ids[0, 0]))], **options)
+    assert shown == [5, 5]
+
+
 def test_rows_that_end_by_themselves_meanwhile(model: CausalLM) -> None:
     options = {**FREE, "eos_token_id": tuple(range(3, 320, 4)), "max_new_tokens": 30}
     free = model.generate(PROMPTS, **options)
