@@ -49,7 +49,7 @@ class Decoder(nn.Module):
             context.past = dict(zip(self._layers, zip(past[::2], past[1::2], strict=True), strict=True))
         if self._recurrent:
             context.states = {(state.layer, state.kind, state.index): inputs[state.name] for state in self._recurrent}
-            context.running = (inputs["status"] == RUNNING) | (inputs["status"] == STALLED)
+            context.running, context.waiting = inputs["status"] == RUNNING, inputs["status"] == STALLED
         masks = eager_masks_over_buffers(positions, capacity) if context.buffered else nullcontext()
         try:
             with masks, real_rotary_embeddings(self.model):

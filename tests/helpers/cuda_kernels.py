@@ -55,6 +55,7 @@ KERNELS: dict[str, set[str]] = {
     "SimplifiedLayerNormalization": FLOATS | {"double"},
     "Sin": {"float", "float16", "double"},
     "Slice": EVERYTHING,
+    "Softplus": {"float", "float16", "double"},
     "Split": EVERYTHING,
     "Squeeze": EVERYTHING,
     "Sub": NUMBERS | {"bfloat16"},
@@ -64,10 +65,12 @@ KERNELS: dict[str, set[str]] = {
     "Unsqueeze": EVERYTHING,
     "Where": {"bool"},  # of the condition; its values are checked by VALUES_OF_WHERE
     # com.microsoft
+    "CausalConvWithState": FLOATS,
     "FastGelu": FLOATS,
     "Gelu": FLOATS,
     "GatherBlockQuantized": {"uint8"},
     "GroupQueryAttention": HALVES,
+    "LinearAttention": FLOATS,
     "MatMulNBits": FLOATS,
     "RotaryEmbedding": FLOATS,
     "SkipLayerNormalization": FLOATS,
@@ -120,6 +123,7 @@ VERSIONS: dict[str, tuple[int, int | None]] = {
     "Sigmoid": (13, None),
     "Sin": (7, None),
     "Slice": (13, None),
+    "Softplus": (1, None),
     "Split": (18, None),
     "Squeeze": (13, 20),
     "Sub": (14, None),

@@ -35,6 +35,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "cohere": {},
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": 6},
     "mixtral": {"num_local_experts": 4},
+    "olmo_hybrid": {
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+    },
 }
 
 

@@ -76,9 +76,11 @@ def _call(
     del given[cache]
     assert context.input_lengths is not None
     assert context.positions is not None
-    advances = context.input_lengths
+    lengths = advances = shown = context.input_lengths
     if context.running is not None:
-        advances = torch.where(context.running, advances, 0)
+        advances = shown = torch.where(context.running, lengths, 0)
+        if context.waiting is not None:
+            shown = torch.where(context.running | context.waiting, lengths, 0)
     columns = torch.arange(hidden.shape[1], dtype=torch.int32)[None]
     # A row that begins still holds the states of the row before it.
     begun = context.positions[:, 0] > 0
@@ -86,4 +88,5 @@ def _call(
         key: token_by_token.where(begun, context.states[key], torch.zeros_like(context.states[key]))
         for key in context.states_of[id(module)]
     }
-    return LayerCall(hidden, cache, given, states, advances, columns < advances[:, None])
+    real, shown = columns < advances[:, None], columns < shown[:, None]
+    return LayerCall(hidden, cache, given, states, advances, real, context.waiting, shown)

@@ -7,7 +7,7 @@ the same arguments, the `Chunk` first, and gives the same results.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -25,14 +25,20 @@ CONVOLUTION: Final = "causal_conv1d_fn"
 class Chunk:
     """The tokens that one call of a layer runs over.
 
-    real: [B, S] bool, tokens that are no padding and of a row that runs; None = all. past: [B, C, K - 1] or wider, what
-    the next convolution has before its first token; None = zeros. state: what the recurrence starts from; None = zeros.
+    real: [B, S] bool, tokens that are no padding and of a row that runs; None = all. waiting: [B] bool, rows whose
+    token is in their states already; None = there are none. window: [B, C, K or more], what the next convolution saw
+    last; None = zeros. state: what the recurrence starts from; None = zeros. A layer that runs several, one after the
+    other, keeps theirs stacked on axis 1.
+
+    A row that waits gets the results of its token again: those of a recurrence depend on the token's query and the
+    state alone, and a convolution looks at the window as it was one token ago.
     """
 
     real: Tensor | None = None
-    past: Tensor | None = None
+    waiting: Tensor | None = None
+    window: Tensor | None = None
     state: Tensor | None = None
-    window: Tensor | None = field(default=None)
+    started: int = 0
 
     def kept(self, values: Tensor) -> Tensor:
         """`values`, [B, S, ..], with 0 for what is not real."""
@@ -40,13 +46,30 @@ class Chunk:
             return values
         return torch.where(self.real.reshape(*self.real.shape, *[1] * (values.ndim - 2)), values, 0.0)
 
+    def past(self, x: Tensor, width: int) -> Tensor:
+        """What a convolution over `x`, [B, C, S], sees before its first token: [B, C, width]."""
+        window, self.window = self.window, None
+        if window is None:
+            return torch.zeros(*x.shape[:2], width)
+        if window.shape[-1] <= width:
+            raise UnsupportedModelError(f"a convolution over {width + 1} tokens keeps {window.shape[-1]} of them")
+        before = window[..., window.shape[-1] - width :]
+        if self.waiting is not None:
+            earlier = window[..., window.shape[-1] - width - 1 : -1]
+            before = torch.where(self.waiting[:, None, None], earlier, before)
+        return before.float()
+
     def start(self, *shape: int) -> Tensor:
-        """The recurrent state before the first token, of that shape."""
-        if self.state is None:
+        """What the next recurrence starts from, of that shape."""
+        state, number = self.state, self.started
+        self.started += 1
+        if state is None:
             return torch.zeros(shape)
-        if tuple(self.state.shape[1:]) != shape[1:]:
-            raise UnsupportedModelError(f"a recurrence over {shape[1:]} keeps a state of {tuple(self.state.shape[1:])}")
-        return self.state.float()
+        if state.ndim == len(shape) + 1:
+            state = state[:, number]
+        if tuple(state.shape[1:]) != shape[1:]:
+            raise UnsupportedModelError(f"a recurrence over {shape[1:]} keeps a state of {tuple(state.shape[1:])}")
+        return state.float()
 
 
 def convolve(
@@ -58,11 +81,7 @@ def convolve(
     **unused: Any,
 ) -> Tensor:
     """hidden_states: [B, C, S]. weight: [C, K]."""
-    width = weight.shape[-1] - 1
-    past, chunk.past = chunk.past, None
-    if past is None:
-        past = torch.zeros(*hidden_states.shape[:2], width)
-    past = past[..., past.shape[-1] - width :].float()
+    past = chunk.past(hidden_states, weight.shape[-1] - 1)
     silu = activation in ("silu", "swish")
     constants = (weight.float(), None if bias is None else bias.float())
     result = causal_convolution(hidden_states.float(), *constants, past, silu=silu)
@@ -138,8 +157,46 @@ def state_space_dual(
     return output.to(hidden_states.dtype), after
 
 
+def selective_scan(
+    chunk: Chunk,
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,  # noqa: N803
+    B: Tensor,  # noqa: N803
+    C: Tensor,  # noqa: N803
+    D: Tensor | None = None,  # noqa: N803
+    z: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    delta_softplus: bool = False,
+    **unused: Any,
+) -> tuple[Tensor, Tensor]:
+    """Mamba's recurrence (https://arxiv.org/abs/2312.00752), which is gated linear attention with a head for each
+    channel: values of size 1, and a decay for each row of the memory. The state is kept as [B, channels, N, 1].
+
+    hidden_states, dt, z: [B, channels, S]. A: [channels, N]. B, C: [B, N, S]. D, delta_bias: [channels].
+    """
+    batch, channels, _ = hidden_states.shape
+    dt = dt.float() if delta_bias is None else dt.float() + delta_bias.float()[:, None]
+    if delta_softplus:
+        dt = F.softplus(dt)
+    dt = chunk.kept(dt.transpose(1, 2))  # no decay, and nothing to write
+    x = hidden_states.float().transpose(1, 2)
+    keys, queries = (one.float().transpose(1, 2)[:, :, None] for one in (B, C))
+    state = chunk.start(batch, channels, A.shape[-1], 1)
+    decay = dt[..., None] * A.float()
+    output, after = linear_attention(queries, keys, (x * dt)[..., None], state, decay, scale=1.0)
+    output = output[..., 0]
+    if D is not None:
+        output = output + x * D.float()
+    output = output.transpose(1, 2)
+    if z is not None:
+        output = output * F.silu(z.float())
+    return output.to(hidden_states.dtype), after
+
+
 RECURRENCES: Final[Mapping[str, Callable[..., tuple[Tensor, Tensor]]]] = {
     "torch_chunk_gated_delta_rule": gated_delta_rule,
     "chunk_kimi_delta_attention": gated_delta_rule,
     "mamba2_chunk_scan": state_space_dual,
+    "mamba_selective_scan": selective_scan,
 }

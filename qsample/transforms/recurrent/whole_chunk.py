@@ -44,10 +44,10 @@ def probe(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 def run(module: nn.Module, call: LayerCall) -> Any:
     """Run `module` over all tokens of `call`."""
     recurrent = [state for (_, kind, _), state in call.states.items() if kind == "recurrent_state"]
-    chunk = Chunk(call.real, state=recurrent[0] if recurrent else None)
+    chunk = Chunk(call.real, call.waiting, state=recurrent[0] if recurrent else None)
     cache = ChunkCache(call, chunk)
     # What padding computes has no meaning; it must not be a NaN either, which no factor of 0 would stop.
-    hidden = chunk.kept(call.hidden)
+    hidden = torch.where(call.shown[..., None], call.hidden, 0.0)
     return _forward(module, chunk)(module, hidden_states=hidden, **call.options, **{call.cache: cache})
 
 
@@ -77,7 +77,7 @@ class ChunkCache:
         columns = self._call.advances[:, None] + torch.arange(before.shape[-1], dtype=torch.int32)
         columns = columns.to(torch.int64)[:, None].expand(-1, before.shape[1], -1)
         self._call.next_states[key] = window.gather(2, columns)
-        self._chunk.past = before
+        self._chunk.window = before
         return conv_states
 
     def update_recurrent_state(

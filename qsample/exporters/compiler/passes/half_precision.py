@@ -1,7 +1,8 @@
 """Converts a float32 decode graph to float16 or bfloat16, all but its logits.
 
 What depends on positions alone, the angles of a rotary embedding above all, stays float32: half precision counts
-positions exactly to 2,048 (float16) or 256 (bfloat16) only. Norms keep their sums in float32 by themselves.
+positions exactly to 2,048 (float16) or 256 (bfloat16) only. So do the memory of a recurrent layer and its decay: errors
+there add up over all tokens. Norms keep their sums in float32 by themselves.
 """
 
 from __future__ import annotations
@@ -13,11 +14,19 @@ import onnx_ir as ir
 
 from qsample.contract import LOGITS
 from qsample.exporters.graph.edit import lazy_initializer
+from qsample.exporters.graph.opset import CONTRIB_DOMAIN
 from qsample.tensors import DTYPES, Array
 
 HALF_DTYPES: Final = ("float16", "bfloat16")
 # Operators whose CUDA kernels, in the versions of the graph's opset, take float16 but not bfloat16.
 _WITHOUT_BFLOAT16: Final = ("TopK",)
+# Operators over the states of recurrent layers, and which of their inputs are such a state or decide its future.
+_RECURRENCES: Final = {"LinearAttention": (3, 4, 5), "CausalConvWithState": (3,)}
+# What may stand between such an input and the products that it comes from.
+_ELEMENTWISE: Final = (
+    *("Add", "Cast", "Clip", "Div", "Exp", "Greater", "Identity", "Mul", "Neg", "Sigmoid", "Softplus", "Sub", "Where"),
+    *("Concat", "GatherElements", "Reshape", "Slice", "Unsqueeze"),
+)
 
 
 def convert_to_half(model: ir.Model, dtype: str, states: Collection[str]) -> bool:
@@ -25,14 +34,16 @@ def convert_to_half(model: ir.Model, dtype: str, states: Collection[str]) -> boo
 
     1. `model` is a decode graph up to its logits. They stay float32.
     2. Values that the positions alone decide stay float32, and are cast where others read them.
-    3. Weights are converted one at a time, when the model is saved.
+    3. So do recurrences, and what decides their states and decays.
+    4. Weights are converted one at a time, when the model is saved.
 
     In place. Returns whether anything else was float32.
     """
     half = ir.DataType(DTYPES[dtype].onnx)
     graph = model.graph
     modified = False
-    exact = _exact_values(graph)
+    recurrent = _recurrences(graph, states)
+    exact = _exact_values(graph) | {output for node in recurrent for output in node.outputs}
     casts: dict[ir.Value, ir.Value] = {}
     for state in graph.inputs:
         if state.name in states:
@@ -55,6 +66,13 @@ def convert_to_half(model: ir.Model, dtype: str, states: Collection[str]) -> boo
             node.attributes["to"] = ir.AttrInt64("to", half)
         if half == ir.DataType.BFLOAT16 and node.op_type in _WITHOUT_BFLOAT16:
             _run_in_float32(node, half)
+    widened: dict[ir.Value, ir.Value] = {}
+    for node in recurrent:
+        for index, value in enumerate(node.inputs):
+            if value is not None and value.dtype == half:
+                if value not in widened:
+                    widened[value] = _cast(value, ir.DataType.FLOAT)
+                node.replace_input_with(index, widened[value])
     for value in casts:
         if value.is_initializer() and not value.uses() and value.name is not None:
             graph.initializers.pop(value.name)
@@ -71,6 +89,36 @@ def _exact_values(graph: ir.Graph) -> set[ir.Value]:
         if computed and not tables and all(value in exact or _is_integer(value) for value in computed):
             exact.update(node.outputs)
     return exact
+
+
+def _recurrences(graph: ir.Graph, converted: Collection[str]) -> list[ir.Node]:
+    """The operators over float32 states, and the elementwise nodes that decide these states and their decays."""
+    inputs = {value for value in graph.inputs if value.dtype == ir.DataType.FLOAT and value.name not in converted}
+    found = [node for node in graph if node.op_type in _RECURRENCES and node.domain == CONTRIB_DOMAIN]
+    waiting = [node.inputs[index] for node in found for index in _RECURRENCES[node.op_type] if index < len(node.inputs)]
+    nodes = set(found)
+    # The next state of a convolution is cut out by other nodes.
+    waiting += [output for output in graph.outputs if _comes_from(output, inputs)]
+    while waiting:
+        value = waiting.pop()
+        node = value.producer() if value is not None else None
+        if node is not None and node not in nodes and node.op_type in _ELEMENTWISE:
+            nodes.add(node)
+            waiting += node.inputs
+    return [node for node in graph if node in nodes]
+
+
+def _comes_from(value: ir.Value, inputs: Collection[ir.Value]) -> bool:
+    """Whether elementwise nodes alone lead from one of `inputs` to `value`."""
+    waiting: list[ir.Value | None] = [value]
+    while waiting:
+        reached = waiting.pop()
+        if reached in inputs:
+            return True
+        node = reached.producer() if reached is not None else None
+        if node is not None and node.op_type in _ELEMENTWISE:
+            waiting += node.inputs
+    return False
 
 
 def _is_float_table(value: ir.Value | None) -> bool:

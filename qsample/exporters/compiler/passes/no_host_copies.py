@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 import numpy as np
 import onnx_ir as ir
 
-from qsample.exporters.graph.edit import initializer, insert
+from qsample.exporters.graph.edit import constant, initializer, insert
 from qsample.exporters.graph.gqa import OP_TYPE as ATTENTION
 from qsample.exporters.graph.gqa import Slot, attentions, set_inputs
 
@@ -83,6 +83,29 @@ def remove_host_copies(model: ir.Model, limit: int) -> bool:
                 copies[value] = _number(_behind(value), value, limit)
             node.replace_input_with(index, copies[value])
             modified = True
+    return modified
+
+
+def cut_splits(model: ir.Model) -> bool:
+    """Cut what a Split into unequal parts gives out by Slices, in place: CUDA's Split copies the sizes from the host in
+    each run, unless there are three along the last axis. Returns whether there was one."""
+    graph = model.graph
+    splits = [node for node in graph if node.op_type == "Split" and len(node.inputs) > 1]
+    modified = False
+    for node in splits:
+        source, sizes, axis = node.inputs[0], constant(node.inputs[1]), node.attributes.get_int("axis", 0)
+        rank = len(source.shape) if source is not None and source.shape is not None else None
+        if sizes is None or len(set(sizes.tolist())) == 1 or (len(sizes) == 3 and axis in (-1, (rank or 0) - 1)):
+            continue
+        numbers = [0, *np.cumsum(sizes).tolist()]
+        for output, start, stop in zip(list(node.outputs), numbers, numbers[1:], strict=False):
+            bounds = [initializer(graph, f"int64_{number}", np.array([number])) for number in (start, stop, axis)]
+            part = ir.node("Slice", [source, *bounds], name=f"{node.name}_{start}")
+            part.outputs[0].shape, part.outputs[0].type = output.shape, output.type
+            graph.insert_before(node, part)
+            output.replace_all_uses_with(part.outputs[0], replace_graph_outputs=True)
+        graph.remove(node, safe=True)
+        modified = True
     return modified
 
 

@@ -19,6 +19,7 @@ from qsample.errors import CompileError, QsampleError
 from qsample.exporters.compiler import recipe
 from qsample.exporters.compiler.passes.half_precision import HALF_DTYPES, convert_to_half
 from qsample.exporters.compiler.passes.no_host_copies import (
+    cut_splits,
     fix_total_length,
     host_data,
     host_nodes,
@@ -83,7 +84,8 @@ class CudaTarget:
         return {}
 
     def passes(self, plan: CompilePlan) -> Sequence[Pass]:
-        states = {state.name for state in plan.interface.cache_states}
+        kept = {state.name for state in plan.interface.recurrent}
+        states = {state.name for state in plan.interface.cache_states} - kept
         half = (partial(convert_to_half, dtype=plan.dtype, states=states),) if plan.dtype in HALF_DTYPES else ()
         return (
             *lean_passes("cuda", plan.ctx_len),
@@ -115,7 +117,8 @@ class CudaTarget:
             fix_axes(sampler, {CAPACITY: plan.ctx_len})
             append_sampler(model, sampler, plan.interface.decoder)
         # Numbers that come from shapes: the new tokens of a call, which never exceed the capacity.
-        recipe.run(model, (partial(remove_host_copies, limit=plan.ctx_len + 1), partial(lower_opset, opset=_OPSET)))
+        numbers = partial(remove_host_copies, limit=plan.ctx_len + 1)
+        recipe.run(model, (cut_splits, numbers, partial(lower_opset, opset=_OPSET)))
 
     def _placement(self, path: Path, model: ir.Model) -> Placement:
         """Load the graph as it will be run, and refuse it where a node that computes is not on the device."""

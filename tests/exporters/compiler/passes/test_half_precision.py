@@ -7,7 +7,7 @@ import onnx_ir as ir
 import pytest
 
 from qsample.exporters.compiler.passes.half_precision import HALF_DTYPES, convert_to_half
-from qsample.exporters.graph.edit import lazy_initializer
+from qsample.exporters.graph.edit import initializer, lazy_initializer
 from tests.helpers.small_graphs import normal, operators, results, small_graph
 
 GRAPH = """
@@ -99,3 +99,65 @@ def test_an_operator_without_bfloat16_chooses_in_float32() -> None:
         assert top.inputs[0] is not None
         assert top.inputs[0].dtype == (ir.DataType.FLOAT16 if dtype == "float16" else ir.DataType.FLOAT)
         assert model.graph.outputs[0].dtype == ir.DataType.FLOAT
+
+
+RECURRENCE = """
+layer (float[B,S,8] x, float[B,2,4,4] memory, float[B,8,3] window)
+    => (float[B,S,8] logits, float[B,2,4,4] next_memory, float[B,8,3] next_window)
+    <int64[1] start = {-3}, int64[1] stop = {9999}, int64[1] axis = {2}>
+{
+    projected = MatMul (x, weight)
+    channels = Transpose <perm = [0, 2, 1]> (projected)
+    mixed, unread = com.microsoft.CausalConvWithState <activation = "silu"> (channels, taps, , window)
+    joined = Concat <axis = 2> (window, channels)
+    next_window = Slice (joined, start, stop, axis)
+    tokens = Transpose <perm = [0, 2, 1]> (mixed)
+    gate = MatMul (x, gates)
+    soft = Softplus (gate)
+    decay = Neg (soft)
+    beta = Sigmoid (gate)
+    read, next_memory = com.microsoft.LinearAttention
+        <q_num_heads = 2, kv_num_heads = 2, scale = 0.5, update_rule = "gated_delta">
+        (tokens, tokens, tokens, memory, decay, beta)
+    logits = MatMul (read, weight)
+}
+"""
+
+
+def recurrence() -> ir.Model:
+    text = RECURRENCE.replace("window)\n", "window, float[8,8] weight, float[8,1,4] taps, float[8,2] gates)\n", 1)
+    floats = [
+        line.split(" = ")[0].strip() for line in RECURRENCE.splitlines() if " = " in line and "<int64" not in line
+    ]
+    names = [name for names in floats for name in names.split(", ") if not name.startswith("<")]
+    model = small_graph(text, {name: ["B", "S", None] for name in names})
+    for seed, value in enumerate(model.graph.inputs[3:]):
+        array = 0.3 * normal(*value.shape.numpy(), seed=seed)
+        value.replace_all_uses_with(initializer(model.graph, f"{value.name}_constant", array))
+    del model.graph.inputs[3:]
+    return model
+
+
+@pytest.mark.parametrize("dtype", HALF_DTYPES)
+def test_states_of_recurrent_layers_and_what_decides_them_stay_float32(dtype: str) -> None:
+    model = recurrence()
+    assert convert_to_half(model, dtype, {"x"})
+    half = ir.DataType[dtype.upper()]
+    dtypes = {value.name: value.dtype for node in model.graph for value in node.outputs}
+    assert {dtypes[name] for name in ("projected", "channels", "gate", "tokens")} == {half}
+    exact = ("mixed", "joined", "next_window", "soft", "decay", "beta", "read", "next_memory", "logits")
+    assert {dtypes[name] for name in exact} == {ir.DataType.FLOAT}
+    assert [value.dtype for value in model.graph.inputs] == [half, ir.DataType.FLOAT, ir.DataType.FLOAT]
+    for node in model.graph:
+        if node.domain == "com.microsoft" or node.op_type in ("Softplus", "Neg", "Sigmoid", "Concat"):
+            assert {value.dtype for value in node.inputs if value is not None} == {ir.DataType.FLOAT}
+
+
+def test_a_recurrence_in_float16_is_close() -> None:
+    plain, converted = recurrence(), recurrence()
+    convert_to_half(converted, "float16", {"x"})
+    feeds = {"x": normal(2, 64, 8, seed=5), "memory": normal(2, 2, 4, 4, seed=6), "window": normal(2, 8, 3, seed=7)}
+    wanted = results(plain, feeds)
+    got = results(converted, feeds | {"x": feeds["x"].astype(np.float16)})
+    for one, other in zip(got, wanted, strict=True):
+        np.testing.assert_allclose(one, other, atol=4e-3 * np.abs(other).max())

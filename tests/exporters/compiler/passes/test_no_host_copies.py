@@ -9,6 +9,7 @@ import onnx_ir as ir
 import pytest
 
 from qsample.exporters.compiler.passes.no_host_copies import (
+    cut_splits,
     fix_total_length,
     host_data,
     host_nodes,
@@ -16,7 +17,7 @@ from qsample.exporters.compiler.passes.no_host_copies import (
 )
 from qsample.exporters.compiler.recipe import run
 from qsample.exporters.graph.gqa import Slot
-from tests.helpers.small_graphs import operators, results, small_graph
+from tests.helpers.small_graphs import normal, operators, results, small_graph
 
 GRAPH = """
 decode (float[%s,S] x, int64[B] lengths) => (int64[B] result, float[B,M] flat)
@@ -92,3 +93,22 @@ def test_every_attention_reads_one_constant_length() -> None:
     assert first.const_value is not None
     assert (first.dtype, first.const_value.numpy().tolist()) == (ir.DataType.INT32, 8)
     assert not fix_total_length(small_graph("nothing (float[B] x) => (float[B] y) { y = Neg (x) }"), 8)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "axis", "is_cut"),
+    [([2, 6], -1, True), ([1, 2, 3, 2], 1, True), ([1, 3, 4], 0, True), ([2, 2, 4], 1, False), ([4, 4], 0, False)],
+)
+def test_splits_into_unequal_parts_become_slices(sizes: list[int], axis: int, is_cut: bool) -> None:
+    names = [f"part{index}" for index in range(len(sizes))]
+    model = small_graph(f"""
+        cut (float[8,8] x) => ({", ".join(f"float[M,N] {name}" for name in names)})
+            <int64[{len(sizes)}] sizes = {{{", ".join(map(str, sizes))}}}>
+        {{ {", ".join(names)} = Split <axis = {axis}> (x, sizes) }}""")
+    model.graph.node(0).name = "split"
+    assert cut_splits(model) == is_cut
+    assert set(operators(model)) == {"Slice" if is_cut else "Split"}
+    x = normal(8, 8)
+    wanted = np.split(x, np.cumsum(sizes)[:-1], axis=axis)
+    for got, part in zip(results(model, {"x": x}), wanted, strict=True):
+        np.testing.assert_array_equal(got, part)
