@@ -88,7 +88,10 @@ def remove_host_copies(model: ir.Model, limit: int) -> bool:
 
 def cut_splits(model: ir.Model) -> bool:
     """Cut what a Split into unequal parts gives out by Slices, in place: CUDA's Split copies the sizes from the host in
-    each run, unless there are three along the last axis. Returns whether there was one."""
+    each run, unless there are three along the last axis. Returns whether there was one.
+
+    One part is cut by a Gather: ONNX Runtime would make a Split of Slices alone.
+    """
     graph = model.graph
     splits = [node for node in graph if node.op_type == "Split" and len(node.inputs) > 1]
     modified = False
@@ -98,9 +101,15 @@ def cut_splits(model: ir.Model) -> bool:
         if sizes is None or len(set(sizes.tolist())) == 1 or (len(sizes) == 3 and axis in (-1, (rank or 0) - 1)):
             continue
         numbers = [0, *np.cumsum(sizes).tolist()]
-        for output, start, stop in zip(list(node.outputs), numbers, numbers[1:], strict=False):
-            bounds = [initializer(graph, f"int64_{number}", np.array([number])) for number in (start, stop, axis)]
-            part = ir.node("Slice", [source, *bounds], name=f"{node.name}_{start}")
+        gathered = min(range(len(sizes)), key=lambda index: (sizes[index] < 2, sizes[index]))
+        for index, (output, start, stop) in enumerate(zip(list(node.outputs), numbers, numbers[1:], strict=False)):
+            name = f"{node.name}_{index}"
+            if index == gathered:
+                indices = initializer(graph, f"int64_{start}_to_{stop}", np.arange(start, stop))
+                part = ir.node("Gather", [source, indices], {"axis": axis}, name=name)
+            else:
+                bounds = [initializer(graph, f"int64_{number}", np.array([number])) for number in (start, stop, axis)]
+                part = ir.node("Slice", [source, *bounds], name=name)
             part.outputs[0].shape, part.outputs[0].type = output.shape, output.type
             graph.insert_before(node, part)
             output.replace_all_uses_with(part.outputs[0], replace_graph_outputs=True)
