@@ -293,11 +293,12 @@ class Engine:
             self._changed.wait_for(lambda: self._closed or self._added or self._cancelled or loop.busy)
             if self._closed:
                 return False
+            # These first: who is cancelled was added before, and is then among the added or in the loop.
+            cancelled = [self._cancelled.popleft() for _ in range(len(self._cancelled))]
             added, self._added = self._added, []
         for sequence in added:
             loop.add(sequence)
-        while self._cancelled:
-            sequence = self._cancelled.popleft()
+        for sequence in cancelled:
             if sequence in self._requests:  # it has not ended meanwhile
                 loop.leave(sequence)
                 self._end(sequence).finish(CANCELLED)

@@ -17,6 +17,8 @@ from qsample.runtime import (
     Engine,
     Request,
 )
+from qsample.runtime.decode.loop import DecodeLoop
+from qsample.runtime.sequence import Sequence
 from tests.helpers.fake_package import VOCAB
 from tests.helpers.requests import ENDLESS, FREE, expected, make_sequence, outcome, wait_until
 
@@ -142,6 +144,30 @@ def test_cancelling_in_the_queue_in_the_prompt_and_while_running(model: CausalLM
         assert outcome(stays) == expected([8], FREE, 3)
         running.cancel()  # again, after its end
         assert outcome(engine.add_request([6] * 30, FREE, seed=4)) == expected([6] * 30, FREE, 4)
+
+
+def test_a_request_that_is_added_and_cancelled_while_the_engine_takes_others(
+    model: CausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    late: list[Request] = []
+    plain = DecodeLoop.add
+
+    def add_and_cancel() -> None:
+        late.append(engine.add_request([7], FREE, seed=2))
+        late[0].cancel()
+
+    def add(self: DecodeLoop, sequence: Sequence) -> None:
+        plain(self, sequence)
+        if not late:
+            thread = threading.Thread(target=add_and_cancel)
+            thread.start()
+            thread.join(60)
+
+    monkeypatch.setattr(DecodeLoop, "add", add)
+    with Engine(model, slots=2) as engine:
+        assert outcome(engine.add_request([6], FREE, seed=1)) == expected([6], FREE, 1)
+        assert outcome(late[0]) == ([], "cancelled")
+        assert outcome(engine.add_request([8], FREE, seed=3)) == expected([8], FREE, 3)
 
 
 def test_a_consumer_that_never_reads_holds_up_nobody(model: CausalLM) -> None:
