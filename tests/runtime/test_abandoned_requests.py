@@ -11,7 +11,7 @@ from contextlib import suppress
 import pytest
 
 from qsample.runtime import CausalLM, Delta, Engine, Request
-from tests.helpers.requests import ENDLESS, FREE, expected, outcome, wait_for_token
+from tests.helpers.requests import ENDLESS, FREE, expected, outcome, wait_for_token, wait_until
 
 
 def break_out(request: Request) -> None:
@@ -152,19 +152,20 @@ def test_a_request_that_is_to_go_on(
         assert outcome(request) == expected([5], FREE, 0)
 
 
-def test_one_of_several_readers_gives_up(model: CausalLM, gate: threading.Semaphore) -> None:
+@pytest.mark.parametrize("wait", [lambda request: request.result(60), list], ids=["result", "iterate"])
+def test_one_of_several_readers_gives_up(
+    wait: Callable[[Request], object], model: CausalLM, gate: threading.Semaphore
+) -> None:
     with Engine(model, slots=2) as engine:
-        for wait in (lambda request: request.result(60), list):
-            request = engine.add_request([5], FREE, seed=0)
-            thread = threading.Thread(target=wait, args=(request,))
-            thread.start()
-            while not request._readers:
-                pass
-            gate.release(1)
-            break_out(request)
-            gate.release(1000)
-            thread.join(60)
-            assert outcome(request) == expected([5], FREE, 0)
+        request = engine.add_request([5], FREE, seed=0)
+        thread = threading.Thread(target=wait, args=(request,))
+        thread.start()
+        wait_until(lambda: len(request._readers) > 0)
+        gate.release(1)
+        break_out(request)
+        gate.release(1000)
+        thread.join(60)
+        assert outcome(request) == expected([5], FREE, 0)
 
 
 def test_a_result_that_took_too_long_has_not_given_up(model: CausalLM, gate: threading.Semaphore) -> None:
