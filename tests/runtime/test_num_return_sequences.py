@@ -188,7 +188,7 @@ def test_what_is_wrong_with_them(model: CausalLM) -> None:
 
 
 class Counting:
-    """Allows row r only the tokens 100 + 10 r to 109 + 10 r, and raises at some token."""
+    """Allows row r only the tokens 100 + 10 r to 109 + 10 r, and raises once, after some token."""
 
     def __init__(self, last: int = 10**6) -> None:
         self.tokens, self.last = 0, last
@@ -196,6 +196,7 @@ class Counting:
     def __call__(self, step: Any, mask: np.ndarray) -> None:
         self.tokens += 0 if step is None else int(step.emitted.sum())
         if self.tokens > self.last:
+            self.last = 10**6
             raise LookupError("enough")
         mask[:] = 0
         for row in range(len(mask)):
