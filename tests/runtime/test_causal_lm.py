@@ -184,7 +184,7 @@ def test_device_package(fake_model: Callable[..., CausalLM]) -> None:
         ({"seed": -1}, "seed is -1"),
         ({"seed": "1"}, "seed is '1'"),
         ({"seed": True}, "seed is True"),
-        ({"seed": [1]}, "1 seeds were given for 2 prompts"),
+        ({"seed": [1]}, "1 seeds were given for 2 rows"),
         ({"seed": [1, None]}, "is None"),
         ({"temperature": float("nan")}, "temperature is nan"),
         ({"top_p": 0}, "top_p is 0"),

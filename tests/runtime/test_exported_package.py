@@ -37,7 +37,7 @@ def test_in_place_and_chunking_change_nothing(in_place: bool, chunk: int | None,
 @pytest.mark.parametrize("sampler", [True, False])
 def test_prompts_in_one_run_give_the_same_tokens_as_alone(sampler: bool, exported: Callable[..., Path]) -> None:
     model = load(exported("llama") if sampler else exported("llama", include_sampler=False))
-    prompts = [np.random.default_rng(n).integers(4, 260, n).tolist() for n in (20, 17, 18, 20)]
+    prompts = [np.random.default_rng(row).integers(4, 260, 20).tolist() for row in range(4)]
     calls: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
         plain = Slots.prefill
