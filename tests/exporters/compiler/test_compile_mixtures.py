@@ -54,8 +54,8 @@ def test_everything_is_packed(
     figures = compilation.quantization
     assert figures is not None
     assert (figures["experts"], figures["expert_block_size"]) == (8, 16)
-    # What scores the experts (8 of 64), the angles of positions, norms, biases, numbers of the sampler: nothing else.
-    assert figures["float_bytes"] < 4 * (8 * 64 + 2 * 64 * 8 + 512)
+    # What scores the experts (8 of 64), norms, biases, numbers of the sampler: nothing else.
+    assert 4 * 8 * 64 < figures["float_bytes"] < 4 * (8 * 64 + 512)
     assert figures["bytes_before"] > 4 * 8 * 3 * 64 * 32  # experts, and more
     assert figures["divergence"]["kl"] < {"int4": 0.2, "int8": 0.005}[weights]
     check_rows(compiled)

@@ -7,7 +7,7 @@ from typing import Final
 
 import onnx_ir as ir
 
-from qsample.exporters.graph import moe
+from qsample.exporters.graph import gqa, moe
 from qsample.exporters.graph.nbits import is_matmul_nbits
 from qsample.exporters.graph.opset import CONTRIB_DOMAIN
 
@@ -21,8 +21,8 @@ class QuantizationReport:
 
     matrices: how many, those of experts not counted. bytes_before, bytes_after: of all quantized weights. experts: how
     many, in all layers. expert_block_size: weights of an expert that share a scale, where experts were quantized: what
-    was asked for, or the nearest that the operator takes. float_bytes: of the parameters that are still float, scales
-    not counted.
+    was asked for, or the nearest that the operator takes. float_bytes: of the parameters that are still float; scales
+    and tables of angles are none.
     """
 
     matrices: int
@@ -45,19 +45,21 @@ def report_quantization(model: ir.Model, report: QuantizationReport) -> None:
 
 
 def float_bytes(model: ir.Model) -> int:
-    """The bytes of the constants of `model` that are float and not the scales of quantized ones."""
-    scales = {value for node in model.graph.all_nodes() for value in _scales(node)}
+    """The bytes of the constants of `model` that are float and no scales of quantized ones or tables of angles."""
+    others = {value for node in model.graph.all_nodes() for value in _scales_and_tables(node)}
     total = 0
     for value in model.graph.initializers.values():
         tensor = value.const_value
-        if tensor is not None and tensor.dtype in _FLOATS and value not in scales:
+        if tensor is not None and tensor.dtype in _FLOATS and value not in others:
             total += tensor.nbytes
     return total
 
 
-def _scales(node: ir.Node) -> list[ir.Value | None]:
+def _scales_and_tables(node: ir.Node) -> list[ir.Value | None]:
     if is_matmul_nbits(node) or node.op_type == "GatherBlockQuantized":
         return [node.inputs[2]]
     if node.op_type == moe.QUANTIZED_OP_TYPE and node.domain == CONTRIB_DOMAIN:
         return [node.inputs[moe.QuantizedSlot.FC1_SCALES], node.inputs[moe.QuantizedSlot.FC2_SCALES]]
-    return []
+    if node.op_type == gqa.OP_TYPE:
+        return list(node.inputs[gqa.Slot.COS_CACHE : gqa.Slot.POSITION_IDS])
+    return list(node.inputs[2:4]) if node.op_type == "RotaryEmbedding" else []
