@@ -29,17 +29,19 @@ kept by hand, and no list in the code says what is supported. A type passes when
 *int4* counts them, and the bytes that stay float beside all bytes: in models this small, mostly tables of angles and
 norms.
 
-*attention* says how many of a model's attention layers run in which way:
+*layers* says how many of a model's layers that keep a state run in which way:
 
 - **GroupQueryAttention**: ONNX Runtime's fused operator, in place over the cache.
 - **masked**: plain operators over the whole buffer of the retained cache, at every step. Exact, and slower for long
   contexts. For attention that the operator cannot express: ALiBi and other position biases, chunked windows, code that
   computes its attention itself. Layers that share another's cache attend so, too, and are not counted.
+- **LinearAttention**, **CausalConvWithState**: ONNX Runtime's operators for recurrences and short convolutions, over
+  all tokens of a call at once. **Scan**: a layer run token by token.
 
 A model of a type that does not pass is refused before anything is published, with the reason. The checks here use one
 small configuration a type; the same parity gate runs on the very model at every export.
 
-| model type | result | largest error | tokens compared | attention | int4 | reason |
+| model type | result | largest error | tokens compared | layers | int4 | reason |
 | --- | --- | --- | --- | --- | --- | --- |
 """
 

@@ -13,11 +13,13 @@ import signal
 import tempfile
 import time
 import warnings
+from collections import Counter
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import FrameType
 
 import numpy as np
+import onnx_ir as ir
 import torch
 import transformers
 from transformers import PreTrainedModel
@@ -100,7 +102,8 @@ def run(model_type: str, *, compiled: bool = True) -> Row:
                     ("masked", "plain_attention_layers"),
                 )
                 if figures[key]
-            },
+            }
+            | _recurrent_operators(path),
         }
         if figures["max_error"] > MAX_ERROR:
             return row("inexact", f"a logit is off by {figures['max_error']:.2g}", **measured)
@@ -118,6 +121,11 @@ def run(model_type: str, *, compiled: bool = True) -> Row:
             if packed.unpacked:
                 return row("int4 incomplete", f"{packed.unpacked} matrices are still float", **measured)
     return row("passed", **measured)
+
+
+def _recurrent_operators(path: Path) -> dict[str, int]:
+    counts = Counter(node.op_type for node in ir.load(path / "decoder.onnx").graph)
+    return {name: counts[name] for name in ("LinearAttention", "CausalConvWithState", "Scan") if counts[name]}
 
 
 def check_sampling(model: PreTrainedModel, path: Path) -> int:

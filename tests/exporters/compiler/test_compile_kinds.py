@@ -19,8 +19,8 @@ PROMPTS = [[5, 9, 31, 7, 120, 44, 3, 260, 12], [44, 3]]
 FAST = {"lfm2": "CausalConvWithState", "bloom": "MatMul", "qwen3_next": "LinearAttention"}
 OPERATORS = {
     **FAST,
-    **dict.fromkeys(("kimi_linear", "olmo_hybrid", "qwen3_5_moe_text", "bailing_hybrid", "mamba2"), "LinearAttention"),
-    "mamba": "Scan",
+    **dict.fromkeys(("kimi_linear", "olmo_hybrid", "qwen3_5_moe_text", "bailing_hybrid"), "LinearAttention"),
+    **dict.fromkeys(("mamba", "mamba2"), "LinearAttention"),
 }
 KINDS = [pytest.param(name, marks=[] if name in FAST else pytest.mark.slow) for name in OPERATORS]
 
