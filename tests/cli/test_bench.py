@@ -24,4 +24,4 @@ def test_bench_as_json_and_as_a_table(tmp_path: Path, capsys: pytest.CaptureFixt
     assert run(arguments) == 0
     assert "decode, tok/s" in capsys.readouterr().out
     assert run([*arguments, "--top-p", "2"]) == 2
-    assert "top_p is 2" in capsys.readouterr().err
+    assert "--top-p is 2" in capsys.readouterr().err

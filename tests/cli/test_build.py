@@ -31,6 +31,7 @@ def test_export_passes_every_option(run: Any, monkeypatch: pytest.MonkeyPatch, t
         "logprobs": False,
         "top_logprobs": 0,
         "dtype": "float32",
+        "tokenizer": "auto",
         "revision": None,
         "adapter": None,
     }

@@ -27,8 +27,8 @@ from qsample.package import write_package
 def work(package, **_):
     with write_package(Path(package) / "out") as writer:
         (writer.directory / "decoder.onnx").write_bytes(b"half of it")
-        print("working", flush=True)
         try:
+            print("working", flush=True)
             time.sleep(600)
         finally:
             if "twice" in sys.argv[-1]:

@@ -43,14 +43,15 @@ def test_it_ends_with_its_owner_and_keeps_nothing() -> None:
     class Result:
         pass
 
-    before = threading.active_count()
-    thread = DeviceThread("test")
+    thread = DeviceThread("ends with its owner")
     result = thread.submit(Result).result(60)
     kept = weakref.ref(result)
     thread.submit(lambda: None).result(60)
     del result
     gc.collect()
     assert kept() is None
+    (running,) = (one for one in threading.enumerate() if one.name.startswith("ends with its owner"))
     del thread
     gc.collect()
-    assert threading.active_count() == before
+    running.join(60)
+    assert not running.is_alive()
