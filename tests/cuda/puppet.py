@@ -117,6 +117,8 @@ class Session(Original):  # type: ignore[misc]
     ) -> None:
         # Without constant folding the device would compute shapes from constants, which the stubs cannot.
         more.pop("disabled_optimizers", None)
+        if list(providers or []) == [CPU]:
+            model, sess_options = _for_cpu(model, _proto(model), sess_options)
         super().__init__(model, sess_options, providers, provider_options, **more)
         self.twin: Any = None
         if self.get_providers()[0] != CUDA:
@@ -200,14 +202,19 @@ def _proto(model: Any) -> onnx.ModelProto:
 
 
 def _on_cpu(model: Any, proto: onnx.ModelProto, options: Any) -> Any:
-    """The session on the CPU, whose attention norms no queries and keys by itself."""
+    model, options = _for_cpu(model, proto, options)
+    return Original(model, options, providers=[CPU])
+
+
+def _for_cpu(model: Any, proto: onnx.ModelProto, options: Any) -> tuple[Any, Any]:
+    """Model and options for the CPU, whose attention norms no queries and keys by itself. `proto` may be changed."""
     if not any(_norms(node) for node in proto.graph.node):
-        return Original(model, options, providers=[CPU])
+        return model, options
     separate_norms(proto)
     if not isinstance(model, bytes):  # where its weights are
         options = copy_options(options)
         options.add_session_config_entry(_WEIGHTS_FOLDER, str(Path(model).parent))
-    return Original(proto.SerializeToString(), options, providers=[CPU])
+    return proto.SerializeToString(), options
 
 
 def copy_options(options: Any) -> Any:

@@ -47,7 +47,7 @@ ROUTERS: Final[dict[str, dict[str, Any]]] = {
         "n_heads": 4,
         "n_layers": 1,
         "max_seq_len": 256,
-        "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0},
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
         "ffn_config": {"ffn_hidden_size": 96, "moe_num_experts": 8, "moe_top_k": 2},
     },
     "jetmoe": {**_COMMON, "num_local_experts": 8, "kv_channels": 16, "num_key_value_heads": 2},
