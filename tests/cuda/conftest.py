@@ -8,7 +8,6 @@ missing synchronisation, or speed.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -55,9 +54,3 @@ def without_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(compile_module, "run_self_test", lambda *_: SelfTest(tokens=0, agreeing=0))
     monkeypatch.setattr(compile_module, "measure_divergence", measured)
-
-
-@pytest.fixture(scope="session")
-def portable(exported: Callable[..., Path]) -> Callable[[str], Path]:
-    """model_type → a portable package of a random model of that type."""
-    return exported

@@ -47,10 +47,15 @@ PARAMS = [
 ]
 
 
-def cases(short: bool) -> list[Any]:
+def cases() -> list[Any]:
+    """Every combination that there is; those outside SHORT are slow."""
     every = product(FAMILIES, ("float16", "bfloat16"), QUANTIZATIONS, ROWS)
     possible = [case for case in every if case[0] not in RECURRENT or case[2] != "int8 cache"]
-    return [pytest.param(*case, id="-".join(map(str, case))) for case in possible if (case in SHORT) == short]
+    assert SHORT.issubset(possible)
+    return [
+        pytest.param(*case, id="-".join(map(str, case)), marks=() if case in SHORT else pytest.mark.slow)
+        for case in possible
+    ]
 
 
 def compiled(
@@ -123,9 +128,9 @@ def check_tokens(package: Package, prompts: Sequence[Sequence[int]], params: Seq
     assert got.finish_reasons == wanted.finish_reasons
 
 
-@pytest.mark.parametrize(("family", "dtype", "quantization", "rows"), cases(short=True))
+@pytest.mark.parametrize(("family", "dtype", "quantization", "rows"), cases())
 def test_captured(
-    portable: Callable[[str], Path],
+    exported: Callable[..., Path],
     tmp_path: Path,
     family: str,
     dtype: str,
@@ -134,19 +139,4 @@ def test_captured(
     request: pytest.FixtureRequest,
     trace: Trace,
 ) -> None:
-    check(portable(family), tmp_path / "cuda", (dtype, quantization, rows), request, trace)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("family", "dtype", "quantization", "rows"), cases(short=False))
-def test_captured_in_every_combination(
-    portable: Callable[[str], Path],
-    tmp_path: Path,
-    family: str,
-    dtype: str,
-    quantization: str,
-    rows: int | None,
-    request: pytest.FixtureRequest,
-    trace: Trace,
-) -> None:
-    check(portable(family), tmp_path / "cuda", (dtype, quantization, rows), request, trace)
+    check(exported(family), tmp_path / "cuda", (dtype, quantization, rows), request, trace)

@@ -18,6 +18,7 @@ from qsample.exporters.graph.traversal import ancestors
 
 OP_TYPE: Final = "MoE"
 QUANTIZED_OP_TYPE: Final = "QMoE"
+_PRODUCTS: Final = ("MatMul", "FusedMatMul", "Gemm")
 # Gate and up take turns in fc1, which is the only way that the CPU's kernels know.
 ATTRIBUTES: Final[dict[str, Any]] = {
     "k": 1,
@@ -83,6 +84,3 @@ def routers(graph: ir.Graph) -> set[ir.Node]:
     read = {value.producer() for node in needed for value in node.inputs if value is not None}
     read |= {value.producer() for value in choices if value is not None}
     return {node for node in read if node is not None and node in products}
-
-
-_PRODUCTS: Final = ("MatMul", "FusedMatMul", "Gemm")
