@@ -116,6 +116,19 @@ def test_without_control_flow_a_row_is_exact_or_stalls() -> None:
     assert free > 20
 
 
+def test_without_control_flow_min_p_holds_beyond_the_candidates() -> None:
+    """100 tokens pass, more than there are candidates; without the filter, half of the rows would draw another."""
+    logits = np.full((40, FACE.vocab_size), np.log(0.4), np.float32)
+    logits[:, ::3][:, :100] = 0
+    inputs = make_inputs(FACE, 40, temperature=1.0, min_p=0.5)
+    inputs["noise"] = np.random.default_rng(3).random(inputs["noise"].shape).astype(np.float32)
+    got, expected = exported(FACE, **STRAIGHT)(logits, inputs), reference_step(logits, inputs, pad_token_id=PAD)
+    assert not (got["status_RetainedState"] == STALLED).any()
+    for row in range(40):
+        assert not compare_step(got, expected, row)
+        assert logits[row, got["next_ids"][row, 0]] == 0
+
+
 def test_a_stalled_row_waits_in_the_graph_without_control_flow() -> None:
     inputs = make_inputs(FACE, status=STALLED, lengths=3, temperature=0)
     got = exported(FACE, **STRAIGHT)(np.zeros((1, 320), np.float32), inputs)
