@@ -8,27 +8,20 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from dataclasses import asdict
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
 
-import onnx_ir as ir
-import onnxruntime as ort
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-import qsample
 from qsample import package
-from qsample.contract import CONTRACT_VERSION, Features, Interface
+from qsample.contract import Features, Interface
 from qsample.errors import QsampleError, UnsupportedModelError
 from qsample.exporters import parity
 from qsample.exporters.control_flow import outline_scans
 from qsample.exporters.experts import lower_experts
-from qsample.exporters.graph.join import append_sampler
 from qsample.exporters.huggingface_reference import longest_context, reference
-from qsample.exporters.initial_state import build_initial_state
-from qsample.exporters.sampler import export_sampler
+from qsample.exporters.portable import portable_manifest, write_graphs
 from qsample.exporters.trace import trace
 from qsample.progress import Progress
 from qsample.transforms import pipeline
@@ -83,15 +76,9 @@ def export_model(
         traced = trace(Decoder(model, context, interface), interface.model, interface.sizes)
         outline_scans(traced)
         lower_experts(traced)
-        sampler = export_sampler(interface, token_ids.pad)
-        if features.sampler:
-            append_sampler(traced, sampler, interface.decoder)
-        else:
-            ir.save(sampler, folder / "sampler.onnx")
         report("writing the weights", 0.55)
-        ir.save(traced, folder / "decoder.onnx", external_data="decoder.onnx.data")
+        write_graphs(traced, interface, token_ids.pad, folder)
         del traced
-        ir.save(build_initial_state(interface), folder / "initial_state.onnx")
 
         report("comparing with the Hugging Face model", 0.7)
         plain = len(interface.key_values) if context.buffered else len(context.masked)
@@ -197,29 +184,22 @@ def _manifest(
     revision: str | None,
     figures: parity.Parity,
 ) -> package.Manifest:
-    return package.Manifest(
-        kind="portable",
-        contract_version=CONTRACT_VERSION,
-        interface=interface,
-        source=package.Source(
-            model_id=model_id,
-            revision=revision,
-            model_type=model.config.model_type,
-            architecture=type(model).__name__,
-            weight_hash=weight_hash(model),
-        ),
-        versions=_versions(),
-        token_ids=token_ids,
-        max_position_embeddings=longest_context(model.config.get_text_config(decoder=True)),
-        parity=asdict(figures),
-        packed_weights=_quantized_weights(model),
+    source = package.Source(
+        model_id=model_id,
+        revision=revision,
+        model_type=model.config.model_type,
+        architecture=type(model).__name__,
+        weight_hash=weight_hash(model),
     )
-
-
-def _versions() -> dict[str, str]:
-    """ONNX Runtime has several distributions, so it is asked itself."""
-    installed = {name: version(name) for name in ("torch", "transformers", "onnx")}
-    return {"qsample": qsample.__version__, "onnxruntime": str(ort.__version__), **installed}
+    return portable_manifest(
+        interface,
+        source,
+        token_ids,
+        figures,
+        max_position_embeddings=longest_context(model.config.get_text_config(decoder=True)),
+        packed_weights=_quantized_weights(model),
+        libraries=("torch", "transformers"),
+    )
 
 
 def _unwrapped(name: str, inside: list[str]) -> str:

@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
-import onnxruntime as ort
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -19,7 +17,6 @@ from transformers import PreTrainedTokenizerFast
 
 from qsample import AutoModelForCausalLM
 from qsample.errors import QsampleError, UnsupportedModelError
-from qsample.exporters import export as export_module
 from qsample.exporters import parity
 from qsample.exporters.export import _save_model_files, _token_ids, weight_hash
 from qsample.package import read_package
@@ -72,18 +69,6 @@ def test_manifest_records_source_versions_and_parity(llama_package: Path, checkp
     assert manifest.parity["attention_layers"] == 2
     on_disk = json.loads((llama_package / "qsample.json").read_text())
     assert {"decoder.onnx", "initial_state.onnx", "tokenizer.json", "config.json"} <= set(on_disk["files"])
-
-
-def test_the_version_of_onnxruntime_does_not_depend_on_its_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
-    """onnxruntime-gpu and onnxruntime-openvino install the same module, and no distribution `onnxruntime`."""
-
-    def installed(name: str) -> str:
-        if name == "onnxruntime":
-            raise PackageNotFoundError(name)
-        return "1.0"
-
-    monkeypatch.setattr(export_module, "version", installed)
-    assert export_module._versions()["onnxruntime"] == ort.__version__
 
 
 def test_weight_hash_changes_with_one_weight_and_not_with_the_export() -> None:
