@@ -176,7 +176,8 @@ def _quantization(figures: Any) -> str:
     parts = []
     if "dtype" in figures:
         mib_before, mib_after = (figures[f"bytes_{when}"] / 2**20 for when in ("before", "after"))
-        blocks = f" in blocks of {figures['block_size']} ({figures['method']})" if "block_size" in figures else ""
+        sizes = " and ".join(map(str, figures.get("block_sizes") or [figures.get("block_size")]))
+        blocks = f" in blocks of {sizes} ({figures['method']})" if "block_size" in figures else ""
         parts.append(
             f"{figures['dtype']} weights{blocks}, {figures['matrices']} matrices{_experts(figures)}, "
             f"{mib_before:.1f} to {mib_after:.1f} MiB"

@@ -30,7 +30,8 @@ class CompileOptions:
     weights: "int4" or "int8" to quantize every matrix that a token is multiplied by, and the embedding; weights that
         the checkpoint brought quantized stay as they are. "float16", for cpu: float32 ones are stored in half the
         space, and are float32 again once they are loaded. None, or the package's own dtype = as exported.
-    block_size: quantized weights that share a scale: 16, 32, 64, 128 or 256.
+    block_size: quantized weights that share a scale: 16, 32, 64, 128 or 256. A matrix whose inputs it does not divide
+        gets the largest smaller one that does.
     quantization_method: "rtn" rounds to the nearest level; "k_quant" and "hqq" search each block's offset, slower and
         closer; see `quantize.rounding.WeightQuantization`.
     kv_cache_dtype: "int8" to hold keys and values with a scale a channel, measured on the model's own text: a quarter

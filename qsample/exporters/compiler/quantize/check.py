@@ -19,17 +19,14 @@ def check_quantized(model: ir.Model, quantization: WeightQuantization) -> None:
         return
     nodes = list(with_loop_bodies(model.graph))
     sizes = {matrix.input_size for node in nodes if (matrix := matrix_of(node)) is not None}
-    size = quantization.block_size
     if sizes:
-        why = (
-            f"none of their input sizes ({', '.join(map(str, sorted(sizes)))}) is a multiple of the block size, {size}"
-        )
-        fitting = [str(other) for other in BLOCK_SIZES if any(inputs % other == 0 for inputs in sizes)]
-        advice = f"take block_size={' or '.join(fitting)}" if fitting else "leave weights out"
+        smallest = f"{BLOCK_SIZES[0]}, the smallest block"
+        why = f"none of their input sizes ({', '.join(map(str, sorted(sizes)))}) is a multiple of {smallest}"
     else:
-        why, advice = "it multiplies by no constant matrix of float32, float16 or bfloat16", "leave weights out"
+        why = "it multiplies by no constant matrix of float32, float16 or bfloat16"
         if any(is_matmul_nbits(node) for node in nodes):
             why += " besides those that the checkpoint brought quantized, which stay as they are"
     raise CompileError(
-        f"{quantization.bits}-bit weights were asked for and no matrix of the model can be quantized: {why}; {advice}"
+        f"{quantization.bits}-bit weights were asked for and no matrix of the model can be quantized: {why}; "
+        "leave weights out"
     )

@@ -19,10 +19,11 @@ _FLOATS: Final = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 class QuantizationReport:
     """What was quantized, and what was not.
 
-    matrices: how many, those of experts not counted. bytes_before, bytes_after: of all quantized weights. experts: how
-    many, in all layers. expert_block_size: weights of an expert that share a scale, where experts were quantized: what
-    was asked for, or the nearest that the operator takes. float_bytes: of the parameters that are still float; scales
-    and tables of angles are none.
+    matrices: how many, those of experts not counted. block_sizes: weights of them that share a scale: what was
+    asked for, or less where that divides no input size. bytes_before, bytes_after: of all quantized weights. experts:
+    how many, in all layers. expert_block_size: weights of an expert that share a scale, where experts were quantized:
+    what was asked for, or the nearest that the operator takes. float_bytes: of the parameters that are still float;
+    scales and tables of angles are none.
     """
 
     matrices: int
@@ -31,6 +32,7 @@ class QuantizationReport:
     experts: int = 0
     expert_block_size: int | None = None
     float_bytes: int = 0
+    block_sizes: tuple[int, ...] = ()
 
 
 def quantization_report(model: ir.Model) -> QuantizationReport | None:

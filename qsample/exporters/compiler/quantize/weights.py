@@ -23,7 +23,7 @@ from qsample.exporters.compiler.quantize.report import (
 from qsample.exporters.compiler.quantize.rounding import Levels, NewestResult, WeightQuantization, quantize_matrix
 from qsample.exporters.graph import moe
 from qsample.exporters.graph.edit import initializer, lazy_initializer, replace_node
-from qsample.exporters.graph.nbits import INT8_ACTIVATIONS, OP_TYPE, is_matmul_nbits, pack_bits
+from qsample.exporters.graph.nbits import BLOCK_SIZES, INT8_ACTIVATIONS, OP_TYPE, is_matmul_nbits, pack_bits
 from qsample.exporters.graph.opset import CONTRIB_DOMAIN
 from qsample.exporters.graph.traversal import with_loop_bodies
 from qsample.tensors import Array
@@ -36,8 +36,9 @@ def quantize_weights(model: ir.Model, quantization: WeightQuantization) -> bool:
 
     1. A weight is a constant matrix of floats that a MatMul or a Gemm multiplies by or a Gather looks rows up in, in
        the graph or in the body of a Scan.
-    2. Its input size is a multiple of the block size; others stay as they are. So do those that score experts: a
-       thousandth of a mixture's weights, and what they round off decides which experts run.
+    2. Its blocks are those asked for, or the largest smaller ones that divide its input size. Where none does, it stays
+       as it is. So do those that score experts: a thousandth of a mixture's weights, and what they round off decides
+       which experts run.
     3. The numbers are computed when the model is saved.
 
     Returns whether there was one; `quantization_report` has the figures.
@@ -49,9 +50,10 @@ def quantize_weights(model: ir.Model, quantization: WeightQuantization) -> bool:
     kept = moe.routers(model.graph)
     for node in with_loop_bodies(model.graph):
         matrix = matrix_of(node)
-        if matrix is None or matrix.input_size % quantization.block_size or node in kept:
+        way = None if matrix is None or node in kept else _fitting(quantization, matrix.input_size)
+        if matrix is None or way is None:
             continue
-        blocks = quantized.setdefault(matrix.value, _QuantizedMatrix(matrix, quantization, newest))
+        blocks = quantized.setdefault(matrix.value, _QuantizedMatrix(matrix, way, newest))
         if blocks.matrix.transposed == matrix.transposed:
             (_gather if node.op_type == "Gather" else _matmul)(model.graph, node, blocks)
     for value, blocks in quantized.items():
@@ -61,7 +63,12 @@ def quantize_weights(model: ir.Model, quantization: WeightQuantization) -> bool:
             model.graph.initializers.pop(value.name, None)
     model.opset_imports.setdefault(CONTRIB_DOMAIN, 1)
     report = replace(
-        experts, matrices=len(quantized), bytes_before=before, bytes_after=after, float_bytes=float_bytes(model)
+        experts,
+        matrices=len(quantized),
+        block_sizes=tuple(sorted({blocks.quantization.block_size for blocks in quantized.values()})),
+        bytes_before=before,
+        bytes_after=after,
+        float_bytes=float_bytes(model),
     )
     report_quantization(model, report)
     return bool(quantized)
@@ -153,6 +160,12 @@ class _QuantizedMatrix:
         if kind not in self._initializers:
             self._initializers[kind] = lazy_initializer(f"{self.matrix.value.name}_{kind}", shape, dtype, part)
         return self._initializers[kind]
+
+
+def _fitting(quantization: WeightQuantization, inputs: int) -> WeightQuantization | None:
+    """`quantization` with the largest blocks, of at most its own size, that `inputs` weights are a multiple of."""
+    sizes = [size for size in BLOCK_SIZES if size <= quantization.block_size and inputs % size == 0]
+    return replace(quantization, block_size=max(sizes)) if sizes else None
 
 
 def matrix_of(node: ir.Node) -> _Matrix | None:
