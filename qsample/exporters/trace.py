@@ -15,6 +15,7 @@ from torch.onnx import OnnxExporterError
 from qsample.contract import BATCH, BIASES, CAPACITY, DYNAMIC_AXES, SEQUENCE, STOPS, GraphSpec, TensorSpec
 from qsample.errors import UnsupportedModelError
 from qsample.exporters.graph.opset import OPSET
+from qsample.exporters.simplify import simplify
 
 # Every dynamic axis is traced at two or more: torch.export specialises an axis of size 1. They all differ, so that two
 # axes that merely look alike are not taken for one.
@@ -68,9 +69,8 @@ def trace(
                 dynamo=True,
                 dynamic_shapes={"inputs": shapes},
                 input_names=spec.input_names,
-                output_names=spec.output_names,
                 opset_version=OPSET,
-                optimize=True,
+                optimize=False,
                 verbose=False,
             )
         except OnnxExporterError as error:
@@ -82,6 +82,7 @@ def trace(
             ) from error
     if program is None:  # only the legacy exporter returns None
         raise RuntimeError("torch.onnx.export returned no program")
+    simplify(program.model, spec.output_names)
     return program.model
 
 

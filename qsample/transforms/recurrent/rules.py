@@ -19,7 +19,6 @@ from qsample.errors import UnsupportedModelError
 from qsample.transforms.recurrent.operators import causal_convolution, linear_attention
 
 CONVOLUTION: Final = "causal_conv1d_fn"
-_UNITS: Final = 1024.0
 
 
 @dataclass(slots=True)
@@ -114,15 +113,10 @@ def gated_delta_rule(
 
 
 def _l2_norm(vectors: Tensor) -> Tensor:
-    """Each vector over sqrt(its sum of squares + 1e-6), as a root mean square, which ONNX Runtime has a kernel for.
-
-    In units of 2**-10, which rounds nothing: the export takes a sum with less than 1e-8 for a sum with zero, and the
-    mean's share of 1e-6 is less in a vector of 128.
-    """
+    """Each vector over sqrt(its sum of squares + 1e-6), as a root mean square, which ONNX Runtime has a kernel for."""
     size = vectors.shape[-1]
-    vectors = vectors * _UNITS
     mean = vectors.pow(2).mean(-1, keepdim=True)
-    return vectors * torch.rsqrt(mean + 1e-6 * _UNITS**2 / size) * torch.full((size,), size**-0.5)
+    return vectors * torch.rsqrt(mean + 1e-6 / size) * torch.full((size,), size**-0.5)
 
 
 def state_space_dual(
