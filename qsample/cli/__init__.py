@@ -1,7 +1,6 @@
 """The command line: `qsample export | compile | generate | chat | bench | inspect`. It parses and calls, nothing else.
 
-build.py (export and compile), generate.py (with prompt_rows.py and prompt_file.py for a file of prompts), chat/,
-bench.py and inspect.py have the commands, common.py and options.py what they share, output.py and terminal.py what they
+build.py (export and compile), generate/ (with its files of prompts), chat/, bench.py and inspect.py have the commands, common.py and options.py what they share, output.py and terminal.py what they
 print, errors.py what they say when something is wrong. Heavy modules are imported inside the commands, so that
 `qsample --help` answers at once. Results go to stdout; progress, figures and errors to stderr; with --json an error
 goes to stdout, too, as {"error": {"type": ..., "message": ..., "status": ...}}. Exit status: 0 done, 1 error, 2 wrong
@@ -18,10 +17,11 @@ from typing import Annotated, Any
 import typer
 
 import qsample
-from qsample.cli import bench, build, generate, inspect
+from qsample.cli import bench, build, inspect
 from qsample.cli.chat import command as chat
 from qsample.cli.common import no_escapes
 from qsample.cli.errors import DEBUG_VARIABLE, report
+from qsample.cli.generate import command as generate
 from qsample.cli.signals import Terminated, end_on_signals
 
 app = typer.Typer(

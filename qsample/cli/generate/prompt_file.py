@@ -19,8 +19,8 @@ from typing import IO, TYPE_CHECKING, Any, Final
 
 import typer
 
+from qsample.cli.generate.prompt_rows import Row
 from qsample.cli.options import context_full
-from qsample.cli.prompt_rows import Row
 from qsample.errors import QsampleError
 
 if TYPE_CHECKING:

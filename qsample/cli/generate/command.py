@@ -111,8 +111,8 @@ def generate(
     as_json: Json = False,
 ) -> None:
     """Generate text. One prompt streams; several form one batch. What is not given comes from the model."""
-    from qsample.cli.prompt_file import generate_file
-    from qsample.cli.prompt_rows import read_rows
+    from qsample.cli.generate.prompt_file import generate_file
+    from qsample.cli.generate.prompt_rows import read_rows
     from qsample.runtime import load
 
     options, chat_settings = sampling_options(ctx.params), chat_options(ctx.params)

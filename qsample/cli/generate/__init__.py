@@ -1,0 +1,1 @@
+"""`qsample generate`: prompts of a command line, or of a file."""
