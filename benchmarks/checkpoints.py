@@ -198,7 +198,13 @@ def prompt_ids(rows: int, tokens: int, vocab_size: int, seed: int = 0) -> np.nda
 
 
 def make_genai_model(
-    checkpoint: Path, folder: Path, python: str, *, precision: str = "int4", block_size: int = 32
+    checkpoint: Path,
+    folder: Path,
+    python: str,
+    *,
+    precision: str = "int4",
+    block_size: int = 32,
+    provider: str = "cpu",
 ) -> Path:
     """Build the checkpoint for onnxruntime-genai with its own model builder, unless it is there, and return the folder.
 
@@ -216,7 +222,7 @@ def make_genai_model(
             "-p",
             precision,
             "-e",
-            "cpu",
+            provider,
         ]
         command += ["-c", folder / "cache"]
         if precision == "int4":

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import json
 import sys
-import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
+
+CAPTURED = "captured"  # what is compared with all others; see gpu_systems.py
 
 
 @dataclass(frozen=True)
 class Cell:
     """One line of the table. seconds: a step, median of the rounds. floor: seconds to read the weights and the cache
-    once; None where the device's bandwidth is not known."""
+    once; None where the device's bandwidth is not known. stalls: rows that waited for the second graph, in one round;
+    None where nothing waits."""
 
     shape: str
     system: str
@@ -22,6 +23,7 @@ class Cell:
     mix: str
     seconds: float
     floor: float | None
+    stalls: int | None = None
 
     @property
     def tokens_per_second(self) -> float:
@@ -31,14 +33,35 @@ class Cell:
     def columns(self) -> list[str]:
         share = "" if self.floor is None else f"{self.floor / self.seconds:.0%}"
         figures = [f"{1e3 * self.seconds:.3f}", f"{self.tokens_per_second:.0f}", share]
-        return [self.shape, self.system, str(self.rows), self.mix, *figures]
+        stalls = "" if self.stalls is None else str(self.stalls)
+        return [self.shape, self.system, str(self.rows), self.mix, *figures, stalls]
 
 
-HEADER = ["shape", "system", "rows", "mix", "ms a step", "tokens/s", "share of the floor"]
+HEADER = ["shape", "system", "rows", "mix", "ms a step", "tokens/s", "share of the floor", "stalls"]
+
+
+def comparisons(cells: list[Cell]) -> list[str]:
+    """What the cells say of one another: one line a comparison whose two sides were measured."""
+    seconds = {(cell.shape, cell.system, cell.rows, cell.mix): cell.seconds for cell in cells}
+    lines = []
+    for shape, system, rows, mix in seconds:
+        if not system.startswith(CAPTURED):
+            continue
+        here = f"{shape}, {system}, {rows} rows"
+        own = seconds[shape, system, rows, mix]
+        greedy = seconds.get((shape, system, rows, "greedy"))
+        if mix != "greedy" and greedy is not None:
+            lines.append(f"{here}: {mix} takes {own / greedy - 1:+.1%} over greedy")
+        others = [other for other in dict.fromkeys(key[1] for key in seconds) if not other.startswith(CAPTURED)]
+        for other in others if system == CAPTURED else ():
+            theirs = seconds.get((shape, other, rows, mix))
+            if theirs is not None:
+                lines.append(f"{here}, {mix}: {theirs / own:.2f} times as fast as {other}")
+    return lines
 
 
 class Results:
-    """The results of a run, on disk at any time: the machine may be gone before the run ends."""
+    """The results of a run, on disk with each one: the machine may be gone before the run ends."""
 
     def __init__(self, folder: Path, command: str) -> None:
         self._folder, self._command = folder, command
@@ -48,26 +71,29 @@ class Results:
         self.problems: list[str] = []
         folder.mkdir(parents=True, exist_ok=True)
 
-    @contextmanager
-    def section(self, name: str) -> Iterator[None]:
-        """A part of the run. What goes wrong in it is noted, and ends this part alone."""
-        try:
-            yield
-        except Exception as error:
-            traceback.print_exc(file=sys.stderr)
-            self.problems.append(f"{name}: {type(error).__name__}: {' '.join(str(error).split()):.300}")
-        finally:
-            self.save()
-
-    def check(self, shape: str, line: str) -> None:
-        self.checks.setdefault(shape, []).append(line)
+    def take(self, kind: str, *values: Any) -> None:
+        """What a part of the run reports; see `gpu_process.Reports`."""
+        if kind == "machine":
+            name, text = values
+            self.machine[name] = text
+        elif kind == "check":
+            shape, line = values
+            self.checks.setdefault(shape, []).append(line)
+        elif kind == "cell":
+            self.cells.append(values[0])
+        else:
+            self.problems.append(values[0])
+        print(*(values[0].columns if kind == "cell" else values), sep=" | ", file=sys.stderr, flush=True)
+        self.save()
 
     def save(self) -> None:
         """Write gpu.json and gpu.md."""
         rows = [asdict(cell) | {"tokens_per_second": cell.tokens_per_second} for cell in self.cells]
         document = {"machine": self.machine, "checks": self.checks, "problems": self.problems, "rows": rows}
-        (self._folder / "gpu.json").write_text(json.dumps(document, indent=1) + "\n")
-        (self._folder / "gpu.md").write_text("\n".join(self._page()) + "\n")
+        for name, text in (("gpu.json", json.dumps(document, indent=1)), ("gpu.md", "\n".join(self._page()))):
+            written = self._folder / f"{name}.part"
+            written.write_text(text + "\n")
+            written.replace(self._folder / name)  # whole at any time
 
     def _page(self) -> list[str]:
         lines = ["# Decoding on a GPU", "", f"Written by `{self._command}`.", ""]
@@ -79,6 +105,7 @@ class Results:
         if self.cells:
             lines += [f"| {' | '.join(HEADER)} |", "| --- " * len(HEADER) + "|"]
             lines += [f"| {' | '.join(cell.columns)} |" for cell in self.cells]
+            lines += ["", *(f"- {line}" for line in comparisons(self.cells))]
         if (self._folder / "gpu.png").exists():
             lines += ["", "![tokens a second](gpu.png)"]
         return lines

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,29 +21,22 @@ from qsample.runtime import SamplingParams, load
 from qsample.runtime.decode.slots import Slots
 from qsample.runtime.parameters import parameter_arrays
 
-MIXES = {**PLAIN_MIXES, "everything": EVERYTHING}
+PLAIN = "plain temperature"  # of OpenAI's API: no filter, so the whole vocabulary is drawn from
+MIXES = {**PLAIN_MIXES, PLAIN: {"temperature": 1.0}, "everything": EVERYTHING}
 MIXED = "half greedy, half everything"
 PROMPT_TOKENS = 64
 FIRST_TIMED = 4  # steps of transformers and genai before the clock starts
 
 
 class Decode(Protocol):
-    """warm_up: before the first measurement of a batch. seconds: a step, for `rows` rows that all sample as `mix`."""
+    """warm_up: before the first measurement of a batch. seconds: a step, for `rows` rows that all sample as `mix`.
+    stalls: how many times a row waited for a second graph in the last round; None where nothing waits."""
+
+    stalls: int | None
 
     def warm_up(self, rows: int, new_tokens: int) -> None: ...
 
     def seconds(self, rows: int, mix: str, new_tokens: int) -> float: ...
-
-
-@dataclass(frozen=True)
-class System:
-    """name: in the table. mixes: those that it can do, and is worth measuring with. open: loads it. opens_in: seconds
-    that this will take, where it takes long."""
-
-    name: str
-    mixes: tuple[str, ...]
-    open: Callable[[], Decode]
-    opens_in: float = 0.0
 
 
 def sampling(mix: str, rows: int, new_tokens: int) -> list[SamplingParams]:
@@ -64,6 +55,7 @@ class Qsample:
         self._model = load(package, provider_options=options, verify=False)
         self._flush_every = flush_every
         self._slots: Slots | None = None
+        self.stalls: int | None = None
 
     def warm_up(self, rows: int, new_tokens: int) -> None:
         """Captures, too: a batch of this size is replayed from then on."""
@@ -84,22 +76,26 @@ class Qsample:
         for row, prompt in enumerate(prompts):
             slots.begin(row, prompt, row, {name: values[row] for name, values in arrays.items()})
             slots.prefill(row, prompt, emit=True)
-        made = slots.read().lengths.sum()
+        made, stalls = slots.read().lengths.sum(), 0
         start = time.perf_counter()
         for _ in range(-(-new_tokens // self._flush_every)):
             for _ in range(self._flush_every - 1):
                 slots.decode(wait=False)
             slots.decode()
-            snapshot = slots.read()
-            if (snapshot.status == STALLED).any():
+            stalled = int((slots.read().status == STALLED).sum())
+            if stalled:
+                stalls += stalled
                 slots.resume()
         taken = time.perf_counter() - start
+        self.stalls = stalls if slots.may_stall else None
         made = slots.read().lengths.sum() - made
         return taken * rows / int(made)  # a row that stalled has fewer tokens than there were steps
 
 
 class Transformers:
     """`generate` over a static cache, whose step transformers compiles where there is a GPU."""
+
+    stalls = None
 
     def __init__(self, checkpoint: Path, device: str, dtype: str) -> None:
         import torch
@@ -147,6 +143,8 @@ class Transformers:
 
 class Genai:
     """onnxruntime-genai's generator."""
+
+    stalls = None
 
     def __init__(self, folder: Path) -> None:
         import onnxruntime_genai as og

@@ -289,6 +289,7 @@ def main() -> None:
         sys.argv = sys.argv[1:]
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
     else:
+        sys.path.insert(0, str(Path(sys.argv[0]).resolve().parent))  # as Python does for a script
         runpy.run_path(sys.argv[0], run_name="__main__")
 
 

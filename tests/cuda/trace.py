@@ -50,5 +50,12 @@ class Trace:
 
     def bytes_from_host(self) -> int:
         """Bytes copied from the host to the device."""
-        matches = (re.match(r"copy\S* (?:pageable|pinned)->device (\d+)", call) for call in self.calls("->device"))
+        return self._copied("(?:pageable|pinned)->device")
+
+    def bytes_to_host(self) -> int:
+        """Bytes copied from the device to the host."""
+        return self._copied("device->(?:pageable|pinned)")
+
+    def _copied(self, way: str) -> int:
+        matches = (re.match(rf"copy\S* {way} (\d+)", call) for call in self.calls("device"))
         return sum(int(match[1]) for match in matches if match)

@@ -17,7 +17,8 @@ from typing import Final
 from qsample.contract import LENGTH, NEXT_IDS, RUNNING, STALLED, STOPPED
 from qsample.errors import QsampleError
 from qsample.runtime.decode.scheduler import Chunk, Copy, Prompts, Scheduler, Window
-from qsample.runtime.decode.slots import Slots, Snapshot
+from qsample.runtime.decode.slots import Slots
+from qsample.runtime.decode.snapshot import Snapshot
 from qsample.runtime.sequence import Sequence
 from qsample.runtime.session.device_thread import DeviceThread
 from qsample.runtime.session.options import check_count
@@ -170,7 +171,7 @@ class DecodeLoop:
         first, *rest = self._issue(job)
         running: list[Future[None]] = [device.submit(first)]
         try:
-            snapshot = self._slots.read(side) if unread else None
+            snapshot = self._slots.read(side, _most(unread)) if unread else None
             running += [device.submit(call) for call in rest]
             if snapshot is not None:
                 self._hand_out(unread, snapshot)
@@ -228,7 +229,7 @@ class DecodeLoop:
     def _read_and_deliver(self) -> None:
         if self._unread:
             unread, self._unread = self._unread, []
-            self._hand_out(unread, self._slots.read())
+            self._hand_out(unread, self._slots.read(newest=_most(unread)))
 
     def _hand_out(self, unread: list[tuple[Sequence, int]], snapshot: Snapshot) -> None:
         for sequence, issued in unread:
@@ -268,5 +269,9 @@ class DecodeLoop:
 def _new_tokens(sequence: Sequence, slot: int, snapshot: Snapshot) -> list[int]:
     """What the snapshot has of a sequence beyond what was read. The newest token is not in the cache, hence the 1."""
     known = len(sequence.prompt) + len(sequence.sampled)
-    tokens: list[int] = snapshot.tokens[slot, known : snapshot.lengths[slot] + 1].tolist()
-    return tokens
+    return snapshot.tokens_from(slot, known)
+
+
+def _most(unread: list[tuple[Sequence, int]]) -> int:
+    """Of the new tokens of a row, as many as there may be."""
+    return max(issued for _, issued in unread)

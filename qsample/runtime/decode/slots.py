@@ -8,7 +8,6 @@ that take turns, so that it can be copied while the next step runs.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -37,27 +36,15 @@ from qsample.contract import (
     retained_name,
 )
 from qsample.runtime.decode.noise import uniforms
+from qsample.runtime.decode.snapshot import Snapshot
 from qsample.runtime.session.bound_graph import NOT_CAPTURED, BoundGraph
-from qsample.runtime.session.buffers import Buffer, RetainedState
+from qsample.runtime.session.buffers import Buffer, RetainedState, run_on_device
 from qsample.runtime.session.session import Sessions
+from qsample.runtime.session.small_graphs import columns_behind
 from qsample.tensors import Array
 
 _IDLE: Final = STOPPED  # any status that is not running keeps a row from advancing
 _READ_EVERY_STEP: Final = (LENGTHS.name, STATUS.name)
-
-
-@dataclass(frozen=True, slots=True)
-class Snapshot:
-    """What a host sees of every row, copied.
-
-    status, lengths: [B] int32. tokens: [B, T] int32; a row has lengths + 1 of them once it has sampled. outputs: the
-    optional outputs of the last step, by name.
-    """
-
-    status: Array
-    lengths: Array
-    tokens: Array
-    outputs: Mapping[str, Array]
 
 
 class Slots:
@@ -110,6 +97,8 @@ class Slots:
         self._chunk_lengths = self._constant(np.ones(most_rows, dtype=np.int32))
         # A prompt's chunks run with a status of their own, so that the batch sees an idle row between them.
         self._chunk_status = self._constant(np.full(most_rows, RUNNING, dtype=np.int32))
+        self._zero = self._constant(np.zeros(1, dtype=np.int32))
+        self._newest: dict[int, tuple[Buffer, Buffer]] = {}  # by their number: columns, and what is gathered there
         self._bound: dict[tuple[object, ...], list[BoundGraph]] = {}
         # With the sampler on the host: the logits of some slots, [n, V], as they are to be sampled from.
         self.process_logits: Callable[[range, Array], Array] | None = None
@@ -154,7 +143,7 @@ class Slots:
             reused: how many tokens of the prompt the slot's cache holds already, from its start; less than n.
         """
         self._state.write_at(NOISE.name, slot, uniforms(seed, self.capacity))
-        self._state.write_at(OUTPUT_COUNTS.name, slot, 0)
+        self._state.clear_row(OUTPUT_COUNTS.name, slot)
         self._write_history(slot, prompt[:reused])
         for name, values in parameters.items():
             self.set_parameter(slot, name, values)
@@ -169,8 +158,9 @@ class Slots:
 
     def _write_history(self, slot: int, tokens: Array) -> None:
         self._state.write_at(LENGTHS.name, slot, len(tokens))
-        self._state.write_at(TOKENS.name, slot, tokens[0] if len(tokens) else 0)
-        self._state.write_at(TOKENS.name, (slot, slice(len(tokens))), tokens)
+        row = np.full(self.capacity, tokens[0] if len(tokens) else 0, TOKENS.dtype)
+        row[: len(tokens)] = tokens
+        self._state.write_at(TOKENS.name, slot, row)
 
     def set_parameter(self, slot: int, name: str, values: Array) -> None:
         """Replace one row of a parameter, from the next call on. Rows wider than any before widen the buffer."""
@@ -179,8 +169,9 @@ class Slots:
             return
         if len(values) > self._parameters[name].shape[1]:
             self._widen(name, len(values))
-        self._parameters[name].write_at(slot, self._specs[name].off)
-        self._parameters[name].write_at((slot, slice(len(values))), values)
+        row = np.full(self._parameters[name].shape[1], self._specs[name].off, self._specs[name].dtype)
+        row[: len(values)] = values
+        self._parameters[name].write_at(slot, row)
 
     def prefill(self, slot: int, *ids: Array, emit: bool) -> None:
         """Feed a slot the next piece of its prompt, [n] int64. emit: it is the last; sample the first new token.
@@ -226,12 +217,29 @@ class Slots:
         for graph in self._bound[key]:
             graph.run()
 
-    def read(self, side: int | None = None) -> Snapshot:
-        """Copy what a host may see, after the last call; `side`: what `side` was before a `decode` that runs now."""
+    def read(self, side: int | None = None, newest: int | None = None) -> Snapshot:
+        """Copy what a host may see, after the last call; `side`: what `side` was before a `decode` that runs now.
+        newest: of each row's tokens, off the CPU; None = all."""
         side = self.side if side is None else side
-        status, lengths, tokens = (self._state.read(spec.name, side) for spec in (STATUS, LENGTHS, TOKENS))
+        status, lengths = (self._state.read(spec.name, side) for spec in (STATUS, LENGTHS))
+        if newest is None or self._device == "cpu" or newest >= self.capacity:
+            tokens, newest = self._state.read(TOKENS.name, side), None
+        else:
+            tokens = self._newest_tokens(newest, side)
         outputs = {name: buffer.read() for name, buffer in self._outputs[side].items() if name != NEXT_IDS.name}
-        return Snapshot(status, lengths, tokens, outputs)
+        return Snapshot(status, lengths, tokens, outputs, newest)
+
+    def _newest_tokens(self, count: int, side: int) -> Array:
+        """[B, count] int32: each row's last tokens up to position `lengths`, gathered where they are."""
+        if count not in self._newest:
+            columns = self._constant(np.arange(1 - count, 1, dtype=np.int32)[None])
+            self._newest[count] = columns, self._constant(np.zeros((self.count, count), np.int32))
+        columns, gathered = self._newest[count]
+        states = self._state.inputs(side=side)
+        lengths = states[LENGTHS.name].reshaped(self.count, 1)
+        inputs = {"x": states[TOKENS.name], "row": lengths, "column": columns, "zero": self._zero}
+        run_on_device(columns_behind(), inputs, {"y": gathered})
+        return gathered.read()
 
     def stop(self, slot: int) -> None:
         """Make a slot idle, and its parameters cheap; its cache stays."""
@@ -260,8 +268,9 @@ class Slots:
         for other, spec in self._specs.items():
             if axis in spec.axes:
                 old = self._parameters[other].read()
-                self._parameters[other] = self._off(spec)
-                self._parameters[other].write_at((slice(None), slice(old.shape[1])), old)
+                wide = np.full(spec.shape(self._sizes), spec.off, dtype=spec.dtype)
+                wide[:, : old.shape[1]] = old
+                self._parameters[other] = self._constant(wide)
         self._bound.clear()
 
     def _run(self, graphs: list[BoundGraph], sampled: range | None, *, wait: bool = True) -> None:

@@ -12,7 +12,10 @@ import numpy as np
 import onnxruntime as ort
 
 from qsample.contract import TensorSpec, retained_name
+from qsample.runtime.session import small_graphs
 from qsample.tensors import DTYPES, Array, sparse_zeros
+
+Index = int | slice | tuple[int, slice]  # a row, rows from one to another, columns of a row
 
 _PROVIDERS: Final = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
 
@@ -59,19 +62,45 @@ class Buffer:
         return replace(self, shape=shape)
 
     def read(self) -> Array:
-        """A copy of the whole tensor."""
+        """A copy of the whole tensor that was allocated, whichever rows this is."""
         return np.array(self.owner.numpy())
 
     def write(self, array: Array) -> None:
         """Replace the whole tensor's values; the address stays."""
         self.owner.update_inplace(np.ascontiguousarray(array))
 
-    def write_at(self, index: Any, values: Any) -> None:
-        """Replace the values at a NumPy index of the whole tensor. Off the CPU, the tensor goes back and forth."""
-        whole = self.owner.numpy()  # on the CPU this is the memory itself
-        whole[index] = values
-        if self.device != "cpu":
-            self.write(whole)
+    def write_at(self, index: Index, values: Any) -> None:
+        """Replace the values at some rows, or in some columns of one. Nothing else is copied to the device."""
+        if self.device == "cpu":
+            self.owner.numpy()[index] = values  # the memory itself
+        else:
+            self._copy_to(index, values)
+
+    def _copy_to(self, index: Index, values: Any) -> None:
+        """`write_at` by a copy into that part of the memory."""
+        part = self._part(index)
+        if math.prod(part.shape):
+            given = np.broadcast_to(np.asarray(values, DTYPES[self.dtype].numpy), part.shape)
+            _value_at(part).update_inplace(np.ascontiguousarray(given))
+
+    def _part(self, index: Index) -> Buffer:
+        """The memory at an index, which is in one piece."""
+        row, columns = index if isinstance(index, tuple) else (index, None)
+        first, end, _ = (slice(row, row + 1) if isinstance(row, int) else row).indices(self.shape[0])
+        part = self.rows(first, max(end - first, 0))
+        if columns is None:
+            return part
+        first, end, _ = columns.indices(self.shape[1])
+        step = math.prod(self.shape[2:]) * DTYPES[self.dtype].itemsize
+        return replace(part, shape=(1, max(end - first, 0), *self.shape[2:]), address=part.address + first * step)
+
+    def clear_row(self, row: int) -> None:
+        """Write zeros over a row; on a device, those of a buffer that is kept there."""
+        if self.device == "cpu":
+            self.owner.numpy()[row] = 0
+        else:
+            zeros = _zeros(self.shape[1:], self.dtype, self.device)
+            copy_on_device(zeros, self.rows(row))
 
     def copy_row(self, source: int, target: int, index: Any = ...) -> None:
         """Write row `source` over row `target`, at least what is at a NumPy index of the row."""
@@ -109,9 +138,9 @@ class RetainedState:
         self._retained = [spec.name for spec in specs if not spec.read_only]
         self.side = 0
 
-    def inputs(self, rows: range | None = None) -> dict[str, Buffer]:
-        """State name → its current value: of all rows, or of some."""
-        return _rows(self._sides[self.side], rows)
+    def inputs(self, rows: range | None = None, *, side: int | None = None) -> dict[str, Buffer]:
+        """State name → its current value, or that of a given side: of all rows, or of some."""
+        return _rows(self._sides[self.side if side is None else side], rows)
 
     def outputs(self, rows: range | None = None) -> dict[str, Buffer]:
         """Output name → where the next value of its state goes: of all rows, or of some (then in place)."""
@@ -126,9 +155,13 @@ class RetainedState:
         """A copy of a state, every row of it: its current value, or that of a given side."""
         return self._sides[self.side if side is None else side][name].read()
 
-    def write_at(self, name: str, index: Any, values: Any) -> None:
-        """Replace the current values of a state at a NumPy index."""
+    def write_at(self, name: str, index: Index, values: Any) -> None:
+        """Replace some current values of a state; see `Buffer.write_at`."""
         self._sides[self.side][name].write_at(index, values)
+
+    def clear_row(self, name: str, row: int) -> None:
+        """Make the current values of a row zeros."""
+        self._sides[self.side][name].clear_row(row)
 
     def copy_row(self, name: str, source: int, target: int, index: Any = ...) -> None:
         """Write the current values of a row over those of another; see `Buffer.copy_row`."""
@@ -138,34 +171,39 @@ class RetainedState:
 def copy_on_device(source: Buffer, target: Buffer) -> None:
     """Copy memory of one dtype and shape where it is, without a way over the host: a graph of one Identity does it."""
     assert (source.dtype, source.shape, source.device) == (target.dtype, target.shape, target.device)
-    session = _identity(DTYPES[source.dtype].onnx, source.device)
+    run_on_device(small_graphs.identity(DTYPES[source.dtype].onnx), {"x": source}, {"y": target})
+
+
+def run_on_device(graph: bytes, inputs: Mapping[str, Buffer], outputs: Mapping[str, Buffer]) -> None:
+    """Run a small graph over buffers of one device, to its end."""
+    (device,) = {buffer.device for buffer in (*inputs.values(), *outputs.values())}
+    session = _session(graph, device)
     binding = session.io_binding()
-    source.bind_input(binding, "x")
-    target.bind_output(binding, "y")
+    for name, buffer in inputs.items():
+        buffer.bind_input(binding, name)
+    for name, buffer in outputs.items():
+        buffer.bind_output(binding, name)
     session.run_with_iobinding(binding)
 
 
 @cache
-def _identity(onnx_type: int, device: str) -> ort.InferenceSession:
-    """Y = Identity(x). Written by hand, as onnx is not there at run time; the fields are those of onnx.proto."""
-    value = [_field(2, _field(1, _field(1, onnx_type)))]  # type { tensor_type { elem_type } }
-    node = [_field(1, b"x"), _field(2, b"y"), _field(4, b"Identity")]
-    graph = [
-        _field(1, *node),
-        _field(2, b"copy"),
-        _field(11, _field(1, b"x"), *value),
-        _field(12, _field(1, b"y"), *value),
-    ]
-    model = b"".join([_field(1, 10), _field(7, *graph), _field(8, _field(2, 20))])
-    return ort.InferenceSession(model, providers=[_PROVIDERS[device]])
+def _zeros(shape: tuple[int, ...], dtype: str, device: str) -> Buffer:
+    """One row of zeros."""
+    return Buffer.of(np.zeros((1, *shape), DTYPES[dtype].numpy), device)
 
 
-def _field(number: int, *content: int | bytes) -> bytes:
-    """A field of a protobuf message: a small number, or bytes that follow their length (below 128)."""
-    if isinstance(content[0], int):
-        return bytes([number << 3, content[0]])
-    body = b"".join(part for part in content if isinstance(part, bytes))
-    return bytes([number << 3 | 2, len(body)]) + body
+@cache
+def _session(graph: bytes, device: str) -> ort.InferenceSession:
+    return ort.InferenceSession(graph, providers=[_PROVIDERS[device]])
+
+
+def _value_at(buffer: Buffer) -> ort.OrtValue:
+    """A value over the buffer's memory, in the middle of its owner's: a binding makes one, and hands it out."""
+    graph = small_graphs.identity(DTYPES[buffer.dtype].onnx)
+    binding = _session(graph, buffer.device).io_binding()
+    buffer.bind_output(binding, "y")
+    (value,) = binding.get_outputs()
+    return value
 
 
 def _rows(buffers: Mapping[str, Buffer], rows: range | None) -> dict[str, Buffer]:

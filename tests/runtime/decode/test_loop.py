@@ -18,7 +18,8 @@ from qsample.contract import RUNNING, STALLED, STATUS_NAMES
 from qsample.errors import QsampleError
 from qsample.runtime import CausalLM, SamplingParams
 from qsample.runtime.decode.loop import DecodeLoop, make_scheduler
-from qsample.runtime.decode.slots import Slots, Snapshot
+from qsample.runtime.decode.slots import Slots
+from qsample.runtime.decode.snapshot import Snapshot
 from qsample.runtime.sequence import Sequence
 from tests.helpers import fake_reference
 from tests.helpers.fake_package import MAX_POSITIONS, POISON
@@ -125,7 +126,7 @@ def test_the_copy_of_one_step_overlaps_the_run_of_the_next(model: CausalLM, monk
         assert read.acquire(timeout=30)
         plain_decode(self, wait=wait)
 
-    def copy(self: Slots, side: int | None = None) -> Snapshot:
+    def copy(self: Slots, side: int | None = None, newest: int | None = None) -> Snapshot:
         if side is not None:
             assert begun.acquire(timeout=30)
             overlapped.append(side)
@@ -149,9 +150,9 @@ def test_a_copy_that_is_slower_than_the_next_step(
     """What is copied is not written to: the step after the next one waits."""
     plain = Slots.read
 
-    def copy(self: Slots, side: int | None = None) -> Snapshot:
+    def copy(self: Slots, side: int | None = None, newest: int | None = None) -> Snapshot:
         time.sleep(0.01)  # any step that does not wait is done by then
-        return plain(self, side)
+        return plain(self, side, newest)
 
     monkeypatch.setattr(Slots, "read", copy)
     params = [SamplingParams(temperature=0.9, max_new_tokens=n, eos_token_id=()) for n in (16, 9, 13)]
@@ -224,8 +225,8 @@ def test_a_row_with_invalid_logits_harms_no_other(model: CausalLM) -> None:
 def test_a_graph_that_never_ends_its_rows_is_an_error(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = Slots.read
 
-    def read(self: Slots, side: int | None = None) -> Snapshot:
-        snapshot = plain(self, side)
+    def read(self: Slots, side: int | None = None, newest: int | None = None) -> Snapshot:
+        snapshot = plain(self, side, newest)
         return Snapshot(np.zeros_like(snapshot.status), snapshot.lengths, snapshot.tokens, snapshot.outputs)
 
     monkeypatch.setattr(Slots, "read", read)
@@ -237,8 +238,8 @@ def test_a_graph_that_never_ends_its_rows_is_an_error(model: CausalLM, monkeypat
 def test_a_stalled_row_says_what_to_do(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = Slots.read
 
-    def read(self: Slots, side: int | None = None) -> Snapshot:
-        snapshot = plain(self, side)
+    def read(self: Slots, side: int | None = None, newest: int | None = None) -> Snapshot:
+        snapshot = plain(self, side, newest)
         return Snapshot(np.full_like(snapshot.status, STALLED), snapshot.lengths, snapshot.tokens, snapshot.outputs)
 
     monkeypatch.setattr(Slots, "read", read)
@@ -378,7 +379,7 @@ def test_optional_outputs_are_those_of_their_own_step(
         plain_decode(self, wait=wait)
         done.release()
 
-    def read(self: Slots, side: int | None = None) -> Snapshot:
+    def read(self: Slots, side: int | None = None, newest: int | None = None) -> Snapshot:
         if side is not None:
             overlapped.append(side)
             if late:

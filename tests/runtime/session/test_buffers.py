@@ -5,13 +5,15 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 
 from qsample.contract import BATCH, CAPACITY, SAMPLER_STATES, TensorSpec
 from qsample.runtime import CausalLM
-from qsample.runtime.session.buffers import Buffer, RetainedState, copy_on_device
+from qsample.runtime.session.buffers import Buffer, RetainedState, copy_on_device, run_on_device
+from qsample.runtime.session.small_graphs import columns_behind
 from tests.helpers.fake_package import fake_interface
 
 SIZES = fake_interface().sizes | {BATCH: 3, CAPACITY: 12}
@@ -32,6 +34,50 @@ def test_of_copies() -> None:
     buffer = Buffer.of(array, "cpu")
     array[:] = 0
     assert buffer.read().tolist() == [[0, 1, 2], [3, 4, 5]]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int32", "int64", "bool"])
+@pytest.mark.parametrize(
+    ("index", "shape"),
+    [
+        (1, (12,)),
+        (2, ()),
+        (slice(None), (3, 12)),
+        (slice(1, 3), (2, 12)),
+        (slice(2), ()),
+        ((0, slice(7)), (7,)),
+        ((2, slice(5, 12)), (7,)),
+        ((1, slice(0)), (0,)),
+        (slice(0), (0, 12)),
+    ],
+)
+def test_a_part_is_written_where_the_memory_is(dtype: str, index: Any, shape: tuple[int, ...]) -> None:
+    """As on a device, here on the CPU: NumPy's index says where."""
+    spec, generator = TensorSpec("x", dtype, (BATCH, CAPACITY), ""), np.random.default_rng(0)
+    buffer = Buffer.allocate(spec, SIZES, "cpu")
+    before = generator.integers(0, 2, (3, 12)).astype(dtype)
+    buffer.write(before)
+    values = 1 - generator.integers(0, 2, shape)
+    buffer._copy_to(index, values)
+    before[index] = values
+    assert buffer.read().tolist() == before.tolist()
+
+
+@pytest.mark.parametrize("count", [1, 4, 12])
+def test_the_columns_behind_a_position(count: int) -> None:
+    rows = np.random.default_rng(0).integers(0, 99, (3, 12), dtype=np.int32)
+    last = np.array([[0], [5], [11]], np.int32)
+    inputs = {
+        "x": rows,
+        "row": last,
+        "column": np.arange(1 - count, 1, dtype=np.int32)[None],
+        "zero": np.zeros(1, np.int32),
+    }
+    gathered = Buffer.of(np.zeros((3, count), np.int32), "cpu")
+    run_on_device(columns_behind(), {name: Buffer.of(value, "cpu") for name, value in inputs.items()}, {"y": gathered})
+    for row, position, got in zip(rows, last[:, 0], gathered.read(), strict=True):
+        wanted = row[max(0, position - count + 1) : position + 1].tolist()
+        assert got.tolist() == [row[0]] * (count - len(wanted)) + wanted
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "int8", "int32", "int64"])
