@@ -94,11 +94,19 @@ class Difference(NamedTuple):
 
 
 def check(
-    decoder: Path, initial_state: Path, interface: Interface, expected: Reference, *, plain_attention_layers: int = 0
+    decoder: Path,
+    initial_state: Path,
+    interface: Interface,
+    expected: Reference,
+    *,
+    plain_attention_layers: int = 0,
+    tolerance: float | None = None,
+    original: str = "the eager model",
 ) -> Parity:
     """Compare the decode graph at `decoder` with `expected`. Its logits are read even where it does not return them.
 
-    plain_attention_layers: how many layers attend through plain operators.
+    plain_attention_layers: how many layers attend through plain operators. tolerance: largest difference per unit of
+    the largest logit; None = that of the graph's dtype. original: what `expected` comes from, for the message.
 
     Raises ParityError with the figures where a logit differs by more than the tolerance, where a greedy token is not
     the argmax, or where there is not exactly one GroupQueryAttention per other attention layer.
@@ -127,11 +135,11 @@ def check(
         narrow_windows(model, expected.narrowed.windows)
         sizes = " and ".join(f"{window} made {narrow}" for window, narrow in expected.narrowed.windows.items())
         parts[f"with a window of {sizes}"] = _beyond_windows(run(model), expected.narrowed)
-    error, scale, tolerance = compare(parts, interface.dtype)
+    error, scale, most = compare(parts, interface.dtype, tolerance=tolerance, original=original)
     return Parity(
         error,
         scale,
-        tolerance,
+        most,
         rows=len(expected.prompts),
         decode_steps=DECODE_STEPS,
         longest_prompt=longest,
@@ -141,23 +149,31 @@ def check(
     )
 
 
-def compare(parts: Mapping[str, Sequence[Compared]], dtype: str) -> Difference:
-    """How far the graph's logits are from the model's, over all calls of all `parts` by name.
+def compare(
+    parts: Mapping[str, Sequence[Compared]],
+    dtype: str,
+    *,
+    tolerance: float | None = None,
+    original: str = "the eager model",
+) -> Difference:
+    """How far the graph's logits are from the original's, over all calls of all `parts` by name.
 
-    dtype: the graph's, one of TOLERANCES. Raises ParityError where one differs by more than the tolerance.
+    dtype: the graph's, one of TOLERANCES; tolerance: another one in its place. Raises ParityError where one differs by
+    more than the tolerance.
     """
     wanted = np.concatenate([np.abs(call.wanted).ravel() for calls in parts.values() for call in calls])
     scale = float(np.max(wanted, initial=0.0, where=np.isfinite(wanted)))
     # Python's max would lose a NaN that is not the first.
     error = float(np.max([call.error for calls in parts.values() for call in calls]))
-    tolerance = TOLERANCES[dtype] * max(1.0, scale)
-    if not error <= tolerance:  # NaN must not pass
+    relative = TOLERANCES[dtype] if tolerance is None else tolerance
+    most = relative * max(1.0, scale)
+    if not error <= most:  # NaN must not pass
         listed = [f"{name}: {', '.join(f'{call.error:.2g}' for call in calls)}" for name, calls in parts.items()]
         raise ParityError(
-            f"the exported graph's logits differ from the eager model's by {error:.3g}, more than {tolerance:.3g} "
-            f"({TOLERANCES[dtype]:g} of the largest logit, {scale:.3g}); {'; '.join(listed)}"
+            f"the exported graph's logits differ from {original}'s by {error:.3g}, more than {most:.3g} "
+            f"({relative:g} of the largest logit, {scale:.3g}); {'; '.join(listed)}"
         )
-    return Difference(error, scale, tolerance)
+    return Difference(error, scale, most)
 
 
 def _returning_logits(model: ir.Model) -> ir.Model:

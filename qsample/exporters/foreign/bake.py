@@ -1,0 +1,234 @@
+"""A decoder file that somebody else exported enters; a portable package with the sampler in its graph leaves.
+
+Stages: locate → recognise → run the file as its authors do → rewrite → write → parity gate → publish. Nothing here
+needs torch or transformers; all is written aside and renamed into place at the end.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+import onnx_ir as ir
+from onnx_ir.passes import common as common_passes
+
+from qsample import package
+from qsample.contract import Features, Interface
+from qsample.exporters import parity
+from qsample.exporters.foreign import grouped, plain
+from qsample.exporters.foreign.head import select_last
+from qsample.exporters.foreign.interface import POSITIONS, ForeignGraph, load, recognise
+from qsample.exporters.foreign.location import Location, locate
+from qsample.exporters.foreign.longrope import choose_table
+from qsample.exporters.foreign.names import interface_of, use_contract_names
+from qsample.exporters.foreign.nodes import Nodes
+from qsample.exporters.foreign.original import Original, reference
+from qsample.exporters.foreign.rows import add_rows, check_free_of_sizes, counted_positions, use_row_positions
+from qsample.exporters.foreign.settings import Settings, read_settings, write_files
+from qsample.exporters.graph.nbits import INT8_ACTIVATIONS, is_matmul_nbits
+from qsample.exporters.portable import portable_manifest, write_graphs
+from qsample.progress import Progress
+
+# What is compared besides, with the folder of the unpublished package and its interface; figures for the manifest.
+Comparison = Callable[[Path, Interface, float], Mapping[str, Any]]
+_UNLIMITED: Final = 8192  # tokens behind which a window is looked for where nothing says how many a model knows
+_LONGEST: Final = 32768
+# Largest difference per unit of the largest logit, by what the file computes with. Activations that are rounded to 8
+# bits jump by 1/127 of a block where an attention's sum differs in its last bit.
+_TOLERANCES: Final = {"float32": 1e-4, "8-bit activations": 2e-2, "float16": 3e-2}
+
+
+def bake(
+    path: str | Path,
+    out: str | Path,
+    features: Features,
+    *,
+    file: str | None = None,
+    tokenizer: str | None = "auto",
+    rope: str | None = None,
+    hub: dict[str, Any] | None = None,
+    overwrite: bool = False,
+    compare: Comparison | None = None,
+    progress: Progress | None = None,
+) -> package.Package:
+    """Bake the sampler into the decoder at `path`, and return the portable package at `out`.
+
+    Args:
+        path: an .onnx file, a folder with one, or a hub id. file: which one, where there are several.
+        features: what the graph shall have.
+        tokenizer: "auto" for the one beside the decoder, another folder, or None for a package of token ids only.
+        rope: which rotary table to keep, where the file has two: "short" (the default) or "long".
+        hub: keywords of huggingface_hub's downloads.
+        compare: what the baked graph is compared with besides the file itself.
+        progress: called with a stage's name and the fraction done, in [0, 1].
+
+    Raises UnsupportedModelError, in one line, for a file that cannot be baked, ParityError where the baked graph does
+    not compute what the file does, PackageError where `out` cannot be written. `out` is as before then.
+    """
+    report = progress or (lambda stage, fraction: None)
+    report("finding the decoder", 0.0)
+    location = locate(path, file, hub=hub)
+    package.check_not_source(out, location.file.parent)
+    settings = read_settings(location)
+    report("reading the decoder", 0.05)
+    foreign = recognise(location.file, load(location.file), head_dim=settings.head_dim, vocab_size=settings.vocab_size)
+    source = _source(location, settings, foreign)
+    size = sum(file.stat().st_size for file in (location.file, *location.data))
+    with package.write_package(out, overwrite=overwrite, required_bytes=size) as writer:
+        token_ids = settings.token_ids(foreign.vocab_size)
+        write_files(location, settings, token_ids, foreign.vocab_size, tokenizer, writer.directory)
+        baked = rewrite(foreign, features, settings, rope, report)
+        del foreign
+        report("writing the weights", 0.5)
+        packed = _packed_weights(baked.model)
+        arithmetic = arithmetic_of(baked.model)
+        write_graphs(baked.model, baked.interface, token_ids.pad, writer.directory)
+        report("comparing with the decoder as it is", 0.7)
+        files = writer.directory / "decoder.onnx", writer.directory / "initial_state.onnx"
+        figures = parity.check(
+            *files, baked.interface, baked.expected, tolerance=_TOLERANCES[arithmetic], original="the file"
+        )
+        manifest = portable_manifest(
+            baked.interface,
+            source,
+            token_ids,
+            figures,
+            max_position_embeddings=baked.limit,
+            packed_weights=packed,
+        )
+        if compare is not None:
+            report("comparing with the checkpoint", 0.8)
+            others = compare(writer.directory, baked.interface, _TOLERANCES[arithmetic])
+            manifest = replace(manifest, parity={**asdict(figures), **others})
+        report("publishing", 0.9)
+        writer.finish(manifest)
+    report("done", 1.0)
+    return package.read_package(out, verify=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Baked:
+    """A rewritten graph, up to its logits. expected: what the file computes. limit: the positions that it knows; None =
+    any number."""
+
+    model: ir.Model
+    interface: Interface
+    expected: parity.Reference
+    limit: int | None
+
+
+def rewrite(foreign: ForeignGraph, features: Features, settings: Settings, rope: str | None, report: Progress) -> Baked:
+    """`foreign` on the contract, in place, and what the file computes as its authors run it.
+
+    Raises UnsupportedModelError for a graph that cannot be rewritten.
+    """
+    table = choose_table(foreign, rope)
+    limit = min(filter(None, (settings.context, table, *_rotary_tables(foreign))), default=None)
+    longest = min(limit or _UNLIMITED, _LONGEST)
+    is_grouped = foreign.layers[0].attention is not None
+    is_unfused, rotates = False, False
+    matches: list[plain.Match] = []
+    rules: list[plain.Rule] = []
+    report("running the decoder as it is", 0.1)
+    if is_grouped:
+        grouped.check_attentions(foreign)
+        is_unfused = grouped.unfuse_norms(foreign)
+        grouped.drop_causal_biases(foreign, longest)
+        windows = grouped.windows(foreign)
+        rotates = grouped.rotates(foreign)
+    else:
+        matches = [plain.match(foreign, layer) for layer in foreign.layers]
+        rules = plain.measure(foreign, matches, longest)
+        windows = [rule.window or -1 for rule in rules]
+    counted = [] if rotates or foreign.input(POSITIONS) is not None else counted_positions(foreign)
+    original = Original(foreign, rewritten=is_unfused or rope == "long")
+    report("running the decoder as it is", 0.2)
+    expected = reference(original, foreign.vocab_size, limit, windows)
+    del original  # its session holds the weights
+    _warn_of_windows(foreign, settings, windows, limit)
+
+    report("rewriting", 0.4)
+    nodes = Nodes(foreign.graph)
+    rows = add_rows(foreign, nodes)
+    if is_grouped:
+        grouped.use_rows(foreign, rows)
+    else:
+        foreign = plain.put_operators(foreign, nodes, rows, matches, rules)
+    use_row_positions(foreign, rows, counted)
+    logits = select_last(foreign, rows, nodes)
+    common_passes.RemoveUnusedNodesPass()(foreign.model)
+    check_free_of_sizes(foreign)
+    interface = interface_of(foreign, features)
+    return Baked(use_contract_names(foreign, logits, rows, interface), interface, expected, limit)
+
+
+def arithmetic_of(model: ir.Model) -> str:
+    """What decides how far two ways of computing the same may be apart: a key of _TOLERANCES."""
+    nodes = list(model.graph.all_nodes())
+    halves = any(value.dtype == ir.DataType.FLOAT16 for node in nodes for value in node.outputs)
+    if halves or any(value.dtype == ir.DataType.FLOAT16 for value in model.graph.inputs):
+        return "float16"
+    packed = [node for node in nodes if is_matmul_nbits(node)]
+    rounds = any(node.attributes.get_int("accuracy_level", 0) == INT8_ACTIVATIONS for node in packed)
+    return "8-bit activations" if rounds else "float32"
+
+
+def _rotary_tables(foreign: ForeignGraph) -> list[int]:
+    """How many positions each rotary table has."""
+    indices = {"GroupQueryAttention": 7, "RotaryEmbedding": 2}
+    sizes = []
+    for node in foreign.graph:
+        index = indices.get(node.op_type)
+        table = node.inputs[index] if index is not None and len(node.inputs) > index else None
+        if table is not None and table.shape is not None and isinstance(rows := table.shape[0], int):
+            sizes.append(rows)
+    return sizes
+
+
+def _warn_of_windows(foreign: ForeignGraph, settings: Settings, windows: list[int], limit: int | None) -> None:
+    """Say so where the graph's windows are not its configuration's: then the file itself is not that model."""
+    stated, found = settings.window, sorted({window for window in windows if window > 0})
+    if stated is not None and stated < (limit or _UNLIMITED) and stated not in found:
+        has = f"of {', '.join(map(str, found))}" if found else "none: it attends to all tokens"
+        warnings.warn(
+            f"{foreign.path}: its configuration states an attention window of {stated} tokens, and the graph has "
+            f"{has}; "
+            "what is baked computes what the file does, which is not that model beyond the window",
+            stacklevel=5,
+        )
+
+
+def _source(location: Location, settings: Settings, foreign: ForeignGraph) -> package.Source:
+    digest = hashlib.sha256()
+    for path in (location.file, *location.data):
+        with path.open("rb") as file:
+            while block := file.read(1 << 20):
+                digest.update(block)
+    model = foreign.model
+    made_by = " ".join(filter(None, (model.producer_name, model.producer_version))) or "unknown"
+    return package.Source(
+        model_id=location.name,
+        revision=None,
+        model_type=settings.model_type,
+        architecture=f"{location.file.name}, a decoder by {made_by}",
+        weight_hash=digest.hexdigest(),
+    )
+
+
+def _packed_weights(model: ir.Model) -> dict[str, Any] | None:
+    """What the manifest says of weights that came quantized."""
+    packed = [node for node in model.graph.all_nodes() if is_matmul_nbits(node)]
+    weights = {value: node for node in packed for value in node.inputs[1:4] if value is not None}
+    sizes = [value.const_value.nbytes for value in weights if value.const_value is not None]
+    if not packed:
+        return None
+    return {
+        "matrices": len(packed),
+        "bits": sorted({node.attributes.get_int("bits", 4) for node in packed}),
+        "block_sizes": sorted({node.attributes.get_int("block_size", 32) for node in packed}),
+        "bytes": sum(sizes),
+    }

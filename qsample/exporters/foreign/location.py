@@ -1,0 +1,169 @@
+"""A file, a folder or a hub id enters; one decoder file, and where what belongs to it lies, leave.
+
+Of a hub id, the decoder, its external data and the small files beside it are downloaded, and nothing else.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from qsample.disk.names import problem_of_name
+from qsample.disk.onnx_references import referenced_files
+from qsample.disk.strict_json import read_json
+from qsample.errors import QsampleError
+from qsample.exporters.foreign.interface import refusal
+
+GENAI_CONFIG: Final = "genai_config.json"
+ONNX_FOLDER: Final = "onnx"  # of transformers.js
+WEIGHTS: Final = (".safetensors", ".bin")  # of a checkpoint, which is exported instead
+_SUFFIX: Final = ".onnx"
+_HUB_ID: Final = re.compile(r"[\w.-]+/[\w.-]+")
+_SMALL: Final = (".json", ".jinja")  # what is downloaded besides
+_LARGEST: Final = 1 << 23  # bytes of a configuration
+
+
+@dataclass(frozen=True, slots=True)
+class Location:
+    """file: the decoder. folders: where its configuration and tokenizer may lie, the nearest first. name: as it was
+    given. data: its external data."""
+
+    file: Path
+    folders: tuple[Path, ...]
+    name: str
+    data: tuple[Path, ...]
+
+    def find(self, name: str) -> Path | None:
+        """A file that belongs to the decoder."""
+        return next((folder / name for folder in self.folders if (folder / name).is_file()), None)
+
+    def read(self, name: str) -> dict[str, Any]:
+        """The JSON object in a file that belongs to the decoder; {} where there is none."""
+        path = self.find(name)
+        if path is None:
+            return {}
+        try:
+            data = read_json(path, _LARGEST, infinities=True)
+        except (OSError, ValueError) as error:
+            raise QsampleError(f"cannot read {path}: {error}") from error
+        if not isinstance(data, dict):
+            raise QsampleError(f"{path} is not a JSON object")
+        return data
+
+
+def has_decoder(folder: Path) -> bool:
+    """Whether `folder` holds ONNX files and no checkpoint."""
+    names = _names(folder) if folder.is_dir() else []
+    return any(name.endswith(_SUFFIX) for name in names) and not any(name.endswith(WEIGHTS) for name in names)
+
+
+def locate(path: str | Path, file: str | None = None, *, hub: dict[str, Any] | None = None) -> Location:
+    """The decoder of `path`: an .onnx file, a folder with one, or a hub id.
+
+    file: which one, relative to the folder or repository, where there are several. hub: keywords of huggingface_hub's
+    downloads. Raises QsampleError where there is no such file, or more than one.
+    """
+    given = Path(path)
+    if given.is_file():
+        if file is not None:
+            raise QsampleError(f"{given} is a file already; leave file out, or give its folder")
+        return _located(given.absolute(), (given.absolute().parent, given.absolute().parent.parent), str(path))
+    if not given.is_dir():
+        if not _HUB_ID.fullmatch(str(path)) or str(path).startswith("."):
+            raise QsampleError(f"{path} does not exist; give an .onnx file, a folder with one, or a hub id")
+        given = _download(str(path), file, hub or {})
+    folder = given.absolute()
+    chosen = folder / _choose(str(path), _names(folder), file, lambda name: _genai_file(folder / name))
+    folders = dict.fromkeys((chosen.parent, *([chosen.parent.parent] if chosen.parent != folder else []), folder))
+    return _located(chosen, tuple(folders), str(path))
+
+
+def _located(file: Path, folders: tuple[Path, ...], name: str) -> Location:
+    if file.suffix != _SUFFIX:
+        raise QsampleError(f"{file} is no {_SUFFIX} file; give one, a folder with one, or a hub id")
+    try:
+        referenced = sorted(referenced_files(file))
+    except (OSError, ValueError) as error:
+        raise refusal(file, f"it is not an ONNX file ({error})") from error
+    for entry in referenced:
+        if problem := problem_of_name(entry):
+            raise refusal(file, f"it refers to {entry!r:.120}, {problem}")
+        if not (file.parent / entry).is_file():
+            raise refusal(file, f"its data, {entry}, is missing beside it; download that file, too")
+    return Location(file, folders, name, tuple(file.parent / entry for entry in referenced))
+
+
+def _names(folder: Path) -> list[str]:
+    """The files in `folder` and in its `onnx/`."""
+    names = []
+    for prefix in ("", f"{ONNX_FOLDER}/"):
+        if (folder / prefix).is_dir():
+            names += sorted(prefix + entry.name for entry in os.scandir(folder / prefix) if entry.is_file())
+    return names
+
+
+def _choose(given: str, names: Sequence[str], file: str | None, genai_file: Callable[[str], str | None]) -> str:
+    """The decoder among the files `names`. genai_file: reads what a genai_config.json names."""
+    decoders = [name for name in names if name.endswith(_SUFFIX)]
+    if file is not None:
+        if file not in decoders:
+            raise QsampleError(f"{given} has no {file}; it has {_listed(decoders)}")
+        return file
+    if GENAI_CONFIG in names and (named := genai_file(GENAI_CONFIG)) in decoders:
+        return str(named)
+    if not decoders:
+        raise QsampleError(f"{given} has no {_SUFFIX} file, in it or in {ONNX_FOLDER}/")
+    if len(decoders) > 1:
+        raise QsampleError(f"{given} has several decoders; say which with file (--file): {_listed(decoders)}")
+    return decoders[0]
+
+
+def _listed(names: Iterable[str]) -> str:
+    listed = list(names)
+    return ", ".join(listed[:12]) + (f" and {len(listed) - 12} others" if len(listed) > 12 else "") or "none"
+
+
+def _genai_file(path: Path) -> str | None:
+    """The decoder that a genai_config.json names."""
+    try:
+        name = read_json(path, _LARGEST, infinities=True)["model"]["decoder"]["filename"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
+    return name if isinstance(name, str) else None
+
+
+def _download(repository: str, file: str | None, options: dict[str, Any]) -> Path:
+    """The folder of a snapshot that holds the decoder of a hub id, its data and the small files of its folders."""
+    from huggingface_hub import HfApi, constants, hf_hub_download, snapshot_download
+
+    options = {name: value for name, value in options.items() if value is not None}
+    try:
+        if options.get("local_files_only") or constants.HF_HUB_OFFLINE:
+            return Path(snapshot_download(repository, **options | {"local_files_only": True}))
+        asked = {name: options[name] for name in ("revision", "token") if name in options}
+        names = HfApi().list_repo_files(repository, **asked)
+        near = [name for name in names if name.removeprefix(f"{ONNX_FOLDER}/").count("/") == 0 or name == file]
+
+        def fetch(name: str) -> Path:
+            return Path(hf_hub_download(repository, name, **options))
+
+        chosen = _choose(repository, near, file, lambda name: _genai_file(fetch(name)))
+        decoder = fetch(chosen)
+        folders = {os.path.dirname(chosen), os.path.dirname(os.path.dirname(chosen)), ""}
+        for name in names:
+            if name.endswith(_SMALL) and os.path.dirname(name) in folders:
+                fetch(name)
+        for entry in sorted(referenced_files(decoder)):
+            if (data := os.path.normpath(os.path.join(os.path.dirname(chosen), entry))) in names:
+                fetch(data)
+    except QsampleError:
+        raise
+    except Exception as error:  # of the hub and of the network
+        raise QsampleError(
+            f"{repository} is no folder here, and the hub does not give it ({' '.join(str(error).split())!s:.300})"
+        ) from error
+    return decoder.parents[chosen.count("/")]

@@ -1,0 +1,133 @@
+"""A decoder file as its authors run it: one row, no padding, a mask of ones, a cache that grows token by token.
+
+What it computes so is what a baked graph is compared with; and with further values for outputs it says what the file's
+own arithmetic makes of positions, masks and scores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime as ort
+
+from qsample.errors import UnsupportedModelError
+from qsample.exporters.foreign.interface import IDS, KEEP, LOGITS, MASK, POSITIONS, ForeignGraph
+from qsample.exporters.parity import DECODE_STEPS, Reference
+from qsample.runtime.session.options import session_options
+from qsample.tensors import Array
+
+PROMPT_LENGTHS: Final = (9, 4, 14)
+# A prompt runs past a window up to this; attention is quadratic here.
+LONGEST_WINDOW: Final = 640
+_BEYOND: Final = 3
+
+
+class Original:
+    """A session on the file. Caches by the names of their inputs; `past` of a call is what the last one returned."""
+
+    def __init__(self, foreign: ForeignGraph, extra: Iterable[ir.Value] = (), *, rewritten: bool = False) -> None:
+        """extra: values of `foreign` that are outputs as well. rewritten: run the model in memory, not its file."""
+        self._presents = {
+            str(past.name): str(present.name)
+            for layer in foreign.layers
+            for past, present in zip(layer.pasts, layer.presents, strict=True)
+        }
+        rings = [layer.ring or 0 for layer in foreign.layers]
+        self._empty = {
+            str(past.name): (1, layer.heads, ring, layer.head_dim)
+            for layer, ring in zip(foreign.layers, rings, strict=True)
+            for past in layer.pasts
+        }
+        self.dtype = foreign.dtype.numpy()
+        extra = list(extra)
+        options = session_options()
+        graph: str | bytes = str(foreign.path)
+        if extra or rewritten:
+            options.add_session_config_entry(
+                "session.model_external_initializers_file_folder_path", str(foreign.path.parent)
+            )
+            graph = _with_outputs(foreign.model, extra)
+        try:
+            self._session = ort.InferenceSession(graph, options, providers=["CPUExecutionProvider"])
+        except Exception as error:  # onnxruntime's own kinds
+            raise UnsupportedModelError(
+                f"{foreign.path} cannot be checked: ONNX Runtime does not run it on this machine's CPU "
+                f"({' '.join(str(error).split())!s:.300})"
+            ) from error
+        self._inputs = {value.name for value in self._session.get_inputs()}
+        self._outputs = [value.name for value in self._session.get_outputs()]
+
+    def start(self) -> dict[str, Array]:
+        """The cache of no token."""
+        return {name: np.zeros(shape, self.dtype) for name, shape in self._empty.items()}
+
+    def filled(self, tokens: int, generator: np.random.Generator) -> dict[str, Array]:
+        """A cache of `tokens` tokens of random numbers."""
+        shapes = {name: (1, heads, tokens, size) for name, (_, heads, _, size) in self._empty.items()}
+        return {name: generator.standard_normal(shape).astype(self.dtype) for name, shape in shapes.items()}
+
+    def run(self, ids: Sequence[int], past: Mapping[str, Array], done: int) -> dict[str, Array]:
+        """Every output by name, for `ids` behind the `done` tokens of `past`."""
+        total = done + len(ids)
+        feeds: dict[str, Any] = {
+            IDS: np.array([ids], np.int64),
+            MASK: np.ones((1, total), np.int64),
+            POSITIONS: np.arange(done, total)[None],
+            **dict.fromkeys(KEEP, np.array(0, np.int64)),
+            **past,
+        }
+        types = {value.name: value.type for value in self._session.get_inputs()}
+        given = {
+            name: array.astype(np.int32) if types.get(name) == "tensor(int32)" else array
+            for name, array in feeds.items()
+            if name in self._inputs
+        }
+        return dict(zip(self._outputs, self._session.run(None, given), strict=True))
+
+    def step(self, ids: Sequence[int], past: Mapping[str, Array], done: int) -> tuple[Array, dict[str, Array]]:
+        """[V] float32 after the last of `ids`, and the new cache."""
+        results = self.run(ids, past, done)
+        logits: Array = results[LOGITS].reshape(-1, results[LOGITS].shape[-1])[-1].astype(np.float32)
+        return logits, {name: results[present] for name, present in self._presents.items()}
+
+
+def reference(original: Original, vocab_size: int, limit: int | None, windows: Iterable[int]) -> Reference:
+    """What the file computes on random prompts of different lengths (seeded), one past its attention windows.
+
+    limit: the positions that it knows; None = any number.
+    """
+    generator = np.random.default_rng(0)
+    most = (limit or 2**20) - DECODE_STEPS - 1
+    sizes = sorted({window for window in windows if window > 0})
+    passed = [window for window in sizes if window < LONGEST_WINDOW and window + _BEYOND <= most]
+    beyond = [max(passed) + _BEYOND] if passed else []
+    lengths = sorted({min(length, most) for length in (*PROMPT_LENGTHS, *beyond)})
+    prompts, continuations, logits = [], [], []
+    for length in lengths:
+        row = generator.integers(0, vocab_size, length + DECODE_STEPS).tolist()
+        after, past = original.step(row[:length], original.start(), 0)
+        rows = [after]
+        for done in range(length, len(row)):
+            after, past = original.step([row[done]], past, done)
+            rows.append(after)
+        prompts.append(row[:length])
+        continuations.append(row[length:])
+        logits.append(np.stack(rows))
+    said = ["passed by a prompt"] * bool(passed)
+    longer = [str(size) for size in sizes if size not in passed]
+    said += [f"not compared: {', '.join(longer)}"] * bool(longer)
+    return Reference(prompts, continuations, logits, windows=", ".join(said) or "none")
+
+
+def _with_outputs(model: ir.Model, extra: Iterable[ir.Value]) -> bytes:
+    """`model` with `extra` among its outputs; it is left as it was."""
+    graph, before = model.graph, list(model.graph.outputs)
+    graph.outputs.extend(value for value in dict.fromkeys(extra) if value not in before)
+    try:
+        serialized: bytes = ir.to_proto(model).SerializeToString()
+    finally:
+        graph.outputs[:] = before
+    return serialized

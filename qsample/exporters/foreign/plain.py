@@ -1,0 +1,238 @@
+"""Attention of plain operators over a cache that grows by Concat becomes GroupQueryAttention.
+
+The graph is matched loosely, Softmax(f(query keys^T)) values; what f is (a scale, a soft cap, a causal mask, a window)
+is told by running the file, and refused where it is anything else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import numpy as np
+import onnx_ir as ir
+
+from qsample.exporters.foreign.interface import ForeignGraph, Layer, refusal
+from qsample.exporters.foreign.nodes import Nodes
+from qsample.exporters.foreign.original import Original
+from qsample.exporters.foreign.rows import Rows
+from qsample.exporters.graph.edit import constant
+from qsample.exporters.graph.gqa import OP_TYPE
+from qsample.exporters.graph.opset import CONTRIB_DOMAIN
+from qsample.tensors import Array
+
+_PRODUCTS: Final = ("MatMul", "FusedMatMul")
+_REPEATS: Final = ("Unsqueeze", "Expand", "Reshape", "Transpose", "Cast", "Identity", "Mul", "Div", "Tile")
+_ELEMENTWISE: Final = ("Add", "Sub", "Where", "Mul", "Div", "Cast", "Tanh", "Identity", "Max", "Clip")
+_WEIGHTS: Final = ("Cast", "Identity", "Dropout", "Where", "Reshape")
+_HIDDEN_SCORE: Final = -1e4  # a key with a smaller one is hidden
+_SHORT: Final = 9  # tokens of a first prompt, to see the mask of
+# How far scores may be from the fitted rule, of the largest: float16 has 11 bits.
+_FIT: Final = {ir.DataType.FLOAT: 1e-3, ir.DataType.FLOAT16: 2e-2}
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """Values of one layer. query: [B, heads, S, D], as it is multiplied with the keys. scores: what the softmax reads.
+    cap: the soft cap where there is one, as a constant or a computed value. output: [B, heads, S, D]."""
+
+    layer: Layer
+    query: ir.Value
+    scores: ir.Value
+    cap: ir.Value | None
+    output: ir.Value
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What a layer computes: GroupQueryAttention's attributes. window: None = all tokens. softcap: 0 = none."""
+
+    heads: int
+    scale: float
+    window: int | None
+    softcap: float
+
+
+def put_operators(
+    foreign: ForeignGraph, nodes: Nodes, rows: Rows, matches: list[Match], rules: list[Rule]
+) -> ForeignGraph:
+    """`foreign` with a GroupQueryAttention in each layer, in place; its layers' outputs are new values."""
+    graph, layers = foreign.graph, []
+    for match, rule in zip(matches, rules, strict=True):
+        layer, size = match.layer, match.layer.head_dim
+        new = [_new_part(value) for value in layer.presents]
+        flat = [
+            nodes.merged_heads(value, foreign.dtype, heads, size)
+            for value, heads in ((match.query, rule.heads), (new[0], layer.heads), (new[1], layer.heads))
+        ]
+        attributes: dict[str, Any] = {"num_heads": rule.heads, "kv_num_heads": layer.heads, "scale": rule.scale}
+        if rule.window is not None:
+            attributes["local_window_size"] = rule.window
+        if rule.softcap:
+            attributes["softcap"] = rule.softcap
+        cache = ["B", layer.heads, "T", size]
+        outputs = nodes.several(
+            OP_TYPE,
+            [*flat, *layer.pasts, rows.seqlens_k, rows.total_sequence_length],
+            [(foreign.dtype, ["B", "S", rule.heads * size]), (foreign.dtype, cache), (foreign.dtype, cache)],
+            domain=CONTRIB_DOMAIN,
+            **attributes,
+        )
+        split = nodes.reshaped(outputs[0], rule.heads, size)
+        by_head = nodes("Transpose", [split], foreign.dtype, ["B", rule.heads, "S", size], perm=[0, 2, 1, 3])
+        match.output.replace_all_uses_with(by_head)
+        for old, present in zip(layer.presents, outputs[1:], strict=True):
+            graph.outputs[next(index for index, value in enumerate(graph.outputs) if value is old)] = present
+            present.name, old.name = old.name, f"{old.name}.grown"
+        layers.append(replace(layer, present_key=outputs[1], present_value=outputs[2], attention=outputs[0].producer()))
+    return replace(foreign, layers=tuple(layers))
+
+
+def _new_part(present: ir.Value) -> ir.Value:
+    """The new tokens' keys or values, [B, heads, S, D]."""
+    node = present.producer()
+    assert node is not None
+    assert node.inputs[1] is not None
+    return node.inputs[1]
+
+
+def match(foreign: ForeignGraph, layer: Layer) -> Match:
+    """The attention of `layer`. Raises UnsupportedModelError where it is not of this form."""
+    where = f"layer {layer.number}"
+    with_values = _products_with(layer.present_value)
+    with_keys = _products_with(layer.present_key)
+    if len(with_values) != 1 or len(with_keys) != 1:
+        raise refusal(foreign.path, f"the attention of {where} is not Softmax(query keys) values, one product each")
+    product, output = with_keys[0], with_values[0]
+    weights = output.inputs[0]
+    softmax = next((node for node in _above(weights, _WEIGHTS, follow=2) if node.op_type == "Softmax"), None)
+    if softmax is None or softmax.inputs[0] is None:
+        raise refusal(foreign.path, f"the attention of {where} has no Softmax before its values (a sink, or a sigmoid)")
+    between = list(_above(softmax.inputs[0], _ELEMENTWISE, follow=3))
+    if product not in between or product.inputs[0] is None:
+        raise refusal(foreign.path, f"the scores of {where} are not made of query keys by numbers and a mask alone")
+    caps = [
+        node for node in between if node.op_type == "Tanh" and product in _above(node.inputs[0], _ELEMENTWISE, follow=3)
+    ]
+    cap = _factor_behind(caps[0]) if caps else None
+    if len(caps) > 1 or (caps and cap is None):
+        raise refusal(foreign.path, f"the scores of {where} pass a Tanh that is no soft cap")
+    return Match(layer, product.inputs[0], softmax.inputs[0], cap, output.outputs[0])
+
+
+def _products_with(value: ir.Value) -> list[ir.Node]:
+    """Products whose second factor is `value`, its heads repeated or its axes turned."""
+    found: dict[ir.Node, None] = {}
+    waiting, seen = [value], {value}
+    while waiting:
+        for node, place in waiting.pop().uses():
+            if node.op_type in _PRODUCTS and place == 1:
+                found[node] = None
+            elif node.op_type in _REPEATS and node.outputs[0] not in seen and (place == 0 or node.op_type == "Mul"):
+                seen.add(node.outputs[0])
+                waiting.append(node.outputs[0])
+    return list(found)
+
+
+def _above(value: ir.Value | None, through: tuple[str, ...], follow: int) -> Iterator[ir.Node]:
+    """The nodes that `value` comes from, nearest first, up to those that are not in `through`, which come too.
+
+    follow: how many inputs of a node are looked at.
+    """
+    waiting, seen = [value], set()
+    while waiting:
+        current = waiting.pop(0)
+        node = current.producer() if current is not None else None
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        yield node
+        if node.op_type in through:
+            waiting += [source for source in node.inputs[: max(follow, 3)] if source is not None]
+
+
+def _factor_behind(tanh: ir.Node) -> ir.Value | None:
+    """C of c * tanh(x)."""
+    value = tanh.outputs[0]
+    users = [node for node, _ in value.uses()]
+    while len(users) == 1 and users[0].op_type in ("Cast", "Identity"):
+        value = users[0].outputs[0]
+        users = [node for node, _ in value.uses()]
+    if len(users) != 1 or users[0].op_type != "Mul":
+        return None
+    return next((source for source in users[0].inputs if source is not value), None)
+
+
+def measure(foreign: ForeignGraph, matches: list[Match], longest: int) -> list[Rule]:
+    """The rule of each layer, off two runs: a short prompt, and one token behind a full cache of random numbers.
+
+    longest: how many tokens a cache can hold. Raises UnsupportedModelError for one that GroupQueryAttention lacks.
+    """
+    extra = [value for match in matches for value in (match.query, match.scores, *match.layer.presents)]
+    extra += [match.cap for match in matches if match.cap is not None and constant(match.cap) is None]
+    original = Original(foreign, extra)
+    generator = np.random.default_rng(0)
+    short = original.run(generator.integers(0, foreign.vocab_size, _SHORT).tolist(), original.start(), 0)
+    late = original.run([1], original.filled(longest - 1, generator), longest - 1)
+    return [_rule(foreign, match, short, late) for match in matches]
+
+
+def _rule(foreign: ForeignGraph, match: Match, short: Mapping[str, Array], late: Mapping[str, Array]) -> Rule:
+    layer, where = match.layer, f"layer {match.layer.number}"
+    heads = short[str(match.query.name)].shape[1]
+    shapes = {late[str(value.name)].ndim for value in (match.query, match.scores)}
+    if shapes != {4} or heads % layer.heads or short[str(match.query.name)].shape[-1] != layer.head_dim:
+        raise refusal(foreign.path, f"the attention of {where} is not over [B, heads, S, size]")
+    cap = 0.0
+    if match.cap is not None:
+        number = constant(match.cap)
+        cap = float(np.ravel(number if number is not None else short[str(match.cap.name)])[0])
+    seen = [_seen(results[str(match.scores.name)]) for results in (short, late)]
+    window = _window(seen[1])
+    if window is None or not np.array_equal(seen[0], _causal(_SHORT, window)):
+        raise refusal(foreign.path, f"the mask of {where} is not causal, with or without a window")
+    scale = _scale(foreign, match, (short, late), seen, cap)
+    return Rule(heads, scale, None if window >= seen[1].shape[-1] else window, cap)
+
+
+def _seen(scores: Array) -> Array:
+    """[S, T]: which keys a query sees; the same in every head."""
+    seen = scores[0] > _HIDDEN_SCORE
+    return seen[0] if (seen == seen[:1]).all() else np.zeros_like(seen[0])
+
+
+def _window(late: Array) -> int | None:
+    """How many keys the last token sees, all of them the last ones; None where it sees others."""
+    count = int(late[-1].sum())
+    return count if count and late[-1, -count:].all() else None
+
+
+def _causal(tokens: int, window: int) -> Array:
+    query, key = np.arange(tokens)[:, None], np.arange(tokens)
+    return (key <= query) & (key > query - window)
+
+
+def _scale(
+    foreign: ForeignGraph, match: Match, runs: tuple[Mapping[str, Array], ...], seen: list[Array], cap: float
+) -> float:
+    """S of scores = s query keys, or cap tanh(s query keys / cap); fitted over both runs."""
+    products, scores = [], []
+    for results, visible in zip(runs, seen, strict=True):
+        query = results[str(match.query.name)][0].astype(np.float64)
+        keys = results[str(match.layer.present_key.name)][0].astype(np.float64)
+        repeated = np.repeat(keys, len(query) // len(keys), axis=0)
+        products.append((query @ repeated.transpose(0, 2, 1))[:, visible].ravel())
+        scores.append(results[str(match.scores.name)][0].astype(np.float64)[:, visible].ravel())
+    x, y = np.concatenate(products), np.concatenate(scores)
+    linear = cap * np.arctanh(np.clip(y / cap, -0.999, 0.999)) if cap else y
+    fitted = np.abs(y) < 0.9 * cap if cap else np.ones(len(y), bool)
+    scale = float(x[fitted] @ linear[fitted] / max(float(x[fitted] @ x[fitted]), 1e-30))
+    wanted = cap * np.tanh(scale * x / cap) if cap else scale * x
+    if scale <= 0 or not np.abs(wanted - y).max() <= _FIT[foreign.dtype] * max(1.0, float(np.abs(y).max())):
+        raise refusal(
+            foreign.path,
+            f"the scores of layer {match.layer.number} are no multiple of query keys: it adds a bias that follows the "
+            "distance (ALiBi), or norms them; export the checkpoint with `qsample export`",
+        )
+    return scale
