@@ -15,15 +15,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from qsample.auto_model import AutoModelForCausalLM
     from qsample.exporters.compiler.options import CompileOptions
+    from qsample.models.foreign import bake
     from qsample.sampling_params import SamplingParams
 
 __version__ = "0.2.0"
-__all__ = ["AutoModelForCausalLM", "CompileOptions", "SamplingParams", "__version__"]
+__all__ = ["AutoModelForCausalLM", "CompileOptions", "SamplingParams", "__version__", "bake"]
 
 _LAZY = {
     "AutoModelForCausalLM": "qsample.auto_model",
     "CompileOptions": "qsample.exporters.compiler.options",
     "SamplingParams": "qsample.sampling_params",
+    "bake": "qsample.models.foreign",
 }
 
 

@@ -5,22 +5,21 @@ Torch and transformers are imported only where a checkpoint is exported.
 
 from __future__ import annotations
 
-from abc import abstractmethod
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qsample.contract import Features
 from qsample.destination import Destination, scratch_folder
-from qsample.disk.scratch import ScratchFolder
 from qsample.errors import QsampleError
-from qsample.exporters.compiler.options import CompileOptions
-from qsample.huggingface.dtypes import check_export_dtype, choose_dtype, dtype_name, is_dtype
-from qsample.huggingface.generation_config import GENERATION_CONFIG_FILE, GenerationConfig, as_generation_config
+from qsample.huggingface.dtypes import check_export_dtype, choose_dtype
+from qsample.huggingface.generation_config import GenerationConfig, as_generation_config
 from qsample.huggingface.keywords import check_from_pretrained
-from qsample.huggingface.model_config import ModelConfig
-from qsample.huggingface.model_methods import Device, RunsSessions
-from qsample.package import MANIFEST_NAME, Package, check_features, check_not_source, copy_package, read_package
+from qsample.huggingface.model_methods import Device
+from qsample.models.foreign import ForeignModel, ForeignSource, is_decoder
+from qsample.models.packaged import Compilable, PackagedModel
+from qsample.package import MANIFEST_NAME, check_features, check_not_source, read_package
 from qsample.progress import Progress
 
 if TYPE_CHECKING:
@@ -28,6 +27,8 @@ if TYPE_CHECKING:
 
     from qsample.exporters.checkpoints.load import Checkpoint
     from qsample.runtime import CausalLM
+
+__all__ = ["AutoModelForCausalLM", "CheckpointModel", "ForeignModel", "PackagedModel"]
 
 
 class AutoModelForCausalLM:
@@ -58,9 +59,10 @@ class AutoModelForCausalLM:
         local_files_only: bool = False,
         trust_remote_code: bool = False,
         adapter: str | Path | None = None,
+        file: str | None = None,
         **others: Any,
-    ) -> CheckpointModel | PackagedModel:
-        """Open a hub id, a checkpoint folder or an exported package.
+    ) -> CheckpointModel | ForeignModel | PackagedModel:
+        """Open a hub id, a checkpoint folder, an exported package, or a decoder file that somebody else exported.
 
         Args:
             include_sampler: bake the sampler into the decode graph; False returns logits and samples on the host, with
@@ -75,11 +77,13 @@ class AutoModelForCausalLM:
                 for, otherwise "cpu".
             revision, cache_dir, token, local_files_only, trust_remote_code: as in transformers, see `HubOptions`.
             adapter: a folder or hub id of a LoRA adapter as peft saves it; it is merged into the weights.
+            file: of a folder or repository of decoder files: which one, "onnx/model_q4.onnx" say; see `qsample.bake`.
             others: what transformers takes and is off; docs/transformers.md says what to do instead where it is on.
 
-        Returns a `PackagedModel` for a folder with a qsample.json, otherwise a `CheckpointModel`, which loads nothing
-        until it is used. Raises QsampleError for a path where neither is, and for features that a package was exported
-        without.
+        Returns a `PackagedModel` for a folder with a qsample.json, a `ForeignModel` for an .onnx file, a folder that
+        has those and no checkpoint, and wherever `file` is given; otherwise a `CheckpointModel`. The latter two load
+        nothing until they are used. Raises QsampleError for a path where neither is, and for features that a package
+        was exported without.
         """
         from qsample.exporters.checkpoints.hub_options import HubOptions
 
@@ -108,6 +112,21 @@ class AutoModelForCausalLM:
                 raise QsampleError(f"{path} is a package, and an adapter is merged at export; export the model with it")
             check_features(package, features, None if chosen == "auto" else chosen)
             return PackagedModel(package, provider)
+        if file is not None or is_decoder(path):
+            if adapter is not None or chosen is not None:
+                given = "adapter" if adapter is not None else "dtype"
+                raise QsampleError(f"{path} is a decoder file, whose weights are as they are; leave {given} out")
+            source = ForeignSource(
+                path=str(path),
+                file=file,
+                tokenizer=tokenizer,
+                revision=revision,
+                cache_dir=cache_dir,
+                token=token,
+                local_files_only=local_files_only,
+            )
+            warnings.warn(f"{path} holds a decoder file; it is used as `qsample bake` writes it", stacklevel=2)
+            return ForeignModel(source, features, provider)
         from qsample.exporters.checkpoints.locate import ADAPTER, check_exists
 
         if not path.exists():
@@ -131,57 +150,7 @@ class AutoModelForCausalLM:
         return CheckpointModel(checkpoint, features, provider)
 
 
-class _Compilable(RunsSessions):
-    """What a checkpoint and a package have in common."""
-
-    def compile(
-        self,
-        path: str | Path | None = None,
-        *,
-        options: CompileOptions | None = None,
-        overwrite: bool = False,
-        progress: Progress | None = None,
-        **changes: Any,
-    ) -> PackagedModel:
-        """Compile for a device into `path`; None = a temporary folder. A checkpoint is exported first.
-
-        Args:
-            options: what to compile for; None = `CompileOptions()`, the CPU.
-            changes: fields of `CompileOptions`, on top of `options`: provider, batch_size, ctx_len, dtype, weights,
-                block_size, quantization_method, kv_cache_dtype, max_divergence.
-            overwrite: replace a package that is already there.
-            progress: called with a stage's name and the fraction done, in [0, 1].
-
-        Raises CompileError where an option does not fit, the self-test fails or quantized weights are too far off,
-        PackageError where `path` cannot be written. Nothing is left behind then.
-
-        >>> model.compile("qwen3-cpu", provider="cpu", ctx_len=2048, weights="int4")
-        """
-        from qsample.exporters.compiler.compile import compile_package
-
-        if is_dtype(changes.get("dtype")):
-            changes["dtype"] = dtype_name(changes["dtype"])
-        options = (options or CompileOptions()).override(**changes)
-        if path is not None:
-            check_not_source(path, *self._sources)
-        with Destination(path) as destination:
-            source = self._portable(options.dtype, progress)  # kept: a temporary export lives as long as this
-            compiled = compile_package(
-                source.package, destination.path, options, overwrite=overwrite, progress=progress
-            )
-            return PackagedModel(compiled, options.provider, destination.keep())
-
-    @property
-    @abstractmethod
-    def _sources(self) -> tuple[str | Path, ...]:
-        """The folders that it is made from, which nothing may be written over."""
-
-    @abstractmethod
-    def _portable(self, dtype: str | None, progress: Progress | None) -> PackagedModel:
-        """The portable package to compile."""
-
-
-class CheckpointModel(_Compilable):
+class CheckpointModel(Compilable):
     """A Hugging Face checkpoint, to be exported. `generate` exports into a temporary folder first, once."""
 
     def __init__(self, checkpoint: Checkpoint, features: Features, provider: str | None = None) -> None:
@@ -285,55 +254,3 @@ class CheckpointModel(_Compilable):
                 progress=progress,
             )
             return PackagedModel(package, self._provider, destination.keep())
-
-
-class PackagedModel(_Compilable):
-    """An exported or compiled package. Loading its sessions waits for the first `generate`."""
-
-    def __init__(self, package: Package, provider: str | None = None, folder: ScratchFolder | None = None) -> None:
-        self.package = package
-        self._provider = provider
-        self._folder = folder  # a temporary folder is deleted with the last reference to it
-        self._runtime: CausalLM | None = None
-        self._generation_config = GenerationConfig(package.read_json(GENERATION_CONFIG_FILE))
-
-    @property
-    def config(self) -> ModelConfig:
-        """The model's config.json."""
-        return ModelConfig(self.package.read_json("config.json"))
-
-    @property
-    def generation_config(self) -> GenerationConfig:
-        """The model's own settings of `generate`, to be changed or replaced; the package keeps those that it has."""
-        return self._generation_config
-
-    @generation_config.setter
-    def generation_config(self, value: Any) -> None:
-        self._generation_config = as_generation_config(value)
-
-    @property
-    def dtype(self) -> str:
-        return self.package.interface.dtype
-
-    @property
-    def runtime(self) -> CausalLM:
-        """The loaded sessions; they need onnxruntime, numpy and tokenizers only."""
-        if self._runtime is None:
-            from qsample.runtime import load
-
-            self._runtime = load(self.package.path, provider=self._provider, verify=False)
-        self._runtime.generation_config = self._generation_config
-        return self._runtime
-
-    @property
-    def _sources(self) -> tuple[str | Path, ...]:
-        return (self.package.path,)
-
-    def _portable(self, dtype: str | None, progress: Progress | None) -> PackagedModel:
-        return self
-
-    def save_pretrained(self, path: str | Path, *, overwrite: bool = False) -> PackagedModel:
-        """Copy the package to `path` and return the copy, opened."""
-        return PackagedModel(copy_package(self.package, path, overwrite=overwrite), self._provider)
-
-    export = save_pretrained

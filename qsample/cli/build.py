@@ -1,4 +1,4 @@
-"""`qsample export` and `qsample compile`: their options, and the calls that they make."""
+"""`qsample export`, `qsample compile` and `qsample bake`: their options, and the calls that they make."""
 
 from __future__ import annotations
 
@@ -18,6 +18,12 @@ COMPILE_EXAMPLES: Final = (
     "[bold]Examples[/bold]\n\n"
     "qsample compile qwen3 qwen3-cpu --provider cpu --ctx-len 2048\n\n"
     "qsample compile qwen3 qwen3-cpu --batch-size 1 --overwrite"
+)
+
+BAKE_EXAMPLES: Final = (
+    "[bold]Examples[/bold]\n\n"
+    "qsample bake onnx-community/Qwen3-0.6B-ONNX qwen3 --file onnx/model_q4.onnx\n\n"
+    "qsample bake ./genai-folder out --logprobs"
 )
 
 
@@ -48,9 +54,14 @@ def export(
     from qsample.auto_model import AutoModelForCausalLM, CheckpointModel
     from qsample.cli import output as cli_output
     from qsample.cli import terminal
+    from qsample.models.foreign import is_decoder
 
     if is_package(model):
         raise typer.BadParameter(f"{model} is a package already; `qsample compile` takes it from here")
+    if is_decoder(Path(model)):
+        raise typer.BadParameter(
+            f"{model} holds a decoder that is exported already; `qsample bake` gives it the sampler"
+        )
     quieten(model)
     source = AutoModelForCausalLM.from_pretrained(
         model,
@@ -118,3 +129,66 @@ def compile(
     with terminal.progress() as progress:
         compiled = source.compile(out, options=options, overwrite=overwrite, progress=progress)
     cli_output.written(compiled.package)
+
+
+def bake(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="An .onnx file, a folder with one, or a hub id.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write the package to.")],
+    file: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Which one of several: onnx/model_q4.onnx, say.")
+    ] = None,
+    tokenizer: Annotated[
+        str, typer.Option(metavar="FOLDER|none", help="In place of the one beside it; none takes token ids only.")
+    ] = "auto",
+    rope: Annotated[
+        str | None, typer.Option(metavar="short|long", help="Rotary table to keep, of a file that has two.")
+    ] = None,
+    reference: Annotated[
+        str | None, typer.Option(metavar="ID|FOLDER", help="Compare with this checkpoint in transformers, too.")
+    ] = None,
+    include_sampler: Annotated[
+        bool, typer.Option("--sampler/--no-sampler", help="Bake the sampler in, or return logits.")
+    ] = True,
+    return_pdfs: Annotated[
+        bool, typer.Option("--return-pdfs", help="Also return the sampled distribution, `probs`.")
+    ] = False,
+    logprobs: Annotated[bool, typer.Option("--logprobs", help="Also return each token's log-probability.")] = False,
+    top_logprobs: Annotated[int, typer.Option(min=0, metavar="M", help="Also return the M likeliest tokens.")] = 0,
+    logit_bias: Annotated[bool, typer.Option("--logit-bias", help="Take a bias on chosen tokens.")] = False,
+    allowed_tokens: Annotated[
+        bool, typer.Option("--allowed-tokens", help="Take a token mask (guided decoding).")
+    ] = False,
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")] = None,
+    overwrite: Overwrite = False,
+) -> None:
+    """Give the sampler to a decoder file that somebody else exported (onnxruntime-genai, onnx-community, optimum)."""
+    from qsample.cli import output as cli_output
+    from qsample.cli import terminal
+    from qsample.contract import Features
+    from qsample.models.foreign import bake as bake_file
+
+    if is_package(model):
+        raise typer.BadParameter(f"{model} is a package already; `qsample compile` takes it from here")
+    quieten(model)
+    features = Features(
+        sampler=include_sampler,
+        logit_bias=logit_bias,
+        allowed_tokens=allowed_tokens,
+        logprobs=logprobs,
+        top_logprobs=top_logprobs,
+        probs=return_pdfs,
+    )
+    with terminal.progress() as progress:
+        baked = bake_file(
+            model,
+            out,
+            file=file,
+            features=features,
+            tokenizer=None if tokenizer == "none" else tokenizer,
+            rope=rope,
+            reference=reference,
+            revision=revision,
+            overwrite=overwrite,
+            progress=progress,
+        )
+    cli_output.written(baked.package)

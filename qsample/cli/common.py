@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from qsample.auto_model import CheckpointModel, PackagedModel
+    from qsample.auto_model import CheckpointModel, ForeignModel, PackagedModel
 
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it is a package.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document for a script to read.")]
@@ -37,8 +37,8 @@ def is_package(model: str) -> bool:
     return (Path(model) / MANIFEST_NAME).is_file()
 
 
-def open_model(model: str, provider: str | None = None) -> CheckpointModel | PackagedModel:
-    """A package with whatever features it has, or a checkpoint."""
+def open_model(model: str, provider: str | None = None) -> CheckpointModel | ForeignModel | PackagedModel:
+    """A package with whatever features it has, a checkpoint or a decoder file."""
     from qsample.auto_model import AutoModelForCausalLM, PackagedModel
     from qsample.package import read_package
 
@@ -49,7 +49,7 @@ def open_model(model: str, provider: str | None = None) -> CheckpointModel | Pac
 
 
 def open_exported(model: str | None, provider: str | None) -> PackagedModel:
-    """A package as it is, a checkpoint exported to a temporary folder, or the bundled model."""
+    """A package as it is, a checkpoint or decoder file exported to a temporary folder, or the bundled model."""
     from qsample.auto_model import PackagedModel
     from qsample.bundled import TINY_LM, bundled_model
     from qsample.cli import terminal

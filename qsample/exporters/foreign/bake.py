@@ -33,8 +33,9 @@ from qsample.exporters.graph.nbits import INT8_ACTIVATIONS, is_matmul_nbits
 from qsample.exporters.portable import portable_manifest, write_graphs
 from qsample.progress import Progress
 
-# What is compared besides, with the folder of the unpublished package and its interface; figures for the manifest.
-Comparison = Callable[[Path, Interface, float], Mapping[str, Any]]
+# What is compared besides: the folder of the unpublished package, its interface, the tolerance (None: weights are
+# quantized) → figures for the manifest.
+Comparison = Callable[[Path, Interface, float | None], Mapping[str, Any]]
 _UNLIMITED: Final = 8192  # tokens behind which a window is looked for where nothing says how many a model knows
 _LONGEST: Final = 32768
 # Largest difference per unit of the largest logit, by what the file computes with. Activations that are rounded to 8
@@ -102,7 +103,7 @@ def bake(
         )
         if compare is not None:
             report("comparing with the checkpoint", 0.8)
-            others = compare(writer.directory, baked.interface, _TOLERANCES[arithmetic])
+            others = compare(writer.directory, baked.interface, None if packed else _TOLERANCES[arithmetic])
             manifest = replace(manifest, parity={**asdict(figures), **others})
         report("publishing", 0.9)
         writer.finish(manifest)
@@ -145,7 +146,7 @@ def rewrite(foreign: ForeignGraph, features: Features, settings: Settings, rope:
         rules = plain.measure(foreign, matches, longest)
         windows = [rule.window or -1 for rule in rules]
     counted = [] if rotates or foreign.input(POSITIONS) is not None else counted_positions(foreign)
-    original = Original(foreign, rewritten=is_unfused or rope == "long")
+    original = Original(foreign, rewritten=foreign.changed or is_unfused or rope == "long")
     report("running the decoder as it is", 0.2)
     expected = reference(original, foreign.vocab_size, limit, windows)
     del original  # its session holds the weights

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -88,8 +89,8 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class ForeignGraph:
-    """A decoder file, read. dtype: of the cache. head_sizes: as its configuration says, for what the graph leaves
-    open."""
+    """A decoder file, read. dtype: of the cache. changed: whether `model` takes others than the file does. head_sizes:
+    as its configuration says, for what the graph leaves open."""
 
     path: Path
     model: ir.Model
@@ -97,6 +98,7 @@ class ForeignGraph:
     logits: ir.Value
     vocab_size: int
     dtype: ir.DataType
+    changed: bool = False
 
     @property
     def graph(self) -> ir.Graph:
@@ -147,6 +149,7 @@ def recognise(
     if odd:
         raise refusal(path, f"its input {odd[0]} is neither a known one nor keys or values [B, heads, tokens, size]")
     attentions = gqa.attentions(graph)
+    changed = _narrow_caches(graph, caches)
     layers = _operator_layers(path, graph, attentions, head_dim) if attentions else _plain_layers(path, graph)
     unused = {str(value.name) for value in caches} - {str(value.name) for layer in layers for value in layer.pasts}
     if unused:
@@ -160,7 +163,38 @@ def recognise(
         raise refusal(path, "nothing says how many tokens its vocabulary has; put its config.json beside it")
     dtype = next(iter(dtypes))
     assert dtype is not None
-    return ForeignGraph(path, model, tuple(sorted(layers, key=lambda layer: layer.number)), named[LOGITS], size, dtype)
+    ordered = tuple(sorted(layers, key=lambda layer: layer.number))
+    return ForeignGraph(path, model, ordered, named[LOGITS], size, dtype, changed)
+
+
+def _narrow_caches(graph: ir.Graph, caches: Iterable[ir.Value]) -> bool:
+    """Take caches in half precision that are cast to it behind their inputs and back before their outputs, in place;
+    nothing is lost, for the numbers are half-precision ones. Returns whether there were any."""
+    narrowed = False
+    for past in caches:
+        casts = [node for node, _ in past.uses()]
+        half = past.dtype == ir.DataType.FLOAT and casts and all(_casts_to(node, ir.DataType.FLOAT16) for node in casts)
+        if not half:
+            continue
+        for node in casts:
+            node.outputs[0].replace_all_uses_with(past)
+            graph.remove(node, safe=True)
+        past.type = ir.TensorType(ir.DataType.FLOAT16)
+        narrowed = True
+    for index, present in enumerate(graph.outputs):
+        made = present.producer()
+        if narrowed and present.name != LOGITS and made is not None and _casts_to(made, ir.DataType.FLOAT):
+            source = made.inputs[0]
+            assert source is not None
+            name, present.name = present.name, f"{present.name}.wide"
+            source.name, source.shape = name, present.shape
+            source.type = ir.TensorType(ir.DataType.FLOAT16)
+            graph.outputs[index] = source
+    return narrowed
+
+
+def _casts_to(node: ir.Node, dtype: ir.DataType) -> bool:
+    return node.op_type == "Cast" and node.attributes.get_int("to", 0) == dtype
 
 
 def refusal(path: Path, why: str) -> UnsupportedModelError:

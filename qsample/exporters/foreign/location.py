@@ -20,7 +20,6 @@ from qsample.exporters.foreign.interface import refusal
 
 GENAI_CONFIG: Final = "genai_config.json"
 ONNX_FOLDER: Final = "onnx"  # of transformers.js
-WEIGHTS: Final = (".safetensors", ".bin")  # of a checkpoint, which is exported instead
 _SUFFIX: Final = ".onnx"
 _HUB_ID: Final = re.compile(r"[\w.-]+/[\w.-]+")
 _SMALL: Final = (".json", ".jinja")  # what is downloaded besides
@@ -53,12 +52,6 @@ class Location:
         if not isinstance(data, dict):
             raise QsampleError(f"{path} is not a JSON object")
         return data
-
-
-def has_decoder(folder: Path) -> bool:
-    """Whether `folder` holds ONNX files and no checkpoint."""
-    names = _names(folder) if folder.is_dir() else []
-    return any(name.endswith(_SUFFIX) for name in names) and not any(name.endswith(WEIGHTS) for name in names)
 
 
 def locate(path: str | Path, file: str | None = None, *, hub: dict[str, Any] | None = None) -> Location:
