@@ -175,9 +175,9 @@ def make_layouts(name: str, folder: Path) -> None:
     import numpy as np
     import onnx
     import onnx_ir as ir
-    from onnxruntime.transformers.float16 import convert_float_to_float16
     from onnxruntime.quantization.matmul_bnb4_quantizer import MatMulBnb4Quantizer
     from onnxruntime.quantization.matmul_nbits_quantizer import MatMulNBitsQuantizer
+    from onnxruntime.transformers.float16 import convert_float_to_float16
 
     with tempfile.TemporaryDirectory() as scratch:
         _unpack(LAYOUTS[name], Path(scratch))

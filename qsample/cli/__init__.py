@@ -1,11 +1,11 @@
-"""The command line: `qsample export | compile | bake | generate | chat | bench | inspect`. It parses and calls, nothing
-else.
+"""The command line: `qsample export | compile | bake | generate | chat | bench | inspect`. It parses and calls.
 
 build.py (export, compile and bake), generate/ (with its files of prompts), chat/, bench.py and inspect.py have the
 commands, common.py and options.py what they share, output.py and terminal.py what they print, errors.py what they say
-when something is wrong. Heavy modules are imported inside the commands, so that `qsample --help` answers at once. Results go to stdout; progress, figures and errors to stderr; with --json an
-error goes to stdout, too, as {"error": {"type": ..., "message": ..., "status": ...}}. Exit status: 0 done, 1 error,
-2 wrong usage, 130 interrupted, 143 terminated (signals.py).
+when something is wrong. Heavy modules are imported inside the commands, so that `qsample --help` answers at once.
+Results go to stdout; progress, figures and errors to stderr; with --json an error goes to stdout, too, as {"error":
+{"type": ..., "message": ..., "status": ...}}. Exit status: 0 done, 1 error, 2 wrong usage, 130 interrupted, 143
+terminated (signals.py).
 """
 
 from __future__ import annotations
