@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from qsample.contract import Interface
 from qsample.exporters.sampler import export_sampler
-from qsample.transforms.sampler import candidates
+from qsample.transforms.sampler.sizes import choose_sizes
 
 HISTORY = 1024
 CAPACITY = 2048
@@ -199,7 +199,7 @@ def measure(
 def measure_sizes(
     vocab: int, batches: list[int], threads: int, seconds: float, folder: Path
 ) -> list[dict[str, object]]:
-    """Milliseconds for every pair of SIZES; the choice that `candidates.choose_sizes` makes must hold against these."""
+    """Milliseconds for every pair of SIZES; the choice that `sizes.choose_sizes` makes must hold against these."""
     interface = Interface(vocab, ())
     sessions = {}
     for size in SIZES:
@@ -224,12 +224,12 @@ def write_sizes(results: list[dict[str, object]], output: Path, threads: int) ->
     names = list(dict.fromkeys(str(r["name"]) for r in results))
     keys = list(dict.fromkeys((r["vocab"], r["batch"], r["mix"]) for r in results))
     cells = {(r["vocab"], r["batch"], r["mix"], r["name"]): float(str(r["ms"])) for r in results}
-    chosen = {v: candidates.choose_sizes(int(str(v))) for v, _, _ in keys}
+    chosen = {v: choose_sizes(int(str(v))) for v, _, _ in keys}
     lines = [
         "# Candidates K and chunk size C of the sampler",
         "",
         f"Milliseconds a step; medians of one run. {describe_run(threads)}.",
-        "Made by `python benchmarks/sampler.py --sizes`. What `candidates.choose_sizes` takes: "
+        "Made by `python benchmarks/sampler.py --sizes`. What `sizes.choose_sizes` takes: "
         + "; ".join(f"V = {v:,}: K = {s.num_candidates}, C = {s.chunk_size}" for v, s in chosen.items())
         + ".",
         "",

@@ -9,8 +9,6 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 
-from tests.helpers.sampler_traces import share_traces
-
 # Models of a few kilobytes gain nothing from torch's second thread, and while it waits it keeps a core from the other
 # test processes: half of a run's CPU time. Before torch is imported; the commands that tests start inherit it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -31,13 +29,6 @@ def made_once(path: Path, make: Callable[[Path], object]) -> Path:
         if not path.exists():
             make(path)
     return path
-
-
-@pytest.fixture(scope="session", autouse=True)
-def sampler_traces(request: pytest.FixtureRequest, shared_folder: Path) -> None:
-    """Sampler graphs are taken from files of this run or of one before it, which `pytest --cache-clear` forgets."""
-    cache = getattr(request.config, "cache", None)
-    share_traces(cache.mkdir("sampler_traces") if cache else shared_folder / "sampler_traces")
 
 
 @pytest.fixture(scope="session")

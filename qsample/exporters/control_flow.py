@@ -18,26 +18,23 @@ from collections.abc import Iterable, Mapping, Sequence
 import onnx_ir as ir
 
 from qsample.exporters.graph.traversal import ancestors, copy_node, reads
-from qsample.transforms.recurrent import token_by_token
-from qsample.transforms.sampler import branching
+from qsample.transforms.markers import BRANCH, MARKER_DOMAIN, NUM_STATES, SCAN_BEGIN, SCAN_END
 
 
 def outline_branches(model: ir.Model) -> bool:
     """Turn every `Branch` marker into an `If`, in place, nested ones included. Returns whether there was one."""
     modified = _outline_branches(model.graph, "branch")
-    model.opset_imports.pop(branching.MARKER_DOMAIN, None)
+    model.opset_imports.pop(MARKER_DOMAIN, None)
     return modified
 
 
 def outline_scans(model: ir.Model) -> bool:
     """Turn every pair of loop markers into a `Scan` over axis 1, in place. Returns whether there was one."""
     graph = model.graph
-    ends = [
-        node for node in graph if node.domain == token_by_token.MARKER_DOMAIN and node.op_type == token_by_token.END
-    ]
+    ends = [node for node in graph if node.domain == MARKER_DOMAIN and node.op_type == SCAN_END]
     for number, end in enumerate(ends):
         _outline_scan(graph, end, f"scan{number}")
-    model.opset_imports.pop(token_by_token.MARKER_DOMAIN, None)
+    model.opset_imports.pop(MARKER_DOMAIN, None)
     return bool(ends)
 
 
@@ -67,7 +64,7 @@ def _outline_branches(graph: ir.Graph, prefix: str) -> bool:
 
 
 def _is_branch(node: ir.Node) -> bool:
-    return node.domain == branching.MARKER_DOMAIN and node.op_type == branching.MARKER
+    return node.domain == MARKER_DOMAIN and node.op_type == BRANCH
 
 
 def _sides(marker: ir.Node) -> tuple[list[ir.Value | None], list[ir.Value | None]]:
@@ -122,7 +119,7 @@ def _side_graph(
 
 def _outline_scan(graph: ir.Graph, end: ir.Node, name: str) -> None:
     begin, steps = _loop(graph, end)
-    num_states = int(end.attributes[token_by_token.NUM_STATES].as_int())
+    num_states = int(end.attributes[NUM_STATES].as_int())
     body = _body_graph(begin, steps, end, name)
     num_inputs, num_results = len(body.inputs) - num_states, len(body.outputs) - num_states
     attributes = [
@@ -140,7 +137,7 @@ def _outline_scan(graph: ir.Graph, end: ir.Node, name: str) -> None:
 def _loop(graph: ir.Graph, end: ir.Node) -> tuple[ir.Node, list[ir.Node]]:
     """The marker that `end` belongs to, and the nodes of one step in graph order."""
     needed = ancestors(end.inputs)
-    (begin,) = (node for node in needed if node.op_type == token_by_token.BEGIN)  # earlier loops are Scan nodes by now
+    (begin,) = (node for node in needed if node.op_type == SCAN_BEGIN)  # earlier loops are Scan nodes by now
     per_token = {*begin.outputs}
     steps = []
     for node in graph:

@@ -20,7 +20,6 @@ from qsample.package import Package
 from qsample.runtime import CausalLM, Engine, load
 from tests.helpers.command_line import ROOT
 from tests.helpers.fake_package import CHAT_TEMPLATE, POISON, fake_package
-from tests.helpers.sampler_traces import python_that_shares_traces
 
 SETTINGS = ["--seed", "3", "--max-new-tokens", "9"]
 
@@ -304,11 +303,12 @@ class Terminal:
 def terminal(tmp_path: Path) -> Iterator[Terminal]:
     pytest.importorskip("pty")
     package = fake_package(tmp_path / "package", tokenizer_config={"chat_template": CHAT_TEMPLATE, "bos_token": "<s>"})
-    slowly = python_that_shares_traces(
+    slow = (
         "import time; from qsample.runtime.request import Request; update = Request.update\n"
         "Request.update = lambda self: (time.sleep(0.05), update(self))[1]\n"
         "from qsample.cli import main; main()"
     )
+    slowly = [sys.executable, "-c", slow]
     made = Terminal([*slowly, "chat", str(package.path), "--stop-id", "299", "--seed", "3"])
     yield made
     made.close()

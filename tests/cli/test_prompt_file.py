@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -18,7 +19,6 @@ from qsample.runtime import load
 from qsample.runtime.decode.loop import DecodeLoop
 from tests.helpers.command_line import COMMAND, ROOT
 from tests.helpers.fake_package import compilation, fake_package
-from tests.helpers.sampler_traces import python_that_shares_traces
 
 ROWS: list[Any] = [
     {"prompt": "hello", "id": "a", "max_new_tokens": 4},
@@ -274,11 +274,12 @@ def test_the_bar_and_the_rows_do_not_mix(package: Package, tmp_path: Path) -> No
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
 def test_a_run_that_is_killed_goes_on(run: Any, package: Package, tmp_path: Path, how: signal.Signals) -> None:
     source = written(tmp_path / "p.jsonl", [{"prompt": f"row {index}"} for index in range(12)])
-    slowly = python_that_shares_traces(
+    slow = (
         "import time; from qsample.runtime.request import Request; update = Request.update\n"
         "Request.update = lambda self: (time.sleep(0.01), update(self))[1]\n"
         "from qsample.cli import main; main()"
     )
+    slowly = [sys.executable, "-c", slow]
     killed, whole = tmp_path / "killed", tmp_path / "whole"
     arguments = ["generate", str(package.path), "--prompt-file", str(source), *SETTINGS, "--slots", "1", "--output"]
     process = subprocess.Popen([*slowly, *arguments, str(killed)], cwd=ROOT, stderr=subprocess.PIPE, text=True)

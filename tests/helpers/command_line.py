@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 
-from tests.helpers.sampler_traces import python_that_shares_traces
-
 ROOT = Path(__file__).resolve().parents[2]
-COMMAND = python_that_shares_traces("from qsample.cli import main; main()")
+COMMAND = [sys.executable, "-c", "from qsample.cli import main; main()"]
 
 
 def qsample(*arguments: str | Path, text: str | None = None, **variables: str) -> subprocess.CompletedProcess[str]:

@@ -14,7 +14,7 @@ import torch
 
 from qsample.contract import Features, Interface, TensorSpec
 from qsample.exporters.sampler import export_sampler
-from qsample.transforms.sampler import Sampler
+from qsample.transforms.sampler.module import Sampler
 
 PAD = 0
 Array = np.ndarray

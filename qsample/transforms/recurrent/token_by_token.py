@@ -14,12 +14,8 @@ import torch
 from torch import Tensor
 
 from qsample.transforms.cache import StateKey
+from qsample.transforms.markers import MARKER_DOMAIN, NUM_STATES, SCAN_BEGIN, SCAN_END
 from qsample.transforms.recurrent.call import LayerCall
-
-MARKER_DOMAIN = "qsample"
-BEGIN = "ScanBegin"  # inputs: states, then inputs [B, S, ..]; outputs: states, then one token of each input [B, ..]
-END = "ScanEnd"  # inputs: next states, then results [B, ..]; outputs: final states, then results [B, S, ..]
-NUM_STATES = "num_states"
 
 Forward = Callable[..., Any]
 Step = Callable[[list[Tensor], list[Tensor]], tuple[list[Tensor], Tensor]]
@@ -93,7 +89,7 @@ def scan(step: Step, states: list[Tensor], inputs: list[Tensor]) -> tuple[list[T
             results.append(result)
         return states, torch.stack(results, dim=1)
     begun = torch.onnx.ops.symbolic_multi_out(
-        f"{MARKER_DOMAIN}::{BEGIN}",
+        f"{MARKER_DOMAIN}::{SCAN_BEGIN}",
         [*states, *inputs],
         {NUM_STATES: len(states)},
         dtypes=[tensor.dtype for tensor in (*states, *inputs)],
@@ -103,7 +99,7 @@ def scan(step: Step, states: list[Tensor], inputs: list[Tensor]) -> tuple[list[T
     after, result = step(list(begun[: len(states)]), list(begun[len(states) :]))
     length = inputs[0].shape[1]
     *final, output = torch.onnx.ops.symbolic_multi_out(
-        f"{MARKER_DOMAIN}::{END}",
+        f"{MARKER_DOMAIN}::{SCAN_END}",
         [*after, result],
         {NUM_STATES: len(states)},
         dtypes=[tensor.dtype for tensor in (*after, result)],

@@ -1,4 +1,4 @@
-"""Data-dependent branches: an ONNX `If` when traced, plain Python when run eagerly."""
+"""Branches: on data, an ONNX `If` when traced and plain Python when run eagerly; on what is known at export, Python."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ from contextvars import ContextVar
 import torch
 from torch import Tensor
 
+from qsample.transforms.markers import BRANCH, MARKER_DOMAIN, OPTION, OPTION_NAME
+
 Tensors = tuple[Tensor, ...]
 
-# The node that `branch` leaves in a traced graph; inputs: the predicate, then's results, otherwise's results.
-MARKER_DOMAIN = "qsample"
-MARKER = "Branch"
-
 _inline: ContextVar[bool] = ContextVar("_inline", default=False)
+_keep_options: ContextVar[bool] = ContextVar("_keep_options", default=False)
 
 
 @contextmanager
@@ -43,8 +42,37 @@ def branch(predicate: Tensor, then: Callable[[], Tensors], otherwise: Callable[[
         raise RuntimeError("export under inline_branches() and then call outline_branches()")
     yes, no = tuple(then()), tuple(otherwise())
     merged = torch.onnx.ops.symbolic_multi_out(
-        f"{MARKER_DOMAIN}::{MARKER}",
+        f"{MARKER_DOMAIN}::{BRANCH}",
         [predicate, *yes, *no],
+        dtypes=[tensor.dtype for tensor in yes],
+        shapes=[tensor.shape for tensor in yes],
+        version=1,
+    )
+    return tuple(merged)
+
+
+@contextmanager
+def keep_options() -> Iterator[None]:
+    """Trace both sides of an option, with a marker where they meet, for a template that has all of them."""
+    token = _keep_options.set(True)
+    try:
+        yield
+    finally:
+        _keep_options.reset(token)
+
+
+def option(name: str, wanted: bool, then: Callable[[], Tensors], otherwise: Callable[[], Tensors]) -> Tensors:
+    """`then()` if `wanted`, which is known before the graph is traced, else `otherwise()`.
+
+    name: what decides `wanted`, as `exporters.sampler` knows it.
+    """
+    if not _keep_options.get():
+        return tuple(then() if wanted else otherwise())
+    yes, no = tuple(then()), tuple(otherwise())
+    merged = torch.onnx.ops.symbolic_multi_out(
+        f"{MARKER_DOMAIN}::{OPTION}",
+        [*yes, *no],
+        {OPTION_NAME: name},
         dtypes=[tensor.dtype for tensor in yes],
         shapes=[tensor.shape for tensor in yes],
         version=1,

@@ -89,25 +89,3 @@ def top_candidates(chunks: Chunks, num_candidates: int) -> tuple[Tensor, Tensor]
     values, indices = pool.topk(num_candidates, dim=-1)
     rank = torch.div(indices, size, rounding_mode="floor")
     return values, (chosen.gather(1, rank) - rank) * size + indices
-
-
-class Sizes(NamedTuple):
-    """num_candidates: K. chunk_size: C."""
-
-    num_candidates: int
-    chunk_size: int
-
-
-_NUM_CANDIDATES = 64
-_BEST_SIZE = 128
-
-
-def choose_sizes(vocab: int) -> Sizes:
-    """Sizes for a vocabulary: from the sweep in docs/benchmarks/sampler_sizes.md, on one x86-64 CPU only."""
-    return Sizes(_NUM_CANDIDATES, block_size(vocab))
-
-
-def block_size(vocab: int) -> int:
-    """The size near 128 that cuts the vocabulary without a remainder, if there is one from 64 to 256."""
-    divisors = [size for size in range(_BEST_SIZE // 2, 2 * _BEST_SIZE + 1) if vocab % size == 0]
-    return min(min(divisors, key=lambda size: abs(size - _BEST_SIZE), default=_BEST_SIZE), vocab)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from qsample.transforms.sampler import candidates
+from qsample.transforms.sampler import candidates, sizes
 
 _LARGEST_UNIFORM = 1.0 - 2.0**-24
 
@@ -38,7 +38,7 @@ def draw_vocabulary(weights: Tensor, uniform: Tensor) -> Tensor:
         weights: [B, V] float32, >= 0, one of them positive.
         uniform: [B, 1] float32, in [0, 1).
     """
-    block_size = candidates.block_size(weights.shape[1])
+    block_size = sizes.block_size(weights.shape[1])
     blocks = candidates.blocks(weights, block_size, 0.0)
     sums = blocks.sum(-1).to(torch.float64)
     cumulative = sums.cumsum(-1)

@@ -18,8 +18,8 @@ from qsample.contract import (
     Interface,
     retained_name,
 )
-from qsample.transforms.sampler import candidates, features, history, penalties, sample
-from qsample.transforms.sampler.branching import Tensors, branch
+from qsample.transforms.sampler import candidates, features, history, penalties, sample, sizes
+from qsample.transforms.sampler.branching import Tensors, branch, option
 from qsample.transforms.sampler.candidates import Chunks
 
 
@@ -29,7 +29,7 @@ class Sampler(nn.Module):
     Args:
         interface: vocabulary and features.
         pad_token_id: `next_ids` of a row that emitted nothing.
-        num_candidates: K, at least 1; None: as `candidates.choose_sizes` has it.
+        num_candidates: K, at least 1; None: as `sizes.choose_sizes` has it.
         chunk_size: tokens in a chunk of the two-level selection; None: likewise.
         control_flow: False: a graph without If and Loop, for capture and replay. Rows that need a search (see
             `sample.sample_without_search`) then get status 4 and commit nothing, and `next_ids` repeats their last
@@ -50,12 +50,12 @@ class Sampler(nn.Module):
         resumes: bool = False,
     ) -> None:
         super().__init__()
-        sizes = candidates.choose_sizes(interface.vocab_size)
+        default = sizes.choose_sizes(interface.vocab_size)
         self._interface = interface
         self._pad_token_id = pad_token_id
-        self._chunk_size = chunk_size if chunk_size is not None else sizes.chunk_size
+        self._chunk_size = chunk_size if chunk_size is not None else default.chunk_size
         self._num_candidates = min(
-            num_candidates if num_candidates is not None else sizes.num_candidates, interface.vocab_size
+            num_candidates if num_candidates is not None else default.num_candidates, interface.vocab_size
         )
         if self._num_candidates < 1 or self._chunk_size < 1:
             raise ValueError("num_candidates and chunk_size must be at least 1")
@@ -113,10 +113,14 @@ class Sampler(nn.Module):
             "tokens": inputs["tokens"].scatter(1, positions, written),
             "output_counts": inputs["output_counts"].scatter_add(1, committed, emitted.to(torch.float32)[:, None]),
         }
-        results = {"next_ids": committed}
-        silent = self._silent_ids(inputs, start, states["status"])
-        if silent is not None:
-            results["next_ids"] = torch.where(emitted[:, None], token, silent)
+
+        def with_silent_ids() -> Tensors:
+            return (torch.where(emitted[:, None], token, self._silent_ids(inputs, start, states["status"])),)
+
+        plain = self._control_flow and not self._resumes  # a row that emits nothing commits 0
+        wanted = self._pad_token_id != 0
+        (next_ids,) = option("pad_token", wanted, with_silent_ids, lambda: (committed,)) if plain else with_silent_ids()
+        results = {"next_ids": next_ids}
         results |= self._features(logits, adjusted, committed, emitted, rows, draw.threshold)
         results |= {retained_name(name): value for name, value in states.items()}
         return results | {ADJUSTED_LOGITS.name: adjusted}
@@ -128,10 +132,18 @@ class Sampler(nn.Module):
 
     def _adjust(self, logits: Tensor, inputs: Mapping[str, Tensor], start: Tensor, total: Tensor) -> Tensor:
         """allowed_tokens, logit_bias, minimum length, penalties; in this order."""
-        if self._byte_masks is not None:
-            logits = penalties.mask_disallowed(logits, inputs["allowed_tokens"], self._byte_masks)
-        if self._interface.features.logit_bias:
-            logits = penalties.add_bias(logits, inputs["logit_bias_ids"], inputs["logit_bias"])
+        given, chosen = logits, self._interface.features
+
+        def masked() -> Tensors:
+            assert self._byte_masks is not None
+            return (penalties.mask_disallowed(given, inputs["allowed_tokens"], self._byte_masks),)
+
+        (allowed,) = option("allowed_tokens", chosen.allowed_tokens, masked, lambda: (given,))
+
+        def biased() -> Tensors:
+            return (penalties.add_bias(allowed, inputs["logit_bias_ids"], inputs["logit_bias"]),)
+
+        (logits,) = option("logit_bias", chosen.logit_bias, biased, lambda: (allowed,))
 
         strengths = [inputs[f"{kind}_penalty"] for kind in ("repetition", "presence", "frequency")]
         repetition, presence, frequency = strengths
@@ -181,8 +193,8 @@ class Sampler(nn.Module):
             return sample.sample_without_search(logits, chunks, rows, count)
         return sample.sample(logits, chunks, rows, count, greedy)
 
-    def _silent_ids(self, inputs: Mapping[str, Tensor], start: Tensor, status: Tensor) -> Tensor | int | None:
-        """`next_ids` of rows that emit nothing, [B, 1] or one for all; None = 0, which they hold anyway.
+    def _silent_ids(self, inputs: Mapping[str, Tensor], start: Tensor, status: Tensor) -> Tensor | int:
+        """`next_ids` of rows that emit nothing, [B, 1] or one for all.
 
         status: [B], after the step.
         """
@@ -194,7 +206,7 @@ class Sampler(nn.Module):
             last = (inputs["input_lengths"] - 1).to(torch.int64)[:, None]
             stalled = (status == STALLED)[:, None]
             return torch.where(stalled, inputs["input_ids"].gather(1, last), self._pad_token_id)
-        return self._pad_token_id or None
+        return self._pad_token_id
 
     def _next_status(
         self,

@@ -12,10 +12,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from qsample.transforms.sampler import candidates, draw, filters
-from qsample.transforms.sampler.branching import Tensors, branch
+from qsample.transforms.sampler import candidates, draw, filters, sizes
+from qsample.transforms.sampler.branching import Tensors, branch, option
 from qsample.transforms.sampler.candidates import Chunks
-from qsample.transforms.sampler.wide_nucleus import SORT_SIZE, find_threshold
+from qsample.transforms.sampler.wide_nucleus import find_threshold
+
+ALL_CANDIDATES = "all_candidates"  # the option of a vocabulary that has no token beyond them
 
 
 class Rows(NamedTuple):
@@ -88,12 +90,14 @@ def sample_without_search(logits: Tensor, chunks: Chunks, rows: Rows, num_candid
     """
     vocab = logits.shape[1]
     first = _from_candidates(chunks, _total_weight(chunks, rows), rows, num_candidates, vocab)
-    if num_candidates >= vocab:
-        return first
-    searched = rows.has_top_k(vocab) | (rows.top_p < 1)
-    second = _without_threshold(logits, rows)
-    token, threshold = _settle(first._replace(unsettled=first.unsettled & ~searched), second[:2])
-    return Draw(token, threshold, first.unsettled & searched)
+
+    def beyond() -> Tensors:
+        searched = rows.has_top_k(vocab) | (rows.top_p < 1)
+        second = _without_threshold(logits, rows)
+        settled = _settle(first._replace(unsettled=first.unsettled & ~searched), second[:2])
+        return *settled, first.unsettled & searched
+
+    return Draw(*option(ALL_CANDIDATES, num_candidates >= vocab, lambda: first, beyond))
 
 
 def _from_candidates(chunks: Chunks, total: Tensor, rows: Rows, num_candidates: int, vocab: int) -> Draw:
@@ -113,12 +117,16 @@ def _from_candidates(chunks: Chunks, total: Tensor, rows: Rows, num_candidates: 
     weights = rows.keep(values, weights, threshold)
 
     token = draw.draw_candidates(ids, weights, rows.uniform)
-    if num_candidates >= vocab:
-        return Draw(token, threshold, torch.zeros_like(rows.random))
-    # The last candidate tells of the tokens beyond. Where top-k comes before top-p it must fail top-k already:
-    # survivors out of sight, ties or a larger k, make a nucleus of unknown size, since its normaliser is unknown.
-    last = torch.where(has_top_k & (rows.top_p < 1), passed_top_k[:, -1], weights[:, -1])
-    return Draw(token, threshold, rows.random & (last > 0))
+
+    def beyond() -> Tensors:
+        # The last candidate tells of the tokens beyond. Where top-k comes before top-p it must fail top-k already:
+        # survivors out of sight, ties or a larger k, make a nucleus of unknown size, since its normaliser is unknown.
+        last = torch.where(has_top_k & (rows.top_p < 1), passed_top_k[:, -1], weights[:, -1])
+        return (rows.random & (last > 0),)
+
+    none_beyond = num_candidates >= vocab
+    (unsettled,) = option(ALL_CANDIDATES, none_beyond, lambda: (torch.zeros_like(rows.random),), beyond)
+    return Draw(token, threshold, unsettled)
 
 
 def _from_vocabulary(logits: Tensor, rows: Rows, first: Draw) -> Tensors:
@@ -141,9 +149,10 @@ def _with_search(logits: Tensor, rows: Rows) -> Draw:
     """Draw from the tokens of the whole vocabulary that pass the filters; unsettled where the search fails."""
     has_top_k = rows.has_top_k(logits.shape[1])
     kept_count = filters.kept_count(rows.top_k)
+    sort_size = sizes.sort_size(logits.shape[1])
 
     def find_top_k() -> Tensors:
-        largest = logits.topk(min(SORT_SIZE, logits.shape[1]), dim=-1).values
+        largest = logits.topk(sort_size, dim=-1).values
         return (torch.where(has_top_k[:, None], filters.top_k_threshold(largest, kept_count), -torch.inf),)
 
     needs_top_k = (rows.random & has_top_k).any()
@@ -152,7 +161,7 @@ def _with_search(logits: Tensor, rows: Rows) -> Draw:
     top_p, failed = find_threshold(logits, weights, rows.top_p, rows.maximum, rows.temperature, rows.random)
     threshold = torch.maximum(top_k, top_p)
     token = draw.draw_vocabulary(rows.keep(logits, weights, threshold), rows.uniform)
-    unsettled = failed | (has_top_k & (kept_count > SORT_SIZE))
+    unsettled = failed | (has_top_k & (kept_count > sort_size))
     return Draw(token, threshold, unsettled)
 
 

@@ -22,20 +22,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from qsample.transforms.sampler import candidates, filters
-from qsample.transforms.sampler.branching import branch
+from qsample.transforms.sampler import candidates, filters, sizes
+from qsample.transforms.sampler.branching import Tensors, branch, option
 
-SORT_SIZE = 1024  # tokens of the bracket that are sorted
-# A sample of half the size leaves about three times as many tokens to sort. Counted in 96 rows of normal logits, of
-# standard deviations 0.2 to 3 and top_p 0.35 to 0.95: after two interpolated pivots, 99 of 100 rows have at most 618 of
-# 151,936 left, and 1,653 with a sample of 512.
-_SAMPLE_SIZE = 1024
 # Ranks of the sample between a pivot and where the threshold is expected. The first is four standard deviations of a
 # sample's median. Then the weights above both pivots are known, and only what lies between them is left to chance.
 _SAMPLE_MARGINS = (64, 10)
-# About here two interpolated pivots leave as many tokens as are sorted: of 160,000, at most 1,058 in 99 of 100 of those
-# rows, and 209 after a third.
-_LARGE_VOCAB = 160_000
 _CLEARANCE = 0.07  # of the bracket's width, that a pivot keeps from where the threshold is expected
 _MORE_PIVOTS = 4  # pairs
 _WEIGHTLESS = 104.0  # exp(-104) is 0 in float32
@@ -97,9 +89,14 @@ def _search(logits: Tensor, weights: Tensor, bracket: _Bracket, nucleus_weight: 
     for margin in _SAMPLE_MARGINS:
         for pivot in _sample_pivots(sample, bracket, nucleus_weight, margin):
             bracket = _narrow(logits, weights, nucleus_weight, bracket, pivot)
-    # One row with more than SORT_SIZE tokens left costs the whole batch another round.
-    for _ in range(2 if logits.shape[1] <= _LARGE_VOCAB else 3):
+    # One row with more than `sort_size` tokens left costs the whole batch another round.
+    for _ in range(2):
         bracket = _narrow(logits, weights, nucleus_weight, bracket, _interpolate(bracket, nucleus_weight))
+
+    def once_more() -> Tensors:
+        return _narrow(logits, weights, nucleus_weight, bracket, _interpolate(bracket, nucleus_weight))
+
+    bracket = _Bracket(*option("large_vocabulary", sizes.is_large(logits.shape[1]), once_more, lambda: bracket))
     threshold, reached = _sort_rest(logits, weights, nucleus_weight, bracket)
 
     def narrow_more() -> tuple[Tensor]:
@@ -121,7 +118,7 @@ def _all_with_weight(maximum: Tensor, temperature: Tensor, total: Tensor) -> _Br
 
 def _take_sample(logits: Tensor, weights: Tensor) -> _Sample:
     """Every so many-th token, sorted."""
-    stride = max(1, logits.shape[1] // _SAMPLE_SIZE)
+    stride = sizes.sample_stride(logits.shape[1])
     values, indices = logits[:, ::stride].sort(dim=-1, descending=True)
     return _Sample(values, weights[:, ::stride].gather(1, indices).to(torch.float64).cumsum(-1))
 
@@ -167,7 +164,7 @@ def _narrow(logits: Tensor, weights: Tensor, nucleus_weight: Tensor, bracket: _B
 def _sort_rest(logits: Tensor, weights: Tensor, nucleus_weight: Tensor, bracket: _Bracket) -> tuple[Tensor, Tensor]:
     """The threshold, if it is among the largest tokens of the bracket; and whether it is: [B, 1] bool."""
     inside = (logits > bracket.lo) & (logits <= bracket.hi)
-    values, ids = torch.where(inside, logits, -torch.inf).topk(min(SORT_SIZE, logits.shape[1]), dim=-1)
+    values, ids = torch.where(inside, logits, -torch.inf).topk(sizes.sort_size(logits.shape[1]), dim=-1)
     real = values > -torch.inf
     sorted_weights = weights.gather(1, ids).to(torch.float64) * real
     cumulative = sorted_weights.cumsum(-1)
@@ -179,5 +176,5 @@ def _sort_rest(logits: Tensor, weights: Tensor, nucleus_weight: Tensor, bracket:
 
 def total_weight(weights: Tensor) -> Tensor:
     """[B, 1] float64. Blocks first, in float32: a float64 copy of everything would cost more than the sum."""
-    blocks = candidates.blocks(weights, candidates.block_size(weights.shape[1]), 0.0)
+    blocks = candidates.blocks(weights, sizes.block_size(weights.shape[1]), 0.0)
     return blocks.sum(-1).to(torch.float64).sum(-1, keepdim=True)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from qsample.transforms.sampler import candidates
+from qsample.transforms.sampler import candidates, sizes
 from tests.helpers.sampler_cases import WITH_PROBS, eager, interface, make_inputs
 
 FACE = interface(4, WITH_PROBS)
@@ -49,4 +49,4 @@ def test_valid_rows() -> None:
     ("vocab", "size"), [(1, 1), (100, 100), (128_256, 128), (151_936, 128), (50_257, 128), (97, 97)]
 )
 def test_block_sizes(vocab: int, size: int) -> None:
-    assert candidates.block_size(vocab) == size
+    assert sizes.block_size(vocab) == size

@@ -206,7 +206,7 @@ def _angles(before: ir.Node, rotation: _Rotation) -> list[ir.Value]:
     for angles in (rotation.cos, rotation.sin):
         half = insert(before, "Slice", [angles, *first_of_pairs], [batch, 1, length, size // 2])
         tables.append(insert(before, "Reshape", [half, rows], [None, size // 2]))
-    shape = insert(before, "Shape", [rotation.x], [4])
+    shape = insert(before, "Shape", [rotation.cos], [4])  # not of x: positions alone decide the angles
     shape.type = ir.TensorType(ir.DataType.INT64)
     counts = insert(before, "Gather", [shape, numbers("batch_and_length", [0, 2])], [2])
     tokens = insert(before, "ReduceProd", [counts], [], {"keepdims": 0})

@@ -25,7 +25,7 @@ from tests.helpers.sampler_cases import (
     session,
 )
 
-FACE = interface(320)  # that of tests/helpers/tiny_models.py: one trace serves all
+FACE = interface(320)
 STRAIGHT = {"num_candidates": 64, "control_flow": False}
 CONTROL_FLOW = {"If", "Loop", "Scan"}
 NO_CUDA_KERNEL = {

@@ -10,7 +10,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 
-from qsample.exporters.sampler_rewrites import simplify
+from qsample.exporters.sampler.rewrites import simplify
 
 FLAGS = np.array([[False, False], [True, False], [True, True]])
 NUMBERS = np.array([0, 3, 4, 2**40 + 7], np.int64)  # the last is more than float32 holds, where nothing rounds it

@@ -1,0 +1,19 @@
+"""Names of the nodes that modules leave in a trace for `exporters` to replace. Without torch, as its readers are."""
+
+from __future__ import annotations
+
+from typing import Final
+
+MARKER_DOMAIN: Final = "qsample"
+
+# `transforms.sampler.branching.branch`; inputs: the predicate, then's results, otherwise's results.
+BRANCH: Final = "Branch"
+# `transforms.sampler.branching.option`; inputs: then's results, otherwise's results; attribute: which option.
+OPTION: Final = "Option"
+OPTION_NAME: Final = "option"
+# `transforms.recurrent.token_by_token`, around the code of one token.
+# Inputs: states, then inputs [B, S, ..]; outputs: states, then one token of each input [B, ..].
+SCAN_BEGIN: Final = "ScanBegin"
+# Inputs: next states, then results [B, ..]; outputs: final states, then results [B, S, ..].
+SCAN_END: Final = "ScanEnd"
+NUM_STATES: Final = "num_states"
