@@ -1,7 +1,7 @@
-"""The command line: `qsample export | compile | bake | generate | chat | bench | inspect`. It parses and calls.
+"""The command line: `qsample export | compile | bake | generate | chat | serve | bench | inspect`. It parses and calls.
 
-build.py (export, compile and bake), generate/ (with its files of prompts), chat/, bench.py and inspect.py have the
-commands, common.py and options.py what they share, output.py and terminal.py what they print, errors.py what they say
+build.py (export, compile and bake), generate/ (with its files of prompts), chat/, serve.py, bench.py and inspect.py have
+the commands, common.py and options.py what they share, output.py and terminal.py what they print, errors.py what they say
 when something is wrong. Heavy modules are imported inside the commands, so that `qsample --help` answers at once.
 Results go to stdout; progress, figures and errors to stderr; with --json an error goes to stdout, too, as {"error":
 {"type": ..., "message": ..., "status": ...}}. Exit status: 0 done, 1 error, 2 wrong usage, 130 interrupted, 143
@@ -18,7 +18,7 @@ from typing import Annotated, Any
 import typer
 
 import qsample
-from qsample.cli import bench, build, inspect
+from qsample.cli import bench, build, inspect, serve
 from qsample.cli.chat import command as chat
 from qsample.cli.common import no_escapes
 from qsample.cli.errors import DEBUG_VARIABLE, report
@@ -60,6 +60,7 @@ app.command(epilog=build.COMPILE_EXAMPLES)(build.compile)
 app.command(epilog=build.BAKE_EXAMPLES)(build.bake)
 app.command(epilog=generate.EXAMPLES)(generate.generate)
 app.command(epilog=chat.EXAMPLES)(chat.chat)
+app.command(epilog=serve.EXAMPLES)(serve.serve)
 app.command(epilog=bench.EXAMPLES)(bench.bench)
 app.command(epilog=inspect.EXAMPLES)(inspect.inspect)
 

@@ -5,10 +5,18 @@
 """
 
 from qsample.runtime.causal_lm import CausalLM, load
-from qsample.runtime.engine import Engine, EngineClosedError, QueueFullError
+from qsample.runtime.engine import Engine
 from qsample.runtime.guided_decoding import AllowedTokensFn, Step
 from qsample.runtime.output import GenerateOutput
-from qsample.runtime.request import Delta, Request, RequestFailedError, RequestOutput
+from qsample.runtime.request import (
+    Delta,
+    EngineClosedError,
+    EngineStats,
+    QueueFullError,
+    Request,
+    RequestFailedError,
+    RequestOutput,
+)
 from qsample.runtime.text.streamer import TextStreamer
 from qsample.sampling_params import SamplingParams
 
@@ -18,6 +26,7 @@ __all__ = [
     "Delta",
     "Engine",
     "EngineClosedError",
+    "EngineStats",
     "GenerateOutput",
     "QueueFullError",
     "Request",

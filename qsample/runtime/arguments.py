@@ -71,8 +71,8 @@ class Arguments:
 
     def check_for_engine(self) -> None:
         """Raise ValueError for what follows a batch, which an engine's requests are not."""
-        if self.stopping_criteria is not None or self.max_time is not None:
-            raise ValueError("stopping_criteria and max_time are for generate; cancel() ends a request of an engine")
+        if self.stopping_criteria is not None:
+            raise ValueError("stopping_criteria are for generate; cancel() ends a request of an engine")
         if self.logits_processor is not None:
             raise ValueError(f"logits_processor is for generate; {INSTEAD}")
 

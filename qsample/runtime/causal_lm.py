@@ -254,9 +254,12 @@ class CausalLM(ModelMethods):
         """
         arguments = self._read(inputs, None, params, options)
         arguments.check_for_engine()
-        return self._sequences(
+        sequences, guide = self._sequences(
             arguments, seed=seed, stop_strings=stop_strings, allowed_tokens=allowed_tokens, capacity=capacity
         )
+        for sequence in sequences:
+            sequence.max_time = arguments.max_time
+        return sequences, guide
 
     def _read(self, inputs: Any, attention_mask: Any, params: Any, options: Mapping[str, Any]) -> Arguments:
         return read_arguments(

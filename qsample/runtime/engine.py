@@ -12,26 +12,19 @@ import threading
 from collections import abc, deque
 from typing import Any, Final
 
-from qsample.errors import Failure, QsampleError
+from qsample.errors import Failure, QsampleError, shown
 from qsample.runtime.causal_lm import CausalLM
 from qsample.runtime.decode.loop import DecodeLoop, choose_flush_every, make_scheduler
 from qsample.runtime.decode.slots import Slots
 from qsample.runtime.guided_decoding import Guide
-from qsample.runtime.request import CANCELLED, Request, RequestFailedError
+from qsample.runtime.request import CANCELLED, TIME, Deadlines, EngineStats, Request
+from qsample.runtime.request.errors import EngineClosedError, QueueFullError, RequestFailedError
 from qsample.runtime.sequence import Sequence
 from qsample.runtime.session.options import check_count, checked_timeout
 from qsample.sampling_params import SamplingParams
 
 _SLOTS: Final = 8  # where neither the caller nor the package says
 _CTX_LEN: Final = 4096  # likewise; less where the model knows less
-
-
-class QueueFullError(QsampleError):
-    """The engine has no free slot, and its queue is full."""
-
-
-class EngineClosedError(QsampleError):
-    """The engine was closed, its graph failed, or this is a fork of the process that it runs in."""
 
 
 class Engine:
@@ -74,12 +67,9 @@ class Engine:
                 conversation's next turn is then not read again up to its end, and its tokens depend on what the slots
                 happen to hold: sampling computes a token's keys and values with other kernels than reading it does.
         """
-        for name, value, least in (
-            ("slots", slots, 1),
-            ("max_waiting", max_waiting, 0),
-            ("prefill_chunk_size", prefill_chunk_size, 1),
-        ):
-            check_count(name, value, least)
+        check_count("slots", slots)
+        check_count("max_waiting", max_waiting, 0)
+        check_count("prefill_chunk_size", prefill_chunk_size)
         most = model.batch_size
         if slots is not None and most is not None and slots > most:
             raise ValueError(f"slots is {slots} and the package was compiled for {most} rows at most; compile it again")
@@ -102,6 +92,7 @@ class Engine:
         self._requests: dict[Sequence, Request] = {}  # those that have not ended
         self._added: list[Sequence] = []
         self._closed = False
+        self._draining = False
         self._failure: Failure | None = None
         # Not guarded: whoever cancels may be in the middle of anything. While a request is there, the thread looks here
         # after each step; so nobody has to wake it.
@@ -109,6 +100,7 @@ class Engine:
         self._process = os.getpid()
         # For the engine's thread alone.
         self._guides: dict[Sequence, Guide] = {}
+        self._deadlines = Deadlines()
         self._loop: DecodeLoop | None = loop
         self._thread = threading.Thread(target=self._serve, name="qsample-engine", daemon=True)
         self._thread.start()
@@ -129,6 +121,7 @@ class Engine:
         stop_strings: str | abc.Sequence[str] | None = None,
         allowed_tokens: Any = None,
         timeout: float | None = None,
+        priority: int = 0,
         cancel_if_abandoned: bool = True,
         **options: Any,
     ) -> Request:
@@ -136,12 +129,14 @@ class Engine:
 
         Args:
             inputs: a text, token ids, or chat messages; see `parse_prompts`.
-            params, seed, stop_strings, options: as in `CausalLM.generate`, those of chat messages included.
+            params, seed, stop_strings, options: as in `CausalLM.generate`, those of chat messages included. max_time
+                counts from now on, waiting included.
             allowed_tokens: as in `CausalLM.generate`, for a batch of this one row. A function is called on the engine's
                 thread between two steps, so everybody waits for it. What it raises ends this request alone. It must not
                 wait for the engine that calls it: RuntimeError.
             timeout: seconds to wait while `slots` requests run and `max_waiting` wait; None = as long as it takes, 0 =
                 not at all.
+            priority: of those that wait, the ones with the lowest get slots first, and of equals who came first.
             cancel_if_abandoned: cancel the request when its last reader gives up, see `Request`; False lets it go on.
 
         Raises ValueError where an argument is wrong or the prompt does not fit, QueueFullError after `timeout`,
@@ -150,8 +145,8 @@ class Engine:
         if options.get("num_return_sequences") not in (None, 1):
             raise ValueError("add_request adds one request; add_requests takes num_return_sequences")
         options["num_return_sequences"] = 1
-        given = {"seed": seed, "stop_strings": stop_strings, "allowed_tokens": allowed_tokens}
-        return self._add(inputs, params, options, given, timeout, cancel_if_abandoned)[0]
+        prepared = self._prepare(inputs, params, options, seed, stop_strings, allowed_tokens)
+        return self._add(*prepared, timeout, priority, cancel_if_abandoned)[0]
 
     def add_requests(
         self,
@@ -163,6 +158,7 @@ class Engine:
         stop_strings: str | abc.Sequence[str] | None = None,
         allowed_tokens: Any = None,
         timeout: float | None = None,
+        priority: int = 0,
         cancel_if_abandoned: bool = True,
         **options: Any,
     ) -> list[Request]:
@@ -173,58 +169,80 @@ class Engine:
             seed: of the first, the next ones taking the numbers after it; or a list with one for each. Each gives the
                 tokens that `add_request` gives with that seed.
             allowed_tokens: as in `CausalLM.generate`, for a batch of these rows. What a function raises ends them all.
-            inputs, params, stop_strings, timeout, cancel_if_abandoned, options: as in `add_request`. Greedy requests
-                would all be the same: ValueError.
+            inputs, params, stop_strings, timeout, priority, cancel_if_abandoned, options: as in `add_request`. Greedy
+                requests would all be the same: ValueError.
         """
         options["num_return_sequences"] = num_return_sequences
+        prepared = self._prepare(inputs, params, options, seed, stop_strings, allowed_tokens)
+        return self._add(*prepared, timeout, priority, cancel_if_abandoned)
+
+    def _prepare(
+        self, inputs: Any, params: Any, options: dict[str, Any], seed: Any, stop_strings: Any, allowed_tokens: Any
+    ) -> tuple[list[Sequence], Guide | None]:
+        """The sequences of one prompt."""
+        self._check_waiting()
+        if self.closed:
+            raise self._closed_error()
         given = {"seed": seed, "stop_strings": stop_strings, "allowed_tokens": allowed_tokens}
-        return self._add(inputs, params, options, given, timeout, cancel_if_abandoned)
+        sequences, guide = self._model.prepare(inputs, params, options, capacity=self.capacity, **given)
+        asked = options["num_return_sequences"] or 1
+        if len(sequences) != asked:
+            raise ValueError(f"{len(sequences) // asked} prompts were given; add them one by one")
+        return sequences, guide
 
     def _add(
-        self,
-        inputs: Any,
-        params: SamplingParams | None,
-        options: dict[str, Any],
-        given: dict[str, Any],
-        timeout: float | None,
-        cancel_if_abandoned: bool,
+        self, sequences: list[Sequence], guide: Guide | None, timeout: float | None, priority: int, follow: bool
     ) -> list[Request]:
-        self._check_waiting()
-        if self._closed:
-            raise self._closed_error()
-        seconds, most = checked_timeout(timeout), self.slots + self.max_waiting
-        sequences, guide = self._model.prepare(inputs, params, options, capacity=self.capacity, **given)
-        count = len(sequences)
-        if count != (options["num_return_sequences"] or 1):
-            raise ValueError(
-                f"{count // (options['num_return_sequences'] or 1)} prompts were given; add them one by one"
-            )
+        if not isinstance(priority, int):
+            raise ValueError(f"priority is {shown(priority)}; give an integer, the lowest for those that go first")
+        seconds, most, count = checked_timeout(timeout), self.slots + self.max_waiting, len(sequences)
         if count > most:
             raise ValueError(f"num_return_sequences is {count} and this engine takes {most}; raise max_waiting")
         if guide is not None:
             guide.start()
         requests = [
-            Request(
-                sequence, self._cancelled.append, self._check_waiting, cancel_if_abandoned=bool(cancel_if_abandoned)
-            )
+            Request(sequence, self._cancelled.append, self._check_waiting, cancel_if_abandoned=bool(follow))
             for sequence in sequences
         ]
         with self._changed:
-            room = self._changed.wait_for(lambda: self._closed or len(self._requests) + count <= most, seconds)
-            if self._closed:
+            room = self._changed.wait_for(lambda: self.closed or len(self._requests) + count <= most, seconds)
+            if self.closed:
                 raise self._closed_error()
             if not room:
-                raise QueueFullError(
-                    f"{self.slots} requests run and {self.max_waiting} wait, which is all that this engine takes; try "
-                    "again later, give a longer timeout, or raise max_waiting"
-                )
+                taken = f"{self.slots} requests run and {self.max_waiting} wait, which is all that this engine takes"
+                raise QueueFullError(f"{taken}; try again later, give a longer timeout, or raise max_waiting")
             for sequence, request in zip(sequences, requests, strict=True):
+                sequence.priority = priority
                 if guide is not None:
                     self._guides[sequence] = guide
                 self._requests[sequence] = request
                 self._added.append(sequence)
             self._changed.notify_all()
         return requests
+
+    @property
+    def closed(self) -> bool:
+        """Whether it takes no requests any more: it was closed or drained, or its graph failed."""
+        return self._closed or self._draining
+
+    def stats(self) -> EngineStats:
+        """How many requests run and wait."""
+        with self._changed:
+            requests = list(self._requests.values())
+        running = sum(request.running for request in requests)
+        return EngineStats(self.slots, self.max_waiting, running, len(requests) - running)
+
+    def drain(self, timeout: float | None = None) -> bool:
+        """Take no requests any more, and wait until those that were added have ended; then `close` it.
+
+        Returns whether they have, after `timeout` seconds at most; None = as long as it takes.
+        """
+        seconds = checked_timeout(timeout)
+        self._check_waiting()
+        with self._changed:
+            self._draining = True
+            self._changed.notify_all()
+            return self._changed.wait_for(lambda: not self._requests, seconds)
 
     def close(self) -> None:
         """Cancel what has not ended, end the thread and release the batch's memory. The model can be used on.
@@ -242,10 +260,7 @@ class Engine:
             self._thread.join()
 
     def __reduce__(self) -> Any:
-        raise TypeError(
-            "an Engine cannot be pickled: it is a thread and memory of this process; pickle its model, and make an "
-            "engine of that there"
-        )
+        raise TypeError("an Engine cannot be pickled; pickle its model, and make an engine of that there")
 
     def _check_waiting(self) -> None:
         """Raise where the engine's thread could not end the wait."""
@@ -297,11 +312,13 @@ class Engine:
             cancelled = [self._cancelled.popleft() for _ in range(len(self._cancelled))]
             added, self._added = self._added, []
         for sequence in added:
+            self._deadlines.add(sequence, self._requests[sequence].added_at)
             loop.add(sequence)
-        for sequence in cancelled:
-            if sequence in self._requests:  # it has not ended meanwhile
-                loop.leave(sequence)
-                self._end(sequence).finish(CANCELLED)
+        for reason, ending in ((CANCELLED, cancelled), (TIME, self._deadlines.due())):
+            for sequence in ending:
+                if sequence in self._requests:  # it has not ended meanwhile
+                    loop.leave(sequence)
+                    self._end(sequence).finish(reason)
         return True
 
     def _deliver(self, sequence: Sequence) -> None:

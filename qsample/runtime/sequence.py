@@ -17,6 +17,7 @@ class Sequence:
     prompt: [n] int64. parameters: the row of every name of `Interface.parameters`. seed: of its random numbers. guided:
     someone must see each token before the next one is sampled. text: decodes its tokens; None without a tokenizer.
     padded: the prompt with the padding that it came with; None = it had none.
+    priority: those with a lower one get slots first. max_time: seconds that an engine gives it; None = any.
 
     The scheduler and the decode loop keep the rest. slot: None outside one. admitted_at: when it got its slot, on
     `time.perf_counter`. reused: prompt tokens that were in the slot's cache. consumed: prompt tokens in the cache.
@@ -32,6 +33,8 @@ class Sequence:
     guided: bool = False
     text: GeneratedText | None = None
     padded: Array | None = None
+    priority: int = 0
+    max_time: float | None = None
 
     slot: int | None = None
     admitted_at: float | None = None

@@ -7,6 +7,7 @@ another slot holds, free or not, is copied.
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -67,7 +68,7 @@ class Window:
 
 
 class Scheduler:
-    """First come, first served.
+    """First come, first served, among those of one priority.
 
     A prompt is read in pieces of `piece_size` tokens from its start, each in a call of its own, whatever else happens:
     kernels round differently for another number of tokens, and nothing but the prompt may decide that. So chunks are
@@ -125,7 +126,8 @@ class Scheduler:
         return [sequence for sequence in self._in_slots if sequence.consumed < len(sequence.prompt)]
 
     def add(self, sequence: Sequence) -> None:
-        self._waiting.append(sequence)
+        """Have it wait, behind those of its own priority."""
+        insort(self._waiting, sequence, key=lambda one: one.priority)
 
     def admit(self) -> list[Sequence]:
         """Give free slots to those who waited longest. Their `consumed` is what the slot's cache holds already."""

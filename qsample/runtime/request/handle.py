@@ -2,79 +2,23 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 import time
+import warnings
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from qsample.contract import RUNNING, STATUS_NAMES
-from qsample.errors import Failure, QsampleError
+from qsample.errors import Failure
+from qsample.runtime.request.errors import RequestFailedError
+from qsample.runtime.request.outputs import Delta, RequestOutput, RequestTiming, Usage, stacked
+from qsample.runtime.request.readers import AsyncDeltas, Reader
 from qsample.runtime.sequence import Sequence
 from qsample.runtime.session.options import checked_timeout
 from qsample.tensors import Array
 
 CANCELLED = "cancelled"
-
-
-class RequestFailedError(QsampleError):
-    """A function that came with the request raised, or its text could not be decoded. The cause is what was raised."""
-
-
-@dataclass(frozen=True, slots=True)
-class Delta:
-    """What came since the delta before.
-
-    token_ids: sampled tokens, a stop token included. text: what they make certain; None without a tokenizer. There may
-    be tokens without text, where a character or a stop string is not complete, and at the end text without tokens.
-    seconds: since the request was added.
-    """
-
-    token_ids: list[int]
-    text: str | None
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class Usage:
-    """Tokens. cached_tokens: of the prompt, those that a slot held already from an earlier request."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    cached_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class RequestTiming:
-    """Seconds since the request was added: until it got a slot, until its first token, until its end. None where it did
-    not come so far."""
-
-    queue_seconds: float | None
-    first_token_seconds: float | None
-    total_seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class RequestOutput:
-    """A request at its end.
-
-    token_ids: sampled, a stop token included, up to the one that completes a stop string. text: cut off before the stop
-    string; None without a tokenizer. finish_reason: "stop" (a stop token or a stop string), "length", "invalid" (the
-    model gave NaN or infinite logits) or "cancelled". stop_string: the one that ended it. seed: reproduces the tokens.
-    outputs: the optional outputs that the package has, by name, one entry a token.
-    """
-
-    token_ids: list[int]
-    text: str | None
-    finish_reason: str
-    stop_string: str | None
-    seed: int
-    usage: Usage
-    timing: RequestTiming
-    outputs: Mapping[str, Array]
+TIME = "time"
 
 
 class Request:
@@ -102,22 +46,41 @@ class Request:
         self._cancel = cancel
         self._check_waiting = check_waiting
         self._cancel_if_abandoned = cancel_if_abandoned
-        self._added = time.perf_counter()
+        self.added_at = time.perf_counter()
         self._changed = threading.Condition()
         # Changed without a lock: readers are garbage collected at any time, also while this thread holds one.
-        self._readers: set[_Reader] = set()
+        self._readers: set[Reader] = set()
         self._deltas: list[Delta] = []
         self._output: RequestOutput | None = None
         self._failure: Failure | None = None
+        self._callbacks: list[Callable[[Request], object]] = []
 
     @property
     def seed(self) -> int:
         return self._sequence.seed
 
     @property
+    def prompt_tokens(self) -> int:
+        return len(self._sequence.prompt)
+
+    @property
+    def running(self) -> bool:
+        """Whether it has a slot."""
+        return self._sequence.slot is not None
+
+    @property
     def done(self) -> bool:
         """Whether it has ended, for whatever reason."""
         return self._output is not None or self._failure is not None
+
+    def add_done_callback(self, function: Callable[[Request], object]) -> None:
+        """Have `function(request)` called once it has ended, for whatever reason: on the engine's thread, so it must be
+        quick; or at once, where it has ended already. What it raises is reported as a warning."""
+        with self._changed:
+            if not self.done:
+                self._callbacks.append(function)
+                return
+        self._call(function)
 
     def cancel(self) -> None:
         """End it with what it has, finish reason "cancelled"; nothing happens where it has ended already."""
@@ -130,7 +93,7 @@ class Request:
         seconds = checked_timeout(timeout)
         if not self.done:
             self._check_waiting()
-            reader = _Reader()
+            reader = Reader()
             self._readers.add(reader)
             try:
                 with self._changed:
@@ -143,7 +106,7 @@ class Request:
         return self._result()
 
     def __iter__(self) -> Iterator[Delta]:
-        seen, reader = 0, _Reader()
+        seen, reader = 0, Reader()
         self._readers.add(reader)
         try:
             while True:
@@ -162,7 +125,7 @@ class Request:
             self._leave(reader)
 
     def __aiter__(self) -> AsyncIterator[Delta]:
-        return _AsyncDeltas(self)
+        return AsyncDeltas(self)
 
     def __await__(self) -> Generator[Any, None, RequestOutput]:
         return self._wait().__await__()
@@ -172,7 +135,7 @@ class Request:
             pass
         return self._result()
 
-    def _may_wait(self, reader: _Reader) -> None:
+    def _may_wait(self, reader: Reader) -> None:
         """Let `reader` wait, or raise; it has not given up then."""
         try:
             self._check_waiting()
@@ -180,7 +143,7 @@ class Request:
             self._readers.discard(reader)
             raise
 
-    def _leave(self, reader: _Reader) -> None:
+    def _leave(self, reader: Reader) -> None:
         if reader in self._readers:
             self._readers.discard(reader)
             if self._cancel_if_abandoned and not self._readers:
@@ -196,9 +159,10 @@ class Request:
 
     def update(self) -> bool:
         """Publish what was sampled since the last call. Returns whether the request has ended."""
+        known = len(self._sequence.token_ids)
         tokens, text = self._sequence.take()
         if tokens:
-            self._publish(tokens, text)
+            self._publish(tokens, text, self._sequence.outputs[known : known + len(tokens)])
         if self._sequence.status == RUNNING:
             return False
         self.finish(STATUS_NAMES[self._sequence.status])
@@ -214,6 +178,7 @@ class Request:
         with self._changed:
             self._output = output
             self._notify()
+        self._call_back()
 
     def _make_output(self, reason: str) -> RequestOutput:
         sequence, text = self._sequence, self._sequence.text
@@ -222,7 +187,7 @@ class Request:
             self._publish([], rest)
         now = time.perf_counter()
         tokens, outputs = sequence.token_ids, sequence.outputs
-        queued = None if sequence.admitted_at is None else sequence.admitted_at - self._added
+        queued = None if sequence.admitted_at is None else sequence.admitted_at - self.added_at
         first = self._deltas[0].seconds if tokens else None
         return RequestOutput(
             token_ids=tokens,
@@ -231,8 +196,8 @@ class Request:
             stop_string=None if text is None else text.stop_string,
             seed=sequence.seed,
             usage=Usage(len(sequence.prompt), len(tokens), sequence.reused),
-            timing=RequestTiming(queued, first, now - self._added),
-            outputs={name: np.stack([output[name] for output in outputs]) for name in outputs[0]} if outputs else {},
+            timing=RequestTiming(queued, first, now - self.added_at),
+            outputs=stacked(outputs[: len(tokens)]),
         )
 
     def fail(self, failure: Failure) -> None:
@@ -240,9 +205,22 @@ class Request:
         with self._changed:
             self._failure = failure
             self._notify()
+        self._call_back()
 
-    def _publish(self, tokens: list[int], text: str) -> None:
-        delta = Delta(tokens, None if self._sequence.text is None else text, time.perf_counter() - self._added)
+    def _call_back(self) -> None:
+        callbacks, self._callbacks = self._callbacks, []
+        for function in callbacks:
+            self._call(function)
+
+    def _call(self, function: Callable[[Request], object]) -> None:
+        try:
+            function(self)
+        except Exception as error:
+            warnings.warn(f"a callback of a request raised {error!r:.200}", RuntimeWarning, stacklevel=2)
+
+    def _publish(self, tokens: list[int], text: str, outputs: list[Mapping[str, Array]] | None = None) -> None:
+        shown = None if self._sequence.text is None else text
+        delta = Delta(tokens, shown, time.perf_counter() - self.added_at, stacked(outputs or []))
         with self._changed:
             self._deltas.append(delta)
             self._notify()
@@ -251,65 +229,3 @@ class Request:
         self._changed.notify_all()
         for reader in self._readers.copy():
             reader.wake()
-
-
-class _Reader:
-    """Somebody who waits for a request, on its condition; or, in a coroutine, on `event`."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop | None = None) -> None:
-        self._loop = loop
-        self.event = asyncio.Event()
-
-    def wake(self) -> None:
-        if self._loop is not None:
-            try:
-                self._loop.call_soon_threadsafe(self.event.set)
-            except BaseException:  # most likely it was closed, so nobody waits there any more
-                self._loop = None
-
-
-class _AsyncDeltas(AsyncIterator[Delta]):
-    """The deltas of a request in a coroutine. No generator: those wait for their event loop to be collected."""
-
-    def __init__(self, request: Request) -> None:
-        self._request = request
-        self._reader: _Reader | None = None  # since the first `anext`
-        self._seen = 0
-        self._closed = False
-
-    async def __anext__(self) -> Delta:
-        request = self._request
-        if self._reader is None:
-            self._reader = _Reader(asyncio.get_running_loop())
-            request._readers.add(self._reader)
-        while not self._closed:
-            self._reader.event.clear()
-            done = request.done  # before the deltas: none comes after that
-            if self._seen < len(request._deltas):
-                self._seen += 1
-                return request._deltas[self._seen - 1]
-            if done:
-                self._close()
-                request._result()
-                break
-            request._may_wait(self._reader)
-            try:
-                await self._reader.event.wait()
-            except BaseException:  # its task was cancelled
-                if request._cancel_if_abandoned:
-                    self._close()
-                    self._reader.event.set()  # for another task that waits here
-                raise
-        raise StopAsyncIteration
-
-    async def aclose(self) -> None:
-        """Give up."""
-        self._close()
-
-    def __del__(self) -> None:
-        self._close()
-
-    def _close(self) -> None:
-        if self._reader is not None and not self._closed:
-            self._request._leave(self._reader)
-        self._closed = True

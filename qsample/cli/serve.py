@@ -1,0 +1,141 @@
+"""`qsample serve`: an OpenAI-compatible server."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import typer
+
+from qsample.cli.common import Provider, Threads, is_package, open_exported
+from qsample.cli.options import CtxLen, Template, chat_options
+
+KEY_VARIABLE: Final = "QSAMPLE_API_KEY"
+EXAMPLES: Final = (
+    "[bold]Examples[/bold]\n\n"
+    "qsample serve\n\n"
+    "qsample serve qwen3-cpu --slots 16 --api-key secret\n\n"
+    "qsample serve --model small=qwen3-cpu --model large=llama-cuda --port 9000\n\n"
+    "curl localhost:8000/v1/completions -H 'Content-Type: application/json' -d '{\"prompt\": \"In the beginning\"}'"
+)
+
+
+def serve(
+    package: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[PACKAGE_OR_MODEL]", help="Package, checkpoint or hub id. (default: the bundled model)"
+        ),
+    ] = None,
+    model: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=PACKAGE", help="Serve this one, too; may be repeated.")
+    ] = None,
+    served_model_name: Annotated[
+        str | None, typer.Option(help="What clients call PACKAGE. (default: its folder's name)")
+    ] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is all of them.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
+    slots: Annotated[
+        int | None, typer.Option(min=1, help="Requests that run at once. (default: the package's batch, or 8)")
+    ] = None,
+    max_waiting: Annotated[int, typer.Option(min=0, help="Requests that wait; the next one gets 429.")] = 256,
+    ctx_len: CtxLen = None,
+    prefill_chunk_size: Annotated[
+        int | None, typer.Option(min=1, help="Prompt tokens between two steps of those that run. (default: one piece)")
+    ] = None,
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(help=f"Clients have to send it; may be repeated. (default: {KEY_VARIABLE}, where it is set)"),
+    ] = None,
+    cors_origin: Annotated[
+        list[str] | None, typer.Option(help="Pages of this origin may ask, * for all; may be repeated.")
+    ] = None,
+    chat_template: Template = None,
+    trust_request_chat_template: Annotated[
+        bool, typer.Option("--trust-request-chat-template", help="Clients may send chat templates, which are programs.")
+    ] = False,
+    generation_config: Annotated[
+        str, typer.Option(help="openai: OpenAI's defaults; auto: those of the model's generation_config.")
+    ] = "openai",
+    tool_call_parser: Annotated[
+        str | None, typer.Option(help="How the model writes calls of tools. (default: as its chat template has it)")
+    ] = None,
+    request_timeout: Annotated[
+        float | None, typer.Option(min=0, help="Seconds an answer may take; it ends with what it has. (default: any)")
+    ] = None,
+    drain_timeout: Annotated[
+        float, typer.Option(min=0, help="Seconds that running requests get on SIGTERM and ctrl-C.")
+    ] = 30.0,
+    max_body_bytes: Annotated[int, typer.Option(min=1, help="Bytes of a request.")] = 4 * 2**20,
+    spinning: Annotated[
+        bool, typer.Option("--spinning", help="Threads wait busily: faster for one stream, slower for many.")
+    ] = False,
+    log_level: Annotated[str, typer.Option(help="critical, error, warning, info, debug or trace.")] = "info",
+    provider: Provider = None,
+    threads: Threads = None,
+) -> None:
+    """Serve packages with OpenAI's API: /v1/completions, /v1/chat/completions, /v1/models."""
+    from qsample.serve.run import run
+    from qsample.serve.settings import ServeSettings
+
+    if log_level not in (known := ("critical", "error", "warning", "info", "debug", "trace")):
+        raise typer.BadParameter(f"--log-level is {log_level}; choose from {', '.join(known)}")
+    template = None if chat_template is None else _template(chat_template)
+    keys = api_key or [key for key in [os.environ.get(KEY_VARIABLE)] if key]
+    settings = ServeSettings(
+        models=_models(package, model or [], served_model_name, provider),
+        provider=provider,
+        ctx_len=ctx_len,
+        threads=threads,
+        spinning=spinning,
+        slots=slots,
+        max_waiting=max_waiting,
+        prefill_chunk_size=prefill_chunk_size,
+        api_keys=tuple(keys),
+        cors_origins=tuple(cors_origin or ()),
+        chat_template=template,
+        trust_request_chat_template=trust_request_chat_template,
+        generation_config=generation_config,  # type: ignore[arg-type]  # it checks itself
+        tool_call_parser=tool_call_parser,
+        max_body_bytes=max_body_bytes,
+        request_timeout=request_timeout,
+        drain_timeout=drain_timeout,
+    )
+
+    def ready(url: str) -> None:
+        typer.echo(f"Serving {', '.join(settings.models)} on {url} (API: {url}/v1, a page to try it: {url})", err=True)
+
+    run(settings, host, port, ready=ready, log_level=log_level)
+
+
+def _models(package: str | None, named: list[str], name: str | None, provider: str | None) -> dict[str, str]:
+    """Served name → package."""
+    models: dict[str, str] = {}
+    if package is not None or not named:
+        opened = open_exported(package, provider)
+        folder = str(opened.package.path)
+        _KEPT.append(opened)
+        models[name or ("tiny_lm" if package is None else Path(package).name)] = folder
+    elif name is not None:
+        raise typer.BadParameter(
+            "--served-model-name is for PACKAGE, and only --model is given; give NAME=PACKAGE there"
+        )
+    for entry in named:
+        served, found, path = entry.partition("=")
+        if not found or not served or not path:
+            raise typer.BadParameter(f"--model is {entry}; give NAME=PACKAGE")
+        if served in models:
+            raise typer.BadParameter(f"--model names {served} twice; give each a name of its own")
+        if not is_package(path):
+            raise typer.BadParameter(f"--model {entry}: {path} is no package; make one with qsample export or compile")
+        models[served] = path
+    return models
+
+
+_KEPT: Final[list[Any]] = []  # a checkpoint's package goes with the object that was exported
+
+
+def _template(given: str) -> str:
+    text: str = chat_options({"chat_template": given, "chat_template_kwargs": None, "thinking": None})["chat_template"]
+    return text

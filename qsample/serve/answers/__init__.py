@@ -1,0 +1,1 @@
+"""Requests of the engine as answers of the API."""

@@ -1,0 +1,131 @@
+"""One answer in its form on the wire: of chat completions, and of completions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from qsample.runtime import Delta, RequestOutput
+from qsample.serve.answers.answers import finish_reason, stop_reason
+from qsample.serve.answers.logprobs import chat_logprobs, completion_logprobs
+from qsample.serve.served_model import ServedModel
+from qsample.serve.tool_calls.calls import DemandedCalls, ToolReader
+
+
+class ChatChoice:
+    """A choice of `/v1/chat/completions`."""
+
+    def __init__(
+        self,
+        index: int,
+        model: ServedModel,
+        *,
+        top_logprobs: int | None,
+        tools: ToolReader | DemandedCalls | None,
+        return_token_ids: bool,
+    ) -> None:
+        """top_logprobs: alternatives of each token; None = no log-probabilities. tools: what reads calls."""
+        self._index = index
+        self._model = model
+        self._top = top_logprobs
+        self._tools = tools
+        self._return_token_ids = return_token_ids
+        self._ends = model.model.package.manifest.token_ids.eos
+
+    def opening(self) -> dict[str, Any]:
+        return self._chunk({"role": "assistant", "content": ""})
+
+    def piece(self, delta: Delta) -> dict[str, Any] | None:
+        text = delta.text or ""
+        if self._tools is not None:
+            text = self._tools.put(text)
+        chunk = self._chunk({"content": text} if text else {})
+        if self._top is not None and delta.token_ids:
+            chunk["logprobs"] = self._logprobs(delta.token_ids, delta.outputs)
+        if self._return_token_ids:
+            chunk["token_ids"] = delta.token_ids
+        return chunk if text or chunk["logprobs"] or chunk.get("token_ids") else None
+
+    def ending(self, output: RequestOutput) -> list[dict[str, Any]]:
+        rest, calls = self._tools.end() if self._tools is not None else ("", [])
+        chunks = [self._chunk({"content": rest})] if rest else []
+        chunks += [self._chunk({"tool_calls": [{"index": index, **call}]}) for index, call in enumerate(calls)]
+        return [*chunks, self._chunk({}) | self._end(output, bool(calls))]
+
+    def whole(self, output: RequestOutput) -> dict[str, Any]:
+        text: str | None = output.text or ""
+        calls: list[dict[str, Any]] = []
+        if self._tools is not None:
+            before = self._tools.put(output.text or "")
+            rest, calls = self._tools.end()
+            text = (before + rest) or (None if calls else "")
+        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        if calls:
+            message["tool_calls"] = calls
+        choice: dict[str, Any] = {"index": self._index, "message": message, "logprobs": None}
+        if self._top is not None:
+            choice["logprobs"] = self._logprobs(output.token_ids, output.outputs)
+        if self._return_token_ids:
+            choice["token_ids"] = output.token_ids
+        return choice | self._end(output, bool(calls))
+
+    def _chunk(self, delta: dict[str, Any]) -> dict[str, Any]:
+        return {"index": self._index, "delta": delta, "logprobs": None, "finish_reason": None}
+
+    def _end(self, output: RequestOutput, called: bool) -> dict[str, Any]:
+        reason = finish_reason(output)
+        # As OpenAI has it: an answer that was cut off says so, and the one function that was demanded is no surprise.
+        named = isinstance(self._tools, DemandedCalls) and self._tools.name is not None
+        reason = "tool_calls" if called and reason == "stop" and not named else reason
+        return {"finish_reason": reason, "stop_reason": stop_reason(output, self._ends)}
+
+    def _logprobs(self, tokens: Sequence[int], outputs: Any) -> dict[str, Any]:
+        return {"content": chat_logprobs(self._model.token_texts, tokens, outputs, self._top or 0), "refusal": None}
+
+
+class CompletionChoice:
+    """A choice of `/v1/completions`."""
+
+    def __init__(
+        self, index: int, model: ServedModel, *, logprobs: int | None, echo: str, return_token_ids: bool
+    ) -> None:
+        """logprobs: alternatives of each token; None = no log-probabilities. echo: comes before the answer."""
+        self._index = index
+        self._model = model
+        self._top = logprobs
+        self._echo = echo
+        self._return_token_ids = return_token_ids
+        self._ends = model.model.package.manifest.token_ids.eos
+        self._offset = len(echo)
+
+    def opening(self) -> dict[str, Any] | None:
+        return self._choice(self._echo) if self._echo else None
+
+    def piece(self, delta: Delta) -> dict[str, Any] | None:
+        choice = self._choice(delta.text or "")
+        if self._top is not None and delta.token_ids:
+            choice["logprobs"] = self._logprobs(delta.token_ids, delta.outputs)
+            self._offset += sum(map(len, choice["logprobs"]["tokens"]))
+        if self._return_token_ids:
+            choice["token_ids"] = delta.token_ids
+        return choice if choice["text"] or choice["logprobs"] or choice.get("token_ids") else None
+
+    def ending(self, output: RequestOutput) -> list[dict[str, Any]]:
+        return [self._choice("") | self._end(output)]
+
+    def whole(self, output: RequestOutput) -> dict[str, Any]:
+        choice = self._choice(self._echo + (output.text or ""))
+        if self._top is not None:
+            choice["logprobs"] = self._logprobs(output.token_ids, output.outputs)
+        if self._return_token_ids:
+            choice["token_ids"] = output.token_ids
+        return choice | self._end(output)
+
+    def _choice(self, text: str) -> dict[str, Any]:
+        return {"index": self._index, "text": text, "logprobs": None, "finish_reason": None}
+
+    def _end(self, output: RequestOutput) -> dict[str, Any]:
+        return {"finish_reason": finish_reason(output), "stop_reason": stop_reason(output, self._ends)}
+
+    def _logprobs(self, tokens: Sequence[int], outputs: Any) -> dict[str, Any]:
+        return completion_logprobs(self._model.token_texts, tokens, outputs, self._top or 0, self._offset)

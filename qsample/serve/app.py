@@ -1,0 +1,267 @@
+"""The web application: OpenAI's endpoints over the engines of the models that are served."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+from fastapi import FastAPI, Request
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import HTMLResponse, Response
+from starlette.types import Receive, Scope, Send
+
+import qsample
+from qsample.runtime.text.chat import ChatOptions
+from qsample.serve.answers.answers import Answers
+from qsample.serve.answers.choices import ChatChoice, CompletionChoice
+from qsample.serve.guides import Guide
+from qsample.serve.http.errors import ApiError, add_error_handlers
+from qsample.serve.http.json_bytes import json_bytes
+from qsample.serve.http.middleware import ApiKeys, BodyLimit
+from qsample.serve.metrics import Metrics
+from qsample.serve.protocol.chat import ChatCompletionRequest, ChatPrompt
+from qsample.serve.protocol.completions import CompletionRequest, DetokenizeRequest, TokenizeRequest
+from qsample.serve.sampling import COMPLETION_TOKENS, check_logprobs, grammar_of, sampling_params
+from qsample.serve.served_model import ServedModel, ServedModels
+from qsample.serve.settings import ServeSettings
+from qsample.serve.tool_calls.calls import DemandedCalls, ToolReader, demanded, parameters_of
+
+_PAGE: Final = Path(__file__).parent / "http" / "page.html"
+_LONG_TEXT: Final = 20_000  # characters that take a tokenizer some milliseconds: others should not wait for it
+
+
+def make_app(settings: ServeSettings, models: ServedModels | None = None) -> FastAPI:
+    """An ASGI application that loads its models when it starts, and closes them when it ends.
+
+    models: those that were loaded already, with these settings.
+
+    >>> app = make_app(ServeSettings(models={"tiny": "tiny-cpu"}))  # uvicorn.run(app)
+    """
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        served = models
+        if served is None:
+            served = await asyncio.to_thread(ServedModels, settings)
+        server.models = served
+        yield
+        await asyncio.to_thread(served.close)
+
+    server = _Server(settings)
+    app = FastAPI(title="qsample", version=qsample.__version__, lifespan=lifespan, docs_url="/docs", redoc_url=None)
+    server.add_routes(app)
+    add_error_handlers(app)
+    app.add_middleware(BodyLimit, most=settings.max_body_bytes)
+    if settings.api_keys:
+        app.add_middleware(ApiKeys, keys=settings.api_keys)
+    if settings.cors_origins:
+        app.add_middleware(
+            CORSMiddleware, allow_origins=list(settings.cors_origins), allow_methods=["*"], allow_headers=["*"]
+        )
+    app.state.server = server
+    return app
+
+
+class _Server:
+    """The endpoints."""
+
+    def __init__(self, settings: ServeSettings) -> None:
+        self._settings = settings
+        self.models: ServedModels | None = None
+        self._metrics = Metrics(lambda: self.models or ())
+
+    def add_routes(self, app: FastAPI) -> None:
+        app.add_api_route("/", self.page, include_in_schema=False)
+        app.add_api_route("/health", self.health, methods=["GET"])
+        app.add_api_route("/metrics", self.metrics, methods=["GET"])
+        app.add_api_route("/v1/models", self.list_models, methods=["GET"])
+        app.add_api_route("/v1/models/{name:path}", self.show_model, methods=["GET"])
+        app.add_api_route("/v1/completions", self.complete, methods=["POST"])
+        app.add_api_route("/v1/chat/completions", self.chat, methods=["POST"])
+        app.add_api_route("/tokenize", self.tokenize, methods=["POST"])
+        app.add_api_route("/detokenize", self.detokenize, methods=["POST"])
+
+    async def page(self) -> Response:
+        """A page to try the model on."""
+        return HTMLResponse(_PAGE.read_text(encoding="utf-8"))
+
+    async def health(self) -> Response:
+        """200 where every model answers, 503 where an engine has ended."""
+        ended = [model.name for model in self._served() if model.engine.closed]
+        body = {"status": "error", "ended": ended} if ended else {"status": "ok"}
+        return _json(body, 503 if ended else 200)
+
+    async def metrics(self) -> Response:
+        """Prometheus' text form; see docs/serving.md for the names."""
+        return Response(self._metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def list_models(self) -> Response:
+        """The models by name."""
+        return _json({"object": "list", "data": [_described(model) for model in self._served()]})
+
+    async def show_model(self, name: str) -> Response:
+        """One model."""
+        return _json(_described(self._served().find(name)))
+
+    async def complete(self, body: CompletionRequest, request: Request) -> Response:
+        """Continue a text, or several."""
+        model = self._served().find(body.model)
+        if body.logprobs is not None:
+            check_logprobs(model, body.logprobs, "logprobs")
+        limit = body.max_tokens
+        if limit is None and "max_new_tokens" not in model.defaults:
+            limit = COMPLETION_TOKENS
+        params = sampling_params(body, model, limit)
+        prompts = body.prompts
+        rows = [await self._encode(model, prompt, body.add_special_tokens) for prompt in prompts]
+        echoes = [_shown(model, prompt) if body.echo else "" for prompt in prompts]
+
+        def choice(index: int) -> CompletionChoice:
+            return CompletionChoice(
+                index,
+                model,
+                logprobs=body.logprobs,
+                echo=echoes[index // body.choices],
+                return_token_ids=body.return_token_ids,
+            )
+
+        answers = Answers(model, body, self._metrics, prefix="cmpl", kind="text_completion", make_choice=choice)
+        await answers.start(rows, params, self._guide(model, grammar_of(body)), self._settings.request_timeout)
+        return await self._answer(answers, body.stream, request)
+
+    async def chat(self, body: ChatCompletionRequest, request: Request) -> Response:
+        """Answer a conversation."""
+        model = self._served().find(body.model)
+        if body.logprobs:
+            check_logprobs(model, body.top_logprobs or 0, "top_logprobs")
+        params = sampling_params(body, model, body.limit)
+        prompt = await self._encode_chat(model, body, body.offers_tools)
+        grammar, wanted = grammar_of(body), demanded(body)
+        if grammar is not None and wanted is not None:
+            raise ApiError(400, "response_format and tool_choice both say what the answer has to be; give one")
+        if wanted is not None:
+            grammar = wanted[0]
+
+        def reader() -> ToolReader | DemandedCalls | None:
+            if wanted is not None:
+                return DemandedCalls(wanted[1])
+            return ToolReader(model.tool_format, parameters_of(body)) if body.offers_tools else None
+
+        def choice(index: int) -> ChatChoice:
+            return ChatChoice(
+                index,
+                model,
+                top_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+                tools=reader(),
+                return_token_ids=body.return_token_ids,
+            )
+
+        answers = Answers(model, body, self._metrics, prefix="chatcmpl", kind="chat.completion", make_choice=choice)
+        await answers.start([prompt], params, self._guide(model, grammar), self._settings.request_timeout)
+        return await self._answer(answers, body.stream, request)
+
+    async def tokenize(self, body: TokenizeRequest) -> Response:
+        """The token ids of a text or a conversation."""
+        model = self._served().find(body.model)
+        if (body.prompt is None) == (body.messages is None):
+            raise ApiError(400, "give a prompt, or messages")
+        if body.prompt is not None:
+            ids = await self._encode(model, body.prompt, body.add_special_tokens)
+        else:
+            ids = await self._encode_chat(model, body, True)
+        answer: dict[str, Any] = {"count": len(ids), "max_model_len": model.max_model_len, "tokens": ids}
+        if body.return_token_strs:
+            answer["token_strs"] = [model.token_texts.of(token)[0] for token in ids]
+        return _json(answer)
+
+    async def detokenize(self, body: DetokenizeRequest) -> Response:
+        """The text of token ids."""
+        model = self._served().find(body.model)
+        _check_ids(model, body.tokens)
+        return _json({"prompt": model.tokenizer.decode(body.tokens, skip_special_tokens=False)})
+
+    def _served(self) -> ServedModels:
+        assert self.models is not None  # the application has started
+        return self.models
+
+    async def _encode(self, model: ServedModel, prompt: str | list[int], special: bool) -> list[int]:
+        if not isinstance(prompt, str):
+            _check_ids(model, prompt)
+            return prompt
+        encode = partial(model.tokenizer.encode, prompt, add_special_tokens=special)
+        return await asyncio.to_thread(encode) if len(prompt) > _LONG_TEXT else encode()
+
+    async def _encode_chat(self, model: ServedModel, body: ChatPrompt, with_tools: bool) -> list[int]:
+        template = body.chat_template or ""
+        if "{" in template and not self._settings.trust_request_chat_template:
+            text = "this server takes no chat templates of clients; name one of the package's, or start it with "
+            raise ApiError(400, text + "--trust-request-chat-template", param="chat_template")
+        options = ChatOptions(**body.template_options(with_tools=with_tools))
+        encode = partial(model.tokenizer.encode_chat, body.messages, options)
+        # A template is a program of the model's; on the event loop a slow one would hold up everybody.
+        return await asyncio.to_thread(encode)
+
+    def _guide(self, model: ServedModel, grammar: str | None) -> Any:
+        if grammar is None:
+            return None
+        model.grammars.check_possible()
+
+        async def make() -> Guide:
+            return await model.grammars.guide(grammar)
+
+        return make
+
+    async def _answer(self, answers: Answers, stream: bool | None, request: Request) -> Response:
+        return _EventStream(answers) if stream else _json(await answers.whole(request.receive))
+
+
+class _EventStream(Response):
+    """Server-sent events. Starlette's StreamingResponse learns that a client has gone when it sends the next token, and
+    a request may wait long for its first."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, answers: Answers) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._answers = answers
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            async for event in self._answers.events(receive):
+                await send({"type": "http.response.body", "body": event, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        except OSError:  # the client has gone
+            pass
+        finally:
+            self._answers.give_up()
+
+
+def _json(value: Any, status: int = 200) -> Response:
+    return Response(json_bytes(value), status, media_type="application/json")
+
+
+def _described(model: ServedModel) -> dict[str, Any]:
+    return {
+        "id": model.name,
+        "object": "model",
+        "created": model.created,
+        "owned_by": "qsample",
+        "max_model_len": model.max_model_len,
+    }
+
+
+def _check_ids(model: ServedModel, ids: list[int]) -> None:
+    most = model.model.interface.vocab_size
+    wrong = next((token for token in ids if token >= most), None)
+    if wrong is not None:
+        raise ApiError(400, f"{wrong} is no token of this model, which has 0 to {most - 1}", param="prompt")
+
+
+def _shown(model: ServedModel, prompt: str | list[int]) -> str:
+    return prompt if isinstance(prompt, str) else model.tokenizer.decode(prompt)

@@ -1,0 +1,1 @@
+"""What every request passes: its limits, its errors, its JSON; and the page at /."""

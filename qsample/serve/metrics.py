@@ -1,0 +1,97 @@
+"""What a server counts, in Prometheus' text form; names and meanings are vLLM's, with qsample's prefix."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Final
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from qsample.errors import QsampleError
+from qsample.runtime import Request
+from qsample.serve.served_model import ServedModel
+
+_SECONDS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+_SECONDS_A_TOKEN: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
+_MODEL: Final = "model_name"
+
+
+class Metrics:
+    """Counters, histograms and gauges of all models."""
+
+    def __init__(self, models: Callable[[], Iterable[ServedModel]]) -> None:
+        """models: those that are served now."""
+        self._registry = registry = CollectorRegistry()
+
+        def counter(name: str, what: str, *labels: str) -> Counter:
+            return Counter(f"qsample:{name}", what, [_MODEL, *labels], registry=registry)
+
+        def histogram(name: str, what: str, buckets: tuple[float, ...] = _SECONDS) -> Histogram:
+            return Histogram(f"qsample:{name}", what, [_MODEL], registry=registry, buckets=buckets)
+
+        self._prompt_tokens = counter("prompt_tokens", "Prompt tokens of requests that ended.")
+        self._cached_tokens = counter("prefix_cache_hits", "Prompt tokens that a slot held already.")
+        self._queried_tokens = counter("prefix_cache_queries", "Prompt tokens that were looked for in slots.")
+        self._generation_tokens = counter("generation_tokens", "Sampled tokens of requests that ended.")
+        self._ended = counter("request_success", "Requests that ended, by why.", "finished_reason")
+        self._failed = counter("request_failure", "Requests that ended with an error.")
+        self._first = histogram("time_to_first_token_seconds", "Seconds to the first token.")
+        self._queue = histogram("request_queue_time_seconds", "Seconds to a slot.")
+        self._whole = histogram("e2e_request_latency_seconds", "Seconds to the end.")
+        self._token = histogram(
+            "request_time_per_output_token_seconds", "Mean seconds between the tokens of a request.", _SECONDS_A_TOKEN
+        )
+        registry.register(_Engines(models))
+
+    def follow(self, model: str, request: Request) -> None:
+        """Count a request when it ends, for whatever reason."""
+        request.add_done_callback(partial(self._count, model))
+
+    def text(self) -> bytes:
+        """All of it, in Prometheus' text form."""
+        return generate_latest(self._registry)
+
+    def _count(self, model: str, request: Request) -> None:
+        try:
+            output = request.result(0)
+        except QsampleError:
+            self._failed.labels(model).inc()
+            return
+        usage, timing = output.usage, output.timing
+        self._prompt_tokens.labels(model).inc(usage.prompt_tokens)
+        self._queried_tokens.labels(model).inc(usage.prompt_tokens)
+        self._cached_tokens.labels(model).inc(usage.cached_tokens)
+        self._generation_tokens.labels(model).inc(usage.completion_tokens)
+        self._ended.labels(model, output.finish_reason).inc()
+        self._whole.labels(model).observe(timing.total_seconds)
+        if timing.queue_seconds is not None:
+            self._queue.labels(model).observe(timing.queue_seconds)
+        if timing.first_token_seconds is not None:
+            self._first.labels(model).observe(timing.first_token_seconds)
+            if usage.completion_tokens > 1:
+                gaps = timing.total_seconds - timing.first_token_seconds
+                self._token.labels(model).observe(gaps / (usage.completion_tokens - 1))
+
+
+class _Engines(Collector):
+    """What the engines say at the moment of asking."""
+
+    def __init__(self, models: Callable[[], Iterable[ServedModel]]) -> None:
+        self._models = models
+
+    def collect(self) -> Iterator[Metric]:
+        running = GaugeMetricFamily("qsample:num_requests_running", "Requests in slots.", labels=[_MODEL])
+        waiting = GaugeMetricFamily("qsample:num_requests_waiting", "Requests without a slot.", labels=[_MODEL])
+        slots = GaugeMetricFamily("qsample:num_slots", "Slots.", labels=[_MODEL])
+        for model in self._models():
+            stats = model.engine.stats()
+            running.add_metric([model.name], stats.running)
+            waiting.add_metric([model.name], stats.waiting)
+            slots.add_metric([model.name], stats.slots)
+        yield from (running, waiting, slots)
+
+    def describe(self) -> list[Metric]:
+        return []

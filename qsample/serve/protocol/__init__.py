@@ -1,0 +1,1 @@
+"""What clients send: OpenAI's requests with vLLM's additions, as pydantic models."""

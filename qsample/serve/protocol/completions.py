@@ -1,0 +1,60 @@
+"""`/v1/completions`, and tokens for texts and back."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import Field, StrictBool, StrictInt, StrictStr, model_validator
+
+from qsample.serve.protocol.chat import ChatPrompt
+from qsample.serve.protocol.common import Body, Count, GenerationRequest, TokenId
+
+
+class CompletionRequest(GenerationRequest):
+    """prompt: texts or token ids, one or several; "" begins a text. max_tokens: 16 where nothing is said, as OpenAI has
+    it. logprobs: also that many of the likeliest tokens. echo: the prompt before its continuation."""
+
+    prompt: StrictStr | list[StrictStr] | list[TokenId] | list[list[TokenId]] = ""
+    max_tokens: Count | None = None
+    logprobs: Annotated[StrictInt, Field(ge=0)] | None = None
+    echo: StrictBool = False
+    best_of: StrictInt | None = None
+    suffix: StrictStr | None = None
+    add_special_tokens: StrictBool = True
+
+    @model_validator(mode="after")
+    def _check_more(self) -> CompletionRequest:
+        if self.best_of is not None and self.best_of != self.choices:
+            raise ValueError("best_of is not done here; give n alone")
+        if self.suffix:
+            raise ValueError("suffix is not done here: the model writes what follows a prompt")
+        if self.echo and self.logprobs is not None:
+            raise ValueError("echo with logprobs needs those of the prompt, which are not computed; leave one out")
+        return self
+
+    @property
+    def prompts(self) -> list[str] | list[list[int]]:
+        """The prompts, one or several."""
+        prompt: Any = self.prompt
+        if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
+            return [prompt]
+        if not prompt:
+            raise ValueError("prompt is an empty list; give a text, token ids, or several of either")
+        return list(prompt)
+
+
+class TokenizeRequest(ChatPrompt):
+    """Either prompt, a text, or messages, as of a chat completion."""
+
+    model: StrictStr | None = None
+    prompt: StrictStr | None = None
+    messages: list[dict[str, Any]] | None = None  # type: ignore[assignment]
+    add_special_tokens: StrictBool = True
+    return_token_strs: StrictBool = False
+
+
+class DetokenizeRequest(Body):
+    """tokens: ids."""
+
+    model: StrictStr | None = None
+    tokens: list[TokenId]

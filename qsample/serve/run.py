@@ -1,0 +1,53 @@
+"""A server as a process: uvicorn, which on SIGTERM and SIGINT takes no more requests and lets those that run end."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from typing import Any, Final
+
+import uvicorn
+
+from qsample.errors import QsampleError
+from qsample.serve.app import make_app
+from qsample.serve.served_model import ServedModels
+from qsample.serve.settings import DEFAULT_PORT, ServeSettings
+
+_BACKLOG: Final = 2048  # connections that wait to be taken; uvicorn's number
+
+
+def run(
+    settings: ServeSettings,
+    host: str = "127.0.0.1",
+    port: int = DEFAULT_PORT,
+    *,
+    ready: Callable[[str], object] = lambda url: None,
+    **options: Any,
+) -> None:
+    """Serve until a signal comes; a second one does not wait for those that run.
+
+    host, port: where to listen; port 0 takes a free one. ready: called with the address, once it is answered. options:
+    of `uvicorn.Config`, log_level say.
+    Raises QsampleError where nothing can listen there, and where a model cannot be loaded.
+    """
+    with _listen(host, port) as listening:  # first: loading may take long
+        app = make_app(settings, ServedModels(settings))
+        config = uvicorn.Config(
+            app,
+            timeout_graceful_shutdown=max(1, round(settings.drain_timeout)),
+            server_header=False,
+            **options,
+        )
+        taken = listening.getsockname()[1]
+        ready(f"http://{f'[{host}]' if ':' in host else host}:{taken}")
+        uvicorn.Server(config).run(sockets=[listening])
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=_BACKLOG)
+    except OSError as error:
+        raise QsampleError(
+            f"cannot listen on {host}, port {port} ({error.strerror}); give another host or port"
+        ) from None

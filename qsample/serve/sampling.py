@@ -1,0 +1,97 @@
+"""A client's sampling fields as `SamplingParams`, and what an answer is held to as a grammar."""
+
+from __future__ import annotations
+
+import secrets
+from typing import Any, Final
+
+from qsample.sampling_params import SamplingParams
+from qsample.serve.guides import from_choice, from_json_schema, from_lark, from_regex
+from qsample.serve.http.errors import ApiError
+from qsample.serve.protocol.common import GenerationRequest, StructuredOutputs
+from qsample.serve.served_model import ServedModel
+
+COMPLETION_TOKENS: Final = 16  # OpenAI's default on /v1/completions
+_SEEDS: Final = 2**63
+# The smallest nucleus is the likeliest token, whatever its mass: the least number that float32 holds in full.
+_SMALLEST_TOP_P: Final = 1.1754944e-38
+
+
+def sampling_params(request: GenerationRequest, model: ServedModel, limit: int | None) -> SamplingParams:
+    """How to choose the tokens of each answer.
+
+    limit: most new tokens; None = what the model's generation_config says with generation_config="auto", otherwise as
+    many as a slot has room for. Raises ValueError where the fields contradict one another.
+    """
+    fields: dict[str, Any] = dict(model.defaults)
+    for name in ("temperature", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
+        if getattr(request, name) is not None:
+            fields[name] = getattr(request, name)
+    if request.top_k is not None:
+        fields["top_k"] = max(request.top_k, 0)  # vLLM's -1 is off, too
+    if request.top_p is not None:
+        fields["top_p"] = max(request.top_p, _SMALLEST_TOP_P)
+    if limit is not None:
+        fields["max_new_tokens"] = limit
+    elif "max_new_tokens" not in fields:
+        fields["max_length"] = model.max_model_len
+    if request.min_tokens:
+        fields["min_new_tokens"] = request.min_tokens
+    ends = model.model.package.manifest.token_ids.eos
+    if request.ignore_eos:
+        ends = ()
+    if request.ignore_eos or request.stop_token_ids:
+        fields["eos_token_id"] = (*ends, *(request.stop_token_ids or ()))
+    if request.logit_bias:
+        fields["logit_bias"] = {int(token): float(amount) for token, amount in request.logit_bias.items()}
+    return SamplingParams(**fields)
+
+
+def seeds(request: GenerationRequest, count: int) -> list[int]:
+    """A seed for each of `count` answers: the request's and those after it, negative ones counted from the end."""
+    first = secrets.randbelow(_SEEDS) if request.seed is None else request.seed
+    return [(first + index) % _SEEDS for index in range(count)]
+
+
+def grammar_of(request: GenerationRequest) -> str | None:
+    """The grammar that every answer follows; None = any text. Raises ApiError where more than one is asked for."""
+    asked: list[str] = []
+    wanted = request.response_format
+    if wanted is not None and wanted.type == "json_object":
+        asked.append(from_json_schema({"type": "object"}))
+    elif wanted is not None and wanted.type == "json_schema":
+        if wanted.json_schema is None:
+            raise ApiError(400, "response_format is of type json_schema and has none", param="response_format")
+        asked.append(from_json_schema(wanted.json_schema.schema_))
+    given = request.structured_outputs or StructuredOutputs.model_validate({})
+    for schema in (request.guided_json, given.json_):
+        if schema is not None:
+            asked.append(from_json_schema(schema))
+    for expression in (request.guided_regex, given.regex):
+        if expression is not None:
+            asked.append(from_regex(expression))
+    for choices in (request.guided_choice, given.choice):
+        if choices is not None:
+            asked.append(from_choice(choices))
+    for grammar in (request.guided_grammar, given.grammar):
+        if grammar is not None:
+            asked.append(from_lark(grammar))
+    if given.json_object:
+        asked.append(from_json_schema({"type": "object"}))
+    if len(asked) > 1:
+        raise ApiError(400, "the answer is held to several things at once; give one schema, grammar or choice")
+    return asked[0] if asked else None
+
+
+def check_logprobs(model: ServedModel, top: int, param: str) -> None:
+    """Raise ApiError where the package does not return what is asked for. top: alternatives a token."""
+    features = model.model.interface.features
+    if not features.logprobs:
+        raise ApiError(400, "this package was exported without logprobs; export it with --logprobs", param=param)
+    if top > features.top_logprobs:
+        raise ApiError(
+            400,
+            f"{top} alternatives are asked for and this package returns {features.top_logprobs}; ask for fewer, or "
+            f"export it with --top-logprobs {top}",
+            param=param,
+        )

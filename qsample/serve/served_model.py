@@ -1,0 +1,135 @@
+"""One package that is served: its engine, and what requests need of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any, Final
+
+from qsample.errors import QsampleError
+from qsample.runtime import CausalLM, Engine, Request, load
+from qsample.runtime.text.tokenizer import Tokenizer
+from qsample.sampling_params import SamplingParams
+from qsample.serve.guides import Grammars
+from qsample.serve.http.errors import ApiError
+from qsample.serve.settings import ServeSettings
+from qsample.serve.token_texts import TokenTexts
+from qsample.serve.tool_calls.formats import find_format
+
+# What a model's generation_config decides with generation_config="auto".
+_OF_CONFIG: Final = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens")
+
+
+class ServedModel:
+    """A loaded package under the name that clients call it by.
+
+    created: seconds since 1970 at which it was loaded. defaults: fields of SamplingParams that count where a request
+    says nothing.
+    """
+
+    def __init__(self, name: str, path: str, settings: ServeSettings) -> None:
+        """Load the package and start its engine. Raises QsampleError where that cannot be done."""
+        self.name = name
+        self.model: CausalLM = load(
+            path,
+            settings.provider,
+            ctx_len=settings.ctx_len,
+            intra_op_num_threads=settings.threads,
+            session_config=settings.session_options,
+        )
+        if self.model.tokenizer is not None and settings.chat_template is not None:
+            self.model.tokenizer.chat_template = settings.chat_template
+        self.engine = Engine(
+            self.model,
+            slots=settings.slots,
+            max_waiting=settings.max_waiting,
+            prefill_chunk_size=settings.prefill_chunk_size,
+        )
+        self.created = int(time.time())
+        self.defaults = {"temperature": 1.0}
+        if settings.generation_config == "auto":
+            config = self.model.generation_config
+            self.defaults |= {name: config[name] for name in _OF_CONFIG if config.get(name) is not None}
+        SamplingParams(**self.defaults)  # type: ignore[arg-type]  # a config's own mistakes are told at the start
+        self.tool_format = find_format(settings.tool_call_parser, self._template)
+        self.grammars = Grammars(self.model)
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens that a slot holds, prompt and answer together."""
+        return self.engine.capacity
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Raises ApiError for a package without one."""
+        if self.model.tokenizer is None:
+            raise ApiError(
+                400, f"the package of {self.name!r} has no tokenizer: it takes prompts of token ids on /v1/completions"
+            )
+        return self.model.tokenizer
+
+    @cached_property
+    def token_texts(self) -> TokenTexts:
+        """The tokens as text and bytes."""
+        return TokenTexts(self.model)
+
+    @property
+    def _template(self) -> str:
+        templates = None if self.model.tokenizer is None else self.model.tokenizer.chat_template
+        if isinstance(templates, Mapping):
+            return templates.get("tool_use") or templates.get("default", "")
+        return templates or ""
+
+    def check_room(self, prompt: Sequence[int]) -> None:
+        """Raise ApiError where a slot has no room for a prompt and one token."""
+        if len(prompt) >= self.max_model_len:
+            raise ApiError(
+                400,
+                f"the prompt has {len(prompt)} tokens and this model's context {self.max_model_len}; give at most "
+                f"{self.max_model_len - 1}",
+                param="prompt",
+                code="context_length_exceeded",
+            )
+
+    def add(self, prompt: list[int], params: SamplingParams, **options: Any) -> Request:
+        """A request, as `Engine.add_request` makes it, without waiting for room."""
+        return self.engine.add_request(prompt, params, timeout=0, **options)
+
+    def close(self) -> None:
+        self.engine.close()
+
+
+class ServedModels:
+    """The models of a server by name."""
+
+    def __init__(self, settings: ServeSettings) -> None:
+        self._models: dict[str, ServedModel] = {}
+        try:
+            for name, path in settings.models.items():
+                self._models[name] = ServedModel(name, path, settings)
+        except BaseException as error:
+            self.close()
+            if isinstance(error, QsampleError | ValueError) and len(settings.models) > 1:
+                raise type(error)(f"model {name!r}: {error}") from error
+            raise
+
+    def __iter__(self) -> Any:
+        return iter(self._models.values())
+
+    def find(self, name: str | None) -> ServedModel:
+        """The model of that name; the first where none is named. Raises ApiError where there is none."""
+        if name is None or name == "":
+            return next(iter(self._models.values()))
+        if name not in self._models:
+            raise ApiError(
+                404,
+                f"the model {name!r:.100} does not exist here; there is {', '.join(map(repr, self._models))}",
+                param="model",
+                code="model_not_found",
+            )
+        return self._models[name]
+
+    def close(self) -> None:
+        for model in self._models.values():
+            model.close()

@@ -1,0 +1,75 @@
+"""What a server is started with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final, Literal
+
+from qsample.errors import shown
+from qsample.runtime.session.options import check_count
+from qsample.serve.tool_calls.formats import FORMATS
+
+DEFAULT_PORT: Final = 8000
+_NO_SPINNING: Final = {"session.intra_op.allow_spinning": "0", "session.inter_op.allow_spinning": "0"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeSettings:
+    """What a server serves, and within which limits.
+
+    models: served name → the package's folder, the first for requests that name none. provider, ctx_len: as in `load`.
+    threads: of ONNX Runtime's operators; None = its own choice. spinning: let those threads wait busily between two
+    operators, which is faster for one stream and takes the processor from whoever else needs it, the server's own event
+    loop included. slots, max_waiting, prefill_chunk_size: as in `Engine`. api_keys: those that clients may come with;
+    () = any. cors_origins: of pages in browsers that may ask, "*" for all. chat_template: in place of the packages'.
+    generation_config: "auto" takes temperature, top_k, top_p, min_p, repetition_penalty and max_new_tokens from a
+    model's generation_config where a request says nothing; "openai" takes OpenAI's defaults. tool_call_parser: how
+    models write calls of tools; None = as their chat template has it. max_body_bytes: of a request.
+    trust_request_chat_template: take chat templates of clients, too, which are programs, and not only the names of the
+    package's. request_timeout: seconds that an answer may take, whole; None = any. drain_timeout: seconds that running
+    requests get at the end.
+
+    Raises ValueError where one is wrong.
+    """
+
+    models: Mapping[str, str]
+    provider: str | None = None
+    ctx_len: int | None = None
+    threads: int | None = None
+    spinning: bool = False
+    slots: int | None = None
+    max_waiting: int = 256
+    prefill_chunk_size: int | None = None
+    api_keys: tuple[str, ...] = ()
+    cors_origins: tuple[str, ...] = ()
+    chat_template: str | None = None
+    generation_config: Literal["openai", "auto"] = "openai"
+    tool_call_parser: str | None = None
+    trust_request_chat_template: bool = False
+    max_body_bytes: int = 4 * 2**20
+    request_timeout: float | None = None
+    drain_timeout: float = 30.0
+    session_config: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.models:
+            raise ValueError("there is nothing to serve; give a package")
+        if "" in self.models:
+            raise ValueError("a model is served under an empty name; give NAME=PACKAGE")
+        check_count("max_body_bytes", self.max_body_bytes, 1)
+        for name in ("request_timeout", "drain_timeout"):
+            value = getattr(self, name)
+            if value is not None and not (isinstance(value, int | float) and value >= 0):
+                raise ValueError(f"{name} is {shown(value)}; give seconds, 0 or more")
+        if self.generation_config not in ("openai", "auto"):
+            raise ValueError(f'generation_config is {shown(self.generation_config)}; give "openai" or "auto"')
+        if self.tool_call_parser is not None and self.tool_call_parser not in FORMATS:
+            raise ValueError(f"tool_call_parser is {shown(self.tool_call_parser)}; choose from {', '.join(FORMATS)}")
+        if any(not key for key in self.api_keys):
+            raise ValueError("an API key is empty, which would let nobody in who gives none; leave it out")
+
+    @property
+    def session_options(self) -> dict[str, str]:
+        """What ONNX Runtime is told."""
+        return {**({} if self.spinning else _NO_SPINNING), **self.session_config}

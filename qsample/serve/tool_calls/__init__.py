@@ -1,0 +1,1 @@
+"""Calls of tools: how models write them, demanded or found in the text."""

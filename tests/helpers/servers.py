@@ -1,0 +1,89 @@
+"""`qsample serve` as a real process of its own."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Final
+
+import httpx
+
+_START: Final = "from qsample.cli import main; main()"
+_READY: Final = re.compile(r"Serving .* on (http://\S+)")
+_PATIENCE: Final = 120  # seconds; a busy machine takes long to import and load
+
+TOOL_TEMPLATE: Final = (
+    "{% if tools %}tools, called as <tool_call>{...}</tool_call>:{% for tool in tools %} {{ tool.function.name }}"
+    "{% endfor %}\n{% endif %}"
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+
+
+class ServerProcess:
+    """A server on a free port of this machine; `url` once it answers."""
+
+    def __init__(self, *arguments: str | Path) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", _START, "serve", *map(str, arguments), "--port", "0"],
+            stderr=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            text=True,
+            env={**os.environ, "ORT_DISABLE_TELEMETRY": "1"},
+        )
+        self.log: list[str] = []
+        self._found = threading.Event()
+        self.url = ""
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        assert self._found.wait(_PATIENCE), f"the server did not start: {self.log}"
+        assert self.url, f"the server ended: {self.log}"
+        # The address is known before the first answer.
+        assert httpx.get(f"{self.url}/health", timeout=_PATIENCE).status_code == 200
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.log.append(line)
+            if match := _READY.search(line):
+                self.url = match[1]
+                self._found.set()
+        self._found.set()
+
+    def metric(self, name: str) -> float:
+        """The sum of a metric over its labels."""
+        text = httpx.get(f"{self.url}/metrics").text
+        return sum(float(value) for value in re.findall(rf"^qsample:{name}(?:\{{[^}}]*\}})? (\S+)$", text, re.M))
+
+    def stop(self, number: signal.Signals = signal.SIGTERM) -> int:
+        """Send a signal and return the exit status."""
+        if self.process.poll() is None:
+            self.process.send_signal(number)
+        try:
+            return self.process.wait(_PATIENCE)
+        finally:
+            self.process.kill()
+            self._reader.join()
+
+    def __enter__(self) -> ServerProcess:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.stop()
+
+
+def post_all(url: str, bodies: Sequence[object]) -> list[httpx.Response]:
+    """The answers to several requests that are sent at once."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    with ThreadPoolExecutor(len(bodies)) as pool, httpx.Client(timeout=_PATIENCE) as client:
+        return list(pool.map(lambda body: client.post(url, json=body), bodies))

@@ -1,0 +1,129 @@
+"""Times, priorities and the end of an engine, and who is told."""
+
+from __future__ import annotations
+
+import threading
+import time
+import warnings
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from qsample.runtime import CausalLM, Engine, EngineClosedError, Request, RequestFailedError
+
+
+def finish(gate: threading.Semaphore) -> None:
+    for _ in range(1000):
+        gate.release()
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_request_ends_when_its_time_is_over(model: CausalLM, gate: threading.Semaphore, waits: bool) -> None:
+    with Engine(model, slots=1) as engine:
+        other = engine.add_request([5], max_new_tokens=6) if waits else None
+        request = engine.add_request([6], max_new_tokens=6, max_time=0.01)
+        time.sleep(0.05)
+        finish(gate)  # the thread looks at the time after the step that it is in
+        output = request.result(60)
+        assert output.finish_reason == "time"
+        assert len(output.token_ids) < 6
+        if other is not None:
+            assert (other.result(60).finish_reason, output.token_ids) == ("length", [])
+
+
+def test_enough_time_changes_nothing(model: CausalLM) -> None:
+    with Engine(model, slots=1) as engine:
+        plain = engine.add_request([5], max_new_tokens=6, seed=1).result(60)
+        timed = engine.add_request([5], max_new_tokens=6, seed=1, max_time=600).result(60)
+        assert (timed.token_ids, timed.finish_reason) == (plain.token_ids, "length")
+
+
+def test_the_lowest_priority_gets_the_next_slot(model: CausalLM, gate: threading.Semaphore) -> None:
+    ended: list[str] = []
+    with Engine(model, slots=1) as engine:
+        requests = {"running": engine.add_request([5], max_new_tokens=3)}
+        while engine.stats().running == 0:
+            time.sleep(0.001)
+        for name, priority in (("late", 1), ("first", -1), ("second", -1), ("last", 2), ("plain", 0)):
+            requests[name] = engine.add_request([5], max_new_tokens=3, priority=priority)
+        for name, request in requests.items():
+            request.add_done_callback(lambda request, name=name: ended.append(name))  # type: ignore[misc]
+        assert (engine.stats().running, engine.stats().waiting) == (1, 5)
+        finish(gate)
+        for request in requests.values():
+            request.result(60)
+        assert (engine.stats().running, engine.stats().waiting) == (0, 0)
+    assert ended == ["running", "first", "second", "plain", "late", "last"]
+
+
+@pytest.mark.parametrize("priority", [1.5, "high", None])
+def test_a_priority_is_an_integer(model: CausalLM, priority: object) -> None:
+    with Engine(model, slots=1) as engine, pytest.raises(ValueError, match="priority"):
+        engine.add_request([5], priority=priority)  # type: ignore[arg-type]
+
+
+def test_drain_lets_requests_end_and_takes_no_more(model: CausalLM, gate: threading.Semaphore) -> None:
+    with Engine(model, slots=1) as engine:
+        requests = [engine.add_request([5], max_new_tokens=3) for _ in range(3)]
+        assert not engine.closed
+        assert not engine.drain(0.01)  # none can end
+        assert engine.closed
+        with pytest.raises(EngineClosedError):
+            engine.add_request([5])
+        finish(gate)
+        assert engine.drain(60)
+        assert [request.result(0).finish_reason for request in requests] == ["length"] * 3
+
+
+def test_callbacks_are_called_once_however_a_request_ends(
+    model: CausalLM, fake_model: Callable[..., CausalLM], gate: threading.Semaphore
+) -> None:
+    ended: list[Request] = []
+    with Engine(model, slots=1) as engine:
+        done = engine.add_request([5], max_new_tokens=2)
+        cancelled = engine.add_request([5], max_new_tokens=2)
+        for request in (done, cancelled):
+            request.add_done_callback(ended.append)
+        cancelled.cancel()
+        finish(gate)
+        done.result(60)
+        cancelled.result(60)
+        done.add_done_callback(ended.append)  # it has ended: at once
+    assert sorted(map(id, ended)) == sorted(map(id, [done, done, cancelled]))
+
+    guided = fake_model(allowed_tokens=True)
+    with Engine(guided, slots=1) as engine:
+
+        def fail(step: object, mask: np.ndarray) -> None:
+            if step is not None:
+                raise KeyError("of the caller")
+
+        failed = engine.add_request([5], max_new_tokens=4, allowed_tokens=fail)
+        failed.add_done_callback(ended.append)
+        with pytest.raises(RequestFailedError):
+            failed.result(60)
+    assert ended[-1] is failed
+
+
+def test_what_a_callback_raises_is_a_warning(model: CausalLM, gate: threading.Semaphore) -> None:
+    with Engine(model, slots=1) as engine, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        request = engine.add_request([5], max_new_tokens=2)
+        request.add_done_callback(lambda request: 1 / 0)
+        finish(gate)
+        request.result(60)
+        assert engine.add_request([5], max_new_tokens=2).result(60).finish_reason == "length"
+    assert any("ZeroDivisionError" in str(one.message) for one in caught)
+
+
+def test_deltas_have_the_outputs_of_their_tokens(fake_model: Callable[..., CausalLM]) -> None:
+    model = fake_model(logprobs=True, top_logprobs=2)
+    with Engine(model, slots=2) as engine:
+        request = engine.add_request([5], max_new_tokens=5, seed=1)
+        deltas = list(request)
+        output = request.result()
+    for name in ("logprobs", "top_logprob_ids", "top_logprobs"):
+        parts = [delta.outputs[name] for delta in deltas if delta.token_ids]
+        np.testing.assert_array_equal(np.concatenate(parts), output.outputs[name])
+    assert output.outputs["top_logprobs"].shape == (5, 2)

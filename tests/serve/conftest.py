@@ -1,0 +1,52 @@
+"""A server as a process, over the bundled model with every optional input and output."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import qsample
+from qsample import AutoModelForCausalLM
+from qsample.runtime import CausalLM, load
+from tests.conftest import made_once
+from tests.helpers.servers import TOOL_TEMPLATE, ServerProcess
+
+
+@pytest.fixture(scope="session")
+def served_package(shared_folder: Path) -> Path:
+    bundled = Path(qsample.__file__).parent / "assets" / "tiny_lm"
+    features = {"allowed_tokens": True, "logprobs": True, "top_logprobs": 5, "logit_bias": True}
+    return made_once(
+        shared_folder / "tiny_lm-served-package",
+        lambda path: AutoModelForCausalLM.from_pretrained(bundled, **features).export(path),
+    )
+
+
+@pytest.fixture(scope="session")
+def chat_template(shared_folder: Path) -> Path:
+    return made_once(shared_folder / "served.jinja", lambda path: path.write_text(TOOL_TEMPLATE))
+
+
+@pytest.fixture(scope="session")
+def served_model(served_package: Path) -> CausalLM:
+    """The same package in this process, to say what the server has to answer."""
+    return load(served_package, intra_op_num_threads=1)
+
+
+@pytest.fixture(scope="session")
+def start_server(served_package: Path, chat_template: Path) -> Callable[..., ServerProcess]:
+    """(options) → a server of its own; use it as a context."""
+
+    def start(*options: str) -> ServerProcess:
+        fixed = ("--served-model-name", "tiny", "--chat-template", chat_template, "--threads", "1")
+        return ServerProcess(served_package, *fixed, *options)
+
+    return start
+
+
+@pytest.fixture(scope="module")
+def server(start_server: Callable[..., ServerProcess]) -> Iterator[ServerProcess]:
+    with start_server("--slots", "4", "--max-waiting", "64") as running:
+        yield running

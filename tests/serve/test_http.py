@@ -1,0 +1,302 @@
+"""Status codes, limits, disconnects and the end of a real server."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+
+from qsample.runtime import CausalLM, SamplingParams
+from tests.helpers.servers import ServerProcess, post_all
+
+COMPLETIONS = "/v1/completions"
+CHAT = "/v1/chat/completions"
+LONG = {"prompt": "In the beginning", "max_tokens": 400, "ignore_eos": True}
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "message"),
+    [
+        ({"prompt": "x", "temperature": "hot"}, 400, "temperature"),
+        ({"prompt": "x", "temprature": 1}, 400, "temprature is not known here"),
+        ({"prompt": "x", "n": 0}, 400, "n: "),
+        ({"prompt": "x", "max_tokens": 0}, 400, "max_tokens"),
+        ({"prompt": "x", "top_p": 1.5}, 400, "top_p"),
+        ({"prompt": "x", "model": "gpt"}, 404, "'gpt' does not exist here; there is 'tiny'"),
+        ({"prompt": []}, 400, "prompt is an empty list"),
+        ({"prompt": [5, 100_000]}, 400, "100000 is no token"),
+        ({"prompt": "x", "logprobs": 6}, 400, "this package returns 5"),
+        ({"prompt": "x", "n": 100}, 400, "100 answers are asked for at once, and this server takes 68"),
+        ({"prompt": "x", "suffix": "y"}, 400, "suffix"),
+        ({"prompt": "x", "best_of": 3}, 400, "best_of"),
+        ({"prompt": "x", "logit_bias": {"the": 1}}, 400, "no token id"),
+        ({"prompt": "x", "logit_bias": {"99999": 1}}, 400, "logit_bias"),
+        ({"prompt": "x", "stop": [""]}, 400, "stop"),
+        ({"prompt": "x", "min_tokens": 9, "max_tokens": 4}, 400, "min_new_tokens is 9"),
+        ({"prompt": "x", "guided_regex": "("}, 400, "cannot be held to that"),
+        ({"prompt": "x", "guided_json": {"type": "wrong"}}, 400, "cannot be held to that"),
+        ({"prompt": "x", "guided_json": "{", "seed": 1}, 400, "no JSON"),
+        ({"prompt": "x", "guided_choice": ["a"], "guided_regex": "b"}, 400, "several things at once"),
+        ({"prompt": "\ud800"}, 400, "surrogate"),
+        ([], 400, "no JSON object"),
+        ("text", 400, "no JSON object"),
+        (None, 400, "no JSON object"),
+    ],
+)
+def test_a_wrong_completion_is_told_what_is_wrong(server: ServerProcess, body: Any, status: int, message: str) -> None:
+    answer = httpx.post(
+        server.url + COMPLETIONS, content=json.dumps(body), headers={"Content-Type": "application/json"}
+    )
+    assert answer.status_code == status, answer.text
+    error = answer.json()["error"]
+    assert message in error["message"]
+    assert error["type"] == ("not_found_error" if status == 404 else "invalid_request_error")
+    assert {"param", "code"} <= error.keys()
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": "hello"}, "messages"),
+        ({"messages": [{"role": "user"}]}, "no content"),
+        ({"messages": [{"content": "x"}]}, "role"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "text only"),
+        ({"top_logprobs": 2}, "logprobs: true"),
+        ({"tool_choice": "required"}, "there are no tools"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools"),
+        ({"functions": []}, "functions is not known here"),
+        ({"chat_template": "{{ messages }}"}, "takes no chat templates of clients"),
+        ({"chat_template": "unknown"}, "no template of the package"),
+        ({"response_format": {"type": "json_schema"}}, "has none"),
+        ({"response_format": {"type": "xml"}}, "response_format"),
+    ],
+)
+def test_a_wrong_chat_is_told_what_is_wrong(server: ServerProcess, body: dict[str, Any], message: str) -> None:
+    whole = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 4, **body}
+    answer = httpx.post(server.url + CHAT, json=whole, timeout=60)
+    assert answer.status_code == 400, answer.text
+    assert message in answer.json()["error"]["message"]
+
+
+def test_malformed_json_and_paths(server: ServerProcess) -> None:
+    for content in (b"{", b"", b"\xff\xfe", b"[" * 100_000, b'{"prompt": 1e999}', b'{"prompt": NaN}'):
+        answer = httpx.post(server.url + COMPLETIONS, content=content, headers={"Content-Type": "application/json"})
+        assert answer.status_code == 400, content[:20]
+        assert answer.json()["error"]["message"]
+    assert httpx.get(server.url + "/v1/nothing").status_code == 404
+    assert httpx.get(server.url + COMPLETIONS).status_code == 405
+    assert "error" in httpx.get(server.url + "/v1/nothing").json()
+
+
+def test_tokens_and_back(server: ServerProcess, served_model: CausalLM) -> None:
+    assert served_model.tokenizer is not None
+    text = "In the beginning God created"
+    body = httpx.post(server.url + "/tokenize", json={"prompt": text, "return_token_strs": True}).json()
+    assert body["tokens"] == served_model.tokenizer.encode(text)
+    assert (body["count"], body["max_model_len"]) == (len(body["tokens"]), 512)
+    assert "".join(body["token_strs"]) == "<s>" + text
+    back = httpx.post(server.url + "/detokenize", json={"tokens": body["tokens"]}).json()
+    assert back["prompt"] == "<s>" + text
+
+
+def test_prompts_of_token_ids_and_echo(server: ServerProcess, served_model: CausalLM) -> None:
+    assert served_model.tokenizer is not None
+    ids = served_model.tokenizer.encode("In the")
+    body = {"prompt": [ids, ids], "max_tokens": 5, "seed": 1, "echo": True, "return_token_ids": True}
+    choices = httpx.post(server.url + COMPLETIONS, json=body).json()["choices"]
+    output = served_model.generate([ids], SamplingParams(max_new_tokens=5), seed=1)
+    assert [choice["token_ids"] for choice in choices] == output.token_ids * 2
+    assert output.texts is not None
+    assert choices[0]["text"] == served_model.tokenizer.decode(ids) + output.texts[0]
+
+
+def test_the_page_and_the_description(server: ServerProcess) -> None:
+    assert "<textarea" in httpx.get(server.url).text
+    assert CHAT in httpx.get(server.url + "/openapi.json").json()["paths"]
+
+
+def test_a_client_that_goes_frees_its_slot(server: ServerProcess) -> None:
+    for stream in (True, False):
+        with httpx.Client(timeout=60) as client, pytest.raises(httpx.ReadTimeout):
+            client.post(server.url + COMPLETIONS, json={**LONG, "n": 64, "stream": False}, timeout=0.5)
+        if stream:
+            with httpx.stream("POST", server.url + COMPLETIONS, json={**LONG, "stream": True, "n": 8}) as answer:
+                next(answer.iter_lines())
+        wait_until(lambda: server.metric("num_requests_running") + server.metric("num_requests_waiting") == 0)
+    assert server.metric("request_success_total") > 0
+
+
+def test_a_slow_reader_holds_no_slot(server: ServerProcess) -> None:
+    address = server.url.removeprefix("http://").split(":")
+    body = json.dumps({**LONG, "stream": True, "return_token_ids": True, "logprobs": 5, "n": 4}).encode()
+    with socket.create_connection((address[0], int(address[1]))) as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            + f"Content-Length: {len(body)}\r\n\r\n".encode()
+            + body
+        )
+        assert connection.recv(100)
+        wait_until(lambda: server.metric("num_requests_running") == 0)  # it has read a few bytes only
+        received = b""
+        while b"[DONE]" not in received[-200:]:
+            received += connection.recv(65536)
+    assert received.count(b"data: ") > 1500
+
+
+def test_keys_origins_and_large_bodies(start_server: Callable[..., ServerProcess]) -> None:
+    options = ("--api-key", "one", "--api-key", "two", "--cors-origin", "https://a.example", "--max-body-bytes", "2000")
+    with start_server(*options) as server:
+        url = server.url + COMPLETIONS
+        body = {"prompt": "x", "max_tokens": 1}
+        assert httpx.post(url, json=body).status_code == 401
+        for key, status in (("one", 200), ("two", 200), ("three", 401), ("on", 401)):
+            assert httpx.post(url, json=body, headers={"Authorization": f"Bearer {key}"}).status_code == status
+        assert httpx.get(server.url + "/v1/models").json()["error"]["code"] == "invalid_api_key"
+        assert httpx.get(server.url + "/metrics").status_code == 200
+        allowed = {"Authorization": "Bearer one", "Origin": "https://a.example"}
+        assert httpx.post(url, json=body, headers=allowed).headers["access-control-allow-origin"] == "https://a.example"
+        assert (
+            "access-control-allow-origin"
+            not in httpx.get(server.url + "/health", headers={"Origin": "https://b.example"}).headers
+        )
+        large = httpx.post(url, json={"prompt": "x" * 3000}, headers=allowed)
+        assert (large.status_code, large.json()["error"]["type"]) == (413, "invalid_request_error")
+
+        def pieces() -> Any:
+            for _ in range(30):
+                yield b" " * 100
+
+        chunked = httpx.post(url, content=pieces(), headers={**allowed, "Content-Type": "application/json"})
+        assert chunked.status_code == 413
+    assert "-15" in str(server.process.returncode) or server.process.returncode == 143
+
+
+def test_forty_at_once_on_eight_places(start_server: Callable[..., ServerProcess]) -> None:
+    with start_server("--slots", "4", "--max-waiting", "4") as server:
+        answers = post_all(server.url + COMPLETIONS, [{**LONG, "max_tokens": 480, "seed": seed} for seed in range(40)])
+        assert Counter(answer.status_code for answer in answers) == {200: 8, 429: 32}
+        full = next(answer for answer in answers if answer.status_code == 429)
+        assert int(full.headers["Retry-After"]) >= 1
+        assert full.json()["error"]["type"] == "rate_limit_error"
+
+
+def test_sigterm_lets_answers_end(start_server: Callable[..., ServerProcess], served_model: CausalLM) -> None:
+    body = {**LONG, "max_tokens": 300, "seed": 3, "stream": True}
+    with start_server() as server:
+        text, status = "", None
+        with httpx.stream("POST", server.url + COMPLETIONS, json=body, timeout=120) as answer:
+            for line in answer.iter_lines():
+                if status is None:
+                    server.process.send_signal(signal.SIGTERM)
+                    status = True
+                if line.startswith("data: {"):
+                    text += json.loads(line.removeprefix("data: "))["choices"][0]["text"]
+        server.process.wait(60)
+    params = SamplingParams(max_new_tokens=300, eos_token_id=())
+    output = served_model.generate("In the beginning", params, seed=3)
+    assert output.texts is not None
+    assert text == output.texts[0]
+
+
+def test_what_takes_too_long_ends_with_what_it_has(start_server: Callable[..., ServerProcess]) -> None:
+    with start_server("--request-timeout", "0.05", "--slots", "1") as server:
+        answer = httpx.post(server.url + COMPLETIONS, json={**LONG, "max_tokens": 500}, timeout=60).json()
+        assert answer["choices"][0]["finish_reason"] == "length"
+        assert answer["usage"]["completion_tokens"] < 500
+
+
+def test_two_thousand_malformed_bodies(server: ServerProcess) -> None:
+    """Random changes of good bodies: whatever comes of them, it is no fault of the server's."""
+    generator = random.Random(7)
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+    good: list[tuple[str, dict[str, Any]]] = [
+        (COMPLETIONS, {"prompt": "x", "max_tokens": 1, "temperature": 1, "seed": 1, "stop": ["y"], "logprobs": 1}),
+        (COMPLETIONS, {"prompt": [1, 2], "max_tokens": 1, "stream": True, "stream_options": {"include_usage": True}}),
+        (CHAT, {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1, "logit_bias": {"5": 1}}),
+        (CHAT, {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1, "tools": [tool]}),
+        (CHAT, {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1, "response_format": {"type": "text"}}),
+        ("/tokenize", {"prompt": "x"}),
+        ("/detokenize", {"tokens": [1]}),
+    ]
+    odd: list[Any] = [None, True, -1, 0, 1e308, 2**70, "", "\ud83d", "x" * 50, "\x00", {}, {"a": []}]
+    odd += [[], [[]], [None], [2**40], [-1]]
+    keys = ["model", "n", "top_k", "min_p", "guided_json", "guided_grammar", "tool_choice", "request_id", "documents"]
+    statuses: Counter[int] = Counter()
+    with httpx.Client(timeout=60) as client:
+        for _ in range(2000):
+            path, body = generator.choice(good)
+            body = json.loads(json.dumps(body))
+            for _ in range(generator.randint(1, 3)):
+                key = generator.choice([*body, *keys])
+                body[key] = generator.choice(odd)
+            text = json.dumps(body)
+            if generator.random() < 0.1:
+                place = generator.randrange(len(text))
+                text = text[:place] + generator.choice(["", "}", '"', "\\", "\x01"]) + text[place + 1 :]
+            answer = client.post(server.url + path, content=text, headers={"Content-Type": "application/json"})
+            statuses[answer.status_code] += 1
+            assert answer.status_code < 500, (text, answer.text)
+            if answer.status_code != 200:
+                assert answer.json()["error"]["message"]
+    assert statuses[200] > 20
+    assert statuses[400] > 500
+
+
+@pytest.mark.parametrize("streams", [60, pytest.param(200, marks=pytest.mark.slow)])
+def test_many_streams_of_which_a_third_leaves(server: ServerProcess, served_model: CausalLM, streams: int) -> None:
+    texts: dict[int, str] = {}
+    errors: list[BaseException] = []
+
+    def read(seed: int) -> None:
+        body = {"prompt": "In the beginning", "max_tokens": 40, "seed": seed, "stream": True, "ignore_eos": True}
+        try:
+            while True:
+                with httpx.stream("POST", server.url + COMPLETIONS, json=body, timeout=300) as answer:
+                    if answer.status_code == 429:
+                        answer.read()
+                        time.sleep(0.1)
+                        continue
+                    assert answer.status_code == 200
+                    text, count = "", 0
+                    for line in answer.iter_lines():
+                        if line.startswith("data: {"):
+                            text += json.loads(line.removeprefix("data: "))["choices"][0]["text"]
+                            count += 1
+                            if seed % 3 == 0 and count == 5:
+                                return
+                    texts[seed] = text
+                    return
+        except BaseException as error:
+            errors.append(error)
+
+    readers = [threading.Thread(target=read, args=(seed,)) for seed in range(streams)]
+    for reader in readers:
+        reader.start()
+    for reader in readers:
+        reader.join()
+    assert not errors
+    assert sorted(texts) == [seed for seed in range(streams) if seed % 3]
+    params = SamplingParams(max_new_tokens=40, eos_token_id=())
+    for seed, text in texts.items():
+        expected = served_model.generate("In the beginning", params, seed=seed).texts
+        assert expected is not None
+        assert text == expected[0]
+    wait_until(lambda: server.metric("num_requests_running") + server.metric("num_requests_waiting") == 0)

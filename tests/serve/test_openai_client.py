@@ -1,0 +1,272 @@
+"""The real `openai` client against a real server; the oracle is `generate` in this process."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from typing import Any, Literal
+
+import openai
+import pytest
+from pydantic import BaseModel, Field
+
+from qsample.runtime import CausalLM, SamplingParams
+from qsample.runtime.text.chat import ChatTemplates
+from tests.helpers.servers import TOOL_TEMPLATE, ServerProcess
+
+PROMPT = "And the LORD spake unto Moses"
+MESSAGES: Any = [{"role": "user", "content": PROMPT}]
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "The weather of a place",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string", "pattern": "^[a-z]{3,8}$"}, "days": {"$ref": "#/$defs/days"}},
+            "required": ["city", "days"],
+            "additionalProperties": False,
+            "$defs": {"days": {"type": "integer", "minimum": 1, "maximum": 7}},
+        },
+    },
+}
+
+
+class Verse(BaseModel):
+    book: Literal["Genesis", "Exodus"]
+    chapter: int = Field(ge=1, le=50)
+
+
+@pytest.fixture
+def client(server: ServerProcess) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+
+
+@pytest.fixture
+def expected(served_model: CausalLM) -> Any:
+    """What `generate` gives for a completion's fields."""
+
+    def make(prompt: Any = PROMPT, *, seed: int, **options: Any) -> Any:
+        return served_model.generate(prompt, SamplingParams(**options), seed=seed)
+
+    return make
+
+
+def test_completion_is_what_generate_gives(client: openai.OpenAI, expected: Any) -> None:
+    answer = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=24, temperature=0.7, top_p=0.9, seed=5)
+    output = expected(seed=5, max_new_tokens=24, temperature=0.7, top_p=0.9)
+    assert answer.choices[0].text == output.texts[0]
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 24
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + 24
+
+
+def test_defaults_are_openais(client: openai.OpenAI, expected: Any) -> None:
+    # Temperature 1 and no filter: the model's generation_config, were it followed, would say otherwise.
+    answer = client.completions.create(model="tiny", prompt=PROMPT, seed=11)
+    output = expected(seed=11, max_new_tokens=16)
+    assert answer.choices[0].text == output.texts[0]
+
+
+def test_choices_have_the_seeds_after_the_first(client: openai.OpenAI, expected: Any) -> None:
+    answer = client.completions.create(model="tiny", prompt=[PROMPT, "In the"], max_tokens=12, n=2, seed=-3)
+    wanted = [
+        expected(prompt, seed=(2**63 - 3 + index) % 2**63, max_new_tokens=12).texts[0]
+        for prompt in (PROMPT, "In the")
+        for index in range(2)
+    ]
+    assert [choice.text for choice in answer.choices] == wanted
+    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+
+
+def test_greedy_and_the_smallest_nucleus_are_the_same(client: openai.OpenAI) -> None:
+    texts = {
+        client.completions.create(model="tiny", prompt=PROMPT, max_tokens=12, seed=seed, **options).choices[0].text
+        for seed, options in [(1, {"temperature": 0}), (2, {"top_p": 0}), (3, {"temperature": 0, "n": 2})]
+    }
+    assert len(texts) == 1
+
+
+def test_stream_is_the_whole_in_pieces(client: openai.OpenAI) -> None:
+    options: Any = {"model": "tiny", "prompt": PROMPT, "max_tokens": 30, "seed": 8, "n": 3}
+    whole = client.completions.create(**options)
+    texts, reasons, usage = {0: "", 1: "", 2: ""}, {}, None
+    for event in client.completions.create(**options, stream=True, stream_options={"include_usage": True}):
+        for choice in event.choices:
+            texts[choice.index] += choice.text
+            reasons[choice.index] = choice.finish_reason
+        usage = event.usage or usage
+    assert [texts[index] for index in range(3)] == [choice.text for choice in whole.choices]
+    assert set(reasons.values()) == {"length"}
+    assert usage is not None
+    assert whole.usage is not None
+    assert (usage.prompt_tokens, usage.completion_tokens) == (whole.usage.prompt_tokens, 90)
+
+
+def test_async_streams_at_once(server: ServerProcess, expected: Any) -> None:
+    async def text(client: openai.AsyncOpenAI, seed: int) -> str:
+        stream = await client.completions.create(model="tiny", prompt=PROMPT, max_tokens=20, seed=seed, stream=True)
+        return "".join([event.choices[0].text async for event in stream])
+
+    async def run() -> list[str]:
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
+            return await asyncio.gather(*(text(client, seed) for seed in range(12)))
+
+    texts = asyncio.run(run())
+    assert texts == [expected(seed=seed, max_new_tokens=20).texts[0] for seed in range(12)]
+
+
+def test_chat_follows_the_template(client: openai.OpenAI, served_model: CausalLM, expected: Any) -> None:
+    answer = client.chat.completions.create(model="tiny", messages=MESSAGES, max_completion_tokens=16, seed=2)
+    assert served_model.tokenizer is not None
+    text = ChatTemplates(TOOL_TEMPLATE).render(MESSAGES)
+    prompt = served_model.tokenizer.encode(text, add_special_tokens=False)
+    assert answer.choices[0].message.content == expected(prompt, seed=2, max_new_tokens=16).texts[0]
+    assert answer.choices[0].message.role == "assistant"
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens == len(prompt)
+
+
+def test_chat_stream_starts_with_the_role(client: openai.OpenAI) -> None:
+    options: Any = {"model": "tiny", "messages": MESSAGES, "max_tokens": 16, "seed": 2}
+    events = list(client.chat.completions.create(**options, stream=True))
+    whole = client.chat.completions.create(**options)
+    assert events[0].choices[0].delta.role == "assistant"
+    assert "".join(event.choices[0].delta.content or "" for event in events) == whole.choices[0].message.content
+    assert events[-1].choices[0].finish_reason == "length"
+    assert len({event.id for event in events}) == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_logprobs_are_those_of_the_package(client: openai.OpenAI, expected: Any, stream: bool) -> None:
+    options: Any = {"model": "tiny", "messages": MESSAGES, "max_tokens": 8, "seed": 4, "logprobs": True}
+    output = expected(_prompt(client), seed=4, max_new_tokens=8)
+    if stream:
+        events = client.chat.completions.create(**options, top_logprobs=3, stream=True)
+        parts = [event.choices[0].logprobs for event in events if event.choices[0].logprobs]
+        entries = [entry for part in parts for entry in part.content or []]
+    else:
+        answer = client.chat.completions.create(**options, top_logprobs=3)
+        assert answer.choices[0].logprobs is not None
+        entries = list(answer.choices[0].logprobs.content or [])
+    assert [entry.logprob for entry in entries] == pytest.approx(output.logprobs[0].tolist(), abs=1e-6)
+    assert all(len(entry.top_logprobs) == 3 for entry in entries)
+    assert [entry.top_logprobs[0].logprob for entry in entries] == pytest.approx(
+        output.top_logprobs[0, :, 0].tolist(), abs=1e-6
+    )
+    assert b"".join(bytes(entry.bytes or []) for entry in entries).decode().strip() == output.texts[0].strip()
+    assert all(math.isfinite(entry.logprob) for entry in entries)
+
+
+def _prompt(client: openai.OpenAI) -> list[int]:
+    body = client.post("../tokenize", cast_to=object, body={"messages": MESSAGES})
+    tokens: list[int] = body["tokens"]  # type: ignore[index]
+    return tokens
+
+
+def test_stop_strings_and_biases(client: openai.OpenAI, served_model: CausalLM, expected: Any) -> None:
+    plain = expected(seed=3, max_new_tokens=40)
+    word = plain.texts[0].split()[4]
+    answer = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=40, seed=3, stop=[word])
+    assert answer.choices[0].text == plain.texts[0][: plain.texts[0].index(word)]
+    assert answer.choices[0].finish_reason == "stop"
+    first = plain.token_ids[0][0]
+    banned = client.completions.create(
+        model="tiny", prompt=PROMPT, max_tokens=1, temperature=0, logit_bias={str(first): -100}
+    )
+    chosen = client.completions.create(
+        model="tiny", prompt=PROMPT, max_tokens=1, temperature=0, logit_bias={str(first): 100}
+    )
+    assert served_model.tokenizer is not None
+    assert chosen.choices[0].text == served_model.tokenizer.decode([first])
+    assert banned.choices[0].text != chosen.choices[0].text
+
+
+def test_parse_gives_the_schemas_object(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.parse(
+        model="tiny", messages=MESSAGES, response_format=Verse, max_tokens=900, seed=1, temperature=0.7
+    )  # fmt: skip
+    assert answer.choices[0].finish_reason == "stop"
+    assert isinstance(answer.choices[0].message.parsed, Verse)
+
+
+def test_json_object_is_one(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model="tiny", messages=MESSAGES, seed=6, max_tokens=400, temperature=0.6,
+        response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": {
+            "type": "object",
+            "properties": {"a": {"type": "integer", "maximum": 99, "minimum": 0}, "b": {"enum": ["x", "y"]}},
+            "required": ["a", "b"], "additionalProperties": False}}},
+    )  # fmt: skip
+    assert answer.choices[0].finish_reason == "stop"
+    value = json.loads(answer.choices[0].message.content or "")
+    assert set(value) == {"a", "b"}
+    assert 0 <= value["a"] <= 99
+    assert value["b"] in ("x", "y")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}])
+def test_demanded_tools_are_called(client: openai.OpenAI, choice: Any, stream: bool) -> None:
+    options: Any = {
+        "model": "tiny", "messages": MESSAGES, "tools": [WEATHER], "tool_choice": choice, "seed": 9, "max_tokens": 200,
+        "parallel_tool_calls": False,
+    }  # fmt: skip
+    if stream:
+        events = list(client.chat.completions.create(**options, stream=True))
+        calls = [call for event in events for call in event.choices[0].delta.tool_calls or []]
+        reason = events[-1].choices[0].finish_reason
+    else:
+        answer = client.chat.completions.create(**options)
+        calls, reason = list(answer.choices[0].message.tool_calls or []), answer.choices[0].finish_reason  # type: ignore[assignment]
+    assert len(calls) == 1
+    assert calls[0].function is not None
+    assert calls[0].function.name == "get_weather"
+    arguments = json.loads(calls[0].function.arguments or "")
+    assert 3 <= len(arguments["city"]) <= 8
+    assert 1 <= arguments["days"] <= 7
+    assert reason == ("tool_calls" if choice == "required" else "stop")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_tools_are_found_in_the_text(client: openai.OpenAI, stream: bool) -> None:
+    # The model knows no tools: a regular expression makes it write what one that does would write.
+    arguments = r'\{"city": "[a-z]{3,8}", "days": [1-7]\}'
+    call = r'I see\. <tool_call>\n\{"name": "get_weather", "arguments": ' + arguments + r"\}\n</tool_call>"
+    options: Any = {
+        "model": "tiny", "messages": MESSAGES, "tools": [WEATHER], "seed": 9, "max_tokens": 200,
+        "extra_body": {"structured_outputs": {"regex": call}},
+    }  # fmt: skip
+    if stream:
+        events = list(client.chat.completions.create(**options, stream=True))
+        text = "".join(event.choices[0].delta.content or "" for event in events)
+        calls = [one for event in events for one in event.choices[0].delta.tool_calls or []]
+        reason = events[-1].choices[0].finish_reason
+    else:
+        answer = client.chat.completions.create(**options)
+        text, reason = answer.choices[0].message.content or "", answer.choices[0].finish_reason  # type: ignore[assignment]
+        calls = list(answer.choices[0].message.tool_calls or [])  # type: ignore[arg-type]
+    assert text == "I see. "
+    assert [one.function.name for one in calls if one.function] == ["get_weather"]
+    assert reason == "tool_calls"
+
+
+def test_models(client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == ["tiny"]
+    assert client.models.retrieve("tiny").owned_by == "qsample"
+    with pytest.raises(openai.NotFoundError, match="does not exist here; there is 'tiny'"):
+        client.models.retrieve("large")
+
+
+def test_errors_are_the_clients_own(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError) as missing:
+        client.completions.create(model="large", prompt="x")
+    assert missing.value.code == "model_not_found"
+    with pytest.raises(openai.BadRequestError, match="temperature") as wrong:
+        client.completions.create(model="tiny", prompt="x", temperature=-1)
+    assert wrong.value.param == "temperature"
+    with pytest.raises(openai.BadRequestError) as long:
+        client.completions.create(model="tiny", prompt="and " * 5000)
+    assert long.value.code == "context_length_exceeded"
