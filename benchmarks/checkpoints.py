@@ -8,9 +8,11 @@ embedding in it would make each token predict itself.
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any, Final
 
@@ -62,7 +64,8 @@ SHAPES: Final[dict[str, dict[str, Any]]] = {
         "rope_theta": 5e5,
         "tie_word_embeddings": False,
     },
-    # Hybrids and mixtures. A slice has few of its model's layers, each in full size.
+    # Hybrids and mixtures. A slice has few of its model's layers, each in full size, and the same share of its
+    # vocabulary: so a step times the whole model's layers over the slice's is about a step of the whole model.
     "qwen3.5-0.8b": {
         "model_type": "qwen3_5_text",
         "hidden_size": 1024,
@@ -74,6 +77,21 @@ SHAPES: Final[dict[str, dict[str, Any]]] = {
         "linear_num_key_heads": 16,
         "linear_num_value_heads": 16,
         "vocab_size": 248320,
+        "max_position_embeddings": 4096,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
+        "tie_word_embeddings": True,
+    },
+    "qwen3.5-slice": {
+        "model_type": "qwen3_5_text",
+        "hidden_size": 1024,
+        "intermediate_size": 3584,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 16,
+        "vocab_size": 41408,  # 4 of 24 layers; in multiples of 64
         "max_position_embeddings": 4096,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
         "tie_word_embeddings": True,
@@ -92,7 +110,7 @@ SHAPES: Final[dict[str, dict[str, Any]]] = {
         "num_experts_per_tok": 10,
         "moe_intermediate_size": 512,
         "shared_expert_intermediate_size": 512,
-        "vocab_size": 151936,
+        "vocab_size": 12672,  # 4 of 48 layers
         "max_position_embeddings": 4096,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
         "tie_word_embeddings": False,
@@ -101,7 +119,7 @@ SHAPES: Final[dict[str, dict[str, Any]]] = {
         "model_type": "qwen3_moe",
         "hidden_size": 2048,
         "intermediate_size": 6144,
-        "num_hidden_layers": 2,
+        "num_hidden_layers": 3,
         "num_attention_heads": 32,
         "num_key_value_heads": 4,
         "head_dim": 128,
@@ -109,7 +127,7 @@ SHAPES: Final[dict[str, dict[str, Any]]] = {
         "num_experts_per_tok": 8,
         "moe_intermediate_size": 768,
         "norm_topk_prob": True,
-        "vocab_size": 151936,
+        "vocab_size": 9536,  # 3 of 48 layers
         "max_position_embeddings": 4096,
         "rope_theta": 1e6,
         "tie_word_embeddings": False,
@@ -125,7 +143,7 @@ SHAPES: Final[dict[str, dict[str, Any]]] = {
         "num_local_experts": 32,
         "num_experts_per_tok": 4,
         "sliding_window": 128,
-        "vocab_size": 201088,
+        "vocab_size": 16768,  # 2 of 24 layers
         "max_position_embeddings": 4096,
         "tie_word_embeddings": False,
     },
@@ -167,10 +185,14 @@ def make_checkpoint(shape: str, folder: Path, *, layers: int | None = None, peak
             if name.removesuffix(".weight").endswith(RESIDUAL):
                 parameter.mul_(LAYER_GAIN)
         if peak is not None:
-            model.model.norm.weight.mul_(peaking_factor(model, peak))
-    AutoTokenizer.from_pretrained(ASSETS).save_pretrained(folder)
+            weight, factor = model.model.norm.weight, peaking_factor(model, peak)
+            # Qwen3-Next and Qwen3.5 store what is added to 1.
+            weight.copy_(weight * factor if weight.any() else (1 + weight) * factor - 1)
     model.generation_config.update(**TOKEN_IDS)
-    model.save_pretrained(folder)
+    scratch = folder.with_name(f"{folder.name}.partial")
+    AutoTokenizer.from_pretrained(ASSETS).save_pretrained(scratch)
+    model.save_pretrained(scratch)
+    scratch.rename(folder)  # what is there is whole
     return folder
 
 
@@ -212,22 +234,14 @@ def make_genai_model(
     that qsample takes, and the tied table is shared, which is the builder's default.
     """
     if not (folder / "genai_config.json").exists():
-        command = [
-            "-m",
-            "onnxruntime_genai.models.builder",
-            "-i",
-            checkpoint,
-            "-o",
-            folder,
-            "-p",
-            precision,
-            "-e",
-            provider,
-        ]
-        command += ["-c", folder / "cache"]
-        if precision == "int4":
-            command += ["--extra_options", f"block_size={block_size}", "accuracy_level=4"]
-        run_quietly([python, *map(str, command)], folder / "builder.log")
+        with tempfile.TemporaryDirectory(dir=checkpoint.parent) as scratch:
+            kind = json.loads((checkpoint / "config.json").read_text())["model_type"]
+            source = make_composite(checkpoint, Path(scratch)) if kind == "qwen3_5_text" else checkpoint
+            command = ["-m", "onnxruntime_genai.models.builder", "-i", source, "-o", folder, "-p", precision]
+            command += ["-e", provider, "-c", folder / "cache"]
+            if precision == "int4":
+                command += ["--extra_options", f"block_size={block_size}", "accuracy_level=4"]
+            run_quietly([python, *map(str, command)], folder / "builder.log")
     return folder
 
 
@@ -240,6 +254,28 @@ def make_gguf(checkpoint: Path, path: Path, python: str, quantization: str = "Q4
         script = str(Path(__file__).with_name("gguf_model.py"))
         run_quietly([python, script, str(checkpoint), str(path), quantization], path.with_suffix(".log"))
     return path
+
+
+def make_composite(checkpoint: Path, folder: Path) -> Path:
+    """Write a Qwen3.5 decoder as Qwen3.5 is released, with a vision tower, here of no size; returns the folder.
+
+    It is the only form that onnxruntime-genai's builder takes.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3_5Config, Qwen3_5ForConditionalGeneration
+
+    decoder = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16)
+    text = decoder.config.to_dict()
+    text["rope_parameters"] |= {"mrope_section": [11, 11, 10], "mrope_interleaved": True}
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 1}
+    vision["out_hidden_size"] = text["hidden_size"]
+    config = Qwen3_5Config(text_config=text, vision_config=vision, tie_word_embeddings=text["tie_word_embeddings"])
+    composite = Qwen3_5ForConditionalGeneration(config).to(torch.bfloat16)
+    composite.model.language_model.load_state_dict(decoder.model.state_dict())
+    composite.lm_head.load_state_dict(decoder.lm_head.state_dict())
+    AutoTokenizer.from_pretrained(checkpoint).save_pretrained(folder)
+    composite.save_pretrained(folder)
+    return folder
 
 
 def run_quietly(command: list[str], log: Path) -> None:

@@ -165,18 +165,18 @@ def write(results: Results, output: Path, title: str, script: str) -> None:
         "",
     ]
     for shape in results.data["shapes"]:
-        lines += [f"## {shape}", "", *_markdown(*_cell_rows(results, shape)), ""]
-        lines += [*_markdown(*_system_rows(results, shape)), ""]
+        lines += [f"## {shape}", "", *markdown(*_cell_rows(results, shape)), ""]
+        lines += [*markdown(*_system_rows(results, shape)), ""]
         header, rows = _overhead_rows(results, shape)
         if rows:
-            lines += [*_markdown(header, rows), ""]
+            lines += [*markdown(header, rows), ""]
         lines += [text + "\n" for text in (_tokens(results, shape), _divergence(results, shape)) if text]
     lines += [f"![Tokens per second]({output.name}.png)", ""]
     output.with_suffix(".md").write_text("\n".join(lines))
     _plot(results, output.with_suffix(".png"))
 
 
-def _markdown(header: list[str], rows: list[list[str]]) -> list[str]:
+def markdown(header: list[str], rows: list[list[str]]) -> list[str]:
     lines = ["| " + " | ".join(header) + " |", "|" + " --- |" * len(header)]
     return lines + ["| " + " | ".join(row) + " |" for row in rows]
 

@@ -1,15 +1,18 @@
-"""Writes a checkpoint of Llama's or Qwen3's architecture as a GGUF file, which llama.cpp itself quantizes.
+"""Writes a checkpoint as a GGUF file, which llama.cpp itself quantizes.
 
     python benchmarks/gguf_model.py CHECKPOINT OUT.gguf Q4_0
 
-The vocabulary is left out: the benchmark feeds and reads token ids.
+Model types: those of ARCHITECTURES. `gguf_check.py` compares what llama.cpp makes of such files with transformers. The
+vocabulary is left out: the benchmark feeds and reads token ids.
 """
 
 from __future__ import annotations
 
 import ctypes
 import json
+import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +20,73 @@ import gguf
 import numpy as np
 import torch
 from safetensors import safe_open
+from torch import Tensor
 
-ARCHITECTURES = {"llama": gguf.MODEL_ARCH.LLAMA, "qwen3": gguf.MODEL_ARCH.QWEN3}
+Config = dict[str, Any]
+Named = tuple[str, Tensor]
+ARCHITECTURES = {
+    "llama": gguf.MODEL_ARCH.LLAMA,
+    "qwen3": gguf.MODEL_ARCH.QWEN3,
+    "qwen3_moe": gguf.MODEL_ARCH.QWEN3MOE,
+    "gpt_oss": gguf.MODEL_ARCH.GPT_OSS,
+    "qwen3_next": gguf.MODEL_ARCH.QWEN3NEXT,
+    "qwen3_5_text": gguf.MODEL_ARCH.QWEN35,
+}
+GATED_DELTA = ("qwen3_next", "qwen3_5_text")
+# llama.cpp keeps these in float32, as its own converter does: they are small, and what they round off matters.
+FLOAT32 = ("ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight", "ssm_conv1d.weight", ".bias")
+# The sections of Qwen3.5's rotary embedding, which llama.cpp demands; text has one position for all of them.
+ROPE_SECTIONS = [11, 11, 10, 0]
 
 
-def write_float(checkpoint: Path, path: Path) -> None:
-    """The weights in float16, norms in float32, as llama.cpp's own converter stores them."""
+class Checkpoint:
+    """The tensors of a checkpoint's files by name, read when they are asked for. sizes_only: without their numbers."""
+
+    def __init__(self, folder: Path, *, sizes_only: bool = False) -> None:
+        self._files = [safe_open(file, "pt") for file in sorted(folder.glob("*.safetensors"))]
+        self._file_of = {name: file for file in self._files for name in file.keys()}  # noqa: SIM118 - no mapping
+        self._sizes_only = sizes_only
+        self.names = sorted(self._file_of)
+
+    def __getitem__(self, name: str) -> Tensor:
+        file = self._file_of[name]
+        if self._sizes_only:
+            return torch.empty(file.get_slice(name).get_shape(), device="meta")
+        tensor: Tensor = file.get_tensor(name)
+        return tensor
+
+
+def write_float(checkpoint: Path, path: Path, dtype: torch.dtype = torch.float16) -> None:
+    """The matrices in `dtype`; norms, biases and what scores experts in float32, as llama.cpp's converter has it."""
     config = json.loads((checkpoint / "config.json").read_text())
-    architecture = ARCHITECTURES[config["model_type"]]
-    writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[architecture])
-    heads = config["num_attention_heads"]
+    writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[ARCHITECTURES[config["model_type"]]])
+    add_settings(writer, config)
+    # A file begins with all names and sizes; then one tensor is in memory at a time.
+    for name, tensor in named_for_llama(Checkpoint(checkpoint, sizes_only=True), config, dtype):
+        kind = np.dtype(np.float32 if tensor.dtype == torch.float32 else np.float16)
+        writer.add_tensor_info(name, tensor.shape, kind, tensor.nbytes)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    for _, tensor in named_for_llama(Checkpoint(checkpoint), config, dtype):
+        writer.write_tensor_data(tensor.contiguous().numpy())
+    writer.close()
+
+
+def named_for_llama(tensors: Checkpoint, config: Config, dtype: torch.dtype) -> Iterator[Named]:
+    """What the file holds, under llama.cpp's names, in the types of the file."""
+    names = gguf.get_tensor_name_map(ARCHITECTURES[config["model_type"]], config["num_hidden_layers"])
+    for name, tensor in translated(tensors, config):
+        # Some are called by their final name already.
+        target = name if name.startswith("blk.") else names.get_name(name, (".weight", ".bias"))
+        if target is None:
+            raise ValueError(f"{name} has no name in GGUF")
+        yield target, tensor.to(torch.float32 if tensor.ndim == 1 or target.endswith(FLOAT32) else dtype)
+
+
+def add_settings(writer: gguf.GGUFWriter, config: Config) -> None:
+    """What llama.cpp has to know of the architecture."""
+    heads, kind, rope = config["num_attention_heads"], config["model_type"], config["rope_parameters"]
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
@@ -36,28 +96,111 @@ def write_float(checkpoint: Path, path: Path) -> None:
     writer.add_head_count_kv(config["num_key_value_heads"])
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
-    writer.add_rope_dimension_count(head_dim)
-    writer.add_rope_freq_base(float(config["rope_parameters"]["rope_theta"]))
+    writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1.0)))
+    writer.add_rope_freq_base(float(rope["rope_theta"]))
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_vocab_size(config["vocab_size"])
     writer.add_tokenizer_model("no_vocab")
-    names = gguf.get_tensor_name_map(architecture, config["num_hidden_layers"])
-    for file in sorted(checkpoint.glob("*.safetensors")):
-        with safe_open(file, "pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118 - a safetensors file is no mapping
-                tensor = tensors.get_tensor(name)
-                if config["model_type"] == "llama" and name.endswith(("q_proj.weight", "k_proj.weight")):
-                    count = heads if "q_proj" in name else config["num_key_value_heads"]
-                    tensor = interleaved(tensor, count)
-                kind = torch.float32 if tensor.ndim == 1 else torch.float16
-                writer.add_tensor(names.get_name(name, (".weight",)), tensor.to(kind).numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    if rope["rope_type"] == "yarn":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(rope["factor"])
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+        writer.add_rope_scaling_yarn_beta_fast(rope.get("beta_fast", 32.0))
+        writer.add_rope_scaling_yarn_beta_slow(rope.get("beta_slow", 1.0))
+    if experts := config.get("num_experts") or config.get("num_local_experts"):
+        writer.add_expert_count(experts)
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+        writer.add_expert_feed_forward_length(config.get("moe_intermediate_size", config["intermediate_size"]))
+    if kind == "gpt_oss":
+        writer.add_sliding_window(config["sliding_window"])
+    if kind == "qwen3_next":
+        writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
+    if kind == "qwen3_5_text":
+        writer.add_rope_dimension_sections(ROPE_SECTIONS)
+    if kind in GATED_DELTA:
+        writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
+        writer.add_ssm_state_size(config["linear_key_head_dim"])
+        writer.add_ssm_group_count(config["linear_num_key_heads"])
+        writer.add_ssm_time_step_rank(config["linear_num_value_heads"])
+        writer.add_ssm_inner_size(config["linear_value_head_dim"] * config["linear_num_value_heads"])
+        writer.add_full_attention_interval(config["layer_types"].index("full_attention") + 1)
 
 
-def interleaved(weight: Any, heads: int) -> Any:
+def translated(tensors: Checkpoint, config: Config) -> Iterator[Named]:
+    """The tensors of a checkpoint, laid out as llama.cpp reads them, under names that gguf knows."""
+    for name in tensors.names:
+        first = re.fullmatch(r"(.+\.experts\.)0(\..+)", name)
+        if first:  # one matrix for all experts of a layer
+            count = config.get("num_experts") or config["num_local_experts"]
+            yield first[1][:-1] + first[2], torch.stack([tensors[f"{first[1]}{i}{first[2]}"] for i in range(count)])
+        elif not re.search(r"\.experts\.\d+\.", name):
+            yield from _translate(name, tensors[name], config)
+
+
+def _translate(name: str, tensor: Tensor, config: Config) -> list[Named]:
+    kind = config["model_type"]
+    if kind == "llama" and name.endswith(("q_proj.weight", "k_proj.weight")):
+        count = config["num_attention_heads" if "q_proj" in name else "num_key_value_heads"]
+        return [(name, interleaved(tensor, count))]
+    if kind == "gpt_oss" and ".experts." in name:
+        return _experts(name, tensor)
+    if name.endswith(".sinks"):
+        return [(f"{name}.weight", tensor)]
+    if kind in GATED_DELTA:
+        if ".linear_attn." in name:
+            return _gated_delta(name, tensor, config)
+        if name.endswith("norm.weight"):  # stored as what is added to 1
+            return [(name, tensor.to(torch.float32) + 1)]
+    return [(name, tensor)]
+
+
+def _experts(name: str, tensor: Tensor) -> list[Named]:
+    """gpt-oss's experts: matrices are [inputs, outputs], and the columns of gate and up take turns."""
+    bias = name.endswith("_bias")
+    stem, suffix = name.removesuffix("_bias"), "bias" if bias else "weight"
+    parts = [(stem, tensor)]
+    if stem.endswith("gate_up_proj"):
+        stem = stem.removesuffix("gate_up_proj")
+        parts = [(f"{stem}gate_proj", tensor[..., ::2]), (f"{stem}up_proj", tensor[..., 1::2])]
+    return [(f"{part}.{suffix}", values if bias else values.transpose(-1, -2)) for part, values in parts]
+
+
+def _gated_delta(name: str, tensor: Tensor, config: Config) -> list[Named]:
+    """A tensor of a gated-delta layer. Qwen3-Next has query, key, value and gate of a key head side by side; llama.cpp
+    wants all queries first. Qwen3.5's value heads are sorted by key head; there, it wants them to take turns."""
+    layer, _, own = name.partition(".linear_attn.")
+    keys, key_size = config["linear_num_key_heads"], config["linear_key_head_dim"]
+    shared, value_size = config["linear_num_value_heads"] // keys, config["linear_value_head_dim"]
+    if own == "A_log":
+        tensor = -torch.exp(tensor.to(torch.float32))
+    elif own == "dt_bias":
+        own = "dt_proj.bias"
+    elif own == "conv1d.weight":
+        tensor = tensor.squeeze(1)
+    elif own == "in_proj_qkvz.weight":
+        of_head = tensor.unflatten(0, (keys, -1))
+        parts = of_head.split([key_size, key_size, shared * value_size, shared * value_size], dim=1)
+        query, key, value, gate = (part.flatten(0, 1) for part in parts)
+        block = f"blk.{layer.rpartition('.')[2]}"
+        return [(f"{block}.attn_qkv.weight", torch.cat([query, key, value])), (f"{block}.attn_gate.weight", gate)]
+    if config["model_type"] == "qwen3_5_text":
+        if own in ("A_log", "dt_proj.bias", "in_proj_a.weight", "in_proj_b.weight", "in_proj_z.weight"):
+            tensor = _in_turns(tensor, keys, shared)
+        elif own in ("in_proj_qkv.weight", "conv1d.weight"):
+            others, values = tensor.split([2 * keys * key_size, keys * shared * value_size])
+            tensor = torch.cat([others, _in_turns(values, keys, shared)])
+        elif own == "out_proj.weight":
+            tensor = _in_turns(tensor.T, keys, shared).T
+    return [(f"{layer}.linear_attn.{own}", tensor)]
+
+
+def _in_turns(rows: Tensor, groups: int, members: int) -> Tensor:
+    """Rows of `groups` x `members` heads, sorted by group, as: the first of each group, then the second of each."""
+    heads = rows.unflatten(0, (groups, members, -1))
+    return heads.swapaxes(0, 1).flatten(0, 2)
+
+
+def interleaved(weight: Tensor, heads: int) -> Tensor:
     """Llama's rotary embedding pairs neighbours in llama.cpp, and halves in Hugging Face: reorder the rows."""
     rows, columns = weight.shape
     return weight.reshape(heads, 2, rows // heads // 2, columns).swapaxes(1, 2).reshape(rows, columns)
@@ -78,10 +221,14 @@ def quantize(source: Path, path: Path, kind: str) -> None:
 
 def main() -> None:
     checkpoint, path, kind = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
-    whole = path.with_suffix(".float16.gguf")
-    write_float(checkpoint, whole)
-    quantize(whole, path, kind)
-    whole.unlink()
+    whole, scratch = path.with_suffix(".float16.gguf"), path.with_suffix(".scratch.gguf")
+    try:
+        write_float(checkpoint, whole)
+        quantize(whole, scratch, kind)
+        scratch.rename(path)  # what is there is whole
+    finally:
+        whole.unlink(missing_ok=True)
+        scratch.unlink(missing_ok=True)
     print(f"{path}: {np.round(path.stat().st_size / 1e6)} MB")
 
 

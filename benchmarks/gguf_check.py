@@ -1,0 +1,131 @@
+"""Checks the GGUF files that `gguf_model.py` writes: llama.cpp's logits on them beside transformers', in float32.
+
+    peers/bin/python benchmarks/gguf_check.py
+
+A tiny model of each architecture, every weight of it random, norms and biases included, is written in float32 and reads
+random prompts. Exit status 1 where a logit is further off than TOLERANCE, relative to the largest.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+from gguf_model import write_float
+from transformers import AutoConfig, AutoModelForCausalLM
+
+TOLERANCE: Final = 1e-4
+TOKENS: Final = 40  # more than the window of gpt-oss below
+COMMON: Final[dict[str, Any]] = {
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "intermediate_size": 96,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": False,
+}
+EXPERTS: Final = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "norm_topk_prob": True}
+GATED_DELTA: Final = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
+}
+# llama.cpp rounds the borders of YaRN's range; transformers does where `truncate` says so.
+YARN: Final = {
+    "rope_type": "yarn",
+    "rope_theta": 15e4,
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": True,
+    "original_max_position_embeddings": 4096,
+}
+MODELS: Final[dict[str, dict[str, Any]]] = {
+    "llama": {},
+    "qwen3": {"tie_word_embeddings": True},
+    "qwen3_moe": EXPERTS,
+    "gpt_oss": {
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+        "sliding_window": 16,
+        "rope_parameters": YARN,
+    },
+    "qwen3_next": EXPERTS | GATED_DELTA | {"shared_expert_intermediate_size": 64},
+    "qwen3_5_text": GATED_DELTA | {"tie_word_embeddings": True},
+}
+
+
+def make_model(kind: str) -> Any:
+    config = AutoConfig.for_model(kind, **COMMON | MODELS[kind])
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1 or parameter.shape[-1] < 8:
+                parameter.add_(0.2 * torch.randn_like(parameter))
+            else:
+                parameter.copy_(torch.randn_like(parameter) * parameter.shape[-1] ** -0.5)
+    return model
+
+
+def llama_logits(path: Path, ids: list[int]) -> np.ndarray[Any, Any]:
+    """[tokens, vocabulary]: half of the prompt at once, then token by token, from one context."""
+    import llama_cpp
+
+    silence = llama_cpp.llama_log_callback(lambda level, text, data: None)
+    llama_cpp.llama_log_set(silence, None)
+    model = llama_cpp.llama_model_load_from_file(str(path).encode(), llama_cpp.llama_model_default_params())
+    if not model:
+        raise RuntimeError(f"llama.cpp cannot load {path}")
+    options = llama_cpp.llama_context_default_params()
+    options.n_ctx, options.n_threads, options.n_threads_batch = 128, 2, 2
+    options.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED  # it rounds to float16
+    options.type_k = options.type_v = llama_cpp.GGML_TYPE_F32
+    context = llama_cpp.llama_init_from_model(model, options)
+    vocabulary = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model))
+    half, batch, rows = len(ids) // 2, llama_cpp.llama_batch_init(len(ids), 0, 1), []
+    for positions in (range(half), *([position] for position in range(half, len(ids)))):
+        batch.n_tokens = len(positions)
+        for i, position in enumerate(positions):
+            batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.seq_id[i][0] = ids[position], position, 1, 0
+            batch.logits[i] = True
+        if status := llama_cpp.llama_decode(context, batch):
+            raise RuntimeError(f"llama_decode failed with status {status}")
+        for i in range(len(positions)):
+            row = llama_cpp.llama_get_logits_ith(context, i)
+            rows.append(np.ctypeslib.as_array(row, (vocabulary,)).copy())
+    llama_cpp.llama_free(context)
+    llama_cpp.llama_model_free(model)
+    return np.stack(rows)
+
+
+def main() -> None:
+    failed = False
+    for kind in sys.argv[1:] or MODELS:
+        with tempfile.TemporaryDirectory() as scratch:
+            folder, path = Path(scratch) / "checkpoint", Path(scratch) / "model.gguf"
+            model = make_model(kind)
+            model.save_pretrained(folder)
+            write_float(folder, path, torch.float32)
+            ids = torch.randint(3, 256, (1, TOKENS), generator=torch.Generator().manual_seed(1))
+            with torch.no_grad():
+                expected = model(input_ids=ids, use_cache=False).logits[0].numpy()
+            found = llama_logits(path, ids[0].tolist())
+        error = float(np.abs(found - expected).max() / np.abs(expected).max())
+        same = int((found.argmax(-1) == expected.argmax(-1)).sum())
+        failed |= not error <= TOLERANCE
+        print(f"{kind}: largest difference {error:.1e} of the largest logit, argmax equal {same} of {TOKENS}")
+    sys.exit(int(failed))
+
+
+if __name__ == "__main__":
+    main()
