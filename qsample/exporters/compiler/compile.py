@@ -93,7 +93,8 @@ def optimize(plan: CompilePlan, target: Target) -> tuple[ir.Model, ir.Model | No
     if plan.weights is not None:
         sizes = getattr(target, "expert_block_sizes", BLOCK_SIZES)
         passes.append(partial(quantize_experts, quantization=plan.weights, block_sizes=sizes))
-        passes.append(partial(quantize_weights, quantization=plan.weights))
+        pads = getattr(target, "pads_blocks", False)
+        passes.append(partial(quantize_weights, quantization=plan.weights, pads=pads))
     recipe.run(model, passes)
     if plan.weights is not None:
         check_quantized(model, plan.weights)

@@ -31,15 +31,16 @@ from qsample.tensors import Array
 BITS: Final = {"int4": 4, "int8": 8}
 
 
-def quantize_weights(model: ir.Model, quantization: WeightQuantization) -> bool:
-    """Quantize the weights of `model`, in place.
+def quantize_weights(model: ir.Model, quantization: WeightQuantization, *, pads: bool = False) -> bool:
+    """Quantize the weights of `model`, in place. pads: the device's MatMulNBits takes a last block that is not full.
 
     1. A weight is a constant matrix of floats that a MatMul or a Gemm multiplies by or a Gather looks rows up in, in
        the graph or in the body of a Scan.
-    2. Its blocks are those asked for, or the largest smaller ones that divide its input size. Where none does, it stays
-       as it is. So do those that score experts: a thousandth of a mixture's weights, and what they round off decides
+    2. Its blocks are those asked for, or the largest smaller ones that divide its input size. Where none does, the last
+       block of each row is filled up with zeros, or it stays as it is: without `pads`, and where rows are looked up.
+    3. Those that score experts stay as they are: a thousandth of a mixture's weights, and what they round off decides
        which experts run.
-    3. The numbers are computed when the model is saved.
+    4. The numbers are computed when the model is saved.
 
     Returns whether there was one; `quantization_report` has the figures.
     """
@@ -50,7 +51,7 @@ def quantize_weights(model: ir.Model, quantization: WeightQuantization) -> bool:
     kept = moe.routers(model.graph)
     for node in with_loop_bodies(model.graph):
         matrix = matrix_of(node)
-        way = None if matrix is None or node in kept else _fitting(quantization, matrix.input_size)
+        way = None if matrix is None or node in kept else _fitting(quantization, matrix, pads)
         if matrix is None or way is None:
             continue
         blocks = quantized.setdefault(matrix.value, _QuantizedMatrix(matrix, way, newest))
@@ -102,13 +103,13 @@ class _Matrix(NamedTuple):
 
 
 class _QuantizedMatrix:
-    """A matrix as N rows of K / block_size blocks, and the initializers that hold it."""
+    """A matrix as N rows of K / block_size blocks, the last filled up, and the initializers that hold it."""
 
     def __init__(self, matrix: _Matrix, quantization: WeightQuantization, newest: NewestResult) -> None:
         self.matrix = matrix
         self.quantization = quantization
         self.output_size, self.input_size = matrix.output_size, matrix.input_size
-        self.block_count = self.input_size // quantization.block_size
+        self.block_count = -(-self.input_size // quantization.block_size)
         self._newest = newest
         self._initializers: dict[str, ir.Value] = {}
 
@@ -141,7 +142,9 @@ class _QuantizedMatrix:
 
     def quantize(self) -> Levels:
         weight = self.matrix.tensor.numpy()
-        return quantize_matrix(weight.T if self.matrix.transposed else weight, self.quantization)
+        weight = weight.T if self.matrix.transposed else weight
+        missing = self.block_count * self.quantization.block_size - self.input_size
+        return quantize_matrix(np.pad(weight, ((0, missing), (0, 0))) if missing else weight, self.quantization)
 
     def register(self, graph: ir.Graph) -> None:
         """Put the initializers in a row, so that saving them quantizes the matrix once."""
@@ -162,10 +165,14 @@ class _QuantizedMatrix:
         return self._initializers[kind]
 
 
-def _fitting(quantization: WeightQuantization, inputs: int) -> WeightQuantization | None:
-    """`quantization` with the largest blocks, of at most its own size, that `inputs` weights are a multiple of."""
-    sizes = [size for size in BLOCK_SIZES if size <= quantization.block_size and inputs % size == 0]
-    return replace(quantization, block_size=max(sizes)) if sizes else None
+def _fitting(quantization: WeightQuantization, matrix: _Matrix, pads: bool) -> WeightQuantization | None:
+    """`quantization` in the blocks that `matrix` gets; None where it stays float."""
+    inputs = matrix.input_size
+    sizes = [size for size in BLOCK_SIZES if size <= min(quantization.block_size, inputs)]
+    dividing = [size for size in sizes if inputs % size == 0]
+    if not dividing and pads and not any(user.op_type == "Gather" for user in matrix.value.consumers()):
+        dividing = sizes
+    return replace(quantization, block_size=max(dividing)) if dividing else None
 
 
 def matrix_of(node: ir.Node) -> _Matrix | None:

@@ -34,6 +34,7 @@ class CpuTarget:
     provider_options: Mapping[str, str] = {}
     splits_at_logits = False  # ONNX Runtime optimises model and sampler as one graph
     bundled_options: Mapping[str, Any] = {}
+    pads_blocks = True  # its MatMulNBits takes a last block that is not full
 
     def check(self, plan: CompilePlan) -> None:
         own = plan.source.interface.dtype

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -132,41 +131,6 @@ def test_quantized_graph(way: WeightQuantization, tmp_path: Path) -> None:
     assert report.bytes_before == weights["table"].nbytes + weights["matrix"].nbytes
     stored = [v.const_value for n, v in model.graph.initializers.items() if n.startswith(("table_", "matrix_"))]
     assert report.bytes_after == sum(tensor.nbytes for tensor in stored if tensor is not None)
-
-
-@pytest.mark.parametrize("method", ["rtn", "k_quant"])
-@pytest.mark.parametrize(("asked", "inputs", "got"), [(128, 2880, 64), (256, 48, 16), (32, 80, 16), (64, 96, 32)])
-def test_inputs_that_the_block_does_not_divide(asked: int, inputs: int, got: int, method: str, tmp_path: Path) -> None:
-    """The largest smaller block that divides them is taken: for 2,880, gpt-oss's width, and 128 that is 64."""
-    weights = {"table": normal(VOCAB, HIDDEN, seed=3), "matrix": normal(HIDDEN, 8, seed=4), "odd": normal(inputs, 24)}
-    model, way = small_model(weights, odd=inputs), WeightQuantization(4, asked, method)
-    assert quantize_weights(model, way)
-    report = quantization_report(model)
-    assert report is not None
-    assert (report.matrices, report.float_bytes) == (3, 0)
-    assert report.block_sizes == tuple(sorted({got, min(asked, HIDDEN)}))
-    ir.save(model, tmp_path / "m.onnx", external_data="m.data")
-
-    taken = replace(way, block_size=got)
-    expected = dequantized(tmp_path, "odd", taken)
-    assert expected.shape == (24, inputs)
-    error = np.abs(expected - weights["odd"].T).reshape(24, -1, got).mean(-1)
-    assert (error < np.abs(weights["odd"].T).reshape(24, -1, got).max(-1) / 14).all()  # half of a level
-    feeds = {"ids": np.zeros((1, 1), np.int64), "x": np.zeros((1, 1, HIDDEN), np.float32)}
-    rest = ort.InferenceSession(tmp_path / "m.onnx").run(["rest"], feeds | {"part": np.eye(inputs, dtype=np.float32)})
-    np.testing.assert_allclose(rest[0].T, expected, rtol=0.01, atol=1e-3)
-
-
-def test_a_packages_block_sizes(llama_package: Path, tmp_path: Path) -> None:
-    """Its hidden size is 64, its inner size 96. The manifest says both what was asked for and what was taken."""
-    compile_package(
-        read_package(llama_package), tmp_path / "out", CompileOptions(ctx_len=32, weights="int8", block_size=128)
-    )
-    compilation = read_package(tmp_path / "out").manifest.compilation
-    assert compilation is not None
-    assert compilation.quantization is not None
-    assert compilation.quantization["block_size"] == 128
-    assert compilation.quantization["block_sizes"] == [32, 64]
 
 
 @pytest.mark.parametrize("bias", [False, True])
