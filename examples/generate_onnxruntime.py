@@ -60,7 +60,7 @@ def main() -> None:
     decoder = ort.InferenceSession(
         args.package / "decoder.onnx", providers=providers, provider_options=provider_options
     )
-    initial_state = ort.InferenceSession(args.package / "initial_state.onnx", providers=providers)
+    initial_state = ort.InferenceSession(args.package / "initial_state.onnx", providers=PROVIDERS["cpu"])
     # A captured decoder has no control flow; what it cannot settle, this graph does.
     captured = manifest["interface"]["captured"]
     sampler = ort.InferenceSession(args.package / "sampler.onnx", providers=providers) if captured else None
@@ -68,15 +68,20 @@ def main() -> None:
     def on_device(array: np.ndarray) -> ort.OrtValue:
         return ort.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(array), args.provider)
 
-    # 1. The starting state, on the device: zeros, and the noise that decides what the seed will draw.
-    start = initial_state.io_binding()
-    start.bind_cpu_input("seed", np.array([args.seed], dtype=np.int64))
-    start.bind_cpu_input("capacity", np.array(capacity, dtype=np.int64))
+    # 1. The starting state: zeros, and the noise that decides what the seed will draw. The CPU makes it, because CUDA
+    # lacks kernels of it; it is copied once.
+    seeds = {"seed": np.array([args.seed], dtype=np.int64), "capacity": np.array(capacity, dtype=np.int64)}
     names = [output.name for output in initial_state.get_outputs()]
-    for name in names:
-        start.bind_output(name, args.provider)
-    initial_state.run_with_iobinding(start)
-    states = dict(zip(names, start.get_outputs(), strict=True))
+    made = initial_state.run_with_ort_values(
+        names, {name: ort.OrtValue.ortvalue_from_numpy(value) for name, value in seeds.items()}
+    )
+    states = {}
+    for name, value in zip(names, made, strict=True):
+        states[name] = value
+        if args.provider != "cpu":
+            kind = value.element_type()
+            states[name] = ort.OrtValue.ortvalue_from_shape_and_type(value.shape(), kind, args.provider)
+            states[name].update_inplace(value)
 
     # 2. What stays the same from call to call: the sampling parameters, one value a row.
     stops = manifest["token_ids"]["eos"] or [-1]

@@ -1,7 +1,8 @@
 """An `Interface` enters; `initial_state.onnx` leaves: seeds and a capacity in, the starting value of every state out.
 
 Every state starts as zeros but `noise`: Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3",
-SC'11) in counter mode. Built node by node, not traced, because the capacity is a value that sets shapes.
+SC'11) in counter mode. Built node by node, not traced, because the capacity is a value that sets shapes. For the CPU,
+on purpose: CUDA has no kernel for BitwiseXor, and a row's noise is a few kilobytes.
 """
 
 from __future__ import annotations

@@ -56,6 +56,12 @@ def _element(kind: Any) -> int:
     return _NUMBERS[kind[len("tensor(") : -1] if isinstance(kind, str) else np.dtype(kind).name]
 
 
+def _memory(bound: Bound) -> range:
+    """The addresses of its bytes."""
+    kind, shape, address, _ = bound
+    return range(address, address + math.prod(shape) * _BYTES[kind])
+
+
 def _of_value(value: Any) -> Bound:
     return _element(value.data_type()), tuple(value.shape()), value.data_ptr(), value
 
@@ -155,13 +161,16 @@ class Session(Original):  # type: ignore[misc]
                 used = self._captured[key]
                 COUNTS["replays"] += 1
         inputs, outputs = used
-        kept = {
-            name: ctypes.string_at(address, math.prod(shape) * _BYTES[kind])
-            for name, (kind, shape, address, _) in inputs.items()
-        }
+        # Those alone that it may write to: another thread may write to the others meanwhile.
+        written = [_memory(bound) for bound in outputs.values() if bound is not None]
+        kept = [
+            (memory.start, ctypes.string_at(memory.start, len(memory)))
+            for memory in map(_memory, inputs.values())
+            if any(memory.start < other.stop and other.start < memory.stop for other in written)
+        ]
         self._run_device(lambda: Original.run_with_iobinding(self, binding.real, run_options))
-        for name, (_, _, address, _) in inputs.items():
-            ctypes.memmove(address, kept[name], len(kept[name]))
+        for address, content in kept:
+            ctypes.memmove(address, content, len(content))
         self._run_twin(inputs, outputs, binding, times)
 
     def _run_device(self, run: Any) -> None:
