@@ -17,7 +17,10 @@ from qsample.runtime.decode.slots import Slots
 from tests.cuda import puppet
 from tests.cuda.trace import Trace
 
-FAMILIES = ("llama", "qwen3", "gemma3_text", "gpt2", "phi3", "mixtral", "gpt_oss", "olmo_hybrid")
+FAMILIES = (
+    *("llama", "qwen3", "gemma2", "gemma3_text", "gpt2", "phi3", "granite"),
+    *("mixtral", "gpt_oss", "qwen3_moe", "olmo_hybrid"),
+)
 RECURRENT = ("olmo_hybrid",)
 QUANTIZATIONS: dict[str, dict[str, Any]] = {
     "float": {},
@@ -26,7 +29,7 @@ QUANTIZATIONS: dict[str, dict[str, Any]] = {
     "int8 cache": {"kv_cache_dtype": "int8"},
 }
 ROWS = (None, 1, 4, 32)
-# One case for each family, dtype, quantization and number of rows; the whole product is slow.
+# A case of most families, each dtype, quantization and number of rows; the whole product is slow.
 SHORT = {
     ("llama", "float16", "float", None),
     ("qwen3", "float16", "int4", 4),
@@ -37,6 +40,8 @@ SHORT = {
     ("gpt_oss", "float16", "float", 1),
     ("olmo_hybrid", "float16", "int4", 4),
     ("olmo_hybrid", "bfloat16", "float", None),
+    ("qwen3_moe", "float16", "int4", 4),
+    ("gemma2", "float16", "float", 4),
 }
 PROMPTS = [[1, 5, 6, 7, 8], [1, 9, 4], [1, 200, 201, 202, 203, 204, 205, 206], [1, 77]]
 PARAMS = [

@@ -35,6 +35,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "cohere": {},
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": 6},
     "mixtral": {"num_local_experts": 4},
+    "qwen3_moe": {"head_dim": 32, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
     "olmo_hybrid": {
         "layer_types": ["linear_attention", "full_attention"],
         "linear_num_key_heads": 2,

@@ -82,8 +82,14 @@ def open_sessions(
     options = options or SessionOptions()
     providers = _providers(package, provider)
     check_manifest_options(package, provider, options.provider_options)
-    check_available(providers)
     device = "cuda" if CUDA in providers else "cpu"
+    number = str(options.provider_options.get("device_id", "0"))
+    if device == "cuda" and number != "0":
+        raise QsampleError(
+            f"provider_options has device_id {number!r}, and a process takes its first GPU; set the environment "
+            f"variable CUDA_VISIBLE_DEVICES={number} for this process, and leave device_id out"
+        )
+    check_available(providers)
     interface = package.interface
     sizes = dict(interface.sizes)
     if package.manifest.compilation is not None:

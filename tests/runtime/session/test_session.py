@@ -60,6 +60,13 @@ def test_wrong_options(options: dict[str, Any], message: str, fake: Callable[...
         load(fake().path, **options)
 
 
+@pytest.mark.parametrize("number", ["1", 3])
+def test_another_gpu_than_the_first_is_chosen_by_the_process(number: Any, fake: Callable[..., Package]) -> None:
+    with pytest.raises(QsampleError, match=f"CUDA_VISIBLE_DEVICES={number} for this process, and leave device_id out"):
+        load(fake().path, "cuda", provider_options={"device_id": number})
+    load(fake().path, "cpu")
+
+
 def test_ctx_len_of_a_device_package_is_fixed(fake: Callable[..., Package]) -> None:
     assert load(fake(compilation=compilation()).path, ctx_len=48)
     with pytest.raises(ValueError, match="ctx_len is 64 and the package was compiled for 48"):
