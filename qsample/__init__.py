@@ -14,18 +14,20 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from qsample.auto_model import AutoModelForCausalLM
+    from qsample.evaluation import evaluate
     from qsample.exporters.compiler.options import CompileOptions
     from qsample.models.foreign import bake
     from qsample.sampling_params import SamplingParams
 
 __version__ = "0.2.0"
-__all__ = ["AutoModelForCausalLM", "CompileOptions", "SamplingParams", "__version__", "bake"]
+__all__ = ["AutoModelForCausalLM", "CompileOptions", "SamplingParams", "__version__", "bake", "evaluate"]
 
 _LAZY = {
     "AutoModelForCausalLM": "qsample.auto_model",
     "CompileOptions": "qsample.exporters.compiler.options",
     "SamplingParams": "qsample.sampling_params",
     "bake": "qsample.models.foreign",
+    "evaluate": "qsample.evaluation",
 }
 
 

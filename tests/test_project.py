@@ -54,7 +54,9 @@ def test_importing_loads_nothing_heavy(module: str) -> None:
     assert python(f"import sys, {module}; print([name for name in {heavy} if name in sys.modules])") == "[]\n"
 
 
-@pytest.mark.parametrize("module", ["qsample.runtime", "qsample.package", "qsample.auto_model", "qsample.cli.output"])
+@pytest.mark.parametrize(
+    "module", ["qsample.runtime", "qsample.package", "qsample.auto_model", "qsample.cli.output", "qsample.evaluation"]
+)
 def test_the_runtime_side_imports_where_the_export_side_is_missing(module: str) -> None:
     # None in sys.modules makes an import of that name fail, as if it were not installed.
     assert python(f"import sys; sys.modules.update(dict.fromkeys({HEAVY})); import {module}; print('fine')") == "fine\n"

@@ -1,11 +1,12 @@
-"""The command line: `qsample export | compile | bake | generate | chat | serve | bench | inspect`. It parses and calls.
+"""The command line: `qsample export | compile | bake | generate | chat | serve | evaluate | bench | inspect`. It
+parses and calls.
 
-build.py (export, compile and bake), generate/ (with its files of prompts), chat/, serve.py, bench.py and inspect.py have
-the commands, common.py and options.py what they share, output.py and terminal.py what they print, errors.py what they say
-when something is wrong. Heavy modules are imported inside the commands, so that `qsample --help` answers at once.
-Results go to stdout; progress, figures and errors to stderr; with --json an error goes to stdout, too, as {"error":
-{"type": ..., "message": ..., "status": ...}}. Exit status: 0 done, 1 error, 2 wrong usage, 130 interrupted, 143
-terminated (signals.py).
+build.py (export, compile and bake), generate/ (with its files of prompts), chat/, serve.py, evaluate/, bench.py and
+inspect.py have the commands, common.py and options.py what they share, output.py and terminal.py what they print,
+errors.py what they say when something is wrong. Heavy modules are imported inside the commands, so that `qsample
+--help` answers at once. Results go to stdout; progress, figures and errors to stderr; with --json an error goes to
+stdout, too, as {"error": {"type": ..., "message": ..., "status": ...}}. Exit status: 0 done, 1 error, 2 wrong usage,
+130 interrupted, 143 terminated (signals.py).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from qsample.cli import bench, build, inspect, serve
 from qsample.cli.chat import command as chat
 from qsample.cli.common import no_escapes
 from qsample.cli.errors import DEBUG_VARIABLE, report
+from qsample.cli.evaluate import command as evaluate
 from qsample.cli.generate import command as generate
 from qsample.cli.signals import Terminated, end_on_signals
 
@@ -61,6 +63,7 @@ app.command(epilog=build.BAKE_EXAMPLES)(build.bake)
 app.command(epilog=generate.EXAMPLES)(generate.generate)
 app.command(epilog=chat.EXAMPLES)(chat.chat)
 app.command(epilog=serve.EXAMPLES)(serve.serve)
+app.command(epilog=evaluate.EXAMPLES)(evaluate.evaluate)
 app.command(epilog=bench.EXAMPLES)(bench.bench)
 app.command(epilog=inspect.EXAMPLES)(inspect.inspect)
 

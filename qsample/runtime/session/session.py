@@ -17,6 +17,7 @@ from qsample.runtime.session.device_thread import DeviceThread
 from qsample.runtime.session.linux_memory import in_huge_pages, release_pages
 from qsample.runtime.session.options import SessionOptions, session_options
 from qsample.runtime.session.providers import CPU, CUDA, check_available, execution_providers, open_session
+from qsample.runtime.session.returned_logits import graph_with_logits, with_logits
 from qsample.runtime.session.trusted_options import check_manifest_options
 from qsample.tensors import DTYPES
 
@@ -69,12 +70,17 @@ class Sessions:
 
 
 def open_sessions(
-    package: Package, provider: str | Sequence[str] | None = None, options: SessionOptions | None = None
+    package: Package,
+    provider: str | Sequence[str] | None = None,
+    options: SessionOptions | None = None,
+    *,
+    logits: bool = False,
 ) -> Sessions:
     """Load the graphs of `package`.
 
     provider: a short name (see `execution_providers`), or ONNX Runtime's own provider names in order of preference;
-    None = what a device package was compiled for, otherwise "cpu".
+    None = what a device package was compiled for, otherwise "cpu". logits: the decoder returns its logits, too,
+    whatever else it returns (`returned_logits.with_logits`).
 
     Raises QsampleError where the provider does not exist here or is not the one that the package was compiled for,
     PackageError where a graph does not have the interface that the manifest promises.
@@ -98,9 +104,11 @@ def open_sessions(
             sizes[BATCH] = 1
 
     def load(name: str, used: Sequence[str], used_options: SessionOptions) -> ort.InferenceSession:
-        session = _load(package, name, used, used_options)
+        is_decoder, spec = name == "decoder.onnx", interface.graphs[name]
+        wanted = with_logits(spec) if logits and is_decoder else spec
+        session = _load(package, name, used, used_options, logits=wanted != spec)
         # The batch and the capacity of the other graphs are free even where the decoder's are not.
-        check_interface(session, interface.graphs[name], sizes if name == "decoder.onnx" else interface.sizes, name)
+        check_interface(session, wanted, sizes if is_decoder else interface.sizes, name)
         return session
 
     on_host = SessionOptions(options.intra_op_num_threads, config=options.config)
@@ -166,12 +174,16 @@ def _providers(package: Package, provider: str | Sequence[str] | None) -> tuple[
     return providers
 
 
-def _load(package: Package, name: str, providers: Sequence[str], options: SessionOptions) -> ort.InferenceSession:
+def _load(
+    package: Package, name: str, providers: Sequence[str], options: SessionOptions, *, logits: bool
+) -> ort.InferenceSession:
+    """logits: give the graph its logits as an output, which it has not got."""
     native = session_options(options.config, intra_op_num_threads=options.intra_op_num_threads)
     path = package.file(name)
     package.check_graph(name)
     try:
-        return open_session(path, native, providers, _options_of(package, name, options, providers))
+        graph = graph_with_logits(path, native) if logits else path
+        return open_session(graph, native, providers, _options_of(package, name, options, providers))
     except QsampleError:
         raise
     except Exception as error:  # ONNX Runtime's own exceptions share no base but Exception

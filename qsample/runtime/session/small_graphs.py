@@ -31,6 +31,11 @@ def columns_behind() -> bytes:
     return _model(nodes, dict.fromkeys(("x", "row", "column", "zero"), _INT32), {"y": _INT32})
 
 
+def one_more_output(name: str, onnx_type: int) -> bytes:
+    """What gives a model, behind whose file it is put, one of its values as a further output."""
+    return _field(7, _field(12, _value(name, onnx_type)))
+
+
 def _model(nodes: Sequence[bytes], inputs: dict[str, int], outputs: dict[str, int]) -> bytes:
     graph = b"".join(_field(1, node) for node in nodes) + _field(2, b"graph")
     graph += b"".join(_field(11, _value(*value)) for value in inputs.items())

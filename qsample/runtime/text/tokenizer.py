@@ -80,6 +80,11 @@ class Tokenizer:
             raise
         return text
 
+    def get_vocab(self) -> dict[str, int]:
+        """Every token and its id."""
+        vocabulary: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
+        return vocabulary
+
     def is_skipped(self, token: int, *, skip_special_tokens: bool = True) -> bool:
         """Whether `decode` leaves `token` out wherever it stands: a special one, or an id that is no token."""
         return (skip_special_tokens and token in self._special) or self._tokenizer.id_to_token(int(token)) is None

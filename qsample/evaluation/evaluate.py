@@ -1,0 +1,288 @@
+"""Packages and a text enter; perplexity, KL divergence and top-1 agreement with confidence intervals leave.
+
+All packages read the same tokens in step, so that of each distribution only one row a package is in memory; of a token
+a few numbers are kept. It needs what running a package needs: onnxruntime, numpy and tokenizers.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from qsample.errors import QsampleError, shown
+from qsample.evaluation.forced_tokens import ForcedTokens
+from qsample.evaluation.report import Comparison, Evaluation, PackageQuality
+from qsample.evaluation.statistics import estimate_means
+from qsample.evaluation.texts import documents_of
+from qsample.evaluation.windows import Window, cut_windows
+from qsample.package import Package, read_package
+from qsample.progress import Progress
+from qsample.runtime.session.options import SessionOptions, check_count
+from qsample.tensors import Array
+
+DEFAULT_MAX_LENGTH: Final = 1024
+DEFAULT_BATCH_SIZE: Final = 8
+# The threads of several sessions that wait for work would take the processors from the one that has some.
+_NO_SPINNING: Final = {"session.intra_op.allow_spinning": "0"}
+_TIMED_TOKENS: Final = 64  # in front of the timed steps, and as many steps
+
+
+def evaluate(
+    packages: Any,
+    text: Any,
+    *,
+    against: Any = (),
+    max_length: int | None = None,
+    stride: int | None = None,
+    batch_size: int = DEFAULT_BATCH_SIZE,
+    confidence: float = 0.95,
+    seed: int = 0,
+    step_time: bool = False,
+    intra_op_num_threads: int | None = None,
+    progress: Progress | None = None,
+) -> Evaluation:
+    """Score `text` by packages, and say how far they are from others.
+
+    Args:
+        packages: a folder, a `Package`, what `export` and `compile` return, or a list of these.
+        text: a document, or a list of documents. Each is a text, tokenized as a prompt is, or token ids, [n] integers.
+        against: references, as `packages`: each package is compared with each of them.
+        max_length: tokens of a window, at least 2; None = what all packages hold, at most 1,024.
+        stride: tokens from one window to the next, 1 to max_length; None = half of max_length. A smaller one gives
+            tokens more context and takes longer; see `windows.cut_windows`.
+        batch_size: windows that are read at once, at least 1; fewer where a package was compiled for fewer rows.
+        confidence: of the intervals, in (0, 1); `statistics` has the method. seed: of their resamples.
+        step_time: time decode steps of one row, too, with prompts of up to 64 tokens.
+        intra_op_num_threads: of ONNX Runtime, None = its own choice.
+        progress: called with a stage's name and the fraction done, in [0, 1].
+
+    Every package is loaded at the same time. Raises ValueError for a wrong argument and for a text that has nothing to
+    score; QsampleError where the packages' vocabularies or tokenizers differ, one has no tokenizer for a text, or a
+    model gives logits that are no numbers; PackageError for a folder that holds no package.
+
+    >>> evaluate("tiny-int4", Path("book.txt").read_text(), against="tiny-cpu").packages[0].comparisons[0].kl
+    """
+    report = progress or (lambda stage, fraction: None)
+    chosen, references = _opened(packages, "package"), _opened(against, "reference")
+    if not chosen:
+        raise ValueError("no package was given; give at least one")
+    models = list((chosen | {path: one for path, one in references.items() if path not in chosen}).values())
+    places = {path: place for place, path in enumerate(dict.fromkeys((*chosen, *references)))}
+    pairs = [(places[one], places[other]) for one in chosen for other in references if one != other]
+    _check_numbers(batch_size, confidence)
+    _check_vocabularies(models)
+    documents = documents_of(text, models)
+    max_length, stride = _window_size(models, max_length, stride)
+    windows = cut_windows(documents, max_length, stride)
+    if not windows:
+        raise ValueError("text has no token to score: a document needs at least 2 tokens; give a longer text")
+    rows = min([batch_size, len(windows), *(rows for one in models if (rows := _most_rows(one)) is not None)])
+    options = SessionOptions(intra_op_num_threads, config=_NO_SPINNING)
+    scores = _Scores(models, pairs, sum(window.scored for window in windows))
+    runners = []
+    for index, one in enumerate(models):
+        report(f"loading {one.path.name}", 0.05 * index / len(models))
+        runners.append(ForcedTokens(one, rows, _capacity(one, max_length), options))
+    for done in _run(runners, windows, rows, scores):
+        report("reading the text", 0.05 + (0.75 if step_time else 0.95) * done / scores.tokens)
+    del runners
+    times = [_step_time(one, intra_op_num_threads, report) if step_time else None for one in models]
+    report("done", 1.0)
+    return Evaluation(
+        tokens=scores.tokens,
+        documents=len(documents),
+        max_length=max_length,
+        stride=stride,
+        confidence=confidence,
+        packages=scores.qualities(confidence, seed, times),
+    )
+
+
+class _Scores:
+    """A few numbers of every scored token, [models or pairs, tokens]."""
+
+    def __init__(self, models: Sequence[Package], pairs: Sequence[tuple[int, int]], tokens: int) -> None:
+        """pairs: a package and the reference that it is compared with, by their places in `models`."""
+        self.models, self.pairs, self.tokens = models, list(dict.fromkeys(pairs)), tokens
+        self.losses = np.zeros((len(models), tokens))
+        self.kl = np.zeros((len(self.pairs), tokens))
+        self.same = np.zeros((len(self.pairs), tokens), bool)
+
+    def add(self, place: int, token: int, logits: Sequence[Array]) -> None:
+        """logits: [V] of each model, of which `token` came next; the scored token at `place`."""
+        log_p = [_log_softmax(row) for row in logits]
+        for index, row in enumerate(log_p):
+            if not np.isfinite(row.max()):
+                raise QsampleError(
+                    f"{self.models[index].path} gives logits that are no numbers, at scored token {place} of the text; "
+                    "export or compile it again"
+                )
+            self.losses[index, place] = -row[token]
+        for index, (model, reference) in enumerate(self.pairs):
+            p = np.exp(log_p[reference])
+            with np.errstate(invalid="ignore"):  # two masked tokens: -inf less -inf, times 0
+                self.kl[index, place] = np.where(p > 0, p * (log_p[reference] - log_p[model]), 0).sum()
+            self.same[index, place] = log_p[reference].argmax() == log_p[model].argmax()
+
+    def qualities(self, confidence: float, seed: int, times: Sequence[float | None]) -> tuple[PackageQuality, ...]:
+        columns = {f"loss {index}": row for index, row in enumerate(self.losses)}
+        for index, (model, reference) in enumerate(self.pairs):
+            columns[f"kl {index}"], columns[f"same {index}"] = self.kl[index], self.same[index]
+            columns[f"ratio {index}"] = self.losses[model] - self.losses[reference]
+        means = estimate_means(columns, confidence=confidence, seed=seed)
+        return tuple(
+            PackageQuality(
+                path=str(one.path),
+                label=_label(one),
+                bytes=sum(entry.bytes for entry in one.manifest.files.values()),
+                perplexity=means[f"loss {index}"].map(_exp),
+                comparisons=tuple(
+                    Comparison(
+                        str(self.models[reference].path),
+                        means[f"kl {pair}"],
+                        means[f"same {pair}"],
+                        means[f"ratio {pair}"].map(_exp),
+                    )
+                    for pair, (model, reference) in enumerate(self.pairs)
+                    if model == index
+                ),
+                step_ms=times[index],
+            )
+            for index, one in enumerate(self.models)
+        )
+
+
+def _opened(given: Any, what: str) -> dict[Path, Package]:
+    """The packages that a caller named, by their folders without links."""
+    entries = list(given) if isinstance(given, list | tuple) else [given]
+    packages: dict[Path, Package] = {}
+    for entry in entries:
+        package = getattr(entry, "package", entry)
+        if isinstance(package, str | os.PathLike):
+            package = read_package(Path(package))
+        if not isinstance(package, Package):
+            raise ValueError(f"{shown(entry)} is no {what}; give a package's folder, or what compile returns")
+        packages.setdefault(Path(os.path.realpath(package.path)), package)
+    return packages
+
+
+def _check_numbers(batch_size: int, confidence: float) -> None:
+    check_count("batch_size", batch_size)
+    if isinstance(confidence, bool) or not isinstance(confidence, int | float) or not 0 < confidence < 1:
+        raise ValueError(f"confidence is {shown(confidence)}; give a number between 0 and 1, such as 0.95")
+
+
+def _check_vocabularies(models: Sequence[Package]) -> None:
+    first = models[0]
+    for other in models[1:]:
+        if other.interface.vocab_size != first.interface.vocab_size:
+            raise QsampleError(
+                f"{other.path} has a vocabulary of {other.interface.vocab_size} tokens and {first.path} one of "
+                f"{first.interface.vocab_size}; distributions over different tokens cannot be compared"
+            )
+
+
+def _window_size(models: Sequence[Package], max_length: int | None, stride: int | None) -> tuple[int, int]:
+    """max_length and stride, checked."""
+    limits = [(limit, one.path) for one in models if (limit := _longest_context(one)) is not None]
+    most, tightest = min(limits, default=(None, None))
+    check_count("max_length", max_length, least=2)
+    if max_length is None:
+        max_length = DEFAULT_MAX_LENGTH if most is None else min(DEFAULT_MAX_LENGTH, most)
+    if most is not None and max_length > most:
+        raise ValueError(f"max_length is {max_length} and {tightest} holds {most} tokens; give at most that")
+    if stride is None:
+        stride = max_length // 2
+    check_count("stride", stride)
+    if stride > max_length:
+        raise ValueError(
+            f"stride is {stride} and max_length {max_length}; windows may not leave tokens out between them"
+        )
+    return max_length, stride
+
+
+def _longest_context(package: Package) -> int | None:
+    """The most tokens of a row; None = any number."""
+    compilation = package.manifest.compilation
+    return compilation.ctx_len if compilation is not None else package.manifest.max_position_embeddings
+
+
+def _most_rows(package: Package) -> int | None:
+    compilation = package.manifest.compilation
+    return None if compilation is None else compilation.batch_size
+
+
+def _capacity(package: Package, max_length: int) -> int:
+    """T: fixed in a device package."""
+    compilation = package.manifest.compilation
+    return max_length if compilation is None else compilation.ctx_len
+
+
+def _label(package: Package) -> str:
+    """How the weights are held, in words."""
+    compilation = package.manifest.compilation
+    own = package.interface.dtype
+    figures: Mapping[str, Any] = (compilation.quantization if compilation else None) or {}
+    weights = str(figures.get("dtype") or own)
+    parts = [" ".join(str(figures[name]) for name in ("method",) if name in figures)]
+    if "block_size" in figures:
+        parts.append(f"blocks of {figures['block_size']}")
+    if package.manifest.packed_weights:
+        parts.append("packed by the checkpoint")
+    if "kv_cache_dtype" in figures:
+        parts.append(f"{figures['kv_cache_dtype']} cache")
+    return ", ".join([weights, *filter(None, parts)])
+
+
+def _step_time(package: Package, threads: int | None, report: Progress) -> float:
+    from qsample.runtime.bench import measure
+    from qsample.runtime.causal_lm import load
+
+    report(f"timing {package.path.name}", 0.8)
+    longest = _longest_context(package) or 2 * _TIMED_TOKENS
+    tokens = max(1, min(_TIMED_TOKENS, (longest - 8) // 2))  # less those that warm up
+    model = load(package.path, intra_op_num_threads=threads, verify=False)
+    return measure(model, prompt_tokens=tokens, new_tokens=tokens).decode_ms
+
+
+def _run(runners: Sequence[ForcedTokens], windows: Sequence[Window], rows: int, scores: _Scores) -> Iterator[int]:
+    """Score every window, `rows` at a time; yields how many tokens are done."""
+    done = 0
+    for start in range(0, len(windows), rows):
+        batch = windows[start : start + rows]
+        for row, window in enumerate(batch):
+            for runner in runners:
+                runner.read(row, window.ids[: window.first - 1])
+        for step in range(max(window.scored for window in batch)):
+            running = [row for row, window in enumerate(batch) if step < window.scored]
+            ids, lengths = np.zeros(rows, np.int64), np.zeros(rows, np.int32)  # the others begin again, and again
+            for row in running:
+                lengths[row] = batch[row].first - 1 + step
+                ids[row] = batch[row].ids[lengths[row]]
+            logits = [runner.step(ids, lengths) for runner in runners]
+            for row in running:
+                following = int(batch[row].ids[lengths[row] + 1])
+                scores.add(batch[row].offset + step, following, [one[row] for one in logits])
+            done += len(running)
+            yield done
+
+
+def _log_softmax(logits: Array) -> Array:
+    """[V] float64."""
+    with np.errstate(invalid="ignore"):  # the caller looks for what is no number
+        shifted: Array = logits.astype(np.float64)
+        shifted -= shifted.max()
+        shifted -= np.log(np.exp(shifted).sum())
+    return shifted
+
+
+def _exp(value: float) -> float:
+    try:
+        return math.exp(value)
+    except OverflowError:
+        return math.inf

@@ -1,0 +1,75 @@
+"""An evaluation enters; a picture of what each package costs and how good it is leaves. Needs matplotlib."""
+
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Final
+
+from qsample.errors import QsampleError
+from qsample.evaluation.report import Evaluation, PackageQuality
+from qsample.evaluation.statistics import Estimate
+
+FORMATS: Final = (".png", ".svg")
+
+
+def check_plot(path: str | Path) -> None:
+    """Raise, before long work, where a plot cannot be written to `path`: ValueError for its name or its folder,
+    QsampleError without matplotlib."""
+    path = Path(path)
+    if path.suffix.lower() not in FORMATS:
+        raise ValueError(f"plot is {str(path)!r}; give a file that ends in {' or '.join(FORMATS)}")
+    if not path.parent.is_dir() or path.is_dir():
+        raise ValueError(f"plot is {str(path)!r}, which is a folder or in none; give a file in a folder that is there")
+    if find_spec("matplotlib") is None:
+        raise QsampleError("a plot needs matplotlib, which is not installed; install qsample with its extra 'plot'")
+
+
+def draw(evaluation: Evaluation, path: str | Path) -> None:
+    """Draw the KL divergence from the first reference, or else the perplexity, over the packages' sizes, and over a
+    step's milliseconds where those were measured. path: a .png or .svg file, which is replaced.
+
+    Raises what `check_plot` raises.
+    """
+    check_plot(path)
+    from matplotlib.figure import Figure  # without pyplot, which would look for a screen
+
+    compared = [one for one in evaluation.packages if one.comparisons]
+    shown = compared or list(evaluation.packages)
+    timed = all(one.step_ms is not None for one in shown)
+    figure = Figure(figsize=(11 if timed else 6.5, 4.8), layout="constrained")
+    left, *others = figure.subplots(1, 2 if timed else 1, squeeze=False)[0]
+    _points(left, shown, [one.bytes / 1e6 for one in shown], "size, MB")
+    for right in others:
+        _points(right, shown, [one.step_ms or 0.0 for one in shown], "decode step of one row, ms")
+    reference = Path(compared[0].comparisons[0].reference).name if compared else None
+    left.set_ylabel(f"KL divergence from {reference}, nats a token" if reference else "perplexity")
+    figure.suptitle(
+        f"{evaluation.tokens} tokens; {100 * evaluation.confidence:g} % intervals by block bootstrap", fontsize="medium"
+    )
+    temporary = Path(path).with_name(f".{Path(path).name}.{os.getpid()}")
+    try:
+        figure.savefig(temporary, format=Path(path).suffix[1:].lower(), dpi=150)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _points(axes: Any, packages: list[PackageQuality], places: list[float], label: str) -> None:
+    estimates = [_shown(one) for one in packages]
+    for one, place, estimate in zip(packages, places, estimates, strict=True):
+        errors = [[max(0.0, estimate.value - estimate.low)], [max(0.0, estimate.high - estimate.value)]]
+        axes.errorbar([place], [estimate.value], yerr=errors, fmt="o", capsize=3)
+        axes.annotate(
+            Path(one.path).name, (place, estimate.value), xytext=(6, 4), textcoords="offset points", fontsize="small"
+        )
+    if all(estimate.value > 0 for estimate in estimates):
+        axes.set_yscale("log")
+    axes.set_xlabel(label)
+    axes.margins(x=0.2)
+    axes.grid(alpha=0.3)
+
+
+def _shown(one: PackageQuality) -> Estimate:
+    return one.comparisons[0].kl if one.comparisons else one.perplexity

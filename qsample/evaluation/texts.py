@@ -1,0 +1,75 @@
+"""Texts enter, in the forms that a caller has them; token ids that mean the same to every package leave."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from qsample.errors import QsampleError, shown
+from qsample.package import Package
+from qsample.runtime.text.tokenizer import TOKENIZER_FILE, Tokenizer
+from qsample.tensors import Array
+
+
+def documents_of(text: Any, packages: Sequence[Package]) -> list[Array]:
+    """Each document's token ids, [n] int64 in [0, V).
+
+    text: a document or a list of them, each a text or token ids. packages: all that will read them.
+
+    Raises ValueError where there is nothing to read, QsampleError where the packages do not read a text alike.
+    """
+    documents = [text] if isinstance(text, str) or _is_ids(text) else text
+    if not isinstance(documents, Sequence) or not all(isinstance(one, str) or _is_ids(one) for one in documents):
+        raise ValueError(f"text is {shown(text)}; give a text, token ids, or a list of either")
+    if not any(len(one) for one in documents):
+        raise ValueError("text is empty; give a document of at least 2 tokens")
+    tokenizer = _shared_tokenizer(packages) if any(isinstance(one, str) for one in documents) else None
+    vocab_size = packages[0].interface.vocab_size
+    return [_token_ids(one, tokenizer, vocab_size) for one in documents]
+
+
+def _is_ids(value: Any) -> bool:
+    if isinstance(value, np.ndarray):
+        return value.ndim == 1
+    return (
+        isinstance(value, list | tuple) and all(isinstance(one, int | np.integer) for one in value) and len(value) > 0
+    )
+
+
+def _token_ids(document: Any, tokenizer: Tokenizer | None, vocab_size: int) -> Array:
+    if isinstance(document, str):
+        assert tokenizer is not None
+        return np.array(tokenizer.encode(document), np.int64)
+    ids = np.asarray(document)
+    if ids.dtype.kind not in "iu" or ids.min(initial=0) < 0 or ids.max(initial=0) >= vocab_size:
+        raise ValueError(f"text has token ids {shown(document)}; give integers from 0 to {vocab_size - 1}")
+    return ids.astype(np.int64)
+
+
+def _shared_tokenizer(packages: Sequence[Package]) -> Tokenizer:
+    """The tokenizer of all packages. Raises QsampleError where one has none, or another."""
+    first: tuple[Package, Tokenizer] | None = None
+    for package in packages:
+        tokenizer = Tokenizer.of(package)
+        if tokenizer is None:
+            raise QsampleError(
+                f"{package.path} has no tokenizer, and a text was given; export the model with its tokenizer, or give "
+                "token ids, in Python"
+            )
+        if first is None:
+            first = package, tokenizer
+        elif not _alike(package, tokenizer, *first):
+            raise QsampleError(
+                f"{package.path} has another tokenizer than {first[0].path}: the same tokens mean other texts to them; "
+                "give packages of one model, or of models that share a tokenizer"
+            )
+    assert first is not None
+    return first[1]
+
+
+def _alike(package: Package, tokenizer: Tokenizer, other: Package, other_tokenizer: Tokenizer) -> bool:
+    files = package.manifest.files, other.manifest.files
+    same_file = files[0][TOKENIZER_FILE].sha256 == files[1][TOKENIZER_FILE].sha256
+    return same_file or tokenizer.get_vocab() == other_tokenizer.get_vocab()

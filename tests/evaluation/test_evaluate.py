@@ -1,0 +1,230 @@
+"""Perplexity, KL divergence and top-1 agreement beside transformers' own logits in float64, and wrong input."""
+
+from __future__ import annotations
+
+import tracemalloc
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from qsample.errors import PackageError, QsampleError
+from qsample.evaluation import Evaluation, evaluate
+from qsample.package import read_package
+from qsample.tensors import Array
+from tests.helpers.fake_package import POISON, byte_tokenizer, compilation, fake_package
+from tests.helpers.tiny_models import VOCAB_SIZE
+
+TEXT = "The quick brown fox jumps over the lazy dog, and then it sleeps under a tree until the morning comes."
+IDS = np.random.default_rng(7).integers(4, VOCAB_SIZE, 75)
+
+
+def log_probabilities(
+    checkpoint: Path, documents: Sequence[Array], max_length: int, stride: int
+) -> tuple[Array, Array]:
+    """[tokens, V] of each scored token in order, and which came; the windows are those of the guide."""
+    model = AutoModelForCausalLM.from_pretrained(checkpoint).double().eval()
+    rows, targets = [], []
+    for ids in documents:
+        previous = 0
+        for begin in range(0, len(ids), stride):
+            end = min(begin + max_length, len(ids))
+            with torch.no_grad():
+                log_p = torch.log_softmax(model(torch.tensor(ids[None, begin:end])).logits[0], -1).numpy()
+            for position in range(max(previous, begin + 1), end):
+                rows.append(log_p[position - 1 - begin])
+                targets.append(ids[position])
+            previous = end
+            if end == len(ids):
+                break
+    return np.stack(rows), np.array(targets)
+
+
+def perplexity_of(log_p: Array, targets: Array) -> float:
+    return float(np.exp(-log_p[np.arange(len(targets)), targets].mean()))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "max_length", "stride"),
+    [
+        ("llama", 16, 5),
+        ("llama", 20, 20),
+        ("olmo_hybrid", 24, 10),
+        pytest.param("gemma2", 32, 16, marks=pytest.mark.slow),
+        pytest.param("gpt2", 96, 96, marks=pytest.mark.slow),
+    ],
+)
+def test_perplexity_is_transformers_own(
+    model_type: str, max_length: int, stride: int, exported: Callable[..., Path], checkpoint: Callable[[str], Path]
+) -> None:
+    documents = [IDS, IDS[40:45], IDS[10:60]]
+    log_p, targets = log_probabilities(checkpoint(model_type), documents, max_length, stride)
+    found = evaluate(exported(model_type), documents, max_length=max_length, stride=stride, batch_size=3)
+    assert (found.tokens, found.documents) == (len(targets), 3)
+    (one,) = found.packages
+    assert one.perplexity.value == pytest.approx(perplexity_of(log_p, targets), rel=1e-4)
+    assert one.perplexity.low < one.perplexity.value < one.perplexity.high
+    assert one.comparisons == ()
+
+
+def test_divergence_and_agreement_are_those_of_transformers_logits(
+    exported: Callable[..., Path], checkpoint: Callable[[str], Path]
+) -> None:
+    """Of two different models, each against the other: the divergence is not symmetric."""
+    log_p, targets = log_probabilities(checkpoint("llama"), [IDS], 24, 12)
+    log_q, _ = log_probabilities(checkpoint("qwen3"), [IDS], 24, 12)
+    llama, qwen = exported("llama"), exported("qwen3")
+    found = evaluate([llama, qwen], IDS, against=[llama, qwen], max_length=24, stride=12)
+    assert [one.path for one in found.packages] == [str(llama), str(qwen)]
+    for one, (own, other) in zip(found.packages, ((log_p, log_q), (log_q, log_p)), strict=True):
+        (comparison,) = one.comparisons  # with itself there is none
+        assert comparison.kl.value == pytest.approx(float((np.exp(other) * (other - own)).sum(-1).mean()), rel=1e-4)
+        assert comparison.agreement.value == pytest.approx(float((own.argmax(-1) == other.argmax(-1)).mean()))
+        ratio = perplexity_of(own, targets) / perplexity_of(other, targets)
+        assert comparison.perplexity_ratio.value == pytest.approx(ratio, rel=1e-4)
+        assert comparison.kl.low < comparison.kl.value < comparison.kl.high
+    assert found.packages[0].comparisons[0].reference == str(qwen)
+
+
+def test_with_and_without_the_sampler_in_the_graph(exported: Callable[..., Path]) -> None:
+    ways = [exported("llama"), exported("llama", include_sampler=False), exported("llama", logprobs=True)]
+    values = [evaluate(path, IDS, max_length=20).packages[0].perplexity.value for path in ways]
+    assert values == pytest.approx([values[0]] * 3, rel=1e-6)
+
+
+def test_a_compiled_package_against_the_portable_one(llama_package: Path, tmp_path: Path) -> None:
+    from qsample import AutoModelForCausalLM as Models
+    from qsample import evaluate as public
+
+    portable = Models.from_pretrained(llama_package)
+    quantized = portable.compile(tmp_path / "int4", weights="int4", ctx_len=32, batch_size=1)
+    same = portable.compile(tmp_path / "same", ctx_len=40)
+    found = public([quantized, same], TEXT, against=portable, step_time=True)
+    assert (found.max_length, found.stride) == (32, 16)  # what the smallest of them holds
+    first, second, reference = found.packages
+    assert (first.label, second.label, reference.label) == ("int4, rtn, blocks of 32", "float32", "float32")
+    assert first.comparisons[0].kl.value > 1e-3 > 1e-6 > second.comparisons[0].kl.value
+    assert second.comparisons[0].agreement.value == 1
+    assert second.comparisons[0].perplexity_ratio.value == pytest.approx(1, abs=1e-5)
+    assert reference.comparisons == ()
+    assert all(one.step_ms is not None and one.step_ms > 0 for one in found.packages)
+    size = sum(path.stat().st_size for path in (tmp_path / "int4").iterdir() if path.name != "qsample.json")
+    assert first.bytes == size
+
+
+def test_windows_read_together_or_alone(llama_package: Path) -> None:
+    ways = [evaluate(llama_package, [IDS, IDS[:9]], max_length=16, stride=7, batch_size=rows) for rows in (1, 2, 50)]
+    values = [found.packages[0].perplexity.value for found in ways]
+    assert values == pytest.approx([values[0]] * 3, rel=1e-5)
+
+
+def test_a_text_is_tokenized_as_a_prompt_is(llama_package: Path) -> None:
+    ids = byte_tokenizer().encode(TEXT).ids
+    assert ids[0] == 1
+    assert evaluate(llama_package, TEXT, max_length=32) == evaluate(llama_package, [ids], max_length=32)
+
+
+def test_only_a_few_numbers_of_a_token_are_kept(tmp_path: Path) -> None:
+    """The distributions of all tokens would be 3,000 x 320 numbers a package."""
+    package = fake_package(tmp_path / "package")
+    ids = np.random.default_rng(0).integers(4, 60, 3000)
+    evaluate(package, ids[:100])  # loads what is loaded once
+    tracemalloc.start()
+    evaluate(package, ids)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    # The resamples of the intervals take the most.
+    assert peak < 3000 * 320 * 8 * 8
+
+
+def test_progress_goes_from_nothing_to_all(tmp_path: Path) -> None:
+    package = fake_package(tmp_path / "package")
+    told: list[tuple[str, float]] = []
+    evaluate(package, TEXT, progress=lambda stage, fraction: told.append((stage, fraction)))
+    fractions = [fraction for _, fraction in told]
+    assert fractions == sorted(fractions)
+    assert (fractions[0], fractions[-1]) == (0, 1)
+    assert {"loading package", "reading the text"} <= {stage for stage, _ in told}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "text is empty"),
+        ([], "text is empty"),
+        (["", ""], "text is empty"),
+        ([[5]], "no token to score"),
+        ([1.5, 2.5], r"give a text, token ids"),
+        (7, "give a text, token ids"),
+        ([5, 320], "give integers from 0 to 319"),
+        ([5, -1], "give integers from 0 to 319"),
+        (np.array([0.5, 2.0]), "give integers from 0 to 319"),
+        ("half \ud800", "lone surrogate"),
+    ],
+)
+def test_texts_that_cannot_be_scored(text: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        evaluate(fake_package(tmp_path / "package"), text)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_length": 49}, "max_length is 49 and .*package holds 48"),
+        ({"max_length": 1}, "max_length is 1"),
+        ({"max_length": 10, "stride": 11}, "stride is 11 and max_length 10"),
+        ({"stride": 0}, "stride is 0"),
+        ({"batch_size": 0}, "batch_size is 0"),
+        ({"confidence": 95}, "confidence is 95"),
+        ({"against": 3}, "3 is no reference"),
+        ({"intra_op_num_threads": 0}, "intra_op_num_threads is 0"),
+    ],
+)
+def test_arguments_out_of_range(options: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        evaluate(fake_package(tmp_path / "package", compilation=compilation()), TEXT, **options)
+
+
+def test_packages_that_do_not_go_together(llama_package: Path, tmp_path: Path) -> None:
+    first = fake_package(tmp_path / "first")
+    bare = fake_package(tmp_path / "bare", tokenizer=False)
+    with pytest.raises(QsampleError, match=r"bare has no tokenizer, and a text was given"):
+        evaluate(first, TEXT, against=bare)
+    assert evaluate(first, IDS, against=bare).packages[0].comparisons[0].agreement.value == 1
+
+    other = byte_tokenizer()
+    other.add_tokens(["<another>"])
+    package = fake_package(tmp_path / "other", files={"tokenizer.json": other.to_str()})
+    with pytest.raises(QsampleError, match="another tokenizer than"):
+        evaluate(first, TEXT, against=package)
+    written_again = byte_tokenizer().to_str(pretty=True)
+    alike = fake_package(tmp_path / "alike", files={"tokenizer.json": written_again})
+    assert evaluate(first, TEXT, against=alike).packages[0].comparisons[0].kl.value == 0
+
+    with pytest.raises(PackageError, match="missing"):
+        evaluate(first, TEXT, against=tmp_path / "nowhere")
+    with pytest.raises(ValueError, match="no package was given"):
+        evaluate([], TEXT)
+
+
+def test_another_vocabulary(bundled_package: Path, llama_package: Path) -> None:
+    with pytest.raises(QsampleError, match=r"a vocabulary of 320 tokens and .* one of 2048"):
+        evaluate(bundled_package, TEXT, against=llama_package)
+
+
+def test_logits_that_are_no_numbers(tmp_path: Path) -> None:
+    package = fake_package(tmp_path / "package")
+    with pytest.raises(QsampleError, match=r"package gives logits that are no numbers, at scored token 3 "):
+        evaluate(package, [5, 6, 7, POISON, 8])
+
+
+def test_the_same_package_twice_is_one(tmp_path: Path) -> None:
+    package = fake_package(tmp_path / "package")
+    found = evaluate([package, str(package.path)], TEXT, against=read_package(package.path))
+    assert isinstance(found, Evaluation)
+    assert len(found.packages) == 1
+    assert found.packages[0].comparisons == ()
