@@ -44,7 +44,10 @@ def select_last(foreign: ForeignGraph, rows: Rows, nodes: Nodes) -> ir.Value:
         last = next(value for value in graph.outputs if value is foreign.logits or value.name == LOGITS.name)
         flat = nodes("Reshape", [last, nodes.integers(-1, foreign.vocab_size)], last.dtype, dims)
         old = last
-    flat = nodes("Cast", [flat], ir.DataType.FLOAT, dims, to=ir.DataType.FLOAT)
+    if (
+        flat.dtype != ir.DataType.FLOAT
+    ):  # one that changes nothing goes when the graph is optimised, and the name with it
+        flat = nodes("Cast", [flat], ir.DataType.FLOAT, dims, to=ir.DataType.FLOAT)
     old.name = f"{LOGITS.name}.foreign"
     flat.name = LOGITS.name
     graph.outputs[next(index for index, value in enumerate(graph.outputs) if value is old)] = flat
