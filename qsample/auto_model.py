@@ -6,6 +6,8 @@ Torch and transformers are imported only where a checkpoint is exported.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +21,7 @@ from qsample.huggingface.keywords import check_from_pretrained
 from qsample.huggingface.model_methods import Device
 from qsample.models.foreign import ForeignModel, ForeignSource, is_decoder
 from qsample.models.packaged import Compilable, PackagedModel
-from qsample.package import MANIFEST_NAME, check_features, check_not_source, read_package
+from qsample.package import MANIFEST_NAME, Package, check_features, check_not_source, read_package
 from qsample.progress import Progress
 
 if TYPE_CHECKING:
@@ -187,7 +189,7 @@ class CheckpointModel(Compilable):
 
         Raises UnsupportedModelError, ParityError or PackageError, and leaves nothing behind then.
         """
-        return self._export(self._checkpoint, path, overwrite, progress)
+        return self._export(path, overwrite, progress)
 
     save_pretrained = export
 
@@ -196,13 +198,20 @@ class CheckpointModel(Compilable):
         checkpoint = self._checkpoint
         return tuple(filter(None, (checkpoint.model_id, checkpoint.adapter, checkpoint.tokenizer)))
 
-    def _portable(self, dtype: str | None, progress: Progress | None) -> PackagedModel:
-        """float16 is set before the export, because transformers itself decides which parts of a model stay in float32;
-        bfloat16, which no CPU could check, by the compiler."""
-        from qsample.exporters.export import EXPORT_DTYPES
+    @contextmanager
+    def _portable(self, dtype: str | None, destination: Path, progress: Progress | None) -> Iterator[Package]:
+        """In a scratch folder, with its weights where the checkpoint has them.
+
+        float16 is set before the export, because transformers itself decides which parts of a model stay in float32;
+        bfloat16, which no CPU could check, by the compiler.
+        """
+        from qsample.exporters.export import EXPORT_DTYPES, export_beside_checkpoint
 
         checkpoint = replace(self._checkpoint, dtype=dtype) if dtype in EXPORT_DTYPES else self._checkpoint
-        return self._export(checkpoint, None, False, progress)
+        with scratch_folder(destination) as scratch:
+            yield export_beside_checkpoint(
+                **self._load(checkpoint, scratch.new), folder=scratch.path / "portable", progress=progress
+            )
 
     @property
     def device(self) -> Device:
@@ -223,16 +232,22 @@ class CheckpointModel(Compilable):
             self._exported.generation_config = self._generation_config
         return self._exported.runtime
 
-    def _export(
-        self, checkpoint: Checkpoint, path: str | Path | None, overwrite: bool, progress: Progress | None
-    ) -> PackagedModel:
-        from qsample.exporters.checkpoints.load import load_model, load_tokenizer
-        from qsample.exporters.checkpoints.locate import ADAPTER, check_exists
-        from qsample.exporters.checkpoints.settings import settle_dtype, transformers_generation_config
+    def _export(self, path: str | Path | None, overwrite: bool, progress: Progress | None) -> PackagedModel:
         from qsample.exporters.export import export_model
 
         if path is not None:
             check_not_source(path, *self._sources)
+        with Destination(path) as destination, scratch_folder(destination.path) as scratch:
+            loaded = self._load(self._checkpoint, scratch.new)
+            package = export_model(path=destination.path, overwrite=overwrite, progress=progress, **loaded)
+            return PackagedModel(package, self._provider, destination.keep())
+
+    def _load(self, checkpoint: Checkpoint, scratch: Path) -> dict[str, Any]:
+        """What an export takes of the checkpoint. scratch: as `load_model` takes it."""
+        from qsample.exporters.checkpoints.load import load_model, load_tokenizer
+        from qsample.exporters.checkpoints.locate import ADAPTER, check_exists
+        from qsample.exporters.checkpoints.settings import settle_dtype, transformers_generation_config
+
         check_exists(checkpoint.model_id, checkpoint.hub)
         if checkpoint.adapter is not None:
             check_exists(checkpoint.adapter, checkpoint.hub.for_another_repository(), file=ADAPTER)
@@ -240,17 +255,12 @@ class CheckpointModel(Compilable):
         own = self._generation_config
         settings = None if own is None else transformers_generation_config(own)
         tokenizer = load_tokenizer(checkpoint)  # before the model: it fails fast
-        with Destination(path) as destination, scratch_folder(destination.path) as scratch:
-            model = load_model(checkpoint, scratch.new)
-            model.generation_config = settings or model.generation_config
-            package = export_model(
-                model,
-                tokenizer,
-                destination.path,
-                self.features,
-                model_id=" + ".join(filter(None, (checkpoint.model_id, checkpoint.adapter))),
-                revision=checkpoint.hub.revision,
-                overwrite=overwrite,
-                progress=progress,
-            )
-            return PackagedModel(package, self._provider, destination.keep())
+        model = load_model(checkpoint, scratch)
+        model.generation_config = settings or model.generation_config
+        return {
+            "model": model,
+            "tokenizer": tokenizer,
+            "features": self.features,
+            "model_id": " + ".join(filter(None, (checkpoint.model_id, checkpoint.adapter))),
+            "revision": checkpoint.hub.revision,
+        }

@@ -34,6 +34,7 @@ __all__ = [
     "PackageWriter",
     "Source",
     "TokenIds",
+    "Unpublished",
     "copy_package",
     "read_package",
     "use_package",
@@ -90,6 +91,15 @@ class Package:
         """Raise PackageError where another package has come to be at `path` since this one was read."""
         if self.identity not in (None, _identity(self.path)):
             raise PackageError(f"{self.path} was replaced while it was in use; open it again")
+
+
+class Unpublished(Package):
+    """A package in a scratch folder, for the work that goes on with it: its graphs may refer to files elsewhere."""
+
+    __slots__ = ()
+
+    def check_graph(self, name: str) -> None:
+        """What this process wrote itself needs no check."""
 
 
 class PackageWriter:

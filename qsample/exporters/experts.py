@@ -13,8 +13,9 @@ import numpy as np
 import onnx_ir as ir
 
 from qsample.exporters.graph import moe
-from qsample.exporters.graph.edit import constant, lazy_initializer, replace_node
+from qsample.exporters.graph.edit import constant, replace_node
 from qsample.exporters.graph.opset import CONTRIB_DOMAIN
+from qsample.exporters.graph.stored import rearranged
 from qsample.tensors import Array
 from qsample.transforms.experts import operator
 
@@ -91,8 +92,8 @@ class _Matrices:
         if in_turns and not self._transposed and self._tensors[0].shape.numpy() == shape:
             return self._parts[0]
 
-        def arrange() -> Array:
-            matrices = [self._matrices(tensor) for tensor in self._tensors]
+        def arrange(arrays: list[Array]) -> Array:
+            matrices = [self._matrices(array) for array in arrays]
             return matrices[0] if in_turns else _take_turns(matrices)
 
         return _arranged(self._graph, self._parts, shape, arrange)
@@ -103,15 +104,14 @@ class _Matrices:
         rows = first[1] if len(first) == 2 else first[0] // self._experts
         return (columns, rows) if self._transposed else (rows, columns)
 
-    def _matrices(self, tensor: ir.TensorProtocol) -> Array:
-        array = tensor.numpy()
+    def _matrices(self, array: Array) -> Array:
         matrices = array[: self._experts] if array.ndim == 3 else array.reshape(self._experts, -1, array.shape[-1])
         return matrices.swapaxes(1, 2) if self._transposed else matrices
 
 
 def _bias_in_turns(graph: ir.Graph, bias: ir.Value) -> ir.Value:
     tensor = _tensor(bias)
-    return _arranged(graph, [bias], tensor.shape.numpy(), lambda: _take_turns([tensor.numpy()]))
+    return _arranged(graph, [bias], tensor.shape.numpy(), _take_turns)
 
 
 def _take_turns(parts: list[Array]) -> Array:
@@ -126,14 +126,15 @@ def _tensor(value: ir.Value) -> ir.TensorProtocol:
 
 
 def _arranged(
-    graph: ir.Graph, parts: Sequence[ir.Value], shape: Sequence[int], arrange: Callable[[], Array]
+    graph: ir.Graph, parts: Sequence[ir.Value], shape: Sequence[int], arrange: Callable[[list[Array]], Array]
 ) -> ir.Value:
-    """The initializer that holds `arrange()`, in place of `parts`; layers that share parameters share it."""
+    """The initializer that holds what `arrange` makes of the numbers of `parts`, in their place; layers that share
+    parameters share it."""
     name = f"{parts[0].name}_arranged"
-    dtype = parts[0].dtype
-    assert dtype is not None
     if name not in graph.initializers:
-        graph.register_initializer(lazy_initializer(name, shape, dtype, lambda: np.ascontiguousarray(arrange())))
+        tensor = rearranged([_tensor(part) for part in parts], shape, arrange, name)
+        value = ir.Value(name=name, shape=ir.Shape(shape), type=ir.TensorType(tensor.dtype), const_value=tensor)
+        graph.register_initializer(value)
     return graph.initializers[name]
 
 

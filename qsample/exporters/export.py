@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,17 +17,20 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from qsample import package
 from qsample.contract import Features, Interface
+from qsample.disk.space import full_disk_named
 from qsample.errors import QsampleError, UnsupportedModelError
 from qsample.exporters import parity
 from qsample.exporters.control_flow import outline_scans
 from qsample.exporters.experts import lower_experts
 from qsample.exporters.huggingface_reference import longest_context, reference
+from qsample.exporters.placeholders import fill_placeholders
 from qsample.exporters.portable import portable_manifest, write_graphs
 from qsample.exporters.trace import trace
 from qsample.progress import Progress
 from qsample.transforms import pipeline
 from qsample.transforms.cache import DecodeContext
 from qsample.transforms.decoder import Decoder
+from qsample.transforms.deferred import chunks, computing, deferred
 from qsample.transforms.head import LastTokenHead
 from qsample.transforms.positions import RowPositions
 from qsample.transforms.probe import state_shapes
@@ -59,41 +63,82 @@ def export_model(
     PackageError where `path` cannot be written.
     """
     report = progress or (lambda stage, fraction: None)
-    dtype = _check_dtype(model)
-    context = DecodeContext()
+    _check_dtype(model)
     with package.write_package(path, overwrite=overwrite, required_bytes=_weight_bytes(model)) as writer:
-        folder = writer.directory
-        report("checking the model", 0.0)
-        expected = reference(model)
-        model, _ = pipeline.apply(model, pipeline.default_transforms(context))
-        vocab_size = int(expected.logits[0].shape[-1])
-        key_values, recurrent = state_shapes(model, context)
-        interface = Interface(vocab_size, key_values, dtype, features, recurrent=recurrent)
-        token_ids = _token_ids(model, tokenizer)
-        _check_vocabulary(tokenizer, vocab_size)
-
-        report("tracing the decode graph", 0.05)
-        traced = trace(Decoder(model, context, interface), interface.model, interface.sizes)
-        outline_scans(traced)
-        lower_experts(traced)
-        report("writing the weights", 0.55)
-        write_graphs(traced, interface, token_ids.pad, folder)
-        del traced
-
-        report("comparing with the Hugging Face model", 0.7)
-        plain = len(interface.key_values) if context.buffered else len(context.masked)
-        figures = parity.check(
-            folder / "decoder.onnx",
-            folder / "initial_state.onnx",
-            interface,
-            expected,
-            plain_attention_layers=plain,
-        )
-        _save_model_files(model, tokenizer, folder)
+        manifest = _export(model, tokenizer, writer.directory, features, model_id, revision, report)
         report("publishing", 0.9)
-        writer.finish(_manifest(model, interface, token_ids, model_id, revision, figures))
+        writer.finish(manifest)
     report("done", 1.0)
     return package.read_package(path, verify=False)
+
+
+def export_beside_checkpoint(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    folder: Path,
+    features: Features,
+    *,
+    model_id: str,
+    revision: str | None = None,
+    progress: Progress | None = None,
+) -> package.Package:
+    """As `export_model`, for `compile` alone: its weights stay in the checkpoint's files, which the graph refers to.
+
+    folder: a new one, in scratch space. The package is neither hashed nor published, and lives as long as both.
+    """
+    report = progress or (lambda stage, fraction: None)
+    _check_dtype(model)
+    with full_disk_named(folder.parent):
+        folder.mkdir()
+        manifest = _export(model, tokenizer, folder, features, model_id, revision, report, publish=False)
+    files = {path.name: package.FileEntry("", path.stat().st_size) for path in folder.iterdir()}
+    report("done", 1.0)
+    return package.Unpublished(folder.absolute(), replace(manifest, files=files))
+
+
+def _export(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    folder: Path,
+    features: Features,
+    model_id: str,
+    revision: str | None,
+    report: Progress,
+    *,
+    publish: bool = True,
+) -> package.Manifest:
+    """Write all of a package but its manifest into `folder`, and return that."""
+    context = DecodeContext()
+    report("checking the model", 0.0)
+    with computing():
+        expected = reference(model)
+        model, _ = pipeline.apply(model, pipeline.default_transforms(context))
+    vocab_size = int(expected.logits[0].shape[-1])
+    key_values, recurrent = state_shapes(model, context)
+    interface = Interface(vocab_size, key_values, _check_dtype(model), features, recurrent=recurrent)
+    token_ids = _token_ids(model, tokenizer)
+    _check_vocabulary(tokenizer, vocab_size)
+
+    report("tracing the decode graph", 0.05)
+    traced = trace(Decoder(model, context, interface), interface.model, interface.sizes)
+    fill_placeholders(traced)
+    outline_scans(traced)
+    lower_experts(traced)
+    report("writing the weights", 0.55)
+    write_graphs(traced, interface, token_ids.pad, folder, refer=not publish)
+    del traced
+
+    report("comparing with the Hugging Face model", 0.7)
+    plain = len(interface.key_values) if context.buffered else len(context.masked)
+    figures = parity.check(
+        folder / "decoder.onnx",
+        folder / "initial_state.onnx",
+        interface,
+        expected,
+        plain_attention_layers=plain,
+    )
+    _save_model_files(model, tokenizer, folder)
+    return _manifest(model, interface, token_ids, model_id, revision, figures)
 
 
 def _check_dtype(model: PreTrainedModel) -> str:
@@ -118,9 +163,14 @@ def _weight_bytes(model: PreTrainedModel) -> int:
     """Bytes of the weights as they are written."""
     quantized = list(quantized_layers(model))
     not_written = {layer.weight for layer, _ in quantized}
-    return sum(weight.nbytes for weight in model.parameters() if weight not in not_written) + sum(
+    return sum(_stored_bytes(weight) for weight in model.parameters() if weight not in not_written) + sum(
         weight.nbytes for _, weight in quantized
     )
+
+
+def _stored_bytes(weight: torch.Tensor) -> int:
+    found = deferred(weight)
+    return weight.numel() * (weight.dtype if found is None else found.dtype).itemsize
 
 
 def _quantized_weights(model: PreTrainedModel) -> dict[str, Any] | None:
@@ -218,5 +268,6 @@ def weight_hash(model: PreTrainedModel) -> str:
     named = {_unwrapped(name, inside): tensor for name, tensor in model.state_dict().items()}
     for name, tensor in sorted(named.items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        digest.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy())
+        for part in chunks(tensor.detach()):
+            digest.update(part.contiguous().view(torch.uint8).numpy().data)
     return digest.hexdigest()

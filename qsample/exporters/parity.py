@@ -21,6 +21,7 @@ from qsample.contract import LOGITS, Interface
 from qsample.errors import ParityError
 from qsample.exporters.graph import gqa
 from qsample.exporters.graph.runner import GraphRunner
+from qsample.exporters.graph.stored import load_graph
 from qsample.exporters.graph.windows import narrow_windows
 from qsample.tensors import Array
 
@@ -111,7 +112,7 @@ def check(
     Raises ParityError with the figures where a logit differs by more than the tolerance, where a greedy token is not
     the argmax, or where there is not exactly one GroupQueryAttention per other attention layer.
     """
-    model = _returning_logits(ir.load(decoder))
+    model = _returning_logits(load_graph(decoder))
     attentions = len(gqa.attentions(model.graph))
     layers = len(interface.key_values) - plain_attention_layers
     if attentions != layers:

@@ -16,26 +16,34 @@ import onnxruntime as ort
 import qsample
 from qsample.contract import CONTRACT_VERSION, Interface
 from qsample.exporters.graph.join import append_sampler
+from qsample.exporters.graph.stored import narrow_weights, save_beside
 from qsample.exporters.initial_state import build_initial_state
 from qsample.exporters.parity import Parity
 from qsample.exporters.sampler import export_sampler
 from qsample.manifest import Manifest, Source, TokenIds
 
 
-def write_graphs(model: ir.Model, interface: Interface, pad_token_id: int, folder: Path) -> None:
+def write_graphs(
+    model: ir.Model, interface: Interface, pad_token_id: int, folder: Path, *, refer: bool = False
+) -> None:
     """Write every ONNX file of `interface.graphs` into `folder`, and the weights of `model` beside `decoder.onnx`.
 
     Args:
         model: its inputs and outputs are those of `interface.model`. With a sampler among the features it is changed in
             place and has those of `interface.decoder` afterwards.
         pad_token_id: `next_ids` of a row that emitted nothing.
+        refer: leave weights that lie in other files there (`stored.save_beside`), for a package that is not published.
     """
     sampler = export_sampler(interface, pad_token_id)
     if interface.features.sampler:
         append_sampler(model, sampler, interface.decoder)
     else:
         ir.save(sampler, folder / "sampler.onnx")
-    ir.save(model, folder / "decoder.onnx", external_data="decoder.onnx.data")
+    if refer:
+        save_beside(model, folder, "decoder.onnx")
+    else:
+        narrow_weights(model)
+        ir.save(model, folder / "decoder.onnx", external_data="decoder.onnx.data")
     ir.save(build_initial_state(interface), folder / "initial_state.onnx")
 
 

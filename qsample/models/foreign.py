@@ -4,7 +4,8 @@ used."""
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,7 +15,7 @@ from qsample.contract import Features, Interface
 from qsample.destination import Destination
 from qsample.errors import QsampleError
 from qsample.models.packaged import Compilable, PackagedModel
-from qsample.package import check_not_source
+from qsample.package import Package, check_not_source
 from qsample.progress import Progress
 
 if TYPE_CHECKING:
@@ -165,8 +166,10 @@ class ForeignModel(Compilable):
     def _sources(self) -> tuple[str | Path, ...]:
         return (self._source.path,)
 
-    def _portable(self, dtype: str | None, progress: Progress | None) -> PackagedModel:
-        return self.export(progress=progress)
+    @contextmanager
+    def _portable(self, dtype: str | None, destination: Path, progress: Progress | None) -> Iterator[Package]:
+        exported = self.export(progress=progress)
+        yield exported.package  # whose folder lives as long as `exported`
 
 
 def _bake(

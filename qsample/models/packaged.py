@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,11 +54,8 @@ class Compilable(RunsSessions):
         options = (options or CompileOptions()).override(**changes)
         if path is not None:
             check_not_source(path, *self._sources)
-        with Destination(path) as destination:
-            source = self._portable(options.dtype, progress)  # kept: a temporary export lives as long as this
-            compiled = compile_package(
-                source.package, destination.path, options, overwrite=overwrite, progress=progress
-            )
+        with Destination(path) as destination, self._portable(options.dtype, destination.path, progress) as source:
+            compiled = compile_package(source, destination.path, options, overwrite=overwrite, progress=progress)
             return PackagedModel(compiled, options.provider, destination.keep())
 
     @property
@@ -66,8 +64,10 @@ class Compilable(RunsSessions):
         """The folders that it is made from, which nothing may be written over."""
 
     @abstractmethod
-    def _portable(self, dtype: str | None, progress: Progress | None) -> PackagedModel:
-        """The portable package to compile."""
+    def _portable(
+        self, dtype: str | None, destination: Path, progress: Progress | None
+    ) -> AbstractContextManager[Package]:
+        """The portable package to compile for `destination`."""
 
 
 class PackagedModel(Compilable):
@@ -112,8 +112,10 @@ class PackagedModel(Compilable):
     def _sources(self) -> tuple[str | Path, ...]:
         return (self.package.path,)
 
-    def _portable(self, dtype: str | None, progress: Progress | None) -> PackagedModel:
-        return self
+    def _portable(
+        self, dtype: str | None, destination: Path, progress: Progress | None
+    ) -> AbstractContextManager[Package]:
+        return nullcontext(self.package)
 
     def save_pretrained(self, path: str | Path, *, overwrite: bool = False) -> PackagedModel:
         """Copy the package to `path` and return the copy, opened."""

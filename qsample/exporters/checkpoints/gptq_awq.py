@@ -1,13 +1,13 @@
-"""Turns a checkpoint with GPTQ or AWQ weights into a float copy that transformers can load, and keeps the same integers
-in blocks for the layers of the loaded model.
+"""Reads a checkpoint with GPTQ or AWQ weights: what its layers mean in float, computed when it is needed, and the same
+integers in blocks for the layers of the loaded model.
 
-Neither the library that quantized the checkpoint nor a GPU is needed. A layer gets its blocks back by the digest of its
-float weight, so that transformers may rename it. What transformers merges or an adapter changes stays float.
+Neither the library that quantized the checkpoint nor a GPU is needed. A float weight is a placeholder
+(`transforms.deferred`), by which its layer is known wherever transformers puts it. What transformers merges or an
+adapter changes stays float.
 """
 
 from __future__ import annotations
 
-import hashlib
 import warnings
 from collections.abc import Collection, Mapping
 from contextlib import ExitStack
@@ -17,12 +17,12 @@ from typing import Final
 
 import torch
 from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from qsample.errors import QsampleError, UnsupportedModelError
-from qsample.exporters.checkpoints.float32_copy import WeightWriter, finish_checkpoint, to_float32
 from qsample.exporters.checkpoints.gptq_awq_checks import check_layer
 from qsample.exporters.checkpoints.gptq_awq_layouts import (
     GroupedWeight,
@@ -31,25 +31,30 @@ from qsample.exporters.checkpoints.gptq_awq_layouts import (
     unpack_awq,
     unpack_gptq,
 )
+from qsample.exporters.checkpoints.mapped_weights import in_float32, places
 from qsample.exporters.checkpoints.quantization_config import ADVICE, CheckpointQuantization
 from qsample.exporters.graph.nbits import BLOCK_SIZES
+from qsample.transforms.deferred import SMALLEST, Deferred, defer, deferred, numbers
 from qsample.transforms.quantized_linear import QuantizedWeight, set_quantized_weight
 
 _STORED_PARTS: Final = ("qweight", "qzeros", "scales", "g_idx")
 _BLOCK_PARTS: Final = ("blocks", "scales", "zero_points", "order")
+_FILE_BYTES: Final = 128 * 2**20
 
 
 class BlockStore:
-    """Quantized weights in safetensors files of a folder, each under the digest of the float weight that it stands for.
+    """Quantized weights in safetensors files of a folder, each under a name.
 
-    Filled by `add`, then `flush`; what `read` returns stays mapped from its file.
+    Filled by `add`, then `flush`; what `read` returns stays mapped from its file, the large parts as placeholders that
+    a graph can refer to.
     """
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir()
         self._folder = folder
-        self._writer = WeightWriter(folder, "blocks")
-        self._layouts: dict[str, tuple[int, int]] = {}  # digest → bits, block size
+        self._pending: dict[str, Tensor] = {}
+        self._files: dict[str, Path] = {}  # part of a weight → file
+        self._layouts: dict[str, tuple[int, int]] = {}  # weight → bits, block size
 
     def __contains__(self, key: str) -> bool:
         return key in self._layouts
@@ -58,32 +63,43 @@ class BlockStore:
         self._layouts[key] = weight.bits, weight.block_size
         for part in _BLOCK_PARTS:
             if (tensor := getattr(weight, part)) is not None:
-                self._writer.add(f"{key}.{part}", tensor)
+                self._pending[f"{key}.{part}"] = tensor
+        if sum(tensor.nbytes for tensor in self._pending.values()) >= _FILE_BYTES:
+            self.flush()
 
     def flush(self) -> None:
-        self._writer.flush()
+        """Write what is still in memory; called once more after the last weight."""
+        if self._pending:
+            file = self._folder / f"blocks-{len(set(self._files.values())):05}.safetensors"
+            save_file(self._pending, file)
+            self._files.update(dict.fromkeys(self._pending, file))
+            self._pending = {}
 
     def read(self, key: str) -> QuantizedWeight:
-        tensors = {}
-        for part in _BLOCK_PARTS:
-            if (file := self._writer.files.get(f"{key}.{part}")) is not None:
-                with safe_open(self._folder / file, "pt") as opened:
-                    tensors[part] = opened.get_tensor(f"{key}.{part}")
+        parts = {part: self._read(f"{key}.{part}") for part in _BLOCK_PARTS if f"{key}.{part}" in self._files}
         bits, block_size = self._layouts[key]
-        return QuantizedWeight(bits, block_size, **tensors)
+        return QuantizedWeight(bits, block_size, **parts)
+
+    def _read(self, name: str) -> Tensor:
+        file = self._files[name]
+        with safe_open(file, "pt") as opened:
+            tensor: Tensor = opened.get_tensor(name)
+        if tensor.numel() < SMALLEST:
+            return tensor
+        return defer(tensor.shape, tensor.dtype, lambda: tensor, tensor.dtype, places(file)[name])
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizedCheckpoint:
     """A quantized checkpoint as float, and the blocks of its layers.
 
-    folder: of the float copy. layers: names of the quantized layers. without_blocks: those of them that no block size
-    fits, which stay float. biases: names of their biases, but for zeros, which some tools write everywhere. blocks: of
-    the other layers.
+    weights: every tensor by name, quantized ones as placeholders. layers: those of the quantized layers, with their
+    names. without_blocks: names of those that no block size fits, which stay float. biases: names of the layers'
+    biases, but for zeros, which some tools write everywhere. blocks: of the other layers, by name.
     """
 
-    folder: Path
-    layers: tuple[str, ...]
+    weights: dict[str, Tensor]
+    layers: Mapping[Deferred, str]
     without_blocks: tuple[str, ...]
     biases: frozenset[str]
     blocks: BlockStore
@@ -95,13 +111,17 @@ class QuantizedCheckpoint:
         """
         attached = 0
         for layer in model.modules():
-            if type(layer).forward not in (nn.Linear.forward, Conv1D.forward):  # subclasses may do more than multiply
+            weight = getattr(layer, "weight", None)
+            found = deferred(weight) if isinstance(weight, Tensor) else None
+            if found not in self.layers or found is None or weight is None:
                 continue
-            assert isinstance(layer.weight, Tensor)
-            key = digest(layer.weight.detach())
-            if key in self.blocks:
+            key = self.layers[found]
+            multiplies = type(layer).forward in (nn.Linear.forward, Conv1D.forward)  # subclasses may do more than that
+            if multiplies and key in self.blocks and weight.is_contiguous():
                 set_quantized_weight(layer, self.blocks.read(key))
                 attached += 1
+            elif weight.numel() < SMALLEST:
+                layer.weight = nn.Parameter(numbers(weight.detach()), requires_grad=False)
         reasons = []
         if self.without_blocks:
             count = len(self.without_blocks)
@@ -117,71 +137,83 @@ class QuantizedCheckpoint:
 
     def check_loaded(self, missing: Collection[str], unexpected: Collection[str]) -> None:
         """Raise QsampleError where the model has weights that the checkpoint does not hold, or the other way round."""
-        lost = sorted(set(unexpected) & ({f"{layer}.weight" for layer in self.layers} | self.biases))
+        lost = sorted(set(unexpected) & ({f"{layer}.weight" for layer in self.layers.values()} | self.biases))
         if missing or lost:
             what = f"lacks {_listed(missing)}" if missing else f"has {_listed(lost)}, which the model does not know"
             raise QsampleError(f"the quantized checkpoint {what}; it is damaged, or of another model than it says")
 
 
-def dequantize_checkpoint(
+def read_checkpoint(
     source: Path,
     files: list[Path],
-    destination: Path,
+    scratch: Path,
     quantization: CheckpointQuantization,
     *,
     dtype: torch.dtype,
     model: nn.Module,
 ) -> QuantizedCheckpoint:
-    """Write the checkpoint in `source`, whose weights are `files`, to the empty folder `destination` in float, and the
-    blocks of its quantized layers into a folder inside of it: one layer at a time is in memory.
+    """The checkpoint in `source`, whose weights are `files`. The blocks of its quantized layers are written into a
+    folder inside of `scratch`: one layer at a time is in memory.
 
     dtype: of weights and scales. model: what the checkpoint will be loaded into, without memory for its weights. Raises
     QsampleError where a layer is incomplete, or its tensors do not fit one another or the model.
     """
-    layers, without_blocks, biases = [], [], set()
+    weights, layers, without_blocks, biases = {}, {}, [], set()
     transposed, shapes = _conv1d_names(model), {name: weight.shape for name, weight in model.state_dict().items()}
-    weights, blocks = WeightWriter(destination), BlockStore(destination / "qsample-blocks")
+    blocks = BlockStore(scratch / "qsample-blocks")
     with ExitStack() as stack:
-        opened = [stack.enter_context(safe_open(file, "pt")) for file in files]
-        file_of = {name: file for file in opened for name in file.keys()}  # noqa: SIM118 - it is no mapping
+        opened = {file: stack.enter_context(safe_open(file, "pt")) for file in files}
+        file_of = {name: file for file, tensors in opened.items() for name in tensors.keys()}  # noqa: SIM118
+        where = {name: place for file in files for name, place in places(file).items()}
         quantized = {name.removesuffix(".qweight") for name in file_of if name.endswith(".qweight")}
         _check_names(file_of, quantized, source)
         for name, file in file_of.items():
             layer, _, part = name.rpartition(".")
             if layer not in quantized or part not in _STORED_PARTS:
-                tensor = file.get_tensor(name)
+                tensor = opened[file].get_tensor(name)
                 if layer in quantized and part == "bias" and tensor.any():
                     biases.add(name)
-                weights.add(name, to_float32(tensor) if dtype == torch.float32 else tensor)
+                weights[name] = in_float32(tensor, where[name])
             elif part == "qweight":
                 names = {part: f"{layer}.{part}" for part in _STORED_PARTS if f"{layer}.{part}" in file_of}
-                stored = {part: file_of[name].get_tensor(name) for part, name in names.items()}
+                stored = {part: opened[file_of[name]].get_tensor(name) for part, name in names.items()}
+                turned = layer.rpartition(".")[2] in transposed
                 grouped = read_layer(layer, stored, quantization)
-                weight = torch.from_numpy(dequantize(grouped)).to(dtype)
-                weight = weight.T.contiguous() if layer.rpartition(".")[2] in transposed else weight
+                weight = _float_weight(layer, stored, quantization, dtype, grouped.levels.shape, turned)
                 _check_shape(layer, weight, shapes)
-                weights.add(f"{layer}.weight", weight)
-                layers.append(layer)
-                in_blocks, key = to_blocks(grouped, dtype), digest(weight)
+                weights[f"{layer}.weight"] = weight
+                found = deferred(weight)
+                assert found is not None
+                layers[found] = layer
+                in_blocks = to_blocks(grouped, dtype)
                 if in_blocks is None:
                     without_blocks.append(layer)
-                elif key not in blocks:
-                    blocks.add(key, in_blocks)
-    finish_checkpoint(source, weights, destination)
+                else:
+                    blocks.add(layer, in_blocks)
     blocks.flush()
-    return QuantizedCheckpoint(destination, tuple(layers), tuple(without_blocks), frozenset(biases), blocks)
+    return QuantizedCheckpoint(weights, layers, tuple(without_blocks), frozenset(biases), blocks)
+
+
+def _float_weight(
+    layer: str,
+    stored: Mapping[str, Tensor],
+    quantization: CheckpointQuantization,
+    dtype: torch.dtype,
+    sizes: tuple[int, ...],
+    turned: bool,
+) -> Tensor:
+    """A placeholder for what a layer's integers mean. sizes: N, K. turned: the model has it as [K, N]."""
+
+    def compute() -> Tensor:
+        weight = torch.from_numpy(dequantize(read_layer(layer, stored, quantization))).to(dtype)
+        return weight.T.contiguous() if turned else weight
+
+    return defer(sizes[::-1] if turned else sizes, dtype, compute, dtype)
 
 
 def _conv1d_names(model: nn.Module) -> set[str]:
     """Last names of the layers of `model` that hold their weight as [K, N]."""
     return {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, Conv1D)}
-
-
-def digest(weight: Tensor) -> str:
-    """sha256 of a weight: dtype, shape and bytes."""
-    content = hashlib.sha256(f"{weight.dtype} {tuple(weight.shape)}".encode())
-    content.update(weight.contiguous().view(-1).view(torch.uint8).numpy().data)
-    return content.hexdigest()
 
 
 def read_layer(layer: str, parts: Mapping[str, Tensor], quantization: CheckpointQuantization) -> GroupedWeight:

@@ -96,8 +96,15 @@ def unpack_awq(qweight: Array, scales: Array, qzeros: Array, *, group_size: int)
 def dequantize(weight: GroupedWeight) -> npt.NDArray[np.float32]:
     """[N, K]: the weight in float32, which holds it exactly where the scales are of half precision."""
     result: npt.NDArray[np.float32] = weight.levels.astype(np.float32)
-    result -= weight.zero_points[:, weight.groups]
-    result *= weight.scales[:, weight.groups]
+    zero_points, scales = weight.zero_points, weight.scales
+    size, rest = divmod(len(weight.groups), scales.shape[1])
+    if rest == 0 and (weight.groups == _in_order(len(weight.groups), size)).all():  # several times faster
+        by_group = result.reshape(len(result), -1, size)
+        by_group -= zero_points[:, :, None]
+        by_group *= scales[:, :, None]
+    else:
+        result -= zero_points[:, weight.groups]
+        result *= scales[:, weight.groups]
     return result
 
 

@@ -16,28 +16,29 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    GenerationConfig,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
-from qsample.disk.space import check_free, full_disk_named
+from qsample.disk.space import full_disk_named
 from qsample.errors import QsampleError, UnsupportedModelError
-from qsample.exporters.checkpoints.float32_copy import (
-    INDEX,
-    SINGLE,
-    cast_to_float32,
-    copy_bytes,
-    has_half_weights,
-    weight_files,
-)
-from qsample.exporters.checkpoints.gptq_awq import QuantizedCheckpoint, dequantize_checkpoint
+from qsample.exporters.checkpoints.gptq_awq import QuantizedCheckpoint, read_checkpoint
 from qsample.exporters.checkpoints.hub_options import HubOptions
 from qsample.exporters.checkpoints.locate import check_exists
 from qsample.exporters.checkpoints.lora import find_adapter, merge_adapter
+from qsample.exporters.checkpoints.mapped_weights import (
+    INDEX,
+    SINGLE,
+    loading_in_this_thread,
+    mapped_weights,
+    weight_files,
+)
 from qsample.exporters.checkpoints.quantization_config import CheckpointQuantization, quantization_of
 from qsample.exporters.checkpoints.support import check_supported, empty_model
+from qsample.transforms.deferred import deferring, numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +59,9 @@ class Checkpoint:
 def load_model(checkpoint: Checkpoint, scratch: Path | None = None) -> PreTrainedModel:
     """The model in eval mode on the CPU, with eager attention, its weights in `checkpoint.dtype`.
 
-    scratch: an empty folder that lives as long as the model. Weights of half precision are written there in float32 and
-    stay mapped, so that a model larger than the memory can be exported; None = convert them in memory. GPTQ and AWQ
-    weights are written there as well, in float and in blocks (`gptq_awq`).
+    scratch: an empty folder that lives as long as the model; GPTQ and AWQ weights are written there in blocks
+    (`gptq_awq`). With one, weights are placeholders for what is in the checkpoint's files (`mapped_weights`), so that a
+    model larger than the memory can be exported; None = all of them are in memory.
 
     Raises UnsupportedModelError for a model type that transformers does not know or that is no causal LM, QsampleError
     where the files cannot be read or do not fit the configuration.
@@ -81,6 +82,8 @@ def load_model(checkpoint: Checkpoint, scratch: Path | None = None) -> PreTraine
     except BaseException:
         shutil.rmtree(own, ignore_errors=True)
         raise
+    for parameter in model.parameters():
+        parameter.data = numbers(parameter.data)
     weakref.finalize(model, shutil.rmtree, own, ignore_errors=True)
     return model
 
@@ -96,23 +99,30 @@ def _load(
     quantized: QuantizedCheckpoint | None = None
     model: PreTrainedModel
     loading: dict[str, Any]
+    # A size mismatch is left to raise: weights that do not fit the configuration must not be made up.
+    options: dict[str, Any] = {
+        "config": config,
+        "dtype": getattr(torch, checkpoint.dtype),
+        "attn_implementation": "eager",
+        "output_loading_info": True,
+    }
     try:
-        source: str | Path = checkpoint.model_id
+        files = [] if scratch is None else _files_to_map(checkpoint, config)
         if quantization is not None:
             assert scratch is not None
-            quantized = _dequantize(checkpoint, config, quantization, scratch)
-            source = quantized.folder
-        elif scratch is not None and _cast(checkpoint, config, scratch):
-            source = scratch
-        # A size mismatch is left to raise: weights that do not fit the configuration must not be made up.
-        model, loading = AutoModelForCausalLM.from_pretrained(
-            source,
-            config=config,
-            dtype=getattr(torch, checkpoint.dtype),
-            attn_implementation="eager",
-            output_loading_info=True,
-            **checkpoint.hub.loading(),
-        )  # type: ignore[misc]
+            quantized = _read_quantized(checkpoint, config, quantization, scratch)
+        if quantized is None and not files:
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                checkpoint.model_id, **options, **checkpoint.hub.loading()
+            )
+        else:
+            weights = mapped_weights(files) if quantized is None else quantized.weights
+            with deferring(), loading_in_this_thread():  # what transformers merges is computed when it is needed
+                empty = empty_model(config, trust_remote_code=checkpoint.hub.trust_remote_code)
+                options["config"] = empty.config  # of the text model, where the configuration is of several
+                loaded = type(empty).from_pretrained(None, state_dict=weights, **options)
+            loaded[0].generation_config = _generation_config(checkpoint)
+        model, loading = loaded
     except ValueError as error:
         raise UnsupportedModelError(f"{checkpoint.model_id}: {_first_line(error)}") from error
     except (OSError, RuntimeError, SafetensorError) as error:
@@ -153,27 +163,31 @@ def _check_complete(model: PreTrainedModel, missing: Collection[str], model_id: 
         )
 
 
-def _cast(checkpoint: Checkpoint, config: PretrainedConfig, scratch: Path) -> bool:
-    """Put a float32 copy of the checkpoint into `scratch`, if that is what loading it would convert to."""
+def _files_to_map(checkpoint: Checkpoint, config: PretrainedConfig) -> list[Path]:
+    """The files whose weights can become placeholders; [] = transformers has to load this checkpoint by itself."""
     # Code of the model's own lies beside its weights, and quantized weights mean nothing without their scales.
-    special = checkpoint.hub.trust_remote_code or getattr(config, "quantization_config", None) is not None
-    if special or checkpoint.dtype != "float32":
-        return False
+    named = getattr(config, "transformers_weights", None)  # files of other names
+    if named or checkpoint.hub.trust_remote_code or getattr(config, "quantization_config", None) is not None:
+        return []
     folder = _folder(checkpoint)
-    files = weight_files(folder) if folder is not None else []
-    if folder is None or not has_half_weights(files):
-        return False
-    needed, what = copy_bytes(files), "the float32 copy of the weights"
-    check_free(scratch, needed, what)
-    with full_disk_named(scratch, needed, what):
-        cast_to_float32(folder, files, scratch)
-    return True
+    return weight_files(folder) if folder is not None else []
 
 
-def _dequantize(
+def _generation_config(checkpoint: Checkpoint) -> GenerationConfig:
+    """As transformers finds it when it loads a model from its folder."""
+    options = checkpoint.hub.downloading()
+    try:
+        return GenerationConfig.from_pretrained(checkpoint.model_id, **options)
+    except OSError:
+        return GenerationConfig.from_pretrained(
+            checkpoint.model_id, config_file_name="config.json", _from_model_config=True, **options
+        )
+
+
+def _read_quantized(
     checkpoint: Checkpoint, config: PretrainedConfig, quantization: CheckpointQuantization, scratch: Path
 ) -> QuantizedCheckpoint:
-    """The float copy of a quantized checkpoint, in `scratch`."""
+    """A quantized checkpoint, its blocks in `scratch`."""
     folder = _folder(checkpoint)
     files = weight_files(folder) if folder is not None else []
     if folder is None or not files:
@@ -181,15 +195,14 @@ def _dequantize(
             f"{checkpoint.model_id} holds its quantized weights in another format than safetensors, the only one that "
             "can be read; save it as safetensors first"
         )
-    dtype = getattr(torch, checkpoint.dtype)
-    needed = copy_bytes(files, dtype.itemsize, quantization.bits)
-    with full_disk_named(scratch, needed, "the float copy of the quantized weights"):
-        return dequantize_checkpoint(
+    needed = sum(file.stat().st_size for file in files)
+    with full_disk_named(scratch, needed, "the copy of the quantized weights in blocks"):
+        return read_checkpoint(
             folder,
             files,
             scratch,
             quantization,
-            dtype=dtype,
+            dtype=getattr(torch, checkpoint.dtype),
             model=empty_model(config, trust_remote_code=checkpoint.hub.trust_remote_code),
         )
 

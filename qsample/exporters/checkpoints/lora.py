@@ -21,6 +21,7 @@ from transformers.utils.hub import cached_file
 from qsample.errors import QsampleError, UnsupportedModelError
 from qsample.exporters.checkpoints.hub_options import HubOptions
 from qsample.exporters.checkpoints.lora_config import ADVICE, LoraConfig, read_config
+from qsample.transforms.deferred import SMALLEST, defer, deferred, numbers
 
 CONFIG: Final = "adapter_config.json"
 WEIGHTS: Final = "adapter_model.safetensors"
@@ -148,11 +149,18 @@ def _is_transposed(module: nn.Module) -> bool:
 def _apply(model: PreTrainedModel, module: nn.Module, change: _Change) -> None:
     weight = module.weight
     assert isinstance(weight, nn.Parameter)
-    # A new tensor, because a loaded one may be a file that is mapped.
-    merged = (weight.data if change.base is None else change.base).to(torch.float32)
-    if change.a is not None and change.b is not None:
-        product = change.scale * (change.b.to(torch.float32) @ change.a.to(torch.float32))
-        merged = merged + (product.T if _is_transposed(module) else product)
-    module.weight = nn.Parameter(merged.to(weight.dtype), requires_grad=False)
+    old, transposed = weight.data, _is_transposed(module)
+
+    def merged() -> Tensor:
+        """A new tensor, because a loaded one may be a file that is mapped."""
+        result = (numbers(old) if change.base is None else change.base).to(torch.float32)
+        if change.a is not None and change.b is not None:
+            product = change.scale * (change.b.to(torch.float32) @ change.a.to(torch.float32))
+            result = result + (product.T if transposed else product)
+        return result.to(old.dtype)
+
+    is_small = old.numel() < SMALLEST
+    new = merged() if is_small or deferred(old) is None else defer(old.shape, old.dtype, merged, old.dtype)
+    module.weight = nn.Parameter(new, requires_grad=False)
     if any(other is weight for other in model.parameters()):
         model.config.tie_word_embeddings = False

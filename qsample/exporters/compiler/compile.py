@@ -16,6 +16,7 @@ import onnxruntime as ort
 
 from qsample import package
 from qsample.contract import BATCH, CAPACITY
+from qsample.disk.space import check_free
 from qsample.errors import CompileError
 from qsample.exporters.compiler import recipe
 from qsample.exporters.compiler.divergence import Divergence, measure_divergence
@@ -32,6 +33,8 @@ from qsample.exporters.compiler.targets import Target, find_target
 from qsample.exporters.graph.axes import fix_axes
 from qsample.exporters.graph.join import split_at_logits
 from qsample.exporters.graph.nbits import BLOCK_SIZES
+from qsample.exporters.graph.stored import load_graph, widen_weights
+from qsample.exporters.graph.traversal import all_initializers
 from qsample.exporters.initial_state import build_initial_state
 from qsample.progress import Progress
 from qsample.tensors import Array
@@ -60,13 +63,13 @@ def compile_package(
     for name in source.interface.graphs:
         source.check_graph(name)
     plan = replace(plan, interface=target.interface(plan))
-    size = sum(entry.bytes for entry in source.manifest.files.values())
-    with package.write_package(path, overwrite=overwrite, required_bytes=2 * size) as writer:
+    with package.write_package(path, overwrite=overwrite) as writer:
         folder = writer.directory
         if plan.kv_cache_dtype is not None:
             plan = replace(plan, cache_ranges=_measure_ranges(plan, report))
         report(f"optimising for {options.provider}", 0.2)
         model, sampler = optimize(plan, target)
+        check_free(folder, _disk_bytes(model, plan), "the package")
         placement = target.publish(model, sampler, plan, folder)
         quantization = quantization_report(model)
         del model, sampler  # they may hold weights
@@ -83,7 +86,8 @@ def compile_package(
 
 def optimize(plan: CompilePlan, target: Target) -> tuple[ir.Model, ir.Model | None]:
     """The decode graph after the target's passes, quantized; and the sampler, where the target wants it apart."""
-    model, sampler = ir.load(plan.decoder), None
+    model, sampler = load_graph(plan.decoder), None
+    widen_weights(model)
     fix_axes(model, {CAPACITY: plan.ctx_len, **target.fixed_axes(plan)})
     if target.splits_at_logits:
         model, sampler = split_at_logits(model, plan.source.interface)
@@ -99,6 +103,13 @@ def optimize(plan: CompilePlan, target: Target) -> tuple[ir.Model, ir.Model | No
     if plan.weights is not None:
         check_quantized(model, plan.weights)
     return model, sampler
+
+
+def _disk_bytes(model: ir.Model, plan: CompilePlan) -> int:
+    """What is written of `model` before a package is complete: ONNX Runtime reads one graph and writes another."""
+    tensors = (value.const_value for value in all_initializers(model.graph))
+    size = sum(tensor.nbytes for tensor in tensors if tensor is not None)
+    return 2 * size + size // 2 * plan.store_float16
 
 
 def _measure_ranges(plan: CompilePlan, report: Progress) -> dict[str, Array]:

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Final
 
 import numpy as np
-import onnx_ir as ir
 
 from qsample.contract import LOGITS, Interface
 from qsample.exporters.graph.join import cut_at_logits
 from qsample.exporters.graph.runner import GraphRunner
+from qsample.exporters.graph.stored import load_graph
 from qsample.tensors import Array
 
 ROWS: Final = 4
@@ -100,7 +100,7 @@ def logits_runner(
     weights_mapped: bool = False,
 ) -> GraphRunner:
     """A runner of the folder's decode graph up to its logits. weights_mapped: see GraphRunner."""
-    model = cut_at_logits(ir.load(folder / "decoder.onnx"), interface)
+    model = cut_at_logits(load_graph(folder / "decoder.onnx"), interface)
     initial_state = folder / "initial_state.onnx"
     return GraphRunner(
         model, initial_state, interface, capacity, providers, folder=folder, weights_mapped=weights_mapped

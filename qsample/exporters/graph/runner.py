@@ -6,6 +6,7 @@ is written in place, in memory that the system hands out page by page, so a few 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,8 @@ import onnxruntime as ort
 from qsample.contract import BATCH, BIASES, CAPACITY, LENGTHS, STOPS, Interface, retained_name
 from qsample.exporters.graph.moe import QUANTIZED_OP_TYPE
 from qsample.exporters.graph.nbits import is_matmul_nbits
-from qsample.exporters.graph.traversal import ancestors
+from qsample.exporters.graph.stored import load_graph, relocated
+from qsample.exporters.graph.traversal import all_initializers, ancestors
 from qsample.runtime.session.options import session_options
 from qsample.runtime.session.providers import open_session
 from qsample.tensors import DTYPES, OF_ONNXRUNTIME, Array, sparse_zeros
@@ -39,20 +41,22 @@ class GraphRunner:
         weights_mapped: bool = False,
     ) -> None:
         """provider_options: for the first of `providers`. folder: where a decoder that is given as a model has its
-        external data. weights_mapped: leave the weights in the mapped file, which costs speed; otherwise the kernels
-        make copies in a layout of their own. A graph with quantized weights always gets those: without them, each
-        call would dequantize every matrix."""
+        external data; tensors that have folders of their own are opened there. weights_mapped: leave the weights in
+        the mapped file, which costs speed; otherwise the kernels make copies in a layout of their own. Quantized
+        weights always get those: without them, each call would dequantize every matrix."""
         options = session_options()
         disabled = []
-        if weights_mapped and not _has_quantized_weights(decoder):
-            options.add_session_config_entry("session.disable_prepacking", "1")
-            disabled = ["ConstantFolding"]  # it would transpose a tied head's table; MatMul can read it as it is
+        model = decoder if isinstance(decoder, ir.Model) else load_graph(decoder)
+        if weights_mapped:
+            disabled = ["ConstantFolding"]  # it would copy a weight that is cast, or transpose a tied head's table
+            if not _has_quantized_weights(model):
+                options.add_session_config_entry("session.disable_prepacking", "1")
         graph: Path | bytes
-        if isinstance(decoder, ir.Model):
-            options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder))
-            graph = ir.to_proto(decoder).SerializeToString()
-        else:
+        if not isinstance(decoder, ir.Model) and not _refers_elsewhere(model, decoder.parent):
             graph = decoder
+        else:
+            graph, folder = _serialized(model, folder or Path())
+            options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder))
         self._decoder = open_session(graph, options, providers, provider_options, disabled_optimizers=disabled or None)
         self._initial_state = ort.InferenceSession(
             _without_cache(initial_state, interface), session_options(), providers=["CPUExecutionProvider"]
@@ -124,8 +128,30 @@ class GraphRunner:
         return feeds
 
 
-def _has_quantized_weights(decoder: Path | ir.Model) -> bool:
-    model = decoder if isinstance(decoder, ir.Model) else ir.load(decoder)  # which leaves the weights in their file
+def _refers_elsewhere(model: ir.Model, folder: Path) -> bool:
+    """Whether a weight of `model` lies in a file outside of `folder`, which ONNX Runtime does not open."""
+    return any(folder not in Path(tensor.path).parents for tensor in _external(model))
+
+
+def _external(model: ir.Model) -> list[ir.ExternalTensor]:
+    tensors = (value.const_value for value in all_initializers(model.graph))
+    return [tensor for tensor in tensors if isinstance(tensor, ir.ExternalTensor)]
+
+
+def _serialized(model: ir.Model, folder: Path) -> tuple[bytes, Path]:
+    """`model` as bytes, and the folder that its external data are named from: `folder`, or one that holds them all."""
+    values = [value for value in all_initializers(model.graph) if isinstance(value.const_value, ir.ExternalTensor)]
+    tensors = _external(model)
+    if tensors and _refers_elsewhere(model, folder):
+        paths = [os.path.realpath(tensor.path) for tensor in tensors]  # it opens no link that leads out
+        folder = Path(os.path.commonpath([os.path.dirname(path) for path in paths]))
+        for value, tensor, path in zip(values, tensors, paths, strict=True):
+            value.const_value = relocated(tensor, os.path.relpath(path, folder), folder)
+    serialized: bytes = ir.to_proto(model).SerializeToString()
+    return serialized, folder
+
+
+def _has_quantized_weights(model: ir.Model) -> bool:
     return any(is_matmul_nbits(node) or node.op_type == QUANTIZED_OP_TYPE for node in model.graph.all_nodes())
 
 

@@ -22,6 +22,11 @@ def with_loop_bodies(graph: ir.Graph) -> list[ir.Node]:
     return [*graph, *(node for body in bodies for node in body)]
 
 
+def all_initializers(graph: ir.Graph) -> list[ir.Value]:
+    """The constants of a graph and of the graphs inside it."""
+    return [value for part in (graph, *graph.subgraphs()) for value in part.initializers.values()]
+
+
 def ancestors(
     values: Iterable[ir.Value | None],
     stop: Collection[ir.Node] = frozenset(),

@@ -1,0 +1,213 @@
+"""What it takes to turn a large checkpoint into a package: seconds, disk and memory, and how good the package is.
+
+    python benchmarks/size.py --shape llama-3.1-8b
+
+Writes a bfloat16 checkpoint of random weights, shard by shard, lets a process of its own compile it, and then one
+generate from the package, while this one looks at the anonymous memory of that process and at what lies on the disk
+besides the checkpoint. Linux only. The figures go to standard output and, as JSON, to --output.
+
+With --portable, the portable package is exported first, and compiled.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+from checkpoints import ASSETS, SHAPES, TOKEN_IDS
+from machine import describe_machine
+
+SHARD: Final = 2 * 10**9  # bytes of a file
+SPREAD: Final = 0.02  # of weights, as models are initialised
+LOGITS: Final = 4.0  # standard deviation that the last norm gives them
+INTERVAL: Final = 0.25  # seconds between two looks
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="llama-3.1-8b", choices=SHAPES)
+    parser.add_argument("--layers", type=int, help="instead of the shape's number")
+    parser.add_argument("--weights", default="int4")
+    parser.add_argument("--method", default="rtn", help="quantization method")
+    parser.add_argument("--max-divergence", type=float, default=10.0, help="random weights are hard to round")
+    parser.add_argument("--portable", action="store_true", help="export a portable package, and compile that")
+    parser.add_argument("--folder", type=Path, help="where checkpoint and package are written; None = a temporary one")
+    parser.add_argument("--output", type=Path, help="a JSON file")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.worker:
+        work(arguments)
+        return
+    folder = Path(tempfile.mkdtemp(dir=arguments.folder, prefix="size-"))
+    try:
+        checkpoint = make_checkpoint(arguments.shape, folder / "checkpoint", arguments.layers)
+        figures = measure(arguments, folder, checkpoint)
+    finally:
+        shutil.rmtree(folder)
+    for name, value in figures.items():
+        print(f"{name}: {json.dumps(value)}")
+    if arguments.output is not None:
+        arguments.output.write_text(json.dumps(figures, indent=2) + "\n")
+
+
+def make_checkpoint(shape: str, folder: Path, layers: int | None = None) -> Path:
+    """Write a bfloat16 checkpoint of random weights to `folder`; a shard at a time is in memory."""
+    import torch
+    from safetensors.torch import save_file
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    options = {**SHAPES[shape], **TOKEN_IDS, "dtype": "bfloat16"}
+    if layers is not None:
+        options["num_hidden_layers"] = layers
+    config = AutoConfig.for_model(options.pop("model_type"), **options)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    config.architectures = [type(model).__name__]
+    folder.mkdir(parents=True)
+    generator, index = torch.Generator().manual_seed(0), {}
+    last = LOGITS / (SPREAD * math.sqrt(config.hidden_size))
+
+    def tensors() -> Iterator[tuple[str, Any]]:
+        for name, weight in model.state_dict().items():
+            if name == "lm_head.weight" and config.tie_word_embeddings:
+                continue
+            if weight.ndim == 1:
+                yield name, torch.full(weight.shape, last if name == "model.norm.weight" else 1.0, dtype=torch.bfloat16)
+            else:
+                drawn = torch.empty(weight.shape, dtype=torch.bfloat16)
+                yield name, drawn.normal_(0, SPREAD, generator=generator)
+
+    shard: dict[str, Any] = {}
+
+    def flush() -> None:
+        name = f"model-{len(set(index.values())) + 1:05}.safetensors"
+        save_file(shard, folder / name, metadata={"format": "pt"})
+        index.update(dict.fromkeys(shard, name))
+        shard.clear()
+
+    for name, tensor in tensors():
+        shard[name] = tensor
+        if sum(part.nbytes for part in shard.values()) >= SHARD:
+            flush()
+    if shard:
+        flush()
+    weight_map = {"metadata": {}, "weight_map": index}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(weight_map))
+    config.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(ASSETS).save_pretrained(folder)
+    return folder
+
+
+def work(arguments: argparse.Namespace) -> None:
+    """Compile and generate, in the process that is looked at; a line of JSON for each stage that begins."""
+    import qsample
+
+    folder, start, said = arguments.folder, time.monotonic(), ""
+
+    def progress(stage: str, fraction: float) -> None:
+        nonlocal said
+        if stage != said:
+            said = stage
+            say(stage=stage)
+
+    def say(**figures: Any) -> None:
+        print(json.dumps({"seconds": round(time.monotonic() - start, 1), **figures}), flush=True)
+
+    model: Any = qsample.AutoModelForCausalLM.from_pretrained(folder / "checkpoint")
+    if arguments.portable:
+        model = model.export(folder / "portable", progress=progress)
+    package = model.compile(
+        folder / "package",
+        ctx_len=1024,
+        weights=arguments.weights,
+        quantization_method=arguments.method,
+        max_divergence=arguments.max_divergence,
+        progress=progress,
+    )
+    del model
+    manifest = package.package.manifest
+    say(stage="generate")
+    begun = time.monotonic()
+    ids = package.generate([[5, 6, 7, 8]], max_new_tokens=8, do_sample=False).token_ids
+    first = time.monotonic() - begun
+    figures = {
+        "first_generate_s": round(first, 2),
+        "tokens": list(ids[0]),
+        "parity": dict(manifest.parity or {}),
+        "quantization": dict(manifest.compilation.quantization or {}),
+    }
+    say(stage="end", figures=figures)
+
+
+def measure(arguments: argparse.Namespace, folder: Path, checkpoint: Path) -> dict[str, Any]:
+    """Run `work` and look at it: peaks of anonymous memory and of the disk beside the checkpoint, each stage's own."""
+    command = [sys.executable, __file__, "--worker", "--folder", str(folder), "--weights", arguments.weights]
+    command += ["--method", arguments.method, "--max-divergence", str(arguments.max_divergence)]
+    command += ["--portable"] * arguments.portable
+    temporary = folder / "temporary"
+    temporary.mkdir()
+    lines = folder / "lines"
+    with lines.open("w") as output:
+        worker = subprocess.Popen(command, stdout=output, env={**os.environ, "TMPDIR": str(temporary)})
+        own = disk_bytes(checkpoint)
+        stages: dict[str, dict[str, float]] = {}
+        while worker.poll() is None:
+            time.sleep(INTERVAL)
+            said = [json.loads(line) for line in lines.read_text().splitlines() if line.endswith("}")]
+            stage = stages.setdefault(said[-1]["stage"] if said else "start", {"memory_gb": 0.0, "disk_gb": 0.0})
+            stage["memory_gb"] = max(stage["memory_gb"], anonymous_bytes(worker.pid) / 1e9)
+            stage["disk_gb"] = max(stage["disk_gb"], (disk_bytes(folder) - own) / 1e9)
+    if worker.returncode:
+        raise SystemExit(f"the worker ended with {worker.returncode}")
+    said = [json.loads(line) for line in lines.read_text().splitlines()]
+    begins = {line["stage"]: line["seconds"] for line in said}
+    parameters = sum(file.stat().st_size for file in checkpoint.glob("*.safetensors")) / 2
+    return {
+        "machine": describe_machine(os.cpu_count() or 1),
+        "parameters_b": round(parameters / 1e9, 2),
+        "checkpoint_gb": round(own / 1e9, 2),
+        "package_gb": round(disk_bytes(folder / "package") / 1e9, 2),
+        "seconds": begins["generate"],
+        "peak_disk_gb": round(max(stage["disk_gb"] for stage in stages.values()), 2),
+        "peak_memory_gb": round(max(stage["memory_gb"] for stage in stages.values()), 2),
+        **said[-1]["figures"],
+        "stages": {
+            name: {"begins_s": begins.get(name, 0.0), **{key: round(value, 2) for key, value in stage.items()}}
+            for name, stage in stages.items()
+        },
+    }
+
+
+def anonymous_bytes(process: int) -> int:
+    """The memory of a process that is of no file; 0 when it has ended."""
+    try:
+        lines = Path(f"/proc/{process}/status").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:")), 0)
+
+
+def disk_bytes(folder: Path) -> int:
+    """What the files below `folder` take of the disk."""
+    total = 0
+    for place, _, names in os.walk(folder):
+        for name in names:
+            try:
+                total += os.lstat(os.path.join(place, name)).st_blocks * 512
+            except FileNotFoundError:  # deleted meanwhile
+                continue
+    return total
+
+
+if __name__ == "__main__":
+    main()

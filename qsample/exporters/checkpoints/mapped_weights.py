@@ -1,0 +1,102 @@
+"""The weights of safetensors files, mapped: nothing of them is copied, to memory or to the disk.
+
+Those that have another float dtype than the model shall compute in become placeholders (`transforms.deferred`), which
+remember the place of their numbers; a graph can refer to it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from qsample.errors import QsampleError
+from qsample.transforms.deferred import SMALLEST, defer
+
+INDEX: Final = "model.safetensors.index.json"
+SINGLE: Final = "model.safetensors"
+_FLOATS: Final = (torch.float32, torch.float16, torch.bfloat16)
+_NO_THREADS: Final = "HF_DEACTIVATE_ASYNC_LOAD"
+_LENGTH_BYTES: Final = 8  # in front of a file's header
+_LARGEST_HEADER: Final = 100 << 20  # safetensors' own limit
+
+
+class Place(NamedTuple):
+    """Where the numbers of a tensor lie: from byte `offset` of a file on, `length` of them."""
+
+    path: Path
+    offset: int
+    length: int
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a checkpoint folder that transformers reads; [] where it reads another format.
+
+    QsampleError where there is an index of them that says nothing.
+    """
+    if (folder / SINGLE).is_file():
+        return [folder / SINGLE]
+    if not (folder / INDEX).is_file():
+        return []
+    try:
+        names = set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values())
+        return [folder / name for name in sorted(names)]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise QsampleError(
+            f"{folder / INDEX} is no index of weights, an object whose weight_map gives the file of each tensor "
+            f"({error!r}); download the checkpoint again"
+        ) from error
+
+
+def places(file: Path) -> dict[str, Place]:
+    """Where each tensor of a safetensors file lies in it (https://huggingface.co/docs/safetensors)."""
+    real = file.resolve()  # what ONNX Runtime is to open lies where it says, behind the links of the hub's cache
+    with real.open("rb") as opened:
+        length = int.from_bytes(opened.read(_LENGTH_BYTES), "little")
+        header: dict[str, Any] = json.loads(opened.read(min(length, _LARGEST_HEADER)))
+    header.pop("__metadata__", None)
+    start = _LENGTH_BYTES + length
+    spans = {name: entry["data_offsets"] for name, entry in header.items()}
+    return {name: Place(real, start + begin, end - begin) for name, (begin, end) in spans.items()}
+
+
+def mapped_weights(files: list[Path]) -> dict[str, Tensor]:
+    """Every tensor of the files by name; those of float32 and of half precision in float32, as placeholders unless they
+    are small."""
+    weights: dict[str, Tensor] = {}
+    for file in files:
+        with safe_open(file, "pt") as tensors:
+            where = places(file)
+            for name in tensors.keys():  # noqa: SIM118 - it is no mapping
+                weights[name] = in_float32(tensors.get_tensor(name), where[name])
+    return weights
+
+
+def in_float32(tensor: Tensor, place: Place) -> Tensor:
+    """`tensor`, which is mapped from `place`, as `mapped_weights` has it."""
+    if tensor.dtype not in _FLOATS:
+        return tensor
+    if tensor.numel() < SMALLEST:
+        return tensor.to(torch.float32)
+    return defer(tensor.shape, torch.float32, lambda: tensor, tensor.dtype, place)
+
+
+@contextmanager
+def loading_in_this_thread() -> Iterator[None]:
+    """Keep transformers from reading weights in threads of its own, to which `deferring` does not reach."""
+    before = os.environ.get(_NO_THREADS)
+    os.environ[_NO_THREADS] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_NO_THREADS]
+        else:
+            os.environ[_NO_THREADS] = before

@@ -1,0 +1,200 @@
+"""Weights that take no memory: a float32 tensor without pages, and a function that computes its numbers when they are
+needed.
+
+Such a placeholder is an ordinary tensor on the CPU, of zeros that the system never hands out, so transformers loads it
+and torch traces it like any other. It is told by its address. Numbers come in where `computing` is open, one operation
+at a time; what is read past torch's operators, by NumPy say, is zeros.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from qsample.tensors import sparse_zeros
+
+# Exporters fold constants of up to 8,192 numbers, and compare them: these have to be there.
+SMALLEST: Final = 1 << 14
+_CHUNK: Final = 1 << 24  # numbers that `chunks` computes at a time
+_MOVES: Final = ("aten::stack", "aten::cat", "aten::clone", "aten::_unsafe_view", "aten::index", "aten::index_select")
+_KEPT: Final = 2  # computed tensors that are kept for the next operation: both matrices of a layer's experts
+_placeholders: dict[int, Deferred] = {}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Deferred:
+    """What a placeholder stands for.
+
+    stored: computes its numbers, contiguous, in a dtype that they are exact in. dtype: the one that `stored` returns.
+    place: where the same numbers lie in a file, in that dtype, as whoever made the placeholder says it; None = nowhere.
+    """
+
+    stored: Callable[[], Tensor]
+    dtype: torch.dtype
+    place: Any = None
+
+
+def defer(
+    shape: Sequence[int], dtype: torch.dtype, stored: Callable[[], Tensor], kept_in: torch.dtype, place: Any = None
+) -> Tensor:
+    """A placeholder of `shape` and `dtype`. stored, kept_in, place: as in `Deferred`."""
+    memory = sparse_zeros((math.prod(shape) * dtype.itemsize,), "uint8")  # NumPy does not know every dtype
+    placeholder = torch.from_numpy(memory).view(dtype).view(tuple(shape))
+    address = placeholder.untyped_storage().data_ptr()
+    _placeholders[address] = Deferred(stored, kept_in, place)
+    weakref.finalize(memory, _placeholders.pop, address, None)  # another tensor may get the address
+    return placeholder
+
+
+def deferred(tensor: Tensor) -> Deferred | None:
+    """What `tensor`, or the tensor that it is a view of, stands for; None where it holds its numbers itself."""
+    if not _placeholders or type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.device.type != "cpu":
+        return None
+    return _placeholders.get(tensor.untyped_storage().data_ptr())
+
+
+def deferred_at(address: int) -> Deferred | None:
+    """What the placeholder that begins at `address` stands for."""
+    return _placeholders.get(address)
+
+
+def stored_view(tensor: Tensor, found: Deferred) -> Tensor:
+    """The numbers of `tensor`, a placeholder or a view of one, as they are stored."""
+    return _viewed(found.stored(), tensor)
+
+
+def numbers(tensor: Tensor) -> Tensor:
+    """`tensor` itself, or the numbers of a placeholder, of its shape and dtype."""
+    found = deferred(tensor)
+    return tensor if found is None else stored_view(tensor, found).to(tensor.dtype)
+
+
+def chunks(tensor: Tensor) -> Iterator[Tensor]:
+    """The numbers of `tensor`, flat, a part at a time."""
+    found = deferred(tensor)
+    if found is None:
+        yield tensor.contiguous().reshape(-1)
+        return
+    stored = stored_view(tensor, found).reshape(-1)
+    for part in torch.split(stored, _CHUNK):
+        yield part.to(tensor.dtype)
+
+
+@contextmanager
+def computing() -> Iterator[None]:
+    """While open, operations on placeholders get their numbers."""
+    with _Computing():
+        yield
+
+
+@contextmanager
+def deferring() -> Iterator[None]:
+    """While open, what is computed of placeholders becomes a placeholder itself, where it is large."""
+    with _Deferring():  # type: ignore[no-untyped-call]
+        yield
+
+
+class _Computing(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._newest: OrderedDict[Deferred, Tensor] = OrderedDict()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        flat, spec, found = _flatten(args, kwargs)
+        if not found or func.is_view or _filled(func, flat, found):
+            return func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.embedding.default and 0 in found:  # rows of a table, not all of it
+            table = _viewed(self._stored(found.pop(0)), flat[0])
+            rest = [numbers(value) if isinstance(value, Tensor) else value for value in flat[1:]]
+            return func(table, *rest).to(flat[0].dtype)
+        for index, one in found.items():
+            flat[index] = _viewed(self._stored(one), flat[index]).to(flat[index].dtype)
+        args, kwargs = tree_unflatten(flat, spec)
+        return func(*args, **kwargs)
+
+    def _stored(self, found: Deferred) -> Tensor:
+        """Numbers that lie in a file are mapped; others are kept a while, because experts are looked at one by one."""
+        if found.place is not None:
+            return found.stored()
+        if found not in self._newest:
+            while len(self._newest) >= _KEPT:  # before the next is in memory
+                self._newest.popitem(last=False)
+            self._newest[found] = found.stored()
+        self._newest.move_to_end(found)
+        return self._newest[found]
+
+
+class _Deferring(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        flat, spec, found = _flatten(args, kwargs)
+        if not found or func.is_view or _filled(func, flat, found):
+            return func(*args, **(kwargs or {}))
+        result = (
+            None if func._schema.is_mutable else func(*tree_map(_on_meta, args), **tree_map(_on_meta, kwargs or {}))
+        )
+        floats = {i for i, value in enumerate(flat) if isinstance(value, Tensor) and value.is_floating_point()}
+        kinds = {one.dtype for one in found.values()}
+        moves = func._schema.name in _MOVES and len(kinds) == 1 and floats == found.keys()
+
+        def compute() -> Any:
+            filled = list(flat)
+            for index, one in found.items():
+                view = stored_view(flat[index], one)
+                filled[index] = view if moves else view.to(flat[index].dtype)
+            given, named = tree_unflatten(filled, spec)
+            return func(*given, **named)
+
+        if not isinstance(result, Tensor) or result.numel() < SMALLEST:
+            computed = compute()
+            return computed.to(result.dtype) if isinstance(result, Tensor) else computed
+        if func is torch.ops.aten._to_copy.default and result.dtype in kinds and flat[0].is_contiguous():
+            one = found[0]  # back in the dtype that it is stored in
+            whole = one.place is not None and result.numel() == one.stored().numel()
+            return defer(
+                result.shape,
+                result.dtype,
+                lambda: stored_view(flat[0], one),
+                result.dtype,
+                one.place if whole else None,
+            )
+        kept_in = kinds.pop() if moves else result.dtype
+        return defer(result.shape, result.dtype, lambda: compute().contiguous(), kept_in)
+
+
+def _flatten(args: Any, kwargs: Any) -> tuple[list[Any], Any, dict[int, Deferred]]:
+    """The arguments flat, how to put them together, and which of them are placeholders."""
+    flat, spec = tree_flatten((args, kwargs or {}))
+    found = {i: one for i, value in enumerate(flat) if isinstance(value, Tensor) and (one := deferred(value))}
+    return flat, spec, found
+
+
+def _filled(func: Any, flat: list[Any], found: dict[int, Deferred]) -> bool:
+    """Whether `func` writes to a placeholder, which gets memory and its numbers, then, and is one no more."""
+    if not func._schema.is_mutable or 0 not in found:
+        return False
+    written, one = flat[0], found[0]
+    stored = one.stored().reshape(-1)
+    torch.as_strided(written, (stored.numel(),), (1,), 0).copy_(stored)
+    _placeholders.pop(written.untyped_storage().data_ptr(), None)
+    return len(found) == 1
+
+
+def _viewed(stored: Tensor, view: Tensor) -> Tensor:
+    """The part of `stored` that `view` is of its placeholder."""
+    return stored.as_strided(view.shape, view.stride(), stored.storage_offset() + view.storage_offset())
+
+
+def _on_meta(value: Any) -> Any:
+    if isinstance(value, torch.device):
+        return torch.device("meta")
+    return value.to("meta") if isinstance(value, Tensor) else value
