@@ -10,12 +10,12 @@ import atexit
 import os
 import threading
 from collections import abc, deque
+from dataclasses import replace
 from typing import Any, Final
 
 from qsample.errors import Failure, QsampleError, shown
 from qsample.runtime.causal_lm import CausalLM
-from qsample.runtime.decode.loop import DecodeLoop, choose_flush_every, make_scheduler
-from qsample.runtime.decode.slots import Slots
+from qsample.runtime.decode.loop import DecodeLoop, make_loop
 from qsample.runtime.guided_decoding import Guide
 from qsample.runtime.request import CANCELLED, TIME, Deadlines, EngineStats, Request
 from qsample.runtime.request.errors import EngineClosedError, QueueFullError, RequestFailedError
@@ -51,6 +51,7 @@ class Engine:
         prefill_chunk_size: int | None = None,
         flush_every: int | None = None,
         double_buffering: bool = True,
+        saved_states: int | None = None,
         reuse_sampled_tokens: bool = False,
     ) -> None:
         """Allocate the batch's memory and start the thread.
@@ -63,13 +64,14 @@ class Engine:
                 and 512 elsewhere, at least one: a prompt is cut at their ends and nowhere else. More read a prompt
                 faster, fewer hold up running requests for a shorter time. None = one piece.
             flush_every, double_buffering: as in `CausalLM.generate`.
-            reuse_sampled_tokens: go on from tokens that a slot sampled, too, where a prompt repeats them. A
-                conversation's next turn is then not read again up to its end, and its tokens depend on what the slots
-                happen to hold: sampling computes a token's keys and values with other kernels than reading it does.
+            saved_states: copies of recurrent states to keep, for prompts that begin alike; None = two a slot.
+            reuse_sampled_tokens: go on from tokens that a slot sampled, too, where a prompt repeats them. Tokens then
+                depend on what the slots happen to hold: sampling a token runs other kernels than reading it does.
         """
         check_count("slots", slots)
         check_count("max_waiting", max_waiting, 0)
         check_count("prefill_chunk_size", prefill_chunk_size)
+        check_count("saved_states", saved_states, 0)
         most = model.batch_size
         if slots is not None and most is not None and slots > most:
             raise ValueError(f"slots is {slots} and the package was compiled for {most} rows at most; compile it again")
@@ -77,17 +79,18 @@ class Engine:
         self.max_waiting = max_waiting
         self.capacity = model.capacity(_CTX_LEN)
         self._model = model
-        flush_every = choose_flush_every(model.sessions, flush_every)
-        scheduler = make_scheduler(
+        loop = make_loop(
             model.sessions,
             self.slots,
-            flush_every,
-            prefill_chunk_size or model.sessions.piece_size,
+            self.capacity,
+            self._deliver,
+            flush_every=flush_every,
+            prefill_chunk_size=prefill_chunk_size or model.sessions.piece_size,
+            saved_states=2 * self.slots if saved_states is None else saved_states,
             reuse_sampled=reuse_sampled_tokens,
+            double_buffering=double_buffering,
         )
-        device = Slots(model.sessions, self.slots, self.capacity)
-        loop = DecodeLoop(device, scheduler, self._deliver, double_buffering=double_buffering)
-
+        self._prefixes = loop.prefixes
         self._changed = threading.Condition()  # guards what follows
         self._requests: dict[Sequence, Request] = {}  # those that have not ended
         self._added: list[Sequence] = []
@@ -226,11 +229,11 @@ class Engine:
         return self._closed or self._draining
 
     def stats(self) -> EngineStats:
-        """How many requests run and wait."""
+        """How many requests run and wait, and what their prompts had in common."""
         with self._changed:
             requests = list(self._requests.values())
         running = sum(request.running for request in requests)
-        return EngineStats(self.slots, self.max_waiting, running, len(requests) - running)
+        return EngineStats(self.slots, self.max_waiting, running, len(requests) - running, replace(self._prefixes))
 
     def drain(self, timeout: float | None = None) -> bool:
         """Take no requests any more, and wait until those that were added have ended; then `close` it.
@@ -295,10 +298,7 @@ class Engine:
             self._requests.clear()
             self._changed.notify_all()
         for request in left:
-            if self._failure is None:
-                request.finish(CANCELLED)
-            else:
-                request.fail(self._failure)
+            request.finish(CANCELLED) if self._failure is None else request.fail(self._failure)
         self._guides.clear()
         self._loop = None
 

@@ -1,4 +1,4 @@
-"""One request, from its prompt to its text."""
+"""One request, from its prompt to its text; what the prompts of all had in common."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ class Sequence:
     priority: those with a lower one get slots first. max_time: seconds that an engine gives it; None = any.
 
     The scheduler and the decode loop keep the rest. slot: None outside one. admitted_at: when it got its slot, on
-    `time.perf_counter`. reused: prompt tokens that were in the slot's cache. consumed: prompt tokens in the cache.
+    `time.perf_counter`. reused: prompt tokens that were in the slot's cache. place: where the recurrent states after
+    these were saved, on admission; None = there are none. consumed: prompt tokens in the cache.
     issued: tokens sampled if the row still runs. sampled: the tokens, as far as they were read. status: the contract's;
     STOPPED also at a stop string. outputs: the optional outputs by name, without the batch axis, one entry a token.
     max_length: the most tokens that it may have in the end, prompt included. reason: why somebody else than the graph
@@ -39,6 +40,7 @@ class Sequence:
     slot: int | None = None
     admitted_at: float | None = None
     reused: int = 0
+    place: int | None = None
     consumed: int = 0
     issued: int = 0
     sampled: list[int] = field(default_factory=list)
@@ -106,3 +108,19 @@ class Sequence:
                     break
         self._taken += len(tokens)
         return tokens, "".join(pieces)
+
+
+@dataclass(slots=True)
+class PrefixStats:
+    """What need not be read again, over all prompts that were read.
+
+    prompts, prompt_tokens: how many there were. hits: prompts of which a slot held a beginning. cached_tokens: tokens
+    of these beginnings. saved_states, saved_bytes: copies of recurrent states that are kept now, and their memory.
+    """
+
+    prompts: int = 0
+    prompt_tokens: int = 0
+    hits: int = 0
+    cached_tokens: int = 0
+    saved_states: int = 0
+    saved_bytes: int = 0

@@ -36,6 +36,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": 6},
     "mixtral": {"num_local_experts": 4},
     "qwen3_moe": {"head_dim": 32, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
+    "lfm2": {"layer_types": ["conv", "full_attention"], "conv_L_cache": 3},
+    "mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 2, "state_size": 16},
+    "qwen3_5_text": {
+        "head_dim": 16,
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+    },
     "olmo_hybrid": {
         "layer_types": ["linear_attention", "full_attention"],
         "linear_num_key_heads": 2,

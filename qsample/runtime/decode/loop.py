@@ -16,10 +16,11 @@ from typing import Final
 
 from qsample.contract import LENGTH, NEXT_IDS, RUNNING, STALLED, STOPPED
 from qsample.errors import QsampleError
+from qsample.runtime.decode.saved_states import Save
 from qsample.runtime.decode.scheduler import Chunk, Copy, Prompts, Scheduler, Window
 from qsample.runtime.decode.slots import Slots
 from qsample.runtime.decode.snapshot import Snapshot
-from qsample.runtime.sequence import Sequence
+from qsample.runtime.sequence import PrefixStats, Sequence
 from qsample.runtime.session.device_thread import DeviceThread
 from qsample.runtime.session.options import check_count
 from qsample.runtime.session.session import Sessions
@@ -52,6 +53,7 @@ def make_scheduler(
     prefill_chunk_size: int | None = None,
     *,
     interleave: bool = True,
+    saved_states: int = 0,
     reuse_sampled: bool = False,
 ) -> Scheduler:
     """A scheduler that cuts and joins prompts as suits a package's graphs; the arguments are those of `Scheduler`."""
@@ -63,6 +65,8 @@ def make_scheduler(
         tail_size=sessions.tail_size,
         interleave=interleave,
         recurrent=bool(sessions.interface.recurrent),
+        attention=bool(sessions.interface.key_values),
+        saved_states=saved_states,
         join_prompts=sessions.joins_prompts,
         reuse_sampled=reuse_sampled,
     )
@@ -95,6 +99,7 @@ class DecodeLoop:
         self._unread: list[tuple[Sequence, int]] = []
         self._stalled: set[Sequence] = set()
         self._left: set[int] = set()  # slots to stop before the next job
+        self.prefixes = PrefixStats()
         self.steps = 0  # decode steps, each one run of the graph over all rows
 
     def __enter__(self) -> DecodeLoop:
@@ -131,12 +136,17 @@ class DecodeLoop:
     def step(self) -> None:
         """One job on the device, and the delivery of what was read."""
         for slot in self._left:
+            save = self._scheduler.save_answer(slot, self._slots.tokens_in_states)
+            if save is not None:
+                self._save(save)()
             self._slots.stop(slot)
         self._left.clear()
         for sequence in self._scheduler.admit():
             assert sequence.slot is not None
             sequence.admitted_at = time.perf_counter()
             self._slots.begin(sequence.slot, sequence.prompt, sequence.seed, sequence.parameters, sequence.reused)
+            if sequence.place is not None:
+                self._slots.saved.restore(sequence.place, sequence.slot)
         if not self._slots.prepared:
             self._read_and_deliver()
         if self._stalled:
@@ -188,17 +198,22 @@ class DecodeLoop:
             sequence.issued = int(job.last)
             self._unread = [(sequence, 1)] if job.last else []
             calls: list[Callable[[], None]] = [self._copy(copy) for copy in job.copies]
+            if job.last:
+                self._count(sequence)
             for piece in job.pieces:
                 ids, emit = sequence.prompt[piece.start : piece.stop], piece.stop == len(sequence.prompt)
                 calls.append(partial(self._slots.prefill, sequence.slot, ids, emit=emit))
+                calls += [self._save(save) for save in job.saves if save.tokens == piece.stop]
             return calls
         if isinstance(job, Prompts):
             for sequence in job.sequences:
                 sequence.consumed, sequence.issued = len(sequence.prompt), 1
+                self._count(sequence)
             self._unread = [(sequence, 1) for sequence in job.sequences]
             first = job.sequences[0].slot
             assert first is not None
-            return [partial(self._slots.prefill, first, *(sequence.prompt for sequence in job.sequences), emit=True)]
+            prompts = [sequence.prompt for sequence in job.sequences]
+            return [partial(self._slots.prefill, first, *prompts, emit=True), *map(self._save, job.saves)]
         issued = [min(job.steps, sequence.limit - sequence.issued) for sequence in job.sequences]
         for sequence, count in zip(job.sequences, issued, strict=True):
             sequence.issued += count
@@ -212,7 +227,20 @@ class DecodeLoop:
         assert sequence.slot is not None
         sequence.reused = copy.tokens
         sequence.consumed = max(sequence.consumed, copy.tokens)
-        return partial(self._slots.copy, copy.source, sequence.slot, sequence.prompt[: copy.tokens])
+        return partial(self._slots.copy, copy.source, sequence.slot, sequence.prompt[: copy.tokens], copy.place)
+
+    def _count(self, sequence: Sequence) -> None:
+        """Its whole prompt was issued."""
+        self.prefixes.prompts += 1
+        self.prefixes.prompt_tokens += len(sequence.prompt)
+        self.prefixes.hits += sequence.reused > 0
+        self.prefixes.cached_tokens += sequence.reused
+
+    def _save(self, save: Save) -> Callable[[], None]:
+        """The call for it."""
+        self.prefixes.saved_states = self._scheduler.saved_states
+        self.prefixes.saved_bytes = self._scheduler.saved_states * self._slots.saved.nbytes
+        return partial(self._slots.saved.save, save.slot, save.place)
 
     def _resume(self) -> None:
         """Give rows that stalled their token, once everything else is read."""
@@ -275,3 +303,28 @@ def _new_tokens(sequence: Sequence, slot: int, snapshot: Snapshot) -> list[int]:
 def _most(unread: list[tuple[Sequence, int]]) -> int:
     """Of the new tokens of a row, as many as there may be."""
     return max(issued for _, issued in unread)
+
+
+def make_loop(
+    sessions: Sessions,
+    slots: int,
+    capacity: int,
+    deliver: Callable[[Sequence], None],
+    *,
+    flush_every: int | None,
+    prefill_chunk_size: int,
+    saved_states: int,
+    reuse_sampled: bool,
+    double_buffering: bool,
+) -> DecodeLoop:
+    """A loop over slots of its own, for sequences that come at any time; flush_every: see `choose_flush_every`."""
+    scheduler = make_scheduler(
+        sessions,
+        slots,
+        choose_flush_every(sessions, flush_every),
+        prefill_chunk_size,
+        saved_states=saved_states,
+        reuse_sampled=reuse_sampled,
+    )
+    device = Slots(sessions, slots, capacity, saved_states=saved_states)
+    return DecodeLoop(device, scheduler, deliver, double_buffering=double_buffering)

@@ -2,19 +2,21 @@
 
 A sequence waits, is admitted to a slot, has its prompt read in chunks, and runs until it ends. The slot that it leaves
 keeps its prompt in the cache. The next sequence gets the slot that keeps the longest beginning of its prompt; what
-another slot holds, free or not, is copied.
+another slot holds, free or not, is copied. Recurrent states are gone on from where they were saved.
 """
 
 from __future__ import annotations
 
 from bisect import insort
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import numpy as np
 
+from qsample.runtime.decode.saved_states import Save, SavedStates
 from qsample.runtime.sequence import Sequence
 from qsample.tensors import Array
 
@@ -27,20 +29,24 @@ _MOST_JOINED: Final = 512
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """The first `tokens` tokens of `sequence`, which the slot `source` holds, for its own slot."""
+    """The first `tokens` tokens of `sequence`, which the slot `source` holds, for its own slot. place: where the
+    recurrent states after them were saved; None = the slot is there now."""
 
     sequence: Sequence
     source: int
     tokens: int
+    place: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Pieces of a prompt, one after another, each for one call. copies: what comes before them."""
+    """Pieces of a prompt, one after another, each for one call. copies: what comes before them. saves: what comes at
+    their ends."""
 
     sequence: Sequence
     pieces: tuple[range, ...]
     copies: tuple[Copy, ...] = ()
+    saves: tuple[Save, ...] = ()
 
     @property
     def end(self) -> int:
@@ -54,9 +60,11 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """The whole prompts of `sequences`, in adjacent slots, for one call that samples the first token of each."""
+    """The whole prompts of `sequences`, in adjacent slots, for one call that samples the first token of each. saves:
+    what comes after it."""
 
     sequences: tuple[Sequence, ...]
+    saves: tuple[Save, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +87,14 @@ class Scheduler:
     turns between one chunk and one window, so that running rows are not held up for longer than a chunk; otherwise
     every prompt in a slot is read before any row decodes. tail_size: so many tokens at the end of a piece may be read
     again without those before them; None = the whole piece. recurrent: the model has states that are those of a slot's
-    newest token, so that another slot can go on from them at that moment only. join_prompts: read whole prompts of
-    adjacent slots in one run. reuse_sampled: go on from the tokens that a slot sampled, too, and from anywhere.
+    newest token, so that another slot can go on from them at that moment, or from a copy that was saved. saved_states:
+    how many such copies there may be. attention: the model has keys and values, which a slot has to hold beside them.
+    join_prompts: read whole prompts of adjacent slots in one run. reuse_sampled: go on from the tokens that a slot
+    sampled, too, and from anywhere.
+
+    States are saved at the end of a prompt's whole pieces, from where the next turn of a conversation goes on; where a
+    prompt leaves another one that was seen, because a third may leave them there, too (as in Marconi,
+    https://arxiv.org/abs/2411.19379); and with `reuse_sampled` at the end of an answer.
     """
 
     def __init__(
@@ -93,6 +107,8 @@ class Scheduler:
         tail_size: int | None = None,
         interleave: bool = True,
         recurrent: bool = False,
+        attention: bool = True,
+        saved_states: int = 0,
         join_prompts: bool = False,
         reuse_sampled: bool = False,
     ) -> None:
@@ -106,6 +122,8 @@ class Scheduler:
         self._tail_size = tail_size
         self._interleave = interleave
         self._recurrent = recurrent
+        self._attention = attention
+        self._saved = SavedStates(saved_states if recurrent else 0)
         self._join_prompts = join_prompts
         self._reuse_sampled = reuse_sampled
         self._chunk_was_last = False
@@ -114,6 +132,11 @@ class Scheduler:
     def waiting(self) -> int:
         """Sequences without a slot."""
         return len(self._waiting)
+
+    @property
+    def saved_states(self) -> int:
+        """Copies of states that there are."""
+        return len(self._saved.beginnings)
 
     @property
     def in_slots(self) -> list[Sequence]:
@@ -137,6 +160,7 @@ class Scheduler:
             reusable = {slot: self._reusable(self._kept[slot], sequence.prompt) for slot in self._free}
             sequence.slot = max(self._free, key=reusable.__getitem__)  # of equals, the first
             sequence.reused = sequence.consumed = reusable[sequence.slot]
+            sequence.place = self._saved.use(sequence.prompt[: sequence.reused])
             self._free.remove(sequence.slot)
             del self._kept[sequence.slot]
             admitted.append(sequence)
@@ -153,12 +177,24 @@ class Scheduler:
         self._in_slots.remove(sequence)
         self._free.append(slot)
         # Of a row whose first token was not read, nobody knows whether it was valid.
-        keep = keep and not self._recurrent and bool(sequence.sampled or not sequence.issued)
+        keep = keep and bool(sequence.sampled or not sequence.issued)
         tokens = sequence.prompt[: sequence.consumed]
         if self._reuse_sampled:  # the newest token was not fed yet, so the cache has no key and value for it
             tokens = np.concatenate([tokens, np.array(sequence.sampled[:-1], dtype=np.int64)])
         self._kept[slot] = tokens if keep else _NOTHING
         return slot
+
+    def save_answer(self, slot: int, tokens_in_states: Callable[[int], int | None]) -> Save | None:
+        """Where to save the states of a slot that was just left, if they are those after all the tokens that it keeps.
+
+        tokens_in_states: asked only where it matters. A row may have gone on before it was found to have ended.
+        """
+        tokens = self._kept[slot]
+        wanted = self._reuse_sampled and self._saved.places and len(tokens)
+        if not wanted or tokens_in_states(slot) != len(tokens):
+            return None
+        place = self._saved.add(tokens, self._is_held)
+        return None if place is None else Save(slot, len(tokens), place)
 
     def next_job(self) -> Chunk | Prompts | Window | None:
         """What the device does next; None where nothing is left to do before results are read."""
@@ -178,22 +214,44 @@ class Scheduler:
         sequence, *others = prefilling
         start, end = sequence.consumed, len(sequence.prompt)
         copies: tuple[Copy, ...] = ()
+        source, tokens = self._holder(sequence)
+        if tokens > start:
+            copies = (Copy(sequence, source, tokens, self._saved.use(sequence.prompt[:tokens])),)
+            start = tokens
         if self._recurrent:
             # Those that begin alike wait until this prompt is read as far as they go together.
             together = {one: reusable_prefix(sequence.prompt, one.prompt, self._piece_size, None) for one in others}
-            copies = tuple(Copy(one, _slot(sequence), start) for one, tokens in together.items() if 0 < tokens == start)
-            end = min([end, *(tokens for tokens in together.values() if tokens > start)])
-        else:
-            source, tokens = self._holder(sequence)
-            if tokens > start:
-                copies, start = (Copy(sequence, source, tokens),), tokens
+            ahead = {one: tokens for one, tokens in together.items() if tokens > one.consumed}
+            copies += tuple(Copy(one, _slot(sequence), start) for one, tokens in ahead.items() if tokens == start)
+            end = min([end, *(tokens for tokens in ahead.values() if tokens > start)])
         joined = self._joined(sequence) if start == 0 else ()
         if len(joined) > 1:
-            return Prompts(joined)
+            return Prompts(joined, tuple(save for one in joined for save in self._saves(one, 0, end)))
         if self._chunk_size is not None:
             count = max(1, self._chunk_size // self._piece_size)
             end = min(end, (start // self._piece_size + count) * self._piece_size)
-        return Chunk(sequence, pieces(start, end, self._piece_size), copies)
+        return Chunk(sequence, pieces(start, end, self._piece_size), copies, self._saves(sequence, start, end))
+
+    def _saves(self, sequence: Sequence, start: int, end: int) -> tuple[Save, ...]:
+        """What to save while the tokens [start, end) of a prompt are read."""
+        if not self._saved.places:
+            return ()
+        prompt, size = sequence.prompt, self._piece_size
+        seen = [*self._saved.beginnings, *self._kept.values()]
+        seen += [one.prompt for one in self._in_slots if one is not sequence]
+        # The same prompt again goes on from before its last token, a longer one from behind it.
+        ends = {len(prompt), len(prompt) - 1, max(map(partial(shared_prefix, prompt), seen), default=0)}
+        saves = []
+        for tokens in sorted({end // size * size for end in ends}):
+            if start < tokens <= end:
+                place = self._saved.add(prompt[:tokens], self._is_held)
+                saves += [Save(_slot(sequence), tokens, place)] if place is not None else []
+        return tuple(saves)
+
+    def _is_held(self, tokens: Array) -> bool:
+        """Whether some slot has the keys and values of all these tokens, or nobody needs any."""
+        held = [*self._kept.values(), *(one.prompt[: one.consumed] for one in self._in_slots)]
+        return not self._attention or any(shared_prefix(one, tokens) == len(tokens) for one in held)
 
     def _holder(self, sequence: Sequence) -> tuple[int, int]:
         """The other slot that holds most of a prompt's beginning, and how many tokens of it."""
@@ -203,6 +261,9 @@ class Scheduler:
 
     def _reusable(self, held: Array, prompt: Array) -> int:
         """How many tokens of `prompt` need not be read where `held` was; at least one has to be."""
+        if self._recurrent:
+            most = shared_prefix(held, prompt) if self._attention else len(prompt)
+            return self._saved.longest(prompt, min(most, len(prompt) - 1))
         if self._reuse_sampled:
             return shared_prefix(held, prompt[:-1])
         return reusable_prefix(held, prompt, self._piece_size, self._tail_size)

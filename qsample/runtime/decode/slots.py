@@ -28,6 +28,7 @@ from qsample.contract import (
     RUNNING,
     SAMPLER_STATES,
     SEQUENCE,
+    STALLED,
     STATUS,
     STOPPED,
     STOPS,
@@ -38,7 +39,7 @@ from qsample.contract import (
 from qsample.runtime.decode.noise import uniforms
 from qsample.runtime.decode.snapshot import Snapshot
 from qsample.runtime.session.bound_graph import NOT_CAPTURED, BoundGraph
-from qsample.runtime.session.buffers import Buffer, RetainedState, run_on_device
+from qsample.runtime.session.buffers import Buffer, RetainedState, SavedRows, run_on_device
 from qsample.runtime.session.session import Sessions
 from qsample.runtime.session.small_graphs import columns_behind
 from qsample.tensors import Array
@@ -58,9 +59,11 @@ class Slots:
     No method may be called while another one runs, except for `read` of the side that a `decode` reads.
     """
 
-    def __init__(self, sessions: Sessions, count: int, capacity: int, *, in_place: bool = True) -> None:
+    def __init__(
+        self, sessions: Sessions, count: int, capacity: int, *, in_place: bool = True, saved_states: int = 0
+    ) -> None:
         """in_place: update the history and the cache where they are; otherwise they take turns too, for a
-        comparison."""
+        comparison. saved_states: places for copies of states that are those of a row's newest token."""
         self._sessions = sessions
         self._interface = interface = sessions.interface
         self.count, self.capacity = count, capacity
@@ -73,6 +76,8 @@ class Slots:
         turns = _READ_EVERY_STEP if in_place else [spec.name for spec in specs if not spec.read_only]
         self._state = RetainedState(specs, self._sizes, turns=turns)
         self._state.write_at(STATUS.name, slice(None), _IDLE)
+        recurrent = {spec: sessions.device for spec in interface.cache_states if CAPACITY not in spec.axes}
+        self.saved = SavedRows(self._state, recurrent, self._sizes, saved_states)
 
         self._outputs = [
             {spec.name: Buffer.allocate(spec, self._sizes, device) for spec in interface.sampler_outputs}
@@ -148,13 +153,23 @@ class Slots:
         for name, values in parameters.items():
             self.set_parameter(slot, name, values)
 
-    def copy(self, source: int, slot: int, prompt: Array) -> None:
+    def copy(self, source: int, slot: int, prompt: Array, place: int | None = None) -> None:
         """Get a slot as far as `source` is after `prompt`, [n] int64: its first n tokens, n >= 1, or, where the model
-        has states that are those of the newest token, all of them."""
+        has states that are those of the newest token, all of them. place: where such states after `prompt` are saved.
+        """
         for spec in self._interface.cache_states:
-            held = (slice(None), slice(len(prompt))) if CAPACITY in spec.axes else ...
-            self._state.copy_row(spec.name, source, slot, held)
+            if CAPACITY in spec.axes:
+                self._state.copy_row(spec.name, source, slot, (slice(None), slice(len(prompt))))
+            elif place is None:
+                self._state.copy_row(spec.name, source, slot)
+        if place is not None:
+            self.saved.restore(place, slot)
         self._write_history(slot, prompt)
+
+    def tokens_in_states(self, slot: int) -> int | None:
+        """How many tokens a slot's states are after; None for a row that waits with one more than it counts."""
+        stalled = self._state.read(STATUS.name)[slot] == STALLED
+        return None if stalled else int(self._state.read(LENGTHS.name)[slot])
 
     def _write_history(self, slot: int, tokens: Array) -> None:
         self._state.write_at(LENGTHS.name, slot, len(tokens))

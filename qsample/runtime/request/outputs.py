@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from qsample.runtime.sequence import PrefixStats
 from qsample.tensors import Array
 
 
@@ -67,12 +68,14 @@ class RequestOutput:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """The requests of an engine at one moment. running: in slots. waiting: added, without a slot."""
+    """The requests of an engine at one moment. running: in slots. waiting: added, without a slot. prefixes: what of all
+    prompts so far was not read again."""
 
     slots: int
     max_waiting: int
     running: int
     waiting: int
+    prefixes: PrefixStats
 
 
 def stacked(outputs: list[Mapping[str, Array]]) -> dict[str, Array]:

@@ -1,4 +1,7 @@
-"""The memory that graphs are bound to: `Buffer`, and `RetainedState`, what every row keeps between calls."""
+"""The memory that graphs are bound to: `Buffer`, and `RetainedState`, what every row keeps between calls.
+
+`SavedRows` has copies of what some rows kept.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from typing import Any, Final
 import numpy as np
 import onnxruntime as ort
 
-from qsample.contract import TensorSpec, retained_name
+from qsample.contract import BATCH, TensorSpec, retained_name
 from qsample.runtime.session import small_graphs
 from qsample.tensors import DTYPES, Array, sparse_zeros
 
@@ -102,13 +105,14 @@ class Buffer:
             zeros = _zeros(self.shape[1:], self.dtype, self.device)
             copy_on_device(zeros, self.rows(row))
 
-    def copy_row(self, source: int, target: int, index: Any = ...) -> None:
-        """Write row `source` over row `target`, at least what is at a NumPy index of the row."""
+    def copy_row(self, source: int, target: int, index: Any = ..., *, of: Buffer | None = None) -> None:
+        """Write row `source` over row `target`, at least what is at a NumPy index of the row. of: the tensor of
+        `source`; None = this one."""
+        of = of or self
         if self.device == "cpu" and self.dtype != "bfloat16":  # which NumPy does not have
-            whole = self.owner.numpy()
-            whole[target][index] = whole[source][index]
+            self.owner.numpy()[target][index] = of.owner.numpy()[source][index]
         else:
-            copy_on_device(self.rows(source), self.rows(target))
+            copy_on_device(of.rows(source), self.rows(target))
 
     def bind_input(self, binding: ort.IOBinding, name: str) -> None:
         binding.bind_input(name, self.device, 0, DTYPES[self.dtype].onnx, self.shape, self.address)
@@ -166,6 +170,35 @@ class RetainedState:
     def copy_row(self, name: str, source: int, target: int, index: Any = ...) -> None:
         """Write the current values of a row over those of another; see `Buffer.copy_row`."""
         self._sides[self.side][name].copy_row(source, target, index)
+
+
+class SavedRows:
+    """Copies of single rows of some states, in numbered places."""
+
+    def __init__(
+        self, state: RetainedState, specs: Mapping[TensorSpec, str], sizes: Mapping[str, int], places: int
+    ) -> None:
+        """specs: those states, and the device they live on. sizes: of their named axes."""
+        self._state = state
+        self._saved = {
+            spec.name: Buffer.allocate(spec, {**sizes, BATCH: places}, device)
+            for spec, device in specs.items()
+            if places
+        }
+        # Bytes of one place.
+        self.nbytes = sum(math.prod(spec.shape({**sizes, BATCH: 1})) * DTYPES[spec.dtype].itemsize for spec in specs)
+
+    def save(self, row: int, place: int) -> None:
+        """Write the current values of a row to a place."""
+        states = self._state.inputs()
+        for name, saved in self._saved.items():
+            saved.copy_row(row, place, of=states[name])
+
+    def restore(self, place: int, row: int) -> None:
+        """Write what a place has over the current values of a row."""
+        states = self._state.inputs()
+        for name, saved in self._saved.items():
+            states[name].copy_row(place, row, of=saved)
 
 
 def copy_on_device(source: Buffer, target: Buffer) -> None:

@@ -343,7 +343,7 @@ def test_nothing_to_do() -> None:
     assert scheduler.next_job() is None
 
 
-def test_recurrent_states_are_not_gone_on_from() -> None:
+def test_recurrent_states_that_were_not_saved_are_not_gone_on_from() -> None:
     scheduler = Scheduler(1, recurrent=True)
     first, second = request([1, 2, 3]), request([1, 2, 3, 4])
     scheduler.add(first)

@@ -12,7 +12,7 @@ import pytest
 
 from qsample.contract import BATCH, CAPACITY, SAMPLER_STATES, TensorSpec
 from qsample.runtime import CausalLM
-from qsample.runtime.session.buffers import Buffer, RetainedState, copy_on_device, run_on_device
+from qsample.runtime.session.buffers import Buffer, RetainedState, SavedRows, copy_on_device, run_on_device
 from qsample.runtime.session.small_graphs import columns_behind
 from tests.helpers.fake_package import fake_interface
 
@@ -104,6 +104,38 @@ def test_rows_are_copied_on_the_side_that_is_current(side: int, model: CausalLM)
     assert not made.read(name, 1 - side).any()
     made.copy_row(name, 0, 2)
     assert made.read(name)[:, 0, :, 0].tolist() == [[0] * 12, [2] * 4 + [1] * 8, [0] * 12]
+
+
+@pytest.mark.parametrize("side", [0, 1])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_rows_are_saved_and_restored(dtype: str, side: int) -> None:
+    """Every bit of one row of every state, on the side that is current, and no other row."""
+    specs = {TensorSpec(name, dtype, (BATCH, 5), ""): "cpu" for name in ("in_place", "in_turns")}
+    made = RetainedState(specs, SIZES, turns=("in_turns",))
+    for _ in range(side):
+        made.flip()
+    width = 4 if dtype == "float32" else 2
+    memory = [
+        np.ctypeslib.as_array((ctypes.c_uint8 * (15 * width)).from_address(buffer.address)).reshape(3, -1)
+        for buffer in made.inputs().values()
+    ]
+    for one in memory:
+        one[:] = np.random.default_rng(0).integers(0, 256, one.shape)
+    before = [one.copy() for one in memory]
+    saved = SavedRows(made, specs, SIZES, 2)
+    assert saved.nbytes == 2 * 5 * width
+    saved.save(2, 0)
+    saved.save(1, 1)
+    for one in memory:
+        one[1:] = 0
+    saved.restore(0, 0)
+    saved.restore(1, 2)
+    for one, was in zip(memory, before, strict=True):
+        assert (one[[0, 2]] == was[[2, 1]]).all()
+        assert not one[1].any()
+    saved.save(0, 1)
+    saved.restore(1, 2)
+    assert (memory[0][2] == before[0][2]).all()
 
 
 def state(model: CausalLM, *, turns: Sequence[str]) -> RetainedState:
