@@ -87,6 +87,11 @@ OPTIMUM: dict[str, tuple[str, int, dict[str, Any]]] = {
     ),
     "optimum_gpt2": ("gpt2", 14, {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}),
     "optimum_gemma2": ("gemma2", 14, {"sliding_window": 6, "query_pre_attn_scalar": 16}),
+    "optimum_gemma2_eager": (
+        "gemma2",
+        14,
+        {"sliding_window": 6, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 4.0},
+    ),
     "optimum_gemma3": (
         "gemma3_text",
         14,
@@ -161,12 +166,18 @@ def _genai_tokens(folder: Path) -> dict[str, Any]:
 
 def make_optimum(name: str, folder: Path) -> None:
     """A folder of optimum-onnx: attention of plain operators, a cache that grows by Concat."""
-    from optimum.exporters.onnx import main_export
+    from optimum.exporters.onnx import main_export, onnx_export_from_model
+    from transformers import AutoModelForCausalLM
 
     model_type, opset, changes = OPTIMUM[name]
+    given: dict[str, Any] = {"task": "text-generation-with-past", "opset": opset, "do_validation": False}
     with tempfile.TemporaryDirectory() as scratch:
         source = checkpoint(Path(scratch), model_type, changes)
-        main_export(str(source), folder, task="text-generation-with-past", opset=opset, do_validation=False)
+        if name.endswith("_eager"):  # attention as the model's own code has it, not as scaled_dot_product_attention
+            model = AutoModelForCausalLM.from_pretrained(source, attn_implementation="eager")
+            onnx_export_from_model(model, folder, **given)
+        else:
+            main_export(str(source), folder, **given)
 
 
 def make_layouts(name: str, folder: Path) -> None:

@@ -32,7 +32,7 @@ GROUPED = (
 )
 PLAIN = (
     *("optimum_llama", "optimum_llama_18", "optimum_qwen2", "optimum_qwen3", "optimum_mistral", "optimum_granite"),
-    *("optimum_gpt2", "optimum_gemma2", "optimum_gemma3", "optimum_phi3"),
+    *("optimum_gpt2", "optimum_gemma2", "optimum_gemma2_eager", "optimum_gemma3", "optimum_phi3"),
     *(f"community_concat/onnx/{name}.onnx" for name in LAYOUTS),
 )
 

@@ -13,7 +13,7 @@ from tests.helpers.foreign import unpack
 
 @pytest.fixture(scope="session")
 def decoder(shared_folder: Path) -> Callable[[str], tuple[Path, str | None]]:
-    """ "NAME" or "NAME/FILE" → the folder of that fixture, and the file."""
+    """ "NAME" or `NAME/FILE` → the folder of that fixture, and the file."""
 
     def find(kind: str) -> tuple[Path, str | None]:
         name, _, file = kind.partition("/")
