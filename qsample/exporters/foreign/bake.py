@@ -18,6 +18,7 @@ from onnx_ir.passes import common as common_passes
 
 from qsample import package
 from qsample.contract import Features, Interface
+from qsample.errors import ParityError, QsampleError
 from qsample.exporters import parity
 from qsample.exporters.foreign import grouped, plain
 from qsample.exporters.foreign.head import select_last
@@ -89,10 +90,7 @@ def bake(
         arithmetic = arithmetic_of(baked.model)
         write_graphs(baked.model, baked.interface, token_ids.pad, writer.directory)
         report("comparing with the decoder as it is", 0.7)
-        files = writer.directory / "decoder.onnx", writer.directory / "initial_state.onnx"
-        figures = parity.check(
-            *files, baked.interface, baked.expected, tolerance=_TOLERANCES[arithmetic], original="the file"
-        )
+        figures = _gate(writer.directory, baked, _TOLERANCES[arithmetic])
         manifest = portable_manifest(
             baked.interface,
             source,
@@ -109,6 +107,18 @@ def bake(
         writer.finish(manifest)
     report("done", 1.0)
     return package.read_package(out, verify=False)
+
+
+def _gate(folder: Path, baked: Baked, tolerance: float) -> parity.Parity:
+    files = folder / "decoder.onnx", folder / "initial_state.onnx"
+    try:
+        return parity.check(*files, baked.interface, baked.expected, tolerance=tolerance, original="the file")
+    except QsampleError:
+        raise
+    except Exception as error:  # onnxruntime's own kinds
+        raise ParityError(
+            f"the baked graph does not run, which the file itself does ({' '.join(str(error).split())!s:.400})"
+        ) from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -226,7 +226,9 @@ def _check_operators(path: Path, model: ir.Model) -> None:
 def _other_files(path: Path) -> str:
     """Which files beside `path` to take instead of one with dynamic quantization."""
     beside = [
-        file.name for file in sorted(path.parent.glob("*.onnx")) if not re.search("quantized|int8|uint8", file.name)
+        file.name
+        for file in sorted(path.parent.glob("*.onnx"))
+        if file != path and not re.search("quantized|int8|uint8", file.name)
     ]
     return f"; take {', '.join(beside[:4])}" if beside else "; take its q4, fp16 or fp32 file"
 

@@ -1,0 +1,169 @@
+"""A baked package: its tokens are drawn as the contract says, from the file's own logits; and what it says of
+itself."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import qsample
+from qsample import AutoModelForCausalLM
+from qsample.contract import Features
+from qsample.errors import QsampleError
+from qsample.exporters.foreign.original import Original
+from qsample.models.foreign import ForeignModel
+from qsample.models.packaged import PackagedModel
+from tests.conftest import made_once
+from tests.helpers.foreign import read, tokens_of_genai
+from tests.helpers.reference import philox_uniforms, reference_step
+from tests.helpers.sampler_traces import python_that_shares_traces
+
+Decoder = Callable[[str], tuple[Path, str | None]]
+SETTINGS = [
+    {"temperature": 1.3},
+    {"temperature": 0.9, "top_p": 0.8, "repetition_penalty": 1.2},
+    {"temperature": 1.0, "top_k": 7, "frequency_penalty": 0.4},
+]
+PROMPTS = [[1, 17, 40, 23, 9], [1, 88], [1, 30, 31, 32, 33, 34]]
+CAPACITY = 40
+
+
+@pytest.fixture(scope="session")
+def baked(decoder: Decoder, shared_folder: Path) -> PackagedModel:
+    """The int4 file of onnxruntime-genai with the sampler in its graph."""
+    folder, _ = decoder("genai_cpu_int4")
+    path = made_once(
+        shared_folder / "baked-int4", lambda path: qsample.bake(folder, path, features=Features(probs=True))
+    )
+    model = AutoModelForCausalLM.from_pretrained(path)
+    assert isinstance(model, PackagedModel)
+    return model
+
+
+def drawn_from_the_file(folder: Path, prompt: list[int], seed: int, settings: dict[str, float]) -> list[int]:
+    """Tokens by the float64 reference, from the logits of the file run as its authors do; up to a draw that rounding
+    could decide."""
+    original = Original(read(folder))
+    inputs: dict[str, np.ndarray] = {
+        "input_ids": np.array([prompt]),
+        "input_lengths": np.array([len(prompt)]),
+        "emit": np.array([True]),
+        "lengths": np.array([0]),
+        "status": np.array([0]),
+        "tokens": np.zeros((1, CAPACITY), np.int32),
+        "output_counts": np.zeros((1, 128), np.float32),
+        "noise": philox_uniforms(seed, CAPACITY)[None],
+        "min_length": np.array([0]),
+        "max_length": np.array([2**31 - 1]),
+        "stop_ids": np.array([[-1]]),
+    }
+    off = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
+    off |= {"presence_penalty": 0.0, "frequency_penalty": 0.0}
+    inputs |= {name: np.array([settings.get(name, value)]) for name, value in off.items()}
+    logits, past = original.step(prompt, original.start(), 0)
+    made: list[int] = []
+    while len(made) < 12:
+        step = reference_step(logits[None], inputs, pad_token_id=0)
+        if step["margin"][0] < 1e-4:
+            break
+        made.append(int(step["next_ids"][0, 0]))
+        done = len(prompt) + len(made) - 1
+        for name in ("lengths", "status", "tokens", "output_counts"):
+            inputs[name] = step[f"{name}_RetainedState"]
+        inputs |= {"input_ids": np.array([made[-1:]]), "input_lengths": np.array([1])}
+        logits, past = original.step(made[-1:], past, done)
+    return made
+
+
+def test_sampled_rows_are_the_reference_drawn_from_the_files_logits(baked: PackagedModel, decoder: Decoder) -> None:
+    folder, _ = decoder("genai_cpu_int4")
+    seeds = [11, 12, 13]
+    wanted = [drawn_from_the_file(folder, *row) for row in zip(PROMPTS, seeds, SETTINGS, strict=True)]
+
+    rows = [
+        qsample.SamplingParams(seed=seed, max_new_tokens=12, eos_token_id=[], **settings)
+        for seed, settings in zip(seeds, SETTINGS, strict=True)
+    ]
+    got = baked.generate(PROMPTS, rows).token_ids
+
+    assert sum(map(len, wanted)) > 24
+    for row, drawn in zip(got, wanted, strict=True):
+        assert list(row[: len(drawn)]) == drawn
+
+
+def test_greedy_tokens_are_those_of_onnxruntime_genai(baked: PackagedModel, decoder: Decoder) -> None:
+    genai = tokens_of_genai(decoder("genai_cpu_int4")[0])
+    got = baked.generate(genai["prompts"], do_sample=False, max_new_tokens=24).token_ids
+    assert [list(row) for row in got] == genai["new_tokens"]
+
+
+def test_what_the_package_says(baked: PackagedModel, decoder: Decoder) -> None:
+    manifest = baked.package.manifest
+    assert manifest.kind == "portable"
+    assert manifest.source.model_type == "llama"
+    assert manifest.source.architecture.startswith("model.onnx, a decoder by onnxruntime-genai")
+    assert manifest.max_position_embeddings == 128
+    assert (manifest.token_ids.pad, manifest.token_ids.bos, manifest.token_ids.eos) == (0, 1, (2,))
+    assert manifest.packed_weights is not None
+    assert manifest.packed_weights["bits"] == [4]
+    assert manifest.packed_weights["matrices"] == 11
+    assert manifest.parity is not None
+    assert manifest.parity["max_error"] <= manifest.parity["tolerance"]
+    assert baked.generate("ab", max_new_tokens=2, do_sample=False).texts  # the tokenizer came along
+
+
+@pytest.mark.slow
+def test_it_compiles(baked: PackagedModel, tmp_path: Path) -> None:
+    compiled = baked.compile(tmp_path / "cpu", ctx_len=64, max_divergence=1.0)
+    quantization = compiled.package.manifest.compilation.quantization
+    assert quantization["divergence"]["kl"] < 0.1  # of the activations in 8 bits
+    greedy = {"do_sample": False, "max_new_tokens": 8}
+    assert compiled.generate(PROMPTS, **greedy).token_ids == baked.generate(PROMPTS, **greedy).token_ids
+
+
+def test_from_pretrained_opens_a_folder_of_decoders(decoder: Decoder) -> None:
+    folder, _ = decoder("genai_cpu_fp32")
+    with pytest.warns(UserWarning, match="holds a decoder file; it is used as `qsample bake` writes it"):
+        model = AutoModelForCausalLM.from_pretrained(folder)
+    assert isinstance(model, ForeignModel)
+    genai = tokens_of_genai(folder)
+    assert [
+        list(row) for row in model.generate(genai["prompts"], do_sample=False, max_new_tokens=24).token_ids
+    ] == genai["new_tokens"]
+
+
+@pytest.mark.parametrize("given", [{"dtype": "float16"}, {"adapter": "some/adapter"}])
+def test_what_a_decoder_file_does_not_take(given: dict[str, str], decoder: Decoder) -> None:
+    with pytest.raises(QsampleError, match=f"leave {next(iter(given))} out"):
+        AutoModelForCausalLM.from_pretrained(decoder("genai_cpu_fp32")[0], **given)
+
+
+def test_a_checkpoint_beside_it_is_preferred(tmp_path: Path) -> None:
+    for name in ("model.onnx", "model.safetensors", "config.json"):
+        (tmp_path / name).write_text("{}")
+    assert not isinstance(AutoModelForCausalLM.from_pretrained(tmp_path), ForeignModel)
+
+
+def test_the_window_that_a_graph_lacks_is_said(decoder: Decoder, tmp_path: Path) -> None:
+    folder, _ = decoder("genai_cpu_mistral")
+    with pytest.warns(UserWarning, match="states an attention window of 6 tokens, and the graph has none"):
+        qsample.bake(folder, tmp_path / "out", features=Features(sampler=False))
+
+
+def test_the_command(decoder: Decoder, tmp_path: Path) -> None:
+    folder, file = decoder("community_gqa/onnx/model_q4f16.onnx")
+    code = "import sys; from qsample.cli import run; sys.exit(run(sys.argv[1:]))"
+    command = [*python_that_shares_traces(code), "bake", str(folder), str(tmp_path / "out"), "--file", str(file)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip().endswith("out")
+    manifest = json.loads((tmp_path / "out" / "qsample.json").read_text())
+    assert manifest["interface"]["dtype"] == "float16"
+    again = subprocess.run(command, capture_output=True, text=True)
+    assert again.returncode == 1
+    assert "already holds a package" in again.stderr

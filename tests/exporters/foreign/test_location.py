@@ -1,0 +1,134 @@
+"""Which file of a folder or a repository is the decoder, and what belongs to it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+import pytest
+
+from qsample.errors import QsampleError
+from qsample.exporters.foreign.location import locate
+from tests.helpers.foreign import edited
+
+Decoder = Callable[[str], tuple[Path, str | None]]
+
+
+def test_the_only_one_of_a_folder(decoder: Decoder) -> None:
+    folder, _ = decoder("optimum_llama")
+    location = locate(folder)
+    assert location.file == folder / "model.onnx"
+    assert location.find("config.json") == folder / "config.json"
+    assert locate(folder / "model.onnx").find("config.json") == folder / "config.json"
+
+
+def test_several_want_a_choice(decoder: Decoder) -> None:
+    folder, _ = decoder("community_gqa/x")
+    with pytest.raises(QsampleError, match=r"several decoders; say which with file \(--file\): onnx/model.onnx, "):
+        locate(folder)
+    location = locate(folder, "onnx/model.onnx")
+    assert [path.name for path in location.data] == ["model.onnx_data", "model.onnx_data_1"]
+    assert location.find("config.json") is None
+    assert location.find("tokenizer.json") == folder / "tokenizer.json"
+
+
+def test_a_genai_config_names_it(decoder: Decoder, tmp_path: Path) -> None:
+    folder = edited(decoder("genai_cpu_fp32")[0], tmp_path / "two", lambda model: None)
+    (folder / "embedding.onnx").write_bytes((folder / "model.onnx").read_bytes())
+    assert locate(folder).file.name == "model.onnx"
+    config = json.loads((folder / "genai_config.json").read_text())
+    config["model"]["decoder"]["filename"] = "../outside.onnx"
+    (folder / "genai_config.json").write_text(json.dumps(config))
+    with pytest.raises(QsampleError, match="several decoders"):
+        locate(folder)
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ("nowhere.onnx", "nowhere.onnx does not exist"),
+        ("./nowhere/model", "does not exist"),
+    ],
+)
+def test_nothing_there(given: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(QsampleError, match=why):
+        locate(given)
+
+
+def test_a_folder_without_any(tmp_path: Path) -> None:
+    with pytest.raises(QsampleError, match=r"has no \.onnx file, in it or in onnx/"):
+        locate(tmp_path)
+
+
+def test_data_that_is_missing_or_lies_elsewhere(decoder: Decoder, tmp_path: Path) -> None:
+    folder = edited(decoder("genai_cpu_fp32")[0], tmp_path / "copy", lambda model: None)
+    (folder / "model.onnx.data").rename(folder / "elsewhere")
+    with pytest.raises(QsampleError, match=r"its data, model.onnx.data, is missing"):
+        locate(folder)
+
+    model = ir.load(folder / "model.onnx")
+    for value in model.graph.initializers.values():
+        if isinstance(value.const_value, ir.ExternalTensor):
+            tensor = value.const_value
+            value.const_value = ir.ExternalTensor(
+                "../secret", tensor.offset, tensor.length, tensor.dtype, shape=tensor.shape, name=tensor.name
+            )
+    ir.save(model, folder / "model.onnx")
+    with pytest.raises(QsampleError, match=r"refers to '../secret'"):
+        locate(folder)
+
+
+def test_no_onnx_file(tmp_path: Path) -> None:
+    (tmp_path / "model.onnx").write_bytes(b"not a protobuf, which is clear from the first byte on")
+    with pytest.raises(QsampleError, match="not an ONNX file"):
+        locate(tmp_path)
+
+
+def test_of_a_repository_only_what_belongs_to_the_decoder_is_downloaded(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import huggingface_hub
+    from huggingface_hub import constants
+
+    folder, _ = decoder("community_gqa/x")
+    names = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
+    names += ["onnx/vision/config.json", "README.md", "model.safetensors"]
+    fetched = []
+
+    def download(repository: str, name: str, **options: Any) -> str:
+        assert repository == "some/model"
+        assert options == {"revision": "v2"}
+        fetched.append(name)
+        return str(folder / name)
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", lambda self, repository, **options: names)
+
+    location = locate("some/model", "onnx/model.onnx", hub={"revision": "v2"})
+
+    assert location.file == folder / "onnx" / "model.onnx"
+    assert {name for name in fetched if name.startswith("onnx/")} == {
+        "onnx/model.onnx",
+        "onnx/model.onnx_data",
+        "onnx/model.onnx_data_1",
+    }
+    assert "tokenizer.json" in fetched
+    assert not {"README.md", "model.safetensors", "onnx/vision/config.json"} & {*fetched}
+
+
+def test_a_repository_that_the_hub_does_not_give(monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+    from huggingface_hub import constants
+
+    def fail(self: Any, repository: str, **options: Any) -> list[str]:
+        raise OSError("no route\nto host")
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", fail)
+    with pytest.raises(QsampleError, match=r"some/model is no folder here, and the hub does not give it \(no route to"):
+        locate("some/model")
