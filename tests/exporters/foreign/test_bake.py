@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,7 +22,6 @@ from qsample.models.packaged import PackagedModel
 from tests.conftest import made_once
 from tests.helpers.foreign import read, tokens_of_genai
 from tests.helpers.reference import philox_uniforms, reference_step
-from tests.helpers.sampler_traces import python_that_shares_traces
 
 Decoder = Callable[[str], tuple[Path, str | None]]
 SETTINGS = [
@@ -158,7 +158,7 @@ def test_the_window_that_a_graph_lacks_is_said(decoder: Decoder, tmp_path: Path)
 def test_the_command(decoder: Decoder, tmp_path: Path) -> None:
     folder, file = decoder("community_gqa/onnx/model_q4f16.onnx")
     code = "import sys; from qsample.cli import run; sys.exit(run(sys.argv[1:]))"
-    command = [*python_that_shares_traces(code), "bake", str(folder), str(tmp_path / "out"), "--file", str(file)]
+    command = [sys.executable, "-c", code, "bake", str(folder), str(tmp_path / "out"), "--file", str(file)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip().endswith("out")
