@@ -42,6 +42,7 @@ class Original:
             for past in layer.pasts
         }
         self.dtype = foreign.dtype.numpy()
+        self._path = foreign.path
         extra = list(extra)
         options = session_options()
         graph: str | bytes = str(foreign.path)
@@ -85,7 +86,14 @@ class Original:
             for name, array in feeds.items()
             if name in self._inputs
         }
-        return dict(zip(self._outputs, self._session.run(None, given), strict=True))
+        try:
+            results = self._session.run(None, given)
+        except Exception as error:  # onnxruntime's own kinds
+            raise UnsupportedModelError(
+                f"{self._path} cannot be checked: ONNX Runtime fails to run it on this machine's CPU "
+                f"({' '.join(str(error).split())[-300:]})"
+            ) from error
+        return dict(zip(self._outputs, results, strict=True))
 
     def step(self, ids: Sequence[int], past: Mapping[str, Array], done: int) -> tuple[Array, dict[str, Array]]:
         """[V] float32 after the last of `ids`, and the new cache."""

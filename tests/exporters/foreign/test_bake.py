@@ -167,3 +167,18 @@ def test_the_command(decoder: Decoder, tmp_path: Path) -> None:
     again = subprocess.run(command, capture_output=True, text=True)
     assert again.returncode == 1
     assert "already holds a package" in again.stderr
+
+
+def test_the_readmes_file_without_torch_and_transformers(tmp_path: Path) -> None:
+    example = Path(__file__).resolve().parents[3] / "examples" / "tiny_lm_genai"
+    code = (
+        "import sys\n"
+        "for name in ('torch', 'transformers', 'safetensors'): sys.modules[name] = None\n"
+        "import qsample\n"
+        "package = qsample.bake(sys.argv[1], sys.argv[2])\n"
+        "print(package.generate('And the LORD spake unto', do_sample=False, max_new_tokens=8).texts[0])"
+    )
+    command = [sys.executable, "-c", code, str(example), str(tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(" Moses, saying,")
