@@ -1,0 +1,70 @@
+"""The benchmark of hybrids and mixtures: which cells are left to measure, its tables, and the bytes of a step."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from transformers import AutoConfig
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+
+
+@pytest.fixture
+def report(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    return importlib.import_module("models_report")
+
+
+def test_a_run_goes_on_where_the_one_before_stopped(report: ModuleType, tmp_path: Path) -> None:
+    results = report.ModelResults(tmp_path / "models.json", "machine")
+    results.add_cell("tiny", 64, 1, "greedy", "qsample", [9.0, 9.0], [1.0, 1.0])
+    results.save()
+    results = report.ModelResults(tmp_path / "models.json", "machine")
+    assert results.is_complete("tiny", (64, 1), ["qsample"], rounds=2)
+    assert not results.is_complete("tiny", (64, 1), ["qsample"], rounds=3)
+    assert not results.is_complete("tiny", (64, 4), ["qsample"], rounds=2)
+    assert not results.is_complete("tiny", (64, 1), ["qsample", "genai"], rounds=2)
+    results.set_missing("tiny", "genai", "ValueError: no such model")
+    assert results.is_complete("tiny", (64, 1), ["qsample", "genai"], rounds=2)
+    results.clear_missing("tiny", "genai")
+    assert not results.is_complete("tiny", (64, 1), ["qsample", "genai"], rounds=2)
+
+
+def test_tables(report: ModuleType, tmp_path: Path) -> None:
+    results = report.ModelResults(tmp_path / "models.json", "machine")
+    results.add_cell("tiny", 64, 1, "greedy", "qsample", [9.0, 9.0], [1.0, 2.0])
+    results.add_cell("tiny", 64, 1, "greedy", "llama.cpp", [9.0, 9.0], [2.0, 4.0])
+    for name in ("qsample", "llama.cpp"):
+        results.add_system("tiny", name, "1.0", 3_000_000, 1.0, {"anonymous": 5_000_000, "mapped": 0})
+    results.set_missing("tiny", "genai", "The /home/me/models/checkpoint model | is not supported")
+    header, rows = report.time_rows(results, "tiny")
+    assert header == ["", "qsample", "onnxruntime-genai", "llama.cpp"]
+    assert rows[0] == ["first token, 64 tokens", "9.0", "no", "9.0 (1.00x)"]
+    assert rows[2] == ["step, 1 row", "1.5", "no", "3.0 (2.00x)"]
+    assert rows[3] == ["step, 4 rows", "", "no", ""]
+    assert rows[-1] == ["memory, MB: own + mapped files", "5 + 0", "no", "5 + 0"]
+    assert report.missing_lines(results, "tiny") == [
+        "onnxruntime-genai does not run it: The checkpoint model / is not supported"
+    ]
+
+    # 2 MB at 4 GB/s take 0.5 ms; half as fast in the second round, where the step takes twice as long.
+    results.set_active("tiny", 64, 2_000_000)
+    results.add_speed("tiny", 64, [4e9, 2e9])
+    assert report.floor_rows(results)[1] == [["tiny", "64", "2.0", "3.0", "0.67", "1.50", "2.00"]]
+
+
+def test_the_bytes_of_a_step(llama_package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All weights but the table of embeddings, and the keys and values."""
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    active_bytes = importlib.import_module("active_bytes").active_bytes
+    config = AutoConfig.from_pretrained(llama_package)
+    hidden, inner, layers = config.hidden_size, config.intermediate_size, config.num_hidden_layers
+    width = config.num_key_value_heads * hidden // config.num_attention_heads
+    layer = 2 * hidden * hidden + 2 * hidden * width + 3 * hidden * inner + 2 * hidden
+    weights = 4 * (layers * layer + hidden + hidden * config.vocab_size)
+    for history in (1, 100):
+        expected = weights + 4 * layers * 2 * width * history
+        assert expected <= active_bytes(llama_package, 0, history) < expected + 10_000  # constants, the sampler's
