@@ -22,7 +22,7 @@ def fingerprint(model: ir.Model) -> dict[str, object]:
 
 def _outputs(graph: ir.Graph, known: dict[ir.Value, str]) -> list[str]:
     for node in graph:
-        parts = [node.domain, node.op_type]
+        parts = [node.domain, node.op_type, *map(_type, node.outputs)]  # of outputs that nothing reads, too
         for value in node.inputs:
             parts.append("" if value is None else _value(value, known))
         for name, attribute in sorted(node.attributes.items()):
