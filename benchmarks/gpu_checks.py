@@ -104,7 +104,7 @@ def check_package(files: Files, variant: Variant, reports: Reports, *, trace: bo
         shared = [leading(a, b) for a, b in zip(wanted, first, strict=True)]
         listed = ", ".join(f"{mix}: {count}" for mix, count in zip(MIXES, shared, strict=True))
         say(f"{title}: leading tokens, of {NEW_TOKENS}, that the portable package has on the CPU in float32: {listed}")
-    if variant.weights is None:
+    if variant.weights is None and variant.kv_cache_dtype is None:
         with reports.section(f"{title}: check against transformers"):
             say(f"{title}: {against_transformers(model, files.checkpoint(), variant.dtype)}")
 

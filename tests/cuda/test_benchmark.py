@@ -1,0 +1,51 @@
+"""benchmarks/gpu.py from its first line to its last, before it meets a GPU."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.slow
+def test_the_benchmark_runs_to_its_end(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.cuda.puppet", ROOT / "benchmarks" / "gpu.py", "--dtype", "float16"]
+    command += [
+        "--shapes",
+        "tiny",
+        "--parts",
+        "smoke",
+        "first",
+        "checks",
+        "--systems",
+        "captured",
+        "uncaptured",
+        "host",
+    ]
+    command += ["--batch", "1", "32", "--new-tokens", "8", "--rounds", "1"]
+    command += ["--work", tmp_path / "work", "--out", tmp_path / "out"]
+    subprocess.run([str(part) for part in command], check=True, cwd=ROOT, timeout=3600)
+    found = json.loads((tmp_path / "out" / "gpu.json").read_text())
+    # What the stubs lack: a driver, numbers in bfloat16, CUPTI; and what an environment may lack.
+    lacking = (
+        "nvidia-smi:",
+        "tiny, cuda-bfloat16: smoke test:",
+        "tiny, cuda-float16: trace of the copies",
+        "the plot:",
+    )
+    assert [line for line in found["problems"] if not line.startswith(lacking)] == []
+    cells = {(row["system"], row["rows"], row["mix"]) for row in found["rows"]}
+    mixes = ("greedy", "plain temperature", "everything")
+    assert cells == {
+        *((system, rows, mix) for system in ("captured", "captured, int4") for rows in (1, 32) for mix in mixes),
+        *((system, rows, mix) for system in ("uncaptured", "host") for rows in (1, 32) for mix in mixes[::2]),
+    }
+    assert all(row["floor"] > 0 for row in found["rows"])
+    checks = found["checks"]["tiny"]
+    for name in ("cuda-float16", "cuda-float16-int4", "cuda-float16-int8-cache"):
+        assert f"tiny, {name}: without capture: the same tokens" in checks
