@@ -153,7 +153,7 @@ class Plan:
         if self._cuda:
             switch = {"ORT_ENABLE_CUDNN_FLASH_ATTENTION": "0"}
             # Another package, so that compile's own test of it runs without cuDNN's attention, too.
-            apart = Files("tiny", self._folder / "tiny-no-cudnn")
+            apart = Files("tiny", self._folder / "tiny", "-no-cudnn")
             yield Part(
                 "tiny without cuDNN's attention: smoke test",
                 lambda reports: smoke(apart, self._variant(), reports),
@@ -270,7 +270,8 @@ class Plan:
 
 def import_what_parts_need() -> None:
     """Once, for all processes that are forked for parts."""
-    for name in ("onnxruntime", "torch", "transformers", "qsample.auto_model", "qsample.exporters.export"):
+    packages = ("onnxruntime", "torch", "transformers")
+    for name in (*packages, "qsample.auto_model", "qsample.exporters.export", "qsample.exporters.compiler.compile"):
         with suppress(ImportError):
             importlib.import_module(name)
 

@@ -39,10 +39,11 @@ class Variant:
 
 
 class Files:
-    """shape: a key of `SHAPES`. folder: of all that is made of it."""
+    """shape: a key of `SHAPES`. folder: of all that is made of it. suffix: of its compiled packages' names, where they
+    are made once more under other circumstances."""
 
-    def __init__(self, shape: str, folder: Path) -> None:
-        self.shape, self._folder = shape, folder
+    def __init__(self, shape: str, folder: Path, suffix: str = "") -> None:
+        self.shape, self._folder, self._suffix = shape, folder, suffix
 
     def checkpoint(self) -> Path:
         return self._made("checkpoint", lambda path: make_checkpoint(self.shape, path))
@@ -63,7 +64,7 @@ class Files:
             # Random weights are off by more than trained ones.
             model.compile(path, ctx_len=CTX_LEN, max_divergence=100, **options)
 
-        return self._made(variant.name, compile_to)
+        return self._made(variant.name + self._suffix, compile_to)
 
     def genai(self, dtype: str) -> Path:
         def build(path: Path) -> None:
