@@ -31,6 +31,7 @@ from qsample.exporters.foreign.original import Original, reference
 from qsample.exporters.foreign.rows import add_rows, check_free_of_sizes, counted_positions, use_row_positions
 from qsample.exporters.foreign.settings import Settings, read_settings, write_files
 from qsample.exporters.graph.nbits import INT8_ACTIVATIONS, is_matmul_nbits
+from qsample.exporters.measured_shapes import record_shapes
 from qsample.exporters.portable import portable_manifest, write_graphs
 from qsample.progress import Progress
 
@@ -174,7 +175,10 @@ def rewrite(foreign: ForeignGraph, features: Features, settings: Settings, rope:
     common_passes.RemoveUnusedNodesPass()(foreign.model)
     check_free_of_sizes(foreign)
     interface = interface_of(foreign, features)
-    return Baked(use_contract_names(foreign, logits, rows, interface), interface, expected, limit)
+    model = use_contract_names(foreign, logits, rows, interface)
+    if not is_grouped:
+        record_shapes(model, foreign.path.parent)
+    return Baked(model, interface, expected, limit)
 
 
 def arithmetic_of(model: ir.Model) -> str:

@@ -6,10 +6,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import onnx_ir as ir
 import pytest
 
 import qsample
@@ -182,3 +184,14 @@ def test_the_readmes_file_without_torch_and_transformers(tmp_path: Path) -> None
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(" Moses, saying,")
+
+
+@pytest.mark.slow
+def test_norms_and_rotary_embeddings_of_optimum_are_fused(decoder: Decoder, tmp_path: Path) -> None:
+    baked = qsample.bake(decoder("optimum_qwen3")[0], tmp_path / "baked", features=Features(sampler=False))
+    compiled = baked.compile(tmp_path / "cpu", ctx_len=64)
+    counts = Counter(node.op_type for node in ir.load(compiled.package.path / "decoder.onnx").graph)
+    assert counts["RotaryEmbedding"] == 4
+    assert counts["SimplifiedLayerNormalization"] == 9
+    assert not counts["ReduceMean"] + counts["Slice"] + counts["Expand"]
+    assert sum(counts.values()) <= 85
