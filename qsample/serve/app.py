@@ -91,9 +91,13 @@ class _Server:
 
     async def health(self) -> Response:
         """200 where every model answers, 503 where an engine has ended."""
-        ended = [model.name for model in self._served() if model.engine.closed]
+        ended = self.ended()
         body = {"status": "error", "ended": ended} if ended else {"status": "ok"}
         return _json(body, 503 if ended else 200)
+
+    def ended(self) -> list[str]:
+        """The names of the models whose engine takes no requests any more."""
+        return [model.name for model in self.models or () if model.engine.closed]
 
     async def metrics(self) -> Response:
         """Prometheus' text form; see docs/serving.md for the names."""

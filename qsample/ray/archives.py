@@ -1,0 +1,87 @@
+"""Packages as archives: sent with a job, or opened from shared storage on each machine once."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import shutil
+import tarfile
+import tempfile
+from pathlib import Path
+from typing import Final
+
+from qsample.disk.scratch import ScratchFolder
+from qsample.errors import PackageError
+from qsample.package import MANIFEST_NAME, read_package
+
+CACHE_VARIABLE: Final = "QSAMPLE_RAY_CACHE"
+_CHUNK: Final = 2**20
+
+
+def pack(package: str | Path) -> bytes:
+    """A package's folder as an uncompressed tar archive: weights do not compress.
+
+    Raises PackageError where it is no package.
+    """
+    opened = read_package(package)
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as archive:
+        for name in sorted([MANIFEST_NAME, *opened.manifest.files]):
+            archive.add(opened.path / name, name, recursive=False)
+    return buffer.getvalue()
+
+
+def open_archive(archive: Path | bytes) -> Path:
+    """The folder of an archive's package on this machine; unpacked by the first process that asks for it.
+
+    archive: a tar file, compressed or not, of a package's files or of its folder; or such a file's bytes. Folders are
+    named after the archive's contents and kept in the system's temporary folder, or in $QSAMPLE_RAY_CACHE.
+    Raises PackageError where it holds no package.
+    """
+    root = Path(os.environ.get(CACHE_VARIABLE) or Path(tempfile.gettempdir()) / f"qsample-ray-{os.getuid()}")
+    root.mkdir(parents=True, exist_ok=True, mode=0o700)
+    if root.stat().st_uid != os.getuid():  # in a folder that everybody may write to
+        raise PackageError(f"{root} belongs to somebody else; set {CACHE_VARIABLE} to a folder of your own")
+    target = root / _hash(archive)[:32]
+    if not target.is_dir():
+        with ScratchFolder(root) as scratch:
+            _unpack(archive, scratch.new)
+            try:
+                scratch.new.rename(target)
+            except OSError:  # another process was faster
+                if not target.is_dir():
+                    raise
+    return _package_in(target, archive)
+
+
+def _hash(archive: Path | bytes) -> str:
+    if isinstance(archive, bytes):
+        return hashlib.sha256(archive).hexdigest()
+    digest = hashlib.sha256()
+    with archive.open("rb") as file:
+        while part := file.read(_CHUNK):
+            digest.update(part)
+    return digest.hexdigest()
+
+
+def _unpack(archive: Path | bytes, target: Path) -> None:
+    source = io.BytesIO(archive) if isinstance(archive, bytes) else archive.open("rb")
+    try:
+        with source, tarfile.open(fileobj=source, mode="r:*") as opened:
+            opened.extractall(target, filter="data")
+    except (tarfile.TarError, EOFError) as error:
+        raise PackageError(f"{_name(archive)} is no tar archive of a package: {error}") from None
+
+
+def _package_in(folder: Path, archive: Path | bytes) -> Path:
+    """The folder itself, or the one that it holds."""
+    found = [one for one in (folder, *sorted(folder.iterdir())) if (one / MANIFEST_NAME).is_file()]
+    if not found:
+        shutil.rmtree(folder, ignore_errors=True)  # ours: unpacked just now, or by a process like this one
+        raise PackageError(f"{_name(archive)} holds no package: no {MANIFEST_NAME} in it or in a folder of it")
+    return found[0]
+
+
+def _name(archive: Path | bytes) -> str:
+    return "the archive that was sent" if isinstance(archive, bytes) else str(archive)
