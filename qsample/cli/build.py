@@ -7,7 +7,7 @@ from typing import Annotated, Final
 
 import typer
 
-from qsample.cli.common import Overwrite, is_package, open_model, quieten
+from qsample.cli.common import Overwrite, is_package, open_model, quieten, read_text
 
 EXPORT_EXAMPLES: Final = (
     "[bold]Examples[/bold]\n\n"
@@ -91,12 +91,16 @@ def compile(
         int | None, typer.Option(min=2, help="Tokens that a row holds. (default: the model's, at most 4096)")
     ] = None,
     weights: Annotated[
-        str | None, typer.Option(metavar="int4|int8|float16", help="Quantize the weights. (default: as exported)")
+        str | None,
+        typer.Option(metavar="int4|int4_mixed|int8|float16", help="Quantize the weights. (default: as exported)"),
     ] = None,
     block_size: Annotated[int, typer.Option(help="Quantized weights that share a scale: 16 to 256.")] = 32,
     quantization_method: Annotated[
-        str, typer.Option(metavar="rtn|k_quant|hqq", help="Nearest level, or a search for the best ones.")
+        str, typer.Option(metavar="rtn|k_quant|hqq|gptq", help="Nearest level, a search, or fitted to a text.")
     ] = "rtn",
+    calibration_text: Annotated[
+        list[Path] | None, typer.Option(metavar="FILE", help="Text in UTF-8 for gptq; may be repeated.")
+    ] = None,
     kv_cache_dtype: Annotated[
         str | None, typer.Option(metavar="int8", help="Quantize keys and values. (default: as exported)")
     ] = None,
@@ -122,6 +126,7 @@ def compile(
         weights=weights,
         block_size=block_size,
         quantization_method=quantization_method,
+        calibration_text=[read_text(path, "--calibration-text") for path in calibration_text or ()] or None,
         kv_cache_dtype=kv_cache_dtype,
         max_divergence=max_divergence,
     )

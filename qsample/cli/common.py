@@ -60,3 +60,16 @@ def open_exported(model: str | None, provider: str | None) -> PackagedModel:
             return bundled_model(provider or "cpu", progress)
         opened = open_model(model, provider)
         return opened if isinstance(opened, PackagedModel) else opened.export(progress=progress)
+
+
+def read_text(path: Path, option: str) -> str:
+    """The text of a file that `option` names."""
+    try:
+        text = path.read_bytes().decode("utf-8-sig")
+    except OSError as error:
+        raise typer.BadParameter(f"cannot read {option} {path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise typer.BadParameter(f"{option} {path} is no UTF-8, from byte {error.start} on; convert it") from None
+    if not text.strip():
+        raise typer.BadParameter(f"{option} {path} is empty; give a file with text in it")
+    return text

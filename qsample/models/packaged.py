@@ -38,7 +38,7 @@ class Compilable(RunsSessions):
         Args:
             options: what to compile for; None = `CompileOptions()`, the CPU.
             changes: fields of `CompileOptions`, on top of `options`: provider, batch_size, ctx_len, dtype, weights,
-                block_size, quantization_method, kv_cache_dtype, max_divergence.
+                block_size, quantization_method, calibration_text, kv_cache_dtype, max_divergence.
             overwrite: replace a package that is already there.
             progress: called with a stage's name and the fraction done, in [0, 1].
 

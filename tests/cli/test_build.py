@@ -68,3 +68,14 @@ def test_compile_for_an_unknown_target(run: Any, llama_package: Path, tmp_path: 
     assert status == 1
     assert "abacus" in err
     assert "cpu" in err
+
+
+def test_a_text_for_gptq_is_read_before_anything_is_loaded(run: Any, tmp_path: Path) -> None:
+    asked = ("compile", tmp_path / "nowhere", tmp_path / "out", "--weights", "int4", "--quantization-method", "gptq")
+    status, _, err = run(*asked)
+    assert (status, "give it as --calibration-text" in err) == (1, True), err
+    status, _, err = run(*asked, "--calibration-text", tmp_path / "missing")
+    assert (status, "cannot read --calibration-text" in err) == (2, True), err
+    (tmp_path / "empty").write_text("\n")
+    status, _, err = run(*asked, "--calibration-text", tmp_path / "empty")
+    assert (status, "is empty; give a file with text in it" in err) == (2, True), err

@@ -8,7 +8,7 @@ from typing import Annotated, Final
 
 import typer
 
-from qsample.cli.common import Json, Threads
+from qsample.cli.common import Json, Threads, read_text
 
 EXAMPLES: Final = (
     "[bold]Examples[/bold]\n\n"
@@ -47,7 +47,7 @@ def evaluate(
     from qsample.cli.evaluate import screen
     from qsample.evaluation import evaluate as score
 
-    documents = [_read(path) for path in text]
+    documents = [read_text(path, "--text") for path in text]
     if plot is not None:
         from qsample.evaluation.plot import check_plot
 
@@ -75,15 +75,3 @@ def evaluate(
         typer.echo(json.dumps(screen.describe(evaluation), indent=2, ensure_ascii=False))
     else:
         screen.show(evaluation)
-
-
-def _read(path: Path) -> str:
-    try:
-        text = path.read_bytes().decode("utf-8-sig")
-    except OSError as error:
-        raise typer.BadParameter(f"cannot read --text {path}: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise typer.BadParameter(f"--text {path} is no UTF-8, from byte {error.start} on; convert it") from None
-    if not text.strip():
-        raise typer.BadParameter(f"--text {path} is empty; give a file with text in it")
-    return text

@@ -15,19 +15,21 @@ import onnx_ir as ir
 import onnxruntime as ort
 
 from qsample import package
-from qsample.contract import BATCH, CAPACITY
+from qsample.contract import BATCH, BIASES, CAPACITY, STOPS
+from qsample.disk.scratch import ScratchFolder
 from qsample.disk.space import check_free
 from qsample.errors import CompileError
 from qsample.exporters.compiler import recipe
 from qsample.exporters.compiler.divergence import Divergence, measure_divergence
-from qsample.exporters.compiler.options import CompileOptions
+from qsample.exporters.compiler.options import CALIBRATED, CompileOptions
 from qsample.exporters.compiler.placement import Placement
-from qsample.exporters.compiler.plan import CompilePlan, make_plan
+from qsample.exporters.compiler.plan import CompilePlan, calibration_sequences, make_plan
+from qsample.exporters.compiler.quantize.calibration import Calibration, calibrated_levels
 from qsample.exporters.compiler.quantize.check import check_quantized
 from qsample.exporters.compiler.quantize.experts import quantize_experts
 from qsample.exporters.compiler.quantize.kv_cache import measure_ranges, quantize_kv_cache
 from qsample.exporters.compiler.quantize.report import QuantizationReport, quantization_report
-from qsample.exporters.compiler.quantize.weights import quantize_weights
+from qsample.exporters.compiler.quantize.weights import Calibrate, quantize_weights
 from qsample.exporters.compiler.self_test import SelfTest, run_self_test
 from qsample.exporters.compiler.targets import Target, find_target
 from qsample.exporters.graph.axes import fix_axes
@@ -68,11 +70,12 @@ def compile_package(
         if plan.kv_cache_dtype is not None:
             plan = replace(plan, cache_ranges=_measure_ranges(plan, report))
         report(f"optimising for {options.provider}", 0.2)
-        model, sampler = optimize(plan, target)
-        check_free(folder, _disk_bytes(model, plan), "the package")
-        placement = target.publish(model, sampler, plan, folder)
-        quantization = quantization_report(model)
-        del model, sampler  # they may hold weights
+        with ScratchFolder(folder.parent) as scratch:
+            model, sampler = optimize(plan, target, _calibrate(plan, scratch.new, report))
+            check_free(folder, _disk_bytes(model, plan), "the package")
+            placement = target.publish(model, sampler, plan, folder)
+            quantization = quantization_report(model)
+            del model, sampler  # they may hold weights
         _add_other_files(plan, folder)
         report("self-test", 0.6)
         self_test = run_self_test(plan, folder, target)
@@ -84,7 +87,7 @@ def compile_package(
     return package.read_package(path, verify=False)
 
 
-def optimize(plan: CompilePlan, target: Target) -> tuple[ir.Model, ir.Model | None]:
+def optimize(plan: CompilePlan, target: Target, calibrate: Calibrate | None = None) -> tuple[ir.Model, ir.Model | None]:
     """The decode graph after the target's passes, quantized; and the sampler, where the target wants it apart."""
     model, sampler = load_graph(plan.decoder), None
     widen_weights(model)
@@ -98,7 +101,7 @@ def optimize(plan: CompilePlan, target: Target) -> tuple[ir.Model, ir.Model | No
         sizes = getattr(target, "expert_block_sizes", BLOCK_SIZES)
         passes.append(partial(quantize_experts, quantization=plan.weights, block_sizes=sizes))
         pads = getattr(target, "pads_blocks", False)
-        passes.append(partial(quantize_weights, quantization=plan.weights, pads=pads))
+        passes.append(partial(quantize_weights, quantization=plan.weights, pads=pads, calibrate=calibrate))
     recipe.run(model, passes)
     if plan.weights is not None:
         check_quantized(model, plan.weights)
@@ -110,6 +113,17 @@ def _disk_bytes(model: ir.Model, plan: CompilePlan) -> int:
     tensors = (value.const_value for value in all_initializers(model.graph))
     size = sum(tensor.nbytes for tensor in tensors if tensor is not None)
     return 2 * size + size // 2 * plan.store_float16
+
+
+def _calibrate(plan: CompilePlan, folder: Path, report: Progress) -> Calibrate | None:
+    """folder: a scratch folder for as long as the graph is not saved."""
+    if plan.weights is None or plan.options.quantization_method != CALIBRATED:
+        return None
+    sequences = calibration_sequences(plan.source, plan.options, plan.ctx_len)
+    axes = {**plan.source.interface.sizes, CAPACITY: plan.ctx_len, STOPS: 1, BIASES: 1}
+    progress = lambda fraction: report("fitting weights to the text", 0.2 + 0.3 * fraction)  # noqa: E731
+    calibration = Calibration(sequences, axes, folder, progress)
+    return partial(calibrated_levels, calibration=calibration)
 
 
 def _measure_ranges(plan: CompilePlan, report: Progress) -> dict[str, Array]:
@@ -149,8 +163,8 @@ def _measure_divergence(plan: CompilePlan, target: Target, folder: Path, report:
 def _too_far_off(divergence: Divergence, plan: CompilePlan) -> CompileError:
     causes, advice = [], []
     if plan.weights is not None:
-        causes.append(f"{plan.weights.bits}-bit weights in blocks of {plan.weights.block_size} ({plan.weights.method})")
-        advice.append("int8, smaller blocks, or quantization_method='k_quant' or 'hqq'")
+        causes.append(f"{plan.options.weights} weights in blocks of {plan.weights.block_size} ({plan.weights.method})")
+        advice.append("int8, smaller blocks, or quantization_method='k_quant', 'hqq' or 'gptq'")
     if plan.store_float16:
         causes.append("float16 weights")
         advice.append("weights='float32'")

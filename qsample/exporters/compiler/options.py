@@ -5,15 +5,17 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Collection
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Final
 
 from qsample.contract import KV_CACHE_DTYPES, MODEL_DTYPES
 from qsample.errors import CompileError
 from qsample.exporters.graph.nbits import BLOCK_SIZES
 
-WEIGHT_BITS: Final = {"int4": 4, "int8": 8}
-QUANTIZATION_METHODS: Final = ("rtn", "k_quant", "hqq")
+WEIGHT_BITS: Final = {"int4": 4, "int8": 8, "int4_mixed": 4}
+MIXED: Final = "int4_mixed"
+CALIBRATED: Final = "gptq"
+QUANTIZATION_METHODS: Final = ("rtn", "k_quant", "hqq", CALIBRATED)
 DEFAULT_CTX_LEN: Final = 4096
 
 
@@ -28,12 +30,15 @@ class CompileOptions:
     dtype: of the compiled model: "float16" or "bfloat16" for cuda, "float16" for tensorrt, the package's own for cpu
         and openvino; None = as exported.
     weights: "int4" or "int8" to quantize every matrix that a token is multiplied by, and the embedding; weights that
-        the checkpoint brought quantized stay as they are. "float16", for cpu: float32 ones are stored in half the
+        the checkpoint brought quantized stay as they are. "int4_mixed": int4, with 8 bits for the head and for the
+        first and the last layer, which suffer most. "float16", for cpu: float32 ones are stored in half the
         space, and are float32 again once they are loaded. None, or the package's own dtype = as exported.
     block_size: quantized weights that share a scale: 16, 32, 64, 128 or 256. A matrix whose inputs it does not divide
         gets the largest smaller one that does.
     quantization_method: "rtn" rounds to the nearest level; "k_quant" and "hqq" search each block's offset, slower and
-        closer; see `quantize.rounding.WeightQuantization`.
+        closer; "gptq" fits the levels to `calibration_text`, for cpu; see `quantize.rounding.WeightQuantization`.
+    calibration_text: for "gptq": a text like those that the model will see, a list of them, or token ids of the same
+        form; 128 tokens at least, of which 65,536 are read. Not the text that it is evaluated on.
     kv_cache_dtype: "int8" to hold keys and values with a scale a channel, measured on the model's own text: a quarter
         of float32's memory, faster steps over long contexts, slower long prompts. None, or the package's own dtype =
         as exported.
@@ -54,6 +59,7 @@ class CompileOptions:
     weights: str | None = None
     block_size: int = 32
     quantization_method: str = "rtn"
+    calibration_text: Any = field(default=None, repr=False)
     kv_cache_dtype: str | None = None
     max_divergence: float = 1.0
 
@@ -74,9 +80,20 @@ class CompileOptions:
         _check_choice("block_size", self.block_size, BLOCK_SIZES)
         _check_choice("quantization_method", self.quantization_method, QUANTIZATION_METHODS)
         _check_choice("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES, optional=True)
+        self._check_calibration()
         limit = self.max_divergence
         if isinstance(limit, bool) or not isinstance(limit, int | float) or math.isnan(limit) or limit < 0:
             raise CompileError(f"max_divergence is {limit!r}; give a number of nats a token, at least 0")
+
+    def _check_calibration(self) -> None:
+        method = self.quantization_method
+        if method == CALIBRATED and self.weights in WEIGHT_BITS and self.calibration_text is None:
+            raise CompileError("quantization_method='gptq' fits the weights to a text; give it as calibration_text=")
+        if self.calibration_text is not None and (method != CALIBRATED or self.weights not in WEIGHT_BITS):
+            raise CompileError(
+                "calibration_text is only read with weights='int4', 'int4_mixed' or 'int8' and "
+                "quantization_method='gptq'; leave it out, or give these"
+            )
 
     def override(self, **changes: Any) -> CompileOptions:
         """These options with some fields replaced. TypeError names an unknown one and what it may have meant."""

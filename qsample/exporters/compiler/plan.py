@@ -5,13 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from qsample.contract import Interface
 from qsample.errors import CompileError
-from qsample.exporters.compiler.options import DEFAULT_CTX_LEN, WEIGHT_BITS, CompileOptions
+from qsample.evaluation.texts import documents_of
+from qsample.exporters.compiler.options import CALIBRATED, DEFAULT_CTX_LEN, MIXED, WEIGHT_BITS, CompileOptions
 from qsample.exporters.compiler.quantize.rounding import WeightQuantization
 from qsample.package import Package
 from qsample.tensors import Array
+
+_CALIBRATION_LENGTH: Final = 2048  # tokens that are read as one text
+_LEAST_CALIBRATION: Final = 128
+_MOST_CALIBRATION: Final = 2**16
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +105,32 @@ def _weights(source: Package, options: CompileOptions) -> WeightQuantization | N
     if weights not in WEIGHT_BITS:
         choices = [*WEIGHT_BITS, *(["float16"] if own == "float32" else []), own]
         raise CompileError(f"weights is {weights!r} and the package holds {own}; choose one of {', '.join(choices)}")
-    return WeightQuantization(WEIGHT_BITS[weights], options.block_size, options.quantization_method)
+    if options.quantization_method == CALIBRATED and options.provider != "cpu":
+        raise CompileError(
+            f"quantization_method='gptq' runs the graph that is compiled, on the CPU, and provider is "
+            f"{options.provider!r}; take 'hqq'"
+        )
+    return WeightQuantization(
+        WEIGHT_BITS[weights], options.block_size, options.quantization_method, mixed=weights == MIXED
+    )
+
+
+def calibration_sequences(source: Package, options: CompileOptions, ctx_len: int) -> list[Array]:
+    """What `options.calibration_text` says in token ids: [n] int64 each, n at most the context or 2,048, and 65,536 in
+    all, from the whole of a longer text. Raises CompileError where it is too short or cannot be read."""
+    try:
+        documents = documents_of(options.calibration_text, [source])
+    except ValueError as error:
+        raise CompileError(f"calibration_{error}") from error
+    length = min(ctx_len - 1, _CALIBRATION_LENGTH)
+    pieces = [ids[at : at + length] for ids in documents for at in range(0, len(ids), length)]
+    tokens = sum(map(len, pieces))
+    if tokens < _LEAST_CALIBRATION:
+        raise CompileError(
+            f"calibration_text has {tokens} tokens; give at least {_LEAST_CALIBRATION}, and rather tens of thousands"
+        )
+    step = max(1, -(-tokens // _MOST_CALIBRATION))
+    return pieces[::step]
 
 
 def _kv_cache_dtype(options: CompileOptions, own: str) -> str | None:

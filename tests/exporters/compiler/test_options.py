@@ -27,7 +27,7 @@ from qsample.errors import CompileError
         ("weights", "int3", "weights is 'int3'; choose one of int4, int8, .*, or None"),
         ("block_size", 33, "block_size is 33; choose one of 16, 32, 64, 128, 256"),
         ("block_size", None, "block_size is None; choose one of 16"),
-        ("quantization_method", "gptq", "quantization_method is 'gptq'; choose one of rtn, k_quant, hqq"),
+        ("quantization_method", "awq", "quantization_method is 'awq'; choose one of rtn, k_quant, hqq, gptq"),
         ("kv_cache_dtype", "int4", "kv_cache_dtype is 'int4'; choose one of .*int8, or None"),
         ("max_divergence", -0.1, "max_divergence is -0.1; give a number of nats a token, at least 0"),
         ("max_divergence", math.nan, "max_divergence is nan"),

@@ -23,7 +23,7 @@ class QuantizationReport:
     asked for, or less where that divides no input size. bytes_before, bytes_after: of all quantized weights. experts:
     how many, in all layers. expert_block_size: weights of an expert that share a scale, where experts were quantized:
     what was asked for, or the nearest that the operator takes. float_bytes: of the parameters that are still float;
-    scales and tables of angles are none.
+    scales and tables of angles are none. wide_matrices: of `matrices`, those that a mixed quantization holds in 8 bits.
     """
 
     matrices: int
@@ -33,6 +33,7 @@ class QuantizationReport:
     expert_block_size: int | None = None
     float_bytes: int = 0
     block_sizes: tuple[int, ...] = ()
+    wide_matrices: int = 0
 
 
 def quantization_report(model: ir.Model) -> QuantizationReport | None:

@@ -17,7 +17,7 @@ from qsample.exporters.graph.nbits import BLOCK_SIZES, pack_bits
 from qsample.tensors import Array
 
 _AT_ONCE: Final = 2**22  # weights that are looked at together
-METHODS: Final = ("rtn", "k_quant", "hqq")
+METHODS: Final = ("rtn", "k_quant", "hqq", "gptq")
 
 Levels = tuple[Array, Array, Array]
 """Blocks, scales and zero points of one matrix, or of the same matrix of several experts."""
@@ -28,11 +28,14 @@ class WeightQuantization:
     """bits: 4 or 8. block_size: weights of one row that share a scale, one of BLOCK_SIZES. method: one of METHODS:
     "rtn" rounds to the nearest symmetric level; "k_quant" searches each block's scale and offset, as llama.cpp does:
     in NumPy, so slower, and closer; "hqq" solves for the offset that few large errors weigh least on (half-quadratic
-    quantization, https://mobiusml.github.io/hqq_blog), in torch."""
+    quantization, https://mobiusml.github.io/hqq_blog), in torch; "gptq" fits the levels to a text (`gptq.py`), and
+    rounds as hqq does what is not multiplied by in the graph itself, and the head. mixed: what `precision` names has 8
+    bits."""
 
     bits: int
     block_size: int = 32
     method: str = "rtn"
+    mixed: bool = False
 
     def __post_init__(self) -> None:
         if self.block_size not in BLOCK_SIZES:
@@ -60,7 +63,7 @@ def quantize_matrix(weight: Array, quantization: WeightQuantization) -> Levels:
     """weight: [K, N] of float32, float16 or bfloat16, K a multiple of the block size. Returns blocks [N, K / block
     size, bytes], uint8; scales, one a block, dtype of the weight; zero points [N, K / block size], uint8, which mean
     nothing where the method is "rtn"."""
-    quantize = {"rtn": _round_to_nearest, "k_quant": _k_quant, "hqq": _hqq}[quantization.method]
+    quantize = {"rtn": _round_to_nearest, "k_quant": _k_quant, "hqq": _hqq, "gptq": _hqq}[quantization.method]
     if weight.dtype in (np.float32, np.float16):
         return quantize(weight, quantization)
     blocks, scales, zero_points = quantize(weight.astype(np.float32), quantization)

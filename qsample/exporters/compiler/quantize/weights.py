@@ -8,12 +8,15 @@ more than one of them is in memory.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Final, NamedTuple
 
 import numpy as np
 import onnx_ir as ir
 
+from qsample.exporters.compiler.quantize.calibration import Wanted
+from qsample.exporters.compiler.quantize.precision import WIDE_BITS, head_products, sensitive_products
 from qsample.exporters.compiler.quantize.report import (
     QuantizationReport,
     float_bytes,
@@ -31,7 +34,13 @@ from qsample.tensors import Array
 BITS: Final = {"int4": 4, "int8": 8}
 
 
-def quantize_weights(model: ir.Model, quantization: WeightQuantization, *, pads: bool = False) -> bool:
+Calibrate = Callable[[ir.Model, Sequence[Wanted]], Mapping[ir.Value, Levels]]
+"""The levels of matrices of a model, for the inputs that they meet."""
+
+
+def quantize_weights(
+    model: ir.Model, quantization: WeightQuantization, *, pads: bool = False, calibrate: Calibrate | None = None
+) -> bool:
     """Quantize the weights of `model`, in place. pads: the device's MatMulNBits takes a last block that is not full.
 
     1. A weight is a constant matrix of floats that a MatMul or a Gemm multiplies by or a Gather looks rows up in, in
@@ -40,7 +49,9 @@ def quantize_weights(model: ir.Model, quantization: WeightQuantization, *, pads:
        block of each row is filled up with zeros, or it stays as it is: without `pads`, and where rows are looked up.
     3. Those that score experts stay as they are: a thousandth of a mixture's weights, and what they round off decides
        which experts run.
-    4. The numbers are computed when the model is saved.
+    4. `precision` says which have 8 bits of a mixed quantization.
+    5. The numbers are computed when the model is saved; before, by `calibrate`, those of the matrices in the graph
+       itself, but for the head and what is looked rows up in.
 
     Returns whether there was one; `quantization_report` has the figures.
     """
@@ -48,13 +59,10 @@ def quantize_weights(model: ir.Model, quantization: WeightQuantization, *, pads:
     newest = NewestResult()
     experts = quantization_report(model) or QuantizationReport(0, 0, 0)
     before, after = experts.bytes_before, experts.bytes_after
-    kept = moe.routers(model.graph)
-    for node in with_loop_bodies(model.graph):
-        matrix = matrix_of(node)
-        way = None if matrix is None or node in kept else _fitting(quantization, matrix, pads)
-        if matrix is None or way is None:
-            continue
-        blocks = quantized.setdefault(matrix.value, _QuantizedMatrix(matrix, way, newest))
+    found = _ways(model.graph, quantization, pads)
+    levels = {} if calibrate is None else calibrate(model, _to_calibrate(model.graph, found))
+    for node, (matrix, way) in found.items():
+        blocks = quantized.setdefault(matrix.value, _QuantizedMatrix(matrix, way, newest, levels.get(matrix.value)))
         if blocks.matrix.transposed == matrix.transposed:
             (_gather if node.op_type == "Gather" else _matmul)(model.graph, node, blocks)
     for value, blocks in quantized.items():
@@ -66,6 +74,7 @@ def quantize_weights(model: ir.Model, quantization: WeightQuantization, *, pads:
     report = replace(
         experts,
         matrices=len(quantized),
+        wide_matrices=sum(blocks.quantization.bits > quantization.bits for blocks in quantized.values()),
         block_sizes=tuple(sorted({blocks.quantization.block_size for blocks in quantized.values()})),
         bytes_before=before,
         bytes_after=after,
@@ -105,8 +114,11 @@ class _Matrix(NamedTuple):
 class _QuantizedMatrix:
     """A matrix as N rows of K / block_size blocks, the last filled up, and the initializers that hold it."""
 
-    def __init__(self, matrix: _Matrix, quantization: WeightQuantization, newest: NewestResult) -> None:
-        self.matrix = matrix
+    def __init__(
+        self, matrix: _Matrix, quantization: WeightQuantization, newest: NewestResult, levels: Levels | None = None
+    ) -> None:
+        """levels: where they are known already."""
+        self.matrix, self._levels = matrix, levels
         self.quantization = quantization
         self.output_size, self.input_size = matrix.output_size, matrix.input_size
         self.block_count = -(-self.input_size // quantization.block_size)
@@ -141,6 +153,8 @@ class _QuantizedMatrix:
         return self._initializer("block_zero_points" if by_block else "zero_points", 2, shape, ir.DataType.UINT8)
 
     def quantize(self) -> Levels:
+        if self._levels is not None:
+            return self._levels
         weight = self.matrix.tensor.numpy()
         weight = weight.T if self.matrix.transposed else weight
         missing = self.block_count * self.quantization.block_size - self.input_size
@@ -163,6 +177,38 @@ class _QuantizedMatrix:
         if kind not in self._initializers:
             self._initializers[kind] = lazy_initializer(f"{self.matrix.value.name}_{kind}", shape, dtype, part)
         return self._initializers[kind]
+
+
+def _ways(
+    graph: ir.Graph, quantization: WeightQuantization, pads: bool
+) -> dict[ir.Node, tuple[_Matrix, WeightQuantization]]:
+    """What is quantized: the nodes, their matrix and how, the same for all nodes of one matrix."""
+    kept, found = moe.routers(graph), {}
+    for node in with_loop_bodies(graph):
+        matrix = matrix_of(node)
+        way = None if matrix is None or node in kept else _fitting(quantization, matrix, pads)
+        if matrix is not None and way is not None:
+            found[node] = matrix, way
+    if not quantization.mixed:
+        return found
+    wide = sensitive_products(graph, [node for node in found if node.op_type != "Gather"])
+    values = {found[node][0].value for node in wide}
+    return {
+        node: (matrix, replace(way, bits=WIDE_BITS) if matrix.value in values else way)
+        for node, (matrix, way) in found.items()
+    }
+
+
+def _to_calibrate(graph: ir.Graph, found: Mapping[ir.Node, tuple[_Matrix, WeightQuantization]]) -> list[Wanted]:
+    others = {matrix.value for node, (matrix, _) in found.items() if node.op_type == "Gather"}
+    products = [node for node in found if node.op_type != "Gather" and node.graph is graph]
+    others |= {found[node][0].value for node in head_products(graph, products)}
+    wanted = {found[node][0].value: node for node in reversed(products)}  # the first of those that share a matrix
+    return [
+        Wanted(value, node, found[node][0].transposed, found[node][1])
+        for value, node in reversed(wanted.items())
+        if value not in others and found[node][0].input_size % found[node][1].block_size == 0  # no blocks filled up
+    ]
 
 
 def _fitting(quantization: WeightQuantization, matrix: _Matrix, pads: bool) -> WeightQuantization | None:

@@ -267,14 +267,14 @@ def test_too_far_off_is_refused(llama_package: Path, tmp_path: Path) -> None:
     [
         (
             {"weights": "int3"},
-            "weights is 'int3'; choose one of int4, int8, float32, float16, bfloat16, or None",
+            "weights is 'int3'; choose one of int4, int8, int4_mixed, float32, float16, bfloat16, or None",
         ),
         (
             {"weights": "bfloat16"},
-            "weights is 'bfloat16' and the package holds float32; choose one of int4, int8, float16, fl",
+            "weights is 'bfloat16' and the package holds float32; choose one of int4, int8, int4_mixed, float16, fl",
         ),
         ({"weights": "int4", "block_size": 33}, "block_size is 33; choose one of 16, 32, 64, 128, 256"),
-        ({"weights": "int4", "quantization_method": "gptq"}, "method is 'gptq'; choose one of rtn, k_quant, hqq"),
+        ({"weights": "int4", "quantization_method": "awq"}, "method is 'awq'; choose one of rtn, k_quant, hqq, gptq"),
     ],
 )
 def test_bad_options(options: dict[str, object], message: str, llama_package: Path, tmp_path: Path) -> None:

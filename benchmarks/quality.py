@@ -1,0 +1,103 @@
+"""What each way to quantize costs the bundled model in quality, on text that it was not trained on.
+
+    python benchmarks/quality.py                                # docs/quantization.md's table
+    python benchmarks/quality.py --model CHECKPOINT --text held_out.txt --calibration-text other.txt
+
+Without --text it takes what `tools/train_tiny_lm.py` held out of the bundled model's training, and chapters of that
+training to calibrate on; both come from the program `bible` (Debian's bible-kjv).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import qsample
+from qsample.bundled import TINY_LM
+from qsample.evaluation import Evaluation
+from qsample.evaluation.plot import draw
+from tools.train_tiny_lm import kjv_documents, split
+
+SEED = 1611  # of the bundled model's training, which decides what was held out
+CALIBRATION_CHAPTERS = 24
+WAYS = [
+    *(("int8", method) for method in ("rtn", "k_quant", "hqq", "gptq")),
+    *(("int4", method) for method in ("rtn", "k_quant", "hqq", "gptq")),
+    *(("int4_mixed", method) for method in ("hqq", "gptq")),
+]
+
+
+def texts(options: argparse.Namespace) -> tuple[list[str], list[str]]:
+    """What is evaluated on, and what is calibrated on."""
+    if options.text:
+        return ([path.read_text("utf-8") for path in paths] for paths in (options.text, options.calibration_text))
+    training, held_out = split(kjv_documents(), SEED)
+    return held_out, training[:CALIBRATION_CHAPTERS]
+
+
+def markdown(found: Evaluation) -> str:
+    lines = [
+        "| weights | method | size, kB | perplexity | KL, nats | top-1, % |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for one in found.packages:
+        weights, _, method = Path(one.path).name.partition(".")
+        cells = [weights, method, f"{one.bytes / 1e3:,.0f}", f"{one.perplexity.value:.3f}"]
+        for comparison in one.comparisons:
+            kl, same = comparison.kl, comparison.agreement.map(lambda value: 100 * value)
+            half = (kl.high - kl.low) / 2
+            cells += [f"{kl.value:.5f} ± {half:.5f}", f"{same.value:.1f} ± {(same.high - same.low) / 2:.1f}"]
+        lines.append(f"| {' | '.join([*cells, *[''] * (6 - len(cells))])} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default=str(TINY_LM), help="checkpoint folder or hub id (default: the bundled one)")
+    parser.add_argument("--text", type=Path, nargs="+", help="UTF-8 files to evaluate on")
+    parser.add_argument(
+        "--calibration-text", type=Path, nargs="+", help="UTF-8 files to fit gptq to; needed with --text"
+    )
+    parser.add_argument("--ctx-len", type=int, default=512)
+    parser.add_argument("--block-size", type=int, default=32)
+    parser.add_argument(
+        "--work", type=Path, help="folder that keeps the packages; those that are there are not made anew"
+    )
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    parser.add_argument("--plot", type=Path, help="also draw them: a .png or .svg file")
+    options = parser.parse_args()
+    if bool(options.text) != bool(options.calibration_text):
+        parser.error("--text and --calibration-text come together: the text that is evaluated on must be another one")
+    held_out, calibration = texts(options)
+    with tempfile.TemporaryDirectory() as scratch:
+        work = options.work or Path(scratch)
+        model = qsample.AutoModelForCausalLM.from_pretrained(options.model).export(work / "portable", overwrite=True)
+        packages = []
+        for weights, method in (*WAYS, ("float32", "")):
+            path = work / f"{weights}.{method}".rstrip(".")
+            packages.append(path)
+            if path.exists():
+                continue
+            print(f"compiling {path.name}", file=sys.stderr)
+            chosen = {"quantization_method": method, "block_size": options.block_size} if method else {}
+            if method == "gptq":
+                chosen["calibration_text"] = calibration
+            model.compile(path, weights=weights, ctx_len=options.ctx_len, **chosen)
+        print("evaluating", file=sys.stderr)
+        found = qsample.evaluate(packages[:-1], held_out, against=packages[-1], batch_size=16)
+        print(markdown(found))
+        print(f"\n{found.tokens:,} tokens, windows of {found.max_length}, {found.stride} apart", file=sys.stderr)
+        if options.json:
+            options.json.write_text(json.dumps(asdict(found), indent=2) + "\n", encoding="utf-8")
+        if options.plot:
+            draw(found, options.plot)
+
+
+if __name__ == "__main__":
+    main()
