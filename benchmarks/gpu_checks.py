@@ -117,11 +117,11 @@ def copies_to_host(model: CausalLM, flush_every: int = 4, windows: int = 4) -> s
     rows = [SamplingParams(**mix, eos_token_id=()) for mix in MIXES.values()]
     arrays = parameter_arrays(model.interface, rows, [PROMPT] * len(rows), capacity, ())
     slots = Slots(model.sessions, len(rows), capacity)
-    if not slots.prepared:
-        slots.prepare()
     for row, prompt in enumerate(prompt_ids(len(rows), PROMPT, model.interface.vocab_size)):
         slots.begin(row, prompt, row, {name: values[row] for name, values in arrays.items()})
         slots.prefill(row, prompt, emit=True)
+    if not slots.prepared:
+        slots.prepare()
 
     def window() -> None:
         for step in range(flush_every):

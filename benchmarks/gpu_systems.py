@@ -61,8 +61,6 @@ class Qsample:
         """Captures, too: a batch of this size is replayed from then on."""
         self._slots = None  # frees one batch before the next is allocated
         self._slots = Slots(self._model.sessions, rows, self._model.capacity(PROMPT_TOKENS + 2 * new_tokens))
-        if not self._slots.prepared:
-            self._slots.prepare()
         self.seconds(rows, "greedy", min(8, new_tokens))
 
     def seconds(self, rows: int, mix: str, new_tokens: int) -> float:
@@ -76,6 +74,8 @@ class Qsample:
         for row, prompt in enumerate(prompts):
             slots.begin(row, prompt, row, {name: values[row] for name, values in arrays.items()})
             slots.prefill(row, prompt, emit=True)
+        if not slots.prepared:  # a mix whose rows are searched has a capture of its own
+            slots.prepare()
         made, stalls = slots.read().lengths.sum(), 0
         start = time.perf_counter()
         for _ in range(-(-new_tokens // self._flush_every)):

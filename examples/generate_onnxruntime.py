@@ -96,6 +96,8 @@ def main() -> None:
         "min_length": np.int32([0]),
         "max_length": np.int32([min(capacity, length + args.max_new_tokens)]),
         "stop_ids": np.int32([stops]),
+        # Of a captured graph: the rows that may need more than its 64 candidates. No row is no matter on a GPU alone.
+        "searched_rows": np.int64([0] if args.top_p < 1 or args.top_k >= 64 or args.provider == "cpu" else []),
         "emit": np.array([True]),
         # Optional features, off: no bias, every token allowed.
         "logit_bias_ids": np.int32([[-1]]),

@@ -8,7 +8,7 @@ here and spell none themselves. `docs/contract.md` gives the exact semantics of 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 CONTRACT_VERSION: Final = "1.0"
@@ -37,7 +37,8 @@ STOPS: Final = "E"  # stop ids a row
 BIASES: Final = "N"  # logit-bias entries a row
 MASK_WORDS: Final = "W"  # ceil(V / 32) words of the allowed_tokens bitmask
 TOP_LOGPROBS: Final = "M"
-DYNAMIC_AXES: Final = (BATCH, SEQUENCE, CAPACITY, STOPS, BIASES)
+SEARCHED: Final = "R"  # rows that are searched
+DYNAMIC_AXES: Final = (BATCH, SEQUENCE, CAPACITY, STOPS, BIASES, SEARCHED)
 AXIS_MEANINGS: Final = {
     BATCH: "rows (batch)",
     SEQUENCE: "new tokens per row",
@@ -47,8 +48,10 @@ AXIS_MEANINGS: Final = {
     BIASES: "logit-bias entries per row",
     MASK_WORDS: "32-token words of the vocabulary bitmask, ceil(V / 32)",
     TOP_LOGPROBS: "reported alternatives per row",
+    SEARCHED: "rows that a captured graph searches, none or more",
 }
 
+CANDIDATES: Final = 64  # a captured graph settles a smaller top_k, ties aside, without `searched_rows`
 PAD_STOP_ID: Final = -1  # pads stop_ids and logit_bias_ids
 MODEL_DTYPES: Final = ("float32", "float16", "bfloat16")
 KV_CACHE_DTYPES: Final = (*MODEL_DTYPES, "int8")
@@ -163,6 +166,9 @@ LOGIT_BIAS_INPUTS: Final = (
 ALLOWED_TOKENS = TensorSpec(
     "allowed_tokens", "int32", (BATCH, MASK_WORDS), "bit i of word w: token 32 w + i may be sampled", off=-1
 )
+SEARCHED_ROWS = TensorSpec(
+    "searched_rows", "int64", (SEARCHED,), "rows, 0..B-1, whose top_k or top_p may keep more than the candidates"
+)
 
 LENGTHS = TensorSpec("lengths", "int32", (BATCH,), "tokens whose keys and values are in the cache")
 STATUS = TensorSpec("status", "int32", (BATCH,), "0 running, 1 stop token, 2 length, 3 invalid logits, 4 stalled")
@@ -211,6 +217,11 @@ class GraphSpec:
         return {spec.name: retained_name(spec.name) for spec in self.states if not spec.read_only}
 
 
+def with_searched_rows(spec: GraphSpec) -> GraphSpec:
+    """`spec` of a graph that samples, with the input of one that has no control flow."""
+    return replace(spec, inputs=(*spec.inputs, SEARCHED_ROWS))
+
+
 @dataclass(frozen=True, slots=True)
 class Interface:
     """The dimensions and features that fix a package's graphs.
@@ -218,6 +229,7 @@ class Interface:
     key_values: one entry an attention layer, in layer order. dtype: of the model, one of MODEL_DTYPES. kv_cache_dtype:
     of keys and values, one of KV_CACHE_DTYPES; None = the model's. captured: the decode graph has no control flow, so
     that a device can capture and replay it; it returns its logits too, and sampler.onnx resumes the rows it stalls.
+    searches: a captured graph has the input `searched_rows`, and stalls hardly any of the rows that it is given there.
     recurrent: one entry a state of a recurrent or convolutional layer, in layer order.
     """
 
@@ -228,6 +240,7 @@ class Interface:
     kv_cache_dtype: str | None = None
     captured: bool = False
     recurrent: tuple[RecurrentShape, ...] = ()
+    searches: bool = False
 
     def __post_init__(self) -> None:
         if self.vocab_size < 1:
@@ -292,7 +305,8 @@ class Interface:
         if self.features.sampler:
             inputs = (INPUT_IDS, INPUT_LENGTHS, EMIT, *self.parameters)
             outputs = (*self.sampler_outputs, LOGITS) if self.captured else self.sampler_outputs
-            return GraphSpec(inputs, (*SAMPLER_STATES, *self.cache_states), outputs)
+            spec = GraphSpec(inputs, (*SAMPLER_STATES, *self.cache_states), outputs)
+            return with_searched_rows(spec) if self.searches else spec
         return self.model
 
     @property

@@ -79,6 +79,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "tokens": lambda: tensors((contract.INPUT_IDS, contract.INPUT_LENGTHS, contract.EMIT)),
     "parameters": lambda: parameters(contract.PARAMETERS),
     "optional_inputs": optional_inputs,
+    "searched_rows": lambda: tensors((contract.SEARCHED_ROWS,)),
     "states": states,
     "outputs": outputs,
     "initial_state": lambda: tensors((contract.SEED, contract.CAPACITY_INPUT)),

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.onnx import OnnxExporterError
 
-from qsample.contract import BATCH, BIASES, CAPACITY, DYNAMIC_AXES, SEQUENCE, STOPS, GraphSpec, TensorSpec
+from qsample.contract import BATCH, BIASES, CAPACITY, DYNAMIC_AXES, SEARCHED, SEQUENCE, STOPS, GraphSpec, TensorSpec
 from qsample.errors import UnsupportedModelError
 from qsample.exporters.graph.opset import OPSET
 from qsample.exporters.simplify import simplify
 
 # Every dynamic axis is traced at two or more: torch.export specialises an axis of size 1. They all differ, so that two
 # axes that merely look alike are not taken for one.
-_TRACE_SIZES = {BATCH: 2, SEQUENCE: 3, CAPACITY: 32, STOPS: 4, BIASES: 5}
+_TRACE_SIZES = {BATCH: 2, SEQUENCE: 3, CAPACITY: 32, STOPS: 4, BIASES: 5, SEARCHED: 6}
 _REASON = 400  # characters of the exporter's message
 
 

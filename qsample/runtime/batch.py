@@ -52,7 +52,8 @@ def run_batch(
     if streamer is not None:
         streamer.end()
     prefilled = prefilled or ended
-    return Timing(prefilled - started, ended - prefilled, loop.steps)
+    stalls = sum(sequence.stalls for sequence in sequences)
+    return Timing(prefilled - started, ended - prefilled, loop.steps, stalls)
 
 
 def _stream(streamer: Streamer | None, most: int | None, sequence: Sequence) -> None:

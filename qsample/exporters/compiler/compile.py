@@ -30,7 +30,7 @@ from qsample.exporters.compiler.quantize.experts import quantize_experts
 from qsample.exporters.compiler.quantize.kv_cache import measure_ranges, quantize_kv_cache
 from qsample.exporters.compiler.quantize.report import QuantizationReport, quantization_report
 from qsample.exporters.compiler.quantize.weights import Calibrate, quantize_weights
-from qsample.exporters.compiler.self_test import SelfTest, run_self_test
+from qsample.exporters.compiler.self_test import run_self_test
 from qsample.exporters.compiler.targets import Target, find_target
 from qsample.exporters.graph.axes import fix_axes
 from qsample.exporters.graph.join import split_at_logits
@@ -78,11 +78,12 @@ def compile_package(
             del model, sampler  # they may hold weights
         _add_other_files(plan, folder)
         report("self-test", 0.6)
-        self_test = run_self_test(plan, folder, target)
+        manifest = partial(_manifest, plan, target, placement)
+        self_test = run_self_test(plan, _unsealed(folder, manifest()), target)
         divergence = _measure_divergence(plan, target, folder, report) if plan.quantized else None
         report("publishing", 0.9)
         source.check_not_replaced()
-        writer.finish(_manifest(plan, target, placement, self_test, _figures(plan, quantization, divergence)))
+        writer.finish(manifest(asdict(self_test), _figures(plan, quantization, divergence)))
     report("done", 1.0)
     return package.read_package(path, verify=False)
 
@@ -198,12 +199,19 @@ def _figures(
     return figures
 
 
+def _unsealed(folder: Path, manifest: package.Manifest) -> package.Package:
+    """The package that `folder` will be, before its files are hashed."""
+    names = [file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()]
+    files = {name: package.FileEntry(sha256="", bytes=0) for name in names}
+    return package.Package(folder, replace(manifest, files=files))
+
+
 def _manifest(
     plan: CompilePlan,
     target: Target,
     placement: Placement,
-    self_test: SelfTest,
-    quantization: dict[str, Any] | None,
+    self_test: dict[str, int] | None = None,
+    quantization: dict[str, Any] | None = None,
 ) -> package.Manifest:
     source = plan.source.manifest
     return replace(
@@ -217,7 +225,7 @@ def _manifest(
             batch_size=plan.batch_size,
             ctx_len=plan.ctx_len,
             placement=placement,
-            self_test=asdict(self_test),
+            self_test=self_test or {},
             provider_options=target.provider_options,
             quantization=quantization,
         ),

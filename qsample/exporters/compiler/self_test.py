@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -10,8 +11,10 @@ import numpy as np
 
 from qsample.errors import CompileError
 from qsample.exporters.compiler.plan import CompilePlan
+from qsample.exporters.compiler.published_runner import PublishedRunner
 from qsample.exporters.compiler.targets import Target
 from qsample.exporters.graph.runner import GraphRunner
+from qsample.package import Package
 from qsample.tensors import Array
 
 STEPS: Final = 8
@@ -31,23 +34,36 @@ _AGREEMENT: Final = {"float32": 1.0, "float16": 0.8, "bfloat16": 0.5}
 
 @dataclass(frozen=True, slots=True)
 class SelfTest:
-    """Tokens that the compiled graph chose, and how many of them the portable graph chose too."""
+    """Tokens that the compiled graph chose, and how many of them the portable graph chose too.
+
+    replayed: of the tokens, those from replays of the captured graph. resumed: those that it stalled, which the graph
+    with control flow gave.
+    """
 
     tokens: int
     agreeing: int
+    replayed: int = 0
+    resumed: int = 0
 
 
-def run_self_test(plan: CompilePlan, folder: Path, target: Target) -> SelfTest:
-    """Let the portable graph generate, greedily and sampled, feed its tokens to the compiled graph in `folder`, and
+def run_self_test(plan: CompilePlan, published: Package, target: Target) -> SelfTest:
+    """Let the portable graph generate, greedily and sampled, feed its tokens to the compiled graph of `published`, and
     count how many times that one chooses the same token.
+
+    The compiled graph runs in the sessions that `load` opens, with the target's options, and is captured and replayed
+    where it will be. Only for the CPU its weights stay mapped, as they may be larger than the memory.
 
     Raises CompileError where they agree too rarely. How close a quantized model is, is for the divergence to say.
     """
     source = plan.source
-    portable = _runner(plan, source.path, ("CPUExecutionProvider",), weights_mapped=True)
-    mapped = plan.weights is None and not plan.packed_weights
-    device = _runner(plan, folder, target.execution_providers, weights_mapped=mapped)
     rows = min(plan.batch_size or 2, 2)
+    portable = _runner(plan, source.path, weights_mapped=True)
+    mapped = plan.weights is None and not plan.packed_weights
+    device: GraphRunner | PublishedRunner
+    if plan.options.provider == "cpu":
+        device = _runner(plan, published.path, weights_mapped=mapped)
+    else:
+        device = PublishedRunner(published, rows)
     prompt = np.random.default_rng(0).integers(0, source.interface.vocab_size, (rows, 1))
     agreeing = total = 0
     for parameters in ({}, _PARAMETERS):
@@ -63,21 +79,22 @@ def run_self_test(plan: CompilePlan, folder: Path, target: Target) -> SelfTest:
             f"self-test failed: the graph compiled for {target.name} chose the portable graph's token {agreeing} times "
             f"of {total}, and {plan.dtype} needs {_AGREEMENT[plan.dtype]:.0%}"
         )
-    return SelfTest(tokens=total, agreeing=agreeing)
+    if isinstance(device, GraphRunner):
+        return SelfTest(tokens=total, agreeing=agreeing)
+    return SelfTest(tokens=total, agreeing=agreeing, replayed=rows * device.replays, resumed=device.resumed)
 
 
-def _runner(plan: CompilePlan, folder: Path, providers: tuple[str, ...], *, weights_mapped: bool) -> GraphRunner:
+def _runner(plan: CompilePlan, folder: Path, *, weights_mapped: bool) -> GraphRunner:
     return GraphRunner(
         folder / "decoder.onnx",
         folder / "initial_state.onnx",
         plan.source.interface,
         plan.ctx_len,
-        providers,
         weights_mapped=weights_mapped,
     )
 
 
-def _chosen(results: dict[str, Array]) -> Array:
+def _chosen(results: Mapping[str, Array]) -> Array:
     """[rows]: the tokens of one step, or the argmax where the graph returns logits."""
     chosen: Array = results["next_ids"][:, 0] if "next_ids" in results else results["logits"].argmax(-1)
     return chosen

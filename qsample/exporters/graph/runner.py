@@ -116,6 +116,7 @@ class GraphRunner:
         spec, rows = self._interface.decoder, len(ids)
         sizes = {**self._interface.sizes, BATCH: rows, CAPACITY: self._capacity, STOPS: 1, BIASES: 1}
         given = {**state, "input_ids": ids.astype(np.int64), "input_lengths": lengths.astype(np.int32)}
+        given["searched_rows"] = np.arange(rows, dtype=np.int64)
         feeds: dict[str, Array] = {}
         for tensor in (*spec.inputs, *spec.states):
             if tensor.name not in self._input_names:  # a graph cut off at its logits has fewer

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import onnx_ir as ir
 
-from qsample.contract import Interface
+from qsample.contract import Interface, with_searched_rows
 from qsample.exporters.control_flow import outline_branches
 from qsample.exporters.sampler.template import fill_template, numbers
 from qsample.transforms.sampler.sizes import choose_sizes, is_large
@@ -25,7 +25,10 @@ def export_sampler(
     control_flow: bool = True,
     resumes: bool = False,
 ) -> ir.Model:
-    """`sampler.onnx`: logits in, next-token ids and new state out. The options are those of `Sampler`."""
+    """`sampler.onnx`: logits in, next-token ids and new state out. The options are those of `Sampler`.
+
+    Without control flow, it has the input `searched_rows` as well.
+    """
     features = replace(interface.features, sampler=True)  # in a graph of its own or in the decoder's, it is the same
     interface = Interface(interface.vocab_size, (), features=features)
     vocab, default = interface.vocab_size, choose_sizes(interface.vocab_size)
@@ -41,6 +44,7 @@ def export_sampler(
         "pad_token": pad_token_id != 0,
     }
     kind = "resumes" if resumes else "control_flow" if control_flow else "straight"
-    model = fill_template(kind, numbers(interface, pad_token_id, candidates, chunk), options, interface.sampler)
+    given, spec = numbers(interface, pad_token_id, candidates, chunk), interface.sampler
+    model = fill_template(kind, given, options, spec if control_flow else with_searched_rows(spec))
     outline_branches(model)
     return model

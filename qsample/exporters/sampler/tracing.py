@@ -20,7 +20,7 @@ import onnx.printer
 import onnx_ir as ir
 from torch import Tensor, nn
 
-from qsample.contract import ADJUSTED_LOGITS, LOGITS, Features, GraphSpec, Interface
+from qsample.contract import ADJUSTED_LOGITS, LOGITS, Features, GraphSpec, Interface, with_searched_rows
 from qsample.exporters.control_flow import outline_branches
 from qsample.exporters.graph.edit import constant
 from qsample.exporters.sampler.rewrites import simplify
@@ -52,7 +52,8 @@ def trace_sampler(interface: Interface, pad_token_id: int, **options: Any) -> ir
     """`sampler.onnx` as the torch module gives it. The options are those of `Sampler`."""
     features = replace(interface.features, sampler=True)
     interface = Interface(interface.vocab_size, (), features=features)
-    model = _trace(interface, pad_token_id, interface.sampler, options)
+    spec = interface.sampler if options.get("control_flow", True) else with_searched_rows(interface.sampler)
+    model = _trace(interface, pad_token_id, spec, options)
     outline_branches(model)
     return model
 
@@ -63,7 +64,7 @@ def make_template(kind: str) -> str:
     traces, given = [], []
     for point in _POINTS:
         interface = Interface(point.vocab, (), features=replace(_EVERYTHING, top_logprobs=point.top_logprobs))
-        spec = interface.sampler
+        spec = interface.sampler if options["control_flow"] else with_searched_rows(interface.sampler)
         spec = replace(spec, outputs=(*spec.outputs, ADJUSTED_LOGITS))
         chosen = {"num_candidates": point.num_candidates, "chunk_size": point.chunk_size, **options}
         with point.sizes(), keep_options():

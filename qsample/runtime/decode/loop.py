@@ -265,6 +265,7 @@ class DecodeLoop:
             if slot is None:  # it left meanwhile
                 continue
             tokens, status = _new_tokens(sequence, slot, snapshot), int(snapshot.status[slot])
+            sequence.stalls = int(self._slots.stalls[slot])
             sequence.sampled += tokens
             if tokens and snapshot.outputs:  # such packages are read after every token
                 sequence.outputs.append({name: values[slot] for name, values in snapshot.outputs.items()})

@@ -27,6 +27,7 @@ from qsample.contract import (
     OUTPUT_COUNTS,
     RUNNING,
     SAMPLER_STATES,
+    SEARCHED_ROWS,
     SEQUENCE,
     STALLED,
     STATUS,
@@ -37,6 +38,7 @@ from qsample.contract import (
     retained_name,
 )
 from qsample.runtime.decode.noise import uniforms
+from qsample.runtime.decode.searched_rows import SearchedRows
 from qsample.runtime.decode.snapshot import Snapshot
 from qsample.runtime.session.bound_graph import NOT_CAPTURED, BoundGraph
 from qsample.runtime.session.buffers import Buffer, RetainedState, SavedRows, run_on_device
@@ -86,7 +88,10 @@ class Slots:
         for side in self._outputs:
             side[NEXT_IDS.name].write_at(slice(None), 0)  # what idle rows are fed
         self._specs = {spec.name: spec for spec in interface.parameters}
-        self._parameters = {spec.name: self._off(spec) for spec in interface.parameters}
+        off = {spec.name: np.full(spec.shape(self._sizes), spec.off, spec.dtype) for spec in interface.parameters}
+        self._parameters = {name: self._constant(values) for name, values in off.items()}
+        self._searched = SearchedRows(count, interface.vocab_size if interface.searches else 0, device)
+        self.stalls = np.zeros(count, dtype=np.int64)  # of each slot since `begin`: tokens that a captured graph left
         # Between the graphs of a package that has two: on the host, or, captured, on the device.
         self._logits: dict[str, Buffer] = {}
         if sessions.sampler is not None or sessions.resuming is not None:
@@ -120,8 +125,8 @@ class Slots:
 
     @property
     def prepared(self) -> bool:
-        """Whether `decode` may be called: True where nothing is captured."""
-        return self._sessions.replays is None or {(0,), (1,)} <= self._bound.keys()
+        """Whether `decode` has its captures: True where nothing is captured. What `begin` is given may change it."""
+        return self._sessions.replays is None or all((side, self._searched.size) in self._bound for side in (0, 1))
 
     def prepare(self) -> None:
         """Capture `decode`, once everything is read: this overwrites the optional outputs.
@@ -133,7 +138,7 @@ class Slots:
         status, next_ids = self._state.read(STATUS.name), outputs.read()
         self._state.write_at(STATUS.name, slice(None), _IDLE)
         for _ in range(2):
-            self._bound[(self.side,)] = self._bind_batch()
+            self._bound[self.side, self._searched.size] = self._bind_batch()
             self.decode()
         self._state.write_at(STATUS.name, slice(None), status)
         outputs.write(next_ids)
@@ -149,6 +154,7 @@ class Slots:
         """
         self._state.write_at(NOISE.name, slot, uniforms(seed, self.capacity))
         self._state.clear_row(OUTPUT_COUNTS.name, slot)
+        self.stalls[slot] = 0
         self._write_history(slot, prompt[:reused])
         for name, values in parameters.items():
             self.set_parameter(slot, name, values)
@@ -179,6 +185,7 @@ class Slots:
 
     def set_parameter(self, slot: int, name: str, values: Array) -> None:
         """Replace one row of a parameter, from the next call on. Rows wider than any before widen the buffer."""
+        self._searched.set(name, slot, values)
         if np.ndim(values) == 0:
             self._parameters[name].write_at(slot, values)
             return
@@ -205,19 +212,28 @@ class Slots:
         key = (rows, emit, self.side)
         if key not in self._bound:
             self._bound[key] = self._bind_rows(rows, emit)
-        for graph in self._bound[key]:
+        graphs, resuming = self._bound[key], emit and self.may_stall
+        for graph in graphs:
             graph.bind_input(INPUT_IDS.name, self._chunk_ids.reshaped(len(ids), width))
+            if emit:
+                graph.bind_input(SEARCHED_ROWS.name, self._searched.of_rows(rows))
         # To its end: the next chunk is written to the same memory.
-        self._run(self._bound[key], rows if emit else None)
+        self._run(graphs[:1] if resuming else graphs, rows if emit else None)
+        if resuming and self._count_stalls(rows):
+            graphs[1].run()
 
     def decode(self, *, wait: bool = True) -> None:
         """Feed every row its newest token; those that run sample the next one.
 
-        wait: for the device; False where another `decode` follows before anything is read.
+        wait: for the device; False where another `decode` follows before anything is read. Where the slots are not
+        `prepared`, this prepares them.
         """
-        key = (self.side,)
-        if key not in self._bound:
+        key = (self.side, self._searched.size)
+        if key not in self._bound and self._sessions.replays is None:
             self._bound[key] = self._bind_batch()
+        elif key not in self._bound:
+            self.prepare()
+        self._searched.of_batch()  # writes it where it changed; nothing else runs then
         self._run(self._bound[key], range(self.count), wait=wait)
         self._state.flip()
 
@@ -229,8 +245,8 @@ class Slots:
         key = ("resume", self.side)
         if key not in self._bound:
             self._bound[key] = [self._bind_resuming()]
-        for graph in self._bound[key]:
-            graph.run()
+        self._count_stalls(range(self.count))
+        self._bound[key][0].run()
 
     def read(self, side: int | None = None, newest: int | None = None) -> Snapshot:
         """Copy what a host may see, after the last call; `side`: what `side` was before a `decode` that runs now.
@@ -256,25 +272,25 @@ class Slots:
         run_on_device(columns_behind(), inputs, {"y": gathered})
         return gathered.read()
 
-    def stop(self, slot: int) -> None:
-        """Make a slot idle, and its parameters cheap; its cache stays."""
-        self._idle(slot)
-
-    def stop_all(self) -> None:
-        """`stop` for every slot."""
-        self._idle(slice(None))
-
-    def _idle(self, slots: int | slice) -> None:
+    def stop(self, slots: int | slice) -> None:
+        """Make slots idle, and their parameters cheap; their cache stays."""
         self._state.write_at(STATUS.name, slots, _IDLE)
         for name, spec in self._specs.items():
             self._parameters[name].write_at(slots, spec.off)
+            self._searched.set(name, slots, spec.off)
+
+    def stop_all(self) -> None:
+        """`stop` for every slot."""
+        self.stop(slice(None))
+
+    def _count_stalls(self, rows: range) -> bool:
+        """Whether some of these rows wait for the graph with control flow; counted."""
+        stalled = self._state.read(STATUS.name) == STALLED
+        self.stalls[rows] += stalled[rows]
+        return bool(stalled[rows].any())
 
     def _constant(self, array: Array) -> Buffer:
         return Buffer.of(array, self._device)
-
-    def _off(self, spec: TensorSpec) -> Buffer:
-        assert spec.off is not None
-        return self._constant(np.full(spec.shape(self._sizes), spec.off, dtype=spec.dtype))
 
     def _widen(self, name: str, width: int) -> None:
         """Give a parameter at least `width` columns; what is bound to the old ones is bound again when needed."""
@@ -300,6 +316,7 @@ class Slots:
         now, then = self._outputs[self.side], self._outputs[1 - self.side]
         call = {INPUT_IDS.name: now[NEXT_IDS.name], INPUT_LENGTHS.name: self._ones, EMIT.name: self._emit[True]}
         buffers = self._parameters | self._logits | self._state.inputs() | self._state.outputs() | then | call
+        buffers[SEARCHED_ROWS.name] = self._searched.of_batch()
         replays = self._sessions.replays
         return self._bind(buffers, None if replays is None else replays.number())
 
@@ -326,13 +343,14 @@ class Slots:
             INPUT_IDS.name: self._chunk_ids.reshaped(len(rows), 1),
             INPUT_LENGTHS.name: self._chunk_lengths.rows(0, len(rows)),
             EMIT.name: self._emit[emit].rows(0, len(rows)),
+            SEARCHED_ROWS.name: self._searched.of_rows(range(0)),
             STATUS.name: status,
         }
         if not emit:
             buffers[retained_name(STATUS.name)] = status
         graphs = self._bind(buffers, None if self._sessions.replays is None else NOT_CAPTURED)
         if emit and self._sessions.resuming is not None:
-            # Whether the row stalled is not known without a read; where it did not, this graph does nothing.
+            # For rows that stall, which `prefill` looks at.
             graphs.append(self._resuming({**buffers, **self._state.inputs(rows)}))
         return graphs
 

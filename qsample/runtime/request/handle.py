@@ -195,7 +195,7 @@ class Request:
             finish_reason=reason,
             stop_string=None if text is None else text.stop_string,
             seed=sequence.seed,
-            usage=Usage(len(sequence.prompt), len(tokens), sequence.reused),
+            usage=Usage(len(sequence.prompt), len(tokens), sequence.reused, sequence.stalls),
             timing=RequestTiming(queued, first, now - self.added_at),
             outputs=stacked(outputs[: len(tokens)]),
         )

@@ -13,6 +13,7 @@ from qsample.contract import (
     INVALID_LOGITS,
     LENGTH,
     RUNNING,
+    SEARCHED_ROWS,
     STALLED,
     STOPPED,
     Interface,
@@ -31,10 +32,10 @@ class Sampler(nn.Module):
         pad_token_id: `next_ids` of a row that emitted nothing.
         num_candidates: K, at least 1; None: as `sizes.choose_sizes` has it.
         chunk_size: tokens in a chunk of the two-level selection; None: likewise.
-        control_flow: False: a graph without If and Loop, for capture and replay. Rows that need a search (see
-            `sample.sample_without_search`) then get status 4 and commit nothing, and `next_ids` repeats their last
-            input. A graph with control flow takes status 4 for running: it can run the step that stalled, with that
-            step's inputs.
+        control_flow: False: a graph without If and Loop, for capture and replay, with one more input, `searched_rows`.
+            Rows that stay unsettled (see `sample.sample_without_branches`) then get status 4 and commit nothing, and
+            `next_ids` repeats their last input. A graph with control flow takes status 4 for running: it can run the
+            step that stalled, with that step's inputs.
         resumes: True: the other half of such a graph, with control flow, over the logits of the step that stalled.
             Rows with status 4 are run; all others stay as they are, and `next_ids` is their newest token.
     """
@@ -93,7 +94,7 @@ class Sampler(nn.Module):
         uniform = inputs["noise"].gather(1, position[:, None])
         temperature, top_k, top_p, min_p = (inputs[name] for name in ("temperature", "top_k", "top_p", "min_p"))
         rows = sample.Rows(random, maximum, temperature, top_k, top_p, min_p, uniform)
-        draw = self._draw(adjusted, chunks, rows, greedy)
+        draw = self._draw(adjusted, chunks, rows, greedy, inputs)
         token = torch.where(random[:, None], draw.token, greedy)
         emitted = drawing if self._control_flow else drawing & ~draw.unsettled
 
@@ -187,10 +188,12 @@ class Sampler(nn.Module):
         torch._check(size <= capacity)  # type: ignore[no-untyped-call]
         return size
 
-    def _draw(self, logits: Tensor, chunks: Chunks, rows: sample.Rows, greedy: Tensor) -> sample.Draw:
+    def _draw(
+        self, logits: Tensor, chunks: Chunks, rows: sample.Rows, greedy: Tensor, inputs: Mapping[str, Tensor]
+    ) -> sample.Draw:
         count = self._num_candidates
         if not self._control_flow:
-            return sample.sample_without_search(logits, chunks, rows, count)
+            return sample.sample_without_branches(logits, chunks, rows, count, inputs[SEARCHED_ROWS.name])
         return sample.sample(logits, chunks, rows, count, greedy)
 
     def _silent_ids(self, inputs: Mapping[str, Tensor], start: Tensor, status: Tensor) -> Tensor | int:

@@ -12,12 +12,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from qsample.transforms.sampler import candidates, draw, filters, sizes
+from qsample.transforms.sampler import candidates, draw, filters, radix_search, sizes
 from qsample.transforms.sampler.branching import Tensors, branch, option
 from qsample.transforms.sampler.candidates import Chunks
 from qsample.transforms.sampler.wide_nucleus import find_threshold
 
 ALL_CANDIDATES = "all_candidates"  # the option of a vocabulary that has no token beyond them
+
+_LEAST_WEIGHT = 1e-30  # of a nucleus: some token stays whatever top_p is
 
 
 class Rows(NamedTuple):
@@ -82,22 +84,60 @@ def sample(logits: Tensor, chunks: Chunks, rows: Rows, num_candidates: int, gree
     return Draw(token, threshold, torch.zeros_like(rows.random))
 
 
-def sample_without_search(logits: Tensor, chunks: Chunks, rows: Rows, num_candidates: int) -> Draw:
-    """Draw without control flow; rows whose threshold has to be searched in the whole vocabulary stay unsettled.
+def sample_without_branches(
+    logits: Tensor, chunks: Chunks, rows: Rows, num_candidates: int, searched_rows: Tensor
+) -> Draw:
+    """Draw without control flow; rows with a top-k or a nucleus that goes beyond the candidates may stay unsettled.
 
-    Those have a top-k or a nucleus that goes beyond the candidates. Without either there is nothing to search: min-p is
-    relative to the maximum, which is known.
+    Those that are not among `searched_rows` do, and a few that are: see `radix_search`. Without top-k and top-p there
+    is nothing to search: min-p is relative to the maximum, which is known.
+
+    Args:
+        searched_rows: [R] int64, in [0, B). The search costs in proportion to R, whatever the rows; none: nothing.
     """
     vocab = logits.shape[1]
-    first = _from_candidates(chunks, _total_weight(chunks, rows), rows, num_candidates, vocab)
+    total = _total_weight(chunks, rows)
+    first = _from_candidates(chunks, total, rows, num_candidates, vocab)
 
     def beyond() -> Tensors:
-        searched = rows.has_top_k(vocab) | (rows.top_p < 1)
-        second = _without_threshold(logits, rows)
-        settled = _settle(first._replace(unsettled=first.unsettled & ~searched), second[:2])
-        return *settled, first.unsettled & searched
+        weights = rows.weigh(logits)
+        unknown = torch.where(rows.has_top_k(vocab) | (rows.top_p < 1), torch.inf, -torch.inf)[:, None]
+        found = _radix_thresholds(logits, weights, total, rows, searched_rows)
+        threshold = unknown.scatter(0, searched_rows[:, None], found)
+        second = draw.draw_vocabulary(rows.keep(logits, weights, threshold), rows.uniform), threshold
+        return *_settle(first, second), first.unsettled & (threshold == torch.inf)[:, 0]
 
     return Draw(*option(ALL_CANDIDATES, num_candidates >= vocab, lambda: first, beyond))
+
+
+def _radix_thresholds(logits: Tensor, weights: Tensor, total: Tensor, rows: Rows, searched_rows: Tensor) -> Tensor:
+    """The thresholds of the searched rows, [R, 1] float32: -inf where all tokens pass, +inf where it is not known.
+
+    Args:
+        weights: [B, V] float32. total: [B] float64, their sums.
+    """
+    columns = (rows.maximum, rows.temperature, rows.top_k, rows.top_p, total)
+    maximum, temperature, top_k, top_p, total = (values[:, None].index_select(0, searched_rows) for values in columns)
+    logits, weights = (values.index_select(0, searched_rows) for values in (logits, weights))
+    keys = radix_search.make_keys(logits, maximum, temperature)
+    kept_count = filters.kept_count(top_k)
+    has_top_k, has_top_p = kept_count < logits.shape[1], top_p < 1
+
+    wide = weights.to(torch.float64)
+    count = kept_count.to(torch.float64)
+    by_count = radix_search.find_threshold(logits, keys, torch.ones_like(wide), lambda tokens: count)
+
+    def nucleus_weight(passed: Tensor) -> Tensor:
+        whole = torch.where(has_top_k, passed, total)
+        return (top_p.to(torch.float64) * whole).minimum(passed).clamp(min=_LEAST_WEIGHT)
+
+    wide = torch.where(by_count.passed | ~has_top_k, wide, 0.0)
+    by_weight = radix_search.find_threshold(logits, keys, wide, nucleus_weight)
+
+    exact = (by_count.exact | ~has_top_k) & (by_weight.exact | ~has_top_p)
+    top_k_threshold = torch.where(has_top_k, by_count.value, -torch.inf)
+    top_p_threshold = torch.where(has_top_p, by_weight.value, -torch.inf)
+    return torch.where(exact, torch.maximum(top_k_threshold, top_p_threshold), torch.inf)
 
 
 def _from_candidates(chunks: Chunks, total: Tensor, rows: Rows, num_candidates: int, vocab: int) -> Draw:
@@ -180,13 +220,6 @@ def _without_filters(logits: Tensor, rows: Rows) -> Draw:
     """Draw from the whole vocabulary, for rows without filters."""
     token = draw.draw_vocabulary(rows.weigh(logits), rows.uniform)
     return Draw(token, torch.full_like(rows.uniform, -torch.inf), torch.zeros_like(rows.random))
-
-
-def _without_threshold(logits: Tensor, rows: Rows) -> Draw:
-    """Draw from the whole vocabulary, for rows without top-k and top-p; min-p may be on."""
-    threshold = torch.full_like(rows.uniform, -torch.inf)
-    token = draw.draw_vocabulary(rows.keep(logits, rows.weigh(logits), threshold), rows.uniform)
-    return Draw(token, threshold, torch.zeros_like(rows.random))
 
 
 def _total_weight(chunks: Chunks, rows: Rows) -> Tensor:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Final, NamedTuple
 
+from qsample.contract import CANDIDATES
+
 
 class Sizes(NamedTuple):
     """num_candidates: K. chunk_size: C."""
@@ -12,7 +14,6 @@ class Sizes(NamedTuple):
     chunk_size: int
 
 
-_NUM_CANDIDATES: Final = 64
 _BEST_SIZE: Final = 128
 _SORT_SIZE: Final = 1024
 # A sample of half the size leaves about three times as many tokens to sort. Counted in 96 rows of normal logits, of
@@ -26,7 +27,7 @@ _LARGE_VOCAB: Final = 160_000
 
 def choose_sizes(vocab: int) -> Sizes:
     """Sizes for a vocabulary: from the sweep in docs/benchmarks/sampler_sizes.md, on one x86-64 CPU only."""
-    return Sizes(_NUM_CANDIDATES, block_size(vocab))
+    return Sizes(CANDIDATES, block_size(vocab))
 
 
 def block_size(vocab: int) -> int:

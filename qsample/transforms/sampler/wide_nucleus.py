@@ -25,12 +25,12 @@ from torch import Tensor
 from qsample.transforms.sampler import candidates, filters, sizes
 from qsample.transforms.sampler.branching import Tensors, branch, option
 
+WEIGHTLESS = 104.0  # exp(-104) is 0 in float32
 # Ranks of the sample between a pivot and where the threshold is expected. The first is four standard deviations of a
 # sample's median. Then the weights above both pivots are known, and only what lies between them is left to chance.
 _SAMPLE_MARGINS = (64, 10)
 _CLEARANCE = 0.07  # of the bracket's width, that a pivot keeps from where the threshold is expected
 _MORE_PIVOTS = 4  # pairs
-_WEIGHTLESS = 104.0  # exp(-104) is 0 in float32
 
 
 class _Bracket(NamedTuple):
@@ -112,7 +112,7 @@ def _search(logits: Tensor, weights: Tensor, bracket: _Bracket, nucleus_weight: 
 
 def _all_with_weight(maximum: Tensor, temperature: Tensor, total: Tensor) -> _Bracket:
     """The bracket of every token whose weight is not 0. maximum, temperature: [B, 1] float32; total: [B, 1] float64."""
-    lowest = (maximum - _WEIGHTLESS * temperature).clamp(min=torch.finfo(torch.float32).min)
+    lowest = (maximum - WEIGHTLESS * temperature).clamp(min=torch.finfo(torch.float32).min)
     return _Bracket(lowest, maximum, total, torch.zeros_like(total))
 
 

@@ -244,12 +244,14 @@ OUT(void) __cudaRegisterFunction(void **h, const char *host, char *d, const char
   while (kernels[i].host) i = (i + 1) & (SLOTS - 1);
   kernels[i].host = host; kernels[i].name = strdup(name);
 }
+/* A grid without blocks is an error in CUDA: kernels over empty tensors must not be launched. */
+static int is_empty(dim3 g) { return !g.x || !g.y || !g.z; }
 static void launched(const void *f, cudaStream_t s) { if (trace_file()) note("kernel %p%s %.1500s", (void *)s, is_capturing(s) ? " CAPTURED" : "", kernel_name(f)); }
 OUT(cudaError_t) __cudaGetKernel(cudaKernel_t *k, const void *f) { *k = (cudaKernel_t)f; return 0; }
-OUT(cudaError_t) __cudaLaunchKernel(cudaKernel_t k, dim3 g, dim3 b, void **a, size_t m, cudaStream_t s) { (void)g; (void)b; (void)a; (void)m; launched(k, s); return 0; }
-OUT(cudaError_t) cudaLaunchKernel(const void *f, dim3 g, dim3 b, void **a, size_t m, cudaStream_t s) { (void)g; (void)b; (void)a; (void)m; launched(f, s); return 0; }
-OUT(cudaError_t) cudaLaunchCooperativeKernel(const void *f, dim3 g, dim3 b, void **a, size_t m, cudaStream_t s) { (void)g; (void)b; (void)a; (void)m; launched(f, s); return 0; }
-OUT(cudaError_t) cudaLaunchKernelExC(const cudaLaunchConfig_t *c, const void *f, void **a) { (void)a; launched(f, c->stream); return 0; }
+OUT(cudaError_t) __cudaLaunchKernel(cudaKernel_t k, dim3 g, dim3 b, void **a, size_t m, cudaStream_t s) { if (is_empty(g)) return fail(kernel_name(k), cudaErrorInvalidConfiguration); (void)b; (void)a; (void)m; launched(k, s); return 0; }
+OUT(cudaError_t) cudaLaunchKernel(const void *f, dim3 g, dim3 b, void **a, size_t m, cudaStream_t s) { if (is_empty(g)) return fail(kernel_name(f), cudaErrorInvalidConfiguration); (void)b; (void)a; (void)m; launched(f, s); return 0; }
+OUT(cudaError_t) cudaLaunchCooperativeKernel(const void *f, dim3 g, dim3 b, void **a, size_t m, cudaStream_t s) { if (is_empty(g)) return fail(kernel_name(f), cudaErrorInvalidConfiguration); (void)b; (void)a; (void)m; launched(f, s); return 0; }
+OUT(cudaError_t) cudaLaunchKernelExC(const cudaLaunchConfig_t *c, const void *f, void **a) { if (is_empty(c->gridDim)) return fail(kernel_name(f), cudaErrorInvalidConfiguration); (void)a; launched(f, c->stream); return 0; }
 static __thread struct { dim3 g, b; size_t m; void *s; } call;
 OUT(unsigned) __cudaPushCallConfiguration(dim3 g, dim3 b, size_t m, struct CUstream_st *s) { call.g = g; call.b = b; call.m = m; call.s = s; return 0; }
 OUT(cudaError_t) __cudaPopCallConfiguration(dim3 *g, dim3 *b, size_t *m, void *s) { *g = call.g; *b = call.b; *m = call.m; *(void **)s = call.s; return 0; }

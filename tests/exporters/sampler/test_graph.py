@@ -8,6 +8,7 @@ import numpy as np
 import onnx
 import onnx.shape_inference
 import onnx_ir as ir
+import onnxruntime as ort
 import pytest
 
 from qsample.contract import INVALID_LOGITS, RUNNING, STALLED
@@ -27,6 +28,7 @@ from tests.helpers.sampler_cases import (
 
 FACE = interface(320)
 STRAIGHT = {"num_candidates": 64, "control_flow": False}
+NO_SEARCH = {"searched_rows": np.zeros(1, np.int64)}  # of a row that needs none
 CONTROL_FLOW = {"If", "Loop", "Scan"}
 NO_CUDA_KERNEL = {
     "BitShift",
@@ -80,8 +82,16 @@ def test_no_control_flow() -> None:
     assert not (CONTROL_FLOW | NO_CUDA_KERNEL) & operators(graph(FACE, **STRAIGHT))
 
 
-def test_without_control_flow_a_row_is_exact_or_stalls() -> None:
-    """And the resuming graph gives the stalled rows the contract's token, and leaves the others as they are."""
+# On the CPU, ONNX Runtime before 1.32 gives reductions over no rows a wrong shape.
+needs_1_32 = pytest.mark.skipif(tuple(map(int, ort.__version__.split(".")[:2])) < (1, 32), reason="empty reductions")
+
+
+@pytest.mark.parametrize("listed", [pytest.param([], marks=needs_1_32), [4, 2, 2], [0, 1, 2, 3, 4, 5]])
+def test_without_control_flow_a_row_is_exact_or_stalls(listed: list[int]) -> None:
+    """And the resuming graph gives the stalled rows the contract's token, and leaves the others as they are.
+
+    listed: in `searched_rows`. None of them stalls: float32 tells no two of these logits apart within a cell.
+    """
     step, resume = exported(FACE, **STRAIGHT), exported(FACE, resumes=True)
     rng = np.random.default_rng(8)
     names = ("lengths", "status", "tokens", "output_counts")
@@ -89,13 +99,15 @@ def test_without_control_flow_a_row_is_exact_or_stalls() -> None:
     for _ in range(60):
         logits, inputs = random_step(rng, FACE, 6, sequence=2)
         inputs["status"][inputs["status"] == STALLED] = RUNNING
-        got, expected = step(logits, inputs), reference_step(logits, inputs, pad_token_id=PAD)
+        got = step(logits, inputs | {"searched_rows": np.array(listed, np.int64)})
+        expected = reference_step(logits, inputs, pad_token_id=PAD)
         resumed = resume(logits, inputs | {name: got[f"{name}_RetainedState"] for name in names})
         for row in range(6):
             # Temperature and min-p alone need no threshold, however many tokens may be drawn.
             searched = inputs["top_p"][row] < 1 or 0 < inputs["top_k"][row] < FACE.vocab_size
             if got["status_RetainedState"][row] == STALLED:
                 assert searched
+                assert row not in listed
                 stalled += 1
                 assert got["next_ids"][row, 0] == inputs["input_ids"][row, inputs["input_lengths"][row] - 1]
                 for name in ("lengths", "tokens", "output_counts"):
@@ -111,7 +123,7 @@ def test_without_control_flow_a_row_is_exact_or_stalls() -> None:
                     )
                 if expected["output_counts_RetainedState"][row].sum() > inputs["output_counts"][row].sum():
                     assert resumed["next_ids"][row, 0] == got["next_ids"][row, 0]
-    assert stalled > 20
+    assert stalled > 3 * (6 - len(set(listed))) or len(listed) == 6
     assert settled > 100
     assert free > 20
 
@@ -122,7 +134,8 @@ def test_without_control_flow_min_p_holds_beyond_the_candidates() -> None:
     logits[:, ::3][:, :100] = 0
     inputs = make_inputs(FACE, 40, temperature=1.0, min_p=0.5)
     inputs["noise"] = np.random.default_rng(3).random(inputs["noise"].shape).astype(np.float32)
-    got, expected = exported(FACE, **STRAIGHT)(logits, inputs), reference_step(logits, inputs, pad_token_id=PAD)
+    got = exported(FACE, **STRAIGHT)(logits, inputs | NO_SEARCH)
+    expected = reference_step(logits, inputs, pad_token_id=PAD)
     assert not (got["status_RetainedState"] == STALLED).any()
     for row in range(40):
         assert not compare_step(got, expected, row)
@@ -131,7 +144,7 @@ def test_without_control_flow_min_p_holds_beyond_the_candidates() -> None:
 
 def test_a_stalled_row_waits_in_the_graph_without_control_flow() -> None:
     inputs = make_inputs(FACE, status=STALLED, lengths=3, temperature=0)
-    got = exported(FACE, **STRAIGHT)(np.zeros((1, 320), np.float32), inputs)
+    got = exported(FACE, **STRAIGHT)(np.zeros((1, 320), np.float32), inputs | NO_SEARCH)
     assert got["status_RetainedState"][0] == STALLED
     assert got["lengths_RetainedState"][0] == 3
 
@@ -147,8 +160,9 @@ def test_an_invalid_logit_anywhere_is_noticed(value: float) -> None:
     """In the graph, not the module: ONNX Runtime's ReduceMax drops NaN where torch's keeps it."""
     logits = np.zeros((320, 320), np.float32)
     np.fill_diagonal(logits, value)
-    for step in (exported(FACE), exported(FACE, **STRAIGHT)):
-        result = step(logits, make_inputs(FACE, 320, temperature=np.arange(320) % 2))
+    everywhere = {"searched_rows": np.arange(320)}
+    for step, more in ((exported(FACE), {}), (exported(FACE, **STRAIGHT), everywhere)):
+        result = step(logits, make_inputs(FACE, 320, temperature=np.arange(320) % 2, top_p=0.9) | more)
         assert (result["status_RetainedState"] == INVALID_LOGITS).all()
         assert not result["lengths_RetainedState"].any()
 

@@ -10,12 +10,19 @@ import numpy as np
 import pytest
 
 from qsample.runtime import Engine, SamplingParams, load
+from qsample.runtime.decode.searched_rows import SearchedRows
 from qsample.runtime.decode.slots import Slots
 from tests.helpers.capturing import capturing, compile_captured
 
 PROMPTS = [[5, 6, 7], [9, 20, 31, 4, 5], [17]]
 # A wide nucleus: the candidates seldom settle a row.
 PARAMS = SamplingParams(temperature=2.0, top_p=0.98, max_new_tokens=12, eos_token_id=())
+
+
+@pytest.fixture(autouse=True)
+def unforeseen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No row but the first is searched, so that they stall, as they do where a search fails."""
+    monkeypatch.setattr(SearchedRows, "_needs_search", lambda self: np.zeros(self._count, bool))
 
 
 @pytest.fixture(scope="module")
@@ -59,11 +66,17 @@ def test_a_guided_row_that_stalls_gets_its_next_mask_in_time(
     for row in wanted.token_ids:
         assert [token % 2 for token in row] == [0, 1] * 6
     model = capturing(load(captured))[0] if replays else load(captured)
-    assert model.generate(PROMPTS, PARAMS, allowed_tokens=Alternating(), **options).token_ids == wanted.token_ids
+    got = model.generate(PROMPTS, PARAMS, allowed_tokens=Alternating(), **options)
+    assert got.token_ids == wanted.token_ids
     assert len(resumed) > 3
+    assert got.timing.stalls >= len(resumed)
     with Engine(model, slots=2, double_buffering=double_buffering) as engine:
         requests = [
             engine.add_request(prompt, PARAMS, seed=4 + row, allowed_tokens=Alternating())
             for row, prompt in enumerate(PROMPTS)
         ]
-        assert [request.result(60).token_ids for request in requests] == wanted.token_ids
+        results = [request.result(60) for request in requests]
+    assert [result.token_ids for result in results] == wanted.token_ids
+    stalled = [result.usage.stalled_tokens for result in results]
+    assert sum(stalled) > 3
+    assert max(stalled) <= 12

@@ -77,8 +77,8 @@ class CudaTarget:
 
     def interface(self, plan: CompilePlan) -> Interface:
         """In half precision, and captured where there is a sampler to stall."""
-        own = plan.interface
-        return replace(own, dtype=plan.dtype, kv_cache_dtype=plan.kv_cache_dtype, captured=own.features.sampler)
+        own, captured = plan.interface, plan.interface.features.sampler
+        return replace(own, dtype=plan.dtype, kv_cache_dtype=plan.kv_cache_dtype, captured=captured, searches=captured)
 
     def fixed_axes(self, plan: CompilePlan) -> Mapping[str, int]:
         return {}

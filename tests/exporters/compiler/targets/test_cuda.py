@@ -192,9 +192,12 @@ def test_captured_package(captured: Path) -> None:
     assert package.interface.decoder.outputs[-1].name == "logits"
 
 
-@pytest.mark.parametrize("late", [1, 3])
-def test_tokens_are_those_of_the_portable_graph(llama_package: Path, captured: Path, late: int) -> None:
-    """One row for each of PARAMETERS; the host looks at `status` every `late` steps, and resumes what stalled."""
+@pytest.mark.parametrize(("late", "searched"), [(1, False), (3, False), (3, True)])
+def test_tokens_are_those_of_the_portable_graph(llama_package: Path, captured: Path, late: int, searched: bool) -> None:
+    """One row for each of PARAMETERS; the host looks at `status` every `late` steps, and resumes what stalled.
+
+    searched: all rows are in `searched_rows`, and none stalls; otherwise only a greedy one.
+    """
     portable, package = read_package(llama_package), read_package(captured)
     rows, steps = len(PARAMETERS), 20
     prompts = np.random.default_rng(2).integers(4, VOCAB_SIZE, (rows, 1))
@@ -209,8 +212,9 @@ def test_tokens_are_those_of_the_portable_graph(llama_package: Path, captured: P
     wanted = Host(portable, rows)
     wanted.run(prompts, parameters(portable.interface), steps)
     got = Host(package, rows)
-    got.run(prompts, parameters(package.interface), 2 * late * steps, late)
-    assert got.stalls > steps // 2
+    given = parameters(package.interface) | {"searched_rows": np.arange(rows if searched else 1)}
+    got.run(prompts, given, 2 * late * steps, late)
+    assert got.stalls == 0 if searched else got.stalls > steps // 2
     for row in range(rows):
         length = int(wanted.state["lengths"][row])
         assert int(got.state["lengths"][row]) >= length
@@ -266,7 +270,7 @@ class Host:
 @pytest.mark.parametrize("replays", [False, True])
 @pytest.mark.parametrize("double_buffering", [False, True])
 @pytest.mark.parametrize("flush_every", [1, 4])
-def test_the_runtime_resumes_stalled_rows(
+def test_the_runtime_has_rows_searched_that_would_stall(
     llama_package: Path, captured: Path, flush_every: int, double_buffering: bool, replays: bool
 ) -> None:
     options: dict[str, Any] = {"seed": 4, "flush_every": flush_every, "double_buffering": double_buffering}
@@ -274,6 +278,7 @@ def test_the_runtime_resumes_stalled_rows(
     model = capturing(load(captured))[0] if replays else load(captured)
     for _ in range(1 + replays):
         got = model.generate(PROMPTS, rows(), **options, prefill_chunk_size=3)
+        assert got.timing.stalls == 0
         assert got.token_ids == wanted.token_ids
         assert got.finish_reasons == wanted.finish_reasons
 

@@ -1,0 +1,120 @@
+"""Drives a compiled package step by step, in the sessions that `load` opens, captured where they are.
+
+Like `GraphRunner`, it copies every state but the cache in and out, so that a test decides on each token that is fed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from qsample.contract import (
+    ADJUSTED_LOGITS,
+    BATCH,
+    BIASES,
+    CAPACITY,
+    LENGTHS,
+    LOGITS,
+    NOISE,
+    SEARCHED,
+    SEARCHED_ROWS,
+    SEQUENCE,
+    STALLED,
+    STATUS,
+    STOPS,
+    TensorSpec,
+    retained_name,
+)
+from qsample.package import Package
+from qsample.runtime.decode.noise import uniforms
+from qsample.runtime.session.bound_graph import BoundGraph
+from qsample.runtime.session.buffers import Buffer, copy_on_device
+from qsample.runtime.session.session import open_sessions
+from qsample.tensors import Array
+
+
+class PublishedRunner:
+    """The decode graph of a compiled package over `rows` rows of one token each, and the graph that it may stall for.
+
+    replays: runs that replayed a captured graph. resumed: tokens that the other graph gave.
+    """
+
+    def __init__(self, package: Package, rows: int) -> None:
+        compilation = package.manifest.compilation
+        assert compilation is not None
+        self._sessions = sessions = open_sessions(package)
+        self._spec, self._caches = package.interface.decoder, package.interface.cache_states
+        self._capacity = compilation.ctx_len
+        sizes = {BATCH: rows, SEQUENCE: 1, CAPACITY: self._capacity, STOPS: 1, BIASES: 1, SEARCHED: rows}
+        self._sizes = package.interface.sizes | sizes
+        self._inputs = {spec.name: self._allocate(spec) for spec in (*self._spec.inputs, *self._spec.states)}
+        self._outputs = {spec.name: self._allocate(spec) for spec in self._spec.outputs}
+        # A capture runs the graph several times over the same inputs: in place is what may be written again.
+        for spec in self._spec.states:
+            again = spec in self._caches and CAPACITY in spec.axes
+            if not spec.read_only:
+                self._outputs[retained_name(spec.name)] = self._inputs[spec.name] if again else self._allocate(spec)
+        replays = sessions.replays
+        capture = (replays.number(), replays.thread) if replays is not None else (None, None)
+        self._decoder = BoundGraph(
+            sessions.decoder, self._spec, self._inputs | self._outputs, sessions.device, *capture
+        )
+        self._resuming = self._bind_resuming(package) if sessions.resuming is not None else None
+        self._runs = self.resumed = 0
+
+    @property
+    def replays(self) -> int:
+        return max(self._runs - 1, 0) if self._sessions.replays is not None else 0
+
+    def start(self, rows: int) -> dict[str, Array]:
+        """The starting state but the cache, which need not be cleared; row i with seed i. rows: those of the runner."""
+        assert self._sizes[BATCH] == rows
+        specs = [spec for spec in self._spec.states if spec not in self._caches]
+        state = {spec.name: np.zeros(spec.shape(self._sizes), spec.dtype) for spec in specs}
+        if NOISE.name in state:
+            state[NOISE.name][:] = [uniforms(seed, self._capacity) for seed in range(rows)]
+        return {LENGTHS.name: np.zeros(rows, np.int32), **state}
+
+    def step(
+        self, ids: Array, lengths: Array, state: dict[str, Array], parameters: Mapping[str, float] | None = None
+    ) -> dict[str, Array]:
+        """Run once and move `state` on; see `GraphRunner.step`. ids: [rows, 1]. lengths: ones. Returns every output but
+        the states."""
+        values = {"emit": True, "temperature": 0.0} | dict(parameters or {})
+        given = {"input_ids": ids, "input_lengths": lengths, SEARCHED_ROWS.name: np.arange(len(ids)), **state}
+        for spec in (*self._spec.inputs, *self._spec.states):
+            if spec not in self._caches:
+                value = np.asarray(given.get(spec.name, values.get(spec.name, spec.off)))
+                self._inputs[spec.name].write(np.broadcast_to(value, spec.shape(self._sizes)).astype(spec.dtype))
+        self._decoder.run()
+        self._runs += 1
+        self._resume()
+        for spec in self._caches:
+            source, target = self._outputs[retained_name(spec.name)], self._inputs[spec.name]
+            if source is not target:
+                copy_on_device(source, target)
+        for name in state:
+            if retained_name(name) in self._outputs:
+                state[name] = self._outputs[retained_name(name)].read()
+        if retained_name(LENGTHS.name) not in self._outputs:
+            state[LENGTHS.name] = (state[LENGTHS.name] + lengths).astype(np.int32)
+        return {spec.name: self._outputs[spec.name].read() for spec in self._spec.outputs}
+
+    def _resume(self) -> None:
+        if self._resuming is not None:
+            stalled = int((self._outputs[retained_name(STATUS.name)].read() == STALLED).sum())
+            self.resumed += stalled
+            if stalled:
+                self._resuming.run()
+
+    def _bind_resuming(self, package: Package) -> BoundGraph:
+        """In place, over the states that the decode graph left."""
+        assert self._sessions.resuming is not None
+        spec = package.interface.sampler
+        states = {state: self._outputs[retained] for state, retained in spec.retained.items()}
+        buffers = self._inputs | self._outputs | states | {ADJUSTED_LOGITS.name: self._outputs[LOGITS.name]}
+        return BoundGraph(self._sessions.resuming, spec, buffers, self._sessions.device)
+
+    def _allocate(self, spec: TensorSpec) -> Buffer:
+        return Buffer.allocate(spec, self._sizes, self._sessions.device)

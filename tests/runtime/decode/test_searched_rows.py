@@ -1,0 +1,69 @@
+"""Which rows a captured graph searches: those whose filters may keep more tokens than there are candidates."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from qsample.contract import CANDIDATES
+from qsample.runtime.decode.searched_rows import SearchedRows
+
+VOCAB = 1000
+
+
+def listed(rows: SearchedRows, count: int) -> list[int]:
+    buffer = rows.of_rows(range(count))
+    return buffer.read()[: buffer.shape[0]].tolist()
+
+
+@pytest.mark.parametrize(
+    ("parameters", "searched"),
+    [
+        ({}, False),
+        ({"temperature": 1.5}, False),
+        ({"temperature": 1.0, "min_p": 0.0001}, False),
+        ({"temperature": 0.0, "top_p": 0.9}, False),
+        ({"temperature": 0.0, "top_k": 500}, False),
+        ({"temperature": 1.0, "top_k": CANDIDATES - 1}, False),
+        ({"temperature": 1.0, "top_k": CANDIDATES - 1, "top_p": 0.99}, False),
+        ({"temperature": 1.0, "top_k": CANDIDATES}, True),  # the last candidate passes: others may equal it
+        ({"temperature": 1.0, "top_k": VOCAB - 1}, True),
+        ({"temperature": 1.0, "top_k": VOCAB}, False),  # drops nothing
+        ({"temperature": 1.0, "top_k": VOCAB, "top_p": 0.9}, True),
+        ({"temperature": 1.0, "top_p": 0.9}, True),
+        ({"temperature": 1.0, "top_p": 0.9, "min_p": 0.1}, True),
+        ({"temperature": 1.0, "top_k": 500, "top_p": 0.9}, True),
+    ],
+)
+def test_rule(parameters: dict[str, float], searched: bool) -> None:
+    rows = SearchedRows(3, VOCAB, "cpu")
+    for name, value in parameters.items():
+        rows.set(name, 1, np.float32(value))
+    assert listed(rows, 3) == ([1] if searched else [0])  # on the CPU a list has some row
+
+
+def test_a_vocabulary_of_candidates_and_a_graph_without_the_list_need_none() -> None:
+    for vocab, wanted in ((CANDIDATES, [0]), (0, [])):
+        rows = SearchedRows(2, vocab, "cpu")
+        rows.set("top_p", slice(None), 0.5)
+        assert listed(rows, 2) == wanted
+        assert rows.size == len(wanted)
+
+
+def test_the_list_of_a_batch_has_a_length_that_is_a_power_of_two() -> None:
+    """So a batch needs few captures. A row that comes twice fills it; rows that leave shorten it."""
+    rows = SearchedRows(11, VOCAB, "cpu")
+    sizes = []
+    address = rows.of_batch().address
+    for slot in range(11):
+        rows.set("top_p", slot, 0.9)
+        buffer = rows.of_batch()
+        assert buffer.address == address  # which was captured
+        values = buffer.read()[: buffer.shape[0]]
+        assert set(values.tolist()) == set(range(slot + 1))
+        sizes.append(rows.size)
+        assert buffer.shape == (rows.size,)
+    assert sizes == [1, 2, 4, 4, 8, 8, 8, 8, 11, 11, 11]
+    rows.set("top_p", slice(3, None), 1.0)
+    assert rows.of_batch().read()[: rows.size].tolist() == [0, 1, 2, 0]
+    assert rows.of_rows(range(2, 5)).read()[:1].tolist() == [0]  # counted from the first of them
