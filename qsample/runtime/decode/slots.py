@@ -39,11 +39,10 @@ from qsample.contract import (
 )
 from qsample.runtime.decode.noise import uniforms
 from qsample.runtime.decode.searched_rows import SearchedRows
-from qsample.runtime.decode.snapshot import Snapshot
+from qsample.runtime.decode.snapshot import NewestTokens, Snapshot
 from qsample.runtime.session.bound_graph import NOT_CAPTURED, BoundGraph
-from qsample.runtime.session.buffers import Buffer, RetainedState, SavedRows, run_on_device
+from qsample.runtime.session.buffers import Buffer, RetainedState, SavedRows
 from qsample.runtime.session.session import Sessions
-from qsample.runtime.session.small_graphs import columns_behind
 from qsample.tensors import Array
 
 _IDLE: Final = STOPPED  # any status that is not running keeps a row from advancing
@@ -107,8 +106,7 @@ class Slots:
         self._chunk_lengths = self._constant(np.ones(most_rows, dtype=np.int32))
         # A prompt's chunks run with a status of their own, so that the batch sees an idle row between them.
         self._chunk_status = self._constant(np.full(most_rows, RUNNING, dtype=np.int32))
-        self._zero = self._constant(np.zeros(1, dtype=np.int32))
-        self._newest: dict[int, tuple[Buffer, Buffer]] = {}  # by their number: columns, and what is gathered there
+        self._newest = NewestTokens(count, device)
         self._bound: dict[tuple[object, ...], list[BoundGraph]] = {}
         # With the sampler on the host: the logits of some slots, [n, V], as they are to be sampled from.
         self.process_logits: Callable[[range, Array], Array] | None = None
@@ -256,21 +254,9 @@ class Slots:
         if newest is None or self._device == "cpu" or newest >= self.capacity:
             tokens, newest = self._state.read(TOKENS.name, side), None
         else:
-            tokens = self._newest_tokens(newest, side)
+            tokens = self._newest.read(self._state.inputs(side=side), newest)
         outputs = {name: buffer.read() for name, buffer in self._outputs[side].items() if name != NEXT_IDS.name}
         return Snapshot(status, lengths, tokens, outputs, newest)
-
-    def _newest_tokens(self, count: int, side: int) -> Array:
-        """[B, count] int32: each row's last tokens up to position `lengths`, gathered where they are."""
-        if count not in self._newest:
-            columns = self._constant(np.arange(1 - count, 1, dtype=np.int32)[None])
-            self._newest[count] = columns, self._constant(np.zeros((self.count, count), np.int32))
-        columns, gathered = self._newest[count]
-        states = self._state.inputs(side=side)
-        lengths = states[LENGTHS.name].reshaped(self.count, 1)
-        inputs = {"x": states[TOKENS.name], "row": lengths, "column": columns, "zero": self._zero}
-        run_on_device(columns_behind(), inputs, {"y": gathered})
-        return gathered.read()
 
     def stop(self, slots: int | slice) -> None:
         """Make slots idle, and their parameters cheap; their cache stays."""
