@@ -39,7 +39,7 @@ def test_tables(report: ModuleType, tmp_path: Path) -> None:
     results.add_cell("tiny", 64, 1, "greedy", "llama.cpp", [9.0, 9.0], [2.0, 4.0])
     for name in ("qsample", "llama.cpp"):
         results.add_system("tiny", name, "1.0", 3_000_000, 1.0, {"anonymous": 5_000_000, "mapped": 0})
-    results.set_missing("tiny", "genai", "The /home/me/models/checkpoint model | is not supported")
+    results.set_missing("tiny", "genai", "The /srv/models/checkpoint model | is not supported")
     header, rows = report.time_rows(results, "tiny")
     assert header == ["", "qsample", "onnxruntime-genai", "llama.cpp"]
     assert rows[0] == ["first token, 64 tokens", "9.0", "no", "9.0 (1.00x)"]
