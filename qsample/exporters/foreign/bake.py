@@ -18,12 +18,13 @@ from onnx_ir.passes import common as common_passes
 
 from qsample import package
 from qsample.contract import Features, Interface
+from qsample.destination import scratch_folder
 from qsample.errors import ParityError, QsampleError
 from qsample.exporters import parity
 from qsample.exporters.foreign import grouped, plain
 from qsample.exporters.foreign.head import select_last
 from qsample.exporters.foreign.interface import POSITIONS, ForeignGraph, load, recognise
-from qsample.exporters.foreign.location import Location, locate
+from qsample.exporters.foreign.location import Location, locate, without_links
 from qsample.exporters.foreign.longrope import choose_table
 from qsample.exporters.foreign.names import interface_of, use_contract_names
 from qsample.exporters.foreign.nodes import Nodes
@@ -76,6 +77,27 @@ def bake(
     report("finding the decoder", 0.0)
     location = locate(path, file, hub=hub)
     package.check_not_source(out, location.file.parent)
+    if not location.is_linked:
+        return _bake(location, out, features, tokenizer, rope, overwrite, compare, report)
+    with scratch_folder(Path(out)) as scratch:
+        plain_files = without_links(location, scratch.new)
+        try:
+            return _bake(plain_files, out, features, tokenizer, rope, overwrite, compare, report)
+        except QsampleError as error:
+            named = str(error).replace(str(plain_files.file.parent), str(location.file.parent))
+            raise type(error)(named) from error
+
+
+def _bake(
+    location: Location,
+    out: str | Path,
+    features: Features,
+    tokenizer: str | None,
+    rope: str | None,
+    overwrite: bool,
+    compare: Comparison | None,
+    report: Progress,
+) -> package.Package:
     settings = read_settings(location)
     report("reading the decoder", 0.05)
     foreign = recognise(location.file, load(location.file), head_dim=settings.head_dim, vocab_size=settings.vocab_size)

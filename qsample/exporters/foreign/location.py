@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -35,6 +36,11 @@ class Location:
     folders: tuple[Path, ...]
     name: str
     data: tuple[Path, ...]
+
+    @property
+    def is_linked(self) -> bool:
+        """Whether the decoder or its data are links."""
+        return any(path.is_symlink() for path in (self.file, *self.data))
 
     def find(self, name: str) -> Path | None:
         """A file that belongs to the decoder."""
@@ -73,6 +79,30 @@ def locate(path: str | Path, file: str | None = None, *, hub: dict[str, Any] | N
     chosen = folder / _choose(str(path), _names(folder), file, lambda name: _genai_file(folder / name))
     folders = dict.fromkeys((chosen.parent, *([chosen.parent.parent] if chosen.parent != folder else []), folder))
     return _located(chosen, tuple(folders), str(path))
+
+
+def without_links(location: Location, folder: Path) -> Location:
+    """`location` with the decoder and its data copied into `folder`, an empty one: the hub's cache has links where
+    external data has to lie beside its graph.
+
+    Raises QsampleError for a link that leads elsewhere than into the decoder's folder or the hub's cache.
+    """
+    files = []
+    for path in (location.file, *location.data):
+        real = Path(os.path.realpath(path))
+        if path.is_symlink() and not any(real.is_relative_to(allowed) for allowed in _allowed(location)):
+            raise QsampleError(f"{path} is a link that leads out of its folder; copy the file there if you trust it")
+        target = folder / path.relative_to(location.file.parent)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(real, target)  # onnx_ir takes neither links nor files with a second name
+        files.append(target)
+    return replace(location, file=files[0], data=tuple(files[1:]))
+
+
+def _allowed(location: Location) -> list[Path]:
+    """Where links may lead: below the folders of the decoder, and to the hub's files beside its snapshots."""
+    cached = [parent.parent.parent / "blobs" for parent in location.file.parents if parent.parent.name == "snapshots"]
+    return [Path(os.path.realpath(folder)) for folder in (*location.folders, *cached)]
 
 
 def _located(file: Path, folders: tuple[Path, ...], name: str) -> Location:

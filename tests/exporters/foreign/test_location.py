@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ from typing import Any
 import onnx_ir as ir
 import pytest
 
+import qsample
+from qsample.contract import Features
 from qsample.errors import QsampleError
 from qsample.exporters.foreign.location import locate
 from tests.helpers.foreign import edited
@@ -132,3 +135,34 @@ def test_a_repository_that_the_hub_does_not_give(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", fail)
     with pytest.raises(QsampleError, match=r"some/model is no folder here, and the hub does not give it \(no route to"):
         locate("some/model")
+
+
+def linked(folder: Path, cache: Path) -> Path:
+    """`folder` as the hub's cache keeps it: links to files with other names."""
+    snapshot, blobs = cache / "snapshots" / "abc", cache / "blobs"
+    blobs.mkdir(parents=True)
+    for number, path in enumerate(sorted(folder.rglob("*.*"))):
+        (blobs / str(number)).write_bytes(path.read_bytes())
+        link = snapshot / path.relative_to(folder)
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(os.path.relpath(blobs / str(number), link.parent))
+    return snapshot
+
+
+def test_links_of_the_hubs_cache(decoder: Decoder, tmp_path: Path) -> None:
+    snapshot = linked(decoder("community_gqa/x")[0], tmp_path / "models--some--model")
+    package = qsample.bake(snapshot, tmp_path / "out", file="onnx/model.onnx", features=Features(sampler=False)).package
+    assert package.manifest.source.model_id == str(snapshot)
+    assert package.has("tokenizer.json")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["models--some--model", "out"]
+    with pytest.raises(QsampleError, match=r"abc/onnx/model_quantized\.onnx cannot be baked"):
+        qsample.bake(snapshot, tmp_path / "other", file="onnx/model_quantized.onnx")
+
+
+def test_links_that_lead_elsewhere(decoder: Decoder, tmp_path: Path) -> None:
+    folder = edited(decoder("genai_cpu_fp32")[0], tmp_path / "model", lambda model: None)
+    (folder / "model.onnx.data").rename(tmp_path / "secret")
+    (folder / "model.onnx.data").symlink_to(tmp_path / "secret")
+    with pytest.raises(QsampleError, match=r"model\.onnx\.data is a link that leads out of its folder"):
+        qsample.bake(folder, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
