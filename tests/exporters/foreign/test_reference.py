@@ -1,0 +1,44 @@
+"""A baked graph compared with the checkpoint that its file was made from."""
+
+from __future__ import annotations
+
+import runpy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import qsample
+from qsample.contract import Features
+from qsample.errors import ParityError
+
+Decoder = Callable[[str], tuple[Path, str | None]]
+SCRIPT = Path(__file__).resolve().parents[3] / "scripts" / "foreign_fixtures.py"
+
+
+def baked(decoder: Decoder, kind: str, model_type: str, changes: dict[str, Any], folder: Path) -> dict[str, Any]:
+    checkpoint = runpy.run_path(str(SCRIPT))["checkpoint"](folder / "checkpoint", model_type, changes)
+    out = folder / "out"
+    package = qsample.bake(decoder(kind)[0], out, features=Features(sampler=False), reference=str(checkpoint)).package
+    return dict(package.manifest.parity or {})
+
+
+@pytest.mark.slow
+def test_a_float_file_is_its_checkpoint(decoder: Decoder, tmp_path: Path) -> None:
+    figures = baked(decoder, "genai_cpu_fp32", "llama", {}, tmp_path)
+    assert figures["checkpoint_max_error"] < 1e-4
+
+
+@pytest.mark.slow
+def test_of_a_quantized_file_the_difference_is_told(decoder: Decoder, tmp_path: Path) -> None:
+    figures = baked(decoder, "genai_cpu_int4", "llama", {}, tmp_path)
+    assert 0.1 < figures["checkpoint_max_error"] < figures["checkpoint_scale"]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*states an attention window")
+def test_a_file_that_lost_its_window_is_refused(decoder: Decoder, tmp_path: Path) -> None:
+    with pytest.raises(ParityError, match="differ from the checkpoint"):
+        baked(decoder, "genai_cpu_mistral", "mistral", {"sliding_window": 6}, tmp_path)
+    assert not (tmp_path / "out").exists()
