@@ -152,16 +152,21 @@ def show(results: Results, console: Console) -> None:
         console.print(_tokens(results, shape), _divergence(results, shape), sep="\n", highlight=False)
 
 
-def write(results: Results, output: Path, title: str, script: str) -> None:
-    """The tables as markdown beside the JSON file, and a plot. script: the one that measured, in benchmarks/."""
+_SYSTEMS = """All but transformers (float32) have 4-bit weights in blocks of 32. `genai defaults` has as many threads as
+onnxruntime-genai takes by itself: half of the logical processors."""
+
+
+def write(results: Results, output: Path, title: str, script: str, systems: str = _SYSTEMS) -> None:
+    """The tables as markdown beside the JSON file, and a plot. script: the one that measured, in benchmarks/. systems:
+    a sentence on them."""
     lines = [
         f"# {title}",
         "",
         f"{results.data['machine']}. Made by `python benchmarks/{script}`, which says how it measures.",
         "For each system: ms to the first token of every row (TTFT), and of a step after it, medians of the rounds; in",
-        "brackets the multiple of qsample's, median of the ratios within each round. All but transformers (float32)",
-        "have 4-bit weights in blocks of 32. `genai defaults` has as many threads as onnxruntime-genai takes by",
-        "itself: half of the logical processors. Flat: at a temperature that leaves no peak.",
+        "brackets the multiple of qsample's, median of the ratios within each round.",
+        systems,
+        "Flat: at a temperature that leaves no peak.",
         "",
     ]
     for shape in results.data["shapes"]:

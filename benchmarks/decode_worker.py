@@ -282,7 +282,15 @@ SYSTEMS: dict[str, Callable[[Path, int], System]] = {
     "genai defaults": lambda model, _: Genai(model, None),
     "transformers": Transformers,
     "llama.cpp": LlamaCpp,
+    "logits to NumPy": lambda model, threads: _logits_host(model, threads, "numpy"),
+    "logits to transformers": lambda model, threads: _logits_host(model, threads, "transformers"),
 }
+
+
+def _logits_host(model: Path, threads: int, sampler: str) -> System:
+    from logits_host import LogitsHost
+
+    return LogitsHost(model, threads, sampler)
 
 
 MODULES = {
@@ -291,6 +299,8 @@ MODULES = {
     "genai defaults": "onnxruntime_genai",
     "transformers": "transformers",
     "llama.cpp": "llama_cpp",
+    "logits to NumPy": "onnxruntime",
+    "logits to transformers": "onnxruntime",
 }
 
 
