@@ -15,7 +15,7 @@ from qsample.exporters.compiler.quantize.weights import matrix_of
 from qsample.exporters.graph import moe
 from qsample.exporters.graph.traversal import with_loop_bodies
 from qsample.package import Package
-from qsample.runtime import load
+from qsample.runtime import SamplingParams, load
 from tests.architectures.configs import VOCAB_SIZE
 
 BLOCK = 16  # which divides every size of a tiny model that a real one's blocks would divide
@@ -70,8 +70,9 @@ def check_rows(path: Path) -> None:
     rng = np.random.default_rng(1)
     prompts = [rng.integers(3, VOCAB_SIZE, n).tolist() for n in PROMPT_LENGTHS]
     model = load(path)
-    options = {"do_sample": False, "max_new_tokens": NEW_TOKENS, "eos_token_id": ()}
-    together = model.generate(prompts, **options).token_ids
+    # Parameters of our own: what a model's generation_config asks for may be more than a decoder does.
+    params = SamplingParams(temperature=0, max_new_tokens=NEW_TOKENS, eos_token_id=())
+    together = model.generate(prompts, params).token_ids
     for prompt, row in zip(prompts, together, strict=True):
-        alone = model.generate([prompt], **options).token_ids[0]
+        alone = model.generate([prompt], params).token_ids[0]
         assert alone == row, f"a row gets {alone} alone and {row} in a batch"
