@@ -157,9 +157,9 @@ def test_a_batch_is_followed_as_a_whole(fake_model: Callable[..., CausalLM]) -> 
 
 
 def test_an_engine_says_what_to_do_instead(model: CausalLM) -> None:
-    with Engine(model, slots=1) as engine:
-        with pytest.raises(ValueError, match=r"are for generate; cancel\(\) ends a request"):
-            engine.add_request([5], stopping_criteria=[print])
+    refused = pytest.raises(ValueError, match=r"are for generate; cancel\(\) ends a request")
+    with Engine(model, slots=1) as engine, refused:
+        engine.add_request([5], stopping_criteria=[print])
 
 
 def test_transformers_own_criteria_see_tensors_and_end_the_same_rows(model: CausalLM) -> None:
