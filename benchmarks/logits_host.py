@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,15 @@ class LogitsHost:
         options.add_session_config_entry("session.force_spinning_stop", "1")
         self._ort = ort
         self._session = ort.InferenceSession(model / "model.onnx", options, providers=["CPUExecutionProvider"])
-        self._past = {one.name: one.shape for one in self._session.get_inputs() if one.name.startswith("past_")}
+        decoder = json.loads((model / "genai_config.json").read_text())["model"]["decoder"]
+        self._heads, self._size = decoder["num_key_value_heads"], decoder["head_size"]
+        # Output → the input that it becomes.
+        self._states = {
+            one.name: one.name.replace("present", "past_key_values")
+            for one in self._session.get_outputs()
+            if one.name.startswith("present")
+        }
+        self._names = [one.name for one in self._session.get_outputs()]
         self.vocab_size = int(self._session.get_outputs()[0].shape[-1])
         self._make_sampler = {"numpy": numpy_sampler, "transformers": transformers_sampler}[sampler]
 
@@ -34,19 +43,20 @@ class LogitsHost:
         value = self._ort.OrtValue.ortvalue_from_numpy
         rows, sample = len(prompts), self._make_sampler(request.sampling)
         moments, ids, history = [time.perf_counter()], prompts, prompts
-        past = {name: value(np.zeros((rows, shape[1], 0, shape[3]), np.float32)) for name, shape in self._past.items()}
+        empty = np.zeros((rows, self._heads, 0, self._size), np.float32)
+        past = {name: value(empty) for name in self._states.values()}
         for _ in range(request.new_tokens):
             binding = self._session.io_binding()
             binding.bind_ortvalue_input("input_ids", value(np.ascontiguousarray(ids)))
             binding.bind_ortvalue_input("attention_mask", value(np.ones(history.shape, np.int64)))
             for name, state in past.items():
                 binding.bind_ortvalue_input(name, state)
-            for output in self._session.get_outputs():
-                binding.bind_output(output.name)
+            for name in self._names:
+                binding.bind_output(name)
             self._session.run_with_iobinding(binding)
-            logits, *present = binding.get_outputs()
-            past = dict(zip(self._past, present, strict=True))
-            ids = sample(logits.numpy()[:, -1], history)[:, None]
+            outputs = dict(zip(self._names, binding.get_outputs(), strict=True))
+            past = {name: outputs[output] for output, name in self._states.items()}
+            ids = sample(outputs["logits"].numpy()[:, -1], history)[:, None]
             history = np.concatenate([history, ids], axis=1)
             moments.append(time.perf_counter())
         return moments, history[:, prompts.shape[1] :].tolist()
