@@ -11,6 +11,14 @@ from typing import Any, Final
 from qsample.errors import QsampleError
 
 DEBUG_VARIABLE: Final = "QSAMPLE_DEBUG"
+# Module → the extra that brings it; all others come with "export".
+_EXTRAS: Final = {
+    "onnxruntime": "cpu' or 'gpu",
+    **dict.fromkeys(("fastapi", "starlette", "pydantic", "uvicorn", "prometheus_client"), "serve"),
+    "llguidance": "guided",
+    "matplotlib": "plot",
+    "ray": "ray",
+}
 _COLOUR: Final = re.compile(r"\x1b\[[0-9;]*m")
 # Python's name of what an option of another name sets.
 _OTHER_NAMES: Final = {
@@ -75,7 +83,7 @@ def in_options(text: str, options: Mapping[str, tuple[str, str | None]]) -> str:
 
 def _message(error: Exception) -> str:
     if isinstance(error, ModuleNotFoundError) and error.name is not None:
-        extra = "cpu' or 'gpu" if error.name == "onnxruntime" else "export"
+        extra = _EXTRAS.get(error.name.partition(".")[0], "export")
         return f"this needs {error.name}, which is not installed; install qsample with its extra '{extra}'"
     parsed = getattr(error, "format_message", None)  # of the command line's parser
     text = " ".join(_COLOUR.sub("", str(parsed() if parsed else error)).split())

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from qsample import cli
-from qsample.cli.errors import in_options, options_of
+from qsample.cli.errors import in_options, options_of, report
 from tests.helpers.fake_package import POISON, fake_package
 
 
@@ -83,3 +83,14 @@ def test_a_result_with_an_error_is_one_document(run: Any, tmp_path: Path) -> Non
     assert (status, record["finish_reason"]) == (1, "invalid")
     assert "NaN" in record["error"]["message"]
     assert "1 of 1 rows have an error" in err
+
+
+@pytest.mark.parametrize(
+    ("module", "extra"),
+    [("onnxruntime", "'cpu' or 'gpu'"), ("uvicorn", "'serve'"), ("fastapi.routing", "'serve'"), ("torch", "'export'")],
+)
+def test_a_missing_module_is_told_with_the_extra_that_brings_it(
+    module: str, extra: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report(ModuleNotFoundError(f"No module named {module!r}", name=module), [], {})
+    assert f"install qsample with its extra {extra}" in capsys.readouterr().err

@@ -15,7 +15,10 @@ from typing import Any
 import httpx
 import pytest
 
+from qsample.errors import QsampleError
 from qsample.runtime import CausalLM, SamplingParams
+from qsample.serve.run import run
+from qsample.serve.settings import ServeSettings
 from tests.helpers.servers import ServerProcess, post_all
 
 COMPLETIONS = "/v1/completions"
@@ -187,6 +190,15 @@ def test_keys_origins_and_large_bodies(start_server: Callable[..., ServerProcess
         chunked = httpx.post(url, content=pieces(), headers={**allowed, "Content-Type": "application/json"})
         assert chunked.status_code == 413
     assert "-15" in str(server.process.returncode) or server.process.returncode == 143
+
+
+def test_a_taken_port_and_an_unknown_host_are_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(QsampleError, match=rf"port {port} \(Address already in use\); give another"):
+            run(ServeSettings(models={"tiny": "nowhere"}), port=port)
+    with pytest.raises(QsampleError, match=r"cannot listen on no\.such\.host\.invalid"):
+        run(ServeSettings(models={"tiny": "nowhere"}), "no.such.host.invalid")
 
 
 def test_forty_at_once_on_eight_places(start_server: Callable[..., ServerProcess]) -> None:
