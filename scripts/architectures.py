@@ -1,6 +1,6 @@
 """Exports and compiles every causal-LM model type of transformers and writes docs/architectures.md.
 
-    python scripts/architectures.py            all types: an hour or more on two cores
+    python scripts/architectures.py            all types: about 25 minutes on two cores
     python scripts/architectures.py TYPE ...   only those, printed and not written
 
 Rows go to a file as they are made; a run that was stopped goes on behind the last one. What is checked is in
