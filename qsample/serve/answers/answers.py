@@ -127,14 +127,14 @@ class Answers:
     async def _events(self) -> AsyncIterator[bytes]:
         with_usage, always = self._body.usage_in_stream
         kind = "chat.completion.chunk" if self._kind == "chat.completion" else self._kind
-        head = {**self._head, "object": kind}
+        head = json_bytes({**self._head, "object": kind}).removesuffix(b"}")  # once, not for every event
         counts = [0] * len(self._requests)
 
         def event(choices: list[dict[str, Any]], usage: dict[str, Any] | None = None) -> bytes:
-            value = {**head, "choices": choices}
-            if with_usage:
-                value["usage"] = self._count(sum(counts)) if always and usage is None else usage
-            return b"data: " + json_bytes(value) + b"\n\n"
+            if with_usage and always and usage is None:
+                usage = self._count(sum(counts))
+            end = b',"usage":' + json_bytes(usage) if with_usage else b""
+            return b"".join([b"data: ", head, b',"choices":', json_bytes(choices), end, b"}\n\n"])
 
         choices = [self._make_choice(index) for index in range(len(self._requests))]
         for choice in choices:
