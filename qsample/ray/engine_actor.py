@@ -7,7 +7,7 @@ import hashlib
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from qsample.ray.processor import QsampleProcessorConfig
 
-_ERROR_COLUMN = "__inference_error__"
+_ERROR_COLUMN: Final = "__inference_error__"  # the name of ray.data.llm
 
 
 class EngineActor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from qsample.errors import shown
 from qsample.ray.archives import pack
@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from ray.data import Dataset
 
 Row = dict[str, Any]
-ERROR_COLUMN: Final = "__inference_error__"  # ray.data.llm's
 
 
 @dataclass(frozen=True, kw_only=True)
