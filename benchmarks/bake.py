@@ -1,34 +1,41 @@
-"""A decoder file of onnxruntime-genai's: with its logits copied to the host, in onnxruntime-genai, and baked.
+"""What baking brings: one decoder file with its logits copied to the host, in onnxruntime-genai, and baked.
 
     python -m venv peers && peers/bin/pip install onnxruntime-genai onnx-ir torch transformers
-    python benchmarks/bake.py --peers-python peers/bin/python
+    python benchmarks/bake.py --peers-python peers/bin/python                  # some ten minutes on two cores
+    python benchmarks/bake.py --peers-python peers/bin/python --batch 1 --mix greedy everything
 
 One checkpoint of random weights becomes one file of 4-bit weights, written by onnxruntime-genai's builder. Four hosts
-run it: the file itself under ONNX Runtime, its logits sampled with NumPy or with transformers' processors;
-onnxruntime-genai; and what `qsample bake` and `qsample compile` make of it. They take turns, as in decode.py. Time and
-memory of baking are measured as well, in a process of its own.
+run it: the file itself under ONNX Runtime, its logits sampled with NumPy or with transformers' processors, as hosts are
+written today; onnxruntime-genai; and what `qsample bake` and `qsample compile` make of it. They take turns, as in
+decode.py, and a run goes on where the one before it stopped. Time and memory of baking are measured in a process of
+its own, when the package is made.
+
+"everything" switches all sampling parameters on: temperature, top-k, top-p, min-p, and the three penalties.
+onnxruntime-genai has not all of them, and does not take part in it.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import resource
 import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
-from checkpoints import SHAPES, can_import, make_checkpoint, make_genai_model
-from decode import MIXES, PEERS, Worker, describe_system, qsample, run_cells
+from checkpoints import CTX_LEN, SHAPES, can_import, make_checkpoint, make_genai_model
+from decode import ROUNDS, Part, add_options, remaining, run_cells
 from decode_report import Results, show, write
 from machine import describe_machine
+from mixes import FLAT, MIXES
 from rich.console import Console
+from turns import PEERS, Worker, qsample, size_of
 
-OWN = ("qsample", "logits to NumPy", "logits to transformers")
-SYSTEMS = "All run one file of 4-bit weights in blocks of 32; qsample's was baked and compiled from it."
-DEFAULT_MIXES = ["greedy", "top-p 0.95", "top-p 0.95, flat"]
+OWN: Final = ("qsample", "logits to NumPy", "logits to transformers")
+SYSTEMS: Final = """All run one file of 4-bit weights in blocks of 32; qsample's was baked and compiled from it. The
+hosts in the last columns copy the logits, and sample with NumPy, and with transformers' processors and torch."""
+EVERYTHING: Final = "everything"
 
 
 def timed(command: list[str], log: Path) -> dict[str, float]:
@@ -43,24 +50,37 @@ def timed(command: list[str], log: Path) -> dict[str, float]:
     return {"seconds": time.perf_counter() - start, "peak_bytes": float(most * 1024 if most > before else 0)}
 
 
-def size_of(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
-
-
-def build(shape: str, work: Path, python: str, console: Console) -> tuple[dict[str, Path], dict[str, Any]]:
-    """The model of each system, and what baking took."""
-    folder = work / shape
+def build(options: argparse.Namespace, results: Results, console: Console) -> dict[str, Path]:
+    """The model of each system. What baking took is noted where it was not done before."""
+    shape, folder = options.shape, options.work / options.shape
     with console.status("a checkpoint of random weights, and onnxruntime-genai's file of it"):
         checkpoint = make_checkpoint(shape, folder / "checkpoint")
-        foreign = make_genai_model(checkpoint, folder / "genai", python)
+        foreign = make_genai_model(checkpoint, folder / "genai", options.peers_python)
     baked, compiled = folder / "baked", folder / "baked-cpu"
-    with console.status("qsample bake"):
-        facts: dict[str, Any] = {"file_bytes": size_of(foreign)}
-        facts["bake"] = timed(qsample("bake", foreign, baked, "--overwrite"), folder / "bake.log")
-        options = ["--ctx-len", "2048", "--max-divergence", "100", "--overwrite"]
-        facts["compile"] = timed(qsample("compile", baked, compiled, *options), folder / "compile.log")
-    models = {"qsample": compiled, "genai": foreign}
-    return models | {"logits to NumPy": foreign, "logits to transformers": foreign}, facts
+    known = results.shape(shape)
+    if options.again or not compiled.exists() or "bake" not in known:
+        with console.status("qsample bake, qsample compile"):
+            facts: dict[str, Any] = {"file_bytes": size_of(foreign)}
+            facts["bake"] = timed(qsample("bake", foreign, baked, "--overwrite"), folder / "bake.log")
+            length = min(CTX_LEN, SHAPES[shape]["max_position_embeddings"])
+            more = ["--ctx-len", length, "--max-divergence", "100", "--overwrite"]
+            facts["compile"] = timed(qsample("compile", baked, compiled, *more), folder / "compile.log")
+        known["bake"] = facts
+        results.save()
+    return {"qsample": compiled, "genai": foreign, **dict.fromkeys(OWN[1:], foreign)}
+
+
+def chosen_parts(options: argparse.Namespace) -> list[Part]:
+    """Greedy to everything on, at one, four and sixteen rows, unless the command line says otherwise."""
+    mixes = tuple(options.mix or (*MIXES, *FLAT, EVERYTHING))
+    prompts = tuple(options.prompt or [64])
+    parts = []
+    for rows in options.batch or [1, 4, 16]:
+        rounds = options.rounds or (ROUNDS if rows < 8 else 3)
+        for mix in mixes:
+            without = ("genai",) if mix == EVERYTHING else ()
+            parts.append(Part(options.shape, prompts, (rows,), (mix,), rounds, without))
+    return parts
 
 
 def main() -> None:
@@ -68,34 +88,29 @@ def main() -> None:
     parser.add_argument("--peers-python", required=True, help="a Python that has onnxruntime-genai")
     parser.add_argument("--work", type=Path, default=Path("build/decode"), help="folder for the models")
     parser.add_argument("--shape", choices=list(SHAPES), default="qwen3-0.6b")
-    parser.add_argument("--mix", nargs="+", choices=list(MIXES), default=DEFAULT_MIXES)
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 4])
-    parser.add_argument("--prompt", type=int, nargs="+", default=[64])
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--new-tokens", type=int, default=24, help="of each row and round")
-    parser.add_argument("--threads", type=int, default=2)
+    add_options(parser)
     parser.add_argument("--output", type=Path, default=Path("docs/benchmarks/bake"), help="file name without suffix")
     options, console = parser.parse_args(), Console(stderr=True)
     if missing := can_import(options.peers_python, PEERS["genai"]):
         raise SystemExit(f"the file is written by onnxruntime-genai: {missing}")
+    ends = time.perf_counter() + 60 * options.minutes
 
-    models, facts = build(options.shape, options.work, options.peers_python, console)
     results = Results(options.output.with_suffix(".json"), describe_machine(options.threads))
-    compilation = json.loads((models["qsample"] / "qsample.json").read_text())["compilation"]
-    results.shape(options.shape)["bake"] = facts | {"divergence": compilation.get("divergence")}
+    models = build(options, results, console)
+    todo = remaining(results, chosen_parts(options), list(models), again=options.again)
     workers = {}
-    for name, model in models.items():
+    for name, model in models.items() if todo else ():
         python = sys.executable if name in OWN else options.peers_python
         workers[name] = Worker(name, model, python, options.threads)
-        describe_system(name, model, workers[name], results, options.shape)
-    run_cells(workers, results, options.shape, options, console)
+        results.describe(options.shape, name, model, workers[name])
+    run_cells(workers, results, todo, options.new_tokens, console, ends=ends)
     for worker in workers.values():
         worker.close()
     results.save()
     show(results, Console())
-    write(results, options.output, "A decoder file of onnxruntime-genai, baked", "bake.py", SYSTEMS)
+    write(results, options.output, "What baking brings", "bake.py", SYSTEMS)
     with options.output.with_suffix(".md").open("a") as page:
-        page.write(describe(options.shape, facts))
+        page.write(describe(options.shape, results.shape(options.shape)["bake"]))
     console.print(f"wrote {options.output.with_suffix('.md')}")
 
 

@@ -21,9 +21,10 @@ import numpy as np
 PEAK: Final = 0.5
 LAYER_GAIN: Final = 8.0
 RESIDUAL: Final = ("o_proj", "out_proj", "down_proj")  # what ends in the residual stream
+CTX_LEN: Final = 4608  # of packages for the CPU, or all that a shape has
 ASSETS: Final = Path(__file__).resolve().parent.parent / "qsample" / "assets" / "tiny_lm"
 TOKEN_IDS: Final = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
-# What the models' own config.json say; the context is cut, which costs nothing at these lengths.
+# What the models' own config.json say; where the context is cut, nothing longer is measured.
 SHAPES: Final[dict[str, dict[str, Any]]] = {
     "qwen3-0.6b": {
         "model_type": "qwen3",
@@ -34,7 +35,20 @@ SHAPES: Final[dict[str, dict[str, Any]]] = {
         "num_key_value_heads": 8,
         "head_dim": 128,
         "vocab_size": 151936,
-        "max_position_embeddings": 4096,
+        "max_position_embeddings": 40960,
+        "rope_theta": 1e6,
+        "tie_word_embeddings": True,
+    },
+    "qwen3-4b": {
+        "model_type": "qwen3",
+        "hidden_size": 2560,
+        "intermediate_size": 9728,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 151936,
+        "max_position_embeddings": 40960,
         "rope_theta": 1e6,
         "tie_word_embeddings": True,
     },
@@ -217,6 +231,23 @@ def peaking_factor(model: Any, peak: float) -> float:
 def prompt_ids(rows: int, tokens: int, vocab_size: int, seed: int = 0) -> np.ndarray[Any, np.dtype[np.int64]]:
     """[rows, tokens] int64: random ids, without the special ones."""
     return np.random.default_rng(seed).integers(len(TOKEN_IDS), vocab_size, (rows, tokens))
+
+
+def make_package(checkpoint: Path, package: Path, weights: str, *options: str, ctx_len: int = CTX_LEN) -> Path:
+    """Compile the checkpoint for the CPU, unless `package` is there, and return `package`.
+
+    weights: float32, or what `--weights` takes. options: more of `qsample compile`. ctx_len: or fewer, all that the
+    checkpoint's model has.
+    """
+    if not package.exists():
+        positions = json.loads((checkpoint / "config.json").read_text())["max_position_embeddings"]
+        command = [sys.executable, "-c", "from qsample.cli import main; main()", "compile", checkpoint, package]
+        command += ["--ctx-len", min(ctx_len, positions), *options]
+        if weights != "float32":
+            # Random weights are off by more than a trained model's, and how far is reported.
+            command += ["--weights", weights, "--max-divergence", "100"]
+        run_quietly([*map(str, command)], package.with_suffix(".log"))
+    return package
 
 
 def make_genai_model(

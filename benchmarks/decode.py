@@ -1,141 +1,175 @@
 """Decoding on the CPU: qsample, onnxruntime-genai, llama.cpp and transformers, on the same random weights.
 
     python -m venv peers && peers/bin/pip install onnxruntime-genai torch transformers llama-cpp-python gguf
-    python benchmarks/decode.py --peers-python peers/bin/python          # the whole sweep: an hour or two
-    python benchmarks/decode.py --peers-python peers/bin/python --batch 1 --prompt 64 --rounds 9
+    python benchmarks/decode.py --peers-python peers/bin/python                # half an hour on two cores
+    python benchmarks/decode.py --peers-python peers/bin/python --minutes 10   # as many cells as fit, and stop
+    python benchmarks/decode.py --peers-python peers/bin/python --batch 1 --prompt 64 --rounds 9 --again
 
-One checkpoint of random weights is built for every system, into --work, once; a peer that is not installed is left
-out, and named. Each system runs in a process of its own with the same number of threads, and they take turns, round by
-round, because a shared machine changes its speed: ratios are taken within a round, and the median of the rounds is
-reported. qsample, onnxruntime-genai and llama.cpp have 4-bit weights in blocks of 32, transformers has float32. A run
-adds to the results of earlier runs on the same machine, cell by cell, so that the sweep can be made in pieces.
+One checkpoint of random weights is built for every system, into --work, once; a peer that is not installed or cannot
+take a model is left out, and named. Each system runs in a process of its own with the same number of threads, and they
+take turns, round by round, because a shared machine changes its speed: ratios are taken within a round, and the median
+of the rounds is reported. qsample, onnxruntime-genai and llama.cpp have 4-bit weights in blocks of 32, transformers has
+float32.
+
+Without --prompt, --batch and --mix the cells of PLAN are measured: long prompts take most of the time, and get few
+rounds. Results are written after every cell, and a run goes on where the one before it stopped: a cell that has its
+rounds is left as it is, unless --again is given. Delete the JSON file to measure everything on one machine anew.
 
 `genai` runs with --threads like the others; `genai defaults` as it comes: onnxruntime-genai itself takes half of the
-logical processors, at most 16, for what may be physical cores.
+logical processors, at most 16, for what may be physical cores. A prompt of more than 2,048 tokens in all rows is read
+in chunks by onnxruntime-genai, whose models return the logits of every token of a chunk.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
-import tempfile
 import time
+from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Final
 
 import numpy as np
-from checkpoints import SHAPES, can_import, make_checkpoint, make_genai_model, make_gguf, run_quietly
+from checkpoints import CTX_LEN, SHAPES, can_import, make_checkpoint, make_genai_model, make_gguf, make_package
 from decode_report import Results, show, write
 from machine import describe_machine
-from mixes import EVERYTHING, FLAT
-from mixes import MIXES as PLAIN_MIXES
+from mixes import ALL, EVERYTHING, FLAT, MIXES
 from rich.console import Console
+from turns import PEERS, Cell, Worker, expected_seconds, size_of, take_turns
 
-MIXES = PLAIN_MIXES | FLAT
-PEERS = {
-    "genai": ["onnxruntime_genai", "torch", "transformers"],
-    "genai defaults": ["onnxruntime_genai", "torch", "transformers"],
-    "llama.cpp": ["llama_cpp", "gguf"],
-    "transformers": [],
-}
-PAUSE = 0.1  # seconds between two systems' turns: threads of the last one may still spin
+ROUNDS: Final = 5
+EVERY: Final = (*MIXES, *FLAT)  # the last of `mixes.py` is not in all systems
+LARGEST_FLOAT32: Final = 2e9  # bytes of a bfloat16 checkpoint whose float32 package is compared with transformers
 
 
-class Worker:
-    """A system in a process of its own; see `decode_worker.py`."""
+@dataclass(frozen=True)
+class Part:
+    """Cells of one shape: every prompt of `prompts` with every number of rows and every mix. without: systems that
+    would take too long, or too much memory."""
 
-    def __init__(self, system: str, model: Path, python: str, threads: int) -> None:
-        script = str(Path(__file__).with_name("decode_worker.py"))
-        command = [python, script, system, str(model), "--threads", str(threads)]
-        environment = os.environ | {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
-        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - it lives as long as the process
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True, env=environment
-        )
-        self.loaded = self._answer()
+    shape: str
+    prompts: tuple[int, ...]
+    rows: tuple[int, ...]
+    mixes: tuple[str, ...]
+    rounds: int
+    without: tuple[str, ...] = ()
 
-    def ask(self, **request: Any) -> dict[str, Any]:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(request) + "\n")
-        self._process.stdin.flush()
-        return self._answer()
-
-    def _answer(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            self._process.wait()
-            self._errors.seek(0)
-            raise RuntimeError(f"a worker ended early: {self._errors.read()[-2000:]}")
-        answer: dict[str, Any] = json.loads(line)
-        return answer
-
-    def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(60)
+    @property
+    def cells(self) -> list[Cell]:
+        return [Cell(*key) for key in product(self.prompts, self.rows, self.mixes)]
 
 
-def qsample(*arguments: object) -> list[str]:
-    return [sys.executable, "-c", "from qsample.cli import main; main()", *map(str, arguments)]
+SLOW: Final = ("transformers", "genai defaults")
+PLAN: Final = (
+    Part("qwen3-0.6b", (64,), (1, 4), EVERY, ROUNDS),
+    Part("qwen3-0.6b", (64,), (8, 16), EVERY, 3, SLOW),
+    Part("qwen3-0.6b", (1024,), (1, 4), EVERY, 2, SLOW),
+    Part("qwen3-0.6b", (1024,), (8, 16), ("greedy",), 1, SLOW),
+    Part("qwen3-0.6b", (4096,), (1,), ("greedy", *FLAT), 2, SLOW),
+    Part("qwen3-0.6b", (4096,), (4,), ("greedy",), 1, SLOW),
+    Part("llama-3.2-1b", (64,), (1, 4), EVERY, 3, ("transformers",)),
+    Part("qwen3-4b", (64,), (1,), EVERY, 3, SLOW),
+)
 
 
-def build(
-    shape: str, work: Path, systems: list[str], python: str, console: Console, *, with_float32: bool
-) -> dict[str, Path]:
-    """Build what is not there yet. Returns the model of each system."""
-    folder = work / shape
+def build(shape: str, options: argparse.Namespace, results: Results, console: Console) -> dict[str, Path]:
+    """The model of each system, built where it is not there; a system that cannot take the shape is noted."""
+    folder, python = options.work / shape, options.peers_python
     with console.status(f"{shape}: a checkpoint of random weights"):
         checkpoint = make_checkpoint(shape, folder / "checkpoint")
-    models = {"transformers": checkpoint, "qsample": folder / "int4", "qsample float32": folder / "float32"}
-    with console.status(f"{shape}: packages for qsample"):
-        if not (folder / "portable").exists():
-            run_quietly(qsample("export", checkpoint, folder / "portable"), folder / "export.log")
-        for weights in ("int4", "float32") if with_float32 else ("int4",):
-            if not (folder / weights).exists():
-                # Random weights are off by more than a trained model's, and how far is reported here.
-                options = ["--weights", weights, "--ctx-len", "2048", "--max-divergence", "100"]
-                command = qsample("compile", folder / "portable", folder / weights, *options)
-                run_quietly(command, folder / f"{weights}.log")
+    with console.status(f"{shape}: a package for qsample"):
+        models = {"qsample": make_package(checkpoint, folder / "int4", "int4"), "transformers": checkpoint}
     builders = {
         "genai": lambda: make_genai_model(checkpoint, folder / "genai", python),
         "genai defaults": lambda: make_genai_model(checkpoint, folder / "genai", python),
         "llama.cpp": lambda: make_gguf(checkpoint, folder / "q4_0.gguf", python),
     }
-    for system in builders.keys() & systems:
+    for system in builders.keys() & options.system:
         with console.status(f"{shape}: a model for {system}"):
             try:
                 models[system] = builders[system]()
             except RuntimeError as error:  # an architecture that its builder does not know
-                console.print(f"{shape} without {system}: {error}", highlight=False)
-    return models
+                note_failure(results, shape, system, error, console)
+    return {name: models[name] for name in ("qsample", *options.system) if name in models}
+
+
+def note_failure(results: Results, shape: str, system: str, error: Exception, console: Console) -> None:
+    reason = str(error).strip().splitlines()[-1]
+    results.set_missing(shape, system, reason)
+    results.save()
+    console.print(f"{shape} without {system}: {reason}", highlight=False)
+
+
+def start(
+    models: dict[str, Path], shape: str, options: argparse.Namespace, results: Results, console: Console
+) -> dict[str, Worker]:
+    """The systems, loaded, with their size and memory noted; without those that cannot run their model."""
+    workers = {}
+    for name, model in models.items():
+        python = options.peers_python if PEERS.get(name) else sys.executable
+        try:
+            workers[name] = Worker(name, model, python, options.threads)
+            results.describe(shape, name, model, workers[name])
+        except RuntimeError as error:
+            workers.pop(name, None)
+            if name == "qsample":
+                raise
+            note_failure(results, shape, name, error, console)
+        else:
+            results.clear_missing(shape, name)
+    return workers
+
+
+def remaining(results: Results, parts: list[Part], systems: list[str], *, again: bool) -> list[tuple[Part, Cell]]:
+    """The cells that have not all their rounds of every system that takes part and can."""
+    todo = []
+    for part in parts:
+        taking_part = [name for name in systems if name not in part.without]
+        cells = [
+            cell for cell in part.cells if again or not results.is_complete(part.shape, cell, taking_part, part.rounds)
+        ]
+        todo += [(part, cell) for cell in cells]
+    return todo
 
 
 def run_cells(
-    workers: dict[str, Worker], results: Results, shape: str, options: argparse.Namespace, console: Console
-) -> None:
-    cells = [(prompt, batch, mix) for prompt in options.prompt for batch in options.batch for mix in options.mix]
-    for number, (prompt, batch, mix) in enumerate(cells):
-        console.print(f"[{number + 1}/{len(cells)}] {shape}, prompt {prompt}, {batch} rows, {mix}", highlight=False)
-        first: dict[str, list[float]] = {name: [] for name in workers}
-        steps: dict[str, list[float]] = {name: [] for name in workers}
-        names = list(workers)
-        for index in range(options.rounds + 1):
-            turn = index % len(names)
-            for name in names[turn:] + names[:turn]:
-                time.sleep(PAUSE)
-                # The first round warms up: memory is taken, files are read.
-                count = options.new_tokens if index else 4
-                answer = workers[name].ask(rows=batch, prompt_tokens=prompt, new_tokens=count, sampling=MIXES[mix])
-                if index:
-                    first[name].append(1e3 * answer["first_token"])
-                    steps[name].append(1e3 * float(np.median(answer["steps"])))
-        for name in names:
-            results.add_cell(shape, prompt, batch, mix, name, first[name], steps[name])
+    workers: dict[str, Worker],
+    results: Results,
+    todo: list[tuple[Part, Cell]],
+    new_tokens: int,
+    console: Console,
+    *,
+    ends: float = float("inf"),
+) -> bool:
+    """Measure cells of one shape; False where the time was up, a moment of `perf_counter`."""
+
+    def seconds(part: Part, cell: Cell) -> float:
+        taking_part = {name: worker for name, worker in workers.items() if name not in part.without}
+        return expected_seconds(taking_part, cell, part.rounds, new_tokens)
+
+    if todo:
+        minutes = sum(seconds(*one) for one in todo) / 60
+        console.print(f"{todo[0][0].shape}: {len(todo)} cells, some {minutes:.1f} minutes", highlight=False)
+    for number, (part, cell) in enumerate(todo):
+        if time.perf_counter() + seconds(part, cell) > ends:
+            console.print(f"time is up before {cell}; run it again to go on", highlight=False)
+            return False
+        console.print(f"[{number + 1}/{len(todo)}] {part.shape}, {cell}", highlight=False)
+        running = {name: worker for name, worker in workers.items() if name not in part.without}
+
+        def failed(name: str, error: RuntimeError, shape: str = part.shape) -> None:
+            del workers[name]
+            if name == "qsample":
+                raise error
+            note_failure(results, shape, name, error, console)
+
+        first, steps = take_turns(running, cell, ALL[cell.mix], part.rounds, new_tokens, failed=failed)
+        for name in running:
+            results.add_cell(part.shape, cell.prompt, cell.rows, cell.mix, name, first[name], steps[name])
         results.save()
+    return True
 
 
 def run_overhead(worker: Worker, results: Results, shape: str, batches: list[int], steps: int) -> None:
@@ -150,86 +184,109 @@ def run_overhead(worker: Worker, results: Results, shape: str, batches: list[int
         results.add_overhead(shape, batch, milliseconds, ratio)
 
 
-def check_tokens(models: dict[str, Path], results: Results, shape: str, threads: int) -> None:
+def check_tokens(checkpoint: Path, results: Results, shape: str, threads: int) -> None:
     """Whether the float32 package's greedy tokens are those of `generate`."""
+    package = make_package(checkpoint, checkpoint.with_name("float32"), "float32")
     # Many prompts and few steps: greedy text of a random model soon repeats one token.
     request = {"rows": 16, "prompt_tokens": 64, "new_tokens": 4, "sampling": {"temperature": 0.0}}
     tokens = []
-    for system, model in (("qsample", models["qsample float32"]), ("transformers", models["transformers"])):
+    for system, model in (("qsample", package), ("transformers", checkpoint)):
         worker = Worker(system, model, sys.executable, threads)
         tokens.append(np.array(worker.ask(**request)["tokens"]))
         worker.close()
     results.set_tokens(shape, compared=int(tokens[0].size), equal=int((tokens[0] == tokens[1]).sum()))
 
 
-def describe_system(name: str, model: Path, worker: Worker, results: Results, shape: str) -> None:
-    files = [model] if model.is_file() else [path for path in model.iterdir() if path.is_file()]
-    size = sum(path.stat().st_size for path in files)
-    # After a step: until then, mapped weights are not in memory.
-    memory = worker.ask(rows=1, prompt_tokens=16, new_tokens=4, sampling={"temperature": 0.0})["memory"]
-    results.add_system(shape, name, worker.loaded["version"], size, worker.loaded["load_seconds"], memory)
+def run_shape(
+    shape: str, parts: list[Part], options: argparse.Namespace, results: Results, console: Console, ends: float
+) -> bool:
+    """Everything of one shape; False where the time is up."""
+    models = build(shape, options, results, console)
+    facts, checkpoint = results.shape(shape), options.work / shape / "checkpoint"
+    results.set_quantization(shape, json.loads((models["qsample"] / "qsample.json").read_text()))
+    if options.tokens and (options.again or not facts["tokens"]) and size_of(checkpoint) < LARGEST_FLOAT32:
+        with console.status(f"{shape}: greedy tokens beside transformers'"):
+            check_tokens(checkpoint, results, shape, options.threads)
+    overhead = options.overhead_steps and (options.again or not facts["overhead"])
+    todo = remaining(results, parts, list(models), again=options.again)
+    if not (todo or overhead):
+        console.print(f"{shape}: measured before", highlight=False)
+        return True
+    used = {name: model for name, model in models.items() if any(name not in part.without for part in parts)}
+    workers = start(used, shape, options, results, console)
+    done = run_cells(workers, results, todo, options.new_tokens, console, ends=ends)
+    if overhead and done:
+        run_overhead(workers["qsample"], results, shape, [1, 4], options.overhead_steps)
+    results.save()
+    for worker in workers.values():
+        worker.close()
+    return done
 
 
-def make_parser(
-    description: str | None, shapes: list[str], mixes: list[str], batch: list[int], output: Path
-) -> argparse.ArgumentParser:
-    """The options of a run; shapes, mixes, batch, output: their defaults."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--peers-python", default=sys.executable, help="a Python that has the other systems")
-    parser.add_argument("--work", type=Path, default=Path("build/decode"), help="folder for the models")
-    parser.add_argument("--shape", nargs="+", choices=list(SHAPES), default=shapes)
-    parser.add_argument("--system", nargs="+", choices=list(PEERS), default=list(PEERS), help="beside qsample")
-    parser.add_argument("--mix", nargs="+", choices=list(MIXES), default=mixes)
-    parser.add_argument("--batch", type=int, nargs="+", default=batch)
-    parser.add_argument("--prompt", type=int, nargs="+", default=[64, 1024])
-    parser.add_argument("--rounds", type=int, default=5)
+def chosen_parts(options: argparse.Namespace) -> list[Part]:
+    """What the command line asks for: the plan, or a grid of its own."""
+    grid = options.prompt or options.batch or options.mix
+    planned = [part for part in PLAN if options.shape is None or part.shape in options.shape]
+    if planned and not grid:
+        return [replace(part, rounds=options.rounds or part.rounds) for part in planned]
+    prompts, rows = tuple(options.prompt or [64]), tuple(options.batch or [1, 4])
+    mixes, rounds = tuple(options.mix or EVERY), options.rounds or ROUNDS
+    return [Part(shape, prompts, rows, mixes, rounds) for shape in options.shape or ["qwen3-0.6b"]]
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options that the benchmarks of whole decoders have in common."""
+    parser.add_argument("--mix", nargs="+", choices=list(ALL), help="how to sample")
+    parser.add_argument("--batch", type=int, nargs="+", help="rows")
+    parser.add_argument("--prompt", type=int, nargs="+", help="tokens of each row's prompt")
+    parser.add_argument("--rounds", type=int, help="of every cell; otherwise as planned")
     parser.add_argument("--new-tokens", type=int, default=24, help="of each row and round")
-    parser.add_argument("--overhead-steps", type=int, default=120, help="0 leaves this part out")
-    parser.add_argument("--no-tokens", action="store_true", help="leave out the comparison of greedy tokens")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--output", type=Path, default=output, help="file name without suffix")
-    return parser
-
-
-def run(parser: argparse.ArgumentParser, title: str) -> None:
-    """Build, check, measure and report what the command line asks for."""
-    options, console = parser.parse_args(), Console(stderr=True)
-    if max(options.prompt) + options.new_tokens > 2040:
-        parser.error("--prompt and --new-tokens together must stay below 2040, what the packages are compiled for")
-    systems = []
-    for name in options.system:
-        python = sys.executable if name == "transformers" else options.peers_python
-        missing = can_import(python, PEERS[name])
-        if missing is None:
-            systems.append(name)
-        else:
-            console.print(f"without {name}: {missing}", highlight=False)
-    results = Results(options.output.with_suffix(".json"), describe_machine(options.threads))
-    for shape in options.shape:
-        python, with_float32 = options.peers_python, not options.no_tokens
-        models = build(shape, options.work, systems, python, console, with_float32=with_float32)
-        results.set_quantization(shape, json.loads((models["qsample"] / "qsample.json").read_text()))
-        if not options.no_tokens:
-            check_tokens(models, results, shape, options.threads)
-        workers = {}
-        for name in ["qsample", *(name for name in systems if name in models)]:
-            python = sys.executable if name in ("qsample", "transformers") else options.peers_python
-            workers[name] = Worker(name, models[name], python, options.threads)
-            describe_system(name, models[name], workers[name], results, shape)
-        run_cells(workers, results, shape, options, console)
-        if options.overhead_steps:
-            run_overhead(workers["qsample"], results, shape, [1, 4], options.overhead_steps)
-        results.save()
-        for worker in workers.values():
-            worker.close()
-    show(results, Console())
-    write(results, options.output, title, parser.prog)
-    console.print(f"wrote {options.output.with_suffix('.md')}")
+    parser.add_argument("--again", action="store_true", help="measure anew what was measured before")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no cell that would end later")
 
 
 def main() -> None:
-    output = Path("docs/benchmarks/decode")
-    run(make_parser(__doc__, ["qwen3-0.6b", "llama-3.2-1b"], list(MIXES), [1, 4, 8, 16], output), "Decode benchmark")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--peers-python", default=sys.executable, help="a Python that has the other systems")
+    parser.add_argument("--work", type=Path, default=Path("build/decode"), help="folder for the models")
+    parser.add_argument("--shape", nargs="+", choices=list(SHAPES))
+    parser.add_argument("--system", nargs="+", choices=list(PEERS), default=list(PEERS), help="beside qsample")
+    add_options(parser)
+    parser.add_argument("--overhead-steps", type=int, default=120, help="0 leaves this part out")
+    parser.add_argument("--no-tokens", dest="tokens", action="store_false", help="do not compare greedy tokens")
+    parser.add_argument("--output", type=Path, default=Path("docs/benchmarks/decode"), help="file name without suffix")
+    options, console = parser.parse_args(), Console(stderr=True)
+    parts = chosen_parts(options)
+    check_lengths(parser, parts, options)
+    ends = time.perf_counter() + 60 * options.minutes
+    for name in list(options.system):
+        python = options.peers_python if PEERS[name] else sys.executable
+        missing = can_import(python, PEERS[name])
+        if missing is not None:
+            options.system.remove(name)
+            console.print(f"without {name}: {missing}", highlight=False)
+    results = Results(options.output.with_suffix(".json"), describe_machine(options.threads))
+    for shape in dict.fromkeys(part.shape for part in parts):
+        of_shape = [part for part in parts if part.shape == shape]
+        if not run_shape(shape, of_shape, options, results, console, ends):
+            break
+    show(results, Console())
+    write(results, options.output, "Decode benchmark", "decode.py")
+    console.print(f"wrote {options.output.with_suffix('.md')}")
+
+
+def check_lengths(parser: argparse.ArgumentParser, parts: list[Part], options: argparse.Namespace) -> None:
+    if options.new_tokens < 2 or (options.rounds is not None and options.rounds < 1):
+        parser.error("--new-tokens must be at least 2 and --rounds at least 1")
+    for part in parts:
+        most = min(CTX_LEN, SHAPES[part.shape]["max_position_embeddings"]) - 8
+        longest = max(part.prompts) + options.new_tokens
+        if min(part.prompts) < 1 or min(part.rows) < 1 or longest > most:
+            parser.error(
+                f"{part.shape}: --prompt and --batch must be at least 1, and --prompt and --new-tokens together are "
+                f"{longest:,}; {most:,} is the most"
+            )
 
 
 if __name__ == "__main__":

@@ -9,12 +9,16 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 from rich.table import Table
+from turns import Cell, Worker, size_of
 
 OWN = "qsample"
 
 
 class Results:
-    """Everything measured so far on one machine, as the JSON file holds it; a cell measured again is replaced."""
+    """Everything measured so far on one machine, as the JSON file holds it; a cell measured again is replaced.
+
+    Of a shape: `missing`, system → why it cannot run it.
+    """
 
     def __init__(self, path: Path, machine: str) -> None:
         self._path = path
@@ -34,6 +38,23 @@ class Results:
     ) -> None:
         facts = {"version": version, "bytes": size, "load_seconds": load_seconds, "memory": memory}
         self.shape(shape)["systems"][system] = facts
+
+    def describe(self, shape: str, system: str, model: Path, worker: Worker) -> None:
+        """Note what the system says of itself, the size of its files, and its memory after a few steps."""
+        loaded, memory = worker.loaded, worker.probe()
+        self.add_system(shape, system, loaded["version"], size_of(model), loaded["load_seconds"], memory)
+
+    def set_missing(self, shape: str, system: str, reason: str) -> None:
+        self.shape(shape).setdefault("missing", {})[system] = reason
+
+    def clear_missing(self, shape: str, system: str) -> None:
+        self.shape(shape).setdefault("missing", {}).pop(system, None)
+
+    def is_complete(self, shape: str, cell: Cell, systems: list[str], rounds: int) -> bool:
+        """Whether every one of `systems` that can run the shape has `rounds` rounds of the cell."""
+        missing = self.shape(shape).get("missing", {})
+        cells = [self.cell(shape, cell.prompt, cell.rows, cell.mix, name) for name in systems if name not in missing]
+        return all(found is not None and len(found["step_ms"]) == rounds for found in cells)
 
     def add_cell(
         self, shape: str, prompt: int, batch: int, mix: str, system: str, first: list[float], step: list[float]
@@ -176,9 +197,12 @@ def write(results: Results, output: Path, title: str, script: str, systems: str 
         if rows:
             lines += [*markdown(header, rows), ""]
         lines += [text + "\n" for text in (_tokens(results, shape), _divergence(results, shape)) if text]
-    lines += [f"![Tokens per second]({output.name}.png)", ""]
+        missing = results.shape(shape).get("missing", {})
+        lines += [f"{system} does not run it: {reason.replace('|', '/')}\n" for system, reason in missing.items()]
+    if any(facts["cells"] for facts in results.data["shapes"].values()):
+        lines += [f"![Tokens per second]({output.name}.png)", ""]
+        _plot(results, output.with_suffix(".png"))
     output.with_suffix(".md").write_text("\n".join(lines))
-    _plot(results, output.with_suffix(".png"))
 
 
 def markdown(header: list[str], rows: list[list[str]]) -> list[str]:

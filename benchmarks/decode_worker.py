@@ -67,8 +67,8 @@ class Qsample:
 
         # All systems stay loaded: threads that spin on while another one has its turn would take its cores.
         spinning = {"session.force_spinning_stop": "1"}
-        self._model = load(model, intra_op_num_threads=threads, verify=False, session_config=spinning)
-        self.vocab_size = self._model.interface.vocab_size
+        self.model = load(model, intra_op_num_threads=threads, verify=False, session_config=spinning)
+        self.vocab_size = self.model.interface.vocab_size
 
     def _loop(self, prompts: Ids, request: Request, sessions: Any) -> Any:
         from qsample.runtime.bench import LockStep
@@ -76,15 +76,15 @@ class Qsample:
         from qsample.sampling_params import SamplingParams
 
         rows, length = prompts.shape
-        capacity = self._model.capacity(length + request.new_tokens + 1)
+        capacity = self.model.capacity(length + request.new_tokens + 1)
         params = SamplingParams(**{"temperature": 1.0, **request.sampling})
-        arrays = parameter_arrays(self._model.interface, [params] * rows, [length] * rows, capacity, ())
+        arrays = parameter_arrays(self.model.interface, [params] * rows, [length] * rows, capacity, ())
         arrays["stop_ids"][:], arrays["min_length"][:], arrays["max_length"][:] = -1, 0, capacity
         return LockStep(sessions, arrays, list(range(rows)), capacity)
 
     def generate(self, prompts: Ids, request: Request) -> tuple[list[float], list[list[int]]]:
         moments = [time.perf_counter()]
-        loop = self._loop(prompts, request, self._model.sessions)
+        loop = self._loop(prompts, request, self.model.sessions)
         steps = [loop.prefill(list(prompts))]
         moments.append(time.perf_counter())
         for _ in range(request.new_tokens - 1):
@@ -98,12 +98,12 @@ class Qsample:
         Returns the seconds of each step of both kinds, and of each the part that was outside the graph.
         """
         prompts = random_prompts(request, self.vocab_size)
-        timed = TimedSession(self._model.sessions.decoder)
-        loop = self._loop(prompts, request, replace(self._model.sessions, decoder=timed))
+        timed = TimedSession(self.model.sessions.decoder)
+        loop = self._loop(prompts, request, replace(self.model.sessions, decoder=timed))
         loop.prefill(list(prompts))
         off = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
         off |= {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
-        specs = {spec.name: spec for spec in self._model.interface.parameters}
+        specs = {spec.name: spec for spec in self.model.interface.parameters}
         result: dict[str, list[float]] = {
             name: [] for name in ("greedy", "everything", "greedy_host", "everything_host")
         }
@@ -121,19 +121,24 @@ class Qsample:
 
 
 class Genai:
-    """onnxruntime-genai's generator. threads: None = as many as it takes by itself."""
+    """onnxruntime-genai's generator. threads: None = as many as it takes by itself.
+
+    Its builder's models return the logits of every token: of more than MOST_LOGITS tokens, a chunk at a time.
+    """
+
+    MOST_LOGITS = 2048
 
     def __init__(self, model: Path, threads: int | None) -> None:
         import onnxruntime_genai as og
 
-        self._og = og
+        self.og = og
         settings = json.loads((model / "genai_config.json").read_text())["model"]
         config = og.Config(str(model))
         options: dict[str, Any] = {"session.force_spinning_stop": "1"}
         if threads is not None:
             options["intra_op_num_threads"] = threads
         config.overlay(json.dumps({"model": {"decoder": {"session_options": options}}}))
-        self._model = og.Model(config)
+        self.model = og.Model(config)
         self.vocab_size = int(settings["vocab_size"])
 
     def generate(self, prompts: Ids, request: Request) -> tuple[list[float], list[list[int]]]:
@@ -144,10 +149,12 @@ class Genai:
         if not greedy:
             options |= {"top_k": int(sampling.get("top_k", 0)), "top_p": sampling.get("top_p", 1.0)}
             options |= {"temperature": sampling.get("temperature", 1.0), "random_seed": 0}
+        if prompts.size > self.MOST_LOGITS:
+            options["chunk_size"] = max(64, self.MOST_LOGITS // len(prompts))
         moments = [time.perf_counter()]
-        params = self._og.GeneratorParams(self._model)
+        params = self.og.GeneratorParams(self.model)
         params.set_search_options(**options)
-        generator = self._og.Generator(self._model, params)
+        generator = self.og.Generator(self.model, params)
         generator.append_tokens(prompts.astype(np.int32))
         steps = []
         for _ in range(request.new_tokens):
@@ -166,8 +173,8 @@ class Transformers:
 
         torch.set_num_threads(threads)
         self._torch = torch
-        self._model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-        self.vocab_size = int(self._model.config.vocab_size)
+        self.model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+        self.vocab_size = int(self.model.config.vocab_size)
 
     def generate(self, prompts: Ids, request: Request) -> tuple[list[float], list[list[int]]]:
         sampling, count = dict(request.sampling), request.new_tokens
@@ -183,7 +190,7 @@ class Transformers:
             return self._torch.zeros(len(ids), dtype=self._torch.bool)
 
         with self._torch.inference_mode():
-            output = self._model.generate(
+            output = self.model.generate(
                 ids,
                 attention_mask=self._torch.ones_like(ids),
                 max_new_tokens=count,
@@ -201,27 +208,27 @@ class LlamaCpp:
     def __init__(self, model: Path, threads: int) -> None:
         import llama_cpp
 
-        self._lib, self._threads = llama_cpp, threads
+        self.lib, self._threads = llama_cpp, threads
         llama_cpp.llama_backend_init()
         # A callback has to outlive its use.
         self._silence = llama_cpp.llama_log_callback(lambda level, text, data: None)
         llama_cpp.llama_log_set(self._silence, None)
-        self._model = llama_cpp.llama_model_load_from_file(str(model).encode(), llama_cpp.llama_model_default_params())
-        if not self._model:
+        self.model = llama_cpp.llama_model_load_from_file(str(model).encode(), llama_cpp.llama_model_default_params())
+        if not self.model:
             raise RuntimeError(f"llama.cpp cannot load {model}")
-        vocabulary = llama_cpp.llama_model_get_vocab(self._model)
+        vocabulary = llama_cpp.llama_model_get_vocab(self.model)
         self.vocab_size = int(llama_cpp.llama_vocab_n_tokens(vocabulary))
 
     def generate(self, prompts: Ids, request: Request) -> tuple[list[float], list[list[int]]]:
-        lib, (rows, length) = self._lib, prompts.shape
+        lib, (rows, length) = self.lib, prompts.shape
         options = lib.llama_context_default_params()
         options.n_ctx = rows * (length + request.new_tokens + 1)
         options.n_batch = options.n_ubatch = 512
         options.n_seq_max = rows
         options.n_threads = options.n_threads_batch = self._threads
         moments = [time.perf_counter()]
-        context = lib.llama_init_from_model(self._model, options)
-        chains = [self._chain(request.sampling, row) for row in range(rows)]
+        context = lib.llama_init_from_model(self.model, options)
+        chains = [self.chain(request.sampling, row) for row in range(rows)]
         batch = lib.llama_batch_init(512, 0, rows)
         tokens: list[list[int]] = [[] for _ in range(rows)]
         try:
@@ -229,12 +236,12 @@ class LlamaCpp:
                 for start in range(0, length, 512):
                     piece = prompts[row, start : start + 512]
                     entries = [(int(token), start + i, row) for i, token in enumerate(piece)]
-                    self._decode(context, batch, entries, last=start + 512 >= length)
+                    self.decode(context, batch, entries, last=start + 512 >= length)
                 tokens[row].append(lib.llama_sampler_sample(chains[row], context, -1))
             moments.append(time.perf_counter())
             for step in range(request.new_tokens - 1):
                 entries = [(tokens[row][-1], length + step, row) for row in range(rows)]
-                self._decode(context, batch, entries, last=True, every=True)
+                self.decode(context, batch, entries, last=True, every=True)
                 for row in range(rows):
                     tokens[row].append(lib.llama_sampler_sample(chains[row], context, row))
                 moments.append(time.perf_counter())
@@ -245,19 +252,19 @@ class LlamaCpp:
             lib.llama_free(context)
         return moments, tokens
 
-    def _decode(
+    def decode(
         self, context: Any, batch: Any, entries: list[tuple[int, int, int]], *, last: bool, every: bool = False
     ) -> None:
         batch.n_tokens = len(entries)
         for i, (token, position, row) in enumerate(entries):
             batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.seq_id[i][0] = token, position, 1, row
             batch.logits[i] = every or (last and i == len(entries) - 1)
-        status = self._lib.llama_decode(context, batch)
+        status = self.lib.llama_decode(context, batch)
         if status:
             raise RuntimeError(f"llama_decode failed with status {status}")
 
-    def _chain(self, sampling: dict[str, float], seed: int) -> Any:
-        lib = self._lib
+    def chain(self, sampling: dict[str, float], seed: int) -> Any:
+        lib = self.lib
         chain = lib.llama_sampler_chain_init(lib.llama_sampler_chain_default_params())
         temperature = sampling.get("temperature", 1.0)
         steps: list[Any] = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ class LogitsHost:
         }
         self._names = [one.name for one in self._session.get_outputs()]
         self.vocab_size = int(self._session.get_outputs()[0].shape[-1])
-        self._make_sampler = {"numpy": numpy_sampler, "transformers": transformers_sampler}[sampler]
+        self._make_sampler = {"numpy": NumpySampler, "transformers": TransformersSampler}[sampler]
 
     def generate(self, prompts: Ids, request: Request) -> tuple[list[float], list[list[int]]]:
         value = self._ort.OrtValue.ortvalue_from_numpy
@@ -56,58 +57,100 @@ class LogitsHost:
             self._session.run_with_iobinding(binding)
             outputs = dict(zip(self._names, binding.get_outputs(), strict=True))
             past = {name: outputs[output] for output, name in self._states.items()}
-            ids = sample(outputs["logits"].numpy()[:, -1], history)[:, None]
+            ids = sample(outputs["logits"].numpy()[:, -1], history, prompts.shape[1])[:, None]
             history = np.concatenate([history, ids], axis=1)
             moments.append(time.perf_counter())
         return moments, history[:, prompts.shape[1] :].tolist()
 
 
-def numpy_sampler(sampling: dict[str, float]) -> Any:
-    """Greedy, or temperature, top-k and top-p in float32, and a draw."""
-    generator = np.random.default_rng(0)
-    temperature = sampling.get("temperature", 1.0)
+class NumpySampler:
+    """Float32 NumPy. sampling: by Hugging Face's names; temperature 0 is greedy, and what is absent is off."""
 
-    def sample(logits: Logits, history: Ids) -> Ids:
-        if temperature == 0:
-            return logits.argmax(axis=-1)
-        scores = logits / np.float32(temperature)
+    def __init__(self, sampling: Mapping[str, float]) -> None:
+        self._sampling = {"temperature": 1.0, "top_p": 1.0, **sampling}
+        self._generator = np.random.default_rng(0)
+
+    def __call__(self, logits: Logits, history: Ids, start: int) -> Ids:
+        """[B] int64. logits: [B, V]. history: [B, T], of which the tokens from `start` on were sampled."""
+        if self._sampling["temperature"] == 0:
+            return self.penalized(logits, history, start).argmax(axis=-1)
+        totals = self.weights(logits, history, start).cumsum(axis=-1)
+        draws = self._generator.random((len(logits), 1), np.float32) * totals[:, -1:]
+        return (totals < draws).sum(axis=-1).clip(0, logits.shape[-1] - 1)
+
+    def penalized(self, logits: Logits, history: Ids, start: int) -> Logits:
+        """[B, V]: the logits behind the penalties."""
+        repetition = np.float32(self._sampling.get("repetition_penalty", 1.0))
+        presence, frequency = (
+            np.float32(self._sampling.get(f"{name}_penalty", 0)) for name in ("presence", "frequency")
+        )
+        if repetition == 1 and not presence and not frequency:
+            return logits
+        scores = logits.copy()
+        for row, ids in zip(scores, history, strict=True):
+            seen = np.unique(ids)
+            row[seen] = np.where(row[seen] < 0, row[seen] * repetition, row[seen] / repetition)
+            sampled, counts = np.unique(ids[start:], return_counts=True)
+            row[sampled] -= presence + frequency * counts.astype(np.float32)
+        return scores
+
+    def weights(self, logits: Logits, history: Ids, start: int) -> Logits:
+        """[B, V]: what to draw from, in proportion."""
+        sampling = self._sampling
+        scores = self.penalized(logits, history, start) / np.float32(sampling["temperature"])
         if sampling.get("top_k"):
             k = int(sampling["top_k"])
             least = np.partition(scores, -k, axis=-1)[:, -k, None]
             scores = np.where(scores < least, -np.inf, scores)
-        weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+        weights: Logits = np.exp(scores - scores.max(axis=-1, keepdims=True))
         weights /= weights.sum(axis=-1, keepdims=True)
-        if sampling.get("top_p", 1.0) < 1:
+        if sampling["top_p"] < 1:
             order = np.argsort(-weights, axis=-1)
             ranked = np.take_along_axis(weights, order, axis=-1)
             ranked[ranked.cumsum(axis=-1) - ranked >= sampling["top_p"]] = 0
             np.put_along_axis(weights, order, ranked, axis=-1)
-        totals = weights.cumsum(axis=-1)
-        draws = generator.random((len(logits), 1), np.float32) * totals[:, -1:]
-        return (totals < draws).sum(axis=-1).clip(0, logits.shape[-1] - 1)
-
-    return sample
+        if sampling.get("min_p"):
+            weights[weights < np.float32(sampling["min_p"]) * weights.max(axis=-1, keepdims=True)] = 0
+        return weights
 
 
-def transformers_sampler(sampling: dict[str, float]) -> Any:
-    """The processors that `generate` would use, and its draw."""
-    import torch
-    from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+class TransformersSampler:
+    """The processors that `generate` would use, and its draw; penalties by count, which it has not, as one more."""
 
-    processors = LogitsProcessorList()
-    temperature = sampling.get("temperature", 1.0)
-    if temperature not in (0, 1):
-        processors.append(TemperatureLogitsWarper(temperature))
-    if sampling.get("top_k"):
-        processors.append(TopKLogitsWarper(int(sampling["top_k"])))
-    if sampling.get("top_p", 1.0) < 1:
-        processors.append(TopPLogitsWarper(sampling["top_p"]))
+    def __init__(self, sampling: Mapping[str, float]) -> None:
+        import torch
+        import transformers as hf
 
-    def sample(logits: Logits, history: Ids) -> Ids:
-        scores = torch.from_numpy(logits)
-        if temperature == 0:
-            return scores.argmax(dim=-1).numpy()
-        scores = processors(torch.from_numpy(history), scores)
-        return torch.multinomial(scores.softmax(dim=-1), 1)[:, 0].numpy()
+        self._torch, self._sampling = torch, sampling
+        self._greedy = sampling.get("temperature", 1.0) == 0
+        self._penalties, self._warpers = hf.LogitsProcessorList(), hf.LogitsProcessorList()
+        if sampling.get("repetition_penalty", 1.0) != 1:
+            self._penalties.append(hf.RepetitionPenaltyLogitsProcessor(sampling["repetition_penalty"]))
+        if sampling.get("temperature", 1.0) not in (0, 1):
+            self._warpers.append(hf.TemperatureLogitsWarper(sampling["temperature"]))
+        if sampling.get("top_k"):
+            self._warpers.append(hf.TopKLogitsWarper(int(sampling["top_k"])))
+        if sampling.get("top_p", 1.0) < 1:
+            self._warpers.append(hf.TopPLogitsWarper(sampling["top_p"]))
+        if sampling.get("min_p"):
+            self._warpers.append(hf.MinPLogitsWarper(sampling["min_p"]))
 
-    return sample
+    def __call__(self, logits: Logits, history: Ids, start: int) -> Ids:
+        """As NumpySampler's."""
+        scores = self.scores(logits, history, start)
+        if self._greedy:
+            return np.asarray(scores.argmax(dim=-1).numpy())
+        return np.asarray(self._torch.multinomial(scores.softmax(dim=-1), 1)[:, 0].numpy())
+
+    def scores(self, logits: Logits, history: Ids, start: int) -> Any:
+        """[B, V] tensor: the logits behind all processors."""
+        ids = self._torch.from_numpy(history)
+        scores = self._penalties(ids, self._torch.from_numpy(logits))
+        presence, frequency = (self._sampling.get(f"{name}_penalty", 0.0) for name in ("presence", "frequency"))
+        if presence or frequency:
+            sampled = ids[:, start:]
+            counts = self._torch.zeros_like(scores).scatter_add_(
+                1, sampled, self._torch.ones(sampled.shape, dtype=scores.dtype)
+            )
+            scores = scores - frequency * counts - presence * (counts > 0)
+        return self._warpers(ids, scores)

@@ -19,3 +19,5 @@ MIXES: dict[str, dict[str, float]] = {
 # At this temperature no distribution has a peak: the nucleus is most of the vocabulary, the worst case where the
 # probabilities are sorted.
 FLAT: dict[str, dict[str, float]] = {"top-p 0.95, flat": {"temperature": 100.0, "top_p": 0.95}}
+# What the benchmarks of whole decoders can be asked for.
+ALL: dict[str, dict[str, float]] = MIXES | FLAT | {"everything": EVERYTHING}

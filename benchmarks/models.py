@@ -27,18 +27,17 @@ import time
 from pathlib import Path
 from typing import Any, Final
 
-import numpy as np
 from active_bytes import active_bytes
 from checkpoints import SHAPES, can_import, make_checkpoint, make_genai_model, make_gguf, run_quietly
-from decode import PAUSE, PEERS, Worker, describe_system, qsample
 from machine import describe_machine
 from memory_speed import measure
 from models_report import ModelResults, show, write
 from rich.console import Console
+from turns import PAUSE, PEERS, Cell, Worker, qsample, take_turns
 
 MODELS: Final = ("qwen3.5-0.8b", "qwen3-next-slice", "qwen3-30b-a3b-slice", "gpt-oss-20b-slice")
 SYSTEMS: Final = ("genai", "llama.cpp", "transformers")
-CELLS: Final = ((64, 1), (64, 4), (1024, 1))  # prompt, rows
+CELLS: Final = (Cell(64, 1, "greedy"), Cell(64, 4, "greedy"), Cell(1024, 1, "greedy"))
 GREEDY: Final = {"temperature": 0.0}
 SCANNED: Final = "qwen3.5-slice"
 CTX_LEN: Final = 2048
@@ -101,7 +100,7 @@ def start(
     python = sys.executable if name in ("qsample", "transformers") else options.peers_python
     try:
         worker = Worker(name, model, python, options.threads)
-        describe_system(name, model, worker, results, shape)
+        results.describe(shape, name, model, worker)
     except RuntimeError as error:
         note_failure(results, shape, name, error, console)
         return None
@@ -113,38 +112,27 @@ def run_cell(
     workers: dict[str, Worker],
     results: ModelResults,
     shape: str,
-    cell: tuple[int, int],
+    cell: Cell,
     options: argparse.Namespace,
     console: Console,
 ) -> None:
     """Rounds in which the systems take turns; a system that fails is noted, and out."""
-    prompt, rows = cell
-    first: dict[str, list[float]] = {name: [] for name in workers}
-    steps: dict[str, list[float]] = {name: [] for name in workers}
-    speeds = []
-    for index in range(options.rounds + 1):
-        names = list(workers)
-        turn = index % len(names)
-        for name in names[turn:] + names[:turn]:
-            time.sleep(PAUSE)
-            # The first round warms up. Eager float32 steps are long, and need fewer.
-            count = 4 if not index else min(options.new_tokens, 8) if name == "transformers" else options.new_tokens
-            request = {"rows": rows, "prompt_tokens": prompt, "new_tokens": count, "sampling": GREEDY}
-            try:
-                answer = workers[name].ask(**request)
-            except RuntimeError as error:
-                note_failure(results, shape, name, error, console)
-                del workers[name], first[name], steps[name]
-                continue
-            if index:
-                first[name].append(1e3 * answer["first_token"])
-                steps[name].append(1e3 * float(np.median(answer["steps"])))
-        if index and rows == 1:
+    speeds: list[float] = []
+
+    def failed(name: str, error: RuntimeError) -> None:
+        note_failure(results, shape, name, error, console)
+
+    def after_round() -> None:
+        if cell.rows == 1:
             speeds.append(measure(options.threads))
+
+    first, steps = take_turns(
+        workers, cell, GREEDY, options.rounds, options.new_tokens, failed=failed, after_round=after_round
+    )
     for name in workers:
-        results.add_cell(shape, prompt, rows, "greedy", name, first[name], steps[name])
+        results.add_cell(shape, cell.prompt, cell.rows, cell.mix, name, first[name], steps[name])
     if speeds:
-        results.add_speed(shape, prompt, speeds)
+        results.add_speed(shape, cell.prompt, speeds)
     results.save()
 
 
@@ -161,12 +149,12 @@ def run_shape(
     manifest = json.loads((models["qsample"] / "qsample.json").read_text())
     results.set_quantization(shape, manifest)
     choices = SHAPES[shape].get("num_experts_per_tok", 0)
-    for prompt in {prompt for prompt, rows in CELLS if rows == 1}:
+    for prompt in {cell.prompt for cell in CELLS if cell.rows == 1}:
         results.set_active(shape, prompt, active_bytes(models["qsample"], choices, history=prompt + 1))
     workers = {name: start(name, model, shape, options, results, console) for name, model in models.items()}
     running = {name: worker for name, worker in workers.items() if worker is not None}
     for cell in cells:
-        console.print(f"{shape}: prompt {cell[0]}, {cell[1]} rows", highlight=False)
+        console.print(f"{shape}: {cell}", highlight=False)
         run_cell(running, results, shape, cell, options, console)
     for worker in running.values():
         worker.close()

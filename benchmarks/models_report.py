@@ -26,28 +26,16 @@ Rows = tuple[list[str], list[list[str]]]
 
 
 class ModelResults(Results):
-    """Results with what a system could not do, the bytes of a step, and the memory's speed.
+    """Results with the bytes of a step, and the memory's speed.
 
-    Of a shape: `missing`, system → reason; `active`, prompt → bytes; `speed`, prompt → bytes a second, one a round.
+    Of a shape: `active`, prompt → bytes; `speed`, prompt → bytes a second, one a round.
     """
-
-    def set_missing(self, shape: str, system: str, reason: str) -> None:
-        self.shape(shape).setdefault("missing", {})[system] = reason
-
-    def clear_missing(self, shape: str, system: str) -> None:
-        self.shape(shape).setdefault("missing", {}).pop(system, None)
 
     def set_active(self, shape: str, prompt: int, count: int) -> None:
         self.shape(shape).setdefault("active", {})[str(prompt)] = count
 
     def add_speed(self, shape: str, prompt: int, speeds: list[float]) -> None:
         self.shape(shape).setdefault("speed", {})[str(prompt)] = speeds
-
-    def is_complete(self, shape: str, cell: tuple[int, int], systems: list[str], rounds: int) -> bool:
-        """Whether every one of `systems` that can run the shape has `rounds` rounds of the cell."""
-        missing = self.shape(shape).get("missing", {})
-        cells = [self.cell(shape, *cell, "greedy", name) for name in systems if name not in missing]
-        return all(found is not None and len(found["step_ms"]) == rounds for found in cells)
 
     def line(self, shape: str, prompt: int, rows: int, field: str, system: str) -> str:
         """Median of the rounds with its multiple of qsample's, or why there is none."""

@@ -1,13 +1,16 @@
 """Continuous batching against static batching and onnxruntime-genai: requests of mixed lengths at random moments.
 
     pip install -e '.[cpu,export,bench]'
-    python benchmarks/serving.py --genai-python PYTHON_WITH_ONNXRUNTIME_GENAI
+    python benchmarks/serving.py --genai-python PYTHON_WITH_ONNXRUNTIME_GENAI    # five minutes on two cores
 
 Requests arrive as a Poisson process; prompts and outputs have log-normal lengths, many short ones and few long ones.
 Every request runs to its length, and all are sampled alike, because onnxruntime-genai takes one setting for a batch.
 Three systems serve the same load from the same weights, one after another, each in a process of its own: the engine of
 qsample; the same graph and loop, with a new batch only when the last one has ended; and onnxruntime-genai with batches
-made likewise. Model, packages and results go to --work. What is there already is used again.
+made likewise. Models go to --work and are built once. Results are written after every system, and a run goes on where
+the one before it stopped; another load, machine or number of slots begins anew.
+
+The last part compares the tokens that requests get alone and in the engine: a model of two layers, float32 and int4.
 """
 
 from __future__ import annotations
@@ -17,17 +20,22 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from checkpoints import make_checkpoint, make_genai_model, make_package
+from decode_report import markdown
 from machine import describe_machine
 from rich.console import Console
 from rich.table import Table
 
 LABELS = {"continuous": "qsample, continuous", "static": "qsample, static", "genai": "onnxruntime-genai, static"}
-CTX_LEN = 1024
+HEADER = ("", "tokens/s", "time, s", "runs of the graph", "first token p50 / p90 / p99, s")
+HEADER += ("between tokens p50 / p90 / p99, ms",)
+SAME_HEADER = ("weights", "sampling", "requests", "with the tokens that each gets alone")
+SAME_SHAPE, SAME_REQUESTS = "tiny", 128
+Rows = list[list[str]]
 Load = list[tuple[float, int, int]]
 
 
@@ -45,31 +53,20 @@ def make_load(requests: int, rate: float, seed: int) -> Load:
 
 def make_model(system: str, shape: str, work: Path, python: str) -> Path:
     """A model for one system in `work`, unless it is there: int4, from one checkpoint of random weights."""
-    from checkpoints import make_checkpoint, make_genai_model
-
-    checkpoint, folder = work / "checkpoint", work / ("genai" if system == "genai" else "int4")
+    checkpoint = make_checkpoint(shape, work / shape / "checkpoint")
     if system == "genai":
-        return make_genai_model(make_checkpoint(shape, checkpoint), folder, python)
-    if not (folder / "qsample.json").exists():
-        from qsample import AutoModelForCausalLM
-
-        model = AutoModelForCausalLM.from_pretrained(make_checkpoint(shape, checkpoint))
-        model.compile(folder, provider="cpu", weights="int4", ctx_len=CTX_LEN)
-    return folder
+        return make_genai_model(checkpoint, work / shape / "genai", python)
+    return make_package(checkpoint, work / shape / "int4", "int4")
 
 
-def measure(
-    system: str, python: str, model: Path, work: Path, options: argparse.Namespace
-) -> tuple[int, list[list[float]]]:
-    """Run one system; how often it ran its graph, and the moments of each request's tokens since it came."""
+def measure(system: str, python: str, model: Path, work: Path, options: argparse.Namespace) -> None:
+    """Run one system; see `serving_worker.py` for what it writes."""
     out = work / f"{system}.json"
     command = [python, str(Path(__file__).with_name("serving_worker.py")), system, str(model)]
     command += [str(work / "load.json"), str(out), f"--threads={options.threads}", f"--slots={options.slots}"]
     root = str(Path(__file__).resolve().parent.parent)
     environment = {**os.environ, "PYTHONPATH": root if system != "genai" else ""}
     subprocess.run(command, check=True, env=environment)
-    measured = json.loads(out.read_text())
-    return measured["runs"], measured["moments"]
 
 
 def figures(load: Load, moments: list[list[float]]) -> dict[str, Any]:
@@ -82,21 +79,21 @@ def figures(load: Load, moments: list[list[float]]) -> dict[str, Any]:
         "requests": len(load),
         "seconds": end - load[0][0],
         "tokens_per_second": sum(map(len, moments)) / (end - load[0][0]),
-        "ttft_seconds": dict(zip(percentiles, np.percentile(first, percentiles).tolist(), strict=True)),
-        "inter_token_ms": dict(zip(percentiles, (1e3 * np.percentile(gaps, percentiles)).tolist(), strict=True)),
+        "ttft_seconds": dict(zip(map(str, percentiles), np.percentile(first, percentiles).tolist(), strict=True)),
+        "inter_token_ms": dict(
+            zip(map(str, percentiles), (1e3 * np.percentile(gaps, percentiles)).tolist(), strict=True)
+        ),
     }
 
 
-def make_table(results: dict[str, dict[str, Any]]) -> Table:
-    table = Table(
-        "", "tokens/s", "time, s", "graph runs", "first token p50 / p90 / p99, s", "between tokens p50 / p90 / p99, ms"
-    )
+def table_rows(results: dict[str, dict[str, Any]]) -> Rows:
+    rows = []
     for system, result in results.items():
         first = " / ".join(f"{value:.2f}" for value in result["ttft_seconds"].values())
         gaps = " / ".join(f"{value:.0f}" for value in result["inter_token_ms"].values())
         speed, taken, runs = f"{result['tokens_per_second']:.1f}", f"{result['seconds']:.1f}", str(result["graph_runs"])
-        table.add_row(LABELS[system], speed, taken, runs, first, gaps)
-    return table
+        rows.append([LABELS[system], speed, taken, runs, first, gaps])
+    return rows
 
 
 def plot(load: Load, moments: dict[str, list[list[float]]], path: Path) -> None:
@@ -130,37 +127,7 @@ def plot(load: Load, moments: dict[str, list[list[float]]], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-def step_times(package: Path, batches: list[int], threads: int) -> Table:
-    """Time and graph runs of a decode step, by the number of rows: every other row greedy, the rest sampled."""
-    from serving_worker import load_package
-
-    from qsample.runtime import SamplingParams
-    from qsample.runtime.bench import LockStep
-    from qsample.runtime.parameters import parameter_arrays
-
-    model = load_package(package, threads)
-    greedy = SamplingParams(temperature=0, eos_token_id=())
-    random = SamplingParams(temperature=0.8, top_k=50, top_p=0.95, repetition_penalty=1.1, eos_token_id=())
-    table = Table("rows, half of them greedy", "graph runs a step", "ms a step", "ms a row")
-    for rows in batches:
-        prompts = list(np.random.default_rng(0).integers(3, model.interface.vocab_size, (rows, 8)))
-        params = [(greedy, random)[row % 2] for row in range(rows)]
-        capacity = model.capacity(CTX_LEN)
-        arrays = parameter_arrays(model.interface, params, [8] * rows, capacity, ())
-        loop = LockStep(model.sessions, arrays, list(range(rows)), capacity)
-        loop.prefill(prompts)
-        before, times = model.sessions.decoder.runs, []
-        for _ in range(23):
-            start = time.perf_counter()
-            loop.decode()
-            times.append(time.perf_counter() - start)
-        taken = 1e3 * float(np.median(times[3:]))
-        runs = (model.sessions.decoder.runs - before) / len(times)
-        table.add_row(str(rows), f"{runs:g}", f"{taken:.1f}", f"{taken / rows:.1f}")
-    return table
-
-
-def same_tokens(package: Path, slots: int, threads: int, requests: int, new_tokens: int = 32) -> Table:
+def same_tokens(package: Path, slots: int, threads: int, requests: int, new_tokens: int = 32) -> Rows:
     """How many requests get the tokens in the engine that each gets alone; every other one greedy."""
     from serving_worker import SAMPLING, load_package
 
@@ -178,63 +145,107 @@ def same_tokens(package: Path, slots: int, threads: int, requests: int, new_toke
     alone = [model.generate(*row).token_ids[0] for row in rows]
     with Engine(model, slots=slots, max_waiting=requests) as engine:
         together = [request.result().token_ids for request in [engine.add_request(*row) for row in rows]]
-    table = Table("sampling", "requests", "with the same tokens", "tokens before the first that differs, median")
+    lines = []
     for kind, name in enumerate(("greedy", "top-k 50, top-p 0.95")):
         pairs = list(zip(alone, together, strict=True))[kind::2]
-        first = [np.flatnonzero(np.not_equal(*pair)) for pair in pairs]
-        differing = [int(indices[0]) for indices in first if len(indices)]
-        middle = f"{np.median(differing):g}" if differing else "none differs"
-        table.add_row(name, str(len(pairs)), str(len(pairs) - len(differing)), middle)
-    return table
+        equal = sum(bool(np.array_equal(*pair)) for pair in pairs)
+        lines.append([name, str(len(pairs)), str(equal)])
+    return lines
+
+
+def write(output: Path, data: dict[str, Any]) -> None:
+    """The figures as JSON, and the page."""
+    output.with_suffix(".json").write_text(json.dumps(data, indent=1) + "\n")
+    results = data["results"]
+    lines = [
+        "# Serving: continuous batching, static batching, onnxruntime-genai",
+        "",
+        f"{data['machine']}, {data['slots']} slots, shape {data['shape']}, int4.",
+        "Made by `python benchmarks/serving.py`, which says how it measures:",
+        f"{data['requests']} requests, {data['rate']:g} a second (seed {data['seed']}), prompts with a median of 16",
+        "tokens (4 to 128) and outputs with a median of 32 (4 to 256). A request joins qsample's engine when a row is",
+        "free; the static systems begin a new batch when the last one has ended.",
+        "",
+        *markdown(list(HEADER), table_rows(results)),
+        "",
+    ]
+    if {"continuous", "static"} <= results.keys():
+        times = results["continuous"]["tokens_per_second"] / results["static"]["tokens_per_second"]
+        lines += [
+            f"Continuous batching serves {times:.2f} times as many tokens a second as static batching. How much it"
+        ]
+        lines += [
+            "gains depends on the lengths, and on how much of the load is prompts, which cost the same either way.",
+            "",
+        ]
+    lines += [f"![tokens by time]({output.name}.png)", ""]
+    if data["same_tokens"]:
+        rows = [[weights, *row] for weights, found in data["same_tokens"].items() for row in found]
+        lines += ["## Whether the batch changes a request's tokens", "", *markdown(list(SAME_HEADER), rows), ""]
+        lines += [
+            f"Shape {SAME_SHAPE}, 32 tokens each, alone and in the engine.",
+            "[serving.md](../serving.md#the-same-tokens-as-alone) says what is arranged for it, and what remains.",
+            "",
+        ]
+    output.with_suffix(".md").write_text("\n".join(lines))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--work", type=Path, default=Path("build/serving"), help="folder for models and results")
+    parser.add_argument("--work", type=Path, default=Path("build/decode"), help="folder for the models")
     parser.add_argument("--shape", default="qwen3-0.6b", help="a shape of checkpoints.py")
-    parser.add_argument("--package", type=Path, help="a compiled package to use instead of making one")
-    parser.add_argument("--genai-model", type=Path, help="a model of onnxruntime-genai to use instead of making one")
     parser.add_argument(
         "--genai-python", help="a Python with onnxruntime-genai, torch and transformers; without, it is left out"
     )
     parser.add_argument("--systems", nargs="+", choices=list(LABELS), default=list(LABELS))
-    parser.add_argument("--requests", type=int, default=48)
-    parser.add_argument("--rate", type=float, default=4.0, help="requests a second; 4 is more than can be served")
+    parser.add_argument("--requests", type=int, default=96)
+    parser.add_argument("--rate", type=float, default=16.0, help="requests a second; 16 is more than can be served")
     parser.add_argument("--seed", type=int, default=2)
     parser.add_argument("--slots", type=int, default=8)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--steps-only", action="store_true", help="only the time of a step by the number of rows")
-    parser.add_argument("--same-tokens", action="store_true", help="only whether a batch changes a request's tokens")
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32])
-    options = parser.parse_args()
-    work = options.work
-    work.mkdir(parents=True, exist_ok=True)
-    console = Console()
+    parser.add_argument("--again", action="store_true", help="measure anew what was measured before")
+    parser.add_argument("--no-same-tokens", dest="same_tokens", action="store_false", help="leave out the last part")
+    parser.add_argument("--output", type=Path, default=Path("docs/benchmarks/serving"), help="file name without suffix")
+    options, console = parser.parse_args(), Console()
+    for folder in (options.work, options.output.parent):
+        folder.mkdir(parents=True, exist_ok=True)
 
-    if options.steps_only or options.same_tokens:
-        package = options.package or make_model("continuous", options.shape, work, sys.executable)
-        if options.steps_only:
-            console.print(step_times(package, options.batch, options.threads))
-        if options.same_tokens:
-            console.print(same_tokens(package, options.slots, options.threads, options.requests))
-        return
-
+    data: dict[str, Any] = {"machine": describe_machine(options.threads), "slots": options.slots}
+    data |= {"rate": options.rate, "seed": options.seed, "requests": options.requests, "shape": options.shape}
+    earlier = options.output.with_suffix(".json")
+    known = json.loads(earlier.read_text()) if earlier.exists() and not options.again else {}
+    same_load = all(known.get(name) == value for name, value in data.items())
+    data |= {name: known[name] if same_load else {} for name in ("results", "same_tokens")}
     load = make_load(options.requests, options.rate, options.seed)
-    (work / "load.json").write_text(json.dumps(load))
-    results, moments = {}, {}
+    (options.work / "load.json").write_text(json.dumps(load))
+    moments: dict[str, list[list[float]]] = {}
     for system in options.systems:
         python = options.genai_python if system == "genai" else sys.executable
+        done = options.work / f"{system}.json"
         if python is None:
             continue
-        given = options.genai_model if system == "genai" else options.package
-        model = given or make_model(system, options.shape, work, python)
-        runs, moments[system] = measure(system, python, model, work, options)
-        results[system] = {"graph_runs": runs, **figures(load, moments[system])}
-    console.print(make_table(results))
-    plot(load, moments, work / "serving.png")
-    about = {"machine": describe_machine(options.threads), "slots": options.slots}
-    about |= {"rate": options.rate, "seed": options.seed, "shape": options.shape}
-    (work / "serving.json").write_text(json.dumps({**about, "results": results}, indent=1) + "\n")
+        if not (system in data["results"] and done.exists()):
+            model = make_model(system, options.shape, options.work, python)
+            measure(system, python, model, options.work, options)
+        measured = json.loads(done.read_text())
+        moments[system] = measured["moments"]
+        data["results"][system] = {"graph_runs": measured["runs"], **figures(load, moments[system])}
+        plot(load, moments, options.output.with_suffix(".png"))
+        write(options.output, data)
+    if options.same_tokens and not data["same_tokens"]:
+        checkpoint = make_checkpoint(SAME_SHAPE, options.work / SAME_SHAPE / "checkpoint")
+        for weights in ("float32", "int4"):
+            package = make_package(checkpoint, options.work / SAME_SHAPE / weights, weights)
+            data["same_tokens"][weights] = same_tokens(package, options.slots, options.threads, SAME_REQUESTS)
+        write(options.output, data)
+    for header, rows in (
+        (HEADER, table_rows(data["results"])),
+        (SAME_HEADER, [[weights, *row] for weights, found in data["same_tokens"].items() for row in found]),
+    ):
+        table = Table(*header)
+        for row in rows:
+            table.add_row(*row)
+        console.print(table)
 
 
 if __name__ == "__main__":

@@ -18,21 +18,6 @@ def report(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return importlib.import_module("models_report")
 
 
-def test_a_run_goes_on_where_the_one_before_stopped(report: ModuleType, tmp_path: Path) -> None:
-    results = report.ModelResults(tmp_path / "models.json", "machine")
-    results.add_cell("tiny", 64, 1, "greedy", "qsample", [9.0, 9.0], [1.0, 1.0])
-    results.save()
-    results = report.ModelResults(tmp_path / "models.json", "machine")
-    assert results.is_complete("tiny", (64, 1), ["qsample"], rounds=2)
-    assert not results.is_complete("tiny", (64, 1), ["qsample"], rounds=3)
-    assert not results.is_complete("tiny", (64, 4), ["qsample"], rounds=2)
-    assert not results.is_complete("tiny", (64, 1), ["qsample", "genai"], rounds=2)
-    results.set_missing("tiny", "genai", "ValueError: no such model")
-    assert results.is_complete("tiny", (64, 1), ["qsample", "genai"], rounds=2)
-    results.clear_missing("tiny", "genai")
-    assert not results.is_complete("tiny", (64, 1), ["qsample", "genai"], rounds=2)
-
-
 def test_tables(report: ModuleType, tmp_path: Path) -> None:
     results = report.ModelResults(tmp_path / "models.json", "machine")
     results.add_cell("tiny", 64, 1, "greedy", "qsample", [9.0, 9.0], [1.0, 2.0])

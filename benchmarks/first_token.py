@@ -1,0 +1,227 @@
+"""The first token on the CPU: how prompts are cut, and how several are admitted to an engine.
+
+    qsample compile CHECKPOINT compiled --weights int4 --ctx-len 2048
+    python benchmarks/first_token.py compiled                       # three minutes at 0.6 B parameters, two cores
+    python benchmarks/first_token.py compiled --parts together
+
+Three parts, each in rounds in which its cases take turns:
+
+pieces    a prompt read in pieces of several sizes; the runtime's own is the constant `_PIECE_SIZE` of its sessions.
+chunks    a prompt that comes to an engine whose other rows run, by `prefill_chunk_size`: the first token of the new
+          one, and the longest that the others wait for a token.
+together  four prompts added to an engine at once, and each when the one before has its first token; of one length, and
+          of several.
+"""
+
+from __future__ import annotations
+
+import argparse
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from machine import describe_machine
+from rich.console import Console
+from rich.table import Table
+from serving_worker import load_package
+
+PARTS: Final = ("pieces", "chunks", "together")
+PIECES: Final = (32, 64, 128, 256, 512, 1024)
+CHUNKS: Final = (64, 128, 256, 512, 1024)
+SLOTS: Final = 4
+Prompt = np.ndarray[Any, np.dtype[np.int64]]
+
+
+class Prompts:
+    """Random prompts, never one twice: an engine would go on from what it holds."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._generator, self._vocab_size = np.random.default_rng(0), vocab_size
+
+    def __call__(self, tokens: int) -> Prompt:
+        return self._generator.integers(3, self._vocab_size, tokens)
+
+
+def in_turns(cases: Mapping[str, Callable[[], list[float]]], rounds: int) -> dict[str, np.ndarray[Any, Any]]:
+    """What each case gives, [rounds, figures]; a round before them warms up."""
+    found: dict[str, list[list[float]]] = {name: [] for name in cases}
+    for index in range(rounds + 1):
+        names = list(cases)
+        turn = index % len(names)
+        for name in names[turn:] + names[:turn]:
+            figures = cases[name]()
+            if index:
+                found[name].append(figures)
+    return {name: np.array(figures) for name, figures in found.items()}
+
+
+def piece_table(model: Any, tokens: int, rounds: int) -> Table:
+    """Reading one prompt, in pieces."""
+    from qsample.runtime.bench import LockStep
+    from qsample.runtime.parameters import parameter_arrays
+    from qsample.sampling_params import SamplingParams
+
+    capacity, make = model.capacity(tokens + 2), Prompts(model.interface.vocab_size)
+    arrays = parameter_arrays(
+        model.interface, [SamplingParams(temperature=0.0, eos_token_id=())], [tokens], capacity, ()
+    )
+
+    def case(size: int) -> Callable[[], list[float]]:
+        def read() -> list[float]:
+            loop = LockStep(replace(model.sessions, piece_size=size), arrays, [0], capacity)
+            start = time.perf_counter()
+            loop.prefill([make(tokens)])
+            return [1e3 * (time.perf_counter() - start)]
+
+        return read
+
+    own = model.sessions.piece_size
+    sizes = sorted({own, *(size for size in PIECES if size < tokens), min(tokens, max(PIECES))})
+    found = in_turns({str(size): case(size) for size in sizes}, rounds)
+    table = Table("tokens a piece", "ms", f"over {own}", title=f"a prompt of {tokens:,} tokens", title_justify="left")
+    for name, times in found.items():
+        ratio = np.median(times[:, 0] / found[str(own)][:, 0])
+        table.add_row(name, f"{np.median(times[:, 0]):.1f}", f"{ratio:.2f}")
+    return table
+
+
+class Stream:
+    """A request, and the moments of its tokens, taken by a thread of its own."""
+
+    def __init__(self, request: Any) -> None:
+        self.moments: list[float] = []
+        self.first = threading.Event()
+        self._request = request
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+
+    def _read(self) -> None:
+        for delta in self._request:
+            if delta.token_ids:
+                self.moments.append(time.perf_counter())
+                self.first.set()
+
+    def wait(self) -> float:
+        """The moment of its first token."""
+        if not self.first.wait(600):
+            raise SystemExit("no token in ten minutes")
+        return self.moments[0]
+
+    def end(self) -> None:
+        self._request.cancel()
+        self._thread.join()
+
+
+def chunk_table(model: Any, tokens: int, rounds: int) -> Table:
+    """A prompt beside SLOTS - 1 rows that run."""
+    from qsample.runtime import Engine, SamplingParams
+
+    make = Prompts(model.interface.vocab_size)
+
+    def case(size: int) -> Callable[[], list[float]]:
+        def come() -> list[float]:
+            length = model.capacity(tokens + 512) - 8
+            params = SamplingParams(temperature=0.0, eos_token_id=(), max_length=length)
+            with Engine(model, slots=SLOTS, prefill_chunk_size=size) as engine:
+                others = [Stream(engine.add_request(make(8), params)) for _ in range(SLOTS - 1)]
+                for other in others:
+                    other.wait()
+                start = time.perf_counter()
+                new = Stream(engine.add_request(make(tokens), params))
+                first = new.wait()
+                time.sleep(0.2)
+                for one in (new, *others):
+                    one.end()
+            gaps = [np.diff([moment for moment in other.moments if moment > start - 0.5]).max() for other in others]
+            return [1e3 * (first - start), 1e3 * max(gaps)]
+
+        return come
+
+    found = in_turns({str(size): case(size) for size in CHUNKS if size < 2 * tokens}, rounds)
+    table = Table(
+        "prefill_chunk_size",
+        "first token, ms",
+        "longest gap of the others, ms",
+        title=f"a prompt of {tokens:,} tokens beside {SLOTS - 1} rows that run",
+        title_justify="left",
+    )
+    for name, figures in found.items():
+        table.add_row(name, *(f"{value:.1f}" for value in np.median(figures, axis=0)))
+    return table
+
+
+def together_table(model: Any, lengths: list[tuple[int, ...]], rounds: int) -> Table:
+    """Some prompts at once, and one after another: until the last has its first token, and how often the graph ran."""
+    from qsample.runtime import Engine, SamplingParams
+
+    make, sessions = Prompts(model.interface.vocab_size), model.sessions
+    params = SamplingParams(temperature=0.0, eos_token_id=(), max_new_tokens=64)
+
+    def case(prompts: tuple[int, ...], *, at_once: bool) -> Callable[[], list[float]]:
+        def add() -> list[float]:
+            with Engine(model, slots=len(prompts)) as engine:
+                runs, start, streams = sessions.decoder.runs, time.perf_counter(), []
+                for tokens in prompts:
+                    streams.append(Stream(engine.add_request(make(tokens), params)))
+                    if not at_once:
+                        streams[-1].wait()
+                last = max(stream.wait() for stream in streams)
+                runs = sessions.decoder.runs - runs
+                for stream in streams:
+                    stream.end()
+            return [1e3 * (last - start), float(runs)]
+
+        return add
+
+    names = {prompts: ", ".join(map(str, prompts)) for prompts in lengths}
+    cases = {
+        f"{names[prompts]}: {'at once' if at_once else 'one by one'}": case(prompts, at_once=at_once)
+        for prompts in lengths
+        for at_once in (False, True)
+    }
+    table = Table(
+        "tokens of the prompts",
+        "all first tokens, ms",
+        "runs of the graph",
+        title="several prompts",
+        title_justify="left",
+    )
+    for name, figures in in_turns(cases, rounds).items():
+        table.add_row(name, *(f"{value:.1f}" for value in np.median(figures, axis=0)))
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("package", type=Path, help="compiled for the CPU")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--prompt", type=int, nargs="+", default=[64, 1024])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=2)
+    options, console = parser.parse_args(), Console()
+    if options.rounds < 1 or min(options.prompt) < 2:
+        parser.error("--rounds must be at least 1 and --prompt at least 2")
+    model = load_package(options.package, options.threads)
+    needed = max(options.prompt) + 520
+    if model.capacity(needed) < needed:
+        parser.error(
+            f"{options.package} takes {model.capacity(needed)} tokens a row; compile it with --ctx-len {needed}"
+        )
+    console.print(describe_machine(options.threads), highlight=False)
+    if "pieces" in options.parts:
+        for tokens in options.prompt:
+            console.print(piece_table(model, tokens, options.rounds))
+    if "chunks" in options.parts:
+        for tokens in options.prompt:
+            console.print(chunk_table(model, tokens, options.rounds))
+    if "together" in options.parts:
+        lengths = [(64,) * 4, (61, 62, 63, 64), (16,) * 4, (13, 14, 15, 16), (128,) * 4]
+        console.print(together_table(model, lengths, options.rounds))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""The benchmark of long histories: what its report computes, who takes part, and a run of it on a tiny model."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+
+
+@pytest.fixture
+def modules(monkeypatch: pytest.MonkeyPatch) -> tuple[ModuleType, ModuleType]:
+    """long_context and long_context_report."""
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    return importlib.import_module("long_context"), importlib.import_module("long_context_report")
+
+
+def measured(steps: list[float], *, together: bool = True, first: float | None = None) -> dict[str, Any]:
+    facts = {"first_token_s": first, "step_ms": steps, "memory": {"anonymous": 2_500_000_000, "mapped": 0}}
+    return facts | {"cache_bytes": 1_200_000_000, "version": "onnxruntime 1", "together": together}
+
+
+def test_the_table(modules: tuple[ModuleType, ModuleType], tmp_path: Path) -> None:
+    _, report = modules
+    results = report.Cells(tmp_path / "long.json", "machine")
+    # The machine halves its speed after the first round.
+    results.add("tiny", 4096, 1, report.FLOAT32, **measured([10.0, 20.0, 20.0], first=12.34))
+    results.add("tiny", 4096, 1, report.INT8, **measured([5.0, 10.0, 11.0], first=15.0))
+    results.add("tiny", 4096, 4, report.FLOAT32, **measured([40.0], together=False))
+    results.add("tiny", 4096, 4, report.INT8, **measured([20.0], together=False))
+    results.set_missing("tiny", 4096, 4, "genai", "not | enough memory here")
+    results.save()
+    results = report.Cells(tmp_path / "long.json", "machine")
+    rows = report.table_rows(results, "tiny")[1]
+    assert rows == [
+        ["4,096", "1", report.FLOAT32, "12.3", "20.0", "1.00x", "2.50", "1.20"],
+        ["4,096", "1", report.INT8, "15.0", "10.0", "0.50x", "2.50", "1.20"],
+        ["4,096", "4", report.FLOAT32, "", "40.0", "", "2.50", "1.20"],
+        ["4,096", "4", report.INT8, "", "20.0", "", "2.50", "1.20"],
+        ["4,096", "4", "genai", "not / enough memory here", "", "", "", ""],
+    ]
+    assert report.Cells(tmp_path / "long.json", "another machine").data["cells"] == []
+
+
+def test_what_is_left_to_measure(modules: tuple[ModuleType, ModuleType], tmp_path: Path) -> None:
+    benchmark, report = modules
+    results = report.Cells(tmp_path / "long.json", "machine")
+    results.add("tiny", 4096, 1, report.FLOAT32, **measured([1.0]))
+    cell = benchmark.Cell(4096, 1)
+    assert results.has("tiny", cell, [report.FLOAT32])
+    assert not results.has("tiny", cell, [report.FLOAT32, "genai"])
+    assert not results.has("tiny", benchmark.Cell(4096, 4), [report.FLOAT32])
+    results.set_missing("tiny", 4096, 1, "genai", "no")
+    assert results.has("tiny", cell, [report.FLOAT32, "genai"])
+
+
+def test_who_reads_and_who_is_filled(modules: tuple[ModuleType, ModuleType]) -> None:
+    benchmark, report = modules
+    models = dict.fromkeys(benchmark.SYSTEMS, Path())
+    assert benchmark.taking_part(benchmark.Cell(16384, 1), models) == list(models)
+    assert benchmark.taking_part(benchmark.Cell(4096, 4), models) == list(models)
+    assert "genai" not in benchmark.taking_part(benchmark.Cell(16384, 4), models)
+    options = argparse.Namespace(history=[4096, 16384], fill=False)
+    filling = argparse.Namespace(history=[4096, 16384], fill=True)
+    for system in benchmark.SYSTEMS:
+        assert not benchmark.is_filled(system, benchmark.Cell(16384, 1), options)
+        assert not benchmark.is_filled(system, benchmark.Cell(4096, 1), filling)
+        assert benchmark.is_filled(system, benchmark.Cell(4096, 4), options) == (system != "genai")
+        ours = system in (report.FLOAT32, report.INT8)
+        assert benchmark.is_filled(system, benchmark.Cell(16384, 1), filling) == ours
+
+
+@pytest.mark.slow
+def test_a_whole_run_on_a_tiny_model(modules: tuple[ModuleType, ModuleType], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    _, report = modules
+    command = [sys.executable, BENCHMARKS / "long_context.py", "--shape", "tiny", "--work", tmp_path / "work"]
+    command += ["--system", report.FLOAT32, report.INT8, "--history", "200", "300", "--rows", "1", "2"]
+    command += ["--rounds", "2", "--new-tokens", "4", "--output", tmp_path / "out" / "long"]
+    subprocess.run([*map(str, command), "--minutes", "0"], check=True, cwd=BENCHMARKS.parent, timeout=900)
+    assert not (tmp_path / "out" / "long.json").exists()  # no cell fits into no time
+    subprocess.run([*map(str, command)], check=True, cwd=BENCHMARKS.parent, timeout=900)
+    cells = json.loads((tmp_path / "out" / "long.json").read_text())["cells"]
+    assert [(cell["history"], cell["rows"], cell["system"]) for cell in cells] == [
+        (history, rows, system) for history in (200, 300) for rows in (1, 2) for system in (report.FLOAT32, report.INT8)
+    ]
+    for cell in cells:
+        assert len(cell["step_ms"]) == 2
+        assert (cell["first_token_s"] is None) == (cell["rows"] > 1)
+    assert "| 300 | 2 | qsample, int8 cache |" in (tmp_path / "out" / "long.md").read_text()
+    before = (tmp_path / "out" / "long.json").stat().st_mtime_ns
+    subprocess.run([*map(str, command)], check=True, cwd=BENCHMARKS.parent, timeout=900)
+    assert (tmp_path / "out" / "long.json").stat().st_mtime_ns == before  # nothing is left to measure
