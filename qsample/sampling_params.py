@@ -212,13 +212,13 @@ class SamplingParams:
                 "max_new_tokens, which does not count the prompt"
             )
         least = self.min_length - padding if self.min_new_tokens is None else prompt_length + self.min_new_tokens
-        return max(0, min(least, _INT32_MAX)), min(total, capacity)
+        return max(0, min(least, _INT32_MAX)), min(total, capacity, _INT32_MAX)
 
 
 def _do_sample(settings: Mapping[str, Any], overrides: dict[str, Any]) -> bool:
     """Whether to sample, from do_sample and the overrides that imply it. Takes do_sample out of `overrides`."""
     given = overrides.pop("do_sample", None)
-    sampling = {name: overrides[name] for name in _SAMPLING_FIELDS if overrides.get(name) is not None}
+    sampling = {name: _plain(overrides[name]) for name in _SAMPLING_FIELDS if overrides.get(name) is not None}
     if given is not None and not isinstance(given, bool):
         raise ValueError(f"do_sample is {shown(given)}; give True or False")
     greedy = sampling.get("temperature") == 0 and not isinstance(sampling["temperature"], bool)
@@ -259,15 +259,22 @@ def _check_names(overrides: Mapping[str, Any]) -> None:
 
 def _check_supported(settings: Mapping[str, Any], do_sample: bool) -> None:
     table = {**UNSUPPORTED, **(UNSUPPORTED_SAMPLING if do_sample else {})}
-    asked = [name for name, off in table.items() if settings.get(name) is not None and settings[name] not in off]
+    asked = [
+        name for name, off in table.items() if settings.get(name) is not None and _plain(settings[name]) not in off
+    ]
     if asked:
-        listed = ", ".join(f"{name}={settings[name]!r}" for name in asked)
+        listed = ", ".join(f"{name}={shown(settings[name])}" for name in asked)
         proceed = ", ".join(f"{name}=None" for name in asked)
         raise ValueError(
             f"the generation settings ask for {listed}, which qsample does not implement; pass {proceed} to generate "
             "without (the tokens will differ from transformers')"
             + "".join(f"; {_INSTEAD[name]}" for name in asked if name in _INSTEAD)
         )
+
+
+def _plain(value: Any) -> Any:
+    """A value that compares with others: an array, which does so number by number, as a list."""
+    return value.tolist() if callable(getattr(value, "tolist", None)) else value
 
 
 def _is_a(kind: type, value: Any) -> bool:

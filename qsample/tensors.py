@@ -52,7 +52,13 @@ def sparse_zeros(shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array:
     size = count * np.dtype(dtype).itemsize
     if size < _OWN_MAPPING_FROM or not hasattr(mmap, "MAP_ANONYMOUS"):  # Windows has none
         return np.zeros(shape, dtype)
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, OverflowError) as error:
+        raise MemoryError(
+            f"a tensor {list(shape)} takes {size / 1e9:.1f} GB, which this system does not have; take fewer rows or "
+            "slots, or fewer tokens a row (ctx_len, or max_new_tokens)"
+        ) from error
     if hasattr(mmap, "MADV_NOHUGEPAGE"):  # Linux, where huge pages may be given unasked
         memory.madvise(mmap.MADV_NOHUGEPAGE)
     return np.frombuffer(memory, dtype, count).reshape(shape)

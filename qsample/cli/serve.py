@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Annotated, Any, Final
 
 import typer
@@ -116,7 +115,7 @@ def _models(package: str | None, named: list[str], name: str | None, provider: s
         opened = open_exported(package, provider)
         folder = str(opened.package.path)
         _KEPT.append(opened)
-        models[name or ("tiny_lm" if package is None else Path(package).name)] = folder
+        models[name or ("tiny_lm" if package is None else os.path.basename(os.path.abspath(package)))] = folder
     elif name is not None:
         raise typer.BadParameter(
             "--served-model-name is for PACKAGE, and only --model is given; give NAME=PACKAGE there"

@@ -75,9 +75,8 @@ def bake(
         file: which decoder, relative to the folder or repository, where there are several: "onnx/model_q4.onnx".
         features: what the graph shall have, see `contract.Features`; None = the sampler and no more.
         tokenizer: "auto" for the one beside the decoder, another folder, or None for a package of token ids only.
-        rope: "short" or "long", for a file with two rotary tables (longrope), of which one is kept: the short one "
-        "unless
-            told otherwise, which limits the context to where the file itself would change over.
+        rope: "short" or "long", for a file with two rotary tables (longrope), of which one is kept: the short one
+            unless told otherwise, which limits the context to where the file itself would change over.
         reference: a hub id or folder of the checkpoint, to compare with transformers as well, which needs the extra
             `export`. The figures come into the manifest; a float file that differs is refused.
         revision, cache_dir, token, local_files_only: of the hub, as in transformers.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, fields
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any, Final
 
 from tokenizers import Tokenizer as _Tokenizer
@@ -315,7 +315,7 @@ def _count(name: str, value: Any) -> int:
 def _seconds(value: Any) -> float | None:
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+    if isinstance(value, bool) or not isinstance(value, Real) or not float(value) > 0:
         raise ValueError(f"max_time is {shown(value)}; give a number of seconds > 0, or None")
     return float(value)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Final, Literal, overload
 
 from qsample.contract import Interface
+from qsample.errors import shown
 from qsample.huggingface.generation_config import GENERATION_CONFIG_FILE, GenerationConfig, as_generation_config
 from qsample.huggingface.model_config import ModelConfig
 from qsample.huggingface.model_methods import Device, ModelMethods
@@ -204,6 +205,10 @@ class CausalLM(ModelMethods):
             raise ValueError(
                 f"a streamer follows one prompt, and {len(sequences)} were given; generate them one by one"
             )
+        if streamer is not None and not (
+            callable(getattr(streamer, "put", None)) and callable(getattr(streamer, "end", None))
+        ):
+            raise ValueError(f"streamer is {shown(streamer)}; give an object with put(value) and end()")
         check_count("prefill_chunk_size", prefill_chunk_size)
         flush_every = choose_flush_every(self.sessions, flush_every, guided=guide is not None or processors is not None)
         if guide is not None:

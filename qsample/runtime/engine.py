@@ -94,6 +94,7 @@ class Engine:
         self._changed = threading.Condition()  # guards what follows
         self._requests: dict[Sequence, Request] = {}  # those that have not ended
         self._added: list[Sequence] = []
+        self._telling = False  # somebody is told the end of his request, which is not among them any more
         self._closed = False
         self._draining = False
         self._failure: Failure | None = None
@@ -101,8 +102,8 @@ class Engine:
         # after each step; so nobody has to wake it.
         self._cancelled: deque[Sequence] = deque()
         self._process = os.getpid()
+        self._guides: dict[Sequence, Guide] = {}  # put in by those who add requests
         # For the engine's thread alone.
-        self._guides: dict[Sequence, Guide] = {}
         self._deadlines = Deadlines()
         self._loop: DecodeLoop | None = loop
         self._thread = threading.Thread(target=self._serve, name="qsample-engine", daemon=True)
@@ -245,7 +246,7 @@ class Engine:
         with self._changed:
             self._draining = True
             self._changed.notify_all()
-            return self._changed.wait_for(lambda: not self._requests, seconds)
+            return self._changed.wait_for(lambda: not self._requests and not self._telling, seconds)
 
     def close(self) -> None:
         """Cancel what has not ended, end the thread and release the batch's memory. The model can be used on.
@@ -253,14 +254,13 @@ class Engine:
         On the engine's own thread, in a function of a request, it does not wait. In a fork it does nothing: the engine
         goes on in the process that made it.
         """
-        atexit.unregister(self.close)
-        if os.getpid() != self._process:
-            return
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
-        if threading.current_thread() is not self._thread:
-            self._thread.join()
+        if os.getpid() == self._process:
+            with self._changed:
+                self._closed = True
+                self._changed.notify_all()
+            if threading.current_thread() is not self._thread:
+                self._thread.join()
+        atexit.unregister(self.close)  # not where ctrl-C ended the wait
 
     def __reduce__(self) -> Any:
         raise TypeError("an Engine cannot be pickled; pickle its model, and make an engine of that there")
@@ -273,8 +273,7 @@ class Engine:
             )
         if threading.current_thread() is self._thread:
             raise RuntimeError(
-                "a function for allowed_tokens waits for the engine that calls it, which would never end; use another "
-                "thread"
+                "a function for allowed_tokens waits for the engine that calls it, for ever; use another thread"
             )
 
     def _closed_error(self) -> QsampleError:
@@ -294,12 +293,9 @@ class Engine:
             )
         with self._changed:
             self._closed = True
-            left = list(self._requests.values())
-            self._requests.clear()
             self._changed.notify_all()
-        for request in left:
-            request.finish(CANCELLED) if self._failure is None else request.fail(self._failure)
-        self._guides.clear()
+        for sequence in list(self._requests):
+            self._end(sequence, self._failure or CANCELLED)
         self._loop = None
 
     def _take_changes(self, loop: DecodeLoop) -> bool:
@@ -318,7 +314,7 @@ class Engine:
             for sequence in ending:
                 if sequence in self._requests:  # it has not ended meanwhile
                     loop.leave(sequence)
-                    self._end(sequence).finish(reason)
+                    self._end(sequence, reason)
         return True
 
     def _deliver(self, sequence: Sequence) -> None:
@@ -327,24 +323,27 @@ class Engine:
         together = [sequence]  # whom an error ends
         failed = "the request's text cannot be decoded ({})"
         try:
-            ended = request.update()
-            if not ended and guide is not None:
+            request.update()
+            if guide is not None and not sequence.ended:
                 failed = "the request's function for allowed_tokens raised {}"
-                together = [one for one, its_guide in self._guides.items() if its_guide is guide]
+                together = [one for one in guide.sequences if one in self._requests]
                 guide.update(self._loop.set_parameter)
         except BaseException as error:  # SystemExit, too: nobody else is to suffer
-            ended = False
             for one in together:
                 self._loop.leave(one)
-                self._end(one).fail(Failure.of(RequestFailedError, failed, error))
-        if ended:
-            self._end(sequence)
+                self._end(one, Failure.of(RequestFailedError, failed, error))
+            return
+        if sequence.ended:
             self._loop.leave(sequence)
+            self._end(sequence, sequence.finish_reason)
 
-    def _end(self, sequence: Sequence) -> Request:
-        """Forget a request, which makes room for another."""
+    def _end(self, sequence: Sequence, why: str | Failure) -> None:
+        """Forget a request, which makes room for another, and then tell it, so that whoever adds the next finds it."""
         self._guides.pop(sequence, None)
+        self._deadlines.forget(sequence)
         with self._changed:
-            request = self._requests.pop(sequence)
+            request, self._telling = self._requests.pop(sequence), True
+        request.fail(why) if isinstance(why, Failure) else request.finish(why)
+        with self._changed:
+            self._telling = False
             self._changed.notify_all()
-        return request

@@ -41,7 +41,7 @@ class Guide:
     def __init__(self, function: AllowedTokensFn, sequences: list[Sequence], mask: Array, pad_token_id: int) -> None:
         """mask: [B, W] int32, all ones; row i belongs to sequence i. pad_token_id: shown for a row without a token."""
         self._function = function
-        self._sequences = sequences
+        self.sequences = sequences
         self._mask = mask
         self._pad = pad_token_id
         self._shown = [0] * len(sequences)  # tokens of each that the function has seen
@@ -55,13 +55,13 @@ class Guide:
 
         set_parameter: replaces a parameter of a sequence.
         """
-        counts = [len(sequence.sampled) for sequence in self._sequences]
+        counts = [len(sequence.sampled) for sequence in self.sequences]
         if counts == self._shown:
             return
         emitted = np.greater(counts, self._shown)
         self._shown = counts
         self._call(self._step(emitted))
-        for sequence, mask in zip(self._sequences, self._mask, strict=True):
+        for sequence, mask in zip(self.sequences, self._mask, strict=True):
             set_parameter(sequence, ALLOWED_TOKENS.name, mask)
 
     def _call(self, step: Step | None) -> None:
@@ -69,12 +69,12 @@ class Guide:
 
     def _step(self, emitted: Array) -> Step:
         """The newest token of every sequence: the loop reads guided ones after each."""
-        rows = len(self._sequences)
+        rows = len(self.sequences)
         tokens = np.full(rows, self._pad, dtype=np.int64)
-        status = np.array([sequence.status for sequence in self._sequences], dtype=np.int32)
+        status = np.array([sequence.status for sequence in self.sequences], dtype=np.int32)
         outputs: dict[str, Array] = {}
         for row in np.flatnonzero(emitted):
-            sequence = self._sequences[row]
+            sequence = self.sequences[row]
             tokens[row] = sequence.sampled[-1]
             for name, value in (sequence.outputs[-1] if sequence.outputs else {}).items():
                 outputs.setdefault(name, np.zeros((rows, *value.shape), value.dtype))[row] = value

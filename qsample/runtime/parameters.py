@@ -92,7 +92,8 @@ def choose_seeds(seed: Any, given: Any, params: Sequence[SamplingParams], rows_o
     rows_of_each: rows one after another that share a prompt, and its parameters: their seeds count on from those.
     """
     rows = len(params)
-    if isinstance(seed, Sequence) and not isinstance(seed, str):
+    seed = seed.tolist() if callable(getattr(seed, "tolist", None)) else seed  # an array, a tensor
+    if isinstance(seed, Sequence) and not isinstance(seed, str | bytes):
         if len(seed) != rows:
             raise ValueError(f"{len(seed)} seeds were given for {rows} rows; give one, or one for each")
         return [_checked_seed(value) for value in seed]

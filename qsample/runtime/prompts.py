@@ -74,7 +74,7 @@ def parse_prompts(
     prompts = []
     for index, (row, mask) in enumerate(zip(rows, masks, strict=True)):
         ids, given = row[mask], row
-        if not holes and not mask[np.argmax(mask) :][: len(ids)].all():
+        if not holes and len(ids) and not mask[np.argmax(mask) :][: len(ids)].all():
             raise ValueError(
                 f"prompt {index} has padding between its tokens, over which a recurrent model cannot go; put it before "
                 "or after them, or give an attention_mask of ones to have every token read"
@@ -100,7 +100,7 @@ def _list_rows(inputs: Any, tokenizer: Tokenizer | None, chat: ChatOptions | Non
     """The rows, and which of them were text."""
     if isinstance(inputs, str) or _is_chat(inputs) or _is_ids(inputs):
         inputs = [inputs]
-    if isinstance(inputs, Mapping) or not isinstance(inputs, Sequence):
+    if isinstance(inputs, Mapping | bytes) or not isinstance(inputs, Sequence):
         raise ValueError(f"inputs is a {type(inputs).__name__}; {_ACCEPTED}")
     rows = [_row(item, index, tokenizer, chat) for index, item in enumerate(inputs)]
     return rows, [isinstance(item, str) or _is_chat(item) for item in inputs]

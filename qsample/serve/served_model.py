@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from qsample.errors import QsampleError
 from qsample.runtime import CausalLM, Engine, Request, load
+from qsample.runtime.text.template_sandbox import compile_template
 from qsample.runtime.text.tokenizer import Tokenizer
 from qsample.sampling_params import SamplingParams
 from qsample.serve.guides import Grammars
@@ -38,14 +39,9 @@ class ServedModel:
             intra_op_num_threads=settings.threads,
             session_config=settings.session_options,
         )
-        if self.model.tokenizer is not None and settings.chat_template is not None:
-            self.model.tokenizer.chat_template = settings.chat_template
-        self.engine = Engine(
-            self.model,
-            slots=settings.slots,
-            max_waiting=settings.max_waiting,
-            prefill_chunk_size=settings.prefill_chunk_size,
-        )
+        if (tokenizer := self.model.tokenizer) is not None and settings.chat_template is not None:
+            tokenizer.chat_template = tokenizer.get_chat_template(settings.chat_template)
+            compile_template(tokenizer.chat_template)  # its mistakes are told at the start, too
         self.created = int(time.time())
         self.defaults = {"temperature": 1.0}
         if settings.generation_config == "auto":
@@ -54,6 +50,12 @@ class ServedModel:
         SamplingParams(**self.defaults)  # type: ignore[arg-type]  # a config's own mistakes are told at the start
         self.tool_format = find_format(settings.tool_call_parser, self._template)
         self.grammars = Grammars(self.model)
+        self.engine = Engine(  # last: it has a thread
+            self.model,
+            slots=settings.slots,
+            max_waiting=settings.max_waiting,
+            prefill_chunk_size=settings.prefill_chunk_size,
+        )
 
     @property
     def max_model_len(self) -> int:

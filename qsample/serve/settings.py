@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final, Literal
@@ -22,10 +23,11 @@ class ServeSettings:
     threads: of ONNX Runtime's operators; None = its own choice. spinning: let those threads wait busily between two
     operators, which is faster for one stream and takes the processor from whoever else needs it, the server's own event
     loop included. slots, max_waiting, prefill_chunk_size: as in `Engine`. api_keys: those that clients may come with;
-    () = any. cors_origins: of pages in browsers that may ask, "*" for all. chat_template: in place of the packages'.
-    generation_config: "auto" takes temperature, top_k, top_p, min_p, repetition_penalty and max_new_tokens from a
-    model's generation_config where a request says nothing; "openai" takes OpenAI's defaults. tool_call_parser: how
-    models write calls of tools; None = as their chat template has it. max_body_bytes: of a request.
+    () = any. cors_origins: of pages in browsers that may ask, "*" for all. chat_template: in place of the packages'
+    own, a Jinja template or the name of one that they have. generation_config: "auto" takes temperature, top_k, top_p,
+    min_p, repetition_penalty and max_new_tokens from a model's generation_config where a request says nothing; "openai"
+    takes OpenAI's defaults. tool_call_parser: how models write calls of tools; None = as their chat template has it.
+    max_body_bytes: of a request.
     trust_request_chat_template: take chat templates of clients, too, which are programs, and not only the names of the
     package's. request_timeout: seconds that an answer may take, whole; None = any. drain_timeout: seconds that running
     requests get at the end.
@@ -60,8 +62,10 @@ class ServeSettings:
         check_count("max_body_bytes", self.max_body_bytes, 1)
         for name in ("request_timeout", "drain_timeout"):
             value = getattr(self, name)
-            if value is not None and not (isinstance(value, int | float) and value >= 0):
+            if value is not None and not (isinstance(value, int | float) and 0 <= value < math.inf):
                 raise ValueError(f"{name} is {shown(value)}; give seconds, 0 or more")
+        if self.request_timeout == 0:
+            raise ValueError("request_timeout is 0, in which no answer comes; give more, or leave it out")
         if self.generation_config not in ("openai", "auto"):
             raise ValueError(f'generation_config is {shown(self.generation_config)}; give "openai" or "auto"')
         if self.tool_call_parser is not None and self.tool_call_parser not in FORMATS:

@@ -198,11 +198,36 @@ def test_values_that_ask_for_nothing_pass(model: CausalLM) -> None:
         ({"stopping_criteria": [5]}, "stopping_criteria has a int; give a function"),
         ({"stopping_criteria": "no"}, "stopping_criteria has a str"),
         ({"tokenizer": 5}, "tokenizer is a int; give a fast tokenizer"),
+        ({"suppress_tokens": np.array([1, 2])}, r"suppress_tokens=array\(\[1, 2\]\), which qsample does not implement"),
+        ({"bad_words_ids": np.array([[1]])}, r"bad_words_ids=array\(\[\[1\]\]\), which qsample"),
+        ({"temperature": np.array([0.5, 0.7])}, r"temperature is array\(\[0\.5, 0\.7\]\); give a finite number"),
+        ({"do_sample": False, "top_k": np.array([5, 6])}, "do_sample=False chooses greedily"),
+        ({"seed": b"ab"}, "seed is b'ab'; give an integer"),
     ],
 )
 def test_what_is_refused(options: dict[str, Any], message: str, model: CausalLM) -> None:
     with pytest.raises(ValueError, match=message):
         model.generate(PROMPTS, **options)
+
+
+def test_what_is_no_streamer(model: CausalLM) -> None:
+    with pytest.raises(ValueError, match=r"streamer is 5; give an object with put\(value\) and end\(\)"):
+        model.generate([5], streamer=5, max_new_tokens=2)  # type: ignore[arg-type]
+
+
+def test_values_of_other_libraries(model: CausalLM) -> None:
+    wanted = model.generate(PROMPTS, temperature=0.5, seed=[3, 4, 5, 6][: len(PROMPTS)], max_new_tokens=3)
+    seeds = np.array([3, 4, 5, 6])[: len(PROMPTS)]
+    options = {"temperature": np.float32(0.5), "num_beams": np.int64(1), "suppress_tokens": np.array([], np.int64)}
+    found = model.generate(PROMPTS, seed=seeds, max_new_tokens=np.int64(3), max_time=np.int64(600), **options)
+    assert (found.token_ids, found.seeds) == (wanted.token_ids, wanted.seeds)
+
+
+def test_more_tokens_than_there_is_memory_for(fake_model: Callable[..., CausalLM]) -> None:
+    unlimited = fake_model(manifest={"max_position_embeddings": None})
+    for most in (2**31 - 1, 2**30):
+        with pytest.raises(MemoryError, match=r"a tensor \[.*\] takes .* GB, .* fewer tokens a row"):
+            unlimited.generate([[5]] * 64, max_new_tokens=most, do_sample=False)
 
 
 def test_a_tokenizer_for_a_package_without_one(fake_model: Callable[..., CausalLM]) -> None:

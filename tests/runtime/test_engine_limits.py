@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import threading
 import time
 import warnings
+import weakref
 from collections.abc import Callable
 
 import numpy as np
 import pytest
 
 from qsample.runtime import CausalLM, Engine, EngineClosedError, Request, RequestFailedError
+from tests.helpers.fake_package import VOCAB
+from tests.helpers.requests import wait_until
 
 
 def finish(gate: threading.Semaphore) -> None:
@@ -55,6 +60,45 @@ def test_the_lowest_priority_gets_the_next_slot(model: CausalLM, gate: threading
             request.result(60)
         assert (engine.stats().running, engine.stats().waiting) == (0, 0)
     assert ended == ["running", "first", "second", "plain", "late", "last"]
+
+
+def test_who_is_told_of_an_end_finds_its_room(model: CausalLM) -> None:
+    room: list[tuple[int, int]] = []
+    with Engine(model, slots=1) as engine:
+
+        def look(request: Request) -> None:
+            stats = engine.stats()
+            room.append((stats.running, stats.waiting))
+
+        for options in ({}, {"stop_strings": ["a", "e", " "]}, {"max_time": 1e-9}):
+            request = engine.add_request([5], max_new_tokens=40, seed=3, **options)  # type: ignore[arg-type]
+            request.add_done_callback(look)
+            request.result(60)
+    assert room == [(0, 0)] * 3
+
+
+def test_a_drained_engine_has_told_everybody(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    finished = Request.finish
+
+    def slowly(self: Request, reason: str) -> None:
+        time.sleep(0.05)
+        finished(self, reason)
+
+    monkeypatch.setattr(Request, "finish", slowly)
+    with Engine(model, slots=1) as engine:
+        request = engine.add_request([5], max_new_tokens=2)
+        assert engine.drain(60)
+        assert request.done
+
+
+def test_nothing_is_kept_of_a_request_that_had_more_time(model: CausalLM) -> None:
+    with Engine(model, slots=1) as engine:
+        request = engine.add_request([5], max_new_tokens=2, max_time=1e6)
+        request.result(60)
+        kept = weakref.ref(request._sequence.text)
+        request.add_done_callback(lambda request: None)
+        del request
+        wait_until(lambda: gc.collect() >= 0 and kept() is None)
 
 
 @pytest.mark.parametrize("priority", [1.5, "high", None])
@@ -127,3 +171,35 @@ def test_deltas_have_the_outputs_of_their_tokens(fake_model: Callable[..., Causa
         parts = [delta.outputs[name] for delta in deltas if delta.token_ids]
         np.testing.assert_array_equal(np.concatenate(parts), output.outputs[name])
     assert output.outputs["top_logprobs"].shape == (5, 2)
+
+
+def test_a_token_keeps_no_more_than_its_own_outputs(fake_model: Callable[..., CausalLM]) -> None:
+    """Those of the other slots would be kept with it, for as long as a request runs."""
+    with Engine(fake_model(probs=True), slots=4) as engine:
+        request = engine.add_request([5], max_new_tokens=3, seed=1)
+        request.result(60)
+    kept = [output["probs"] for output in request._sequence.outputs]
+    assert [values.shape for values in kept] == [(VOCAB,)] * 3
+    assert [values.base for values in kept] == [None] * 3
+
+
+def test_an_engine_whose_close_was_interrupted_is_closed_at_exit(
+    model: CausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The interpreter must not go while the thread is inside the graph, however impatient somebody is."""
+    at_exit: list[object] = []
+    monkeypatch.setattr(atexit, "register", at_exit.append)
+    monkeypatch.setattr(atexit, "unregister", at_exit.remove)
+    engine = Engine(model, slots=1)
+    with monkeypatch.context() as patched:
+
+        def interrupted(timeout: float | None = None) -> None:
+            raise KeyboardInterrupt
+
+        patched.setattr(engine._thread, "join", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.close()
+    assert at_exit == [engine.close]
+    engine.close()
+    assert at_exit == []
+    assert not engine._thread.is_alive()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -89,6 +90,27 @@ def test_a_function_that_raises_ends_its_request_alone(
                 assert "in broken" in "".join(raised.value.__notes__)
         assert outcome(healthy) == expected([6], FREE, 1)
         assert outcome(engine.add_request([7], FREE, seed=2)) == expected([7], FREE, 2)
+
+
+def test_requests_that_come_while_others_are_guided_harm_nobody(fake_model: Callable[..., CausalLM]) -> None:
+    """Whoever adds a guided request does so on a thread of his own, at any time."""
+    at_work, added = threading.Event(), threading.Event()
+
+    class Guides(dict[Any, Any]):
+        def items(self) -> Any:
+            for item in super().items():
+                at_work.set()
+                added.wait(5)
+                yield item
+
+    with Engine(fake_model(allowed_tokens=True), slots=2) as engine:
+        engine._guides = Guides()
+        first = engine.add_request([5], FREE, seed=1, allowed_tokens=lambda step, mask: step and at_work.set())
+        at_work.wait(60)
+        second = engine.add_request([6], FREE, seed=2, allowed_tokens=lambda step, mask: None)
+        added.set()
+        assert outcome(first) == expected([5], FREE, 1)
+        assert outcome(second) == expected([6], FREE, 2)
 
 
 def test_a_function_that_raises_at_once_raises_where_the_request_is_added(

@@ -80,6 +80,7 @@ def test_padding_between_tokens_is_refused_where_it_cannot_be_left_out() -> None
         [5, 6],
         [5, 6, 7],
     ]
+    assert [prompt.ids.tolist() for prompt in parse([[], [5]], None)] == [[BOS], [5]]
     for ids, mask in (([[5], [6, 0, 7]], None), ([[9], [6, 8, 7]], [[1], [1, 0, 1]])):
         with pytest.raises(ValueError, match="prompt 1 has padding between its tokens"):
             parse(ids, mask)

@@ -202,6 +202,7 @@ def test_nothing_is_lost_of_a_request_that_ends_while_it_is_read(in_a_coroutine:
                 request._sequence.sampled += [7, 8]
                 request._sequence.status = STOPPED
                 request.update()
+                request.finish("stop")
             return value
 
     async def read() -> list[int]:

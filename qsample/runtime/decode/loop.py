@@ -268,7 +268,7 @@ class DecodeLoop:
             sequence.stalls = int(self._slots.stalls[slot])
             sequence.sampled += tokens
             if tokens and snapshot.outputs:  # such packages are read after every token
-                sequence.outputs.append({name: values[slot] for name, values in snapshot.outputs.items()})
+                sequence.outputs.append({name: values[slot].copy() for name, values in snapshot.outputs.items()})
             if self._slots.may_stall:
                 sequence.issued -= issued - len(tokens)
                 if status == STALLED:

@@ -8,7 +8,6 @@ import warnings
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping
 from typing import Any
 
-from qsample.contract import RUNNING, STATUS_NAMES
 from qsample.errors import Failure
 from qsample.runtime.request.errors import RequestFailedError
 from qsample.runtime.request.outputs import Delta, RequestOutput, RequestTiming, Usage, stacked
@@ -157,16 +156,12 @@ class Request:
 
     # The rest is for the engine's thread.
 
-    def update(self) -> bool:
-        """Publish what was sampled since the last call. Returns whether the request has ended."""
+    def update(self) -> None:
+        """Publish what was sampled since the last call."""
         known = len(self._sequence.token_ids)
         tokens, text = self._sequence.take()
         if tokens:
             self._publish(tokens, text, self._sequence.outputs[known : known + len(tokens)])
-        if self._sequence.status == RUNNING:
-            return False
-        self.finish(STATUS_NAMES[self._sequence.status])
-        return True
 
     def finish(self, reason: str) -> None:
         """End it with what it has."""

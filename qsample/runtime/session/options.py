@@ -24,12 +24,22 @@ class SessionOptions:
 
     def __post_init__(self) -> None:
         check_count("intra_op_num_threads", self.intra_op_num_threads)
+        object.__setattr__(self, "provider_options", _texts("provider_options", self.provider_options))
+        object.__setattr__(self, "config", _texts("session_config", self.config))
 
     @property
     def arguments(self) -> dict[str, Any]:
         """As `load` takes them."""
         threads, own = self.intra_op_num_threads, dict(self.provider_options)
         return {"intra_op_num_threads": threads, "provider_options": own, "session_config": dict(self.config)}
+
+
+def _texts(name: str, given: Any) -> dict[str, str]:
+    if not isinstance(given, Mapping) or not all(
+        isinstance(key, str) and isinstance(value, str | int | float) for key, value in given.items()
+    ):
+        raise ValueError(f"{name} is {shown(given)}; give a mapping of names to texts or numbers")
+    return {key: str(value) for key, value in given.items()}
 
 
 def session_options(

@@ -11,7 +11,7 @@ from typing import Any, Final
 import onnxruntime as ort
 
 from qsample.contract import BATCH, CAPACITY, INPUT_IDS, GraphSpec, Interface, TensorSpec, retained_name
-from qsample.errors import PackageError, QsampleError
+from qsample.errors import PackageError, QsampleError, shown
 from qsample.package import Package
 from qsample.runtime.session.device_thread import DeviceThread
 from qsample.runtime.session.linux_memory import in_huge_pages, release_pages
@@ -170,7 +170,12 @@ def _providers(package: Package, provider: str | Sequence[str] | None) -> tuple[
             )
         providers = compilation.execution_providers if compilation else execution_providers(provider)
     else:
-        providers = tuple(provider)
+        providers = tuple(provider) if isinstance(provider, Sequence) else (provider,)
+        if not all(isinstance(name, str) for name in providers):
+            raise ValueError(
+                f'provider is {shown(provider)}; give a short name such as "cpu", or a list of ONNX Runtime\'s names, '
+                "the options of the first with provider_options"
+            )
     return providers
 
 

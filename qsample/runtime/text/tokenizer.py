@@ -99,6 +99,10 @@ class Tokenizer:
     def chat_template(self, value: str | Mapping[str, str] | None) -> None:
         self._chat_templates = ChatTemplates(value, self._chat_templates.special_tokens)
 
+    def get_chat_template(self, chat_template: str | None = None, tools: Sequence[Any] | None = None) -> str:
+        """The text of the template that `encode_chat` would take with these options. Raises ValueError without one."""
+        return self._chat_templates.source(chat_template, tools=tools is not None)
+
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], options: ChatOptions | None = None) -> list[int]:
         """Token ids of a conversation, up to where the assistant answers unless `options` say otherwise.
 

@@ -29,3 +29,16 @@ def test_counts() -> None:
     check_count("n", None)
     check_count("n", 1)
     check_count("n", 0, least=0)
+
+
+@pytest.mark.parametrize("value", [5, ["a"], {"a": None}, {1: "a"}, "a"])
+def test_entries_that_are_none(value: Any) -> None:
+    with pytest.raises(ValueError, match=r"provider_options is .*; give a mapping of names to texts or numbers"):
+        SessionOptions(provider_options=value)
+    with pytest.raises(ValueError, match="session_config is "):
+        SessionOptions(config=value)
+
+
+def test_numbers_are_texts_to_onnxruntime() -> None:
+    options = SessionOptions(provider_options={"device_id": 3}, config={"session.set_denormal_as_zero": 1})  # type: ignore[dict-item]
+    assert (options.provider_options, options.config) == ({"device_id": "3"}, {"session.set_denormal_as_zero": "1"})

@@ -23,6 +23,12 @@ def test_loading_by_provider_name_or_list(fake: Callable[..., Package]) -> None:
         assert load(fake().path, provider).generate([5], max_new_tokens=1, seed=0).token_ids
 
 
+@pytest.mark.parametrize("provider", [5, [5], [("CPUExecutionProvider", {})], [None]])
+def test_what_names_no_provider(provider: Any, fake: Callable[..., Package]) -> None:
+    with pytest.raises(ValueError, match=r"provider is .*; give a short name such as \"cpu\", or a list of"):
+        load(fake().path, provider)
+
+
 @pytest.mark.parametrize(
     ("provider", "message"),
     [

@@ -1,0 +1,72 @@
+"""What a package is served with, and what is refused at the start."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from qsample.serve.served_model import ServedModels
+from qsample.serve.settings import ServeSettings
+from tests.helpers.fake_package import fake_package
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    files = {
+        "chat_template.jinja": "own {{ messages[0].content }}",
+        "additional_chat_templates/short.jinja": "short {{ messages[0].content }}",
+    }
+    return fake_package(tmp_path_factory.mktemp("served") / "package", files=files).path
+
+
+@pytest.mark.parametrize(
+    ("template", "prompt"),
+    [(None, "own hello"), ("short", "short hello"), ("given {{ messages[0].content }}", "given hello")],
+)
+def test_a_chat_template_by_name_or_as_text(package: Path, template: str | None, prompt: str) -> None:
+    models = ServedModels(ServeSettings(models={"tiny": str(package)}, slots=1, chat_template=template))
+    try:
+        tokenizer = models.find("tiny").tokenizer
+        assert tokenizer.decode(tokenizer.encode_chat([{"role": "user", "content": "hello"}])) == prompt
+    finally:
+        models.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"chat_template": "shrot"}, "chat_template is 'shrot', which is no Jinja and no template of the package"),
+        ({"chat_template": "{% if %}"}, "the chat template is not valid Jinja"),
+        ({"slots": 0}, "slots is 0"),
+    ],
+)
+def test_a_mistake_is_told_at_the_start_and_leaves_no_engine(
+    package: Path, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        ServedModels(ServeSettings(models={"tiny": str(package)}, **options))
+    assert not [thread for thread in threading.enumerate() if thread.name == "qsample-engine"]
+
+
+def test_a_generation_config_that_is_wrong_leaves_no_engine(tmp_path: Path) -> None:
+    package = fake_package(tmp_path / "package", generation_config={"temperature": -1})
+    with pytest.raises(ValueError, match="temperature is -1"):
+        ServedModels(ServeSettings(models={"tiny": str(package.path)}, slots=1, generation_config="auto"))
+    assert not [thread for thread in threading.enumerate() if thread.name == "qsample-engine"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"request_timeout": 0}, "request_timeout is 0, in which no answer comes"),
+        ({"request_timeout": float("inf")}, "request_timeout is inf"),
+        ({"drain_timeout": float("inf")}, "drain_timeout is inf"),
+        ({"drain_timeout": -1}, "drain_timeout is -1"),
+    ],
+)
+def test_wrong_times(options: dict[str, float], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ServeSettings(models={"tiny": "tiny"}, **options)  # type: ignore[arg-type]
