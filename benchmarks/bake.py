@@ -24,9 +24,10 @@ import time
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
 from checkpoints import CTX_LEN, SHAPES, can_import, make_checkpoint, make_genai_model
 from decode import ROUNDS, Part, add_options, remaining, run_cells
-from decode_report import Results, show, write
+from decode_report import Results, markdown, show, write
 from machine import describe_machine
 from mixes import FLAT, MIXES
 from rich.console import Console
@@ -109,9 +110,28 @@ def main() -> None:
     results.save()
     show(results, Console())
     write(results, options.output, "What baking brings", "bake.py", SYSTEMS)
+    gains = markdown(*gain_rows(results, options.shape))
     with options.output.with_suffix(".md").open("a") as page:
+        page.write("\n".join(["", "## A step, in short", "", *gains, ""]))
         page.write(describe(options.shape, results.shape(options.shape)["bake"]))
     console.print(f"wrote {options.output.with_suffix('.md')}")
+
+
+def gain_rows(results: Results, shape: str) -> tuple[list[str], list[list[str]]]:
+    """A line per mix and number of rows, at the shortest prompt: the baked step, and how many times longer others'."""
+    cells = results.shape(shape)["cells"]
+    others = [*OWN[1:], "genai"]
+    order = [*MIXES, *FLAT, EVERYTHING]
+    keys = {(cell["mix"], cell["batch"]) for cell in cells}
+    prompt = min((cell["prompt"] for cell in cells), default=0)
+    lines = []
+    for mix, rows in sorted(keys, key=lambda key: (order.index(key[0]), key[1])):
+        own = results.cell(shape, prompt, rows, mix, "qsample")
+        if own is not None:
+            ratios = [results.ratio(shape, prompt, rows, mix, name, "decode") for name in others]
+            texts = ["" if ratio is None else f"{ratio:.2f}x" for ratio in ratios]
+            lines.append([mix, str(rows), f"{np.median(own['step_ms']):.1f}", *texts])
+    return ["sampling", "rows", "baked, ms a step", *others], lines
 
 
 def describe(shape: str, facts: dict[str, Any]) -> str:

@@ -18,6 +18,7 @@ written after every cell, and a run goes on where the one before it stopped.
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
 from dataclasses import dataclass
@@ -89,6 +90,11 @@ def build(options: argparse.Namespace, console: Console) -> dict[str, Path]:
             continue
         with console.status(f"{options.shape}: a model for {system}"):
             models[system] = builders[system if system in builders else system.split(",")[0]]()
+    for system, expected in ((FLOAT32, None), (INT8, "int8")):
+        if system in models:
+            found = json.loads((models[system] / "qsample.json").read_text())["interface"]["kv_cache_dtype"]
+            if found != expected:
+                raise SystemExit(f"{models[system]} has a cache of {found or 'float32'}; delete it to build it anew")
     return models
 
 

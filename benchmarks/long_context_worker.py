@@ -72,7 +72,7 @@ class QsampleRows:
     def fill(self) -> None:
         generator, history = np.random.default_rng(0), self._prompts.shape[1]
         states = self._slots._state.inputs()  # the memory itself; nothing public writes keys and values
-        for spec in self._sessions.interface.key_values:
+        for spec in self._sessions.interface.cache_states:
             cache = states[spec.name].owner.numpy()
             for row in range(self._rows):
                 shape = (cache.shape[1], history, cache.shape[3])
