@@ -258,11 +258,13 @@ def make_genai_model(
     precision: str = "int4",
     block_size: int = 32,
     provider: str = "cpu",
+    last_logits: bool = False,
 ) -> Path:
     """Build the checkpoint for onnxruntime-genai with its own model builder, unless it is there, and return the folder.
 
     python: an interpreter that has onnxruntime-genai, torch and transformers. accuracy level 4 takes the same kernels
-    that qsample takes, and the tied table is shared, which is the builder's default.
+    that qsample takes, and the tied table is shared, which is the builder's default. last_logits: compute the logits of
+    a prompt's last token only; otherwise a model returns those of all, [B, S, V].
     """
     if not (folder / "genai_config.json").exists():
         with tempfile.TemporaryDirectory(dir=checkpoint.parent) as scratch:
@@ -270,8 +272,9 @@ def make_genai_model(
             source = make_composite(checkpoint, Path(scratch)) if kind == "qwen3_5_text" else checkpoint
             command = ["-m", "onnxruntime_genai.models.builder", "-i", source, "-o", folder, "-p", precision]
             command += ["-e", provider, "-c", folder / "cache"]
-            if precision == "int4":
-                command += ["--extra_options", f"block_size={block_size}", "accuracy_level=4"]
+            more = [f"block_size={block_size}", "accuracy_level=4"] if precision == "int4" else []
+            more += ["prune_lm_head=true"] if last_logits else []
+            command += ["--extra_options", *more] if more else []
             run_quietly([python, *map(str, command)], folder / "builder.log")
     return folder
 

@@ -16,8 +16,8 @@ rounds. Results are written after every cell, and a run goes on where the one be
 rounds is left as it is, unless --again is given. Delete the JSON file to measure everything on one machine anew.
 
 `genai` runs with --threads like the others; `genai defaults` as it comes: onnxruntime-genai itself takes half of the
-logical processors, at most 16, for what may be physical cores. A prompt of more than 2,048 tokens in all rows is read
-in chunks by onnxruntime-genai, whose models return the logits of every token of a chunk.
+logical processors, at most 16, for what may be physical cores. Its models are built with `prune_lm_head`: of a prompt,
+all systems compute the logits of the last token only.
 """
 
 from __future__ import annotations
@@ -81,9 +81,13 @@ def build(shape: str, options: argparse.Namespace, results: Results, console: Co
         checkpoint = make_checkpoint(shape, folder / "checkpoint")
     with console.status(f"{shape}: a package for qsample"):
         models = {"qsample": make_package(checkpoint, folder / "int4", "int4"), "transformers": checkpoint}
+
+    def genai() -> Path:
+        return make_genai_model(checkpoint, folder / "genai-last-logits", python, last_logits=True)
+
     builders = {
-        "genai": lambda: make_genai_model(checkpoint, folder / "genai", python),
-        "genai defaults": lambda: make_genai_model(checkpoint, folder / "genai", python),
+        "genai": genai,
+        "genai defaults": genai,
         "llama.cpp": lambda: make_gguf(checkpoint, folder / "q4_0.gguf", python),
     }
     for system in builders.keys() & options.system:

@@ -121,12 +121,7 @@ class Qsample:
 
 
 class Genai:
-    """onnxruntime-genai's generator. threads: None = as many as it takes by itself.
-
-    Its builder's models return the logits of every token: of more than MOST_LOGITS tokens, a chunk at a time.
-    """
-
-    MOST_LOGITS = 2048
+    """onnxruntime-genai's generator. threads: None = as many as it takes by itself."""
 
     def __init__(self, model: Path, threads: int | None) -> None:
         import onnxruntime_genai as og
@@ -149,8 +144,6 @@ class Genai:
         if not greedy:
             options |= {"top_k": int(sampling.get("top_k", 0)), "top_p": sampling.get("top_p", 1.0)}
             options |= {"temperature": sampling.get("temperature", 1.0), "random_seed": 0}
-        if prompts.size > self.MOST_LOGITS:
-            options["chunk_size"] = max(64, self.MOST_LOGITS // len(prompts))
         moments = [time.perf_counter()]
         params = self.og.GeneratorParams(self.model)
         params.set_search_options(**options)

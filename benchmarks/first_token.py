@@ -9,8 +9,8 @@ Three parts, each in rounds in which its cases take turns:
 pieces    a prompt read in pieces of several sizes; the runtime's own is the constant `_PIECE_SIZE` of its sessions.
 chunks    a prompt that comes to an engine whose other rows run, by `prefill_chunk_size`: the first token of the new
           one, and the longest that the others wait for a token.
-together  four prompts added to an engine at once, and each when the one before has its first token; of one length, and
-          of several.
+together  four prompts added to an engine at once, with two values of `prefill_chunk_size`, and each when the one before
+          has its first token: the mean of their first tokens, and the last; of one length, and of several.
 """
 
 from __future__ import annotations
@@ -155,41 +155,36 @@ def chunk_table(model: Any, tokens: int, rounds: int) -> Table:
 
 
 def together_table(model: Any, lengths: list[tuple[int, ...]], rounds: int) -> Table:
-    """Some prompts at once, and one after another: until the last has its first token, and how often the graph ran."""
+    """Some prompts at once, and one after another: their first tokens, and how often the graph ran."""
     from qsample.runtime import Engine, SamplingParams
 
     make, sessions = Prompts(model.interface.vocab_size), model.sessions
     params = SamplingParams(temperature=0.0, eos_token_id=(), max_new_tokens=64)
 
-    def case(prompts: tuple[int, ...], *, at_once: bool) -> Callable[[], list[float]]:
+    def case(prompts: tuple[int, ...], chunk_size: int | None) -> Callable[[], list[float]]:
         def add() -> list[float]:
-            with Engine(model, slots=len(prompts)) as engine:
+            with Engine(model, slots=len(prompts), prefill_chunk_size=chunk_size) as engine:
                 runs, start, streams = sessions.decoder.runs, time.perf_counter(), []
                 for tokens in prompts:
                     streams.append(Stream(engine.add_request(make(tokens), params)))
-                    if not at_once:
+                    if chunk_size is None:
                         streams[-1].wait()
-                last = max(stream.wait() for stream in streams)
+                first = [1e3 * (stream.wait() - start) for stream in streams]
                 runs = sessions.decoder.runs - runs
                 for stream in streams:
                     stream.end()
-            return [1e3 * (last - start), float(runs)]
+            return [float(np.mean(first)), max(first), float(runs)]
 
         return add
 
-    names = {prompts: ", ".join(map(str, prompts)) for prompts in lengths}
+    ways = {"one by one": None, **{f"at once, chunks of {size}": size for size in (sessions.piece_size, max(CHUNKS))}}
     cases = {
-        f"{names[prompts]}: {'at once' if at_once else 'one by one'}": case(prompts, at_once=at_once)
+        f"{', '.join(map(str, prompts))}: {way}": case(prompts, chunk_size)
         for prompts in lengths
-        for at_once in (False, True)
+        for way, chunk_size in ways.items()
     }
-    table = Table(
-        "tokens of the prompts",
-        "all first tokens, ms",
-        "runs of the graph",
-        title="several prompts",
-        title_justify="left",
-    )
+    header = ("tokens of the prompts", "first tokens, mean, ms", "the last, ms", "runs of the graph")
+    table = Table(*header, title="several prompts", title_justify="left")
     for name, figures in in_turns(cases, rounds).items():
         table.add_row(name, *(f"{value:.1f}" for value in np.median(figures, axis=0)))
     return table
@@ -219,7 +214,7 @@ def main() -> None:
         for tokens in options.prompt:
             console.print(chunk_table(model, tokens, options.rounds))
     if "together" in options.parts:
-        lengths = [(64,) * 4, (61, 62, 63, 64), (16,) * 4, (13, 14, 15, 16), (128,) * 4]
+        lengths = [(64,) * 4, (16,) * 4, (13, 14, 15, 16)]
         console.print(together_table(model, lengths, options.rounds))
 
 

@@ -30,7 +30,7 @@ from checkpoints import SHAPES, can_import, make_checkpoint, make_genai_model, m
 from long_context_report import FLOAT32, INT8, Cells, show, write
 from machine import describe_machine
 from rich.console import Console
-from turns import PAUSE, PEERS, Worker
+from turns import PAUSE, PEERS, Worker, size_of
 
 SYSTEMS: Final = (FLOAT32, INT8, "genai", "llama.cpp, f16", "llama.cpp, q8_0")
 CTX_LEN: Final = 16640  # of packages
@@ -60,6 +60,11 @@ def cache_bytes(shape: str, system: str, cell: Cell) -> float:
     return BYTES[system] * numbers * cell.rows * (cell.history + GROWTH)
 
 
+def needed_bytes(shape: str, system: str, cell: Cell, model: Path) -> float:
+    """Keys and values, the weights, which some systems unpack, and what a call takes."""
+    return cache_bytes(shape, system, cell) + 1.5 * size_of(model) + 3e8
+
+
 def available_bytes() -> float:
     """Memory that can be taken; no bound where Linux does not tell."""
     try:
@@ -79,7 +84,7 @@ def build(options: argparse.Namespace, console: Console) -> dict[str, Path]:
         INT8: lambda: make_package(
             checkpoint, folder / "long-int8-cache", "int4", "--kv-cache-dtype", "int8", ctx_len=CTX_LEN
         ),
-        "genai": lambda: make_genai_model(checkpoint, folder / "genai", python),
+        "genai": lambda: make_genai_model(checkpoint, folder / "genai-last-logits", python, last_logits=True),
         "llama.cpp": lambda: make_gguf(checkpoint, folder / "q4_0.gguf", python),
     }
     models = {}
@@ -135,7 +140,7 @@ def is_filled(system: str, cell: Cell, options: argparse.Namespace) -> bool:
 
 
 def expected_minutes(cell: Cell, models: dict[str, Path], options: argparse.Namespace) -> float:
-    """For 0.6 B parameters on two cores: 2.3 ms a token, and 1 us for each pair of tokens; steps, and starts."""
+    """For 0.6 B parameters on two cores: 2.3 ms a token, and 0.5 us times the history; steps, and starts."""
     seconds = 0.0
     for system in taking_part(cell, models):
         tokens = 0 if is_filled(system, cell, options) else cell.history * (cell.rows if system == "genai" else 1)
@@ -156,16 +161,17 @@ def run_cell(
     cell: Cell, models: dict[str, Path], results: Cells, options: argparse.Namespace, console: Console
 ) -> None:
     """All systems of a cell, in turns where the memory has room for all of them."""
-    systems = taking_part(cell, models)
-    needed = sum(cache_bytes(options.shape, name, cell) + models_bytes(models[name]) for name in systems)
-    together = needed < FREE * available_bytes()
-    for group in [systems] if together else [[name] for name in systems]:
+    free = FREE * available_bytes()
+    needed = {name: needed_bytes(options.shape, name, cell, models[name]) for name in taking_part(cell, models)}
+    for name in [name for name in needed if needed[name] > free]:
+        reason = f"{needed.pop(name) / 1e9:.0f} GB of memory are not free here"
+        results.set_missing(options.shape, cell.history, cell.rows, name, reason)
+        console.print(f"  without {name}: {reason}", highlight=False)
+    together = sum(needed.values()) < free
+    for group in [list(needed)] if together else [[name] for name in needed]:
         workers: dict[str, Worker] = {}
         first: dict[str, float | None] = {}
         for name in group:
-            if cache_bytes(options.shape, name, cell) > FREE * available_bytes():
-                results.set_missing(options.shape, cell.history, cell.rows, name, "not enough memory here")
-                continue
             try:
                 workers[name] = start(name, models[name], cell, options)
                 first[name] = open_history(name, workers[name], cell, options, console)
@@ -191,12 +197,6 @@ def run_cell(
             )
             worker.close()
         results.save()
-
-
-def models_bytes(model: Path) -> float:
-    """Weights in memory, unpacked by some systems, and what a call takes."""
-    files = [model] if model.is_file() else [path for path in model.iterdir() if path.is_file()]
-    return 1.5 * sum(path.stat().st_size for path in files) + 3e8
 
 
 def main() -> None:

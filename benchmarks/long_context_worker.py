@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 from decode_worker import Genai, Ids, LlamaCpp, Qsample, Request, memory, random_prompts
 
-CHUNK = 512  # tokens of a call that reads, in onnxruntime-genai and llama.cpp
+CHUNK = 512  # tokens of a call that reads, in llama.cpp
 GREEDY = {"temperature": 0.0}
 
 
@@ -97,9 +97,7 @@ class GenaiRows:
         self._prompts = prompts(options, self._system.vocab_size)
         length = options.history + options.growth
         params = og.GeneratorParams(self._system.model)
-        params.set_search_options(
-            batch_size=options.rows, max_length=length, min_length=length, do_sample=False, chunk_size=CHUNK
-        )
+        params.set_search_options(batch_size=options.rows, max_length=length, min_length=length, do_sample=False)
         self._generator = og.Generator(self._system.model, params)
 
     def read(self) -> None:
