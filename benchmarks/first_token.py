@@ -59,7 +59,7 @@ def in_turns(cases: Mapping[str, Callable[[], list[float]]], rounds: int) -> dic
     return {name: np.array(figures) for name, figures in found.items()}
 
 
-def piece_table(model: Any, tokens: int, rounds: int) -> Table:
+def piece_table(model: Any, tokens: int, pieces: list[int], rounds: int) -> Table:
     """Reading one prompt, in pieces."""
     from qsample.runtime.bench import LockStep
     from qsample.runtime.parameters import parameter_arrays
@@ -80,7 +80,7 @@ def piece_table(model: Any, tokens: int, rounds: int) -> Table:
         return read
 
     own = model.sessions.piece_size
-    sizes = sorted({own, *(size for size in PIECES if size < tokens), min(tokens, max(PIECES))})
+    sizes = sorted({own, *(min(size, tokens) for size in pieces)})
     found = in_turns({str(size): case(size) for size in sizes}, rounds)
     table = Table("tokens a piece", "ms", f"over {own}", title=f"a prompt of {tokens:,} tokens", title_justify="left")
     for name, times in found.items():
@@ -195,13 +195,14 @@ def main() -> None:
     parser.add_argument("package", type=Path, help="compiled for the CPU")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--prompt", type=int, nargs="+", default=[64, 1024])
+    parser.add_argument("--piece", type=int, nargs="+", default=list(PIECES), help="tokens, of the first part")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
     options, console = parser.parse_args(), Console()
-    if options.rounds < 1 or min(options.prompt) < 2:
-        parser.error("--rounds must be at least 1 and --prompt at least 2")
+    if options.rounds < 1 or min(options.prompt) < 2 or min(options.piece) < 2:
+        parser.error("--rounds must be at least 1, --prompt and --piece at least 2")
     model = load_package(options.package, options.threads)
-    needed = max(options.prompt) + 520
+    needed = max(options.prompt) + (520 if "chunks" in options.parts else 2)
     if model.capacity(needed) < needed:
         parser.error(
             f"{options.package} takes {model.capacity(needed)} tokens a row; compile it with --ctx-len {needed}"
@@ -209,7 +210,7 @@ def main() -> None:
     console.print(describe_machine(options.threads), highlight=False)
     if "pieces" in options.parts:
         for tokens in options.prompt:
-            console.print(piece_table(model, tokens, options.rounds))
+            console.print(piece_table(model, tokens, options.piece, options.rounds))
     if "chunks" in options.parts:
         for tokens in options.prompt:
             console.print(chunk_table(model, tokens, options.rounds))

@@ -1,15 +1,17 @@
 """Long histories on the CPU: first token, step and memory, with caches of several types, beside other systems.
 
     python -m venv peers && peers/bin/pip install onnxruntime-genai torch transformers llama-cpp-python gguf
-    python benchmarks/long_context.py --peers-python peers/bin/python               # some twenty minutes on two cores
+    python benchmarks/long_context.py --peers-python peers/bin/python               # a quarter of an hour on two cores
     python benchmarks/long_context.py --peers-python peers/bin/python --history 4096 --minutes 5
 
 qsample with a float32 and an int8 cache, onnxruntime-genai (float32), llama.cpp with an f16 and a q8_0 cache; the same
 random weights, 4 bits in blocks of 32, greedy. Each cell has processes of its own, with memory for just that cell. At
-one row every system reads the whole history, once, and that is the time to the first token; then the systems take turns
-in rounds of steps. At several rows nothing is read again: qsample's cache is filled with random numbers, llama.cpp gets
-copies of the row that was read before. onnxruntime-genai can do neither, so it reads every row, and is left out where
-that is more than MOST_READ tokens. With --fill, qsample reads no history longer than the shortest one.
+one row and the shortest history every system reads it, once, and that is the time to the first token; then the systems
+take turns in rounds of steps. Longer histories, and several rows, are made: qsample's cache is filled with random
+numbers, llama.cpp gets copies of what it read, one behind the other, and of the row. A step takes the same time over
+any numbers. onnxruntime-genai has no way to write its cache, so it reads every row, and is left out where that is more
+than MOST_READ tokens. With --read every system reads the whole of one row; llama.cpp with a q8_0 cache takes half an
+hour for 16,384 tokens.
 
 Where the systems do not fit into the memory together they run one after another; then no ratio is given. Results are
 written after every cell, and a run goes on where the one before it stopped.
@@ -103,10 +105,17 @@ def build(options: argparse.Namespace, console: Console) -> dict[str, Path]:
     return models
 
 
+def state_file(system: str, history: int, options: argparse.Namespace) -> Path:
+    """Where llama.cpp keeps what a row holds."""
+    return Path(options.work / options.shape / f"{system.replace(', ', '-')}-{history}.row")
+
+
 def start(system: str, model: Path, cell: Cell, options: argparse.Namespace) -> Worker:
     python = sys.executable if system in (FLOAT32, INT8) else options.peers_python
+    shortest = min(options.history)
     more = ["--rows", str(cell.rows), "--history", str(cell.history), "--growth", str(GROWTH)]
-    more += ["--state", str(options.work / options.shape / f"{system.replace(', ', '-')}-{cell.history}.state")]
+    more += ["--state", str(state_file(system, cell.history, options)), "--read-tokens", str(shortest)]
+    more += ["--read-before", str(state_file(system, shortest, options))]
     return Worker(system, model, python, options.threads, *more, script="long_context_worker.py")
 
 
@@ -134,9 +143,7 @@ def taking_part(cell: Cell, models: dict[str, Path]) -> list[str]:
 
 def is_filled(system: str, cell: Cell, options: argparse.Namespace) -> bool:
     """Whether the cell's history is not read."""
-    if system in (FLOAT32, INT8):
-        return cell.rows > 1 or (options.fill and cell.history > min(options.history))
-    return system != "genai" and cell.rows > 1
+    return system != "genai" and (cell.rows > 1 or (not options.read and cell.history > min(options.history)))
 
 
 def expected_minutes(cell: Cell, models: dict[str, Path], options: argparse.Namespace) -> float:
@@ -209,7 +216,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--new-tokens", type=int, default=16, help="of each row and round")
-    parser.add_argument("--fill", action="store_true", help="read long histories only where nothing else is possible")
+    parser.add_argument("--read", action="store_true", help="read every history of one row: an hour")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--again", action="store_true", help="measure anew what was measured before")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no cell that would end later")
@@ -239,7 +246,7 @@ def main() -> None:
         console.print(f"{options.shape}, {cell}", highlight=False)
         run_cell(cell, models, results, options, console)
     if all(results.has(options.shape, cell, taking_part(cell, models)) for cell in cells):
-        for path in (options.work / options.shape).glob("*.state"):
+        for path in (options.work / options.shape).glob("*.row"):
             path.unlink()
     show(results, Console())
     write(results, options.output)

@@ -6,6 +6,7 @@ Requests and answers are lines of JSON: {"fill": …} once, which has every row 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import sys
 import time
@@ -113,21 +114,26 @@ class GenaiRows:
 
 
 class LlamaRows:
-    """llama.cpp's context. What one row read is kept in a file, which several rows are filled from.
+    """llama.cpp's context. What one row holds is kept in a file, which several rows are filled from.
 
+    A longer history than one that was read is made of copies of it, moved to the positions behind one another.
     cache: the type of keys and values, as ggml names it.
     """
 
     def __init__(self, options: argparse.Namespace, cache: str) -> None:
         system = LlamaCpp(options.model, options.threads)
         self._system, self._rows, self._state, lib = system, options.rows, options.state, system.lib
+        self._read_before: Path | None = options.read_before
+        self._copies = 1 if options.state.exists() or options.rows > 1 else -(-options.history // options.read_tokens)
+        self._tokens_before = options.read_tokens
         self.version = f"llama_cpp {lib.__version__}"
         self._prompts = prompts(options, system.vocab_size)
         self._length = options.history  # of every row, the token that was chosen last left out
         context = lib.llama_context_default_params()
-        context.n_ctx = options.rows * (options.history + options.growth)
+        context.n_ctx = options.rows * (max(options.history, self._copies * options.read_tokens) + options.growth)
         context.n_batch = context.n_ubatch = CHUNK
-        context.n_seq_max = options.rows
+        context.n_seq_max = options.rows * self._copies
+        context.kv_unified = self._copies > 1  # the copies become one sequence
         context.n_threads = context.n_threads_batch = options.threads
         context.type_k = context.type_v = {"f16": lib.GGML_TYPE_F16, "q8_0": lib.GGML_TYPE_Q8_0}[cache]
         self._context = lib.llama_init_from_model(system.model, context)
@@ -148,22 +154,54 @@ class LlamaRows:
         self._read(0, 0, self._length)
         self._tokens[0] = self._system.lib.llama_sampler_sample(self._chain, self._context, -1)
 
-    def after_read(self) -> None:
-        """Keep what was read for the cells with several rows."""
-        ids = self._system.lib.llama_token * 1
-        written = self._system.lib.llama_state_seq_save_file(self._context, str(self._state).encode(), 0, ids(0), 1)
-        if not written:
-            raise RuntimeError(f"llama.cpp could not write {self._state}")
+    def keep(self) -> None:
+        """Keep what the row holds for the cells with several rows, and for longer ones."""
+        lib = self._system.lib
+        state = np.zeros(lib.llama_state_seq_get_size(self._context, 0), np.uint8)
+        if lib.llama_state_seq_get_data(self._context, _address(state), state.nbytes, 0) != state.nbytes:
+            raise RuntimeError("llama.cpp does not hand out what a row holds")
+        state.tofile(self._state)
 
     def fill(self) -> None:
-        import ctypes
+        if self._copies == 1:
+            for row in range(self._rows):
+                self._load(self._state, row)
+            return
+        assert self._read_before is not None
+        lib, memory = self._system.lib, self._system.lib.llama_get_memory(self._context)
+        for copy in range(self._copies):
+            self._load(self._read_before, copy, behind=copy * self._tokens_before)
+            if copy:
+                lib.llama_memory_seq_cp(memory, copy, 0, -1, -1)
+                lib.llama_memory_seq_rm(memory, copy, -1, -1)
+        lib.llama_memory_seq_rm(memory, 0, self._length, -1)
+        self.keep()
 
+    def _load(self, path: Path, row: int, *, behind: int = 0) -> None:
+        """Give a row what the file has. behind: what is added to the tokens' positions; keys stay as they were turned.
+
+        llama.cpp keeps each row apart from the others, in a stream, and takes states of as many streams as a context
+        has. The third number of a state is how many it has; the others of one row are empty, a number of cells each.
+        Then come the cells' positions, with how many rows a cell is in, and which.
+        """
+        if not path.exists():
+            raise RuntimeError(f"{path} is not there; measure the shorter history, and one row, first")
+        streams, size = (1 if self._copies > 1 else self._rows), path.stat().st_size
+        state = np.zeros(size + 4 * (streams - 1), np.uint8)
+        with path.open("rb") as file:
+            file.readinto(memoryview(state)[:size])
+        head = state[:16].view(np.uint32)
+        cells = state[16 : 16 + 12 * int(head[3])].view(np.int32).reshape(-1, 3)
+        expected = [[token, 1, 0] for token in range(len(cells))]
+        if head[2] != 1 or not np.array_equal(cells, expected):
+            raise RuntimeError(
+                "llama.cpp's states are laid out otherwise than in the version that this was written for"
+            )
+        head[2] = streams
+        cells[:, 0] += behind
         lib = self._system.lib
-        ids, count = (lib.llama_token * 1)(), ctypes.c_size_t()
-        for row in range(self._rows):
-            path = str(self._state).encode()
-            if not lib.llama_state_seq_load_file(self._context, path, row, ids, 1, ctypes.byref(count)):
-                raise RuntimeError(f"llama.cpp cannot load {self._state}; measure one row first")
+        if lib.llama_state_seq_set_data(self._context, _address(state), state.nbytes, row) != state.nbytes:
+            raise RuntimeError(f"llama.cpp cannot take what {path} has")
 
     def step(self) -> None:
         entries = [(self._tokens[row], self._length, row) for row in range(self._rows)]
@@ -182,6 +220,10 @@ SYSTEMS: dict[str, Callable[[argparse.Namespace], Rows]] = {
 }
 
 
+def _address(array: np.ndarray[Any, Any]) -> Any:
+    return array.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
+
+
 def prompts(options: argparse.Namespace, vocab_size: int) -> Ids:
     """[rows, history] int64."""
     return random_prompts(Request(options.rows, options.history, 0, GREEDY), vocab_size)
@@ -195,7 +237,9 @@ def main() -> None:
     parser.add_argument("--rows", type=int, required=True)
     parser.add_argument("--history", type=int, required=True, help="tokens of each row")
     parser.add_argument("--growth", type=int, required=True, help="room for new tokens")
-    parser.add_argument("--state", type=Path, required=True, help="file for what llama.cpp read")
+    parser.add_argument("--state", type=Path, required=True, help="file for what a row of llama.cpp holds")
+    parser.add_argument("--read-tokens", type=int, required=True, help="of a history that was read before")
+    parser.add_argument("--read-before", type=Path, help="the file of that")
     options = parser.parse_args()
     answers, sys.stdout = sys.stdout, sys.stderr  # whatever a library prints must not mix with the answers
 
@@ -214,7 +258,7 @@ def main() -> None:
             rows.read()
             answer({"first_token": time.perf_counter() - start})
             if isinstance(rows, LlamaRows):
-                rows.after_read()
+                rows.keep()
         else:
             moments = [start]
             for _ in range(asked["steps"]):

@@ -63,19 +63,19 @@ def test_what_is_left_to_measure(modules: tuple[ModuleType, ModuleType], tmp_pat
 
 
 def test_who_reads_and_who_is_filled(modules: tuple[ModuleType, ModuleType]) -> None:
-    benchmark, report = modules
+    benchmark, _ = modules
     models = dict.fromkeys(benchmark.SYSTEMS, Path())
     assert benchmark.taking_part(benchmark.Cell(16384, 1), models) == list(models)
     assert benchmark.taking_part(benchmark.Cell(4096, 4), models) == list(models)
     assert "genai" not in benchmark.taking_part(benchmark.Cell(16384, 4), models)
-    options = argparse.Namespace(history=[4096, 16384], fill=False)
-    filling = argparse.Namespace(history=[4096, 16384], fill=True)
+    making = argparse.Namespace(history=[4096, 16384], read=False)
+    reading = argparse.Namespace(history=[4096, 16384], read=True)
     for system in benchmark.SYSTEMS:
-        assert not benchmark.is_filled(system, benchmark.Cell(16384, 1), options)
-        assert not benchmark.is_filled(system, benchmark.Cell(4096, 1), filling)
-        assert benchmark.is_filled(system, benchmark.Cell(4096, 4), options) == (system != "genai")
-        ours = system in (report.FLOAT32, report.INT8)
-        assert benchmark.is_filled(system, benchmark.Cell(16384, 1), filling) == ours
+        can_be_filled = system != "genai"
+        assert not benchmark.is_filled(system, benchmark.Cell(4096, 1), making)
+        assert not benchmark.is_filled(system, benchmark.Cell(16384, 1), reading)
+        assert benchmark.is_filled(system, benchmark.Cell(16384, 1), making) == can_be_filled
+        assert benchmark.is_filled(system, benchmark.Cell(4096, 4), reading) == can_be_filled
 
 
 @pytest.mark.slow
@@ -94,7 +94,7 @@ def test_a_whole_run_on_a_tiny_model(modules: tuple[ModuleType, ModuleType], tmp
     ]
     for cell in cells:
         assert len(cell["step_ms"]) == 2
-        assert (cell["first_token_s"] is None) == (cell["rows"] > 1)
+        assert (cell["first_token_s"] is None) == (cell["rows"] > 1 or cell["history"] > 200)
     assert "| 300 | 2 | qsample, int8 cache |" in (tmp_path / "out" / "long.md").read_text()
     before = (tmp_path / "out" / "long.json").stat().st_mtime_ns
     subprocess.run([*map(str, command)], check=True, cwd=BENCHMARKS.parent, timeout=900)
