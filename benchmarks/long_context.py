@@ -10,7 +10,7 @@ one row and the shortest history every system reads it, once, and that is the ti
 take turns in rounds of steps. Longer histories, and several rows, are made: qsample's cache is filled with random
 numbers, llama.cpp gets copies of what it read, one behind the other, and of the row. A step takes the same time over
 any numbers. onnxruntime-genai has no way to write its cache, so it reads every row, and is left out where that is more
-than MOST_READ tokens. With --read every system reads the whole of one row; llama.cpp with a q8_0 cache takes half an
+than MOST_READ tokens. With --no-fill every system reads the whole of one row; llama.cpp with a q8_0 cache takes half an
 hour for 16,384 tokens.
 
 Where the systems do not fit into the memory together they run one after another; then no ratio is given. Results are
@@ -143,7 +143,7 @@ def taking_part(cell: Cell, models: dict[str, Path]) -> list[str]:
 
 def is_filled(system: str, cell: Cell, options: argparse.Namespace) -> bool:
     """Whether the cell's history is not read."""
-    return system != "genai" and (cell.rows > 1 or (not options.read and cell.history > min(options.history)))
+    return system != "genai" and (cell.rows > 1 or (options.fill and cell.history > min(options.history)))
 
 
 def expected_minutes(cell: Cell, models: dict[str, Path], options: argparse.Namespace) -> float:
@@ -216,7 +216,12 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--new-tokens", type=int, default=16, help="of each row and round")
-    parser.add_argument("--read", action="store_true", help="read every history of one row: an hour")
+    parser.add_argument(
+        "--fill",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="make long histories, or read every history of one row: an hour",
+    )
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--again", action="store_true", help="measure anew what was measured before")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no cell that would end later")

@@ -68,8 +68,8 @@ def test_who_reads_and_who_is_filled(modules: tuple[ModuleType, ModuleType]) -> 
     assert benchmark.taking_part(benchmark.Cell(16384, 1), models) == list(models)
     assert benchmark.taking_part(benchmark.Cell(4096, 4), models) == list(models)
     assert "genai" not in benchmark.taking_part(benchmark.Cell(16384, 4), models)
-    making = argparse.Namespace(history=[4096, 16384], read=False)
-    reading = argparse.Namespace(history=[4096, 16384], read=True)
+    making = argparse.Namespace(history=[4096, 16384], fill=True)
+    reading = argparse.Namespace(history=[4096, 16384], fill=False)
     for system in benchmark.SYSTEMS:
         can_be_filled = system != "genai"
         assert not benchmark.is_filled(system, benchmark.Cell(4096, 1), making)
