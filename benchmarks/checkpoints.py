@@ -315,7 +315,9 @@ def make_composite(checkpoint: Path, folder: Path) -> Path:
 def run_quietly(command: list[str], log: Path) -> None:
     """Run a builder with its output in `log`; RuntimeError shows the end of it where it fails."""
     log.parent.mkdir(parents=True, exist_ok=True)
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    # Another interpreter has packages of its own.
+    left_out = () if command[0] == sys.executable else ("PYTHONPATH",)
+    environment = {name: value for name, value in os.environ.items() if name not in left_out}
     with log.open("w") as output:
         done = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, check=False, env=environment)
     if done.returncode:

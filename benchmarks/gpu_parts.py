@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import ctypes
 import os
 import platform
 import subprocess
 import time
+import tomllib
 from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 import numpy as np
 from gpu_checks import check_package, executions_of_a_capture
@@ -17,7 +20,10 @@ from gpu_process import Reports
 from gpu_report import Cell
 from gpu_systems import Decode
 
+from qsample.runtime.session import small_graphs
 from qsample.runtime.session.buffers import Buffer, copy_on_device
+from qsample.runtime.session.options import session_options
+from qsample.runtime.session.providers import execution_providers, open_session
 
 PACKAGES = (
     "onnxruntime-gpu",
@@ -29,8 +35,10 @@ PACKAGES = (
     "nvidia-cudnn-cu13",
     "nvidia-cublas",
 )
+PROVIDER = "provider"  # what `look_at_the_gpu` reports where there is something to measure
 # Of the memory, in bytes a second, by NVIDIA's data sheets; for a device whose copies could not be timed.
 BANDWIDTHS = {"H200": 4.8e12, "H100": 3.35e12, "A100": 2.04e12, "L40S": 0.864e12, "L4": 0.3e12, "A10": 0.6e12}
+FLOAT32 = 1  # onnx.TensorProto.DataType
 COPIED = 2**28  # float32 numbers
 COPIES = 10
 
@@ -44,19 +52,43 @@ def describe() -> dict[str, str]:
             facts[name] = version(name)
         except PackageNotFoundError:
             continue
+    others = other_versions()
+    if others:
+        facts["other versions than qsample's extra `export` takes"] = ", ".join(others)
     return facts | {name: value for name, value in os.environ.items() if name.startswith(("ORT_", "CUDA_VISIBLE"))}
 
 
-def look_at_the_gpu(reports: Reports) -> None:
-    """Note what the GPU is, that the provider captures graphs on it, and the bandwidth of its memory."""
-    import onnxruntime as ort
+def other_versions() -> list[str]:
+    """What is installed beside what pyproject.toml asks of an export, such as "transformers 5.17.0 (==5.23.*)"."""
+    try:
+        from packaging.requirements import Requirement
+    except ImportError:
+        return []
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    found = []
+    for requirement in map(Requirement, project["optional-dependencies"]["export"]):
+        try:
+            installed = version(requirement.name)
+        except PackageNotFoundError:
+            found.append(f"no {requirement.name} ({requirement.specifier})")
+            continue
+        if not requirement.specifier.contains(installed, prereleases=True):
+            found.append(f"{requirement.name} {installed} ({requirement.specifier})")
+    return found
 
+
+def look_at_the_gpu(reports: Reports) -> None:
+    """Note what the GPU is, that the provider runs and captures graphs on it, and the bandwidth of its memory."""
     gpu = ""
     with reports.section("nvidia-smi"):
         query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
         gpu = subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip()
         reports.machine("gpu", gpu)
-    ort.preload_dlls()
+    try:
+        reports.machine(PROVIDER, try_the_provider())
+    except Exception as error:
+        reports.problem(f"the provider for CUDA: {' '.join(str(error).split())}{missing_library()}")
+        return
     with reports.section("capture of a graph"):
         runs, replays = executions_of_a_capture()
         text = f"the first run under a number executes the graph {runs} times, each later one {replays}"
@@ -69,6 +101,35 @@ def look_at_the_gpu(reports: Reports) -> None:
         if known:
             name, rate = known[0]
             reports.machine("bandwidth", f"{rate / 1e12:.3g} TB/s, as the data sheet of {name} has it")
+
+
+def try_the_provider() -> str:
+    """Run a graph of one node on CUDA; returns which ONNX Runtime did. Its exceptions are those of `open_session`."""
+    import onnxruntime as ort
+
+    session = open_session(small_graphs.identity(FLOAT32), session_options(), execution_providers("cuda"))
+    given = np.arange(4, dtype=np.float32)
+    (got,) = session.run(None, {"x": given})
+    if not np.array_equal(got, given):
+        raise RuntimeError(f"Identity made {got.tolist()} of {given.tolist()}")
+    return f"{session.get_providers()[0]} of onnxruntime {ort.__version__}, {Path(ort.__file__).parent}"
+
+
+def missing_library() -> str:
+    """Why the system's loader does not take the provider's library, which ONNX Runtime's exceptions do not say.
+
+    "" where it does, or where there is none.
+    """
+    import onnxruntime as ort
+
+    folder = Path(ort.__file__).parent / "capi"
+    try:
+        for name in ("libonnxruntime_providers_shared.so", "libonnxruntime_providers_cuda.so"):
+            if (folder / name).exists():
+                ctypes.CDLL(str(folder / name), ctypes.RTLD_GLOBAL)
+    except OSError as error:
+        return f"; its library does not load: {error}"
+    return ""
 
 
 def bandwidth() -> float:

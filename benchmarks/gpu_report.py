@@ -14,8 +14,7 @@ CAPTURED = "captured"  # what is compared with all others; see gpu_systems.py
 @dataclass(frozen=True)
 class Cell:
     """One line of the table. seconds: a step, median of the rounds. floor: seconds to read the weights and the cache
-    once; None where the device's bandwidth is not known. stalls: rows that waited for the second graph, in one round;
-    None where nothing waits."""
+    once; None where the device's bandwidth is not known. stalls: see STALLS; None where nothing waits."""
 
     shape: str
     system: str
@@ -38,6 +37,11 @@ class Cell:
 
 
 HEADER = ["shape", "system", "rows", "mix", "ms a step", "tokens/s", "share of the floor", "stalls"]
+STALLS = (
+    "Stalls count how often a row waited for the second graph, in one round. With these mixes none should: the "
+    "captured graph draws rows without top-k and top-p (plain temperature, min-p) from the whole vocabulary, and "
+    "searches wide nuclei and large top-k. docs/contract.md says what is left."
+)
 
 
 def comparisons(cells: list[Cell]) -> list[str]:
@@ -105,7 +109,7 @@ class Results:
         if self.cells:
             lines += [f"| {' | '.join(HEADER)} |", "| --- " * len(HEADER) + "|"]
             lines += [f"| {' | '.join(cell.columns)} |" for cell in self.cells]
-            lines += ["", *(f"- {line}" for line in comparisons(self.cells))]
+            lines += ["", STALLS, "", *(f"- {line}" for line in comparisons(self.cells))]
         if (self._folder / "gpu.png").exists():
             lines += ["", "![tokens a second](gpu.png)"]
         return lines

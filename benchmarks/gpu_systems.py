@@ -82,7 +82,8 @@ class Qsample:
             for _ in range(self._flush_every - 1):
                 slots.decode(wait=False)
             slots.decode()
-            stalled = int((slots.read().status == STALLED).sum())
+            # As `generate` reads: what is new, not the whole history.
+            stalled = int((slots.read(newest=self._flush_every).status == STALLED).sum())
             if stalled:
                 stalls += stalled
                 slots.resume()

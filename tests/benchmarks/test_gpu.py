@@ -9,7 +9,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from argparse import Namespace
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,20 +21,18 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 
 @pytest.fixture
-def modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[ModuleType, ModuleType]]:
-    """gpu_report and gpu_process."""
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], ModuleType]]:
+    """Imports one of the benchmark's modules: "report" for gpu_report."""
+    before = set(sys.modules)
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    names = ("gpu_report", "gpu_process")
-    report, process = (importlib.import_module(name) for name in names)
-    yield report, process
-    for name in names:
-        sys.modules.pop(name)
+    yield lambda name: importlib.import_module(f"gpu_{name}")
+    for name in set(sys.modules) - before:
+        if (BENCHMARKS / f"{name}.py").exists():
+            sys.modules.pop(name)
 
 
-def test_a_part_that_fails_or_crashes_or_hangs_ends_alone(
-    modules: tuple[ModuleType, ModuleType], tmp_path: Path
-) -> None:
-    report, process = modules
+def test_a_part_that_fails_or_crashes_or_hangs_ends_alone(gpu: Callable[[str], ModuleType], tmp_path: Path) -> None:
+    report, process = gpu("report"), gpu("process")
     results = report.Results(tmp_path / "out", "python benchmarks/gpu.py")
     cell = report.Cell("0.6B", "host", 4, "greedy", 0.002, 0.0005)
     late = tmp_path / "late"
@@ -71,8 +70,8 @@ def test_a_part_that_fails_or_crashes_or_hangs_ends_alone(
     assert not late.exists()
 
 
-def test_cells_are_compared(modules: tuple[ModuleType, ModuleType]) -> None:
-    report, _ = modules
+def test_cells_are_compared(gpu: Callable[[str], ModuleType]) -> None:
+    report = gpu("report")
     seconds = {("captured", "greedy"): 0.002, ("captured", "everything"): 0.0021, ("host", "greedy"): 0.003}
     seconds |= {("captured, int4", "greedy"): 0.001, ("captured, int4", "everything"): 0.0011}
     cells = [report.Cell("0.6B", system, 1, mix, taken, None) for (system, mix), taken in seconds.items()]
@@ -81,6 +80,77 @@ def test_cells_are_compared(modules: tuple[ModuleType, ModuleType]) -> None:
         "0.6B, captured, 1 rows: everything takes +5.0% over greedy",
         "0.6B, captured, int4, 1 rows: everything takes +10.0% over greedy",
     ]
+
+
+class Sending:
+    """The end of a pipe that keeps what is sent."""
+
+    def __init__(self, sent: list[tuple[str, ...]]) -> None:
+        self._sent = sent
+
+    def send(self, message: tuple[str, tuple[str, ...]]) -> None:
+        kind, values = message
+        self._sent.append((kind, *values))
+
+
+def test_where_cuda_does_not_run_it_says_why_and_ends(
+    gpu: Callable[[str], ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts, plan = gpu("parts"), gpu("plan")
+    monkeypatch.setenv("PATH", str(tmp_path))  # no nvidia-smi
+    monkeypatch.setattr(parts, "execution_providers", lambda _: ("CUDAExecutionProvider", "CPUExecutionProvider"))
+    monkeypatch.setattr(parts, "missing_library", lambda: "; libcublasLt.so.13: not found")
+    results = gpu("report").Results(tmp_path / "out", "python benchmarks/gpu.py")
+    ended = gpu("process").run_apart("the GPU", parts.look_at_the_gpu, results.take, 60)
+    assert ended is None
+    missing, provider = results.problems
+    assert missing.startswith("nvidia-smi: FileNotFoundError")
+    assert "CUDAExecutionProvider" in provider
+    assert provider.endswith("; libcublasLt.so.13: not found")
+    assert not results.machine
+
+    names = ("provider", "shapes", "parts", "systems", "dtype", "weights", "batch", "mix", "genai", "bandwidth")
+    values = ("cuda", ["tiny"], plan.PARTS, plan.SYSTEMS, "bfloat16", ["int4"], [1, 4, 32], ["greedy"], None, None)
+    options = Namespace(**dict(zip(names, values, strict=True)))
+    planned = plan.Plan(options, tmp_path)
+    some = planned.parts()
+    assert next(some).name == "the GPU"
+    with pytest.raises(plan.NoGpuError, match="not seen to run here"):
+        next(some)
+    planned = plan.Plan(options, tmp_path)
+    some = planned.parts()
+    next(some)
+    planned.found("provider", "runs")
+    assert [part.name for part in some][:3] == ["the sampler", "tiny: export", "tiny, cuda-bfloat16: smoke test"]
+
+
+def test_the_sampler_is_checked_over_logits_of_every_kind(gpu: Callable[[str], ModuleType]) -> None:
+    """The CPU's kernels against the CPU's: two graphs, of which only one has control flow. A wrong argmax is found."""
+    sampler = gpu("sampler")
+    sent: list[tuple[str, ...]] = []
+    reports = gpu("process").Reports(Sending(sent))
+    sampler.check_sampler("cpu", reports, 9000)
+    assert {kind for kind, *_ in sent} == {"check"}
+    assert len(sent) == 9
+    assert any("wait for the second graph" in line for _, _, line in sent)
+
+    choose, sessions = sampler._choose, []
+
+    def one_later(session: Any, inputs: Any) -> Any:
+        """The first session that is asked takes the last one of equal logits, as a kernel might."""
+        sessions.append(session)
+        got = choose(session, inputs)
+        if session is sessions[0] and (inputs["logits"] == 1).all():
+            got[list(sampler.ROWS).index("greedy"), 0] = 8999
+        return got
+
+    sampler._choose = one_later
+    sent.clear()
+    sampler.check_sampler("cpu", reports, 9000)
+    problems = [values for kind, *values in sent if kind == "problem"]
+    assert len(problems) == 1
+    assert "equal logits" in problems[0][0]
+    assert "greedy: [8999, 0] for [0, 0]" in problems[0][0]
 
 
 @pytest.mark.slow
@@ -95,6 +165,8 @@ def test_a_whole_run_on_the_cpu(tmp_path: Path) -> None:
     baked = {"baked", "baked, int4", *(f"baked, read every {n}" for n in (1, 16))}
     assert systems == {*baked, "host", "transformers, static cache"}
     assert {row["rows"] for row in found["rows"]} == {1, 4}
+    cells = [(row["system"], row["rows"], row["mix"]) for row in found["rows"]]
+    assert len(cells) == len(set(cells))
     checks = "\n".join(found["checks"]["tiny"])
     assert "96 of 96 greedy tokens are transformers' argmax" in checks
     assert (tmp_path / "out" / "gpu.png").stat().st_size > 1000

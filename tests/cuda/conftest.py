@@ -8,12 +8,14 @@ missing synchronisation, or speed.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import onnxruntime as ort
 import pytest
 
+from tests.conftest import made_once
 from tests.cuda import puppet
 from tests.cuda.trace import TRACE, Trace
 
@@ -35,6 +37,22 @@ def stubs(tmp_path_factory: pytest.TempPathFactory) -> None:
     # The stub of cuDNN builds no graphs, which its attention would want.
     os.environ["ORT_ENABLE_CUDNN_FLASH_ATTENTION"] = "0"
     puppet.install()
+
+
+@pytest.fixture(scope="session")
+def portable(exported: Callable[..., Path], shared_folder: Path) -> Callable[[str], Path]:
+    """model_type → a portable package. Qwen3 has heads of 128, for which CUDA's attention has kernels of its own."""
+
+    def wide_heads(path: Path) -> None:
+        from qsample import AutoModelForCausalLM
+        from tests.helpers.tiny_models import save_checkpoint
+
+        checkpoint = save_checkpoint(shared_folder / "qwen3-wide-heads-checkpoint", "qwen3", head_dim=128)
+        AutoModelForCausalLM.from_pretrained(checkpoint).export(path)
+
+    return lambda family: (
+        made_once(shared_folder / "qwen3-wide-heads-package", wide_heads) if family == "qwen3" else exported(family)
+    )
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ import sys
 import threading
 from collections import Counter
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -128,16 +129,28 @@ class Session(Original):  # type: ignore[misc]
         if list(providers or []) == [CPU]:
             model, sess_options = _for_cpu(model, _proto(model), sess_options)
         super().__init__(model, sess_options, providers, provider_options, **more)
-        self.twin: Any = None
+        self._twin: list[Any] = []
+        self._make_twin: Any = None
+        self._lock = threading.Lock()
         if self.get_providers()[0] != CUDA:
             return
         proto = _proto(model)
-        with suppress(ort.capi.onnxruntime_pybind11_state.NotImplemented):  # bfloat16: numbers remain the device's
-            self.twin = _on_cpu(model, proto, sess_options)
+        self._make_twin = partial(_on_cpu, model, proto, sess_options)
         self._captures = (provider_options or [{}])[0].get("enable_cuda_graph") == "1"
         self._captured: dict[tuple[int, int], tuple[dict[str, Bound], dict[str, Bound | None]]] = {}
         # Which side of a branch runs, and the sizes there, would follow from numbers that the device lacks.
         self._branches = any(node.op_type in ("If", "Loop", "Scan") for node in proto.graph.node)
+
+    @property
+    def twin(self) -> Any:
+        """The CPU's session, made when it is first asked for; None where the CPU lacks kernels, as for bfloat16."""
+        with self._lock:
+            if not self._twin:
+                twin = None
+                with suppress(ort.capi.onnxruntime_pybind11_state.NotImplemented):
+                    twin = self._make_twin() if self._make_twin is not None else None
+                self._twin.append(twin)
+        return self._twin[0]
 
     def io_binding(self) -> Any:
         return Binding(self) if self.twin is not None else super().io_binding()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,40 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+
+
+FORKING = """
+import os
+import onnxruntime as ort
+from qsample.runtime.session.small_graphs import identity
+
+def opened():
+    try:
+        return ort.InferenceSession(identity(1), providers=["CUDAExecutionProvider"]).get_providers()[0]
+    except Exception as error:
+        return str(error)
+
+if FIRST:
+    assert opened() == "CUDAExecutionProvider"
+child = os.fork()
+if child == 0:
+    os._exit(opened() != "CUDAExecutionProvider")
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_the_stubs_serve_no_process_that_was_forked_from_one_they_served(first: bool) -> None:
+    """As CUDA does: it is why the benchmark's parts are forked from a process that leaves the GPU alone."""
+    done = subprocess.run(
+        [sys.executable, "-c", FORKING.replace("FIRST", str(first))],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=ROOT,
+        env={**os.environ, "ORT_DISABLE_TELEMETRY": "1"},
+    )
+    assert int(done.stdout) == first
 
 
 @pytest.mark.slow
@@ -46,6 +81,10 @@ def test_the_benchmark_runs_to_its_end(tmp_path: Path) -> None:
         *((system, rows, mix) for system in ("uncaptured", "host") for rows in (1, 32) for mix in mixes[::2]),
     }
     assert all(row["floor"] > 0 for row in found["rows"])
+    assert len(found["rows"]) == len(cells)
+    # Rows without filters and wide nuclei are settled in the captured graph.
+    assert {row["stalls"] for row in found["rows"] if row["system"] != "host"} == {0}
+    assert len(found["checks"]["sampler"]) == 9
     checks = found["checks"]["tiny"]
     for name in ("cuda-float16", "cuda-float16-int4", "cuda-float16-int8-cache"):
         assert f"tiny, {name}: without capture: the same tokens" in checks

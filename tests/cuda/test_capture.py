@@ -12,7 +12,7 @@ import pytest
 
 from qsample import AutoModelForCausalLM, SamplingParams
 from qsample.package import Package
-from qsample.runtime import load
+from qsample.runtime import CausalLM, load
 from qsample.runtime.decode.slots import Slots
 from tests.cuda import puppet
 from tests.cuda.trace import Trace
@@ -72,9 +72,8 @@ def compiled(
     return AutoModelForCausalLM.from_pretrained(portable).compile(path, provider="cuda", **options).package
 
 
-def run_slots(package: Package, rows: int) -> Slots:
+def run_slots(model: CausalLM, rows: int) -> None:
     """Prompts in two chunks, the capture of `decode`, replays, rows that resume, another prompt."""
-    model = load(package.path)
     slots = Slots(model.sessions, rows, model.capacity(64))
     parameters = {
         spec.name: np.array(spec.off, spec.dtype) for spec in model.interface.parameters if len(spec.axes) == 1
@@ -96,14 +95,20 @@ def run_slots(package: Package, rows: int) -> Slots:
         slots.decode()
         slots.resume()
         prompt(0)
-    return slots
 
 
-def check(
-    portable: Path, path: Path, case: tuple[str, str, int | None], request: pytest.FixtureRequest, trace: Trace
+@pytest.mark.parametrize(("family", "dtype", "quantization", "rows"), cases())
+def test_captured(
+    portable: Callable[[str], Path],
+    tmp_path: Path,
+    family: str,
+    dtype: str,
+    quantization: str,
+    rows: int | None,
+    request: pytest.FixtureRequest,
+    trace: Trace,
 ) -> None:
-    dtype, quantization, rows = case
-    package = compiled(portable, path, dtype, quantization, rows, request)
+    package = compiled(portable(family), tmp_path / "cuda", dtype, quantization, rows, request)
     compilation = package.manifest.compilation
     assert compilation is not None
     operators = [name for placed in compilation.placement.values() for name in placed]
@@ -113,36 +118,23 @@ def check(
         assert compilation.quantization["matrices"] > 0
         assert compilation.placement[puppet.CUDA]["MatMulNBits"] > 0
 
+    model = load(package.path)
     trace.clear()
-    run_slots(package, min(rows or 4, 4))
+    run_slots(model, min(rows or 4, 4))
     assert trace.captures() == 2  # one for each side of the buffers
     assert trace.captured_kernels() > 100
     assert not trace.problems()
     assert not trace.captured_reads_of_the_host()
     if dtype == "float16":
-        check_tokens(package, PROMPTS[: rows or 4], PARAMS[: rows or 4])
+        check_tokens(model, PROMPTS[: rows or 4], PARAMS[: rows or 4])
 
 
-def check_tokens(package: Package, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> None:
+def check_tokens(model: CausalLM, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> None:
     """The same file on the CPU's provider is not captured, and nothing in it is late."""
     before = puppet.COUNTS["replays"]
-    got = load(package.path).generate(prompts, params)
+    got = model.generate(prompts, params)
     assert puppet.COUNTS["replays"] > before
-    wanted = load(package.path, [puppet.CPU]).generate(prompts, params)
+    wanted = load(model.package.path, [puppet.CPU]).generate(prompts, params)
     assert got.token_ids == wanted.token_ids
     assert got.finish_reasons == wanted.finish_reasons
     assert got.timing.stalls == 0
-
-
-@pytest.mark.parametrize(("family", "dtype", "quantization", "rows"), cases())
-def test_captured(
-    exported: Callable[..., Path],
-    tmp_path: Path,
-    family: str,
-    dtype: str,
-    quantization: str,
-    rows: int | None,
-    request: pytest.FixtureRequest,
-    trace: Trace,
-) -> None:
-    check(exported(family), tmp_path / "cuda", (dtype, quantization, rows), request, trace)

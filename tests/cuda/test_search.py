@@ -42,7 +42,7 @@ def test_no_row_stalls(package: Path, trace: Trace) -> None:
 
 
 def test_kernels_of_a_search_are_launched_where_rows_are_listed(package: Path, trace: Trace) -> None:
-    """README.md and docs/contract.md give these counts; over empty tensors CUDA would refuse a launch."""
+    """README.md gives this count; over empty tensors CUDA would refuse a launch."""
     kernels = []
     for params in (WIDE[3:], WIDE):
         trace.clear()

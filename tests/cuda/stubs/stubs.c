@@ -3,7 +3,8 @@
 
    STUB_SM=90            compute capability of the one device
    STUB_TRACE=FILE       one line a call: kernels by name, copies, synchronisations, captures
-   While a stream captures, what CUDA forbids then fails here too, with CUDA's error numbers. */
+   While a stream captures, what CUDA forbids then fails here too, with CUDA's error numbers. So does a process that was
+   forked from one which had used the device. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <pthread.h>
@@ -37,6 +38,13 @@ __attribute__((unused)) static int make(void **handle) { *handle = calloc(1, 409
 static int sm(void) { const char *text = getenv("STUB_SM"); return text ? atoi(text) : 90; }
 static __thread cudaError_t last = cudaSuccess;
 static cudaError_t fail(const char *what, cudaError_t error) { note("REFUSED %s -> %d", what, error); return last = error; }
+/* The process whose device this is: the first that calls any of the functions by which programs begin. */
+static pid_t user;
+static int inherited(void) {
+  if (!user) user = getpid();
+  return user != getpid();
+}
+#define OWN(name) if (inherited()) return fail(name " in a forked process", cudaErrorInitializationError)
 
 /* memory */
 enum { PAGEABLE, PINNED, DEVICE };
@@ -93,7 +101,7 @@ static void remember(void *to, const void *from, size_t n) {
   *c = (struct Copy){to, from, n, malloc(n ? n : 1), pending}; memcpy(c->held, from, n); pending = c;
 }
 
-OUT(cudaError_t) cudaStreamCreate(cudaStream_t *s) { *s = (cudaStream_t)calloc(1, sizeof(struct Stream)); note("stream %p", (void *)*s); return 0; }
+OUT(cudaError_t) cudaStreamCreate(cudaStream_t *s) { OWN("cudaStreamCreate"); *s = (cudaStream_t)calloc(1, sizeof(struct Stream)); note("stream %p", (void *)*s); return 0; }
 OUT(cudaError_t) cudaStreamCreateWithFlags(cudaStream_t *s, unsigned flags) { (void)flags; return cudaStreamCreate(s); }
 OUT(cudaError_t) cudaStreamDestroy(cudaStream_t s) { (void)s; return 0; }
 OUT(cudaError_t) cudaStreamWaitEvent(cudaStream_t s, cudaEvent_t e, unsigned f) { (void)f; note("wait-event %p %p", (void *)s, (void *)e); return 0; }
@@ -139,10 +147,10 @@ OUT(cudaError_t) cudaEventCreateWithFlags(cudaEvent_t *e, unsigned f) { (void)f;
 OUT(cudaError_t) cudaEventSynchronize(cudaEvent_t e) { note("sync-event %p", (void *)e); return 0; }
 OUT(cudaError_t) cudaEventElapsedTime(float *ms, cudaEvent_t a, cudaEvent_t b) { (void)a; (void)b; *ms = 1; return 0; }
 
-OUT(cudaError_t) cudaMalloc(void **p, size_t n) { note("malloc %zu", n); UNSAFE("cudaMalloc"); *p = take(n, DEVICE); return *p ? 0 : cudaErrorMemoryAllocation; }
+OUT(cudaError_t) cudaMalloc(void **p, size_t n) { note("malloc %zu", n); OWN("cudaMalloc"); UNSAFE("cudaMalloc"); *p = take(n, DEVICE); return *p ? 0 : cudaErrorMemoryAllocation; }
 OUT(cudaError_t) cudaMallocFromPoolAsync(void **p, size_t n, cudaMemPool_t pool, cudaStream_t s) { (void)pool; note("malloc-async %zu %p", n, (void *)s); *p = take(n, DEVICE); return *p ? 0 : cudaErrorMemoryAllocation; }
-OUT(cudaError_t) cudaMallocHost(void **p, size_t n) { note("malloc-host %zu", n); UNSAFE("cudaMallocHost"); *p = take(n, PINNED); return 0; }
-OUT(cudaError_t) cudaHostAlloc(void **p, size_t n, unsigned f) { (void)f; note("malloc-host %zu", n); UNSAFE("cudaHostAlloc"); *p = take(n, PINNED); return 0; }
+OUT(cudaError_t) cudaMallocHost(void **p, size_t n) { note("malloc-host %zu", n); OWN("cudaMallocHost"); UNSAFE("cudaMallocHost"); *p = take(n, PINNED); return 0; }
+OUT(cudaError_t) cudaHostAlloc(void **p, size_t n, unsigned f) { (void)f; note("malloc-host %zu", n); OWN("cudaHostAlloc"); UNSAFE("cudaHostAlloc"); *p = take(n, PINNED); return 0; }
 OUT(cudaError_t) cudaFree(void *p) { note("free"); if (p) { UNSAFE("cudaFree"); } drop(p); return 0; }
 OUT(cudaError_t) cudaFreeAsync(void *p, cudaStream_t s) { (void)s; drop(p); return 0; }
 OUT(cudaError_t) cudaFreeHost(void *p) { UNSAFE("cudaFreeHost"); drop(p); return 0; }
@@ -179,9 +187,9 @@ OUT(cudaError_t) cudaMemset(void *p, int v, size_t n) { note("memset %zu", n); U
 OUT(cudaError_t) cudaMemsetAsync(void *p, int v, size_t n, cudaStream_t s) { note("memset-async %zu%s", n, is_capturing(s) ? " CAPTURED" : ""); memset(p, v, n); return 0; }
 
 /* the device */
-OUT(cudaError_t) cudaGetDeviceCount(int *n) { *n = 1; return 0; }
-OUT(cudaError_t) cudaGetDevice(int *n) { *n = 0; return 0; }
-OUT(cudaError_t) cudaSetDevice(int n) { return n == 0 ? 0 : fail("cudaSetDevice", cudaErrorInvalidDevice); }
+OUT(cudaError_t) cudaGetDeviceCount(int *n) { OWN("cudaGetDeviceCount"); *n = 1; return 0; }
+OUT(cudaError_t) cudaGetDevice(int *n) { OWN("cudaGetDevice"); *n = 0; return 0; }
+OUT(cudaError_t) cudaSetDevice(int n) { OWN("cudaSetDevice"); return n == 0 ? 0 : fail("cudaSetDevice", cudaErrorInvalidDevice); }
 OUT(cudaError_t) cudaDriverGetVersion(int *v) { *v = 13000; return 0; }
 OUT(cudaError_t) cudaRuntimeGetVersion(int *v) { *v = 13000; return 0; }
 OUT(cudaError_t) cudaGetLastError(void) { cudaError_t was = last; last = 0; return was; }
