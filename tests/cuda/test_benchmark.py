@@ -44,7 +44,7 @@ def test_the_stubs_serve_no_process_that_was_forked_from_one_they_served(first: 
         cwd=ROOT,
         env={**os.environ, "ORT_DISABLE_TELEMETRY": "1"},
     )
-    assert int(done.stdout) == first
+    assert int(done.stdout.split()[-1]) == first  # ONNX Runtime prints, too
 
 
 @pytest.mark.slow
