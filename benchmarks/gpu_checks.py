@@ -55,7 +55,7 @@ def check_package(files: Files, variant: Variant, reports: Reports, *, trace: bo
     """Compare the compiled package's tokens with those of the portable one, of itself in other settings, and of
     transformers. trace: look at the GPU's copies, too, which takes torch with CUDA."""
     folder = files.compiled(variant)
-    title = f"{files.shape}, {variant.name}"
+    title = f"{files.shape}, {folder.name}"
     say = partial(reports.check, files.shape)
     compilation = read_package(folder, verify=False).manifest.compilation
     assert compilation is not None
@@ -103,7 +103,10 @@ def check_package(files: Files, variant: Variant, reports: Reports, *, trace: bo
         first = tokens(load(files.portable(), "cpu", ctx_len=PROMPT + NEW_TOKENS, verify=False))
         shared = [leading(a, b) for a, b in zip(wanted, first, strict=True)]
         listed = ", ".join(f"{mix}: {count}" for mix, count in zip(MIXES, shared, strict=True))
-        say(f"{title}: leading tokens, of {NEW_TOKENS}, that the portable package has on the CPU in float32: {listed}")
+        say(
+            f"{title}: leading tokens, of {NEW_TOKENS}, that the portable package has on the CPU in float32: {listed} "
+            "(rounding soon moves a draw from many tokens)"
+        )
     if variant.weights is None and variant.kv_cache_dtype is None:
         with reports.section(f"{title}: check against transformers"):
             say(f"{title}: {against_transformers(model, files.checkpoint(), variant.dtype)}")

@@ -135,7 +135,9 @@ class Session(Original):  # type: ignore[misc]
         if self.get_providers()[0] != CUDA:
             return
         proto = _proto(model)
-        self._make_twin = partial(_on_cpu, model, proto, sess_options)
+        # The file may be gone by the time that the twin is made, unless it is that of weights as well.
+        whole = not any(tensor.data_location == onnx.TensorProto.EXTERNAL for tensor in proto.graph.initializer)
+        self._make_twin = partial(_on_cpu, proto.SerializeToString() if whole else model, proto, sess_options)
         self._captures = (provider_options or [{}])[0].get("enable_cuda_graph") == "1"
         self._captured: dict[tuple[int, int], tuple[dict[str, Bound], dict[str, Bound | None]]] = {}
         # Which side of a branch runs, and the sizes there, would follow from numbers that the device lacks.
