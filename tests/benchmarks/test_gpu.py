@@ -82,6 +82,21 @@ def test_cells_are_compared(gpu: Callable[[str], ModuleType]) -> None:
     ]
 
 
+def test_builders_get_the_packages_of_their_own_interpreter(
+    gpu: Callable[[str], ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This interpreter's may lie in PYTHONPATH alone; another one's do not."""
+    gpu("report")  # the folder of the benchmarks is importable
+    run_quietly = importlib.import_module("checkpoints").run_quietly
+    monkeypatch.setenv("PYTHONPATH", "somewhere")
+    (tmp_path / "python").symlink_to(sys.executable)
+    said = {}
+    for python in (sys.executable, str(tmp_path / "python")):
+        run_quietly([python, "-c", "import os; print(os.environ.get('PYTHONPATH'))"], tmp_path / "log")
+        said[python] = (tmp_path / "log").read_text().strip()
+    assert list(said.values()) == ["somewhere", "None"]
+
+
 class Sending:
     """The end of a pipe that keeps what is sent."""
 
