@@ -57,21 +57,19 @@ def join_projections(model: ir.Model) -> bool:
 def _share_orders(graph: ir.Graph) -> bool:
     """Let projections with one order of one value's columns, as act-order makes it, read the same Gather."""
     modified = False
-    for value in [output for node in graph for output in node.outputs]:
-        kept: list[tuple[ir.Node, Array]] = []
-        for node, index in list(value.uses()):
-            if node.op_type != "Gather" or node.graph is not graph or index != 0:
-                continue
-            order = constant(node.inputs[1])
-            if order is None or order.ndim != 1 or not any(is_matmul_nbits(user) for user, _ in node.outputs[0].uses()):
-                continue
-            same = next((other for other, indices in kept if np.array_equal(order, indices)), None)
-            if same is None:
-                kept.append((node, order))
-                continue
-            ir.convenience.replace_all_uses_with(node.outputs[0], same.outputs[0])
-            _remove(graph, node)
-            modified = True
+    first: defaultdict[Hashable, list[tuple[ir.Node, Array]]] = defaultdict(list)
+    for node in list(graph):
+        order = constant(node.inputs[1]) if node.op_type == "Gather" else None
+        if order is None or order.ndim != 1 or not any(is_matmul_nbits(user) for user, _ in node.outputs[0].uses()):
+            continue
+        kept = first[node.inputs[0], node.attributes.get_int("axis", 0)]
+        same = next((other for other, indices in kept if np.array_equal(order, indices)), None)
+        if same is None:
+            kept.append((node, order))
+            continue
+        ir.convenience.replace_all_uses_with(node.outputs[0], same.outputs[0])
+        _remove(graph, node)
+        modified = True
     return modified
 
 

@@ -24,20 +24,24 @@ def simplify_reshapes(model: ir.Model) -> bool:
     modified = False
     for node in list(model.graph):
         if node.op_type == "Reshape" and node.domain == "":
-            modified |= _skip_earlier_reshape(node)
+            modified |= _skip_earlier_reshape(model.graph, node)
             modified |= _drop(node) or _make_target_constant(model.graph, node)
     return modified
 
 
-def _skip_earlier_reshape(node: ir.Node) -> bool:
-    """Read what an earlier reshape read: only the last shape counts."""
+def _skip_earlier_reshape(graph: ir.Graph, node: ir.Node) -> bool:
+    """Read what an earlier reshape read: only the last shape counts. A 0 in the old target meant an axis of the
+    earlier one's result, so the target is named anew."""
     source = node.inputs[0]
     earlier = source.producer() if source is not None else None
     if earlier is None or earlier.op_type != "Reshape" or earlier.graph is not node.graph:
         return False
-    if not _known(node.outputs[0]) or not _reachable(earlier.inputs[0], node.outputs[0]):
+    first = earlier.inputs[0]
+    sizes = _relative_sizes(first, node.outputs[0]) if first is not None and _known(node.outputs[0]) else None
+    if sizes is None:
         return False
-    node.replace_input_with(0, earlier.inputs[0])
+    node.replace_input_with(0, first)
+    _set_target(graph, node, sizes)
     return True
 
 
@@ -61,18 +65,18 @@ def _make_target_constant(graph: ir.Graph, node: ir.Node) -> bool:
     sizes = _relative_sizes(source, node.outputs[0])
     if sizes is None:
         return False
+    _set_target(graph, node, sizes)
+    return True
+
+
+def _set_target(graph: ir.Graph, node: ir.Node, sizes: list[int]) -> None:
     node.replace_input_with(1, reshape_target(graph, sizes))
     node.attributes.pop("allowzero", None)
-    return True
 
 
 def _known(value: ir.Value) -> bool:
     """True where every axis has a size or a name: two unnamed axes are not known to be equal."""
     return value.shape is not None and all(isinstance(dim, int) or dim.value is not None for dim in value.shape)
-
-
-def _reachable(source: ir.Value | None, result: ir.Value) -> bool:
-    return source is not None and _relative_sizes(source, result) is not None
 
 
 def _relative_sizes(source: ir.Value, result: ir.Value) -> list[int] | None:

@@ -45,6 +45,25 @@ def test_it_multiplies_the_states_before_they_were_flattened(bias: str) -> None:
     assert not replace_gemms(replaced)
 
 
+def test_what_is_added_may_be_flattened_too() -> None:
+    text = f"""
+        residual (float[B,S,8] x, float[B,S,4] y) => (float[rows,4] result)
+            <int64[2] rows = {{-1, 8}}, int64[2] few = {{-1, 4}}, float[8,4] weight = {{{NUMBERS}}}>
+        {{
+            flat = Reshape (x, rows)
+            added = Reshape (y, few)
+            product = Gemm (flat, weight, added)
+            result = Neg (product)
+        }}"""
+    plain, replaced = (small_graph(text, {"flat": ["R", 8], "product": ["R", 4]}) for _ in range(2))
+    weight = replaced.graph.initializers["weight"]
+    weight.shape = weight.const_value.shape  # type: ignore[union-attr,assignment]
+    assert run(replaced, [replace_gemms])
+    feeds = {"x": normal(2, 3, 8), "y": normal(2, 3, 4, seed=1)}
+    for got, wanted in zip(results(replaced, feeds), results(plain, feeds), strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=1e-5)
+
+
 @pytest.mark.parametrize("attributes", ["alpha = 2.0", "beta = 0.5", "transA = 1", "transB = 1"])
 def test_one_that_scales_or_transposes_stays(attributes: str) -> None:
     assert not replace_gemms(gemm(attributes))

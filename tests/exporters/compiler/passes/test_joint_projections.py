@@ -122,6 +122,22 @@ def test_projections_that_read_columns_in_one_order_are_joined() -> None:
     assert not join_projections(quantized(4, (False, False), (order, order[::-1])))
 
 
+def test_of_lookups_in_one_order_the_first_in_the_graph_stays() -> None:
+    """Whatever connected them last."""
+    order = np.random.default_rng(2).permutation(48).tolist()
+    plain, joint = (quantized(4, (False, False), (order, order)) for _ in range(2))
+    gather = next(node for node in joint.graph if node.op_type == "Gather")
+    states = gather.inputs[0]
+    gather.replace_input_with(0, None)
+    gather.replace_input_with(0, states)
+    joint.graph.node("second").attributes["accuracy_level"] = ir.AttrInt64("accuracy_level", 1)  # nor are they joined
+    assert run(joint, [join_projections])
+    assert [node.name for node in joint.graph if node.op_type == "Gather"] == ["first_gather"]
+    feeds = {"x": normal(3, 48)}
+    for got, wanted in zip(results(joint, feeds), results(plain, feeds), strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-4)
+
+
 def test_projections_of_a_token_are_joined_in_its_loop() -> None:
     plain, joint = (loop_graph(normal(64, 32, seed=1), normal(64, 32, seed=2)) for _ in range(2))
     assert run(joint, [join_projections])
