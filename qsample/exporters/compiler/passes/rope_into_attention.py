@@ -107,9 +107,11 @@ def _tables(model: ir.Model, angles: tuple[ir.Value | None, ...], capacity: int)
     if compute is None:
         return None
     table = compute([0], capacity)
-    # Other starts, lengths and neighbours: a token's angles have to be those of its position all the same.
+    # Other starts, lengths and neighbours: a token's angles have to be those of its position all the same. The first
+    # position tells nothing: whatever the frequencies, its angles are 0.
     middle, last = capacity // 2, capacity - 1
-    for starts, length in (([0], 1), ([last], 1), ([middle], last - middle), ([middle, 0], 1), ([0, 0], middle)):
+    calls = (([1], 1), ([last], 1), ([middle], capacity - middle), ([middle, 1], 1), ([0, 0], middle))
+    for starts, length in calls:
         if len(starts) > compute.most_rows:
             continue
         positions = [start + step for start in starts for step in range(length)]

@@ -20,6 +20,7 @@ from qsample.exporters.graph.traversal import reads
 from qsample.tensors import Array
 
 _AXES: Final = {BATCH: 2, SEQUENCE: 3}  # for trying things out
+_NUMBERS: Final = 2039  # a prime; float16 holds integers up to 2,048
 _MOST_NODES: Final = 24  # of a `turn`; what is longer is none
 
 
@@ -122,7 +123,7 @@ def _fits(x: ir.Value, angles: ir.Value) -> bool:
     if x.shape is None or angles.shape is None or len(x.shape) != 4 or len(angles.shape) != 4:
         return False
     batch, heads, length, size = x.shape
-    known = isinstance(heads, int) and isinstance(size, int) and size % 2 == 0
+    known = isinstance(heads, int) and isinstance(size, int) and size % 2 == 0 and x.dtype is not None
     named = all(isinstance(dim, int) or dim.value in _AXES for dim in (batch, length))
     return known and named and list(angles.shape) == [batch, 1, length, size]
 
@@ -131,7 +132,9 @@ def _is_interleaved(model: ir.Model, x: ir.Value, turned: ir.Value) -> bool | No
     """Whether `turned` has (-b, a) for neighbours (a, b) of x, or for numbers half a size apart; None: neither."""
     if not _is_near(turned, x):
         return None
-    states = 1 + np.arange(np.prod(sizes(x, _AXES)), dtype=np.float32).reshape(sizes(x, _AXES))
+    assert x.dtype is not None
+    shape = sizes(x, _AXES)
+    states = (1 + np.arange(np.prod(shape)) % _NUMBERS).reshape(shape).astype(x.dtype.numpy())
     (result,) = GraphPart(model, [turned], [x])({str(x.name): states}, _AXES)
     half = states.shape[-1] // 2
     if np.array_equal(result, np.concatenate([-states[..., half:], states[..., :half]], axis=-1)):

@@ -67,6 +67,15 @@ BY_LENGTH = """longest = ReduceMax <keepdims = 0> (positions)
     slow = Div (frequency, slower)
     angle = Mul (column, slow)"""
 
+# All lengths but the shortest have one set of frequencies.
+BY_CONTEXT = """longest = ReduceMax <keepdims = 0> (positions)
+    two = Add (one, one)
+    two_float = Cast <to = 1> (two)
+    long = Greater (longest, two_float)
+    slow = Div (frequency, two_float)
+    chosen = Where (long, slow, frequency)
+    angle = Mul (column, chosen)"""
+
 
 def rotary_graph(angles: str) -> ir.Model:
     text = ROTARY.replace("int64[1] one_axis = {1}>", f"int64[1] one_axis = {{1}}, {CONSTANTS}") % angles
@@ -105,10 +114,18 @@ def test_tables_of_an_earlier_run_are_not_taken_for_these() -> None:
         np.testing.assert_allclose(got, wanted, atol=1e-6)
 
 
-def test_rotary_by_more_than_the_position_stays() -> None:
-    model = rotary_graph(BY_LENGTH)
+@pytest.mark.parametrize("angles", [BY_LENGTH, BY_CONTEXT])
+def test_rotary_by_more_than_the_position_stays(angles: str) -> None:
+    model = rotary_graph(angles)
     assert not absorb_rope(model, 32)
     assert sum(node.op_type == "RotaryEmbedding" for node in model.graph) == 2
+
+
+@pytest.mark.parametrize("capacity", [2, 3])
+def test_the_smallest_contexts(capacity: int) -> None:
+    model = rotary_graph(BY_POSITION)
+    assert run(model, [partial(absorb_rope, capacity=capacity)])
+    assert "RotaryEmbedding" not in {node.op_type for node in model.graph}
 
 
 def test_rotary_of_odd_sizes_stays() -> None:

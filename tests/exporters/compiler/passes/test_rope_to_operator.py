@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
@@ -95,11 +97,33 @@ def output_of(model: ir.Model, starts: list[int], length: int) -> np.ndarray:
     feeds = {
         "input_ids": np.zeros((len(starts), length), np.int64),
         "lengths": np.array(starts, np.int32),
-        "heads": np.random.default_rng(0).standard_normal((len(starts), HEADS, length, size), np.float32),
     }
+    heads = np.random.default_rng(0).standard_normal((len(starts), HEADS, length, size), np.float32)
+    feeds["heads"] = heads.astype(model.graph.inputs[2].dtype.numpy())  # type: ignore[union-attr]
     session = ort.InferenceSession(ir.to_proto(model).SerializeToString(), providers=["CPUExecutionProvider"])
     result: np.ndarray = session.run(None, feeds)[0]
     return result
+
+
+@pytest.mark.parametrize(
+    ("turn", "angles"), [(HALVES, HALF_AND_HALF), (NEIGHBOURS, TWO_BY_TWO)], ids=["halves", "neighbours"]
+)
+def test_a_rotation_in_float16(turn: str, angles: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    halved = GRAPH.replace("float[B,4,S", "float16[B,4,S")
+    for name in ("cos", "sin"):
+        halved = halved.replace(f"{name} = Unsq", f"{name}16 = Cast <to = 10> ({name}3)\n    {name} = Unsq")
+        halved = halved.replace(f"({name}3, n1)", f"({name}16, n1)")
+    monkeypatch.setattr(sys.modules[__name__], "GRAPH", halved)
+    models = [graph(turn, angles) for _ in range(2)]
+    for model in models:
+        for node in model.graph:
+            for value in node.outputs:
+                if value.dtype == ir.DataType.FLOAT:
+                    value.type = ir.TensorType(ir.DataType.FLOAT16)
+    assert run(models[1], [fuse_rope])
+    assert "Neg" not in {node.op_type for node in models[1].graph}
+    wanted, got = (output_of(model, [3, 9], 4) for model in models)
+    np.testing.assert_allclose(got, wanted, atol=4e-3)
 
 
 @pytest.mark.parametrize("part", [False, True])
