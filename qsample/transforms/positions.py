@@ -1,8 +1,9 @@
-"""Each row's own positions, for models that count them from the cache.
+"""Each row's own positions, for models that count them from the cache or from the longest row.
 
 The rows of a batch differ in length, so no one cache length gives their positions. `UseRowPositions` serves position
 embeddings that count on from that length, `GPTNeoWindows` the attention of GPT-Neo, which cuts its causal and local
-pattern out of a table by the number of keys: here the capacity.
+pattern out of a table by the number of keys: here the capacity. `LongRopeByCapacity` keeps rotary embeddings from
+following the length of the batch.
 """
 
 from __future__ import annotations
@@ -12,14 +13,17 @@ import inspect
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.gpt_neo.modeling_gpt_neo import GPTNeoSelfAttention
 
 from qsample.transforms.attention import masked_attention
 from qsample.transforms.cache import DecodeContext
 from qsample.transforms.masks import MaskRule, causal
 
+_LONGROPE = "longrope"
 _PARAMETERS = {"past_key_values_length", "position_ids"}
 
 
@@ -91,6 +95,57 @@ class GPTNeoWindows:
                 modified |= not isinstance(module.__dict__.get("_attn"), functools.partial)
                 module._attn = functools.partial(_attend, self.context, module)  # type: ignore[method-assign]
         return model, modified
+
+
+@dataclass(frozen=True, slots=True)
+class LongRopeByCapacity:
+    """Let the capacity decide between the two sets of frequencies that LongRoPE (https://arxiv.org/abs/2402.13753) has.
+
+    transformers takes the long ones once a row of the batch is longer than the context that the model was first trained
+    with. So a row would depend on the others, and on how a prompt is cut, and its earlier keys would be of the other
+    set. A cache that can hold more tokens than that is filled with the long ones from the start.
+    """
+
+    context: DecodeContext
+
+    def __call__(self, model: PreTrainedModel) -> tuple[PreTrainedModel, bool]:
+        modified = False
+        for module in model.modules():
+            kinds = getattr(module, "rope_type", None)
+            if _LONGROPE in (kinds.values() if isinstance(kinds, dict) else [kinds]):
+                modified |= "forward" not in module.__dict__
+                module.forward = functools.partial(_rotary_embedding, self.context, module)
+        return model, modified
+
+
+class _WithFrequencies:
+    """A rotary embedding with other frequencies: what its forward takes for `self`."""
+
+    def __init__(self, module: nn.Module, name: str, frequencies: Tensor) -> None:
+        self._module = module
+        setattr(self, name, frequencies)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+def _rotary_embedding(
+    context: DecodeContext, module: Any, x: Tensor, position_ids: Tensor, layer_type: str | None = None
+) -> Any:
+    """What the class's own forward computes, which it is outside of a decoder call."""
+    own, layer = type(module).forward, {} if layer_type is None else {"layer_type": layer_type}
+    kind = module.rope_type if layer_type is None else module.rope_type[layer_type]
+    if context.positions is None or kind != _LONGROPE:
+        return own(module, x, position_ids, **layer)
+    prefix = "" if layer_type is None else f"{layer_type}_"
+    parameters = module.config.rope_parameters
+    first_context = (parameters if layer_type is None else parameters[layer_type])["original_max_position_embeddings"]
+    compute = ROPE_INIT_FUNCTIONS[kind]
+    long, _ = compute(module.config, x.device, seq_len=first_context + 1, **layer)
+    is_longer = torch.scalar_tensor(context.capacity) > first_context
+    frequencies = torch.where(is_longer, long, getattr(module, f"{prefix}original_inv_freq"))
+    # Behind the decorator that would choose them by the positions.
+    return inspect.unwrap(own)(_WithFrequencies(module, f"{prefix}inv_freq", frequencies), x, position_ids, **layer)
 
 
 def _attend(

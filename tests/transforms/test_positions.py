@@ -2,12 +2,35 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
+from qsample.exporters.compiler.compile import compile_package
+from qsample.exporters.compiler.options import CompileOptions
+from qsample.exporters.graph.runner import GraphRunner
+from qsample.package import Package
 from qsample.transforms.cache import DecodeContext
-from qsample.transforms.positions import GPTNeoWindows, RowPositions, UseRowPositions
-from tests.helpers.tiny_models import random_model
+from qsample.transforms.positions import GPTNeoWindows, LongRopeByCapacity, RowPositions, UseRowPositions
+from tests.helpers.tiny_models import export_without_sampler, random_model
+
+FIRST_CONTEXT = 32
+LONGROPE: dict[str, Any] = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1 + 0.1 * i for i in range(8)],
+    "long_factor": [2 + 0.5 * i for i in range(8)],
+    "original_max_position_embeddings": FIRST_CONTEXT,
+}
+
+
+def longrope_model() -> PreTrainedModel:
+    return random_model("phi3", rope_parameters=LONGROPE, original_max_position_embeddings=FIRST_CONTEXT)
 
 
 class PositionTable(nn.Embedding):
@@ -52,3 +75,57 @@ def test_local_layers_of_gpt_neo_see_a_window_of_each_row() -> None:
         context.positions = torch.tensor([[9]])
         at_nine = layer._attn(query[:, :, 9:], key, value)[0]
     torch.testing.assert_close(at_nine, own[:, :, 9:], atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize(("capacity", "last"), [(FIRST_CONTEXT, 20), (FIRST_CONTEXT + 1, FIRST_CONTEXT)])
+def test_the_frequencies_of_longrope_follow_the_capacity(capacity: int, last: int) -> None:
+    """last: the largest position with which transformers itself takes the same frequencies."""
+    rotary, context = longrope_model().model.rotary_emb, DecodeContext()
+    x = torch.zeros(1)
+    expected = [angles[:, [3, 17]] for angles in rotary(x, torch.arange(last + 1)[None])]
+    model = longrope_model()
+    assert LongRopeByCapacity(context)(model)[1]
+    assert not LongRopeByCapacity(context)(model)[1]
+    rotary = model.model.rotary_emb
+    outside = rotary(x, torch.arange(last + 1)[None])
+    positions = torch.tensor([[3, 17]])
+    context.positions, context.past = positions, {0: (torch.zeros(1, 1, capacity, 1),) * 2}
+    for got, wanted, own in zip(rotary(x, positions), expected, outside, strict=True):
+        torch.testing.assert_close(got, wanted)
+        torch.testing.assert_close(own[:, [3, 17]], wanted)
+
+
+def test_longrope_in_a_package(tmp_path: Path) -> None:
+    """A row has the model's logits whoever is beside it, however its prompt is cut, and once compiled."""
+    model = longrope_model()
+    rng = np.random.default_rng(0)
+    long, short = rng.integers(3, 300, 48), rng.integers(3, 300, 9)
+    with torch.no_grad():
+        wanted = {len(ids): model(torch.tensor(ids[None])).logits[0, -1].numpy() for ids in (long, short)}
+    package = export_without_sampler(model, tmp_path / "package")
+    np.testing.assert_allclose(alone(package, short, FIRST_CONTEXT), wanted[9], atol=1e-4)
+    np.testing.assert_allclose(alone(package, long, 64), wanted[48], atol=1e-4)
+    np.testing.assert_allclose(alone(package, long, 64, pieces=4), wanted[48], atol=1e-4)
+    ids = np.zeros((2, 48), np.int64)
+    ids[0], ids[1, :9] = long, short
+    runner = runner_of(package, 64)
+    both = runner.step(ids, np.array([48, 9]), runner.start(2))["logits"]
+    np.testing.assert_allclose(both, [wanted[48], alone(package, short, 64)], atol=1e-4)
+    for context, ids in ((FIRST_CONTEXT, short), (3 * FIRST_CONTEXT, long)):
+        options = CompileOptions(ctx_len=context)
+        compiled = compile_package(package, tmp_path / f"compiled-{context}", options)
+        np.testing.assert_allclose(alone(compiled, ids, context), wanted[len(ids)], atol=1e-4)
+
+
+def runner_of(package: Package, capacity: int) -> GraphRunner:
+    path = package.path
+    return GraphRunner(path / "decoder.onnx", path / "initial_state.onnx", package.interface, capacity)
+
+
+def alone(package: Package, ids: np.ndarray, capacity: int, pieces: int = 1) -> np.ndarray:
+    """[V] after `ids`, read in so many pieces."""
+    runner = runner_of(package, capacity)
+    state = runner.start(1)
+    for piece in np.split(ids, pieces):
+        logits = runner.step(piece[None], np.array([len(piece)]), state)["logits"][0]
+    return logits
