@@ -156,7 +156,7 @@ def _measure_divergence(plan: CompilePlan, target: Target, folder: Path, report:
         lambda fraction: report("measuring the divergence", 0.7 + 0.2 * fraction),
         rows=target.fixed_axes(plan).get(BATCH),
     )
-    if divergence.kl > plan.options.max_divergence:
+    if not divergence.kl <= plan.options.max_divergence:  # NaN must not pass
         raise _too_far_off(divergence, plan)
     return divergence
 

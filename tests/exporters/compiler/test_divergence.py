@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import onnx_ir as ir
 import pytest
 
+from qsample.errors import CompileError
 from qsample.exporters.compiler.compile import compile_package
 from qsample.exporters.compiler.divergence import ROWS, measure_divergence
 from qsample.exporters.compiler.options import CompileOptions
@@ -48,3 +50,22 @@ def test_a_package_for_few_rows_is_measured_on_as_many_tokens(
     divergence = package.manifest.compilation.quantization["divergence"]
     assert divergence["tokens"] == ROWS * 23
     assert 0 < divergence["kl"] < 0.01
+
+
+def test_weights_that_float16_cannot_hold_are_refused(llama_package: Path, tmp_path: Path) -> None:
+    """One of them is infinite then, the distributions are no numbers, and no number is larger than the limit."""
+    source = tmp_path / "source"
+    shutil.copytree(llama_package, source)
+    model = ir.load(llama_package / "decoder.onnx")
+    table = next(node for node in model.graph if node.op_type == "Gather").inputs[0]
+    assert table is not None
+    assert table.const_value is not None
+    rows = table.const_value.numpy().copy()
+    rows[:, 0] = 1e5
+    table.const_value = ir.Tensor(rows, name=table.name)
+    ir.save(model, source / "decoder.onnx", external_data="decoder.onnx.data")
+    package = read_package(llama_package)
+    options = CompileOptions(ctx_len=24, weights="float16")
+    with pytest.raises(CompileError, match="float16 weights change the model too much: nan nats"):
+        compile_package(replace(package, path=source), tmp_path / "out", options)
+    assert not (tmp_path / "out").exists()

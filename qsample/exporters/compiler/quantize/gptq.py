@@ -31,6 +31,7 @@ def gptq(weight: Array, moments: Array, quantization: WeightQuantization) -> Lev
 
     size, bits = quantization.block_size, quantization.bits
     inputs, outputs = weight.shape
+    smallest = np.finfo(weight.dtype).smallest_subnormal
     rows = torch.from_numpy(np.array(weight.T, np.float32, order="C"))
     upper = _inverse_root(moments)
     levels = torch.empty((outputs, inputs), dtype=torch.uint8)
@@ -43,7 +44,9 @@ def gptq(weight: Array, moments: Array, quantization: WeightQuantization) -> Lev
             block = column // size
             if column % size == 0:
                 scale, zero = _grid(rows[:, column : column + size], bits)
-                scales[:, block] = torch.from_numpy(scale.numpy().astype(weight.dtype).astype(np.float32))
+                # A scale too small for float16 would be 0, and its levels 0 / 0.
+                stored = np.maximum(scale.numpy().astype(weight.dtype), smallest)
+                scales[:, block] = torch.from_numpy(stored.astype(np.float32))
                 zeros[:, block] = zero
             scale, zero, values = scales[:, block], zeros[:, block], rows[:, column]
             level = torch.clamp(torch.round(values / scale) + zero, 0, 2**bits - 1)

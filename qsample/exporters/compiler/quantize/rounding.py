@@ -133,10 +133,10 @@ def _k_quant(weight: Array, quantization: WeightQuantization) -> Levels:
         from onnxruntime.quantization.neural_compressor.weight_only import quant_tensor_k_quant_cpu
 
     bits, size = quantization.bits, quantization.block_size
-    count, output_size = weight.shape[0] // size, weight.shape[1]
-    levels, scales, zero_points = quant_tensor_k_quant_cpu(np.ascontiguousarray(weight.T), bits, size)
-    blocks = pack_bits(levels.astype(np.uint8).reshape(output_size * count, size), bits)
-    return blocks, scales.astype(weight.dtype), zero_points.astype(np.uint8).reshape(output_size, count)
+    rows = np.array(weight.T, np.float32, order="C")
+    with np.errstate(invalid="ignore", divide="ignore"):  # it divides by the range of blocks of zeros
+        scales, zero_points = quant_tensor_k_quant_cpu(rows, bits, size)[1:]
+    return _on_grids(rows.reshape(-1, size), scales, zero_points, weight, quantization)
 
 
 def _hqq(weight: Array, quantization: WeightQuantization) -> Levels:
@@ -148,19 +148,36 @@ def _hqq(weight: Array, quantization: WeightQuantization) -> Levels:
         from onnxruntime.quantization.matmul_nbits_quantizer import HQQWeightOnlyQuantConfig, HQQWeightOnlyQuantizer
 
     bits, size = quantization.bits, quantization.block_size
-    largest, (input_size, output_size) = 2**bits - 1, weight.shape
     rows = np.array(weight.T, dtype=np.float32, order="C")
     quantizer = HQQWeightOnlyQuantizer(HQQWeightOnlyQuantConfig(size, bits))
-    _, all_scales, offsets = quantizer.quantize_internal(torch.from_numpy(rows), bits=bits, group_size=size)
-    shape = (output_size, input_size // size, 1)
-    scales, zero_points = all_scales.numpy().reshape(shape), np.round(offsets.numpy().reshape(shape))
-    blocks = rows.reshape(output_size, -1, size)
+    _, scales, offsets = quantizer.quantize_internal(torch.from_numpy(rows), bits=bits, group_size=size)
+    zero_points = np.round(offsets.numpy().reshape(-1, 1))
+    return _on_grids(rows.reshape(-1, size), scales.numpy().reshape(-1, 1), zero_points, weight, quantization)
 
-    # A zero point is a level itself, so the levels of a block of one sign have to reach down, or up, to 0.
+
+def _on_grids(
+    blocks: Array, scales: Array, zero_points: Array, weight: Array, quantization: WeightQuantization
+) -> Levels:
+    """The nearest levels of `blocks` [n, size] on the grids that a library found, [n, 1] each.
+
+    Its grid misses a block where the weights have one sign and lie far from 0, because a zero point is a level itself;
+    where all weights are one number; and where they are small: hqq's smallest step is 1 / 20,000. Such a block gets a
+    grid from its smallest weight, or 0, to its largest.
+    """
+    bits, largest = quantization.bits, 2**quantization.bits - 1
     low, high = np.minimum(blocks.min(-1, keepdims=True), 0), np.maximum(blocks.max(-1, keepdims=True), 0)
-    outside = (zero_points < 0) | (zero_points > largest)
-    scales = np.where(outside, np.maximum(high - low, np.finfo(np.float32).tiny) / largest, scales)
-    zero_points = np.where(outside, np.round(-low / scales), zero_points)
-    levels = np.clip(np.round(blocks / scales + zero_points), 0, largest).astype(np.uint8)
-    packed = pack_bits(levels.reshape(-1, size), bits)
-    return packed, scales.astype(weight.dtype), zero_points.astype(np.uint8).reshape(output_size, -1)
+    span = np.maximum(high - low, np.finfo(np.float32).tiny)
+    near = 2 * scales + 0.05 * span  # an outlier may be clipped
+    too_short = (high - (largest - zero_points) * scales > near) | (-low - zero_points * scales > near)
+    misses = (zero_points < 0) | (zero_points > largest) | (scales * largest > 1.2 * span) | too_short
+    scales = np.where(misses, span / largest, scales)
+    zero_points = np.where(misses, np.round(-low / scales), zero_points)
+    levels = blocks / scales
+    levels += zero_points
+    np.clip(np.round(levels, out=levels), 0, largest, out=levels)
+    outputs = weight.shape[1]
+    return (
+        pack_bits(levels.astype(np.uint8), bits),
+        scales.astype(weight.dtype).reshape(outputs, -1, 1),
+        zero_points.astype(np.uint8).reshape(outputs, -1),
+    )

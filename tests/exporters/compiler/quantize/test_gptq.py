@@ -92,3 +92,15 @@ def test_inputs_that_are_never_there_and_none_at_all() -> None:
         assert np.isfinite(result).all()
         assert (result[:, 0] == 0).all()
         assert np.abs(result - weight)[5:60].max() < 0.5  # rounded all the same
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_blocks_of_zeros(dtype: type) -> None:
+    """Their scale is too small for float16; the columns behind them are made up for as ever."""
+    weight = np.random.default_rng(3).normal(size=(INPUTS, OUTPUTS)).astype(dtype)
+    weight[:32] = 0
+    inputs, way = correlated_inputs(), WeightQuantization(4, 32, "gptq")
+    found = gptq(weight, inputs.T @ inputs, way)
+    error = dequantized(found, way) - weight.astype(np.float64)
+    assert np.array_equal(error[:32], np.zeros((32, OUTPUTS)))
+    assert np.abs(error).max() < 1

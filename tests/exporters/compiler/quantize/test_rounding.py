@@ -41,13 +41,26 @@ def test_levels_are_the_nearest_for_the_scales_as_stored(method: str, bits: int)
     assert np.sqrt(error) < 0.5 * np.abs(exact).max() / 2 ** (bits - 1)
 
 
-@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # of ONNX Runtime's quantizer
 def test_blocks_of_zeros_in_bfloat16() -> None:
     weight = np.zeros((INPUTS, OUTPUTS), ml_dtypes.bfloat16)
     weight[:, 3] = 2
     for method in METHODS:
         floats, _, _ = meaning(weight, WeightQuantization(4, 32, method))
         np.testing.assert_allclose(floats, weight.astype(np.float64), atol=0.02)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("method", METHODS)
+def test_blocks_that_are_small_or_of_one_sign(method: str, bits: int) -> None:
+    """A block's grid has its own range, however small that is, and reaches from 0 to the weights."""
+    weight = np.random.default_rng(0).normal(size=(INPUTS, OUTPUTS)).astype(np.float32)
+    weight[:, 1] *= 1e-4
+    weight[:, 2] *= 1e-7
+    weight[:, 3], weight[:, 4], weight[:32, 5] = 0.01, -0.3, 0
+    weight[:, 6], weight[:, 7] = 0.5 + 0.01 * weight[:, 6], -2 + 0.1 * weight[:, 7]
+    floats, _, _ = meaning(weight, WeightQuantization(bits, 32, method))
+    errors = np.abs(floats - weight).max(axis=0) / np.abs(weight).max(axis=0)
+    assert (errors < 2 / 2**bits).all()
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
