@@ -18,6 +18,7 @@ from qsample.package import Package
 from qsample.tensors import Array
 
 STEPS: Final = 8
+_PROMPT: Final = 3
 # A little of everything, so that the self-test runs every step of the sampler.
 _PARAMETERS: Final = {
     "temperature": 0.9,
@@ -51,7 +52,8 @@ def run_self_test(plan: CompilePlan, published: Package, target: Target) -> Self
     count how many times that one chooses the same token.
 
     The compiled graph runs in the sessions that `load` opens, with the target's options, and is captured and replayed
-    where it will be. Only for the CPU its weights stay mapped, as they may be larger than the memory.
+    where it will be. Only for the CPU its weights stay mapped, as they may be larger than the memory, and its first
+    call reads prompts of different lengths, with padding.
 
     Raises CompileError where they agree too rarely. How close a quantized model is, is for the divergence to say.
     """
@@ -64,16 +66,18 @@ def run_self_test(plan: CompilePlan, published: Package, target: Target) -> Self
         device = _runner(plan, published.path, weights_mapped=mapped)
     else:
         device = PublishedRunner(published, rows)
-    prompt = np.random.default_rng(0).integers(0, source.interface.vocab_size, (rows, 1))
+    width = min(_PROMPT, plan.ctx_len - 1) if isinstance(device, GraphRunner) else 1
+    prompt = np.random.default_rng(0).integers(0, source.interface.vocab_size, (rows, width))
+    prompt_lengths = np.array([width, 1] if rows == 2 else [max(1, width - 1)])
     agreeing = total = 0
     for parameters in ({}, _PARAMETERS):
         states = portable.start(rows), device.start(rows)
-        ids = prompt
-        for _ in range(min(STEPS, plan.ctx_len - 1)):
-            wanted = _chosen(portable.step(ids, np.ones(rows), states[0], parameters))
-            got = _chosen(device.step(ids, np.ones(rows), states[1], parameters))
+        ids, lengths = prompt, prompt_lengths
+        for _ in range(min(STEPS, plan.ctx_len - width)):
+            wanted = _chosen(portable.step(ids, lengths, states[0], parameters))
+            got = _chosen(device.step(ids, lengths, states[1], parameters))
             agreeing, total = agreeing + int((got == wanted).sum()), total + rows
-            ids = wanted[:, None]
+            ids, lengths = wanted[:, None], np.ones(rows, np.int32)
     if not plan.quantized and agreeing < _AGREEMENT[plan.dtype] * total:
         raise CompileError(
             f"self-test failed: the graph compiled for {target.name} chose the portable graph's token {agreeing} times "

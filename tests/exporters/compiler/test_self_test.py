@@ -15,6 +15,7 @@ from qsample.exporters.compiler import published_runner
 from qsample.exporters.compiler.compile import compile_package
 from qsample.exporters.compiler.options import CompileOptions
 from qsample.exporters.compiler.targets import cpu
+from qsample.exporters.graph.edit import insert
 from qsample.package import Package, read_package
 from qsample.runtime.session.session import Replays, Sessions, open_sessions
 from tests.helpers.capturing import CapturingSession, compile_captured
@@ -36,6 +37,27 @@ def test_self_test_refuses_a_wrong_graph(llama_package: Path, tmp_path: Path, mo
     with pytest.raises(CompileError, match=r"self-test failed: .* times of 32"):
         compile_package(read_package(llama_package), tmp_path / "device", CompileOptions(ctx_len=64))
     assert os.listdir(tmp_path) == []
+
+
+def test_self_test_refuses_a_graph_that_reads_padding(
+    llama_package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = cpu.lean_passes
+
+    def forget_padding(model: ir.Model) -> bool:
+        """Plant a bug: every row is as long as the longest."""
+        lengths = next(value for value in model.graph.inputs if value.name == "input_lengths")
+        first = model.graph[0]
+        longest = insert(first, "ReduceMax", [lengths], [1], {"keepdims": 1})
+        alike = insert(first, "Max", [lengths, longest], ["B"])
+        for node, index in lengths.uses():
+            if node not in (longest.producer(), alike.producer()):
+                node.replace_input_with(index, alike)
+        return True
+
+    monkeypatch.setattr(cpu, "lean_passes", lambda *given: (*real(*given), forget_padding))
+    with pytest.raises(CompileError, match=r"self-test failed: .* times of 32"):
+        compile_package(read_package(llama_package), tmp_path / "device", CompileOptions(ctx_len=64))
 
 
 class ReplaysNothing(CapturingSession):
