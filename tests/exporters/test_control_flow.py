@@ -9,7 +9,8 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 
-from qsample.exporters.control_flow import outline_branches, outline_scans
+from qsample.contract import LENGTH, RUNNING
+from qsample.exporters.control_flow import branch_where_rows_begin, outline_branches, outline_scans
 
 Array = np.ndarray
 
@@ -163,3 +164,69 @@ def test_a_loop_over_the_results_of_another() -> None:
     np.testing.assert_array_equal(twice, sums[:, -1:] + np.cumsum(sums, axis=1))
     np.testing.assert_array_equal(last, twice[:, -1])
     np.testing.assert_array_equal(kept, x)
+
+
+RECURRENCE = """(int32[B] lengths, int32[B] status, float[B,S,8] x, float[B,S,2] decay, float[B,2,4,4] state)
+        => (float[B,S,8] result, float[B,2,4,4] next_state)
+        <int32 zero = {0}, float none = {0}, int64[4] all = {-1, 1, 1, 1}> {
+    has_begun = Greater (lengths, zero)
+    rows = Reshape (has_begun, all)
+    start = Where (rows, state, none)
+    result, next_state = com.microsoft.LinearAttention
+        <q_num_heads = 2, kv_num_heads = 2, update_rule = "gated"> (x, x, x, start, decay)
+}"""
+
+
+def recurrence() -> ir.Model:
+    model = parse(RECURRENCE)
+    model.opset_imports["com.microsoft"] = 1
+    return model
+
+
+@pytest.mark.parametrize(
+    ("lengths", "status"),
+    [
+        ([3, 5], [RUNNING, RUNNING]),
+        ([0, 5], [RUNNING, RUNNING]),
+        ([0, 0], [RUNNING, RUNNING]),
+        ([3, 0], [LENGTH, RUNNING]),
+    ],
+)
+def test_a_row_that_begins_starts_from_zeros(lengths: list[int], status: list[int]) -> None:
+    """Its buffers hold no numbers; those of the others are as they were."""
+    plain, branched = recurrence(), recurrence()
+    assert branch_where_rows_begin(branched)
+    assert not branch_where_rows_begin(branched)
+    begins, goes_on = sides(only(branched.graph, "If"))
+    assert (operators(begins), operators(goes_on)) == (["LinearAttention", "Where"], ["LinearAttention"])
+    assert "Where" not in operators(branched.graph)
+    rng = np.random.default_rng(0)
+    state = rng.normal(size=(2, 2, 4, 4))
+    state[np.array(lengths) == 0] = np.nan
+    feeds = {"lengths": lengths, "status": status, "state": state}
+    feeds |= {"x": rng.normal(size=(2, 3, 8)), "decay": -rng.random((2, 3, 2))}
+    for got, wanted in zip(run(branched, **feeds), run(plain, **feeds), strict=True):
+        assert np.isfinite(got).all()
+        np.testing.assert_array_equal(got, wanted)
+
+
+def test_a_row_that_does_not_run_has_no_beginning() -> None:
+    """A slot that nobody uses, say: the calls of the others copy nothing."""
+    model = recurrence()
+    assert branch_where_rows_begin(model)
+    rng = np.random.default_rng(0)
+    state = rng.normal(size=(2, 2, 4, 4))
+    x, decay = rng.normal(size=(2, 3, 8)), np.zeros((2, 3, 2))
+    feeds = {"lengths": [0, 4], "x": x, "decay": decay, "state": state}
+    kept = run(model, **feeds, status=[LENGTH, RUNNING])[1]
+    zeroed = run(model, **feeds, status=[RUNNING, RUNNING])[1]
+    np.testing.assert_allclose(kept[0] - zeroed[0], state[0], atol=1e-5)
+    np.testing.assert_array_equal(kept[1], zeroed[1])
+
+
+def test_a_recurrence_whose_start_is_read_elsewhere_stays() -> None:
+    model = recurrence()
+    start = only(model.graph, "Where").outputs[0]
+    start.type, start.shape = ir.TensorType(ir.DataType.FLOAT), ir.Shape(["B", 2, 4, 4])
+    model.graph.outputs.append(start)
+    assert not branch_where_rows_begin(model)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -28,13 +28,22 @@ def placement_of(session: ort.InferenceSession) -> Placement:
 
 
 def placement_in_file(graph: Path, provider_of: Mapping[str, str], default: str) -> Placement:
-    """What runs where of the nodes in a file.
+    """What runs where of the nodes in a file, those of both sides of an If included.
 
     provider_of: node name → provider, as a session reported it before its last fusions. default: the provider of nodes
     that are not there, which were fused or added since.
     """
-    nodes = onnx.load(graph, load_external_data=False).graph.node
+    nodes = _nodes(onnx.load(graph, load_external_data=False).graph)
     return _count((provider_of.get(node.name, default), node.op_type) for node in nodes)
+
+
+def _nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
+    """Those of the graphs inside it as well."""
+    for node in graph.node:
+        yield node
+        for attribute in node.attribute:
+            if attribute.HasField("g"):
+                yield from _nodes(attribute.g)
 
 
 def _count(nodes: Iterable[tuple[str, str]]) -> Placement:

@@ -84,9 +84,7 @@ def _call(
     columns = torch.arange(hidden.shape[1], dtype=torch.int32)[None]
     # A row that begins still holds the states of the row before it.
     begun = context.positions[:, 0] > 0
-    states = {
-        key: token_by_token.where(begun, context.states[key], torch.zeros_like(context.states[key]))
-        for key in context.states_of[id(module)]
-    }
+    old = {key: context.states[key] for key in context.states_of[id(module)]}
+    states = {key: torch.where(begun.reshape(-1, *[1] * (state.ndim - 1)), state, 0.0) for key, state in old.items()}
     real, shown = columns < advances[:, None], columns < shown[:, None]
     return LayerCall(hidden, cache, given, states, advances, real, context.waiting, shown)

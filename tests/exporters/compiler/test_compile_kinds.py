@@ -11,8 +11,12 @@ import pytest
 from qsample import AutoModelForCausalLM, cli
 from qsample.auto_model import PackagedModel
 from qsample.contract import Features
+from qsample.exporters.compiler.compile import compile_package
+from qsample.exporters.compiler.options import CompileOptions
 from qsample.exporters.export import export_model
+from qsample.exporters.graph.runner import GraphRunner
 from tests.architectures.configs import tiny_model
+from tests.helpers.tiny_models import export_without_sampler, random_model
 
 PROMPTS = [[5, 9, 31, 7, 120, 44, 3, 260, 12], [44, 3]]
 # Model type → an operator that its layers are made of.
@@ -78,3 +82,17 @@ def test_compiled_in_four_bits_it_stays_close(portable: PackagedModel, tmp_path:
     weights = [node.inputs[1].const_value for node in graph.all_nodes() if node.op_type == "MatMul" and node.inputs[1]]
     left = [weight.shape for weight in weights if weight is not None and weight.shape[0] % 16 == 0]
     assert left == []
+
+
+def test_keys_of_padding_in_heads_as_wide_as_models_have_them(tmp_path: Path) -> None:
+    """They are zeros, and their norm's eps, 1e-6 over the head's width, is less than 1e-8."""
+    model = random_model("qwen3_5_text", linear_key_head_dim=128)
+    package = export_without_sampler(model, tmp_path / "package")
+    compiled = compile_package(package, tmp_path / "compiled", CompileOptions(ctx_len=16))
+    ids, logits = np.array([[5, 9, 31, 7], [120, 44, 3, 3]]), []
+    for path in (package.path, compiled.path):
+        runner = GraphRunner(path / "decoder.onnx", path / "initial_state.onnx", package.interface, 16)
+        state = runner.start(2)
+        logits.append([runner.step(ids, np.array([4, 2]), state)["logits"]])
+        logits[-1].append(runner.step(ids[:, :1], np.ones(2), state)["logits"])
+    np.testing.assert_allclose(logits[1], logits[0], atol=1e-4)

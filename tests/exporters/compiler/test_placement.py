@@ -42,3 +42,15 @@ def test_a_file_whose_nodes_a_session_has_reported(tmp_path: Path) -> None:
     path = saved(tmp_path / "graph.onnx")
     known = {"node0": "Other", "node2": CPU, "gone": CPU}
     assert placement_in_file(path, known, default=CPU) == {"Other": {"Sin": 1}, CPU: {"Cos": 1, "Sin": 1}}
+
+
+def test_a_file_with_control_flow(tmp_path: Path) -> None:
+    model = ir.from_onnx_text("""
+        <ir_version: 10, opset_import: ["" : 20]>
+        branch (bool p, float[N] x) => (float[N] y)
+        {
+            y = If (p) <then_branch = less () => (float[N] a) { a = Neg (x) },
+                        else_branch = more () => (float[N] b) { b = Exp (x) }>
+        }""")
+    ir.save(model, tmp_path / "graph.onnx")
+    assert placement_in_file(tmp_path / "graph.onnx", {}, default=CPU) == {CPU: {"Exp": 1, "If": 1, "Neg": 1}}

@@ -19,6 +19,7 @@ from qsample.exporters.compiler.plan import CompilePlan
 from qsample.exporters.compiler.quantize.float16 import store_as_float16
 from qsample.exporters.compiler.quantize.weights import round_activations
 from qsample.exporters.compiler.recipe import Pass, lean_passes
+from qsample.exporters.control_flow import branch_where_rows_begin
 
 _DTYPES: Final = ("float32", "float16")  # GroupQueryAttention's CPU kernels
 # EXTENDED holds what every CPU of the architecture runs; ALL adds layouts of the very machine that compiles.
@@ -58,6 +59,7 @@ class CpuTarget:
         return (*lean_passes("cpu", plan.ctx_len), round_activations)
 
     def publish(self, model: ir.Model, sampler: ir.Model | None, plan: CompilePlan, folder: Path) -> Placement:
+        branch_where_rows_begin(model)
         scratch, target = folder / "scratch", folder / "decoder.onnx"
         scratch.mkdir()
         ir.save(model, scratch / "fused.onnx", external_data="fused.onnx.data")
