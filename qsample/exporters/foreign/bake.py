@@ -233,8 +233,7 @@ def _warn_of_windows(foreign: ForeignGraph, settings: Settings, windows: list[in
         has = f"of {', '.join(map(str, found))}" if found else "none: it attends to all tokens"
         warnings.warn(
             f"{foreign.path}: its configuration states an attention window of {stated} tokens, and the graph has "
-            f"{has}; "
-            "what is baked computes what the file does, which is not that model beyond the window",
+            f"{has}; what is baked computes what the file does, which is not that model beyond the window",
             stacklevel=5,
         )
 

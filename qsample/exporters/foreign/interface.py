@@ -29,8 +29,7 @@ _NEWEST: Final = 23
 
 _REFUSED_INPUTS: Final = {
     r"use_cache_branch": "it is a merged decoder, two graphs under one If; take decoder_with_past_model.onnx, or a "
-    "file "
-    "of a newer export, with GroupQueryAttention or without use_cache_branch",
+    "file of a newer export, with GroupQueryAttention or without use_cache_branch",
     r"inputs_embeds": "it has no token embedding: it takes inputs_embeds; take a file whose input is input_ids",
     r"block_table|slot_mapping|.*_blocks?": "its cache is paged (PagedAttention); export it without "
     "use_paged_attention",
@@ -89,8 +88,7 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class ForeignGraph:
-    """A decoder file, read. dtype: of the cache. changed: whether `model` takes others than the file does. head_sizes:
-    as its configuration says, for what the graph leaves open."""
+    """A decoder file, read. dtype: of the cache. changed: whether `model` takes others than the file does."""
 
     path: Path
     model: ir.Model

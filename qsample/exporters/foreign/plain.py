@@ -106,15 +106,13 @@ def match(foreign: ForeignGraph, layer: Layer) -> Match:
         raise refusal(foreign.path, f"the attention of {where} is not Softmax(query keys) values, one product each")
     product, output = with_keys[0], with_values[0]
     weights = output.inputs[0]
-    softmax = next((node for node in _above(weights, _WEIGHTS, follow=2) if node.op_type == "Softmax"), None)
+    softmax = next((node for node in _above(weights, _WEIGHTS) if node.op_type == "Softmax"), None)
     if softmax is None or softmax.inputs[0] is None:
         raise refusal(foreign.path, f"the attention of {where} has no Softmax before its values (a sink, or a sigmoid)")
-    between = list(_above(softmax.inputs[0], _ELEMENTWISE, follow=3))
+    between = list(_above(softmax.inputs[0], _ELEMENTWISE))
     if product not in between or product.inputs[0] is None:
         raise refusal(foreign.path, f"the scores of {where} are not made of query keys by numbers and a mask alone")
-    caps = [
-        node for node in between if node.op_type == "Tanh" and product in _above(node.inputs[0], _ELEMENTWISE, follow=3)
-    ]
+    caps = [node for node in between if node.op_type == "Tanh" and product in _above(node.inputs[0], _ELEMENTWISE)]
     cap = _factor_behind(caps[0]) if caps else None
     if len(caps) > 1 or (caps and cap is None):
         raise refusal(foreign.path, f"the scores of {where} pass a Tanh that is no soft cap")
@@ -135,11 +133,8 @@ def _products_with(value: ir.Value) -> list[ir.Node]:
     return list(found)
 
 
-def _above(value: ir.Value | None, through: tuple[str, ...], follow: int) -> Iterator[ir.Node]:
-    """The nodes that `value` comes from, nearest first, up to those that are not in `through`, which come too.
-
-    follow: how many inputs of a node are looked at.
-    """
+def _above(value: ir.Value | None, through: tuple[str, ...]) -> Iterator[ir.Node]:
+    """The nodes that `value` comes from, nearest first, up to those that are not in `through`, which come too."""
     waiting, seen = [value], set()
     while waiting:
         current = waiting.pop(0)
@@ -149,7 +144,7 @@ def _above(value: ir.Value | None, through: tuple[str, ...], follow: int) -> Ite
         seen.add(node)
         yield node
         if node.op_type in through:
-            waiting += [source for source in node.inputs[: max(follow, 3)] if source is not None]
+            waiting += [source for source in node.inputs[:3] if source is not None]
 
 
 def _factor_behind(tanh: ir.Node) -> ir.Value | None:

@@ -151,6 +151,5 @@ def _check_tokenizer(path: Path, vocab_size: int) -> None:
     if size > vocab_size:
         raise QsampleError(
             f"the tokenizer has {size} tokens and the decoder's head only {vocab_size}; give the tokenizer that "
-            "belongs to "
-            "it, with tokenizer= (--tokenizer)"
+            "belongs to it, with tokenizer= (--tokenizer)"
         )
