@@ -60,6 +60,13 @@ def serve(
     tool_call_parser: Annotated[
         str | None, typer.Option(help="How the model writes calls of tools. (default: as its chat template has it)")
     ] = None,
+    reasoning_parser: Annotated[
+        str | None,
+        typer.Option(
+            help="How the model writes what it thinks before it answers: deepseek_r1, qwen3, glm45, seed_oss or "
+            "granite. (default: that stays in the answer)"
+        ),
+    ] = None,
     request_timeout: Annotated[
         float | None, typer.Option(min=0, help="Seconds an answer may take; it ends with what it has. (default: any)")
     ] = None,
@@ -97,6 +104,7 @@ def serve(
         trust_request_chat_template=trust_request_chat_template,
         generation_config=generation_config,  # type: ignore[arg-type]  # it checks itself
         tool_call_parser=tool_call_parser,
+        reasoning_parser=reasoning_parser,
         max_body_bytes=max_body_bytes,
         request_timeout=request_timeout,
         drain_timeout=drain_timeout,

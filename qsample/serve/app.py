@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -18,20 +18,21 @@ import qsample
 from qsample.runtime.text.chat import ChatOptions
 from qsample.serve.answers.answers import Answers
 from qsample.serve.answers.choices import ChatChoice, CompletionChoice
-from qsample.serve.guides import Guide
+from qsample.serve.guides import Grammar, Guide
 from qsample.serve.http.errors import ApiError, add_error_handlers
 from qsample.serve.http.json_bytes import json_bytes
 from qsample.serve.http.middleware import ApiKeys, BodyLimit
 from qsample.serve.metrics import Metrics
 from qsample.serve.protocol.chat import ChatCompletionRequest, ChatPrompt
+from qsample.serve.protocol.common import GenerationRequest
 from qsample.serve.protocol.completions import CompletionRequest, DetokenizeRequest, TokenizeRequest
-from qsample.serve.sampling import COMPLETION_TOKENS, check_logprobs, grammar_of, sampling_params
+from qsample.serve.sampling import COMPLETION_TOKENS, check_ends, check_logprobs, grammar_of, sampling_params
 from qsample.serve.served_model import ServedModel, ServedModels
 from qsample.serve.settings import ServeSettings
 from qsample.serve.tool_calls.calls import DemandedCalls, ToolReader, demanded, parameters_of
 
 _PAGE: Final = Path(__file__).parent / "http" / "page.html"
-_LONG_TEXT: Final = 20_000  # characters that take a tokenizer some milliseconds: others should not wait for it
+_LONG_TEXT: Final = 20_000  # characters, or tokens, that take a tokenizer milliseconds: others should not wait for it
 
 
 def make_app(settings: ServeSettings, models: ServedModels | None = None) -> FastAPI:
@@ -119,6 +120,7 @@ class _Server:
         limit = body.max_tokens
         if limit is None and "max_new_tokens" not in model.defaults:
             limit = COMPLETION_TOKENS
+        make_guide = self._guide(model, body, grammar_of(body))
         params = sampling_params(body, model, limit)
         prompts = body.prompts
         rows = [await self._encode(model, prompt, body.add_special_tokens) for prompt in prompts]
@@ -134,7 +136,7 @@ class _Server:
             )
 
         answers = Answers(model, body, self._metrics, prefix="cmpl", kind="text_completion", make_choice=choice)
-        await answers.start(rows, params, self._guide(model, grammar_of(body)), self._settings.request_timeout)
+        await answers.start(rows, params, make_guide, self._settings.request_timeout)
         return await self._answer(answers, body.stream, request)
 
     async def chat(self, body: ChatCompletionRequest, request: Request) -> Response:
@@ -142,13 +144,17 @@ class _Server:
         model = self._served().find(body.model)
         if body.logprobs:
             check_logprobs(model, body.top_logprobs or 0, "top_logprobs")
-        params = sampling_params(body, model, body.limit)
-        prompt = await self._encode_chat(model, body, body.offers_tools)
         grammar, wanted = grammar_of(body), demanded(body)
         if grammar is not None and wanted is not None:
             raise ApiError(400, "response_format and tool_choice both say what the answer has to be; give one")
         if wanted is not None:
             grammar = wanted[0]
+        make_guide = self._guide(model, body, grammar)
+        params = sampling_params(body, model, body.limit)
+        prompt = await self._encode_chat(model, body, body.offers_tools)
+
+        # What is held to a form is that form from its first token on, and a message that goes on has begun already.
+        thinks = grammar is None and not body.continue_final_message
 
         def reader() -> ToolReader | DemandedCalls | None:
             if wanted is not None:
@@ -162,10 +168,12 @@ class _Server:
                 top_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
                 tools=reader(),
                 return_token_ids=body.return_token_ids,
+                reasoning=model.reasoning_reader(prompt) if thinks else None,
+                show_reasoning=body.include_reasoning,
             )
 
         answers = Answers(model, body, self._metrics, prefix="chatcmpl", kind="chat.completion", make_choice=choice)
-        await answers.start([prompt], params, self._guide(model, grammar), self._settings.request_timeout)
+        await answers.start([prompt], params, make_guide, self._settings.request_timeout)
         return await self._answer(answers, body.stream, request)
 
     async def tokenize(self, body: TokenizeRequest) -> Response:
@@ -186,7 +194,8 @@ class _Server:
         """The text of token ids."""
         model = self._served().find(body.model)
         _check_ids(model, body.tokens)
-        return _json({"prompt": model.tokenizer.decode(body.tokens, skip_special_tokens=False)})
+        decode = partial(model.tokenizer.decode, body.tokens, skip_special_tokens=False)
+        return _json({"prompt": await asyncio.to_thread(decode) if len(body.tokens) > _LONG_TEXT else decode()})
 
     def _served(self) -> ServedModels:
         assert self.models is not None  # the application has started
@@ -205,19 +214,22 @@ class _Server:
             text = "this server takes no chat templates of clients; name one of the package's, or start it with "
             raise ApiError(400, text + "--trust-request-chat-template", param="chat_template")
         options = ChatOptions(**body.template_options(with_tools=with_tools))
-        encode = partial(model.tokenizer.encode_chat, body.messages, options)
+        encode = partial(model.tokenizer.encode_chat, body.template_messages, options)
         # A template is a program of the model's; on the event loop a slow one would hold up everybody.
-        return await asyncio.to_thread(encode)
+        try:
+            return await asyncio.to_thread(encode)
+        except ImportError as error:  # jinja2 is missing, or too old to be safe
+            raise ApiError(501, f"this server cannot take messages: {error}", code="missing_module") from None
 
-    def _guide(self, model: ServedModel, grammar: str | None) -> Any:
+    def _guide(
+        self, model: ServedModel, body: GenerationRequest, grammar: Grammar | None
+    ) -> Callable[[], Awaitable[Guide]] | None:
+        """What makes the guide of an answer; None where it may be any text. Raises ApiError where none can be made."""
         if grammar is None:
             return None
         model.grammars.check_possible()
-
-        async def make() -> Guide:
-            return await model.grammars.guide(grammar)
-
-        return make
+        check_ends(body)
+        return partial(model.grammars.guide, grammar())
 
     async def _answer(self, answers: Answers, stream: bool | None, request: Request) -> Response:
         return _EventStream(answers) if stream else _json(await answers.whole(request.receive))

@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import json
+import threading
 from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any, Final
 
-from qsample.errors import QsampleError
+import numpy as np
+
 from qsample.runtime import CausalLM, Step
 from qsample.runtime.text.tokenizer import TOKENIZER_FILE
 from qsample.serve.http.errors import ApiError
 from qsample.tensors import Array
 
+Grammar = Callable[[], str]  # makes what `Grammars.guide` takes; it needs llguidance, or raises ApiError
+
 _KEPT: Final = 64  # grammars
+_THREADS: Final = 2  # that compile
 # Blanks as json.dumps writes them. A model that may write any number of them may never stop doing so.
 _JSON: Final[Any] = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
@@ -24,47 +33,64 @@ class Grammars:
     def __init__(self, model: CausalLM) -> None:
         self._model = model
         self._tokenizer: Any = None
-        self._kept: OrderedDict[str, Any] = OrderedDict()
+        self._reading = threading.Lock()
+        self._kept: OrderedDict[str, asyncio.Future[_Compiled]] = OrderedDict()
+        # Of their own: grammars that take long are not to hold up prompts, which asyncio.to_thread encodes.
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="qsample-grammar")
 
     async def guide(self, grammar: str) -> Guide:
         """A guide for one answer. grammar: of `from_json_schema` and its siblings.
 
-        It is compiled on another thread, which can take a second. Raises ApiError where it is none, and where the
-        package or the environment cannot follow it.
+        It is compiled on another thread, which can take a second, once for all who ask for it at the same time. Raises
+        ApiError where it is none, and where no answer can follow it.
         """
-        if grammar in self._kept:
-            self._kept.move_to_end(grammar)
-        else:
-            matcher = await asyncio.to_thread(self._compile, grammar)
-            self._kept[grammar] = matcher
-            while len(self._kept) > _KEPT:
-                self._kept.popitem(last=False)
-        return Guide(self._kept[grammar].deep_copy())
+        if grammar not in self._kept:
+            loop = asyncio.get_running_loop()
+            self._kept[grammar] = loop.run_in_executor(self._threads, self._compile, grammar)
+        self._kept.move_to_end(grammar)
+        while len(self._kept) > _KEPT:
+            self._kept.popitem(last=False)
+        compiling = self._kept[grammar]
+        try:
+            compiled = await asyncio.shield(compiling)  # others may wait for it
+        except ApiError:
+            if self._kept.get(grammar) is compiling:
+                del self._kept[grammar]
+            raise
+        return Guide(compiled)
 
-    def _compile(self, grammar: str) -> Any:
+    def _compile(self, grammar: str) -> _Compiled:
         from llguidance import LLMatcher
 
         matcher = LLMatcher(self._llguidance_tokenizer(), grammar, log_level=0)
-        if matcher.is_error():
-            text = " ".join(matcher.get_error().split())
-            raise ApiError(400, f"the answer cannot be held to that: {text:.300}", code="invalid_grammar")
-        return matcher
+        _check(matcher)
+        words = (self._model.interface.vocab_size + 31) // 32
+        mask = np.zeros((1, words), dtype=np.int32)
+        _fill(matcher, mask)  # the same for every answer, and often the one that takes longest
+        if not mask.any():
+            raise _refused("no text follows it")
+        return _Compiled(matcher, mask)
 
     def _llguidance_tokenizer(self) -> Any:
-        if self._tokenizer is None:
-            from llguidance import LLTokenizer
+        with self._reading:
+            if self._tokenizer is None:
+                self._tokenizer = self._read_tokenizer()
+            return self._tokenizer
 
-            package = self._model.package
-            text = package.file(TOKENIZER_FILE).read_text(encoding="utf-8")
-            ends = list(package.manifest.token_ids.eos)
-            try:
-                self._tokenizer = LLTokenizer(text, n_vocab=self._model.interface.vocab_size, eos_token=ends or None)
-            except ValueError as error:
-                raise ApiError(400, f"this model's tokenizer cannot be held to a grammar: {error!s:.200}") from None
-        return self._tokenizer
+    def _read_tokenizer(self) -> Any:
+        from llguidance import LLTokenizer
+
+        package = self._model.package
+        text = package.file(TOKENIZER_FILE).read_text(encoding="utf-8")
+        ends = list(package.manifest.token_ids.eos)
+        try:
+            return LLTokenizer(text, n_vocab=self._model.interface.vocab_size, eos_token=ends)
+        except ValueError as error:
+            raise ApiError(400, f"this model's tokenizer cannot be held to a grammar: {error!s:.200}") from None
 
     def check_possible(self) -> None:
         """Raise ApiError where no answer of this model can be held to anything."""
+        package = self._model.package
         if not self._model.interface.features.allowed_tokens:
             raise ApiError(
                 400,
@@ -73,51 +99,85 @@ class Grammars:
             )
         if self._model.tokenizer is None:
             raise ApiError(400, "this package has no tokenizer, which an answer that follows a schema needs")
-        try:
-            import llguidance  # noqa: F401
-        except ModuleNotFoundError:
+        if not package.manifest.token_ids.eos:
+            raise ApiError(400, "this model has no stop token, with which an answer that follows a schema ends")
+        if importlib.util.find_spec("llguidance") is None:
             raise ApiError(
-                400, "this server lacks llguidance, which an answer that follows a schema needs; install qsample[serve]"
-            ) from None
+                501,
+                "this server lacks llguidance, which an answer that follows a schema needs; install qsample[serve] "
+                "where it runs",
+                code="missing_module",
+            )
+
+    def close(self) -> None:
+        """Compile no more."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+@dataclass(frozen=True, slots=True)
+class _Compiled:
+    """matcher: at the start of an answer; copied for each. mask: [1, W] int32, of the first token."""
+
+    matcher: Any
+    mask: Array
 
 
 class Guide:
-    """Writes the mask of each next token of one answer; the `allowed_tokens` of a request."""
+    """Writes the mask of each next token of one answer; the `allowed_tokens` of a request.
 
-    def __init__(self, matcher: Any) -> None:
-        self._matcher = matcher
+    What can be computed early is the first mask, with the grammar. Each other one needs the token before it, and the
+    step that samples the next token needs the mask, because the graph filters and draws by itself: it is written
+    between the two, outside of Python's lock, so the event loop goes on.
+    """
+
+    def __init__(self, compiled: _Compiled) -> None:
+        self._compiled = compiled
+        self._matcher: Any = None
 
     def __call__(self, step: Step | None, mask: Array) -> None:
-        from llguidance import numpy
-
-        if step is not None and step.emitted[0]:
+        if step is None:
+            mask[:] = self._compiled.mask
+            return
+        if self._matcher is None:
+            self._matcher = self._compiled.matcher.deep_copy()
+        if step.emitted[0]:
             self._matcher.consume_token(int(step.tokens[0]))
-        if self._matcher.is_error():
-            raise QsampleError(f"the grammar cannot go on: {self._matcher.get_error():.200}")
-        numpy.fill_next_token_bitmask(self._matcher, mask, 0)
+            _check(self._matcher)
+            _fill(self._matcher, mask)
+
+
+def _fill(matcher: Any, mask: Array) -> None:
+    from llguidance import numpy
+
+    numpy.fill_next_token_bitmask(matcher, mask, 0)
+    _check(matcher)
+
+
+def _check(matcher: Any) -> None:
+    """Raise ApiError where a grammar is none, or became too much for llguidance on the way."""
+    if matcher.is_error():
+        raise _refused(matcher.get_error())
 
 
 def from_json_schema(schema: Any) -> str:
-    """schema: a JSON schema, true for any JSON, or one as text. Raises ApiError where the text is none."""
+    """schema: a JSON schema, true for any JSON, or one as text. Raises ApiError where it is none."""
     from llguidance import LLMatcher
 
     if isinstance(schema, str):
         try:
             schema = json.loads(schema)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ApiError(400, f"the schema is no JSON: {error}") from None
-    if not isinstance(schema, dict):
-        schema = {} if schema is True else {"not": {}}
-    grammar: str = LLMatcher.grammar_from_json_schema(json.dumps(schema), defaults=_JSON)
-    return grammar
+    if schema is not True and not isinstance(schema, dict):
+        raise ApiError(400, f"the schema is {json.dumps(schema):.60}; give an object, or true for any JSON")
+    return _made(LLMatcher.grammar_from_json_schema, {} if schema is True else schema, defaults=_JSON)
 
 
 def from_regex(expression: str) -> str:
     """expression: of Rust's regex crate, for the whole answer."""
     from llguidance import LLMatcher
 
-    grammar: str = LLMatcher.grammar_from_regex(expression)
-    return grammar
+    return _made(LLMatcher.grammar_from_regex, expression)
 
 
 def from_choice(choices: list[str]) -> str:
@@ -136,5 +196,16 @@ def from_lark(grammar: str) -> str:
             grammar = gbnf_to_lark.gbnf_to_lark(grammar)
         except Exception as error:
             raise ApiError(400, f"the grammar is no GBNF: {error!s:.200}") from None
-    made: str = LLMatcher.grammar_from_lark(grammar)
-    return made
+    return _made(LLMatcher.grammar_from_lark, grammar)
+
+
+def _made(make: Callable[..., str], value: Any, **options: Any) -> str:
+    try:
+        return make(json.dumps(value) if isinstance(value, dict) else value, **options)
+    except (ValueError, RecursionError) as error:
+        raise _refused(str(error)) from None
+
+
+def _refused(reason: str) -> ApiError:
+    text = " ".join(reason.split())
+    return ApiError(400, f"the answer cannot be held to that: {text:.300}", code="invalid_grammar")

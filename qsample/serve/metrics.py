@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+from collections import Counter as Counts
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from qsample.errors import QsampleError
@@ -35,7 +37,6 @@ class Metrics:
         self._prompt_tokens = counter("prompt_tokens", "Prompt tokens of requests that ended.")
         self._cached_tokens = counter("prefix_cache_hits", "Prompt tokens that a slot held already.")
         self._queried_tokens = counter("prefix_cache_queries", "Prompt tokens that were looked for in slots.")
-        self._generation_tokens = counter("generation_tokens", "Sampled tokens of requests that ended.")
         self._ended = counter("request_success", "Requests that ended, by why.", "finished_reason")
         self._failed = counter("request_failure", "Requests that ended with an error.")
         self._first = histogram("time_to_first_token_seconds", "Seconds to the first token.")
@@ -44,10 +45,13 @@ class Metrics:
         self._token = histogram(
             "request_time_per_output_token_seconds", "Mean seconds between the tokens of a request.", _SECONDS_A_TOKEN
         )
+        self._tokens = _SampledTokens()
         registry.register(_Engines(models))
+        registry.register(self._tokens)
 
     def follow(self, model: str, request: Request) -> None:
-        """Count a request when it ends, for whatever reason."""
+        """Count a request's tokens as they come, and the request when it ends, for whatever reason."""
+        self._tokens.follow(model, request)
         request.add_done_callback(partial(self._count, model))
 
     def text(self) -> bytes:
@@ -55,6 +59,7 @@ class Metrics:
         return generate_latest(self._registry)
 
     def _count(self, model: str, request: Request) -> None:
+        self._tokens.end(model, request)
         try:
             output = request.result(0)
         except QsampleError:
@@ -64,7 +69,6 @@ class Metrics:
         self._prompt_tokens.labels(model).inc(usage.prompt_tokens)
         self._queried_tokens.labels(model).inc(usage.prompt_tokens)
         self._cached_tokens.labels(model).inc(usage.cached_tokens)
-        self._generation_tokens.labels(model).inc(usage.completion_tokens)
         self._ended.labels(model, output.finish_reason).inc()
         self._whole.labels(model).observe(timing.total_seconds)
         if timing.queue_seconds is not None:
@@ -92,6 +96,37 @@ class _Engines(Collector):
             waiting.add_metric([model.name], stats.waiting)
             slots.add_metric([model.name], stats.slots)
         yield from (running, waiting, slots)
+
+    def describe(self) -> list[Metric]:
+        return []
+
+
+class _SampledTokens(Collector):
+    """The tokens of all requests so far, those of requests that run among them."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # requests end on the engines' threads
+        self._ended: Counts[str] = Counts()
+        self._running: dict[Request, str] = {}
+
+    def follow(self, model: str, request: Request) -> None:
+        with self._lock:
+            self._running[request] = model
+
+    def end(self, model: str, request: Request) -> None:
+        with self._lock:
+            del self._running[request]
+            self._ended[model] += request.completion_tokens
+
+    def collect(self) -> Iterator[Metric]:
+        with self._lock:
+            counts = self._ended.copy()
+            for request, model in self._running.items():
+                counts[model] += request.completion_tokens
+        family = CounterMetricFamily("qsample:generation_tokens", "Sampled tokens.", labels=[_MODEL])
+        for model, count in counts.items():
+            family.add_metric([model], count)
+        yield family
 
     def describe(self) -> list[Metric]:
         return []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import math
 import os
 import socket
 from collections.abc import Callable
@@ -15,6 +17,7 @@ from qsample.serve.served_model import ServedModels
 from qsample.serve.settings import DEFAULT_PORT, ServeSettings
 
 _BACKLOG: Final = 2048  # connections that wait to be taken; uvicorn's number
+_LAST_WORDS: Final = 5  # seconds to tell clients that their answers have ended; those that read slowly are cut then
 
 
 def run(
@@ -32,16 +35,37 @@ def run(
     Raises QsampleError where nothing can listen there, and where a model cannot be loaded.
     """
     with _listen(host, port) as listening:  # first: loading may take long
-        app = make_app(settings, ServedModels(settings))
+        models = ServedModels(settings)
+        app = make_app(settings, models)
         config = uvicorn.Config(
             app,
-            timeout_graceful_shutdown=max(1, round(settings.drain_timeout)),
+            timeout_graceful_shutdown=math.ceil(settings.drain_timeout) + _LAST_WORDS,
             server_header=False,
             **options,
         )
         taken = listening.getsockname()[1]
         ready(f"http://{f'[{host}]' if ':' in host else host}:{taken}")
-        uvicorn.Server(config).run(sockets=[listening])
+        _Server(config, models, settings.drain_timeout).run(sockets=[listening])
+
+
+class _Server(uvicorn.Server):
+    """Ends the answers that still run when their time is up, and tells their clients, where uvicorn would cut them."""
+
+    def __init__(self, config: uvicorn.Config, models: ServedModels, drain_timeout: float) -> None:
+        super().__init__(config)
+        self._models = models
+        self._drain_timeout = drain_timeout
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        closing = asyncio.create_task(self._close_late())
+        try:
+            await super().shutdown(sockets)
+        finally:
+            closing.cancel()
+
+    async def _close_late(self) -> None:
+        await asyncio.sleep(self._drain_timeout)
+        await asyncio.to_thread(self._models.close)
 
 
 def _listen(host: str, port: int) -> socket.socket:

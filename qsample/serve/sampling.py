@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import secrets
+from functools import partial
 from typing import Any, Final
 
 from qsample.sampling_params import SamplingParams
-from qsample.serve.guides import from_choice, from_json_schema, from_lark, from_regex
+from qsample.serve.guides import Grammar, from_choice, from_json_schema, from_lark, from_regex
 from qsample.serve.http.errors import ApiError
 from qsample.serve.protocol.common import GenerationRequest, StructuredOutputs
 from qsample.serve.served_model import ServedModel
@@ -53,34 +54,41 @@ def seeds(request: GenerationRequest, count: int) -> list[int]:
     return [(first + index) % _SEEDS for index in range(count)]
 
 
-def grammar_of(request: GenerationRequest) -> str | None:
-    """The grammar that every answer follows; None = any text. Raises ApiError where more than one is asked for."""
-    asked: list[str] = []
+def grammar_of(request: GenerationRequest) -> Grammar | None:
+    """What every answer has to follow; None = any text. Raises ApiError where more than one is asked for."""
+    asked: list[Grammar] = []
     wanted = request.response_format
     if wanted is not None and wanted.type == "json_object":
-        asked.append(from_json_schema({"type": "object"}))
+        asked.append(partial(from_json_schema, {"type": "object"}))
     elif wanted is not None and wanted.type == "json_schema":
         if wanted.json_schema is None:
             raise ApiError(400, "response_format is of type json_schema and has none", param="response_format")
-        asked.append(from_json_schema(wanted.json_schema.schema_))
+        asked.append(partial(from_json_schema, wanted.json_schema.schema_))
     given = request.structured_outputs or StructuredOutputs.model_validate({})
-    for schema in (request.guided_json, given.json_):
-        if schema is not None:
-            asked.append(from_json_schema(schema))
-    for expression in (request.guided_regex, given.regex):
-        if expression is not None:
-            asked.append(from_regex(expression))
-    for choices in (request.guided_choice, given.choice):
-        if choices is not None:
-            asked.append(from_choice(choices))
-    for grammar in (request.guided_grammar, given.grammar):
-        if grammar is not None:
-            asked.append(from_lark(grammar))
+    for makes, values in (
+        (from_json_schema, (request.guided_json, given.json_)),
+        (from_regex, (request.guided_regex, given.regex)),
+        (from_choice, (request.guided_choice, given.choice)),
+        (from_lark, (request.guided_grammar, given.grammar)),
+    ):
+        asked += [partial(makes, value) for value in values if value is not None]  # type: ignore[arg-type]
     if given.json_object:
-        asked.append(from_json_schema({"type": "object"}))
+        asked.append(partial(from_json_schema, {"type": "object"}))
     if len(asked) > 1:
         raise ApiError(400, "the answer is held to several things at once; give one schema, grammar or choice")
     return asked[0] if asked else None
+
+
+def check_ends(request: GenerationRequest) -> None:
+    """Raise ApiError where an answer that is held to something is also to go on when that is complete."""
+    for name in ("ignore_eos", "min_tokens"):
+        if getattr(request, name):
+            raise ApiError(
+                400,
+                f"{name} asks for tokens behind the end of an answer, and there are none where it has to follow a "
+                f"schema, a choice or a grammar; leave {name} out",
+                param=name,
+            )
 
 
 def check_logprobs(model: ServedModel, top: int, param: str) -> None:

@@ -14,12 +14,16 @@ from qsample.runtime.text.tokenizer import Tokenizer
 from qsample.sampling_params import SamplingParams
 from qsample.serve.guides import Grammars
 from qsample.serve.http.errors import ApiError
+from qsample.serve.reasoning import ReasoningReader
+from qsample.serve.reasoning import find_format as find_reasoning_format
 from qsample.serve.settings import ServeSettings
 from qsample.serve.token_texts import TokenTexts
 from qsample.serve.tool_calls.formats import find_format
 
 # What a model's generation_config decides with generation_config="auto".
 _OF_CONFIG: Final = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens")
+
+_MARK_TOKENS: Final = 32  # more than the longest mark around thoughts has, even in single characters
 
 
 class ServedModel:
@@ -49,6 +53,7 @@ class ServedModel:
             self.defaults |= {name: config[name] for name in _OF_CONFIG if config.get(name) is not None}
         SamplingParams(**self.defaults)  # type: ignore[arg-type]  # a config's own mistakes are told at the start
         self.tool_format = find_format(settings.tool_call_parser, self._template)
+        self._reasoning_format = find_reasoning_format(settings.reasoning_parser, self._is_shown)
         self.grammars = Grammars(self.model)
         self.engine = Engine(  # last: it has a thread
             self.model,
@@ -83,6 +88,20 @@ class ServedModel:
             return templates.get("tool_use") or templates.get("default", "")
         return templates or ""
 
+    def reasoning_reader(self, prompt: Sequence[int]) -> ReasoningReader | None:
+        """What splits the thoughts off an answer to that prompt; None where they stay in it."""
+        if self._reasoning_format is None:
+            return None
+        end = self.tokenizer.decode(prompt[-_MARK_TOKENS:], skip_special_tokens=False)
+        return ReasoningReader(self._reasoning_format, end)
+
+    def _is_shown(self, text: str) -> bool:
+        """Whether a text of this model can have `text` in it: special tokens are left out."""
+        if self.model.tokenizer is None:
+            return True
+        token = self.model.tokenizer.get_vocab().get(text)
+        return token is None or not self.model.tokenizer.is_skipped(token)
+
     def check_room(self, prompt: Sequence[int]) -> None:
         """Raise ApiError where a slot has no room for a prompt and one token."""
         if len(prompt) >= self.max_model_len:
@@ -99,6 +118,7 @@ class ServedModel:
         return self.engine.add_request(prompt, params, timeout=0, **options)
 
     def close(self) -> None:
+        self.grammars.close()
         self.engine.close()
 
 

@@ -9,6 +9,7 @@ from typing import Final, Literal
 
 from qsample.errors import shown
 from qsample.runtime.session.options import check_count
+from qsample.serve.reasoning import FORMATS as REASONING_FORMATS
 from qsample.serve.tool_calls.formats import FORMATS
 
 DEFAULT_PORT: Final = 8000
@@ -27,7 +28,8 @@ class ServeSettings:
     own, a Jinja template or the name of one that they have. generation_config: "auto" takes temperature, top_k, top_p,
     min_p, repetition_penalty and max_new_tokens from a model's generation_config where a request says nothing; "openai"
     takes OpenAI's defaults. tool_call_parser: how models write calls of tools; None = as their chat template has it.
-    max_body_bytes: of a request.
+    reasoning_parser: how models write what they think before they answer, which then comes in a field of its own; None
+    = it is a part of the answer. max_body_bytes: of a request.
     trust_request_chat_template: take chat templates of clients, too, which are programs, and not only the names of the
     package's. request_timeout: seconds that an answer may take, whole; None = any. drain_timeout: seconds that running
     requests get at the end.
@@ -48,6 +50,7 @@ class ServeSettings:
     chat_template: str | None = None
     generation_config: Literal["openai", "auto"] = "openai"
     tool_call_parser: str | None = None
+    reasoning_parser: str | None = None
     trust_request_chat_template: bool = False
     max_body_bytes: int = 4 * 2**20
     request_timeout: float | None = None
@@ -68,8 +71,9 @@ class ServeSettings:
             raise ValueError("request_timeout is 0, in which no answer comes; give more, or leave it out")
         if self.generation_config not in ("openai", "auto"):
             raise ValueError(f'generation_config is {shown(self.generation_config)}; give "openai" or "auto"')
-        if self.tool_call_parser is not None and self.tool_call_parser not in FORMATS:
-            raise ValueError(f"tool_call_parser is {shown(self.tool_call_parser)}; choose from {', '.join(FORMATS)}")
+        for name, known in (("tool_call_parser", [*FORMATS]), ("reasoning_parser", [*REASONING_FORMATS])):
+            if getattr(self, name) not in (None, *known):
+                raise ValueError(f"{name} is {shown(getattr(self, name))}; choose from {', '.join(known)}")
         if any(not key for key in self.api_keys):
             raise ValueError("an API key is empty, which would let nobody in who gives none; leave it out")
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from starlette.testclient import TestClient
 
 import qsample
 from qsample import AutoModelForCausalLM
 from qsample.runtime import CausalLM, load
+from qsample.serve import ServeSettings, make_app
 from tests.conftest import made_once
 from tests.helpers.servers import TOOL_TEMPLATE, ServerProcess
 
@@ -50,3 +53,15 @@ def start_server(served_package: Path, chat_template: Path) -> Callable[..., Ser
 def server(start_server: Callable[..., ServerProcess]) -> Iterator[ServerProcess]:
     with start_server("--slots", "4", "--max-waiting", "64") as running:
         yield running
+
+
+@pytest.fixture(scope="session")
+def local_app(served_package: Path, chat_template: Path) -> Callable[..., TestClient]:
+    """(settings) → the application in this process, for what only happens when something is missing or breaks; use it
+    as a context."""
+
+    def make(**settings: Any) -> TestClient:
+        fixed = {"models": {"tiny": str(served_package)}, "chat_template": chat_template.read_text(), "threads": 1}
+        return TestClient(make_app(ServeSettings(**{**fixed, **settings})), raise_server_exceptions=False)
+
+    return make

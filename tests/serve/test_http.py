@@ -44,9 +44,16 @@ def wait_until(condition: Callable[[], bool]) -> None:
         ({"prompt": "x", "model": "gpt"}, 404, "'gpt' does not exist here; there is 'tiny'"),
         ({"prompt": []}, 400, "prompt is an empty list"),
         ({"prompt": [5, 100_000]}, 400, "100000 is no token"),
+        ({"prompt": [5, -1]}, 400, "prompt: give a text, a list of token ids from 0"),
+        ({"prompt": [5, "x"]}, 400, "prompt: give a text"),
+        ({"prompt": [[5], "x"]}, 400, "prompt: give a text"),
+        ({"prompt": [True]}, 400, "prompt: give a text"),
+        ({"prompt": 5}, 400, "prompt: give a text"),
+        ({"prompt": "x", "guided_json": "[1]"}, 400, "the schema is [1]; give an object"),
         ({"prompt": "x", "logprobs": 6}, 400, "this package returns 5"),
         ({"prompt": "x", "n": 100}, 400, "100 answers are asked for at once, and this server takes 68"),
         ({"prompt": "x", "suffix": "y"}, 400, "suffix"),
+        ({"prompt": "x", "stream_options": {"include_usage": True}}, 400, "stream_options is for streams"),
         ({"prompt": "x", "best_of": 3}, 400, "best_of"),
         ({"prompt": "x", "logit_bias": {"the": 1}}, 400, "no token id"),
         ({"prompt": "x", "logit_bias": {"99999": 1}}, 400, "logit_bias"),
@@ -128,6 +135,33 @@ def test_prompts_of_token_ids_and_echo(server: ServerProcess, served_model: Caus
     assert [choice["token_ids"] for choice in choices] == output.token_ids * 2
     assert output.texts is not None
     assert choices[0]["text"] == served_model.tokenizer.decode(ids) + output.texts[0]
+
+
+def test_large_bodies_hold_up_nobody(server: ServerProcess) -> None:
+    """Python's lock is let go while a long text is encoded, and a million ids are looked at once."""
+    longest, going = 0.0, True
+
+    def ask() -> None:
+        nonlocal longest
+        with httpx.Client(timeout=120) as client:
+            while going:
+                began = time.monotonic()
+                assert client.get(server.url + "/health").status_code == 200
+                longest = max(longest, time.monotonic() - began)
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    began = time.monotonic()
+    text = "and the LORD said unto him, " * 70_000
+    encoded = httpx.post(server.url + "/tokenize", json={"prompt": text}, timeout=120)
+    whole = time.monotonic() - began
+    going = False
+    asking.join()
+    assert encoded.status_code == 200
+    assert encoded.json()["count"] > 400_000
+    assert longest < whole / 2  # it is as long as the whole where the lock is held
+    many = httpx.post(server.url + COMPLETIONS, json={"prompt": [5] * 1_000_000}, timeout=120)
+    assert many.json()["error"]["code"] == "context_length_exceeded"
 
 
 def test_the_page_and_the_description(server: ServerProcess) -> None:
@@ -226,6 +260,19 @@ def test_sigterm_lets_answers_end(start_server: Callable[..., ServerProcess], se
     output = served_model.generate("In the beginning", params, seed=3)
     assert output.texts is not None
     assert text == output.texts[0]
+
+
+def test_what_runs_after_the_drain_timeout_is_told_so(start_server: Callable[..., ServerProcess]) -> None:
+    with start_server("--slots", "1", "--drain-timeout", "0.2") as server:
+        with httpx.stream("POST", server.url + COMPLETIONS, json={**LONG, "n": 30, "stream": True}) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            server.process.send_signal(signal.SIGTERM)
+            told = [line for line in lines if line]
+        assert json.loads(told[-2].removeprefix("data: "))["error"]["code"] == "server_shutdown"
+        assert told[-1] == "data: [DONE]"
+        server.process.wait(60)
+    assert "Traceback" not in "".join(server.log)
 
 
 def test_what_takes_too_long_ends_with_what_it_has(start_server: Callable[..., ServerProcess]) -> None:

@@ -63,6 +63,11 @@ class Request:
         return len(self._sequence.prompt)
 
     @property
+    def completion_tokens(self) -> int:
+        """Tokens that have come so far."""
+        return len(self._sequence.token_ids)
+
+    @property
     def running(self) -> bool:
         """Whether it has a slot."""
         return self._sequence.slot is not None

@@ -8,6 +8,7 @@ from typing import Any
 from qsample.runtime import Delta, RequestOutput
 from qsample.serve.answers.answers import finish_reason, stop_reason
 from qsample.serve.answers.logprobs import chat_logprobs, completion_logprobs
+from qsample.serve.reasoning import ReasoningReader
 from qsample.serve.served_model import ServedModel
 from qsample.serve.tool_calls.calls import DemandedCalls, ToolReader
 
@@ -23,12 +24,17 @@ class ChatChoice:
         top_logprobs: int | None,
         tools: ToolReader | DemandedCalls | None,
         return_token_ids: bool,
+        reasoning: ReasoningReader | None = None,
+        show_reasoning: bool = True,
     ) -> None:
-        """top_logprobs: alternatives of each token; None = no log-probabilities. tools: what reads calls."""
+        """top_logprobs: alternatives of each token; None = no log-probabilities. tools: what reads calls. reasoning:
+        what takes the model's thoughts out of the answer. show_reasoning: hand them on."""
         self._index = index
         self._model = model
         self._top = top_logprobs
         self._tools = tools
+        self._reasoning = reasoning
+        self._show_reasoning = show_reasoning
         self._return_token_ids = return_token_ids
         self._ends = model.model.package.manifest.token_ids.eos
 
@@ -36,30 +42,30 @@ class ChatChoice:
         return self._chunk({"role": "assistant", "content": ""})
 
     def piece(self, delta: Delta) -> dict[str, Any] | None:
-        text = delta.text or ""
-        if self._tools is not None:
-            text = self._tools.put(text)
-        chunk = self._chunk({"content": text} if text else {})
+        thoughts, text = self._put(delta.text or "")
+        change = self._thoughts(thoughts) | ({"content": text} if text else {})
+        chunk = self._chunk(change)
         if self._top is not None and delta.token_ids:
             chunk["logprobs"] = self._logprobs(delta.token_ids, delta.outputs)
         if self._return_token_ids:
             chunk["token_ids"] = delta.token_ids
-        return chunk if text or chunk["logprobs"] or chunk.get("token_ids") else None
+        return chunk if change or chunk["logprobs"] or chunk.get("token_ids") else None
 
     def ending(self, output: RequestOutput) -> list[dict[str, Any]]:
-        rest, calls = self._tools.end() if self._tools is not None else ("", [])
-        chunks = [self._chunk({"content": rest})] if rest else []
+        thoughts, rest, calls = self._rest()
+        change = self._thoughts(thoughts) | ({"content": rest} if rest else {})
+        chunks = [self._chunk(change)] if change else []
         chunks += [self._chunk({"tool_calls": [{"index": index, **call}]}) for index, call in enumerate(calls)]
         return [*chunks, self._chunk({}) | self._end(output, bool(calls))]
 
     def whole(self, output: RequestOutput) -> dict[str, Any]:
-        text: str | None = output.text or ""
-        calls: list[dict[str, Any]] = []
-        if self._tools is not None:
-            before = self._tools.put(output.text or "")
-            rest, calls = self._tools.end()
-            text = (before + rest) or (None if calls else "")
-        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        thoughts, before = self._put(output.text or "")
+        last_thoughts, rest, calls = self._rest()
+        thoughts, text = thoughts + last_thoughts, before + rest
+        # As OpenAI and vLLM have it: null beside calls or thoughts, not "".
+        content = text or (None if calls or thoughts else "")
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        message |= self._thoughts(thoughts)
         if calls:
             message["tool_calls"] = calls
         choice: dict[str, Any] = {"index": self._index, "message": message, "logprobs": None}
@@ -68,6 +74,26 @@ class ChatChoice:
         if self._return_token_ids:
             choice["token_ids"] = output.token_ids
         return choice | self._end(output, bool(calls))
+
+    def _put(self, text: str) -> tuple[str, str]:
+        """The thoughts and the text for the user that a part of the answer makes certain."""
+        thoughts = ""
+        if self._reasoning is not None:
+            thoughts, text = self._reasoning.put(text)
+        return thoughts, text if self._tools is None else self._tools.put(text)
+
+    def _rest(self) -> tuple[str, str, list[dict[str, Any]]]:
+        """What is left of both at the end, and the calls."""
+        thoughts, text = self._reasoning.end() if self._reasoning is not None else ("", "")
+        if self._tools is None:
+            return thoughts, text, []
+        before = self._tools.put(text)
+        rest, calls = self._tools.end()
+        return thoughts, before + rest, calls
+
+    def _thoughts(self, text: str) -> dict[str, Any]:
+        """Thoughts in vLLM's field, and in its former one, which many clients read."""
+        return {"reasoning": text, "reasoning_content": text} if text and self._show_reasoning else {}
 
     def _chunk(self, delta: dict[str, Any]) -> dict[str, Any]:
         return {"index": self._index, "delta": delta, "logprobs": None, "finish_reason": None}

@@ -62,6 +62,8 @@ def as_api_error(error: BaseException) -> ApiError:
     if isinstance(error, QueueFullError):
         return ApiError(429, str(error), code="rate_limit_exceeded", headers=_RETRY_AFTER)
     if isinstance(error, RequestFailedError):
+        if isinstance(error.__cause__, ApiError):  # of a function that came with the request
+            return error.__cause__
         return ApiError(500, str(error), code="request_failed")
     if isinstance(error, EngineClosedError):
         return ApiError(500, str(error), code="engine_closed")

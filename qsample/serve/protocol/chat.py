@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, StrictBool, StrictInt, StrictStr, model_validator
@@ -51,6 +52,11 @@ class ChatPrompt(Body):
     continue_final_message: StrictBool = False
     reasoning_effort: StrictStr | None = None
 
+    @property
+    def template_messages(self) -> list[dict[str, Any]]:
+        """The messages as templates take them: the arguments of calls as objects, which OpenAI's API has as texts."""
+        return [_with_objects(message) for message in self.messages]
+
     def template_options(self, *, with_tools: bool = True) -> dict[str, Any]:
         """The fields as `ChatOptions` takes them."""
         kwargs = dict(self.chat_template_kwargs or {})
@@ -71,7 +77,8 @@ class ChatPrompt(Body):
 class ChatCompletionRequest(ChatPrompt, GenerationRequest):
     """max_completion_tokens, or max_tokens by its old name: as many as the context has room for where neither is given.
 
-    tool_choice: "none", "auto" (where there are tools), "required", or the function to call.
+    tool_choice: "none", "auto" (where there are tools), "required", or the function to call. include_reasoning: hand on
+    what the model thinks before it answers, where the server splits that off (vLLM).
     """
 
     max_completion_tokens: Count | None = None
@@ -80,6 +87,7 @@ class ChatCompletionRequest(ChatPrompt, GenerationRequest):
     top_logprobs: Annotated[StrictInt, Field(ge=0, le=20)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: StrictBool | None = None
+    include_reasoning: StrictBool = True
 
     modalities: list[Literal["text"]] | None = None
     verbosity: StrictStr | None = None
@@ -107,3 +115,22 @@ class ChatCompletionRequest(ChatPrompt, GenerationRequest):
     def offers_tools(self) -> bool:
         """Whether the model may call any."""
         return bool(self.tools) and self.tool_choice != "none"
+
+
+def _with_objects(message: dict[str, Any]) -> dict[str, Any]:
+    """A message with the arguments of its calls as objects; what is no text of one stays as it is."""
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return message
+    changed = []
+    for call in calls:
+        function = call.get("function") if isinstance(call, dict) else None
+        if isinstance(function, dict) and isinstance(text := function.get("arguments"), str):
+            try:
+                value = json.loads(text or "{}")
+            except (ValueError, RecursionError):
+                value = None
+            if isinstance(value, dict):
+                call = {**call, "function": {**function, "arguments": value}}
+        changed.append(call)
+    return {**message, "tool_calls": changed}

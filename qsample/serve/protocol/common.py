@@ -5,14 +5,24 @@ from __future__ import annotations
 import math
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictFloat, StrictInt, StrictStr, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    StrictBool,
+    StrictFloat,
+    StrictInt,
+    StrictStr,
+    field_validator,
+    model_validator,
+)
 
 MOST_CHOICES: Final = 128  # OpenAI's limit for n
-_MOST_TOKENS: Final = 2**31 - 1
+MOST_TOKENS: Final = 2**31 - 1
 
 Number = StrictFloat | StrictInt
-TokenId = Annotated[StrictInt, Field(ge=0, le=_MOST_TOKENS)]
-Count = Annotated[StrictInt, Field(ge=1, le=_MOST_TOKENS)]
+TokenId = Annotated[StrictInt, Field(ge=0, le=MOST_TOKENS)]
+Count = Annotated[StrictInt, Field(ge=1, le=MOST_TOKENS)]
 
 
 class Body(BaseModel):
@@ -75,10 +85,10 @@ class GenerationRequest(Body):
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
 
-    top_k: Annotated[StrictInt, Field(ge=-1, le=_MOST_TOKENS)] | None = None
+    top_k: Annotated[StrictInt, Field(ge=-1, le=MOST_TOKENS)] | None = None
     min_p: Annotated[Number, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[Number, Field(gt=0)] | None = None
-    min_tokens: Annotated[StrictInt, Field(ge=0, le=_MOST_TOKENS)] | None = None
+    min_tokens: Annotated[StrictInt, Field(ge=0, le=MOST_TOKENS)] | None = None
     stop_token_ids: list[TokenId] | None = None
     ignore_eos: StrictBool = False
     structured_outputs: StructuredOutputs | None = None
@@ -107,6 +117,12 @@ class GenerationRequest(Body):
             if not -100 <= amount <= 100 or not math.isfinite(amount):
                 raise ValueError(f"the bias of token {token} is {amount}; give -100 to 100")
         return bias
+
+    @model_validator(mode="after")
+    def _check_stream_options(self) -> GenerationRequest:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options is for streams; leave it out, or give stream: true")
+        return self
 
     @property
     def choices(self) -> int:

@@ -4,17 +4,39 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import Field, StrictBool, StrictInt, StrictStr, model_validator
+from pydantic import Field, PlainValidator, StrictBool, StrictInt, StrictStr, model_validator
 
 from qsample.serve.protocol.chat import ChatPrompt
-from qsample.serve.protocol.common import Body, Count, GenerationRequest, TokenId
+from qsample.serve.protocol.common import MOST_TOKENS, Body, Count, GenerationRequest, TokenId
+
+
+def _check_prompt(value: Any) -> Any:
+    """Texts or token ids, one or several. By hand: pydantic tries the types of a union in turn, on a million ids for
+    seconds."""
+    if isinstance(value, str) or _are_ids(value) or (isinstance(value, list) and all(map(_are_ids, value))):
+        return value
+    if isinstance(value, list) and all(isinstance(one, str) for one in value):
+        return value
+    raise ValueError(f"give a text, a list of token ids from 0 to {MOST_TOKENS}, or a list of either")
+
+
+def _are_ids(value: Any) -> bool:
+    if not isinstance(value, list) or {*map(type, value)} - {int}:
+        return False
+    return not value or (min(value) >= 0 and max(value) <= MOST_TOKENS)
+
+
+Prompt = Annotated[
+    str | list[str] | list[int] | list[list[int]],
+    PlainValidator(_check_prompt, json_schema_input_type=str | list[str] | list[int] | list[list[int]]),
+]
 
 
 class CompletionRequest(GenerationRequest):
     """prompt: texts or token ids, one or several; "" begins a text. max_tokens: 16 where nothing is said, as OpenAI has
     it. logprobs: also that many of the likeliest tokens. echo: the prompt before its continuation."""
 
-    prompt: StrictStr | list[StrictStr] | list[TokenId] | list[list[TokenId]] = ""
+    prompt: Prompt = ""
     max_tokens: Count | None = None
     logprobs: Annotated[StrictInt, Field(ge=0)] | None = None
     echo: StrictBool = False

@@ -6,9 +6,11 @@ import json
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
-from qsample.serve.guides import from_json_schema
+from qsample.serve.guides import Grammar, from_json_schema
+from qsample.serve.marks import open_end
 from qsample.serve.protocol.chat import ChatCompletionRequest, NamedTool
 from qsample.serve.tool_calls.formats import Call, ToolFormat
 
@@ -47,7 +49,7 @@ class ToolReader:
         if place is not None:
             self._calling = True
         else:
-            place = len(self._text) - max(_open_end(self._text, mark) for mark in self.format.marks)
+            place = len(self._text) - max(open_end(self._text, mark) for mark in self.format.marks)
         certain, self._text = self._text[:place], self._text[place:]
         return certain
 
@@ -102,13 +104,13 @@ def parameters_of(request: ChatCompletionRequest) -> dict[str, Any]:
     return {tool.function.name: tool.function.parameters or {"type": "object"} for tool in request.tools or []}
 
 
-def demanded(request: ChatCompletionRequest) -> tuple[str, str | None] | None:
+def demanded(request: ChatCompletionRequest) -> tuple[Grammar, str | None] | None:
     """The grammar of an answer that has to be calls, and the one function's name, None for any of them; None where it
     may be text."""
     schemas = parameters_of(request)
     if isinstance(request.tool_choice, NamedTool):
         name = request.tool_choice.function.name
-        return from_json_schema(schemas[name]), name
+        return partial(from_json_schema, schemas[name]), name
     if request.tool_choice != "required":
         return None
     choices = [
@@ -126,7 +128,7 @@ def demanded(request: ChatCompletionRequest) -> tuple[str, str | None] | None:
     calls: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": choices}}
     if request.parallel_tool_calls is False:
         calls["maxItems"] = 1
-    return from_json_schema(calls), None
+    return partial(from_json_schema, calls), None
 
 
 def _moved(schema: Any, place: str) -> Any:
@@ -139,11 +141,3 @@ def _moved(schema: Any, place: str) -> Any:
     if isinstance(reference := moved.get("$ref"), str) and reference.startswith("#"):
         moved["$ref"] = place + reference[1:]
     return moved
-
-
-def _open_end(text: str, mark: str) -> int:
-    """How many characters at the end of `text` may be the beginning of `mark`."""
-    for count in range(min(len(mark) - 1, len(text)), 0, -1):
-        if text.endswith(mark[:count]):
-            return count
-    return 0

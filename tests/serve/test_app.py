@@ -1,0 +1,235 @@
+"""The application in this process: what is missing, what breaks, and what a client's own texts bring."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+
+from qsample.runtime import CausalLM, Engine, Request, SamplingParams
+from qsample.runtime.decode.loop import DecodeLoop
+from qsample.runtime.text.tokenizer import Tokenizer
+from qsample.serve.reasoning import FORMATS, ReasoningFormat
+
+COMPLETIONS = "/v1/completions"
+CHAT = "/v1/chat/completions"
+MESSAGES = [{"role": "user", "content": "And the LORD spake unto Moses"}]
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+LocalApp = Callable[..., TestClient]
+
+
+@pytest.fixture(scope="module")
+def client(local_app: LocalApp) -> Iterator[TestClient]:
+    with local_app(slots=4) as running:
+        yield running
+
+
+def events(text: str) -> list[dict[str, Any]]:
+    return [json.loads(line.removeprefix("data: ")) for line in text.splitlines() if line.startswith("data: {")]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (COMPLETIONS, {"guided_json": {"type": "object"}}),
+        (COMPLETIONS, {"structured_outputs": {"choice": ["a", "b"]}}),
+        (COMPLETIONS, {"guided_grammar": 'root ::= "a"'}),
+        (COMPLETIONS, {"guided_regex": "a+", "stream": True}),
+        (CHAT, {"response_format": {"type": "json_object"}}),
+        (CHAT, {"tools": [TOOL], "tool_choice": "required"}),
+        (CHAT, {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "f"}}}),
+    ],
+)
+def test_without_llguidance_a_form_is_not_followed(
+    client: TestClient, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any]
+) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)  # as if it were not installed
+    prompt = {"prompt": "x"} if path == COMPLETIONS else {"messages": MESSAGES}
+    answer = client.post(path, json={**prompt, "max_tokens": 4, **body})
+    assert answer.status_code == 501
+    assert "lacks llguidance" in answer.json()["error"]["message"]
+    assert client.post(path, json={**prompt, "max_tokens": 4}).status_code == 200
+
+
+def test_without_jinja2_no_messages_are_taken(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    def encode_chat(self: Tokenizer, *arguments: object) -> list[int]:
+        raise ImportError("chat templates need jinja2: install it")
+
+    monkeypatch.setattr(Tokenizer, "encode_chat", encode_chat)
+    for path in (CHAT, "/tokenize"):
+        answer = client.post(path, json={"messages": MESSAGES})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (501, "missing_module")
+        assert "jinja2" in answer.json()["error"]["message"]
+
+
+def test_an_engine_that_fails(local_app: LocalApp, monkeypatch: pytest.MonkeyPatch) -> None:
+    step, steps = DecodeLoop.step, 0
+
+    def failing(self: DecodeLoop) -> None:
+        nonlocal steps
+        steps += 1
+        if steps > 5:
+            raise OSError("the device has gone")
+        step(self)
+
+    body = {"prompt": "In the beginning", "max_tokens": 50, "ignore_eos": True}
+    with local_app() as client:
+        assert client.get("/health").json() == {"status": "ok"}
+        monkeypatch.setattr(DecodeLoop, "step", failing)
+        first = client.post(COMPLETIONS, json=body)
+        assert first.status_code == 500
+        assert "the device has gone" in first.json()["error"]["message"]
+        health = client.get("/health")
+        assert (health.status_code, health.json()) == (503, {"status": "error", "ended": ["tiny"]})
+        second = client.post(COMPLETIONS, json=body)
+        assert (second.status_code, second.json()["error"]["type"]) == (500, "server_error")
+        assert client.get("/metrics").status_code == 200
+
+
+def test_an_engine_that_fails_in_a_stream(local_app: LocalApp, monkeypatch: pytest.MonkeyPatch) -> None:
+    step, steps = DecodeLoop.step, 0
+
+    def failing(self: DecodeLoop) -> None:
+        nonlocal steps
+        steps += 1
+        if steps > 5:
+            raise OSError("the device has gone")
+        step(self)
+
+    with local_app() as client:
+        monkeypatch.setattr(DecodeLoop, "step", failing)
+        body = {"messages": MESSAGES, "max_tokens": 50, "ignore_eos": True, "stream": True}
+        answer = client.post(CHAT, json=body)
+    assert answer.status_code == 200  # it had begun
+    assert events(answer.text)[-1]["error"]["type"] == "server_error"
+    assert answer.text.endswith("data: [DONE]\n\n")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("shown", [True, False])
+def test_thoughts_have_a_field_of_their_own(
+    client: TestClient,
+    local_app: LocalApp,
+    served_model: CausalLM,
+    monkeypatch: pytest.MonkeyPatch,
+    stream: bool,
+    shown: bool,
+) -> None:
+    # The model writes no marks; a word that it writes stands for one.
+    params = SamplingParams(max_new_tokens=60, eos_token_id=())
+    body = {"messages": MESSAGES, "max_tokens": 60, "seed": 5, "ignore_eos": True, "logprobs": True}
+    tokens = client.post("/tokenize", json={"messages": MESSAGES}).json()["tokens"]
+    whole = served_model.generate([tokens], params, seed=5).texts
+    assert whole is not None
+    word = whole[0].split()[8]
+    thoughts, _, answer = whole[0].partition(word)
+    monkeypatch.setitem(FORMATS, "deepseek_r1", ReasoningFormat("<think>", word, from_start=True))  # type: ignore[index]
+    with local_app(reasoning_parser="deepseek_r1") as thinking:
+        given = thinking.post(CHAT, json={**body, "stream": stream, "include_reasoning": shown})
+        held = thinking.post(CHAT, json={**body, "ignore_eos": False, "guided_choice": ["yes"]}).json()
+    if stream:
+        deltas = [event["choices"][0]["delta"] for event in events(given.text)]
+        entries = [
+            entry
+            for event in events(given.text)
+            for entry in (event["choices"][0]["logprobs"] or {"content": []})["content"]
+        ]
+        message = {
+            name: "".join(delta.get(name) or "" for delta in deltas) or None
+            for name in ("content", "reasoning", "reasoning_content")
+        }
+    else:
+        message = given.json()["choices"][0]["message"]
+        entries = given.json()["choices"][0]["logprobs"]["content"]
+    assert message["content"] == answer.lstrip()
+    assert message.get("reasoning") == (thoughts.strip() if shown else None)
+    assert message.get("reasoning_content") == message.get("reasoning")
+    assert len(entries) == 60
+    # What has to follow a form is the form from its first token on.
+    assert held["choices"][0]["message"]["content"] == "yes"
+    assert "reasoning" not in held["choices"][0]["message"]
+
+
+def test_arguments_of_calls_are_objects_to_a_template(local_app: LocalApp, served_model: CausalLM) -> None:
+    template = (
+        "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ c.function.arguments | tojson }}{% endfor %}"
+        "{{ m.content }}{% endfor %}"
+    )
+
+    def prompt(arguments: object) -> str:
+        call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+        messages = [*MESSAGES, {"role": "assistant", "content": "", "tool_calls": [call]}]
+        answer = client.post("/tokenize", json={"messages": messages})
+        assert answer.status_code == 200, answer.text
+        assert served_model.tokenizer is not None
+        return served_model.tokenizer.decode(answer.json()["tokens"])
+
+    with local_app(chat_template=template) as client:
+        assert '{"a": 1}' in prompt('{"a": 1}')
+        assert prompt('{"a": 1}') == prompt({"a": 1})
+        assert prompt("") == prompt({})
+        assert "not json" in prompt("not json")  # a model may have written that
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"guided_choice": ["yes"], "ignore_eos": True}, "ignore_eos asks for tokens behind the end"),
+        ({"guided_choice": ["yes"], "min_tokens": 5}, "min_tokens asks for tokens behind the end"),
+        ({"guided_json": {"type": "string", "minLength": 3, "maxLength": 2}}, "cannot be held to that"),
+        ({"structured_outputs": {"json": '{"not": {}}'}}, "cannot be held to that"),
+        ({"guided_regex": "[^\\x00-\\U0010FFFF]"}, "cannot be held to that"),
+        ({"guided_grammar": "start: start start"}, "cannot be held to that"),
+        ({"guided_choice": []}, "guided_choice"),
+    ],
+)
+def test_a_form_that_nothing_follows(client: TestClient, body: dict[str, Any], message: str) -> None:
+    for _ in range(2):  # what was refused is not kept
+        answer = client.post(COMPLETIONS, json={"prompt": "x", "max_tokens": 20, **body})
+        assert answer.status_code == 400, answer.text
+        assert message in answer.json()["error"]["message"]
+
+
+def test_n_answers_read_their_prompt_once(client: TestClient) -> None:
+    engine = client.app.state.server.models.find("tiny").engine  # type: ignore[attr-defined]
+    before = engine.stats().prefixes
+    prompt = "And the LORD spake unto Aaron, saying, " * 20
+    answer = client.post(COMPLETIONS, json={"prompt": prompt, "n": 4, "max_tokens": 8}).json()
+    after, tokens = engine.stats().prefixes, answer["usage"]["prompt_tokens"]
+    assert tokens > 150
+    assert after.prompt_tokens - before.prompt_tokens == 4 * tokens
+    assert after.cached_tokens - before.cached_tokens == 3 * (tokens - 2)  # of the same prompt, all but the last two
+
+
+def test_what_a_server_tells_its_engine(local_app: LocalApp, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[dict[str, Any]] = []
+    plain = Engine.add_request
+
+    def add_request(self: Engine, *arguments: Any, **options: Any) -> Request:
+        given.append(options)
+        return plain(self, *arguments, **options)
+
+    monkeypatch.setattr(Engine, "add_request", add_request)
+    spinning = ("session.intra_op.allow_spinning", "session.inter_op.allow_spinning")
+    cases: list[tuple[dict[str, Any], str]] = [({"request_timeout": 30.0}, "0"), ({"spinning": True}, "")]
+    for settings, entry in cases:
+        with local_app(**settings) as client:
+            body = {"prompt": "x", "max_tokens": 1, "priority": -3, "seed": 7, "stop": ["y", "z"], "n": 2}
+            assert client.post(COMPLETIONS, json=body).status_code == 200
+            model = client.app.state.server.models.find("tiny").model  # type: ignore[attr-defined]
+            options = model.sessions.decoder.get_session_options()
+            assert [_entry(options, name) for name in spinning] == [entry, entry]
+    assert [options["seed"] for options in given] == [7, 8, 7, 8]
+    assert [options["max_time"] for options in given] == [30.0, 30.0, None, None]
+    assert all((options["priority"], options["stop_strings"]) == (-3, ["y", "z"]) for options in given)
+
+
+def _entry(options: Any, name: str) -> str:
+    try:
+        return str(options.get_session_config_entry(name))
+    except RuntimeError:  # it was not set
+        return ""

@@ -1,0 +1,94 @@
+"""Masks of answers, and grammars that are compiled once; llguidance itself is the oracle."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+import llguidance.numpy
+import numpy as np
+import pytest
+
+from qsample.runtime import CausalLM, Step
+from qsample.serve.guides import Grammars, Guide, from_choice, from_json_schema, from_lark, from_regex
+from qsample.serve.http.errors import ApiError
+
+
+@pytest.fixture(scope="module")
+def grammars(served_model: CausalLM) -> Any:
+    made = Grammars(served_model)
+    yield made
+    made.close()
+
+
+def step(token: int) -> Step:
+    return Step(np.array([token]), np.array([True]), np.array([0], dtype=np.int32), {})
+
+
+def first_allowed(mask: np.ndarray) -> int:
+    return int(np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))[0])
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_masks_are_those_of_llguidance(grammars: Grammars, count: int) -> None:
+    made = [from_choice(["yes", "no"]), from_json_schema({"type": "integer"}), from_regex("[a-z]{3,9}")]
+
+    async def run() -> list[Guide]:
+        return [await grammars.guide(made[row % 3]) for row in range(count)]
+
+    guides = asyncio.run(run())
+    words = guides[0]._compiled.mask.shape[1]
+    masks = [np.zeros((1, words), dtype=np.int32) for _ in guides]
+    alone = [guide._compiled.matcher.deep_copy() for guide in guides]
+    wanted = np.zeros((1, words), dtype=np.int32)
+    for guide, mask in zip(guides, masks, strict=True):
+        guide(None, mask)
+    for number in range(4):
+        for mask, matcher in zip(masks, alone, strict=True):
+            llguidance.numpy.fill_next_token_bitmask(matcher, wanted, 0)
+            np.testing.assert_array_equal(mask, wanted, err_msg=str(number))
+        tokens = [first_allowed(mask) for mask in masks]
+        if any(token in grammars._model.package.manifest.token_ids.eos for token in tokens):
+            break
+        for guide, token, mask in zip(guides, tokens, masks, strict=True):
+            guide(step(token), mask)
+        for matcher, token in zip(alone, tokens, strict=True):
+            assert matcher.consume_token(token)
+
+
+def test_a_token_that_does_not_fit_is_an_error(grammars: Grammars) -> None:
+    guide = asyncio.run(grammars.guide(from_regex("[a-z]{3,9}")))
+    mask = np.zeros_like(guide._compiled.mask)
+    guide(None, mask)
+    with pytest.raises(ApiError, match="cannot be held to that"):
+        guide(step(first_allowed(~mask)), mask)
+
+
+def test_a_grammar_is_compiled_once_and_elsewhere(served_model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    grammars, threads = Grammars(served_model), []
+    plain = Grammars._compile
+
+    def compile_(self: Grammars, grammar: str) -> Any:
+        threads.append(threading.get_ident())
+        return plain(self, grammar)
+
+    monkeypatch.setattr(Grammars, "_compile", compile_)
+
+    async def run() -> None:
+        asked = [grammars.guide(from_regex("[a-z]+")) for _ in range(20)]
+        cancelled = asyncio.ensure_future(grammars.guide(from_regex("[a-z]+")))
+        await asyncio.sleep(0)
+        cancelled.cancel()
+        assert len({id(guide) for guide in await asyncio.gather(*asked)}) == 20
+        for _ in range(2):
+            with pytest.raises(ApiError, match="cannot be held to that"):
+                await grammars.guide(from_lark("start: start start"))
+        for number in range(70):
+            await grammars.guide(from_regex(f"a{number}"))
+
+    asyncio.run(run())
+    grammars.close()
+    assert len(threads) == 1 + 2 + 70
+    assert threading.get_ident() not in threads
+    assert len(grammars._kept) == 64
