@@ -174,7 +174,7 @@ def run_cell(
         reason = f"{needed.pop(name) / 1e9:.0f} GB of memory are not free here"
         results.set_missing(options.shape, cell.history, cell.rows, name, reason)
         console.print(f"  without {name}: {reason}", highlight=False)
-    together = sum(needed.values()) < free
+    together = time.strftime("%F %T") if sum(needed.values()) < free else False
     for group in [list(needed)] if together else [[name] for name in needed]:
         workers: dict[str, Worker] = {}
         first: dict[str, float | None] = {}

@@ -39,7 +39,7 @@ class Cells:
 
     def add(self, shape: str, history: int, rows: int, system: str, **facts: Any) -> None:
         """first_token_s: None where the history was not read. step_ms: one a round. memory: bytes by kind, of the
-        process. cache_bytes. version. together: the systems of the cell took turns."""
+        process. cache_bytes. version. together: when the systems took turns, the same for all of them; or False."""
         key = {"shape": shape, "history": history, "rows": rows, "system": system}
         cells = self.data["cells"]
         cells[:] = [cell for cell in cells if any(cell[name] != value for name, value in key.items())]
@@ -60,9 +60,7 @@ class Cells:
     def ratio(self, cell: dict[str, Any]) -> float | None:
         """The step over that with a float32 cache: median of the rounds' ratios, None where they took no turns."""
         own = self.cell(cell["shape"], cell["history"], cell["rows"], FLOAT32)
-        if own is None or "step_ms" not in own or not (own["together"] and cell["together"]):
-            return None
-        if len(own["step_ms"]) != len(cell["step_ms"]):
+        if own is None or "step_ms" not in own or not own["together"] or own["together"] != cell["together"]:
             return None
         return float(np.median(np.divide(cell["step_ms"], own["step_ms"])))
 

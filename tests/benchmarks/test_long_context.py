@@ -23,7 +23,7 @@ def modules(monkeypatch: pytest.MonkeyPatch) -> tuple[ModuleType, ModuleType]:
     return importlib.import_module("long_context"), importlib.import_module("long_context_report")
 
 
-def measured(steps: list[float], *, together: bool = True, first: float | None = None) -> dict[str, Any]:
+def measured(steps: list[float], *, together: str | bool = "12:00", first: float | None = None) -> dict[str, Any]:
     facts = {"first_token_s": first, "step_ms": steps, "memory": {"anonymous": 2_500_000_000, "mapped": 0}}
     return facts | {"cache_bytes": 1_200_000_000, "version": "onnxruntime 1", "together": together}
 
@@ -36,6 +36,7 @@ def test_the_table(modules: tuple[ModuleType, ModuleType], tmp_path: Path) -> No
     results.add("tiny", 4096, 1, report.INT8, **measured([5.0, 10.0, 11.0], first=15.0))
     results.add("tiny", 4096, 4, report.FLOAT32, **measured([40.0], together=False))
     results.add("tiny", 4096, 4, report.INT8, **measured([20.0], together=False))
+    results.add("tiny", 4096, 1, "llama.cpp, f16", **measured([5.0, 10.0, 11.0], together="12:30"))  # another run
     results.set_missing("tiny", 4096, 4, "genai", "not | enough memory here")
     results.save()
     results = report.Cells(tmp_path / "long.json", "machine")
@@ -43,6 +44,7 @@ def test_the_table(modules: tuple[ModuleType, ModuleType], tmp_path: Path) -> No
     assert rows == [
         ["4,096", "1", report.FLOAT32, "12.3", "20.0", "1.00x", "2.50", "1.20"],
         ["4,096", "1", report.INT8, "15.0", "10.0", "0.50x", "2.50", "1.20"],
+        ["4,096", "1", "llama.cpp, f16", "", "10.0", "", "2.50", "1.20"],
         ["4,096", "4", report.FLOAT32, "", "40.0", "", "2.50", "1.20"],
         ["4,096", "4", report.INT8, "", "20.0", "", "2.50", "1.20"],
         ["4,096", "4", "genai", "not / enough memory here", "", "", "", ""],
