@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import io
 import os
-import shutil
 import tarfile
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -17,6 +17,7 @@ from qsample.package import MANIFEST_NAME, read_package
 
 CACHE_VARIABLE: Final = "QSAMPLE_RAY_CACHE"
 _CHUNK: Final = 2**20
+_TRIES: Final = 3
 
 
 def pack(package: str | Path) -> bytes:
@@ -44,15 +45,27 @@ def open_archive(archive: Path | bytes) -> Path:
     if root.stat().st_uid != os.getuid():  # in a folder that everybody may write to
         raise PackageError(f"{root} belongs to somebody else; set {CACHE_VARIABLE} to a folder of your own")
     target = root / _hash(archive)[:32]
-    if not target.is_dir():
-        with ScratchFolder(root) as scratch:
-            _unpack(archive, scratch.new)
+    if (found := _whole(target)) is not None:
+        return found
+    with ScratchFolder(root) as scratch:
+        _unpack(archive, scratch.new)
+        package = _package_in(scratch.new)
+        if package is None:
+            raise PackageError(f"{_name(archive)} holds no package: no {MANIFEST_NAME} in it or in a folder of it")
+        try:
+            read_package(package, verify=False)  # hashes are compared by whoever opens it
+        except PackageError as error:
+            raise PackageError(f"{_name(archive)} holds a damaged package: {error}") from None
+        for number in range(_TRIES):
             try:
                 scratch.new.rename(target)
-            except OSError:  # another process was faster
-                if not target.is_dir():
-                    raise
-    return _package_in(target, archive)
+                return target / package.relative_to(scratch.new)
+            except OSError:  # another process was faster, or what is there has lost files: temporary folders are tidied
+                if (found := _whole(target)) is not None:
+                    return found
+                with suppress(OSError):
+                    target.rename(scratch.path / f"damaged-{number}")
+    raise PackageError(f"{target} is no whole package and cannot be replaced; remove it")
 
 
 def _hash(archive: Path | bytes) -> str:
@@ -74,13 +87,20 @@ def _unpack(archive: Path | bytes, target: Path) -> None:
         raise PackageError(f"{_name(archive)} is no tar archive of a package: {error}") from None
 
 
-def _package_in(folder: Path, archive: Path | bytes) -> Path:
-    """The folder itself, or the one that it holds."""
-    found = [one for one in (folder, *sorted(folder.iterdir())) if (one / MANIFEST_NAME).is_file()]
-    if not found:
-        shutil.rmtree(folder, ignore_errors=True)  # ours: unpacked just now, or by a process like this one
-        raise PackageError(f"{_name(archive)} holds no package: no {MANIFEST_NAME} in it or in a folder of it")
-    return found[0]
+def _package_in(folder: Path) -> Path | None:
+    """The folder itself, or the one that it holds; None where neither is a package."""
+    if not folder.is_dir():
+        return None
+    return next((one for one in (folder, *sorted(folder.iterdir())) if (one / MANIFEST_NAME).is_file()), None)
+
+
+def _whole(folder: Path) -> Path | None:
+    """The package in a folder that was unpacked earlier; None where it is not there, or files of it are missing."""
+    try:
+        found = _package_in(folder)
+        return None if found is None else read_package(found, verify=False).path
+    except (OSError, PackageError):
+        return None
 
 
 def _name(archive: Path | bytes) -> str:

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-import numpy as np
-
-from qsample.errors import QsampleError
 from qsample.ray.archives import open_archive
-from qsample.runtime import Engine, Request, RequestOutput, load
+from qsample.ray.rows import Row, columns_of, request_of
+from qsample.runtime import Engine, EngineClosedError, RequestOutput, load
 
 if TYPE_CHECKING:
     import pyarrow
@@ -37,63 +33,76 @@ class EngineActor:
             path = Path(config.package)
             path = open_archive(path) if path.is_file() else path
         # Ray sets OMP_NUM_THREADS to 1 for its workers; ONNX Runtime has to be told.
-        model = load(
+        self._model = load(
             path,
             config.provider,
             ctx_len=config.ctx_len,
             intra_op_num_threads=max(1, int(config.num_cpus)),
             session_config={"session.intra_op.allow_spinning": "0"},
         )
-        self._engine = Engine(
-            model,
+        self._engine = self._make_engine()
+
+    def _make_engine(self) -> Engine:
+        config = self._config
+        return Engine(
+            self._model,
             slots=config.slots,
             max_waiting=config.batch_size * config.max_concurrent_batches,
             prefill_chunk_size=config.prefill_chunk_size,
         )
 
     async def __call__(self, batch: pyarrow.Table) -> AsyncIterator[pyarrow.Table]:
-        """The rows of `batch` with what was generated, in their order."""
-        import pyarrow
+        """`batch`, its own columns as they are, and those of what was generated."""
+        needed = [name for name in columns_of(self._config.id_column) if name in batch.column_names]
+        rows = batch.select(needed).to_pylist() if needed else [{}] * batch.num_rows
+        done = await asyncio.gather(*(self.generate(row) for row in rows))
+        for name, column in self._arrays(done).items():
+            place = batch.schema.get_field_index(name)
+            batch = batch.append_column(name, column) if place < 0 else batch.set_column(place, name, column)
+        yield batch
 
-        rows = [_plain(row) for row in batch.to_pylist()]
-        done = await asyncio.gather(*(self._generate(row) for row in rows))
-        yield pyarrow.Table.from_pylist(done)
-
-    async def _generate(self, row: dict[str, Any]) -> dict[str, Any]:
+    async def generate(self, row: Row) -> dict[str, Any]:
+        """The columns that a row gets."""
         error = {_ERROR_COLUMN: ""} if self._config.should_continue_on_error else {}
         try:
-            output = await self._add(row)
-        except (ValueError, QsampleError) as problem:
+            output = await self._run(row)
+        except EngineClosedError:  # this is no fault of the row's, and the next ones would have it, too
+            raise
+        except Exception as problem:
             if not self._config.should_continue_on_error:
                 raise
-            return {**row, **_columns(None), _ERROR_COLUMN: f"{type(problem).__name__}: {problem}"}
-        return {**row, **_columns(output), **error}
+            return {**_columns(None), _ERROR_COLUMN: f"{type(problem).__name__}: {problem}"}
+        return {**_columns(output), **error}
 
-    def _add(self, row: dict[str, Any]) -> Request:
-        given = {name: value for name, value in (row.get("sampling_params") or {}).items() if value is not None}
-        options = {**self._config.sampling_params, **given}
-        seed = options.pop("seed", None)
-        seed = row.get("seed") if seed is None else seed
-        if seed is None:
-            seed = seed_of(row, self._config.id_column)
-        inputs = row.get("messages") or row.get("prompt")
-        if inputs is None:
-            raise ValueError(f"a row has neither prompt nor messages, but {', '.join(row)}; make them in preprocess")
-        return self._engine.add_request(inputs, seed=int(seed), **options)
+    async def _run(self, row: Row) -> RequestOutput:
+        """What a row gives. Where the engine fails, once more in a new one: its tokens follow from its seed."""
+        inputs, options = request_of(row, self._config.sampling_params, self._config.id_column)
+        try:
+            return await self._engine.add_request(inputs, **options)
+        except EngineClosedError:
+            if self._engine.closed:  # no other row has replaced it
+                self._engine = self._make_engine()
+            return await self._engine.add_request(inputs, **options)
 
+    def _arrays(self, rows: list[dict[str, Any]]) -> dict[str, pyarrow.Array]:
+        """What was generated for the rows of a batch, by column; the types do not depend on the rows."""
+        import pyarrow
 
-def seed_of(row: dict[str, Any], id_column: str) -> int:
-    """A seed that follows from a row's id. Raises ValueError for a row without one."""
-    if row.get(id_column) is None:
-        raise ValueError(
-            f"a row has no seed and no {id_column!r}; give it one of them, so that it comes out the same when it is "
-            "done again, or name another id_column"
-        )
-    text = json.dumps(row[id_column], sort_keys=True, default=str)
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") % 2**63
+        types = {
+            "generated_text": pyarrow.string(),
+            "generated_tokens": pyarrow.list_(pyarrow.int64()),
+            "finish_reason": pyarrow.string(),
+            "seed": pyarrow.int64(),
+            "num_input_tokens": pyarrow.int64(),
+            "num_generated_tokens": pyarrow.int64(),
+        }
+        if self._config.should_continue_on_error:
+            types[_ERROR_COLUMN] = pyarrow.string()
+        return {name: pyarrow.array([row[name] for row in rows], kind) for name, kind in types.items()}
 
 
 def _columns(output: RequestOutput | None) -> dict[str, Any]:
+    """None: of a row that failed."""
     if output is None:
         names = ("generated_text", "finish_reason", "seed", "num_input_tokens", "num_generated_tokens")
         return {**dict.fromkeys(names), "generated_tokens": []}
@@ -105,14 +114,3 @@ def _columns(output: RequestOutput | None) -> dict[str, Any]:
         "num_input_tokens": output.usage.prompt_tokens,
         "num_generated_tokens": output.usage.completion_tokens,
     }
-
-
-def _plain(value: Any) -> Any:
-    """Without NumPy's types, which Ray makes of columns of numbers."""
-    if isinstance(value, np.ndarray):
-        return [_plain(one) for one in value.tolist()]
-    if isinstance(value, np.generic):
-        return value.item()
-    if isinstance(value, dict):
-        return {name: _plain(one) for name, one in value.items()}
-    return [_plain(one) for one in value] if isinstance(value, list) else value

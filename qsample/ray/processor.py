@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -57,7 +58,7 @@ class QsampleProcessorConfig:
             if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
                 raise ValueError(f"{name} is {shown(value)}; give a number, 0 or more")
         actors = self.concurrency if isinstance(self.concurrency, tuple) else (self.concurrency, self.concurrency)
-        if len(actors) != 2 or not all(isinstance(one, int) for one in actors) or not 1 <= actors[0] <= actors[1]:
+        if len(actors) != 2 or any(type(one) is not int for one in actors) or not 1 <= actors[0] <= actors[1]:
             raise ValueError(f"concurrency is {shown(self.concurrency)}; give a number of actors, or (least, most)")
         if "seed" in self.sampling_params:
             raise ValueError("sampling_params has a seed, which would be every row's; give each row its own, or an id")
@@ -89,6 +90,8 @@ def build_processor(
 
         sent = ray.put(pack(config.package)) if config.send_package else None
         least, most = config.concurrency if isinstance(config.concurrency, tuple) else (config.concurrency,) * 2
+        if ray.is_initialized():  # otherwise the first run starts it
+            warn_where_full(least * config.num_cpus, ray.cluster_resources().get("CPU", 0))
         if preprocess is not None:
             dataset = dataset.map(lambda row: {**row, **preprocess(row)})
         dataset = dataset.map_batches(
@@ -109,3 +112,16 @@ def build_processor(
         return dataset if postprocess is None else dataset.map(postprocess)
 
     return process
+
+
+def warn_where_full(taken: float, cpus: float) -> None:
+    """Warn of actors that leave no CPU for reading rows: Ray Data would wait without a word.
+
+    taken: CPUs of the actors. cpus: of the cluster, which may grow.
+    """
+    if taken > cpus - 1:
+        warnings.warn(
+            f"the actors take {taken:g} of the cluster's {cpus:g} CPUs, and reading rows takes one: unless the cluster "
+            "grows, the job waits for ever; give a smaller concurrency, or smaller num_cpus",
+            stacklevel=3,
+        )

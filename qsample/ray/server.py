@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
-from qsample.errors import QsampleError
+from qsample.errors import QsampleError, shown
 from qsample.serve.app import make_app
 from qsample.serve.settings import ServeSettings
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
     from ray.serve import Application
+
+_SLOTS: Final = 8  # of an engine that is told no number
 
 
 def serve_app(
@@ -29,26 +31,34 @@ def serve_app(
 
     Args:
         settings: those of a server; where they name no threads, a replica has as many as CPUs, at least one.
-        num_replicas: how many; None = 1, or as many as `autoscaling_config` says.
+        num_replicas: how many; None = 1, or as many as `autoscaling_config` says; "auto" = Ray Serve's own range.
         autoscaling_config: Ray Serve's; `target_ongoing_requests` is the settings' slots where it has none, so that a
             replica is added when requests begin to wait.
         num_cpus, num_gpus: of a replica.
         options: of `ray.serve.deployment`. max_ongoing_requests is slots and max_waiting together where it is not
-            given, so that a replica never answers 429 while another one has room.
+            given, so that a replica never answers 429 while another one has room; graceful_shutdown_timeout_s, for
+            which a replica that is no longer needed finishes its streams, is the settings' drain_timeout.
+
+    Raises ValueError where a number of replicas is given beside autoscaling_config.
 
     >>> serve.run(serve_app(ServeSettings(models={"tiny": "tiny-cpu"}), num_replicas=2))
     """
+    if autoscaling_config is not None and num_replicas not in (None, "auto"):
+        raise ValueError(
+            f"num_replicas is {shown(num_replicas)} and autoscaling_config was given, which says how many there are; "
+            "leave one of them out"
+        )
     from ray import serve
 
-    slots = settings.slots or 8
+    slots = settings.slots or _SLOTS
     if settings.threads is None:
         settings = replace(settings, threads=max(1, int(num_cpus)))
-    if autoscaling_config is not None:
-        autoscaling_config = {"target_ongoing_requests": slots, **autoscaling_config}
-        options["autoscaling_config"] = autoscaling_config
-    elif num_replicas is not None:
+    if autoscaling_config is not None or num_replicas == "auto":
+        options["autoscaling_config"] = {"target_ongoing_requests": slots, **(autoscaling_config or {})}
+    if num_replicas is not None:
         options["num_replicas"] = num_replicas
     options.setdefault("max_ongoing_requests", slots + settings.max_waiting)
+    options.setdefault("graceful_shutdown_timeout_s", settings.drain_timeout)
 
     def build() -> FastAPI:
         return make_app(settings)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from qsample.errors import PackageError
-from qsample.package import read_package
+from qsample.package import MANIFEST_NAME, read_package
 from qsample.ray.archives import CACHE_VARIABLE, open_archive, pack
 from tests.helpers.small_packages import FILES, write
 
@@ -53,6 +53,33 @@ def test_many_processes_unpack_it_once(tmp_path: Path, cache: Path) -> None:
     assert len(folders) == 1
     assert contents(folders.pop()) == FILES
     assert len(list(cache.iterdir())) == 1
+
+
+@pytest.mark.parametrize("lost", [[MANIFEST_NAME], sorted(FILES)[:1], [MANIFEST_NAME, *FILES]])
+@pytest.mark.parametrize("in_a_folder", [False, True])
+def test_what_lost_files_is_unpacked_again(tmp_path: Path, cache: Path, lost: list[str], in_a_folder: bool) -> None:
+    """Systems remove old files from temporary folders, one by one."""
+    package = write(tmp_path / "package")
+    archive = tmp_path / "package.tar"
+    with tarfile.open(archive, "w") as file:
+        file.add(package.path, "package" if in_a_folder else ".")
+    opened = open_archive(archive)
+    for name in lost:
+        (opened / name).unlink()
+    assert open_archive(archive) == opened
+    assert contents(opened) == FILES
+    assert len(list(cache.iterdir())) == 1
+
+
+def test_a_damaged_package_is_refused_and_leaves_nothing(tmp_path: Path, cache: Path) -> None:
+    package = write(tmp_path / "package")
+    (package.path / sorted(FILES)[0]).unlink()
+    archive = tmp_path / "package.tar"
+    with tarfile.open(archive, "w") as file:
+        file.add(package.path, ".")
+    with pytest.raises(PackageError, match="damaged package.*" + sorted(FILES)[0]):
+        open_archive(archive)
+    assert list(cache.iterdir()) == []
 
 
 def test_what_is_no_package_is_refused_and_leaves_nothing(tmp_path: Path, cache: Path) -> None:

@@ -7,13 +7,14 @@ Needs the extra `ray`:
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -85,7 +86,7 @@ def test_rows_survive_a_killed_actor_and_a_lost_node(cluster: Any, bundled_packa
     assert seen  # an actor was killed
     assert sorted(row["id"] for row in done) == list(range(ROWS))
 
-    from qsample.ray.engine_actor import seed_of
+    from qsample.ray.rows import seed_of
     from qsample.runtime import Engine
 
     with Engine(load(bundled_package), slots=8, max_waiting=ROWS) as engine:
@@ -115,11 +116,7 @@ def test_serve_streams_from_replicas(cluster: Any, bundled_package: Path) -> Non
         model = load(bundled_package)
         texts = {}
         for seed in range(12):
-            body = {"prompt": PROMPTS[1], "max_tokens": 20, "seed": seed, "stream": True}
-            with httpx.stream("POST", url, json=body, timeout=60) as answer:
-                assert answer.status_code == 200
-                lines = [line for line in answer.iter_lines() if line.startswith("data: {")]
-            texts[seed] = "".join(json.loads(line.removeprefix("data: "))["choices"][0]["text"] for line in lines)
+            texts[seed] = stream(url, {"prompt": PROMPTS[1], "max_tokens": 20, "seed": seed})
         for seed, text in texts.items():
             output = model.generate(PROMPTS[1], SamplingParams(max_new_tokens=20), seed=seed)
             assert output.texts is not None
@@ -127,6 +124,90 @@ def test_serve_streams_from_replicas(cluster: Any, bundled_package: Path) -> Non
         assert httpx.post(url, json={"prompt": "x", "temperature": -1}).status_code == 400
     finally:
         serve.shutdown()
+
+
+def test_replicas_follow_the_queue(cluster: Any, bundled_package: Path) -> None:
+    """One more under load, one fewer after it; no stream is lost on the way, and all have the tokens of `generate`."""
+    import httpx
+    from ray import serve
+
+    from qsample.ray import serve_app
+    from qsample.runtime import SamplingParams
+    from qsample.serve import ServeSettings
+
+    cluster.add_node(num_cpus=3, object_store_memory=100 * 2**20)
+    cluster.wait_for_nodes()
+    settings = ServeSettings(models={"tiny": str(bundled_package)}, slots=2)
+    scaling = {"min_replicas": 1, "max_replicas": 2, "upscale_delay_s": 1, "downscale_delay_s": 3}
+    texts: dict[int, str] = {}
+    errors: list[BaseException] = []
+    seeds = itertools.count()
+    quiet = threading.Event()
+
+    def ask(url: str) -> None:
+        try:
+            while not quiet.is_set():
+                seed = next(seeds)
+                texts[seed] = stream(url, {"prompt": PROMPTS[1], "max_tokens": 100, "seed": seed})
+        except BaseException as error:
+            errors.append(error)
+
+    try:
+        port = _free_port()
+        serve.start(http_options={"host": "127.0.0.1", "port": port})
+        handle = serve.run(serve_app(settings, autoscaling_config={**scaling, "look_back_period_s": 12}, num_cpus=1))
+        assert handle.check_health.remote().result() is None
+        assert replicas(serve) == 1
+        url = f"http://127.0.0.1:{port}/v1/completions"
+        asking = [threading.Thread(target=ask, args=(url,)) for _ in range(8)]
+        for thread in asking:
+            thread.start()
+        try:
+            assert becomes(lambda: replicas(serve), 2)
+            time.sleep(2)  # both answer
+        finally:
+            quiet.set()
+            for thread in asking:
+                thread.join()
+        assert errors == []
+        assert becomes(lambda: replicas(serve), 1)
+        assert httpx.get(f"http://127.0.0.1:{port}/health").status_code == 200
+        model = load(bundled_package)
+        assert len(texts) > 8
+        for seed in sorted(texts)[:4] + sorted(texts)[-8:]:
+            output = model.generate(PROMPTS[1], SamplingParams(max_new_tokens=100), seed=seed)
+            assert output.texts is not None
+            assert texts[seed] == output.texts[0]
+    finally:
+        quiet.set()
+        serve.shutdown()
+
+
+def replicas(serve: Any) -> int:
+    """How many answer."""
+    (deployment,) = serve.status().applications["default"].deployments.values()
+    return int(deployment.replica_states.get("RUNNING", 0))
+
+
+def becomes(look: Callable[[], int], wanted: int, seconds: float = 150) -> bool:
+    end = time.monotonic() + seconds
+    while look() != wanted:
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.5)
+    return True
+
+
+def stream(url: str, body: dict[str, Any]) -> str:
+    """The text of an answer that comes in events."""
+    import httpx
+
+    with httpx.stream("POST", url, json=body | {"stream": True}, timeout=120) as answer:
+        assert answer.status_code == 200, answer.read()
+        lines = list(answer.iter_lines())
+    assert "data: [DONE]" in lines
+    events = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+    return "".join(event["choices"][0]["text"] for event in events)
 
 
 def engine_processes() -> list[int]:

@@ -3,23 +3,42 @@
 from __future__ import annotations
 
 import asyncio
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
-from qsample.ray.engine_actor import EngineActor, seed_of
-from qsample.ray.processor import QsampleProcessorConfig
-from qsample.runtime import load
+from qsample.errors import QsampleError
+from qsample.ray.engine_actor import EngineActor
+from qsample.ray.processor import QsampleProcessorConfig, warn_where_full
+from qsample.ray.rows import request_of, seed_of
+from qsample.ray.server import serve_app
+from qsample.runtime import Engine, EngineClosedError, load
+from qsample.serve import ServeSettings
+from qsample.serve.app import make_app
+from qsample.serve.served_model import ServedModels
 
 PROMPT = "And the LORD spake"
 
 
-def run(config: QsampleProcessorConfig, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def run(
+    config: QsampleProcessorConfig,
+    rows: list[dict[str, Any]],
+    disturb: Callable[[EngineActor], object] = lambda _: None,
+) -> list[dict[str, Any]]:
+    """disturb: called with the actor once the rows are in its engine."""
     actor = EngineActor(config, None)
 
     async def every() -> list[dict[str, Any]]:
-        return list(await asyncio.gather(*(actor._generate(row) for row in rows)))
+        tasks = [asyncio.create_task(actor.generate(row)) for row in rows]
+        await asyncio.sleep(0)
+        disturb(actor)
+        return list(await asyncio.gather(*tasks))
 
     try:
         return asyncio.run(every())
@@ -44,23 +63,103 @@ def test_rows_are_what_generate_gives(bundled_package: Path) -> None:
     assert [row["generated_text"] for row in done] == [(output.texts or [""])[0] for output in expected]
     assert [row["generated_tokens"] for row in done] == [output.token_ids[0] for output in expected]
     assert [row["num_generated_tokens"] for row in done] == [len(output.token_ids[0]) for output in expected]
-    assert done[1]["id"] == "a"
+    assert [row["seed"] for row in done] == [output.seeds[0] for output in expected]
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"id": 1, "prompt": PROMPT, "sampling_params": {"temperature": -1}}, "temperature is -1"),
+    ({"id": 1, "prompt": PROMPT, "sampling_params": {"temprature": 1}}, "temprature"),
+    ({"id": 1, "prompt": PROMPT, "sampling_params": {"stop_strings": 5}}, "stop_strings"),
+    ({"id": 1, "prompt": [5] * 5000}, "5000"),
+    ({"id": 1, "prompt": [5, -3]}, "-3"),
+    ({"id": 1, "messages": 5}, "int"),
+    ({"prompt": PROMPT}, "no seed and no 'id'"),
+    ({"prompt": PROMPT, "id": None}, "no seed and no 'id'"),
+    ({"prompt": PROMPT, "id": float("nan")}, "no seed and no 'id'"),
+    ({"prompt": PROMPT, "seed": 1.5}, "seed is 1.5"),
+    ({"prompt": PROMPT, "seed": "1"}, "seed is '1'"),
+    ({"prompt": PROMPT, "seed": -1}, "seed is -1"),
+    ({"id": 3, "text": PROMPT}, "neither prompt nor messages"),
+    ({"id": 3, "messages": []}, "neither prompt nor messages"),
+]
 
 
 def test_rows_that_fail_say_so_or_end_the_job(bundled_package: Path) -> None:
-    rows: list[dict[str, Any]] = [
-        {"id": 0, "prompt": PROMPT},
-        {"id": 1, "prompt": PROMPT, "sampling_params": {"temperature": -1}},
-        {"prompt": PROMPT},
-        {"id": 3},
-    ]
-    options: dict[str, Any] = {"package": str(bundled_package), "slots": 2, "sampling_params": {"max_new_tokens": 2}}
-    done = run(QsampleProcessorConfig(**options, should_continue_on_error=True), rows)
-    assert [row["__inference_error__"][:20] for row in done] == [
-        "", "ValueError: temperat", "ValueError: a row ha", "ValueError: a row ha",
-    ]  # fmt: skip
-    with pytest.raises(ValueError, match="temperature"):
-        run(QsampleProcessorConfig(**options), rows)
+    config = QsampleProcessorConfig(package=str(bundled_package), slots=2, sampling_params={"max_new_tokens": 2})
+    right = {"id": 0, "prompt": PROMPT}
+    continuing = replace(config, should_continue_on_error=True)
+    first, *failed, last = run(continuing, [right, *(row for row, _ in WRONG), right])
+    assert first == last
+    assert first["__inference_error__"] == ""
+    assert len(first["generated_tokens"]) == 2
+    for columns, (_, message) in zip(failed, WRONG, strict=True):
+        assert message in columns["__inference_error__"]
+        assert columns.keys() == first.keys()
+        assert columns["generated_text"] is None
+    for row, message in (WRONG[0], WRONG[-1]):
+        with pytest.raises(ValueError, match=message):
+            run(config, [right, row])
+
+
+def test_rows_are_done_again_where_an_engine_fails(bundled_package: Path) -> None:
+    config = QsampleProcessorConfig(package=str(bundled_package), slots=2, sampling_params={"max_new_tokens": 40})
+    rows = [{"id": index, "prompt": PROMPT} for index in range(5)]
+    engines: list[Engine] = []
+
+    def fail(actor: EngineActor) -> None:
+        engines.append(actor._engine)
+        break_engine(actor._engine)
+
+    done = run(config, rows, fail)
+    assert engines[0].closed
+    assert done == run(config, rows)
+
+
+def test_an_engine_that_fails_again_ends_the_job(bundled_package: Path) -> None:
+    """Otherwise all the rest of a dataset would become errors."""
+    config = QsampleProcessorConfig(package=str(bundled_package), slots=2, should_continue_on_error=True)
+
+    def fail(actor: EngineActor) -> None:
+        make = actor._make_engine
+
+        def broken() -> Engine:
+            engine = make()
+            break_engine(engine)
+            return engine
+
+        actor._make_engine = broken  # type: ignore[method-assign]
+        break_engine(actor._engine)
+
+    with pytest.raises(EngineClosedError, match="planted"):
+        run(config, [{"id": 0, "prompt": PROMPT}], fail)
+
+
+def break_engine(engine: Engine) -> None:
+    """Let its next step fail, as a graph does that runs out of memory."""
+
+    def step() -> None:
+        raise RuntimeError("planted")
+
+    assert engine._loop is not None
+    engine._loop.step = step  # type: ignore[method-assign]
+
+
+def test_what_arrow_and_pandas_make_of_rows() -> None:
+    """Arrow gives all mappings of a column the same keys, and pandas' missing numbers make the others floats."""
+    tools = [{"function": {"name": "f", "parameters": {"a": 1, "b": None}}, "strict": None}]
+    row = {
+        "id": np.int64(3),
+        "seed": float("nan"),
+        "prompt": None,
+        "messages": [{"role": "user", "content": "x", "name": None}, {"role": "assistant", "content": None}],
+        "sampling_params": {"max_new_tokens": np.int32(3), "top_p": None, "tools": tools},
+    }
+    inputs, options = request_of(row, {"temperature": 0.5, "max_new_tokens": 9}, "id")
+    assert inputs == [{"role": "user", "content": "x"}, {"role": "assistant", "content": None}]
+    plain_tools = [{"function": {"name": "f", "parameters": {"a": 1}}}]
+    assert options == {"temperature": 0.5, "max_new_tokens": 3, "tools": plain_tools, "seed": seed_of({"id": 3}, "id")}
+    assert request_of({"prompt": np.array([5, 6]), "seed": 7.0}, {}, "id") == ([5, 6], {"seed": 7})
+    assert request_of({"prompt": "", "id": 1.0}, {}, "id") == ("", {"seed": seed_of({"id": 1}, "id")})
 
 
 def test_seeds_follow_from_ids() -> None:
@@ -70,14 +169,44 @@ def test_seeds_follow_from_ids() -> None:
     assert seed_of({"key": 1}, "key") == seed_of({"id": 1}, "id")
 
 
+def test_replicas_are_counted_or_scaled(bundled_package: Path) -> None:
+    settings = ServeSettings(models={"tiny": str(bundled_package)})
+    with pytest.raises(ValueError, match="num_replicas is 2 and autoscaling_config"):
+        serve_app(settings, num_replicas=2, autoscaling_config={"max_replicas": 2})
+
+
+def test_a_replica_whose_engine_has_ended_is_not_healthy(bundled_package: Path) -> None:
+    pytest.importorskip("ray")
+    settings = ServeSettings(models={"tiny": str(bundled_package)})
+    deployment = serve_app(settings, num_cpus=2)._bound_deployment
+    assert deployment._deployment_config.graceful_shutdown_timeout_s == settings.drain_timeout
+    app = make_app(settings)
+    app.state.server.models = ServedModels(settings)  # as it does when it starts
+    replica: Any = SimpleNamespace(app=app)
+    deployment.func_or_class.check_health(replica)
+    app.state.server.models.close()
+    with pytest.raises(QsampleError, match="tiny have ended"):
+        deployment.func_or_class.check_health(replica)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"concurrency": 0}, "concurrency"), ({"concurrency": (2, 1)}, "concurrency"), ({"slots": 1.5}, "slots"),
         ({"num_cpus": -1}, "num_cpus"), ({"sampling_params": {"seed": 1}}, "every row's"),
-        ({"batch_size": 0}, "batch_size"),
+        ({"batch_size": 0}, "batch_size"), ({"concurrency": True}, "concurrency"),
     ],
 )  # fmt: skip
 def test_wrong_options_are_named(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         QsampleProcessorConfig(package="x", **options)
+
+
+@pytest.mark.parametrize(
+    ("taken", "cpus", "warns"), [(1, 1, True), (2, 2, True), (1.5, 2, True), (1, 2, False), (0, 1, False)]
+)
+def test_actors_that_take_all_cpus_are_told(taken: float, cpus: float, warns: bool) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        warn_where_full(taken, cpus)
+    assert bool(caught) == warns
