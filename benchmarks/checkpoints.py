@@ -279,14 +279,16 @@ def make_genai_model(
     return folder
 
 
-def make_gguf(checkpoint: Path, path: Path, python: str, quantization: str = "Q4_0") -> Path:
+def make_gguf(checkpoint: Path, path: Path, python: str, quantization: str = "Q4_0", *, texts: bool = False) -> Path:
     """Write the checkpoint as a quantized GGUF file, unless it is there, and return its path.
 
-    python: an interpreter that has gguf and llama-cpp-python, whose own quantizer is used.
+    python: an interpreter that has gguf and llama-cpp-python, whose own quantizer is used. texts: with a made-up text
+    for every token, see `gguf_model.py`.
     """
     if not path.exists():
         script = str(Path(__file__).with_name("gguf_model.py"))
-        run_quietly([python, script, str(checkpoint), str(path), quantization], path.with_suffix(".log"))
+        command = [python, script, str(checkpoint), str(path), quantization, *(["--texts"] if texts else [])]
+        run_quietly(command, path.with_suffix(".log"))
     return path
 
 

@@ -1,9 +1,10 @@
 """Writes a checkpoint as a GGUF file, which llama.cpp itself quantizes.
 
-    python benchmarks/gguf_model.py CHECKPOINT OUT.gguf Q4_0
+    python benchmarks/gguf_model.py CHECKPOINT OUT.gguf Q4_0 [--texts]
 
 Model types: those of ARCHITECTURES. `gguf_check.py` compares what llama.cpp makes of such files with transformers. The
-vocabulary is left out: the benchmark feeds and reads token ids.
+vocabulary is left out, because benchmarks feed and read token ids; with --texts every token has a text, made up, for
+a server that takes and gives texts.
 """
 
 from __future__ import annotations
@@ -56,11 +57,12 @@ class Checkpoint:
         return tensor
 
 
-def write_float(checkpoint: Path, path: Path, dtype: torch.dtype = torch.float16) -> None:
+def write_float(checkpoint: Path, path: Path, dtype: torch.dtype = torch.float16, *, texts: bool = False) -> None:
     """The matrices in `dtype`; norms, biases and what scores experts in float32, as llama.cpp's converter has it."""
     config = json.loads((checkpoint / "config.json").read_text())
     writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[ARCHITECTURES[config["model_type"]]])
     add_settings(writer, config)
+    add_texts(writer, config["vocab_size"]) if texts else writer.add_tokenizer_model("no_vocab")
     # A file begins with all names and sizes; then one tensor is in memory at a time.
     for name, tensor in named_for_llama(Checkpoint(checkpoint, sizes_only=True), config, dtype):
         kind = np.dtype(np.float32 if tensor.dtype == torch.float32 else np.float16)
@@ -100,7 +102,6 @@ def add_settings(writer: gguf.GGUFWriter, config: Config) -> None:
     writer.add_rope_freq_base(float(rope["rope_theta"]))
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_vocab_size(config["vocab_size"])
-    writer.add_tokenizer_model("no_vocab")
     if rope["rope_type"] == "yarn":
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
         writer.add_rope_scaling_factor(rope["factor"])
@@ -124,6 +125,27 @@ def add_settings(writer: gguf.GGUFWriter, config: Config) -> None:
         writer.add_ssm_time_step_rank(config["linear_num_value_heads"])
         writer.add_ssm_inner_size(config["linear_value_head_dim"] * config["linear_num_value_heads"])
         writer.add_full_attention_interval(config["layer_types"].index("full_attention") + 1)
+
+
+def add_texts(writer: gguf.GGUFWriter, vocab_size: int) -> None:
+    """A vocabulary in which each letter is a token, and every token has a text of its own.
+
+    No two texts join to another one's, so a text of n letters has n tokens; and none is half a character, for which
+    a stream would wait. The first three have no text, and 1 ends one.
+    """
+    kinds = gguf.TokenType
+    special = [("<unk>", kinds.UNKNOWN), ("</s>", kinds.CONTROL), ("<pad>", kinds.CONTROL)]
+    tokens = [*special, *((f"<0x{byte:02X}>", kinds.BYTE) for byte in range(128))]
+    tokens += [(chr(letter), kinds.NORMAL) for letter in range(ord("a"), ord("z") + 1)]
+    tokens += [(f"\u2581{number}", kinds.NORMAL) for number in range(len(tokens), vocab_size)]
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list([text for text, _ in tokens])
+    writer.add_token_scores([0.0] * len(tokens))
+    writer.add_token_types([kind for _, kind in tokens])
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(1)
+    writer.add_add_bos_token(False)
+    writer.add_add_space_prefix(False)
 
 
 def translated(tensors: Checkpoint, config: Config) -> Iterator[Named]:
@@ -220,10 +242,11 @@ def quantize(source: Path, path: Path, kind: str) -> None:
 
 
 def main() -> None:
+    texts = "--texts" in sys.argv
     checkpoint, path, kind = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
     whole, scratch = path.with_suffix(".float16.gguf"), path.with_suffix(".scratch.gguf")
     try:
-        write_float(checkpoint, whole)
+        write_float(checkpoint, whole, texts=texts)
         quantize(whole, scratch, kind)
         scratch.rename(path)  # what is there is whole
     finally:

@@ -1,240 +1,260 @@
-"""Servers of OpenAI's API under 1 to 200 concurrent streams: `qsample serve`, and llama-cpp-python's.
+"""Servers of OpenAI's API under 1 to 200 concurrent streams: `qsample serve`, onnxruntime-genai, llama-cpp-python.
 
     pip install -e '.[cpu,export,serve,bench]'
-    python -m venv peers && peers/bin/pip install 'llama-cpp-python[server]' gguf
+    python -m venv peers
+    peers/bin/pip install 'llama-cpp-python[server]' gguf onnxruntime-genai torch transformers httptools uvloop
     python benchmarks/serve.py --peers-python peers/bin/python
 
-All systems serve the same random weights in 4 bits, one after another, with the same number of threads. The client is a
+All systems serve the same random weights in 4 bits with the same number of threads, and take turns; the client is a
 process of its own on the same machine. Beside them stands the engine without a server, read by as many coroutines: what
-a token costs more in processor time is the server's share. `--shape tiny` takes the bundled model, whose tokens
-cost so little that this share shows best.
+a token costs more in processor time is the server's share. Figures are written after every measurement, a run goes on
+where the one before stopped, and none begins a measurement after --budget-minutes.
+
+--shape bundled takes the small model that comes with qsample, without peers: its tokens cost so little that the
+server's share shows best.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
-import os
-import re
+import math
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
-from checkpoints import SHAPES, can_import, make_checkpoint, make_gguf
-from decode_report import markdown
+from checkpoints import SHAPES, TOKEN_IDS, can_import, make_checkpoint, make_genai_model, make_gguf
 from machine import describe_machine
 from rich.console import Console
 from rich.table import Table
+from serve_report import ENGINE, HEADER, ServeResults, figures, notes, table_rows, write
+from serve_systems import EngineAlone, Server, System
 
-TINY = "tiny"
+BUNDLED = "bundled"
 PROMPT_TOKENS = 32
-HEADER = [
-    "system",
-    "streams",
-    "tokens/s",
-    "first token p50 / p99, ms",
-    "gap p50 / p99, ms",
-    "CPU, us a token",
-    "refused",
-]
+CTX_LEN = 256  # a slot's memory, 16 of which are reserved
+LEAST_STREAMS = 32  # of a measurement: few at once come in waves
+QSAMPLE, GENAI, LLAMA = "qsample serve", "onnxruntime-genai", "llama-cpp-python"
+NEEDED = {
+    GENAI: ["onnxruntime_genai", "fastapi", "uvicorn", "torch", "transformers"],
+    LLAMA: ["llama_cpp.server", "gguf", "fastapi", "uvicorn", "sse_starlette", "starlette_context"],
+}
+OFF = {"top_p": 1.0, "min_p": 0.0, "top_k": 0}
+EXPLANATION = f"""\
+Made by `python benchmarks/serve.py`. Every stream has a prompt of its own; tokens are sampled at temperature 0.8 from
+the whole distribution, and no stream ends early. `{ENGINE}` is qsample's engine, read by coroutines without a server;
+"over the engine's" compares the server's processor time a token with that.
+
+- `{QSAMPLE}` and `{GENAI}` take token ids and send a token's id with its text.
+- `{GENAI}` is its own Engine behind a small FastAPI shell (`benchmarks/serve_shell.py`), with as many rows as qsample
+  has slots. On the CPU that engine batches statically: who comes while a batch runs waits for its end. The shell begins
+  one when 5 ms have passed without another request. Its model computes the logits of a prompt's every token: built for
+  those of the last alone (`prune_lm_head`), as the generator's benchmarks have it, that engine gives no token.
+- `{LLAMA}` is its own server, which takes text: as many letters, each one token of a made-up vocabulary. It
+  answers one request after another; its default, to break off a stream when another request comes, is switched off."""
 
 
-def make_package(shape: str, work: Path) -> tuple[Path, Path | None]:
+def make_package(shape: str, folder: Path) -> tuple[Path, Path | None]:
     """The package, and the checkpoint that it was made from."""
     from qsample import AutoModelForCausalLM
     from qsample.bundled import bundled_model
 
-    if shape == TINY:
+    if shape == BUNDLED:
         return bundled_model("cpu").package.path, None
-    checkpoint, package = make_checkpoint(shape, work / "checkpoint"), work / "int4"
+    checkpoint, package = make_checkpoint(shape, folder / "checkpoint"), folder / f"int4-{CTX_LEN}"
     if not package.exists():
         AutoModelForCausalLM.from_pretrained(checkpoint).compile(
-            package, provider="cpu", weights="int4", ctx_len=1024, max_divergence=100
+            package, provider="cpu", weights="int4", ctx_len=CTX_LEN, max_divergence=100
         )
     return package, checkpoint
 
 
-class Server:
-    """A server in a process of its own, and the processor time that it takes."""
-
-    def __init__(self, command: list[str], url: str | None, log: Path) -> None:
-        """url: where it will answer; None = it says so."""
-        self._log = log.open("w+")
-        environment = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parent.parent)}
-        self._process = subprocess.Popen(command, stdout=self._log, stderr=subprocess.STDOUT, env=environment)
-        self.url = url or self._said(log)
-        self._wait(log)
-
-    def _said(self, log: Path) -> str:
-        end = time.monotonic() + 300
-        while time.monotonic() < end and self._process.poll() is None:
-            if match := re.search(r"Serving .* on (http://\S+)", log.read_text()):
-                return match[1]
-            time.sleep(0.1)
-        raise SystemExit(f"a server did not start: {log.read_text()[-1000:]}")
-
-    def _wait(self, log: Path) -> None:
-        end = time.monotonic() + 300
-        while time.monotonic() < end and self._process.poll() is None:
-            try:
-                urllib.request.urlopen(f"{self.url}/v1/models", timeout=5).close()
-                return
-            except (urllib.error.URLError, OSError):
-                time.sleep(0.2)
-        raise SystemExit(f"a server does not answer: {log.read_text()[-1000:]}")
-
-    def cpu_seconds(self) -> float:
-        times = psutil.Process(self._process.pid).cpu_times()
-        return float(times.user + times.system)
-
-    def close(self) -> None:
-        self._process.terminate()
-        self._process.wait(60)
-        self._log.close()
+def write_requests(folder: Path, vocab_size: int, streams: list[int], new_tokens: int) -> dict[str, Path]:
+    """What each system is asked: its fields and its kind of prompts, a different one for each stream."""
+    generator = np.random.default_rng(0)
+    count = max(LEAST_STREAMS, *streams)
+    body = {"max_tokens": new_tokens, "temperature": 0.8}
+    ids = generator.integers(3, vocab_size, (count, PROMPT_TOKENS)).tolist()
+    letters = generator.integers(ord("a"), ord("z") + 1, (count, PROMPT_TOKENS), dtype=np.uint8)
+    texts = [row.tobytes().decode() for row in letters]
+    own = body | {"ignore_eos": True, "return_token_ids": True}
+    special = {str(token): -100 for token in TOKEN_IDS.values()}  # they have no text, or end it
+    llama = body | OFF | {"repeat_penalty": 1.0, "logit_bias": special}
+    asked = {QSAMPLE: (own, ids), GENAI: (body | {"ignore_eos": True}, ids), LLAMA: (llama, texts)}
+    files = {}
+    for system, (fields, prompts) in asked.items():
+        files[system] = folder / f"requests-{system.replace(' ', '-')}.json"
+        files[system].write_text(json.dumps({"body": fields, "prompts": prompts, "prompt_tokens": PROMPT_TOKENS}))
+    return files
 
 
-def measure(server: Server, body: Path, streams: int) -> dict[str, Any]:
-    before = server.cpu_seconds()
-    command = [sys.executable, str(Path(__file__).with_name("serve_client.py")), f"{server.url}/v1/completions"]
-    done = subprocess.run([*command, str(body), "--streams", str(streams)], capture_output=True, text=True, check=True)
-    answer = json.loads(done.stdout)
-    return figures(answer["moments"], answer["seconds"], server.cpu_seconds() - before) | {"refused": answer["refused"]}
+def makers(
+    package: Path, checkpoint: Path | None, requests: dict[str, Path], folder: Path, options: argparse.Namespace
+) -> dict[str, Callable[[], System]]:
+    """What starts each system; a peer's model is built then."""
+    sizes = ["--slots", str(options.slots), "--threads", str(options.threads)]
+    python = options.peers_python
+
+    def log(system: str) -> Path:
+        return folder / f"{system.replace(' ', '-')}.log"
+
+    def engine() -> System:
+        return EngineAlone(package, requests[QSAMPLE], sizes, log(ENGINE))
+
+    def qsample() -> System:
+        command = [sys.executable, "-c", "from qsample.cli import main; main()", "serve", str(package)]
+        command += ["--port", "{port}", *sizes, "--max-waiting", str(max(256, *options.streams))]
+        return Server(command, requests[QSAMPLE], log(QSAMPLE))
+
+    def genai() -> System:
+        assert checkpoint is not None
+        model = make_genai_model(checkpoint, folder / "genai", python)
+        shell = str(Path(__file__).with_name("serve_shell.py"))
+        return Server([python, shell, str(model), "--port", "{port}", *sizes], requests[GENAI], log(GENAI))
+
+    def llama() -> System:
+        assert checkpoint is not None
+        model = make_gguf(checkpoint, folder / "q4_0-texts.gguf", python, texts=True)
+        threads = str(options.threads)
+        command = [python, "-m", "llama_cpp.server", "--model", str(model), "--host", "127.0.0.1", "--port", "{port}"]
+        command += ["--n_threads", threads, "--n_threads_batch", threads, "--n_ctx", str(CTX_LEN)]
+        command += ["--logits_all", "false", "--interrupt_requests", "false", "--verbose", "false"]
+        return Server(command, requests[LLAMA], log(LLAMA))
+
+    return {ENGINE: engine, QSAMPLE: qsample, GENAI: genai, LLAMA: llama}
 
 
-def engine_alone(package: Path, body: dict[str, Any], options: argparse.Namespace) -> dict[int, dict[str, Any]]:
-    """The same streams, read from the engine by coroutines of this process."""
-    from qsample.runtime import Engine, SamplingParams, load
+def versions(systems: list[str], python: str) -> dict[str, str]:
+    """What the page names."""
+    packages = {ENGINE: ("qsample", sys.executable), QSAMPLE: ("onnxruntime", sys.executable)}
+    packages |= {GENAI: ("onnxruntime-genai", python), LLAMA: ("llama-cpp-python", python)}
+    found = {}
+    for system in systems:
+        name, interpreter = packages[system]
+        if name == "qsample":
+            from qsample import __version__
 
-    model = load(package, intra_op_num_threads=options.threads, session_config={"session.intra_op.allow_spinning": "0"})
-    params = SamplingParams(max_new_tokens=body["max_tokens"], temperature=body["temperature"], eos_token_id=())
-
-    async def read(engine: Engine, seed: int) -> list[float]:
-        start = time.perf_counter()
-        request = engine.add_request(body["prompt"], params, seed=seed, timeout=0)
-        return [time.perf_counter() - start async for delta in request if delta.token_ids]
-
-    async def every(engine: Engine, streams: int) -> list[list[float]]:
-        return list(await asyncio.gather(*(read(engine, seed) for seed in range(streams))))
-
-    results = {}
-    with Engine(model, slots=options.slots, max_waiting=max(options.streams)) as engine:
-        asyncio.run(every(engine, 1))
-        for streams in options.streams:
-            cpu, start = time.process_time(), time.perf_counter()
-            moments = asyncio.run(every(engine, streams))
-            results[streams] = figures(moments, time.perf_counter() - start, time.process_time() - cpu)
-    return results
+            found[name] = __version__
+            continue
+        code = f"from importlib.metadata import version; print(version({name!r}))"
+        done = subprocess.run([interpreter, "-c", code], capture_output=True, text=True, check=False)
+        found[name] = done.stdout.strip() or "of unknown version"
+    return found
 
 
-def figures(moments: list[list[float]], seconds: float, cpu_seconds: float) -> dict[str, Any]:
-    """moments: of each stream's events, in seconds since it was sent."""
-    tokens = sum(map(len, moments))
-    gaps = np.concatenate([np.zeros(1) if len(row) < 2 else np.diff(row) for row in moments or [[]]])
-    first = [row[0] for row in moments if row] or [float("nan")]
-    return {
-        "tokens_per_second": tokens / seconds,
-        "first_ms": (1e3 * np.percentile(first, [50, 99])).tolist(),
-        "gap_ms": (1e3 * np.percentile(gaps, [50, 99])).tolist(),
-        "cpu_us_per_token": 1e6 * cpu_seconds / max(tokens, 1),
-        "refused": 0,
-    }
+def run(
+    start: dict[str, Callable[[], System]], results: ServeResults, options: argparse.Namespace, console: Console
+) -> bool:
+    """Measure what is left, round by round. False where the time ran out."""
+    end = time.monotonic() + 60 * options.budget_minutes
+    running: dict[str, System] = {}
+    out_of_order: dict[str, str] = {}  # what does not start is not tried for every cell
+    given_up: set[tuple[str, int]] = set()
+    try:
+        for number in range(options.rounds):
+            for streams in options.streams:
+                waves = math.ceil(LEAST_STREAMS / streams)
+                for system in start:
+                    if len(results.rounds(system, streams)) > number or (system, streams) in given_up:
+                        continue
+                    if time.monotonic() > end:
+                        return False
+                    console.print(f"round {number + 1}, {streams} streams, {system}", highlight=False)
+                    try:
+                        if system in out_of_order:
+                            raise RuntimeError(out_of_order[system])
+                        if system not in running:
+                            running[system] = _started(start[system], out_of_order, system)
+                        answer = running[system].measure(streams, waves, options.cell_seconds)
+                        _check(answer, streams * waves, options.new_tokens)
+                        results.add(system, streams, figures(answer) | {"round": number})
+                    except RuntimeError as error:
+                        console.print(f"  failed: {error}", highlight=False, markup=False)
+                        results.fail(system, streams, str(error))
+                        given_up.add((system, streams))
+                        if system in running:  # whatever it still does, the next measurement begins anew
+                            running.pop(system).close()
+                    results.save()
+    finally:
+        for one in running.values():
+            one.close()
+    return True
 
 
-def rows(results: dict[str, dict[int, dict[str, Any]]]) -> list[list[str]]:
-    lines = []
-    for system, cells in results.items():
-        for streams, one in cells.items():
-            pairs = [" / ".join(f"{value:.1f}" for value in one[name]) for name in ("first_ms", "gap_ms")]
-            speed, cost = f"{one['tokens_per_second']:.1f}", f"{one['cpu_us_per_token']:.0f}"
-            lines.append([system, str(streams), speed, *pairs, cost, str(one["refused"])])
-    return lines
+def _started(start: Callable[[], System], out_of_order: dict[str, str], system: str) -> System:
+    try:
+        return start()
+    except RuntimeError as error:
+        out_of_order[system] = str(error)
+        raise
 
 
-def write(output: Path, shape: str, options: argparse.Namespace, results: dict[str, dict[int, dict[str, Any]]]) -> None:
-    """The figures as JSON, a page and a plot."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    output.parent.mkdir(parents=True, exist_ok=True)
-    about = {"machine": describe_machine(options.threads), "shape": shape, "slots": options.slots}
-    output.with_suffix(".json").write_text(json.dumps({**about, "results": results}, indent=1) + "\n")
-    text = (
-        f"# Servers\n\n{about['machine']}, {options.slots} slots, {shape}. Made by `python benchmarks/serve.py`, which "
-        f"says how it measures: prompts of {PROMPT_TOKENS} tokens, {options.new_tokens} new tokens a stream.\n\n"
-    )
-    output.with_suffix(".md").write_text(
-        text + "\n".join([*markdown(HEADER, rows(results)), "", f"![Tokens per second]({output.name}.png)", ""])
-    )
-    figure, axes = pyplot.subplots(1, 2, figsize=(10, 3.6))
-    for system, cells in results.items():
-        axes[0].plot(list(cells), [one["tokens_per_second"] for one in cells.values()], marker="o", label=system)
-        axes[1].plot(list(cells), [one["first_ms"][0] for one in cells.values()], marker="o", label=system)
-    for axis, title in zip(axes, ("tokens a second", "median ms to the first token"), strict=True):
-        axis.set(xscale="log", xlabel="streams", title=title)
-        axis.grid(alpha=0.3)
-    axes[0].legend()
-    figure.tight_layout()
-    figure.savefig(output.with_suffix(".png"), dpi=110)
+def _check(answer: dict[str, Any], streams: int, new_tokens: int) -> None:
+    """That every stream has all of its tokens, but for those that were refused."""
+    if answer["failed"]:
+        raise RuntimeError(f"{len(answer['failed'])} of {streams} streams failed: {answer['failed'][0]}")
+    counts = {sum(count for _, count in row) for row in answer["streams"]}
+    if counts - {new_tokens}:
+        raise RuntimeError(f"streams have {sorted(counts)} tokens in place of {new_tokens}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--peers-python", default=sys.executable, help="a Python that has llama_cpp.server")
-    parser.add_argument("--work", type=Path, default=Path("build/serve"))
-    parser.add_argument("--shape", choices=[TINY, *SHAPES], default="qwen3-0.6b")
+    parser.add_argument("--peers-python", default=sys.executable, help="a Python that has the other systems")
+    parser.add_argument("--work", type=Path, default=Path("build/serve"), help="folder for models and logs")
+    parser.add_argument("--shape", choices=[BUNDLED, *SHAPES], default="qwen3-0.6b")
+    parser.add_argument("--system", nargs="+", choices=[ENGINE, QSAMPLE, GENAI, LLAMA], default=None, help="all")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 64, 200])
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--new-tokens", type=int, default=24)
     parser.add_argument("--slots", type=int, default=16)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--cell-seconds", type=float, default=180, help="a measurement that takes longer has failed")
+    parser.add_argument("--budget-minutes", type=float, default=15, help="no measurement begins after them")
     parser.add_argument("--output", type=Path, default=Path("docs/benchmarks/serve"), help="file name without suffix")
     options, console = parser.parse_args(), Console(stderr=True)
-    work = options.work / options.shape
-    work.mkdir(parents=True, exist_ok=True)
-    package, checkpoint = make_package(options.shape, work)
+    if PROMPT_TOKENS + options.new_tokens > CTX_LEN:
+        parser.error(f"--new-tokens is {options.new_tokens}; give at most {CTX_LEN - PROMPT_TOKENS}")
+    folder = options.work / options.shape
+    folder.mkdir(parents=True, exist_ok=True)
+    package, checkpoint = make_package(options.shape, folder)
     vocab_size = json.loads((package / "qsample.json").read_text())["interface"]["vocab_size"]
-    prompt = np.random.default_rng(0).integers(3, vocab_size, PROMPT_TOKENS).tolist()
-    body = {"prompt": prompt, "max_tokens": options.new_tokens, "temperature": 0.8}
-    ours, theirs = work / "body.json", work / "body-llama.json"
-    ours.write_text(json.dumps(body | {"ignore_eos": True}))
-    theirs.write_text(json.dumps(body))
-
-    results: dict[str, dict[int, dict[str, Any]]] = {"engine alone": engine_alone(package, body, options)}
-    command = [sys.executable, "-c", "from qsample.cli import main; main()", "serve", str(package), "--port", "0"]
-    command += ["--slots", str(options.slots), "--threads", str(options.threads), "--max-waiting", "256"]
-    servers = {"qsample serve": (command, None, ours)}
-    missing = can_import(options.peers_python, ["llama_cpp.server.app", "gguf"])
-    if missing is None and checkpoint is not None:
-        model = make_gguf(checkpoint, work / "q4_0.gguf", options.peers_python)
-        url = "http://127.0.0.1:8391"
-        command = [options.peers_python, "-m", "llama_cpp.server", "--model", str(model), "--port", "8391"]
-        command += ["--n_threads", str(options.threads), "--n_ctx", "1024"]
-        servers["llama-cpp-python"] = (command, url, theirs)
-    else:
-        console.print(f"without llama-cpp-python: {missing or 'it has no file of the bundled model'}", highlight=False)
-    for name, (command, url, file) in servers.items():
-        server = Server(command, url, work / f"{name.replace(' ', '-')}.log")
-        try:
-            measure(server, file, 1)
-            results[name] = {}
-            for streams in options.streams:
-                console.print(f"{name}, {streams} streams", highlight=False)
-                results[name][streams] = measure(server, file, streams)
-        finally:
-            server.close()
-        write(options.output, options.shape, options, results)
+    requests = write_requests(folder, vocab_size, options.streams, options.new_tokens)
+    settings = {"machine": describe_machine(options.threads), "shape": options.shape, "slots": options.slots}
+    settings |= {"prompt_tokens": PROMPT_TOKENS, "new_tokens": options.new_tokens}
+    try:
+        results = ServeResults(options.output.with_suffix(".json"), settings)
+    except ValueError as error:
+        parser.error(str(error))
+    start = makers(package, checkpoint, requests, folder, options)
+    for system in list(start):
+        missing = None
+        if system in NEEDED and (options.system is None or system in options.system):
+            missing = can_import(options.peers_python, NEEDED[system])
+            if checkpoint is None:
+                missing = "it has no file of the bundled model"
+        if missing is not None:
+            console.print(f"without {system}: {missing}", highlight=False)
+            results.data["missing"][system] = missing
+        elif options.system is None or system in options.system:
+            results.data["missing"].pop(system, None)
+            continue
+        del start[system]
+    results.data["versions"] |= versions(list(start), options.peers_python)
+    done = run(start, results, options, console)
+    write(results, options.output, "Servers", EXPLANATION)
     table = Table(*HEADER)
-    for line in rows(results):
+    for line in table_rows(results):
         table.add_row(*line)
     Console().print(table)
+    for line in notes(results):
+        console.print(line, highlight=False, markup=False)
+    if not done:
+        console.print(f"{options.budget_minutes:g} minutes are over; the same command goes on", highlight=False)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
 """Many streams at once against a server of OpenAI's API; started by `serve.py` in a process of its own.
 
-    python benchmarks/serve_client.py URL BODY.json --streams 64
+    python benchmarks/serve_client.py URL REQUESTS.json --streams 64 --waves 2
 
-Plain sockets: a client library would take more of the machine than the server. Prints one JSON line: for each stream
-the seconds of its events since it was sent, and how many were refused.
+REQUESTS.json has `body`, what all requests share, and `prompts`, one for each stream in turn. Plain sockets: a client
+library would take more of the machine than the server. A wave begins when the last stream of the one before has ended.
+Prints one JSON line: seconds of each wave; of each stream the moments of its events since it was sent and how many
+tokens each has; how many streams were refused, and why others failed.
 """
 
 from __future__ import annotations
@@ -16,9 +18,15 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+Events = list[tuple[float, bytes]]
 
-async def stream(host: str, port: int, path: str, body: dict[str, Any]) -> list[float] | None:
-    """The moments of a stream's events, [DONE] left out; None where it was refused."""
+
+class RefusedError(Exception):
+    """The server has no room: 429 or 503."""
+
+
+async def stream(host: str, port: int, path: str, body: dict[str, Any]) -> Events:
+    """The events of a stream with their moments, in seconds, [DONE] left out."""
     data = json.dumps(body).encode()
     head = (
         f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
@@ -27,42 +35,70 @@ async def stream(host: str, port: int, path: str, body: dict[str, Any]) -> list[
     reader, writer = await asyncio.open_connection(host, port)
     try:
         writer.write(head.encode() + data)
-        status = (await reader.readline()).split()[1]
-        if status != b"200":
-            return None
-        moments = []
+        status = (await reader.readline()).split()
+        if len(status) < 2 or status[1] != b"200":
+            while (await reader.readline()).strip():
+                pass  # headers
+            text = (await reader.read(2000)).decode(errors="replace")
+            raise (RefusedError if status[1:2] in ([b"429"], [b"503"]) else RuntimeError)(f"{status} {text:.300}")
+        events = []
         async for line in reader:
             if line.startswith(b"data: [DONE]"):
-                return moments
+                return events
             if line.startswith(b"data: {"):
-                moments.append(time.perf_counter() - start)
+                events.append((time.perf_counter() - start, line))
         raise RuntimeError("a stream ended without [DONE]")
     finally:
         writer.close()
 
 
-async def run(url: str, body: dict[str, Any], streams: int) -> dict[str, Any]:
+def tokens_of(line: bytes) -> int:
+    """How many tokens an event has: where it does not say, one if it has a text."""
+    event = json.loads(line.removeprefix(b"data: "))
+    if "error" in event:
+        raise RuntimeError(f"a stream failed: {event['error']}")
+    count = 0
+    for choice in event.get("choices") or []:
+        ids = choice.get("token_ids")
+        count += len(ids) if ids is not None else bool(choice.get("text"))  # text that was held back has no ids
+    return count
+
+
+async def run(url: str, requests: dict[str, Any], streams: int, waves: int) -> dict[str, Any]:
     parts = urlsplit(url)
     assert parts.hostname is not None
-    start = time.perf_counter()
-    every = await asyncio.gather(
-        *(
-            stream(parts.hostname, parts.port or 80, parts.path, {**body, "seed": seed, "stream": True})
-            for seed in range(streams)
-        )
-    )
-    seconds = time.perf_counter() - start
-    answered = [moments for moments in every if moments is not None]
-    return {"seconds": seconds, "moments": answered, "refused": len(every) - len(answered)}
+    prompts, seconds, every = requests["prompts"], [], []
+    for wave in range(waves):
+        start = time.perf_counter()
+        calls = []
+        for number in range(wave * streams, (wave + 1) * streams):
+            body = {**requests["body"], "prompt": prompts[number % len(prompts)], "seed": number, "stream": True}
+            calls.append(stream(parts.hostname, parts.port or 80, parts.path, body))
+        every += await asyncio.gather(*calls, return_exceptions=True)
+        seconds.append(time.perf_counter() - start)
+    answered, refused, failed = [], 0, []
+    for one in every:  # nothing is read out of events before all have come
+        try:
+            if isinstance(one, BaseException):
+                raise one
+            counted = [(moment, tokens_of(line)) for moment, line in one]
+            answered.append([pair for pair in counted if pair[1]])
+        except RefusedError:
+            refused += 1
+        except (RuntimeError, OSError, ValueError) as error:
+            failed.append(f"{type(error).__name__}: {error}")
+    return {"seconds": seconds, "streams": answered, "refused": refused, "failed": failed}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("url")
-    parser.add_argument("body", type=Path)
+    parser.add_argument("requests", type=Path)
     parser.add_argument("--streams", type=int, required=True)
+    parser.add_argument("--waves", type=int, default=1)
     options = parser.parse_args()
-    print(json.dumps(asyncio.run(run(options.url, json.loads(options.body.read_text()), options.streams))))
+    requests = json.loads(options.requests.read_text())
+    print(json.dumps(asyncio.run(run(options.url, requests, options.streams, options.waves))))
 
 
 if __name__ == "__main__":
