@@ -5,6 +5,7 @@ Torch and transformers are imported only where a checkpoint is exported.
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -108,7 +109,7 @@ class AutoModelForCausalLM:
             trust_remote_code=trust_remote_code,
         )
         path = Path(pretrained_model_name_or_path)
-        if (path / MANIFEST_NAME).is_file():
+        if os.path.isfile(path / MANIFEST_NAME):  # False for what is too long to be a path, too
             package = read_package(path)
             if adapter is not None:
                 raise QsampleError(f"{path} is a package, and an adapter is merged at export; export the model with it")
@@ -131,14 +132,14 @@ class AutoModelForCausalLM:
             return ForeignModel(source, features, provider)
         from qsample.exporters.checkpoints.locate import ADAPTER, check_exists
 
-        if not path.exists():
+        if not os.path.exists(path):
             check_exists(str(pretrained_model_name_or_path), ask_hub=False)
         if adapter is not None:
             check_exists(str(adapter), file=ADAPTER, ask_hub=False)
         try:
             from qsample.exporters.checkpoints.load import Checkpoint
         except ModuleNotFoundError:
-            if not path.exists():  # a mistyped package needs nothing that is not installed
+            if not os.path.exists(path):  # a mistyped package needs nothing that is not installed
                 check_exists(str(pretrained_model_name_or_path), hub)
             raise
 

@@ -176,7 +176,12 @@ class SamplingParams:
         if "eos_token_id" in overrides and overrides["eos_token_id"] is None:
             settings["eos_token_id"] = ()
         names = [entry.name for entry in fields(cls)]
-        params = cls(**{name: settings[name] for name in names if settings.get(name) is not None})
+        wanted = {name: settings[name] for name in names if settings.get(name) is not None}
+        try:
+            params = cls(**wanted)
+        except ValueError as error:
+            cls(**{name: value for name, value in wanted.items() if name in overrides})  # the caller's own mistake
+            raise ValueError(f"generation_config: {error}") from None
         if do_sample and params.temperature == 0:
             raise ValueError(
                 "do_sample is true and temperature is 0; give a temperature > 0, or do_sample=False for greedy"

@@ -207,3 +207,12 @@ def test_every_field_of_transformers_is_known_or_harmless() -> None:
     known = {*module.UNSUPPORTED, *module.UNSUPPORTED_SAMPLING, *SamplingParams.__slots__}
     fields = {name for name in vars(transformers.GenerationConfig()) if not name.startswith("_")}
     assert fields - known - harmless_without_beams - same_distribution - needs_an_assistant_model - bookkeeping == set()
+
+
+def test_who_made_a_mistake_is_told() -> None:
+    with pytest.raises(ValueError, match=r"^generation_config: repetition_penalty is 0; give"):
+        SamplingParams.from_generation_config({"repetition_penalty": 0}, max_new_tokens=3)
+    with pytest.raises(ValueError, match=r"^max_new_tokens is 0; give"):
+        SamplingParams.from_generation_config({"repetition_penalty": 0}, max_new_tokens=0)
+    with pytest.raises(ValueError, match=r"^generation_config: min_new_tokens is 9, more than max_new_tokens \(3\)"):
+        SamplingParams.from_generation_config({"min_new_tokens": 9}, max_new_tokens=3)

@@ -25,7 +25,7 @@ def no_escapes() -> bool:
 
 def quieten(model: str) -> None:
     """Keep what libraries say of themselves off the terminal; downloads from the hub still show their progress."""
-    if Path(model).is_dir():
+    if os.path.isdir(model):
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     logging.getLogger("torch.onnx._internal.exporter").setLevel(logging.ERROR)
 
@@ -34,7 +34,7 @@ def is_package(model: str) -> bool:
     """Whether `model` is the folder of a package."""
     from qsample.package import MANIFEST_NAME
 
-    return (Path(model) / MANIFEST_NAME).is_file()
+    return os.path.isfile(os.path.join(model, MANIFEST_NAME))  # False for what is too long to be a path, too
 
 
 def open_model(model: str, provider: str | None = None) -> CheckpointModel | ForeignModel | PackagedModel:

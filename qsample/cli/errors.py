@@ -41,7 +41,8 @@ def report(error: Exception, arguments: Sequence[str], commands: Mapping[str, An
     usage = getattr(error, "exit_code", 1) == 2  # the parser's errors carry their own status
     status = 2 if usage else 1
     text = in_options(_message(error), options_of(arguments, commands))
-    print(f"qsample: {text}{'; see qsample --help' if usage else ''}", file=sys.stderr)
+    if text or not usage:  # without a command, the help was printed
+        print(f"qsample: {text}{'; see qsample --help' if usage else ''}", file=sys.stderr)
     ours = arguments[: arguments.index("--")] if "--" in arguments else arguments
     if "--json" in ours and not isinstance(error, AlreadyPrintedError):
         kind = "UsageError" if usage else type(error).__name__

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -96,9 +97,9 @@ def chat_options(given: Mapping[str, Any]) -> dict[str, Any]:
 def _read_template(template: str) -> str:
     """The text of a file; or the name of a template, where there is no such file."""
     path = Path(template)
-    if not path.is_file():
-        if path.suffix or "/" in template or path.exists():
-            raise typer.BadParameter(f"--chat-template {template} is no file; give one, or a template's name")
+    if not os.path.isfile(path):
+        if path.suffix or "/" in template or "{" in template or os.path.exists(path):
+            raise typer.BadParameter(f"--chat-template {template:.60} is no file; give one, or a template's name")
         return template
     try:
         return path.read_text(encoding="utf-8")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Final
@@ -49,7 +50,7 @@ def generation(prompts: Sequence[str], output: GenerateOutput) -> dict[str, Any]
         for name in ("logprobs", "top_logprob_ids", "top_logprobs"):
             values = getattr(output, name)
             if values is not None:
-                entry[name] = values[row, : len(new)].tolist()
+                entry[name] = finite(values[row, : len(new)].tolist())
         results.append(entry)
     return {"results": results, "timing": asdict(output.timing)}
 
@@ -302,6 +303,15 @@ def _file_table(package: Package) -> Table:
     for name, entry in sorted(package.manifest.files.items()):
         table.add_row(escape(name), format_size(entry.bytes), escape(f"{entry.sha256[:16]}…"))
     return table
+
+
+def finite(value: Any) -> Any:
+    """JSON-ready lists and dicts without infinities and NaN, which JSON lacks: null takes their place."""
+    if isinstance(value, dict):
+        return {name: finite(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def format_size(count: int) -> str:

@@ -4,6 +4,7 @@ used."""
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -105,9 +106,9 @@ def bake(
 
 def is_decoder(path: Path) -> bool:
     """Whether `path` is an .onnx file, or a folder that holds some, in it or in its onnx/, and no checkpoint."""
-    if path.is_file():
+    if os.path.isfile(path):
         return path.suffix == _SUFFIX
-    files = [*path.glob("*"), *path.glob("onnx/*")] if path.is_dir() else []
+    files = [*path.glob("*"), *path.glob("onnx/*")] if os.path.isdir(path) else []
     suffixes = {file.suffix for file in files}
     return _SUFFIX in suffixes and not suffixes & _WEIGHTS
 

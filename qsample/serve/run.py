@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import os
 import socket
 from collections.abc import Callable
 from typing import Any, Final
@@ -73,6 +72,6 @@ def _listen(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port), family=family, backlog=_BACKLOG)
     except OSError as error:
-        # create_server repeats the address in its text; getaddrinfo's numbers are its own.
-        reason = error.strerror if isinstance(error, socket.gaierror) else os.strerror(error.errno or 0)
+        # create_server puts the address behind the reason; getaddrinfo's numbers are its own.
+        reason = str(error.strerror).partition(" (while")[0]
         raise QsampleError(f"cannot listen on {host}, port {port} ({reason}); give another host or port") from None

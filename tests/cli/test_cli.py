@@ -55,6 +55,7 @@ def test_version(run: Any) -> None:
         (["generate", "-p", "x", "--temperature", "-1"], "--temperature is -1"),
         (["generate", "-p", "x", "--temperature", "nan"], "--temperature is nan"),
         (["generate", "-p", "x", "--greedy", "--top-k", "5"], "--greedy chooses greedily, yet --top-k 5 is given"),
+        (["generate", "-p", "x", "--chat", "--chat-template", "{{ x }}" + " " * 300], "is no file; give one"),
     ],
 )
 def test_wrong_usage_is_one_line_and_status_2(run: Any, arguments: list[str], message: str) -> None:
@@ -63,6 +64,19 @@ def test_wrong_usage_is_one_line_and_status_2(run: Any, arguments: list[str], me
     assert message in err
     assert err.startswith("qsample: ")
     assert err.count("\n") == 1
+
+
+def test_without_a_command_the_help_is_all(run: Any) -> None:
+    status, out, err = run()
+    assert (status, err) == (2, "")
+    assert "generate" in out
+
+
+def test_a_name_that_no_file_can_have(run: Any) -> None:
+    status, out, err = run("generate", "x" * 300, "-p", "x")
+    assert (status, out) == (1, "")
+    assert err.startswith("qsample: xxx")
+    assert err.endswith("does not exist; give a checkpoint folder, a package folder or a hub id\n")
 
 
 def test_an_error_is_one_line_and_status_1(tmp_path: Path) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,12 @@ def test_generate_reads_the_prompt_from_standard_input(llama_package: Path) -> N
     empty = qsample("generate", llama_package, *GENERATE, text="")
     assert empty.returncode == 2
     assert "no prompt" in empty.stderr
+
+
+def test_standard_input_of_another_encoding(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"In the\xff"), encoding="utf-8"))
+    status, _, err = run("generate", "nothing")
+    assert (status, err.partition(";")[0]) == (2, "qsample: Invalid value: standard input is no UTF-8, from byte 6 on")
 
 
 def test_generate_several_prompts_in_sections(run: Any, llama_package: Path) -> None:

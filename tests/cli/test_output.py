@@ -1,10 +1,18 @@
-"""What the commands print: sizes."""
+"""What the commands print: sizes, and JSON that is JSON."""
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
 import pytest
+from onnx import numpy_helper
 
 from qsample.cli.output import format_size
+from tests.helpers.fake_package import VOCAB, fake_package
 
 
 @pytest.mark.parametrize(
@@ -13,3 +21,28 @@ from qsample.cli.output import format_size
 )
 def test_sizes(count: int, text: str) -> None:
     assert format_size(count) == text
+
+
+def test_what_a_model_masks_is_null_in_json(run: Any, tmp_path: Path) -> None:
+    """Logits of -inf are a model's mask, and JSON has no infinity."""
+
+    def mask(graph: onnx.ModelProto) -> None:
+        (bias,) = (tensor for tensor in graph.graph.initializer if tensor.name == "head_bias")
+        values = np.full(VOCAB, -np.inf, np.float32)
+        values[[70, 71]] = 0
+        bias.CopyFrom(numpy_helper.from_array(values, "head_bias"))
+
+    def refuse(name: str) -> None:
+        raise AssertionError(f"{name} is no JSON")
+
+    package = fake_package(tmp_path / "package", edit=mask, logprobs=True, top_logprobs=3)
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("a\n")
+    options = ("--max-new-tokens", "2", "--seed", "1")
+    status, whole, _ = run("generate", package.path, "-p", "a", "--json", *options)
+    assert status == 0
+    status, line, _ = run("generate", package.path, "--prompt-file", prompts, *options)
+    assert status == 0
+    for record in (json.loads(whole, parse_constant=refuse)["results"][0], json.loads(line, parse_constant=refuse)):
+        assert [row[2] for row in record["top_logprobs"]] == [None, None]
+        assert all(value < 0 for row in record["top_logprobs"] for value in row[:2])

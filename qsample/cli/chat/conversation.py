@@ -120,18 +120,23 @@ class Conversation:
 
     def set_parameter(self, name: str, text: str) -> None:
         """Raises TurnError for an unknown name or a wrong value; then nothing changes."""
+        from qsample.runtime.text.stop_strings import check_stop_strings
         from qsample.sampling_params import SamplingParams
 
-        value: Any = text
-        if name != "stop_strings":
-            try:
-                value = json.loads(text)
-            except ValueError:
+        value: Any
+        try:
+            value = json.loads(text)
+        except ValueError:
+            if name != "stop_strings":
                 raise TurnError(f"{name} is {text}; give a number, true, false or null") from None
+            value = text
+        if name == "stop_strings" and not isinstance(value, str | list | None):
+            value = text  # a number that stands in the text
         changed = {key: kept for key, kept in {**self.options, name: value}.items() if kept is not None}
         if name in ("temperature", "top_k", "top_p", "min_p") and value is not None:
             changed.pop("do_sample", None)
         try:
+            check_stop_strings(changed.get("stop_strings"))
             checked = {key: kept for key, kept in changed.items() if key != "stop_strings"}
             SamplingParams.from_generation_config(None, **checked)
         except (ValueError, TypeError) as error:

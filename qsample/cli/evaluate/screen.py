@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,7 +10,7 @@ from rich import box
 from rich.markup import escape
 from rich.table import Table
 
-from qsample.cli.output import format_size
+from qsample.cli.output import finite, format_size
 from qsample.cli.terminal import console
 
 if TYPE_CHECKING:
@@ -22,16 +21,8 @@ _WIDTH_OF_A_FILE = 160
 
 def describe(evaluation: Evaluation) -> dict[str, Any]:
     """The evaluation as one JSON-ready dict; see `evaluation.report`. What is infinite becomes null."""
-    described: dict[str, Any] = _finite(asdict(evaluation))
+    described: dict[str, Any] = finite(asdict(evaluation))
     return described
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _finite(inner) for name, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def show(evaluation: Evaluation) -> None:

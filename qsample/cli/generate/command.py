@@ -182,7 +182,12 @@ def _generate_prompts(
 
 
 def _read_stdin() -> str:
-    text = "" if sys.stdin.isatty() else sys.stdin.read().rstrip("\n")
+    try:
+        text = "" if sys.stdin.isatty() else sys.stdin.read().rstrip("\n")
+    except UnicodeDecodeError as error:
+        raise typer.BadParameter(
+            f"standard input is no {error.encoding.upper()}, from byte {error.start} on; convert it, or give -p"
+        ) from None
     if not text:
         raise typer.BadParameter("no prompt; give one with -p, or on standard input")
     return text

@@ -164,6 +164,7 @@ def _add(engine: Engine, row: Row) -> Request | str:
 
 
 def _record(row: Row, request: Request | str, summary: Summary) -> dict[str, Any]:
+    from qsample.cli.output import finite
     from qsample.runtime import EngineClosedError
 
     record: dict[str, Any] = {"fingerprint": row.fingerprint, "id": row.id}
@@ -193,7 +194,7 @@ def _record(row: Row, request: Request | str, summary: Summary) -> dict[str, Any
     if output.finish_reason == "invalid":
         summary.errors += 1
         record["error"] = {"message": "the model gave NaN or infinite logits"}
-    record |= {name: values.tolist() for name, values in output.outputs.items() if name != "probs"}
+    record |= {name: finite(values.tolist()) for name, values in output.outputs.items() if name != "probs"}
     return record
 
 

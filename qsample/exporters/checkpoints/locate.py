@@ -15,6 +15,7 @@ from qsample.exporters.checkpoints.hub_options import HubOptions
 _HUB_ID: Final = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _CONFIG: Final = "config.json"
 ADAPTER: Final = "adapter_config.json"
+_LONGEST_ID: Final = 96  # characters, of huggingface_hub
 _SECONDS: Final = 10  # to wait for the hub
 
 
@@ -25,15 +26,15 @@ def check_exists(name: str, hub: HubOptions | None = None, *, file: str = _CONFI
     left to transformers.
     """
     path = Path(name)
-    if path.is_dir():
+    if os.path.isdir(path):
         if file == _CONFIG and not (path / file).is_file():
             raise QsampleError(f"{name} has neither a {file} (a checkpoint) nor a qsample.json (a package)")
         return
-    if path.exists():
+    if os.path.exists(path):
         raise QsampleError(f"{name} is a file; give the folder that it is in, or a hub id")
-    where = f"{name} does not exist{_similar(path)}"
+    where = f"{name:.200} does not exist{_similar(path)}"
     accepted = "a checkpoint folder, a package folder or a hub id" if file == _CONFIG else "a folder or a hub id"
-    if name.startswith((".", "~")) or not _HUB_ID.fullmatch(name):
+    if name.startswith((".", "~")) or not _HUB_ID.fullmatch(name) or len(name) > _LONGEST_ID:
         raise QsampleError(f"{where}; give {accepted}")
     if ask_hub:
         _ask_hub(name, where, accepted, hub or HubOptions(), file)

@@ -21,13 +21,14 @@ class DeviceThread:
 
     def __init__(self, name: str) -> None:
         self._tasks: _Tasks = SimpleQueue()
-        thread = threading.Thread(target=_work, args=(self._tasks,), name=name, daemon=True)
-        thread.start()
-        self._end = weakref.finalize(self, _end, self._tasks, thread)
+        self._thread = threading.Thread(target=_work, args=(self._tasks,), name=name, daemon=True)
+        self._thread.start()
+        self._open = True
+        self._end = weakref.finalize(self, _end, self._tasks, self._thread)
 
     def submit(self, run: Callable[[], Any]) -> Future[Any]:
         """What `run` returns or raises, once it has."""
-        if not self._end.alive:
+        if not (self._open and self._end.alive):
             raise RuntimeError("the device's thread has ended")
         future: Future[Any] = Future()
         self._tasks.put((future, run))
@@ -35,7 +36,9 @@ class DeviceThread:
 
     def shutdown(self) -> None:
         """Wait for what was submitted, and end."""
-        self._end()
+        self._open = False
+        _end(self._tasks, self._thread)
+        self._end.detach()  # not where ctrl-C ended the wait: the interpreter waits then
 
 
 def _work(tasks: _Tasks) -> None:

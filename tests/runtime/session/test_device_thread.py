@@ -39,6 +39,24 @@ def test_what_a_run_raises_comes_to_who_waits_and_the_next_one_runs(error: BaseE
         thread.submit(lambda: 5)
 
 
+def test_the_interpreter_waits_for_one_whose_end_was_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    thread = DeviceThread("test")
+    with monkeypatch.context() as patched:
+
+        def interrupted(timeout: float | None = None) -> None:
+            raise KeyboardInterrupt
+
+        patched.setattr(thread._thread, "join", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            thread.shutdown()
+    assert thread._end.alive
+    with pytest.raises(RuntimeError, match="has ended"):
+        thread.submit(lambda: 5)
+    thread.shutdown()
+    assert not thread._end.alive
+    assert not thread._thread.is_alive()
+
+
 def test_it_ends_with_its_owner_and_keeps_nothing() -> None:
     class Result:
         pass

@@ -321,7 +321,7 @@ def test_where_the_template_comes_from(
 
 def test_no_template(tmp_path: Path) -> None:
     model = load(fake_package(tmp_path / "package", tokenizer_config={}).path)
-    with pytest.raises(ValueError, match=r"has no chat template \(chat_template.jinja, or"):
+    with pytest.raises(ValueError, match=r"has no chat template \(no chat_template.jinja, and none in"):
         model.generate(CHAT)
     assert model.generate(CHAT, max_new_tokens=1, chat_template="{{ messages[0].content }}").prompt_lengths == [8]
 
