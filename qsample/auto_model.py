@@ -210,9 +210,11 @@ class CheckpointModel(Compilable):
 
         checkpoint = replace(self._checkpoint, dtype=dtype) if dtype in EXPORT_DTYPES else self._checkpoint
         with scratch_folder(destination) as scratch:
-            yield export_beside_checkpoint(
+            package = export_beside_checkpoint(
                 **self._load(checkpoint, scratch.new), folder=scratch.path / "portable", progress=progress
             )
+            with package.sources:
+                yield package
 
     @property
     def device(self) -> Device:
@@ -245,6 +247,7 @@ class CheckpointModel(Compilable):
 
     def _load(self, checkpoint: Checkpoint, scratch: Path) -> dict[str, Any]:
         """What an export takes of the checkpoint. scratch: as `load_model` takes it."""
+        from qsample.disk.source_files import SourceFiles
         from qsample.exporters.checkpoints.load import load_model, load_tokenizer
         from qsample.exporters.checkpoints.locate import ADAPTER, check_exists
         from qsample.exporters.checkpoints.settings import settle_dtype, transformers_generation_config
@@ -256,7 +259,8 @@ class CheckpointModel(Compilable):
         own = self._generation_config
         settings = None if own is None else transformers_generation_config(own)
         tokenizer = load_tokenizer(checkpoint)  # before the model: it fails fast
-        model = load_model(checkpoint, scratch)
+        with SourceFiles() as sources:
+            model = load_model(checkpoint, scratch, sources)
         model.generation_config = settings or model.generation_config
         return {
             "model": model,
@@ -264,4 +268,5 @@ class CheckpointModel(Compilable):
             "features": self.features,
             "model_id": " + ".join(filter(None, (checkpoint.model_id, checkpoint.adapter))),
             "revision": checkpoint.hub.revision,
+            "sources": sources,
         }

@@ -17,6 +17,7 @@ from qsample.contract import Features, Interface
 from qsample.disk.hashes import Meter, sha256_of
 from qsample.disk.publish import flush, publish
 from qsample.disk.scratch import ScratchFolder
+from qsample.disk.source_files import SourceFiles, Version, version_of
 from qsample.disk.space import check_free, full_disk_named
 from qsample.disk.strict_json import read_json, read_text
 from qsample.errors import PackageError, QsampleError
@@ -43,7 +44,6 @@ __all__ = [
 
 T = TypeVar("T")
 _READINGS: Final = 10  # of a package that is replaced while it is read
-_Identity = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,13 +93,19 @@ class Package:
             raise PackageError(f"{self.path} was replaced while it was in use; open it again")
 
 
+@dataclass(frozen=True, slots=True)
 class Unpublished(Package):
-    """A package in a scratch folder, for the work that goes on with it: its graphs may refer to files elsewhere."""
+    """A package in a scratch folder, for the work that goes on with it: its graphs may refer to files elsewhere,
+    `sources`."""
 
-    __slots__ = ()
+    sources: SourceFiles = field(default_factory=SourceFiles, compare=False, repr=False)
 
     def check_graph(self, name: str) -> None:
         """What this process wrote itself needs no check."""
+
+    def check_not_replaced(self) -> None:
+        """Raise QsampleError where `sources` changed."""
+        self.sources.check()
 
 
 class PackageWriter:
@@ -197,16 +203,12 @@ def use_package(
     raise PackageError(f"{folder} is replaced over and over while it is read; wait until it is not written any more")
 
 
-def _identity(folder: Path) -> _Identity | None:
+def _identity(folder: Path) -> Version | None:
     """What tells the package that is in `folder` now from one that replaces it; None where there is none."""
-    try:
-        status = (folder / MANIFEST_NAME).stat()
-    except (OSError, ValueError):
-        return None
-    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+    return version_of(folder / MANIFEST_NAME)
 
 
-def _read(folder: Path, identity: _Identity | None, verify: bool, progress: ByteProgress | None) -> Package:
+def _read(folder: Path, identity: Version | None, verify: bool, progress: ByteProgress | None) -> Package:
     if not os.path.isdir(folder):
         state = "not a folder" if os.path.exists(folder) else "missing"
         raise PackageError(f"{folder} is {state}; give a package's folder")

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from qsample import package
 from qsample.contract import Features, Interface
+from qsample.disk.source_files import SourceFiles
 from qsample.disk.space import full_disk_named
 from qsample.errors import QsampleError, UnsupportedModelError
 from qsample.exporters import parity
@@ -47,6 +48,7 @@ def export_model(
     *,
     model_id: str,
     revision: str | None = None,
+    sources: SourceFiles | None = None,
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> package.Package:
@@ -57,16 +59,20 @@ def export_model(
         tokenizer: saved into the package; None makes a package of token ids only.
         features: what the graph shall have.
         model_id, revision: where the model came from, for the manifest.
+        sources: the files that its placeholders refer to.
         progress: called with a stage's name and the fraction of the whole export done, in [0, 1].
 
     Raises UnsupportedModelError before any long work, ParityError where the graph does not match the model,
-    PackageError where `path` cannot be written.
+    PackageError where `path` cannot be written, QsampleError where `sources` changed meanwhile.
     """
     report = progress or (lambda stage, fraction: None)
     _check_dtype(model)
-    with package.write_package(path, overwrite=overwrite, required_bytes=_weight_bytes(model)) as writer:
+    sources = sources or SourceFiles()
+    size = _weight_bytes(model)
+    with sources, package.write_package(path, overwrite=overwrite, required_bytes=size) as writer:
         manifest = _export(model, tokenizer, writer.directory, features, model_id, revision, report)
         report("publishing", 0.9)
+        sources.check()
         writer.finish(manifest)
     report("done", 1.0)
     return package.read_package(path, verify=False)
@@ -80,20 +86,22 @@ def export_beside_checkpoint(
     *,
     model_id: str,
     revision: str | None = None,
+    sources: SourceFiles | None = None,
     progress: Progress | None = None,
-) -> package.Package:
+) -> package.Unpublished:
     """As `export_model`, for `compile` alone: its weights stay in the checkpoint's files, which the graph refers to.
 
     folder: a new one, in scratch space. The package is neither hashed nor published, and lives as long as both.
     """
     report = progress or (lambda stage, fraction: None)
     _check_dtype(model)
-    with full_disk_named(folder.parent):
+    sources = sources or SourceFiles()
+    with sources, full_disk_named(folder.parent):
         folder.mkdir()
         manifest = _export(model, tokenizer, folder, features, model_id, revision, report, publish=False)
     files = {path.name: package.FileEntry("", path.stat().st_size) for path in folder.iterdir()}
     report("done", 1.0)
-    return package.Unpublished(folder.absolute(), replace(manifest, files=files))
+    return package.Unpublished(folder.absolute(), replace(manifest, files=files), sources=sources)
 
 
 def _export(

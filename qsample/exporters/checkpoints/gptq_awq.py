@@ -8,6 +8,7 @@ adapter changes stays float.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Collection, Mapping
 from contextlib import ExitStack
@@ -25,13 +26,14 @@ from transformers.pytorch_utils import Conv1D
 from qsample.errors import QsampleError, UnsupportedModelError
 from qsample.exporters.checkpoints.gptq_awq_checks import check_layer
 from qsample.exporters.checkpoints.gptq_awq_layouts import (
+    WORD,
     GroupedWeight,
     dequantize,
     to_blocks,
     unpack_awq,
     unpack_gptq,
 )
-from qsample.exporters.checkpoints.mapped_weights import in_float32, places
+from qsample.exporters.checkpoints.mapped_weights import in_float32, open_weights, places
 from qsample.exporters.checkpoints.quantization_config import ADVICE, CheckpointQuantization
 from qsample.exporters.graph.nbits import BLOCK_SIZES
 from qsample.transforms.deferred import SMALLEST, Deferred, defer, deferred, numbers
@@ -162,7 +164,7 @@ def read_checkpoint(
     transposed, shapes = _conv1d_names(model), {name: weight.shape for name, weight in model.state_dict().items()}
     blocks = BlockStore(scratch / "qsample-blocks")
     with ExitStack() as stack:
-        opened = {file: stack.enter_context(safe_open(file, "pt")) for file in files}
+        opened = {file: stack.enter_context(open_weights(file)) for file in files}
         file_of = {name: file for file, tensors in opened.items() for name in tensors.keys()}  # noqa: SIM118
         where = {name: place for file in files for name, place in places(file).items()}
         quantized = {name.removesuffix(".qweight") for name in file_of if name.endswith(".qweight")}
@@ -192,6 +194,27 @@ def read_checkpoint(
                     blocks.add(layer, in_blocks)
     blocks.flush()
     return QuantizedCheckpoint(weights, layers, tuple(without_blocks), frozenset(biases), blocks)
+
+
+def bytes_in_blocks(files: list[Path], quantization: CheckpointQuantization, dtype: torch.dtype) -> int:
+    """What `read_checkpoint` writes of the quantized layers in `files`, about: it follows from their shapes."""
+    total = 0
+    for file in files:
+        with open_weights(file) as tensors:
+            for name in tensors.keys():  # noqa: SIM118 - it is no mapping
+                if name.endswith(".qweight"):
+                    shape = tensors.get_slice(name).get_shape()
+                    total += _layer_bytes(math.prod(shape), shape[0] if shape else 0, quantization, dtype)
+    return total
+
+
+def _layer_bytes(words: int, rows: int, quantization: CheckpointQuantization, dtype: torch.dtype) -> int:
+    """words: 32 bits each, in that many rows."""
+    levels, stored = words * WORD // quantization.bits, max(4, quantization.bits)
+    inputs = rows if quantization.method == "awq" else rows * WORD // quantization.bits
+    group = inputs if quantization.group_size == -1 else quantization.group_size
+    block = max((size for size in BLOCK_SIZES if group % size == 0), default=min(BLOCK_SIZES))
+    return levels * stored // 8 + levels // block * (dtype.itemsize + 1)  # with a scale and a zero point a block
 
 
 def _float_weight(

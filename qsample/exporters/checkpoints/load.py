@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from safetensors import SafetensorError
@@ -23,9 +23,10 @@ from transformers import (
 )
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
-from qsample.disk.space import full_disk_named
+from qsample.disk.source_files import SourceFiles
+from qsample.disk.space import check_free, full_disk_named
 from qsample.errors import QsampleError, UnsupportedModelError
-from qsample.exporters.checkpoints.gptq_awq import QuantizedCheckpoint, read_checkpoint
+from qsample.exporters.checkpoints.gptq_awq import QuantizedCheckpoint, bytes_in_blocks, read_checkpoint
 from qsample.exporters.checkpoints.hub_options import HubOptions
 from qsample.exporters.checkpoints.locate import check_exists
 from qsample.exporters.checkpoints.lora import find_adapter, merge_adapter
@@ -39,6 +40,8 @@ from qsample.exporters.checkpoints.mapped_weights import (
 from qsample.exporters.checkpoints.quantization_config import CheckpointQuantization, quantization_of
 from qsample.exporters.checkpoints.support import check_supported, empty_model
 from qsample.transforms.deferred import deferring, numbers
+
+_IN_BLOCKS: Final = "the copy of the quantized weights in blocks"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +59,14 @@ class Checkpoint:
     hub: HubOptions = field(default_factory=HubOptions)
 
 
-def load_model(checkpoint: Checkpoint, scratch: Path | None = None) -> PreTrainedModel:
+def load_model(
+    checkpoint: Checkpoint, scratch: Path | None = None, sources: SourceFiles | None = None
+) -> PreTrainedModel:
     """The model in eval mode on the CPU, with eager attention, its weights in `checkpoint.dtype`.
 
     scratch: an empty folder that lives as long as the model; GPTQ and AWQ weights are written there in blocks
     (`gptq_awq`). With one, weights are placeholders for what is in the checkpoint's files (`mapped_weights`), so that a
-    model larger than the memory can be exported; None = all of them are in memory.
+    model larger than the memory can be exported; None = all of them are in memory. sources: is told these files.
 
     Raises UnsupportedModelError for a model type that transformers does not know or that is no causal LM, QsampleError
     where the files cannot be read or do not fit the configuration.
@@ -75,7 +80,7 @@ def load_model(checkpoint: Checkpoint, scratch: Path | None = None) -> PreTraine
         del config.quantization_config  # transformers would ask for the library that made it
     check_supported(config, trust_remote_code=checkpoint.hub.trust_remote_code)
     if quantization is None or scratch is not None:
-        return _load(checkpoint, config, quantization, adapter, scratch)
+        return _load(checkpoint, config, quantization, adapter, scratch, sources)
     own = Path(tempfile.mkdtemp(prefix="qsample-"))
     try:
         model = _load(checkpoint, config, quantization, adapter, own)
@@ -94,8 +99,10 @@ def _load(
     quantization: CheckpointQuantization | None,
     adapter: tuple[Path, Path] | None,
     scratch: Path | None,
+    sources: SourceFiles | None = None,
 ) -> PreTrainedModel:
-    """adapter: its configuration and weights. scratch: as in `load_model`; there is one where weights are quantized."""
+    """adapter: its configuration and weights. scratch, sources: as in `load_model`; there is a scratch folder where
+    weights are quantized."""
     quantized: QuantizedCheckpoint | None = None
     model: PreTrainedModel
     loading: dict[str, Any]
@@ -107,10 +114,14 @@ def _load(
         "output_loading_info": True,
     }
     try:
-        files = [] if scratch is None else _files_to_map(checkpoint, config)
+        files = []
+        if quantization is not None or (scratch is not None and _can_be_mapped(checkpoint, config)):
+            files = _weight_files(checkpoint)
+        if sources is not None:
+            sources.add(files)
         if quantization is not None:
             assert scratch is not None
-            quantized = _read_quantized(checkpoint, config, quantization, scratch)
+            quantized = _read_quantized(checkpoint, config, quantization, files, scratch)
         if quantized is None and not files:
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 checkpoint.model_id, **options, **checkpoint.hub.loading()
@@ -163,12 +174,16 @@ def _check_complete(model: PreTrainedModel, missing: Collection[str], model_id: 
         )
 
 
-def _files_to_map(checkpoint: Checkpoint, config: PretrainedConfig) -> list[Path]:
-    """The files whose weights can become placeholders; [] = transformers has to load this checkpoint by itself."""
+def _can_be_mapped(checkpoint: Checkpoint, config: PretrainedConfig) -> bool:
+    """Whether float weights can become placeholders; otherwise transformers has to load this checkpoint by itself."""
     # Code of the model's own lies beside its weights, and quantized weights mean nothing without their scales.
     named = getattr(config, "transformers_weights", None)  # files of other names
-    if named or checkpoint.hub.trust_remote_code or getattr(config, "quantization_config", None) is not None:
-        return []
+    quantized = getattr(config, "quantization_config", None) is not None
+    return not (named or checkpoint.hub.trust_remote_code or quantized)
+
+
+def _weight_files(checkpoint: Checkpoint) -> list[Path]:
+    """The safetensors files of the weights; [] = it has none."""
     folder = _folder(checkpoint)
     return weight_files(folder) if folder is not None else []
 
@@ -185,20 +200,23 @@ def _generation_config(checkpoint: Checkpoint) -> GenerationConfig:
 
 
 def _read_quantized(
-    checkpoint: Checkpoint, config: PretrainedConfig, quantization: CheckpointQuantization, scratch: Path
+    checkpoint: Checkpoint,
+    config: PretrainedConfig,
+    quantization: CheckpointQuantization,
+    files: list[Path],
+    scratch: Path,
 ) -> QuantizedCheckpoint:
-    """A quantized checkpoint, its blocks in `scratch`."""
-    folder = _folder(checkpoint)
-    files = weight_files(folder) if folder is not None else []
-    if folder is None or not files:
+    """A quantized checkpoint in `files`, its blocks in `scratch`."""
+    if not files:
         raise UnsupportedModelError(
             f"{checkpoint.model_id} holds its quantized weights in another format than safetensors, the only one that "
             "can be read; save it as safetensors first"
         )
-    needed = sum(file.stat().st_size for file in files)
-    with full_disk_named(scratch, needed, "the copy of the quantized weights in blocks"):
+    needed = bytes_in_blocks(files, quantization, getattr(torch, checkpoint.dtype))
+    check_free(scratch, needed, _IN_BLOCKS)
+    with full_disk_named(scratch, needed, _IN_BLOCKS):
         return read_checkpoint(
-            folder,
+            files[0].parent,
             files,
             scratch,
             quantization,

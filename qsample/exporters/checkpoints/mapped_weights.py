@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from qsample.errors import QsampleError
@@ -67,12 +67,25 @@ def places(file: Path) -> dict[str, Place]:
     return {name: Place(real, start + begin, end - begin) for name, (begin, end) in spans.items()}
 
 
+def open_weights(file: Path) -> Any:
+    """A safetensors file, opened. OSError, which names it, where it is missing, cut off or none."""
+    try:
+        return safe_open(file, "pt")
+    except FileNotFoundError as error:
+        raise OSError(f"{file} is missing; download the checkpoint again") from error
+    except SafetensorError as error:
+        size = file.stat().st_size
+        raise OSError(
+            f"{file} is cut off, or no safetensors file: {size} bytes ({error}); download it again"
+        ) from error
+
+
 def mapped_weights(files: list[Path]) -> dict[str, Tensor]:
     """Every tensor of the files by name; those of float32 and of half precision in float32, as placeholders unless they
     are small."""
     weights: dict[str, Tensor] = {}
     for file in files:
-        with safe_open(file, "pt") as tensors:
+        with open_weights(file) as tensors:
             where = places(file)
             for name in tensors.keys():  # noqa: SIM118 - it is no mapping
                 weights[name] = in_float32(tensors.get_tensor(name), where[name])

@@ -39,8 +39,8 @@ class Location:
 
     @property
     def is_linked(self) -> bool:
-        """Whether the decoder or its data are links."""
-        return any(path.is_symlink() for path in (self.file, *self.data))
+        """Whether the decoder or its data are links, or files with several names (hard links)."""
+        return any(path.is_symlink() or path.stat().st_nlink > 1 for path in (self.file, *self.data))
 
     def find(self, name: str) -> Path | None:
         """A file that belongs to the decoder."""

@@ -130,8 +130,9 @@ class GraphRunner:
 
 
 def _refers_elsewhere(model: ir.Model, folder: Path) -> bool:
-    """Whether a weight of `model` lies in a file outside of `folder`, which ONNX Runtime does not open."""
-    return any(folder not in Path(tensor.path).parents for tensor in _external(model))
+    """Whether a weight of `model` lies outside of `folder`, behind links say, where ONNX Runtime does not open it."""
+    real = Path(os.path.realpath(folder))
+    return any(real not in Path(os.path.realpath(tensor.path)).parents for tensor in _external(model))
 
 
 def _external(model: ir.Model) -> list[ir.ExternalTensor]:
@@ -143,12 +144,16 @@ def _serialized(model: ir.Model, folder: Path) -> tuple[bytes, Path]:
     """`model` as bytes, and the folder that its external data are named from: `folder`, or one that holds them all."""
     values = [value for value in all_initializers(model.graph) if isinstance(value.const_value, ir.ExternalTensor)]
     tensors = _external(model)
-    if tensors and _refers_elsewhere(model, folder):
-        paths = [os.path.realpath(tensor.path) for tensor in tensors]  # it opens no link that leads out
-        folder = Path(os.path.commonpath([os.path.dirname(path) for path in paths]))
+    if tensors:
+        paths = [tensor.path for tensor in tensors]
+        if _refers_elsewhere(model, folder):
+            paths = [os.path.realpath(path) for path in paths]  # it opens no link that leads out
+            folder = Path(os.path.commonpath([os.path.dirname(path) for path in paths]))
         for value, tensor, path in zip(values, tensors, paths, strict=True):
             value.const_value = relocated(tensor, os.path.relpath(path, folder), folder)
     serialized: bytes = ir.to_proto(model).SerializeToString()
+    for value, tensor in zip(values, tensors, strict=True):
+        value.const_value = tensor
     return serialized, folder
 
 

@@ -15,6 +15,7 @@ from typing import Final
 import numpy as np
 import onnx_ir as ir
 
+from qsample.disk.space import check_free
 from qsample.exporters.graph.traversal import all_initializers
 from qsample.tensors import Array
 
@@ -171,18 +172,21 @@ def _widen(graph: ir.Graph, value: ir.Value, tensor: ir.TensorProtocol) -> bool:
 
 
 def load_graph(path: Path) -> ir.Model:
-    """The model in `path`, its weights left in their files, those that `save_beside` refers to included."""
+    """The model in `path`, its weights left in their files, those that `save_beside` refers to included.
+
+    For graphs whose references were checked, or that this process wrote. Files may have several names (hard links):
+    onnx_ir takes none that has, below a folder.
+    """
     model = ir.load(path)
     for value in all_initializers(model.graph):
         tensor = value.const_value
-        if isinstance(tensor, ir.ExternalTensor) and os.path.isabs(tensor.location):
-            folder, name = os.path.split(tensor.location)
-            value.const_value = relocated(tensor, name, folder)
+        if isinstance(tensor, ir.ExternalTensor):
+            value.const_value = relocated(tensor, tensor.path, "")
     return model
 
 
 def relocated(tensor: ir.ExternalTensor, location: str, folder: str | Path) -> ir.ExternalTensor:
-    """The same tensor, in the file `location` below `folder`."""
+    """The same tensor, in the file `location` below `folder`; "" = it is a path of its own."""
     return ir.ExternalTensor(
         location,
         tensor.offset,
@@ -211,6 +215,8 @@ def save_beside(model: ir.Model, folder: Path, name: str) -> None:
             values.append(value)
             tensors.append(tensor)
     if tensors:
+        needed = sum(tensor.nbytes for tensor in tensors)
+        check_free(folder, needed, "the copy of the weights that are computed")
         written = ir.external_data.convert_tensors_to_external(tensors, folder, f"{name}.data")
         for value, tensor in zip(values, written, strict=True):
             value.const_value = tensor

@@ -8,6 +8,7 @@ of the torch module gives with that vocabulary and those features: a test compar
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from string import Template
@@ -29,6 +30,7 @@ SUFFIX: Final = ".onnxtxt"
 # A constant in a template: a node without inputs. `values`: numbers, or one for all, or COUNT: 0, 1, 2 and so on.
 CONSTANT: Final = "Constant"
 COUNT: Final = "count"
+_TIMES_ONE: Final = re.compile(r"\b1\*(?=[A-Z])")  # in the size of an axis, "1*B"
 
 
 def numbers(interface: Interface, pad_token_id: int, num_candidates: int, chunk_size: int) -> dict[str, int]:
@@ -74,7 +76,7 @@ def fill_template(kind: str, given: Mapping[str, int], options: Mapping[str, boo
 
     given: as `numbers` has them. options: for each name of an option, whether its first side is wanted.
     """
-    text = Template(_text(kind)).substitute(given)
+    text = _TIMES_ONE.sub("", Template(_text(kind)).substitute(given))
     model = ir.from_proto(onnx.parser.parse_model(text))
     graph = model.graph
     names = [value.name for value in graph.outputs]  # an option's side may take the place of one
@@ -133,17 +135,20 @@ def _choose(option: ir.Node, wanted: bool) -> None:
 
 
 def _changes_nothing(node: ir.Node) -> bool:
-    """Whether a node pads with nothing or cuts nothing off; of such a size, a trace has none."""
+    """Whether a node pads with nothing, cuts nothing off or multiplies by 1; of such sizes, a trace has none."""
+    if node.op_type == "Mul":
+        factor = constant(node.inputs[1])
+        return factor is not None and factor.ndim == 0 and bool(factor == 1)
     if node.op_type == "Pad":
         padding = constant(node.inputs[1])
         return padding is not None and not padding.any()
     if node.op_type == "Slice" and len(node.inputs) == 5:
-        _, starts, _, axes, steps = (constant(value) for value in node.inputs)
+        axes, steps = (constant(value) for value in node.inputs[3:])
         before, after = node.inputs[0].shape if node.inputs[0] is not None else None, node.outputs[0].shape
-        if starts is None or axes is None or steps is None or before is None or after is None:
+        if axes is None or steps is None or before is None or after is None:
             return False
         kept = all(isinstance(before[axis], int) and before[axis] == after[axis] for axis in axes.tolist())
-        return kept and not starts.any() and bool((steps == 1).all())
+        return kept and bool((steps == 1).all())
     return False
 
 

@@ -49,6 +49,12 @@ def top_k_threshold(values: Tensor, kept_count: Tensor) -> Tensor:
     return torch.where(ranks < kept_count[:, None], values, torch.inf).amin(-1, keepdim=True)
 
 
+def whole_top_k_threshold(values: Tensor, kept_count: Tensor) -> Tensor:
+    """The same of all V logits, by reading the one: a rank for each would be a constant of V numbers in the graph."""
+    last = kept_count.clamp(max=values.shape[1]) - 1
+    return values.gather(1, last.to(torch.int64)[:, None])
+
+
 def nucleus_weight(top_p: Tensor, total: Tensor) -> Tensor:
     """The least weight of a nucleus, [B] float64: top_p * total, +inf where top_p is off.
 

@@ -208,7 +208,7 @@ def _with_search(logits: Tensor, rows: Rows) -> Draw:
 def _with_sort(logits: Tensor, rows: Rows) -> Tensors:
     """Draw from the whole vocabulary by way of a full sort: right for any data, and slow."""
     values = logits.sort(dim=-1, descending=True).values
-    top_k = filters.top_k_threshold(values, filters.kept_count(rows.top_k))
+    top_k = filters.whole_top_k_threshold(values, filters.kept_count(rows.top_k))
     weights = torch.where(values >= top_k, rows.weigh(values), 0.0)
     nucleus_weight = filters.nucleus_weight(rows.top_p, weights.to(torch.float64).sum(-1))
     threshold = torch.maximum(top_k, filters.nucleus_threshold(values, weights, nucleus_weight))

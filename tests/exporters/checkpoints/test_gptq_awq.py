@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import shutil
 import tempfile
 import warnings
 from pathlib import Path
@@ -19,7 +20,8 @@ from transformers import PreTrainedModel
 
 from qsample import AutoModelForCausalLM
 from qsample.auto_model import PackagedModel
-from qsample.errors import QsampleError, UnsupportedModelError
+from qsample.errors import PackageError, QsampleError, UnsupportedModelError
+from qsample.exporters.checkpoints import load
 from qsample.exporters.checkpoints.gptq_awq import BlockStore
 from qsample.exporters.checkpoints.load import Checkpoint, load_model
 from qsample.exporters.graph.runner import GraphRunner
@@ -138,6 +140,39 @@ def test_act_order_in_a_tied_model_of_several_files(act_order: Quantized) -> Non
 )
 def test_other_families_and_layouts(model_type: str, scheme: Scheme, options: dict[str, Any], tmp_path: Path) -> None:
     check(make(tmp_path, model_type, scheme, **options))
+
+
+@pytest.mark.parametrize(
+    "scheme",
+    [
+        Scheme("awq"),
+        Scheme(bits=2),
+        Scheme(bits=3, group_size=64),
+        Scheme(bits=8, act_order=True),
+        Scheme(group_size=-1),
+        Scheme(group_size=128, symmetric=True),
+    ],
+    ids=str,
+)
+def test_the_room_that_is_asked_for(scheme: Scheme, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anything is written: what the copy in blocks takes, and not what the checkpoint does."""
+    save_quantized(tmp_path / "checkpoint", "llama", scheme, vocab_size=4000)  # the table is not copied
+    asked: list[int] = []
+    monkeypatch.setattr(load, "check_free", lambda folder, needed, what: asked.append(needed))
+    (tmp_path / "scratch").mkdir()
+    model = load_model(Checkpoint(str(tmp_path / "checkpoint")), tmp_path / "scratch")
+    written = sum(file.stat().st_size for file in (tmp_path / "scratch").rglob("*") if file.is_file())
+    weights = [weight for _, weight in quantized_layers(model)]
+    orders = sum(weight.order.nbytes for weight in weights if weight.order is not None)  # nothing, in a layer of size
+    assert asked == [pytest.approx(written - orders, rel=0.06, abs=400 * len(weights) + 1000)]
+
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.undo()
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    (tmp_path / "full").mkdir()
+    with pytest.raises(PackageError, match=r"has 0\.0 MB free and the copy of the quantized weights in blocks needs"):
+        load_model(Checkpoint(str(tmp_path / "checkpoint")), tmp_path / "full")
+    assert os.listdir(tmp_path / "full") == []
 
 
 def in_order(layer: Layer, scheme: Scheme) -> np.ndarray:

@@ -159,6 +159,15 @@ def test_links_of_the_hubs_cache(decoder: Decoder, tmp_path: Path) -> None:
         qsample.bake(snapshot, tmp_path / "other", file="onnx/model_quantized.onnx")
 
 
+def test_files_with_several_names(decoder: Decoder, tmp_path: Path) -> None:
+    """Hard links, as backups and some caches make them."""
+    folder = edited(decoder("genai_cpu_fp32")[0], tmp_path / "model", lambda model: None)
+    os.link(folder / "model.onnx.data", tmp_path / "backup")
+    package = qsample.bake(folder, tmp_path / "out", features=Features(sampler=False)).package
+    assert package.has("decoder.onnx.data")
+    assert (folder / "model.onnx.data").samefile(tmp_path / "backup")
+
+
 def test_links_that_lead_elsewhere(decoder: Decoder, tmp_path: Path) -> None:
     folder = edited(decoder("genai_cpu_fp32")[0], tmp_path / "model", lambda model: None)
     (folder / "model.onnx.data").rename(tmp_path / "secret")

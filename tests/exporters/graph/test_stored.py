@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from pathlib import Path
 
 import ml_dtypes
@@ -10,6 +12,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 
+from qsample.errors import PackageError
 from qsample.exporters.graph.stored import (
     StoredTensor,
     load_graph,
@@ -92,6 +95,9 @@ def test_written_it_is_half_as_large_and_computes_the_same(in_file: bool, tmp_pa
     }
     for got, meant in zip(run(tmp_path / "out" / "model.onnx"), wanted(), strict=True):
         np.testing.assert_allclose(got, meant, rtol=1e-5, atol=1e-5)
+    # What the graph has the other way round is turned in the file: nothing is turned at each call.
+    kinds = sorted(node.op_type for node in model.graph)
+    assert kinds == ["Cast", "Cast", "Cast", "Gather", "MatMul", "MatMul", "MatMul", "Transpose"]
     lookup = next(node for node in model.graph if node.op_type == "Gather")
     assert lookup.inputs[0] is model.graph.initializers["table_stored"]  # rows are cast, not the table
 
@@ -112,7 +118,7 @@ def test_read_back_it_is_what_it_was(as_they_lie: bool, tmp_path: Path) -> None:
         assert tensor is not None
         np.testing.assert_array_equal(tensor.numpy(), array.astype(np.float32))
     assert sorted(node.op_type for node in read.graph) == ["Gather", "MatMul", "MatMul", "MatMul", "Transpose"]
-    ir.save(read, tmp_path / "again.onnx")
+    ir.save(read, tmp_path / "again.onnx", external_data="again.onnx.data")
     for got, meant in zip(run(tmp_path / "again.onnx"), wanted(), strict=True):
         np.testing.assert_allclose(got, meant, rtol=1e-5, atol=1e-5)
 
@@ -127,6 +133,28 @@ def test_what_lies_elsewhere_is_not_copied(tmp_path: Path) -> None:
     assert {tensor.path for tensor in tensors if isinstance(tensor, ir.ExternalTensor)} == {
         str((tmp_path / "weights.bin").resolve())
     }
+
+
+def test_a_file_may_have_several_names(tmp_path: Path) -> None:
+    """Backups, caches and deduplicated disks hold files by hard links."""
+    (tmp_path / "scratch").mkdir()
+    model = graph(tmp_path)
+    os.link(tmp_path / "weights.bin", tmp_path / "backup.bin")
+    save_beside(model, tmp_path / "scratch", "model.onnx")
+    read = load_graph(tmp_path / "scratch" / "model.onnx")
+    widen_weights(read)
+    for name, array in (("table", TABLE), ("weight", WEIGHT.T), ("exact", EXACT.T)):
+        tensor = read.graph.initializers[name].const_value
+        assert tensor is not None
+        np.testing.assert_array_equal(tensor.numpy(), array.astype(np.float32))
+
+
+def test_the_copy_of_computed_weights_needs_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    with pytest.raises(PackageError, match=r"has 0\.0 MB free and the copy of the weights that are computed needs"):
+        save_beside(graph(), tmp_path, "model.onnx")
+    assert os.listdir(tmp_path) == []
 
 
 def test_a_graph_without_such_weights_stays() -> None:

@@ -48,8 +48,9 @@ def test_a_template_gives_what_tracing_gives(kind: str, vocab: int, features: Fe
     ("vocab", "features", "pad", "options"),
     [
         (151_936, Features(), 5, {}),
-        (262_145, Features(probs=True), 0, {}),  # one more pivot
-        (60, Features(top_logprobs=60), 1, {"chunk_size": 7}),  # all are candidates
+        (262_145, Features(probs=True), 0, {}),  # one more pivot, and constants are no longer folded
+        (60, Features(top_logprobs=60), 1, {"chunk_size": 7}),  # all are candidates, in one block
+        (60, Features(), 0, {"num_candidates": 7}),  # one chunk
         (1000, Features(logit_bias=True, top_logprobs=1), 0, {"num_candidates": 5, "chunk_size": 64}),
         (5000, Features(allowed_tokens=True, logprobs=True), 2, {"num_candidates": 300}),
     ],
