@@ -4,7 +4,11 @@
 
 Writes a bfloat16 checkpoint of random weights, shard by shard, lets a process of its own compile it, and then one
 generate from the package, while this one looks at the anonymous memory of that process and at what lies on the disk
-besides the checkpoint. Linux only. The figures go to standard output and, as JSON, to --output.
+besides the checkpoint. Linux only. The stages are told as they begin; the figures go to standard output and, as JSON,
+to --output, those of a run that failed, too. --checkpoint keeps the random weights for another run.
+
+A step of the gates reads every weight once, some 100 times in all. Where the page cache does not hold the checkpoint
+beside the rest, the disk has to give it each time.
 
 With --portable, the portable package is exported first, and compiled.
 """
@@ -39,9 +43,12 @@ def main() -> None:
     parser.add_argument("--layers", type=int, help="instead of the shape's number")
     parser.add_argument("--weights", default="int4")
     parser.add_argument("--method", default="rtn", help="quantization method")
-    parser.add_argument("--max-divergence", type=float, default=10.0, help="random weights are hard to round")
+    parser.add_argument("--max-divergence", type=float, default=100.0, help="random weights are hard to round")
     parser.add_argument("--portable", action="store_true", help="export a portable package, and compile that")
     parser.add_argument("--folder", type=Path, help="where checkpoint and package are written; None = a temporary one")
+    parser.add_argument(
+        "--checkpoint", type=Path, help="a folder for the random weights, which stays; read if it is there"
+    )
     parser.add_argument("--output", type=Path, help="a JSON file")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -50,14 +57,18 @@ def main() -> None:
         return
     folder = Path(tempfile.mkdtemp(dir=arguments.folder, prefix="size-"))
     try:
-        checkpoint = make_checkpoint(arguments.shape, folder / "checkpoint", arguments.layers)
-        figures = measure(arguments, folder, checkpoint)
+        checkpoint = arguments.checkpoint or folder / "checkpoint"
+        if not (checkpoint / "config.json").is_file():  # which is written last
+            make_checkpoint(arguments.shape, checkpoint, arguments.layers)
+        figures = measure(arguments, folder, checkpoint.absolute())
     finally:
         shutil.rmtree(folder)
     for name, value in figures.items():
         print(f"{name}: {json.dumps(value)}")
     if arguments.output is not None:
         arguments.output.write_text(json.dumps(figures, indent=2) + "\n")
+    if "failed" in figures:
+        raise SystemExit(f"the worker ended with {figures['failed']}")
 
 
 def make_checkpoint(shape: str, folder: Path, layers: int | None = None) -> Path:
@@ -73,7 +84,7 @@ def make_checkpoint(shape: str, folder: Path, layers: int | None = None) -> Path
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     config.architectures = [type(model).__name__]
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     generator, index = torch.Generator().manual_seed(0), {}
     last = LOGITS / (SPREAD * math.sqrt(config.hidden_size))
 
@@ -103,8 +114,8 @@ def make_checkpoint(shape: str, folder: Path, layers: int | None = None) -> Path
         flush()
     weight_map = {"metadata": {}, "weight_map": index}
     (folder / "model.safetensors.index.json").write_text(json.dumps(weight_map))
-    config.save_pretrained(folder)
     AutoTokenizer.from_pretrained(ASSETS).save_pretrained(folder)
+    config.save_pretrained(folder)
     return folder
 
 
@@ -123,7 +134,7 @@ def work(arguments: argparse.Namespace) -> None:
     def say(**figures: Any) -> None:
         print(json.dumps({"seconds": round(time.monotonic() - start, 1), **figures}), flush=True)
 
-    model: Any = qsample.AutoModelForCausalLM.from_pretrained(folder / "checkpoint")
+    model: Any = qsample.AutoModelForCausalLM.from_pretrained(arguments.checkpoint)
     if arguments.portable:
         model = model.export(folder / "portable", progress=progress)
     package = model.compile(
@@ -151,36 +162,44 @@ def work(arguments: argparse.Namespace) -> None:
 
 def measure(arguments: argparse.Namespace, folder: Path, checkpoint: Path) -> dict[str, Any]:
     """Run `work` and look at it: peaks of anonymous memory and of the disk beside the checkpoint, each stage's own."""
-    command = [sys.executable, __file__, "--worker", "--folder", str(folder), "--weights", arguments.weights]
+    command = [sys.executable, __file__, "--worker", "--folder", str(folder), "--checkpoint", str(checkpoint)]
+    command += ["--weights", arguments.weights]
     command += ["--method", arguments.method, "--max-divergence", str(arguments.max_divergence)]
     command += ["--portable"] * arguments.portable
     temporary = folder / "temporary"
     temporary.mkdir()
-    lines = folder / "lines"
+    lines, begun = folder / "lines", time.monotonic()
     with lines.open("w") as output:
         worker = subprocess.Popen(command, stdout=output, env={**os.environ, "TMPDIR": str(temporary)})
         own = disk_bytes(checkpoint)
+        inside = own if checkpoint.is_relative_to(folder.absolute()) else 0
         stages: dict[str, dict[str, float]] = {}
-        while worker.poll() is None:
-            time.sleep(INTERVAL)
-            said = [json.loads(line) for line in lines.read_text().splitlines() if line.endswith("}")]
-            stage = stages.setdefault(said[-1]["stage"] if said else "start", {"memory_gb": 0.0, "disk_gb": 0.0})
-            stage["memory_gb"] = max(stage["memory_gb"], anonymous_bytes(worker.pid) / 1e9)
-            stage["disk_gb"] = max(stage["disk_gb"], (disk_bytes(folder) - own) / 1e9)
-    if worker.returncode:
-        raise SystemExit(f"the worker ended with {worker.returncode}")
-    said = [json.loads(line) for line in lines.read_text().splitlines()]
+        try:
+            while worker.poll() is None:
+                time.sleep(INTERVAL)
+                said = [json.loads(line) for line in lines.read_text().splitlines() if line.endswith("}")]
+                name = said[-1]["stage"] if said else "start"
+                if name not in stages:
+                    print(f"{time.monotonic() - begun:.0f} s: {name}", file=sys.stderr, flush=True)
+                stage = stages.setdefault(name, {"memory_gb": 0.0, "disk_gb": 0.0})
+                stage["memory_gb"] = max(stage["memory_gb"], anonymous_bytes(worker.pid) / 1e9)
+                stage["disk_gb"] = max(stage["disk_gb"], (disk_bytes(folder) - inside) / 1e9)
+        finally:
+            worker.kill()
+            worker.wait()
+    said = [json.loads(line) for line in lines.read_text().splitlines() if line.endswith("}")]
     begins = {line["stage"]: line["seconds"] for line in said}
+    ended = {"failed": worker.returncode} if worker.returncode else said[-1]["figures"]
     parameters = sum(file.stat().st_size for file in checkpoint.glob("*.safetensors")) / 2
     return {
         "machine": describe_machine(os.cpu_count() or 1),
         "parameters_b": round(parameters / 1e9, 2),
         "checkpoint_gb": round(own / 1e9, 2),
         "package_gb": round(disk_bytes(folder / "package") / 1e9, 2),
-        "seconds": begins["generate"],
+        "seconds": begins.get("generate"),
         "peak_disk_gb": round(max(stage["disk_gb"] for stage in stages.values()), 2),
         "peak_memory_gb": round(max(stage["memory_gb"] for stage in stages.values()), 2),
-        **said[-1]["figures"],
+        **ended,
         "stages": {
             name: {"begins_s": begins.get(name, 0.0), **{key: round(value, 2) for key, value in stage.items()}}
             for name, stage in stages.items()
