@@ -72,7 +72,7 @@ def piece_table(model: Any, tokens: int, pieces: list[int], rounds: int) -> Tabl
 
     def case(size: int) -> Callable[[], list[float]]:
         def read() -> list[float]:
-            loop = LockStep(replace(model.sessions, piece_size=size), arrays, [0], capacity)
+            loop = LockStep(replace(model.sessions, piece_size=size, late_piece_size=None), arrays, [0], capacity)
             start = time.perf_counter()
             loop.prefill([make(tokens)])
             return [1e3 * (time.perf_counter() - start)]

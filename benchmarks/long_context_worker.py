@@ -59,11 +59,9 @@ class QsampleRows:
         self._prompts = prompts(options, model.interface.vocab_size)
 
     def _read(self, start: int) -> None:
-        from qsample.runtime.decode.scheduler import pieces
-
         for row, (prompt, parameters) in enumerate(zip(self._prompts, self._parameters, strict=True)):
             self._slots.begin(row, prompt, row, parameters, reused=start)
-            for piece in pieces(start, len(prompt), self._sessions.piece_size):
+            for piece in self._sessions.pieces.cut(start, len(prompt)):
                 self._slots.prefill(row, prompt[piece.start : piece.stop], emit=piece.stop == len(prompt))
         self._slots.read()
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from qsample.contract import STALLED
 from qsample.runtime.causal_lm import CausalLM
-from qsample.runtime.decode.scheduler import joined_slots, pieces
+from qsample.runtime.decode.scheduler import joined_slots
 from qsample.runtime.decode.slots import Slots
 from qsample.runtime.parameters import parameter_arrays
 from qsample.runtime.session.session import Sessions
@@ -58,7 +58,7 @@ class LockStep:
         """parameters: every name of `Interface.parameters`, one row each. seeds: one a row. capacity: T, in tokens."""
         self._slots = Slots(sessions, len(seeds), capacity)
         self._joins_prompts = sessions.joins_prompts
-        self._piece_size = sessions.piece_size
+        self._pieces = sessions.pieces
         self._parameters = parameters
         self._seeds = seeds
         for name, values in parameters.items():  # which decide on what is captured
@@ -73,7 +73,7 @@ class LockStep:
             first = min(waiting)
             rows = range(first, first + 1)
             if self._joins_prompts:
-                rows = joined_slots(waiting, first, self._piece_size)
+                rows = joined_slots(waiting, first, self._pieces.size)
             for row in rows:
                 parameters = {name: values[row] for name, values in self._parameters.items()}
                 self._slots.begin(row, prompts[row], self._seeds[row], parameters)
@@ -85,7 +85,7 @@ class LockStep:
         return self._newest()
 
     def _prefill_alone(self, row: int, prompt: Array) -> None:
-        for piece in pieces(0, len(prompt), self._piece_size):
+        for piece in self._pieces.cut(0, len(prompt)):
             self._slots.prefill(row, prompt[piece.start : piece.stop], emit=piece.stop == len(prompt))
 
     def decode(self) -> Array:

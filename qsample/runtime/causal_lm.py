@@ -163,7 +163,7 @@ class CausalLM(ModelMethods):
             allowed_tokens: int32 bitmask of the tokens that may be sampled, [W] or [B, W]; or a function that writes
                 the mask of each next token, see `AllowedTokensFn`. Needs the feature.
             prefill_chunk_size: most tokens of short prompts that are read in one call; None = as many as make it
-                faster. A prompt is read in pieces of `sessions.piece_size` tokens, whatever this says.
+                faster. A prompt is read in `sessions.pieces`, whatever this says.
             flush_every: decode steps between two reads of what was sampled; None = 1 on the CPU, 4 elsewhere. It
                 changes no token, only how many come at once.
             double_buffering: start the next step while the last one's tokens are read and streamed; False waits.

@@ -61,8 +61,8 @@ class Engine:
             slots: rows of the batch; None = what the package was compiled for, or 8.
             max_waiting: requests that may wait for a slot; see `add_request`.
             prefill_chunk_size: most prompt tokens between two decode steps, in whole pieces of 64 tokens on the CPU
-                and 512 elsewhere, at least one: a prompt is cut at their ends and nowhere else. More read a prompt
-                faster, fewer hold up running requests for a shorter time. None = one piece.
+                (256 behind the first 1,024) and 512 elsewhere, at least one: a prompt is cut at their ends only. More
+                read a prompt faster, fewer hold up running requests for a shorter time. None = one piece.
             flush_every, double_buffering: as in `CausalLM.generate`.
             saved_states: copies of recurrent states to keep, for prompts that begin alike; None = two a slot.
             reuse_sampled_tokens: go on from tokens that a slot sampled, too, where a prompt repeats them. Tokens then

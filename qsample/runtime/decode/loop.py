@@ -61,7 +61,7 @@ def make_scheduler(
         slots,
         flush_every,
         prefill_chunk_size,
-        piece_size=sessions.piece_size,
+        pieces=sessions.pieces,
         tail_size=sessions.tail_size,
         interleave=interleave,
         recurrent=bool(sessions.interface.recurrent),

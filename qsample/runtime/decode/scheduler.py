@@ -17,6 +17,7 @@ from typing import Final
 import numpy as np
 
 from qsample.runtime.decode.saved_states import Save, SavedStates
+from qsample.runtime.pieces import Pieces
 from qsample.runtime.sequence import Sequence
 from qsample.tensors import Array
 
@@ -78,10 +79,9 @@ class Window:
 class Scheduler:
     """First come, first served, among those of one priority.
 
-    A prompt is read in pieces of `piece_size` tokens from its start, each in a call of its own, whatever else happens:
-    kernels round differently for another number of tokens, and nothing but the prompt may decide that. So chunks are
-    whole pieces, prompts are read together where they have the same length, and what a slot holds is gone on from at
-    the end of a piece.
+    A prompt is read in `pieces`, each in a call of its own, whatever else happens: kernels round differently for
+    another number of tokens, and nothing but the prompt may decide that. So chunks are whole pieces, prompts are read
+    together where they have the same length, and what a slot holds is gone on from at the end of a piece.
 
     prefill_chunk_size: most prompt tokens of a chunk, but at least a piece; None = the whole prompt. interleave: take
     turns between one chunk and one window, so that running rows are not held up for longer than a chunk; otherwise
@@ -103,7 +103,7 @@ class Scheduler:
         flush_every: int = 1,
         prefill_chunk_size: int | None = None,
         *,
-        piece_size: int,
+        pieces: Pieces,
         tail_size: int | None = None,
         interleave: bool = True,
         recurrent: bool = False,
@@ -118,7 +118,7 @@ class Scheduler:
         self._in_slots: list[Sequence] = []  # those in slots, first come first
         self._flush_every = flush_every
         self._chunk_size = prefill_chunk_size
-        self._piece_size = piece_size
+        self._pieces = pieces
         self._tail_size = tail_size
         self._interleave = interleave
         self._recurrent = recurrent
@@ -220,7 +220,7 @@ class Scheduler:
             start = tokens
         if self._recurrent:
             # Those that begin alike wait until this prompt is read as far as they go together.
-            together = {one: reusable_prefix(sequence.prompt, one.prompt, self._piece_size, None) for one in others}
+            together = {one: reusable_prefix(sequence.prompt, one.prompt, self._pieces, None) for one in others}
             ahead = {one: tokens for one, tokens in together.items() if tokens > one.consumed}
             copies += tuple(Copy(one, _slot(sequence), start) for one, tokens in ahead.items() if tokens == start)
             end = min([end, *(tokens for tokens in ahead.values() if tokens > start)])
@@ -228,21 +228,20 @@ class Scheduler:
         if len(joined) > 1:
             return Prompts(joined, tuple(save for one in joined for save in self._saves(one, 0, end)))
         if self._chunk_size is not None:
-            count = max(1, self._chunk_size // self._piece_size)
-            end = min(end, (start // self._piece_size + count) * self._piece_size)
-        return Chunk(sequence, pieces(start, end, self._piece_size), copies, self._saves(sequence, start, end))
+            end = min(end, self._pieces.end(start, self._chunk_size))
+        return Chunk(sequence, self._pieces.cut(start, end), copies, self._saves(sequence, start, end))
 
     def _saves(self, sequence: Sequence, start: int, end: int) -> tuple[Save, ...]:
         """What to save while the tokens [start, end) of a prompt are read."""
         if not self._saved.places:
             return ()
-        prompt, size = sequence.prompt, self._piece_size
+        prompt = sequence.prompt
         seen = [*self._saved.beginnings, *self._kept.values()]
         seen += [one.prompt for one in self._in_slots if one is not sequence]
         # The same prompt again goes on from before its last token, a longer one from behind it.
         ends = {len(prompt), len(prompt) - 1, max(map(partial(shared_prefix, prompt), seen), default=0)}
         saves = []
-        for tokens in sorted({end // size * size for end in ends}):
+        for tokens in sorted({self._pieces.begin(end) for end in ends}):
             if start < tokens <= end:
                 place = self._saved.add(prompt[:tokens], self._is_held)
                 saves += [Save(_slot(sequence), tokens, place)] if place is not None else []
@@ -266,7 +265,7 @@ class Scheduler:
             return self._saved.longest(prompt, min(most, len(prompt) - 1))
         if self._reuse_sampled:
             return shared_prefix(held, prompt[:-1])
-        return reusable_prefix(held, prompt, self._piece_size, self._tail_size)
+        return reusable_prefix(held, prompt, self._pieces, self._tail_size)
 
     def _joined(self, sequence: Sequence) -> tuple[Sequence, ...]:
         """`sequence`, of which nothing was read, and those whose prompts are read with its own, by slot."""
@@ -274,7 +273,7 @@ class Scheduler:
             return (sequence,)
         fresh = {_slot(one): one for one in self.prefilling if one.consumed == 0 and not self._waits(one, sequence)}
         lengths = {slot: len(one.prompt) for slot, one in fresh.items()}
-        slots = joined_slots(lengths, _slot(sequence), self._piece_size, self._chunk_size)
+        slots = joined_slots(lengths, _slot(sequence), self._pieces.size, self._chunk_size)
         return tuple(fresh[slot] for slot in slots)
 
     def _waits(self, one: Sequence, first: Sequence) -> bool:
@@ -287,12 +286,6 @@ class Scheduler:
 def _slot(sequence: Sequence) -> int:
     assert sequence.slot is not None
     return sequence.slot
-
-
-def pieces(start: int, end: int, size: int) -> tuple[range, ...]:
-    """Tokens [start, end) of a prompt, cut at the multiples of `size`."""
-    starts = [start, *range((start // size + 1) * size, end, size)]
-    return tuple(range(*ends) for ends in zip(starts, [*starts[1:], end], strict=True))
 
 
 def joined_slots(lengths: Mapping[int, int], slot: int, piece_size: int, chunk_size: int | None = None) -> range:
@@ -315,17 +308,17 @@ def joined_slots(lengths: Mapping[int, int], slot: int, piece_size: int, chunk_s
     return joined
 
 
-def reusable_prefix(held: Array, prompt: Array, piece_size: int, tail_size: int | None) -> int:
+def reusable_prefix(held: Array, prompt: Array, pieces: Pieces, tail_size: int | None) -> int:
     """How many tokens of `prompt` need not be read after `held`, which was read in pieces from its start.
 
     Those of whole pieces that both have: what is in a piece may depend on where the piece ends. Where both end in the
     same piece, all but its last `tail_size` tokens (None = all of it).
     """
     shared, length = shared_prefix(held, prompt), len(prompt)
-    if shared == length and (length == len(held) or length % piece_size == 0):
-        start = (length - 1) // piece_size * piece_size
+    if shared == length and (length == len(held) or length == pieces.begin(length)):
+        start = pieces.begin(length - 1)
         return start if tail_size is None else max(start, length - tail_size)
-    return int(min(shared, length - 1) // piece_size * piece_size)
+    return pieces.begin(min(shared, length - 1))
 
 
 def shared_prefix(kept: Array, prompt: Array) -> int:

@@ -13,6 +13,7 @@ import onnxruntime as ort
 from qsample.contract import BATCH, CAPACITY, INPUT_IDS, GraphSpec, Interface, TensorSpec, retained_name
 from qsample.errors import PackageError, QsampleError, shown
 from qsample.package import Package
+from qsample.runtime.pieces import Pieces
 from qsample.runtime.session.device_thread import DeviceThread
 from qsample.runtime.session.linux_memory import in_huge_pages, release_pages
 from qsample.runtime.session.options import SessionOptions, session_options
@@ -24,6 +25,7 @@ from qsample.tensors import DTYPES
 _CAPTURE: Final = "enable_cuda_graph"
 # On two cores, int4 weights: 1,024 tokens take as long in pieces of 64 as in larger ones, and 10 % longer in 32.
 _PIECE_SIZE: Final = 64
+_LATE_PIECE_SIZE: Final = 256
 _PIECE_SIZE_ON_GPU: Final = 512
 # The CPU's kernels compute each of two or more rows alike, however many they are.
 _TAIL_SIZE_ON_CPU: Final = 2
@@ -52,9 +54,9 @@ class Sessions:
     sampler: samples on the host; None where the decoder does it by itself. resuming: gives the rows that a captured
     decoder stalled their token; None where the decoder settles every row. device: where the decoder's buffers live,
     "cpu" or "cuda". replays: None where the decoder's runs are not captured and replayed. tokens_per_call: S, where the
-    decoder has it fixed. joins_prompts: one run can read the first tokens of several rows. piece_size: a prompt is read
-    in pieces of that many tokens, see `decode.scheduler`. tail_size: so many tokens at the end of a piece, read again
-    without those before them, give the same last bits; None: the whole piece has to be read.
+    decoder has it fixed. joins_prompts: one run can read the first tokens of several rows. piece_size,
+    late_piece_size: a prompt is read in pieces of that many tokens, see `Pieces`. tail_size: so many tokens at the end
+    of a piece, read again without those before them, give the same last bits; None: the whole piece has to be read.
     """
 
     interface: Interface
@@ -66,7 +68,13 @@ class Sessions:
     tokens_per_call: int | None = None
     joins_prompts: bool = False
     piece_size: int = _PIECE_SIZE
+    late_piece_size: int | None = None
     tail_size: int | None = None
+
+    @property
+    def pieces(self) -> Pieces:
+        """How a prompt is cut."""
+        return Pieces(self.piece_size, self.late_piece_size)
 
 
 def open_sessions(
@@ -131,6 +139,7 @@ def open_sessions(
         replays=Replays() if _options_of(package, "decoder.onnx", options, providers).get(_CAPTURE) == "1" else None,
         tokens_per_call=fixed,
         piece_size=fixed or (_PIECE_SIZE if device == "cpu" else _PIECE_SIZE_ON_GPU),
+        late_piece_size=_LATE_PIECE_SIZE if fixed is None and device == "cpu" else None,
         tail_size=_TAIL_SIZE_ON_CPU if providers[0] == CPU else None,
         # Elsewhere attention is compiled for the capacity as its longest row, and then takes no batch of prompts,
         # whichever provider runs it.

@@ -14,7 +14,7 @@ import pytest
 
 from qsample.auto_model import AutoModelForCausalLM
 from qsample.contract import CAPACITY
-from qsample.runtime import CausalLM, Engine, SamplingParams, load
+from qsample.runtime import CausalLM, Engine, SamplingParams, load, pieces
 from qsample.runtime.decode.loop import DecodeLoop, make_scheduler
 from qsample.runtime.decode.slots import Slots
 from qsample.runtime.sequence import Sequence
@@ -97,6 +97,19 @@ def test_chunks_joins_copies_and_kept_prefixes_change_no_bit(
     for row in range(len(LENGTHS)):
         assert got[row][0] == alone[row][0], LENGTHS[row]
         assert got[row][1] == alone[row][1], LENGTHS[row]
+
+
+@pytest.mark.parametrize("chunk", [None, 1, 100])
+def test_nor_do_they_where_late_pieces_are_longer(
+    chunk: int | None, int4: CausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pieces, "LATE", 64)
+    late = CausalLM(int4.package, replace(int4.sessions, piece_size=16, late_piece_size=32))
+    rows = list(range(len(LENGTHS)))
+    got = run(late, rows[::-1], 3, chunk)
+    assert any(tokens > 64 for _, _, tokens in got.values())
+    for row in rows:
+        assert got[row][:2] == run(late, [row], 1, None)[row][:2], LENGTHS[row]
 
 
 def test_generate_gives_them_for_every_chunk_size(

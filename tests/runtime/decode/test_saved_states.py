@@ -9,6 +9,7 @@ import pytest
 
 from qsample.runtime.decode.saved_states import Save, SavedStates
 from qsample.runtime.decode.scheduler import Chunk, Copy, Prompts, Scheduler
+from qsample.runtime.pieces import Pieces
 from tests.runtime.decode.test_scheduler import admitted, read
 
 
@@ -23,7 +24,7 @@ def anything(beginning: np.ndarray) -> bool:
 def scheduler(slots: int, places: int = 8, **options: Any) -> Scheduler:
     return Scheduler(
         slots,
-        piece_size=4,
+        pieces=Pieces(4),
         recurrent=True,
         saved_states=places,
         **{"interleave": False, "prefill_chunk_size": 4, **options},

@@ -14,10 +14,10 @@ from qsample.runtime.decode.scheduler import (
     Prompts,
     Window,
     joined_slots,
-    pieces,
     reusable_prefix,
     shared_prefix,
 )
+from qsample.runtime.pieces import Pieces
 from qsample.runtime.sequence import Sequence
 
 
@@ -25,7 +25,7 @@ class Scheduler(scheduler_module.Scheduler):
     """Cuts anywhere, where nothing else is said."""
 
     def __init__(self, slots: int, *arguments: Any, piece_size: int = 1, **options: Any) -> None:
-        super().__init__(slots, *arguments, piece_size=piece_size, **options)
+        super().__init__(slots, *arguments, pieces=Pieces(piece_size), **options)
 
 
 def request(prompt: list[int], most: int = 10, *, guided: bool = False) -> Sequence:
@@ -64,7 +64,7 @@ def test_shared_prefix(kept: list[int], prompt: list[int], shared: int) -> None:
     ],
 )
 def test_pieces(start: int, end: int, cut: list[range]) -> None:
-    assert pieces(start, end, 4) == tuple(cut)
+    assert Pieces(4).cut(start, end) == tuple(cut)
 
 
 @pytest.mark.parametrize(
@@ -87,8 +87,8 @@ def test_pieces(start: int, end: int, cut: list[range]) -> None:
 )
 def test_reusable_prefix(held: list[int], prompt: list[int], whole: int, tail: int) -> None:
     arrays = np.array(held, dtype=np.int64), np.array(prompt, dtype=np.int64)
-    assert reusable_prefix(*arrays, 4, None) == whole
-    assert reusable_prefix(*arrays, 4, 2) == tail
+    assert reusable_prefix(*arrays, Pieces(4), None) == whole
+    assert reusable_prefix(*arrays, Pieces(4), 2) == tail
 
 
 def test_first_come_first_served() -> None:
@@ -217,7 +217,7 @@ def test_chunks_are_whole_pieces() -> None:
         while one.consumed < 11:
             job = scheduler.next_job()
             assert isinstance(job, Chunk)
-            assert job.pieces == tuple(piece for piece in pieces(0, 11, 4) if one.consumed <= piece.start < job.end)
+            assert job.pieces == tuple(piece for piece in Pieces(4).cut(0, 11) if one.consumed <= piece.start < job.end)
             one.consumed = job.end
             seen.append(job.end)
         assert seen == ends, asked
@@ -234,7 +234,7 @@ def admitted(scheduler: Scheduler, *prompts: list[int]) -> list[Sequence]:
 def test_what_another_slot_holds_is_copied() -> None:
     scheduler = Scheduler(4, piece_size=4, tail_size=2, join_prompts=True)
     first, same, longer, other = admitted(scheduler, [*range(11)], [*range(11)], [*range(9), 0, 0, 0], [*range(4)])
-    assert scheduler.next_job() == Chunk(first, pieces(0, 11, 4))
+    assert scheduler.next_job() == Chunk(first, Pieces(4).cut(0, 11))
     read(scheduler, first)
     scheduler.next_job()
     # All but the last two tokens, because their last pieces end alike.
@@ -281,7 +281,7 @@ def test_recurrent_states_are_copied_while_they_are_those_of_the_common_beginnin
     scheduler = Scheduler(4, piece_size=4, tail_size=2, recurrent=True, interleave=False)
     prompts = [*range(14)], [*range(14)], [*range(9), 0], [7] * 9
     first, same, shorter, other = admitted(scheduler, *prompts)
-    assert scheduler.next_job() == Chunk(first, pieces(0, 8, 4))
+    assert scheduler.next_job() == Chunk(first, Pieces(4).cut(0, 8))
     first.consumed = 8
     assert scheduler.next_job() == Chunk(first, (range(8, 12),), (Copy(shorter, 0, 8),))
     first.consumed, shorter.consumed = 12, 8
@@ -292,7 +292,7 @@ def test_recurrent_states_are_copied_while_they_are_those_of_the_common_beginnin
     read(scheduler, same)
     assert scheduler.next_job() == Chunk(shorter, (range(8, 10),))
     read(scheduler, shorter)
-    assert scheduler.next_job() == Chunk(other, pieces(0, 9, 4))
+    assert scheduler.next_job() == Chunk(other, Pieces(4).cut(0, 9))
 
 
 def test_a_prompt_that_goes_on_from_a_kept_one_is_read_alone() -> None:
