@@ -119,10 +119,10 @@ def _narrow(value: ir.Value, *, as_they_lie: bool) -> None:
         last = nodes[-1].outputs[0]
     value.replace_all_uses_with(last, replace_graph_outputs=True)
     last.name, last.shape, last.type = name, value.shape, ir.TensorType(ir.DataType.FLOAT)
-    # Right in front of what reads it: weights that are made too early take memory until then.
-    users = {node for node, _ in uses if node.graph is graph}
-    first = next((node for node in graph if node in users), None) if len(users) == len(uses) else None
-    graph.insert_before(first or graph[0], nodes)
+    # ONNX Runtime goes back from the last node, and from each to that of its inputs which is last in the file. So these
+    # stand before all others: then what a product reads beside its weight comes first, and the float32 weight is made
+    # for that product alone. Elsewhere, all of them are made before the first product runs.
+    graph.insert_before(graph[0], nodes)
 
 
 def widen_weights(model: ir.Model) -> bool:

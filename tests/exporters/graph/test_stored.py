@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from pathlib import Path
@@ -177,3 +178,36 @@ def test_what_is_only_moved_keeps_its_dtype() -> None:
     assert not isinstance(mixed, StoredTensor)
     assert mixed.dtype == ir.DataType.FLOAT
     np.testing.assert_array_equal(mixed.numpy(), np.concatenate([WEIGHT.astype(np.float32), TABLE.astype(np.float32)]))
+
+
+def test_one_weight_at_a_time_is_made_float32(tmp_path: Path) -> None:
+    """Where they are not folded into constants: a model's float32 weights may not fit into the memory together."""
+    count = 5
+    weights = [(np.eye(8) * (n + 1)).astype(ml_dtypes.bfloat16) for n in range(count)]
+    x = ir.val("x", ir.DataType.FLOAT, ["B", 8])
+    nodes, values, last = [], [], x
+    for n, weight in enumerate(weights):
+        tensor = StoredTensor(ir.Tensor(weight, name=f"weight{n}"), f"weight{n}", transposed=False)
+        values.append(
+            ir.Value(name=f"weight{n}", shape=tensor.shape, type=ir.TensorType(ir.DataType.FLOAT), const_value=tensor)
+        )
+        for op_type, inputs in (("MatMul", [last, values[n]]), ("Tanh", [None])):
+            node = ir.Node("", op_type, [value or last for value in inputs], name=f"{op_type}{n}")
+            nodes.append(node)
+            last = node.outputs[0]
+            last.name, last.type = f"{op_type}{n}_out", ir.TensorType(ir.DataType.FLOAT)
+    model = ir.Model(ir.Graph([x], [last], nodes=nodes, initializers=values, opset_imports={"": 20}), ir_version=10)
+    assert narrow_weights(model)
+    options = ort.SessionOptions()
+    options.enable_profiling, options.profile_file_prefix = True, str(tmp_path / "profile")
+    session = ort.InferenceSession(
+        ir.to_proto(model).SerializeToString(),
+        options,
+        ["CPUExecutionProvider"],
+        disabled_optimizers=["ConstantFolding"],
+    )
+    session.run(None, {"x": np.ones((1, 8), np.float32)})
+    events = json.loads(Path(session.end_profiling()).read_text())
+    ran = [event for event in events if event.get("cat") == "Node" and event["name"].endswith("_kernel_time")]
+    ran.sort(key=lambda event: event["ts"])
+    assert [event["args"]["op_name"] for event in ran] == ["Cast", "MatMul", "Tanh"] * count
