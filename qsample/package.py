@@ -43,7 +43,7 @@ __all__ = [
 ]
 
 T = TypeVar("T")
-_READINGS: Final = 10  # of a package that is replaced while it is read
+_READINGS: Final = 50  # of a package that is replaced while it is read; on a busy machine 10 of them may fail in a row
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,11 +41,17 @@ cli.main()
 """
 
 
+def not_ignored() -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
 def start(folder: Path) -> subprocess.Popen[str]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     folder.mkdir()
-    process = subprocess.Popen([sys.executable, "-c", WORKS, "inspect", str(folder)], env=environment, **pipes)  # type: ignore[call-overload]
+    command = [sys.executable, "-c", WORKS, "inspect", str(folder)]
+    # Under nohup, SIGHUP is ignored from the start, and by commands that are started there.
+    process = subprocess.Popen(command, env=environment, preexec_fn=not_ignored, **pipes)  # type: ignore[call-overload]
     assert process.stdout.readline() == "working\n"
     assert any(path.name == "decoder.onnx" for path in folder.rglob("*"))
     return process  # type: ignore[no-any-return]
