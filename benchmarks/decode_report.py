@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 from rich.table import Table
-from turns import Cell, Worker, size_of
+from turns import Cell, Worker, size_of, without_folders
 
 OWN = "qsample"
 
@@ -45,7 +45,7 @@ class Results:
         self.add_system(shape, system, loaded["version"], size_of(model), loaded["load_seconds"], memory)
 
     def set_missing(self, shape: str, system: str, reason: str) -> None:
-        self.shape(shape).setdefault("missing", {})[system] = reason
+        self.shape(shape).setdefault("missing", {})[system] = without_folders(reason)
 
     def clear_missing(self, shape: str, system: str) -> None:
         self.shape(shape).setdefault("missing", {}).pop(system, None)

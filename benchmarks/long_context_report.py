@@ -10,6 +10,7 @@ import numpy as np
 from decode_report import markdown
 from rich.console import Console
 from rich.table import Table
+from turns import without_folders
 
 FLOAT32: Final = "qsample, float32 cache"
 INT8: Final = "qsample, int8 cache"
@@ -46,7 +47,7 @@ class Cells:
         cells.append(key | facts)
 
     def set_missing(self, shape: str, history: int, rows: int, system: str, reason: str) -> None:
-        self.add(shape, history, rows, system, missing=reason)
+        self.add(shape, history, rows, system, missing=without_folders(reason))
 
     def cell(self, shape: str, history: int, rows: int, system: str) -> dict[str, Any] | None:
         key = (shape, history, rows, system)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -97,6 +98,11 @@ class Worker:
 def qsample(*arguments: object) -> list[str]:
     """The command line's program, in this Python."""
     return [sys.executable, "-c", "from qsample.cli import main; main()", *map(str, arguments)]
+
+
+def without_folders(reason: str) -> str:
+    """`reason` with the last part of each absolute path alone: where a model lies is nobody else's matter."""
+    return re.sub(r"(?<![\w.:/])(?:/[\w.+-]+)+/([\w.+-]+)", r"\1", reason)
 
 
 def size_of(model: Path) -> int:
