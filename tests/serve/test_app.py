@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterator
+from itertools import count
 from typing import Any
 
 import pytest
@@ -66,20 +67,23 @@ def test_without_jinja2_no_messages_are_taken(client: TestClient, monkeypatch: p
         assert "jinja2" in answer.json()["error"]["message"]
 
 
-def test_an_engine_that_fails(local_app: LocalApp, monkeypatch: pytest.MonkeyPatch) -> None:
-    step, steps = DecodeLoop.step, 0
+def failing_after(calls: int) -> Callable[[DecodeLoop], None]:
+    """A step of the loop that fails from its call number `calls` + 1 on."""
+    step, numbers = DecodeLoop.step, count(1)
 
     def failing(self: DecodeLoop) -> None:
-        nonlocal steps
-        steps += 1
-        if steps > 5:
+        if next(numbers) > calls:
             raise OSError("the device has gone")
         step(self)
 
+    return failing
+
+
+def test_an_engine_that_fails(local_app: LocalApp, monkeypatch: pytest.MonkeyPatch) -> None:
     body = {"prompt": "In the beginning", "max_tokens": 50, "ignore_eos": True}
     with local_app() as client:
         assert client.get("/health").json() == {"status": "ok"}
-        monkeypatch.setattr(DecodeLoop, "step", failing)
+        monkeypatch.setattr(DecodeLoop, "step", failing_after(5))
         first = client.post(COMPLETIONS, json=body)
         assert first.status_code == 500
         assert "the device has gone" in first.json()["error"]["message"]
@@ -91,17 +95,8 @@ def test_an_engine_that_fails(local_app: LocalApp, monkeypatch: pytest.MonkeyPat
 
 
 def test_an_engine_that_fails_in_a_stream(local_app: LocalApp, monkeypatch: pytest.MonkeyPatch) -> None:
-    step, steps = DecodeLoop.step, 0
-
-    def failing(self: DecodeLoop) -> None:
-        nonlocal steps
-        steps += 1
-        if steps > 5:
-            raise OSError("the device has gone")
-        step(self)
-
     with local_app() as client:
-        monkeypatch.setattr(DecodeLoop, "step", failing)
+        monkeypatch.setattr(DecodeLoop, "step", failing_after(5))
         body = {"messages": MESSAGES, "max_tokens": 50, "ignore_eos": True, "stream": True}
         answer = client.post(CHAT, json=body)
     assert answer.status_code == 200  # it had begun
