@@ -29,6 +29,7 @@ from typing import Any, Final
 
 from active_bytes import active_bytes
 from checkpoints import SHAPES, can_import, make_checkpoint, make_genai_model, make_gguf, run_quietly
+from decode import note_failure
 from machine import describe_machine
 from memory_speed import measure
 from models_report import ModelResults, show, write
@@ -84,13 +85,6 @@ def build(shape: str, systems: list[str], options: argparse.Namespace, results: 
                     raise
                 note_failure(results, shape, name, error, console)
     return models
-
-
-def note_failure(results: ModelResults, shape: str, system: str, error: Exception, console: Console) -> None:
-    reason = str(error).strip().splitlines()[-1]
-    results.set_missing(shape, system, reason)
-    results.save()
-    console.print(f"{shape} without {system}: {reason}", highlight=False)
 
 
 def start(
