@@ -55,9 +55,9 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Semaphore]:
     steps = threading.Semaphore(0)
     plain = Slots.decode
 
-    def decode(self: Slots, *, wait: bool = True) -> None:
+    def decode(self: Slots, rows: range, *, wait: bool = True) -> None:
         assert steps.acquire(timeout=60)
-        plain(self, wait=wait)
+        plain(self, rows, wait=wait)
 
     monkeypatch.setattr(Slots, "decode", decode)
     yield steps

@@ -132,7 +132,7 @@ def test_back_pressure(model: CausalLM, gate: threading.Semaphore) -> None:
 def test_a_graph_that_fails_ends_every_request_with_its_error(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
     added = threading.Event()
 
-    def decode(self: Slots, *, wait: bool = True) -> None:
+    def decode(self: Slots, rows: range, *, wait: bool = True) -> None:
         added.wait(60)
         raise RuntimeError("out of memory")
 

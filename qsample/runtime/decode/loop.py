@@ -68,6 +68,7 @@ def make_scheduler(
         attention=bool(sessions.interface.key_values),
         saved_states=saved_states,
         join_prompts=sessions.joins_prompts,
+        least_rows=sessions.least_rows,
         reuse_sampled=reuse_sampled,
     )
 
@@ -100,7 +101,7 @@ class DecodeLoop:
         self._stalled: set[Sequence] = set()
         self._left: set[int] = set()  # slots to stop before the next job
         self.prefixes = PrefixStats()
-        self.steps = 0  # decode steps, each one run of the graph over all rows
+        self.steps = 0  # decode steps, each one run of the graph
 
     def __enter__(self) -> DecodeLoop:
         return self
@@ -142,11 +143,7 @@ class DecodeLoop:
             self._slots.stop(slot)
         self._left.clear()
         for sequence in self._scheduler.admit():
-            assert sequence.slot is not None
-            sequence.admitted_at = time.perf_counter()
-            self._slots.begin(sequence.slot, sequence.prompt, sequence.seed, sequence.parameters, sequence.reused)
-            if sequence.place is not None:
-                self._slots.saved.restore(sequence.place, sequence.slot)
+            self._begin(sequence)
         if not self._slots.prepared:
             self._read_and_deliver()
         if self._stalled:
@@ -166,6 +163,18 @@ class DecodeLoop:
             self._read_and_deliver()
         else:
             self._overlap(self._device, job)
+
+    def _begin(self, sequence: Sequence) -> None:
+        """Get the slot ready that it was given."""
+        slot, source = sequence.slot, sequence.source
+        assert slot is not None
+        assert source is not None
+        sequence.admitted_at = time.perf_counter()
+        self._slots.begin(slot, sequence.prompt, sequence.seed, sequence.parameters, sequence.reused)
+        if source != slot:
+            self._slots.copy(source, slot, sequence.prompt[: sequence.reused], sequence.place)
+        elif sequence.place is not None:
+            self._slots.saved.restore(sequence.place, slot)
 
     def close(self) -> None:
         """Wait for the device and end its thread."""
@@ -219,7 +228,8 @@ class DecodeLoop:
             sequence.issued += count
         self._unread = list(zip(job.sequences, issued, strict=True))
         self.steps += job.steps
-        return [partial(self._slots.decode, wait=False)] * (job.steps - 1) + [self._slots.decode]
+        waits = [False] * (job.steps - 1) + [True]
+        return [partial(self._slots.decode, job.rows, wait=wait) for wait in waits]
 
     def _copy(self, copy: Copy) -> Callable[[], None]:
         """The call for it. Its sequence is accounted for as if it was done."""

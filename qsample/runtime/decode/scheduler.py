@@ -1,15 +1,16 @@
 """Which sequence gets which slot, and what the device does next. No tensors here.
 
 A sequence waits, is admitted to a slot, has its prompt read in chunks, and runs until it ends. The slot that it leaves
-keeps its prompt in the cache. The next sequence gets the slot that keeps the longest beginning of its prompt; what
-another slot holds, free or not, is copied. Recurrent states are gone on from where they were saved.
+keeps its prompt in the cache. The next sequence gets the slot that keeps the longest beginning of its prompt, among
+those next to the ones in use where a step over fewer rows is cheaper; what another slot holds, free or not, is copied.
+Recurrent states are gone on from where they were saved.
 """
 
 from __future__ import annotations
 
 from bisect import insort
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
@@ -75,6 +76,11 @@ class Window:
     sequences: tuple[Sequence, ...]
     steps: int
 
+    @property
+    def rows(self) -> range:
+        """From the first of these to the last one."""
+        return _span(map(_slot, self.sequences))
+
 
 class Scheduler:
     """First come, first served, among those of one priority.
@@ -89,7 +95,9 @@ class Scheduler:
     again without those before them; None = the whole piece. recurrent: the model has states that are those of a slot's
     newest token, so that another slot can go on from them at that moment, or from a copy that was saved. saved_states:
     how many such copies there may be. attention: the model has keys and values, which a slot has to hold beside them.
-    join_prompts: read whole prompts of adjacent slots in one run. reuse_sampled: go on from the tokens that a slot
+    join_prompts: read whole prompts of adjacent slots in one run. least_rows: a decode step can be over adjacent slots
+    alone, at least so many, so that those in use are best close together, and a prompt whose beginning another slot
+    holds has it copied; None = every step is over all slots. reuse_sampled: go on from the tokens that a slot
     sampled, too, and from anywhere.
 
     States are saved at the end of a prompt's whole pieces, from where the next turn of a conversation goes on; where a
@@ -110,6 +118,7 @@ class Scheduler:
         attention: bool = True,
         saved_states: int = 0,
         join_prompts: bool = False,
+        least_rows: int | None = None,
         reuse_sampled: bool = False,
     ) -> None:
         self._kept: dict[int, Array] = dict.fromkeys(range(slots), _NOTHING)  # what each free slot holds
@@ -125,6 +134,7 @@ class Scheduler:
         self._attention = attention
         self._saved = SavedStates(saved_states if recurrent else 0)
         self._join_prompts = join_prompts
+        self._least_rows = slots if least_rows is None else least_rows
         self._reuse_sampled = reuse_sampled
         self._chunk_was_last = False
 
@@ -153,13 +163,17 @@ class Scheduler:
         insort(self._waiting, sequence, key=lambda one: one.priority)
 
     def admit(self) -> list[Sequence]:
-        """Give free slots to those who waited longest. Their `consumed` is what the slot's cache holds already."""
-        admitted = []
+        """Give free slots to those who waited longest. Their `consumed` is what the cache of their `source` holds."""
+        admitted: list[Sequence] = []
         while self._waiting and self._free:
             sequence = self._waiting.popleft()
             reusable = {slot: self._reusable(self._kept[slot], sequence.prompt) for slot in self._free}
-            sequence.slot = max(self._free, key=reusable.__getitem__)  # of equals, the first
-            sequence.reused = sequence.consumed = reusable[sequence.slot]
+            used = [_slot(one) for one in (*self._in_slots, *admitted)]
+            rows = {slot: max(self._least_rows, len(_span([*used, slot]))) for slot in self._free}
+            # Of equals, the first.
+            sequence.slot = min(self._free, key=lambda slot: (rows[slot], -reusable[slot]))
+            sequence.source = max([sequence.slot, *self._free], key=reusable.__getitem__)
+            sequence.reused = sequence.consumed = reusable[sequence.source]
             sequence.place = self._saved.use(sequence.prompt[: sequence.reused])
             self._free.remove(sequence.slot)
             del self._kept[sequence.slot]
@@ -286,6 +300,12 @@ class Scheduler:
 def _slot(sequence: Sequence) -> int:
     assert sequence.slot is not None
     return sequence.slot
+
+
+def _span(slots: Iterable[int]) -> range:
+    """From the first of some slots to the last one."""
+    ordered = sorted(slots)
+    return range(ordered[0], ordered[-1] + 1)
 
 
 def joined_slots(lengths: Mapping[int, int], slot: int, piece_size: int, chunk_size: int | None = None) -> range:

@@ -38,15 +38,17 @@ from qsample.contract import (
     retained_name,
 )
 from qsample.runtime.decode.noise import uniforms
+from qsample.runtime.decode.parameter_rows import ParameterRows
 from qsample.runtime.decode.searched_rows import SearchedRows
 from qsample.runtime.decode.snapshot import NewestTokens, Snapshot
 from qsample.runtime.session.bound_graph import NOT_CAPTURED, BoundGraph
-from qsample.runtime.session.buffers import Buffer, RetainedState, SavedRows
+from qsample.runtime.session.buffers import Buffer, RetainedState, SavedRows, rows_of
 from qsample.runtime.session.session import Sessions
 from qsample.tensors import Array
 
 _IDLE: Final = STOPPED  # any status that is not running keeps a row from advancing
 _READ_EVERY_STEP: Final = (LENGTHS.name, STATUS.name)
+_MOST_BOUND: Final = 512  # graphs over other rows: some 100 kB each
 
 
 class Slots:
@@ -68,6 +70,8 @@ class Slots:
         self._sessions = sessions
         self._interface = interface = sessions.interface
         self.count, self.capacity = count, capacity
+        # Where states take turns, a step over some rows would leave those of the others behind.
+        self._least_rows = sessions.least_rows if in_place else None
         # With the sampler on the host, only the cache stays on the device.
         self._device = device = "cpu" if sessions.sampler is not None else sessions.device
         self._sizes = {**interface.sizes, BATCH: count, CAPACITY: capacity, STOPS: 1, BIASES: 1}
@@ -86,9 +90,7 @@ class Slots:
         ]
         for side in self._outputs:
             side[NEXT_IDS.name].write_at(slice(None), 0)  # what idle rows are fed
-        self._specs = {spec.name: spec for spec in interface.parameters}
-        off = {spec.name: np.full(spec.shape(self._sizes), spec.off, spec.dtype) for spec in interface.parameters}
-        self._parameters = {name: self._constant(values) for name, values in off.items()}
+        self._parameters = ParameterRows(interface.parameters, self._sizes, device)
         self._searched = SearchedRows(count, interface.vocab_size if interface.searches else 0, device)
         self.stalls = np.zeros(count, dtype=np.int64)  # of each slot since `begin`: tokens that a captured graph left
         # Between the graphs of a package that has two: on the host, or, captured, on the device.
@@ -124,7 +126,8 @@ class Slots:
     @property
     def prepared(self) -> bool:
         """Whether `decode` has its captures: True where nothing is captured. What `begin` is given may change it."""
-        return self._sessions.replays is None or all((side, self._searched.size) in self._bound for side in (0, 1))
+        keys = [self._key(range(self.count), side) for side in (0, 1)]
+        return self._sessions.replays is None or all(key in self._bound for key in keys)
 
     def prepare(self) -> None:
         """Capture `decode`, once everything is read: this overwrites the optional outputs.
@@ -136,7 +139,7 @@ class Slots:
         status, next_ids = self._state.read(STATUS.name), outputs.read()
         self._state.write_at(STATUS.name, slice(None), _IDLE)
         for _ in range(2):
-            self._bound[self.side, self._searched.size] = self._bind_batch()
+            self._bound[self._key(range(self.count), self.side)] = self._bind_batch(range(self.count))
             self.decode()
         self._state.write_at(STATUS.name, slice(None), status)
         outputs.write(next_ids)
@@ -184,14 +187,8 @@ class Slots:
     def set_parameter(self, slot: int, name: str, values: Array) -> None:
         """Replace one row of a parameter, from the next call on. Rows wider than any before widen the buffer."""
         self._searched.set(name, slot, values)
-        if np.ndim(values) == 0:
-            self._parameters[name].write_at(slot, values)
-            return
-        if len(values) > self._parameters[name].shape[1]:
-            self._widen(name, len(values))
-        row = np.full(self._parameters[name].shape[1], self._specs[name].off, self._specs[name].dtype)
-        row[: len(values)] = values
-        self._parameters[name].write_at(slot, row)
+        if self._parameters.set(name, slot, values):
+            self._bound.clear()
 
     def prefill(self, slot: int, *ids: Array, emit: bool) -> None:
         """Feed a slot the next piece of its prompt, [n] int64. emit: it is the last; sample the first new token.
@@ -220,20 +217,34 @@ class Slots:
         if resuming and self._count_stalls(rows):
             graphs[1].run()
 
-    def decode(self, *, wait: bool = True) -> None:
-        """Feed every row its newest token; those that run sample the next one.
+    def decode(self, rows: range | None = None, *, wait: bool = True) -> None:
+        """Feed rows their newest token; those that run sample the next one.
 
-        wait: for the device; False where another `decode` follows before anything is read. Where the slots are not
+        rows: all that run; None = every row. The step takes in others beside them where the package needs that. wait:
+        for the device; False where another `decode` follows before anything is read. Where the slots are not
         `prepared`, this prepares them.
         """
-        key = (self.side, self._searched.size)
+        rows = self._rows_of_step(rows or range(self.count))
+        key = self._key(rows, self.side)
         if key not in self._bound and self._sessions.replays is None:
-            self._bound[key] = self._bind_batch()
+            if len(self._bound) >= _MOST_BOUND:
+                self._bound.clear()
+            self._bound[key] = self._bind_batch(rows)
         elif key not in self._bound:
             self.prepare()
         self._searched.of_batch()  # writes it where it changed; nothing else runs then
-        self._run(self._bound[key], range(self.count), wait=wait)
-        self._state.flip()
+        self._run(self._bound[key], rows, wait=wait)
+        self._state.flip(rows if len(rows) < self.count else None)
+
+    def _rows_of_step(self, rows: range) -> range:
+        """These rows, and others beside them where a step has to be over more."""
+        least = self.count if self._least_rows is None else min(self._least_rows, self.count)
+        start = min(rows.start, self.count - least)
+        return range(start, max(rows.stop, start + least))
+
+    def _key(self, rows: range, side: int) -> tuple[object, ...]:
+        """Of what `decode` is bound to."""
+        return side, self._searched.size, rows
 
     def resume(self) -> None:
         """Give the rows that stalled in an earlier `decode` the token that they wait for; captured packages only.
@@ -261,9 +272,8 @@ class Slots:
     def stop(self, slots: int | slice) -> None:
         """Make slots idle, and their parameters cheap; their cache stays."""
         self._state.write_at(STATUS.name, slots, _IDLE)
-        for name, spec in self._specs.items():
-            self._parameters[name].write_at(slots, spec.off)
-            self._searched.set(name, slots, spec.off)
+        for name, off in self._parameters.clear(slots).items():
+            self._searched.set(name, slots, off)
 
     def stop_all(self) -> None:
         """`stop` for every slot."""
@@ -278,18 +288,6 @@ class Slots:
     def _constant(self, array: Array) -> Buffer:
         return Buffer.of(array, self._device)
 
-    def _widen(self, name: str, width: int) -> None:
-        """Give a parameter at least `width` columns; what is bound to the old ones is bound again when needed."""
-        axis = str(self._specs[name].axes[1])
-        self._sizes[axis] = 1 << (width - 1).bit_length()
-        for other, spec in self._specs.items():
-            if axis in spec.axes:
-                old = self._parameters[other].read()
-                wide = np.full(spec.shape(self._sizes), spec.off, dtype=spec.dtype)
-                wide[:, : old.shape[1]] = old
-                self._parameters[other] = self._constant(wide)
-        self._bound.clear()
-
     def _run(self, graphs: list[BoundGraph], sampled: range | None, *, wait: bool = True) -> None:
         """sampled: the slots that get a token, whose logits may be processed in front of a sampler on the host."""
         for index, graph in enumerate(graphs):
@@ -298,10 +296,11 @@ class Slots:
                 logits.write_at(slots, self.process_logits(sampled, logits.read()[slots]))
             graph.run(wait=wait)
 
-    def _bind_batch(self) -> list[BoundGraph]:
+    def _bind_batch(self, rows: range) -> list[BoundGraph]:
         now, then = self._outputs[self.side], self._outputs[1 - self.side]
         call = {INPUT_IDS.name: now[NEXT_IDS.name], INPUT_LENGTHS.name: self._ones, EMIT.name: self._emit[True]}
-        buffers = self._parameters | self._logits | self._state.inputs() | self._state.outputs() | then | call
+        states = self._state.inputs() | self._state.outputs()
+        buffers = rows_of(self._parameters.buffers | self._logits | states | then | call, rows)
         buffers[SEARCHED_ROWS.name] = self._searched.of_batch()
         replays = self._sessions.replays
         return self._bind(buffers, None if replays is None else replays.number())
@@ -311,7 +310,7 @@ class Slots:
         now, before = self._outputs[self.side], self._outputs[1 - self.side]
         states = self._state.inputs()
         call = {INPUT_IDS.name: before[NEXT_IDS.name], INPUT_LENGTHS.name: self._ones, EMIT.name: self._emit[True]}
-        return self._resuming(self._parameters | self._logits | states | now | call)
+        return self._resuming(self._parameters.buffers | self._logits | states | now | call)
 
     def _resuming(self, buffers: Mapping[str, Buffer]) -> BoundGraph:
         sessions, spec = self._sessions, self._interface.sampler
@@ -321,8 +320,7 @@ class Slots:
 
     def _bind_rows(self, rows: range, emit: bool) -> list[BoundGraph]:
         """Over some rows of everything, in place. Their status is written to the batch's with the first token only."""
-        whole = self._parameters | self._logits | self._outputs[self.side]
-        buffers = {name: buffer.rows(rows.start, len(rows)) for name, buffer in whole.items()}
+        buffers = rows_of(self._parameters.buffers | self._logits | self._outputs[self.side], rows)
         buffers |= self._state.inputs(rows) | self._state.outputs(rows)
         status = self._chunk_status.rows(0, len(rows))
         buffers |= {

@@ -126,8 +126,7 @@ class RetainedState:
 
     In place, a graph writes a state's next value into the buffer that it read. A state that takes turns has two
     buffers: a graph reads one `side` and writes the other, and `flip` swaps them after a run, so that what was written
-    last can be copied while the next run writes. Some rows alone are always written in place: swapping them would leave
-    the others behind.
+    last can be copied while the next run writes. Or a run over some rows writes them in place, and nothing is swapped.
     """
 
     def __init__(self, specs: Mapping[TensorSpec, str], sizes: Mapping[str, int], *, turns: Collection[str]) -> None:
@@ -139,20 +138,29 @@ class RetainedState:
             for spec, device in specs.items()
         }
         self._sides = [first, second]
+        self._turns = list(turns)
         self._retained = [spec.name for spec in specs if not spec.read_only]
         self.side = 0
 
     def inputs(self, rows: range | None = None, *, side: int | None = None) -> dict[str, Buffer]:
         """State name → its current value, or that of a given side: of all rows, or of some."""
-        return _rows(self._sides[self.side if side is None else side], rows)
+        buffers = self._sides[self.side if side is None else side]
+        return dict(buffers) if rows is None else rows_of(buffers, rows)
 
     def outputs(self, rows: range | None = None) -> dict[str, Buffer]:
-        """Output name → where the next value of its state goes: of all rows, or of some (then in place)."""
+        """Output name → where the next value of its state goes: of all rows, or, in place, of some."""
         side = self._sides[1 - self.side if rows is None else self.side]
-        return _rows({retained_name(name): side[name] for name in self._retained}, rows)
+        buffers = {retained_name(name): side[name] for name in self._retained}
+        return buffers if rows is None else rows_of(buffers, rows)
 
-    def flip(self) -> None:
-        """Make the values that were just written the current ones."""
+    def flip(self, written: range | None = None) -> None:
+        """Make the values that were just written the current ones. written: their rows; None = all. The others keep
+        their values, which takes memory that the host can read."""
+        now, then = self._sides[self.side], self._sides[1 - self.side]
+        others = [] if written is None else [slice(written.start), slice(written.stop, None)]
+        for rows in others:
+            for name in self._turns:
+                then[name].write_at(rows, now[name].owner.numpy()[rows])
         self.side = 1 - self.side
 
     def read(self, name: str, side: int | None = None) -> Array:
@@ -242,7 +250,6 @@ def _value_at(buffer: Buffer) -> ort.OrtValue:
     return value
 
 
-def _rows(buffers: Mapping[str, Buffer], rows: range | None) -> dict[str, Buffer]:
-    if rows is None:
-        return dict(buffers)
+def rows_of(buffers: Mapping[str, Buffer], rows: range) -> dict[str, Buffer]:
+    """Those rows of each buffer, over the same memory."""
     return {name: buffer.rows(rows.start, len(rows)) for name, buffer in buffers.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -54,7 +55,8 @@ class Sessions:
     sampler: samples on the host; None where the decoder does it by itself. resuming: gives the rows that a captured
     decoder stalled their token; None where the decoder settles every row. device: where the decoder's buffers live,
     "cpu" or "cuda". replays: None where the decoder's runs are not captured and replayed. tokens_per_call: S, where the
-    decoder has it fixed. joins_prompts: one run can read the first tokens of several rows. piece_size,
+    decoder has it fixed. joins_prompts: one run can read the first tokens of several rows. least_rows: a decode step
+    can be over adjacent rows of the batch alone, at least so many; None = it is over all rows. piece_size,
     late_piece_size: a prompt is read in pieces of that many tokens, see `Pieces`. tail_size: so many tokens at the end
     of a piece, read again without those before them, give the same last bits; None: the whole piece has to be read.
     """
@@ -67,6 +69,7 @@ class Sessions:
     replays: Replays | None = None
     tokens_per_call: int | None = None
     joins_prompts: bool = False
+    least_rows: int | None = None
     piece_size: int = _PIECE_SIZE
     late_piece_size: int | None = None
     tail_size: int | None = None
@@ -126,6 +129,9 @@ def open_sessions(
     with in_huge_pages() if device == "cpu" else nullcontext():
         decoder = load("decoder.onnx", providers, options)
     release_pages(package.path / "decoder.onnx.data")
+    # Elsewhere attention is compiled for the capacity as its longest row, and then takes no batch of prompts, whichever
+    # provider runs it.
+    on_plain_cpu = providers[0] == CPU and _compiled_for(package) in (None, CPU)
     length = next(value.shape for value in decoder.get_inputs() if value.name == INPUT_IDS.name)[1]
     fixed = length if isinstance(length, int) else None
     return Sessions(
@@ -141,10 +147,23 @@ def open_sessions(
         piece_size=fixed or (_PIECE_SIZE if device == "cpu" else _PIECE_SIZE_ON_GPU),
         late_piece_size=_LATE_PIECE_SIZE if fixed is None and device == "cpu" else None,
         tail_size=_TAIL_SIZE_ON_CPU if providers[0] == CPU else None,
-        # Elsewhere attention is compiled for the capacity as its longest row, and then takes no batch of prompts,
-        # whichever provider runs it.
-        joins_prompts=providers[0] == CPU and _compiled_for(package) in (None, CPU),
+        joins_prompts=on_plain_cpu,
+        least_rows=_least_rows(package, options) if on_plain_cpu else None,
     )
+
+
+def _least_rows(package: Package, options: SessionOptions) -> int:
+    """The least rows of a decode step whose last bits are those of a step over more rows.
+
+    Where there are more threads than rows times attention heads, several threads share a head and add up what each
+    found. And the product of one row of floats has a kernel of its own; that of packed weights does not.
+    """
+    compilation = package.manifest.compilation
+    quantization = (compilation and compilation.quantization) or {}
+    packed = package.manifest.packed_weights or {"matrices", "packed_matrices"} & quantization.keys()
+    threads = options.intra_op_num_threads or os.cpu_count() or 1
+    heads = min((shape.num_key_value_heads for shape in package.interface.key_values), default=threads)  # or more
+    return max(1 if packed else 2, -(-threads // heads))
 
 
 def _compiled_for(package: Package) -> str | None:

@@ -68,6 +68,19 @@ def count_rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return rows
 
 
+def rows_of_steps(monkeypatch: pytest.MonkeyPatch) -> list[range]:
+    """What each decode step is asked to be over, from now on."""
+    asked: list[range] = []
+    plain = Slots.decode
+
+    def decode(self: Slots, rows: range, *, wait: bool = True) -> None:
+        asked.append(rows)
+        plain(self, rows, wait=wait)
+
+    monkeypatch.setattr(Slots, "decode", decode)
+    return asked
+
+
 def hundred(model: CausalLM) -> tuple[list[Sequence], Any]:
     """100 random requests, many of them short, and what the reference makes of them."""
     generator = random.Random(5)
@@ -105,9 +118,7 @@ def test_tokens_come_a_window_at_a_time(double_buffering: bool, model: CausalLM)
 def test_no_step_runs_after_the_longest_row_must_have_ended(
     double_buffering: bool, flush_every: int, model: CausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calls: list[int] = []
-    plain = Slots.decode
-    monkeypatch.setattr(Slots, "decode", lambda self, *, wait=True: (calls.append(1), plain(self, wait=wait))[1])
+    calls = rows_of_steps(monkeypatch)
     lengths = (9, 4, 14)
     requests = [
         make_sequence(model, [5], SamplingParams(max_new_tokens=n, eos_token_id=()), n, CAPACITY) for n in lengths
@@ -116,15 +127,33 @@ def test_no_step_runs_after_the_longest_row_must_have_ended(
     assert len(calls) == 13
 
 
+@pytest.mark.parametrize("double_buffering", [False, True])
+def test_a_step_is_over_the_rows_that_run(
+    double_buffering: bool, model: CausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second request ends first, then the first one; what comes next takes the slot beside the one that runs."""
+    asked = rows_of_steps(monkeypatch)
+    lengths = (5, 3, 14, 6)
+    requests = [
+        make_sequence(model, [5 + n], SamplingParams(max_new_tokens=n, eos_token_id=()), n, CAPACITY) for n in lengths
+    ]
+    tokens, _, _ = run(model, requests, 3, double_buffering=double_buffering, interleave=False)
+    assert tokens == [
+        fake_reference.generate([5 + n], SamplingParams(max_new_tokens=n), n, CAPACITY)[0] for n in lengths
+    ]
+    assert asked[:2] == [range(3)] * 2
+    assert set(asked[2:]) == {range(3), range(1, 3), range(2, 3)}
+
+
 def test_the_copy_of_one_step_overlaps_the_run_of_the_next(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """A read waits for the next step to begin, and that step for the read to end: without overlap, both hang."""
     begun, read = threading.Semaphore(0), threading.Semaphore(0)
     plain_decode, plain_read, overlapped = Slots.decode, Slots.read, []
 
-    def decode(self: Slots, *, wait: bool = True) -> None:
+    def decode(self: Slots, rows: range, *, wait: bool = True) -> None:
         begun.release()
         assert read.acquire(timeout=30)
-        plain_decode(self, wait=wait)
+        plain_decode(self, rows, wait=wait)
 
     def copy(self: Slots, side: int | None = None, newest: int | None = None) -> Snapshot:
         if side is not None:
@@ -373,10 +402,10 @@ def test_optional_outputs_are_those_of_their_own_step(
     done, copied = threading.Semaphore(0), threading.Semaphore(0)
     plain_decode, plain_read, overlapped = Slots.decode, Slots.read, []
 
-    def decode(self: Slots, *, wait: bool = True) -> None:
+    def decode(self: Slots, rows: range, *, wait: bool = True) -> None:
         if not late:
             assert copied.acquire(timeout=30)
-        plain_decode(self, wait=wait)
+        plain_decode(self, rows, wait=wait)
         done.release()
 
     def read(self: Slots, side: int | None = None, newest: int | None = None) -> Snapshot:

@@ -132,6 +132,50 @@ def test_a_prompt_goes_where_most_of_it_is_kept(reuse_sampled: bool) -> None:
         assert (one.slot, one.reused, one.consumed) == (slot, reused, reused)
 
 
+def test_slots_in_use_are_close_together_where_a_step_may_be_over_some() -> None:
+    scheduler = Scheduler(6, least_rows=2)
+
+    def admit(prompt: list[int]) -> Sequence:
+        one = request(prompt)
+        scheduler.add(one)
+        assert scheduler.admit() == [one]
+        read(scheduler, one)
+        one.sampled = [99]
+        return one
+
+    first = [admit([n] * 9) for n in range(1, 7)]
+    assert [one.slot for one in first] == list(range(6))
+    for slot in (4, 0, 5, 1, 3):
+        scheduler.leave(first[slot])
+    # Slot 2 runs. Beside it, slot 1 was left before slot 3; slots 4 and 0, which were left before, are further off.
+    second = admit([8])
+    assert (second.slot, second.source, second.reused) == (1, 1, 0)
+    # What slot 5 holds is copied; it keeps it, and what slot 1 held is gone.
+    third = admit([6] * 5 + [7])
+    assert (third.slot, third.source, third.reused) == (0, 5, 5)
+    assert admit([2] * 9).reused == 0
+    scheduler.leave(first[2])
+    assert Window((second, third), 1).rows == range(2)
+
+
+def test_two_rows_are_as_cheap_as_one_where_a_step_has_two() -> None:
+    """Slots 2 and 4 are no further off than slot 3 itself would be; what they hold decides."""
+    scheduler = Scheduler(5, least_rows=3)
+    ones = [request([n] * 9) for n in range(1, 6)]
+    for one in ones:
+        scheduler.add(one)
+    scheduler.admit()
+    for one in ones:
+        read(scheduler, one)
+        one.sampled = [99]
+        if one is not ones[2]:
+            scheduler.leave(one)
+    again = request([5] * 9)
+    scheduler.add(again)
+    scheduler.admit()
+    assert (again.slot, again.source, again.reused) == (4, 4, 8)
+
+
 def test_what_is_kept_of_a_request_that_left_early() -> None:
     for consumed, issued, keep, kept in ((2, 0, True, 2), (4, 1, True, 0), (4, 1, False, 0), (0, 0, True, 0)):
         scheduler = Scheduler(1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 
 from qsample.contract import RUNNING, STOPPED
 from qsample.runtime import CausalLM, SamplingParams
+from qsample.runtime.decode import slots as slots_module
 from qsample.runtime.decode.slots import Slots
 from qsample.runtime.session.buffers import Buffer, copy_on_device
 from tests.helpers import fake_reference
@@ -70,6 +72,84 @@ def test_a_row_that_joins_between_the_steps_of_others(
     assert new_tokens(slots, 1, prompts[1]) == expected(prompts[1], params[1], 1)
     assert new_tokens(slots, 0, prompts[2]) == expected(prompts[2], params[2], 0)
     assert slots.read().status.tolist() == [2, 2, STOPPED]
+
+
+@pytest.mark.parametrize("sampler", [True, False])
+def test_steps_over_some_rows(sampler: bool, fake_model: Callable[..., CausalLM]) -> None:
+    """Random rows run, next to each other or not, come and go; the others stand still, whatever they hold."""
+    generator = random.Random(7)
+    model = fake_model(sampler=sampler)
+    slots = Slots(replace(model.sessions, least_rows=1), 5, CAPACITY)
+    half = [9, 8, 7, 6]
+    begin(slots, model, 4, half, FREE)
+    slots.prefill(4, np.array(half[:3]), emit=False)
+    running: dict[int, tuple[list[int], SamplingParams]] = {}
+    seen = set()
+    for _ in range(60):
+        slot = generator.randrange(4)
+        if slot in running and generator.random() < 0.5:
+            prompt, params = running.pop(slot)
+            tokens = new_tokens(slots, slot, prompt)
+            assert tokens == expected(prompt, params, slot)[: len(tokens)]
+            slots.stop(slot)
+        elif slot not in running:
+            prompt, params = random_prompt(generator), random_params(generator)
+            begin(slots, model, slot, prompt, params)
+            feed(slots, slot, prompt)
+            running[slot] = prompt, params
+        if running:
+            rows = range(min(running), max(running) + 1)
+            seen.add(rows)
+            before = {name: slots._state.read(name) for name in slots._state.inputs()}
+            for _ in range(generator.randint(1, 3)):
+                slots.decode(rows)
+            for name, values in before.items():
+                now = slots._state.read(name)
+                for row in set(range(5)) - set(rows):
+                    assert (name, row, now[row].tobytes()) == (name, row, values[row].tobytes())
+    assert {len(rows) for rows in seen} == {1, 2, 3, 4}
+    for _ in range(60):
+        slots.decode(range(4))
+    for slot, (prompt, params) in running.items():
+        assert new_tokens(slots, slot, prompt) == expected(prompt, params, slot)
+    slots.prefill(4, np.array(half[3:]), emit=True)
+    for _ in range(20):
+        slots.decode(range(4, 5))
+    assert new_tokens(slots, 4, half) == expected(half, FREE, 4)
+
+
+@pytest.mark.parametrize(
+    ("least", "rows", "step"),
+    [
+        (1, range(2, 4), range(2, 4)),
+        (2, range(3, 4), range(3, 5)),
+        (2, range(4, 5), range(3, 5)),
+        (3, range(1, 3), range(1, 4)),
+        (3, range(4), range(4)),
+        (9, range(2, 3), range(5)),
+        (None, range(2, 3), range(5)),
+    ],
+)
+def test_rows_of_a_step(least: int | None, rows: range, step: range, model: CausalLM) -> None:
+    slots = Slots(replace(model.sessions, least_rows=least), 5, CAPACITY)
+    begin(slots, model, rows[-1], [5, 6, 7], FREE)
+    feed(slots, rows[-1], [5, 6, 7])
+    for _ in range(3):
+        slots.decode(rows)
+        (shape,) = {graph._buffers["input_ids"].shape for key, (graph,) in slots._bound.items() if step in key}
+        assert shape == (len(step), 1)
+    assert new_tokens(slots, rows[-1], [5, 6, 7]) == expected([5, 6, 7], FREE, rows[-1])[:4]
+
+
+def test_graphs_over_ever_other_rows_are_let_go(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slots_module, "_MOST_BOUND", 3)
+    slots = Slots(replace(model.sessions, least_rows=1), 6, CAPACITY)
+    begin(slots, model, 0, [5, 6, 7], FREE)
+    feed(slots, 0, [5, 6, 7])
+    for stop in (1, 2, 3, 4, 5, 6, 6, 6, 6):
+        slots.decode(range(stop))
+        assert len(slots._bound) <= 3
+    assert new_tokens(slots, 0, [5, 6, 7]) == expected([5, 6, 7], FREE, 0)[:10]
 
 
 @pytest.mark.parametrize("in_place", [True, False])
@@ -244,12 +324,12 @@ def test_a_row_that_runs_keeps_its_stop_ids_and_biases_when_another_brings_more(
         begin(slots, model, slot, prompt, params)
         feed(slots, slot, prompt)
     slots.decode()
-    before = {name: slots._parameters[name].read()[:3] for name in ("stop_ids", "logit_bias_ids", "logit_bias")}
+    before = {name: slots._parameters.buffers[name].read()[:3] for name in ("stop_ids", "logit_bias_ids", "logit_bias")}
     begin(slots, model, 3, [8, 9], brings_more)
     for name, values in before.items():
-        now = slots._parameters[name].read()[:3]
+        now = slots._parameters.buffers[name].read()[:3]
         assert (now[:, : values.shape[1]] == values).all(), name
-        assert (now[:, values.shape[1] :] == slots._specs[name].off).all(), name
+        assert (now[:, values.shape[1] :] == slots._parameters._specs[name].off).all(), name
     feed(slots, 3, [8, 9])
     for _ in range(20):
         slots.decode()

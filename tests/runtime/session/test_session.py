@@ -150,3 +150,21 @@ def test_a_capacity_other_than_the_manifests(tmp_path: Path) -> None:
         load(package.path)
     fitting = fake_package(tmp_path / "fitting", compilation=compilation(ctx_len=40), edit=fix)
     assert len(load(fitting.path).generate([5], temperature=0, eos_token_id=None).token_ids[0]) == 39
+
+
+@pytest.mark.parametrize(
+    ("quantization", "threads", "least"),
+    [
+        (None, 1, 2),  # the product of one row of floats
+        (None, 5, 5),  # one head: every thread would have a part of it
+        ({"divergence": {}, "kv_cache_dtype": "int8"}, 1, 2),
+        ({"divergence": {}, "matrices": 3}, 1, 1),
+        ({"divergence": {}, "matrices": 3}, 4, 4),
+        ({"divergence": {}, "packed_matrices": 3}, 1, 1),
+    ],
+)
+def test_how_many_rows_a_step_has_at_least(
+    quantization: dict[str, Any] | None, threads: int, least: int, fake: Callable[..., Package]
+) -> None:
+    device = fake(compilation=compilation(quantization=quantization))
+    assert load(device.path, intra_op_num_threads=threads).sessions.least_rows == least
