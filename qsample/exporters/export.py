@@ -26,6 +26,7 @@ from qsample.exporters.experts import lower_experts
 from qsample.exporters.huggingface_reference import longest_context, reference
 from qsample.exporters.placeholders import fill_placeholders
 from qsample.exporters.portable import portable_manifest, write_graphs
+from qsample.exporters.row_sums import align_row_sums
 from qsample.exporters.trace import trace
 from qsample.progress import Progress
 from qsample.transforms import pipeline
@@ -132,6 +133,7 @@ def _export(
     fill_placeholders(traced)
     outline_scans(traced)
     lower_experts(traced)
+    align_row_sums(traced)
     report("writing the weights", 0.55)
     write_graphs(traced, interface, token_ids.pad, folder, refer=not publish)
     del traced

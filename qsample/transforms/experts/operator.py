@@ -80,5 +80,9 @@ def run_rows(rows: Tensor, chosen: Tensor, experts: ExpertWeights) -> Tensor:
 
 
 def combine(outputs: Tensor, weights: Tensor) -> Tensor:
-    """The sum of a token's experts. outputs: [T, k, H]. weights: [T, k]. Returns [T, H]."""
-    return (outputs * weights.unsqueeze(-1)).sum(dim=1)
+    """The sum of a token's experts. outputs: [T, k, H]. weights: [T, k]. Returns [T, H].
+
+    A product a token: ONNX Runtime's sum over k adds up in another order where there is one token.
+    """
+    dtype = torch.result_type(outputs, weights)
+    return torch.matmul(weights.unsqueeze(1).to(dtype), outputs.to(dtype)).squeeze(1)

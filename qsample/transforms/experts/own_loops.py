@@ -101,7 +101,7 @@ def _llama4(module: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
     weights = torch.gather(scores, 1, chosen)
     rows = (states.unsqueeze(1) * weights.unsqueeze(-1)).reshape(-1, states.shape[-1])
     outputs = run_rows(rows, chosen, _llama4_weights(module)).reshape(-1, module.top_k, states.shape[-1])
-    return module.shared_expert(states) + outputs.sum(dim=1), logits
+    return module.shared_expert(states) + combine(outputs, torch.ones_like(weights)), logits
 
 
 def _llama4_weights(module: Any) -> ExpertWeights:
