@@ -104,6 +104,14 @@ def test_generate_passes_every_sampling_option(run: Any, llama_package: Path, mo
     assert seen["do_sample"] is False
 
 
+@pytest.mark.parametrize("command", ["generate", "chat"])
+def test_an_empty_stop_string_is_refused_before_anything_is_loaded(command: str, run: Any, tmp_path: Path) -> None:
+    status, _, err = run(
+        command, tmp_path / "nowhere", *(["-p", "x"] if command == "generate" else []), "--stop-string="
+    )
+    assert (status, "--stop-string is" in err, "nowhere" in err) == (1, True, False)
+
+
 def test_generate_stops_at_a_stop_id(run: Any, llama_package: Path) -> None:
     first = json.loads(run("generate", llama_package, "-p", "One", "--json", *GENERATE)[1])["results"][0]["token_ids"]
     stop = first[2]

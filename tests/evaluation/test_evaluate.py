@@ -189,6 +189,14 @@ def test_arguments_out_of_range(options: dict[str, Any], message: str, tmp_path:
         evaluate(fake_package(tmp_path / "package", compilation=compilation()), TEXT, **options)
 
 
+def test_a_package_against_itself(tmp_path: Path) -> None:
+    first = fake_package(tmp_path / "first")
+    (tmp_path / "link").symlink_to(first.path)
+    for against in (first, tmp_path / "link", [first, tmp_path / "link"]):
+        with pytest.raises(ValueError, match="the package itself; give another one to compare it with"):
+            evaluate(first, TEXT, against=against)
+
+
 def test_packages_that_do_not_go_together(llama_package: Path, tmp_path: Path) -> None:
     first = fake_package(tmp_path / "first")
     bare = fake_package(tmp_path / "bare", tokenizer=False)

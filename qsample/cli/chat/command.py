@@ -72,10 +72,11 @@ def chat(
     from qsample.cli.chat.conversation import Conversation
     from qsample.cli.chat.screen import Screen
     from qsample.runtime import Engine, load
+    from qsample.runtime.text.stop_strings import check_stop_strings
 
     options = sampling_options(ctx.params)
     if stop_string:
-        options["stop_strings"] = tuple(stop_string)
+        options["stop_strings"] = check_stop_strings(stop_string)
     template = chat_options(ctx.params)
     check_jinja()
     opened = open_exported(model, provider)  # kept: a temporary export lives as long as this

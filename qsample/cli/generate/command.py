@@ -114,10 +114,11 @@ def generate(
     from qsample.cli.generate.prompt_file import generate_file
     from qsample.cli.generate.prompt_rows import read_rows
     from qsample.runtime import load
+    from qsample.runtime.text.stop_strings import check_stop_strings
 
     options, chat_settings = sampling_options(ctx.params), chat_options(ctx.params)
     if stop_string:
-        options["stop_strings"] = tuple(stop_string)
+        options["stop_strings"] = check_stop_strings(stop_string)
     if prompt_file is not None and prompt:
         raise typer.BadParameter("--prompt and --prompt-file were given; give one")
     for name, value in (("--output", output), ("--slots", slots)):
