@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -220,7 +221,17 @@ def _load(
     except QsampleError:
         raise
     except Exception as error:  # ONNX Runtime's own exceptions share no base but Exception
-        raise PackageError(f"ONNX Runtime cannot load {package.path / name}: {error}") from error
+        hint = _made_by_newer(package)
+        raise PackageError(f"ONNX Runtime cannot load {package.path / name}: {error}{hint}") from error
+
+
+def _made_by_newer(package: Package) -> str:
+    """What to do where a newer ONNX Runtime compiled the package, whose operators this one may not know."""
+    made, here = package.manifest.versions.get("onnxruntime", ""), str(ort.__version__)
+    numbers = [[int(number) for number in re.findall(r"\d+", version)[:3]] for version in (made, here)]
+    if package.manifest.compilation is None or numbers[0] <= numbers[1]:
+        return ""
+    return f"; it was compiled with onnxruntime {made} and this is {here}: install {made} or newer, or compile it here"
 
 
 def check_interface(session: ort.InferenceSession, spec: GraphSpec, sizes: Mapping[str, int], graph_name: str) -> None:

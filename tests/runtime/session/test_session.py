@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from qsample.contract import Interface, KeyValueShape
 from qsample.errors import PackageError, QsampleError
 from qsample.package import Package
 from qsample.runtime import load
+from qsample.runtime.session import session as session_module
 from tests.helpers.fake_graphs import DIM, VOCAB
 from tests.helpers.fake_package import compilation, fake_interface, fake_package
 
@@ -150,6 +152,31 @@ def test_a_capacity_other_than_the_manifests(tmp_path: Path) -> None:
         load(package.path)
     fitting = fake_package(tmp_path / "fitting", compilation=compilation(ctx_len=40), edit=fix)
     assert len(load(fitting.path).generate([5], temperature=0, eos_token_id=None).token_ids[0]) == 39
+
+
+@pytest.mark.parametrize(
+    ("made", "here", "told"),
+    [("1.32.0", "1.31.1", True), ("1.100.0", "1.32.0", True), ("1.31.1", "1.32.0", False), ("1.32.0", "1.32.0", False)],
+)
+def test_a_package_of_a_newer_onnxruntime_that_does_not_load(
+    made: str, here: str, told: bool, fake: Callable[..., Package], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = fake(compilation=compilation())
+    manifest = device.path / "qsample.json"
+    document = json.loads(manifest.read_text())
+    document["versions"]["onnxruntime"] = made
+    manifest.write_text(json.dumps(document))
+
+    def fail(*arguments: Any, **options: Any) -> None:
+        raise RuntimeError("Unrecognized attribute: query")
+
+    monkeypatch.setattr(session_module, "open_session", fail)
+    monkeypatch.setattr(session_module.ort, "__version__", here)
+    with pytest.raises(PackageError, match="Unrecognized attribute: query") as caught:
+        load(device.path)
+    assert (
+        f"compiled with onnxruntime {made} and this is {here}: install {made} or newer" in str(caught.value)
+    ) == told
 
 
 @pytest.mark.parametrize(
