@@ -19,7 +19,7 @@ from qsample.tensors import DTYPES, Array
 
 HALF_DTYPES: Final = ("float16", "bfloat16")
 # Operators whose CUDA kernels, in the versions of the graph's opset, take float16 but not bfloat16.
-_WITHOUT_BFLOAT16: Final = ("TopK",)
+_WITHOUT_BFLOAT16: Final = ("Pad", "TopK")
 # Operators over the states of recurrent layers, and which of their inputs are such a state or decide its future.
 _RECURRENCES: Final = {"LinearAttention": (3, 4, 5), "CausalConvWithState": (3,)}
 # What may stand between such an input and the products that it comes from.
@@ -156,7 +156,7 @@ def _cast(value: ir.Value, dtype: ir.DataType) -> ir.Value:
 
 
 def _run_in_float32(node: ir.Node, half: ir.DataType) -> None:
-    """Cast what `node` reads to float32, and its results back: exact, where it only chooses among values."""
+    """Cast what `node` reads to float32, and its results back: exact, where it only chooses or moves values."""
     assert node.graph is not None
     for index, value in enumerate(node.inputs):
         if value is not None and value.dtype == half:

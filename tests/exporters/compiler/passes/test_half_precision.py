@@ -8,6 +8,8 @@ import pytest
 
 from qsample.exporters.compiler.passes.half_precision import HALF_DTYPES, convert_to_half
 from qsample.exporters.graph.edit import initializer, lazy_initializer
+from qsample.exporters.row_sums import align_row_sums
+from tests.helpers.cuda_kernels import KERNELS
 from tests.helpers.small_graphs import normal, operators, results, small_graph
 
 GRAPH = """
@@ -99,6 +101,32 @@ def test_an_operator_without_bfloat16_chooses_in_float32() -> None:
         assert top.inputs[0] is not None
         assert top.inputs[0].dtype == (ir.DataType.FLOAT16 if dtype == "float16" else ir.DataType.FLOAT)
         assert model.graph.outputs[0].dtype == ir.DataType.FLOAT
+
+
+@pytest.mark.parametrize("dtype", HALF_DTYPES)
+def test_sums_of_routing_weights_have_kernels_in_half_precision(dtype: str) -> None:
+    """Of 6 experts a token: what they weigh is padded before it is added up."""
+    text = """
+    route (float[B,6] chosen) => (float[B,1] logits) <int64[1] axes = {-1}, float[1] two = {2}>
+    {
+        weights = Mul (chosen, two)
+        total = ReduceSum <keepdims = 1> (weights, axes)
+        logits = Mul (total, two)
+    }
+    """
+    model = small_graph(text, {"weights": ["B", 6], "total": ["B", 1], "logits": ["B", 1]})
+    align_row_sums(model)
+    assert convert_to_half(model, dtype, {"chosen"})
+    assert "Pad" in operators(model)
+    for node in model.graph:
+        read = node.inputs[0]
+        assert read is not None
+        assert read.dtype is not None
+        assert read.dtype.name.lower() in KERNELS[node.op_type], node.op_type
+    if dtype == "float16":
+        chosen = normal(3, 6)
+        (got,) = results(model, {"chosen": chosen.astype(np.float16)})
+        np.testing.assert_allclose(got, 4 * chosen.sum(-1, keepdims=True), atol=0.1)
 
 
 RECURRENCE = """
