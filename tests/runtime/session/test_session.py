@@ -185,8 +185,10 @@ def test_a_package_of_a_newer_onnxruntime_that_does_not_load(
         (None, 1, 2),  # the product of one row of floats
         (None, 5, 5),  # one head: every thread would have a part of it
         ({"divergence": {}, "kv_cache_dtype": "int8"}, 1, 2),
-        ({"divergence": {}, "matrices": 3}, 1, 1),
-        ({"divergence": {}, "matrices": 3}, 4, 4),
+        ({"divergence": {}, "dtype": "int4", "bits": 4, "matrices": 3}, 1, 1),
+        ({"divergence": {}, "dtype": "int4", "bits": 4, "matrices": 3}, 4, 4),
+        ({"divergence": {}, "dtype": "int4", "bits": 4, "matrices": 0, "experts": 8}, 1, 2),
+        ({"divergence": {}, "dtype": "float16", "matrices": 3}, 1, 2),  # half the space, and floats when it is loaded
         ({"divergence": {}, "packed_matrices": 3}, 1, 1),
     ],
 )
