@@ -161,9 +161,9 @@ def _least_rows(package: Package, options: SessionOptions) -> int:
     """
     compilation = package.manifest.compilation
     quantization = (compilation and compilation.quantization) or {}
-    # Matrices without bits are stored in float16 and multiplied by in float32.
-    packed = package.manifest.packed_weights or "packed_matrices" in quantization
-    packed = packed or ("bits" in quantization and quantization.get("matrices"))
+    # Matrices without bits are stored in float16 and multiplied by in float32. Of weights that came packed the head is
+    # a float matrix, nearly always, until compile packs it.
+    packed = "bits" in quantization and quantization.get("matrices")
     threads = options.intra_op_num_threads or os.cpu_count() or 1
     heads = min((shape.num_key_value_heads for shape in package.interface.key_values), default=threads)  # or more
     return max(1 if packed else 2, -(-threads // heads))

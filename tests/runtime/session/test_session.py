@@ -189,7 +189,8 @@ def test_a_package_of_a_newer_onnxruntime_that_does_not_load(
         ({"divergence": {}, "dtype": "int4", "bits": 4, "matrices": 3}, 4, 4),
         ({"divergence": {}, "dtype": "int4", "bits": 4, "matrices": 0, "experts": 8}, 1, 2),
         ({"divergence": {}, "dtype": "float16", "matrices": 3}, 1, 2),  # half the space, and floats when it is loaded
-        ({"divergence": {}, "packed_matrices": 3}, 1, 1),
+        ({"divergence": {}, "packed_matrices": 3}, 1, 2),  # the head is not among them
+        ({"divergence": {}, "dtype": "int4", "bits": 4, "matrices": 1, "packed_matrices": 3}, 1, 1),
     ],
 )
 def test_how_many_rows_a_step_has_at_least(
