@@ -1,9 +1,13 @@
-"""`Pieces`: where prompts are cut, so that nothing but the prompt decides how it is read."""
+"""Where prompts are cut, so that nothing but the prompt decides how it is read; and what two have in common."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Final
+
+import numpy as np
+
+from qsample.tensors import Array
 
 LATE: Final = 1024  # tokens
 
@@ -50,3 +54,23 @@ class Pieces:
             result.append(range(start, stop))
             start = stop
         return tuple(result)
+
+
+def reusable_prefix(held: Array, prompt: Array, pieces: Pieces, tail_size: int | None) -> int:
+    """How many tokens of `prompt` need not be read after `held`, which was read in pieces from its start.
+
+    Those of whole pieces that both have: what is in a piece may depend on where the piece ends. Where both end in the
+    same piece, all but its last `tail_size` tokens (None = all of it).
+    """
+    shared, length = shared_prefix(held, prompt), len(prompt)
+    if shared == length and (length == len(held) or length == pieces.begin(length)):
+        start = pieces.begin(length - 1)
+        return start if tail_size is None else max(start, length - tail_size)
+    return pieces.begin(min(shared, length - 1))
+
+
+def shared_prefix(kept: Array, prompt: Array) -> int:
+    """How many tokens two rows have in common from their start."""
+    length = min(len(kept), len(prompt))
+    different = np.flatnonzero(kept[:length] != prompt[:length])
+    return int(different[0]) if len(different) else length

@@ -22,7 +22,8 @@ class Sequence:
     The scheduler and the decode loop keep the rest. slot: None outside one. admitted_at: when it got its slot, on
     `time.perf_counter`. source: the slot whose cache held most of the prompt on admission, where its own does not hold
     as much. reused: prompt tokens that were in a slot's cache. place: where the recurrent states after those of
-    `source` were saved; None = there are none. consumed: prompt tokens in the cache.
+    `source` were saved; None = there are none. moved: the other slot that gets what its own kept so far, and the tokens
+    of that. consumed: prompt tokens in the cache.
     issued: tokens sampled if the row still runs. sampled: the tokens, as far as they were read. status: the contract's;
     STOPPED also at a stop string. outputs: the optional outputs by name, without the batch axis, one entry a token.
     max_length: the most tokens that it may have in the end, prompt included. reason: why somebody else than the graph
@@ -43,6 +44,7 @@ class Sequence:
     source: int | None = None
     reused: int = 0
     place: int | None = None
+    moved: tuple[int, Array] | None = None
     consumed: int = 0
     issued: int = 0
     sampled: list[int] = field(default_factory=list)

@@ -170,6 +170,8 @@ class DecodeLoop:
         assert slot is not None
         assert source is not None
         sequence.admitted_at = time.perf_counter()
+        if sequence.moved is not None:
+            self._slots.copy(slot, *sequence.moved)
         self._slots.begin(slot, sequence.prompt, sequence.seed, sequence.parameters, sequence.reused)
         if source != slot:
             self._slots.copy(source, slot, sequence.prompt[: sequence.reused], sequence.place)

@@ -2,7 +2,8 @@
 
 A sequence waits, is admitted to a slot, has its prompt read in chunks, and runs until it ends. The slot that it leaves
 keeps its prompt in the cache. The next sequence gets the slot that keeps the longest beginning of its prompt, among
-those next to the ones in use where a step over fewer rows is cheaper; what another slot holds, free or not, is copied.
+those next to the ones in use where a step over fewer rows is cheaper; what another slot holds, free or not, is copied,
+and what the chosen one kept is moved to the one that was left longest ago.
 Recurrent states are gone on from where they were saved.
 """
 
@@ -18,7 +19,7 @@ from typing import Final
 import numpy as np
 
 from qsample.runtime.decode.saved_states import Save, SavedStates
-from qsample.runtime.pieces import Pieces
+from qsample.runtime.pieces import Pieces, reusable_prefix, shared_prefix
 from qsample.runtime.sequence import Sequence
 from qsample.tensors import Array
 
@@ -134,6 +135,7 @@ class Scheduler:
         self._attention = attention
         self._saved = SavedStates(saved_states if recurrent else 0)
         self._join_prompts = join_prompts
+        self._moves = least_rows is not None and attention
         self._least_rows = slots if least_rows is None else least_rows
         self._reuse_sampled = reuse_sampled
         self._chunk_was_last = False
@@ -175,11 +177,29 @@ class Scheduler:
             sequence.source = max([sequence.slot, *self._free], key=reusable.__getitem__)
             sequence.reused = sequence.consumed = reusable[sequence.source]
             sequence.place = self._saved.use(sequence.prompt[: sequence.reused])
+            sequence.moved = self._make_room(sequence.slot, sequence.source, sequence.prompt, sequence.reused)
             self._free.remove(sequence.slot)
             del self._kept[sequence.slot]
             admitted.append(sequence)
         self._in_slots += admitted
         return admitted
+
+    def _make_room(self, slot: int, source: int, prompt: Array, reused: int) -> tuple[int, Array] | None:
+        """Another free slot for what `slot` keeps, and that: what was left longest ago gives way, wherever it is.
+
+        Otherwise, slots beside those in use would forget what was left last, and others keep what nobody asks for. None
+        = nothing is moved: where the step is over all slots, the one left longest ago was chosen.
+        """
+        kept, spare = self._kept[slot], next(one for one in self._free if one == slot or one != source)
+        if source != slot and shared_prefix(self._kept[source], prompt) == len(self._kept[source]):
+            self._free.remove(source)  # `slot` is about to hold all of it
+            self._free.insert(0, source)
+        if spare == slot or not len(kept) or (source == slot and reused) or not self._moves:
+            return None
+        self._kept[spare] = kept
+        self._free.remove(spare)
+        self._free.insert(self._free.index(slot), spare)
+        return spare, kept
 
     def leave(self, sequence: Sequence, *, keep: bool = True) -> int | None:
         """Take a sequence out, wherever it is, and return the slot that it leaves. keep: its cache can be reused."""
@@ -326,23 +346,3 @@ def joined_slots(lengths: Mapping[int, int], slot: int, piece_size: int, chunk_s
         else:
             break
     return joined
-
-
-def reusable_prefix(held: Array, prompt: Array, pieces: Pieces, tail_size: int | None) -> int:
-    """How many tokens of `prompt` need not be read after `held`, which was read in pieces from its start.
-
-    Those of whole pieces that both have: what is in a piece may depend on where the piece ends. Where both end in the
-    same piece, all but its last `tail_size` tokens (None = all of it).
-    """
-    shared, length = shared_prefix(held, prompt), len(prompt)
-    if shared == length and (length == len(held) or length == pieces.begin(length)):
-        start = pieces.begin(length - 1)
-        return start if tail_size is None else max(start, length - tail_size)
-    return pieces.begin(min(shared, length - 1))
-
-
-def shared_prefix(kept: Array, prompt: Array) -> int:
-    """How many tokens two rows have in common from their start."""
-    length = min(len(kept), len(prompt))
-    different = np.flatnonzero(kept[:length] != prompt[:length])
-    return int(different[0]) if len(different) else length

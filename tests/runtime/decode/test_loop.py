@@ -145,6 +145,34 @@ def test_a_step_is_over_the_rows_that_run(
     assert set(asked[2:]) == {range(3), range(1, 3), range(2, 3)}
 
 
+@pytest.mark.parametrize("double_buffering", [False, True])
+def test_what_was_moved_out_of_the_way_is_gone_on_from(double_buffering: bool, model: CausalLM) -> None:
+    """Three conversations take turns in the slot beside the one that runs all the time."""
+    generator, short = random.Random(2), SamplingParams(temperature=0.9, max_new_tokens=2, eos_token_id=())
+    texts = [[generator.randrange(3, 290) for _ in range(CAPACITY)] for _ in range(3)]
+    sessions = replace(model.sessions, least_rows=1)
+    scheduler, device = make_scheduler(sessions, 6), Slots(sessions, 6, CAPACITY)
+    long = SamplingParams(temperature=0.9, max_new_tokens=60, eos_token_id=())
+    running, moved = make_sequence(model, [5], long, 0, CAPACITY), 0
+    with DecodeLoop(device, scheduler, lambda sequence: sequence.take(), double_buffering=double_buffering) as loop:
+        loop.add(running)
+        while not running.sampled:
+            loop.step()
+        for turn in range(1, 4):
+            for seed, text in enumerate(texts):
+                prompt = text[: turn * sessions.piece_size + 1]
+                one = make_sequence(model, prompt, short, seed, CAPACITY)
+                loop.add(one)
+                while one.status == RUNNING:
+                    loop.step()
+                assert one.reused == (turn - 1) * sessions.piece_size
+                assert one.sampled == fake_reference.generate(prompt, short, seed, CAPACITY)[0]
+                moved += one.moved is not None
+        assert running.status == RUNNING
+        assert moved > 3
+    assert running.sampled == fake_reference.generate([5], long, 0, CAPACITY)[0][: len(running.sampled)]
+
+
 def test_the_copy_of_one_step_overlaps_the_run_of_the_next(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """A read waits for the next step to begin, and that step for the read to end: without overlap, both hang."""
     begun, read = threading.Semaphore(0), threading.Semaphore(0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import numpy as np
@@ -14,10 +15,8 @@ from qsample.runtime.decode.scheduler import (
     Prompts,
     Window,
     joined_slots,
-    reusable_prefix,
-    shared_prefix,
 )
-from qsample.runtime.pieces import Pieces
+from qsample.runtime.pieces import Pieces, reusable_prefix, shared_prefix
 from qsample.runtime.sequence import Sequence
 
 
@@ -150,12 +149,45 @@ def test_slots_in_use_are_close_together_where_a_step_may_be_over_some() -> None
     # Slot 2 runs. Beside it, slot 1 was left before slot 3; slots 4 and 0, which were left before, are further off.
     second = admit([8])
     assert (second.slot, second.source, second.reused) == (1, 1, 0)
-    # What slot 5 holds is copied; it keeps it, and what slot 1 held is gone.
+    # What slot 1 held goes to slot 4, which was left longest ago.
+    assert second.moved is not None
+    assert (second.moved[0], second.moved[1].tolist()) == (4, [2] * 9)
+    # What slot 5 holds is copied; it keeps it. Slot 0 was left longest ago now.
     third = admit([6] * 5 + [7])
-    assert (third.slot, third.source, third.reused) == (0, 5, 5)
-    assert admit([2] * 9).reused == 0
+    assert (third.slot, third.source, third.reused, third.moved) == (0, 5, 5, None)
+    fourth = admit([2] * 9)
+    assert (fourth.slot, fourth.source, fourth.reused) == (3, 4, 8)
+    assert fourth.moved is not None
+    assert (fourth.moved[0], fourth.moved[1].tolist()) == (5, [4] * 9)
+    # Slot 4 holds nothing now that slot 3 lacks, so that it gives way next.
+    fifth = admit([4] * 9)
+    assert (fifth.slot, fifth.source, fifth.reused, fifth.moved) == (4, 5, 8, None)
     scheduler.leave(first[2])
     assert Window((second, third), 1).rows == range(2)
+
+
+@pytest.mark.parametrize("least_rows", [None, 1, 2, 3])
+@pytest.mark.parametrize("running", [1, 2, 4])
+def test_conversations_that_take_turns_are_not_forgotten(least_rows: int | None, running: int) -> None:
+    """There are slots for all of them, and each turn goes on from the one before it, wherever steps are cheap."""
+    generator = random.Random(3)
+    scheduler = Scheduler(10, least_rows=least_rows)
+    turns: dict[int, list[int]] = {number: [number] for number in range(1, 9)}
+    in_slots: list[tuple[int, Sequence]] = []
+    for _ in range(200):
+        if len(in_slots) == running:
+            number, one = in_slots.pop(generator.randrange(running))
+            one.sampled = [99]
+            scheduler.leave(one)
+        number = generator.choice([one for one in turns if one not in [busy for busy, _ in in_slots]])
+        before = len(turns[number])
+        turns[number].append(number)
+        one = request(turns[number])
+        scheduler.add(one)
+        assert scheduler.admit() == [one]
+        assert one.reused == (before if before > 1 else 0)
+        read(scheduler, one)
+        in_slots.append((number, one))
 
 
 def test_two_rows_are_as_cheap_as_one_where_a_step_has_two() -> None:
