@@ -7,6 +7,7 @@ memory are one matrix and the moments of its inputs; what the parts hand on, and
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -17,6 +18,7 @@ import numpy as np
 import onnx_ir as ir
 
 from qsample.contract import BATCH, CAPACITY, INPUT_IDS, INPUT_LENGTHS, SEQUENCE
+from qsample.disk.space import check_free
 from qsample.exporters.compiler.quantize.gptq import gptq
 from qsample.exporters.compiler.quantize.rounding import Levels, WeightQuantization
 from qsample.exporters.graph.evaluate import GraphPart, sizes
@@ -47,7 +49,11 @@ class Calibration:
 
 
 def calibrated_levels(model: ir.Model, matrices: Sequence[Wanted], calibration: Calibration) -> dict[ir.Value, Levels]:
-    """The levels of each of `matrices`, all in `model`'s own graph, mapped from files. `model` stays as it is."""
+    """The levels of each of `matrices`, all in `model`'s own graph, mapped from files. `model` stays as it is.
+
+    Raises PackageError, before the work, where the scratch folder's disk has no room for it and the package behind it.
+    """
+    check_free(calibration.folder, _disk_bytes(matrices, calibration.sequences), "fitting the weights to the text")
     walk = _Walk(model, matrices, calibration)
     found: dict[ir.Value, Levels] = {}
     for number, (value, group) in enumerate(walk.groups.items()):
@@ -166,6 +172,20 @@ class _Walk:
         }
         own = {INPUT_IDS.name: ids[None], INPUT_LENGTHS.name: np.array([len(ids)], np.int32)}
         return zeros | {name: array for name, array in own.items() if name in part.inputs}
+
+
+def _disk_bytes(matrices: Sequence[Wanted], sequences: Sequence[Array]) -> int:
+    """What lies on the disk at once, about: all levels, beside what two parts hand on of each token, which is a
+    residual and the input of a matrix; and later, in place of that, the package and what it is written from."""
+    levels, inputs = 0, [0]
+    for wanted in matrices:
+        assert wanted.value.const_value is not None
+        shape = wanted.value.const_value.shape.numpy()
+        numbers, way = math.prod(shape), wanted.way
+        levels += numbers * way.bits // 8 + numbers // way.block_size * 5  # a scale in float32, and a zero point
+        inputs.append(shape[1 if wanted.transposed else 0])
+    handed_on = 4 * sum(map(len, sequences)) * (max(inputs) + min(inputs[1:], default=0))
+    return levels + 2 * max(levels, handed_on)
 
 
 def _dequantized(wanted: Wanted, levels: Levels, dtype: np.dtype[np.generic]) -> Array:

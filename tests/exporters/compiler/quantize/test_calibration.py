@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import onnx_ir as ir
 import pytest
 
 from qsample import AutoModelForCausalLM
-from qsample.errors import CompileError
+from qsample.errors import CompileError, PackageError
 from qsample.evaluation import evaluate
 from qsample.exporters.compiler.options import CompileOptions
 from qsample.exporters.compiler.quantize.calibration import Calibration, Wanted, calibrated_levels
@@ -69,6 +70,24 @@ def test_each_matrix_is_fitted_to_what_the_quantized_ones_before_it_compute(tmp_
     assert told == [0.5, 1.0]
     assert len(list(tmp_path.iterdir())) <= 6 + 3, "levels, and what the last part read"
     assert constants["first"].const_value is not None, "the model stays as it is"
+
+
+def test_the_room_that_fitting_takes_is_asked_for_before_it_begins(
+    llama_package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage, stages = shutil.disk_usage(tmp_path), list[str]()
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    with pytest.raises(PackageError, match="fitting the weights to the text needs about"):
+        AutoModelForCausalLM.from_pretrained(llama_package).compile(
+            tmp_path / "fitted",
+            ctx_len=64,
+            weights="int4",
+            quantization_method="gptq",
+            calibration_text=[TEXT * 4],
+            progress=lambda stage, _: stages.append(stage),
+        )
+    assert "fitting weights to the text" not in stages
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_package_fitted_to_a_text(llama_package: Path, tmp_path: Path) -> None:
