@@ -200,6 +200,14 @@ def test_n_answers_read_their_prompt_once(client: TestClient) -> None:
     assert after.cached_tokens - before.cached_tokens == 3 * (tokens - 2)  # of the same prompt, all but the last two
 
 
+def test_without_a_seed_no_two_answers_are_the_same(client: TestClient) -> None:
+    body = {"prompt": ["In the beginning"] * 3, "n": 2, "max_tokens": 24, "ignore_eos": True}
+    choices = client.post(COMPLETIONS, json=body).json()["choices"]
+    assert len({choice["text"] for choice in choices}) == 6
+    same = client.post(COMPLETIONS, json={**body, "seed": 7}).json()["choices"]
+    assert [choice["text"] for choice in same[:2]] * 3 == [choice["text"] for choice in same]
+
+
 def test_what_a_server_tells_its_engine(local_app: LocalApp, monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[dict[str, Any]] = []
     plain = Engine.add_request

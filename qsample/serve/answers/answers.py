@@ -84,7 +84,7 @@ class Answers:
         for prompt in prompts:
             model.check_room(prompt)
         guides = [await make_guide() for _ in range(count)] if make_guide is not None else [None] * count
-        numbers = seeds(body, body.choices) * len(prompts)
+        numbers = [seed for _ in prompts for seed in seeds(body, body.choices)]  # without one, each prompt gets its own
         rows = [prompt for prompt in prompts for _ in range(body.choices)]
         try:
             for row, seed, guide in zip(rows, numbers, guides, strict=True):
