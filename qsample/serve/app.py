@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -123,7 +123,10 @@ class _Server:
         make_guide = self._guide(model, body, grammar_of(body))
         params = sampling_params(body, model, limit)
         prompts = body.prompts
-        rows = [await self._encode(model, prompt, body.add_special_tokens) for prompt in prompts]
+        model.check_count(len(prompts) * body.choices)  # first: encoding a million of them takes its time
+        rows = await self._encode(model, prompts, body.add_special_tokens)
+        for row in rows:
+            model.check_room(row)
         echoes = [_shown(model, prompt) if body.echo else "" for prompt in prompts]
 
         def choice(index: int) -> CompletionChoice:
@@ -151,7 +154,9 @@ class _Server:
             grammar = wanted[0]
         make_guide = self._guide(model, body, grammar)
         params = sampling_params(body, model, body.limit)
+        model.check_count(body.choices)
         prompt = await self._encode_chat(model, body, body.offers_tools)
+        model.check_room(prompt)
 
         # What is held to a form is that form from its first token on, and a message that goes on has begun already.
         thinks = grammar is None and not body.continue_final_message
@@ -182,7 +187,7 @@ class _Server:
         if (body.prompt is None) == (body.messages is None):
             raise ApiError(400, "give a prompt, or messages")
         if body.prompt is not None:
-            ids = await self._encode(model, body.prompt, body.add_special_tokens)
+            (ids,) = await self._encode(model, [body.prompt], body.add_special_tokens)
         else:
             ids = await self._encode_chat(model, body, True)
         answer: dict[str, Any] = {"count": len(ids), "max_model_len": model.max_model_len, "tokens": ids}
@@ -201,12 +206,11 @@ class _Server:
         assert self.models is not None  # the application has started
         return self.models
 
-    async def _encode(self, model: ServedModel, prompt: str | list[int], special: bool) -> list[int]:
-        if not isinstance(prompt, str):
-            _check_ids(model, prompt)
-            return prompt
-        encode = partial(model.tokenizer.encode, prompt, add_special_tokens=special)
-        return await asyncio.to_thread(encode) if len(prompt) > _LONG_TEXT else encode()
+    async def _encode(self, model: ServedModel, prompts: Sequence[str | list[int]], special: bool) -> list[list[int]]:
+        def encode() -> list[list[int]]:
+            return [_ids(model, prompt, special) for prompt in prompts]
+
+        return await asyncio.to_thread(encode) if sum(map(len, prompts)) > _LONG_TEXT else encode()
 
     async def _encode_chat(self, model: ServedModel, body: ChatPrompt, with_tools: bool) -> list[int]:
         template = body.chat_template or ""
@@ -270,6 +274,13 @@ def _described(model: ServedModel) -> dict[str, Any]:
         "owned_by": "qsample",
         "max_model_len": model.max_model_len,
     }
+
+
+def _ids(model: ServedModel, prompt: str | list[int], special: bool) -> list[int]:
+    if isinstance(prompt, str):
+        return model.tokenizer.encode(prompt, add_special_tokens=special)
+    _check_ids(model, prompt)
+    return prompt
 
 
 def _check_ids(model: ServedModel, ids: list[int]) -> None:

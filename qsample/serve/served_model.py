@@ -102,6 +102,12 @@ class ServedModel:
         token = self.model.tokenizer.get_vocab().get(text)
         return token is None or not self.model.tokenizer.is_skipped(token)
 
+    def check_count(self, count: int) -> None:
+        """Raise ApiError where so many answers have no place, whatever else there is."""
+        most = self.engine.slots + self.engine.max_waiting
+        if count > most:
+            raise ApiError(400, f"{count} answers are asked for at once, and this server takes {most}")
+
     def check_room(self, prompt: Sequence[int]) -> None:
         """Raise ApiError where a slot has no room for a prompt and one token."""
         if len(prompt) >= self.max_model_len:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -31,6 +32,14 @@ def client(local_app: LocalApp) -> Iterator[TestClient]:
 
 def events(text: str) -> list[dict[str, Any]]:
     return [json.loads(line.removeprefix("data: ")) for line in text.splitlines() if line.startswith("data: {")]
+
+
+def on_an_event_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
 
 
 @pytest.mark.parametrize(
@@ -206,6 +215,26 @@ def test_without_a_seed_no_two_answers_are_the_same(client: TestClient) -> None:
     assert len({choice["text"] for choice in choices}) == 6
     same = client.post(COMPLETIONS, json={**body, "seed": 7}).json()["choices"]
     assert [choice["text"] for choice in same[:2]] * 3 == [choice["text"] for choice in same]
+
+
+def test_many_prompts_hold_up_nobody(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Too many are not encoded at all, and long ones not on the event loop, however short each is."""
+    on_the_loop: list[bool] = []
+    plain = Tokenizer.encode
+
+    def encode(self: Tokenizer, text: str, **options: bool) -> list[int]:
+        on_the_loop.append(on_an_event_loop())
+        return plain(self, text, **options)
+
+    monkeypatch.setattr(Tokenizer, "encode", encode)
+    many = client.post(COMPLETIONS, json={"prompt": ["x"] * 5000, "max_tokens": 1})
+    assert "5000 answers are asked for at once" in many.json()["error"]["message"]
+    assert not on_the_loop
+    assert client.post(COMPLETIONS, json={"prompt": ["x", "y"], "max_tokens": 1}).status_code == 200
+    assert on_the_loop == [True, True]
+    long = client.post(COMPLETIONS, json={"prompt": ["and " * 2000] * 3, "max_tokens": 1})
+    assert long.json()["error"]["code"] == "context_length_exceeded"
+    assert on_the_loop[2:] == [False] * 3
 
 
 def test_what_a_server_tells_its_engine(local_app: LocalApp, monkeypatch: pytest.MonkeyPatch) -> None:

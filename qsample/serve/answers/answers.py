@@ -74,15 +74,11 @@ class Answers:
     ) -> None:
         """Hand the prompts to the engine, all of them or none. Raises ApiError, QueueFullError, ValueError.
 
-        max_time: seconds that an answer may take; None = any.
+        prompts: as many and as long as the model's `check_count` and `check_room` let pass. max_time: seconds that an
+        answer may take; None = any.
         """
         body, model = self._body, self._model
         count = len(prompts) * body.choices
-        most = model.engine.slots + model.engine.max_waiting
-        if count > most:
-            raise ApiError(400, f"{count} answers are asked for at once, and this server takes {most}")
-        for prompt in prompts:
-            model.check_room(prompt)
         guides = [await make_guide() for _ in range(count)] if make_guide is not None else [None] * count
         numbers = [seed for _ in prompts for seed in seeds(body, body.choices)]  # without one, each prompt gets its own
         rows = [prompt for prompt in prompts for _ in range(body.choices)]
