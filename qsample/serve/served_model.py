@@ -120,8 +120,12 @@ class ServedModel:
             )
 
     def add(self, prompt: list[int], params: SamplingParams, **options: Any) -> Request:
-        """A request, as `Engine.add_request` makes it, without waiting for room."""
-        return self.engine.add_request(prompt, params, timeout=0, **options)
+        """A request, as `Engine.add_request` makes it, without waiting for room.
+
+        prompt: every token is read, the padding token too: nobody pads a single prompt, and a text may spell it. An
+        empty one begins a text.
+        """
+        return self.engine.add_request([prompt], params, timeout=0, pad_token_id=None, **options)
 
     def close(self) -> None:
         self.grammars.close()

@@ -217,6 +217,30 @@ def test_without_a_seed_no_two_answers_are_the_same(client: TestClient) -> None:
     assert [choice["text"] for choice in same[:2]] * 3 == [choice["text"] for choice in same]
 
 
+def test_every_token_of_a_prompt_is_read(client: TestClient, served_model: CausalLM) -> None:
+    pad = served_model.generation_config.pad_token_id
+    assert pad not in (None, served_model.generation_config.eos_token_id)
+    params = SamplingParams(max_new_tokens=12)
+    cases: list[tuple[dict[str, Any], list[int]]] = [
+        ({"prompt": [5, pad, 6, pad]}, [5, pad, 6, pad]),
+        ({"prompt": "<pad>", "add_special_tokens": False}, [pad]),
+    ]
+    for body, ids in cases:
+        answer = client.post(COMPLETIONS, json={**body, "max_tokens": 12, "seed": 3, "return_token_ids": True}).json()
+        assert answer["usage"]["prompt_tokens"] == len(ids)
+        whole = served_model.generate([ids], params, seed=3, attention_mask=[[1] * len(ids)])
+        assert answer["choices"][0]["token_ids"] == whole.token_ids[0]
+
+
+@pytest.mark.parametrize("prompt", ["", [[]]])
+def test_an_empty_prompt_begins_a_text(client: TestClient, served_model: CausalLM, prompt: Any) -> None:
+    body = {"prompt": prompt, "add_special_tokens": False, "max_tokens": 12, "seed": 3, "return_token_ids": True}
+    answer = client.post(COMPLETIONS, json=body)
+    assert answer.status_code == 200, answer.text
+    expected = served_model.generate([[0]], SamplingParams(max_new_tokens=12), seed=3)  # <s>
+    assert answer.json()["choices"][0]["token_ids"] == expected.token_ids[0]
+
+
 def test_many_prompts_hold_up_nobody(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
     """Too many are not encoded at all, and long ones not on the event loop, however short each is."""
     on_the_loop: list[bool] = []
