@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import sys
 from typing import Any
@@ -106,3 +107,16 @@ def test_the_work_for_a_character_does_not_grow(strings: list[str]) -> None:
         sys.settrace(None)
     assert text + stops.end() == "a" * 4000
     assert looked_at < 10 * 4000
+
+
+def test_rows_with_the_same_stop_strings_share_what_finds_them() -> None:
+    """It is hundreds of times as large as the strings; where each answer of a request had its own, memory ran out."""
+    first, second, other = StopStrings(["END"]), StopStrings(["END"]), StopStrings(["EN"])
+    assert first._automaton is second._automaton
+    assert first._automaton is not other._automaton
+    assert (first.put("xEN"), second.put("yD"), first.put("D"), second.match) == ("x", "yD", "", None)
+    assert first.match == "END"
+    assert ("END",) in stop_strings._AUTOMATA
+    del first, second
+    gc.collect()
+    assert ("END",) not in stop_strings._AUTOMATA
