@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import sys
 from collections.abc import Callable, Iterator
 from itertools import count
@@ -15,6 +16,7 @@ from starlette.testclient import TestClient
 from qsample.runtime import CausalLM, Engine, Request, SamplingParams
 from qsample.runtime.decode.loop import DecodeLoop
 from qsample.runtime.text.tokenizer import Tokenizer
+from qsample.serve.answers.choices import ChatChoice
 from qsample.serve.reasoning import FORMATS, ReasoningFormat
 
 COMPLETIONS = "/v1/completions"
@@ -111,6 +113,32 @@ def test_an_engine_that_fails_in_a_stream(local_app: LocalApp, monkeypatch: pyte
     assert answer.status_code == 200  # it had begun
     assert events(answer.text)[-1]["error"]["type"] == "server_error"
     assert answer.text.endswith("data: [DONE]\n\n")
+
+
+def failed(self: object, *arguments: object) -> None:
+    raise KeyError("a mistake of the server's")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_fails_stands_in_the_log(
+    local_app: LocalApp, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, stream: bool
+) -> None:
+    monkeypatch.setattr(logging.getLogger("uvicorn"), "propagate", True)  # a server in this process turns it off
+    body = {"messages": MESSAGES, "max_tokens": 20, "ignore_eos": True, "stream": stream}
+    with local_app() as client:
+        with monkeypatch.context() as patched:
+            patched.setattr(ChatChoice, "piece", failed)
+            answer = client.post(CHAT, json=body)
+            if stream:  # of an answer that is whole, uvicorn does it
+                assert events(answer.text)[-1]["error"]["code"] == "internal_error"
+                assert 'KeyError: "a mistake of the server\'s"' in caplog.text
+        caplog.clear()
+        assert client.post(CHAT, json={**body, "max_tokens": 0}).status_code == 400
+        assert not caplog.text
+        monkeypatch.setattr(DecodeLoop, "step", failing_after(5))
+        assert "the device has gone" in client.post(CHAT, json=body).text
+        assert "OSError: the device has gone" in caplog.text
+        assert ", in failing" in caplog.text  # where
 
 
 @pytest.mark.parametrize("stream", [False, True])

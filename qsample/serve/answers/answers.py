@@ -11,7 +11,7 @@ from typing import Any, Final, Protocol
 from qsample.runtime import Delta, Request, RequestOutput
 from qsample.sampling_params import SamplingParams
 from qsample.serve.guides import Guide
-from qsample.serve.http.errors import ApiError, as_api_error
+from qsample.serve.http.errors import ApiError, answer_to
 from qsample.serve.http.json_bytes import json_bytes
 from qsample.serve.metrics import Metrics
 from qsample.serve.protocol.common import GenerationRequest
@@ -116,7 +116,7 @@ class Answers:
             except Exception as error:
                 self._cancel()
                 if not watch.client_left:
-                    yield b"data: " + json_bytes(as_api_error(error).body()) + b"\n\n"
+                    yield b"data: " + json_bytes(answer_to(error).body()) + b"\n\n"
             if not watch.client_left:
                 yield DONE
 

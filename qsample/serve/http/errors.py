@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -23,6 +24,7 @@ _TYPES: Final = {
     413: "invalid_request_error",
     429: "rate_limit_error",
 }
+_LOG: Final = logging.getLogger("uvicorn.error")  # the server's own
 _RETRY_AFTER: Final = {"Retry-After": "1"}  # seconds; a slot is free again after some tokens
 
 
@@ -74,11 +76,22 @@ def as_api_error(error: BaseException) -> ApiError:
     return ApiError(500, f"the server failed: {type(error).__name__}; its log says where", code="internal_error")
 
 
+def answer_to(error: Exception) -> ApiError:
+    """`as_api_error`. What is the server's own fault is written to its log, with where it came from."""
+    answer = as_api_error(error)
+    if answer.status == 500:
+        _LOG.error("a request failed: %s", answer, exc_info=error)
+    return answer
+
+
 def add_error_handlers(app: FastAPI) -> None:
     """Answer every error of `app` in OpenAI's form."""
 
     async def known(request: Request, error: Exception) -> Response:
-        return as_api_error(error).response()
+        return answer_to(error).response()
+
+    async def unknown(request: Request, error: Exception) -> Response:
+        return as_api_error(error).response()  # Starlette raises it again, and uvicorn logs it
 
     async def http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
@@ -99,7 +112,7 @@ def add_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(ValueError, known)
     app.add_exception_handler(HTTPException, http)
     app.add_exception_handler(RequestValidationError, invalid)
-    app.add_exception_handler(Exception, known)
+    app.add_exception_handler(Exception, unknown)
 
 
 def _of_validation(error: RequestValidationError) -> ApiError:
