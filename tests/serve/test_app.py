@@ -226,6 +226,17 @@ def test_a_form_that_nothing_follows(client: TestClient, body: dict[str, Any], m
         assert message in answer.json()["error"]["message"]
 
 
+def test_parameters_that_are_nested_too_deep(client: TestClient) -> None:
+    deep: dict[str, Any] = {"type": "object"}
+    for _ in range(300):  # JSON is read to this depth
+        deep = {"type": "object", "properties": {"a": deep}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": deep}}
+    body = {"messages": MESSAGES, "max_tokens": 4, "tools": [tool]}
+    for choice in ("required", {"type": "function", "function": {"name": "f"}}, "auto"):
+        answer = client.post(CHAT, json={**body, "tool_choice": choice})
+        assert answer.status_code == 400, answer.text
+
+
 def test_n_answers_read_their_prompt_once(client: TestClient) -> None:
     engine = client.app.state.server.models.find("tiny").engine  # type: ignore[attr-defined]
     before = engine.stats().prefixes

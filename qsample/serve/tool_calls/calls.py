@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 from qsample.serve.guides import Grammar, from_json_schema
+from qsample.serve.http.errors import ApiError
 from qsample.serve.marks import open_end
 from qsample.serve.protocol.chat import ChatCompletionRequest, NamedTool
 from qsample.serve.tool_calls.formats import Call, ToolFormat
@@ -59,7 +60,7 @@ class ToolReader:
             return self._text, []
         try:
             calls = self.format.read(self._text, self.tools)
-        except (ValueError, RecursionError):
+        except (ValueError, TypeError, RecursionError):  # TypeError: of a Python value that JSON lacks, a set say
             return self._text, []
         if not calls or any(name not in self.tools for name, _ in calls):
             return self._text, []
@@ -118,7 +119,7 @@ def demanded(request: ChatCompletionRequest) -> tuple[Grammar, str | None] | Non
             "type": "object",
             "properties": {
                 "name": {"const": name},
-                "parameters": _moved(schema, f"#/items/anyOf/{index}/properties/parameters"),
+                "parameters": _moved_schema(name, schema, f"#/items/anyOf/{index}/properties/parameters"),
             },
             "required": ["name", "parameters"],
             "additionalProperties": False,
@@ -129,6 +130,13 @@ def demanded(request: ChatCompletionRequest) -> tuple[Grammar, str | None] | Non
     if request.parallel_tool_calls is False:
         calls["maxItems"] = 1
     return partial(from_json_schema, calls), None
+
+
+def _moved_schema(name: str, schema: Any, place: str) -> Any:
+    try:
+        return _moved(schema, place)
+    except RecursionError:
+        raise ApiError(400, f"the parameters of {name} are nested too deep; give less", param="tools") from None
 
 
 def _moved(schema: Any, place: str) -> Any:

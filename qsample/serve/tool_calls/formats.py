@@ -18,7 +18,8 @@ class ToolFormat:
 
     marks: texts with which a call begins, wherever it stands in an answer. at_start: texts with which an answer begins
     that is nothing but calls; the special tokens in front of those are not in the text. read: the calls of a text that
-    begins with a mark, each with what was read of it; ValueError where there is no complete one. in_template: what a
+    begins with a mark, each with what was read of it; ValueError or TypeError where there is none that is complete and
+    that JSON can hold. in_template: what a
     chat template says that teaches the format.
     """
 
@@ -146,7 +147,7 @@ def _call(value: Any) -> Call:
         arguments = json.loads(arguments)
     if not isinstance(name, str) or not isinstance(arguments, dict):
         raise ValueError("a call has no name, or arguments that are no object")
-    return name, json.dumps(arguments, ensure_ascii=False)
+    return name, json.dumps(arguments, ensure_ascii=False, allow_nan=False)
 
 
 def _typed(name: str, values: list[tuple[str, str]], tools: Mapping[str, Any]) -> Call:

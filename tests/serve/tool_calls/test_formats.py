@@ -102,6 +102,20 @@ def test_what_is_no_call_is_text(name: str, text: str, size: int) -> None:
     assert read(name, text, size) == (text, [])
 
 
+@pytest.mark.parametrize(
+    "value", ["{1, 2}", "{[1]: 2}", "{(1, 2): 3}", "1j", "b'x'", "...", "1e999", "{'a': {1}}", "f", "1 + 'a'"]
+)
+def test_python_values_that_json_lacks_are_text(value: str) -> None:
+    text = f"[get_weather(city={value})]"
+    assert read("llama4_pythonic", text, 1000) == (text, [])
+
+
+@pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999"])
+def test_numbers_that_json_lacks_are_text(number: str) -> None:
+    text = f'<tool_call>{{"name": "get_weather", "arguments": {{"days": {number}}}}}</tool_call>'
+    assert read("hermes", text, 1000) == (text, [])
+
+
 def test_typed_values_follow_the_schema() -> None:
     values = "<parameter=city>2</parameter><parameter=days>2</parameter>"
     text = f"<tool_call><function=get_weather>{values}</function></tool_call>"
