@@ -164,7 +164,9 @@ class _Server:
         def reader() -> ToolReader | DemandedCalls | None:
             if wanted is not None:
                 return DemandedCalls(wanted[1])
-            return ToolReader(model.tool_format, parameters_of(body)) if body.offers_tools else None
+            if not body.offers_tools:
+                return None
+            return ToolReader(model.tool_format, parameters_of(body), parallel=body.parallel_tool_calls is not False)
 
         def choice(index: int) -> ChatChoice:
             return ChatChoice(

@@ -253,6 +253,18 @@ def test_tools_are_found_in_the_text(client: openai.OpenAI, stream: bool) -> Non
     assert reason == "tool_calls"
 
 
+@pytest.mark.parametrize(("parallel", "count"), [(True, 2), (False, 1)])
+def test_one_call_at_most_where_the_client_wants_that(client: openai.OpenAI, parallel: bool, count: int) -> None:
+    call = r'<tool_call>\{"name": "get_weather", "arguments": \{"city": "[a-z]{3}", "days": 2\}\}</tool_call>'
+    options: Any = {
+        "model": "tiny", "messages": MESSAGES, "tools": [WEATHER], "parallel_tool_calls": parallel, "max_tokens": 400,
+        "extra_body": {"structured_outputs": {"regex": f"{call} {call}"}},
+    }  # fmt: skip
+    answer = client.chat.completions.create(**options)
+    assert len(answer.choices[0].message.tool_calls or []) == count
+    assert answer.choices[0].finish_reason == "tool_calls"
+
+
 def test_models(client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == ["tiny"]
     assert client.models.retrieve("tiny").owned_by == "qsample"

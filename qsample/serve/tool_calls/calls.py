@@ -21,11 +21,12 @@ class ToolReader:
     """Splits an answer that comes in pieces into text for the user and calls of tools.
 
     What may be the beginning of a call is held back until it is certain; a call comes whole. What begins as a call and
-    is none is text after all.
+    is none is text after all. parallel: whether there may be more than one call; those after the first are left out.
     """
 
     format: ToolFormat
     tools: Mapping[str, Any]  # the functions' names and parameters
+    parallel: bool = True
     _text: str = ""  # not handed out
     _calling: bool = False
     _at_start: bool = True
@@ -64,7 +65,7 @@ class ToolReader:
             return self._text, []
         if not calls or any(name not in self.tools for name, _ in calls):
             return self._text, []
-        return "", [as_tool_call(call) for call in calls]
+        return "", [as_tool_call(call) for call in (calls if self.parallel else calls[:1])]
 
 
 class DemandedCalls:

@@ -82,6 +82,14 @@ def test_calls_are_read_however_they_come(name: str, size: int) -> None:
         assert read(name, before + EXAMPLES[name], size) == (before, [PARIS, OSLO])
 
 
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_one_call_where_several_are_not_wanted(name: str) -> None:
+    reader = ToolReader(FORMATS[name], TOOLS, parallel=False)
+    assert reader.put(EXAMPLES[name]) == ""
+    rest, (call,) = reader.end()
+    assert (rest, call["function"]["name"], json.loads(call["function"]["arguments"])) == ("", *PARIS)
+
+
 @pytest.mark.parametrize("size", [1, 1000])
 @pytest.mark.parametrize("name", WITHOUT_MARKS)
 def test_calls_without_their_marks(name: str, size: int) -> None:
