@@ -96,6 +96,9 @@ def check_logprobs(model: ServedModel, top: int, param: str) -> None:
     features = model.model.interface.features
     if not features.logprobs:
         raise ApiError(400, "this package was exported without logprobs; export it with --logprobs", param=param)
+    if model.model.tokenizer is None:
+        text = "log-probabilities come with the texts of tokens, and this package has no tokenizer; leave them out"
+        raise ApiError(400, text, param=param)
     if top > features.top_logprobs:
         raise ApiError(
             400,

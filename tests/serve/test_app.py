@@ -237,6 +237,37 @@ def test_parameters_that_are_nested_too_deep(client: TestClient) -> None:
         assert answer.status_code == 400, answer.text
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_sampled_token_stands_among_the_likeliest(client: TestClient, stream: bool) -> None:
+    body = {"prompt": "In the", "max_tokens": 40, "seed": 1, "logprobs": 1, "ignore_eos": True, "stream": stream}
+    answer = client.post(COMPLETIONS, json=body)
+    parts = [event["choices"][0]["logprobs"] for event in (events(answer.text) if stream else [answer.json()])]
+    entries = [
+        (token, value, top)
+        for part in filter(None, parts)
+        for token, value, top in zip(part["tokens"], part["token_logprobs"], part["top_logprobs"], strict=True)
+    ]
+    assert len(entries) == 40
+    assert all(top[token] == value for token, value, top in entries)
+    assert {len(top) for *_, top in entries} == {1, 2}  # two where another one was the likeliest
+
+
+def test_without_a_tokenizer_there_are_no_texts(local_app: LocalApp) -> None:
+    with local_app() as client:
+        client.app.state.server.models.find("tiny").model.tokenizer = None  # type: ignore[attr-defined]
+        body = {"prompt": [5, 6], "max_tokens": 4, "return_token_ids": True}
+        answer = client.post(COMPLETIONS, json={**body, "ignore_eos": True})
+        assert len(answer.json()["choices"][0]["token_ids"]) == 4
+        for more, what in (
+            ({"logprobs": 0}, "has no tokenizer; leave them out"),
+            ({"prompt": "x"}, "has no tokenizer"),
+            ({"stop": "x"}, "the package has no tokenizer"),
+            ({"echo": True}, "has no tokenizer"),
+        ):
+            answer = client.post(COMPLETIONS, json={**body, **more})
+            assert (answer.status_code, what in answer.json()["error"]["message"]) == (400, True), answer.text
+
+
 def test_n_answers_read_their_prompt_once(client: TestClient) -> None:
     engine = client.app.state.server.models.find("tiny").engine  # type: ignore[attr-defined]
     before = engine.stats().prefixes

@@ -39,8 +39,10 @@ def chat_logprobs(
 def completion_logprobs(
     texts: TokenTexts, tokens: Sequence[int], outputs: Mapping[str, Array], top: int, offset: int
 ) -> dict[str, Any]:
-    """All tokens in one object, as completions have them. offset: of the first token's text in the answer's."""
+    """All tokens in one object, as completions have them. top: alternatives of each; the sampled token stands among
+    them, one more where it is none of the likeliest. offset: of the first token's text in the answer's."""
     strings = [texts.of(int(token))[0] for token in tokens]
+    values = [_finite(outputs[LOGPROBS.name][index, 0]) for index in range(len(tokens))]
     offsets = [offset]
     for string in strings:
         offsets.append(offsets[-1] + len(string))
@@ -51,11 +53,12 @@ def completion_logprobs(
                 texts.of(int(token))[0]: _finite(value)
                 for token, value in zip(outputs[_TOP_IDS][index, :top], outputs[_TOP_VALUES][index, :top], strict=True)
             }
+            | {strings[index]: values[index]}
             for index in range(len(tokens))
         ]
     return {
         "tokens": strings,
-        "token_logprobs": [_finite(outputs[LOGPROBS.name][index, 0]) for index in range(len(tokens))],
+        "token_logprobs": values,
         "top_logprobs": alternatives,
         "text_offset": offsets[:-1],
     }
