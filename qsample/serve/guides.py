@@ -23,6 +23,8 @@ Grammar = Callable[[], str]  # makes what `Grammars.guide` takes; it needs llgui
 
 _KEPT: Final = 64  # grammars
 _THREADS: Final = 2  # that compile
+# Before a grammar in GBNF, which takes long to translate: that is done where it is compiled. No other begins with it.
+_GBNF: Final = "\0GBNF:"
 # Blanks as json.dumps writes them. A model that may write any number of them may never stop doing so.
 _JSON: Final[Any] = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
@@ -62,6 +64,8 @@ class Grammars:
     def _compile(self, grammar: str) -> _Compiled:
         from llguidance import LLMatcher
 
+        if grammar.startswith(_GBNF):
+            grammar = _from_gbnf(grammar.removeprefix(_GBNF))
         matcher = LLMatcher(self._llguidance_tokenizer(), grammar, log_level=0)
         _check(matcher)
         words = (self._model.interface.vocab_size + 31) // 32
@@ -184,18 +188,28 @@ def from_choice(choices: list[str]) -> str:
     """One of several texts, word for word."""
     if "" in choices:
         raise ApiError(400, "a choice is empty; give texts of one character or more")
-    return from_lark("start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices))
+    return _lark("start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices))
 
 
 def from_lark(grammar: str) -> str:
     """grammar: Lark's notation, as llguidance reads it; or GBNF, llama.cpp's."""
-    from llguidance import LLMatcher, gbnf_to_lark
+    return _GBNF + grammar if "::=" in grammar else _lark(grammar)
 
-    if "::=" in grammar:
-        try:
-            grammar = gbnf_to_lark.gbnf_to_lark(grammar)
-        except Exception as error:
-            raise ApiError(400, f"the grammar is no GBNF: {error!s:.200}") from None
+
+def _from_gbnf(grammar: str) -> str:
+    from llguidance import gbnf_to_lark
+
+    try:
+        return _lark(gbnf_to_lark.gbnf_to_lark(grammar))
+    except ApiError:
+        raise
+    except Exception as error:
+        raise ApiError(400, f"the grammar is no GBNF: {error!s:.200}") from None
+
+
+def _lark(grammar: str) -> str:
+    from llguidance import LLMatcher
+
     return _made(LLMatcher.grammar_from_lark, grammar)
 
 

@@ -6,6 +6,7 @@ import asyncio
 import threading
 from typing import Any
 
+import llguidance.gbnf_to_lark
 import llguidance.numpy
 import numpy as np
 import pytest
@@ -63,6 +64,33 @@ def test_a_token_that_does_not_fit_is_an_error(grammars: Grammars) -> None:
     guide(None, mask)
     with pytest.raises(ApiError, match="cannot be held to that"):
         guide(step(first_allowed(~mask)), mask)
+
+
+def test_gbnf_is_translated_elsewhere(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is done in Python, and takes seconds where a client sends much."""
+    threads, plain = [], llguidance.gbnf_to_lark.gbnf_to_lark
+
+    def translate(text: str) -> str:
+        threads.append(threading.get_ident())
+        return plain(text)
+
+    monkeypatch.setattr(llguidance.gbnf_to_lark, "gbnf_to_lark", translate)
+
+    async def run() -> None:
+        guide = await grammars.guide(from_lark('root ::= "yes" | "no"'))
+        other = await grammars.guide(from_choice(["yes", "no"]))
+        np.testing.assert_array_equal(guide._compiled.mask, other._compiled.mask)
+        with pytest.raises(ApiError, match="the grammar is no GBNF"):
+            await grammars.guide(from_lark('root ::= "'))
+
+    asyncio.run(run())
+    assert len(threads) == 2
+    assert threading.get_ident() not in threads
+
+
+def test_a_choice_may_look_like_a_grammar(grammars: Grammars) -> None:
+    guide = asyncio.run(grammars.guide(from_choice(["a ::= b", 'say "x"\n'])))
+    assert guide._compiled.mask.any()
 
 
 def test_a_grammar_is_compiled_once_and_elsewhere(served_model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
