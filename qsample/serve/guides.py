@@ -55,8 +55,9 @@ class Grammars:
         compiling = self._kept[grammar]
         try:
             compiled = await asyncio.shield(compiling)  # others may wait for it
-        except ApiError:
-            if self._kept.get(grammar) is compiling:
+        except BaseException:  # whatever it was, it is tried again; whoever was cancelled leaves it to the others
+            failed = compiling.done() and (compiling.cancelled() or compiling.exception() is not None)
+            if failed and self._kept.get(grammar) is compiling:
                 del self._kept[grammar]
             raise
         return Guide(compiled)

@@ -88,6 +88,23 @@ def test_gbnf_is_translated_elsewhere(grammars: Grammars, monkeypatch: pytest.Mo
     assert threading.get_ident() not in threads
 
 
+@pytest.mark.parametrize("error", [MemoryError, type("PanicException", (BaseException,), {})])
+def test_a_grammar_that_failed_is_tried_again(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+) -> None:
+    def compile_(self: Grammars, grammar: str) -> Any:
+        raise error("for now")
+
+    async def run() -> Guide:
+        with monkeypatch.context() as patched:
+            patched.setattr(Grammars, "_compile", compile_)
+            with pytest.raises(error):
+                await grammars.guide(from_regex("[0-9]{2}"))
+        return await grammars.guide(from_regex("[0-9]{2}"))
+
+    assert asyncio.run(run())._compiled.mask.any()
+
+
 def test_a_choice_may_look_like_a_grammar(grammars: Grammars) -> None:
     guide = asyncio.run(grammars.guide(from_choice(["a ::= b", 'say "x"\n'])))
     assert guide._compiled.mask.any()
