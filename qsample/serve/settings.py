@@ -74,6 +74,9 @@ class ServeSettings:
         for name, known in (("tool_call_parser", [*FORMATS]), ("reasoning_parser", [*REASONING_FORMATS])):
             if getattr(self, name) not in (None, *known):
                 raise ValueError(f"{name} is {shown(getattr(self, name))}; choose from {', '.join(known)}")
+        for name in ("api_keys", "cors_origins"):
+            if isinstance(getattr(self, name), str):
+                raise ValueError(f"{name} is a text, whose characters would each be one; give a tuple of texts")
         if any(not key for key in self.api_keys):
             raise ValueError("an API key is empty, which would let nobody in who gives none; leave it out")
 

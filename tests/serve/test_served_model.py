@@ -58,6 +58,12 @@ def test_a_generation_config_that_is_wrong_leaves_no_engine(tmp_path: Path) -> N
     assert not [thread for thread in threading.enumerate() if thread.name == "qsample-engine"]
 
 
+@pytest.mark.parametrize("name", ["api_keys", "cors_origins"])
+def test_a_text_is_no_tuple_of_texts(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} is a text"):
+        ServeSettings(models={"tiny": "tiny"}, **{name: "secret"})  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
