@@ -19,6 +19,7 @@ from pydantic import (
 
 MOST_CHOICES: Final = 128  # OpenAI's limit for n
 MOST_TOKENS: Final = 2**31 - 1
+MOST_STOPS: Final = 1024  # stop tokens: each row is compared with as many as the widest had, in every step from then on
 
 Number = StrictFloat | StrictInt
 TokenId = Annotated[StrictInt, Field(ge=0, le=MOST_TOKENS)]
@@ -89,7 +90,7 @@ class GenerationRequest(Body):
     min_p: Annotated[Number, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[Number, Field(gt=0)] | None = None
     min_tokens: Annotated[StrictInt, Field(ge=0, le=MOST_TOKENS)] | None = None
-    stop_token_ids: list[TokenId] | None = None
+    stop_token_ids: list[TokenId] | None = Field(None, max_length=MOST_STOPS)
     ignore_eos: StrictBool = False
     structured_outputs: StructuredOutputs | None = None
     guided_json: dict[str, Any] | StrictStr | None = None
