@@ -135,7 +135,7 @@ class _Server:
                 model,
                 logprobs=body.logprobs,
                 echo=echoes[index // body.choices],
-                return_token_ids=body.return_token_ids,
+                prompt_ids=rows[index // body.choices] if body.return_token_ids else None,
             )
 
         answers = Answers(model, body, self._metrics, prefix="cmpl", kind="text_completion", make_choice=choice)
@@ -179,7 +179,9 @@ class _Server:
                 show_reasoning=body.include_reasoning,
             )
 
-        answers = Answers(model, body, self._metrics, prefix="chatcmpl", kind="chat.completion", make_choice=choice)
+        more = {"prompt_token_ids": prompt} if body.return_token_ids else None  # where vLLM has it
+        kind = "chat.completion"
+        answers = Answers(model, body, self._metrics, prefix="chatcmpl", kind=kind, make_choice=choice, more=more)
         await answers.start([prompt], params, make_guide, self._settings.request_timeout)
         return await self._answer(answers, body.stream, request)
 

@@ -252,6 +252,28 @@ def test_the_sampled_token_stands_among_the_likeliest(client: TestClient, stream
     assert {len(top) for *_, top in entries} == {1, 2}  # two where another one was the likeliest
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_token_ids_of_prompts_and_answers(client: TestClient, stream: bool) -> None:
+    """As vLLM: of a completion beside each choice, of a chat beside all of them, streamed once at the start."""
+    options = {"n": 2, "max_tokens": 5, "ignore_eos": True, "return_token_ids": True, "stream": stream}
+    prompts = [client.post("/tokenize", json={"prompt": text}).json()["tokens"] for text in ("In the", "And")]
+    answer = client.post(COMPLETIONS, json={"prompt": ["In the", "And"], **options})
+    choices = [one for event in (events(answer.text) if stream else [answer.json()]) for one in event["choices"]]
+    for index in range(4):
+        own = [choice for choice in choices if choice["index"] == index]
+        given = [choice["prompt_token_ids"] for choice in own if "prompt_token_ids" in choice]
+        assert given == [prompts[index // 2]]
+        assert "prompt_token_ids" in own[0]
+        assert sum(len(choice.get("token_ids", [])) for choice in own) == 5
+    prompt = client.post("/tokenize", json={"messages": MESSAGES}).json()["tokens"]
+    answer = client.post(CHAT, json={"messages": MESSAGES, **options})
+    whole = events(answer.text) if stream else [answer.json()]
+    assert whole[0]["prompt_token_ids"] == prompt
+    assert not any("prompt_token_ids" in event for event in whole[1:])
+    tokens = [choice.get("token_ids", []) for event in whole for choice in event["choices"]]
+    assert sum(map(len, tokens)) == 10
+
+
 def test_without_a_tokenizer_there_are_no_texts(local_app: LocalApp) -> None:
     with local_app() as client:
         client.app.state.server.models.find("tiny").model.tokenizer = None  # type: ignore[attr-defined]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any, Final, Protocol
 
 from qsample.runtime import Delta, Request, RequestOutput
@@ -50,8 +50,10 @@ class Answers:
         prefix: str,
         kind: str,
         make_choice: Callable[[int], Choice],
+        more: Mapping[str, Any] | None = None,
     ) -> None:
-        """prefix: of the id. kind: OpenAI's name of a whole answer. make_choice: by the answer's index."""
+        """prefix: of the id. kind: OpenAI's name of a whole answer. make_choice: by the answer's index. more: fields of
+        the whole answer, or of the first event."""
         self._model = model
         self._body = body
         self._metrics = metrics
@@ -62,6 +64,7 @@ class Answers:
             "model": model.name,
         }
         self._make_choice = make_choice
+        self._more = dict(more or {})
         self._requests: list[Request] = []
         self._given_up = False  # the client has gone
 
@@ -102,7 +105,8 @@ class Answers:
         if watch.client_left:
             raise ApiError(499, "the client closed the connection")
         choices = [self._make_choice(index).whole(output) for index, output in enumerate(outputs)]
-        return {**self._head, "object": self._kind, "choices": choices, "usage": self._usage(outputs)}
+        head = {**self._head, "object": self._kind, **self._more}
+        return {**head, "choices": choices, "usage": self._usage(outputs)}
 
     async def events(self, receive: Receive) -> AsyncIterator[bytes]:
         """Server-sent events, each a part of an answer, then [DONE]; an error is an event, too.
@@ -124,13 +128,17 @@ class Answers:
         with_usage, always = self._body.usage_in_stream
         kind = "chat.completion.chunk" if self._kind == "chat.completion" else self._kind
         head = json_bytes({**self._head, "object": kind}).removesuffix(b"}")  # once, not for every event
+        more = b"".join(b"," + json_bytes({name: value})[1:-1] for name, value in self._more.items())
         counts = [0] * len(self._requests)
 
         def event(choices: list[dict[str, Any]], usage: dict[str, Any] | None = None) -> bytes:
+            nonlocal more
             if with_usage and always and usage is None:
                 usage = self._count(sum(counts))
             end = b',"usage":' + json_bytes(usage) if with_usage else b""
-            return b"".join([b"data: ", head, b',"choices":', json_bytes(choices), end, b"}\n\n"])
+            parts = [b"data: ", head, more, b',"choices":', json_bytes(choices), end, b"}\n\n"]
+            more = b""
+            return b"".join(parts)
 
         choices = [self._make_choice(index) for index in range(len(self._requests))]
         for choice in choices:

@@ -113,26 +113,28 @@ class CompletionChoice:
     """A choice of `/v1/completions`."""
 
     def __init__(
-        self, index: int, model: ServedModel, *, logprobs: int | None, echo: str, return_token_ids: bool
+        self, index: int, model: ServedModel, *, logprobs: int | None, echo: str, prompt_ids: Sequence[int] | None
     ) -> None:
-        """logprobs: alternatives of each token; None = no log-probabilities. echo: comes before the answer."""
+        """logprobs: alternatives of each token; None = no log-probabilities. echo: comes before the answer. prompt_ids:
+        to return, with the answer's own; None = no token ids."""
         self._index = index
         self._model = model
         self._top = logprobs
         self._echo = echo
-        self._return_token_ids = return_token_ids
+        self._prompt_ids = prompt_ids
         self._ends = model.model.package.manifest.token_ids.eos
         self._offset = len(echo)
 
     def opening(self) -> dict[str, Any] | None:
-        return self._choice(self._echo) if self._echo else None
+        ids = {} if self._prompt_ids is None else {"prompt_token_ids": self._prompt_ids, "token_ids": []}
+        return self._choice(self._echo) | ids if self._echo or ids else None
 
     def piece(self, delta: Delta) -> dict[str, Any] | None:
         choice = self._choice(delta.text or "")
         if self._top is not None and delta.token_ids:
             choice["logprobs"] = self._logprobs(delta.token_ids, delta.outputs)
             self._offset += sum(map(len, choice["logprobs"]["tokens"]))
-        if self._return_token_ids:
+        if self._prompt_ids is not None:
             choice["token_ids"] = delta.token_ids
         return choice if choice["text"] or choice["logprobs"] or choice.get("token_ids") else None
 
@@ -143,8 +145,8 @@ class CompletionChoice:
         choice = self._choice(self._echo + (output.text or ""))
         if self._top is not None:
             choice["logprobs"] = self._logprobs(output.token_ids, output.outputs)
-        if self._return_token_ids:
-            choice["token_ids"] = output.token_ids
+        if self._prompt_ids is not None:
+            choice |= {"prompt_token_ids": self._prompt_ids, "token_ids": output.token_ids}
         return choice | self._end(output)
 
     def _choice(self, text: str) -> dict[str, Any]:
