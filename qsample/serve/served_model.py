@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any, Final
 
 from qsample.errors import QsampleError
-from qsample.runtime import CausalLM, Engine, Request, load
+from qsample.runtime import CausalLM, Engine, QueueFullError, Request, load
 from qsample.runtime.text.template_sandbox import compile_template
 from qsample.runtime.text.tokenizer import Tokenizer
 from qsample.sampling_params import SamplingParams
@@ -107,6 +107,14 @@ class ServedModel:
         most = self.engine.slots + self.engine.max_waiting
         if count > most:
             raise ApiError(400, f"{count} answers are asked for at once, and this server takes {most}")
+
+    def check_places(self, count: int) -> None:
+        """Raise QueueFullError where there are not so many places now. It holds until the event loop goes on: nobody
+        else adds requests, and those that end make room."""
+        stats = self.engine.stats()
+        taken, most = stats.running + stats.waiting, stats.slots + stats.max_waiting
+        if taken + count > most:
+            raise QueueFullError(f"{taken} of {most} places are taken and {count} are asked for; try again later")
 
     def check_room(self, prompt: Sequence[int]) -> None:
         """Raise ApiError where a slot has no room for a prompt and one token."""

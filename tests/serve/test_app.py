@@ -6,14 +6,16 @@ import asyncio
 import json
 import logging
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from itertools import count
 from typing import Any
 
+import numpy as np
 import pytest
 from starlette.testclient import TestClient
 
-from qsample.runtime import CausalLM, Engine, Request, SamplingParams
+from qsample.runtime import CausalLM, Engine, Request, SamplingParams, Step
 from qsample.runtime.decode.loop import DecodeLoop
 from qsample.runtime.text.tokenizer import Tokenizer
 from qsample.serve.answers.choices import ChatChoice
@@ -351,6 +353,30 @@ def test_many_prompts_hold_up_nobody(client: TestClient, monkeypatch: pytest.Mon
     long = client.post(COMPLETIONS, json={"prompt": ["and " * 2000] * 3, "max_tokens": 1})
     assert long.json()["error"]["code"] == "context_length_exceeded"
     assert on_the_loop[2:] == [False] * 3
+
+
+def test_all_answers_to_a_request_get_places_or_none(local_app: LocalApp, monkeypatch: pytest.MonkeyPatch) -> None:
+    going, asked, plain = threading.Event(), count(), Engine.add_request
+
+    def hold(step: Step | None, mask: np.ndarray) -> None:
+        if step is not None:
+            going.wait(60)
+
+    def add_request(self: Engine, *arguments: Any, **options: Any) -> Request:
+        next(asked)
+        return plain(self, *arguments, **options)
+
+    with local_app(slots=1, max_waiting=3) as client:
+        engine = client.app.state.server.models.find("tiny").engine  # type: ignore[attr-defined]
+        options: Any = {"max_new_tokens": 2, "eos_token_id": (), "allowed_tokens": hold}
+        held = [engine.add_request([5, 6], **options) for _ in range(2)]
+        monkeypatch.setattr(Engine, "add_request", add_request)
+        full = client.post(COMPLETIONS, json={"prompt": "x", "n": 3, "max_tokens": 1})
+        assert (full.status_code, full.headers["retry-after"]) == (429, "1"), full.text
+        assert next(asked) == 0
+        going.set()
+        assert [len(request.result(60).token_ids) for request in held] == [2, 2]
+        assert client.post(COMPLETIONS, json={"prompt": "x", "n": 3, "max_tokens": 1}).status_code == 200
 
 
 def test_what_a_server_tells_its_engine(local_app: LocalApp, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,6 +85,7 @@ class Answers:
         guides = [await make_guide() for _ in range(count)] if make_guide is not None else [None] * count
         numbers = [seed for _ in prompts for seed in seeds(body, body.choices)]  # without one, each prompt gets its own
         rows = [prompt for prompt in prompts for _ in range(body.choices)]
+        model.check_places(count)  # some of them, which would be cancelled, would keep others from the places
         try:
             for row, seed, guide in zip(rows, numbers, guides, strict=True):
                 options: Any = {"stop_strings": body.stop, "priority": body.priority, "max_time": max_time}
