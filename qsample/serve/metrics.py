@@ -34,7 +34,7 @@ class Metrics:
         def histogram(name: str, what: str, buckets: tuple[float, ...] = _SECONDS) -> Histogram:
             return Histogram(f"qsample:{name}", what, [_MODEL], registry=registry, buckets=buckets)
 
-        self._prompt_tokens = counter("prompt_tokens", "Prompt tokens of requests that ended.")
+        self._prompt_tokens = counter("prompt_tokens", "Prompt tokens that were read or found, of requests that ended.")
         self._cached_tokens = counter("prefix_cache_hits", "Prompt tokens that a slot held already.")
         self._queried_tokens = counter("prefix_cache_queries", "Prompt tokens that were looked for in slots.")
         self._ended = counter("request_success", "Requests that ended, by why.", "finished_reason")
@@ -66,9 +66,10 @@ class Metrics:
             self._failed.labels(model).inc()
             return
         usage, timing = output.usage, output.timing
-        self._prompt_tokens.labels(model).inc(usage.prompt_tokens)
-        self._queried_tokens.labels(model).inc(usage.prompt_tokens)
-        self._cached_tokens.labels(model).inc(usage.cached_tokens)
+        if timing.first_token_seconds is not None:  # its prompt was read
+            self._prompt_tokens.labels(model).inc(usage.prompt_tokens)
+            self._queried_tokens.labels(model).inc(usage.prompt_tokens)
+            self._cached_tokens.labels(model).inc(usage.cached_tokens)
         self._ended.labels(model, output.finish_reason).inc()
         self._whole.labels(model).observe(timing.total_seconds)
         if timing.queue_seconds is not None:
