@@ -55,6 +55,8 @@ class ServedModel:
         self.tool_format = find_format(settings.tool_call_parser, self._template)
         self._reasoning_format = find_reasoning_format(settings.reasoning_parser, self._is_shown)
         self.grammars = Grammars(self.model)
+        if self.model.interface.features.logprobs and self.model.tokenizer is not None:
+            _ = self.token_texts  # made now: a large tokenizer.json takes half a second, for which everybody would wait
         self.engine = Engine(  # last: it has a thread
             self.model,
             slots=settings.slots,

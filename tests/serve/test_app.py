@@ -276,6 +276,11 @@ def test_token_ids_of_prompts_and_answers(client: TestClient, stream: bool) -> N
     assert sum(map(len, tokens)) == 10
 
 
+def test_texts_of_tokens_are_made_at_the_start(local_app: LocalApp) -> None:
+    with local_app() as client:
+        assert "token_texts" in vars(client.app.state.server.models.find("tiny"))  # type: ignore[attr-defined]
+
+
 def test_without_a_tokenizer_there_are_no_texts(local_app: LocalApp) -> None:
     with local_app() as client:
         client.app.state.server.models.find("tiny").model.tokenizer = None  # type: ignore[attr-defined]
