@@ -76,7 +76,9 @@ def sample(logits: Tensor, chunks: Chunks, rows: Rows, num_candidates: int, gree
     def from_candidates() -> Tensors:
         needs_total = rows.random & (rows.top_p < 1) & ~rows.has_top_k(logits.shape[1])
         (total,) = branch(needs_total.any(), lambda: (_total_weight(chunks, rows),), lambda: (_no_weight(rows),))
-        return _from_candidates(chunks, total, rows, num_candidates, logits.shape[1])
+        found = _from_candidates(chunks, total, rows, num_candidates, logits.shape[1])
+        # A row without filters is drawn from the vocabulary where it is alone, and rounds alike beside others.
+        return found._replace(unsettled=found.unsettled | (rows.random & ~filtered))
 
     # Where no row has a filter, the candidates settle none.
     first = Draw(*branch(filtered.any(), from_candidates, lambda: (greedy, rows.maximum[:, None], rows.random)))

@@ -104,7 +104,8 @@ def _search(logits: Tensor, weights: Tensor, bracket: _Bracket, nucleus_weight: 
         for _ in range(_MORE_PIVOTS):
             closer = _narrow(logits, weights, nucleus_weight, closer, (closer.lo + closer.hi) / 2)
             closer = _narrow(logits, weights, nucleus_weight, closer, _interpolate(closer, nucleus_weight))
-        return (_sort_rest(logits, weights, nucleus_weight, closer)[0],)
+        # Another row's failure changes nothing for those that have theirs.
+        return (torch.where(reached, threshold, _sort_rest(logits, weights, nucleus_weight, closer)[0]),)
 
     (threshold,) = branch((searched & ~reached[:, 0]).any(), narrow_more, lambda: (threshold,))
     return threshold

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from qsample.transforms.sampler import draw
 from tests.helpers.sampler_cases import WITH_PROBS, eager, interface, random_step
 
 
@@ -28,3 +29,18 @@ def test_candidates_and_vocabulary_agree(ties: bool) -> None:
         np.testing.assert_array_equal(a["next_ids"], b["next_ids"])
         rows += batch
     assert rows == 960
+
+
+def test_a_row_without_filters_is_drawn_alike_alone_and_beside_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the vocabulary, whose sums round otherwise, though the candidates have all of its weight."""
+    rng = np.random.default_rng(3)
+    face = interface(997, WITH_PROBS)
+    step = eager(face, num_candidates=200)
+    logits, inputs = random_step(rng, face, 2, sequence=1)
+    inputs["status"][:], inputs["max_length"][:] = 0, 100
+    for name, values in {"temperature": [0.002, 1], "top_k": [0, 5], "top_p": [1, 1], "min_p": [0, 0]}.items():
+        inputs[name][:] = values
+    wanted = step(logits, inputs)["next_ids"]
+    plain = draw.draw_candidates
+    monkeypatch.setattr(draw, "draw_candidates", lambda *arguments: plain(*arguments) * 0 + 996)
+    assert step(logits, inputs)["next_ids"].tolist() == [wanted[0].tolist(), [996]]
