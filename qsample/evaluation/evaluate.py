@@ -75,7 +75,9 @@ def evaluate(
     places = {path: place for place, path in enumerate(dict.fromkeys((*chosen, *references)))}
     pairs = [(places[one], places[other]) for one in chosen for other in references if one != other]
     if references and not pairs:
-        raise ValueError(f"against is {shown(str(against))}, the package itself; give another one to compare it with")
+        raise ValueError(
+            f"against is {next(iter(references))}, the package itself; give another one to compare it with"
+        )
     _check_numbers(batch_size, confidence)
     _check_vocabularies(models)
     documents = documents_of(text, models)

@@ -232,7 +232,7 @@ def test_logits_that_are_no_numbers(tmp_path: Path) -> None:
 
 def test_the_same_package_twice_is_one(tmp_path: Path) -> None:
     package = fake_package(tmp_path / "package")
-    found = evaluate([package, str(package.path)], TEXT, against=read_package(package.path))
+    other = fake_package(tmp_path / "other")
+    found = evaluate([package, str(package.path)], TEXT, against=[read_package(package.path), other])
     assert isinstance(found, Evaluation)
-    assert len(found.packages) == 1
-    assert found.packages[0].comparisons == ()
+    assert [len(one.comparisons) for one in found.packages] == [1]
