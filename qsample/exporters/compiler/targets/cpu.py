@@ -19,6 +19,7 @@ from qsample.exporters.compiler.plan import CompilePlan
 from qsample.exporters.compiler.quantize.float16 import store_as_float16
 from qsample.exporters.compiler.quantize.weights import round_activations
 from qsample.exporters.compiler.recipe import Pass, lean_passes
+from qsample.exporters.compiler.shared_data import share_equal_data
 from qsample.exporters.control_flow import branch_where_rows_begin
 from qsample.exporters.graph.edit import constant
 
@@ -76,6 +77,7 @@ class CpuTarget:
         else:
             provider_of = optimize_offline(scratch / "fused.onnx", target, self.execution_providers, _LEVEL)
         shutil.rmtree(scratch)
+        share_equal_data(target)
         return placement_in_file(target, provider_of, self.execution_providers[0])
 
 
