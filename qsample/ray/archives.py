@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import io
+import lzma
 import os
 import tarfile
 import tempfile
+import zlib
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
@@ -83,7 +85,9 @@ def _unpack(archive: Path | bytes, target: Path) -> None:
     try:
         with source, tarfile.open(fileobj=source, mode="r:*") as opened:
             opened.extractall(target, filter="data")
-    except (tarfile.TarError, EOFError) as error:
+    except (tarfile.TarError, EOFError, zlib.error, lzma.LZMAError, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise  # the disk's; that of a damaged .gz or .bz2 has no number
         raise PackageError(f"{_name(archive)} is no tar archive of a package: {error}") from None
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 from qsample.errors import QsampleError, shown
+from qsample.package import read_package
 from qsample.serve.app import make_app
 from qsample.serve.settings import ServeSettings
 
@@ -50,7 +51,7 @@ def serve_app(
         )
     from ray import serve
 
-    slots = settings.slots or _SLOTS
+    slots = settings.slots or max(map(_own_slots, settings.models.values()))
     if settings.threads is None:
         settings = replace(settings, threads=max(1, int(num_cpus)))
     if autoscaling_config is not None or num_replicas == "auto":
@@ -75,3 +76,12 @@ def serve_app(
 
     application: Application = Server.bind()  # type: ignore[attr-defined]
     return application
+
+
+def _own_slots(path: str) -> int:
+    """Those of an engine that is told no number: the rows that the package was compiled for, if that is fixed."""
+    try:
+        compilation = read_package(path, verify=False).manifest.compilation
+    except (OSError, QsampleError):  # it need not lie on this machine; where it does, the replicas say what is wrong
+        return _SLOTS
+    return (compilation and compilation.batch_size) or _SLOTS

@@ -61,7 +61,11 @@ def make_app(settings: ServeSettings, models: ServedModels | None = None) -> Fas
         app.add_middleware(ApiKeys, keys=settings.api_keys)
     if settings.cors_origins:
         app.add_middleware(
-            CORSMiddleware, allow_origins=list(settings.cors_origins), allow_methods=["*"], allow_headers=["*"]
+            CORSMiddleware,
+            allow_origins=list(settings.cors_origins),
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["Retry-After"],
         )
     app.state.server = server
     return app

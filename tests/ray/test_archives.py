@@ -7,6 +7,7 @@ import tarfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from qsample.errors import PackageError
@@ -90,6 +91,21 @@ def test_what_is_no_package_is_refused_and_leaves_nothing(tmp_path: Path, cache:
         open_archive(buffer.getvalue())
     with pytest.raises(PackageError, match="no tar archive"):
         open_archive(b"x" * 3000)
+    assert list(cache.iterdir()) == []
+
+
+@pytest.mark.parametrize("mode", ["w:gz", "w:xz", "w:bz2"])
+def test_a_damaged_compressed_archive_is_told(mode: str, tmp_path: Path, cache: Path) -> None:
+    package = write(tmp_path / "package")
+    (package.path / "more.bin").write_bytes(np.random.default_rng(0).bytes(200_000))
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode=mode) as file:  # type: ignore[call-overload]
+        file.add(package.path, ".")
+    damaged = bytearray(buffer.getvalue())
+    for at in range(len(damaged) // 3, len(damaged), 1000):
+        damaged[at] ^= 255
+    with pytest.raises(PackageError, match="no tar archive"):
+        open_archive(bytes(damaged))
     assert list(cache.iterdir()) == []
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 import signal
@@ -17,6 +18,7 @@ import pytest
 
 from qsample.errors import QsampleError
 from qsample.runtime import CausalLM, SamplingParams
+from qsample.serve.http.middleware import ApiKeys
 from qsample.serve.run import run
 from qsample.serve.settings import ServeSettings
 from tests.helpers.servers import ServerProcess, post_all
@@ -211,7 +213,9 @@ def test_keys_origins_and_large_bodies(start_server: Callable[..., ServerProcess
         assert httpx.get(server.url + "/v1/models").json()["error"]["code"] == "invalid_api_key"
         assert httpx.get(server.url + "/metrics").status_code == 200
         allowed = {"Authorization": "Bearer one", "Origin": "https://a.example"}
-        assert httpx.post(url, json=body, headers=allowed).headers["access-control-allow-origin"] == "https://a.example"
+        headers = httpx.post(url, json=body, headers=allowed).headers
+        assert headers["access-control-allow-origin"] == "https://a.example"
+        assert headers["access-control-expose-headers"] == "Retry-After"
         assert (
             "access-control-allow-origin"
             not in httpx.get(server.url + "/health", headers={"Origin": "https://b.example"}).headers
@@ -361,3 +365,29 @@ def test_many_streams_of_which_a_third_leaves(server: ServerProcess, served_mode
         assert expected is not None
         assert text == expected[0]
     wait_until(lambda: server.metric("num_requests_running") + server.metric("num_requests_waiting") == 0)
+
+
+@pytest.mark.parametrize(
+    ("root", "path", "status"),
+    [
+        ("", "/health", 200),
+        ("/llm", "/llm/health", 200),
+        ("/llm", "/llm", 200),
+        ("/llm", "/llm/", 200),
+        ("/llm", "/llm/v1/models", 401),
+        ("", "/llm/health", 401),
+        ("/llm", "/llmhealth", 401),
+    ],
+)
+def test_what_needs_no_key_behind_a_prefix(root: str, path: str, status: int) -> None:
+    statuses: list[int] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    async def send(message: Any) -> None:
+        statuses.extend([message["status"]] if "status" in message else [])
+
+    scope = {"type": "http", "method": "GET", "path": path, "root_path": root, "headers": []}
+    asyncio.run(ApiKeys(app, ("one",))(scope, None, send))  # type: ignore[arg-type]
+    assert statuses == [status]

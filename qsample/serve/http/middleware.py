@@ -33,7 +33,8 @@ class ApiKeys:
         self._keys = [hashlib.sha256(key.encode()).digest() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in _OPEN and scope["method"] != "OPTIONS":
+        path = str(scope.get("path", "")).removeprefix(scope.get("root_path", "")) or "/"
+        if scope["type"] == "http" and path not in _OPEN and scope["method"] != "OPTIONS":
             given = dict(scope["headers"]).get(b"authorization", b"")
             kind, _, key = given.partition(b" ")
             hashed = hashlib.sha256(key.strip()).digest()
