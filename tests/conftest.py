@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +14,13 @@ from filelock import FileLock
 # Models of a few kilobytes gain nothing from torch's second thread, and while it waits it keeps a core from the other
 # test processes: half of a run's CPU time. Before torch is imported; the commands that tests start inherit it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def pytest_configure() -> None:
+    """Undo what commands that tests start would inherit: jobs in the background of a shell ignore SIGINT."""
+    ignored = signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+    if ignored and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
