@@ -19,7 +19,7 @@ from qsample.tensors import Array
 
 _LEAST: Final = 1 << 16  # bytes; smaller ones are not worth a look
 _PAGE: Final = 4096
-_PIECE: Final = 1 << 24  # bytes that are compared or copied at once
+_PIECE: Final = 1 << 24  # bytes that are compared at once
 
 Place = tuple[int, int]  # offset and length in the file, in bytes
 
@@ -39,12 +39,13 @@ def share_equal_data(path: Path) -> None:
     if len(files) != 1:
         return
     data = path.parent / files.pop()
-    places = _places(np.memmap(data, np.uint8, "r"), (_place(tensor) for tensor in stored.values()))
+    mapped = np.memmap(data, np.uint8, "r")
+    places = _places(mapped, (_place(tensor) for tensor in stored.values()))
     kept = sorted(set(places.values()))
     if len(kept) == len(places):
         return
     part = data.with_name(f"{data.name}.part")
-    moved = _copy(data, part, kept)
+    moved = _copy(mapped, part, kept)
     for value, tensor in stored.items():
         offset, length = moved[places[_place(tensor)]]
         value.const_value = ir.ExternalTensor(
@@ -65,7 +66,7 @@ def _place(tensor: ir.ExternalTensor) -> Place:
 
 
 def _places(data: Array, wanted: Iterable[Place]) -> dict[Place, Place]:
-    """Each place → the first one that has the same bytes."""
+    """Each place of `data`, [bytes of the file] uint8 → the first one that has the same bytes."""
     alike: dict[tuple[int, bytes], list[Place]] = {}
     found: dict[Place, Place] = {}
     for offset, length in sorted(set(wanted)):
@@ -88,15 +89,12 @@ def _equal(data: Array, one: int, other: int, length: int) -> bool:
     )
 
 
-def _copy(source: Path, target: Path, places: Iterable[Place]) -> dict[Place, Place]:
+def _copy(data: Array, target: Path, places: Iterable[Place]) -> dict[Place, Place]:
     """Write these places of a file to another one, each at the beginning of a page; returns where they are there."""
     moved = {}
-    with source.open("rb") as old, target.open("wb") as new:
+    with target.open("wb") as file:
         for offset, length in places:
-            new.write(bytes(-new.tell() % _PAGE))
-            moved[offset, length] = (new.tell(), length)
-            old.seek(offset)
-            left = length
-            while left:
-                left -= new.write(old.read(min(left, _PIECE)))
+            file.write(bytes(-file.tell() % _PAGE))
+            moved[offset, length] = (file.tell(), length)
+            file.write(data[offset : offset + length].data)
     return moved

@@ -15,7 +15,8 @@ from qsample.tensors import Array
 class ParameterRows:
     """One buffer a parameter, which every row has a part of.
 
-    buffers: by name, [B], or [B, N] where a row has several values; N grows with the widest row that was given.
+    buffers: by name, of the parameter's dtype, [B], or [B, N] where a row has several values; N grows with the widest
+    row that was given.
     """
 
     def __init__(self, specs: Iterable[TensorSpec], sizes: Mapping[str, int], device: str) -> None:
