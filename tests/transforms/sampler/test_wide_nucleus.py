@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
+import torch
 
-from qsample.transforms.sampler import sample
+from qsample.transforms.sampler import sample, wide_nucleus
 from tests.helpers.reference import distribution
 from tests.helpers.sampler_cases import WITH_PROBS, eager, exported, interface, make_inputs
 
@@ -66,3 +69,25 @@ def test_a_nucleus_that_ends_exactly_at_its_weight() -> None:
     face = interface(1800, WITH_PROBS)
     for step in (eager(face), exported(face)):
         np.testing.assert_array_equal(step(logits, make_inputs(face, 1, top_p=0.5))["probs"][0] > 0, logits[0] == 0)
+
+
+def test_a_row_keeps_its_threshold_where_another_is_not_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the second attempt finds is for the row that needs it."""
+    calls: list[tuple[torch.Tensor, torch.Tensor]] = []
+    plain = wide_nucleus._sort_rest
+
+    def sort_rest(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        threshold, reached = plain(*arguments)
+        found = (threshold + len(calls), reached if calls else torch.tensor([[True], [False]]))
+        calls.append(found)
+        return found
+
+    monkeypatch.setattr(wide_nucleus, "_sort_rest", sort_rest)
+    logits = torch.randn(2, 4096, generator=torch.Generator().manual_seed(0))
+    maximum, weights = logits.amax(-1, keepdim=True), torch.exp(logits - logits.amax(-1, keepdim=True))
+    total = weights.to(torch.float64).sum(-1, keepdim=True)
+    bracket = wide_nucleus._all_with_weight(maximum, torch.ones_like(maximum), total)
+    threshold = wide_nucleus._search(logits, weights, bracket, 0.9 * total, torch.tensor([True, True]))
+    (first, _), (second, _) = calls
+    assert threshold.tolist() == [first[0].tolist(), second[1].tolist()]
+    assert first[0] != second[0]
