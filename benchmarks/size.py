@@ -76,6 +76,7 @@ def make_checkpoint(shape: str, folder: Path, layers: int | None = None) -> Path
     import torch
     from safetensors.torch import save_file
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers.core_model_loading import revert_weight_conversion
 
     options = {**SHAPES[shape], **TOKEN_IDS, "dtype": "bfloat16"}
     if layers is not None:
@@ -93,10 +94,12 @@ def make_checkpoint(shape: str, folder: Path, layers: int | None = None) -> Path
             if name == "lm_head.weight" and config.tie_word_embeddings:
                 continue
             if weight.ndim == 1:
-                yield name, torch.full(weight.shape, last if name == "model.norm.weight" else 1.0, dtype=torch.bfloat16)
+                drawn = torch.full(weight.shape, last if name == "model.norm.weight" else 1.0, dtype=torch.bfloat16)
             else:
-                drawn = torch.empty(weight.shape, dtype=torch.bfloat16)
-                yield name, drawn.normal_(0, SPREAD, generator=generator)
+                drawn = torch.empty(weight.shape, dtype=torch.bfloat16).normal_(0, SPREAD, generator=generator)
+            # As checkpoints have it: each expert on its own.
+            for part, tensor in revert_weight_conversion(model, {name: drawn}).items():
+                yield part, tensor.clone()
 
     shard: dict[str, Any] = {}
 

@@ -2,7 +2,7 @@
 
 The operator wants its weights in one layout: outputs before inputs, gate and up in turns. They are arranged when the
 graph is saved, one matrix of all experts of a layer at a time, so that a checkpoint's weights stay mapped from their
-files.
+files; where the order of whole rows is all that changes, a graph that refers to these files can do it (`joined`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import onnx_ir as ir
 from qsample.exporters.graph import moe
 from qsample.exporters.graph.edit import constant, replace_node
 from qsample.exporters.graph.opset import CONTRIB_DOMAIN
-from qsample.exporters.graph.stored import rearranged
+from qsample.exporters.graph.stored import rearranged, rows_in_turns
 from qsample.tensors import Array
 from qsample.transforms.experts import operator
 
@@ -96,7 +96,8 @@ class _Matrices:
             matrices = [self._matrices(array) for array in arrays]
             return matrices[0] if in_turns else _take_turns(matrices)
 
-        return _arranged(self._graph, self._parts, shape, arrange)
+        are_rows = not self._transposed and all(tensor.shape.numpy()[:1] == shape[:1] for tensor in self._tensors)
+        return _arranged(self._graph, self._parts, shape, arrange, take_turns=are_rows and not in_turns)
 
     def _shape(self, tensor: ir.TensorProtocol) -> tuple[int, int]:
         """N, K."""
@@ -126,13 +127,20 @@ def _tensor(value: ir.Value) -> ir.TensorProtocol:
 
 
 def _arranged(
-    graph: ir.Graph, parts: Sequence[ir.Value], shape: Sequence[int], arrange: Callable[[list[Array]], Array]
+    graph: ir.Graph,
+    parts: Sequence[ir.Value],
+    shape: Sequence[int],
+    arrange: Callable[[list[Array]], Array],
+    *,
+    take_turns: bool = False,
 ) -> ir.Value:
     """The initializer that holds what `arrange` makes of the numbers of `parts`, in their place; layers that share
-    parameters share it."""
+    parameters share it. take_turns: `arrange` is `_take_turns`, of parts [E, N, K]."""
     name = f"{parts[0].name}_arranged"
     if name not in graph.initializers:
-        tensor = rearranged([_tensor(part) for part in parts], shape, arrange, name)
+        tensors = [_tensor(part) for part in parts]
+        in_files = rows_in_turns(tensors, name) if take_turns else None
+        tensor = in_files or rearranged(tensors, shape, arrange, name)
         value = ir.Value(name=name, shape=ir.Shape(shape), type=ir.TensorType(tensor.dtype), const_value=tensor)
         graph.register_initializer(value)
     return graph.initializers[name]

@@ -3,6 +3,8 @@ their numbers lie, or functions that compute them when the graph is saved."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,9 +13,10 @@ import torch
 from onnx_ir import tensor_adapters
 from torch import Tensor
 
+from qsample.exporters.graph.joined import JoinedTensor
 from qsample.exporters.graph.stored import StoredTensor
 from qsample.exporters.graph.traversal import all_initializers
-from qsample.transforms.deferred import Deferred, deferred, stored_view
+from qsample.transforms.deferred import Deferred, Joined, deferred, stored_view
 
 
 def fill_placeholders(model: ir.Model) -> bool:
@@ -47,23 +50,36 @@ def _view(raw: Any) -> Tensor | None:
 def _tensor(view: Tensor, found: Deferred, name: str) -> ir.TensorProtocol:
     """The numbers of `view`: in float32 a StoredTensor, in other dtypes one that is computed."""
     if view.dtype != torch.float32:
-        lies = found.place is not None and view.is_contiguous()
-        return _in_file(view, found, name) if lies else _computed(view, found, view.dtype, name)
+        return _in_files(view, found, name) or _computed(view, found, view.dtype, name)
     turned = view.ndim == 2 and not view.is_contiguous() and view.T.is_contiguous()
     whole = view.T if turned else view
-    if found.place is not None and whole.is_contiguous():
-        return StoredTensor(_in_file(whole, found, name), name, transposed=turned)
-    return StoredTensor(_computed(whole, found, found.dtype, name), name, transposed=turned)
+    stored = _in_files(whole, found, name) or _computed(whole, found, found.dtype, name)
+    return StoredTensor(stored, name, transposed=turned)
 
 
-def _in_file(view: Tensor, found: Deferred, name: str) -> ir.TensorProtocol:
-    size = found.dtype.itemsize
+def _in_files(view: Tensor, found: Deferred, name: str) -> ir.TensorProtocol | None:
+    """The numbers of `view` where they lie; None where they lie nowhere, or in another order."""
+    if found.place is None or not view.is_contiguous():
+        return None
+    if not isinstance(found.place, Joined):
+        return _lying(found.place, view.shape, found.dtype, name, int(view.storage_offset()))
+    is_whole = view.nbytes == view.untyped_storage().nbytes()
+    return _lying(found.place, view.shape, found.dtype, name) if is_whole else None
+
+
+def _lying(place: Any, shape: Sequence[int], dtype: torch.dtype, name: str, first: int = 0) -> ir.TensorProtocol:
+    """The numbers of `shape` at `place`, from the number `first` on."""
+    if isinstance(place, Joined):
+        parts = zip(place.places, place.shapes, strict=True)
+        return JoinedTensor(
+            [_lying(*part, dtype, f"{name}_{i}") for i, part in enumerate(parts)], place.axis, shape, name
+        )
     return ir.ExternalTensor(
-        found.place.path,
-        found.place.offset + view.storage_offset() * size,
-        view.numel() * size,
-        tensor_adapters.from_torch_dtype(found.dtype),
-        shape=ir.Shape(view.shape),
+        place.path,
+        place.offset + first * dtype.itemsize,
+        math.prod(shape) * dtype.itemsize,
+        tensor_adapters.from_torch_dtype(dtype),
+        shape=ir.Shape(shape),
         name=name,
     )
 

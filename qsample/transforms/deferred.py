@@ -36,12 +36,23 @@ class Deferred:
     """What a placeholder stands for.
 
     stored: computes its numbers, contiguous, in a dtype that they are exact in. dtype: the one that `stored` returns.
-    place: where the same numbers lie in a file, in that dtype, as whoever made the placeholder says it; None = nowhere.
+    place: where the same numbers lie in files, in that dtype, as whoever made the placeholder says it, or as `Joined`
+        of such; None = nowhere.
     """
 
     stored: Callable[[], Tensor]
     dtype: torch.dtype
     place: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """The place of tensors that were put together: what lies at `places`, seen as of `shapes`, one behind the other
+    along `axis`."""
+
+    places: tuple[Any, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    axis: int
 
 
 def defer(
@@ -124,7 +135,7 @@ class _Computing(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _stored(self, found: Deferred) -> Tensor:
         """Numbers that lie in a file are mapped; others are kept a while, because experts are looked at one by one."""
-        if found.place is not None:
+        if found.place is not None and not isinstance(found.place, Joined):
             return found.stored()
         if found not in self._newest:
             while len(self._newest) >= _KEPT:  # before the next is in memory
@@ -159,16 +170,11 @@ class _Deferring(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return computed.to(result.dtype) if isinstance(result, Tensor) else computed
         if func is torch.ops.aten._to_copy.default and result.dtype in kinds and flat[0].is_contiguous():
             one = found[0]  # back in the dtype that it is stored in
-            whole = one.place is not None and result.numel() == one.stored().numel()
-            return defer(
-                result.shape,
-                result.dtype,
-                lambda: stored_view(flat[0], one),
-                result.dtype,
-                one.place if whole else None,
-            )
+            place = one.place if _is_whole(flat[0]) else None
+            return defer(result.shape, result.dtype, lambda: stored_view(flat[0], one), result.dtype, place)
         kept_in = kinds.pop() if moves else result.dtype
-        return defer(result.shape, result.dtype, lambda: compute().contiguous(), kept_in)
+        place = _joined(func, args, result.ndim) if moves else None
+        return defer(result.shape, result.dtype, lambda: compute().contiguous(), kept_in, place)
 
 
 def _flatten(args: Any, kwargs: Any) -> tuple[list[Any], Any, dict[int, Deferred]]:
@@ -187,6 +193,26 @@ def _filled(func: Any, flat: list[Any], found: dict[int, Deferred]) -> bool:
     torch.as_strided(written, (stored.numel(),), (1,), 0).copy_(stored)
     _placeholders.pop(written.untyped_storage().data_ptr(), None)
     return len(found) == 1
+
+
+def _joined(func: Any, args: Any, rank: int) -> Joined | None:
+    """The place of what `func`, a stack or a concatenation, makes of whole placeholders that lie somewhere."""
+    if func not in (torch.ops.aten.stack.default, torch.ops.aten.cat.default):
+        return None
+    tensors, axis = args[0], (args[1] if len(args) > 1 else 0) % rank
+    parts = [deferred(tensor) for tensor in tensors]
+    places = tuple(part.place for part in parts if part is not None and part.place is not None)
+    if len(places) < len(tensors) or not all(map(_is_whole, tensors)):
+        return None
+    shapes = [tuple(tensor.shape) for tensor in tensors]
+    if func is torch.ops.aten.stack.default:
+        shapes = [(*shape[:axis], 1, *shape[axis:]) for shape in shapes]
+    return Joined(places, tuple(shapes), axis)
+
+
+def _is_whole(tensor: Tensor) -> bool:
+    """Whether `tensor` holds all numbers of its storage, in order."""
+    return tensor.is_contiguous() and tensor.nbytes == tensor.untyped_storage().nbytes()
 
 
 def _viewed(stored: Tensor, view: Tensor) -> Tensor:

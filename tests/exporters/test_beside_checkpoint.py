@@ -83,24 +83,41 @@ def test_no_weight_is_copied_on_the_way(dtype: torch.dtype, tmp_path: Path, monk
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["adapter", "experts"])
-def test_weights_that_are_computed(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_that_are_computed(tmp_path: Path) -> None:
     from tests.helpers.adapters import lora_pair, save_adapter
 
-    options: dict[str, str] = {}
-    if kind == "adapter":
-        checkpoint(tmp_path / "checkpoint")
-        save_adapter(tmp_path / "adapter", lora_pair("model.layers.0.mlp.up_proj", 512, 192))
-        options = {"adapter": str(tmp_path / "adapter")}
-    else:
-        mixture("qwen3_moe", hidden_size=128, moe_intermediate_size=64).to(torch.bfloat16).save_pretrained(
-            tmp_path / "checkpoint"
-        )
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint", tokenizer=None, **options)  # type: ignore[arg-type]
-    there = model.export(tmp_path / "portable").compile(tmp_path / "there", ctx_len=64, weights="int8")
-    straight = model.compile(tmp_path / "straight", ctx_len=64, weights="int8")
+    checkpoint(tmp_path / "checkpoint")
+    save_adapter(tmp_path / "adapter", lora_pair("model.layers.0.mlp.up_proj", 512, 192))
+    check_straight(tmp_path, adapter=str(tmp_path / "adapter"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "model_type",
+    [
+        "qwen3_moe",  # each expert on its own, gate and up too
+        "mixtral",  # by other names
+        "granitemoe",  # all experts in one tensor, up behind gate
+    ],
+)
+def test_experts_are_not_copied_on_the_way(model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes_of_experts = {"hidden_size": 256, "moe_intermediate_size": 96, "intermediate_size": 96}
+    mixture(model_type, **sizes_of_experts).to(torch.bfloat16).save_pretrained(tmp_path / "checkpoint")
+    sizes = sizes_at_the_gate(tmp_path, monkeypatch)
+    written = check_straight(tmp_path)
+    assert sizes[1] - written < 0.2 * size(tmp_path / "checkpoint") + 800_000
+
+
+def check_straight(folder: Path, **options: Any) -> int:
+    """Check that the checkpoint compiles to what its portable package does. Returns the size of `folder` before."""
+    model = AutoModelForCausalLM.from_pretrained(folder / "checkpoint", tokenizer=None, **options)
+    there = model.export(folder / "portable").compile(folder / "there", ctx_len=64, weights="int8")
+    before = size(folder)
+    straight = model.compile(folder / "straight", ctx_len=64, weights="int8")
     name = "decoder.onnx.data"
     assert straight.package.manifest.files[name] == there.package.manifest.files[name]
+    assert straight.package.manifest.parity == there.package.manifest.parity
+    return before
 
 
 def test_a_disk_too_small_for_what_is_really_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from qsample.transforms import deferred as module
-from qsample.transforms.deferred import chunks, computing, defer, deferred, deferring, numbers
+from qsample.transforms.deferred import Joined, chunks, computing, defer, deferred, deferring, numbers
 
 STORED = torch.randn(300, 200, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
 WIDE = STORED.to(torch.float32)
@@ -72,6 +72,26 @@ def test_what_is_only_moved_stays_in_its_dtype(monkeypatch: pytest.MonkeyPatch) 
     assert (found.dtype, mixed.dtype) == (torch.bfloat16, torch.float32)
     assert torch.equal(numbers(moved), torch.stack([WIDE.T, WIDE.T], dim=1))
     assert torch.equal(numbers(other), torch.cat([WIDE, WIDE]))
+
+
+def test_what_is_put_together_is_told_by_its_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SMALLEST", 1)
+    one, other = placeholder(), placeholder()
+    nowhere = defer(WIDE.shape, torch.float32, lambda: STORED, torch.bfloat16)
+    with deferring():
+        stacked = torch.stack([one, other], dim=1)
+        both = torch.cat([stacked, stacked], dim=-2)
+        apart = [torch.stack([one, nowhere]), torch.stack([one[:150], other[150:]]), torch.stack([one.T, other.T])]
+    shape = (300, 1, 200)
+    found = deferred(both)
+    assert found is not None
+    place = Joined(("somewhere", "somewhere"), (shape, shape), 1)
+    assert found.place == Joined((place, place), ((300, 2, 200), (300, 2, 200)), 1)
+    assert torch.equal(numbers(both), torch.stack([WIDE] * 4, dim=1))
+    for tensor in apart:  # something lies nowhere, is a part, or is turned
+        found = deferred(tensor)
+        assert found is not None
+        assert found.place is None
 
 
 def test_there_and_back_it_is_as_it_was_stored(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,14 @@ import numpy as np
 import onnx_ir as ir
 
 from qsample.disk.space import check_free
+from qsample.exporters.graph.joined import (
+    JoinedTensor,
+    in_turns,
+    lies_in_files,
+    parts_in_files,
+    read_joined,
+    write_joined,
+)
 from qsample.exporters.graph.traversal import all_initializers
 from qsample.tensors import Array
 
@@ -23,6 +31,7 @@ HALF: Final = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 SUFFIX: Final = "_stored"  # of the name of the initializer behind a Cast
 _INLINE: Final = 1024  # bytes of a constant that stays in the graph's own file
 _FLOAT: Final = int(ir.DataType.FLOAT)
+_MOST_PARTS: Final = 45_000  # ONNX Runtime maps each on its own, and Linux gives a process 65,530 maps
 
 
 class StoredTensor(ir.LazyTensor):
@@ -70,17 +79,35 @@ def rearranged(
     return ir.LazyTensor(computed, tensors[0].dtype, fixed, name=name)
 
 
+def rows_in_turns(tensors: Sequence[ir.TensorProtocol], name: str) -> ir.TensorProtocol | None:
+    """`joined.in_turns` of what `tensors` are stored as, which stays in its files."""
+    if any(isinstance(tensor, StoredTensor) and tensor.transposed for tensor in tensors):
+        return None
+    wide = {isinstance(tensor, StoredTensor) for tensor in tensors}
+    stored = [tensor.stored if isinstance(tensor, StoredTensor) else tensor for tensor in tensors]
+    if len(wide) > 1 or len({tensor.dtype for tensor in stored}) > 1:
+        return None
+    joined = in_turns(stored, name)
+    return StoredTensor(joined, name) if joined is not None and wide == {True} else joined
+
+
 def narrow_weights(model: ir.Model, *, as_they_lie: bool = False) -> bool:
     """Write each weight of `model` that is stored in half precision so, with a Cast behind it; in place.
 
-    Rows that a Gather looks up are cast behind it. as_they_lie: also leave each weight that lies in a file as it lies
-    there, with a Transpose behind it where the graph has it the other way round; otherwise it is written anew. Returns
-    whether there was one.
+    Rows that a Gather looks up are cast behind it. as_they_lie: also leave each weight that lies in files as it lies
+    there, with a Concat in front where these are several, and a Transpose behind it where the graph has it the other
+    way round; otherwise it is written anew. Returns whether there was one.
     """
     found = [value for value in all_initializers(model.graph) if isinstance(value.const_value, StoredTensor)]
+    few = sum(len(list(parts_in_files(_as_stored(value.const_value)))) for value in found) <= _MOST_PARTS
     for value in found:
-        _narrow(value, as_they_lie=as_they_lie)
+        in_parts = isinstance(_as_stored(value.const_value), JoinedTensor)
+        _narrow(value, as_they_lie=as_they_lie and (few or not in_parts))
     return bool(found)
+
+
+def _as_stored(tensor: ir.TensorProtocol | None) -> ir.TensorProtocol | None:
+    return tensor.stored if isinstance(tensor, StoredTensor) else tensor
 
 
 def _narrow(value: ir.Value, *, as_they_lie: bool) -> None:
@@ -88,17 +115,21 @@ def _narrow(value: ir.Value, *, as_they_lie: bool) -> None:
     assert isinstance(tensor, StoredTensor)
     assert graph is not None
     stored, transposed = tensor.stored, tensor.transposed
-    lies = as_they_lie and isinstance(stored, ir.ExternalTensor)
+    lies = as_they_lie and lies_in_files(stored)
     if not lies and stored.dtype not in HALF:
         return
     if transposed and not lies:
         stored = _swapped(tensor, f"{name}{SUFFIX}")
         transposed = False
     half = stored.dtype in HALF
-    if not half and not transposed:
+    nodes: list[ir.Node] = []
+    if lies and isinstance(stored, JoinedTensor):
+        base, nodes = write_joined(graph, stored, f"{name}{SUFFIX}")
+    elif not half and not transposed:
         value.const_value = stored
         return
-    base = _initializer(graph, f"{name}{SUFFIX}", stored)
+    else:
+        base = _initializer(graph, f"{name}{SUFFIX}", stored)
     uses = list(value.uses())
     if half and not transposed:
         lookups = [(node, index) for node, index in uses if _is_lookup(node, index)]
@@ -106,19 +137,17 @@ def _narrow(value: ir.Value, *, as_they_lie: bool) -> None:
             _cast_behind(node, base)
         uses = [use for use in uses if use not in lookups]
     graph.initializers.pop(name)
-    if not uses:
-        return
-    nodes = []
     last = base
-    if half:
+    if half and uses:
         nodes.append(ir.Node("", "Cast", [last], [ir.AttrInt64("to", _FLOAT)], name=f"{name}_cast"))
         last = nodes[-1].outputs[0]
         last.shape, last.type, last.name = base.shape, ir.TensorType(ir.DataType.FLOAT), f"{name}_cast"
-    if transposed:
+    if transposed and uses:
         nodes.append(ir.Node("", "Transpose", [last], [ir.AttrInt64s("perm", (1, 0))], name=f"{name}_transpose"))
         last = nodes[-1].outputs[0]
-    value.replace_all_uses_with(last, replace_graph_outputs=True)
-    last.name, last.shape, last.type = name, value.shape, ir.TensorType(ir.DataType.FLOAT)
+    if uses:
+        value.replace_all_uses_with(last, replace_graph_outputs=True)
+        last.name, last.shape, last.type = name, value.shape, ir.TensorType(ir.DataType.FLOAT)
     # ONNX Runtime goes back from the last node, and from each to that of its inputs which is last in the file. So these
     # stand before all others: then what a product reads beside its weight comes first, and the float32 weight is made
     # for that product alone. Elsewhere, all of them are made before the first product runs.
@@ -129,7 +158,7 @@ def widen_weights(model: ir.Model) -> bool:
     """The inverse of `narrow_weights`: a float32 initializer in place of each that is cast to float32, in place. Its
     numbers are made when they are read. Returns whether there was one."""
     graph = model.graph
-    modified = False
+    modified = read_joined(graph)
     for value in list(graph.initializers.values()):
         tensor = value.const_value
         if tensor is None or (value.dtype not in HALF and not str(value.name).endswith(SUFFIX)):
@@ -225,8 +254,8 @@ def save_beside(model: ir.Model, folder: Path, name: str) -> None:
 
 def _are_on_one_drive(model: ir.Model, folder: Path) -> bool:
     tensors = [value.const_value for value in all_initializers(model.graph)]
-    stored = [tensor.stored if isinstance(tensor, StoredTensor) else tensor for tensor in tensors]
-    paths = [str(folder), *(tensor.path for tensor in stored if isinstance(tensor, ir.ExternalTensor))]
+    lying = [part for tensor in tensors for part in parts_in_files(_as_stored(tensor))]
+    paths = [str(folder), *(tensor.path for tensor in lying)]
     return len({os.path.splitdrive(os.path.abspath(path))[0] for path in paths}) == 1
 
 

@@ -99,6 +99,12 @@ def test_experts_that_transformers_merges_are_put_together_when_they_are_needed(
     found = deferred(model.model.layers[0].mlp.experts.gate_up_proj)
     assert found is not None
     assert found.dtype == torch.bfloat16
+    assert found.place is not None
+    for projection, place in zip(("gate", "up"), found.place.places, strict=True):
+        for expert, part in enumerate(place.places):
+            name = f"model.layers.0.mlp.experts.{expert}.{projection}_proj.weight"
+            content = part.path.read_bytes()[part.offset : part.offset + part.length]
+            assert content == stored[name].view(torch.uint8).numpy().tobytes()
     check_like_transformers(model, tmp_path / "source")
 
 
