@@ -15,7 +15,7 @@ import onnx_ir as ir
 from qsample.exporters.graph import moe
 from qsample.exporters.graph.edit import constant, replace_node
 from qsample.exporters.graph.opset import CONTRIB_DOMAIN
-from qsample.exporters.graph.stored import rearranged, rows_in_turns
+from qsample.exporters.graph.weights.stored import rearranged, rows_in_turns
 from qsample.tensors import Array
 from qsample.transforms.experts import operator
 

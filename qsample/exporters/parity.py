@@ -21,7 +21,7 @@ from qsample.contract import LOGITS, Interface
 from qsample.errors import ParityError
 from qsample.exporters.graph import gqa
 from qsample.exporters.graph.runner import GraphRunner
-from qsample.exporters.graph.stored import load_graph
+from qsample.exporters.graph.weights.stored import load_graph
 from qsample.exporters.graph.windows import narrow_windows
 from qsample.tensors import Array
 

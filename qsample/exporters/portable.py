@@ -16,7 +16,7 @@ import onnxruntime as ort
 import qsample
 from qsample.contract import CONTRACT_VERSION, Interface
 from qsample.exporters.graph.join import append_sampler
-from qsample.exporters.graph.stored import narrow_weights, save_beside
+from qsample.exporters.graph.weights.stored import narrow_weights, save_beside
 from qsample.exporters.initial_state import build_initial_state
 from qsample.exporters.parity import Parity
 from qsample.exporters.sampler import export_sampler

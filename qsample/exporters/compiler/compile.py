@@ -35,8 +35,8 @@ from qsample.exporters.compiler.targets import Target, find_target
 from qsample.exporters.graph.axes import fix_axes
 from qsample.exporters.graph.join import split_at_logits
 from qsample.exporters.graph.nbits import BLOCK_SIZES
-from qsample.exporters.graph.stored import load_graph, widen_weights
 from qsample.exporters.graph.traversal import all_initializers
+from qsample.exporters.graph.weights.stored import load_graph, widen_weights
 from qsample.exporters.initial_state import build_initial_state
 from qsample.progress import Progress
 from qsample.tensors import Array

@@ -16,7 +16,7 @@ import numpy as np
 from qsample.contract import LOGITS, Interface
 from qsample.exporters.graph.join import cut_at_logits
 from qsample.exporters.graph.runner import GraphRunner
-from qsample.exporters.graph.stored import load_graph
+from qsample.exporters.graph.weights.stored import load_graph
 from qsample.tensors import Array
 
 ROWS: Final = 4

@@ -18,8 +18,8 @@ import onnxruntime as ort
 from qsample.contract import BATCH, BIASES, CAPACITY, LENGTHS, STOPS, Interface, retained_name
 from qsample.exporters.graph.moe import QUANTIZED_OP_TYPE
 from qsample.exporters.graph.nbits import is_matmul_nbits
-from qsample.exporters.graph.stored import load_graph, relocated
 from qsample.exporters.graph.traversal import all_initializers, ancestors
+from qsample.exporters.graph.weights.stored import load_graph, relocated
 from qsample.runtime.session.options import session_options
 from qsample.runtime.session.providers import open_session
 from qsample.tensors import DTYPES, OF_ONNXRUNTIME, Array, sparse_zeros

@@ -14,7 +14,7 @@ import onnxruntime as ort
 import pytest
 
 from qsample.errors import PackageError
-from qsample.exporters.graph.stored import (
+from qsample.exporters.graph.weights.stored import (
     StoredTensor,
     load_graph,
     narrow_weights,

@@ -12,9 +12,9 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 
-from qsample.exporters.graph import stored
-from qsample.exporters.graph.joined import JoinedTensor, in_turns, lies_in_files, parts_in_files, read_joined
-from qsample.exporters.graph.stored import StoredTensor, load_graph, rows_in_turns, save_beside, widen_weights
+from qsample.exporters.graph.weights import stored
+from qsample.exporters.graph.weights.joined import JoinedTensor, in_turns, lies_in_files, parts_in_files, read_joined
+from qsample.exporters.graph.weights.stored import StoredTensor, load_graph, rows_in_turns, save_beside, widen_weights
 
 EXPERTS, ROWS, COLUMNS = 3, 4, 5
 DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.float32}

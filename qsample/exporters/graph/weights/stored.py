@@ -16,7 +16,8 @@ import numpy as np
 import onnx_ir as ir
 
 from qsample.disk.space import check_free
-from qsample.exporters.graph.joined import (
+from qsample.exporters.graph.traversal import all_initializers
+from qsample.exporters.graph.weights.joined import (
     JoinedTensor,
     in_turns,
     lies_in_files,
@@ -24,7 +25,6 @@ from qsample.exporters.graph.joined import (
     read_joined,
     write_joined,
 )
-from qsample.exporters.graph.traversal import all_initializers
 from qsample.tensors import Array
 
 HALF: Final = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
