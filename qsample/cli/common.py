@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it is a package.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document for a script to read.")]
 Provider = Annotated[str | None, typer.Option(help="Execution provider. (default: what it was compiled for, else cpu)")]
-Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads. (default: ONNX Runtime's choice)")]
+Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads. (default: the cores that this process may use)")]
 
 
 def no_escapes() -> bool:

@@ -53,7 +53,8 @@ def load(
             device package was compiled for, otherwise "cpu".
         ctx_len: capacity of every row in tokens, for portable packages; None = what each generation needs, up to the
             model's max_position_embeddings.
-        intra_op_num_threads: threads of one operator; None = ONNX Runtime's choice.
+        intra_op_num_threads: threads of one operator; None = ONNX Runtime's choice, the machine's cores, or as many as
+            this process may use where its affinity or a control group's quota leaves it fewer.
         provider_options, session_config: passed to ONNX Runtime.
         verify: compare every file's sha256 with the manifest first.
 

@@ -21,7 +21,7 @@ from qsample.serve.answers.choices import ChatChoice, CompletionChoice
 from qsample.serve.guides import Grammar, Guide
 from qsample.serve.http.errors import ApiError, add_error_handlers
 from qsample.serve.http.json_bytes import json_bytes
-from qsample.serve.http.middleware import ApiKeys, BodyLimit
+from qsample.serve.http.middleware import ApiKeys, BodyLimit, UnknownErrors
 from qsample.serve.metrics import Metrics
 from qsample.serve.protocol.chat import ChatCompletionRequest, ChatPrompt
 from qsample.serve.protocol.common import GenerationRequest
@@ -60,6 +60,7 @@ def make_app(settings: ServeSettings, models: ServedModels | None = None) -> Fas
     if settings.api_keys:
         app.add_middleware(ApiKeys, keys=settings.api_keys)
     if settings.cors_origins:
+        app.add_middleware(UnknownErrors)
         app.add_middleware(
             CORSMiddleware,
             allow_origins=list(settings.cors_origins),

@@ -15,7 +15,6 @@ from typing import Any, Final
 import numpy as np
 
 from qsample.runtime import CausalLM, Step
-from qsample.runtime.text.tokenizer import TOKENIZER_FILE
 from qsample.serve.http.errors import ApiError
 from qsample.tensors import Array
 
@@ -85,11 +84,12 @@ class Grammars:
     def _read_tokenizer(self) -> Any:
         from llguidance import LLTokenizer
 
-        package = self._model.package
-        text = package.file(TOKENIZER_FILE).read_text(encoding="utf-8")
-        ends = list(package.manifest.token_ids.eos)
+        assert self._model.tokenizer is not None  # `check_possible` saw to it
+        ends = list(self._model.package.manifest.token_ids.eos)
         try:
-            return LLTokenizer(text, n_vocab=self._model.interface.vocab_size, eos_token=ends)
+            return LLTokenizer(
+                self._model.tokenizer.to_json(), n_vocab=self._model.interface.vocab_size, eos_token=ends
+            )
         except ValueError as error:
             raise ApiError(400, f"this model's tokenizer cannot be held to a grammar: {error!s:.200}") from None
 

@@ -77,7 +77,7 @@ class ServeSettings:
         for name in ("api_keys", "cors_origins"):
             if isinstance(getattr(self, name), str):
                 raise ValueError(f"{name} is a text, whose characters would each be one; give a tuple of texts")
-        if any(not key for key in self.api_keys):
+        if any(not key.strip() for key in self.api_keys):
             raise ValueError("an API key is empty, which would let nobody in who gives none; leave it out")
 
     @property

@@ -8,7 +8,6 @@ from functools import lru_cache
 from typing import Any, Final
 
 from qsample.runtime import CausalLM
-from qsample.runtime.text.tokenizer import TOKENIZER_FILE
 
 _BYTE_TOKEN: Final = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _UNKNOWN: Final = "\ufffd"
@@ -20,7 +19,7 @@ class TokenTexts:
     def __init__(self, model: CausalLM) -> None:
         assert model.tokenizer is not None
         self._tokenizer = model.tokenizer
-        described = json.loads(model.package.file(TOKENIZER_FILE).read_text(encoding="utf-8"))
+        described = json.loads(self._tokenizer.to_json())  # the file may be another one by now
         self._byte_level = '"ByteLevel"' in json.dumps(described.get("decoder"))
         pieces: dict[int, str] = {entry["id"]: entry["content"] for entry in described.get("added_tokens") or []}
         vocabulary: Any = (described.get("model") or {}).get("vocab") or {}

@@ -161,6 +161,27 @@ def test_what_a_callback_raises_is_a_warning(model: CausalLM, gate: threading.Se
     assert any("ZeroDivisionError" in str(one.message) for one in caught)
 
 
+@pytest.mark.parametrize("error", [SystemExit(1), KeyboardInterrupt(), ZeroDivisionError()])
+def test_what_a_callback_raises_ends_no_engine(
+    error: BaseException, model: CausalLM, gate: threading.Semaphore
+) -> None:
+    def fail(request: Request) -> None:
+        raise error
+
+    ended: list[Request] = []
+    with Engine(model, slots=1) as engine, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        request = engine.add_request([5], max_new_tokens=2)
+        request.add_done_callback(fail)
+        request.add_done_callback(ended.append)
+        finish(gate)
+        request.result(60)
+        assert engine.add_request([5], max_new_tokens=2).result(60).finish_reason == "length"
+        assert ended == [request]
+        with pytest.raises((type(error), RuntimeWarning)):  # at once, so on the thread of whoever adds it
+            request.add_done_callback(fail)
+
+
 def test_deltas_have_the_outputs_of_their_tokens(fake_model: Callable[..., CausalLM]) -> None:
     model = fake_model(logprobs=True, top_logprobs=2)
     with Engine(model, slots=2) as engine:

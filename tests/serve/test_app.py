@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import shutil
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,6 +21,7 @@ from qsample.runtime import CausalLM, Engine, Request, SamplingParams, Step
 from qsample.runtime.decode.loop import DecodeLoop
 from qsample.runtime.text.tokenizer import Tokenizer
 from qsample.serve.answers.choices import ChatChoice
+from qsample.serve.app import _EventStream
 from qsample.serve.reasoning import FORMATS, ReasoningFormat
 
 COMPLETIONS = "/v1/completions"
@@ -119,6 +122,62 @@ def test_an_engine_that_fails_in_a_stream(local_app: LocalApp, monkeypatch: pyte
 
 def failed(self: object, *arguments: object) -> None:
     raise KeyError("a mistake of the server's")
+
+
+def test_a_page_of_another_origin_reads_every_answer(local_app: LocalApp, monkeypatch: pytest.MonkeyPatch) -> None:
+    origin, body = "https://a.example", {"messages": MESSAGES, "max_tokens": 4}
+    with local_app(cors_origins=(origin,), api_keys=("one",), max_body_bytes=500) as client:
+        own = {"Origin": origin, "Authorization": "Bearer one"}
+
+        def status(headers: dict[str, str], body: dict[str, Any]) -> int:
+            answer = client.post(CHAT, json=body, headers=headers)
+            assert answer.headers["access-control-allow-origin"] == origin
+            assert "error" in answer.json() or answer.status_code == 200
+            return answer.status_code
+
+        assert status(own, body) == 200
+        assert status(own, {}) == 400
+        assert status({"Origin": origin}, body) == 401
+        assert status(own, body | {"user": "x" * 500}) == 413
+        monkeypatch.setattr(ChatChoice, "whole", failed)
+        assert status(own, body) == 500  # nothing expected it
+        # An answer that has begun is what it is: no second one behind it.
+        monkeypatch.setattr(_EventStream, "__call__", begun_and_failed)
+        answer = client.post(CHAT, json=body | {"stream": True}, headers=own)
+        assert (answer.status_code, answer.content) == (200, b"")
+
+
+async def begun_and_failed(self: object, scope: Any, receive: Any, send: Any) -> None:
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    raise KeyError("a mistake of the server's")
+
+
+@pytest.mark.parametrize("keys", [("one\n",), (" one ", "two")])
+def test_blanks_around_a_key_are_no_part_of_it(local_app: LocalApp, keys: tuple[str, ...]) -> None:
+    """A header cannot have them there, and what is read from a file often does."""
+    with local_app(api_keys=keys) as client:
+        for key, status in (("one", 200), ("on", 401), ("", 401)):
+            headers = {"Authorization": f"Bearer {key}"}
+            assert client.get("/v1/models", headers=headers).status_code == status
+
+
+def test_a_package_that_is_replaced_while_it_is_served(
+    local_app: LocalApp, served_package: Path, tmp_path: Path
+) -> None:
+    """What was opened is served, to the last file."""
+    own = tmp_path / "package"
+    shutil.copytree(served_package, own)
+    form = {"prompt": "x", "max_tokens": 20, "guided_choice": ["yes"]}
+    with local_app(models={"tiny": str(own)}) as client:
+        # Another tokenizer's texts, token for token.
+        described = json.loads((own / "tokenizer.json").read_text())
+        vocabulary = described["model"]["vocab"]
+        described["model"]["vocab"] = dict(zip(vocabulary, reversed(vocabulary.values()), strict=True))
+        (own / "tokenizer.json").write_text(json.dumps(described))
+        client.app.state.server.models.find("tiny").__dict__.pop("token_texts")  # type: ignore[attr-defined]
+        assert client.post(COMPLETIONS, json=form).json()["choices"][0]["text"] == "yes"
+        texts = client.post("/tokenize", json={"prompt": "In the", "return_token_strs": True}).json()["token_strs"]
+        assert "".join(texts).endswith("In the")
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -8,6 +8,7 @@ that take turns, so that it can be copied while the next step runs.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -48,7 +49,7 @@ from qsample.tensors import Array
 
 _IDLE: Final = STOPPED  # any status that is not running keeps a row from advancing
 _READ_EVERY_STEP: Final = (LENGTHS.name, STATUS.name)
-_MOST_BOUND: Final = 512  # graphs over other rows: some 100 kB each
+_MOST_BOUND: Final = 512  # graphs, each over other rows: some 100 kB
 
 
 class Slots:
@@ -109,7 +110,7 @@ class Slots:
         # A prompt's chunks run with a status of their own, so that the batch sees an idle row between them.
         self._chunk_status = self._constant(np.full(most_rows, RUNNING, dtype=np.int32))
         self._newest = NewestTokens(count, device)
-        self._bound: dict[tuple[object, ...], list[BoundGraph]] = {}
+        self._bound: dict[tuple[object, ...], list[BoundGraph]] = {}  # the one that was used longest ago first
         # With the sampler on the host: the logits of some slots, [n, V], as they are to be sampled from.
         self.process_logits: Callable[[range, Array], Array] | None = None
 
@@ -204,10 +205,8 @@ class Slots:
         padded = [np.pad(row, (0, width - len(row)), constant_values=row[0]) for row in ids]
         self._chunk_ids.write_at((0, slice(len(ids) * width)), np.concatenate(padded))
         self._chunk_lengths.write_at(slice(len(ids)), lengths)
-        key = (rows, emit, self.side)
-        if key not in self._bound:
-            self._bound[key] = self._bind_rows(rows, emit)
-        graphs, resuming = self._bound[key], emit and self.may_stall
+        graphs = self._graphs((rows, emit, self.side), partial(self._bind_rows, rows, emit))
+        resuming = emit and self.may_stall
         for graph in graphs:
             graph.bind_input(INPUT_IDS.name, self._chunk_ids.reshaped(len(ids), width))
             if emit:
@@ -226,14 +225,10 @@ class Slots:
         """
         rows = self._rows_of_step(rows or range(self.count))
         key = self._key(rows, self.side)
-        if key not in self._bound and self._sessions.replays is None:
-            if len(self._bound) >= _MOST_BOUND:
-                self._bound.clear()
-            self._bound[key] = self._bind_batch(rows)
-        elif key not in self._bound:
+        if key not in self._bound and self._sessions.replays is not None:
             self.prepare()
         self._searched.of_batch()  # writes it where it changed; nothing else runs then
-        self._run(self._bound[key], rows, wait=wait)
+        self._run(self._graphs(key, partial(self._bind_batch, rows)), rows, wait=wait)
         self._state.flip(rows if len(rows) < self.count else None)
 
     def _rows_of_step(self, rows: range) -> range:
@@ -251,11 +246,9 @@ class Slots:
 
         Such a row was fed the same token at the same position ever since, so the newest logits are still its own.
         """
-        key = ("resume", self.side)
-        if key not in self._bound:
-            self._bound[key] = [self._bind_resuming()]
         self._count_stalls(range(self.count))
-        self._bound[key][0].run()
+        for graph in self._graphs(("resume", self.side), lambda: [self._bind_resuming()]):
+            graph.run()
 
     def read(self, side: int | None = None, newest: int | None = None) -> Snapshot:
         """Copy what a host may see, after the last call; `side`: what `side` was before a `decode` that runs now.
@@ -295,6 +288,14 @@ class Slots:
                 logits, slots = self._logits[LOGITS.name], slice(sampled.start, sampled.stop)
                 logits.write_at(slots, self.process_logits(sampled, logits.read()[slots]))
             graph.run(wait=wait)
+
+    def _graphs(self, key: tuple[object, ...], bind: Callable[[], list[BoundGraph]]) -> list[BoundGraph]:
+        """Those under a key, bound now where they are not. Those that were used longest ago make room."""
+        self._bound[key] = graphs = self._bound.pop(key, None) or bind()
+        # ONNX Runtime keeps what it captured, whoever lets it go.
+        if len(self._bound) > _MOST_BOUND and self._sessions.replays is None:
+            del self._bound[next(iter(self._bound))]
+        return graphs
 
     def _bind_batch(self, rows: range) -> list[BoundGraph]:
         now, then = self._outputs[self.side], self._outputs[1 - self.side]

@@ -6,9 +6,10 @@ import threading
 import time
 import warnings
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
-from qsample.errors import Failure
+from qsample.errors import Failure, shown
 from qsample.runtime.request.errors import RequestFailedError
 from qsample.runtime.request.outputs import Delta, RequestOutput, RequestTiming, Usage, stacked
 from qsample.runtime.request.readers import AsyncDeltas, Reader
@@ -210,13 +211,16 @@ class Request:
     def _call_back(self) -> None:
         callbacks, self._callbacks = self._callbacks, []
         for function in callbacks:
-            self._call(function)
+            with suppress(BaseException):  # SystemExit, and warnings that are errors: nobody else is to suffer
+                self._call(function)
 
     def _call(self, function: Callable[[Request], object]) -> None:
         try:
             function(self)
-        except Exception as error:
-            warnings.warn(f"a callback of a request raised {error!r:.200}", RuntimeWarning, stacklevel=2)
+        except BaseException as error:
+            warnings.warn(f"a callback of a request raised {shown(error, 200)}", RuntimeWarning, stacklevel=2)
+            if not isinstance(error, Exception):
+                raise
 
     def _publish(self, tokens: list[int], text: str, outputs: list[Mapping[str, Array]] | None = None) -> None:
         shown = None if self._sequence.text is None else text

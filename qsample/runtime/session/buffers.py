@@ -16,6 +16,7 @@ import onnxruntime as ort
 
 from qsample.contract import BATCH, TensorSpec, retained_name
 from qsample.runtime.session import small_graphs
+from qsample.runtime.session.options import session_options
 from qsample.tensors import DTYPES, Array, sparse_zeros
 
 Index = int | slice | tuple[int, slice]  # a row, rows from one to another, columns of a row
@@ -235,7 +236,8 @@ def _zeros(shape: tuple[int, ...], dtype: str, device: str) -> Buffer:
 
 @cache
 def _session(graph: bytes, device: str) -> ort.InferenceSession:
-    return ort.InferenceSession(graph, providers=[_PROVIDERS[device]])
+    options = session_options(intra_op_num_threads=1)  # a node that copies has no use for threads
+    return ort.InferenceSession(graph, options, providers=[_PROVIDERS[device]])
 
 
 def _value_at(buffer: Buffer) -> ort.OrtValue:

@@ -11,12 +11,13 @@ from typing import Any
 import onnxruntime as ort
 
 from qsample.errors import shown
+from qsample.runtime.session.threads import chosen_threads
 
 
 @dataclass(frozen=True, slots=True)
 class SessionOptions:
-    """How ONNX Runtime runs. intra_op_num_threads: threads of one operator, None = its own choice. provider_options:
-    for the first provider. config: further session configuration entries by their ONNX Runtime key."""
+    """How ONNX Runtime runs. intra_op_num_threads: threads of one operator, None = see `threads.chosen_threads`.
+    provider_options: for the first provider. config: further session configuration entries by ONNX Runtime's key."""
 
     intra_op_num_threads: int | None = None
     provider_options: Mapping[str, str] = field(default_factory=dict)
@@ -51,8 +52,9 @@ def session_options(
     """
     options = ort.SessionOptions()
     options.log_severity_level = 3
-    if intra_op_num_threads is not None:
-        options.intra_op_num_threads = intra_op_num_threads
+    threads = chosen_threads(intra_op_num_threads)
+    if threads is not None:
+        options.intra_op_num_threads = threads
     for key, value in (config or {}).items():
         options.add_session_config_entry(key, value)
     return options

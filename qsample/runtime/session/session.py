@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -21,6 +20,7 @@ from qsample.runtime.session.linux_memory import in_huge_pages, release_pages
 from qsample.runtime.session.options import SessionOptions, session_options
 from qsample.runtime.session.providers import CPU, CUDA, check_available, execution_providers, open_session
 from qsample.runtime.session.returned_logits import graph_with_logits, with_logits
+from qsample.runtime.session.threads import most_shares
 from qsample.runtime.session.trusted_options import check_manifest_options
 from qsample.tensors import DTYPES
 
@@ -164,9 +164,9 @@ def _least_rows(package: Package, options: SessionOptions) -> int:
     # Matrices without bits are stored in float16 and multiplied by in float32. Of weights that came packed the head is
     # a float matrix, nearly always, until compile packs it.
     packed = "bits" in quantization and quantization.get("matrices")
-    threads = options.intra_op_num_threads or os.cpu_count() or 1
-    heads = min((shape.num_key_value_heads for shape in package.interface.key_values), default=threads)  # or more
-    return max(1 if packed else 2, -(-threads // heads))
+    shares = most_shares(options.intra_op_num_threads)
+    heads = min((shape.num_key_value_heads for shape in package.interface.key_values), default=shares)  # or more
+    return max(1 if packed else 2, -(-shares // heads))
 
 
 def _compiled_for(package: Package) -> str | None:

@@ -89,6 +89,11 @@ class Tokenizer:
             raise
         return text
 
+    def to_json(self) -> str:
+        """What tokenizer.json said when it was read."""
+        text: str = self._tokenizer.to_str()
+        return text
+
     def get_vocab(self) -> dict[str, int]:
         """Every token and its id."""
         vocabulary: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)

@@ -122,6 +122,9 @@ def _of_validation(error: RequestValidationError) -> ApiError:
     name = ".".join(where)
     if first["type"] == "json_invalid":
         return ApiError(400, f"the body is no JSON: {first.get('ctx', {}).get('error', first['msg'])}")
+    if first["type"] == "unsupported_parameter":  # of `protocol.unsupported`
+        name = ".".join([*where, first["ctx"]["name"]])
+        return ApiError(400, f"{name} is {first['msg']}", param=name, code=first["type"])
     if first["type"] == "extra_forbidden":
         return ApiError(400, f"{name} is not known here; leave it out", param=name, code="unknown_parameter")
     if first["type"] == "value_error" and not name:

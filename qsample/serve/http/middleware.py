@@ -10,7 +10,7 @@ import hmac
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, Final
 
-from qsample.serve.http.errors import ApiError
+from qsample.serve.http.errors import ApiError, as_api_error
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -30,7 +30,7 @@ class ApiKeys:
     def __init__(self, app: App, keys: tuple[str, ...]) -> None:
         self._app = app
         # Hashes, because comparing keys of different lengths would tell the length.
-        self._keys = [hashlib.sha256(key.encode()).digest() for key in keys]
+        self._keys = [hashlib.sha256(key.strip().encode()).digest() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = str(scope.get("path", "")).removeprefix(scope.get("root_path", "")) or "/"
@@ -45,6 +45,32 @@ class ApiKeys:
                 await error.response()(scope, receive, send)
                 return
         await self._app(scope, receive, send)
+
+
+class UnknownErrors:
+    """Answers what nothing expected, and raises it again for the server's log.
+
+    Starlette does so outside of every other middleware, and a page of another origin cannot read an answer without the
+    headers of the one for origins.
+    """
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        begun = scope["type"] != "http"
+
+        async def noted(message: Message) -> None:
+            nonlocal begun
+            begun = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, noted)
+        except Exception as error:
+            if not begun:
+                await as_api_error(error).response()(scope, receive, send)
+            raise
 
 
 class BodyLimit:

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, StrictBool, StrictInt, StrictStr, model_validator
 
 from qsample.serve.protocol.common import Body, Count, GenerationRequest
+from qsample.serve.protocol.unsupported import CHAT
 
 
 class Function(Body):
@@ -81,6 +82,8 @@ class ChatCompletionRequest(ChatPrompt, GenerationRequest):
     what the model thinks before it answers, where the server splits that off (vLLM).
     """
 
+    unsupported = CHAT
+
     max_completion_tokens: Count | None = None
     max_tokens: Count | None = None
     logprobs: StrictBool | None = None
@@ -92,6 +95,7 @@ class ChatCompletionRequest(ChatPrompt, GenerationRequest):
     modalities: list[Literal["text"]] | None = None
     verbosity: StrictStr | None = None
     prediction: dict[str, Any] | None = None
+    prompt_cache_options: dict[str, Any] | None = None
 
     @model_validator(mode="after")
     def _check_tools(self) -> ChatCompletionRequest:
@@ -102,7 +106,7 @@ class ChatCompletionRequest(ChatPrompt, GenerationRequest):
             raise ValueError(f"tool_choice names {self.tool_choice.function.name!r:.70}, which is not among tools")
         if self.tool_choice == "required" and not names:
             raise ValueError('tool_choice is "required" and there are no tools')
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs: true")
         return self
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import (
     BaseModel,
@@ -17,6 +17,8 @@ from pydantic import (
     model_validator,
 )
 
+from qsample.serve.protocol.unsupported import STRUCTURED_OUTPUTS, Fields
+
 MOST_CHOICES: Final = 128  # OpenAI's limit for n
 MOST_TOKENS: Final = 2**31 - 1
 MOST_STOPS: Final = 1024  # stop tokens: each row is compared with as many as the widest had, in every step from then on
@@ -27,9 +29,24 @@ Count = Annotated[StrictInt, Field(ge=1, le=MOST_TOKENS)]
 
 
 class Body(BaseModel):
-    """A JSON object without unknown fields, and without NaN and infinities, which JSON lacks."""
+    """A JSON object without unknown fields, and without NaN and infinities, which JSON lacks.
+
+    A field that is null is as one that was left out, whatever its name: clients write out what they do not use.
+    """
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+    unsupported: ClassVar[Fields] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _leave_out(cls, value: Any) -> Any:
+        """What asks for nothing."""
+        if not isinstance(value, dict):
+            return value
+        given = {name: one for name, one in value.items() if one is not None}
+        for name in [name for name in given if name in cls.unsupported]:
+            cls.unsupported[name].check(name, given.pop(name))
+        return given
 
 
 class StreamOptions(Body):
@@ -59,6 +76,8 @@ class ResponseFormat(Body):
 
 class StructuredOutputs(Body):
     """What the answer has to be, in vLLM's words; one of them. json: a schema, or one as text. grammar: Lark's."""
+
+    unsupported = STRUCTURED_OUTPUTS
 
     json_: dict[str, Any] | StrictStr | None = Field(None, alias="json")
     regex: StrictStr | None = None
@@ -100,6 +119,7 @@ class GenerationRequest(Body):
     return_token_ids: StrictBool = False
     priority: StrictInt = 0
     request_id: StrictStr | None = None
+    best_of: StrictInt | None = None
 
     user: StrictStr | None = None
     store: StrictBool | None = None
@@ -120,9 +140,12 @@ class GenerationRequest(Body):
         return bias
 
     @model_validator(mode="after")
-    def _check_stream_options(self) -> GenerationRequest:
-        if self.stream_options is not None and not self.stream:
+    def _check_options(self) -> GenerationRequest:
+        asked = self.stream_options is not None and any(self.stream_options.model_dump().values())
+        if asked and not self.stream:
             raise ValueError("stream_options is for streams; leave it out, or give stream: true")
+        if self.best_of is not None and self.best_of != self.choices:
+            raise ValueError("best_of is not done here; give n alone")
         return self
 
     @property

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import Field, PlainValidator, StrictBool, StrictInt, StrictStr, model_validator
+from pydantic import Field, PlainValidator, StrictBool, StrictInt, StrictStr, field_validator, model_validator
 
 from qsample.serve.protocol.chat import ChatPrompt
 from qsample.serve.protocol.common import MOST_TOKENS, Body, Count, GenerationRequest, TokenId
+from qsample.serve.protocol.unsupported import COMPLETIONS
 
 
 def _check_prompt(value: Any) -> Any:
@@ -36,18 +37,23 @@ class CompletionRequest(GenerationRequest):
     """prompt: texts or token ids, one or several; "" begins a text. max_tokens: 16 where nothing is said, as OpenAI has
     it. logprobs: also that many of the likeliest tokens. echo: the prompt before its continuation."""
 
+    unsupported = COMPLETIONS
+
     prompt: Prompt = ""
     max_tokens: Count | None = None
     logprobs: Annotated[StrictInt, Field(ge=0)] | None = None
     echo: StrictBool = False
-    best_of: StrictInt | None = None
     suffix: StrictStr | None = None
     add_special_tokens: StrictBool = True
 
+    @field_validator("logprobs", mode="before")
+    @classmethod
+    def _none(cls, value: Any) -> Any:
+        """A chat completion's word for none."""
+        return None if value is False else value
+
     @model_validator(mode="after")
     def _check_more(self) -> CompletionRequest:
-        if self.best_of is not None and self.best_of != self.choices:
-            raise ValueError("best_of is not done here; give n alone")
         if self.suffix:
             raise ValueError("suffix is not done here: the model writes what follows a prompt")
         if self.echo and self.logprobs is not None:

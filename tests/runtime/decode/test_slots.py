@@ -142,14 +142,24 @@ def test_rows_of_a_step(least: int | None, rows: range, step: range, model: Caus
 
 
 def test_graphs_over_ever_other_rows_are_let_go(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slots_module, "_MOST_BOUND", 3)
-    slots = Slots(replace(model.sessions, least_rows=1), 6, CAPACITY)
-    begin(slots, model, 0, [5, 6, 7], FREE)
-    feed(slots, 0, [5, 6, 7])
-    for stop in (1, 2, 3, 4, 5, 6, 6, 6, 6):
+    """Those of prompts, too; what is in use stays, however many others there are."""
+    monkeypatch.setattr(slots_module, "_MOST_BOUND", 6)
+    slots = Slots(replace(model.sessions, least_rows=1), 9, CAPACITY)
+    bound: list[range] = []
+    bind = slots._bind_batch
+    monkeypatch.setattr(slots, "_bind_batch", lambda rows: bound.append(rows) or bind(rows))
+    for slot in range(9):
+        begin(slots, model, slot, [5, 6, 7], FREE)
+        slots.prefill(slot, np.array([5, 6]), emit=False)
+        slots.prefill(slot, np.array([7]), emit=True)
+        assert len(slots._bound) <= 6
+    for stop in range(2, 9):
         slots.decode(range(stop))
-        assert len(slots._bound) <= 3
-    assert new_tokens(slots, 0, [5, 6, 7]) == expected([5, 6, 7], FREE, 0)[:10]
+        slots.decode(range(1))
+        slots.decode(range(1))
+        assert len(slots._bound) <= 6
+    assert bound.count(range(1)) == 2  # one a side
+    assert new_tokens(slots, 0, [5, 6, 7]) == expected([5, 6, 7], FREE, 0)
 
 
 @pytest.mark.parametrize("in_place", [True, False])

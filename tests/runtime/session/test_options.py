@@ -14,7 +14,6 @@ def test_what_reaches_onnxruntime() -> None:
     assert options.intra_op_num_threads == 3
     assert options.get_session_config_entry("session.intra_op.allow_spinning") == "0"
     assert options.log_severity_level == 3
-    assert session_options().intra_op_num_threads == 0  # ONNX Runtime's own choice
 
 
 @pytest.mark.parametrize("value", [0, -1, True, 1.5, "2"])

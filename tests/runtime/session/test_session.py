@@ -198,3 +198,9 @@ def test_how_many_rows_a_step_has_at_least(
 ) -> None:
     device = fake(compilation=compilation(quantization=quantization))
     assert load(device.path, intra_op_num_threads=threads).sessions.least_rows == least
+
+
+def test_threads_that_nobody_gave_count_too(fake: Callable[..., Package], monkeypatch: pytest.MonkeyPatch) -> None:
+    """ONNX Runtime reads the variable; with one head, each of five threads would have a part of it."""
+    monkeypatch.setenv("ORT_INTRA_OP_NUM_THREADS", "5")
+    assert load(fake(compilation=compilation()).path).sessions.least_rows == 5

@@ -1,0 +1,153 @@
+"""Every field of OpenAI's and vLLM's requests: what asks for nothing changes nothing, the rest is refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import openai
+import pytest
+from openai.types import completion_create_params
+from openai.types.chat import completion_create_params as chat_create_params
+from starlette.testclient import TestClient
+
+from tests.helpers.servers import ServerProcess
+
+PATHS = {"chat": "/v1/chat/completions", "text": "/v1/completions"}
+MESSAGES: Any = [{"role": "user", "content": "And the LORD spake unto Moses"}]
+GOOD: dict[str, dict[str, Any]] = {
+    "chat": {"messages": MESSAGES, "max_tokens": 6, "seed": 1},
+    "text": {"prompt": "In the", "max_tokens": 6, "seed": 1},
+}
+# What vLLM's requests have beside OpenAI's, with its defaults, and other words for nothing.
+VLLM: dict[str, list[Any]] = {
+    "best_of": [1], "use_beam_search": [False], "top_k": [0, -1], "min_p": [0, 0.0], "repetition_penalty": [1, 1.0],
+    "length_penalty": [1, 1.0], "stop_token_ids": [[]], "include_stop_str_in_output": [False], "ignore_eos": [False],
+    "min_tokens": [0], "skip_special_tokens": [True], "spaces_between_special_tokens": [True, False],
+    "truncate_prompt_tokens": [], "prompt_logprobs": [False], "allowed_token_ids": [], "bad_words": [[]],
+    "early_stopping": [False], "echo": [False], "structured_outputs": [{}, {"regex": None, "disable_fallback": False}],
+    "guided_json": [], "guided_regex": [], "guided_choice": [], "guided_grammar": [], "guided_json_object": [False],
+    "guided_decoding_backend": ["auto"], "guided_whitespace_pattern": [], "priority": [0], "request_id": ["x"],
+    "logits_processors": [[]], "return_tokens_as_token_ids": [False], "return_token_ids": [False], "cache_salt": [],
+    "kv_transfer_params": [{}], "vllm_xargs": [{}], "repetition_detection": [], "response_format": [{"type": "text"}],
+}  # fmt: skip
+OF_CHAT: dict[str, list[Any]] = {
+    "add_generation_prompt": [True], "continue_final_message": [False], "add_special_tokens": [False],
+    "documents": [[]], "chat_template": [], "chat_template_kwargs": [{}], "mm_processor_kwargs": [{}],
+    "media_io_kwargs": [{}], "include_reasoning": [True], "thinking_token_budget": [], "top_logprobs": [0],
+    "logprobs": [False], "functions": [[]], "function_call": ["none", "auto"], "tools": [[]], "modalities": [["text"]],
+    "tool_choice": ["none", "auto"], "parallel_tool_calls": [True, False],
+}  # fmt: skip
+OF_TEXTS: dict[str, list[Any]] = {
+    "add_special_tokens": [True], "prompt_embeds": [[]], "suffix": [""], "logprobs": [False],
+}  # fmt: skip
+OPENAI: dict[str, list[Any]] = {
+    "frequency_penalty": [0], "presence_penalty": [0], "temperature": [1], "top_p": [1, 1.0], "n": [1], "stop": [[]],
+    "logit_bias": [{}], "stream": [False], "stream_options": [{}, {"include_usage": False}], "user": ["x"],
+}  # fmt: skip
+# Value → what the error says to do.
+REFUSED: dict[str, dict[str, tuple[Any, str]]] = {
+    "both": {
+        "use_beam_search": (True, "without beams"), "length_penalty": (0.5, "without beams"),
+        "skip_special_tokens": (False, "return_token_ids"), "include_stop_str_in_output": (True, "stop_reason"),
+        "truncate_prompt_tokens": (5, "/tokenize"), "prompt_logprobs": (0, "logprobs has those"),
+        "allowed_token_ids": ([5], "guided_choice"), "bad_words": (["x"], "logit_bias"),
+        "logits_processors": (["x"], "no programs"), "return_tokens_as_token_ids": (True, "return_token_ids"),
+        "cache_salt": ("x", "share what was read"), "kv_transfer_params": ({"a": 1}, "leave it out"),
+        "guided_decoding_backend": ("outlines", "llguidance does it"), "guided_json_object": (True, "response_format"),
+        "structured_outputs.structural_tag": ("x", "give tools"), "early_stopping": ("never", "without beams"),
+    },
+    "chat": {
+        "audio": ({"voice": "alloy", "format": "wav"}, "the model writes text"),
+        "functions": ([{"name": "f"}], "tools"),
+        "function_call": ({"name": "f"}, "tool_choice"), "web_search_options": ({}, "search yourself"),
+        "moderation": ({"model": "x"}, "leave it out"), "echo": (True, "yourself"), "length_penalty": (True, "beams"),
+        "add_special_tokens": (True, "chat template"), "thinking_token_budget": (5, "max_tokens"),
+    },
+    "text": {"prompt_embeds": ("x", "token ids"), "skip_special_tokens": (1, "return_token_ids")},
+}  # fmt: skip
+Post = Callable[[str, dict[str, Any]], Any]
+
+
+@pytest.fixture(scope="module")
+def post(local_app: Callable[..., TestClient]) -> Iterator[Post]:
+    """(kind of request, more fields) → the answer."""
+    with local_app(slots=2) as client:
+        yield lambda kind, fields: client.post(PATHS[kind], json=GOOD[kind] | fields)
+
+
+def names(kind: str) -> set[str]:
+    """The fields of the `openai` client's requests."""
+    params = (chat_create_params if kind == "chat" else completion_create_params).CompletionCreateParamsBase
+    return {*params.__annotations__, "stream"}
+
+
+def text_of(answer: Any) -> str:
+    assert answer.status_code == 200, answer.text
+    choice = answer.json()["choices"][0]
+    return choice["message"]["content"] if "message" in choice else choice["text"]
+
+
+@pytest.mark.parametrize("kind", ["chat", "text"])
+def test_what_is_null_is_as_if_it_was_left_out(kind: str, post: Post) -> None:
+    known = names(kind) | VLLM.keys() | (OF_CHAT if kind == "chat" else OF_TEXTS).keys()
+    assert len(known) > 50
+    expected = text_of(post(kind, {}))
+    for name in sorted(known - GOOD[kind].keys()):
+        assert (name, text_of(post(kind, {name: None}))) == (name, expected)
+    assert text_of(post(kind, dict.fromkeys(known - GOOD[kind].keys()))) == expected
+    assert text_of(post(kind, {"of_a_later_version": None})) == expected
+    required = "messages" if kind == "chat" else None
+    if required:
+        answer = post(kind, {required: None})
+        assert (answer.status_code, answer.json()["error"]["message"]) == (400, "messages is missing")
+
+
+@pytest.mark.parametrize("kind", ["chat", "text"])
+def test_neutral_values_change_nothing(kind: str, post: Post) -> None:
+    neutral = OPENAI | VLLM | (OF_CHAT if kind == "chat" else OF_TEXTS)
+    expected = text_of(post(kind, {}))
+    for name, values in neutral.items():
+        for value in values:
+            assert (name, value, text_of(post(kind, {name: value}))) == (name, value, expected)
+    together = {name: values[-1] for name, values in neutral.items() if values}
+    assert text_of(post(kind, together | ({"function_call": "none"} if kind == "chat" else {}))) == expected
+
+
+@pytest.mark.parametrize("kind", ["chat", "text"])
+def test_what_asks_for_something_that_is_not_done_is_named(kind: str, post: Post) -> None:
+    for path, (value, instead) in (REFUSED["both"] | REFUSED[kind]).items():
+        outer, _, inner = path.partition(".")
+        answer = post(kind, {outer: {inner: value} if inner else value})
+        assert answer.status_code == 400, (path, answer.text)
+        error = answer.json()["error"]
+        assert (error["param"], error["code"]) == (path, "unsupported_parameter")
+        assert error["message"].startswith(f"{path} is not done here; ")
+        assert instead in error["message"]
+    answer = post(kind, {"temprature": 1})
+    assert answer.json()["error"]["message"] == "temprature is not known here; leave it out"
+
+
+def test_the_openai_client_writes_out_what_it_does_not_use(server: ServerProcess) -> None:
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+    options: dict[str, Any] = dict.fromkeys(names("chat") - {"messages", "model"})
+    plain = client.chat.completions.create(model="tiny", messages=MESSAGES, max_completion_tokens=6, seed=1)
+    answer = client.chat.completions.create(
+        **options | {"model": "tiny", "messages": MESSAGES, "max_completion_tokens": 6, "seed": 1}
+    )
+    assert answer.choices[0].message == plain.choices[0].message
+    options = dict.fromkeys(names("text") - {"prompt", "model"})
+    completion = client.completions.create(
+        **options | {"model": "tiny", "prompt": "In the", "max_tokens": 6, "seed": 1}
+    )
+    assert completion.choices[0].text
+    # The message of an answer goes back as the client has it, every field that is null included.
+    said = answer.choices[0].message.model_dump()
+    assert None in said.values()
+    again = [*MESSAGES, said, {"role": "user", "content": "And then?"}]
+    assert client.chat.completions.create(model="tiny", messages=again, max_tokens=4).choices[0].message.content
+    with pytest.raises(openai.BadRequestError, match="audio is not done here") as refused:
+        client.chat.completions.create(
+            model="tiny", messages=MESSAGES, modalities=["text"], audio={"voice": "alloy", "format": "wav"}
+        )
+    assert refused.value.param == "audio"
