@@ -1,7 +1,8 @@
 """Two decode graphs of one model enter, the second with quantized weights; how far its distributions are off leaves.
 
 The text is the first graph's own, sampled at temperature 1 from random first tokens: what the model itself finds
-natural, for any model and without a corpus. Both graphs read the same tokens.
+natural, for any model and without a corpus. Both graphs read the same tokens, the first all of them before the second
+begins: together their weights may not fit into the memory, and each step would read those of the first from the disk.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from qsample.exporters.graph.runner import GraphRunner
 from qsample.exporters.graph.weights.stored import load_graph
 from qsample.tensors import Array
 
-ROWS: Final = 4
-STEPS: Final = 64
+ROWS: Final = 8
+STEPS: Final = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,43 +53,63 @@ def measure_divergence(
     differ.
 
     capacity: tokens of state a row, at least 2. providers: what runs the quantized graph. progress: called with the
-    fraction done, in [0, 1]. rows: of a call, where the quantized graph has it fixed: 1, 2 or 4;
+    fraction done, in [0, 1]. rows: of a call, where the quantized graph has it fixed: 1, 2, 4 or 8;
     None = it is free.
     """
-    # Only the quantized graph needs its kernels' own layout: without it, each call would unpack the weights.
-    runners = [
-        logits_runner(reference, interface, capacity, weights_mapped=True),
-        logits_runner(quantized, interface, capacity, providers),
-    ]
-    rng = np.random.default_rng(0)
     rows = rows or ROWS
-    steps = min(STEPS, capacity - 1)
+    batches, steps = ROWS // rows, min(STEPS, capacity - 1)
+    done = 0
+
+    def note_call() -> None:
+        nonlocal done
+        done += 1
+        if progress is not None:
+            progress(done / (2 * batches * steps))
+
+    runner = logits_runner(reference, interface, capacity, weights_mapped=True)
+    rng = np.random.default_rng(0)
+    texts = [
+        _own_text(runner, rng.integers(0, interface.vocab_size, (rows, 1)), steps, rng, note_call)
+        for _ in range(batches)
+    ]
+    del runner  # before the next opens its session
+    # Only the quantized graph needs its kernels' own layout: without it, each call would unpack the weights.
+    runner = logits_runner(quantized, interface, capacity, providers)
     kl = likelihood = quantized_likelihood = 0.0
-    same = done = 0
-    for _ in range(ROWS // rows):
-        states = [runner.start(rows) for runner in runners]
-        ids = rng.integers(0, interface.vocab_size, (rows, 1))
-        for _ in range(steps):
-            log_p, log_q = (
-                log_softmax(runner.step(ids, np.ones(rows), state)[LOGITS.name])
-                for runner, state in zip(runners, states, strict=True)
-            )
+    same = 0
+    for ids, logits in texts:
+        state = runner.start(rows)
+        for step in range(steps):
+            log_p = log_softmax(logits[step])
+            log_q = log_softmax(runner.step(ids[step], np.ones(rows), state)[LOGITS.name])
             p = np.exp(log_p)
             kl += float(np.where(p > 0, p * (log_p - log_q), 0.0).sum())
             same += int((log_p.argmax(-1) == log_q.argmax(-1)).sum())
-            ids = sample(log_p, rng)
-            likelihood += float(np.take_along_axis(log_p, ids, -1).sum())
-            quantized_likelihood += float(np.take_along_axis(log_q, ids, -1).sum())
-            done += rows
-            if progress is not None:
-                progress(done / (steps * ROWS))
+            likelihood += float(np.take_along_axis(log_p, ids[step + 1], -1).sum())
+            quantized_likelihood += float(np.take_along_axis(log_q, ids[step + 1], -1).sum())
+            note_call()
+    tokens = batches * steps * rows
     return Divergence(
-        tokens=done,
-        kl=kl / done,
-        agreement=same / done,
-        perplexity=float(np.exp(-likelihood / done)),
-        quantized_perplexity=float(np.exp(-quantized_likelihood / done)),
+        tokens=tokens,
+        kl=kl / tokens,
+        agreement=same / tokens,
+        perplexity=float(np.exp(-likelihood / tokens)),
+        quantized_perplexity=float(np.exp(-quantized_likelihood / tokens)),
     )
+
+
+def _own_text(
+    runner: GraphRunner, first: Array, steps: int, rng: np.random.Generator, note_call: Callable[[], None]
+) -> tuple[list[Array], list[Array]]:
+    """`steps` + 1 times ids [rows, 1], sampled behind the ids `first`, and `steps` times the logits [rows, V] after
+    each."""
+    state = runner.start(len(first))
+    ids, logits = [first], []
+    for _ in range(steps):
+        logits.append(runner.step(ids[-1], np.ones(len(first)), state)[LOGITS.name])
+        ids.append(sample(log_softmax(logits[-1]), rng))
+        note_call()
+    return ids, logits
 
 
 def logits_runner(

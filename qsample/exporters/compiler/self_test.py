@@ -1,4 +1,7 @@
-"""The self-test of compile: the portable graph and the compiled one choose tokens side by side."""
+"""The self-test of compile: the compiled graph chooses tokens where the portable one chose its own.
+
+One after the other: together their weights may not fit into the memory.
+"""
 
 from __future__ import annotations
 
@@ -19,16 +22,19 @@ from qsample.tensors import Array
 
 STEPS: Final = 8
 _PROMPT: Final = 3
-# A little of everything, so that the self-test runs every step of the sampler.
-_PARAMETERS: Final = {
-    "temperature": 0.9,
-    "top_k": 40,
-    "top_p": 0.95,
-    "min_p": 0.02,
-    "repetition_penalty": 1.1,
-    "presence_penalty": 0.1,
-    "frequency_penalty": 0.1,
-}
+# Greedy, and a little of everything, so that the self-test runs every step of the sampler.
+_PARAMETERS: Final[tuple[dict[str, float], ...]] = (
+    {},
+    {
+        "temperature": 0.9,
+        "top_k": 40,
+        "top_p": 0.95,
+        "min_p": 0.02,
+        "repetition_penalty": 1.1,
+        "presence_penalty": 0.1,
+        "frequency_penalty": 0.1,
+    },
+)
 # The same float32 arithmetic in another order moves a token about once in a million; float16 rounds visibly.
 _AGREEMENT: Final = {"float32": 1.0, "float16": 0.8, "bfloat16": 0.5}
 
@@ -59,25 +65,24 @@ def run_self_test(plan: CompilePlan, published: Package, target: Target) -> Self
     """
     source = plan.source
     rows = min(plan.batch_size or 2, 2)
-    portable = _runner(plan, source.path, weights_mapped=True)
-    mapped = plan.weights is None and not plan.packed_weights
-    device: GraphRunner | PublishedRunner
-    if plan.options.provider == "cpu":
-        device = _runner(plan, published.path, weights_mapped=mapped)
-    else:
-        device = PublishedRunner(published, rows)
-    width = min(_PROMPT, plan.ctx_len - 1) if isinstance(device, GraphRunner) else 1
+    width = min(_PROMPT, plan.ctx_len - 1) if _steps_over_graph(plan) else 1
     prompt = np.random.default_rng(0).integers(0, source.interface.vocab_size, (rows, width))
     prompt_lengths = np.array([width, 1] if rows == 2 else [max(1, width - 1)])
+    wanted = _own_tokens(plan, prompt, prompt_lengths)
+    mapped = plan.weights is None and not plan.packed_weights
+    device = (
+        _runner(plan, published.path, weights_mapped=mapped)
+        if _steps_over_graph(plan)
+        else PublishedRunner(published, rows)
+    )
     agreeing = total = 0
-    for parameters in ({}, _PARAMETERS):
-        states = portable.start(rows), device.start(rows)
+    for parameters, tokens in zip(_PARAMETERS, wanted, strict=True):
+        state = device.start(rows)
         ids, lengths = prompt, prompt_lengths
-        for _ in range(min(STEPS, plan.ctx_len - width)):
-            wanted = _chosen(portable.step(ids, lengths, states[0], parameters))
-            got = _chosen(device.step(ids, lengths, states[1], parameters))
-            agreeing, total = agreeing + int((got == wanted).sum()), total + rows
-            ids, lengths = wanted[:, None], np.ones(rows, np.int32)
+        for chosen in tokens:
+            got = _chosen(device.step(ids, lengths, state, parameters))
+            agreeing, total = agreeing + int((got == chosen).sum()), total + rows
+            ids, lengths = chosen[:, None], np.ones(rows, np.int32)
     if not plan.quantized and agreeing < _AGREEMENT[plan.dtype] * total:
         raise CompileError(
             f"self-test failed: the graph compiled for {target.name} chose the portable graph's token {agreeing} times "
@@ -86,6 +91,26 @@ def run_self_test(plan: CompilePlan, published: Package, target: Target) -> Self
     if isinstance(device, GraphRunner):
         return SelfTest(tokens=total, agreeing=agreeing)
     return SelfTest(tokens=total, agreeing=agreeing, replayed=rows * device.replays, resumed=device.resumed)
+
+
+def _own_tokens(plan: CompilePlan, prompt: Array, prompt_lengths: Array) -> list[list[Array]]:
+    """For each of `_PARAMETERS` the tokens [rows] that the portable graph chooses behind `prompt`, step by step."""
+    portable = _runner(plan, plan.source.path, weights_mapped=True)
+    rows, width = prompt.shape
+    wanted = []
+    for parameters in _PARAMETERS:
+        state, tokens = portable.start(rows), []
+        ids, lengths = prompt, prompt_lengths
+        for _ in range(min(STEPS, plan.ctx_len - width)):
+            tokens.append(_chosen(portable.step(ids, lengths, state, parameters)))
+            ids, lengths = tokens[-1][:, None], np.ones(rows, np.int32)
+        wanted.append(tokens)
+    return wanted
+
+
+def _steps_over_graph(plan: CompilePlan) -> bool:
+    """Whether the compiled graph runs by itself, as the portable one does; otherwise in the sessions of `load`."""
+    return plan.options.provider == "cpu"
 
 
 def _runner(plan: CompilePlan, folder: Path, *, weights_mapped: bool) -> GraphRunner:

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import shutil
+import weakref
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 import pytest
 
 from qsample.errors import CompileError
+from qsample.exporters.compiler import divergence, self_test
 from qsample.exporters.compiler.compile import compile_package
 from qsample.exporters.compiler.divergence import ROWS, measure_divergence
 from qsample.exporters.compiler.options import CompileOptions
+from qsample.exporters.graph.runner import GraphRunner
 from qsample.package import read_package
 
 
@@ -39,6 +44,28 @@ def test_divergence_of_equal_and_of_different_graphs(llama_package: Path, tmp_pa
     assert other.quantized_perplexity > other.perplexity
 
 
+def test_the_gates_open_one_graph_at_a_time(
+    llama_package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkpoint fills the memory of a machine that its package will run on: both do not fit."""
+    opened: list[tuple[Path, weakref.ref[GraphRunner]]] = []
+
+    def watched(make: Callable[..., GraphRunner], at: int) -> Callable[..., GraphRunner]:
+        def open_alone(*arguments: Any, **options: Any) -> GraphRunner:
+            assert [path for path, runner in opened if runner() is not None] == []
+            runner = make(*arguments, **options)
+            opened.append((arguments[at], weakref.ref(runner)))
+            return runner
+
+        return open_alone
+
+    monkeypatch.setattr(divergence, "logits_runner", watched(divergence.logits_runner, 0))
+    monkeypatch.setattr(self_test, "_runner", watched(self_test._runner, 1))
+    package = read_package(llama_package)
+    compile_package(package, tmp_path / "out", CompileOptions(ctx_len=24, weights="int8"))
+    assert [path == package.path for path, _ in opened] == [True, False, True, False]
+
+
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_a_package_for_few_rows_is_measured_on_as_many_tokens(
     batch_size: int, llama_package: Path, tmp_path: Path
@@ -47,9 +74,9 @@ def test_a_package_for_few_rows_is_measured_on_as_many_tokens(
     package = compile_package(read_package(llama_package), tmp_path / "out", options)
     assert package.manifest.compilation is not None
     assert package.manifest.compilation.quantization is not None
-    divergence = package.manifest.compilation.quantization["divergence"]
-    assert divergence["tokens"] == ROWS * 23
-    assert 0 < divergence["kl"] < 0.01
+    figures = package.manifest.compilation.quantization["divergence"]
+    assert figures["tokens"] == ROWS * 23
+    assert 0 < figures["kl"] < 0.01
 
 
 def test_weights_that_float16_cannot_hold_are_refused(llama_package: Path, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 import onnx_ir as ir
 
 from qsample.contract import LOGITS, Interface, retained_name
-from qsample.exporters.compiler.divergence import ROWS, STEPS, log_softmax, logits_runner, sample
+from qsample.exporters.compiler.divergence import log_softmax, logits_runner, sample
 from qsample.exporters.graph.edit import initializer
 from qsample.exporters.graph.gqa import Slot, attentions, set_inputs
 from qsample.tensors import Array
@@ -22,6 +22,8 @@ from qsample.tensors import Array
 # Room above the largest value measured. What still lies beyond is clipped; the divergence shows whether that matters.
 _MARGIN: Final = 1.2
 _LARGEST: Final = 127
+_ROWS: Final = 4
+_STEPS: Final = 64
 _SCALE_OF: Final = {Slot.PAST_KEY: Slot.K_SCALE, Slot.PAST_VALUE: Slot.V_SCALE}
 
 
@@ -34,12 +36,12 @@ def measure_ranges(
     """The largest absolute value of each channel in each cache state, [H, D] by the state's name, over text that the
     model in `folder` itself samples at temperature 1."""
     runner = logits_runner(folder, interface, capacity, weights_mapped=True)
-    state = runner.start(ROWS)
+    state = runner.start(_ROWS)
     rng = np.random.default_rng(1)  # another text than the divergence is measured on
-    ids = rng.integers(0, interface.vocab_size, (ROWS, 1))
-    steps = min(STEPS, capacity - 1)
+    ids = rng.integers(0, interface.vocab_size, (_ROWS, 1))
+    steps = min(_STEPS, capacity - 1)
     for step in range(steps):
-        ids = sample(log_softmax(runner.step(ids, np.ones(ROWS), state)[LOGITS.name]), rng)
+        ids = sample(log_softmax(runner.step(ids, np.ones(_ROWS), state)[LOGITS.name]), rng)
         if progress is not None:
             progress((step + 1) / steps)
     return {spec.name: np.abs(state[spec.name][:, :, :steps]).max(axis=(0, 2)) for spec in interface.cache_states}
