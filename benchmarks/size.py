@@ -7,7 +7,7 @@ generate from the package, while this one looks at the anonymous memory of that 
 besides the checkpoint. Linux only. The stages are told as they begin; the figures go to standard output and, as JSON,
 to --output, those of a run that failed, too. --checkpoint keeps the random weights for another run.
 
-A step of the gates reads every weight once, some 100 times in all. Where the page cache does not hold the checkpoint
+A step of the gates reads every weight once, some 60 times in all. Where the page cache does not hold the checkpoint
 beside the rest, the disk has to give it each time.
 
 With --portable, the portable package is exported first, and compiled.
