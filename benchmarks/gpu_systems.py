@@ -70,7 +70,7 @@ class Qsample:
         lengths = [PROMPT_TOKENS] * rows
         arrays = parameter_arrays(interface, sampling(mix, rows, new_tokens), lengths, slots.capacity, ())
         arrays["max_length"][:] = slots.capacity  # the last window may go beyond the new tokens
-        slots.stop_all()
+        slots.stop(slice(None))
         for row, prompt in enumerate(prompts):
             slots.begin(row, prompt, row, {name: values[row] for name, values in arrays.items()})
             slots.prefill(row, prompt, emit=True)

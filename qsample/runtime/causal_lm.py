@@ -231,7 +231,7 @@ class CausalLM(ModelMethods):
             end=end,
         )
         if self.sessions.replays is not None:
-            device.stop_all()
+            device.stop(slice(None))
             self._captured[slots, capacity, in_place] = device
         output = make_output(self.interface, sequences, pad, timing)
         invalid = [row for row, reason in enumerate(output.finish_reasons) if reason == "invalid"]

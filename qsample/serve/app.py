@@ -114,7 +114,9 @@ class _Server:
         return _json({"object": "list", "data": [_described(model) for model in self._served()]})
 
     async def show_model(self, name: str) -> Response:
-        """One model."""
+        """One model; all of them where the path ends with a slash."""
+        if not name:
+            return await self.list_models()
         return _json(_described(self._served().find(name)))
 
     async def complete(self, body: CompletionRequest, request: Request) -> Response:

@@ -43,8 +43,9 @@ def sampling_params(request: GenerationRequest, model: ServedModel, limit: int |
         ends = ()
     if request.ignore_eos or request.stop_token_ids:
         fields["eos_token_id"] = (*ends, *(request.stop_token_ids or ()))
-    if request.logit_bias:
-        fields["logit_bias"] = {int(token): float(amount) for token, amount in request.logit_bias.items()}
+    biases = {int(token): float(amount) for token, amount in (request.logit_bias or {}).items() if amount}
+    if biases:  # which not every package takes
+        fields["logit_bias"] = biases
     return SamplingParams(**fields)
 
 

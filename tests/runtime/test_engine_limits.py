@@ -161,12 +161,12 @@ def test_what_a_callback_raises_is_a_warning(model: CausalLM, gate: threading.Se
     assert any("ZeroDivisionError" in str(one.message) for one in caught)
 
 
-@pytest.mark.parametrize("error", [SystemExit(1), KeyboardInterrupt(), ZeroDivisionError()])
+@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt, ZeroDivisionError])
 def test_what_a_callback_raises_ends_no_engine(
-    error: BaseException, model: CausalLM, gate: threading.Semaphore
+    kind: type[BaseException], model: CausalLM, gate: threading.Semaphore
 ) -> None:
     def fail(request: Request) -> None:
-        raise error
+        raise kind
 
     ended: list[Request] = []
     with Engine(model, slots=1) as engine, warnings.catch_warnings():
@@ -178,7 +178,7 @@ def test_what_a_callback_raises_ends_no_engine(
         request.result(60)
         assert engine.add_request([5], max_new_tokens=2).result(60).finish_reason == "length"
         assert ended == [request]
-        with pytest.raises((type(error), RuntimeWarning)):  # at once, so on the thread of whoever adds it
+        with pytest.raises((kind, RuntimeWarning)):  # at once, so on the thread of whoever adds it
             request.add_done_callback(fail)
 
 

@@ -356,6 +356,13 @@ def test_without_a_tokenizer_there_are_no_texts(local_app: LocalApp) -> None:
             assert (answer.status_code, what in answer.json()["error"]["message"]) == (400, True), answer.text
 
 
+def test_models_with_and_without_a_slash(client: TestClient) -> None:
+    listed = client.get("/v1/models").json()
+    assert [model["id"] for model in listed["data"]] == ["tiny"]
+    assert client.get("/v1/models/").json() == listed
+    assert client.get("/v1/models/tiny").json() == listed["data"][0]
+
+
 def test_n_answers_read_their_prompt_once(client: TestClient) -> None:
     engine = client.app.state.server.models.find("tiny").engine  # type: ignore[attr-defined]
     before = engine.stats().prefixes

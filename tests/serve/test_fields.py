@@ -11,6 +11,8 @@ from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 from starlette.testclient import TestClient
 
+from qsample.serve.protocol.completions import CompletionRequest
+from qsample.serve.sampling import sampling_params
 from tests.helpers.servers import ServerProcess
 
 PATHS = {"chat": "/v1/chat/completions", "text": "/v1/completions"}
@@ -126,6 +128,14 @@ def test_what_asks_for_something_that_is_not_done_is_named(kind: str, post: Post
         assert instead in error["message"]
     answer = post(kind, {"temprature": 1})
     assert answer.json()["error"]["message"] == "temprature is not known here; leave it out"
+
+
+def test_a_bias_of_nothing_needs_no_package_that_takes_biases(local_app: Callable[..., TestClient]) -> None:
+    with local_app(slots=1) as client:
+        model = client.app.state.server.models.find("tiny")  # type: ignore[attr-defined]
+        for bias, expected in (({"5": 0, "6": 0.0}, None), ({"5": 0, "6": 1}, {6: 1.0}), ({}, None)):
+            request = CompletionRequest(prompt="x", logit_bias=bias)
+            assert (sampling_params(request, model, 4).logit_bias or None) == expected
 
 
 def test_the_openai_client_writes_out_what_it_does_not_use(server: ServerProcess) -> None:

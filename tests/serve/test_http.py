@@ -58,6 +58,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
         ({"prompt": "x", "stream_options": {"include_usage": True}}, 400, "stream_options is for streams"),
         ({"prompt": "x", "best_of": 3}, 400, "best_of"),
         ({"prompt": "x", "logit_bias": {"the": 1}}, 400, "no token id"),
+        ({"prompt": "x", "logit_bias": {str(n): 1 for n in range(1025)}}, 400, "there are 1025 of them; give at most"),
         ({"prompt": "x", "stop_token_ids": [5] * 1025}, 400, "stop_token_ids: list should have at most 1024 items"),
         ({"prompt": "x", "stop_token_ids": [99999]}, 400, "99999"),
         ({"prompt": "x", "logit_bias": {"99999": 1}}, 400, "logit_bias"),

@@ -16,8 +16,9 @@ from typing import Final
 
 from qsample.contract import LENGTH, NEXT_IDS, RUNNING, STALLED, STOPPED
 from qsample.errors import QsampleError
+from qsample.runtime.decode.jobs import Chunk, Copy, Prompts, Window
 from qsample.runtime.decode.saved_states import Save
-from qsample.runtime.decode.scheduler import Chunk, Copy, Prompts, Scheduler, Window
+from qsample.runtime.decode.scheduler import Scheduler
 from qsample.runtime.decode.slots import Slots
 from qsample.runtime.decode.snapshot import Snapshot
 from qsample.runtime.sequence import PrefixStats, Sequence
@@ -136,6 +137,9 @@ class DecodeLoop:
 
     def step(self) -> None:
         """One job on the device, and the delivery of what was read."""
+        move_is_due = self._slots.narrows and self._scheduler.move_is_due
+        if move_is_due:
+            self._read_and_deliver()  # where the rows are now
         for slot in self._left:
             save = self._scheduler.save_answer(slot, self._slots.tokens_in_states)
             if save is not None:
@@ -144,6 +148,8 @@ class DecodeLoop:
         self._left.clear()
         for sequence in self._scheduler.admit():
             self._begin(sequence)
+        if move_is_due and (move := self._scheduler.next_move()) is not None:
+            self._slots.move(move.source, move.target, move.kept)
         if not self._slots.prepared:
             self._read_and_deliver()
         if self._stalled:

@@ -3,56 +3,89 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Final
 
 import numpy as np
 
-from qsample.contract import TensorSpec
+from qsample.contract import BATCH, BIASES, STOPS, TensorSpec
+from qsample.runtime.decode.searched_rows import SearchedRows
 from qsample.runtime.session.buffers import Buffer
 from qsample.tensors import Array
+
+_MANY: Final = 256  # columns, which a step does not notice
 
 
 class ParameterRows:
     """One buffer a parameter, which every row has a part of.
 
-    buffers: by name, of the parameter's dtype, [B], or [B, N] where a row has several values; N grows with the widest
-    row that was given.
+    buffers: by name, of the parameter's dtype, [B], or [B, N] where a row has several values; N follows the widest row.
     """
 
-    def __init__(self, specs: Iterable[TensorSpec], sizes: Mapping[str, int], device: str) -> None:
-        """All off. sizes: of every named axis of the parameters."""
+    def __init__(
+        self,
+        specs: Iterable[TensorSpec],
+        sizes: Mapping[str, int],
+        device: str,
+        searched: SearchedRows,
+        *,
+        narrow: bool = True,
+    ) -> None:
+        """All off. sizes: of every named axis of the parameters. searched: is told of every value. narrow: give up
+        columns, too, once no row has so many values: each step reads all of them."""
         self._specs = {spec.name: spec for spec in specs}
         self._sizes, self._device = dict(sizes), device
+        self._searched, self._narrow = searched, narrow
+        self._widths = {axis: [1] * self._sizes[BATCH] for axis in (STOPS, BIASES)}  # of each row
         self.buffers = {name: Buffer.of(self._off(spec), device) for name, spec in self._specs.items()}
 
     def set(self, name: str, row: int, values: Array) -> bool:
-        """Replace a row's value, or its values, [n]. Returns whether that took other memory, for a wider row."""
+        """Replace a row's value, or its values, [n]. Returns whether that took other memory, because the widest row has
+        become wider, or much narrower."""
+        self._searched.set(name, row, values)
         if np.ndim(values) == 0:
             self.buffers[name].write_at(row, values)
             return False
-        wider = len(values) > self.buffers[name].shape[1]
-        if wider:
-            self._widen(str(self._specs[name].axes[1]), len(values))
+        axis = str(self._specs[name].axes[1])
+        resized = axis in self._widths and self._fit(axis, row, len(values))
         padded = np.full(self.buffers[name].shape[1], self._specs[name].off, self._specs[name].dtype)
         padded[: len(values)] = values
         self.buffers[name].write_at(row, padded)
-        return wider
+        return resized
 
-    def clear(self, rows: int | slice) -> Mapping[str, Any]:
-        """Turn everything off for some rows. Returns the value that each parameter has then."""
-        values = {name: spec.off for name, spec in self._specs.items()}
-        for name, off in values.items():
-            self.buffers[name].write_at(rows, off)
-        return values
+    def clear(self, rows: int | slice) -> None:
+        """Turn everything off for some rows."""
+        for name, spec in self._specs.items():
+            self._searched.set(name, rows, spec.off)
+            self.buffers[name].write_at(rows, spec.off)
+        for widths in self._widths.values():
+            for row in range(len(widths))[rows] if isinstance(rows, slice) else (rows,):
+                widths[row] = 1
 
-    def _widen(self, axis: str, width: int) -> None:
-        """Give the parameters with that axis at least `width` columns: a power of two, so that it seldom happens."""
-        self._sizes[axis] = 1 << (width - 1).bit_length()
+    def swap_rows(self, one: int, other: int) -> None:
+        """On the CPU."""
+        self._searched.swap_rows(one, other)
+        for buffer in self.buffers.values():
+            buffer.swap_rows(one, other)
+        for widths in self._widths.values():
+            widths[one], widths[other] = widths[other], widths[one]
+
+    def _fit(self, axis: str, row: int, width: int) -> bool:
+        """Give the parameters with that axis the columns that all rows need, where `row` needs `width`: a power of two,
+        so that it seldom happens, and fewer only where that is a quarter of many. Returns whether it is another number.
+        """
+        widths = self._widths[axis]
+        widths[row] = max(width, 1)
+        needed, there = 1 << (max(widths) - 1).bit_length(), self._sizes[axis]
+        too_wide = self._narrow and there >= _MANY and needed * 4 <= there
+        if needed == there or (needed < there and not too_wide):
+            return False
+        self._sizes[axis] = needed
         for name, spec in self._specs.items():
             if axis in spec.axes:
-                old, wide = self.buffers[name].read(), self._off(spec)
-                wide[:, : old.shape[1]] = old
-                self.buffers[name] = Buffer.of(wide, self._device)
+                old, new = self.buffers[name].read()[:, :needed], self._off(spec)
+                new[:, : old.shape[1]] = old
+                self.buffers[name] = Buffer.of(new, self._device)
+        return True
 
     def _off(self, spec: TensorSpec) -> Array:
         return np.full(spec.shape(self._sizes), spec.off, dtype=spec.dtype)

@@ -3,7 +3,8 @@
 A sequence waits, is admitted to a slot, has its prompt read in chunks, and runs until it ends. The slot that it leaves
 keeps its prompt in the cache. The next sequence gets the slot that keeps the longest beginning of its prompt, among
 those next to the ones in use where a step over fewer rows is cheaper; what another slot holds, free or not, is copied,
-and what the chosen one kept is moved to the one that was left longest ago.
+and what the chosen one kept is moved to the one that was left longest ago. Where rows are far apart all the same,
+because those between them have ended, the first or the last one is moved.
 Recurrent states are gone on from where they were saved.
 """
 
@@ -11,13 +12,13 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Final
 
 import numpy as np
 
+from qsample.runtime.decode.jobs import Chunk, Copy, Move, Prompts, Window, slot_of, span_of
 from qsample.runtime.decode.saved_states import Save, SavedStates
 from qsample.runtime.pieces import Pieces, reusable_prefix, shared_prefix
 from qsample.runtime.sequence import Sequence
@@ -25,62 +26,11 @@ from qsample.tensors import Array
 
 # What a run of the graph costs beside its tokens, in tokens: at 0.6 B parameters 2 with int4 weights, 13 with float32.
 _RUN: Final = 4
+# Tokens of a row that are copied while a step computes one more row: 50 at 0.6 B parameters with int4 weights.
+_COPIED: Final = 32
 _NOTHING: Final[Array] = np.empty(0, dtype=np.int64)
 # A run of more tokens reads none of them faster, and takes more memory.
 _MOST_JOINED: Final = 512
-
-
-@dataclass(frozen=True, slots=True)
-class Copy:
-    """The first `tokens` tokens of `sequence`, which the slot `source` holds, for its own slot. place: where the
-    recurrent states after them were saved; None = the slot is there now."""
-
-    sequence: Sequence
-    source: int
-    tokens: int
-    place: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """Pieces of a prompt, one after another, each for one call. copies: what comes before them. saves: what comes at
-    their ends."""
-
-    sequence: Sequence
-    pieces: tuple[range, ...]
-    copies: tuple[Copy, ...] = ()
-    saves: tuple[Save, ...] = ()
-
-    @property
-    def end(self) -> int:
-        return self.pieces[-1].stop
-
-    @property
-    def last(self) -> bool:
-        """Whether the first token is sampled after it."""
-        return self.end == len(self.sequence.prompt)
-
-
-@dataclass(frozen=True, slots=True)
-class Prompts:
-    """The whole prompts of `sequences`, in adjacent slots, for one call that samples the first token of each. saves:
-    what comes after it."""
-
-    sequences: tuple[Sequence, ...]
-    saves: tuple[Save, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Window:
-    """`steps` decode steps without a read between them, for the rows of `sequences`."""
-
-    sequences: tuple[Sequence, ...]
-    steps: int
-
-    @property
-    def rows(self) -> range:
-        """From the first of these to the last one."""
-        return _span(map(_slot, self.sequences))
 
 
 class Scheduler:
@@ -139,6 +89,7 @@ class Scheduler:
         self._least_rows = slots if least_rows is None else least_rows
         self._reuse_sampled = reuse_sampled
         self._chunk_was_last = False
+        self._wasted = 0  # rows of the steps since the last move that a move would have saved
 
     @property
     def waiting(self) -> int:
@@ -170,8 +121,8 @@ class Scheduler:
         while self._waiting and self._free:
             sequence = self._waiting.popleft()
             reusable = {slot: self._reusable(self._kept[slot], sequence.prompt) for slot in self._free}
-            used = [_slot(one) for one in (*self._in_slots, *admitted)]
-            rows = {slot: max(self._least_rows, len(_span([*used, slot]))) for slot in self._free}
+            used = [slot_of(one) for one in (*self._in_slots, *admitted)]
+            rows = {slot: max(self._least_rows, len(span_of([*used, slot]))) for slot in self._free}
             # Of equals, the first.
             sequence.slot = min(self._free, key=lambda slot: (rows[slot], -reusable[slot]))
             sequence.source = max([sequence.slot, *self._free], key=reusable.__getitem__)
@@ -241,7 +192,48 @@ class Scheduler:
             return None
         guided = any(sequence.guided for sequence in running)
         most = max(sequence.limit - sequence.issued for sequence in running)
-        return Window(tuple(running), 1 if guided else min(self._flush_every, most))
+        window = Window(tuple(running), 1 if guided else min(self._flush_every, most))
+        best = self._best_move()
+        self._wasted = 0 if best is None else self._wasted + window.steps * best[1]
+        return window
+
+    @property
+    def move_is_due(self) -> bool:
+        """Whether steps over unused rows have cost as much by now as a move costs that ends that."""
+        best = self._best_move() if self._wasted else None
+        return best is not None and self._wasted * _COPIED >= best[2]
+
+    def next_move(self) -> Move | None:
+        """The move that is due, which is taken as done; None where it is not any more."""
+        best = self._best_move()
+        if best is None or not self.move_is_due:
+            return None
+        move, self._wasted = best[0], 0
+        sequence = next(one for one in self._in_slots if one.slot == move.source)
+        sequence.slot = move.target
+        self._kept[move.source] = self._kept.pop(move.target)
+        self._free[self._free.index(move.target)] = move.source  # as long ago
+        return move
+
+    def _best_move(self) -> tuple[Move, int, int] | None:
+        """The move of the first or the last row that costs least for each row that a step then saves; with these rows,
+        and the tokens that are copied."""
+        used = sorted(map(slot_of, self._in_slots))
+        width = max(len(span_of(used)), self._least_rows) if used else 0
+        if width <= max(len(used), self._least_rows):
+            return None
+        moves: list[tuple[Move, int, int]] = []
+        for one in self._in_slots:
+            source = slot_of(one)
+            if source in (used[0], used[-1]) and one.may_run:
+                rest = span_of(slot for slot in used if slot != source)
+                spans = {slot: max(rest[-1], slot) - min(rest[0], slot) + 1 for slot in self._free}
+                widths = {slot: max(span, self._least_rows) for slot, span in spans.items()}
+                target = min(self._free, key=lambda slot: (widths[slot], len(self._kept[slot])))
+                kept, held = len(self._kept[target]), len(one.prompt) + one.issued
+                if widths[target] < width:
+                    moves.append((Move(source, target, kept), width - widths[target], held + 2 * kept))
+        return min(moves, key=lambda move: move[2] / move[1], default=None)
 
     def _next_read(self, prefilling: list[Sequence]) -> Chunk | Prompts:
         """The next part of the first one's prompt, or some whole prompts with it."""
@@ -256,7 +248,7 @@ class Scheduler:
             # Those that begin alike wait until this prompt is read as far as they go together.
             together = {one: reusable_prefix(sequence.prompt, one.prompt, self._pieces, None) for one in others}
             ahead = {one: tokens for one, tokens in together.items() if tokens > one.consumed}
-            copies += tuple(Copy(one, _slot(sequence), start) for one, tokens in ahead.items() if tokens == start)
+            copies += tuple(Copy(one, slot_of(sequence), start) for one, tokens in ahead.items() if tokens == start)
             end = min([end, *(tokens for tokens in ahead.values() if tokens > start)])
         joined = self._joined(sequence) if start == 0 else ()
         if len(joined) > 1:
@@ -278,7 +270,7 @@ class Scheduler:
         for tokens in sorted({self._pieces.begin(end) for end in ends}):
             if start < tokens <= end:
                 place = self._saved.add(prompt[:tokens], self._is_held)
-                saves += [Save(_slot(sequence), tokens, place)] if place is not None else []
+                saves += [Save(slot_of(sequence), tokens, place)] if place is not None else []
         return tuple(saves)
 
     def _is_held(self, tokens: Array) -> bool:
@@ -288,7 +280,7 @@ class Scheduler:
 
     def _holder(self, sequence: Sequence) -> tuple[int, int]:
         """The other slot that holds most of a prompt's beginning, and how many tokens of it."""
-        held = self._kept | {_slot(one): one.prompt[: one.consumed] for one in self._in_slots if one is not sequence}
+        held = self._kept | {slot_of(one): one.prompt[: one.consumed] for one in self._in_slots if one is not sequence}
         reusable = {slot: self._reusable(tokens, sequence.prompt) for slot, tokens in held.items()}
         return max(reusable.items(), key=lambda item: item[1], default=(0, 0))
 
@@ -305,9 +297,9 @@ class Scheduler:
         """`sequence`, of which nothing was read, and those whose prompts are read with its own, by slot."""
         if not self._join_prompts:
             return (sequence,)
-        fresh = {_slot(one): one for one in self.prefilling if one.consumed == 0 and not self._waits(one, sequence)}
+        fresh = {slot_of(one): one for one in self.prefilling if one.consumed == 0 and not self._waits(one, sequence)}
         lengths = {slot: len(one.prompt) for slot, one in fresh.items()}
-        slots = joined_slots(lengths, _slot(sequence), self._pieces.size, self._chunk_size)
+        slots = joined_slots(lengths, slot_of(sequence), self._pieces.size, self._chunk_size)
         return tuple(fresh[slot] for slot in slots)
 
     def _waits(self, one: Sequence, first: Sequence) -> bool:
@@ -315,17 +307,6 @@ class Scheduler:
         if one is first or self._recurrent:
             return False
         return max(self._holder(one)[1], self._reusable(first.prompt, one.prompt)) > _RUN
-
-
-def _slot(sequence: Sequence) -> int:
-    assert sequence.slot is not None
-    return sequence.slot
-
-
-def _span(slots: Iterable[int]) -> range:
-    """From the first of some slots to the last one."""
-    ordered = sorted(slots)
-    return range(ordered[0], ordered[-1] + 1)
 
 
 def joined_slots(lengths: Mapping[int, int], slot: int, piece_size: int, chunk_size: int | None = None) -> range:

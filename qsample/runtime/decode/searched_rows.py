@@ -35,6 +35,10 @@ class SearchedRows:
         if name in self._values:
             self._values[name][slots] = value
 
+    def swap_rows(self, one: int, other: int) -> None:
+        for values in self._values.values():
+            values[[one, other]] = values[[other, one]]
+
     @property
     def size(self) -> int:
         """The length of the list of the whole batch: 0, a power of two, or all rows."""

@@ -29,7 +29,6 @@ from qsample.contract import (
     RUNNING,
     SAMPLER_STATES,
     SEARCHED_ROWS,
-    SEQUENCE,
     STALLED,
     STATUS,
     STOPPED,
@@ -40,6 +39,7 @@ from qsample.contract import (
 )
 from qsample.runtime.decode.noise import uniforms
 from qsample.runtime.decode.parameter_rows import ParameterRows
+from qsample.runtime.decode.prompt_inputs import PromptInputs
 from qsample.runtime.decode.searched_rows import SearchedRows
 from qsample.runtime.decode.snapshot import NewestTokens, Snapshot
 from qsample.runtime.session.bound_graph import NOT_CAPTURED, BoundGraph
@@ -91,8 +91,9 @@ class Slots:
         ]
         for side in self._outputs:
             side[NEXT_IDS.name].write_at(slice(None), 0)  # what idle rows are fed
-        self._parameters = ParameterRows(interface.parameters, self._sizes, device)
         self._searched = SearchedRows(count, interface.vocab_size if interface.searches else 0, device)
+        narrow = sessions.replays is None  # ONNX Runtime keeps what it captured, and would capture another graph
+        self._parameters = ParameterRows(interface.parameters, self._sizes, device, self._searched, narrow=narrow)
         self.stalls = np.zeros(count, dtype=np.int64)  # of each slot since `begin`: tokens that a captured graph left
         # Between the graphs of a package that has two: on the host, or, captured, on the device.
         self._logits: dict[str, Buffer] = {}
@@ -101,14 +102,15 @@ class Slots:
                 (LOGITS.name, ADJUSTED_LOGITS.name), Buffer.allocate(LOGITS, self._sizes, device)
             )
 
-        self._ones = self._constant(np.ones(count, dtype=np.int32))
-        self._emit = {emit: self._constant(np.full(count, emit)) for emit in (True, False)}
+        self._ones = Buffer.of(np.ones(count, dtype=np.int32), device)
+        self._emit = {emit: Buffer.of(np.full(count, emit), device) for emit in (True, False)}
         most_rows = count if sessions.joins_prompts else 1
-        self._least_width = 2 if sessions.tokens_per_call is None else 1
-        self._chunk_ids = Buffer.allocate(INPUT_IDS, {BATCH: 1, SEQUENCE: most_rows * capacity}, device)
-        self._chunk_lengths = self._constant(np.ones(most_rows, dtype=np.int32))
+        # One token would run kernels of its own, which round otherwise; there is room for a second, because a prompt is
+        # shorter than the capacity. No fixed width: the last piece could pass the capacity.
+        least_width = 2 if sessions.tokens_per_call is None else 1
+        self._chunk = PromptInputs(most_rows, capacity, least_width, device)
         # A prompt's chunks run with a status of their own, so that the batch sees an idle row between them.
-        self._chunk_status = self._constant(np.full(most_rows, RUNNING, dtype=np.int32))
+        self._chunk_status = Buffer.of(np.full(most_rows, RUNNING, dtype=np.int32), device)
         self._newest = NewestTokens(count, device)
         self._bound: dict[tuple[object, ...], list[BoundGraph]] = {}  # the one that was used longest ago first
         # With the sampler on the host: the logits of some slots, [n, V], as they are to be sampled from.
@@ -174,6 +176,23 @@ class Slots:
             self.saved.restore(place, slot)
         self._write_history(slot, prompt)
 
+    @property
+    def narrows(self) -> bool:
+        """Whether steps can be over fewer rows, and rows be moved for it."""
+        return self._least_rows is not None and all(one.dtype != "bfloat16" for one in self._interface.cache_states)
+
+    def move(self, slot: int, target: int, kept: int) -> None:
+        """Put a row into an idle slot, once everything is read, and the first `kept` tokens of that slot into its."""
+        columns = int(self._state.read(LENGTHS.name)[slot]), kept
+        for spec in self._interface.cache_states:
+            self._state.swap_rows(spec.name, slot, target, columns if CAPACITY in spec.axes else None)
+        for spec in SAMPLER_STATES:
+            self._state.swap_rows(spec.name, slot, target)
+        for buffer in self._outputs[self.side].values():
+            buffer.swap_rows(slot, target)
+        self._parameters.swap_rows(slot, target)
+        self.stalls[[slot, target]] = self.stalls[[target, slot]]
+
     def tokens_in_states(self, slot: int) -> int | None:
         """How many tokens a slot's states are after; None for a row that waits with one more than it counts."""
         stalled = self._state.read(STATUS.name)[slot] == STALLED
@@ -186,8 +205,7 @@ class Slots:
         self._state.write_at(TOKENS.name, slot, row)
 
     def set_parameter(self, slot: int, name: str, values: Array) -> None:
-        """Replace one row of a parameter, from the next call on. Rows wider than any before widen the buffer."""
-        self._searched.set(name, slot, values)
+        """Replace one row of a parameter, from the next call on. The widest row decides the buffer's width."""
         if self._parameters.set(name, slot, values):
             self._bound.clear()
 
@@ -197,18 +215,12 @@ class Slots:
         Several arrays are for `slot` and as many after it, in one run, where `Sessions.joins_prompts`: the first tokens
         of each, because attention takes several rows of several tokens only where nothing is before them.
         """
-        rows, lengths = range(slot, slot + len(ids)), [len(row) for row in ids]
-        # Not a fixed one: the last piece could pass the capacity. One token would run kernels of its own, which round
-        # otherwise; there is room for a second, because a prompt is shorter than the capacity.
-        width = max(*lengths, self._least_width)
-        # Nothing reads the padding. It repeats a token of the row, which brings in no NaN that is not there anyway.
-        padded = [np.pad(row, (0, width - len(row)), constant_values=row[0]) for row in ids]
-        self._chunk_ids.write_at((0, slice(len(ids) * width)), np.concatenate(padded))
-        self._chunk_lengths.write_at(slice(len(ids)), lengths)
+        rows = range(slot, slot + len(ids))
+        tokens = self._chunk.write(ids)
         graphs = self._graphs((rows, emit, self.side), partial(self._bind_rows, rows, emit))
         resuming = emit and self.may_stall
         for graph in graphs:
-            graph.bind_input(INPUT_IDS.name, self._chunk_ids.reshaped(len(ids), width))
+            graph.bind_input(INPUT_IDS.name, tokens)
             if emit:
                 graph.bind_input(SEARCHED_ROWS.name, self._searched.of_rows(rows))
         # To its end: the next chunk is written to the same memory.
@@ -265,21 +277,13 @@ class Slots:
     def stop(self, slots: int | slice) -> None:
         """Make slots idle, and their parameters cheap; their cache stays."""
         self._state.write_at(STATUS.name, slots, _IDLE)
-        for name, off in self._parameters.clear(slots).items():
-            self._searched.set(name, slots, off)
-
-    def stop_all(self) -> None:
-        """`stop` for every slot."""
-        self.stop(slice(None))
+        self._parameters.clear(slots)
 
     def _count_stalls(self, rows: range) -> bool:
         """Whether some of these rows wait for the graph with control flow; counted."""
         stalled = self._state.read(STATUS.name) == STALLED
         self.stalls[rows] += stalled[rows]
         return bool(stalled[rows].any())
-
-    def _constant(self, array: Array) -> Buffer:
-        return Buffer.of(array, self._device)
 
     def _run(self, graphs: list[BoundGraph], sampled: range | None, *, wait: bool = True) -> None:
         """sampled: the slots that get a token, whose logits may be processed in front of a sampler on the host."""
@@ -292,7 +296,6 @@ class Slots:
     def _graphs(self, key: tuple[object, ...], bind: Callable[[], list[BoundGraph]]) -> list[BoundGraph]:
         """Those under a key, bound now where they are not. Those that were used longest ago make room."""
         self._bound[key] = graphs = self._bound.pop(key, None) or bind()
-        # ONNX Runtime keeps what it captured, whoever lets it go.
         if len(self._bound) > _MOST_BOUND and self._sessions.replays is None:
             del self._bound[next(iter(self._bound))]
         return graphs
@@ -324,9 +327,7 @@ class Slots:
         buffers = rows_of(self._parameters.buffers | self._logits | self._outputs[self.side], rows)
         buffers |= self._state.inputs(rows) | self._state.outputs(rows)
         status = self._chunk_status.rows(0, len(rows))
-        buffers |= {
-            INPUT_IDS.name: self._chunk_ids.reshaped(len(rows), 1),
-            INPUT_LENGTHS.name: self._chunk_lengths.rows(0, len(rows)),
+        buffers |= self._chunk.of_rows(len(rows)) | {
             EMIT.name: self._emit[emit].rows(0, len(rows)),
             SEARCHED_ROWS.name: self._searched.of_rows(range(0)),
             STATUS.name: status,

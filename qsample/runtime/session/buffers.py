@@ -115,6 +115,16 @@ class Buffer:
         else:
             copy_on_device(of.rows(source), self.rows(target))
 
+    def swap_rows(self, one: int, other: int, columns: tuple[int, int] | None = None) -> None:
+        """Swap two rows, on the CPU. columns: how many of each from the start of its second axis; None = all."""
+        values = self.owner.numpy()
+        if columns is None:
+            values[[one, other]] = values[[other, one]]
+            return
+        aside = values[other][:, : columns[1]].copy()
+        values[other][:, : columns[0]] = values[one][:, : columns[0]]
+        values[one][:, : columns[1]] = aside
+
     def bind_input(self, binding: ort.IOBinding, name: str) -> None:
         binding.bind_input(name, self.device, 0, DTYPES[self.dtype].onnx, self.shape, self.address)
 
@@ -175,6 +185,10 @@ class RetainedState:
     def clear_row(self, name: str, row: int) -> None:
         """Make the current values of a row zeros."""
         self._sides[self.side][name].clear_row(row)
+
+    def swap_rows(self, name: str, one: int, other: int, columns: tuple[int, int] | None = None) -> None:
+        """Swap the current values of two rows; see `Buffer.swap_rows`."""
+        self._sides[self.side][name].swap_rows(one, other, columns)
 
     def copy_row(self, name: str, source: int, target: int, index: Any = ...) -> None:
         """Write the current values of a row over those of another; see `Buffer.copy_row`."""

@@ -21,7 +21,9 @@ from qsample.serve.protocol.unsupported import STRUCTURED_OUTPUTS, Fields
 
 MOST_CHOICES: Final = 128  # OpenAI's limit for n
 MOST_TOKENS: Final = 2**31 - 1
-MOST_STOPS: Final = 1024  # stop tokens: each row is compared with as many as the widest had, in every step from then on
+# Stop tokens, and biases: a step reads as many for each row as the widest has.
+MOST_STOPS: Final = 1024
+MOST_BIASES: Final = 1024
 
 Number = StrictFloat | StrictInt
 TokenId = Annotated[StrictInt, Field(ge=0, le=MOST_TOKENS)]
@@ -132,6 +134,8 @@ class GenerationRequest(Body):
     @field_validator("logit_bias")
     @classmethod
     def _check_bias(cls, bias: dict[str, float] | None) -> dict[str, float] | None:
+        if bias is not None and len(bias) > MOST_BIASES:
+            raise ValueError(f"there are {len(bias)} of them; give at most {MOST_BIASES}")
         for token, amount in (bias or {}).items():
             if not (token.isascii() and token.isdigit()) or len(token) > 10:
                 raise ValueError(f"the key {token!r:.40} is no token id")

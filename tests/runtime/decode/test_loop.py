@@ -146,6 +146,34 @@ def test_a_step_is_over_the_rows_that_run(
 
 
 @pytest.mark.parametrize("double_buffering", [False, True])
+@pytest.mark.parametrize("features", [{}, {"logprobs": True, "logit_bias": True}])
+def test_rows_that_are_left_alone_come_together(
+    features: dict[str, Any],
+    double_buffering: bool,
+    fake_model: Callable[..., CausalLM],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Steps are over few rows soon after those in the middle have ended, and nothing else changes."""
+    asked, model = rows_of_steps(monkeypatch), fake_model(**features)
+    lengths = (50, 3, 4, 40, 5, 3, 6, 45)
+    requests = [
+        make_sequence(model, [5 + n, 9], SamplingParams(max_new_tokens=most, eos_token_id=()), n, CAPACITY)
+        for n, most in enumerate(lengths)
+    ]
+    tokens, _, _ = run(model, requests, 8, double_buffering=double_buffering, interleave=False)
+    for n, most in enumerate(lengths):
+        params = SamplingParams(max_new_tokens=most, eos_token_id=())
+        assert tokens[n] == fake_reference.generate([5 + n, 9], params, n, CAPACITY)[0]
+    assert asked[0] == range(8)
+    assert {len(rows) for rows in asked[20:]} <= {1, 2, 3}
+    alone = make_sequence(model, [7, 9], SamplingParams(max_new_tokens=4, eos_token_id=()), 2, CAPACITY)
+    run(model, [alone], 8, double_buffering=double_buffering)
+    assert len(alone.outputs) == len(requests[2].outputs) == (4 if features else 0)
+    for one, other in zip(alone.outputs, requests[2].outputs, strict=True):
+        assert one == other
+
+
+@pytest.mark.parametrize("double_buffering", [False, True])
 def test_what_was_moved_out_of_the_way_is_gone_on_from(double_buffering: bool, model: CausalLM) -> None:
     """Three conversations take turns in the slot beside the one that runs all the time."""
     generator, short = random.Random(2), SamplingParams(temperature=0.9, max_new_tokens=2, eos_token_id=())

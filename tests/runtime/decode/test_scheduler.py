@@ -9,13 +9,8 @@ import numpy as np
 import pytest
 
 from qsample.runtime.decode import scheduler as scheduler_module
-from qsample.runtime.decode.scheduler import (
-    Chunk,
-    Copy,
-    Prompts,
-    Window,
-    joined_slots,
-)
+from qsample.runtime.decode.jobs import Chunk, Copy, Move, Prompts, Window
+from qsample.runtime.decode.scheduler import joined_slots
 from qsample.runtime.pieces import Pieces, reusable_prefix, shared_prefix
 from qsample.runtime.sequence import Sequence
 
@@ -164,6 +159,60 @@ def test_slots_in_use_are_close_together_where_a_step_may_be_over_some() -> None
     assert (fifth.slot, fifth.source, fifth.reused, fifth.moved) == (4, 5, 8, None)
     scheduler.leave(first[2])
     assert Window((second, third), 1).rows == range(2)
+
+
+def steps_until_a_move(scheduler: Scheduler, most: int = 100) -> int:
+    """Windows of one step, each sampling a token of every row that runs."""
+    for count in range(most):
+        if scheduler.move_is_due:
+            return count
+        window = scheduler.next_job()
+        assert isinstance(window, Window)
+        for one in window.sequences:
+            one.issued += 1
+    return most
+
+
+def test_a_row_far_from_the_others_is_moved_once_it_has_cost_as_much() -> None:
+    scheduler = Scheduler(6, least_rows=1)
+    ones = [request([n] * size, most=1000) for n, size in enumerate((200, 9, 9, 9, 9, 64))]
+    for one in ones:
+        scheduler.add(one)
+    scheduler.admit()
+    for one in ones:
+        read(scheduler, one)
+        one.sampled = [99]
+    assert steps_until_a_move(scheduler) == 100  # slots 0 to 5 all run
+    for slot in (1, 4, 3, 2):
+        scheduler.leave(ones[slot])
+    # The last one has fewer tokens: 64 and those that were sampled; what slot 1 keeps is copied there and back. That
+    # saves four rows in each step; a token is copied in the 32nd part of one.
+    tokens = 64 + ones[5].issued + 2 * 9
+    assert steps_until_a_move(scheduler) == pytest.approx(tokens / 32 / 4, abs=2)
+    move = scheduler.next_move()
+    assert move == Move(source=5, target=1, kept=9)
+    assert [one.slot for one in (ones[0], ones[5])] == [0, 1]
+    assert scheduler.next_move() is None
+    assert steps_until_a_move(scheduler) == 100
+    # What slot 1 kept is in slot 5, and gives way as early as it would have.
+    again = request([1] * 9)
+    scheduler.add(again)
+    scheduler.admit()
+    assert (again.slot, again.source, again.reused) == (2, 5, 8)
+
+
+def test_rows_stay_where_a_step_is_over_all() -> None:
+    for least in (None, 6):
+        scheduler = Scheduler(6, least_rows=least)
+        ones = [request([n] * 9, most=1000) for n in range(6)]
+        for one in ones:
+            scheduler.add(one)
+        scheduler.admit()
+        for one in ones:
+            read(scheduler, one)
+            if one.slot not in (0, 5):
+                scheduler.leave(one)
+        assert steps_until_a_move(scheduler) == 100
 
 
 @pytest.mark.parametrize("least_rows", [None, 1, 2, 3])

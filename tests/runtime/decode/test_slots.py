@@ -141,6 +141,51 @@ def test_rows_of_a_step(least: int | None, rows: range, step: range, model: Caus
     assert new_tokens(slots, rows[-1], [5, 6, 7]) == expected([5, 6, 7], FREE, rows[-1])[:4]
 
 
+@pytest.mark.parametrize("sampler", [True, False])
+def test_rows_that_are_moved(sampler: bool, fake_model: Callable[..., CausalLM]) -> None:
+    """Any row goes anywhere between any two steps, and what its new slot held is gone on from in its old one."""
+    generator = random.Random(9)
+    model = fake_model(sampler=sampler, logit_bias=True)
+    slots = Slots(replace(model.sessions, least_rows=1), 5, CAPACITY)
+    assert slots.narrows
+    rows: dict[
+        int, tuple[int, list[int], SamplingParams, bool]
+    ] = {}  # slot → seed, prompt, parameters, whether it runs
+    moves = 0
+    for turn in range(80):
+        slot = generator.randrange(5)
+        if slot not in rows or not rows[slot][3] or generator.random() < 0.3:
+            if slot in rows and rows[slot][3]:
+                slots.stop(slot)
+            held = rows[slot][1] if slot in rows else []
+            prompt = [*held, *random_prompt(generator, 6)] if len(held) < 20 else random_prompt(generator)
+            bias = {generator.randrange(320): -1.0 for _ in range(generator.choice([0, 1, 9]))}
+            params = replace(random_params(generator), logit_bias=bias)
+            sequence = make_sequence(model, prompt, params, turn, CAPACITY)
+            reused = len(held) if prompt[: len(held)] == held else 0
+            slots.begin(slot, sequence.prompt, turn, sequence.parameters, reused)
+            feed(slots, slot, prompt, start=reused)
+            rows[slot] = turn, prompt, params, True
+        idle = [one for one in range(5) if one not in rows or not rows[one][3]]
+        source = generator.choice([one for one in rows if rows[one][3]])
+        if idle and generator.random() < 0.7:
+            target, moves = generator.choice(idle), moves + 1
+            slots.move(source, target, len(rows[target][1]) if target in rows else 0)
+            mine, other = rows.pop(source), rows.pop(target, None)
+            rows |= {target: mine} | ({source: other} if other is not None else {})
+        running = [one for one in rows if rows[one][3]]
+        for _ in range(generator.randrange(3)):
+            slots.decode(range(min(running), max(running) + 1))
+        for one in running:
+            seed, prompt, params, _ = rows[one]
+            tokens = new_tokens(slots, one, prompt)
+            assert tokens == fake_reference.generate(prompt, params, seed, CAPACITY)[0][: len(tokens)]
+            if generator.random() < 0.3:
+                slots.stop(one)
+                rows[one] = seed, prompt, params, False
+    assert moves > 25
+
+
 def test_graphs_over_ever_other_rows_are_let_go(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of prompts, too; what is in use stays, however many others there are."""
     monkeypatch.setattr(slots_module, "_MOST_BOUND", 6)
@@ -160,6 +205,42 @@ def test_graphs_over_ever_other_rows_are_let_go(model: CausalLM, monkeypatch: py
         assert len(slots._bound) <= 6
     assert bound.count(range(1)) == 2  # one a side
     assert new_tokens(slots, 0, [5, 6, 7]) == expected([5, 6, 7], FREE, 0)
+
+
+def test_columns_that_no_row_needs_any_more_are_given_up(fake_model: Callable[..., CausalLM]) -> None:
+    """A step reads all of them, for every row, whoever asked for them and however long ago."""
+    model = fake_model(logit_bias=True)
+    slots = Slots(model.sessions, 3, CAPACITY)
+    generator = random.Random(3)
+    running: dict[int, tuple[list[int], SamplingParams]] = {}
+    widths = []
+    for turn, stops in enumerate((1, 200, 3, 90, 90, 1, 1, 30, 1, 7, 1, 1)):
+        slot = turn % 3
+        if slot in running:
+            prompt, params = running.pop(slot)
+            tokens = new_tokens(slots, slot, prompt)
+            assert tokens == expected(prompt, params, slot)[: len(tokens)]
+            slots.stop(slot)
+        prompt = random_prompt(generator)
+        params = SamplingParams(
+            temperature=0.9,
+            max_new_tokens=20,
+            eos_token_id=tuple(range(310 - stops, 310)),
+            logit_bias=dict.fromkeys(range(320 - stops, 320), -1.0),
+        )
+        begin(slots, model, slot, prompt, params)
+        feed(slots, slot, prompt)
+        running[slot] = prompt, params
+        buffers = slots._parameters.buffers
+        (shape,) = {buffers[name].shape for name in ("stop_ids", "logit_bias_ids", "logit_bias")}
+        widths.append(shape[1])
+        for _ in range(2):
+            slots.decode()
+    assert widths == [1, *[256] * 6, 32, 32, 32, 32, 32]  # few cost nothing
+    for _ in range(20):
+        slots.decode()
+    for slot, (prompt, params) in running.items():
+        assert new_tokens(slots, slot, prompt) == expected(prompt, params, slot)
 
 
 @pytest.mark.parametrize("in_place", [True, False])
