@@ -26,7 +26,9 @@ from qsample.tensors import sparse_zeros
 # Exporters fold constants of up to 8,192 numbers, and compare them: these have to be there.
 SMALLEST: Final = 1 << 14
 _CHUNK: Final = 1 << 24  # numbers that `chunks` computes at a time
+# What gives the same in any dtype that the numbers are exact in.
 _MOVES: Final = ("aten::stack", "aten::cat", "aten::clone", "aten::_unsafe_view", "aten::index", "aten::index_select")
+_EQUAL: Final = "aten::equal"
 _KEPT: Final = 2  # computed tensors that are kept for the next operation: both matrices of a layer's experts
 _placeholders: dict[int, Deferred] = {}
 
@@ -150,12 +152,13 @@ class _Deferring(TorchDispatchMode):  # type: ignore[no-untyped-call]
         flat, spec, found = _flatten(args, kwargs)
         if not found or func.is_view or _filled(func, flat, found):
             return func(*args, **(kwargs or {}))
-        result = (
-            None if func._schema.is_mutable else func(*tree_map(_on_meta, args), **tree_map(_on_meta, kwargs or {}))
-        )
+        # What gives a number (whether two weights are equal, say) has nothing to compute it from without them.
+        gives_tensors = any("Tensor" in str(value.type) for value in func._schema.returns)
+        known_later = gives_tensors and not func._schema.is_mutable
+        result = func(*tree_map(_on_meta, args), **tree_map(_on_meta, kwargs or {})) if known_later else None
         floats = {i for i, value in enumerate(flat) if isinstance(value, Tensor) and value.is_floating_point()}
         kinds = {one.dtype for one in found.values()}
-        moves = func._schema.name in _MOVES and len(kinds) == 1 and floats == found.keys()
+        moves = func._schema.name in (*_MOVES, _EQUAL) and len(kinds) == 1 and floats == found.keys()
 
         def compute() -> Any:
             filled = list(flat)

@@ -105,6 +105,19 @@ def test_there_and_back_it_is_as_it_was_stored(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("mode", [computing, deferring])
+def test_what_gives_a_number_is_computed_at_once(mode: Callable[[], object]) -> None:
+    """transformers asks whether a head and the table that it is tied to are equal, where a checkpoint has both."""
+    weight, same, other = placeholder(), placeholder(), defer(WIDE.shape, torch.float32, lambda: -STORED, STORED.dtype)
+    with mode():  # type: ignore[attr-defined]
+        assert torch.equal(weight, same)
+        assert torch.equal(weight, WIDE)
+        assert not torch.equal(weight, other)
+        assert not torch.equal(WIDE + 1, weight)
+        assert weight[3, 4].item() == WIDE[3, 4]
+        assert torch.allclose(weight, WIDE)
+
+
+@pytest.mark.parametrize("mode", [computing, deferring])
 def test_what_is_written_to_is_none_any_more(mode: Callable[[], object]) -> None:
     weight = placeholder()
     with mode():  # type: ignore[attr-defined]

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, Final
 
 import torch
@@ -75,10 +76,18 @@ def load_model(
     # Before the model: it fails fast.
     adapter = None if checkpoint.adapter is None else find_adapter(checkpoint.adapter, checkpoint.hub)
     config = read_config(checkpoint)
+    own_generation_config(checkpoint)  # is it damaged?
     quantization = quantization_of(config, checkpoint.model_id)
     if quantization is not None:
         del config.quantization_config  # transformers would ask for the library that made it
-    check_supported(config, trust_remote_code=checkpoint.hub.trust_remote_code)
+    try:
+        check_supported(config, trust_remote_code=checkpoint.hub.trust_remote_code)
+    except (QsampleError, ImportError):
+        raise
+    except ValueError as error:
+        raise UnsupportedModelError(f"{checkpoint.model_id}: {_first_line(error)}") from error
+    except Exception as error:  # whatever a model raises that is made of numbers that do not fit each other
+        raise _no_model(checkpoint.model_id, error) from error
     if quantization is None or scratch is not None:
         return _load(checkpoint, config, quantization, adapter, scratch, sources)
     own = Path(tempfile.mkdtemp(prefix="qsample-"))
@@ -106,12 +115,12 @@ def _load(
     quantized: QuantizedCheckpoint | None = None
     model: PreTrainedModel
     loading: dict[str, Any]
-    # A size mismatch is left to raise: weights that do not fit the configuration must not be made up.
     options: dict[str, Any] = {
         "config": config,
         "dtype": getattr(torch, checkpoint.dtype),
         "attn_implementation": "eager",
         "output_loading_info": True,
+        "ignore_mismatched_sizes": True,  # they are refused below, by name
     }
     try:
         files = []
@@ -132,12 +141,18 @@ def _load(
                 empty = empty_model(config, trust_remote_code=checkpoint.hub.trust_remote_code)
                 options["config"] = empty.config  # of the text model, where the configuration is of several
                 loaded = type(empty).from_pretrained(None, state_dict=weights, **options)
-            loaded[0].generation_config = _generation_config(checkpoint)
+            loaded[0].generation_config = own_generation_config(checkpoint) or config_as_generation_config(checkpoint)
         model, loading = loaded
     except ValueError as error:
         raise UnsupportedModelError(f"{checkpoint.model_id}: {_first_line(error)}") from error
-    except (OSError, RuntimeError, SafetensorError) as error:
+    except UnpicklingError as error:
+        raise QsampleError(
+            f"cannot load the weights of {checkpoint.model_id!r}: a .bin file is damaged, or a pickle that holds more "
+            "than tensors, which could run any code; take a checkpoint in safetensors files"
+        ) from error
+    except (OSError, EOFError, RuntimeError, SafetensorError) as error:
         raise QsampleError(f"cannot load the weights of {checkpoint.model_id!r}: {_first_line(error)}") from error
+    _check_sizes(model, loading["mismatched_keys"], checkpoint.model_id)
     if quantized is None:
         _check_complete(model, loading["missing_keys"], checkpoint.model_id)
     model.requires_grad_(False)
@@ -160,7 +175,31 @@ def read_config(checkpoint: Checkpoint) -> PretrainedConfig:
         raise UnsupportedModelError(f"{checkpoint.model_id}: {_first_line(error)}") from error
     except OSError as error:
         raise QsampleError(f"cannot read the model {checkpoint.model_id!r}: {_first_line(error)}") from error
+    except ImportError:
+        raise
+    except Exception as error:  # transformers checks the values in half a dozen ways
+        raise _no_model(checkpoint.model_id, error) from error
     return config
+
+
+def _no_model(model_id: str, error: Exception) -> UnsupportedModelError:
+    """For a config.json that nothing can be made of."""
+    said = " ".join(str(error).split())
+    return UnsupportedModelError(
+        f"{model_id}: transformers makes no model of its config.json ({type(error).__name__}: {said:.300}); correct "
+        "it, or download the checkpoint again"
+    )
+
+
+def _check_sizes(model: PreTrainedModel, mismatched: Collection[tuple[str, Any, Any]], model_id: str) -> None:
+    """Raise QsampleError for a weight of another shape than the model's: transformers put random numbers there."""
+    if mismatched:
+        name, found, wanted = min(mismatched)
+        others = f", and {len(mismatched) - 1} more do not fit" if len(mismatched) > 1 else ""
+        raise QsampleError(
+            f"{model_id} holds {name} of shape {list(found)}, and {type(model).__name__} has {list(wanted)} by its "
+            f"config.json{others}; give weights and configuration of one model"
+        )
 
 
 def _check_complete(model: PreTrainedModel, missing: Collection[str], model_id: str) -> None:
@@ -188,15 +227,31 @@ def _weight_files(checkpoint: Checkpoint) -> list[Path]:
     return weight_files(folder) if folder is not None else []
 
 
-def _generation_config(checkpoint: Checkpoint) -> GenerationConfig:
-    """As transformers finds it when it loads a model from its folder."""
-    options = checkpoint.hub.downloading()
+def own_generation_config(checkpoint: Checkpoint) -> GenerationConfig | None:
+    """The checkpoint's generation_config.json; None where it has none, QsampleError where it cannot be read.
+
+    transformers passes over a damaged one, and stop tokens with it.
+    """
     try:
-        return GenerationConfig.from_pretrained(checkpoint.model_id, **options)
-    except OSError:
-        return GenerationConfig.from_pretrained(
-            checkpoint.model_id, config_file_name="config.json", _from_model_config=True, **options
-        )
+        return GenerationConfig.from_pretrained(checkpoint.model_id, **checkpoint.hub.downloading())
+    except OSError as error:
+        if not isinstance(error.__context__, ValueError):  # it is no JSON, or no text
+            return None
+        damage: Exception = error
+    except (TypeError, AttributeError) as error:  # it is no object
+        damage = error
+    raise QsampleError(
+        f"{checkpoint.model_id}: its generation_config.json is no JSON object ({_first_line(damage)}); correct it, "
+        "delete it, or download it again"
+    ) from damage
+
+
+def config_as_generation_config(checkpoint: Checkpoint) -> GenerationConfig:
+    """What transformers generates with where there is no generation_config.json: what config.json says of it."""
+    options = checkpoint.hub.downloading()
+    return GenerationConfig.from_pretrained(
+        checkpoint.model_id, config_file_name="config.json", _from_model_config=True, **options
+    )
 
 
 def _read_quantized(

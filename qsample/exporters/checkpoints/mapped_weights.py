@@ -47,6 +47,8 @@ def weight_files(folder: Path) -> list[Path]:
         return []
     try:
         names = set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values())
+        if not names:
+            raise ValueError("it lists no tensor")
         return [folder / name for name in sorted(names)]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise QsampleError(

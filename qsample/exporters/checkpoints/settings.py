@@ -10,15 +10,13 @@ import torch
 import transformers
 
 from qsample.errors import QsampleError
-from qsample.exporters.checkpoints.load import Checkpoint, read_config
+from qsample.exporters.checkpoints.load import Checkpoint, own_generation_config, read_config
 
 
 def read_generation_config(checkpoint: Checkpoint) -> transformers.GenerationConfig:
     """The checkpoint's generation_config.json, or what transformers makes of its configuration where there is none."""
-    try:
-        return transformers.GenerationConfig.from_pretrained(checkpoint.model_id, **checkpoint.hub.downloading())
-    except OSError:
-        return transformers.GenerationConfig.from_model_config(read_config(checkpoint))
+    own = own_generation_config(checkpoint)
+    return transformers.GenerationConfig.from_model_config(read_config(checkpoint)) if own is None else own
 
 
 def transformers_generation_config(settings: Mapping[str, Any]) -> transformers.GenerationConfig:

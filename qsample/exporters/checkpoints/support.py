@@ -30,10 +30,16 @@ def empty_model(config: PretrainedConfig, *, trust_remote_code: bool = False) ->
 
 
 def check_supported(config: PretrainedConfig, *, trust_remote_code: bool = False) -> None:
-    """Raise UnsupportedModelError for a model that keeps its state where no retained buffer can be put."""
+    """Raise UnsupportedModelError for a model that keeps its state where no retained buffer can be put, and what
+    transformers raises for a configuration that it can make no model of."""
     context = DecodeContext()
     try:
         model = empty_model(config, trust_remote_code=trust_remote_code)
+    except Exception:
+        if trust_remote_code:  # the model's own code may need memory
+            return
+        raise
+    try:
         with torch.device("meta"):
             model, _ = pipeline.apply(model, pipeline.default_transforms(context))
             state_shapes(model, context)

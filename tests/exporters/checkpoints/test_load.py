@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from qsample import AutoModelForCausalLM
 from qsample.errors import QsampleError, UnsupportedModelError
 from qsample.exporters.checkpoints.load import Checkpoint, load_model
+from qsample.exporters.checkpoints.settings import read_generation_config
 from tests.helpers.tiny_models import random_model, save_checkpoint
 
 
@@ -40,8 +42,67 @@ def test_weights_that_do_not_fit_the_configuration(tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "checkpoint", "llama")
     config = json.loads((tmp_path / "checkpoint" / "config.json").read_text())
     (tmp_path / "checkpoint" / "config.json").write_text(json.dumps(config | {"vocab_size": 400}))
-    with pytest.raises(QsampleError, match="cannot load the weights"):
+    named = r"holds lm_head\.weight of shape \[320, 64\], and LlamaForCausalLM has \[400, 64\].*1 more do not fit"
+    with pytest.raises(QsampleError, match=named):
         AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint").export(tmp_path / "package")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"eos_token_id": "2"},
+        {"num_attention_heads": 3},
+        {"num_hidden_layers": "2"},
+        {"pad_token_id": 400},
+        {"rope_parameters": {"rope_type": "spiral", "rope_theta": 1e4}},
+        {"hidden_act": "cubic"},
+        {"dtype": "float99"},
+    ],
+)
+def test_a_configuration_that_no_model_can_be_made_of(changes: dict[str, object], tmp_path: Path) -> None:
+    """Each fails in transformers or torch, in its own way."""
+    save_checkpoint(tmp_path / "checkpoint", "llama")
+    file = tmp_path / "checkpoint" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    with pytest.raises(UnsupportedModelError, match=r"checkpoint: transformers makes no model of its config\.json \("):
+        load_model(Checkpoint(str(tmp_path / "checkpoint")))
+
+
+@pytest.mark.parametrize("content", ['{"eos_token_id": 2,', "", "[2]", '"eos"', "\xff"])
+def test_a_damaged_generation_config_is_not_passed_over(content: str, tmp_path: Path) -> None:
+    """Without it a model would not know its stop tokens."""
+    save_checkpoint(tmp_path / "checkpoint", "llama")
+    (tmp_path / "checkpoint" / "generation_config.json").write_bytes(content.encode("latin-1"))
+    for read in (load_model, read_generation_config):
+        with pytest.raises(
+            QsampleError, match=r"its generation_config\.json is no JSON object .*; correct it, delete it"
+        ):
+            read(Checkpoint(str(tmp_path / "checkpoint")))
+    (tmp_path / "checkpoint" / "generation_config.json").unlink()
+    assert load_model(Checkpoint(str(tmp_path / "checkpoint"))).generation_config.eos_token_id == 2
+
+
+class _RunsCode:
+    def __reduce__(self) -> tuple[object, ...]:
+        return os.mkdir, ("code_was_run",)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (pickle.dumps(_RunsCode()), r"a \.bin file is damaged, or a pickle that holds more than tensors.*safetensors"),
+        (b"", "cannot load the weights of"),
+        (b"PK\x03\x04", "cannot load the weights of"),
+    ],
+)
+def test_bin_files(content: bytes, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    save_checkpoint(tmp_path / "checkpoint", "llama")
+    (tmp_path / "checkpoint" / "model.safetensors").unlink()
+    (tmp_path / "checkpoint" / "pytorch_model.bin").write_bytes(content)
+    with pytest.raises(QsampleError, match=message):
+        load_model(Checkpoint(str(tmp_path / "checkpoint")))
+    assert os.listdir(tmp_path) == ["checkpoint"]
 
 
 def test_a_path_that_is_neither_checkpoint_nor_package(tmp_path: Path) -> None:

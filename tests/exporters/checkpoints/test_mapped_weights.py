@@ -90,6 +90,20 @@ def test_a_weight_that_is_stored_in_float32_keeps_its_bits(tmp_path: Path) -> No
     check_like_transformers(model, source)
 
 
+@pytest.mark.parametrize("factor", [1, 2])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_a_tied_head_that_is_stored_as_well(dtype: str, factor: int, tmp_path: Path) -> None:
+    """transformers ties it where it is equal, and leaves it as it is where it is not."""
+    source = save(tmp_path / "source", torch.bfloat16)
+    tensors = load_file(source / "model.safetensors")
+    tensors["lm_head.weight"] = factor * tensors["model.embed_tokens.weight"]
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "scratch").mkdir()
+    model = load_model(Checkpoint(str(source), dtype=dtype), tmp_path / "scratch")
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == (factor == 1)
+    check_like_transformers(model, source, getattr(torch, dtype))
+
+
 def test_experts_that_transformers_merges_are_put_together_when_they_are_needed(tmp_path: Path) -> None:
     mixture("qwen3_moe").to(torch.bfloat16).save_pretrained(tmp_path / "source")
     stored = load_file(tmp_path / "source" / "model.safetensors")
