@@ -6,6 +6,7 @@ import logging
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Final
 
 import onnx_ir as ir
 import torch
@@ -21,6 +22,9 @@ from qsample.exporters.simplify import simplify
 # axes that merely look alike are not taken for one.
 _TRACE_SIZES = {BATCH: 2, SEQUENCE: 3, CAPACITY: 32, STOPS: 4, BIASES: 5, SEARCHED: 6}
 _REASON = 400  # characters of the exporter's message
+_FLOAT, _BFLOAT16 = ir.DataType.FLOAT, ir.DataType.BFLOAT16
+# What ONNX Runtime's CPU does to bfloat16.
+_OF_BFLOAT16: Final = ("Cast", "Reshape", "Squeeze", "Unsqueeze", "Flatten", "Identity", "Transpose")
 
 
 class _InOrder(nn.Module):
@@ -83,7 +87,39 @@ def trace(
     if program is None:  # only the legacy exporter returns None
         raise RuntimeError("torch.onnx.export returned no program")
     simplify(program.model, spec.output_names)
+    compute_in_float32(program.model)
     return program.model
+
+
+def compute_in_float32(model: ir.Model) -> bool:
+    """Let what `model` computes in bfloat16, which the CPU has no kernels for, be computed in float32 and rounded, in
+    place: Falcon's biases by distance, of a float32 model. Returns whether there was any."""
+    modified = False
+    for node in list(model.graph.all_nodes()):
+        values = [value for value in (*node.inputs, *node.outputs) if value is not None]
+        if node.domain or node.op_type in _OF_BFLOAT16 or all(value.dtype != _BFLOAT16 for value in values):
+            continue
+        modified = True
+        assert node.graph is not None
+        for index, value in enumerate(node.inputs):
+            if value is not None and value.dtype == _BFLOAT16:
+                cast = _cast(value, _FLOAT)
+                node.graph.insert_before(node, cast)
+                node.replace_input_with(index, cast.outputs[0])
+        for value in node.outputs:
+            if value.dtype == _BFLOAT16:
+                rounding = _cast(value, _BFLOAT16)
+                value.type = ir.TensorType(_FLOAT)
+                value.replace_all_uses_with(rounding.outputs[0], replace_graph_outputs=True)
+                rounding.replace_input_with(0, value)
+                node.graph.insert_after(node, rounding)
+    return modified
+
+
+def _cast(value: ir.Value, dtype: ir.DataType) -> ir.Node:
+    cast = ir.node("Cast", [value], {"to": dtype})
+    cast.outputs[0].shape, cast.outputs[0].type = value.shape, ir.TensorType(dtype)
+    return cast
 
 
 @contextmanager

@@ -23,6 +23,7 @@ from qsample.transforms.masks import MaskRule, causal, mask_rule
 
 NAME = "qsample_group_query_attention"
 _CONTEXT = "qsample_context"  # the attribute of an attention module that holds the call it is part of
+_MULTIPLE = 8  # GroupQueryAttention takes head sizes that are multiples of this
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,24 +82,27 @@ def group_query_attention(
     size = value.shape[-1]
     if not context.past:  # the shape probe
         if is_writer:
-            context.present[layer] = (key, value)
             if isinstance(attention_mask, MaskRule) and not attention_mask.is_causal(sliding_window):
                 context.masked.add(layer)
+            else:
+                key = _padded(key, _operator_size(key))
+            context.present[layer] = (key, value)
         return query.transpose(1, 2)[..., :size], None
 
     scale = float(scaling if scaling is not None else query.shape[-1] ** -0.5)
     if is_writer and layer not in context.masked:
-        if size < query.shape[-1]:  # the operator has one size for all; zeros add nothing
-            value = F.pad(value, (0, query.shape[-1] - size))
+        whole = _operator_size(query)  # the operator has one size for all; zeros add nothing
+        query, key, value = (_padded(states, whole) for states in (query, key, value))
         options = {"scale": scale, "sliding_window": sliding_window, "softcap": softcap, "s_aux": s_aux}
         output = _group_query_attention(context, layer, query, key, value, **options)
-        return (output if size == query.shape[-1] else output[..., :size]), None
+        return (output if size == whole else output[..., :size]), None
 
     keys, values = write_to_buffers(context, layer, key, value) if is_writer else read_buffers(context, layer)
     assert context.positions is not None
     rule = attention_mask if isinstance(attention_mask, MaskRule) else MaskRule(causal(sliding_window))
     allowed = rule.allowed(context.positions, context.capacity)
-    return masked_attention(query, keys, values[..., :size], allowed, scale, softcap, s_aux), None
+    keys, values = keys[..., : query.shape[-1]], values[..., :size]  # another layer's may be padded
+    return masked_attention(query, keys, values, allowed, scale, softcap, s_aux), None
 
 
 def _group_query_attention(
@@ -166,6 +170,16 @@ def masked_attention(
         weights = scores.softmax(-1)
     grouped = weights.to(query.dtype).reshape(batch, kv_heads, heads // kv_heads * length, keys.shape[2])
     return (grouped @ values).reshape(batch, heads, length, values.shape[-1]).transpose(1, 2).contiguous()
+
+
+def _operator_size(states: Tensor) -> int:
+    """The head size that the operator takes for `states`, [.., D]."""
+    return -(-states.shape[-1] // _MULTIPLE) * _MULTIPLE
+
+
+def _padded(states: Tensor, size: int) -> Tensor:
+    """`states`, [.., D], with zeros behind, up to `size`."""
+    return F.pad(states, (0, size - states.shape[-1])) if states.shape[-1] < size else states
 
 
 def _merge_heads(states: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from qsample.transforms.cache import DecodeContext
 from qsample.transforms.experts.interface import RoutedExperts
 from qsample.transforms.experts.own_loops import OwnExperts
 from qsample.transforms.head import SampleLastToken
-from qsample.transforms.positions import GPTNeoWindows, LongRopeByCapacity, UseRowPositions
+from qsample.transforms.positions import GPTNeoWindows, RopeByCapacity, UseRowPositions
 from qsample.transforms.recurrent.layers import RetainRecurrentStates
 
 
@@ -29,7 +29,7 @@ def default_transforms(context: DecodeContext) -> tuple[Transform, ...]:
         OwnExperts(),
         UseRowPositions(context),
         GPTNeoWindows(context),
-        LongRopeByCapacity(context),
+        RopeByCapacity(context),
         RetainRecurrentStates(context),
         RetainedAttention(context),
         SampleLastToken(context),

@@ -2,7 +2,7 @@
 
 The rows of a batch differ in length, so no one cache length gives their positions. `UseRowPositions` serves position
 embeddings that count on from that length, `GPTNeoWindows` the attention of GPT-Neo, which cuts its causal and local
-pattern out of a table by the number of keys: here the capacity. `LongRopeByCapacity` keeps rotary embeddings from
+pattern out of a table by the number of keys: here the capacity. `RopeByCapacity` keeps rotary embeddings from
 following the length of the batch.
 """
 
@@ -23,7 +23,7 @@ from qsample.transforms.attention import masked_attention
 from qsample.transforms.cache import DecodeContext
 from qsample.transforms.masks import MaskRule, causal
 
-_LONGROPE = "longrope"
+_LONGROPE, _DYNAMIC = "longrope", "dynamic"
 _PARAMETERS = {"past_key_values_length", "position_ids"}
 
 
@@ -98,12 +98,15 @@ class GPTNeoWindows:
 
 
 @dataclass(frozen=True, slots=True)
-class LongRopeByCapacity:
-    """Let the capacity decide between the two sets of frequencies that LongRoPE (https://arxiv.org/abs/2402.13753) has.
+class RopeByCapacity:
+    """Let the capacity decide the frequencies of rotary embeddings that transformers chooses by the longest row of a
+    batch: with those, a row would depend on the others and on how a prompt is cut, and its earlier keys would be of
+    other frequencies.
 
-    transformers takes the long ones once a row of the batch is longer than the context that the model was first trained
-    with. So a row would depend on the others, and on how a prompt is cut, and its earlier keys would be of the other
-    set. A cache that can hold more tokens than that is filled with the long ones from the start.
+    LongRoPE (https://arxiv.org/abs/2402.13753) has two sets, the long ones from the first training context on. A cache
+    that can hold more tokens than that is filled with them from the start. "dynamic" (NTK-aware scaling,
+    https://arxiv.org/abs/2309.00071, section 3.1) has other ones beyond max_position_embeddings, and no cache holds
+    more tokens than these.
     """
 
     context: DecodeContext
@@ -112,10 +115,14 @@ class LongRopeByCapacity:
         modified = False
         for module in model.modules():
             kinds = getattr(module, "rope_type", None)
-            if _LONGROPE in (kinds.values() if isinstance(kinds, dict) else [kinds]):
+            if any(map(_is_chosen_by_length, kinds.values() if isinstance(kinds, dict) else [kinds])):
                 modified |= "forward" not in module.__dict__
                 module.forward = functools.partial(_rotary_embedding, self.context, module)
         return model, modified
+
+
+def _is_chosen_by_length(kind: Any) -> bool:
+    return isinstance(kind, str) and (kind == _LONGROPE or _DYNAMIC in kind)  # as transformers tells them
 
 
 class _WithFrequencies:
@@ -135,17 +142,22 @@ def _rotary_embedding(
     """What the class's own forward computes, which it is outside of a decoder call."""
     own, layer = type(module).forward, {} if layer_type is None else {"layer_type": layer_type}
     kind = module.rope_type if layer_type is None else module.rope_type[layer_type]
-    if context.positions is None or kind != _LONGROPE:
+    if context.positions is None or not _is_chosen_by_length(kind):
         return own(module, x, position_ids, **layer)
     prefix = "" if layer_type is None else f"{layer_type}_"
-    parameters = module.config.rope_parameters
-    first_context = (parameters if layer_type is None else parameters[layer_type])["original_max_position_embeddings"]
-    compute = ROPE_INIT_FUNCTIONS[kind]
-    long, _ = compute(module.config, x.device, seq_len=first_context + 1, **layer)
-    is_longer = torch.scalar_tensor(context.capacity) > first_context
-    frequencies = torch.where(is_longer, long, getattr(module, f"{prefix}original_inv_freq"))
+    first = getattr(module, f"{prefix}original_inv_freq")
+    frequencies = _long_or(first, context, module, x, layer_type) if kind == _LONGROPE else first
     # Behind the decorator that would choose them by the positions.
     return inspect.unwrap(own)(_WithFrequencies(module, f"{prefix}inv_freq", frequencies), x, position_ids, **layer)
+
+
+def _long_or(short: Tensor, context: DecodeContext, module: Any, x: Tensor, layer_type: str | None) -> Tensor:
+    """LongRoPE's frequencies for the capacity."""
+    layer = {} if layer_type is None else {"layer_type": layer_type}
+    parameters = module.config.rope_parameters
+    first_context = (parameters if layer_type is None else parameters[layer_type])["original_max_position_embeddings"]
+    long, _ = ROPE_INIT_FUNCTIONS[_LONGROPE](module.config, x.device, seq_len=first_context + 1, **layer)
+    return torch.where(torch.scalar_tensor(context.capacity) > first_context, long, short)
 
 
 def _attend(

@@ -9,6 +9,7 @@ import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
 import pytest
+import torch
 from torch import Tensor, nn
 
 from qsample.contract import BATCH, SEQUENCE, GraphSpec, TensorSpec
@@ -61,6 +62,26 @@ def test_the_graph_runs_at_sizes_that_it_was_not_traced_at(rows: int, tokens: in
     total, retained = session.run(None, {"ids": ids, "table": table, "scale": scale})
     np.testing.assert_array_equal(retained, table + ids.sum(1, keepdims=True))
     np.testing.assert_array_equal(total, 2 * retained)
+
+
+class Rounds(nn.Module):
+    """Multiplies in bfloat16, as the biases by distance of a Falcon do."""
+
+    def forward(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        products = inputs["scale"][:, None].bfloat16() * inputs["table"].bfloat16()
+        larger = products > inputs["table"].bfloat16()
+        return {"table_RetainedState": larger.float(), "total": products.reshape(-1, 2, 3).flatten(1).float()}
+
+
+def test_bfloat16_is_computed_in_float32_and_rounded() -> None:
+    session = ort.InferenceSession(ir.to_proto(trace(Rounds(), SPEC, {"K": 6})).SerializeToString())
+    generator = torch.Generator().manual_seed(0)
+    inputs = {"table": torch.randn(5, 6, generator=generator), "scale": torch.randn(5, generator=generator)}
+    feeds = {name: value.numpy() for name, value in inputs.items()} | {"ids": np.zeros((5, 1), np.int64)}
+    results = dict(zip(["total", "table_RetainedState"], session.run(None, feeds), strict=True))
+    for name, wanted in Rounds()(inputs).items():
+        np.testing.assert_array_equal(results[name], wanted.numpy())
+    assert not np.allclose(results["total"], (inputs["table"] * inputs["scale"][:, None]).numpy(), rtol=1e-4)
 
 
 def test_what_depends_on_values_is_refused() -> None:

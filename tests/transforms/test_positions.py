@@ -11,12 +11,13 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from qsample.errors import CompileError
 from qsample.exporters.compiler.compile import compile_package
 from qsample.exporters.compiler.options import CompileOptions
 from qsample.exporters.graph.runner import GraphRunner
 from qsample.package import Package
 from qsample.transforms.cache import DecodeContext
-from qsample.transforms.positions import GPTNeoWindows, LongRopeByCapacity, RowPositions, UseRowPositions
+from qsample.transforms.positions import GPTNeoWindows, RopeByCapacity, RowPositions, UseRowPositions
 from tests.helpers.tiny_models import export_without_sampler, random_model
 
 FIRST_CONTEXT = 32
@@ -84,8 +85,8 @@ def test_the_frequencies_of_longrope_follow_the_capacity(capacity: int, last: in
     x = torch.zeros(1)
     expected = [angles[:, [3, 17]] for angles in rotary(x, torch.arange(last + 1)[None])]
     model = longrope_model()
-    assert LongRopeByCapacity(context)(model)[1]
-    assert not LongRopeByCapacity(context)(model)[1]
+    assert RopeByCapacity(context)(model)[1]
+    assert not RopeByCapacity(context)(model)[1]
     rotary = model.model.rotary_emb
     outside = rotary(x, torch.arange(last + 1)[None])
     positions = torch.tensor([[3, 17]])
@@ -115,6 +116,22 @@ def test_longrope_in_a_package(tmp_path: Path) -> None:
         options = CompileOptions(ctx_len=context)
         compiled = compile_package(package, tmp_path / f"compiled-{context}", options)
         np.testing.assert_allclose(alone(compiled, ids, context), wanted[len(ids)], atol=1e-4)
+
+
+def test_dynamic_scaling_in_a_package(tmp_path: Path) -> None:
+    """Up to the positions that a model knows, it has one set of frequencies: those of transformers, whose own module
+    asks how long the longest row is."""
+    scaling = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+    model = random_model("llama", rope_parameters=scaling, max_position_embeddings=48)
+    ids = np.random.default_rng(0).integers(3, 300, 47)
+    with torch.no_grad():
+        wanted = model(torch.tensor(ids[None])).logits[0, -1].numpy()
+    package = export_without_sampler(model, tmp_path / "package")
+    np.testing.assert_allclose(alone(package, ids, 48), wanted, atol=1e-4)
+    compiled = compile_package(package, tmp_path / "compiled", CompileOptions(ctx_len=48))
+    np.testing.assert_allclose(alone(compiled, ids, 48), wanted, atol=1e-4)
+    with pytest.raises(CompileError, match="ctx_len is 49"):
+        compile_package(package, tmp_path / "longer", CompileOptions(ctx_len=49))
 
 
 def runner_of(package: Package, capacity: int) -> GraphRunner:
