@@ -19,7 +19,7 @@ from qsample import package
 from qsample.contract import Features, Interface
 from qsample.disk.source_files import SourceFiles
 from qsample.disk.space import full_disk_named
-from qsample.errors import QsampleError, UnsupportedModelError
+from qsample.errors import ParityError, QsampleError, UnsupportedModelError
 from qsample.exporters import parity
 from qsample.exporters.control_flow import outline_scans
 from qsample.exporters.experts import lower_experts
@@ -28,6 +28,7 @@ from qsample.exporters.placeholders import fill_placeholders
 from qsample.exporters.portable import portable_manifest, write_graphs
 from qsample.exporters.row_sums import align_row_sums
 from qsample.exporters.trace import trace
+from qsample.huggingface.generation_config import GENERATION_CONFIG_FILE
 from qsample.progress import Progress
 from qsample.transforms import pipeline
 from qsample.transforms.cache import DecodeContext
@@ -140,13 +141,16 @@ def _export(
 
     report("comparing with the Hugging Face model", 0.7)
     plain = len(interface.key_values) if context.buffered else len(context.masked)
-    figures = parity.check(
-        folder / "decoder.onnx",
-        folder / "initial_state.onnx",
-        interface,
-        expected,
-        plain_attention_layers=plain,
-    )
+    files = folder / "decoder.onnx", folder / "initial_state.onnx"
+    try:
+        figures = parity.check(*files, interface, expected, plain_attention_layers=plain)
+    except (QsampleError, OSError, MemoryError):
+        raise
+    except Exception as error:  # onnxruntime's own kinds
+        raise ParityError(
+            f"onnxruntime cannot run the exported graph ({' '.join(str(error).split())!s:.400}); docs/architectures.md "
+            "lists the model types that were exported"
+        ) from error
     _save_model_files(model, tokenizer, folder)
     return _manifest(model, interface, token_ids, model_id, revision, figures)
 
@@ -199,7 +203,8 @@ def _quantized_weights(model: PreTrainedModel) -> dict[str, Any] | None:
 def _save_model_files(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, folder: Path) -> None:
     model.config.save_pretrained(folder)
     if model.generation_config is not None:
-        model.generation_config.save_pretrained(folder)
+        # Without the checks of save_pretrained: many a model has a temperature and does not sample.
+        model.generation_config.to_json_file(folder / GENERATION_CONFIG_FILE)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
         if not (folder / "tokenizer.json").exists():
@@ -212,15 +217,14 @@ def _save_model_files(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 def _token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> package.TokenIds:
     """The ids that the runtime needs: from generation_config, then config, then the tokenizer."""
 
-    def find(name: str) -> Any:
+    def find(name: str) -> tuple[int, ...] | None:
         for owner in (model.generation_config, model.config.get_text_config(decoder=True), tokenizer):
-            if getattr(owner, name, None) is not None:
-                return getattr(owner, name)
+            if (value := getattr(owner, name, None)) is not None:
+                return _ids(name, value)
         return None
 
     vocab_size = int(model.config.get_text_config(decoder=True).vocab_size)
-    eos = find("eos_token_id")
-    given = tuple(int(i) for i in ([] if eos is None else eos if isinstance(eos, list | tuple) else [eos]))
+    given = find("eos_token_id") or ()
     eos_ids = tuple(i for i in given if 0 <= i < vocab_size)
     if eos_ids != given:
         # No row can sample the others; and the runtime refuses a generation_config that asks for them.
@@ -228,12 +232,23 @@ def _token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None
         warnings.warn(f"eos_token_id {left_out} is left out: the model's ids are 0 to {vocab_size - 1}", stacklevel=3)
         if model.generation_config is not None:
             model.generation_config.eos_token_id = [*eos_ids] or None
-    bos, pad = find("bos_token_id"), find("pad_token_id")
-    if bos is not None and not 0 <= bos < vocab_size:
-        bos = None
-    if pad is None or not 0 <= pad < vocab_size:
+    # Where there are several, the first begins a text, and pads.
+    bos, pad = (
+        next((i for i in find(name) or () if 0 <= i < vocab_size), None) for name in ("bos_token_id", "pad_token_id")
+    )
+    if pad is None:
         pad = eos_ids[0] if eos_ids else 0
-    return package.TokenIds(pad=int(pad), bos=None if bos is None else int(bos), eos=eos_ids)
+    return package.TokenIds(pad=pad, bos=bos, eos=eos_ids)
+
+
+def _ids(name: str, value: Any) -> tuple[int, ...]:
+    """A token id, or a list of them, as configurations state it."""
+    values = value if isinstance(value, list | tuple) else [value]
+    if not all(isinstance(one, int) and not isinstance(one, bool) for one in values):
+        raise QsampleError(
+            f"{name} is {value!r:.80} in the model's configuration; it must be a token id, or a list of ids"
+        )
+    return tuple(values)
 
 
 def _manifest(

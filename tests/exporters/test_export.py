@@ -16,8 +16,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from qsample import AutoModelForCausalLM
-from qsample.errors import QsampleError, UnsupportedModelError
+from qsample.errors import ParityError, QsampleError, UnsupportedModelError
 from qsample.exporters import parity
+from qsample.exporters.checkpoints.load import Checkpoint, load_model
 from qsample.exporters.export import _save_model_files, _token_ids, weight_hash
 from qsample.package import read_package
 from qsample.runtime.text.tokenizer import Tokenizer as RuntimeTokenizer
@@ -131,6 +132,32 @@ def test_stop_and_pad_tokens_that_the_model_cannot_sample_are_left_out(
         assert model.generation_config.eos_token_id == ([*kept] or None)
 
 
+def test_a_temperature_of_a_model_that_does_not_sample(tmp_path: Path) -> None:
+    """As Llama 2 has it. transformers would not save it once a stop token was left out."""
+    source = save_checkpoint(tmp_path / "checkpoint", "llama")
+    settings = {"temperature": 0.9, "top_p": 0.6, "eos_token_id": [2, 400], "bos_token_id": 1, "pad_token_id": 0}
+    (source / "generation_config.json").write_text(json.dumps(settings))
+    model = load_model(Checkpoint(str(source)))
+    with pytest.warns(UserWarning, match="eos_token_id 400 is left out"):
+        _token_ids(model, None)
+    _save_model_files(model, None, tmp_path)
+    saved = json.loads((tmp_path / "generation_config.json").read_text())
+    assert {name: saved[name] for name in settings} == settings | {"eos_token_id": [2]}
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"), [(5, 5), ([5, 6], 5), ([400, 6], 6), ([], None), (True, ...), ("5", ...), ([5.0], ...)]
+)
+def test_ids_of_any_form(given: Any, kept: Any) -> None:
+    model = random_model("llama")
+    model.generation_config.bos_token_id = given
+    if kept is ...:
+        with pytest.raises(QsampleError, match=r"bos_token_id is .* a token id, or a list of ids"):
+            _token_ids(model, None)
+    else:
+        assert _token_ids(model, None).bos == kept
+
+
 @pytest.mark.parametrize("model_type", ["llama", "opt", "bert"])
 def test_the_weight_hash_does_not_see_the_transforms(model_type: str) -> None:
     model = random_model(model_type, is_decoder=True) if model_type == "bert" else random_model(model_type)
@@ -180,6 +207,16 @@ def test_a_failed_or_interrupted_export_leaves_nothing(
 
 
 # Bad input.
+
+
+def test_a_graph_that_onnxruntime_cannot_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def check(*args: object, **options: object) -> None:
+        raise RuntimeError("no kernel for it")
+
+    monkeypatch.setattr(parity, "check", check)
+    with pytest.raises(ParityError, match=r"onnxruntime cannot run the exported graph \(no kernel for it\)"):
+        export_without_sampler(random_model("llama"), tmp_path / "package")
+    assert os.listdir(tmp_path) == []
 
 
 def test_models_without_a_cache_are_refused_before_tracing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
