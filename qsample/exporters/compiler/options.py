@@ -29,10 +29,10 @@ class CompileOptions:
         and 4,096.
     dtype: of the compiled model: "float16" or "bfloat16" for cuda, "float16" for tensorrt, the package's own for cpu
         and openvino; None = as exported.
-    weights: "int4" or "int8" to quantize every matrix that a token is multiplied by, and the embedding; weights that
-        the checkpoint brought quantized stay as they are. "int4_mixed": int4, with 8 bits for the head and for the
-        first and the last layer, which suffer most. "float16", for cpu: float32 ones are stored in half the
-        space, and are float32 again once they are loaded. None, or the package's own dtype = as exported.
+    weights: "int4" or "int8" to quantize every matrix that a token is multiplied by, and the embedding, but no table of
+        positions; weights that the checkpoint brought quantized stay as they are. "int4_mixed": int4, with 8 bits for
+        the head and for the first and the last layer, which suffer most. "float16", for cpu: float32 ones are stored in
+        half the space, and are float32 again once they are loaded. None, or the package's own dtype = as exported.
     block_size: quantized weights that share a scale: 16, 32, 64, 128 or 256. A matrix whose inputs it does not divide
         gets the largest smaller one that does.
     quantization_method: "rtn" rounds to the nearest level; "k_quant" and "hqq" search each block's offset, slower and

@@ -15,6 +15,7 @@ from typing import Final, NamedTuple
 import numpy as np
 import onnx_ir as ir
 
+from qsample.contract import LENGTHS
 from qsample.exporters.compiler.quantize.calibration import Wanted
 from qsample.exporters.compiler.quantize.precision import WIDE_BITS, head_products, sensitive_products
 from qsample.exporters.compiler.quantize.report import (
@@ -26,6 +27,7 @@ from qsample.exporters.compiler.quantize.report import (
 from qsample.exporters.compiler.quantize.rounding import Levels, NewestResult, WeightQuantization, quantize_matrix
 from qsample.exporters.graph import moe
 from qsample.exporters.graph.edit import initializer, lazy_initializer, replace_node
+from qsample.exporters.graph.evaluate import inputs_of
 from qsample.exporters.graph.nbits import BLOCK_SIZES, INT8_ACTIVATIONS, OP_TYPE, is_matmul_nbits, pack_bits
 from qsample.exporters.graph.opset import CONTRIB_DOMAIN
 from qsample.exporters.graph.traversal import with_loop_bodies
@@ -48,7 +50,7 @@ def quantize_weights(
     2. Its blocks are those asked for, or the largest smaller ones that divide its input size. Where none does, the last
        block of each row is filled up with zeros, or it stays as it is: without `pads`, and where rows are looked up.
     3. Those that score experts stay as they are: a thousandth of a mixture's weights, and what they round off decides
-       which experts run.
+       which experts run. So do tables that are looked up by position, sines say.
     4. `precision` says which have 8 bits of a mixed quantization.
     5. The numbers are computed when the model is saved; before, by `calibrate`, those of the matrices in the graph
        itself, but for the head and what is looked rows up in.
@@ -186,7 +188,8 @@ def _ways(
     kept, found = moe.routers(graph), {}
     for node in with_loop_bodies(graph):
         matrix = matrix_of(node)
-        way = None if matrix is None or node in kept else _fitting(quantization, matrix, pads)
+        stays = matrix is None or node in kept or _looks_up_positions(node)
+        way = None if stays or matrix is None else _fitting(quantization, matrix, pads)
         if matrix is not None and way is not None:
             found[node] = matrix, way
     if not quantization.mixed:
@@ -197,6 +200,13 @@ def _ways(
         node: (matrix, replace(way, bits=WIDE_BITS) if matrix.value in values else way)
         for node, (matrix, way) in found.items()
     }
+
+
+def _looks_up_positions(node: ir.Node) -> bool:
+    """Whether the rows that `node` looks up are told by where a token stands, and not by its id."""
+    return node.op_type == "Gather" and LENGTHS.name in inputs_of(
+        [node.inputs[1]] if node.inputs[1] is not None else []
+    )
 
 
 def _to_calibrate(graph: ir.Graph, found: Mapping[ir.Node, tuple[_Matrix, WeightQuantization]]) -> list[Wanted]:

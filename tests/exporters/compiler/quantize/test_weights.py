@@ -17,8 +17,9 @@ from qsample.exporters.compiler.options import CompileOptions
 from qsample.exporters.compiler.quantize.report import quantization_report
 from qsample.exporters.compiler.quantize.rounding import WeightQuantization
 from qsample.exporters.compiler.quantize.weights import quantize_weights
+from qsample.exporters.graph import edit
 from qsample.package import read_package
-from tests.helpers.small_graphs import loop_graph, normal
+from tests.helpers.small_graphs import loop_graph, normal, small_graph
 
 VOCAB, HIDDEN, ODD = 48, 64, 40
 WAYS = [
@@ -131,6 +132,28 @@ def test_quantized_graph(way: WeightQuantization, tmp_path: Path) -> None:
     assert report.bytes_before == weights["table"].nbytes + weights["matrix"].nbytes
     stored = [v.const_value for n, v in model.graph.initializers.items() if n.startswith(("table_", "matrix_"))]
     assert report.bytes_after == sum(tensor.nbytes for tensor in stored if tensor is not None)
+
+
+def test_tables_that_positions_are_looked_up_in_stay_float() -> None:
+    model = small_graph("""
+        g (int64[B,S] input_ids, int32[B] lengths, int64[S] steps, float[48,64] table, float[32,64] places)
+            => (float[B,S,64] both) {
+            axes = Constant <value_ints = [1]> ()
+            column = Unsqueeze (lengths, axes)
+            start = Cast <to = 7> (column)
+            positions = Add (start, steps)
+            place = Gather (places, positions)
+            word = Gather (table, input_ids)
+            both = Add (word, place)
+        }""")
+    for given, name in zip(model.graph.inputs[3:], ("table", "places"), strict=True):
+        weight = edit.initializer(model.graph, f"{name}_weight", normal(*given.shape.numpy()))  # type: ignore[union-attr]
+        given.replace_all_uses_with(weight)
+        model.graph.inputs.remove(given)
+    assert quantize_weights(model, WeightQuantization(4))
+    assert [node.op_type for node in model.graph if "Gather" in node.op_type] == ["Gather", "GatherBlockQuantized"]
+    assert "places_weight" in model.graph.initializers
+    assert "table_weight" not in model.graph.initializers
 
 
 @pytest.mark.parametrize("bias", [False, True])
