@@ -23,6 +23,7 @@ from qsample.transforms.masks import MaskRule, causal, mask_rule
 
 NAME = "qsample_group_query_attention"
 _CONTEXT = "qsample_context"  # the attribute of an attention module that holds the call it is part of
+QUERY_SCALES = "qsample_query_scales"  # an attribute of one as well: [B, S], what the queries are multiplied by
 _MULTIPLE = 8  # GroupQueryAttention takes head sizes that are multiples of this
 
 
@@ -89,6 +90,8 @@ def group_query_attention(
             context.present[layer] = (key, value)
         return query.transpose(1, 2)[..., :size], None
 
+    if (scales := getattr(module, QUERY_SCALES, None)) is not None:
+        query = (query * scales[:, None, :, None]).to(query.dtype)
     scale = float(scaling if scaling is not None else query.shape[-1] ** -0.5)
     if is_writer and layer not in context.masked:
         whole = _operator_size(query)  # the operator has one size for all; zeros add nothing

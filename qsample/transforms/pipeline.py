@@ -12,7 +12,7 @@ from qsample.transforms.cache import DecodeContext
 from qsample.transforms.experts.interface import RoutedExperts
 from qsample.transforms.experts.own_loops import OwnExperts
 from qsample.transforms.head import SampleLastToken
-from qsample.transforms.positions import GPTNeoWindows, RopeByCapacity, UseRowPositions
+from qsample.transforms.positions import GPTNeoWindows, QueryScales, RopeByCapacity, UseRowPositions
 from qsample.transforms.recurrent.layers import RetainRecurrentStates
 
 
@@ -30,6 +30,7 @@ def default_transforms(context: DecodeContext) -> tuple[Transform, ...]:
         UseRowPositions(context),
         GPTNeoWindows(context),
         RopeByCapacity(context),
+        QueryScales(context),
         RetainRecurrentStates(context),
         RetainedAttention(context),
         SampleLastToken(context),

@@ -3,7 +3,8 @@
 The rows of a batch differ in length, so no one cache length gives their positions. `UseRowPositions` serves position
 embeddings that count on from that length, `GPTNeoWindows` the attention of GPT-Neo, which cuts its causal and local
 pattern out of a table by the number of keys: here the capacity. `RopeByCapacity` keeps rotary embeddings from
-following the length of the batch.
+following the length of the batch. `QueryScales` serves the attention of Llama 4, which scales queries by how far a text
+has come.
 """
 
 from __future__ import annotations
@@ -19,11 +20,12 @@ from transformers import PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.gpt_neo.modeling_gpt_neo import GPTNeoSelfAttention
 
-from qsample.transforms.attention import masked_attention
+from qsample.transforms.attention import QUERY_SCALES, masked_attention
 from qsample.transforms.cache import DecodeContext
 from qsample.transforms.masks import MaskRule, causal
 
 _LONGROPE, _DYNAMIC = "longrope", "dynamic"
+_LLAMA_4 = "Llama4TextAttention"
 _PARAMETERS = {"past_key_values_length", "position_ids"}
 
 
@@ -158,6 +160,40 @@ def _long_or(short: Tensor, context: DecodeContext, module: Any, x: Tensor, laye
     first_context = (parameters if layer_type is None else parameters[layer_type])["original_max_position_embeddings"]
     long, _ = ROPE_INIT_FUNCTIONS[_LONGROPE](module.config, x.device, seq_len=first_context + 1, **layer)
     return torch.where(torch.scalar_tensor(context.capacity) > first_context, long, short)
+
+
+@dataclass(frozen=True, slots=True)
+class QueryScales:
+    """Scale the queries of a Llama 4's layers without rotary embeddings by each row's own positions
+    (https://arxiv.org/abs/2501.19399): log1p(floor((position + 1) / floor_scale)) * attn_scale + 1. The layers count
+    positions from the cache, and scale nothing in a short text."""
+
+    context: DecodeContext
+
+    def __call__(self, model: PreTrainedModel) -> tuple[PreTrainedModel, bool]:
+        modified = False
+        module: Any
+        for module in model.modules():
+            if type(module).__name__ != _LLAMA_4 or not module.attn_temperature_tuning or module.use_rope:
+                continue
+            modified |= "forward" not in module.__dict__
+            module.forward = functools.partial(_with_query_scales, self.context, module)
+        return model, modified
+
+
+def _with_query_scales(context: DecodeContext, module: Any, *args: Any, **kwargs: Any) -> Any:
+    """The class's own forward, which in a decoder call leaves the queries to the attention."""
+    own = type(module).forward
+    if context.positions is None:
+        return own(module, *args, **kwargs)
+    steps = torch.floor((context.positions.float() + 1) / module.floor_scale)
+    setattr(module, QUERY_SCALES, torch.log1p(steps) * module.attn_scale + 1)
+    module.attn_temperature_tuning = False
+    try:
+        return own(module, *args, **kwargs)
+    finally:
+        module.attn_temperature_tuning = True
+        delattr(module, QUERY_SCALES)
 
 
 def _attend(

@@ -134,6 +134,27 @@ def test_dynamic_scaling_in_a_package(tmp_path: Path) -> None:
         compile_package(package, tmp_path / "longer", CompileOptions(ctx_len=49))
 
 
+def test_queries_of_llama_4_are_scaled_by_the_rows_own_positions(tmp_path: Path) -> None:
+    """The parity gate compares rows of several lengths, steps behind them and pieces. A Llama 4 of the hub has a
+    floor_scale of 8,192 tokens, which its prompts do not reach."""
+    model = random_model(
+        "llama4_text",
+        layer_types=["full_attention", "full_attention"],
+        no_rope_layers=[0, 1],
+        num_local_experts=2,
+        intermediate_size_mlp=96,
+        head_dim=16,
+        floor_scale=4,
+        attn_scale=0.5,
+    )
+    package = export_without_sampler(model, tmp_path / "package")
+    assert package.manifest.parity is not None
+    assert package.manifest.parity["max_error"] < 1e-4
+    rows = model.model.layers[0].self_attn
+    assert rows.attn_temperature_tuning
+    assert not any(name.startswith("qsample_query") for name in vars(rows))
+
+
 def runner_of(package: Package, capacity: int) -> GraphRunner:
     path = package.path
     return GraphRunner(path / "decoder.onnx", path / "initial_state.onnx", package.interface, capacity)
