@@ -137,9 +137,6 @@ class DecodeLoop:
 
     def step(self) -> None:
         """One job on the device, and the delivery of what was read."""
-        move_is_due = self._slots.narrows and self._scheduler.move_is_due
-        if move_is_due:
-            self._read_and_deliver()  # where the rows are now
         for slot in self._left:
             save = self._scheduler.save_answer(slot, self._slots.tokens_in_states)
             if save is not None:
@@ -148,8 +145,8 @@ class DecodeLoop:
         self._left.clear()
         for sequence in self._scheduler.admit():
             self._begin(sequence)
-        if move_is_due and (move := self._scheduler.next_move()) is not None:
-            self._slots.move(move.source, move.target, move.kept)
+        if self._slots.narrows and (move := self._scheduler.next_move()) is not None:
+            self._slots.move(move.source, move.target, move.kept)  # with what is still to be read of it
         if not self._slots.prepared:
             self._read_and_deliver()
         if self._stalled:

@@ -197,16 +197,10 @@ class Scheduler:
         self._wasted = 0 if best is None else self._wasted + window.steps * best[1]
         return window
 
-    @property
-    def move_is_due(self) -> bool:
-        """Whether steps over unused rows have cost as much by now as a move costs that ends that."""
-        best = self._best_move() if self._wasted else None
-        return best is not None and self._wasted * _COPIED >= best[2]
-
     def next_move(self) -> Move | None:
-        """The move that is due, which is taken as done; None where it is not any more."""
-        best = self._best_move()
-        if best is None or not self.move_is_due:
+        """A move, taken as done, once steps over unused rows have cost as much as it does; None so far."""
+        best = self._best_move() if self._wasted else None
+        if best is None or self._wasted * _COPIED < best[2]:
             return None
         move, self._wasted = best[0], 0
         sequence = next(one for one in self._in_slots if one.slot == move.source)

@@ -182,7 +182,7 @@ class Slots:
         return self._least_rows is not None and all(one.dtype != "bfloat16" for one in self._interface.cache_states)
 
     def move(self, slot: int, target: int, kept: int) -> None:
-        """Put a row into an idle slot, once everything is read, and the first `kept` tokens of that slot into its."""
+        """Put a row into an idle slot, and the first `kept` tokens of that slot into its; between two calls."""
         columns = int(self._state.read(LENGTHS.name)[slot]), kept
         for spec in self._interface.cache_states:
             self._state.swap_rows(spec.name, slot, target, columns if CAPACITY in spec.axes else None)
@@ -191,7 +191,6 @@ class Slots:
         for buffer in self._outputs[self.side].values():
             buffer.swap_rows(slot, target)
         self._parameters.swap_rows(slot, target)
-        self.stalls[[slot, target]] = self.stalls[[target, slot]]
 
     def tokens_in_states(self, slot: int) -> int | None:
         """How many tokens a slot's states are after; None for a row that waits with one more than it counts."""

@@ -22,9 +22,9 @@ class DeviceThread:
     def __init__(self, name: str) -> None:
         self._tasks: _Tasks = SimpleQueue()
         self._thread = threading.Thread(target=_work, args=(self._tasks,), name=name, daemon=True)
-        self._thread.start()
         self._open = True
         self._end = weakref.finalize(self, _end, self._tasks, self._thread)
+        self._thread.start()  # last: ctrl-C may end the wait for it
 
     def submit(self, run: Callable[[], Any]) -> Future[Any]:
         """What `run` returns or raises, once it has."""
@@ -53,5 +53,5 @@ def _work(tasks: _Tasks) -> None:
 
 def _end(tasks: _Tasks, thread: threading.Thread) -> None:
     tasks.put(None)
-    if threading.current_thread() is not thread:
+    if threading.current_thread() is not thread and thread.is_alive():  # one that only begins finds the task
         thread.join()

@@ -161,16 +161,16 @@ def test_slots_in_use_are_close_together_where_a_step_may_be_over_some() -> None
     assert Window((second, third), 1).rows == range(2)
 
 
-def steps_until_a_move(scheduler: Scheduler, most: int = 100) -> int:
+def steps_until_a_move(scheduler: Scheduler, most: int = 100) -> tuple[int, Move | None]:
     """Windows of one step, each sampling a token of every row that runs."""
     for count in range(most):
-        if scheduler.move_is_due:
-            return count
+        if (move := scheduler.next_move()) is not None:
+            return count, move
         window = scheduler.next_job()
         assert isinstance(window, Window)
         for one in window.sequences:
             one.issued += 1
-    return most
+    return most, None
 
 
 def test_a_row_far_from_the_others_is_moved_once_it_has_cost_as_much() -> None:
@@ -182,18 +182,18 @@ def test_a_row_far_from_the_others_is_moved_once_it_has_cost_as_much() -> None:
     for one in ones:
         read(scheduler, one)
         one.sampled = [99]
-    assert steps_until_a_move(scheduler) == 100  # slots 0 to 5 all run
+    assert steps_until_a_move(scheduler) == (100, None)  # slots 0 to 5 all run
     for slot in (1, 4, 3, 2):
         scheduler.leave(ones[slot])
     # The last one has fewer tokens: 64 and those that were sampled; what slot 1 keeps is copied there and back. That
     # saves four rows in each step; a token is copied in the 32nd part of one.
     tokens = 64 + ones[5].issued + 2 * 9
-    assert steps_until_a_move(scheduler) == pytest.approx(tokens / 32 / 4, abs=2)
-    move = scheduler.next_move()
+    count, move = steps_until_a_move(scheduler)
+    assert count == pytest.approx(tokens / 32 / 4, abs=2)
     assert move == Move(source=5, target=1, kept=9)
     assert [one.slot for one in (ones[0], ones[5])] == [0, 1]
     assert scheduler.next_move() is None
-    assert steps_until_a_move(scheduler) == 100
+    assert steps_until_a_move(scheduler) == (100, None)
     # What slot 1 kept is in slot 5, and gives way as early as it would have.
     again = request([1] * 9)
     scheduler.add(again)
@@ -212,7 +212,7 @@ def test_rows_stay_where_a_step_is_over_all() -> None:
             read(scheduler, one)
             if one.slot not in (0, 5):
                 scheduler.leave(one)
-        assert steps_until_a_move(scheduler) == 100
+        assert steps_until_a_move(scheduler) == (100, None)
 
 
 @pytest.mark.parametrize("least_rows", [None, 1, 2, 3])

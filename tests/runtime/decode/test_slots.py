@@ -243,6 +243,24 @@ def test_columns_that_no_row_needs_any_more_are_given_up(fake_model: Callable[..
         assert new_tokens(slots, slot, prompt) == expected(prompt, params, slot)
 
 
+def test_columns_go_with_a_row_that_is_moved(model: CausalLM) -> None:
+    """Another row in its old slot does not take them away."""
+    slots = Slots(replace(model.sessions, least_rows=1), 3, CAPACITY)
+    free = expected([5, 6, 7], FREE, 2)
+    # It ends at the last of 290 stop tokens, and it does not sample the others first.
+    others = [token for token in range(3, 319) if token not in free][:289]
+    params = replace(FREE, eos_token_id=(*others, free[9]))
+    begin(slots, model, 2, [5, 6, 7], params)
+    feed(slots, 2, [5, 6, 7])
+    slots.move(2, 1, 0)
+    begin(slots, model, 2, [9], FREE)
+    feed(slots, 2, [9])
+    for _ in range(20):
+        slots.decode()
+    assert new_tokens(slots, 1, [5, 6, 7]) == free[: free.index(free[9]) + 1]
+    assert new_tokens(slots, 2, [9]) == expected([9], FREE, 2)
+
+
 @pytest.mark.parametrize("in_place", [True, False])
 @pytest.mark.parametrize("sampler", [True, False])
 def test_prompts_that_are_read_in_one_run(sampler: bool, in_place: bool, fake_model: Callable[..., CausalLM]) -> None:

@@ -57,6 +57,24 @@ def test_the_interpreter_waits_for_one_whose_end_was_interrupted(monkeypatch: py
     assert not thread._thread.is_alive()
 
 
+def test_one_whose_beginning_was_interrupted_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[threading.Thread] = []
+    plain = threading.Thread.start
+
+    def interrupted(self: threading.Thread) -> None:
+        plain(self)
+        started.append(self)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            DeviceThread("test")
+    gc.collect()
+    started[0].join(60)
+    assert not started[0].is_alive()
+
+
 def test_it_ends_with_its_owner_and_keeps_nothing() -> None:
     class Result:
         pass
