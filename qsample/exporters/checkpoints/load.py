@@ -238,11 +238,11 @@ def own_generation_config(checkpoint: Checkpoint) -> GenerationConfig | None:
         if not isinstance(error.__context__, ValueError):  # it is no JSON, or no text
             return None
         damage: Exception = error
-    except (TypeError, AttributeError) as error:  # it is no object
+    except (ValueError, TypeError, AttributeError) as error:  # it is no object, or transformers takes no such value
         damage = error
     raise QsampleError(
-        f"{checkpoint.model_id}: its generation_config.json is no JSON object ({_first_line(damage)}); correct it, "
-        "delete it, or download it again"
+        f"{checkpoint.model_id}: its generation_config.json cannot be used ({_first_line(damage)}); correct it, delete "
+        "it, or download it again"
     ) from damage
 
 
