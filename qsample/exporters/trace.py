@@ -64,7 +64,7 @@ def trace(
         tensor.name: {i: dims[axis] for i, axis in enumerate(tensor.axes) if axis in dims}
         for tensor in (*spec.inputs, *spec.states)
     }
-    with torch.no_grad(), warnings.catch_warnings(), _without_torchvision_notice():
+    with torch.no_grad(), warnings.catch_warnings(), _without_torchvision_notice(), _without_graphs_of_failures():
         warnings.simplefilter("ignore")  # the exporter warns of its own deprecations, which no user can act on
         try:
             program = torch.onnx.export(
@@ -135,6 +135,23 @@ def _without_torchvision_notice() -> Iterator[None]:
         yield
     finally:
         logger.removeFilter(wanted)
+
+
+@contextmanager
+def _without_graphs_of_failures() -> Iterator[None]:
+    """Before it raises, torch prints the code of what it traced: thousands of lines, of a model that is refused in
+    one."""
+    import torch.export._trace as module
+
+    logger = logging.getLogger("torch.fx.experimental.symbolic_shapes")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    module.print = lambda *values, **options: None  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        vars(module).pop("print", None)
+        logger.setLevel(level)
 
 
 def _example(spec: TensorSpec, sizes: Mapping[str, int]) -> Tensor:

@@ -84,9 +84,10 @@ def test_bfloat16_is_computed_in_float32_and_rounded() -> None:
     assert not np.allclose(results["total"], (inputs["table"] * inputs["scale"][:, None]).numpy(), rtol=1e-4)
 
 
-def test_what_depends_on_values_is_refused() -> None:
+def test_what_depends_on_values_is_refused_in_one_line(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(UnsupportedModelError, match=r"cannot express: .*docs/architectures\.md"):
         trace(Branches(), SPEC, {"K": 6})
+    assert capfd.readouterr() == ("", "")
 
 
 def test_nothing_is_said_of_torchvision(monkeypatch: pytest.MonkeyPatch) -> None:
