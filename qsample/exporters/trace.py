@@ -40,25 +40,18 @@ class _InOrder(nn.Module):
         return tuple(results[name] for name in self._output_names)
 
 
-def trace(
-    module: nn.Module, spec: GraphSpec, sizes: Mapping[str, int], example: Mapping[str, Tensor] | None = None
-) -> ir.Model:
+def trace(module: nn.Module, spec: GraphSpec, sizes: Mapping[str, int]) -> ir.Model:
     """Export `module` to an ONNX model whose inputs and outputs are those of `spec`.
 
     Args:
         module: its `forward(inputs)` takes a dict with every name of `spec.input_names` and returns a dict with every
             name of `spec.output_names`.
         sizes: the size of each named axis that the model fixes (`Interface.sizes`).
-        example: values to trace with, for inputs that zeros do not suit; the rest are made from `spec`.
 
     Returns the model with the weights still in the torch module's memory. Raises UnsupportedModelError where the module
     does what no static graph can express.
     """
-    given = dict(example or {})
-    inputs = {
-        tensor.name: given[tensor.name] if tensor.name in given else _example(tensor, sizes)
-        for tensor in (*spec.inputs, *spec.states)
-    }
+    inputs = {tensor.name: _example(tensor, sizes) for tensor in (*spec.inputs, *spec.states)}
     dims = {axis: torch.export.Dim(axis) for axis in DYNAMIC_AXES}
     shapes = {
         tensor.name: {i: dims[axis] for i, axis in enumerate(tensor.axes) if axis in dims}

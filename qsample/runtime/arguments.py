@@ -89,7 +89,7 @@ class Arguments:
         token, otherwise the first that ends a row."""
         pad = self._of_config("pad_token_id")
         if pad is None:
-            eos = self._given("eos_token_id")
+            eos = self._eos
             pad = next(iter(() if eos is None else _several(eos)), token_ids.pad)
         return int(pad)
 
@@ -98,8 +98,9 @@ class Arguments:
         bos = self._of_config("bos_token_id")
         return token_ids if bos is None else TokenIds(token_ids.pad, bos, token_ids.eos)
 
-    def _given(self, name: str) -> Any:
-        return self.options[name] if name in self.options else self.settings.get(name)
+    @property
+    def _eos(self) -> Any:
+        return self.options.get("eos_token_id", self.settings.get("eos_token_id"))
 
     def _of_config(self, name: str) -> int | None:
         """A token id of the settings; a negative one in a model's file means that there is none."""
@@ -107,7 +108,7 @@ class Arguments:
         return int(value) if _is_integer(value) and value >= 0 else None
 
     def _ends(self, token_ids: TokenIds) -> Collection[int]:
-        eos = self._given("eos_token_id")
+        eos = self._eos
         if eos is None and "eos_token_id" not in self.options:
             eos = token_ids.eos
         return () if eos is None else _several(eos)

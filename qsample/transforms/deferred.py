@@ -76,11 +76,6 @@ def deferred(tensor: Tensor) -> Deferred | None:
     return _placeholders.get(tensor.untyped_storage().data_ptr())
 
 
-def deferred_at(address: int) -> Deferred | None:
-    """What the placeholder that begins at `address` stands for."""
-    return _placeholders.get(address)
-
-
 def stored_view(tensor: Tensor, found: Deferred) -> Tensor:
     """The numbers of `tensor`, a placeholder or a view of one, as they are stored."""
     return _viewed(found.stored(), tensor)

@@ -36,14 +36,13 @@ class GraphRunner:
         capacity: int,
         providers: tuple[str, ...] = ("CPUExecutionProvider",),
         *,
-        provider_options: Mapping[str, str] | None = None,
         folder: Path | None = None,
         weights_mapped: bool = False,
     ) -> None:
-        """provider_options: for the first of `providers`. folder: where a decoder that is given as a model has its
-        external data; tensors that have folders of their own are opened there. weights_mapped: leave the weights in
-        the mapped file, which costs speed; otherwise the kernels make copies in a layout of their own. Quantized
-        weights always get those: without them, each call would dequantize every matrix."""
+        """folder: where a decoder that is given as a model has its external data; tensors that have folders of their
+        own are opened there. weights_mapped: leave the weights in the mapped file, which costs speed; otherwise the
+        kernels make copies in a layout of their own. Quantized weights always get those: without them, each call would
+        dequantize every matrix."""
         options = session_options()
         disabled = []
         model = decoder if isinstance(decoder, ir.Model) else load_graph(decoder)
@@ -57,7 +56,7 @@ class GraphRunner:
         else:
             graph, folder = _serialized(model, folder or Path())
             options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder))
-        self._decoder = open_session(graph, options, providers, provider_options, disabled_optimizers=disabled or None)
+        self._decoder = open_session(graph, options, providers, disabled_optimizers=disabled or None)
         self._initial_state = ort.InferenceSession(
             _without_cache(initial_state, interface), session_options(), providers=["CPUExecutionProvider"]
         )

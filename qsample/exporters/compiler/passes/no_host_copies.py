@@ -176,9 +176,10 @@ def _number(before: ir.Node, value: ir.Value, limit: int) -> ir.Value:
     """The host's number `value`, a scalar or [1], cut out of a constant."""
     graph = before.graph
     assert graph is not None
-    start = _vector(before, _as_int64(before, value))
+    start = _vector(before, _as(before, value, ir.DataType.INT64))
     end = insert(before, "Add", [start, _int64(graph, 1)], [1])
-    number = insert(before, "Slice", [_numbers(graph, limit), start, end], [1])
+    numbers = initializer(graph, "numbers", np.arange(limit, dtype=np.int64))
+    number = insert(before, "Slice", [numbers, start, end], [1])
     if not value.shape:
         number = insert(before, "Squeeze", [number, _int64(graph, 0)], [])
     return _as(before, number, value.dtype)
@@ -201,20 +202,12 @@ def _vector(before: ir.Node, value: ir.Value) -> ir.Value:
     return insert(before, "Unsqueeze", [value, _int64(before.graph, 0)], [1])
 
 
-def _as_int64(before: ir.Node, value: ir.Value) -> ir.Value:
-    return _as(before, value, ir.DataType.INT64)
-
-
 def _as(before: ir.Node, value: ir.Value, dtype: ir.DataType | None) -> ir.Value:
     if dtype is None or value.dtype == dtype:
         return value
     result = insert(before, "Cast", [value], value.shape or [], {"to": dtype})
     result.dtype = dtype
     return result
-
-
-def _numbers(graph: ir.Graph, limit: int) -> ir.Value:
-    return initializer(graph, "numbers", np.arange(limit, dtype=np.int64))
 
 
 def _int64(graph: ir.Graph, number: int) -> ir.Value:

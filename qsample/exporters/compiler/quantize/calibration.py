@@ -83,7 +83,6 @@ class _Walk:
                 source = node.inputs[0]
                 assert source is not None
                 self.groups.setdefault(source, []).append(by_node[node])
-        self._products = set(by_node)
         self._position = 0
         self._quantized: dict[ir.Value, tuple[Wanted, Levels]] = {}
         self._names = count()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import onnx_ir as ir
@@ -32,9 +32,6 @@ from qsample.exporters.graph.nbits import BLOCK_SIZES, INT8_ACTIVATIONS, OP_TYPE
 from qsample.exporters.graph.opset import CONTRIB_DOMAIN
 from qsample.exporters.graph.traversal import with_loop_bodies
 from qsample.tensors import Array
-
-BITS: Final = {"int4": 4, "int8": 8}
-
 
 Calibrate = Callable[[ir.Model, Sequence[Wanted]], Mapping[ir.Value, Levels]]
 """The levels of matrices of a model, for the inputs that they meet."""

@@ -186,7 +186,7 @@ def _widen(graph: ir.Graph, value: ir.Value, tensor: ir.TensorProtocol) -> bool:
             output = cast.outputs[0]
             node.replace_input_with(0, wide)
             node.outputs[0].shape, node.outputs[0].type = output.shape, ir.TensorType(ir.DataType.FLOAT)
-            _take_over(node.outputs[0], output)
+            output.replace_all_uses_with(node.outputs[0], replace_graph_outputs=True)
             graph.remove(cast, safe=True)
         for cast in casts:
             after = [node for node, _ in cast.outputs[0].uses()]
@@ -262,7 +262,7 @@ def _are_on_one_drive(model: ir.Model, folder: Path) -> bool:
 def _replace(graph: ir.Graph, node: ir.Node, tensor: StoredTensor, name: str) -> None:
     """An initializer in place of the output of `node`."""
     wide = ir.Value(name=name)
-    _take_over(wide, node.outputs[0])
+    node.outputs[0].replace_all_uses_with(wide, replace_graph_outputs=True)
     graph.remove(node, safe=True)
     _fill(graph, wide, tensor, name)
 
@@ -272,10 +272,6 @@ def _fill(graph: ir.Graph, value: ir.Value, tensor: StoredTensor, name: str) -> 
     if name in graph.initializers:
         value.name = f"{name}_{len(graph.initializers)}"
     graph.register_initializer(value)
-
-
-def _take_over(new: ir.Value, old: ir.Value) -> None:
-    old.replace_all_uses_with(new, replace_graph_outputs=True)
 
 
 def _swapped(tensor: StoredTensor, name: str) -> ir.TensorProtocol:
