@@ -17,7 +17,7 @@ from qsample.exporters.graph.edit import constant, replace_node
 from qsample.exporters.graph.opset import CONTRIB_DOMAIN
 from qsample.exporters.graph.weights.stored import rearranged, rows_in_turns
 from qsample.tensors import Array
-from qsample.transforms.experts import operator
+from qsample.transforms import markers
 
 _INPUTS = 7  # of a marker, those that are absent included
 
@@ -26,12 +26,12 @@ def lower_experts(model: ir.Model) -> bool:
     """Turn every marker into an MoE, in place, and every other lookup of experts' parameters into a plain Gather, which
     weight quantization knows and CUDA replays. Returns whether there was anything to do."""
     graph = model.graph
-    markers = [node for node in graph if node.domain == operator.MARKER_DOMAIN and node.op_type == operator.MARKER]
-    for marker in markers:
+    found = [node for node in graph if node.domain == markers.MARKER_DOMAIN and node.op_type == markers.EXPERTS]
+    for marker in found:
         _lower(graph, marker)
-    if markers:
+    if found:
         model.opset_imports.setdefault(CONTRIB_DOMAIN, 1)
-    model.opset_imports.pop(operator.MARKER_DOMAIN, None)
+    model.opset_imports.pop(markers.MARKER_DOMAIN, None)
     lookups = [node for node in graph if _is_lookup(node)]
     for lookup in lookups:
         indices = lookup.inputs[1]
@@ -39,7 +39,7 @@ def lower_experts(model: ir.Model) -> bool:
         assert unsqueeze is not None
         gather = ir.Node("", "Gather", [lookup.inputs[0], unsqueeze.inputs[0]], [ir.AttrInt64("axis", 0)])
         _replace(graph, lookup, gather)
-    return bool(markers or lookups)
+    return bool(found or lookups)
 
 
 def _lower(graph: ir.Graph, marker: ir.Node) -> None:
@@ -48,9 +48,9 @@ def _lower(graph: ir.Graph, marker: ir.Node) -> None:
     assert choice is not None
     assert choice.shape is not None
     experts = int(str(choice.shape[1]))
-    in_turns = bool(marker.attributes.get_int(operator.INTERLEAVED, 0))
-    fc1 = _Matrices(graph, [gate, up], experts, bool(marker.attributes.get_int(operator.GATE_TRANSPOSED, 0)))
-    fc2 = _Matrices(graph, [down], experts, bool(marker.attributes.get_int(operator.DOWN_TRANSPOSED, 0)))
+    in_turns = bool(marker.attributes.get_int(markers.INTERLEAVED, 0))
+    fc1 = _Matrices(graph, [gate, up], experts, bool(marker.attributes.get_int(markers.GATE_TRANSPOSED, 0)))
+    fc2 = _Matrices(graph, [down], experts, bool(marker.attributes.get_int(markers.DOWN_TRANSPOSED, 0)))
     inputs: dict[moe.Slot, ir.Value | None] = {
         moe.Slot.INPUT: rows,
         moe.Slot.ROUTER: choice,
@@ -61,10 +61,10 @@ def _lower(graph: ir.Graph, marker: ir.Node) -> None:
     }
     attributes = {
         **moe.ATTRIBUTES,
-        "activation_alpha": marker.attributes.get_float(operator.ALPHA, 1.0),
-        "activation_beta": marker.attributes.get_float(operator.BETA, 0.0),
+        "activation_alpha": marker.attributes.get_float(markers.ALPHA, 1.0),
+        "activation_beta": marker.attributes.get_float(markers.BETA, 0.0),
     }
-    limit = marker.attributes.get_float(operator.LIMIT, None)
+    limit = marker.attributes.get_float(markers.LIMIT, None)
     if limit is not None:
         attributes["swiglu_limit"] = limit
     listed = [inputs[slot] for slot in moe.Slot]

@@ -17,3 +17,13 @@ SCAN_BEGIN: Final = "ScanBegin"
 # Inputs: next states, then results [B, ..]; outputs: final states, then results [B, S, ..].
 SCAN_END: Final = "ScanEnd"
 NUM_STATES: Final = "num_states"
+
+# `transforms.experts.operator`; inputs: rows [S, H], choice [S, E] (1 for a row's expert, else 0), then the weights as
+# `ExpertWeights` has them; output: [S, H]; attributes: what `SwiGLU` and `ExpertWeights` say.
+EXPERTS: Final = "Experts"
+ALPHA: Final = "alpha"
+BETA: Final = "beta"
+LIMIT: Final = "limit"
+INTERLEAVED: Final = "interleaved"
+GATE_TRANSPOSED: Final = "gate_transposed"
+DOWN_TRANSPOSED: Final = "down_transposed"

@@ -17,6 +17,7 @@ from qsample.exporters import experts as lowering
 from qsample.exporters.experts import lower_experts
 from qsample.exporters.graph import moe
 from qsample.tensors import Array
+from qsample.transforms import markers
 from qsample.transforms.experts import interface, operator
 from tests.helpers.mixtures import ROUTERS, experts_reference, mixture
 from tests.helpers.tiny_models import export_without_sampler
@@ -37,7 +38,7 @@ def marked_model(weights: dict[str, Array], **attributes: float) -> ir.Model:
             name=name, shape=ir.Shape(array.shape), type=ir.TensorType(tensor.dtype), const_value=tensor
         )
     inputs = [values["rows"], values["choice"], *(values.get(name) for name in names)]
-    marker = ir.node(operator.MARKER, inputs, attributes, domain=operator.MARKER_DOMAIN, name="marker")
+    marker = ir.node(markers.EXPERTS, inputs, attributes, domain=markers.MARKER_DOMAIN, name="marker")
     output = marker.outputs[0]
     output.name, output.shape, output.type = "result", ir.Shape(("S", HIDDEN)), ir.TensorType(ir.DataType.FLOAT)
     graph = ir.Graph(
@@ -45,7 +46,7 @@ def marked_model(weights: dict[str, Array], **attributes: float) -> ir.Model:
         [output],
         nodes=[marker],
         initializers=[values[name] for name in weights],
-        opset_imports={"": 20, operator.MARKER_DOMAIN: 1},
+        opset_imports={"": 20, markers.MARKER_DOMAIN: 1},
         name="marked",
     )
     return ir.Model(graph, ir_version=10)

@@ -15,10 +15,9 @@ from transformers import PreTrainedModel
 from transformers.integrations.moe import ExpertsInterface, batched_mm_experts_forward
 
 from qsample.transforms.experts.operator import ExpertWeights, combine, run_experts
-from qsample.transforms.experts.swiglu import SwiGLU, find_swiglu
+from qsample.transforms.experts.swiglu import ACTIVATION, SwiGLU, find_swiglu
 
 IMPLEMENTATION: Final = "qsample_experts"
-_ACTIVATION: Final = "qsample_activation"  # the attribute of an experts module that holds what `find_swiglu` found
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +32,7 @@ class RoutedExperts:
         model.set_experts_implementation(IMPLEMENTATION)
         for module in model.modules():
             if hasattr(module, "_apply_gate") and hasattr(module, "has_gate"):
-                setattr(module, _ACTIVATION, _activation(module))
+                setattr(module, ACTIVATION, _activation(module))
         return model, True
 
 
@@ -50,7 +49,7 @@ def _experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weig
 
     hidden_states: [T, H]. top_k_index, top_k_weights: [T, k]. Returns [T, H].
     """
-    activation: SwiGLU | None = getattr(module, _ACTIVATION, None)
+    activation: SwiGLU | None = getattr(module, ACTIVATION, None)
     if activation is None or not torch.onnx.is_in_onnx_export():
         eager: Tensor = batched_mm_experts_forward(module, hidden_states, top_k_index, top_k_weights)
         return eager

@@ -11,19 +11,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from qsample.transforms import markers
 from qsample.transforms.experts.swiglu import SwiGLU
-
-MARKER_DOMAIN: Final = "qsample"
-# Inputs: rows [S, H], choice [S, E] (1 for the row's expert, else 0), then the weights as `ExpertWeights` has them.
-# Output: [S, H]. Attributes: what `SwiGLU` and `ExpertWeights` say.
-MARKER: Final = "Experts"
-ALPHA, BETA, LIMIT, INTERLEAVED = "alpha", "beta", "limit", "interleaved"
-GATE_TRANSPOSED, DOWN_TRANSPOSED = "gate_transposed", "down_transposed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,16 +54,16 @@ def run_rows(rows: Tensor, chosen: Tensor, experts: ExpertWeights) -> Tensor:
     activation = experts.activation
     choice = chosen.reshape(-1, 1) == torch.arange(experts.count, dtype=chosen.dtype)
     attributes: dict[str, Any] = {
-        ALPHA: activation.alpha,
-        BETA: activation.beta,
-        INTERLEAVED: int(activation.interleaved),
-        GATE_TRANSPOSED: int(experts.gate_transposed),
-        DOWN_TRANSPOSED: int(experts.down_transposed),
+        markers.ALPHA: activation.alpha,
+        markers.BETA: activation.beta,
+        markers.INTERLEAVED: int(activation.interleaved),
+        markers.GATE_TRANSPOSED: int(experts.gate_transposed),
+        markers.DOWN_TRANSPOSED: int(experts.down_transposed),
     }
     if activation.limit < math.inf:
-        attributes[LIMIT] = activation.limit
+        attributes[markers.LIMIT] = activation.limit
     result: Tensor = torch.onnx.ops.symbolic(
-        f"{MARKER_DOMAIN}::{MARKER}",
+        f"{markers.MARKER_DOMAIN}::{markers.EXPERTS}",
         [rows, choice.to(rows.dtype), experts.gate, experts.down, experts.gate_bias, experts.down_bias, experts.up],
         attributes,
         dtype=rows.dtype,

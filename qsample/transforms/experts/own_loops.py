@@ -17,9 +17,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from qsample.transforms.experts.operator import ExpertWeights, combine, run_experts, run_rows
-from qsample.transforms.experts.swiglu import SwiGLU, find_swiglu
-
-_ACTIVATION: Final = "qsample_activation"  # the attribute of a module that holds what `find_swiglu` found
+from qsample.transforms.experts.swiglu import ACTIVATION, SwiGLU, find_swiglu
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +29,7 @@ class OwnExperts:
         for module in model.modules():
             kind = _KINDS.get(type(module).__name__)
             if kind is not None and "forward" not in module.__dict__:
-                setattr(module, _ACTIVATION, kind.activation(module))
+                setattr(module, ACTIVATION, kind.activation(module))
                 module.forward = functools.partial(kind.forward, module)
                 modified = True
         return model, modified
@@ -39,7 +37,7 @@ class OwnExperts:
 
 def _traced(module: Any) -> bool:
     """Whether the operator takes the experts of `module`, in this call."""
-    return getattr(module, _ACTIVATION) is not None and torch.onnx.is_in_onnx_export()
+    return getattr(module, ACTIVATION) is not None and torch.onnx.is_in_onnx_export()
 
 
 def _weighted_experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -69,7 +67,7 @@ def _glu(activation: Callable[[Tensor], Tensor], joint: Tensor) -> Tensor:
 def _dbrx_weights(module: Any) -> ExpertWeights:
     mlp = module.mlp
     return ExpertWeights(
-        getattr(module, _ACTIVATION), module.num_experts, mlp.w1, mlp.w2, up=mlp.v1, down_transposed=True
+        getattr(module, ACTIVATION), module.num_experts, mlp.w1, mlp.w2, up=mlp.v1, down_transposed=True
     )
 
 
@@ -81,7 +79,7 @@ def _dbrx_expert(module: Any, expert: int, states: Tensor) -> Tensor:
 
 
 def _longcat_weights(module: Any) -> ExpertWeights:
-    return ExpertWeights(getattr(module, _ACTIVATION), module.num_routed_experts, module.gate_up_proj, module.down_proj)
+    return ExpertWeights(getattr(module, ACTIVATION), module.num_routed_experts, module.gate_up_proj, module.down_proj)
 
 
 def _longcat_expert(module: Any, expert: int, states: Tensor) -> Tensor:
@@ -106,7 +104,7 @@ def _llama4(module: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
 
 def _llama4_weights(module: Any) -> ExpertWeights:
     gate, down = module.experts.gate_up_proj, module.experts.down_proj
-    activation = getattr(module, _ACTIVATION)
+    activation = getattr(module, ACTIVATION)
     return ExpertWeights(activation, down.shape[0], gate, down, gate_transposed=True, down_transposed=True)
 
 
@@ -124,7 +122,7 @@ def _jetmoe(module: Any, layer_input: Tensor) -> Tensor:
 
 def _jetmoe_weights(module: Any) -> ExpertWeights:
     gate, down = module.input_linear.weight, module.output_linear.weight
-    return ExpertWeights(getattr(module, _ACTIVATION), down.shape[0], gate, down)
+    return ExpertWeights(getattr(module, ACTIVATION), down.shape[0], gate, down)
 
 
 class _Kind(NamedTuple):

@@ -14,6 +14,7 @@ from torch import Tensor
 Gate = Callable[[Tensor], Tensor]
 """[N, 2 * size] → [N, size]."""
 
+ACTIVATION: Final = "qsample_activation"  # the attribute of a module of experts that holds what `find_swiglu` found
 _DIGITS: Final = 5  # of the numbers that configurations state: 1.702, 7.0
 _FAR: Final = 1e4  # beyond any limit
 _PROBES: Final = (-30.0, -9.0, -3.0, -1.3, -0.7, -0.1, 0.0, 0.1, 0.7, 1.3, 3.0, 6.9, 9.0, 30.0)
