@@ -24,7 +24,7 @@ import onnx_ir as ir
 from qsample.contract import LENGTHS, RUNNING, STATUS
 from qsample.exporters.graph.edit import constant, initializer, insert
 from qsample.exporters.graph.opset import CONTRIB_DOMAIN
-from qsample.exporters.graph.traversal import ancestors, copy_node, reads
+from qsample.exporters.graph.traversal import ancestors, copy_node, producer, reads
 from qsample.transforms.markers import BRANCH, MARKER_DOMAIN, NUM_STATES, SCAN_BEGIN, SCAN_END
 
 _PAST_STATE = 3  # the index of LinearAttention's input
@@ -63,7 +63,7 @@ def branch_where_rows_begin(model: ir.Model) -> bool:
     begins = _some_row_begins(graph)
     for node in found:
         start = node.inputs[_PAST_STATE]
-        where = start.producer() if start is not None else None
+        where = producer(start)
         assert where is not None
         sides = []
         for name, state in (("begin", None), ("go_on", where.inputs[1])):
@@ -85,7 +85,7 @@ def _starts_from_zeros(node: ir.Node) -> bool:
     if node.op_type != "LinearAttention" or node.domain != CONTRIB_DOMAIN or len(node.inputs) <= _PAST_STATE:
         return False
     start = node.inputs[_PAST_STATE]
-    where = start.producer() if start is not None else None
+    where = producer(start)
     if start is None or where is None or where.op_type != "Where" or where.graph is not node.graph:
         return False
     state, other = where.inputs[1], constant(where.inputs[2])

@@ -15,6 +15,7 @@ import onnx_ir as ir
 from qsample.exporters.graph import moe
 from qsample.exporters.graph.edit import constant, replace_node
 from qsample.exporters.graph.opset import CONTRIB_DOMAIN
+from qsample.exporters.graph.traversal import producer
 from qsample.exporters.graph.weights.stored import rearranged, rows_in_turns
 from qsample.tensors import Array
 from qsample.transforms import markers
@@ -35,7 +36,7 @@ def lower_experts(model: ir.Model) -> bool:
     lookups = [node for node in graph if _is_lookup(node)]
     for lookup in lookups:
         indices = lookup.inputs[1]
-        unsqueeze = indices.producer() if indices is not None else None
+        unsqueeze = producer(indices)
         assert unsqueeze is not None
         gather = ir.Node("", "Gather", [lookup.inputs[0], unsqueeze.inputs[0]], [ir.AttrInt64("axis", 0)])
         _replace(graph, lookup, gather)
@@ -151,7 +152,7 @@ def _is_lookup(node: ir.Node) -> bool:
     if node.op_type != "GatherND" or node.attributes.get_int("batch_dims", 0) != 0 or constant(node.inputs[0]) is None:
         return False
     indices = node.inputs[1]
-    unsqueeze = indices.producer() if indices is not None else None
+    unsqueeze = producer(indices)
     if unsqueeze is None or unsqueeze.op_type != "Unsqueeze" or indices is None or indices.shape is None:
         return False
     axes = constant(unsqueeze.inputs[1])

@@ -20,6 +20,7 @@ from qsample.exporters.foreign.rows import Rows
 from qsample.exporters.graph.edit import constant
 from qsample.exporters.graph.gqa import OP_TYPE
 from qsample.exporters.graph.opset import CONTRIB_DOMAIN
+from qsample.exporters.graph.traversal import producer
 from qsample.tensors import Array
 
 _PRODUCTS: Final = ("MatMul", "FusedMatMul")
@@ -138,7 +139,7 @@ def _above(value: ir.Value | None, through: tuple[str, ...]) -> Iterator[ir.Node
     waiting, seen = [value], set()
     while waiting:
         current = waiting.pop(0)
-        node = current.producer() if current is not None else None
+        node = producer(current)
         if node is None or node in seen:
             continue
         seen.add(node)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import onnx_ir as ir
 
+from qsample.exporters.graph.traversal import producer
 from qsample.tensors import Array
 
 
@@ -96,7 +97,7 @@ class Part(NamedTuple):
 
 def part_of(value: ir.Value | None) -> Part | None:
     """What `value` was cut from by a Split or Slice of the last axis at constant indices; None for anything else."""
-    node = value.producer() if value is not None else None
+    node = producer(value)
     source = node.inputs[0] if node is not None and node.inputs else None
     if value is None or node is None or source is None or source.shape is None:
         return None

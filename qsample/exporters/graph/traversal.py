@@ -16,6 +16,11 @@ def reads(node: ir.Node) -> list[ir.Value]:
     return values
 
 
+def producer(value: ir.Value | None) -> ir.Node | None:
+    """The node that computes `value`; None for inputs, constants and what is absent."""
+    return None if value is None else value.producer()
+
+
 def with_loop_bodies(graph: ir.Graph) -> list[ir.Node]:
     """The nodes of a graph, then those of the bodies of its Scans: all that is computed for a token."""
     bodies = [node.attributes["body"].as_graph() for node in graph if node.op_type == "Scan"]

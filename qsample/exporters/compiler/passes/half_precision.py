@@ -15,6 +15,7 @@ import onnx_ir as ir
 from qsample.contract import LOGITS
 from qsample.exporters.graph.edit import lazy_initializer
 from qsample.exporters.graph.opset import CONTRIB_DOMAIN
+from qsample.exporters.graph.traversal import producer
 from qsample.tensors import DTYPES, Array
 
 HALF_DTYPES: Final = ("float16", "bfloat16")
@@ -101,7 +102,7 @@ def _recurrences(graph: ir.Graph, converted: Collection[str]) -> list[ir.Node]:
     waiting += [output for output in graph.outputs if _comes_from(output, inputs)]
     while waiting:
         value = waiting.pop()
-        node = value.producer() if value is not None else None
+        node = producer(value)
         if node is not None and node not in nodes and node.op_type in _ELEMENTWISE:
             nodes.add(node)
             waiting += node.inputs
@@ -115,7 +116,7 @@ def _comes_from(value: ir.Value, inputs: Collection[ir.Value]) -> bool:
         reached = waiting.pop()
         if reached in inputs:
             return True
-        node = reached.producer() if reached is not None else None
+        node = producer(reached)
         if node is not None and node.op_type in _ELEMENTWISE:
             waiting += node.inputs
     return False

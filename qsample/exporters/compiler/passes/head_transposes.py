@@ -10,6 +10,7 @@ import onnx_ir as ir
 
 from qsample.exporters.graph.edit import insert, reshape
 from qsample.exporters.graph.opset import CONTRIB_DOMAIN
+from qsample.exporters.graph.traversal import producer
 
 _SWAP = [0, 2, 1, 3]
 _NORMS = ("SimplifiedLayerNormalization", "LayerNormalization", "RMSNormalization")
@@ -50,7 +51,7 @@ def _is_swap(node: ir.Node) -> bool:
 
 def _swapped(value: ir.Value | None) -> ir.Value | None:
     """What `value` [B, heads, S, D] was transposed from, [B, S, heads, D] with known heads and D; else None."""
-    node = value.producer() if value is not None else None
+    node = producer(value)
     if node is None or not _is_swap(node):
         return None
     source = node.inputs[0]

@@ -13,6 +13,7 @@ import onnx_ir as ir
 
 from qsample.exporters.graph.edit import constant, initializer, insert, part_of
 from qsample.exporters.graph.gqa import Slot, attentions, set_inputs
+from qsample.exporters.graph.traversal import producer
 
 
 def pack_qkv(model: ir.Model) -> bool:
@@ -42,7 +43,7 @@ class _Part(NamedTuple):
 
 
 def _part(value: ir.Value | None) -> _Part | None:
-    node = value.producer() if value is not None else None
+    node = producer(value)
     if value is None or node is None:
         return None
     if node.op_type == "Add":

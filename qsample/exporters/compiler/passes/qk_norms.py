@@ -7,6 +7,7 @@ from typing import Final, NamedTuple
 import onnx_ir as ir
 
 from qsample.exporters.graph.gqa import Slot, attentions, set_inputs
+from qsample.exporters.graph.traversal import producer
 
 _NORMS: Final = ("SimplifiedLayerNormalization", "RMSNormalization")
 
@@ -40,11 +41,11 @@ def absorb_qk_norms(model: ir.Model) -> bool:
 
 def _norm(value: ir.Value | None) -> _Norm | None:
     """The norm of the heads that `value` merges again, if that is how it was made."""
-    merge = _producer(value, "Reshape")
-    norm = merge.inputs[0].producer() if merge is not None and merge.inputs[0] is not None else None
+    merge = _reshape(value)
+    norm = None if merge is None else producer(merge.inputs[0])
     if norm is None or norm.op_type not in _NORMS or norm.attributes.get_int("axis", -1) not in (-1, 3):
         return None
-    split, weight = _producer(norm.inputs[0], "Reshape"), norm.inputs[1]
+    split, weight = _reshape(norm.inputs[0]), norm.inputs[1]
     if split is None or split.inputs[0] is None or weight is None or weight.shape is None:
         return None
     heads = norm.outputs[0].shape
@@ -52,6 +53,7 @@ def _norm(value: ir.Value | None) -> _Norm | None:
     return _Norm(split.inputs[0], weight, norm.attributes.get_float("epsilon", 1e-5)) if whole else None
 
 
-def _producer(value: ir.Value | None, op_type: str) -> ir.Node | None:
-    node = value.producer() if value is not None else None
-    return node if node is not None and node.op_type == op_type else None
+def _reshape(value: ir.Value | None) -> ir.Node | None:
+    """The reshape that gives `value`, if one does."""
+    node = producer(value)
+    return node if node is not None and node.op_type == "Reshape" else None

@@ -10,6 +10,7 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from qsample.exporters.graph.edit import reshape_target
+from qsample.exporters.graph.traversal import producer
 
 
 def simplify_reshapes(model: ir.Model) -> bool:
@@ -33,7 +34,7 @@ def _skip_earlier_reshape(graph: ir.Graph, node: ir.Node) -> bool:
     """Read what an earlier reshape read: only the last shape counts. A 0 in the old target meant an axis of the
     earlier one's result, so the target is named anew."""
     source = node.inputs[0]
-    earlier = source.producer() if source is not None else None
+    earlier = producer(source)
     if earlier is None or earlier.op_type != "Reshape" or earlier.graph is not node.graph:
         return False
     first = earlier.inputs[0]

@@ -19,7 +19,7 @@ from qsample.exporters.graph.edit import initializer
 from qsample.exporters.graph.evaluate import GraphPart, inputs_of
 from qsample.exporters.graph.gqa import Slot, attentions, set_inputs
 from qsample.exporters.graph.opset import CONTRIB_DOMAIN
-from qsample.exporters.graph.traversal import ancestors
+from qsample.exporters.graph.traversal import ancestors, producer
 from qsample.tensors import Array
 
 _MULTIPLE: Final = 16  # GroupQueryAttention takes head and rotary sizes that are multiples of this
@@ -73,7 +73,7 @@ class _Rotation(NamedTuple):
 
 def _rotation(value: ir.Value | None) -> _Rotation | None:
     """The rotation that made `value`, if it is one over merged heads with nothing else about it."""
-    node = value.producer() if value is not None else None
+    node = producer(value)
     if node is None or node.op_type != "RotaryEmbedding" or node.domain != CONTRIB_DOMAIN:
         return None
     x, heads = node.inputs[0], node.attributes.get_int("num_heads", 0)

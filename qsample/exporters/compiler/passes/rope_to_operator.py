@@ -16,7 +16,7 @@ from qsample.contract import BATCH, LENGTHS, SEQUENCE
 from qsample.exporters.graph.edit import initializer, insert, part_of
 from qsample.exporters.graph.evaluate import GraphPart, sizes
 from qsample.exporters.graph.opset import CONTRIB_DOMAIN
-from qsample.exporters.graph.traversal import reads
+from qsample.exporters.graph.traversal import producer, reads
 from qsample.tensors import Array
 
 _AXES: Final = {BATCH: 2, SEQUENCE: 3}  # for trying things out
@@ -109,7 +109,7 @@ def _rotation(model: ir.Model, node: ir.Node, content: set[ir.Value]) -> _Rotati
 
 def _product(value: ir.Value | None, content: set[ir.Value]) -> tuple[ir.Value, ir.Value] | None:
     """(states, angles) where `value` is their product."""
-    node = value.producer() if value is not None else None
+    node = producer(value)
     if node is None or node.op_type != "Mul":
         return None
     first, second = node.inputs

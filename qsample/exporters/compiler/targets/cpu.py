@@ -22,6 +22,7 @@ from qsample.exporters.compiler.recipe import Pass, lean_passes
 from qsample.exporters.compiler.shared_data import share_equal_data
 from qsample.exporters.control_flow import branch_where_rows_begin
 from qsample.exporters.graph.edit import constant
+from qsample.exporters.graph.traversal import producer
 
 _DTYPES: Final = ("float32", "float16")  # GroupQueryAttention's CPU kernels
 # EXTENDED holds what every CPU of the architecture runs; ALL adds layouts of the very machine that compiles.
@@ -98,10 +99,9 @@ def remove_waiting(model: ir.Model) -> bool:
 
 def _is_waiting(rows: ir.Value | None, status: ir.Value | None) -> bool:
     """Whether `rows` are those of status 4, however they lie."""
-    node = None if rows is None else rows.producer()
+    node = producer(rows)
     while node is not None and node.op_type in ("Reshape", "Unsqueeze"):
-        flat = node.inputs[0]
-        node = None if flat is None else flat.producer()
+        node = producer(node.inputs[0])
     if node is None or node.op_type != "Equal" or status is None or status not in node.inputs:
         return False
     kinds = [constant(value) for value in node.inputs if value is not status]
