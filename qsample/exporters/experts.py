@@ -13,7 +13,7 @@ import numpy as np
 import onnx_ir as ir
 
 from qsample.exporters.graph import moe
-from qsample.exporters.graph.edit import constant, replace_node
+from qsample.exporters.graph.edit import constant, drop_unread, replace_node
 from qsample.exporters.graph.opset import CONTRIB_DOMAIN
 from qsample.exporters.graph.traversal import producer
 from qsample.exporters.graph.weights.stored import rearranged, rows_in_turns
@@ -161,8 +161,6 @@ def _is_lookup(node: ir.Node) -> bool:
 
 def _replace(graph: ir.Graph, old: ir.Node, new: ir.Node) -> None:
     """Put `new` where `old` is, and drop the constants that nothing reads any more."""
-    constants = [value for value in old.inputs if value is not None and value.is_initializer()]
+    read = list(old.inputs)
     replace_node(old, [new])
-    for value in constants:
-        if value.name is not None and not value.uses():
-            graph.initializers.pop(value.name, None)
+    drop_unread(graph, read)

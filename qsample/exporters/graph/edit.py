@@ -81,6 +81,13 @@ def replace_node(old: ir.Node, new: Sequence[ir.Node]) -> None:
     replacement.name = output.name
 
 
+def drop_unread(graph: ir.Graph, values: Iterable[ir.Value | None]) -> None:
+    """Take the initializers of `graph` that are among `values` away, unless something reads them."""
+    for value in values:
+        if value is not None and value.is_initializer() and not value.uses():
+            graph.initializers.pop(str(value.name), None)
+
+
 def constant(value: ir.Value | None) -> Array | None:
     """The numbers of a constant, None for what is computed."""
     tensor = None if value is None else ir.convenience.get_const_tensor(value)

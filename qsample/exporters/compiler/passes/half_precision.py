@@ -13,7 +13,7 @@ from typing import Final
 import onnx_ir as ir
 
 from qsample.contract import LOGITS
-from qsample.exporters.graph.edit import lazy_initializer
+from qsample.exporters.graph.edit import drop_unread, lazy_initializer
 from qsample.exporters.graph.opset import CONTRIB_DOMAIN
 from qsample.exporters.graph.traversal import producer
 from qsample.tensors import DTYPES, Array
@@ -74,9 +74,7 @@ def convert_to_half(model: ir.Model, dtype: str, states: Collection[str]) -> boo
                 if value not in widened:
                     widened[value] = _cast(value, ir.DataType.FLOAT)
                 node.replace_input_with(index, widened[value])
-    for value in casts:
-        if value.is_initializer() and not value.uses() and value.name is not None:
-            graph.initializers.pop(value.name)
+    drop_unread(graph, casts)
     _widen_logits(graph)
     return modified
 

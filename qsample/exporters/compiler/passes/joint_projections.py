@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import onnx_ir as ir
 
-from qsample.exporters.graph.edit import constant, initializer, lazy_initializer
+from qsample.exporters.graph.edit import constant, drop_unread, initializer, lazy_initializer
 from qsample.exporters.graph.nbits import is_matmul_nbits, middle_zero_points
 from qsample.tensors import Array
 
@@ -158,9 +158,7 @@ def _joined(graph: ir.Graph, name: str, parts: list[ir.TensorProtocol], axis: in
 
 def _remove(graph: ir.Graph, node: ir.Node) -> None:
     """Take `node` out of its graph, and its constants, those of `graph`, that nothing else reads."""
-    constants = [value for value in node.inputs if value is not None and value.is_initializer()]
+    read = list(node.inputs)
     assert node.graph is not None
     node.graph.remove(node, safe=True)
-    for value in constants:
-        if value.name is not None and not value.uses():
-            graph.initializers.pop(value.name, None)
+    drop_unread(graph, read)

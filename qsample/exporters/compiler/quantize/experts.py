@@ -18,7 +18,7 @@ import onnx_ir as ir
 from qsample.exporters.compiler.quantize.report import QuantizationReport, report_quantization
 from qsample.exporters.compiler.quantize.rounding import Levels, NewestResult, WeightQuantization, quantize_matrix
 from qsample.exporters.graph import moe
-from qsample.exporters.graph.edit import initializer, lazy_initializer, replace_node
+from qsample.exporters.graph.edit import drop_unread, initializer, lazy_initializer, replace_node
 from qsample.exporters.graph.moe import QuantizedSlot, Slot
 from qsample.exporters.graph.nbits import BLOCK_SIZES, INT8_ACTIVATIONS, pack_bits
 from qsample.exporters.graph.opset import CONTRIB_DOMAIN
@@ -51,9 +51,7 @@ def quantize_experts(
         matrices |= found
         for blocks in found.values():
             experts[choice] = blocks.experts
-    for value in matrices:
-        if not value.uses() and value.name is not None:
-            graph.initializers.pop(value.name, None)
+    drop_unread(graph, matrices)
     if not matrices:
         return False
     model.opset_imports.setdefault(CONTRIB_DOMAIN, 1)

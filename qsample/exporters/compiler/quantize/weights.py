@@ -26,7 +26,7 @@ from qsample.exporters.compiler.quantize.report import (
 )
 from qsample.exporters.compiler.quantize.rounding import Levels, NewestResult, WeightQuantization, quantize_matrix
 from qsample.exporters.graph import moe
-from qsample.exporters.graph.edit import initializer, lazy_initializer, replace_node
+from qsample.exporters.graph.edit import drop_unread, initializer, lazy_initializer, replace_node
 from qsample.exporters.graph.evaluate import inputs_of
 from qsample.exporters.graph.nbits import BLOCK_SIZES, INT8_ACTIVATIONS, OP_TYPE, is_matmul_nbits, pack_bits
 from qsample.exporters.graph.opset import CONTRIB_DOMAIN
@@ -64,11 +64,10 @@ def quantize_weights(
         blocks = quantized.setdefault(matrix.value, _QuantizedMatrix(matrix, way, newest, levels.get(matrix.value)))
         if blocks.matrix.transposed == matrix.transposed:
             (_gather if node.op_type == "Gather" else _matmul)(model.graph, node, blocks)
-    for value, blocks in quantized.items():
+    for blocks in quantized.values():
         blocks.register(model.graph)
         before, after = before + blocks.matrix.tensor.nbytes, after + blocks.nbytes
-        if not value.uses() and value.name is not None:
-            model.graph.initializers.pop(value.name, None)
+    drop_unread(model.graph, quantized)
     model.opset_imports.setdefault(CONTRIB_DOMAIN, 1)
     report = replace(
         experts,
