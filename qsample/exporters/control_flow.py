@@ -23,7 +23,7 @@ import onnx_ir as ir
 
 from qsample.contract import LENGTHS, RUNNING, STATUS
 from qsample.exporters.graph.edit import constant, initializer, insert
-from qsample.exporters.graph.opset import CONTRIB_DOMAIN
+from qsample.exporters.graph.opset import is_contrib
 from qsample.exporters.graph.traversal import ancestors, copy_node, producer, reads
 from qsample.transforms.markers import BRANCH, MARKER_DOMAIN, NUM_STATES, SCAN_BEGIN, SCAN_END
 
@@ -82,7 +82,7 @@ def branch_where_rows_begin(model: ir.Model) -> bool:
 
 
 def _starts_from_zeros(node: ir.Node) -> bool:
-    if node.op_type != "LinearAttention" or node.domain != CONTRIB_DOMAIN or len(node.inputs) <= _PAST_STATE:
+    if not is_contrib(node, "LinearAttention") or len(node.inputs) <= _PAST_STATE:
         return False
     start = node.inputs[_PAST_STATE]
     where = producer(start)

@@ -11,7 +11,7 @@ from typing import Final
 
 import onnx_ir as ir
 
-from qsample.exporters.graph.opset import CONTRIB_DOMAIN
+from qsample.exporters.graph.opset import is_contrib
 
 OP_TYPE: Final = "GroupQueryAttention"
 
@@ -39,7 +39,7 @@ class Slot(IntEnum):
 
 def attentions(graph: ir.Graph) -> list[ir.Node]:
     """The GroupQueryAttention nodes of `graph`, in order; not those of graphs inside it."""
-    return [node for node in graph if node.op_type == OP_TYPE and node.domain == CONTRIB_DOMAIN]
+    return [node for node in graph if is_contrib(node, OP_TYPE)]
 
 
 def set_inputs(attention: ir.Node, inputs: Mapping[Slot, ir.Value | None]) -> None:

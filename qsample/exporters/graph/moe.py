@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import onnx_ir as ir
 
-from qsample.exporters.graph.opset import CONTRIB_DOMAIN
+from qsample.exporters.graph.opset import is_contrib
 from qsample.exporters.graph.traversal import ancestors
 
 OP_TYPE: Final = "MoE"
@@ -57,7 +57,7 @@ class QuantizedSlot(IntEnum):
 
 def mixtures(graph: ir.Graph) -> list[ir.Node]:
     """The MoE nodes of `graph`, in order; not those of graphs inside it."""
-    return [node for node in graph if node.op_type == OP_TYPE and node.domain == CONTRIB_DOMAIN]
+    return [node for node in graph if is_contrib(node, OP_TYPE)]
 
 
 def gather_of_weights(node: ir.Node) -> ir.Value | None:
@@ -73,11 +73,7 @@ def gather_of_weights(node: ir.Node) -> ir.Value | None:
 
 def routers(graph: ir.Graph) -> set[ir.Node]:
     """The products that score the experts: those nearest to what chooses them."""
-    choices = [
-        node.inputs[Slot.ROUTER]
-        for node in graph
-        if node.domain == CONTRIB_DOMAIN and node.op_type in (OP_TYPE, QUANTIZED_OP_TYPE)
-    ]
+    choices = [node.inputs[Slot.ROUTER] for node in graph if is_contrib(node, OP_TYPE, QUANTIZED_OP_TYPE)]
     choices += [node.inputs[1] for node in graph if gather_of_weights(node) is not None]
     products = {node for node in graph if node.op_type in _PRODUCTS}
     needed = ancestors(choices, products)

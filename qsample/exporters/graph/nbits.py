@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 import numpy.typing as npt
 
-from qsample.exporters.graph.opset import CONTRIB_DOMAIN
+from qsample.exporters.graph.opset import is_contrib
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -26,7 +26,7 @@ INT8_ACTIVATIONS: Final = 4
 
 def is_matmul_nbits(node: ir.Node) -> bool:
     """Whether `node` multiplies by quantized weights."""
-    return node.op_type == OP_TYPE and node.domain == CONTRIB_DOMAIN
+    return is_contrib(node, OP_TYPE)
 
 
 def pack_bits(levels: Bytes, bits: int) -> Bytes:

@@ -14,7 +14,7 @@ import onnx_ir as ir
 
 from qsample.contract import LOGITS
 from qsample.exporters.graph.edit import drop_unread, lazy_initializer
-from qsample.exporters.graph.opset import CONTRIB_DOMAIN
+from qsample.exporters.graph.opset import is_contrib
 from qsample.exporters.graph.traversal import producer
 from qsample.tensors import DTYPES, Array
 
@@ -93,7 +93,7 @@ def _exact_values(graph: ir.Graph) -> set[ir.Value]:
 def _recurrences(graph: ir.Graph, converted: Collection[str]) -> list[ir.Node]:
     """The operators over float32 states, and the elementwise nodes that decide these states and their decays."""
     inputs = {value for value in graph.inputs if value.dtype == ir.DataType.FLOAT and value.name not in converted}
-    found = [node for node in graph if node.op_type in _RECURRENCES and node.domain == CONTRIB_DOMAIN]
+    found = [node for node in graph if is_contrib(node, *_RECURRENCES)]
     waiting = [node.inputs[index] for node in found for index in _RECURRENCES[node.op_type] if index < len(node.inputs)]
     nodes = set(found)
     # The next state of a convolution is cut out by other nodes.

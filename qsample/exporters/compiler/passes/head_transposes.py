@@ -9,7 +9,7 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from qsample.exporters.graph.edit import insert, reshape
-from qsample.exporters.graph.opset import CONTRIB_DOMAIN
+from qsample.exporters.graph.opset import is_contrib
 from qsample.exporters.graph.traversal import producer
 
 _SWAP = [0, 2, 1, 3]
@@ -35,7 +35,7 @@ def remove_head_transposes(model: ir.Model) -> bool:
             ir.convenience.replace_all_uses_with(node.outputs[0], source)
         elif node.outputs[0].shape is not None and node.op_type in _NORMS and _over_last_axis(node):
             _sink(node, _norm(node, source))
-        elif node.outputs[0].shape is not None and node.op_type == "RotaryEmbedding" and node.domain == CONTRIB_DOMAIN:
+        elif node.outputs[0].shape is not None and is_contrib(node, "RotaryEmbedding"):
             _sink(node, _rotate(node, source))
         elif node.op_type == "Split" and node.attributes.get_int("axis", 0) in (-1, 3):
             _split(node, source)

@@ -18,7 +18,7 @@ from qsample.contract import BATCH, LENGTHS, SEQUENCE
 from qsample.exporters.graph.edit import initializer
 from qsample.exporters.graph.evaluate import GraphPart, inputs_of
 from qsample.exporters.graph.gqa import Slot, attentions, set_inputs
-from qsample.exporters.graph.opset import CONTRIB_DOMAIN
+from qsample.exporters.graph.opset import CONTRIB_DOMAIN, is_contrib
 from qsample.exporters.graph.traversal import ancestors, producer
 from qsample.tensors import Array
 
@@ -74,7 +74,7 @@ class _Rotation(NamedTuple):
 def _rotation(value: ir.Value | None) -> _Rotation | None:
     """The rotation that made `value`, if it is one over merged heads with nothing else about it."""
     node = producer(value)
-    if node is None or node.op_type != "RotaryEmbedding" or node.domain != CONTRIB_DOMAIN:
+    if node is None or not is_contrib(node, "RotaryEmbedding"):
         return None
     x, heads = node.inputs[0], node.attributes.get_int("num_heads", 0)
     if x is None or x.shape is None or len(x.shape) != 3 or not isinstance(x.shape[2], int) or not heads:

@@ -15,7 +15,7 @@ import onnx_ir as ir
 from qsample.contract import BATCH, LENGTHS, SEQUENCE
 from qsample.exporters.graph.edit import initializer, insert, part_of
 from qsample.exporters.graph.evaluate import GraphPart, sizes
-from qsample.exporters.graph.opset import CONTRIB_DOMAIN
+from qsample.exporters.graph.opset import CONTRIB_DOMAIN, is_contrib
 from qsample.exporters.graph.traversal import producer, reads
 from qsample.tensors import Array
 
@@ -75,7 +75,7 @@ def _rotate(node: ir.Node, x: ir.Value, angles: Sequence[ir.Value | None], attri
 
 def _is_of_a_part(node: ir.Node) -> bool:
     """Whether `node` rotates the first part of each head, and knows nothing of the rest."""
-    x = node.inputs[0] if node.op_type == "RotaryEmbedding" and node.domain == CONTRIB_DOMAIN else None
+    x = node.inputs[0] if is_contrib(node, "RotaryEmbedding") else None
     if x is None or x.shape is None or len(x.shape) != 4:
         return False
     known: int = node.attributes.get_int("rotary_embedding_dim", 0)

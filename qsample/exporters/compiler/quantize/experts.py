@@ -21,7 +21,7 @@ from qsample.exporters.graph import moe
 from qsample.exporters.graph.edit import drop_unread, initializer, lazy_initializer, replace_node
 from qsample.exporters.graph.moe import QuantizedSlot, Slot
 from qsample.exporters.graph.nbits import BLOCK_SIZES, INT8_ACTIVATIONS, pack_bits
-from qsample.exporters.graph.opset import CONTRIB_DOMAIN
+from qsample.exporters.graph.opset import CONTRIB_DOMAIN, is_contrib
 from qsample.tensors import Array
 
 
@@ -40,7 +40,7 @@ def quantize_experts(
     matrices: dict[ir.Value, _ExpertMatrices] = {}
     experts: dict[ir.Value | None, int] = {}  # what chooses them → how many
     for node in list(graph):
-        if node.op_type == moe.OP_TYPE and node.domain == CONTRIB_DOMAIN:
+        if is_contrib(node, moe.OP_TYPE):
             choice = node.inputs[Slot.ROUTER]
             found = _quantize_mixture(graph, node, quantization, block_sizes, newest)
         elif moe.gather_of_weights(node) is not None:

@@ -9,7 +9,7 @@ import onnx_ir as ir
 
 from qsample.exporters.graph import gqa, moe
 from qsample.exporters.graph.nbits import is_matmul_nbits
-from qsample.exporters.graph.opset import CONTRIB_DOMAIN
+from qsample.exporters.graph.opset import is_contrib
 
 _REPORT: Final = "qsample.quantization"
 _FLOATS: Final = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
@@ -61,7 +61,7 @@ def float_bytes(model: ir.Model) -> int:
 def _scales_and_tables(node: ir.Node) -> list[ir.Value | None]:
     if is_matmul_nbits(node) or node.op_type == "GatherBlockQuantized":
         return [node.inputs[2]]
-    if node.op_type == moe.QUANTIZED_OP_TYPE and node.domain == CONTRIB_DOMAIN:
+    if is_contrib(node, moe.QUANTIZED_OP_TYPE):
         return [node.inputs[moe.QuantizedSlot.FC1_SCALES], node.inputs[moe.QuantizedSlot.FC2_SCALES]]
     if node.op_type == gqa.OP_TYPE:
         return list(node.inputs[gqa.Slot.COS_CACHE : gqa.Slot.POSITION_IDS])
