@@ -31,6 +31,7 @@ from qsample.exporters.foreign.nodes import Nodes
 from qsample.exporters.foreign.original import Original, reference
 from qsample.exporters.foreign.rows import add_rows, check_free_of_sizes, counted_positions, use_row_positions
 from qsample.exporters.foreign.settings import Settings, read_settings, write_files
+from qsample.exporters.graph import gqa
 from qsample.exporters.graph.nbits import INT8_ACTIVATIONS, is_matmul_nbits
 from qsample.exporters.measured_shapes import record_shapes
 from qsample.exporters.portable import portable_manifest, write_graphs
@@ -41,6 +42,7 @@ from qsample.progress import Progress
 Comparison = Callable[[Path, Interface, float | None], Mapping[str, Any]]
 _UNLIMITED: Final = 8192  # tokens behind which a window is looked for where nothing says how many a model knows
 _LONGEST: Final = 32768
+_COS_OF_ROTARY: Final = 2  # the index of RotaryEmbedding's table of cosines
 # Largest difference per unit of the largest logit, by what the file computes with. Activations that are rounded to 8
 # bits jump by 1/127 of a block where an attention's sum differs in its last bit.
 _TOLERANCES: Final = {"float32": 1e-4, "8-bit activations": 2e-2, "float16": 3e-2}
@@ -216,11 +218,10 @@ def arithmetic_of(model: ir.Model) -> str:
 
 def _rotary_tables(foreign: ForeignGraph) -> list[int]:
     """How many positions each rotary table has."""
-    indices = {"GroupQueryAttention": 7, "RotaryEmbedding": 2}
+    slots: dict[str, int] = {gqa.OP_TYPE: gqa.Slot.COS_CACHE, "RotaryEmbedding": _COS_OF_ROTARY}
     sizes = []
     for node in foreign.graph:
-        index = indices.get(node.op_type)
-        table = node.inputs[index] if index is not None and len(node.inputs) > index else None
+        table = gqa.get_input(node, slots[node.op_type]) if node.op_type in slots else None
         if table is not None and table.shape is not None and isinstance(rows := table.shape[0], int):
             sizes.append(rows)
     return sizes

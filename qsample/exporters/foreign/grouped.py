@@ -12,7 +12,7 @@ from qsample.exporters.foreign.interface import ForeignGraph, Layer, refusal
 from qsample.exporters.foreign.nodes import Nodes
 from qsample.exporters.foreign.original import Original
 from qsample.exporters.foreign.rows import Rows
-from qsample.exporters.graph.gqa import Slot, set_inputs
+from qsample.exporters.graph.gqa import Slot, get_input, set_inputs
 from qsample.tensors import Array
 
 _QUERY_SEQLENS: Final = 16
@@ -31,7 +31,7 @@ def check_attentions(foreign: ForeignGraph) -> None:
         node = layer.attention
         assert node is not None
         for slot, why in _REFUSED.items():
-            if _input(node, slot) is not None:
+            if get_input(node, slot) is not None:
                 raise refusal(foreign.path, why)
         if not node.attributes.get_int("causal", 1):
             raise refusal(foreign.path, f"{node.name} is not causal")
@@ -56,7 +56,7 @@ def unfuse_norms(foreign: ForeignGraph) -> bool:
     for layer in foreign.layers:
         node = layer.attention
         assert node is not None
-        weights = _input(node, Slot.Q_NORM_WEIGHT), _input(node, Slot.K_NORM_WEIGHT)
+        weights = get_input(node, Slot.Q_NORM_WEIGHT), get_input(node, Slot.K_NORM_WEIGHT)
         if weights[0] is None or weights[1] is None:
             continue
         heads = node.attributes.get_int("num_heads", 0)
@@ -84,7 +84,7 @@ def unfuse_norms(foreign: ForeignGraph) -> bool:
 
 def _separate(node: ir.Node, layer: Layer, nodes: Nodes, heads: int) -> tuple[ir.Value, ir.Value, ir.Value]:
     """Queries, keys and values [B, S, heads * D], cut out of one tensor where they are packed."""
-    query, key, value = (_input(node, slot) for slot in (Slot.QUERY, Slot.KEY, Slot.VALUE))
+    query, key, value = (get_input(node, slot) for slot in (Slot.QUERY, Slot.KEY, Slot.VALUE))
     assert query is not None
     if key is not None and value is not None:
         return query, key, value
@@ -136,16 +136,12 @@ def use_rows(foreign: ForeignGraph, rows: Rows) -> None:
         assert node is not None
         set_inputs(node, {Slot.SEQLENS_K: rows.seqlens_k, Slot.TOTAL_SEQUENCE_LENGTH: rows.total_sequence_length})
         for slot in (Slot.POSITION_IDS, _QUERY_SEQLENS):
-            if _input(node, slot) is not None:  # they say what the lengths say
+            if get_input(node, slot) is not None:  # they say what the lengths say
                 node.replace_input_with(slot, None)
         node.attributes.pop("sliding_window_cache", None)
         while node.inputs[-1] is None:
             node.resize_inputs(len(node.inputs) - 1)
 
 
-def _input(node: ir.Node, slot: int) -> ir.Value | None:
-    return node.inputs[slot] if len(node.inputs) > slot else None
-
-
 def _bias(layer: Layer) -> ir.Value | None:
-    return None if layer.attention is None else _input(layer.attention, Slot.ATTENTION_BIAS)
+    return None if layer.attention is None else get_input(layer.attention, Slot.ATTENTION_BIAS)

@@ -44,13 +44,11 @@ def select_last(foreign: ForeignGraph, rows: Rows, nodes: Nodes) -> ir.Value:
         last = next(value for value in graph.outputs if value is foreign.logits or value.name == LOGITS.name)
         flat = nodes("Reshape", [last, nodes.integers(-1, foreign.vocab_size)], last.dtype, dims)
         old = last
-    if (
-        flat.dtype != ir.DataType.FLOAT
-    ):  # one that changes nothing goes when the graph is optimised, and the name with it
+    if flat.dtype != ir.DataType.FLOAT:  # a Cast that changes nothing is optimised away, and the name with it
         flat = nodes("Cast", [flat], ir.DataType.FLOAT, dims, to=ir.DataType.FLOAT)
     old.name = f"{LOGITS.name}.foreign"
     flat.name = LOGITS.name
-    graph.outputs[next(index for index, value in enumerate(graph.outputs) if value is old)] = flat
+    graph.outputs[graph.outputs.index(old)] = flat
     return flat
 
 
@@ -94,5 +92,5 @@ def _bypass(foreign: ForeignGraph, node: ir.Node) -> None:
     if output.is_graph_output():
         graph = foreign.graph
         source.name, output.name = output.name, f"{output.name}.shaped"
-        graph.outputs[next(index for index, value in enumerate(graph.outputs) if value is output)] = source
+        graph.outputs[graph.outputs.index(output)] = source
     output.replace_all_uses_with(source)

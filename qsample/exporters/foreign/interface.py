@@ -196,7 +196,7 @@ def _casts_to(node: ir.Node, dtype: ir.DataType) -> bool:
 
 
 def refusal(path: Path, why: str) -> UnsupportedModelError:
-    """One line: the file, why it cannot be baked, and which other decoders lie beside it."""
+    """One line: the file, and why it cannot be baked."""
     return UnsupportedModelError(f"{path} cannot be baked: {why}")
 
 
@@ -235,8 +235,7 @@ def _operator_layers(path: Path, graph: ir.Graph, attentions: list[ir.Node], hea
     inputs, outputs = set(graph.inputs), set(graph.outputs)
     layers = []
     for index, node in enumerate(attentions):
-        past = [node.inputs[slot] if len(node.inputs) > slot else None for slot in (Slot.PAST_KEY, Slot.PAST_VALUE)]
-        key, value = past
+        key, value = gqa.get_input(node, Slot.PAST_KEY), gqa.get_input(node, Slot.PAST_VALUE)
         if key is None or value is None or key not in inputs or value not in inputs:
             raise refusal(path, f"{node.name} shares its cache with another layer, or has none")
         if len(node.outputs) < 3 or node.outputs[1] not in outputs or node.outputs[2] not in outputs:
@@ -276,7 +275,7 @@ def _head_dim(node: ir.Node, past: ir.Value) -> int | None:
 
 
 def _plain_layers(path: Path, graph: ir.Graph) -> list[Layer]:
-    """Caches that grow by a Concat; which are keys is told by what is computed with them."""
+    """Caches that grow by a Concat; which are keys is told by their names."""
     outputs = set(graph.outputs)
     keys: dict[int, tuple[ir.Value, ir.Value]] = {}
     values: dict[int, tuple[ir.Value, ir.Value]] = {}
@@ -290,14 +289,11 @@ def _plain_layers(path: Path, graph: ir.Graph) -> list[Layer]:
                 f"its cache {past.name} neither grows by a Concat whose result it returns nor is GroupQueryAttention's",
             )
         name = str(past.name)
-        kind = (
-            keys
-            if re.search(r"key(?!_values)", name)
-            else values
-            if "value" in name.replace("key_values", "")
-            else None
-        )
-        if kind is None:
+        if re.search(r"key(?!_values)", name):
+            kind = keys
+        elif "value" in name.replace("key_values", ""):
+            kind = values
+        else:
             raise refusal(path, f"whether {name} holds keys or values cannot be told")
         kind[layer_number(past, index // 2)] = (past, grown[0].outputs[0])
     if keys.keys() != values.keys():

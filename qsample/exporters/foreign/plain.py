@@ -84,7 +84,7 @@ def put_operators(
         by_head = nodes("Transpose", [split], foreign.dtype, ["B", rule.heads, "S", size], perm=[0, 2, 1, 3])
         match.output.replace_all_uses_with(by_head)
         for old, present in zip(layer.presents, outputs[1:], strict=True):
-            graph.outputs[next(index for index, value in enumerate(graph.outputs) if value is old)] = present
+            graph.outputs[graph.outputs.index(old)] = present
             present.name, old.name = old.name, f"{old.name}.grown"
         layers.append(replace(layer, present_key=outputs[1], present_value=outputs[2], attention=outputs[0].producer()))
     return replace(foreign, layers=tuple(layers))

@@ -42,6 +42,11 @@ def attentions(graph: ir.Graph) -> list[ir.Node]:
     return [node for node in graph if is_contrib(node, OP_TYPE)]
 
 
+def get_input(attention: ir.Node, slot: int) -> ir.Value | None:
+    """The input in a slot; None where `attention` has none."""
+    return attention.inputs[slot] if len(attention.inputs) > slot else None
+
+
 def set_inputs(attention: ir.Node, inputs: Mapping[Slot, ir.Value | None]) -> None:
     """Connect `inputs` to their slots, in place; slots in between that `attention` lacks are added empty."""
     attention.resize_inputs(max(len(attention.inputs), max(inputs) + 1))
