@@ -11,15 +11,10 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from qsample.exporters.parity import DECODE_STEPS, Narrowed, Reference
+from qsample.exporters.parity import DECODE_STEPS, Narrowed, Reference, reference_lengths
 from qsample.tensors import Array
 
-PROMPT_LENGTHS: Final = (9, 4, 14)
-# A window can only be seen to work on a prompt longer than it. Beyond this the prompt would cost too much, in attention
-# that is quadratic here; a longer window is compared at the length of NARROW instead.
-LONGEST_WINDOW: Final = 640
-NARROW: Final = 6
-_BEYOND: Final = 3  # how many tokens a prompt is longer than a window
+NARROW: Final = 6  # the length at which a window is compared that is too long for a prompt
 _WINDOWS: Final = (
     "sliding_window",
     "sliding_window_size",
@@ -36,10 +31,9 @@ def reference(model: PreTrainedModel) -> Reference:
     generator = np.random.default_rng(0)
     # Models that number positions themselves skip padding, which a prompt does not contain.
     allowed = np.setdiff1d(np.arange(_vocab_size(model)), [_pad_token_id(model)])
-    limit = (longest_context(config) or 2**20) - DECODE_STEPS - 1
-    short, long = _windows(config, limit)
-    beyond = [max(short) + _BEYOND] if short else []
-    lengths = sorted({min(length, limit) for length in (*PROMPT_LENGTHS, *beyond)})
+    windows = _windows(config)
+    lengths, short = reference_lengths(longest_context(config), windows)
+    long = [size for size in windows if size not in short]
     rows = [generator.choice(allowed, n + DECODE_STEPS).tolist() for n in lengths]
     model.set_attn_implementation("eager")
     logits = [_logits(model, row, n) for row, n in zip(rows, lengths, strict=True)]
@@ -75,15 +69,10 @@ def _pad_token_id(model: PreTrainedModel) -> int:
     return -1 if pad is None else int(pad)
 
 
-def _windows(config: Any, limit: int) -> tuple[list[int], list[int]]:
-    """Sizes of the attention windows that `config` states: those that a prompt runs past, and the longer ones.
-
-    limit: of a prompt's length.
-    """
+def _windows(config: Any) -> list[int]:
+    """The sizes of the attention windows that `config` states, in order."""
     stated = {getattr(config, name, None) for name in _WINDOWS}
-    sizes = sorted(int(size) for size in stated if isinstance(size, int) and size > 0)
-    short = [size for size in sizes if size < LONGEST_WINDOW and size + _BEYOND <= limit]
-    return short, [size for size in sizes if size not in short]
+    return sorted(int(size) for size in stated if isinstance(size, int) and size > 0)
 
 
 def _narrowed(model: PreTrainedModel, expected: Reference, windows: Mapping[int, int]) -> Narrowed | None:

@@ -9,7 +9,7 @@ alike. It knows arrays and graphs only: where the reference comes from is the ca
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -28,6 +28,9 @@ from qsample.tensors import Array
 DECODE_STEPS: Final = 8
 # Largest difference per unit of the largest logit. Rounding alone stays a factor of several below (float32: 1e-5).
 TOLERANCES: Final = {"float32": 1e-4, "float16": 3e-2}
+_PROMPT_LENGTHS: Final = (9, 4, 14)
+_BEYOND: Final = 3  # tokens that a prompt is longer than a window, which is seen to work there only
+_LONGEST_WINDOW: Final = 640  # from here on the prompt would cost too much, in attention that is quadratic here
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +95,17 @@ class Difference(NamedTuple):
     error: float
     scale: float
     tolerance: float
+
+
+def reference_lengths(context: int | None, windows: Iterable[int]) -> tuple[list[int], list[int]]:
+    """The lengths of the prompts to compute a `Reference` on, in order, and those of `windows` that the last runs past.
+
+    context: the positions that the model knows; None = any number. windows: the sizes of its attention windows.
+    """
+    longest = (context or 2**20) - DECODE_STEPS - 1
+    passed = [size for size in windows if size < _LONGEST_WINDOW and size + _BEYOND <= longest]
+    beyond = [max(passed) + _BEYOND] if passed else []
+    return sorted({min(length, longest) for length in (*_PROMPT_LENGTHS, *beyond)}), passed
 
 
 def check(

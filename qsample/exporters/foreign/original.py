@@ -7,7 +7,7 @@ own arithmetic makes of positions, masks and scores.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -15,14 +15,9 @@ import onnxruntime as ort
 
 from qsample.errors import UnsupportedModelError
 from qsample.exporters.foreign.interface import IDS, KEEP, LOGITS, MASK, POSITIONS, ForeignGraph
-from qsample.exporters.parity import DECODE_STEPS, Reference
+from qsample.exporters.parity import DECODE_STEPS, Reference, reference_lengths
 from qsample.runtime.session.options import session_options
 from qsample.tensors import Array
-
-PROMPT_LENGTHS: Final = (9, 4, 14)
-# A prompt runs past a window up to this; attention is quadratic here.
-LONGEST_WINDOW: Final = 640
-_BEYOND: Final = 3
 
 
 class Original:
@@ -108,11 +103,8 @@ def reference(original: Original, vocab_size: int, limit: int | None, windows: I
     limit: the positions that it knows; None = any number.
     """
     generator = np.random.default_rng(0)
-    most = (limit or 2**20) - DECODE_STEPS - 1
     sizes = sorted({window for window in windows if window > 0})
-    passed = [window for window in sizes if window < LONGEST_WINDOW and window + _BEYOND <= most]
-    beyond = [max(passed) + _BEYOND] if passed else []
-    lengths = sorted({min(length, most) for length in (*PROMPT_LENGTHS, *beyond)})
+    lengths, passed = reference_lengths(limit, sizes)
     prompts, continuations, logits = [], [], []
     for length in lengths:
         row = generator.integers(0, vocab_size, length + DECODE_STEPS).tolist()
