@@ -18,7 +18,7 @@ from onnx_ir.passes import common as common_passes
 
 from qsample.contract import BATCH, CAPACITY, INPUT_LENGTHS, SEQUENCE
 from qsample.exporters.graph.edit import constant, initializer
-from qsample.exporters.graph.evaluate import sizes
+from qsample.exporters.graph.evaluate import with_outputs, zeros
 from qsample.exporters.graph.traversal import reads
 from qsample.runtime.session.options import session_options
 from qsample.tensors import Array
@@ -65,11 +65,8 @@ class _Found(NamedTuple):
 
 def _run(model: ir.Model, folder: Path, axes: Mapping[str, int]) -> dict[str, _Found]:
     """The values of the main graph by name, with tokens 0 in empty caches; not those that constants alone make."""
-    graph, before = model.graph, list(model.graph.outputs)
-    feeds = {
-        str(value.name): np.zeros(sizes(value, axes), value.dtype.numpy() if value.dtype is not None else None)
-        for value in graph.inputs
-    }
+    graph = model.graph
+    feeds = {str(value.name): zeros(value, axes) for value in graph.inputs}
     feeds[INPUT_LENGTHS.name] += axes[SEQUENCE]
     options = session_options()
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
@@ -77,12 +74,7 @@ def _run(model: ir.Model, folder: Path, axes: Mapping[str, int]) -> dict[str, _F
     options.add_session_config_entry("session.disable_prepacking", "1")
     fixed = _from_constants(graph)
     values = [value for node in graph for value in node.outputs if value.name and value not in fixed]
-    graph.outputs.extend(value for value in values if value not in before)
-    try:
-        serialized = ir.to_proto(model).SerializeToString()
-    finally:
-        graph.outputs[:] = before
-    session = ort.InferenceSession(serialized, options, providers=["CPUExecutionProvider"])
+    session = ort.InferenceSession(with_outputs(model, values), options, providers=["CPUExecutionProvider"])
     names = [output.name for output in session.get_outputs()]
     arrays = zip(names, session.run(names, feeds), strict=True)
     return {

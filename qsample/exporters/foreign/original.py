@@ -15,6 +15,7 @@ import onnxruntime as ort
 
 from qsample.errors import UnsupportedModelError
 from qsample.exporters.foreign.interface import IDS, KEEP, LOGITS, MASK, POSITIONS, ForeignGraph
+from qsample.exporters.graph.evaluate import with_outputs
 from qsample.exporters.parity import DECODE_STEPS, Reference, reference_lengths
 from qsample.runtime.session.options import session_options
 from qsample.tensors import Array
@@ -45,7 +46,7 @@ class Original:
             options.add_session_config_entry(
                 "session.model_external_initializers_file_folder_path", str(foreign.path.parent)
             )
-            graph = _with_outputs(foreign.model, extra)
+            graph = with_outputs(foreign.model, extra)
         try:
             self._session = ort.InferenceSession(graph, options, providers=["CPUExecutionProvider"])
         except Exception as error:  # onnxruntime's own kinds
@@ -120,14 +121,3 @@ def reference(original: Original, vocab_size: int, limit: int | None, windows: I
     longer = [str(size) for size in sizes if size not in passed]
     said += [f"not compared: {', '.join(longer)}"] * bool(longer)
     return Reference(prompts, continuations, logits, windows=", ".join(said) or "none")
-
-
-def _with_outputs(model: ir.Model, extra: Iterable[ir.Value]) -> bytes:
-    """`model` with `extra` among its outputs; it is left as it was."""
-    graph, before = model.graph, list(model.graph.outputs)
-    graph.outputs.extend(value for value in dict.fromkeys(extra) if value not in before)
-    try:
-        serialized: bytes = ir.to_proto(model).SerializeToString()
-    finally:
-        graph.outputs[:] = before
-    return serialized

@@ -34,15 +34,27 @@ class GraphPart:
     def __call__(self, feeds: Mapping[str, Array], axes: Mapping[str, int]) -> list[Array]:
         """The values wanted. feeds: values by name; inputs of the graph that are not there are zeros. axes: the size
         of each named axis."""
-        zeros = {
-            name: np.zeros(sizes(value, axes), value.dtype.numpy() if value.dtype is not None else None)
-            for name, value in self.inputs.items()
-            if name not in feeds
-        }
+        rest = {name: zeros(value, axes) for name, value in self.inputs.items() if name not in feeds}
         wanted = {str(value.name) for value in self._given} | self.inputs.keys()
         given = {name: array for name, array in feeds.items() if name in wanted}
-        results: list[Array] = self._session.run(None, given | zeros)
+        results: list[Array] = self._session.run(None, given | rest)
         return results
+
+
+def with_outputs(model: ir.Model, values: Iterable[ir.Value]) -> bytes:
+    """`model`, serialized with `values` among its outputs; it is left as it was."""
+    graph, before = model.graph, list(model.graph.outputs)
+    graph.outputs.extend(value for value in dict.fromkeys(values) if value not in before)
+    try:
+        serialized: bytes = ir.to_proto(model).SerializeToString()
+    finally:
+        graph.outputs[:] = before
+    return serialized
+
+
+def zeros(value: ir.Value, axes: Mapping[str, int]) -> Array:
+    """Zeros of the dtype and shape of `value`; KeyError names an axis that `axes` lacks."""
+    return np.zeros(sizes(value, axes), value.dtype.numpy() if value.dtype is not None else None)
 
 
 def sizes(value: ir.Value, axes: Mapping[str, int]) -> list[int]:
