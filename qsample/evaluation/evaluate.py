@@ -22,13 +22,11 @@ from qsample.evaluation.texts import documents_of
 from qsample.evaluation.windows import Window, cut_windows
 from qsample.package import Package, read_package
 from qsample.progress import Progress
-from qsample.runtime.session.options import SessionOptions, check_count
+from qsample.runtime.session.options import NO_SPINNING, SessionOptions, check_count
 from qsample.tensors import Array
 
 DEFAULT_MAX_LENGTH: Final = 1024
 DEFAULT_BATCH_SIZE: Final = 8
-# The threads of several sessions that wait for work would take the processors from the one that has some.
-_NO_SPINNING: Final = {"session.intra_op.allow_spinning": "0"}
 _TIMED_TOKENS: Final = 64  # in front of the timed steps, and as many steps
 
 
@@ -86,7 +84,8 @@ def evaluate(
     if not windows:
         raise ValueError("text has no token to score: a document needs at least 2 tokens; give a longer text")
     rows = min([batch_size, len(windows), *(rows for one in models if (rows := _most_rows(one)) is not None)])
-    options = SessionOptions(intra_op_num_threads, config=_NO_SPINNING)
+    # Of several sessions, those that wait would take the processors from the one that has work.
+    options = SessionOptions(intra_op_num_threads, config=NO_SPINNING)
     scores = _Scores(models, pairs, sum(window.scored for window in windows))
     runners = []
     for index, one in enumerate(models):

@@ -20,7 +20,8 @@ from qsample.contract import BATCH, CAPACITY, INPUT_LENGTHS, SEQUENCE
 from qsample.exporters.graph.edit import constant, initializer
 from qsample.exporters.graph.evaluate import with_outputs, zeros
 from qsample.exporters.graph.traversal import reads
-from qsample.runtime.session.options import session_options
+from qsample.runtime.session.options import FOLDER_OF_WEIGHTS, NO_PREPACKING, session_options
+from qsample.runtime.session.providers import CPU
 from qsample.tensors import Array
 
 # No two axes have the same sizes in all of them; several rows with several tokens are a first prefill.
@@ -68,13 +69,11 @@ def _run(model: ir.Model, folder: Path, axes: Mapping[str, int]) -> dict[str, _F
     graph = model.graph
     feeds = {str(value.name): zeros(value, axes) for value in graph.inputs}
     feeds[INPUT_LENGTHS.name] += axes[SEQUENCE]
-    options = session_options()
+    options = session_options({FOLDER_OF_WEIGHTS: str(folder), **NO_PREPACKING})
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-    options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder))
-    options.add_session_config_entry("session.disable_prepacking", "1")
     fixed = _from_constants(graph)
     values = [value for node in graph for value in node.outputs if value.name and value not in fixed]
-    session = ort.InferenceSession(with_outputs(model, values), options, providers=["CPUExecutionProvider"])
+    session = ort.InferenceSession(with_outputs(model, values), options, providers=[CPU])
     names = [output.name for output in session.get_outputs()]
     arrays = zip(names, session.run(names, feeds), strict=True)
     return {

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 from qsample.ray.archives import open_archive
 from qsample.ray.rows import Row, columns_of, request_of
 from qsample.runtime import Engine, EngineClosedError, RequestOutput, load
+from qsample.runtime.session.options import NO_SPINNING
 
 if TYPE_CHECKING:
     import pyarrow
@@ -38,7 +39,7 @@ class EngineActor:
             config.provider,
             ctx_len=config.ctx_len,
             intra_op_num_threads=max(1, int(config.num_cpus)),
-            session_config={"session.intra_op.allow_spinning": "0"},
+            session_config=NO_SPINNING,
         )
         self._engine = self._make_engine()
 

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from typing import Final, Literal
 
 from qsample.errors import shown
-from qsample.runtime.session.options import check_count
+from qsample.runtime.session.options import NO_SPINNING, check_count
 from qsample.serve.reasoning import FORMATS as REASONING_FORMATS
 from qsample.serve.tool_calls.formats import FORMATS
 
 DEFAULT_PORT: Final = 8000
-_NO_SPINNING: Final = {"session.intra_op.allow_spinning": "0", "session.inter_op.allow_spinning": "0"}
+_NO_SPINNING: Final = {**NO_SPINNING, "session.inter_op.allow_spinning": "0"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

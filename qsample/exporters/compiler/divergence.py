@@ -18,6 +18,7 @@ from qsample.contract import LOGITS, Interface
 from qsample.exporters.graph.join import cut_at_logits
 from qsample.exporters.graph.runner import GraphRunner
 from qsample.exporters.graph.weights.stored import load_graph
+from qsample.runtime.session.providers import CPU
 from qsample.tensors import Array
 
 ROWS: Final = 8
@@ -44,7 +45,7 @@ def measure_divergence(
     quantized: Path,
     interface: Interface,
     capacity: int,
-    providers: tuple[str, ...] = ("CPUExecutionProvider",),
+    providers: tuple[str, ...] = (CPU,),
     progress: Callable[[float], None] | None = None,
     *,
     rows: int | None = None,
@@ -116,7 +117,7 @@ def logits_runner(
     folder: Path,
     interface: Interface,
     capacity: int,
-    providers: tuple[str, ...] = ("CPUExecutionProvider",),
+    providers: tuple[str, ...] = (CPU,),
     *,
     weights_mapped: bool = False,
 ) -> GraphRunner:

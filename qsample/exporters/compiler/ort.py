@@ -8,7 +8,7 @@ from pathlib import Path
 import onnxruntime as ort
 
 from qsample.exporters.compiler.placement import RECORD, assigned_nodes
-from qsample.runtime.session.options import session_options
+from qsample.runtime.session.options import NO_PREPACKING, session_options
 
 
 def optimize_offline(
@@ -23,7 +23,7 @@ def optimize_offline(
             **RECORD,
             "session.optimized_model_external_initializers_file_name": f"{destination.name}.data",
             "session.optimized_model_external_initializers_min_size_in_bytes": "1024",
-            "session.disable_prepacking": "1",  # nothing runs here, so the kernels need no copies of the weights
+            **NO_PREPACKING,  # nothing runs here
         }
     )
     options.graph_optimization_level = level

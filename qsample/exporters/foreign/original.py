@@ -17,7 +17,8 @@ from qsample.errors import UnsupportedModelError
 from qsample.exporters.foreign.interface import IDS, KEEP, LOGITS, MASK, POSITIONS, ForeignGraph
 from qsample.exporters.graph.evaluate import with_outputs
 from qsample.exporters.parity import DECODE_STEPS, Reference, reference_lengths
-from qsample.runtime.session.options import session_options
+from qsample.runtime.session.options import FOLDER_OF_WEIGHTS, session_options
+from qsample.runtime.session.providers import CPU
 from qsample.tensors import Array
 
 
@@ -43,12 +44,10 @@ class Original:
         options = session_options()
         graph: str | bytes = str(foreign.path)
         if extra or rewritten:
-            options.add_session_config_entry(
-                "session.model_external_initializers_file_folder_path", str(foreign.path.parent)
-            )
+            options.add_session_config_entry(FOLDER_OF_WEIGHTS, str(foreign.path.parent))
             graph = with_outputs(foreign.model, extra)
         try:
-            self._session = ort.InferenceSession(graph, options, providers=["CPUExecutionProvider"])
+            self._session = ort.InferenceSession(graph, options, providers=[CPU])
         except Exception as error:  # onnxruntime's own kinds
             raise UnsupportedModelError(
                 f"{foreign.path} cannot be checked: ONNX Runtime does not run it on this machine's CPU "

@@ -9,6 +9,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 
 from qsample.runtime.session.options import session_options
+from qsample.runtime.session.providers import CPU
 from qsample.tensors import Array
 
 
@@ -28,7 +29,7 @@ class GraphPart:
         self._session = ort.InferenceSession(
             ir.to_proto(ir.Model(part, ir_version=model.ir_version)).SerializeToString(),
             session_options(),
-            providers=["CPUExecutionProvider"],
+            providers=[CPU],
         )
 
     def __call__(self, feeds: Mapping[str, Array], axes: Mapping[str, int]) -> list[Array]:

@@ -20,8 +20,8 @@ from qsample.exporters.graph.moe import QUANTIZED_OP_TYPE
 from qsample.exporters.graph.nbits import is_matmul_nbits
 from qsample.exporters.graph.traversal import all_initializers, ancestors
 from qsample.exporters.graph.weights.stored import load_graph, relocated
-from qsample.runtime.session.options import session_options
-from qsample.runtime.session.providers import open_session
+from qsample.runtime.session.options import FOLDER_OF_WEIGHTS, NO_PREPACKING, session_options
+from qsample.runtime.session.providers import CPU, open_session
 from qsample.tensors import DTYPES, OF_ONNXRUNTIME, Array, sparse_zeros
 
 
@@ -34,7 +34,7 @@ class GraphRunner:
         initial_state: Path,
         interface: Interface,
         capacity: int,
-        providers: tuple[str, ...] = ("CPUExecutionProvider",),
+        providers: tuple[str, ...] = (CPU,),
         *,
         folder: Path | None = None,
         weights_mapped: bool = False,
@@ -43,22 +43,19 @@ class GraphRunner:
         own are opened there. weights_mapped: leave the weights in the mapped file, which costs speed; otherwise the
         kernels make copies in a layout of their own. Quantized weights always get those: without them, each call would
         dequantize every matrix."""
-        options = session_options()
-        disabled = []
         model = decoder if isinstance(decoder, ir.Model) else load_graph(decoder)
-        if weights_mapped:
-            disabled = ["ConstantFolding"]  # it would copy a weight that is cast, or transpose a tied head's table
-            if not _has_quantized_weights(model):
-                options.add_session_config_entry("session.disable_prepacking", "1")
+        options = session_options(NO_PREPACKING if weights_mapped and not _has_quantized_weights(model) else None)
+        # It would copy a weight that is cast, or transpose a tied head's table.
+        disabled = ["ConstantFolding"] if weights_mapped else None
         graph: Path | bytes
         if not isinstance(decoder, ir.Model) and not _refers_elsewhere(model, decoder.parent):
             graph = decoder
         else:
             graph, folder = _serialized(model, folder or Path())
-            options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder))
-        self._decoder = open_session(graph, options, providers, disabled_optimizers=disabled or None)
+            options.add_session_config_entry(FOLDER_OF_WEIGHTS, str(folder))
+        self._decoder = open_session(graph, options, providers, disabled_optimizers=disabled)
         self._initial_state = ort.InferenceSession(
-            _without_cache(initial_state, interface), session_options(), providers=["CPUExecutionProvider"]
+            _without_cache(initial_state, interface), session_options(), providers=[CPU]
         )
         self._input_names = {node.name for node in self._decoder.get_inputs()}
         self._output_names = [output.name for output in self._decoder.get_outputs()]

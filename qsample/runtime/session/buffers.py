@@ -17,11 +17,12 @@ import onnxruntime as ort
 from qsample.contract import BATCH, TensorSpec, retained_name
 from qsample.runtime.session import small_graphs
 from qsample.runtime.session.options import session_options
+from qsample.runtime.session.providers import CPU, CUDA
 from qsample.tensors import DTYPES, Array, sparse_zeros
 
 Index = int | slice | tuple[int, slice]  # a row, rows from one to another, columns of a row
 
-_PROVIDERS: Final = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
+_PROVIDERS: Final = {"cpu": CPU, "cuda": CUDA}
 
 
 @dataclass(frozen=True, slots=True)

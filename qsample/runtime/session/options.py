@@ -6,12 +6,18 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from numbers import Real
-from typing import Any
+from typing import Any, Final
 
 import onnxruntime as ort
 
 from qsample.errors import shown
 from qsample.runtime.session.threads import chosen_threads
+
+FOLDER_OF_WEIGHTS: Final = "session.model_external_initializers_file_folder_path"  # of a graph that is given as bytes
+# Kernels make no copies of the weights in a layout of their own: those of a session that runs seldom, or never.
+NO_PREPACKING: Final = {"session.disable_prepacking": "1"}
+# Threads that wait for work leave the processors to others.
+NO_SPINNING: Final = {"session.intra_op.allow_spinning": "0"}
 
 
 @dataclass(frozen=True, slots=True)

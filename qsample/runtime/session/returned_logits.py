@@ -9,15 +9,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Final
 
 import onnxruntime as ort
 
 from qsample.contract import LOGITS, GraphSpec
+from qsample.runtime.session.options import FOLDER_OF_WEIGHTS
 from qsample.runtime.session.small_graphs import one_more_output
 from qsample.tensors import DTYPES
-
-_FOLDER_OF_WEIGHTS: Final = "session.model_external_initializers_file_folder_path"
 
 
 def with_logits(spec: GraphSpec) -> GraphSpec:
@@ -28,5 +26,5 @@ def with_logits(spec: GraphSpec) -> GraphSpec:
 def graph_with_logits(path: Path, options: ort.SessionOptions) -> bytes:
     """The file at `path` with the output `logits`, as a session takes it; `options` tell that session where the file's
     weights are."""
-    options.add_session_config_entry(_FOLDER_OF_WEIGHTS, str(path.parent))
+    options.add_session_config_entry(FOLDER_OF_WEIGHTS, str(path.parent))
     return path.read_bytes() + one_more_output(LOGITS.name, DTYPES[LOGITS.dtype].onnx)

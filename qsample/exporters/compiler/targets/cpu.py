@@ -23,6 +23,7 @@ from qsample.exporters.compiler.shared_data import share_equal_data
 from qsample.exporters.control_flow import branch_where_rows_begin
 from qsample.exporters.graph.edit import constant
 from qsample.exporters.graph.traversal import producer
+from qsample.runtime.session.providers import CPU
 
 _DTYPES: Final = ("float32", "float16")  # GroupQueryAttention's CPU kernels
 # EXTENDED holds what every CPU of the architecture runs; ALL adds layouts of the very machine that compiles.
@@ -34,7 +35,7 @@ class CpuTarget:
     a batch is prefilled alone, as a batch of one over its slice of the buffers."""
 
     name = "cpu"
-    execution_providers: tuple[str, ...] = ("CPUExecutionProvider",)
+    execution_providers: tuple[str, ...] = (CPU,)
     provider_options: Mapping[str, str] = {}
     splits_at_logits = False  # ONNX Runtime optimises model and sampler as one graph
     bundled_options: Mapping[str, Any] = {}

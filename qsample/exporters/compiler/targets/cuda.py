@@ -36,7 +36,7 @@ from qsample.exporters.graph.axes import fix_axes
 from qsample.exporters.graph.join import append_sampler
 from qsample.exporters.sampler import export_sampler
 from qsample.runtime.session.options import session_options
-from qsample.runtime.session.providers import open_session
+from qsample.runtime.session.providers import CPU, CUDA, open_session
 
 # A kernel without an end to its versions serves the operator's version that it names and no later one, and CUDA's for
 # Equal, ReduceMax, Pad and ConstantOfShape name those of 13, 18, 18 and 9; newer ones would run on the host
@@ -51,7 +51,7 @@ class CudaTarget:
     """NVIDIA GPUs. Rows and new tokens stay free: one session runs prefill as it is and replays decode."""
 
     name = "cuda"
-    execution_providers: tuple[str, ...] = ("CUDAExecutionProvider", "CPUExecutionProvider")
+    execution_providers: tuple[str, ...] = (CUDA, CPU)
     # TF32 would round float32 products, the check of the logits among them, to ten bits.
     provider_options: Mapping[str, str] = {"enable_cuda_graph": "1", "use_tf32": "0"}
     splits_at_logits = True  # replay forbids the sampler's control flow

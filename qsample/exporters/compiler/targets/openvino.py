@@ -20,15 +20,16 @@ from qsample.exporters.compiler.placement import Placement
 from qsample.exporters.compiler.plan import CompilePlan
 from qsample.exporters.compiler.recipe import Pass, lean_passes
 from qsample.exporters.compiler.targets import check_providers
+from qsample.runtime.session.providers import CPU, DEVICE, OPENVINO
 
 
 class OpenVinoTarget:
     """Intel CPUs. The capacity is fixed; rows and new tokens stay free, or the batch is fixed at 1."""
 
     name = "openvino"
-    execution_providers: tuple[str, ...] = ("OpenVINOExecutionProvider", "CPUExecutionProvider")
+    execution_providers: tuple[str, ...] = (OPENVINO, CPU)
     # By itself, OpenVINO would compute in bfloat16 where the processor has it.
-    provider_options: Mapping[str, str] = {"device_type": "CPU", "INFERENCE_PRECISION_HINT": "f32"}
+    provider_options: Mapping[str, str] = {DEVICE: "CPU", "INFERENCE_PRECISION_HINT": "f32"}
     splits_at_logits = True  # the sampler stays on ONNX Runtime's own provider
     bundled_options: Mapping[str, Any] = {}
 

@@ -24,17 +24,14 @@ from qsample.exporters.compiler.placement import Placement
 from qsample.exporters.compiler.plan import CompilePlan
 from qsample.exporters.compiler.recipe import Pass
 from qsample.exporters.compiler.targets import check_providers
+from qsample.runtime.session.providers import CPU, CUDA, TENSORRT
 
 
 class TensorRtTarget:
     """NVIDIA GPUs, for one row at a time."""
 
     name = "tensorrt"
-    execution_providers: tuple[str, ...] = (
-        "TensorrtExecutionProvider",
-        "CUDAExecutionProvider",
-        "CPUExecutionProvider",
-    )
+    execution_providers: tuple[str, ...] = (TENSORRT, CUDA, CPU)
     provider_options: Mapping[str, str] = {"trt_fp16_enable": "1"}
     splits_at_logits = True  # the sampler stays on ONNX Runtime's own provider
     bundled_options: Mapping[str, Any] = {"dtype": "float16", "batch_size": 1}
