@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import traceback
+from collections.abc import Collection
 from dataclasses import dataclass
 
 
@@ -76,3 +78,16 @@ def shown(value: object, most: int = 80) -> str:
     except Exception:  # of its own, or of the depth to which it is nested
         return f"an object of type {type(value).__name__}"
     return text if len(text) <= most else text[: most - 3] + "..."
+
+
+def listed(names: Collection[str]) -> str:
+    """The first three of `names`, in order, and how many there are besides."""
+    first = sorted(names)[:3]
+    return ", ".join(first) + (f" and {len(names) - len(first)} more" if len(names) > len(first) else "")
+
+
+def unknown(what: str, name: str, known: Collection[str]) -> str:
+    """What to say of a name that nobody knows. what: where it was given."""
+    close = difflib.get_close_matches(name, sorted(known), n=1)
+    hint = f"did you mean {close[0]!r}?" if close else f"choose from {', '.join(sorted(known))}"
+    return f"{what} {name!r}; {hint}"

@@ -6,14 +6,13 @@ Names and meanings are Hugging Face's. What each value does to the logits is fix
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
 from typing import Any, Final
 
-from qsample.errors import shown
+from qsample.errors import shown, unknown
 
 DEFAULT_NEW_TOKENS: Final = 256  # where neither the model nor the caller says how much to generate
 HF_DEFAULT_TOP_K: Final = 50  # what transformers samples with where top_k is unset
@@ -257,9 +256,7 @@ def _check_names(overrides: Mapping[str, Any]) -> None:
     known = own | set(UNSUPPORTED) | set(UNSUPPORTED_SAMPLING)
     for name in overrides:
         if name not in known:
-            close = difflib.get_close_matches(name, sorted(own), n=1)
-            hint = f"did you mean {close[0]!r}?" if close else f"choose from {', '.join(sorted(own))}"
-            raise ValueError(f"unknown sampling option {name!r}; {hint}")
+            raise ValueError(unknown("unknown sampling option", name, own))
 
 
 def _check_supported(settings: Mapping[str, Any], do_sample: bool) -> None:

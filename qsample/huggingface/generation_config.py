@@ -8,7 +8,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, Final
 
-from qsample.huggingface.keywords import BOOKKEEPING, GENERATE, unknown
+from qsample.errors import unknown
+from qsample.huggingface.keywords import BOOKKEEPING, GENERATE
 from qsample.sampling_params import UNSUPPORTED, UNSUPPORTED_SAMPLING, SamplingParams
 
 GENERATION_CONFIG_FILE: Final = "generation_config.json"

@@ -6,9 +6,10 @@ the tokens and is not implemented stands in `sampling_params`. `FROM_PRETRAINED`
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Collection, Mapping
 from typing import Any, Final, NamedTuple
+
+from qsample.errors import unknown
 
 
 class Refusal(NamedTuple):
@@ -138,13 +139,6 @@ def check_from_pretrained(given: Mapping[str, Any], own: Collection[str]) -> Non
     take_refused(FROM_PRETRAINED, rest)
     if rest:
         raise TypeError(unknown("from_pretrained has no argument", next(iter(rest)), own))
-
-
-def unknown(what: str, name: str, known: Collection[str]) -> str:
-    """What to say of a keyword that nobody knows. what: where it was given."""
-    close = difflib.get_close_matches(name, sorted(known), n=1)
-    hint = f"did you mean {close[0]!r}?" if close else f"choose from {', '.join(sorted(known))}"
-    return f"{what} {name!r}; {hint}"
 
 
 def _is_one_of(value: Any, harmless: tuple[Any, ...]) -> bool:

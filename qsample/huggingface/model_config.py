@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from qsample.huggingface.keywords import unknown
+from qsample.errors import unknown
 
 # What transformers' configurations have, set or not.
 _ALWAYS: Final = ("pad_token_id", "bos_token_id", "eos_token_id")

@@ -11,9 +11,9 @@ from typing import Any, Final
 from tokenizers import Tokenizer as _Tokenizer
 
 from qsample.contract import ALLOWED_TOKENS, Interface
-from qsample.errors import shown
+from qsample.errors import shown, unknown
 from qsample.huggingface.generation_config import merge, read_generation_config
-from qsample.huggingface.keywords import BOOKKEEPING, GENERATE, take_refused, unknown
+from qsample.huggingface.keywords import BOOKKEEPING, GENERATE, take_refused
 from qsample.manifest import TokenIds
 from qsample.runtime.callbacks.logits_processors import INSTEAD
 from qsample.runtime.guided_decoding import Guide

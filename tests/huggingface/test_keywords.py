@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from qsample.huggingface.keywords import FROM_PRETRAINED, GENERATE, check_from_pretrained, take_refused, unknown
+from qsample.errors import unknown
+from qsample.huggingface.keywords import FROM_PRETRAINED, GENERATE, check_from_pretrained, take_refused
 
 
 @pytest.mark.parametrize(("table", "name"), [(table, name) for table in (GENERATE, FROM_PRETRAINED) for name in table])

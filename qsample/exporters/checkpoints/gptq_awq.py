@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from qsample.errors import QsampleError, UnsupportedModelError
+from qsample.errors import QsampleError, UnsupportedModelError, listed
 from qsample.exporters.checkpoints.gptq_awq_checks import check_layer
 from qsample.exporters.checkpoints.gptq_awq_layouts import (
     WORD,
@@ -141,7 +141,7 @@ class QuantizedCheckpoint:
         """Raise QsampleError where the model has weights that the checkpoint does not hold, or the other way round."""
         lost = sorted(set(unexpected) & ({f"{layer}.weight" for layer in self.layers.values()} | self.biases))
         if missing or lost:
-            what = f"lacks {_listed(missing)}" if missing else f"has {_listed(lost)}, which the model does not know"
+            what = f"lacks {listed(missing)}" if missing else f"has {listed(lost)}, which the model does not know"
             raise QsampleError(f"the quantized checkpoint {what}; it is damaged, or of another model than it says")
 
 
@@ -282,17 +282,12 @@ def _check_names(names: Collection[str], layers: set[str], source: Path) -> None
         raise QsampleError(f"{source} says that it is quantized, and holds no qweight; download the checkpoint again")
     if twice := sorted(layer for layer in layers if f"{layer}.weight" in names):
         raise QsampleError(
-            f"{source} holds both a qweight and a weight for {_listed(twice)}; download the checkpoint again"
+            f"{source} holds both a qweight and a weight for {listed(twice)}; download the checkpoint again"
         )
     if incomplete:
-        raise QsampleError(f"{source} holds no scales for {_listed(incomplete)}; download the checkpoint again")
+        raise QsampleError(f"{source} holds no scales for {listed(incomplete)}; download the checkpoint again")
     if strays:
         raise UnsupportedModelError(
-            f"{source} scales more than the weights of its linear layers ({_listed(strays)}), which cannot be "
+            f"{source} scales more than the weights of its linear layers ({listed(strays)}), which cannot be "
             f"exported; {ADVICE}"
         )
-
-
-def _listed(names: Collection[str]) -> str:
-    first = sorted(names)[:3]
-    return ", ".join(first) + (f" and {len(names) - len(first)} more" if len(names) > len(first) else "")

@@ -26,7 +26,7 @@ from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 from qsample.disk.source_files import SourceFiles
 from qsample.disk.space import check_free, full_disk_named
-from qsample.errors import QsampleError, UnsupportedModelError
+from qsample.errors import QsampleError, UnsupportedModelError, listed
 from qsample.exporters.checkpoints.gptq_awq import QuantizedCheckpoint, bytes_in_blocks, read_checkpoint
 from qsample.exporters.checkpoints.hub_options import HubOptions
 from qsample.exporters.checkpoints.locate import check_exists
@@ -204,12 +204,11 @@ def _check_sizes(model: PreTrainedModel, mismatched: Collection[tuple[str, Any, 
 
 def _check_complete(model: PreTrainedModel, missing: Collection[str], model_id: str) -> None:
     """Raise QsampleError for a weight that transformers made up, of random numbers, because the checkpoint lacks it."""
-    made_up = sorted(set(missing) & {name for name, _ in model.named_parameters()})
+    made_up = set(missing) & {name for name, _ in model.named_parameters()}
     if made_up:
-        named = ", ".join(made_up[:3]) + (f" and {len(made_up) - 3} more" if len(made_up) > 3 else "")
         raise QsampleError(
-            f"{model_id} holds no {named}, which {type(model).__name__} needs; download the checkpoint again, or give "
-            "one of this very architecture"
+            f"{model_id} holds no {listed(made_up)}, which {type(model).__name__} needs; download the checkpoint again, "
+            "or give one of this very architecture"
         )
 
 

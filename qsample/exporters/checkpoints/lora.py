@@ -20,10 +20,10 @@ from transformers.utils.hub import cached_file
 
 from qsample.errors import QsampleError, UnsupportedModelError
 from qsample.exporters.checkpoints.hub_options import HubOptions
+from qsample.exporters.checkpoints.locate import ADAPTER
 from qsample.exporters.checkpoints.lora_config import ADVICE, LoraConfig, read_config
 from qsample.transforms.deferred import SMALLEST, defer, deferred, numbers
 
-CONFIG: Final = "adapter_config.json"
 WEIGHTS: Final = "adapter_model.safetensors"
 _PREFIX: Final = "base_model.model."
 _PART: Final = re.compile(
@@ -48,14 +48,14 @@ def find_adapter(adapter: str, hub: HubOptions) -> tuple[Path, Path]:
     hub: how the model is read; the revision is not the adapter's.
     """
     paths = []
-    for name in (CONFIG, WEIGHTS):
+    for name in (ADAPTER, WEIGHTS):
         try:
             path = cached_file(adapter, name, **hub.for_another_repository().downloading())
         except OSError as error:
             reason = str(error).splitlines()[0]
             raise QsampleError(
                 f"no LoRA adapter in {adapter!r}: cannot read {name} ({reason}); give a folder or a hub id that has "
-                f"{CONFIG} and {WEIGHTS}"
+                f"{ADAPTER} and {WEIGHTS}"
             ) from error
         assert path is not None
         paths.append(Path(path))
@@ -105,7 +105,7 @@ def _changes(config: LoraConfig, weights_path: Path) -> list[_Change]:
         if a is not None and b is not None and (len(a), b.shape[1]) != (rank, rank):
             raise QsampleError(
                 f"{weights_path}: the matrices of {path} are {list(a.shape)} and {list(b.shape)}, and the rank that "
-                f"{CONFIG} gives it is {rank}"
+                f"{ADAPTER} gives it is {rank}"
             )
         changes.append(_Change(path, a, b, found.get("base"), config.scale_of(path)))
     if all(change.a is None for change in changes):

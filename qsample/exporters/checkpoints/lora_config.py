@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from qsample.errors import QsampleError, UnsupportedModelError
+from qsample.errors import QsampleError, UnsupportedModelError, shown
 
 ADVICE: Final = "merge it with the tool that trained it, and export the merged checkpoint"
 _READ: Final = (
@@ -74,7 +74,7 @@ def read_config(path: Path) -> LoraConfig:
         raise QsampleError(f"{path} is no JSON ({error}); download the adapter again") from error
     if not isinstance(options, dict):
         raise QsampleError(
-            f"{path} holds {_short(options)}, and must hold an object; give the folder of a LoRA adapter"
+            f"{path} holds {shown(options, 60)}, and must hold an object; give the folder of a LoRA adapter"
         )
     _check_plain(options, path)
     return LoraConfig(
@@ -101,7 +101,7 @@ def _check_plain(options: Mapping[str, Any], path: Path) -> None:
     if options.get("bias", "none") != "none":
         asked.append("bias")
     if options.get("init_lora_weights", True) not in _INITIALISATIONS:
-        asked.append(f"init_lora_weights={_short(options['init_lora_weights'])}")
+        asked.append(f"init_lora_weights={shown(options['init_lora_weights'], 60)}")
     if asked:
         raise UnsupportedModelError(
             f"{path}: an adapter with {', '.join(asked)} cannot be merged here, only plain LoRA; {ADVICE}"
@@ -112,7 +112,7 @@ def _patterns(options: Mapping[str, Any], kind: str, path: Path) -> list[tuple[s
     name = f"{kind}_pattern"
     patterns = options.get(name) or {}
     if not isinstance(patterns, dict):
-        raise QsampleError(f"{path}: {name} is {_short(patterns)}; it must be an object, from patterns to numbers")
+        raise QsampleError(f"{path}: {name} is {shown(patterns, 60)}; it must be an object, from patterns to numbers")
     for pattern in patterns:
         try:
             re.compile(rf"(.*\.)?({pattern})$")
@@ -123,23 +123,18 @@ def _patterns(options: Mapping[str, Any], kind: str, path: Path) -> list[tuple[s
 
 def _rank(value: Any, name: str, path: Path) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise QsampleError(f"{path}: {name} is {_short(value)}; it must be an integer of at least 1")
+        raise QsampleError(f"{path}: {name} is {shown(value, 60)}; it must be an integer of at least 1")
     return value
 
 
 def _alpha(value: Any, name: str, path: Path) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise QsampleError(f"{path}: {name} is {_short(value)}; it must be a number")
+        raise QsampleError(f"{path}: {name} is {shown(value, 60)}; it must be a number")
     return float(value)
 
 
 def _flag(options: Mapping[str, Any], name: str, path: Path) -> bool:
     value = options.get(name, False)
     if not isinstance(value, bool):
-        raise QsampleError(f"{path}: {name} is {_short(value)}; it must be true or false")
+        raise QsampleError(f"{path}: {name} is {shown(value, 60)}; it must be true or false")
     return value
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
