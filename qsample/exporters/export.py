@@ -28,6 +28,7 @@ from qsample.exporters.placeholders import fill_placeholders
 from qsample.exporters.portable import portable_manifest, write_graphs
 from qsample.exporters.row_sums import align_row_sums
 from qsample.exporters.trace import trace
+from qsample.huggingface.dtypes import dtype_name
 from qsample.huggingface.generation_config import GENERATION_CONFIG_FILE
 from qsample.progress import Progress
 from qsample.transforms import pipeline
@@ -156,7 +157,7 @@ def _export(
 
 
 def _check_dtype(model: PreTrainedModel) -> str:
-    dtype = str(model.dtype).removeprefix("torch.")
+    dtype = dtype_name(model.dtype)
     if dtype not in EXPORT_DTYPES:
         raise UnsupportedModelError(
             f"the model is loaded as {dtype}; load it with dtype= one of {', '.join(EXPORT_DTYPES)} "

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from qsample.contract import KeyValueShape, RecurrentShape
 from qsample.errors import UnsupportedModelError
+from qsample.huggingface.dtypes import dtype_name
 from qsample.transforms.attention import use_own_attention
 from qsample.transforms.cache import DecodeContext, RetainedCache
 from qsample.transforms.positions import RowPositions
@@ -71,8 +72,7 @@ def _recurrent_shapes(context: DecodeContext, cache: RetainedCache) -> tuple[Rec
     shapes = []
     for layer, kind, index in sorted({key for keys in context.states_of.values() for key in keys}):
         state = getattr(cache.layers[layer], f"{kind}s")[index]
-        dtype = str(state.dtype).removeprefix("torch.")
-        shapes.append(RecurrentShape(layer, kind, index, tuple(state.shape[1:]), dtype))
+        shapes.append(RecurrentShape(layer, kind, index, tuple(state.shape[1:]), dtype_name(state.dtype)))
     return tuple(shapes)
 
 

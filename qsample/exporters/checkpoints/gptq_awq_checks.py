@@ -13,6 +13,7 @@ from torch import Tensor
 
 from qsample.exporters.checkpoints.gptq_awq_layouts import WORD
 from qsample.exporters.checkpoints.quantization_config import BITS, CheckpointQuantization
+from qsample.huggingface.dtypes import dtype_name
 
 _WORDS: Final = (torch.int32,)
 _SCALES: Final = (torch.float16, torch.bfloat16, torch.float32)
@@ -110,15 +111,11 @@ def _check(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], shape: tu
     if fits and tensor.dtype in dtypes:
         return
     sizes = ", ".join("1 or more" if size is None else str(size) for size in shape)
-    kinds = " or ".join(_name(dtype) for dtype in dtypes)
+    kinds = " or ".join(dtype_name(dtype) for dtype in dtypes)
     raise ValueError(
-        f"its parts do not fit: {name} is {_name(tensor.dtype)} {list(tensor.shape)}, and must be {kinds} [{sizes}]: "
-        f"{why}"
+        f"its parts do not fit: {name} is {dtype_name(tensor.dtype)} {list(tensor.shape)}, and must be {kinds} "
+        f"[{sizes}]: {why}"
     )
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _groups(inputs: int, group_size: int) -> int:

@@ -207,8 +207,8 @@ def _check_complete(model: PreTrainedModel, missing: Collection[str], model_id: 
     made_up = set(missing) & {name for name, _ in model.named_parameters()}
     if made_up:
         raise QsampleError(
-            f"{model_id} holds no {listed(made_up)}, which {type(model).__name__} needs; download the checkpoint again, "
-            "or give one of this very architecture"
+            f"{model_id} holds no {listed(made_up)}, which {type(model).__name__} needs; download the checkpoint "
+            "again, or give one of this very architecture"
         )
 
 

@@ -22,6 +22,7 @@ from qsample.errors import QsampleError, UnsupportedModelError
 from qsample.exporters.checkpoints.hub_options import HubOptions
 from qsample.exporters.checkpoints.locate import ADAPTER
 from qsample.exporters.checkpoints.lora_config import ADVICE, LoraConfig, read_config
+from qsample.huggingface.dtypes import dtype_name
 from qsample.transforms.deferred import SMALLEST, defer, deferred, numbers
 
 WEIGHTS: Final = "adapter_model.safetensors"
@@ -93,9 +94,9 @@ def _changes(config: LoraConfig, weights_path: Path) -> list[_Change]:
         part = match["linear"] or match["embedding"] or "base"
         parts.setdefault(match["path"], {})[part] = tensor
         if not tensor.is_floating_point() or tensor.ndim != 2 or not torch.isfinite(tensor).all():
-            kind = str(tensor.dtype).removeprefix("torch.")
             raise QsampleError(
-                f"{weights_path}: {name} is {kind} {list(tensor.shape)}; it must be a matrix of finite floats"
+                f"{weights_path}: {name} is {dtype_name(tensor.dtype)} {list(tensor.shape)}; it must be a matrix of "
+                "finite floats"
             )
     changes = []
     for path, found in parts.items():

@@ -13,11 +13,11 @@ from typing import Final
 
 import numpy as np
 
+from qsample.exporters.compiler.options import QUANTIZATION_METHODS
 from qsample.exporters.graph.nbits import BLOCK_SIZES, pack_bits
 from qsample.tensors import Array
 
 _AT_ONCE: Final = 2**22  # weights that are looked at together
-METHODS: Final = ("rtn", "k_quant", "hqq", "gptq")
 
 Levels = tuple[Array, Array, Array]
 """Blocks, scales and zero points of one matrix, or of the same matrix of several experts."""
@@ -25,12 +25,14 @@ Levels = tuple[Array, Array, Array]
 
 @dataclass(frozen=True, slots=True)
 class WeightQuantization:
-    """bits: 4 or 8. block_size: weights of one row that share a scale, one of BLOCK_SIZES. method: one of METHODS:
-    "rtn" rounds to the nearest symmetric level; "k_quant" searches each block's scale and offset, as llama.cpp does:
-    in NumPy, so slower, and closer; "hqq" solves for the offset that few large errors weigh least on (half-quadratic
-    quantization, https://mobiusml.github.io/hqq_blog), in torch; "gptq" fits the levels to a text (`gptq.py`), and
-    rounds as hqq does what is not multiplied by in the graph itself, and the head. mixed: what `precision` names has 8
-    bits."""
+    """bits: 4 or 8. block_size: weights of one row that share a scale, one of BLOCK_SIZES. method: one of
+    QUANTIZATION_METHODS. mixed: what `precision` names has 8 bits.
+
+    "rtn" rounds to the nearest symmetric level. "k_quant" searches each block's scale and offset, as llama.cpp does: in
+    NumPy, so slower, and closer. "hqq" solves for the offset that few large errors weigh least on (half-quadratic
+    quantization, https://mobiusml.github.io/hqq_blog), in torch. "gptq" fits the levels to a text (`gptq.py`), and
+    rounds as hqq does what is not multiplied by in the graph itself, and the head.
+    """
 
     bits: int
     block_size: int = 32
@@ -40,8 +42,8 @@ class WeightQuantization:
     def __post_init__(self) -> None:
         if self.block_size not in BLOCK_SIZES:
             raise ValueError(f"block_size is {self.block_size}; choose one of {', '.join(map(str, BLOCK_SIZES))}")
-        if self.method not in METHODS:
-            raise ValueError(f"quantization method is {self.method!r}; choose one of {', '.join(METHODS)}")
+        if self.method not in QUANTIZATION_METHODS:
+            raise ValueError(f"quantization method is {self.method!r}; choose one of {', '.join(QUANTIZATION_METHODS)}")
 
 
 class NewestResult:
