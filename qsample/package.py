@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from qsample.contract import Features, Interface
-from qsample.disk.hashes import Meter, sha256_of
+from qsample.disk.hashes import sha256_of
 from qsample.disk.publish import flush, publish
 from qsample.disk.scratch import ScratchFolder
 from qsample.disk.source_files import SourceFiles, Version, version_of
@@ -23,7 +23,6 @@ from qsample.disk.strict_json import read_json, read_text
 from qsample.errors import PackageError, QsampleError
 from qsample.manifest import MANIFEST_NAME, Compilation, FileEntry, Manifest, Source, TokenIds
 from qsample.package_folder import LARGEST_MANIFEST, check_file, check_references, check_target
-from qsample.progress import ByteProgress
 
 __all__ = [
     "MANIFEST_NAME",
@@ -121,9 +120,7 @@ class PackageWriter:
 
 
 @contextmanager
-def write_package(
-    path: str | Path, *, overwrite: bool = False, required_bytes: int = 0, progress: ByteProgress | None = None
-) -> Iterator[PackageWriter]:
+def write_package(path: str | Path, *, overwrite: bool = False, required_bytes: int = 0) -> Iterator[PackageWriter]:
     """Write a package to `path`: all of it or nothing.
 
     The body writes into a scratch folder beside `path` (`disk.scratch`). When it ends, the files are hashed, flushed to
@@ -137,7 +134,6 @@ def write_package(
         overwrite: replace a package that is already there. A folder that is not a package, or holds files that are not
             the package's, is never replaced. `path` is looked at once more when the body has ended.
         required_bytes: an estimate of the package's size; refused at once where the disk has less room.
-        progress: called while the files are hashed, with the bytes done and the bytes in all.
 
     Raises PackageError where `path` cannot be written, and where the disk is full.
 
@@ -156,7 +152,7 @@ def write_package(
             yield writer
             if writer.manifest is None:
                 raise PackageError("nothing was published: the writer's finish(manifest) was not called")
-            _seal(staging, writer.manifest, progress)
+            _seal(staging, writer.manifest)
             publish(staging, target, scratch.replaced, lambda path: check_target(path, target, overwrite))
     except BaseException:
         for folder in created:
@@ -173,17 +169,15 @@ def _scratch_folder(target: Path) -> ScratchFolder:
         raise PackageError(f"cannot write to {target.parent}: {error.strerror}; choose another folder") from error
 
 
-def read_package(path: str | Path, verify: bool = True, progress: ByteProgress | None = None) -> Package:
+def read_package(path: str | Path, verify: bool = True) -> Package:
     """Open the package at `path`. Raises PackageError, naming the file, where it is not intact.
 
     verify: also compare every file's sha256; without it only presence and sizes.
     """
-    return use_package(path, lambda package: package, verify=verify, progress=progress)
+    return use_package(path, lambda package: package, verify=verify)
 
 
-def use_package(
-    path: str | Path, use: Callable[[Package], T], *, verify: bool = True, progress: ByteProgress | None = None
-) -> T:
+def use_package(path: str | Path, use: Callable[[Package], T], *, verify: bool = True) -> T:
     """Open the package at `path` and return `use(package)`, which opens its files.
 
     Where the package is replaced meanwhile, all of it starts anew, so that no manifest and no graph of the old package
@@ -193,7 +187,7 @@ def use_package(
     for _ in range(_READINGS):
         before = _identity(folder)
         try:
-            result = use(_read(folder, before, verify, progress))
+            result = use(_read(folder, before, verify))
         except Exception:
             if _identity(folder) == before:
                 raise
@@ -208,7 +202,7 @@ def _identity(folder: Path) -> Version | None:
     return version_of(folder / MANIFEST_NAME)
 
 
-def _read(folder: Path, identity: Version | None, verify: bool, progress: ByteProgress | None) -> Package:
+def _read(folder: Path, identity: Version | None, verify: bool) -> Package:
     if not os.path.isdir(folder):
         state = "not a folder" if os.path.exists(folder) else "missing"
         raise PackageError(f"{folder} is {state}; give a package's folder")
@@ -216,9 +210,8 @@ def _read(folder: Path, identity: Version | None, verify: bool, progress: BytePr
     for name, entry in manifest.files.items():
         check_file(folder, name, entry)
     if verify:
-        meter = Meter(sum(entry.bytes for entry in manifest.files.values()), progress)
         for name, entry in manifest.files.items():
-            if sha256_of(folder / name, meter) != entry.sha256:
+            if sha256_of(folder / name) != entry.sha256:
                 raise PackageError(
                     f"{folder / name} was altered: its sha256 is not the manifest's; export or download it again"
                 )
@@ -241,21 +234,18 @@ def _read_manifest(folder: Path) -> Manifest:
         raise PackageError(f"{folder}: {error}") from error
 
 
-def copy_package(
-    package: Package, path: str | Path, *, overwrite: bool = False, progress: ByteProgress | None = None
-) -> Package:
+def copy_package(package: Package, path: str | Path, *, overwrite: bool = False) -> Package:
     """Copy `package` to `path` as `write_package` would write it, and return the copy.
 
     Raises PackageError, and copies nothing, where the files are no longer those of the manifest.
     """
     size = sum(entry.bytes for entry in package.manifest.files.values())
     with write_package(path, overwrite=overwrite, required_bytes=size) as writer:
-        meter = Meter(size, progress)
         for name, entry in package.manifest.files.items():
             check_file(package.path, name, entry)
             (writer.directory / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(package.path / name, writer.directory / name)
-            if sha256_of(writer.directory / name, meter) != entry.sha256:
+            if sha256_of(writer.directory / name) != entry.sha256:
                 raise PackageError(f"{package.path / name} was altered since the package was made; export it again")
         writer.finish(package.manifest)
     return Package(Path(path).absolute(), package.manifest)
@@ -283,17 +273,15 @@ def _make_parents(parent: Path) -> list[Path]:
     return missing
 
 
-def _seal(staging: Path, manifest: Manifest, progress: ByteProgress | None) -> None:
+def _seal(staging: Path, manifest: Manifest) -> None:
     """Hash every file, write the manifest last, and flush all of it to the disk."""
     paths = sorted(path for path in staging.rglob("*") if not path.is_dir())
     for path in paths:
         if path.is_symlink() or not path.is_file():
             raise PackageError(f"{path.relative_to(staging)} is not a plain file; a package holds plain files only")
-    meter = Meter(sum(path.stat().st_size for path in paths), progress)
     files = {}
     for path in paths:
-        digest = sha256_of(path, meter)
-        files[path.relative_to(staging).as_posix()] = FileEntry(digest, path.stat().st_size)
+        files[path.relative_to(staging).as_posix()] = FileEntry(sha256_of(path), path.stat().st_size)
     files.pop(MANIFEST_NAME, None)
     text = replace(manifest, files=files).to_json()
     Manifest.from_json(text)  # what is published can be read back

@@ -1,8 +1,11 @@
-"""How long work says how far it has come: the types of the callbacks."""
+"""How long work says how far it has come."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 Progress = Callable[[str, float], None]  # what is being done, and the fraction of the whole that is done, in [0, 1]
-ByteProgress = Callable[[int, int], None]  # bytes done, bytes in all
+
+
+def unreported(stage: str, fraction: float) -> None:
+    """The callback of a caller who gave none."""

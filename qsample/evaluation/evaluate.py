@@ -21,7 +21,7 @@ from qsample.evaluation.statistics import estimate_means
 from qsample.evaluation.texts import documents_of
 from qsample.evaluation.windows import Window, cut_windows
 from qsample.package import Package, read_package
-from qsample.progress import Progress
+from qsample.progress import Progress, unreported
 from qsample.runtime.session.options import NO_SPINNING, SessionOptions, check_count
 from qsample.tensors import Array
 
@@ -65,7 +65,7 @@ def evaluate(
 
     >>> evaluate("tiny-int4", Path("book.txt").read_text(), against="tiny-cpu").packages[0].comparisons[0].kl
     """
-    report = progress or (lambda stage, fraction: None)
+    report = progress or unreported
     chosen, references = _opened(packages, "package"), _opened(against, "reference")
     if not chosen:
         raise ValueError("no package was given; give at least one")

@@ -30,7 +30,7 @@ from qsample.exporters.row_sums import align_row_sums
 from qsample.exporters.trace import trace
 from qsample.huggingface.dtypes import dtype_name
 from qsample.huggingface.generation_config import GENERATION_CONFIG_FILE
-from qsample.progress import Progress
+from qsample.progress import Progress, unreported
 from qsample.transforms import pipeline
 from qsample.transforms.cache import DecodeContext
 from qsample.transforms.decoder import Decoder
@@ -68,7 +68,7 @@ def export_model(
     Raises UnsupportedModelError before any long work, ParityError where the graph does not match the model,
     PackageError where `path` cannot be written, QsampleError where `sources` changed meanwhile.
     """
-    report = progress or (lambda stage, fraction: None)
+    report = progress or unreported
     _check_dtype(model)
     sources = sources or SourceFiles()
     size = _weight_bytes(model)
@@ -96,7 +96,7 @@ def export_beside_checkpoint(
 
     folder: a new one, in scratch space. The package is neither hashed nor published, and lives as long as both.
     """
-    report = progress or (lambda stage, fraction: None)
+    report = progress or unreported
     _check_dtype(model)
     sources = sources or SourceFiles()
     with sources, full_disk_named(folder.parent):

@@ -38,7 +38,7 @@ from qsample.exporters.graph.nbits import BLOCK_SIZES
 from qsample.exporters.graph.traversal import all_initializers
 from qsample.exporters.graph.weights.stored import load_graph, widen_weights
 from qsample.exporters.initial_state import build_initial_state
-from qsample.progress import Progress
+from qsample.progress import Progress, unreported
 from qsample.tensors import Array
 
 
@@ -58,7 +58,7 @@ def compile_package(
     PackageError where `path` cannot be written. Nothing is left behind then.
     """
     package.check_not_source(path, source.path)
-    report = progress or (lambda stage, fraction: None)
+    report = progress or unreported
     target = find_target(options.provider)
     plan = make_plan(source, options)
     target.check(plan)

@@ -35,7 +35,7 @@ from qsample.exporters.graph import gqa
 from qsample.exporters.graph.nbits import INT8_ACTIVATIONS, is_matmul_nbits
 from qsample.exporters.measured_shapes import record_shapes
 from qsample.exporters.portable import portable_manifest, write_graphs
-from qsample.progress import Progress
+from qsample.progress import Progress, unreported
 
 # What is compared besides: the folder of the unpublished package, its interface, the tolerance (None: weights are
 # quantized) → figures for the manifest.
@@ -75,7 +75,7 @@ def bake(
     Raises UnsupportedModelError, in one line, for a file that cannot be baked, ParityError where the baked graph does
     not compute what the file does, PackageError where `out` cannot be written. `out` is as before then.
     """
-    report = progress or (lambda stage, fraction: None)
+    report = progress or unreported
     report("finding the decoder", 0.0)
     location = locate(path, file, hub=hub)
     package.check_not_source(out, location.file.parent)
