@@ -16,14 +16,16 @@ from qsample.errors import shown, unknown
 
 DEFAULT_NEW_TOKENS: Final = 256  # where neither the model nor the caller says how much to generate
 HF_DEFAULT_TOP_K: Final = 50  # what transformers samples with where top_k is unset
+SEEDS: Final = 2**63  # how many there are, from 0 on
 _INT32_MAX: Final = 2**31 - 1
 _FLOAT32_MAX: Final = 3.4028235e38
-_FLOAT32_TINY: Final = 1.1754944e-38
+_FLOAT32_TINY: Final = 1.1754944e-38  # the least that float32 holds in full
+SMALLEST_TOP_P: Final = _FLOAT32_TINY  # the likeliest token alone, whatever its mass
 
 # Field → least and greatest value, and what to tell the caller. Numbers reach the graph as float32.
 _NUMBERS: Final = {
     "temperature": (0, _FLOAT32_MAX, "a finite number >= 0 (0 = greedy)"),
-    "top_p": (_FLOAT32_TINY, 1, "a number > 0 and <= 1 (1 = off)"),
+    "top_p": (SMALLEST_TOP_P, 1, "a number > 0 and <= 1 (1 = off)"),
     "min_p": (0, 1, "a number from 0 to 1 (0 = off)"),
     "repetition_penalty": (_FLOAT32_TINY, _FLOAT32_MAX, "a finite number > 0 (1 = off)"),
     "presence_penalty": (-_FLOAT32_MAX, _FLOAT32_MAX, "a finite number (0 = off)"),
@@ -37,7 +39,7 @@ _OPTIONAL_INTEGERS: Final = {
     "min_new_tokens": (0, _INT32_MAX, "an integer >= 0, or None"),
     "max_length": (1, _INT32_MAX, "an integer >= 1, or None"),
     "max_new_tokens": (1, _INT32_MAX, "an integer >= 1, or None"),
-    "seed": (0, 2**63 - 1, "an integer from 0 to 2**63 - 1, or None for a fresh one"),
+    "seed": (0, SEEDS - 1, "an integer from 0 to 2**63 - 1, or None for a fresh one"),
 }
 
 # Fields of a generation_config that change which tokens come out and that qsample does not implement, with the values

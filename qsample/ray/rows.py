@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from qsample.sampling_params import SEEDS
+
 Row = Mapping[str, Any]
 
 
@@ -57,7 +59,7 @@ def seed_of(row: Row, id_column: str) -> int:
             "done again, or name another id_column"
         )
     text = json.dumps(plain(given), sort_keys=True, default=str)
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") % 2**63
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") % SEEDS
 
 
 def _number(value: Any) -> Any:

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from qsample.errors import QsampleError, shown
 from qsample.package import read_package
+from qsample.runtime.engine import DEFAULT_SLOTS
 from qsample.serve.app import make_app
 from qsample.serve.settings import ServeSettings
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
     from ray.serve import Application
-
-_SLOTS: Final = 8  # of an engine that is told no number
 
 
 def serve_app(
@@ -83,5 +82,5 @@ def _own_slots(path: str) -> int:
     try:
         compilation = read_package(path, verify=False).manifest.compilation
     except (OSError, QsampleError):  # it need not lie on this machine; where it does, the replicas say what is wrong
-        return _SLOTS
-    return (compilation and compilation.batch_size) or _SLOTS
+        return DEFAULT_SLOTS
+    return (compilation and compilation.batch_size) or DEFAULT_SLOTS

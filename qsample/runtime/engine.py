@@ -23,7 +23,7 @@ from qsample.runtime.sequence import Sequence
 from qsample.runtime.session.options import check_count, checked_timeout
 from qsample.sampling_params import SamplingParams
 
-_SLOTS: Final = 8  # where neither the caller nor the package says
+DEFAULT_SLOTS: Final = 8  # where neither the caller nor the package says
 _CTX_LEN: Final = 4096  # likewise; less where the model knows less
 
 
@@ -75,7 +75,7 @@ class Engine:
         most = model.batch_size
         if slots is not None and most is not None and slots > most:
             raise ValueError(f"slots is {slots} and the package was compiled for {most} rows at most; compile it again")
-        self.slots = slots or most or _SLOTS
+        self.slots = slots or most or DEFAULT_SLOTS
         self.max_waiting = max_waiting
         self.capacity = model.capacity(_CTX_LEN)
         self._model = model

@@ -10,11 +10,10 @@ import numpy as np
 
 from qsample.contract import ALLOWED_TOKENS, MASK_WORDS, PAD_STOP_ID, VOCAB, Interface
 from qsample.runtime.prompts import check_token_ids, read_array
-from qsample.sampling_params import SamplingParams
+from qsample.sampling_params import SEEDS, SamplingParams
 from qsample.tensors import Array
 
 _FEATURE_INPUTS: Final = ("stop_ids", "logit_bias_ids", "logit_bias", "allowed_tokens", "min_length", "max_length")
-_SEEDS: Final = 2**63
 
 
 def parameter_arrays(
@@ -99,12 +98,12 @@ def choose_seeds(seed: Any, given: Any, params: Sequence[SamplingParams], rows_o
         return [_checked_seed(value) for value in seed]
     one_a_row = given is not None and not isinstance(given, SamplingParams)
     if seed is None and one_a_row:
-        firsts = [secrets.randbelow(_SEEDS) if row.seed is None else row.seed for row in params[::rows_of_each]]
-        return [(first + index) % _SEEDS for first in firsts for index in range(rows_of_each)]
+        firsts = [secrets.randbelow(SEEDS) if row.seed is None else row.seed for row in params[::rows_of_each]]
+        return [(first + index) % SEEDS for first in firsts for index in range(rows_of_each)]
     first = params[0].seed if seed is None else _checked_seed(seed)
     if first is None:
-        return [secrets.randbelow(_SEEDS) for _ in params]
-    return [(first + row) % _SEEDS for row in range(rows)]
+        return [secrets.randbelow(SEEDS) for _ in params]
+    return [(first + row) % SEEDS for row in range(rows)]
 
 
 def _checked_seed(seed: Any) -> int:

@@ -16,6 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 import qsample
 from qsample.runtime.text.chat import ChatOptions
+from qsample.runtime.text.tokenizer import LONG_TEXT
 from qsample.serve.answers.answers import Answers
 from qsample.serve.answers.choices import ChatChoice, CompletionChoice
 from qsample.serve.guides import Grammar, Guide
@@ -32,7 +33,6 @@ from qsample.serve.settings import ServeSettings
 from qsample.serve.tool_calls.calls import DemandedCalls, ToolReader, demanded, parameters_of
 
 _PAGE: Final = Path(__file__).parent / "http" / "page.html"
-_LONG_TEXT: Final = 20_000  # characters, or tokens, that take a tokenizer milliseconds: others should not wait for it
 
 
 def make_app(settings: ServeSettings, models: ServedModels | None = None) -> FastAPI:
@@ -211,7 +211,7 @@ class _Server:
         model = self._served().find(body.model)
         _check_ids(model, body.tokens)
         decode = partial(model.tokenizer.decode, body.tokens, skip_special_tokens=False)
-        return _json({"prompt": await asyncio.to_thread(decode) if len(body.tokens) > _LONG_TEXT else decode()})
+        return _json({"prompt": await asyncio.to_thread(decode) if len(body.tokens) > LONG_TEXT else decode()})
 
     def _served(self) -> ServedModels:
         assert self.models is not None  # the application has started
@@ -221,7 +221,7 @@ class _Server:
         def encode() -> list[list[int]]:
             return [_ids(model, prompt, special) for prompt in prompts]
 
-        return await asyncio.to_thread(encode) if sum(map(len, prompts)) > _LONG_TEXT else encode()
+        return await asyncio.to_thread(encode) if sum(map(len, prompts)) > LONG_TEXT else encode()
 
     async def _encode_chat(self, model: ServedModel, body: ChatPrompt, with_tools: bool) -> list[int]:
         template = body.chat_template or ""

@@ -6,16 +6,13 @@ import secrets
 from functools import partial
 from typing import Any, Final
 
-from qsample.sampling_params import SamplingParams
+from qsample.sampling_params import SEEDS, SMALLEST_TOP_P, SamplingParams
 from qsample.serve.guides import Grammar, from_choice, from_json_schema, from_lark, from_regex
 from qsample.serve.http.errors import ApiError
 from qsample.serve.protocol.common import GenerationRequest, StructuredOutputs
 from qsample.serve.served_model import ServedModel
 
 COMPLETION_TOKENS: Final = 16  # OpenAI's default on /v1/completions
-_SEEDS: Final = 2**63
-# The smallest nucleus is the likeliest token, whatever its mass: the least number that float32 holds in full.
-_SMALLEST_TOP_P: Final = 1.1754944e-38
 
 
 def sampling_params(request: GenerationRequest, model: ServedModel, limit: int | None) -> SamplingParams:
@@ -31,7 +28,7 @@ def sampling_params(request: GenerationRequest, model: ServedModel, limit: int |
     if request.top_k is not None:
         fields["top_k"] = max(request.top_k, 0)  # vLLM's -1 is off, too
     if request.top_p is not None:
-        fields["top_p"] = max(request.top_p, _SMALLEST_TOP_P)
+        fields["top_p"] = max(request.top_p, SMALLEST_TOP_P)
     if limit is not None:
         fields["max_new_tokens"] = limit
     elif "max_new_tokens" not in fields:
@@ -51,8 +48,8 @@ def sampling_params(request: GenerationRequest, model: ServedModel, limit: int |
 
 def seeds(request: GenerationRequest, count: int) -> list[int]:
     """A seed for each of `count` answers: the request's and those after it, negative ones counted from the end."""
-    first = secrets.randbelow(_SEEDS) if request.seed is None else request.seed
-    return [(first + index) % _SEEDS for index in range(count)]
+    first = secrets.randbelow(SEEDS) if request.seed is None else request.seed
+    return [(first + index) % SEEDS for index in range(count)]
 
 
 def grammar_of(request: GenerationRequest) -> Grammar | None:

@@ -15,6 +15,7 @@ from qsample.errors import PackageError
 from qsample.package import Package
 from qsample.runtime.session.providers import CPU, CUDA, DEVICE, OPENVINO, TENSORRT, execution_providers
 
+TARGETS: Final = "qsample.targets"  # the group of entry points of installed compile targets
 # Provider → option → its values, as a pattern of the whole text. What compile's own targets write, and precision.
 ALLOWED_OPTIONS: Final[Mapping[str, Mapping[str, str]]] = {
     CPU: {},
@@ -73,7 +74,7 @@ def _named_by(provider: Any) -> tuple[str, ...]:
 
 def _of_installed_target(name: str) -> tuple[tuple[str, ...], Mapping[str, str]]:
     """The providers and options that an installed target writes; nothing where it cannot be imported here."""
-    for point in entry_points(group="qsample.targets"):
+    for point in entry_points(group=TARGETS):
         if point.name == name:
             try:
                 target = point.load().TARGET

@@ -15,7 +15,7 @@ from qsample.runtime.text.chat import ChatOptions, ChatTemplates
 TOKENIZER_FILE: Final = "tokenizer.json"
 # Characters, or tokens, that take long. Python's lock is held for a single text and not for a batch, which makes the
 # library print a warning in forks.
-_LONG_TEXT: Final = 20_000
+LONG_TEXT: Final = 20_000
 # Arguments of transformers' apply_chat_template that are not there; any of these values means that they are not used.
 _ABSENT: Final[dict[str, tuple[Any, ...]]] = {
     "sanitize_control_tokens": (False,),
@@ -68,7 +68,7 @@ class Tokenizer:
         """Token ids of `text`, with the beginning-of-text token and the like if the tokenizer adds them."""
         check_text("a text", text)
         try:
-            if len(text) > _LONG_TEXT:
+            if len(text) > LONG_TEXT:
                 ids: list[int] = self._tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
             else:
                 ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
@@ -80,7 +80,7 @@ class Tokenizer:
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         tokens = [int(token) for token in ids]
         try:
-            if len(tokens) > _LONG_TEXT:
+            if len(tokens) > LONG_TEXT:
                 text: str = self._tokenizer.decode_batch([tokens], skip_special_tokens=skip_special_tokens)[0]
             else:
                 text = self._tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens)

@@ -21,8 +21,7 @@ from qsample.exporters.compiler.placement import Placement
 from qsample.exporters.compiler.plan import CompilePlan
 from qsample.exporters.compiler.recipe import Pass
 from qsample.runtime.session.providers import check_available
-
-ENTRY_POINTS = "qsample.targets"
+from qsample.runtime.session.trusted_options import TARGETS
 
 
 class Target(Protocol):
@@ -79,12 +78,12 @@ def check_providers(providers: Sequence[str]) -> None:
 def target_names() -> list[str]:
     """Every target that `find_target` accepts."""
     own = [module.name for module in pkgutil.iter_modules(__path__) if not module.name.startswith("_")]
-    return sorted({*own, *(point.name for point in entry_points(group=ENTRY_POINTS))})
+    return sorted({*own, *(point.name for point in entry_points(group=TARGETS))})
 
 
 def find_target(name: str) -> Target:
     """The target called `name`; CompileError lists the names that exist."""
-    for point in entry_points(group=ENTRY_POINTS):
+    for point in entry_points(group=TARGETS):
         if point.name == name:
             installed: Target = point.load().TARGET
             return installed
