@@ -10,6 +10,7 @@ import typer
 from qsample.cli.common import Provider, Threads, is_package, open_exported
 from qsample.cli.options import CtxLen, Template, chat_options
 
+_KEPT: Final[list[Any]] = []  # a checkpoint's package goes with the object that was exported
 KEY_VARIABLE: Final = "QSAMPLE_API_KEY"
 EXAMPLES: Final = (
     "[bold]Examples[/bold]\n\n"
@@ -138,9 +139,6 @@ def _models(package: str | None, named: list[str], name: str | None, provider: s
             raise typer.BadParameter(f"--model {entry}: {path} is no package; make one with qsample export or compile")
         models[served] = path
     return models
-
-
-_KEPT: Final[list[Any]] = []  # a checkpoint's package goes with the object that was exported
 
 
 def _template(given: str) -> str:

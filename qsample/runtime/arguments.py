@@ -47,8 +47,8 @@ class Arguments:
 
     inputs, attention_mask: as for `parse_prompts`; a call without inputs is one empty prompt. settings: the model's
     generation_config with the caller's on top. options: the sampling keywords, on top of both. chat: what goes
-    with chat messages. tokenizer: the caller's; None = the package's own. stopping_criteria,
-    logits_processor: as given. num_return_sequences: rows of each prompt.
+    with chat messages. tokenizer: the caller's; None = the package's own. stopping_criteria, logits_processor,
+    return_dict_in_generate: as given. max_time: seconds; None = any. num_return_sequences: rows of each prompt.
     """
 
     inputs: Any

@@ -31,8 +31,7 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class GenerateOutput:
-    """What `generate` returns; row i belongs to prompt i, or, with num_return_sequences n, to
-    prompt i // n.
+    """What `generate` returns; row i belongs to prompt i, or, with num_return_sequences n, to prompt i // n.
 
     Indexed, measured or iterated over, it is its `sequences`, which is all that transformers returns unless it is asked
     for more: `tokenizer.decode(output[0])`, `output[:, input_ids.shape[1] :]`.

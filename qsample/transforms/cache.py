@@ -32,8 +32,7 @@ class DecodeContext:
 
     The same for layers that keep states of another kind: states, next_states: (layer, kind, index) → its value.
     running: [B] bool, rows that advance. waiting: [B] bool, rows that are fed the token again that their states hold
-    already. module: id of the recurrent layer that runs. states_of: that id → the states
-    that it keeps.
+    already. module: id of the recurrent layer that runs. states_of: that id → the states that it keeps.
 
     Two choices hold for the model as a whole, and are made before any call. buffered: its own attention runs over
     buffers; otherwise the attention interface does. masked: layers that GroupQueryAttention cannot express.

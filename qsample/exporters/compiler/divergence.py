@@ -54,8 +54,7 @@ def measure_divergence(
     differ.
 
     capacity: tokens of state a row, at least 2. providers: what runs the quantized graph. progress: called with the
-    fraction done, in [0, 1]. rows: of a call, where the quantized graph has it fixed: 1, 2, 4 or 8;
-    None = it is free.
+    fraction done, in [0, 1]. rows: of a call, where the quantized graph has it fixed: 1, 2, 4 or 8; None = it is free.
     """
     rows = rows or ROWS
     batches, steps = ROWS // rows, min(STEPS, capacity - 1)

@@ -8,8 +8,8 @@ import onnx_ir as ir
 
 
 def fix_axes(model: ir.Model, sizes: Mapping[str, int]) -> bool:
-    """Give the named axes in `sizes` their size, in every shape of the graph; in place. Returns whether
-    anything had one of them.
+    """Give the named axes in `sizes` their size, in every shape of the graph; in place. Returns whether anything had
+    one of them.
 
     Sizes computed from several axes lose their recorded name: shape inference finds them again.
     """

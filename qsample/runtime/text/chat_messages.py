@@ -16,6 +16,7 @@ from qsample.errors import shown
 REASONING: Final = ("reasoning_content", "thinking", "reasoning")
 _WITH_TEXT: Final = ("system", "developer", "user", "assistant")  # other roles may hold any JSON, a tool's result say
 _DEEPEST: Final = 100
+_FORM: Final = 'give a list of {"role": "user", "content": "..."}'
 
 
 def plain(what: str, value: Any, depth: int = 0) -> Any:
@@ -47,9 +48,6 @@ def check_messages(messages: Any) -> list[dict[str, Any]]:
     if not messages:
         raise ValueError(f"the conversation is empty; {_FORM}")
     return [_message(index, message) for index, message in enumerate(messages)]
-
-
-_FORM: Final = 'give a list of {"role": "user", "content": "..."}'
 
 
 def _message(index: int, given: Any) -> dict[str, Any]:

@@ -24,6 +24,7 @@ _TYPES: Final = {
     413: "invalid_request_error",
     429: "rate_limit_error",
 }
+_CHOICES: Final = {"str", "int", "float", "bool", "dict", "list"}  # of a union, in pydantic's paths
 _LOG: Final = logging.getLogger("uvicorn.error")  # the server's own
 _RETRY_AFTER: Final = {"Retry-After": "1"}  # seconds; a slot is free again after some tokens
 
@@ -143,6 +144,3 @@ def _of_validation(error: RequestValidationError) -> ApiError:
 def _is_a_type(part: Any) -> bool:
     """Whether a part of pydantic's path is one choice of a union, not a field or an index."""
     return isinstance(part, str) and (not part.replace("_", "").isalnum() or part in _CHOICES)
-
-
-_CHOICES: Final = {"str", "int", "float", "bool", "dict", "list"}

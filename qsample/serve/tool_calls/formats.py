@@ -18,9 +18,8 @@ class ToolFormat:
 
     marks: texts with which a call begins, wherever it stands in an answer. at_start: texts with which an answer begins
     that is nothing but calls; the special tokens in front of those are not in the text. read: the calls of a text that
-    begins with a mark, each with what was read of it; ValueError or TypeError where there is none that is complete and
-    that JSON can hold. in_template: what a
-    chat template says that teaches the format.
+    begins with a mark; ValueError or TypeError where there is none that is complete and that JSON can hold.
+    in_template: what a chat template says that teaches the format.
     """
 
     marks: tuple[str, ...]

@@ -47,8 +47,8 @@ _RELATIVE, _ABSOLUTE = 1e-5, 1e-8
 
 
 def fuse_operators(model: ir.Model, provider: str) -> bool:
-    """Fuse norms, skip-norms, rotary embeddings and projections of one input, in place. Returns whether
-    the graph has other nodes than before.
+    """Fuse norms, skip-norms, rotary embeddings and projections of one input, in place. Returns whether the graph has
+    other nodes than before.
 
     provider: one of FUSION_PROVIDERS; ValueError otherwise.
     """

@@ -30,8 +30,10 @@ class Target(Protocol):
     name: what `CompileOptions.provider` says. execution_providers: ONNX Runtime's names, the one that compiles for the
     device first. provider_options: of that one, in the session that runs the package. splits_at_logits: whether the
     passes see the model up to its logits, and `publish` gets the sampler apart; otherwise both see the whole graph.
-    bundled_options: fields of CompileOptions that the bundled model needs there. A target may also have
-    expert_block_sizes, those that its provider's QMoE takes; without them, it takes any.
+    bundled_options: fields of CompileOptions that the bundled model needs there.
+
+    A target may also have expert_block_sizes, those that its provider's QMoE takes (without them, it takes any), and
+    pads_blocks, whether its MatMulNBits takes a last block that is not full (without it, it does not).
     """
 
     name: str
