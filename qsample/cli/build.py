@@ -8,6 +8,7 @@ from typing import Annotated, Final
 import typer
 
 from qsample.cli.common import Overwrite, is_package, open_model, quieten, read_text
+from qsample.cli.options import AllowedTokens, IncludeSampler, LogitBias, Logprobs, ReturnPdfs, TopLogprobs
 
 EXPORT_EXAMPLES: Final = (
     "[bold]Examples[/bold]\n\n"
@@ -30,19 +31,13 @@ BAKE_EXAMPLES: Final = (
 def export(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Hub id or checkpoint folder.")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write the package to.")],
-    include_sampler: Annotated[
-        bool, typer.Option("--sampler/--no-sampler", help="Bake the sampler in, or return logits.")
-    ] = True,
-    return_pdfs: Annotated[
-        bool, typer.Option("--return-pdfs", help="Also return the sampled distribution, `probs`.")
-    ] = False,
+    include_sampler: IncludeSampler = True,
+    return_pdfs: ReturnPdfs = False,
     dtype: Annotated[str, typer.Option(help="Of weights and cache: float32 or float16.")] = "float32",
-    logprobs: Annotated[bool, typer.Option("--logprobs", help="Also return each token's log-probability.")] = False,
-    top_logprobs: Annotated[int, typer.Option(min=0, metavar="M", help="Also return the M likeliest tokens.")] = 0,
-    logit_bias: Annotated[bool, typer.Option("--logit-bias", help="Take a bias on chosen tokens.")] = False,
-    allowed_tokens: Annotated[
-        bool, typer.Option("--allowed-tokens", help="Take a token mask (guided decoding).")
-    ] = False,
+    logprobs: Logprobs = False,
+    top_logprobs: TopLogprobs = 0,
+    logit_bias: LogitBias = False,
+    allowed_tokens: AllowedTokens = False,
     tokenizer: Annotated[
         str, typer.Option(metavar="FOLDER|ID|none", help="In place of the model's own; none takes token ids only.")
     ] = "auto",
@@ -151,18 +146,12 @@ def bake(
     reference: Annotated[
         str | None, typer.Option(metavar="ID|FOLDER", help="Compare with this checkpoint in transformers, too.")
     ] = None,
-    include_sampler: Annotated[
-        bool, typer.Option("--sampler/--no-sampler", help="Bake the sampler in, or return logits.")
-    ] = True,
-    return_pdfs: Annotated[
-        bool, typer.Option("--return-pdfs", help="Also return the sampled distribution, `probs`.")
-    ] = False,
-    logprobs: Annotated[bool, typer.Option("--logprobs", help="Also return each token's log-probability.")] = False,
-    top_logprobs: Annotated[int, typer.Option(min=0, metavar="M", help="Also return the M likeliest tokens.")] = 0,
-    logit_bias: Annotated[bool, typer.Option("--logit-bias", help="Take a bias on chosen tokens.")] = False,
-    allowed_tokens: Annotated[
-        bool, typer.Option("--allowed-tokens", help="Take a token mask (guided decoding).")
-    ] = False,
+    include_sampler: IncludeSampler = True,
+    return_pdfs: ReturnPdfs = False,
+    logprobs: Logprobs = False,
+    top_logprobs: TopLogprobs = 0,
+    logit_bias: LogitBias = False,
+    allowed_tokens: AllowedTokens = False,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")] = None,
     overwrite: Overwrite = False,
 ) -> None:

@@ -42,6 +42,12 @@ TemplateArguments = Annotated[
 Thinking = Annotated[
     bool | None, typer.Option("--thinking/--no-thinking", help="enable_thinking, for templates that read it.")
 ]
+IncludeSampler = Annotated[bool, typer.Option("--sampler/--no-sampler", help="Bake the sampler in, or return logits.")]
+ReturnPdfs = Annotated[bool, typer.Option("--return-pdfs", help="Also return the sampled distribution, `probs`.")]
+Logprobs = Annotated[bool, typer.Option("--logprobs", help="Also return each token's log-probability.")]
+TopLogprobs = Annotated[int, typer.Option(min=0, metavar="M", help="Also return the M likeliest tokens.")]
+LogitBias = Annotated[bool, typer.Option("--logit-bias", help="Take a bias on chosen tokens.")]
+AllowedTokens = Annotated[bool, typer.Option("--allowed-tokens", help="Take a token mask (guided decoding).")]
 
 _SAMPLING: Final = (
     "max_new_tokens",
