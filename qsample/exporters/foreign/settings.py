@@ -14,12 +14,13 @@ from tokenizers import Tokenizer
 
 from qsample.errors import QsampleError
 from qsample.exporters.foreign.location import GENAI_CONFIG, Location
+from qsample.huggingface.generation_config import GENERATION_CONFIG_FILE
 from qsample.manifest import TokenIds
+from qsample.runtime.text.chat import TEMPLATE_FILE, TOKENIZER_CONFIG_FILE
+from qsample.runtime.text.tokenizer import TOKENIZER_FILE
 
 _CONFIG: Final = "config.json"
-_GENERATION: Final = "generation_config.json"
-_TOKENIZER: Final = "tokenizer.json"
-_TOKENIZER_FILES: Final = (_TOKENIZER, "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+_TOKENIZER_FILES: Final = (TOKENIZER_FILE, TOKENIZER_CONFIG_FILE, "special_tokens_map.json", TEMPLATE_FILE)
 _CONTEXT: Final = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length", "context_length")
 # Of a genai_config.json's "search", under generation_config.json's names.
 _SEARCH: Final = ("do_sample", "temperature", "top_k", "top_p", "repetition_penalty")
@@ -95,7 +96,7 @@ def read_settings(location: Location) -> Settings:
     model, search = genai.get("model"), genai.get("search")
     return Settings(
         config | text if isinstance(text, dict) else config,
-        location.read(_GENERATION),
+        location.read(GENERATION_CONFIG_FILE),
         model if isinstance(model, dict) else {},
         search if isinstance(search, dict) else {},
     )
@@ -112,15 +113,19 @@ def write_files(
     if (config := location.find(_CONFIG)) is not None:
         shutil.copyfile(config, folder / _CONFIG)
     generation = _generation_config(settings, token_ids)
-    (folder / _GENERATION).write_text(json.dumps(generation, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    (folder / GENERATION_CONFIG_FILE).write_text(
+        json.dumps(generation, indent=2, sort_keys=True) + "\n", encoding="utf-8"
+    )
     if tokenizer is None:
         return
     source = location if tokenizer == "auto" else Location(location.file, (Path(tokenizer),), tokenizer, ())
-    if source.find(_TOKENIZER) is None:
+    if source.find(TOKENIZER_FILE) is None:
         if tokenizer != "auto":
-            raise QsampleError(f"{tokenizer} has no {_TOKENIZER}; give the folder of a tokenizer in that form, or none")
+            raise QsampleError(
+                f"{tokenizer} has no {TOKENIZER_FILE}; give the folder of a tokenizer in that form, or none"
+            )
         warnings.warn(
-            f"{location.name} has no {_TOKENIZER}: the package takes token ids only; give tokenizer= a folder that "
+            f"{location.name} has no {TOKENIZER_FILE}: the package takes token ids only; give tokenizer= a folder that "
             "has one",
             stacklevel=4,
         )
@@ -128,7 +133,7 @@ def write_files(
     for name in _TOKENIZER_FILES:
         if (path := source.find(name)) is not None:
             shutil.copyfile(path, folder / name)
-    _check_tokenizer(folder / _TOKENIZER, vocab_size)
+    _check_tokenizer(folder / TOKENIZER_FILE, vocab_size)
 
 
 def _generation_config(settings: Settings, token_ids: TokenIds) -> dict[str, Any]:

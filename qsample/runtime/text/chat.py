@@ -16,7 +16,7 @@ from qsample.runtime.text.tool_schemas import tool_schema
 
 TEMPLATE_FILE: Final = "chat_template.jinja"
 TEMPLATE_FOLDER: Final = "additional_chat_templates"
-CONFIG_FILE: Final = "tokenizer_config.json"
+TOKENIZER_CONFIG_FILE: Final = "tokenizer_config.json"
 _DEFAULT: Final = "default"
 _WITH_TOOLS: Final = "tool_use"
 _MARK: Final = "[qsample: the message goes on here] "  # its last blank shows whether the template trims
@@ -102,7 +102,7 @@ class ChatTemplates:
     @classmethod
     def of(cls, package: Package) -> ChatTemplates:
         """From chat_template.jinja and additional_chat_templates/, otherwise from tokenizer_config.json."""
-        config = package.read_json(CONFIG_FILE)
+        config = package.read_json(TOKENIZER_CONFIG_FILE)
         files = {_DEFAULT: TEMPLATE_FILE} if package.has(TEMPLATE_FILE) else {}
         for name in package.manifest.files:
             folder, _, file = name.partition("/")
@@ -123,7 +123,7 @@ class ChatTemplates:
             return self.templates.get(chat_template, chat_template)
         if not self.templates:
             raise ValueError(
-                f"the package has no chat template (no {TEMPLATE_FILE}, and none in {CONFIG_FILE}); give one with "
+                f"the package has no chat template (no {TEMPLATE_FILE}, and none in {TOKENIZER_CONFIG_FILE}); give one with "
                 "chat_template, give plain text, or export the model with a tokenizer that has one"
             )
         if tools and _WITH_TOOLS in self.templates:
