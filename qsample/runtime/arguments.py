@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections import abc
 from collections.abc import Callable, Collection, Mapping
-from collections.abc import Sequence as Rows
 from dataclasses import dataclass, fields
 from numbers import Integral, Real
 from typing import Any, Final
@@ -235,7 +235,7 @@ def _sampling_params(arguments: Arguments, rows: int) -> list[SamplingParams]:
         raise ValueError(f"params and {', '.join(options)} were given; put everything into params, or leave it out")
     if isinstance(params, SamplingParams):
         return [params] * rows
-    if not isinstance(params, Rows) or not all(isinstance(row, SamplingParams) for row in params):
+    if not isinstance(params, abc.Sequence) or not all(isinstance(row, SamplingParams) for row in params):
         raise ValueError(f"params is {shown(params)}; give a SamplingParams, or a list with one for each prompt")
     if len(params) != rows:
         raise ValueError(f"{len(params)} SamplingParams were given for {rows} prompts; give one, or one for each")

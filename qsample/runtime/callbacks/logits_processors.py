@@ -7,8 +7,8 @@ batch of one, and each row has a copy of it: a row's tokens depend on the row al
 from __future__ import annotations
 
 import copy
+from collections import abc
 from collections.abc import Mapping
-from collections.abc import Sequence as Rows
 from dataclasses import replace
 from typing import Any, Final
 
@@ -35,7 +35,7 @@ INSTEAD: Final = (
 
 
 def make_processors(
-    given: Any, sequences: Rows[Sequence], interface: Interface, flush_every: int | None
+    given: Any, sequences: abc.Sequence[Sequence], interface: Interface, flush_every: int | None
 ) -> LogitsProcessors | None:
     """The processors of a call, None where there are none. Every row is then read after each token.
 
@@ -70,7 +70,7 @@ class LogitsProcessors:
     Raises ValueError where given is none of that, and where they could not see what they would in transformers.
     """
 
-    def __init__(self, given: Any, sequences: Rows[Sequence], interface: Interface) -> None:
+    def __init__(self, given: Any, sequences: abc.Sequence[Sequence], interface: Interface) -> None:
         processors = as_callbacks(
             "logits_processor", given, "a function of (input_ids, scores) that returns the scores to sample from"
         )
@@ -106,7 +106,7 @@ def _copies(processors: list[Callback]) -> list[Callback]:
         ) from error
 
 
-def _check(sequences: Rows[Sequence], interface: Interface) -> None:
+def _check(sequences: abc.Sequence[Sequence], interface: Interface) -> None:
     features = interface.features
     if features.logprobs or features.top_logprobs:
         raise ValueError("logits_processor changes the logits that the package's logprobs are of; export without them")

@@ -7,8 +7,8 @@ is done here, whatever was sampled meanwhile: what comes after a criterion was m
 from __future__ import annotations
 
 import time
+from collections import abc
 from collections.abc import Callable
-from collections.abc import Sequence as Rows
 from typing import Any, Final
 
 import numpy as np
@@ -33,7 +33,7 @@ class BatchEnd:
     Raises ValueError where criteria is none of that.
     """
 
-    def __init__(self, criteria: Any, max_time: float | None, sequences: Rows[Sequence], pad: int) -> None:
+    def __init__(self, criteria: Any, max_time: float | None, sequences: abc.Sequence[Sequence], pad: int) -> None:
         self._criteria = as_callbacks(
             "stopping_criteria", criteria, "a function of (input_ids, scores) that returns whether rows end"
         )
