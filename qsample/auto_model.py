@@ -28,6 +28,7 @@ from qsample.progress import Progress
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+    from qsample.exporters.checkpoints.hub_options import HubOptions
     from qsample.exporters.checkpoints.load import Checkpoint
     from qsample.runtime import CausalLM
 
@@ -130,27 +131,36 @@ class AutoModelForCausalLM:
             )
             warnings.warn(f"{path} holds a decoder file; it is used as `qsample bake` writes it", stacklevel=2)
             return ForeignModel(source, features, provider)
-        from qsample.exporters.checkpoints.locate import ADAPTER, check_exists
-
-        if not os.path.exists(path):
-            check_exists(str(pretrained_model_name_or_path), ask_hub=False)
-        if adapter is not None:
-            check_exists(str(adapter), file=ADAPTER, ask_hub=False)
-        try:
-            from qsample.exporters.checkpoints.load import Checkpoint
-        except ModuleNotFoundError:
-            if not os.path.exists(path):  # a mistyped package needs nothing that is not installed
-                check_exists(str(pretrained_model_name_or_path), hub)
-            raise
-
-        checkpoint = Checkpoint(
-            model_id=str(pretrained_model_name_or_path),
-            dtype=check_export_dtype(chosen or "float32"),
+        checkpoint = _checkpoint(
+            str(pretrained_model_name_or_path),
+            dtype=chosen or "float32",
             tokenizer=tokenizer,
             adapter=None if adapter is None else str(adapter),
             hub=hub,
         )
         return CheckpointModel(checkpoint, features, provider)
+
+
+def _checkpoint(
+    model_id: str, *, dtype: str, tokenizer: str | None, adapter: str | None, hub: HubOptions
+) -> Checkpoint:
+    """The checkpoint of a folder or hub id. Raises QsampleError where there is none, as far as that can be said without
+    the hub, which is asked first where the extra `export` is missing."""
+    from qsample.exporters.checkpoints.locate import ADAPTER, check_exists
+
+    is_here = os.path.exists(Path(model_id))
+    if not is_here:
+        check_exists(model_id, ask_hub=False)
+    if adapter is not None:
+        check_exists(adapter, file=ADAPTER, ask_hub=False)
+    try:
+        from qsample.exporters.checkpoints.load import Checkpoint
+    except ModuleNotFoundError:
+        if not is_here:  # a mistyped package needs nothing that is not installed
+            check_exists(model_id, hub)
+        raise
+    dtype = check_export_dtype(dtype)
+    return Checkpoint(model_id=model_id, dtype=dtype, tokenizer=tokenizer, adapter=adapter, hub=hub)
 
 
 class CheckpointModel(Compilable):
