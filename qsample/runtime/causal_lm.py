@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, Final, Literal, overload
 
 from qsample.contract import Interface
-from qsample.errors import shown
 from qsample.huggingface.generation_config import GENERATION_CONFIG_FILE, GenerationConfig, as_generation_config
 from qsample.huggingface.model_config import ModelConfig
 from qsample.huggingface.model_methods import Device, ModelMethods
@@ -26,7 +25,7 @@ from qsample.runtime.sequence import Sequence
 from qsample.runtime.session.options import SessionOptions, check_count
 from qsample.runtime.session.reopen import fingerprint, reopen
 from qsample.runtime.session.session import Sessions, open_sessions
-from qsample.runtime.text.streamer import Streamer
+from qsample.runtime.text.streamer import Streamer, check_streamer
 from qsample.runtime.text.tokenizer import Tokenizer
 from qsample.sampling_params import SamplingParams
 from qsample.tensors import Array
@@ -202,24 +201,15 @@ class CausalLM(ModelMethods):
                 f"{len(sequences)} prompts were given and the package was compiled for {slots} at most; {what} one "
                 "batch"
             )
-        if streamer is not None and len(sequences) != 1:
-            raise ValueError(
-                f"a streamer follows one prompt, and {len(sequences)} were given; generate them one by one"
-            )
-        if streamer is not None and not (
-            callable(getattr(streamer, "put", None)) and callable(getattr(streamer, "end", None))
-        ):
-            raise ValueError(f"streamer is {shown(streamer)}; give an object with put(value) and end()")
+        if streamer is not None:
+            check_streamer(streamer, len(sequences))
         check_count("prefill_chunk_size", prefill_chunk_size)
         flush_every = choose_flush_every(self.sessions, flush_every, guided=guide is not None or processors is not None)
         if guide is not None:
             guide.start()
         scheduler = make_scheduler(self.sessions, slots, flush_every, prefill_chunk_size, interleave=False)
         capacity = self.capacity(max(sequence.max_length for sequence in sequences))
-        device = self._captured.pop((slots, capacity, in_place), None)
-        if device is None:
-            self._captured.clear()  # one batch's memory at a time
-            device = Slots(self.sessions, slots, capacity, in_place=in_place)
+        device = self._take_slots(slots, capacity, in_place)
         device.process_logits = processors
         timing = run_batch(
             device,
@@ -292,6 +282,14 @@ class CausalLM(ModelMethods):
             stop_strings=stop_strings,
             allowed_tokens=allowed_tokens,
         )
+
+    def _take_slots(self, count: int, capacity: int, in_place: bool) -> Slots:
+        """Those that were captured before, or new ones."""
+        captured = self._captured.pop((count, capacity, in_place), None)
+        if captured is not None:
+            return captured
+        self._captured.clear()  # one batch's memory at a time
+        return Slots(self.sessions, count, capacity, in_place=in_place)
 
     def stop_strings(self, given: str | abc.Sequence[str] | None, params: Any) -> tuple[str, ...]:
         """`given`, or what the model's own settings say where they are used. Raises ValueError without a tokenizer."""

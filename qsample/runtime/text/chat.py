@@ -123,8 +123,8 @@ class ChatTemplates:
             return self.templates.get(chat_template, chat_template)
         if not self.templates:
             raise ValueError(
-                f"the package has no chat template (no {TEMPLATE_FILE}, and none in {TOKENIZER_CONFIG_FILE}); give one with "
-                "chat_template, give plain text, or export the model with a tokenizer that has one"
+                f"the package has no chat template (no {TEMPLATE_FILE}, and none in {TOKENIZER_CONFIG_FILE}); give one "
+                "with chat_template, give plain text, or export the model with a tokenizer that has one"
             )
         if tools and _WITH_TOOLS in self.templates:
             return self.templates[_WITH_TOOLS]

@@ -8,6 +8,7 @@ from typing import Any, Protocol, TextIO
 
 import numpy as np
 
+from qsample.errors import shown
 from qsample.runtime.text.incremental_decoder import IncrementalDecoder
 from qsample.runtime.text.stop_strings import StopStrings, check_stop_strings
 from qsample.runtime.text.tokenizer import Tokenizer
@@ -23,6 +24,14 @@ class Streamer(Protocol):
     def end(self) -> None:
         """No token comes any more."""
         ...
+
+
+def check_streamer(streamer: object, rows: int) -> None:
+    """Raise ValueError where `streamer` lacks the protocol's methods, or `rows` are more than the one it follows."""
+    if rows != 1:
+        raise ValueError(f"a streamer follows one prompt, and {rows} were given; generate them one by one")
+    if not (callable(getattr(streamer, "put", None)) and callable(getattr(streamer, "end", None))):
+        raise ValueError(f"streamer is {shown(streamer)}; give an object with put(value) and end()")
 
 
 class TextStreamer:
