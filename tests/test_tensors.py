@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -12,6 +11,7 @@ import onnxruntime as ort
 import pytest
 
 from qsample.tensors import DTYPES, OF_ONNXRUNTIME, sparse_zeros
+from tests.helpers.memory import resident
 
 
 @pytest.mark.parametrize("name", sorted(DTYPES))
@@ -36,9 +36,6 @@ def test_zeros_can_be_written_to(shape: tuple[int, ...]) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_zeros_take_memory_where_they_are_written_to() -> None:
-    def resident() -> int:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
-
     before = resident()
     zeros = sparse_zeros((64, 1 << 20), np.float32)  # 256 MiB
     zeros[:, 0] = 1

@@ -70,6 +70,11 @@ def byte_tokenizer() -> Tokenizer:
     return tokenizer
 
 
+def ascii_piece(text: str) -> str:
+    """A character in the middle of a random text that is certain as soon as it comes."""
+    return next(character for character in text[4:] if "!" <= character <= "~")
+
+
 def fake_manifest(interface: Interface, compilation: Compilation | None = None, **changes: Any) -> Manifest:
     values: dict[str, Any] = {
         "kind": "portable" if compilation is None else "device",

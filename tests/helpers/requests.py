@@ -58,6 +58,11 @@ def expected(prompt: list[int], params: SamplingParams, seed: int) -> tuple[list
     return fake_reference.generate(prompt, params, seed, MAX_POSITIONS)
 
 
+async def read_tokens(request: Request) -> list[int]:
+    """All tokens of a request, as they come."""
+    return [token async for delta in request for token in delta.token_ids]
+
+
 def outcome(request: Request) -> tuple[list[int], str]:
     output = request.result(60)
     return output.token_ids, output.finish_reason

@@ -11,7 +11,7 @@ from contextlib import suppress
 import pytest
 
 from qsample.runtime import CausalLM, Delta, Engine, Request
-from tests.helpers.requests import ENDLESS, FREE, expected, outcome, wait_for_token, wait_until
+from tests.helpers.requests import ENDLESS, FREE, expected, outcome, read_tokens, wait_for_token, wait_until
 
 
 def break_out(request: Request) -> None:
@@ -220,11 +220,8 @@ def test_waiting_for_the_next_delta_a_little_at_a_time(model: CausalLM, gate: th
 
 
 def test_two_threads_and_two_tasks_read_one_request(model: CausalLM) -> None:
-    async def read(request: Request) -> list[int]:
-        return [token async for delta in request for token in delta.token_ids]
-
     async def main(request: Request) -> list[list[int]]:
-        return await asyncio.gather(read(request), read(request))
+        return await asyncio.gather(read_tokens(request), read_tokens(request))
 
     with Engine(model, slots=1) as engine:
         for seed in range(5):

@@ -10,7 +10,6 @@ import threading
 import traceback
 import weakref
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,6 +29,7 @@ from qsample.runtime import (
 from qsample.runtime.decode.slots import Slots
 from qsample.runtime.text.tokenizer import Tokenizer
 from tests.helpers.fake_package import MAX_POSITIONS, POISON, VOCAB
+from tests.helpers.memory import resident
 from tests.helpers.requests import (
     ENDLESS,
     FREE,
@@ -290,9 +290,6 @@ def test_closing_cancels_and_releases_everything(model: CausalLM) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_memory_stays_flat_over_two_thousand_requests(fake: Callable[..., Package]) -> None:
-    def resident() -> int:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
-
     generator = random.Random(1)
     with Engine(load(fake().path, ctx_len=64, intra_op_num_threads=1), slots=8) as engine:
         readings = []

@@ -12,7 +12,6 @@ from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,6 +25,7 @@ from qsample.runtime.request.readers import AsyncDeltas, Reader
 from qsample.runtime.sequence import Sequence
 from qsample.runtime.text.generated_text import GeneratedText
 from tests.helpers.fake_package import POISON, VOCAB
+from tests.helpers.memory import resident
 from tests.helpers.requests import random_params, random_prompt, wait_until
 
 KEPT_BY_NOBODY = (Request, Sequence, GeneratedText, Guide, Failure, AsyncDeltas, Reader, RequestFailedError)
@@ -311,12 +311,6 @@ def event_loop() -> Iterator[asyncio.AbstractEventLoop]:
         loop.call_soon_threadsafe(loop.stop)
         thread.join(60)
         loop.close()
-
-
-def resident() -> int:
-    """Bytes of this process in memory; 0 where nothing says so."""
-    statm = Path("/proc/self/statm")
-    return int(statm.read_text().split()[1]) * 4096 if statm.exists() else 0
 
 
 @pytest.mark.parametrize("count", [160, pytest.param(1000, marks=pytest.mark.slow)])

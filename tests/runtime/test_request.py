@@ -20,7 +20,7 @@ from qsample.runtime import (
 from qsample.runtime.decode.loop import DecodeLoop
 from qsample.runtime.sequence import Sequence
 from tests.helpers.fake_package import VOCAB
-from tests.helpers.requests import ENDLESS, FREE, expected, make_sequence, outcome, wait_until
+from tests.helpers.requests import ENDLESS, FREE, expected, make_sequence, outcome, read_tokens, wait_until
 
 
 def test_deltas_join_to_the_output(model: CausalLM) -> None:
@@ -89,12 +89,9 @@ def test_optional_outputs(fake_model: Callable[..., CausalLM]) -> None:
 
 
 def test_async_readers_do_not_block_their_loop(model: CausalLM, gate: threading.Semaphore) -> None:
-    async def read(request: Request) -> list[int]:
-        return [token async for delta in request for token in delta.token_ids]
-
     async def main() -> None:
         requests = [engine.add_request([5 + n], FREE, seed=n) for n in range(6)]
-        readers = [asyncio.create_task(read(request)) for request in requests]
+        readers = [asyncio.create_task(read_tokens(request)) for request in requests]
         await asyncio.sleep(0.02)  # the engine waits at the gate, and this goes on
         assert not any(reader.done() for reader in readers)
         gate.release(1000)

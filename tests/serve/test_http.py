@@ -21,18 +21,12 @@ from qsample.runtime import CausalLM, SamplingParams
 from qsample.serve.http.middleware import ApiKeys
 from qsample.serve.run import run
 from qsample.serve.settings import ServeSettings
+from tests.helpers.requests import wait_until
 from tests.helpers.servers import ServerProcess, post_all
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
 LONG = {"prompt": "In the beginning", "max_tokens": 400, "ignore_eos": True}
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.05)
 
 
 @pytest.mark.parametrize(

@@ -9,19 +9,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from qsample.exporters.checkpoints import mapped_weights
 from qsample.exporters.checkpoints.hub_options import HubOptions
 from qsample.exporters.checkpoints.load import Checkpoint, load_model
-from qsample.transforms import deferred as deferred_module
 from qsample.transforms.deferred import computing, deferred, numbers
 from tests.helpers.mixtures import mixture
 from tests.helpers.tiny_models import random_model
 
-
-@pytest.fixture(autouse=True)
-def _nothing_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (mapped_weights, deferred_module):
-        monkeypatch.setattr(module, "SMALLEST", 1000)
+pytestmark = pytest.mark.usefixtures("nothing_is_small")
 
 
 def save(path: Path, dtype: torch.dtype, **options: object) -> Path:

@@ -13,17 +13,11 @@ import torch
 
 from qsample import AutoModelForCausalLM
 from qsample.errors import QsampleError
-from qsample.exporters.checkpoints import mapped_weights
 from qsample.exporters.checkpoints.load import Checkpoint, load_model
 from qsample.exporters.checkpoints.mapped_weights import INDEX
-from qsample.transforms import deferred as deferred_module
 from tests.helpers.tiny_models import random_model
 
-
-@pytest.fixture(autouse=True)
-def _nothing_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (mapped_weights, deferred_module):
-        monkeypatch.setattr(module, "SMALLEST", 1000)
+pytestmark = pytest.mark.usefixtures("nothing_is_small")
 
 
 def save(folder: Path, seed: int = 0) -> Path:

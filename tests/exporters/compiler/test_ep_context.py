@@ -18,17 +18,12 @@ from qsample.exporters.compiler.ep_context import publish_compiled
 from qsample.exporters.compiler.options import CompileOptions
 from qsample.exporters.compiler.plan import CompilePlan, make_plan
 from qsample.exporters.compiler.targets.openvino import OpenVinoTarget
-from qsample.package import Package, read_package
+from qsample.package import Package
 from qsample.runtime import load
 from qsample.runtime.session.providers import compile_context
 from tests.helpers.sampling_cases import generate
 
 CAPACITY = 48
-
-
-@pytest.fixture(scope="module")
-def llama(llama_package: Path) -> Package:
-    return read_package(llama_package)
 
 
 class OnCpu(OpenVinoTarget):

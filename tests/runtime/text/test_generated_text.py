@@ -9,7 +9,7 @@ import pytest
 from qsample.runtime import CausalLM, SamplingParams
 from qsample.runtime.text.generated_text import GeneratedText
 from qsample.runtime.text.tokenizer import Tokenizer
-from tests.helpers.fake_package import byte_tokenizer
+from tests.helpers.fake_package import ascii_piece, byte_tokenizer
 
 
 @pytest.fixture
@@ -29,11 +29,6 @@ def test_generated_text_stops_inside_multi_byte_characters_and_tokens(tokenizer:
     assert "".join([*parts, text.end()]) == "漢字。é"
     assert len(parts) == len("漢字。é。\n".encode())
     assert text.stop_string == "。\n"
-
-
-def ascii_piece(text: str) -> str:
-    """A character in the middle of a random text that is certain as soon as it comes."""
-    return next(character for character in text[4:] if "!" <= character <= "~")
 
 
 def test_generate_with_stop_strings(fake_model: Callable[..., CausalLM]) -> None:

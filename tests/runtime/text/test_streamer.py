@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from qsample.runtime import CausalLM, SamplingParams, TextStreamer
+from tests.helpers.fake_package import ascii_piece
 
 
 class Recorder:
@@ -64,11 +65,6 @@ def test_text_streamer_takes_standard_output_of_the_moment(model: CausalLM, caps
 def test_streaming_needs_a_tokenizer() -> None:
     with pytest.raises(ValueError, match="needs a tokenizer"):
         TextStreamer(None)
-
-
-def ascii_piece(text: str) -> str:
-    """A character in the middle of a random text that is certain as soon as it comes."""
-    return next(character for character in text[4:] if "!" <= character <= "~")
 
 
 def test_a_text_streamer_cuts_at_a_stop_string(model: CausalLM) -> None:

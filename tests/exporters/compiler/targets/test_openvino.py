@@ -14,18 +14,13 @@ from qsample.exporters.compiler.options import CompileOptions
 from qsample.exporters.compiler.plan import make_plan
 from qsample.exporters.compiler.quantize.report import quantization_report
 from qsample.exporters.compiler.targets.openvino import OpenVinoTarget
-from qsample.package import Package, read_package
+from qsample.package import Package
 from qsample.runtime import load
 from qsample.runtime.session.providers import is_plugin, plugin_devices
 from tests.helpers.sampling_cases import generate
 
 CAPACITY = 48
 CONTROL_FLOW = {"If", "Loop", "Scan"}
-
-
-@pytest.fixture(scope="module")
-def llama(llama_package: Path) -> Package:
-    return read_package(llama_package)
 
 
 def test_openvino_is_given_the_model_without_the_sampler(llama: Package) -> None:

@@ -16,11 +16,6 @@ from qsample.package import Package, read_package
 from qsample.runtime.session.providers import available_providers
 
 
-@pytest.fixture(scope="module")
-def llama(llama_package: Path) -> Package:
-    return read_package(llama_package)
-
-
 def test_the_targets_are_found_by_name() -> None:
     assert {"cpu", "cuda", "openvino", "tensorrt"} <= set(target_names())
     assert find_target("openvino").name == "openvino"

@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import onnx_ir as ir
-import pytest
 
 from qsample.exporters.compiler.compile import optimize
 from qsample.exporters.compiler.options import CompileOptions
 from qsample.exporters.compiler.plan import make_plan
 from qsample.exporters.compiler.targets.tensorrt import TensorRtTarget
-from qsample.package import Package, read_package
+from qsample.package import Package
 
 CAPACITY = 48
 CONTROL_FLOW = {"If", "Loop", "Scan"}
-
-
-@pytest.fixture(scope="module")
-def llama(llama_package: Path) -> Package:
-    return read_package(llama_package)
 
 
 def test_tensorrt_is_given_fixed_shapes_and_plain_operators(llama: Package) -> None:
