@@ -86,7 +86,7 @@ def chat_options(given: Mapping[str, Any]) -> dict[str, Any]:
     """What a command line says of chat templates, as options of `generate`."""
     options: dict[str, Any] = {}
     if (template := given["chat_template"]) is not None:
-        options["chat_template"] = _read_template(template)
+        options["chat_template"] = read_template(template)
     arguments: Any = {}
     if (text := given["chat_template_kwargs"]) is not None:
         try:
@@ -100,7 +100,7 @@ def chat_options(given: Mapping[str, Any]) -> dict[str, Any]:
     return options | ({"chat_template_kwargs": arguments} if arguments else {})
 
 
-def _read_template(template: str) -> str:
+def read_template(template: str) -> str:
     """The text of a file; or the name of a template, where there is no such file."""
     path = Path(template)
     if not os.path.isfile(path):

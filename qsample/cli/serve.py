@@ -8,7 +8,7 @@ from typing import Annotated, Any, Final
 import typer
 
 from qsample.cli.common import Provider, Threads, is_package, open_exported
-from qsample.cli.options import CtxLen, Template, chat_options
+from qsample.cli.options import CtxLen, Template, read_template
 
 _KEPT: Final[list[Any]] = []  # a checkpoint's package goes with the object that was exported
 KEY_VARIABLE: Final = "QSAMPLE_API_KEY"
@@ -88,7 +88,7 @@ def serve(
 
     if log_level not in (known := ("critical", "error", "warning", "info", "debug", "trace")):
         raise typer.BadParameter(f"--log-level is {log_level}; choose from {', '.join(known)}")
-    template = None if chat_template is None else _template(chat_template)
+    template = None if chat_template is None else read_template(chat_template)
     keys = api_key or [key for key in [os.environ.get(KEY_VARIABLE)] if key]
     settings = ServeSettings(
         models=_models(package, model or [], served_model_name, provider),
@@ -139,8 +139,3 @@ def _models(package: str | None, named: list[str], name: str | None, provider: s
             raise typer.BadParameter(f"--model {entry}: {path} is no package; make one with qsample export or compile")
         models[served] = path
     return models
-
-
-def _template(given: str) -> str:
-    text: str = chat_options({"chat_template": given, "chat_template_kwargs": None, "thinking": None})["chat_template"]
-    return text

@@ -232,7 +232,7 @@ def _label(package: Package) -> str:
     own = package.interface.dtype
     figures: Mapping[str, Any] = (compilation.quantization if compilation else None) or {}
     weights = str(figures.get("dtype") or own)
-    parts = [" ".join(str(figures[name]) for name in ("method",) if name in figures)]
+    parts = [str(figures.get("method", ""))]
     if "block_size" in figures:
         parts.append(f"blocks of {figures['block_size']}")
     if package.manifest.packed_weights:

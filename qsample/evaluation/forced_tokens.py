@@ -60,8 +60,7 @@ class ForcedTokens:
             whole = np.zeros((1, self._piece_size), np.int64)
             whole[0, : len(piece)] = piece
             self._piece_ids.write(whole)
-            graph = self._reader(row, len(piece))
-            graph.run()
+            self._reader(row, len(piece)).run()
 
     def step(self, ids: Array, lengths: Array) -> Array:
         """The logits [rows, V] float32 after one more token of each row; they hold until the next call.

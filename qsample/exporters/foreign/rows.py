@@ -107,7 +107,8 @@ def _counting_values(foreign: ForeignGraph) -> list[ir.Value]:
     """Integers computed from the length of the cache, the shape of the ids or the mask."""
     sizes = [value for layer in foreign.layers for value in layer.pasts]
     waiting = [node.outputs[0] for value in sizes for node, _ in value.uses() if node.op_type == "Shape"]
-    waiting += [value for name in (MASK,) if (value := foreign.input(name)) is not None]
+    mask = foreign.input(MASK)
+    waiting += [] if mask is None else [mask]
     found: dict[ir.Value, None] = {}
     seen: set[ir.Node] = set()
     while waiting:
