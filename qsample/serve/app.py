@@ -19,7 +19,7 @@ from qsample.runtime.text.chat import ChatOptions
 from qsample.runtime.text.tokenizer import LONG_TEXT
 from qsample.serve.answers.answers import Answers
 from qsample.serve.answers.choices import ChatChoice, CompletionChoice
-from qsample.serve.guides import Grammar, Guide
+from qsample.serve.guides import Grammar, GrammarGuide
 from qsample.serve.http.errors import ApiError, add_error_handlers
 from qsample.serve.http.json_bytes import json_bytes
 from qsample.serve.http.middleware import ApiKeys, BodyLimit, UnknownErrors
@@ -238,7 +238,7 @@ class _Server:
 
     def _guide(
         self, model: ServedModel, body: GenerationRequest, grammar: Grammar | None
-    ) -> Callable[[], Awaitable[Guide]] | None:
+    ) -> Callable[[], Awaitable[GrammarGuide]] | None:
         """What makes the guide of an answer; None where it may be any text. Raises ApiError where none can be made."""
         if grammar is None:
             return None

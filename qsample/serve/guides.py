@@ -39,7 +39,7 @@ class Grammars:
         # Of their own: grammars that take long are not to hold up prompts, which asyncio.to_thread encodes.
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="qsample-grammar")
 
-    async def guide(self, grammar: str) -> Guide:
+    async def guide(self, grammar: str) -> GrammarGuide:
         """A guide for one answer. grammar: of `from_json_schema` and its siblings.
 
         It is compiled on another thread, which can take a second, once for all who ask for it at the same time. Raises
@@ -59,7 +59,7 @@ class Grammars:
             if failed and self._kept.get(grammar) is compiling:
                 del self._kept[grammar]
             raise
-        return Guide(compiled)
+        return GrammarGuide(compiled)
 
     def _compile(self, grammar: str) -> _Compiled:
         from llguidance import LLMatcher
@@ -127,7 +127,7 @@ class _Compiled:
     mask: Array
 
 
-class Guide:
+class GrammarGuide:
     """Writes the mask of each next token of one answer; the `allowed_tokens` of a request.
 
     What can be computed early is the first mask, with the grammar. Each other one needs the token before it, and the

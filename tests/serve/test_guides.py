@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from qsample.runtime import CausalLM, Step
-from qsample.serve.guides import Grammars, Guide, from_choice, from_json_schema, from_lark, from_regex
+from qsample.serve.guides import GrammarGuide, Grammars, from_choice, from_json_schema, from_lark, from_regex
 from qsample.serve.http.errors import ApiError
 
 
@@ -35,7 +35,7 @@ def first_allowed(mask: np.ndarray) -> int:
 def test_masks_are_those_of_llguidance(grammars: Grammars, count: int) -> None:
     made = [from_choice(["yes", "no"]), from_json_schema({"type": "integer"}), from_regex("[a-z]{3,9}")]
 
-    async def run() -> list[Guide]:
+    async def run() -> list[GrammarGuide]:
         return [await grammars.guide(made[row % 3]) for row in range(count)]
 
     guides = asyncio.run(run())
@@ -97,7 +97,7 @@ def test_a_grammar_that_failed_is_tried_again(
     def compile_(self: Grammars, grammar: str) -> Any:
         raise error("for now")
 
-    async def run() -> Guide:
+    async def run() -> GrammarGuide:
         with monkeypatch.context() as patched:
             patched.setattr(Grammars, "_compile", compile_)
             with pytest.raises(error):

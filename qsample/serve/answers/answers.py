@@ -10,7 +10,7 @@ from typing import Any, Final, Protocol
 
 from qsample.runtime import Delta, Request, RequestOutput
 from qsample.sampling_params import SamplingParams
-from qsample.serve.guides import Guide
+from qsample.serve.guides import GrammarGuide
 from qsample.serve.http.errors import ApiError, answer_to
 from qsample.serve.http.json_bytes import json_bytes
 from qsample.serve.metrics import Metrics
@@ -72,7 +72,7 @@ class Answers:
         self,
         prompts: Sequence[list[int]],
         params: SamplingParams,
-        make_guide: Callable[[], Awaitable[Guide]] | None,
+        make_guide: Callable[[], Awaitable[GrammarGuide]] | None,
         max_time: float | None,
     ) -> None:
         """Hand the prompts to the engine, all of them or none. Raises ApiError, QueueFullError, ValueError.
