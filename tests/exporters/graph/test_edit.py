@@ -6,7 +6,16 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from qsample.exporters.graph.edit import Part, constant, initializer, insert, lazy_initializer, part_of, reshape
+from qsample.exporters.graph.edit import (
+    Part,
+    constant,
+    drop_unread,
+    initializer,
+    insert,
+    lazy_initializer,
+    part_of,
+    reshape,
+)
 from tests.helpers.small_graphs import normal, operators, results, small_graph
 
 TURN = "turn (float[B,S,8] x) => (float[B,S,8] y) { y = Neg (x) }"
@@ -23,6 +32,15 @@ def test_a_scalar_initializer_has_no_axis() -> None:
     value = initializer(small_graph(TURN).graph, "number", np.array(3))
     assert value.const_value is not None
     assert value.shape == value.const_value.shape == ir.Shape([])
+
+
+def test_what_nothing_reads_is_dropped() -> None:
+    graph = small_graph(
+        "add (float[B] x) => (float[B] y) <float read = {1}, float unread = {2}> { y = Add (x, read) }"
+    ).graph
+    drop_unread(graph, [None, *graph.initializers.values(), *graph.inputs, *graph.outputs])
+    assert list(graph.initializers) == ["read"]
+    assert [value.name for value in (*graph.inputs, *graph.outputs)] == ["x", "y"]
 
 
 def test_a_lazy_initializer_is_computed_whenever_it_is_read() -> None:
