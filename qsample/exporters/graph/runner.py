@@ -45,6 +45,8 @@ class GraphRunner:
         dequantize every matrix."""
         model = decoder if isinstance(decoder, ir.Model) else load_graph(decoder)
         options = session_options(NO_PREPACKING if weights_mapped and not _has_quantized_weights(model) else None)
+        # One block for all that a call computes takes twice what lives at a time, such as weights that are cast.
+        options.enable_mem_pattern = not weights_mapped
         # It would copy a weight that is cast, or transpose a tied head's table.
         disabled = ["ConstantFolding"] if weights_mapped else None
         graph: Path | bytes
