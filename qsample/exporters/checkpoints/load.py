@@ -305,6 +305,8 @@ def load_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerBase | None:
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name, **hub.loading())
     except Exception as error:  # transformers raises half a dozen kinds for a missing tokenizer
+        if own:
+            read_config(checkpoint)  # which it reads, too, and may have failed at
         raise QsampleError(
             f"no tokenizer in {name!r} ({_first_line(error)}); give tokenizer= a folder or hub id that has one, or "
             "tokenizer=None for a package that takes and returns token ids only"

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from qsample import AutoModelForCausalLM
 from qsample.errors import QsampleError, UnsupportedModelError
-from qsample.exporters.checkpoints.load import Checkpoint, load_model
+from qsample.exporters.checkpoints.load import Checkpoint, load_model, load_tokenizer
 from qsample.exporters.checkpoints.settings import read_generation_config
 from tests.helpers.tiny_models import random_model, save_checkpoint
 
@@ -66,6 +66,14 @@ def test_a_configuration_that_no_model_can_be_made_of(changes: dict[str, object]
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
     with pytest.raises(UnsupportedModelError, match=r"checkpoint: transformers makes no model of its config\.json \("):
         load_model(Checkpoint(str(tmp_path / "checkpoint")))
+
+
+def test_a_wrong_configuration_is_no_missing_tokenizer(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "checkpoint", "llama")
+    file = tmp_path / "checkpoint" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"num_attention_heads": 3}))
+    with pytest.raises(UnsupportedModelError, match=r"transformers makes no model of its config\.json"):
+        load_tokenizer(Checkpoint(str(tmp_path / "checkpoint")))
 
 
 @pytest.mark.parametrize(
