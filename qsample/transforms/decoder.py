@@ -45,7 +45,7 @@ class Decoder(nn.Module):
             # Padding beyond the capacity has no position of its own; its results are never used.
             context.positions = positions = positions.clamp(max=capacity - 1)
             context.seqlens_k = lengths + (length - 1)
-            context.total_length = _total_length(batch, length, capacity)
+            context.total_length = _total_length(batch, length, capacity, lengths)
             context.past = dict(zip(self._layers, zip(past[::2], past[1::2], strict=True), strict=True))
         if self._recurrent:
             context.states = {(state.layer, state.kind, state.index): inputs[state.name] for state in self._recurrent}
@@ -65,11 +65,13 @@ class Decoder(nn.Module):
         return {"logits": logits} | dict(zip(map(retained_name, self._cache_names), present, strict=True)) | states
 
 
-def _total_length(batch: int, length: int, capacity: int) -> Tensor:
+def _total_length(batch: int, length: int, capacity: int, lengths: Tensor) -> Tensor:
     """GroupQueryAttention's total_sequence_length, scalar int32.
 
     A batch of prompts is accepted only as a first prefill, total == S; one row, or one token a row, with the capacity.
+    For later pieces of several rows it is more than S, and the operator refuses them: it would read them as first ones,
+    over the rows' own beginnings.
     """
     any_position = torch.logical_or(torch.scalar_tensor(batch) == 1, torch.scalar_tensor(length) == 1)
-    total = torch.where(any_position, torch.scalar_tensor(capacity), torch.scalar_tensor(length))
-    return total.to(torch.int32)
+    longest = torch.scalar_tensor(length) + lengths.max()
+    return torch.where(any_position, torch.scalar_tensor(capacity), longest).to(torch.int32)

@@ -74,7 +74,9 @@ def add_rows(foreign: ForeignGraph, nodes: Nodes) -> Rows:
     one_row = nodes("Equal", [batch, one], _BOOL, [1])
     one_token = nodes("Equal", [sequence, one], _BOOL, [1])
     is_later = nodes("Or", [one_row, one_token], _BOOL, [1])
-    total = nodes("Where", [is_later, capacity, sequence], _INT64, [1])
+    # Of later pieces of several rows it is more than S, so that they are refused.
+    furthest = nodes("Cast", [nodes("ReduceMax", [lengths], _INT32, [1])], _INT64, [1], to=_INT64)
+    total = nodes("Where", [is_later, capacity, nodes("Add", [sequence, furthest], _INT64, [1])], _INT64, [1])
     total = nodes("Squeeze", [nodes("Cast", [total], _INT32, [1], to=_INT32), zero], _INT32, [])
 
     real = nodes("Sub", [input_lengths, nodes.integers(1, dtype="int32")], _INT32, ["B"])

@@ -1,0 +1,166 @@
+"""docs/contract.md, as a host follows it that knows nothing else: calls, rows that come and go, the manifest."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.helpers.fake_package import compilation, fake_package
+from tests.helpers.plain_host import PlainHost, State
+
+PAGE = (Path(__file__).resolve().parent.parent / "docs" / "contract.md").read_text("utf-8")
+T = 48
+LONG, SHORT = (np.random.default_rng(n).integers(4, 260, n).tolist() for n in (12, 7))
+DRAWN = {"temperature": [0.9], "repetition_penalty": [1.5], "frequency_penalty": [0.5]}
+
+
+@pytest.fixture(scope="module")
+def host(llama_package: Path) -> PlainHost:
+    return PlainHost(llama_package)
+
+
+@pytest.fixture(scope="module")
+def alone(host: PlainHost) -> list[list[int]]:
+    return [host.generate(host.start([0], T), prompt, 6) for prompt in (LONG, SHORT)]
+
+
+@pytest.mark.parametrize("padding", [0, 259, -1])
+@pytest.mark.parametrize("width", [12, 15])
+def test_first_pieces_are_read_together(padding: int, width: int, host: PlainHost, alone: list[list[int]]) -> None:
+    if padding < 0:  # any ids: another one in each place
+        padding = np.random.default_rng(1).integers(0, 260, width)  # type: ignore[assignment]
+    ids = np.broadcast_to(padding, (2, width)).copy()
+    ids[0, :12], ids[1, :7] = LONG, SHORT
+    state, lengths, tokens = host.start([0, 1], T), [12, 7], []
+    for _ in range(6):
+        outputs = host.call(state, ids, lengths)
+        state, ids, lengths = host.after(state, outputs), outputs["next_ids"], [1, 1]
+        tokens.append(ids[:, 0].tolist())
+    assert np.transpose(tokens).tolist() == alone
+
+
+def test_a_later_piece_is_read_alone(host: PlainHost, alone: list[list[int]]) -> None:
+    state = host.start([0], T)
+    for piece in (LONG[:5], LONG[5:9]):
+        state = host.after(state, host.call(state, [piece + [9] * 3], [len(piece)], emit=[False]))
+    assert host.generate(state, LONG[9:], 6) == alone[0]
+
+
+@pytest.mark.parametrize("ahead", [[5, 5], [0, 5], [5, 0]])
+def test_later_pieces_of_several_rows_are_refused(ahead: list[int], host: PlainHost) -> None:
+    """They would be read as first ones, over the rows' own beginnings."""
+    state = host.start([0, 1], T)
+    state["lengths"][:] = ahead
+    with pytest.raises(Exception, match="batch_size must be 1"):
+        host.call(state, [LONG[:6], LONG[6:]])
+
+
+def test_padding_needs_room(host: PlainHost) -> None:
+    state = host.start([0], T)
+    state["lengths"][:] = T - 12
+    host.call(state, [LONG])
+    state["lengths"][:] = T - 11
+    with pytest.raises(Exception, match="out of range"):
+        host.call(state, [LONG], [2])
+
+
+def test_a_row_begins_anew_over_what_another_left(host: PlainHost) -> None:
+    wanted = host.generate(host.start([5], T), SHORT, 8, **DRAWN)
+    state = host.start([9], T)
+    ids: Any = [LONG]
+    for _ in range(8):
+        outputs = host.call(state, ids, **DRAWN)
+        state, ids = host.after(state, outputs), outputs["next_ids"]
+    state["lengths"][:] = state["status"][:] = 0
+    state["output_counts"][:] = 0
+    state["noise"] = host.start([5], T)["noise"]
+    assert host.generate(state, SHORT, 8, **DRAWN) == wanted
+    for name, value in state.items():
+        if name.startswith("past_key_values"):
+            value[:] = np.nan
+    assert host.generate(state, SHORT, 8, **DRAWN) == wanted, "what lies behind lengths is not read"
+
+
+def test_a_row_goes_on_from_a_common_beginning(host: PlainHost) -> None:
+    other = [*LONG[:7], *SHORT]
+    wanted = host.generate(host.start([5], T), other, 8, **DRAWN)
+    state = host.start([5], T)
+    ids: Any = [LONG]
+    for _ in range(8):
+        outputs = host.call(state, ids, **DRAWN)
+        state, ids = host.after(state, outputs), outputs["next_ids"]
+    state["lengths"][:], state["output_counts"][:] = 7, 0
+    state["tokens"][0, 7:] = LONG[0]
+    assert host.generate(state, SHORT, 8, **DRAWN) == wanted
+
+
+@pytest.mark.parametrize("status", [1, 2, 3])
+def test_a_row_that_does_not_run_stays_as_it_is(status: int, host: PlainHost) -> None:
+    state = host.start([0, 1], T)
+    state = host.after(state, host.call(state, [LONG, LONG]))
+    state["status"][1] = status
+    outputs = host.call(state, [[7], [8]])
+    after: State = host.after(state, outputs)
+    assert outputs["next_ids"][1, 0] == host.manifest["token_ids"]["pad"]
+    assert after["lengths"].tolist() == [13, 12]
+    for name in state:
+        kept = slice(0, 12) if name.startswith("past_key_values") else slice(None)
+        before, then = state[name][1], after[name][1]
+        if before.ndim == 3:
+            before, then = before[:, kept], then[:, kept]
+        assert np.array_equal(before, then), name
+
+
+@pytest.fixture(scope="module")
+def with_features(exported: Callable[..., Path]) -> PlainHost:
+    return PlainHost(exported("llama", logit_bias=True, logprobs=True, top_logprobs=3, return_pdfs=True))
+
+
+def test_what_a_row_returns_that_emits_nothing(with_features: PlainHost) -> None:
+    host = with_features
+    outputs = host.call(host.start([0, 1], T), [LONG, LONG], emit=[True, False])
+    assert (outputs["logprobs"][0] < 0).all()
+    assert outputs["logprobs"][1].tolist() == [0]
+    assert outputs["top_logprob_ids"][1].tolist() == [-1] * 3
+    assert outputs["top_logprobs"][1].tolist() == [0] * 3
+    assert not outputs["probs"][1].any()
+    assert np.sort(outputs["probs"][0])[-2:].tolist() == [0, 1], "a greedy row"
+    assert outputs["probs"][0].argmax() == outputs["next_ids"][0, 0] == outputs["top_logprob_ids"][0, 0]
+
+
+@pytest.mark.parametrize(
+    "spoilt", [{"logit_bias": [[np.inf]]}, {"logit_bias": [[np.nan]]}, {"repetition_penalty": [0]}]
+)
+def test_an_invalid_logit_of_the_steps_counts_as_the_models(spoilt: dict[str, Any], with_features: PlainHost) -> None:
+    outputs = with_features.call(with_features.start([0], T), [LONG], logit_bias_ids=[[LONG[0]]], **spoilt)
+    assert outputs["status_RetainedState"].tolist() == [3]
+    assert outputs["lengths_RetainedState"].tolist() == [0]
+
+
+def test_the_manifest_has_what_the_page_says(llama_package: Path, tmp_path: Path) -> None:
+    portable = PlainHost(llama_package).manifest
+    device = PlainHost(fake_package(tmp_path / "device", compilation=compilation()).path).manifest
+    rows = re.findall(
+        r"^\| ((?:`[\w.]+`(?:, )?)+) \| (.*) \|$", PAGE.split("of which a host needs this")[1], re.MULTILINE
+    )
+    named = [key for keys, _ in rows for key in re.findall(r"`([\w.]+)`", keys) if not key.startswith("qsample")]
+    assert {"contract_version", "interface.vocab_size", "token_ids", "compilation"} <= set(named)
+    for key in named[: named.index("files") + 1]:
+        for manifest in (portable, device):
+            value: Any = manifest
+            for part in key.split("."):
+                value = value[part]
+    texts = dict(rows)
+    inside = {name: set(re.findall(r"`(\w+)`", texts[f"`{name}`"])) for name in ("token_ids", "compilation", "files")}
+    assert inside["token_ids"] == set(portable["token_ids"])
+    assert inside["compilation"] <= set(device["compilation"]) | {"decoder"}
+    assert inside["files"] == set(portable["files"]["decoder.onnx"])
+    assert set(re.findall(r"`(\w+)`", texts["`interface.features`"])) == set(portable["interface"]["features"])
+    layer = texts["`interface.key_values`"]
+    assert set(re.findall(r"`(\w+)`", layer)) == set(portable["interface"]["key_values"][0])
+    assert portable["compilation"] is None
