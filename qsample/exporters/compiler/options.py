@@ -17,6 +17,7 @@ MIXED: Final = "int4_mixed"
 CALIBRATED: Final = "gptq"
 QUANTIZATION_METHODS: Final = ("rtn", "k_quant", "hqq", CALIBRATED)
 DEFAULT_CTX_LEN: Final = 4096
+_INT32_MAX: Final = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +25,7 @@ class CompileOptions:
     """What a device package is compiled for. Every field has a default; None leaves the choice to the package.
 
     provider: the target: "cpu", "cuda", "openvino", "tensorrt", or one of your own (`targets.target_names`).
-    batch_size: most rows of one call, at least 1; None = any number.
+    batch_size: most rows of one call, 1 to 2**31 - 1; None = any number.
     ctx_len: tokens that the state of a row holds, 2 to the model's max_position_embeddings; None = the smaller of that
         and 4,096.
     dtype: of the compiled model: "float16" or "bfloat16" for cuda, "float16" for tensorrt, the package's own for cpu
@@ -68,7 +69,7 @@ class CompileOptions:
             raise CompileError(f"provider is {self.provider!r}; give the name of a compile target, such as 'cpu'")
         if not _is_count(self.batch_size, 1):
             raise CompileError(
-                f"batch_size is {self.batch_size!r}; it must be at least 1, or None for any number of rows"
+                f"batch_size is {self.batch_size!r}; it must be 1 to {_INT32_MAX}, or None for any number of rows"
             )
         if not _is_count(self.ctx_len, 2):
             raise CompileError(
@@ -81,6 +82,7 @@ class CompileOptions:
         _check_choice("quantization_method", self.quantization_method, QUANTIZATION_METHODS)
         _check_choice("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES, optional=True)
         self._check_calibration()
+        self._check_quantization()
         limit = self.max_divergence
         if isinstance(limit, bool) or not isinstance(limit, int | float) or math.isnan(limit) or limit < 0:
             raise CompileError(f"max_divergence is {limit!r}; give a number of nats a token, at least 0")
@@ -95,6 +97,17 @@ class CompileOptions:
                 "quantization_method='gptq'; leave it out, or give these"
             )
 
+    def _check_quantization(self) -> None:
+        if self.weights in WEIGHT_BITS:
+            return
+        own = {entry.name: entry.default for entry in fields(self)}
+        for name in ("block_size", "quantization_method"):
+            if getattr(self, name) != own[name]:
+                raise CompileError(
+                    f"{name} is {getattr(self, name)!r}, which is only read where weights are quantized (int4, "
+                    "int4_mixed or int8); leave it out, or give weights="
+                )
+
     def override(self, **changes: Any) -> CompileOptions:
         """These options with some fields replaced. TypeError names an unknown one and what it may have meant."""
         names = [entry.name for entry in fields(self)]
@@ -107,8 +120,8 @@ class CompileOptions:
 
 
 def _is_count(value: object, least: int) -> bool:
-    """Whether `value` is None or an integer of at least `least`."""
-    return value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= least)
+    """Whether `value` is None or an integer from `least` on that int32 holds."""
+    return value is None or (isinstance(value, int) and not isinstance(value, bool) and least <= value <= _INT32_MAX)
 
 
 def _check_choice(name: str, value: object, choices: Collection[object], *, optional: bool = False) -> None:

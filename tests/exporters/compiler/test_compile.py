@@ -120,6 +120,10 @@ def test_a_device_package_cannot_be_compiled_again(compiled: Path, tmp_path: Pat
 
 
 def test_another_dtype_needs_another_export(llama_package: Path, checkpoint: Callable[[str], Path]) -> None:
+    with pytest.raises(
+        CompileError, match="'bfloat16' and the CPU provider's attention takes float32 or float16; leave"
+    ):
+        AutoModelForCausalLM.from_pretrained(llama_package).compile(dtype="bfloat16")
     with pytest.raises(CompileError, match="'float16' and the package was exported as float32; export it again"):
         AutoModelForCausalLM.from_pretrained(llama_package).compile(dtype="float16")
     half = AutoModelForCausalLM.from_pretrained(checkpoint("llama")).compile(dtype="float16", ctx_len=32)

@@ -18,11 +18,13 @@ from qsample.errors import CompileError
     ("field", "value", "message"),
     [
         ("provider", None, "provider is None; give the name of a compile target"),
-        ("batch_size", 0, "batch_size is 0; it must be at least 1, or None"),
-        ("batch_size", "4", "batch_size is '4'; it must be at least 1"),
+        ("batch_size", 0, "batch_size is 0; it must be 1 to 2147483647, or None"),
+        ("batch_size", 2**31, "batch_size is 2147483648; it must be 1 to 2147483647, or None"),
+        ("batch_size", "4", "batch_size is '4'; it must be 1 to"),
         ("batch_size", True, "batch_size is True"),
         ("ctx_len", 1, "ctx_len is 1; it must be 2 to the model's max_position_embeddings"),
         ("ctx_len", 2.5, "ctx_len is 2.5"),
+        ("ctx_len", 2**63, "ctx_len is 9223372036854775808"),
         ("dtype", "float64", "dtype is 'float64'; choose one of float32, float16, bfloat16, or None"),
         ("weights", "int3", "weights is 'int3'; choose one of int4, int8, .*, or None"),
         ("block_size", 33, "block_size is 33; choose one of 16, 32, 64, 128, 256"),
@@ -39,6 +41,14 @@ def test_values_out_of_range(field: str, value: Any, message: str) -> None:
         CompileOptions(**{field: value})
     with pytest.raises(CompileError, match=message):
         CompileOptions().override(**{field: value})
+
+
+@pytest.mark.parametrize("weights", [None, "float16"])
+@pytest.mark.parametrize(("field", "value"), [("block_size", 64), ("quantization_method", "hqq")])
+def test_what_only_quantized_weights_have(field: str, value: Any, weights: str | None) -> None:
+    with pytest.raises(CompileError, match=f"{field} is {value!r}, which is only read where weights are "):
+        CompileOptions(weights=weights, **{field: value})
+    assert getattr(CompileOptions(weights="int8", **{field: value}), field) == value
 
 
 def test_fields_replace_those_that_were_given() -> None:

@@ -43,6 +43,11 @@ class CpuTarget:
 
     def check(self, plan: CompilePlan) -> None:
         own = plan.source.interface.dtype
+        if plan.dtype != own and plan.dtype not in _DTYPES:
+            raise CompileError(
+                f"dtype is {plan.dtype!r} and the CPU provider's attention takes {' or '.join(_DTYPES)}; leave it out, or "
+                "compile for cuda"
+            )
         if plan.dtype != own:
             raise CompileError(
                 f"dtype is {plan.dtype!r} and the package was exported as {own}; export it again with that dtype"
