@@ -277,6 +277,6 @@ class CheckpointModel(Compilable):
             "tokenizer": tokenizer,
             "features": self.features,
             "model_id": " + ".join(filter(None, (checkpoint.model_id, checkpoint.adapter))),
-            "revision": checkpoint.hub.revision,
+            "revision": None if os.path.isdir(checkpoint.model_id) else checkpoint.hub.revision,
             "sources": sources,
         }

@@ -52,14 +52,21 @@ def bundled_model(provider: str = "cpu", progress: Progress | None = None) -> Pa
             return model
         except QsampleError:  # damaged since: make it again
             shutil.rmtree(entry, ignore_errors=True)
-    entry.parent.mkdir(parents=True, exist_ok=True)
     # Imported here, because opening what is cached needs neither onnx nor torch.
     from qsample.exporters.compiler.options import CompileOptions
     from qsample.exporters.compiler.targets import find_target
 
-    with ScratchFolder(entry.parent) as scratch:
+    options = CompileOptions(provider=provider).override(**find_target(provider).bundled_options)
+    try:
+        entry.parent.mkdir(parents=True, exist_ok=True)
+        folder = ScratchFolder(entry.parent)
+    except OSError as error:
+        raise QsampleError(
+            f"cannot write to {entry.parent}, where the bundled model is kept ({error.strerror}); set {CACHE_VARIABLE} "
+            "to another folder"
+        ) from error
+    with folder as scratch:
         checkpoint = AutoModelForCausalLM.from_pretrained(TINY_LM, local_files_only=True)
-        options = CompileOptions(provider=provider).override(**find_target(provider).bundled_options)
         checkpoint.compile(scratch.new / "package", options=options, progress=progress)
         try:
             (scratch.new / "package").rename(entry)

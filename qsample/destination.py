@@ -7,6 +7,8 @@ import tempfile
 from pathlib import Path
 
 from qsample.disk.scratch import ScratchFolder
+from qsample.disk.space import full_disk_named
+from qsample.errors import PackageError
 
 
 class Destination:
@@ -29,8 +31,16 @@ class Destination:
 
 
 def scratch_folder(path: Path) -> ScratchFolder:
-    """A scratch folder on the disk that `path` will be on: that of temporary files is often in memory."""
+    """A scratch folder on the disk that `path` will be on: that of temporary files is often in memory.
+
+    Raises PackageError where that takes no folder.
+    """
     parent = next(
         (folder for folder in path.absolute().parents if folder.is_dir() and os.access(folder, os.W_OK)), None
     )
-    return ScratchFolder(parent or Path(tempfile.gettempdir()))
+    parent = parent or Path(tempfile.gettempdir())
+    try:
+        with full_disk_named(parent):
+            return ScratchFolder(parent)
+    except OSError as error:
+        raise PackageError(f"cannot write to {parent}: {error.strerror}; choose another folder") from error

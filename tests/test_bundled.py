@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from qsample import bundled
+from qsample.errors import QsampleError
 from qsample.package import read_package
 from tests.conftest import made_once
 from tests.helpers.command_line import qsample
@@ -96,6 +97,21 @@ def test_a_failed_export_leaves_the_cache_empty(monkeypatch: pytest.MonkeyPatch,
     with pytest.raises(KeyboardInterrupt):
         bundled.bundled_model()
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("provider", ["abacus", "no/such", "../no"])
+def test_an_unknown_provider_leaves_no_folder(provider: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv(bundled.CACHE_VARIABLE, str(tmp_path / "cache"))
+    with pytest.raises(QsampleError, match="choose"):
+        bundled.bundled_model(provider)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_cache_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv(bundled.CACHE_VARIABLE, str(tmp_path / "file"))
+    with pytest.raises(QsampleError, match=r"cannot write to .*file, .*set QSAMPLE_CACHE to another folder"):
+        bundled.bundled_model()
 
 
 def test_the_name_of_an_entry_follows_its_content(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

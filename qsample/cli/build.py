@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -57,6 +58,7 @@ def export(
         raise typer.BadParameter(
             f"{model} holds a decoder that is exported already; `qsample bake` gives it the sampler"
         )
+    _check_revision(model, revision)
     quieten(model)
     source = AutoModelForCausalLM.from_pretrained(
         model,
@@ -87,11 +89,18 @@ def compile(
     ] = None,
     weights: Annotated[
         str | None,
-        typer.Option(metavar="int4|int4_mixed|int8|float16", help="Quantize the weights. (default: as exported)"),
+        typer.Option(
+            metavar="int4|int4_mixed|int8|float16",
+            help="Quantize the weights; float16 halves the file alone. (default: as exported)",
+        ),
     ] = None,
     block_size: Annotated[int, typer.Option(help="Quantized weights that share a scale: 16 to 256.")] = 32,
     quantization_method: Annotated[
-        str, typer.Option(metavar="rtn|k_quant|hqq|gptq", help="Nearest level, a search, or fitted to a text.")
+        str,
+        typer.Option(
+            metavar="rtn|k_quant|hqq|gptq",
+            help="Round to the nearest level; search levels (k_quant, hqq); fit to a text.",
+        ),
     ] = "rtn",
     calibration_text: Annotated[
         list[Path] | None, typer.Option(metavar="FILE", help="Text in UTF-8 for gptq; may be repeated.")
@@ -100,7 +109,7 @@ def compile(
         str | None, typer.Option(metavar="int8", help="Quantize keys and values. (default: as exported)")
     ] = None,
     max_divergence: Annotated[
-        float, typer.Option(min=0, help="Refuse quantized weights that are further off, in nats a token.")
+        float, typer.Option(min=0, help="Refuse quantized weights that diverge further, in nats a token.")
     ] = 1.0,
     dtype: Annotated[
         str | None,
@@ -163,6 +172,7 @@ def bake(
 
     if is_package(model):
         raise typer.BadParameter(f"{model} is a package already; `qsample compile` takes it from here")
+    _check_revision(model, revision)
     quieten(model)
     features = Features(
         sampler=include_sampler,
@@ -186,3 +196,8 @@ def bake(
             progress=progress,
         )
     cli_output.written(baked.package)
+
+
+def _check_revision(model: str, revision: str | None) -> None:
+    if revision is not None and os.path.exists(model):
+        raise typer.BadParameter(f"--revision is of a hub id, and {model} is on this machine; leave it out")

@@ -42,7 +42,9 @@ def report(error: Exception, arguments: Sequence[str], commands: Mapping[str, An
     status = 2 if usage else 1
     text = in_options(_message(error), options_of(arguments, commands))
     if text or not usage:  # without a command, the help was printed
-        print(f"qsample: {text}{'; see qsample --help' if usage else ''}", file=sys.stderr)
+        running = _running(arguments, commands)
+        where = f"; see qsample {f'{running} ' if running else ''}--help" if usage else ""
+        print(f"qsample: {text}{where}", file=sys.stderr)
     ours = arguments[: arguments.index("--")] if "--" in arguments else arguments
     if "--json" in ours and not isinstance(error, AlreadyPrintedError):
         kind = "UsageError" if usage else type(error).__name__
@@ -55,7 +57,7 @@ def options_of(arguments: Sequence[str], commands: Mapping[str, Any]) -> dict[st
 
     The running command's come first; those of the others are there too, where their name cannot be a plain word.
     """
-    running = next((name for name in arguments if name in commands), None)
+    running = _running(arguments, commands)
     names: dict[str, tuple[str, str | None]] = {}
     for name, command in sorted(commands.items(), key=lambda item: item[0] == running):
         for parameter in command.params:
@@ -63,6 +65,10 @@ def options_of(arguments: Sequence[str], commands: Mapping[str, Any]) -> dict[st
                 longest = max(parameter.opts, key=len)
                 names[parameter.name] = longest, (parameter.secondary_opts or [None])[0]
     return names | {name: names[option] for name, option in _OTHER_NAMES.items() if option in names}
+
+
+def _running(arguments: Sequence[str], commands: Mapping[str, Any]) -> str | None:
+    return next((name for name in arguments if name in commands), None)
 
 
 def in_options(text: str, options: Mapping[str, tuple[str, str | None]]) -> str:
@@ -88,6 +94,8 @@ def _message(error: Exception) -> str:
         return f"this needs {error.name}, which is not installed; install qsample with its extra '{extra}'"
     parsed = getattr(error, "format_message", None)  # of the command line's parser
     text = " ".join(_COLOUR.sub("", str(parsed() if parsed else error)).split())
+    if parsed:  # whose sentences end with a stop, and begin with what our own do without
+        text = text.removeprefix("Invalid value: ").removesuffix(".")
     if parsed or isinstance(error, QsampleError | ValueError | OSError | ImportError):
         return text
     return f"{type(error).__name__}: {text:.300} ({DEBUG_VARIABLE}=1 shows where)"

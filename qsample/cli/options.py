@@ -14,7 +14,7 @@ MaxNewTokens = Annotated[int | None, typer.Option(min=1, help="Stop after this m
 Temperature = Annotated[float | None, typer.Option(help="0 is greedy.")]
 TopK = Annotated[int | None, typer.Option(help="Keep the k likeliest tokens; 0 is off.")]
 TopP = Annotated[float | None, typer.Option(help="Keep the nucleus of this mass; 1 is off.")]
-MinP = Annotated[float | None, typer.Option(help="Drop what is this much less likely than the best; 0 is off.")]
+MinP = Annotated[float | None, typer.Option(help="Keep what has this share of the likeliest's probability; 0 is off.")]
 RepetitionPenalty = Annotated[float | None, typer.Option(help="On prompt and sampled tokens; 1 is off.")]
 PresencePenalty = Annotated[float | None, typer.Option(help="On sampled tokens; 0 is off.")]
 FrequencyPenalty = Annotated[float | None, typer.Option(help="On sampled tokens, per occurrence; 0 is off.")]
@@ -28,7 +28,16 @@ StopString = Annotated[
 Seed = Annotated[int | None, typer.Option(help="Same seed, same tokens. (default: a fresh one, shown)")]
 Greedy = Annotated[bool, typer.Option("--greedy", help="Always take the likeliest token.")]
 CtxLen = Annotated[
-    int | None, typer.Option(min=2, help="Tokens that a row holds, for a portable package. (default: what it needs)")
+    int | None,
+    typer.Option(min=2, help="Tokens that a row holds, for a portable package. (default: the model's, at most 4096)"),
+]
+CtxLenAsNeeded = Annotated[
+    int | None,
+    typer.Option(
+        min=2,
+        help="Tokens that a row holds, for a portable package. (default: what it needs; for --prompt-file the model's, "
+        "at most 4096)",
+    ),
 ]
 System = Annotated[str | None, typer.Option(help="System prompt, in front of every conversation.")]
 Template = Annotated[

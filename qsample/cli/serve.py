@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import Annotated, Any, Final
 
 import typer
@@ -90,8 +91,9 @@ def serve(
         raise typer.BadParameter(f"--log-level is {log_level}; choose from {', '.join(known)}")
     template = None if chat_template is None else read_template(chat_template)
     keys = api_key or [key for key in [os.environ.get(KEY_VARIABLE)] if key]
-    settings = ServeSettings(
-        models=_models(package, model or [], served_model_name, provider),
+    named = _named(package, model or [], served_model_name)
+    settings = ServeSettings(  # which checks itself, before a checkpoint is exported
+        models=named,
         provider=provider,
         ctx_len=ctx_len,
         threads=threads,
@@ -110,6 +112,7 @@ def serve(
         request_timeout=request_timeout,
         drain_timeout=drain_timeout,
     )
+    settings = replace(settings, models=_opened(named, package, provider))
 
     def ready(url: str) -> None:
         typer.echo(f"Serving {', '.join(settings.models)} on {url} (API: {url}/v1, a page to try it: {url})", err=True)
@@ -117,14 +120,16 @@ def serve(
     run(settings, host, port, ready=ready, log_level=log_level)
 
 
-def _models(package: str | None, named: list[str], name: str | None, provider: str | None) -> dict[str, str]:
-    """Served name → package."""
+def _named(package: str | None, named: list[str], name: str | None) -> dict[str, str]:
+    """Served name → package; "" is the bundled model. Raises typer.BadParameter."""
     models: dict[str, str] = {}
+    if name == "":
+        raise typer.BadParameter(
+            "--served-model-name is empty; give the name that clients call PACKAGE, or leave it out"
+        )
     if package is not None or not named:
-        opened = open_exported(package, provider)
-        folder = str(opened.package.path)
-        _KEPT.append(opened)
-        models[name or ("tiny_lm" if package is None else os.path.basename(os.path.abspath(package)))] = folder
+        own = "tiny_lm" if package is None else os.path.basename(os.path.abspath(package))
+        models[own if name is None else name] = package or ""
     elif name is not None:
         raise typer.BadParameter(
             "--served-model-name is for PACKAGE, and only --model is given; give NAME=PACKAGE there"
@@ -139,3 +144,13 @@ def _models(package: str | None, named: list[str], name: str | None, provider: s
             raise typer.BadParameter(f"--model {entry}: {path} is no package; make one with qsample export or compile")
         models[served] = path
     return models
+
+
+def _opened(named: dict[str, str], package: str | None, provider: str | None) -> dict[str, str]:
+    """The same, with the folder of what was exported in place of a checkpoint, and of the bundled model."""
+    if (package or "") not in named.values():
+        return named
+    opened = open_exported(package, provider)
+    _KEPT.append(opened)
+    first = next(iter(named))
+    return {**named, first: str(opened.package.path)}

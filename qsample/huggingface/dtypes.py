@@ -40,7 +40,7 @@ def check_export_dtype(name: str) -> str:
     """`name`, where a checkpoint can be exported in it; UnsupportedModelError elsewhere."""
     if name not in EXPORTED:
         way = (
-            ' give "float32", which holds bfloat16 weights exactly, and compile(provider="cuda", dtype="bfloat16")'
+            ' give "float32", which holds bfloat16 weights exactly, and compile for CUDA with dtype="bfloat16"'
             if name == "bfloat16"
             else " choose one of these"
         )

@@ -54,6 +54,14 @@ def test_export_of_no_model(run: Any, tmp_path: Path) -> None:
     assert not (tmp_path / "p").exists()
 
 
+@pytest.mark.parametrize("command", ["export", "bake"])
+def test_a_folder_has_no_revision(command: str, run: Any, checkpoint: Any, tmp_path: Path) -> None:
+    folder = checkpoint("llama")
+    status, _, err = run(command, folder, tmp_path / "p", "--revision", "v2")
+    assert (status, f"--revision is of a hub id, and {folder} is on this machine" in err) == (2, True), err
+    assert not (tmp_path / "p").exists()
+
+
 def test_compile_takes_a_package(run: Any, llama_package: Path, tmp_path: Path) -> None:
     out = tmp_path / "cpu"
     status, printed, err = run("compile", llama_package, out, "--ctx-len", "64", "--batch-size", "2")

@@ -66,6 +66,21 @@ def test_wrong_usage_is_one_line_and_status_2(run: Any, arguments: list[str], me
     assert err.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["export", "a"], "qsample: Missing argument 'OUT'; see qsample export --help\n"),
+        (
+            ["generate", "-p", "x", "--top-p", "7"],
+            "--top-p is 7.0; give a number > 0 and <= 1 (1 = off); see qsample generate",
+        ),
+        (["nonsense"], "qsample: No such command 'nonsense'; see qsample --help\n"),
+    ],
+)
+def test_wrong_usage_names_the_help_that_helps(run: Any, arguments: list[str], line: str) -> None:
+    assert line in run(*arguments)[2]
+
+
 def test_without_a_command_the_help_is_all(run: Any) -> None:
     status, out, err = run()
     assert (status, err) == (2, "")

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from qsample.cli.generate import command
 from qsample.package import Package
 from qsample.runtime import load
 from qsample.runtime.decode.loop import DecodeLoop
@@ -165,9 +166,51 @@ def test_files_of_something_else_are_refused_and_kept(run: Any, package: Package
     refused("cannot write --output", *command[:5], tmp_path, *SETTINGS)
     refused("cannot write --output", *command[:5], tmp_path / "no" / "folder", *SETTINGS)
     refused("cannot read --prompt-file", *command[:3], tmp_path / "missing", *SETTINGS)
-    refused("has no prompts", *command[:3], written(tmp_path / "empty.txt", [""]), *SETTINGS)
+    refused("is empty", *command[:3], written(tmp_path / "empty.txt", [""]), *SETTINGS)
+    array = written(tmp_path / "array.json", [json.dumps(ROWS, indent=1)])
+    refused("is one JSON array; give its objects a line each", *command[:3], array, *SETTINGS)
     refused("give one", *command, "-p", "x")
     refused("--output goes with --prompt-file", "generate", package.path, "--output", output)
+
+
+def test_a_file_is_read_before_a_checkpoint_is_exported(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "open_exported", lambda *given: pytest.fail("it was exported"))
+    source = written(tmp_path / "p.jsonl", ROWS)
+    for arguments, told in (
+        (["--prompt-file", tmp_path / "missing"], "cannot read --prompt-file"),
+        (["--prompt-file", source, "--output", tmp_path / "no" / "folder"], "cannot write --output"),
+        (["--prompt-file", source, "--output", tmp_path], "cannot write --output"),
+        (["--prompt-file", source, "--output", source], "are one file"),
+    ):
+        status, _, err = run("generate", "checkpoint", *arguments)
+        assert (status, told in err) == (2, True), err
+
+
+@pytest.mark.parametrize(
+    "option",
+    [["--system", "S"], ["--no-thinking"], ["--chat-template-kwargs", '{"a": 1}'], ["--chat-template", "tool_use"]],
+)
+def test_options_of_chats_are_refused_where_no_row_is_one(
+    option: list[str], run: Any, package: Package, tmp_path: Path
+) -> None:
+    texts = written(tmp_path / "p.txt", ["one", "two"])
+    status, out, err = run("generate", package.path, "--prompt-file", texts, *option)
+    assert (status, out) == (2, "")
+    assert "is a conversation, so --system" in err
+    assert "give --chat" in err
+    status, _, err = run("generate", package.path, "--prompt-file", written(tmp_path / "p.jsonl", ROWS[:2]), *option)
+    assert "is a conversation" not in err, "one row is"
+
+
+def test_standard_output_has_lines_alone_where_rows_have_errors(run: Any, package: Package, tmp_path: Path) -> None:
+    source, output = written(tmp_path / "p.jsonl", [{"prompt": "x"}, {"prompt": 3}]), tmp_path / "out"
+    status, out, err = run("generate", package.path, "--prompt-file", source, "--json", *SETTINGS)
+    assert (status, [set(record) & {"text", "error"} for record in records(out)]) == (1, [{"text"}, {"error"}])
+    assert "1 of 2 rows have an error" in err
+    status, out, _ = run("generate", package.path, "--prompt-file", source, "--json", "--output", output, *SETTINGS)
+    assert (status, json.loads(out)["error"]["status"]) == (1, 1), "what is in the file is not on standard output"
 
 
 def test_two_runs_do_not_write_to_one_file(run: Any, package: Package, tmp_path: Path) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from qsample.cli.serve import _models
+from qsample.cli.serve import _named
 from tests.helpers.fake_package import fake_package
 
 
@@ -15,13 +16,32 @@ def test_a_package_is_called_like_its_folder(named: str, tmp_path: Path, monkeyp
     package = fake_package(tmp_path / "tiny")
     (package.path / "sub").mkdir()
     monkeypatch.chdir(package.path)
-    assert list(_models(named, [], None, None)) == ["tiny"]
+    assert list(_named(named, [], None)) == ["tiny"]
 
 
-def test_a_timeout_in_which_nothing_can_be_answered(run: object, tmp_path: Path) -> None:
+def test_a_timeout_in_which_nothing_can_be_answered(run: Any, tmp_path: Path) -> None:
     package = fake_package(tmp_path / "tiny")
-    status, _, told = run("serve", package.path, "--request-timeout", "0")  # type: ignore[operator]
+    status, _, told = run("serve", package.path, "--request-timeout", "0")
     assert (status, told) == (
         1,
         "qsample: --request-timeout is 0, in which no answer comes; give more, or leave it out\n",
     )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--generation-config", "vllm"], '--generation-config is \'vllm\'; give "openai" or "auto"'),
+        (["--reasoning-parser", "r2"], "--reasoning-parser is 'r2'; choose from "),
+        (["--served-model-name", ""], "--served-model-name is empty; give the name"),
+        (["--model", "tiny=elsewhere", "--served-model-name", "tiny"], "--model names tiny twice"),
+        (["--model", "small=elsewhere"], "elsewhere is no package"),
+    ],
+)
+def test_settings_are_checked_before_a_checkpoint_is_exported(
+    arguments: list[str], told: str, run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("qsample.cli.serve.open_exported", lambda *given: pytest.fail("it was exported"))
+    status, _, err = run("serve", "checkpoint", *arguments)
+    assert status in (1, 2)
+    assert told in err

@@ -14,7 +14,7 @@ import typer
 from qsample.cli.common import Json, Provider, Threads, open_exported
 from qsample.cli.errors import AlreadyPrintedError
 from qsample.cli.options import (
-    CtxLen,
+    CtxLenAsNeeded,
     FrequencyPenalty,
     Greedy,
     MaxNewTokens,
@@ -98,7 +98,7 @@ def generate(
     stop_string: StopString = None,
     seed: Seed = None,
     greedy: Greedy = False,
-    ctx_len: CtxLen = None,
+    ctx_len: CtxLenAsNeeded = None,
     provider: Provider = None,
     threads: Threads = None,
     flush_every: Annotated[
@@ -111,8 +111,8 @@ def generate(
     as_json: Json = False,
 ) -> None:
     """Generate text. One prompt streams; several form one batch. What is not given comes from the model."""
-    from qsample.cli.generate.prompt_file import generate_file
-    from qsample.cli.generate.prompt_rows import read_rows
+    from qsample.cli.generate.prompt_file import check_output, generate_file
+    from qsample.cli.generate.prompt_rows import read_rows, with_fingerprints
     from qsample.runtime import load
     from qsample.runtime.text.stop_strings import check_stop_strings
 
@@ -126,7 +126,11 @@ def generate(
             raise typer.BadParameter(f"{name} goes with --prompt-file")
     if (chat_settings or system is not None) and not (chat or prompt_file):
         raise typer.BadParameter("--system, --chat-template, --chat-template-kwargs and --thinking go with --chat")
-    if chat:
+    rows = []
+    if prompt_file is not None:  # before a checkpoint is exported
+        rows = read_rows(prompt_file, options, chat_settings, as_chat=chat, system=system)
+        check_output(output, prompt_file)
+    if chat or any(row.is_chat for row in rows):
         check_jinja()
     running = {"flush_every": flush_every, "double_buffering": double_buffering}
     prompts = prompt or ([] if prompt_file else [_read_stdin()])
@@ -147,10 +151,7 @@ def generate(
         "provider": provider,
         "ctx_len": ctx_len,
     }
-    rows = read_rows(prompt_file, options, chat_settings, as_chat=chat, system=system, settings=settings)
-    if any(row.is_chat for row in rows):
-        check_jinja()
-    generate_file(loaded, rows, prompt_file, output, slots=slots, **running)
+    generate_file(loaded, with_fingerprints(rows, settings), output, slots=slots, **running)
 
 
 def _generate_prompts(

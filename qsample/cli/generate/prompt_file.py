@@ -19,6 +19,7 @@ from typing import IO, TYPE_CHECKING, Any, Final
 
 import typer
 
+from qsample.cli.errors import AlreadyPrintedError
 from qsample.cli.generate.prompt_rows import Row
 from qsample.cli.options import context_full
 from qsample.errors import QsampleError
@@ -30,16 +31,23 @@ _WAITING: Final = 64  # prompts that are read ahead of the slots
 _SECONDS: Final = 0.05  # between two looks at what has ended
 
 
-def generate_file(
-    load: Callable[[], CausalLM], rows: list[Row], source: Path, output: Path | None, **settings: Any
-) -> None:
+def check_output(output: Path | None, source: Path) -> None:
+    """Raise typer.BadParameter where `output` cannot take the rows of `source`, as far as that shows beforehand."""
+    if output is None:
+        return
+    if output.exists() and output.samefile(source):
+        raise typer.BadParameter("--output and --prompt-file are one file; give another")
+    if output.is_dir() or not output.parent.is_dir():
+        why = "it is a folder" if output.is_dir() else f"there is no folder {output.parent}"
+        raise typer.BadParameter(f"cannot write --output {output}: {why}; give another file")
+
+
+def generate_file(load: Callable[[], CausalLM], rows: list[Row], output: Path | None, **settings: Any) -> None:
     """Do what is not in `output` yet, and raise QsampleError where rows have an error. None: write to stdout."""
     from qsample.cli import terminal
 
     if output is None:
         summary = _run(load, rows, _print, 0, **settings)
-    elif output.exists() and output.samefile(source):
-        raise typer.BadParameter("--output and --prompt-file are one file; give another")
     else:
         with results_file(output, rows) as (done, failed, write):
             if done:
@@ -49,7 +57,8 @@ def generate_file(
     if summary.full:
         terminal.note(context_full(summary.capacity, f"ended {summary.full} of {len(rows)} rows"))
     if summary.errors:
-        raise QsampleError(f"{summary.errors} of {len(rows)} rows have an error, which stands in their line")
+        kind = AlreadyPrintedError if output is None else QsampleError  # stdout has lines of JSON, and nothing else
+        raise kind(f"{summary.errors} of {len(rows)} rows have an error, which stands in their line")
 
 
 def _print(line: str) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Final
 
 import typer
+
+from qsample.cli.common import read_text
 
 _JSON_LINES: Final = (".jsonl", ".ndjson", ".json")
 _SAMPLED: Final = ("temperature", "top_k", "top_p", "min_p")
@@ -17,13 +19,15 @@ _SAMPLED: Final = ("temperature", "top_k", "top_p", "min_p")
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A prompt of the file. error: what is wrong with its line, if anything."""
+    """A prompt of the file. error: what is wrong with its line, if anything. told: what the file and the command
+    line say, for the fingerprint."""
 
     id: Any
-    fingerprint: str
     inputs: Any
     options: Mapping[str, Any]
     error: str | None = None
+    told: Any = field(default=None, repr=False)
+    fingerprint: str = ""
 
     @property
     def is_chat(self) -> bool:
@@ -31,24 +35,25 @@ class Row:
 
 
 def read_rows(
-    path: Path, options: Mapping[str, Any], chat: Mapping[str, Any], *, as_chat: bool, system: str | None, settings: Any
+    path: Path, options: Mapping[str, Any], chat: Mapping[str, Any], *, as_chat: bool, system: str | None
 ) -> list[Row]:
     """The rows of a file: a line of text each, or a JSON object with prompt or messages, id, and parameters of its own.
 
-    options, chat: for rows that do not say otherwise. as_chat: texts are what a user says. settings: JSON-ready; what
-    else decides about the tokens. Raises typer.BadParameter where the file cannot be read or has no prompts.
+    options, chat: for rows that do not say otherwise. as_chat: texts are what a user says. Raises typer.BadParameter
+    where the file cannot be read or is empty, and where `chat` or `system` is of no use to any row.
     """
-    try:
-        lines = path.read_text(encoding="utf-8-sig").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise typer.BadParameter(f"cannot read --prompt-file {path}: {error}") from None
     rows: list[Row] = []
-    for number, line in enumerate(lines, 1):
+    as_json, text = path.suffix.lower() in _JSON_LINES, read_text(path, "--prompt-file")
+    if as_json and _is_array(text):
+        raise typer.BadParameter(
+            f"--prompt-file {path} is one JSON array; give its objects a line each, as `jq -c '.[]'` writes them"
+        )
+    for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
         content: dict[str, Any] = {"prompt": line.rstrip("\r")}
         fault = None
-        if path.suffix.lower() in _JSON_LINES:
+        if as_json:
             content, fault = _parse(line)
         own = {name: value for name, value in content.items() if name not in ("id", "metadata", "prompt", "messages")}
         inputs: Any = content.get("prompt")
@@ -63,12 +68,33 @@ def read_rows(
         if merged.get("seed") is None and options.get("seed") is not None:
             merged["seed"] = (options["seed"] + len(rows)) % 2**63
         name = content.get("id", number)
-        told = json.dumps([line if fault else [name, inputs, merged], settings], sort_keys=True, default=str)
-        fingerprint = hashlib.sha256(told.encode("utf-8", "surrogatepass")).hexdigest()[:16]
-        rows.append(Row(name, fingerprint, inputs, merged, fault))
-    if not rows:
-        raise typer.BadParameter(f"--prompt-file {path} has no prompts; give one a line")
+        rows.append(Row(name, inputs, merged, fault, line if fault else [name, inputs, merged]))
+    if (chat or system is not None) and not any(row.is_chat or row.error for row in rows):
+        raise typer.BadParameter(
+            f"no row of --prompt-file {path} is a conversation, so --system, --chat-template, --chat-template-kwargs "
+            "and --thinking would change nothing; give --chat, which makes every prompt what a user says, or leave "
+            "them out"
+        )
     return rows
+
+
+def with_fingerprints(rows: list[Row], settings: Any) -> list[Row]:
+    """settings: JSON-ready; what else decides about the tokens."""
+
+    def fingerprint(row: Row) -> str:
+        told = json.dumps([row.told, settings], sort_keys=True, default=str)
+        return hashlib.sha256(told.encode("utf-8", "surrogatepass")).hexdigest()[:16]
+
+    return [replace(row, fingerprint=fingerprint(row)) for row in rows]
+
+
+def _is_array(text: str) -> bool:
+    if not text.lstrip().startswith("["):
+        return False
+    try:
+        return isinstance(json.loads(text), list)
+    except (ValueError, RecursionError):
+        return False
 
 
 def _parse(line: str) -> tuple[dict[str, Any], str | None]:
