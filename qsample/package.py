@@ -225,7 +225,9 @@ def _read_manifest(folder: Path) -> Manifest:
     try:
         text = read_text(folder / MANIFEST_NAME, LARGEST_MANIFEST)
     except FileNotFoundError:
-        raise PackageError(f"{folder} is not a qsample package: it has no {MANIFEST_NAME}") from None
+        raise PackageError(
+            f"{folder} is not a qsample package: it has no {MANIFEST_NAME}; give a folder that export or compile wrote"
+        ) from None
     except (OSError, ValueError) as error:
         raise PackageError(f"cannot read {folder / MANIFEST_NAME}: {error}") from error
     try:

@@ -78,7 +78,7 @@ class ServeSettings:
             if isinstance(getattr(self, name), str):
                 raise ValueError(f"{name} is a text, whose characters would each be one; give a tuple of texts")
         if any(not key.strip() for key in self.api_keys):
-            raise ValueError("an API key is empty, which would let nobody in who gives none; leave it out")
+            raise ValueError("an API key is empty; give one that is not, or none at all for a server without keys")
 
     @property
     def session_options(self) -> dict[str, str]:

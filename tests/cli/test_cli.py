@@ -97,7 +97,8 @@ def test_a_name_that_no_file_can_have(run: Any) -> None:
 def test_an_error_is_one_line_and_status_1(tmp_path: Path) -> None:
     done = qsample("inspect", tmp_path)
     assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr == f"qsample: {tmp_path} is not a qsample package: it has no qsample.json\n"
+    told = f"{tmp_path} is not a qsample package: it has no qsample.json; give a folder that export or compile wrote"
+    assert done.stderr == f"qsample: {told}\n"
 
 
 @pytest.mark.parametrize("arguments", [["--debug"], []], ids=["option", "variable"])

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.command_line import qsample
+from tests.helpers.fake_package import fake_package
 
 GENERATE = ["--max-new-tokens", "8", "--seed", "3", "--temperature", "1.0"]
 
@@ -130,6 +131,13 @@ def test_generate_without_a_chat_template(run: Any, llama_package: Path) -> None
     status, _, err = run("generate", llama_package, "-p", "x", "--chat", *GENERATE)
     assert status == 1
     assert "chat template" in err
+
+
+@pytest.mark.parametrize("prompts", [["-p", "One"], ["-p", "One", "-p", "Two"], ["-p", "One", "--json"]])
+def test_generate_without_a_tokenizer(prompts: list[str], run: Any, tmp_path: Path) -> None:
+    status, _, err = run("generate", fake_package(tmp_path / "package", tokenizer=False).path, *prompts)
+    assert status == 1
+    assert 'it takes no text; give token ids, as "prompt" of a line in a --prompt-file' in err
 
 
 def test_generate_from_a_package_without_the_sampler(run: Any, exported: Any, llama_package: Path) -> None:

@@ -183,6 +183,7 @@ def test_a_file_is_read_before_a_checkpoint_is_exported(
         (["--prompt-file", source, "--output", tmp_path / "no" / "folder"], "cannot write --output"),
         (["--prompt-file", source, "--output", tmp_path], "cannot write --output"),
         (["--prompt-file", source, "--output", source], "are one file"),
+        (["--prompt-file", source, "--output", os.devnull], f"cannot write --output {os.devnull}: it is no plain file"),
     ):
         status, _, err = run("generate", "checkpoint", *arguments)
         assert (status, told in err) == (2, True), err

@@ -161,6 +161,11 @@ def _generate_prompts(
     from qsample.cli import terminal
     from qsample.runtime import TextStreamer
 
+    if model.tokenizer is None:
+        raise QsampleError(
+            'the package has no tokenizer, so it takes no text; give token ids, as "prompt" of a line in a '
+            "--prompt-file, or export the model with a tokenizer"
+        )
     stops = model.stop_strings(options.pop("stop_strings", None), None)
     streamer = (
         None if as_json or len(prompts) > 1 else TextStreamer(model.tokenizer, skip_prompt=chat, stop_strings=stops)

@@ -37,9 +37,14 @@ def check_output(output: Path | None, source: Path) -> None:
         return
     if output.exists() and output.samefile(source):
         raise typer.BadParameter("--output and --prompt-file are one file; give another")
-    if output.is_dir() or not output.parent.is_dir():
-        why = "it is a folder" if output.is_dir() else f"there is no folder {output.parent}"
-        raise typer.BadParameter(f"cannot write --output {output}: {why}; give another file")
+    if not output.parent.is_dir():
+        raise typer.BadParameter(
+            f"cannot write --output {output}: there is no folder {output.parent}; give another file"
+        )
+    if output.exists() and not output.is_file():  # whose lines could be read when the command goes on
+        raise typer.BadParameter(
+            f"cannot write --output {output}: it is no plain file; give one, or leave it out for standard output"
+        )
 
 
 def generate_file(load: Callable[[], CausalLM], rows: list[Row], output: Path | None, **settings: Any) -> None:

@@ -45,8 +45,8 @@ class CpuTarget:
         own = plan.source.interface.dtype
         if plan.dtype != own and plan.dtype not in _DTYPES:
             raise CompileError(
-                f"dtype is {plan.dtype!r} and the CPU provider's attention takes {' or '.join(_DTYPES)}; leave it out, or "
-                "compile for cuda"
+                f"dtype is {plan.dtype!r} and the CPU provider's attention takes {' or '.join(_DTYPES)}; leave it out, "
+                "or compile for cuda"
             )
         if plan.dtype != own:
             raise CompileError(
