@@ -1,8 +1,8 @@
 """Guided decoding: JSON that follows a schema, whatever the model would rather say.
 
     pip install -e '.[cpu,export,guided]'
-    python examples/guided_json.py                  the bundled model, which knows no JSON at all
-    python examples/guided_json.py PACKAGE PROMPT   a package that was exported with --allowed-tokens
+    python examples/guided_json.py                    the bundled model, which knows no JSON at all
+    python examples/guided_json.py PACKAGE [PROMPT]   a package that was exported with --allowed-tokens
 
 The grammar library (llguidance) says before every token which tokens may come next, as a bitmask; the graph applies it
 to the logits. Nothing else of the sampler moves to the host.
@@ -23,6 +23,7 @@ import qsample
 from qsample.bundled import TINY_LM
 from qsample.runtime import CausalLM, Step, load
 
+PROMPTS = ["And the LORD said", "Blessed are the"]
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -75,10 +76,10 @@ def main(package: Path, prompts: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 2:
-        main(Path(sys.argv[1]), sys.argv[2:])
+    if len(sys.argv) > 1:
+        main(Path(sys.argv[1]), sys.argv[2:] or PROMPTS)
     else:
         with tempfile.TemporaryDirectory() as scratch:
             exported = Path(scratch) / "tiny"
             qsample.AutoModelForCausalLM.from_pretrained(TINY_LM, allowed_tokens=True).export(exported)
-            main(exported, ["And the LORD said", "Blessed are the"])
+            main(exported, PROMPTS)

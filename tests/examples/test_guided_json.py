@@ -45,6 +45,13 @@ def test_every_row_is_json_of_the_schema(sampler: bool, tmp_path: Path) -> None:
         assert_follows_the_schema(json.loads(text))
 
 
+def test_a_package_without_a_prompt(tmp_path: Path) -> None:
+    package = fake_package(tmp_path / "package")  # which takes no masks: the bundled model was taken in its place
+    result = subprocess.run([sys.executable, SCRIPT, package.path], capture_output=True, text=True, check=False)
+    assert result.returncode == 1
+    assert "allowed_tokens" in result.stderr
+
+
 @pytest.mark.slow
 def test_with_the_bundled_model() -> None:
     result = subprocess.run([sys.executable, SCRIPT], capture_output=True, text=True, check=True)
