@@ -27,8 +27,8 @@ LLAMA_LAYER = Counter(MatMul=4, GroupQueryAttention=1, SkipSimplifiedLayerNormal
 QWEN3_LAYER = LLAMA_LAYER + Counter(Split=1, Reshape=4, SimplifiedLayerNormalization=2)
 # The embedding, the first norm, the last token, the head, and the operator's count of tokens, once a step.
 ONCE = Counter(
-    Gather=1, SimplifiedLayerNormalization=1, GatherElements=1, MatMul=1, Squeeze=3, Shape=2, Cast=5, Equal=2, Or=1
-) + Counter(Where=1, Add=1, Sub=2, Unsqueeze=1, Expand=1)
+    Gather=1, SimplifiedLayerNormalization=1, GatherElements=1, MatMul=1, Squeeze=3, Shape=2, Cast=6, Equal=2, Or=1
+) + Counter(Where=1, Add=2, ReduceMax=1, Sub=2, Unsqueeze=1, Expand=1)
 
 
 # Its queries, keys and values have biases; half of each head is rotated, neighbours as pairs.
