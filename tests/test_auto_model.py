@@ -217,3 +217,8 @@ def test_a_mistyped_name_fails_when_it_is_opened(tmp_path: Path, monkeypatch: py
         AutoModelForCausalLM.from_pretrained("tiny-cup", local_files_only=True)
     with pytest.raises(ModuleNotFoundError):
         AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+def test_a_folder_has_no_revision(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    model: Any = AutoModelForCausalLM.from_pretrained(checkpoint("llama"), revision="v2")
+    assert model._load(model._checkpoint, tmp_path)["revision"] is None
