@@ -70,7 +70,8 @@ class CapturingSession:
 
 
 def capturing(model: CausalLM) -> tuple[CausalLM, CapturingSession]:
-    """`model` anew, over a capturing session."""
+    """`model` anew, over a capturing session; its steps are over all rows, as wherever graphs are captured."""
     decoder = CapturingSession(model.sessions.decoder)
-    sessions: Any = replace(model.sessions, decoder=decoder, replays=Replays())  # type: ignore[arg-type]
+    changes: dict[str, Any] = {"decoder": decoder, "replays": Replays(), "least_rows": None}
+    sessions: Any = replace(model.sessions, **changes)
     return CausalLM(model.package, sessions), decoder
