@@ -84,7 +84,7 @@ def test_dtype_goes_before_its_older_name() -> None:
     assert choose_dtype("auto", np.float16) == "auto"
     assert choose_dtype(None, "torch.float16") == "float16"
     assert check_export_dtype("float16") == "float16"
-    with pytest.raises(UnsupportedModelError, match='is bfloat16.*float32, float16.*CUDA with dtype="bfloat16"'):
+    with pytest.raises(UnsupportedModelError, match=r'is bfloat16.*float32, float16.*CUDA with dtype="bfloat16"'):
         check_export_dtype("bfloat16")
     with pytest.raises(UnsupportedModelError, match="dtype is int8"):
         check_export_dtype("int8")

@@ -105,7 +105,7 @@ def test_a_damaged_compressed_archive_is_told(mode: str, tmp_path: Path, cache: 
     for at in range(len(damaged) // 3, len(damaged), 1000):
         damaged[at] ^= 255
     with pytest.raises(
-        PackageError, match="no tar archive|holds no package|holds a damaged package"
+        PackageError, match=r"no tar archive|holds no package|holds a damaged package"
     ):  # parts may be read
         open_archive(bytes(damaged))
     assert list(cache.iterdir()) == []
