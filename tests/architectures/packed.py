@@ -11,7 +11,7 @@ import onnx_ir as ir
 
 from qsample.exporters.compiler.compile import compile_package
 from qsample.exporters.compiler.options import CompileOptions
-from qsample.exporters.compiler.quantize.weights import matrix_of
+from qsample.exporters.compiler.quantize.weights import looks_up_positions, matrix_of
 from qsample.exporters.graph import moe
 from qsample.exporters.graph.traversal import with_loop_bodies
 from qsample.package import Package
@@ -53,11 +53,13 @@ def compile_packed(package: Package, path: Path) -> Packed:
 
 
 def unpacked(graph: ir.Graph) -> int:
-    """Float matrices of a decoder and its experts that blocks of `BLOCK` divide; what scores experts is not counted."""
+    """Float matrices of a decoder and its experts that blocks of `BLOCK` divide; what scores experts and tables of
+    positions are not counted."""
     kept, found = moe.routers(graph), set()
     for node in with_loop_bodies(graph):
         matrix = matrix_of(node)
-        if matrix is not None and matrix.input_size % BLOCK == 0 and node not in kept:
+        stays = node in kept or looks_up_positions(node)
+        if matrix is not None and matrix.input_size % BLOCK == 0 and not stays:
             found.add(matrix.value)
         weights = moe.gather_of_weights(node)
         if weights is not None:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import onnx_ir as ir
 
-from qsample.contract import LENGTHS
+from qsample.contract import INPUT_IDS, LENGTHS
 from qsample.exporters.compiler.quantize.calibration import Wanted
 from qsample.exporters.compiler.quantize.precision import WIDE_BITS, head_products, sensitive_products
 from qsample.exporters.compiler.quantize.report import (
@@ -184,7 +184,7 @@ def _ways(
     kept, found = moe.routers(graph), {}
     for node in with_loop_bodies(graph):
         matrix = matrix_of(node)
-        stays = matrix is None or node in kept or _looks_up_positions(node)
+        stays = matrix is None or node in kept or looks_up_positions(node)
         way = None if stays or matrix is None else _fitting(quantization, matrix, pads)
         if matrix is not None and way is not None:
             found[node] = matrix, way
@@ -198,11 +198,12 @@ def _ways(
     }
 
 
-def _looks_up_positions(node: ir.Node) -> bool:
+def looks_up_positions(node: ir.Node) -> bool:
     """Whether the rows that `node` looks up are told by where a token stands, and not by its id."""
-    return node.op_type == "Gather" and LENGTHS.name in inputs_of(
-        [node.inputs[1]] if node.inputs[1] is not None else []
-    )
+    if node.op_type != "Gather" or node.inputs[1] is None:
+        return False
+    told_by = inputs_of([node.inputs[1]])
+    return LENGTHS.name in told_by and INPUT_IDS.name not in told_by
 
 
 def _to_calibrate(graph: ir.Graph, found: Mapping[ir.Node, tuple[_Matrix, WeightQuantization]]) -> list[Wanted]:
