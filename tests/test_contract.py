@@ -69,13 +69,19 @@ def test_padding_needs_room(host: PlainHost) -> None:
         host.call(state, [LONG], [2])
 
 
-def test_a_row_begins_anew_over_what_another_left(host: PlainHost) -> None:
-    wanted = host.generate(host.start([5], T), SHORT, 8, **DRAWN)
-    state = host.start([9], T)
+def used_state(host: PlainHost, seed: int) -> dict[str, Any]:
+    """That of one row after LONG and seven tokens behind it."""
+    state = host.start([seed], T)
     ids: Any = [LONG]
     for _ in range(8):
         outputs = host.call(state, ids, **DRAWN)
         state, ids = host.after(state, outputs), outputs["next_ids"]
+    return state
+
+
+def test_a_row_begins_anew_over_what_another_left(host: PlainHost) -> None:
+    wanted = host.generate(host.start([5], T), SHORT, 8, **DRAWN)
+    state = used_state(host, 9)
     state["lengths"][:] = state["status"][:] = 0
     state["output_counts"][:] = 0
     state["noise"] = host.start([5], T)["noise"]
@@ -89,11 +95,7 @@ def test_a_row_begins_anew_over_what_another_left(host: PlainHost) -> None:
 def test_a_row_goes_on_from_a_common_beginning(host: PlainHost) -> None:
     other = [*LONG[:7], *SHORT]
     wanted = host.generate(host.start([5], T), other, 8, **DRAWN)
-    state = host.start([5], T)
-    ids: Any = [LONG]
-    for _ in range(8):
-        outputs = host.call(state, ids, **DRAWN)
-        state, ids = host.after(state, outputs), outputs["next_ids"]
+    state = used_state(host, 5)
     state["lengths"][:], state["output_counts"][:] = 7, 0
     state["tokens"][0, 7:] = LONG[0]
     assert host.generate(state, SHORT, 8, **DRAWN) == wanted
