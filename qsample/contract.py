@@ -8,10 +8,10 @@ here and spell none themselves. `docs/contract.md` gives the exact semantics of 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Final
 
-CONTRACT_VERSION: Final = "1.0"
+CONTRACT_VERSION: Final = "2.0"
 PHILOX_UNIFORM_SCALE: Final = 2.0**-24  # u = (x >> 8) * 2**-24, in [0, 1)
 
 # Values of the retained state `status`.
@@ -19,14 +19,7 @@ RUNNING: Final = 0
 STOPPED: Final = 1  # a stop token was sampled
 LENGTH: Final = 2  # max_length was reached, or the buffers are full
 INVALID_LOGITS: Final = 3  # a NaN or +inf among the logits, or no finite logit left after the masks
-STALLED: Final = 4  # a graph without control flow could not settle the row; run this step on the wide graph
-STATUS_NAMES: Final = {
-    RUNNING: "running",
-    STOPPED: "stop",
-    LENGTH: "length",
-    INVALID_LOGITS: "invalid",
-    STALLED: "stalled",
-}
+STATUS_NAMES: Final = {RUNNING: "running", STOPPED: "stop", LENGTH: "length", INVALID_LOGITS: "invalid"}
 
 # Named axes. An axis of a TensorSpec is one of these names or a fixed size.
 BATCH: Final = "B"  # rows
@@ -38,7 +31,10 @@ BIASES: Final = "N"  # logit-bias entries a row
 MASK_WORDS: Final = "W"  # ceil(V / 32) words of the allowed_tokens bitmask
 TOP_LOGPROBS: Final = "M"
 SEARCHED: Final = "R"  # rows that are searched
-DYNAMIC_AXES: Final = (BATCH, SEQUENCE, CAPACITY, STOPS, BIASES, SEARCHED)
+BREAKERS: Final = "D"  # ids a row that break DRY's matches
+BAD_WORDS: Final = "Q"  # forbidden sequences a row
+BAD_WORD_LENGTH: Final = "L"  # tokens of the longest forbidden sequence
+DYNAMIC_AXES: Final = (BATCH, SEQUENCE, CAPACITY, STOPS, BIASES, SEARCHED, BREAKERS, BAD_WORDS, BAD_WORD_LENGTH)
 AXIS_MEANINGS: Final = {
     BATCH: "rows (batch)",
     SEQUENCE: "new tokens per row",
@@ -49,9 +45,16 @@ AXIS_MEANINGS: Final = {
     MASK_WORDS: "32-token words of the vocabulary bitmask, ceil(V / 32)",
     TOP_LOGPROBS: "reported alternatives per row",
     SEARCHED: "rows that a captured graph searches, none or more",
+    BREAKERS: "DRY sequence breakers per row",
+    BAD_WORDS: "forbidden sequences per row",
+    BAD_WORD_LENGTH: "tokens of the longest forbidden sequence",
 }
 
-CANDIDATES: Final = 64  # a captured graph settles a smaller top_k, ties aside, without `searched_rows`
+CANDIDATES: Final = 64  # a top_k up to this keeps at most this many tokens, ties included, and needs no search
+LONGEST_MATCH: Final = 64  # tokens up to which DRY and no_repeat_ngram_size compare a row's end with its past
+HUGGING_FACE: Final = "huggingface"  # temperature first, then the filters
+LLAMA_CPP: Final = "llama.cpp"  # the filters first, temperature last
+FILTER_ORDERS: Final = (HUGGING_FACE, LLAMA_CPP)
 PAD_STOP_ID: Final = -1  # pads stop_ids and logit_bias_ids
 MODEL_DTYPES: Final = ("float32", "float16", "bfloat16")
 KV_CACHE_DTYPES: Final = (*MODEL_DTYPES, "int8")
@@ -96,6 +99,8 @@ class Features:
     logit_bias: inputs `logit_bias_ids`, `logit_bias`. allowed_tokens: input `allowed_tokens` (guided decoding).
     logprobs: output `logprobs`. top_logprobs: M >= 0 alternatives in `top_logprob_ids`, `top_logprobs` (0: off).
     probs: output `probs` (`return_pdfs`), the distribution that was sampled from.
+    filters: names of `EXTRA_PARAMETERS`, each once: their inputs, and for some a state. filter_order: one of
+    FILTER_ORDERS. seed: an input `seed` in place of the state `noise`: the graph computes the random numbers itself.
     """
 
     sampler: bool = True
@@ -104,6 +109,9 @@ class Features:
     logprobs: bool = False
     top_logprobs: int = 0
     probs: bool = False
+    filters: tuple[str, ...] = ()
+    filter_order: str = HUGGING_FACE
+    seed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +157,7 @@ NEXT_IDS = TensorSpec("next_ids", "int64", (BATCH, 1), "the sampled token; the p
 
 PARAMETERS: Final = (
     TensorSpec("temperature", "float32", (BATCH,), "0 = greedy", off=1.0),
-    TensorSpec("top_k", "int32", (BATCH,), "keep the k most likely tokens and their ties; 0 = off", off=0),
+    TensorSpec("top_k", "int32", (BATCH,), "keep the k most likely tokens; 0 = off", off=0),
     TensorSpec("top_p", "float32", (BATCH,), "keep a token iff the mass of likelier ones is < p; 1 = off", off=1.0),
     TensorSpec("min_p", "float32", (BATCH,), "keep p >= min_p * p_max; 0 = off", off=0.0),
     TensorSpec("repetition_penalty", "float32", (BATCH,), "on prompt and sampled tokens; 1 = off", off=1.0),
@@ -170,8 +178,55 @@ SEARCHED_ROWS = TensorSpec(
     "searched_rows", "int64", (SEARCHED,), "rows, 0..B-1, whose top_k or top_p may keep more than the candidates"
 )
 
+
+def _per_row(name: str, dtype: str, off: float, meaning: str) -> TensorSpec:
+    return TensorSpec(name, dtype, (BATCH,), meaning, off=off)
+
+
+# What `Features.filters` may name, each with its inputs. `off` of the first input switches the filter off; that of the
+# others is the usual value.
+EXTRA_PARAMETERS: Final[dict[str, tuple[TensorSpec, ...]]] = {
+    "typical_p": (_per_row("typical_p", "float32", 1.0, "keep the most typical tokens with this mass; 1 = off"),),
+    "epsilon_cutoff": (_per_row("epsilon_cutoff", "float32", 0.0, "keep p >= epsilon; 0 = off"),),
+    "eta_cutoff": (_per_row("eta_cutoff", "float32", 0.0, "keep p >= min(eta, sqrt(eta) exp(-entropy)); 0 = off"),),
+    "top_n_sigma": (_per_row("top_n_sigma", "float32", 0.0, "keep logits within n sigma of the largest; 0 = off"),),
+    "xtc": (
+        _per_row("xtc_probability", "float32", 0.0, "how often XTC drops the likeliest tokens; 0 = off"),
+        _per_row("xtc_threshold", "float32", 0.1, "of the tokens with at least this p, XTC keeps the least likely"),
+    ),
+    "dry": (
+        _per_row("dry_multiplier", "float32", 0.0, "strength of the DRY penalty; 0 = off"),
+        _per_row("dry_base", "float32", 1.75, "its growth per repeated token beyond dry_allowed_length"),
+        _per_row("dry_allowed_length", "int32", 2, "a repetition this long is penalized by dry_multiplier"),
+        _per_row("dry_penalty_last_n", "int32", -1, "tokens that DRY looks back; -1 = all of them, 0 = off"),
+        TensorSpec(
+            "dry_sequence_breakers", "int32", (BATCH, BREAKERS), "ids that end a repetition, padded with -1", off=-1
+        ),
+    ),
+    "no_repeat_ngram_size": (
+        _per_row("no_repeat_ngram_size", "int32", 0, "no n-gram of this size occurs twice; 0 = off"),
+    ),
+    "bad_words_ids": (
+        TensorSpec(
+            "bad_words_ids",
+            "int32",
+            (BATCH, BAD_WORDS, BAD_WORD_LENGTH),
+            "sequences that may not be completed, each padded with -1 at its beginning",
+            off=-1,
+        ),
+    ),
+    "dynatemp": (
+        _per_row("dynatemp_range", "float32", 0.0, "temperature varies by this much with the entropy; 0 = off"),
+        _per_row("dynatemp_exponent", "float32", 1.0, "of the normalized entropy"),
+    ),
+    "mirostat": (
+        _per_row("mirostat_tau", "float32", 0.0, "Mirostat 2.0: target surprise in bits; 0 = off"),
+        _per_row("mirostat_eta", "float32", 0.1, "its learning rate"),
+    ),
+}
+
 LENGTHS = TensorSpec("lengths", "int32", (BATCH,), "tokens whose keys and values are in the cache")
-STATUS = TensorSpec("status", "int32", (BATCH,), "0 running, 1 stop token, 2 length, 3 invalid logits, 4 stalled")
+STATUS = TensorSpec("status", "int32", (BATCH,), "0 running, 1 stop token, 2 length, 3 invalid logits")
 TOKENS = TensorSpec(
     "tokens", "int32", (BATCH, CAPACITY), "prompt, then sampled tokens; the unused tail repeats the row's first token"
 )
@@ -179,6 +234,10 @@ OUTPUT_COUNTS = TensorSpec("output_counts", "float32", (BATCH, VOCAB), "how ofte
 NOISE = TensorSpec(
     "noise", "float32", (BATCH, CAPACITY), "the uniform u[t] that decides the token at position t", read_only=True
 )
+XTC_NOISE = TensorSpec(
+    "xtc_noise", "float32", (BATCH, CAPACITY), "the uniform that decides whether XTC applies at position t", read_only=True
+)
+MIROSTAT_MU = TensorSpec("mirostat_mu", "float32", (BATCH,), "Mirostat's largest surprise in bits; 0 = 2 mirostat_tau")
 SAMPLER_STATES: Final = (LENGTHS, STATUS, TOKENS, OUTPUT_COUNTS, NOISE)
 
 SEED = TensorSpec("seed", "int64", (BATCH,), "Philox key of each row's noise")
@@ -217,20 +276,13 @@ class GraphSpec:
         return {spec.name: retained_name(spec.name) for spec in self.states if not spec.read_only}
 
 
-def with_searched_rows(spec: GraphSpec) -> GraphSpec:
-    """`spec` of a graph that samples, with the input of one that has no control flow."""
-    return replace(spec, inputs=(*spec.inputs, SEARCHED_ROWS))
-
-
 @dataclass(frozen=True, slots=True)
 class Interface:
     """The dimensions and features that fix a package's graphs.
 
     key_values: one entry an attention layer, in layer order. dtype: of the model, one of MODEL_DTYPES. kv_cache_dtype:
     of keys and values, one of KV_CACHE_DTYPES; None = the model's. captured: the decode graph has no control flow, so
-    that a device can capture and replay it; it returns its logits too, and sampler.onnx resumes the rows it stalls.
-    searches: a captured graph has the input `searched_rows`, and stalls hardly any of the rows that it is given there.
-    recurrent: one entry a state of a recurrent or convolutional layer, in layer order.
+    that a device can capture and replay it, and has the input `searched_rows`. recurrent: one entry a state of a recurrent or convolutional layer, in layer order.
     """
 
     vocab_size: int
@@ -240,7 +292,6 @@ class Interface:
     kv_cache_dtype: str | None = None
     captured: bool = False
     recurrent: tuple[RecurrentShape, ...] = ()
-    searches: bool = False
 
     def __post_init__(self) -> None:
         if self.vocab_size < 1:
@@ -252,6 +303,14 @@ class Interface:
         if not 0 <= self.features.top_logprobs <= self.vocab_size:
             raise ValueError(
                 f"top_logprobs is {self.features.top_logprobs}; it must be 0 to vocab_size ({self.vocab_size})"
+            )
+
+        filters, known = self.features.filters, ", ".join(EXTRA_PARAMETERS)
+        if len(set(filters)) < len(filters) or not set(filters) <= EXTRA_PARAMETERS.keys():
+            raise ValueError(f"filters is {list(filters)}; choose from {known}, each at most once")
+        if self.features.filter_order not in FILTER_ORDERS:
+            raise ValueError(
+                f"filter_order is {self.features.filter_order!r}; choose one of {', '.join(FILTER_ORDERS)}"
             )
 
     @property
@@ -286,7 +345,21 @@ class Interface:
             specs += LOGIT_BIAS_INPUTS
         if self.features.allowed_tokens:
             specs += (ALLOWED_TOKENS,)
-        return specs
+        for name in EXTRA_PARAMETERS:  # in one order, whatever that of `filters`
+            if name in self.features.filters:
+                specs += EXTRA_PARAMETERS[name]
+        return (*specs, SEED) if self.features.seed else specs
+
+    @property
+    def sampler_states(self) -> tuple[TensorSpec, ...]:
+        """The states that the sampler keeps."""
+        features = self.features
+        states = [state for state in SAMPLER_STATES if state is not NOISE or not features.seed]
+        if "xtc" in features.filters and not features.seed:
+            states.append(XTC_NOISE)
+        if "mirostat" in features.filters:
+            states.append(MIROSTAT_MU)
+        return tuple(states)
 
     @property
     def sampler_outputs(self) -> tuple[TensorSpec, ...]:
@@ -303,11 +376,13 @@ class Interface:
     def decoder(self) -> GraphSpec:
         """`decoder.onnx`: token ids in; next-token ids out (or logits, without the sampler)."""
         if self.features.sampler:
-            inputs = (INPUT_IDS, INPUT_LENGTHS, EMIT, *self.parameters)
-            outputs = (*self.sampler_outputs, LOGITS) if self.captured else self.sampler_outputs
-            spec = GraphSpec(inputs, (*SAMPLER_STATES, *self.cache_states), outputs)
-            return with_searched_rows(spec) if self.searches else spec
+            inputs = (INPUT_IDS, INPUT_LENGTHS, EMIT, *self.parameters, *self._search_inputs)
+            return GraphSpec(inputs, (*self.sampler_states, *self.cache_states), self.sampler_outputs)
         return self.model
+
+    @property
+    def _search_inputs(self) -> tuple[TensorSpec, ...]:
+        return (SEARCHED_ROWS,) if self.captured else ()
 
     @property
     def model(self) -> GraphSpec:
@@ -321,23 +396,22 @@ class Interface:
 
     @property
     def sampler(self) -> GraphSpec:
-        """`sampler.onnx`: the sampler alone, logits in. Packages without a baked sampler run it on the host, captured
-        ones on the device for the rows that stalled."""
-        inputs = (LOGITS, INPUT_IDS, INPUT_LENGTHS, EMIT, *self.parameters)
+        """`sampler.onnx`: the sampler alone, logits in. Packages without a baked sampler run it on the host."""
+        inputs = (LOGITS, INPUT_IDS, INPUT_LENGTHS, EMIT, *self.parameters, *self._search_inputs)
         # Log-probabilities are of the logits as they came, and read them last: those may not be written over.
         reads_logits_last = self.features.logprobs or self.features.top_logprobs
         outputs = self.sampler_outputs if reads_logits_last else (*self.sampler_outputs, ADJUSTED_LOGITS)
-        return GraphSpec(inputs, SAMPLER_STATES, outputs)
+        return GraphSpec(inputs, self.sampler_states, outputs)
 
     @property
     def initial_state(self) -> GraphSpec:
         """`initial_state.onnx`: seeds and capacity in; every state's starting value out, under the state's name."""
-        return GraphSpec((SEED, CAPACITY_INPUT), (), (*SAMPLER_STATES, *self.cache_states))
+        return GraphSpec((SEED, CAPACITY_INPUT), (), (*self.sampler_states, *self.cache_states))
 
     @property
     def graphs(self) -> dict[str, GraphSpec]:
         """File name → interface, for every ONNX file of the package."""
         graphs = {"decoder.onnx": self.decoder, "initial_state.onnx": self.initial_state}
-        if self.captured or not self.features.sampler:
+        if not self.features.sampler:
             graphs["sampler.onnx"] = self.sampler
         return graphs
