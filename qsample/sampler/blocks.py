@@ -1,0 +1,131 @@
+"""Logits in blocks: their maxima, the argmax, the K largest; and sums in one order.
+
+Selection by blocks is exact: an element of a block that is not among the K with the largest maxima has K others, those
+maxima, that are at least as large. Chosen blocks are put in ascending order so that ties go to the lowest id.
+
+Sums are float32, in an order that depends on the number of terms alone, so that a row rounds identically in any batch:
+ONNX Runtime's CumSum adds from the first to the last, and its ReduceSum over a multiple of 16 does not depend on where
+a row lies. Every such sum grows, or stays, if a term grows.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+from qsample.sampler.tensor import INT64, Tensor, axis_size, constant, indices, maximum, op, size, top, where
+
+FLOOR = -3e38  # stands for a masked token's logit; -inf would give NaN, and WebGPU's TopK pads with -3.4e38
+_SUM_FACTOR = 2.0**-24
+
+
+class Blocks(NamedTuple):
+    """Logits cut into n blocks of C.
+
+    Attributes:
+        values: [B, n, C] float32, -inf beyond the vocabulary.
+        maxima: [B, n] float32.
+    """
+
+    values: Tensor
+    maxima: Tensor
+
+    @property
+    def count(self) -> int:
+        return axis_size(self.values, 1)
+
+    @property
+    def size(self) -> int:
+        return axis_size(self.values, 2)
+
+
+def split(logits: Tensor, vocab: int, block: int) -> Blocks:
+    """Cut logits [B, V] float32 into blocks."""
+    count = -(-vocab // block)
+    if vocab % block:
+        logits = op("Pad", logits, [0, 0, 0, count * block - vocab], -np.inf)
+    values = logits.reshape(0, count, block)
+    return Blocks(values, values.max(keep=False))
+
+
+def is_valid(blocks: Blocks, largest: Tensor, *, one_product: bool) -> Tensor:
+    """Whether a row holds neither NaN nor +inf, and some finite logit: [B] bool.
+
+    A sum is NaN if one of its terms is, so a reduction finds NaN without an elementwise pass, and a product with a
+    constant is the cheapest one. (ONNX Runtime's ReduceMax drops NaN.) The factor keeps the sum of up to 2**23
+    finite logits finite, so the difference from the maximum is NaN where that is infinite, too: the sum is then of the
+    same sign, or NaN already.
+
+    Args:
+        largest: [B] float32, the largest logit.
+        one_product: of two matrices, as a graph that CUDA replays needs it: a batch of products takes its pointers from
+            the host's memory. On the CPU the batch is twice as fast, because its rows are long.
+    """
+    if one_product:
+        sums = op("MatMul", blocks.values, constant(np.full((blocks.size, 1), _SUM_FACTOR, np.float32))).squeeze()
+    else:
+        factors = constant(np.full((1, 1, blocks.size), _SUM_FACTOR, np.float32))
+        sums = op("MatMul", factors, blocks.values.reshape(0, blocks.size, blocks.count)).squeeze(1)  # any cut will do
+    difference = sums.sum(keep=False) - largest
+    return difference.equals(difference)
+
+
+def argmax(blocks: Blocks) -> Tensor:
+    """The most likely token of each row, the lowest id of a tie: [B, 1] int64."""
+    best = blocks.maxima.argmax()
+    inside = blocks.values.gather(op("Expand", best.unsqueeze(), [1, 1, blocks.size])).argmax()
+    return best * blocks.size + inside.squeeze()
+
+
+def top_candidates(blocks: Blocks, count: int, *, replayed: bool) -> tuple[Tensor, Tensor]:
+    """The `count` largest logits, largest first, and their ids; at equal values the lowest ids.
+
+    Args:
+        replayed: without GatherND, which CUDA does not replay.
+
+    Returns:
+        Values [B, K] float32, at least `FLOOR`, and ids [B, K] int64.
+    """
+    _, chosen = top(maximum(blocks.maxima, FLOOR), min(count, blocks.count))
+    chosen, _ = top(chosen, min(count, blocks.count), largest=False)
+    pool = take_blocks(blocks.values, chosen, replayed=replayed).reshape(0, -1)
+    values, places = top(maximum(pool, FLOOR), count)
+    rank = places / blocks.size
+    return values, (chosen.gather(rank) - rank) * blocks.size + places
+
+
+def take_blocks(values: Tensor, chosen: Tensor, *, replayed: bool) -> Tensor:
+    """Blocks `chosen` ([B, k] int64) of `values` [B, n, C]: [B, k, C]."""
+    if not replayed:
+        return op("GatherND", values, chosen.unsqueeze(), batch_dims=1)
+    first = op("Range", 0, op("Squeeze", size(values, 0)), 1) * axis_size(values, 1)
+    return op("Gather", values.reshape(-1, axis_size(values, 2)), chosen + first.unsqueeze(), axis=0)
+
+
+def block_sums(values: Tensor) -> Tensor:
+    """[B, n, C] gives [B, n]."""
+    return values.sum(keep=False)
+
+
+def total(values: Tensor) -> Tensor:
+    """[…, n] gives […, 1], in two levels, so that no sum has more than about 2 sqrt(n) roundings."""
+    return _in_groups(values).cumsum().last().squeeze().cumsum().last()
+
+
+def _in_groups(values: Tensor) -> Tensor:
+    """[…, n] as […, groups, size], padded with 0."""
+    leading = len(values.shape) - 1
+    count = axis_size(values, -1)
+    group = math.isqrt(count - 1) + 1 if count > 1 else 1
+    groups = -(-count // group)
+    if groups * group > count:
+        values = op("Pad", values, [0] * (2 * leading + 1) + [groups * group - count], 0.0)
+    return values.reshape(*[0] * leading, groups, group)
+
+
+def first_true(flags: Tensor) -> Tensor:
+    """Index of the first true along the last axis of [B, n], the last index if there is none: [B, 1] int64."""
+    last = axis_size(flags, -1) - 1
+    return where(flags, indices(last + 1, "float32"), float(last)).min().to(INT64)

@@ -1,0 +1,137 @@
+"""The filters, one function each: which tokens of a pool may be drawn. `ORDERS` puts them in order.
+
+A filter reads its parameters, takes tokens away, and leaves at least the likeliest token (typical-p: the most typical).
+It sees the distribution that the filters before it left, renormalized.
+
+To add a filter: a function here, its name in `ORDERS`, its inputs in `contract.EXTRA_PARAMETERS`, its test.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Final
+
+from qsample.contract import HUGGING_FACE, LLAMA_CPP
+from qsample.sampler.blocks import FLOOR
+from qsample.sampler.pools import Pool
+from qsample.sampler.tensor import FLOAT, Tensor, absolute, exp, log, maximum, minimum, op, where
+
+_LEAST_TEMPERATURE = 2.0**-126  # the smallest whose reciprocal is finite
+_LARGEST_TEMPERATURE = 1e36  # a masked token has weight 0 below it
+
+Parameters = Mapping[str, Tensor]  # each [B, 1]
+Filter = Callable[[Pool, Parameters], None]
+
+
+def temperature(pool: Pool, row: Parameters) -> None:
+    """p ~ exp(l / t), from 2**-126 to 1e36. With dynamic temperature, t follows the entropy: llama.cpp's `temp_ext`."""
+    t = row["temperature"]
+    if "dynatemp_range" in row:
+        count = pool.count()
+        spread = log(maximum(count, 2.0))
+        entropy = maximum(pool.entropy(), 0.0) / spread
+        low, high = maximum(t - row["dynatemp_range"], 0.0), t + row["dynatemp_range"]
+        dynamic = low + (high - low) * op("Pow", entropy, row["dynatemp_exponent"])
+        t = where((row["dynatemp_range"] > 0) & (count > 1), dynamic, t)
+    pool.heat(op("Reciprocal", op("Clip", t, _LEAST_TEMPERATURE, _LARGEST_TEMPERATURE)))
+
+
+def top_k(pool: Pool, row: Parameters) -> None:
+    """The k likeliest tokens and their ties: Fan et al. 2018, arXiv:1805.04833."""
+    pool.keep(pool.x >= pool.kth_largest(row["top_k"]))
+
+
+def top_p(pool: Pool, row: Parameters) -> None:
+    """Tokens whose strictly likelier ones weigh less than p: Holtzman et al. 2020, arXiv:1904.09751."""
+    pool.keep(pool.x >= pool.nucleus(None, row["top_p"]))
+
+
+def min_p(pool: Pool, row: Parameters) -> None:
+    """Tokens with at least min_p times the largest probability: Nguyen et al. 2024, arXiv:2407.01082."""
+    pool.keep(pool.weights >= pool.row(row["min_p"]) * pool.largest_weight())
+
+
+def top_n_sigma(pool: Pool, row: Parameters) -> None:
+    """Logits within n standard deviations of the largest: Tang et al. 2024, arXiv:2411.07641."""
+    distance = where(row["top_n_sigma"] > 0, row["top_n_sigma"] * row["sigma"], -FLOOR)
+    pool.keep(pool.x >= pool.row(-distance))
+
+
+def typical_p(pool: Pool, row: Parameters) -> None:
+    """Tokens whose surprise is closest to the entropy, with mass p: Meister et al. 2023, arXiv:2202.00666."""
+    surprise = pool.row(log(pool.total())) - pool.logs
+    atypical = absolute(surprise - pool.row(pool.entropy()))
+    # A token that was taken away before has no weight, and its key changes nothing.
+    keys = -minimum(atypical, 390.0)
+    pool.keep(keys >= pool.nucleus(keys, row["typical_p"]))
+
+
+def epsilon_cutoff(pool: Pool, row: Parameters) -> None:
+    """Probabilities of at least epsilon: Hewitt et al. 2022, arXiv:2210.15191."""
+    _keep_from(pool, row["epsilon_cutoff"] * pool.total())
+
+
+def eta_cutoff(pool: Pool, row: Parameters) -> None:
+    """Probabilities of at least min(eta, sqrt(eta) exp(-H)): Hewitt et al. 2022, arXiv:2210.15191."""
+    eta = row["eta_cutoff"]
+    least = minimum(eta, op("Sqrt", eta) * exp(-pool.entropy()))
+    _keep_from(pool, least * pool.total())
+
+
+def xtc(pool: Pool, row: Parameters) -> None:
+    """Excludes the top choices: of the tokens with at least the threshold, only the least likely stays.
+
+    https://github.com/oobabooga/text-generation-webui/pull/6335, in llama.cpp's form.
+    """
+    threshold = row["xtc_threshold"]
+    applies = (row["xtc_uniform"] < row["xtc_probability"]) & (threshold <= 0.5)
+    reaches = (pool.weights >= pool.row(threshold * pool.total())).to(FLOAT)
+    least = pool.least(maximum(pool.x, FLOOR) * reaches)  # x is at most 0, which stands for the others
+    pool.keep(pool.x <= where(pool.row(applies), least, 0.0))
+
+
+def mirostat(pool: Pool, row: Parameters) -> None:
+    """Tokens whose surprise is at most mu bits: Mirostat 2.0, Basu et al. 2021, arXiv:2007.14966."""
+    least = where(row["mirostat_tau"] > 0, exp(-math.log(2) * largest_surprise(row)), 0.0)
+    _keep_from(pool, least * pool.total())
+
+
+def largest_surprise(row: Parameters) -> Tensor:
+    """Mirostat's mu in bits, [B, 1] float32; a row that begins has twice tau."""
+    mu = row["mirostat_mu"]
+    return where(mu.equals(0.0), row["mirostat_tau"] * 2.0, mu)
+
+
+def _keep_from(pool: Pool, least: Tensor) -> None:
+    """Keep weights of at least `least`, [B, 1], or the largest."""
+    pool.keep(pool.weights >= minimum(pool.row(least), pool.largest_weight()))
+
+
+ORDERS: Final[dict[str, tuple[Filter, ...]]] = {
+    HUGGING_FACE: (
+        top_n_sigma,
+        temperature,
+        top_k,
+        top_p,
+        min_p,
+        typical_p,
+        epsilon_cutoff,
+        eta_cutoff,
+        xtc,
+        mirostat,
+    ),
+    LLAMA_CPP: (
+        top_n_sigma,
+        top_k,
+        typical_p,
+        top_p,
+        min_p,
+        epsilon_cutoff,
+        eta_cutoff,
+        xtc,
+        temperature,
+        mirostat,
+    ),
+}
+ALWAYS: Final = ("temperature", "top_k", "top_p", "min_p")

@@ -1,0 +1,78 @@
+"""The optional outputs of a step: log-probabilities and the sampled distribution."""
+
+from __future__ import annotations
+
+import math
+from typing import Final, NamedTuple
+
+from qsample.sampler import blocks
+from qsample.sampler.blocks import FLOOR, Blocks
+from qsample.sampler.tensor import FLOAT, INT32, Tensor, exp, log, where
+
+NO_TOKEN: Final = -1  # in top_logprob_ids, for a row that emitted nothing
+_MASKED: Final = -math.inf  # the log-probability of a token that cannot be drawn
+
+
+class Normalizer(NamedTuple):
+    """log-softmax of a logit l is (l - maximum) - log_sum; kept apart because their sum would lose low bits.
+
+    Attributes:
+        maximum, log_sum: [B, 1] float32; NaN if a row has no finite maximum.
+    """
+
+    maximum: Tensor
+    log_sum: Tensor
+
+    def log_softmax(self, logits: Tensor) -> Tensor:
+        return (logits - self.maximum) - self.log_sum
+
+
+def normalizer(split: Blocks) -> Normalizer:
+    """What turns logits into log-probabilities."""
+    maximum = split.maxima.max()
+    sums = blocks.block_sums(exp(split.values - maximum.unsqueeze()))
+    return Normalizer(maximum, log(blocks.total(sums)))
+
+
+def logprobs(logits: Tensor, normalizer: Normalizer, next_ids: Tensor, emitted: Tensor) -> Tensor:
+    """The model's own log-probability of each row's token, [B, 1] float32; 0 for a row that emitted nothing.
+
+    "The model's own": log-softmax of the logits as they came, before masks, biases, penalties, temperature and filters.
+    It is what vLLM reports by default (`logprobs_mode="raw_logprobs"`) and what scores a text independently of how it
+    was sampled; the distribution that was sampled from is the output `probs`.
+
+    Args:
+        logits: [B, V] float32, of the model.
+        normalizer: of the same logits.
+        next_ids: [B, 1] int64, in [0, V).
+        emitted: [B, 1] bool.
+    """
+    return where(emitted, normalizer.log_softmax(logits.gather(next_ids)), 0.0)
+
+
+def top_logprobs(
+    split: Blocks, normalizer: Normalizer, count: int, emitted: Tensor, *, replayed: bool
+) -> tuple[Tensor, Tensor]:
+    """The `count` likeliest tokens by the model's own log-probability, likeliest first, lower ids first on a tie.
+
+    Returns:
+        Ids [B, M] int32 and log-probabilities [B, M] float32; -1 and 0 for a row that emitted nothing.
+    """
+    values, ids = blocks.top_candidates(split, count, replayed=replayed)
+    found = where(values > FLOOR, normalizer.log_softmax(values), _MASKED)
+    return where(emitted, ids.to(INT32), NO_TOKEN), where(emitted, found, 0.0)
+
+
+def probabilities(weights: Tensor, drawn: Tensor, greedy: Tensor, ids: Tensor) -> Tensor:
+    """The distribution that the tokens were drawn from, [B, V] float32; zeros for a row that emitted nothing.
+
+    Args:
+        weights: [B, V] float32, of the tokens that passed the filters, 0 for the others.
+        drawn: [B, 1] bool, rows that drew.
+        greedy: [B, 1] bool, rows whose token was the argmax: a single 1 at `ids`.
+        ids: [B, 1] int64, in [0, V).
+    """
+    total = where(drawn, weights.sum(), 1.0)
+    probs = (weights / total) * drawn.to(FLOAT)
+    return probs.scatter(ids, where(greedy, 1.0, probs.gather(ids)))
+

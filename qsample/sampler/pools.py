@@ -1,0 +1,246 @@
+"""Where a row's token is drawn from: the K likeliest tokens, or the whole vocabulary.
+
+A pool holds its tokens' shifted logits x = l - max and their weights, unnormalized probabilities. A filter takes
+tokens away. What it asks of the pool, sums, thresholds and the draw, the two kinds find in their own ways.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from qsample.sampler import blocks
+from qsample.sampler.blocks import FLOOR
+from qsample.sampler.search import Search
+from qsample.sampler.tensor import FLOAT, INT64, Tensor, exp, indices, log, maximum, minimum, op, top, where
+
+_LARGEST_UNIFORM = 1.0 - 2.0**-24  # u * total < total, in float32 as well
+_WEIGHTLESS = 105.0  # exp(-105) is 0 in float32
+_LEAST_LOG = -200.0  # of a weight that is not 0
+_LOWEST_KEY = 400.0
+_NO_LIMIT = 3e38  # more than any weight
+_ROUNDS_TO_8_BITS = 1.5 * 2.0**15  # added to a number below 1 and taken off again
+
+
+class Pool(ABC):
+    """Tokens to draw from, and what the filters have left of them.
+
+    Attributes:
+        x: float32, l - max of each token, at most 0.
+        logs: float32, the logarithm of each token's weight, whether a filter took it away or not.
+    """
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = self.logs = x
+        self._heated = False
+        self._weights: Tensor | None = None
+        self._kept: Tensor | None = None  # before the temperature; afterwards, a weight of 0 says it
+
+    @property
+    def weights(self) -> Tensor:
+        """float32, at least 0: exp(x) before `heat`, exp(x / t) after it, and 0 for tokens that were taken away."""
+        if self._weights is None:
+            weights = exp(self.logs)
+            self._weights = weights if self._kept is None else weights * self._kept
+        return self._weights
+
+    def heat(self, inverse_temperature: Tensor) -> None:
+        """Apply a temperature to the tokens that are left. inverse_temperature: [B, 1] float32, positive."""
+        self.logs = self.x * self.row(inverse_temperature)
+        self._weights, self._heated = None, True
+
+    def keep(self, passed: Tensor) -> None:
+        """Take all other tokens away. passed: bool, of the shape of `x`."""
+        mask = passed.to(FLOAT)
+        if self._heated or self._weights is not None:
+            self._weights = self.weights * mask
+        if not self._heated:
+            self._kept = mask if self._kept is None else self._kept * mask
+
+    def count(self) -> Tensor:
+        """How many tokens are left, [B, 1] float32; to be asked before `heat`."""
+        unmasked = (self.x > FLOOR / 2).to(FLOAT)
+        return self.sum(unmasked if self._kept is None else unmasked * self._kept)
+
+    def entropy(self) -> Tensor:
+        """-sum p ln p in nats, [B, 1] float32."""
+        total = self.total()
+        return log(total) - self.sum(self.weights * maximum(self.logs, _LEAST_LOG)) / total
+
+    @abstractmethod
+    def row(self, value: Tensor) -> Tensor:
+        """[B, 1] in the rank of `x`."""
+
+    @abstractmethod
+    def sum(self, values: Tensor) -> Tensor:
+        """Of the shape of `x`; gives [B, 1]."""
+
+    @abstractmethod
+    def total(self) -> Tensor:
+        """The weight of all tokens that are left, also of those that are not in the pool: [B, 1] float32."""
+
+    @abstractmethod
+    def least(self, values: Tensor) -> Tensor:
+        """The smallest value of each row, in the rank of `x`."""
+
+    @abstractmethod
+    def largest_weight(self) -> Tensor:
+        """In the rank of `x`."""
+
+    @abstractmethod
+    def kth_largest(self, k: Tensor) -> Tensor:
+        """The k-th largest x, in the rank of `x`. k: [B, 1] int32; 0 = off: a number that every x passes."""
+
+    @abstractmethod
+    def nucleus(self, keys: Tensor | None, share: Tensor) -> Tensor:
+        """The smallest key whose strictly larger keys weigh less than `share` of the total, in the rank of `x`.
+
+        Args:
+            keys: float32, of the shape of `x`, at most 0 and more than -400; None: x.
+            share: [B, 1] float32, in (0, 1); 1 = off: a number that every key passes.
+        """
+
+    @abstractmethod
+    def draw(self, uniform: Tensor) -> Tensor:
+        """Draw by inverse CDF in id order: [B, 1] int64. uniform: [B, 1] float32, in [0, 1)."""
+
+    @abstractmethod
+    def weight_of(self, token: Tensor) -> Tensor:
+        """[B, 1] float32. token: [B, 1] int64, in the pool."""
+
+
+class Candidates(Pool):
+    """The K largest logits, largest first.
+
+    Args:
+        x: [B, K] float32, descending.
+        ids: [B, K] int64.
+        complete: [B, 1] bool, rows that cannot draw any other token.
+        whole: [B, 1] float32, the weight of the whole vocabulary; read in other rows that have top-p.
+    """
+
+    def __init__(self, x: Tensor, ids: Tensor, complete: Tensor, whole: Tensor) -> None:
+        super().__init__(x)
+        self.ids = ids
+        self._complete, self._whole = complete, whole
+
+    def row(self, value: Tensor) -> Tensor:
+        return value
+
+    def sum(self, values: Tensor) -> Tensor:
+        return values.cumsum().last()
+
+    def total(self) -> Tensor:
+        return where(self._complete, self.sum(self.weights), self._whole)
+
+    def least(self, values: Tensor) -> Tensor:
+        return values.min()
+
+    def largest_weight(self) -> Tensor:
+        return self.weights.max()
+
+    def kth_largest(self, k: Tensor) -> Tensor:
+        kept = indices(blocks.axis_size(self.x, 1), "int32") < where(k > 0, k, 2**31 - 1)
+        return where(kept, self.x, 0.0).min()
+
+    def nucleus(self, keys: Tensor | None, share: Tensor) -> Tensor:
+        weights, descending = self.weights, self.x
+        if keys is not None:
+            descending, order = top(keys, blocks.axis_size(keys, 1))
+            weights = weights.gather(order)
+        # Of tied tokens the first decides for all: what precedes it is exactly the weight of the strictly larger ones.
+        before = weights.cumsum(exclusive=True)
+        limit = where(share < 1, share * self.total(), _NO_LIMIT)
+        return where(before < limit, descending, descending.columns(0, 1)).min()
+
+    def draw(self, uniform: Tensor) -> Tensor:
+        ordered, order = top(self.ids, blocks.axis_size(self.ids, 1), largest=False)
+        sums = self.weights.gather(order).cumsum()
+        above = sums > minimum(uniform, _LARGEST_UNIFORM) * sums.last()
+        return where(above, ordered, ordered.last()).min()
+
+    def weight_of(self, token: Tensor) -> Tensor:
+        return self.sum(self.weights * self.ids.equals(token).to(FLOAT))
+
+
+class Vocabulary(Pool):
+    """All tokens.
+
+    Args:
+        x: [B, n, C] float32, in blocks.
+        searched: [B, 1] bool, rows whose thresholds matter.
+        search: finds them.
+        replayed: whether the graph is captured.
+    """
+
+    def __init__(self, x: Tensor, searched: Tensor, search: Search, *, replayed: bool) -> None:
+        super().__init__(x)
+        self._searched, self._search, self._replayed = searched, search, replayed
+        self._lowest: Tensor | None = None
+
+    def heat(self, inverse_temperature: Tensor) -> None:
+        super().heat(inverse_temperature)
+        self._lowest = op("Div", -_WEIGHTLESS, inverse_temperature)
+
+    def row(self, value: Tensor) -> Tensor:
+        return value.unsqueeze()
+
+    def sum(self, values: Tensor) -> Tensor:
+        return blocks.total(blocks.block_sums(values))
+
+    def total(self) -> Tensor:
+        return self.sum(self.weights)
+
+    def least(self, values: Tensor) -> Tensor:
+        return values.min(-2, -1)
+
+    def largest_weight(self) -> Tensor:
+        return self.weights.max(-2, -1)
+
+    def kth_largest(self, k: Tensor) -> Tensor:
+        found = self._search.by_count(maximum(self.x, FLOOR), k.to(FLOAT), self._searched & (k > 0))
+        return self.row(found)
+
+    def nucleus(self, keys: Tensor | None, share: Tensor) -> Tensor:
+        lowest = self._lowest if keys is None and self._lowest is not None else share * 0.0 - _LOWEST_KEY
+        keys = maximum(self.x if keys is None else keys, FLOOR)
+        found = self._search.by_weight(keys, self.weights, share, lowest, self._searched & (share < 1))
+        return self.row(found)
+
+    def draw(self, uniform: Tensor) -> Tensor:
+        """In two levels: a block, then a token of that block.
+
+        u times the total needs more than the 24 bits of a float32. So block sums are split into a high part, whose sums
+        are exact in any order, and a low one; u is split into its first 8 bits and the other 16. The difference between
+        u times the total and the blocks before each is then off by about 2e-10 of the total.
+        """
+        per_block = blocks.block_sums(self.weights)
+        high, low = _split(per_block)
+        sums_high, sums_low = high.cumsum(), low.cumsum()
+        total_high, total_low = sums_high.last(), sums_low.last()
+        u = minimum(uniform, _LARGEST_UNIFORM)
+        u_high = (u + _ROUNDS_TO_8_BITS) - _ROUNDS_TO_8_BITS
+        target_low = (u - u_high) * total_high + u * total_low
+        beyond = (u_high * total_high - (sums_high - high)) + (target_low - (sums_low - low))
+
+        # The last block of positive weight that begins at or before the target.
+        begins = (beyond >= 0) & (per_block > 0)
+        block = where(begins, indices(blocks.axis_size(per_block, 1), "float32"), 0.0).max().to(INT64)
+        remainder = where(begins, beyond, _NO_LIMIT).min()
+        inside = blocks.take_blocks(self.weights, block, replayed=self._replayed).squeeze(1).cumsum()
+        # Rounding may leave the remainder just outside the block; its last token of positive weight is meant then.
+        remainder = minimum(remainder, inside.last() * _LARGEST_UNIFORM)
+        return block * blocks.axis_size(self.x, 2) + blocks.first_true(inside > remainder)
+
+    def weight_of(self, token: Tensor) -> Tensor:
+        return self.weights.reshape(0, -1).gather(token)
+
+
+def _split(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Two parts that sum to the values [B, n] exactly: multiples of about 2**-15 of their sum, and what is left.
+
+    Adding a number rounds to its last bit, and taking it off again is exact: Rump, Ogita and Oishi, "Accurate
+    floating-point summation", SIAM J. Sci. Comput. 31(1), 2008.
+    """
+    unit = values.cumsum().last() * 256.0
+    high = (values + unit) - unit
+    return high, values - high

@@ -1,0 +1,143 @@
+"""What depends on repeated sequences: DRY, no_repeat_ngram_size and bad_words_ids.
+
+A row's tokens so far are compared with its own end: m(i), for each position i before the last, is how many tokens up to
+i are those up to the end. A repetition of length m(i) would go on with the token at i + 1.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from qsample.contract import LONGEST_MATCH
+from qsample.sampler.adjust import forbid
+from qsample.sampler.tensor import (
+    FLOAT,
+    INT64,
+    Tensor,
+    constant,
+    indices,
+    maximum,
+    minimum,
+    op,
+    size,
+    where,
+)
+
+
+class History:
+    """Each row's tokens so far, and its end.
+
+    Args:
+        tokens: [B, h] int64, in [0, V), anything from `lengths` on.
+        lengths: [B, 1] int64, 1..h, how many of them count.
+    """
+
+    def __init__(self, tokens: Tensor, lengths: Tensor) -> None:
+        self.tokens, self.lengths = tokens, lengths
+        self.positions = op("Range", 0, op("Squeeze", size(tokens, 1)), 1).unsqueeze(0)  # [1, h]
+
+    def end(self, count: int | Tensor) -> tuple[Tensor, Tensor]:
+        """The newest `count` tokens, the newest first: [B, count], and whether there are so many: bool."""
+        back = indices(count) if isinstance(count, int) else op("Range", 0, count, 1)
+        places = self.lengths - 1 - back.unsqueeze(0)
+        return self.tokens.gather(maximum(places, 0)), places >= 0
+
+    def matches(self, longest: Tensor) -> Tensor:
+        """m(i), [B, h] float32: 0 at the newest token and behind it.
+
+        Args:
+            longest: [B, 1] int64, the most tokens of the end that may be compared, at most LONGEST_MATCH.
+        """
+        end, there = self.end(LONGEST_MATCH)
+        wanted = there & (indices(LONGEST_MATCH) < longest)
+        # [B, h, LONGEST_MATCH]: the token that many before each position; before the first one, none.
+        places = self.positions.unsqueeze() - indices(LONGEST_MATCH)
+        shape = op("Concat", op("Shape", self.tokens), [LONGEST_MATCH], axis=0)
+        flat = op("Expand", maximum(places, 0), shape).reshape(0, -1)
+        earlier = self.tokens.gather(flat).reshape(0, -1, LONGEST_MATCH)
+        same = earlier.equals(end.unsqueeze(1)) & wanted.unsqueeze(1) & (places >= 0)
+        misses = (~same).to(FLOAT).cumsum()
+        found = misses.equals(0.0).to(FLOAT).sum(keep=False)
+        return where(self.positions < self.lengths - 1, found, 0.0)
+
+    def followers(self) -> Tensor:
+        """The token behind each position, [B, h] int64; of the last column, itself."""
+        following = minimum(self.positions + 1, size(self.tokens, 1) - 1)
+        return self.tokens.gather(op("Expand", following, op("Shape", self.tokens)))
+
+
+def dry(
+    logits: Tensor,
+    history: History,
+    multiplier: Tensor,
+    base: Tensor,
+    allowed_length: Tensor,
+    last_n: Tensor,
+    breakers: Tensor,
+) -> Tensor:
+    """DRY ("don't repeat yourself"): l - multiplier * base ** (m - allowed_length) for the longest m of each token.
+
+    https://github.com/oobabooga/text-generation-webui/pull/5677, in llama.cpp's form: a match of at least
+    `allowed_length` tokens counts, and the end of the row is compared back to the newest breaker.
+
+    Args:
+        logits: [B, V] float32.
+        history: the row's tokens.
+        multiplier: [B, 1] float32, 0 = off.
+        base: [B, 1] float32; below 1, DRY is off.
+        allowed_length: [B, 1] int32.
+        last_n: [B, 1] int32, how many of the newest tokens count; -1 = all, 0 = off.
+        breakers: [B, D] int32, ids, padded with -1.
+    """
+    end, there = history.end(LONGEST_MATCH)
+    is_breaker = end.unsqueeze().equals(breakers.to(INT64).unsqueeze(1)).to(FLOAT).max(keep=False) > 0
+    unbroken = (~is_breaker & there).to(FLOAT)
+    before_breaker = ((1.0 - unbroken).cumsum().equals(0.0)).to(FLOAT).sum().to(INT64)
+    window = where(last_n < 0, 2**31 - 1, last_n).to(INT64)
+    lengths = history.matches(minimum(before_breaker, window))
+    # A match lies within the window as a whole.
+    room = (history.positions - (history.lengths - minimum(window, history.lengths)) + 1).to(FLOAT)
+    lengths = minimum(lengths, maximum(room, 0.0))
+
+    allowed = allowed_length.to(FLOAT)
+    counts = (lengths >= maximum(allowed, 1.0)) & (multiplier > 0) & (base >= 1)
+    strength = where(counts, op("Pow", base, minimum(lengths - allowed, 1e4)) * multiplier, 0.0)
+    none = op("Expand", 0.0, op("Shape", logits))
+    largest = constant(np.float32(1e30))  # in place of infinity, which would be an invalid logit
+    return logits - none.scatter(history.followers(), minimum(strength, largest), reduction="max")
+
+
+def forbid_repeated_ngrams(logits: Tensor, history: History, ngram: Tensor) -> Tensor:
+    """Forbid each token that would complete an n-gram that the row holds already.
+
+    Args:
+        logits: [B, V] float32.
+        history: the row's tokens.
+        ngram: [B, 1] int32, n from 1 to LONGEST_MATCH + 1; 0 = off.
+    """
+    before = maximum(ngram - 1, 0)
+    lengths = history.matches(constant(np.array([[LONGEST_MATCH]])))
+    # Of a single token, each that occurred: the newest one as well.
+    single = ngram.equals(1) & (history.positions < history.lengths)
+    repeats = (lengths >= before.to(FLOAT)) & (ngram > 1) & (history.positions < history.lengths - 1)
+    logits = forbid(logits, history.followers(), repeats)
+    return forbid(logits, history.tokens, single)
+
+
+def forbid_bad_words(logits: Tensor, history: History, bad_words: Tensor) -> Tensor:
+    """Forbid the last token of each sequence whose other tokens the row ends with.
+
+    Args:
+        logits: [B, V] float32.
+        history: the row's tokens.
+        bad_words: [B, Q, L] int32, sequences of ids, each padded with -1 at its beginning.
+    """
+    words = bad_words.to(INT64)
+    last = op("Squeeze", op("Slice", words, [-1], [2**31 - 1], [2]), [2])  # [B, Q]
+    before = op("Slice", words, [0], [-1], [2])  # [B, Q, L - 1], the oldest first
+    count = op("Squeeze", size(words, 2)) - 1
+    end, there = history.end(count)  # the newest first
+    backwards = op("Slice", before, [-1], [-(2**31)], [2], [-1])
+    fits = backwards.equals(end.unsqueeze(1)) & there.unsqueeze(1)
+    misses = (~(fits | (backwards < 0))).to(FLOAT).sum(keep=False)
+    return forbid(logits, maximum(last, 0), misses.equals(0.0) & (last >= 0))

@@ -1,0 +1,262 @@
+"""Thresholds beyond the candidates: selection by weight or by count, without a sort of the vocabulary.
+
+The threshold of top-p is a weighted quantile of the logits: the smallest one whose strictly larger ones weigh less than
+p of the whole. That of top-k is a quantile by count. A pivot is compared with all keys in one pass; the weight above it
+tells on which side of it the threshold lies.
+
+With control flow (`_interpolate`), as Floyd and Rivest select ("Expected time bounds for selection", CACM 18(3), 1975):
+two pivots from a sorted sample, then pivots where the weight would be if it were spread evenly over the bracket, with
+the Illinois rule (Dowell and Jarratt, "A modified regula falsi method", BIT 11, 1971); and as soon as no more keys are
+left than there are candidates, those are sorted. A vocabulary of 150,000 takes about 6 passes.
+
+Without control flow (`_cut`), 16 pivots cut the bracket in each of 8 passes. Its ends move to keys that there are, so
+that equal keys end it. Different keys that are still together then, within 2**-32 of the first bracket, count as tied.
+
+The weight above a pivot is summed as a difference from the weight that is wanted, block by block: small numbers of
+either sign, whose rounding in float32 is far below a token's weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from qsample.contract import CANDIDATES
+from qsample.sampler.blocks import FLOOR, Blocks, axis_size, block_sums, top_candidates, total
+from qsample.sampler.tensor import (
+    FLOAT,
+    INT64,
+    Tensor,
+    Tensors,
+    constant,
+    indices,
+    loop,
+    maximum,
+    minimum,
+    op,
+    top,
+    where,
+)
+
+_PIVOTS, _PASSES = 16, 8
+_MOST_PIVOTS, _MOST_STEPS = 10, 400
+_SAMPLE_MARGIN = 32  # ranks of the sample between a pivot and where the threshold is expected
+_FAR = 3e38  # from every key
+_ALL = -3.4e38  # a threshold that every key passes
+
+
+class Search:
+    """Finds thresholds among the keys of some rows.
+
+    Args:
+        listed: [R] int64, the rows that are searched, in a graph without control flow; None: with control flow, those
+            that a call names.
+    """
+
+    def __init__(self, listed: Tensor | None) -> None:
+        self._listed = listed
+
+    def by_weight(self, keys: Tensor, weights: Tensor, share: Tensor, lowest: Tensor, searched: Tensor) -> Tensor:
+        """The smallest key whose strictly larger keys weigh less than `share` of the whole: [B, 1] float32.
+
+        Args:
+            keys: [B, n, C] float32, at most 0, `FLOOR` for those that do not count.
+            weights: [B, n, C] float32, at least 0.
+            share: [B, 1] float32, in (0, 1).
+            lowest: [B, 1] float32, below every key that has a weight.
+            searched: [B, 1] bool. Any other row gets a threshold that all keys pass.
+        """
+        return self._find(searched, lambda *given: _Bracket.of_weights(*given), keys, weights, share, lowest)
+
+    def by_count(self, keys: Tensor, count: Tensor, searched: Tensor) -> Tensor:
+        """The `count`-th largest key, or one that all keys pass if there are fewer: [B, 1] float32.
+
+        Args:
+            keys, searched: as above.
+            count: [B, 1] float32, at least 1.
+        """
+        return self._find(searched, lambda *given: _Bracket.of_counts(*given), keys, count)
+
+    def _find(self, searched: Tensor, begin: Callable[..., _Bracket], *given: Tensor) -> Tensor:
+        if self._listed is None:
+            return where(searched, _interpolate(begin(*given), searched), _ALL)
+        threshold = _cut(begin(*(value.rows(self._listed) for value in given)))
+        none = op("Expand", _ALL, op("Shape", searched))
+        return where(searched, none.scatter(self._listed.unsqueeze(), threshold, axis=0), _ALL)
+
+
+class _Bracket:
+    """Keys, their weights, and where the threshold must be.
+
+    Attributes:
+        keys: [B, 1, n, C] float32.
+        weights: [B, 1, n, C] float32, or None: every key weighs 1.
+        low, high: [B, 1] float32; the threshold is at least `low` and at most `high`.
+        at_low, at_high: [B, 1] float32, the excess of all keys, at least 0, and of none, below 0. The excess is by how
+            much the keys above a number weigh more than is wanted.
+    """
+
+    def __init__(self, keys: Tensor, weights: Tensor | None, wanted: Tensor, low: Tensor, at_low: Tensor) -> None:
+        self.keys = keys.unsqueeze(1)
+        self.weights = None if weights is None else weights.unsqueeze(1)
+        self._wanted = wanted
+        self.low = low
+        self.at_low = at_low
+        self.at_high = -(wanted if weights is None else total(wanted))
+        # If all keys together weigh too little, all pass.
+        self.high = where(at_low < 0, low, keys.max(-2, -1, keep=False).unsqueeze())
+
+    @staticmethod
+    def of_weights(keys: Tensor, weights: Tensor, share: Tensor, lowest: Tensor) -> _Bracket:
+        sums = block_sums(weights)
+        wanted = sums * maximum(share, 1e-30)
+        return _Bracket(keys, weights, wanted, lowest, total(sums - wanted))
+
+    @staticmethod
+    def of_counts(keys: Tensor, count: Tensor) -> _Bracket:
+        there = (keys > FLOOR / 2).to(FLOAT).sum(-2, -1, keep=False).unsqueeze()
+        return _Bracket(keys, None, count, op("Mul", count * 0.0 + 1.0, FLOOR / 3), there - count)
+
+    def above(self, pivots: Tensor) -> Tensor:
+        """1 for keys above each pivot, else 0: [B, P, n, C] float32. pivots: [B, P] float32."""
+        return (self.keys > pivots.unsqueeze().unsqueeze()).to(FLOAT)
+
+    def excess(self, above: Tensor) -> Tensor:
+        """[B, P] float32, of what `above` gives. It grows with the set of keys, whatever pivots lead there."""
+        if self.weights is None:
+            return above.sum(-2, -1, keep=False) - self._wanted
+        return total(block_sums(self.weights * above) - self._wanted.unsqueeze(1)).squeeze()
+
+    def measure(self, pivots: Tensor) -> Tensors:
+        """The excess of each pivot, the smallest of the keys above it, and the largest of the others: [B, P] each."""
+        # Products with the mask as a number: ONNX Runtime's Where takes ten times as long.
+        above = self.above(pivots)
+        smallest_above = (self.keys * above).min(-2, -1, keep=False)
+        largest_below = (self.keys - above * _FAR).max(-2, -1, keep=False)
+        return self.excess(above), smallest_above, largest_below
+
+
+def _cut(bracket: _Bracket) -> Tensor:
+    """The threshold by a fixed number of passes, with pivots spread evenly over the bracket: [B, 1]."""
+    parts = constant((np.arange(_PIVOTS, dtype=np.float32) / _PIVOTS)[None])
+    low, high = bracket.low, bracket.high
+    for _ in range(_PASSES):
+        excess, above, below = bracket.measure(_inside(low + (high - low) * parts, low, high))
+        too_little = excess < 0
+        low = maximum(low, where(too_little, -_FAR, above).max())
+        high = minimum(high, where(too_little, below, _FAR).min())
+    return low
+
+
+def _interpolate(bracket: _Bracket, searched: Tensor) -> Tensor:
+    """The threshold of the searched rows, [B, 1]."""
+    low, high, at_high, few = _narrow(bracket, searched)
+    sorted_ = _sort(bracket, low, high, at_high)
+    low, high = where(few, sorted_, low), where(few, sorted_, high)
+    # Many keys at or near the threshold are left in rows with ties.
+    return _step_through(bracket, low, high, searched)
+
+
+def _narrow(bracket: _Bracket, searched: Tensor) -> Tensors:
+    """Move the ends until few keys are between them: low, high, the excess at high, and whether few are: [B, 1] each.
+
+    The threshold is above low and at most high then, unless low was where the bracket began.
+    """
+    first, second = _sample_pivots(bracket)
+
+    def many(at_low: Tensor, at_high: Tensor) -> Tensor:
+        return at_low - at_high > CANDIDATES
+
+    def step(
+        number: Tensor,
+        low: Tensor,
+        high: Tensor,
+        at_low: Tensor,
+        at_high: Tensor,
+        excess_high: Tensor,
+        count_low: Tensor,
+        count_high: Tensor,
+        moved: Tensor,
+    ) -> tuple[Tensor, Tensors]:
+        # moved: 1 if the last step moved high, -1 if low. If one end moves twice, the other's excess counts half.
+        pivot = high - (high - low) * (at_high / (at_high - at_low))
+        pivot = where(number.equals(0), first, where(number.equals(1), second, pivot))
+        pivot = minimum(maximum(pivot, low), high)
+        above = bracket.above(pivot)
+        found, count = bracket.excess(above), above.sum(-2, -1, keep=False)
+        too_little = found < 0
+        states = (
+            where(too_little, low, pivot),
+            where(too_little, pivot, high),
+            where(too_little, at_low * (0.75 - 0.25 * moved), found),
+            where(too_little, found, at_high * (0.75 + 0.25 * moved)),
+            where(too_little, found, excess_high),
+            where(too_little, count_low, count),
+            where(too_little, count, count_high),
+            where(too_little, 1.0, -1.0),
+        )
+        return (searched & many(states[5], states[6])).any(), states
+
+    none = bracket.low * 0.0
+    everything = none + float(axis_size(bracket.keys, 2) * axis_size(bracket.keys, 3))
+    begin = (bracket.low, bracket.high, bracket.at_low, bracket.at_high, bracket.at_high, everything, none, none)
+    low, high, _, _, excess, count_low, count_high, _ = loop(_MOST_PIVOTS, searched.any(), begin, step)
+    return low, high, excess, ~many(count_low, count_high)
+
+
+def _sample_pivots(bracket: _Bracket) -> tuple[Tensor, Tensor]:
+    """Two numbers that likely have the threshold between them, from the first key of each block; the upper one first."""
+    first = op("Slice", bracket.keys, [0], [1], [3]).reshape(0, -1)
+    keys, order = top(first, axis_size(first, 1))
+    if bracket.weights is None:
+        weights = (keys > FLOOR / 2).to(FLOAT)
+    else:
+        weights = op("Slice", bracket.weights, [0], [1], [3]).reshape(0, -1).gather(order)
+    sums = weights.cumsum()
+    expected = sums.last() * (bracket.at_high / (bracket.at_high - bracket.at_low))
+    rank = (sums < expected).to(FLOAT).sum()
+    last = axis_size(first, 1) - 1
+    ends = (op("Clip", rank + margin, 0.0, float(last)).to(INT64) for margin in (-_SAMPLE_MARGIN, _SAMPLE_MARGIN))
+    upper, lower = (keys.gather(end) for end in ends)
+    return upper, lower
+
+
+def _sort(bracket: _Bracket, low: Tensor, high: Tensor, excess_high: Tensor) -> Tensor:
+    """The threshold, if no more than the candidates are between low and high: [B, 1]."""
+    outside = bracket.above(high) * _FAR
+    values = (bracket.keys - outside).squeeze(1)
+    keys, ids = top_candidates(Blocks(values, values.max(keep=False)), min(CANDIDATES, _count(values)), replayed=False)
+    inside = keys > low
+    weights = inside.to(FLOAT)
+    if bracket.weights is not None:
+        weights = weights * bracket.weights.reshape(0, -1).gather(ids)
+    passes = inside & (excess_high + weights.cumsum(exclusive=True) < 0)
+    return where(passes, keys, keys.columns(0, 1)).min()
+
+
+def _step_through(bracket: _Bracket, low: Tensor, high: Tensor, searched: Tensor) -> Tensor:
+    """The threshold, by halving the bracket with its ends at keys that there are, until it is one key: [B, 1]."""
+
+    def step(number: Tensor, low: Tensor, high: Tensor) -> tuple[Tensor, Tensors]:
+        excess, above, below = bracket.measure(_inside(low + (high - low) * 0.5, low, high))
+        too_little = excess < 0
+        ends = where(too_little, low, above), where(too_little, below, high)
+        return unsettled(*ends), ends
+
+    def unsettled(low: Tensor, high: Tensor) -> Tensor:
+        return (searched & (low < high)).any()
+
+    return loop(_MOST_STEPS, unsettled(low, high), (low, high), step)[0]
+
+
+def _inside(pivots: Tensor, low: Tensor, high: Tensor) -> Tensor:
+    """The pivots, at least `low` and below `high`: the next number below one that is not positive."""
+    return maximum(minimum(pivots, high * (1 + 2.0**-23) - 2.0**-126), low)
+
+
+def _count(values: Tensor) -> int:
+    return axis_size(values, 1) * axis_size(values, 2)
+
+
+_ = indices

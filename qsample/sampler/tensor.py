@@ -1,0 +1,304 @@
+"""Tensors of a graph under construction: Python's operators and a few functions add ONNX nodes.
+
+    with building(graph):
+        weights = exp((logits - maximum) * inverse)
+
+A thin layer over onnxscript's `GraphBuilder`, which promotes constants and infers types and shapes. Numbers are
+promoted to the type of the tensor next to them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from onnxscript import GraphBuilder
+
+FLOAT, INT32, INT64, BOOL = ir.DataType.FLOAT, ir.DataType.INT32, ir.DataType.INT64, ir.DataType.BOOL
+
+_END = 2**31 - 1  # of an axis, whatever its size
+
+_builder: ContextVar[GraphBuilder] = ContextVar("_builder")
+
+Operand = "Tensor | float"
+Tensors = tuple["Tensor", ...]
+
+
+@contextmanager
+def building(graph: ir.Graph) -> Iterator[None]:
+    """Let everything in this module add its nodes to `graph`."""
+    token = _builder.set(GraphBuilder(graph))
+    try:
+        yield
+    finally:
+        _builder.reset(token)
+
+
+class Tensor:
+    """A value of the graph. Comparisons give bool tensors; `&`, `|` and `~` combine them."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: ir.Value) -> None:
+        self.value = value
+
+    @property
+    def dtype(self) -> ir.DataType | None:
+        return self.value.dtype
+
+    @property
+    def shape(self) -> ir.Shape:
+        """The sizes of the axes, as far as they are known."""
+        assert self.value.shape is not None
+        return self.value.shape
+
+    def __add__(self, other: Operand) -> Tensor:
+        return op("Add", self, other)
+
+    def __radd__(self, other: float) -> Tensor:
+        return op("Add", other, self)
+
+    def __sub__(self, other: Operand) -> Tensor:
+        return op("Sub", self, other)
+
+    def __rsub__(self, other: float) -> Tensor:
+        return op("Sub", other, self)
+
+    def __mul__(self, other: Operand) -> Tensor:
+        return op("Mul", self, other)
+
+    def __rmul__(self, other: float) -> Tensor:
+        return op("Mul", other, self)
+
+    def __truediv__(self, other: Operand) -> Tensor:
+        return op("Div", self, other)
+
+    def __rtruediv__(self, other: float) -> Tensor:
+        return op("Div", other, self)
+
+    def __neg__(self) -> Tensor:
+        return op("Neg", self)
+
+    def __lt__(self, other: Operand) -> Tensor:
+        return op("Less", self, other)
+
+    def __le__(self, other: Operand) -> Tensor:
+        return op("LessOrEqual", self, other)
+
+    def __gt__(self, other: Operand) -> Tensor:
+        return op("Greater", self, other)
+
+    def __ge__(self, other: Operand) -> Tensor:
+        return op("GreaterOrEqual", self, other)
+
+    def equals(self, other: Operand) -> Tensor:
+        return op("Equal", self, other)
+
+    def __and__(self, other: Tensor) -> Tensor:
+        return op("And", self, other)
+
+    def __or__(self, other: Tensor) -> Tensor:
+        return op("Or", self, other)
+
+    def __invert__(self) -> Tensor:
+        return op("Not", self)
+
+    def to(self, dtype: ir.DataType) -> Tensor:
+        return self if self.dtype == dtype else op("Cast", self, to=dtype)
+
+    def max(self, *axes: int, keep: bool = True) -> Tensor:
+        return op("ReduceMax", self, list(axes or (-1,)), keepdims=int(keep))
+
+    def min(self, *axes: int, keep: bool = True) -> Tensor:
+        return op("ReduceMin", self, list(axes or (-1,)), keepdims=int(keep))
+
+    def sum(self, *axes: int, keep: bool = True) -> Tensor:
+        return op("ReduceSum", self, list(axes or (-1,)), keepdims=int(keep))
+
+    def any(self) -> Tensor:
+        """Whether any element of a bool tensor is true: a scalar. For conditions: CUDA has no such kernel."""
+        return op("ReduceMax", self, keepdims=0)
+
+    def argmax(self) -> Tensor:
+        """Index of the largest along the last axis, the lowest of a tie: int64, the axis kept."""
+        return op("ArgMax", self, axis=-1, keepdims=1)
+
+    def cumsum(self, *, exclusive: bool = False) -> Tensor:
+        """Running sums along the last axis, added up from the first to the last."""
+        return op("CumSum", self, len(self.shape) - 1, exclusive=int(exclusive))
+
+    def reshape(self, *sizes: int) -> Tensor:
+        """0 keeps an axis, and one -1 stands for the rest."""
+        return op("Reshape", self, list(sizes))
+
+    def unsqueeze(self, axis: int = -1) -> Tensor:
+        return op("Unsqueeze", self, [axis])
+
+    def squeeze(self, axis: int = -1) -> Tensor:
+        return op("Squeeze", self, [axis])
+
+    def columns(self, start: int, stop: int | Tensor) -> Tensor:
+        """The slice [:, start:stop]."""
+        end = stop.reshape(1) if isinstance(stop, Tensor) else [stop]
+        return op("Slice", self, [start], end, [1])
+
+    def last(self) -> Tensor:
+        """The last element along the last axis, the axis kept."""
+        return op("Slice", self, [-1], [_END], [-1])
+
+    def gather(self, indices: Tensor, axis: int = 1) -> Tensor:
+        """For each index along `axis` the element there, in every other axis at the index's own place."""
+        return op("GatherElements", self, indices, axis=axis)
+
+    def rows(self, indices: Tensor) -> Tensor:
+        """The rows `indices` [R] int64 along the first axis."""
+        return op("Gather", self, indices, axis=0)
+
+    def expand(self, shape: Tensor | Sequence[int]) -> Tensor:
+        return op("Expand", self, shape if isinstance(shape, Tensor) else list(shape))
+
+    def scatter(self, indices: Tensor, updates: Tensor, *, axis: int = 1, reduction: str = "none") -> Tensor:
+        return op("ScatterElements", self, indices, updates, axis=axis, reduction=reduction)
+
+
+def op(op_type: str, *inputs: Any, domain: str = "", **attributes: Any) -> Tensor:
+    """One node with one output. Inputs: tensors, numbers, lists of numbers, arrays."""
+    (result,) = operator(op_type, *inputs, outputs=1, **attributes)
+    return result
+
+
+def operator(op_type: str, *inputs: Any, outputs: int, **attributes: Any) -> Tensors:
+    """One node with several outputs."""
+    builder = _builder.get()
+    given = [_operand(value) for value in inputs]
+    result = builder.call_op(op_type, given, attributes, version=builder.op.version, outputs=outputs)
+    values = [result] if outputs == 1 else list(result)
+    return tuple(Tensor(value) for value in values)
+
+
+def _operand(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.value
+    return constant(value).value if isinstance(value, np.ndarray) else value
+
+
+def constant(array: np.ndarray[Any, Any]) -> Tensor:
+    """A constant; equal ones become one when the graph is finished."""
+    builder = _builder.get()
+    name = f"constant_{len(builder.root.graph.initializers)}"
+    return Tensor(builder.initializer(ir.tensor(array, name=name), name, qualify=False))
+
+
+def exp(x: Tensor) -> Tensor:
+    return op("Exp", x)
+
+
+def log(x: Tensor) -> Tensor:
+    return op("Log", x)
+
+
+def absolute(x: Tensor) -> Tensor:
+    return op("Abs", x)
+
+
+def maximum(x: Tensor, y: Operand) -> Tensor:
+    return op("Max", x, y)
+
+
+def minimum(x: Tensor, y: Operand) -> Tensor:
+    return op("Min", x, y)
+
+
+def where(condition: Tensor, yes: Operand, no: Operand) -> Tensor:
+    """For few elements: over a vocabulary, ONNX Runtime's kernel takes ten times as long as a product with 0 or 1."""
+    return op("Where", condition, yes, no)
+
+
+def concat(*parts: Tensor) -> Tensor:
+    """Along the second axis."""
+    return op("Concat", *parts, axis=1)
+
+
+def top(values: Tensor, count: int, *, largest: bool = True) -> tuple[Tensor, Tensor]:
+    """The `count` largest (or smallest) along the last axis, in order, and their int64 indices; of ties the lowest."""
+    found, indices = operator("TopK", values, [count], axis=-1, largest=int(largest), sorted=1, outputs=2)
+    return found, indices
+
+
+def indices(count: int, dtype: str = "int64") -> Tensor:
+    """0, 1, … count - 1: [count]."""
+    return constant(np.arange(count, dtype=dtype))
+
+
+def axis_size(tensor: Tensor, axis: int) -> int:
+    """The size of an axis that is known when the graph is built."""
+    found = tensor.shape[axis]
+    assert isinstance(found, int)
+    return found
+
+
+def size(tensor: Tensor, axis: int) -> Tensor:
+    """The size of an axis: [1] int64."""
+    return op("Shape", tensor, start=axis, end=axis + 1)
+
+
+def branch(condition: Tensor, then: Callable[[], Tensors], otherwise: Callable[[], Tensors]) -> Tensors:
+    """`then()` if `condition` (scalar bool) holds, else `otherwise()`: an `If`, of which one side is computed."""
+    sides = [_subgraph(name, function) for name, function in (("then", then), ("else", otherwise))]
+    attributes = {"then_branch": sides[0], "else_branch": sides[1]}
+    results = operator("If", condition, outputs=len(sides[0].outputs), **attributes)
+    for result, *ends in zip(results, *(side.outputs for side in sides), strict=True):
+        result.value.type, result.value.shape = ends[0].type, _common_shape(ends)
+    return results
+
+
+def loop(most: int, condition: Tensor, states: Tensors, step: Callable[..., tuple[Tensor, Tensors]]) -> Tensors:
+    """Repeat `step` while `condition` (scalar bool) holds, at most `most` times: a `Loop`.
+
+    Args:
+        most: the largest number of repetitions.
+        condition: for the first repetition; false: the states stay as they are.
+        states: what a repetition changes.
+        step: gets the number of the repetition (scalar int64) and the states, and gives the next condition and states.
+    """
+    number = ir.Value(name="number", type=ir.TensorType(INT64), shape=ir.Shape([]))
+    given = ir.Value(name="condition", type=ir.TensorType(BOOL), shape=ir.Shape([]))
+    inner = [ir.Value(type=state.value.type, shape=state.value.shape) for state in states]
+
+    def body() -> Tensors:
+        again, changed = step(Tensor(number), *(Tensor(value) for value in inner))
+        return (again, *changed)
+
+    graph = _subgraph("loop", body, [number, given, *inner])
+    results = operator("Loop", most, condition, *states, body=graph, outputs=len(states))
+    for result, state in zip(results, states, strict=True):
+        result.value.type, result.value.shape = state.value.type, state.value.shape
+    return results
+
+
+def _subgraph(name: str, function: Callable[[], Tensors], inputs: Sequence[ir.Value] = ()) -> ir.Graph:
+    """The nodes that `function` adds as a graph of their own; a result from outside passes through an Identity."""
+    parent = _builder.get()
+    graph = ir.Graph(list(inputs), [], nodes=[], opset_imports=dict(parent.graph.opset_imports), name=name)
+    token = _builder.set(GraphBuilder(graph, parent=parent))
+    try:
+        for result in function():
+            producer = result.value.producer()
+            own = producer is not None and producer.graph is graph and result.value not in graph.outputs
+            graph.outputs.append(result.value if own else op("Identity", result).value)
+    finally:
+        _builder.reset(token)
+    return graph
+
+
+def _common_shape(values: Sequence[ir.Value]) -> ir.Shape | None:
+    """The shape of all: an axis in which they differ has no size."""
+    shapes = [value.shape for value in values]
+    if any(shape is None for shape in shapes) or len({len(shape) for shape in shapes if shape is not None}) != 1:
+        return None
+    sizes = zip(*(list(shape) for shape in shapes if shape is not None), strict=True)
+    return ir.Shape([axis[0] if len(set(axis)) == 1 else None for axis in sizes])
