@@ -9,6 +9,10 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from tests.helpers.reference_adjust import adjust
+from tests.helpers.reference_filters import Row, distribution, mirostat_limit, survivors
+
+__all__ = ["adjust", "distribution", "philox4x32", "philox_uniform", "philox_uniforms", "reference_step"]
 Array = np.ndarray
 _MASK32 = 0xFFFFFFFF
 
@@ -28,29 +32,45 @@ def philox4x32(counter: tuple[int, int, int, int], key: tuple[int, int], rounds:
     return c
 
 
-def philox_uniforms(seed: int, n: int) -> Array:
-    """u[0..n-1] of a row with this seed: [n] float32 in [0, 1)."""
+def philox_uniform(seed: int, t: int, stream: int = 0) -> float:
+    """u[t] of a row with this seed, in [0, 1): stream 0 is `noise`, stream 1 is `xtc_noise`."""
     seed &= 0xFFFFFFFFFFFFFFFF
-    key = (seed & _MASK32, seed >> 32)
-    words = [word for block in range(-(-n // 4)) for word in philox4x32((block, 0, 0, 0), key)]
-    return np.array([(word >> 8) * 2.0**-24 for word in words[:n]], dtype=np.float32)
+    return (philox4x32((t // 4, stream, 0, 0), (seed & _MASK32, seed >> 32))[t % 4] >> 8) * 2.0**-24
+
+
+def philox_uniforms(seed: int, n: int, stream: int = 0) -> Array:
+    """u[0..n-1] of a row with this seed: [n] float32 in [0, 1)."""
+    return np.array([philox_uniform(seed, t, stream) for t in range(n)], dtype=np.float32)
 
 
 def reference_step(
-    logits: Array, inputs: Mapping[str, Array], *, pad_token_id: int, top_logprobs: int = 0
+    logits: Array,
+    inputs: Mapping[str, Array],
+    *,
+    pad_token_id: int,
+    top_logprobs: int = 0,
+    filter_order: str = "huggingface",
 ) -> dict[str, Array]:
     """One step of the contract for every row.
 
     Args:
         logits: [B, V], float32 values.
-        inputs: the sampler's inputs and states, as arrays with the contract's shapes.
+        inputs: the sampler's inputs and states, as arrays with the contract's shapes. An extra filter applies if its
+            inputs are there; `seed` takes the place of `noise` and `xtc_noise`; without `searched_rows`, every row is
+            searched that has to be.
+        pad_token_id: `next_ids` of a row that emits nothing.
+        top_logprobs: M.
+        filter_order: "huggingface" or "llama.cpp".
 
-    Returns the next states under `NAME_RetainedState`, `next_ids`, `logprobs`, `top_logprob_ids`, `top_logprobs`,
-    `probs` in float64, `adjusted_logits` after step 2 (NaN in a row that samples nothing), and an aid for tests:
-    `margin` [B], the distance of u to the nearest boundary of the cumulative distribution (inf for a greedy row).
+    Returns:
+        The next states under `NAME_RetainedState`, `next_ids`, `logprobs`, `top_logprob_ids`, `top_logprobs`, `probs`
+        in float64, `adjusted_logits` after step 2 (NaN in a row that samples nothing), and two aids for tests:
+        `margin` [B], the distance of u to the nearest boundary of the cumulative distribution, and `edge` [B], the
+        relative distance of the closest call that a filter made. Both are inf if nothing was close to decide.
     """
     batch, vocab = logits.shape
-    state = {name: np.array(inputs[name]) for name in ("lengths", "status", "tokens", "output_counts")}
+    names = ("lengths", "status", "tokens", "output_counts", "mirostat_mu")
+    state = {name: np.array(inputs[name]) for name in names if name in inputs}
     out = {
         "next_ids": np.full((batch, 1), pad_token_id, np.int64),
         "logprobs": np.zeros((batch, 1)),
@@ -58,17 +78,21 @@ def reference_step(
         "top_logprobs": np.zeros((batch, top_logprobs)),
         "probs": np.zeros((batch, vocab)),
         "margin": np.full(batch, np.inf),
+        "edge": np.full(batch, np.inf),
         "adjusted_logits": np.full((batch, vocab), np.nan, np.float32),
     }
+    searched = np.asarray(inputs.get("searched_rows", range(batch))).tolist()
     for b in range(batch):
-        row = {name: np.asarray(array)[b] for name, array in inputs.items()}
-        _step_row(b, np.asarray(logits[b], np.float32), row, state, out)
+        row = {name: np.asarray(array)[b] for name, array in inputs.items() if name != "searched_rows"}
+        _step_row(b, np.asarray(logits[b], np.float32), row, state, out, b in searched, filter_order)
     return out | {f"{name}_RetainedState": array for name, array in state.items()}
 
 
-def _step_row(b: int, logits: Array, row: dict[str, Array], state: dict[str, Array], out: dict[str, Array]) -> None:
+def _step_row(
+    b: int, logits: Array, row: Row, state: dict[str, Array], out: dict[str, Array], searched: bool, order: str
+) -> None:
     capacity = state["tokens"].shape[1]
-    if row["status"] not in (0, 4):
+    if row["status"] != 0:
         return
     n, length = int(row["input_lengths"]), int(row["lengths"])
     total = length + n
@@ -81,18 +105,21 @@ def _step_row(b: int, logits: Array, row: dict[str, Array], state: dict[str, Arr
         adjusted = adjust(logits, row, tokens[: min(total, capacity)], total)
         out["adjusted_logits"][b] = adjusted
         # A forbidden token's invalid logit still makes the row invalid.
-        if (
-            np.isnan(logits).any()
-            or (logits == np.inf).any()
-            or not np.isfinite(adjusted).any()
-            or (adjusted == np.inf).any()
-        ):
+        both = np.stack([logits, adjusted])
+        invalid = np.isnan(both).any() or (both == np.inf).any() or not np.isfinite(adjusted).any()
+        if invalid or (needs_search(row) and not searched):
             state["status"][b] = 3
             return
-        probs = distribution(adjusted, row)
-        token, margin = pick(probs, adjusted, row, float(row["noise"][min(total, capacity - 1)]))
-        out["probs"][b], out["margin"][b], out["next_ids"][b, 0] = probs, margin, token
+        position = min(total, capacity - 1)
+        left = survivors(adjusted, row, order, uniform(row, "xtc_noise", position))
+        probs = left.probs()
+        token, margin = pick(probs, adjusted, row, uniform(row, "noise", position))
+        out["probs"][b], out["margin"][b], out["edge"][b], out["next_ids"][b, 0] = probs, margin, left.edge, token
         _report_logprobs(b, logits, token, out)
+        if row["temperature"] > 0 and row.get("mirostat_tau", 0) > 0:
+            surprise = -np.log2(probs[token])
+            change = float(row["mirostat_eta"]) * (surprise - float(row["mirostat_tau"]))
+            state["mirostat_mu"][b] = mirostat_limit(row) - change
         if total < capacity:
             tokens[total] = token
         state["output_counts"][b, token] += 1
@@ -100,61 +127,25 @@ def _step_row(b: int, logits: Array, row: dict[str, Array], state: dict[str, Arr
             state["status"][b] = 1
         elif total + 1 >= row["max_length"] or total + 1 >= capacity:
             state["status"][b] = 2
-        else:
-            state["status"][b] = 0
-    else:
-        state["status"][b] = 0
     state["lengths"][b] = total
     state["tokens"][b] = tokens
 
 
-def adjust(logits: Array, row: Mapping[str, Array], history: Array, total: int) -> Array:
-    """Step 2, in float32 because ties are judged on the float32 logits."""
-    l = np.array(logits, np.float64)
-    vocab = len(l)
-    if "allowed_tokens" in row:
-        words = [int(word) & _MASK32 for word in row["allowed_tokens"]]
-        l[[i for i in range(vocab) if not words[i // 32] >> (i % 32) & 1]] = -np.inf
-    if "logit_bias_ids" in row:
-        bias = np.zeros(vocab)
-        for i, value in zip(row["logit_bias_ids"], row["logit_bias"], strict=True):
-            if i >= 0:
-                bias[i] += value
-        l = (l + bias).astype(np.float32).astype(np.float64)
-    if total < row["min_length"]:
-        l[[i for i in row["stop_ids"] if i >= 0]] = -np.inf
-    ids = np.unique(history)
-    r = float(row["repetition_penalty"])
-    seen = l[ids]
-    l[ids] = np.where(seen < 0, seen * r, seen / r).astype(np.float32)
-    counts = np.asarray(row["output_counts"], np.float64)
-    l -= float(row["frequency_penalty"]) * counts + float(row["presence_penalty"]) * (counts > 0)
-    return l.astype(np.float32)
+def needs_search(row: Row) -> bool:
+    """Whether a captured graph settles the row only if `searched_rows` has it."""
+    k = int(row["top_k"])
+    whole = row["top_p"] < 1 or row.get("typical_p", 1) < 1
+    return bool(row["temperature"] > 0 and (k > 64 or (k == 0 and whole)))
 
 
-def distribution(adjusted: Array, row: Mapping[str, Array]) -> Array:
-    """Step 3: [V] float64 probabilities."""
-    l = adjusted.astype(np.float64)
-    vocab, t = len(l), float(row["temperature"])
-    if t == 0:
-        return np.eye(vocab)[int(np.argmax(l))]
-    weights = np.exp((l - l.max()) / t)
-    k, p, min_p = int(row["top_k"]), float(row["top_p"]), float(row["min_p"])
-    if 0 < k < vocab:
-        weights[l < np.sort(l)[-k]] = 0
-    if p < 1:
-        # The weight of strictly larger tokens: tokens of one value form a group that is kept or dropped whole.
-        _, groups = np.unique(-l, return_inverse=True)
-        group_weights = np.bincount(groups, weights)
-        before = np.concatenate([[0], np.cumsum(group_weights)[:-1]])
-        keep = before < p * group_weights.sum()
-        keep[0] = True
-        weights[~keep[groups]] = 0
-    weights[weights < min_p * weights.max()] = 0
-    return weights / weights.sum()
+def uniform(row: Row, buffer: str, position: int) -> float:
+    """The row's random number at a position, from the buffer `noise` or `xtc_noise`, or else from `seed`."""
+    if "seed" in row:
+        return philox_uniform(int(row["seed"]), position, stream=int(buffer == "xtc_noise"))
+    return float(row[buffer][position]) if buffer in row else 0.0
 
 
-def pick(probs: Array, adjusted: Array, row: Mapping[str, Array], u: float) -> tuple[int, float]:
+def pick(probs: Array, adjusted: Array, row: Row, u: float) -> tuple[int, float]:
     """Step 4: the token, and how far u is from the nearest boundary."""
     if float(row["temperature"]) == 0:
         return int(np.argmax(adjusted)), np.inf

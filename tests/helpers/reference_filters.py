@@ -1,0 +1,210 @@
+"""Step 3 of the contract in plain NumPy float64: one function a filter, and the two orders."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+Array = np.ndarray
+Row = Mapping[str, Array]
+_CANDIDATES = 64  # a top_k up to this keeps at most this many tokens
+_FLOOR = np.float32(-3e38)  # a logit this far below the largest is masked
+
+
+@dataclass
+class Survivors:
+    """The tokens that the filters have left so far.
+
+    x: [V] float64, the float32 differences of each logit and the largest; equal ones are ties. left: [V] bool.
+    temperature: 1 until the step that sets it. edge: the relative distance of the closest call so far.
+    """
+
+    x: Array
+    left: Array
+    temperature: float = 1.0
+    edge: float = np.inf
+
+    def log_probs(self) -> Array:
+        """[V] float64, -inf for a token that is not left."""
+        log_weights = np.full(len(self.x), -np.inf)
+        log_weights[self.left] = (self.x[self.left] - self.x[self.left].max()) / self.temperature
+        return log_weights - np.log(np.exp(log_weights).sum())
+
+    def probs(self) -> Array:
+        return np.exp(self.log_probs())
+
+    @property
+    def likeliest(self) -> Array:
+        """[V] bool: the largest logit that is left, and its ties."""
+        return self.left & (self.x == self.x[self.left].max())
+
+    def entropy(self) -> float:
+        """In nats."""
+        log_probs = self.log_probs()[self.left]
+        return max(0.0, -float(np.sum(np.exp(log_probs) * log_probs)))
+
+    def keep(self, mask: Array) -> None:
+        self.left = self.left & mask
+
+    def close_calls(self, values: Array, threshold: float) -> None:
+        """Take note of values that a float32 computation may see on the other side of a threshold."""
+        if values.size and 0 < threshold < np.inf:
+            self.edge = min(self.edge, float(np.abs(values - threshold).min() / threshold))
+
+    def keep_from(self, threshold: float) -> None:
+        """Keep tokens of this probability or more, and the likeliest."""
+        p, likeliest = self.probs(), self.likeliest
+        self.close_calls(p[self.left & ~likeliest], threshold)
+        self.keep((p >= threshold) | likeliest)
+
+
+def top_n_sigma(s: Survivors, row: Row) -> None:
+    """x >= -n sigma. It is the first filter of both orders, so what is left is what is not masked."""
+    if (n := float(row["top_n_sigma"])) > 0:
+        reach = n * float(np.std(s.x[s.left]))
+        s.close_calls(-s.x[s.left], reach)
+        s.keep(s.x >= -reach)
+
+
+def temperature(s: Survivors, row: Row) -> None:
+    """Set the temperature: the row's, or with dynatemp one that follows the entropy of what is left."""
+    t = float(row["temperature"])
+    count = int(s.left.sum())
+    if (r := float(row.get("dynatemp_range", 0))) > 0 and count > 1:
+        lowest, highest = max(0.0, t - r), t + r
+        share = s.entropy() / np.log(count)
+        with np.errstate(divide="ignore"):
+            t = lowest + (highest - lowest) * float(np.power(share, float(row["dynatemp_exponent"])))
+    s.temperature = float(np.clip(t, 2.0**-126, 1e36))
+
+
+def top_k(s: Survivors, row: Row) -> None:
+    """The k-th largest and what is not below it; at most 64 tokens if k is not larger than that."""
+    k = int(row["top_k"])
+    if not 0 < k < s.left.sum():
+        return
+    smallest = np.partition(s.x[s.left], -k)[-k]
+    keep = s.left & (s.x >= smallest)
+    if k <= _CANDIDATES < keep.sum():
+        ties = np.flatnonzero(keep & (s.x == smallest))
+        keep[ties[_CANDIDATES - keep.sum() :]] = False
+    s.keep(keep)
+
+
+def top_p(s: Survivors, row: Row) -> None:
+    """The mass of strictly likelier tokens is below p: ties are kept or dropped whole."""
+    if (p := float(row["top_p"])) < 1:
+        _, groups = np.unique(-s.x[s.left], return_inverse=True)
+        mass = np.bincount(groups, s.probs()[s.left])
+        before = np.cumsum(mass) - mass
+        before[0] = 0
+        s.close_calls(before[1:], p)
+        keep = before < p
+        keep[0] = True
+        s.left[s.left] = keep[groups]
+
+
+def min_p(s: Survivors, row: Row) -> None:
+    if (share := float(row["min_p"])) > 0:
+        s.keep_from(share * float(s.probs().max()))
+
+
+def typical_p(s: Survivors, row: Row) -> None:
+    """The mass of tokens whose surprise is strictly closer to the entropy is below typical_p.
+
+    Surprise less entropy is (mean of x - x) / temperature, which tells apart what the logarithms round away.
+    """
+    if (p := float(row["typical_p"])) < 1:
+        values, first, groups = np.unique(s.x[s.left], return_index=True, return_inverse=True)
+        probs = s.probs()[s.left]
+        mass, surprises = np.bincount(groups, probs), -s.log_probs()[s.left][first]
+        distances = np.abs(values - values[-1] - np.sum(probs * (s.x[s.left] - values[-1]))) / s.temperature
+        order = np.argsort(distances, kind="stable")
+        before = np.cumsum(mass[order]) - mass[order]
+        s.close_calls(before[1:], p)
+        kept = max(1, int(np.searchsorted(before, p)))
+        last = order[kept - 1]
+        if kept < len(order):  # float32 may see the next value, on the other side of the entropy, as the closer one
+            gap = distances[order[kept]] - distances[last]
+            s.edge = min(s.edge, gap / (s.entropy() + surprises[last]))
+        s.left[s.left] = (distances <= distances[last])[groups]
+
+
+def epsilon_cutoff(s: Survivors, row: Row) -> None:
+    if (epsilon := float(row["epsilon_cutoff"])) > 0:
+        s.keep_from(epsilon)
+
+
+def eta_cutoff(s: Survivors, row: Row) -> None:
+    if (eta := float(row["eta_cutoff"])) > 0:
+        s.keep_from(min(eta, np.sqrt(eta) * np.exp(-s.entropy())))
+
+
+def xtc(s: Survivors, row: Row) -> None:
+    """Of the tokens with at least this probability only the least likely one stays, and its ties."""
+    threshold = float(row["xtc_threshold"])
+    if row["xtc_uniform"] < row["xtc_probability"] and threshold <= 0.5:
+        p = s.probs()
+        s.close_calls(p[s.left], threshold)
+        reach = s.left & (p >= threshold)
+        if reach.sum() >= 2:
+            s.keep(~reach | (s.x == s.x[reach].min()))
+
+
+def mirostat(s: Survivors, row: Row) -> None:
+    """A surprise of at most mu bits."""
+    if row["mirostat_tau"] > 0:
+        s.keep_from(float(np.exp2(np.clip(-mirostat_limit(row), -1e3, 1.0))))
+
+
+def mirostat_limit(row: Row) -> float:
+    """mu, in bits."""
+    return float(row["mirostat_mu"]) or 2 * float(row["mirostat_tau"])
+
+
+FILTERS: dict[str, Callable[[Survivors, Row], None]] = {
+    "top_n_sigma": top_n_sigma,
+    "temperature": temperature,
+    "top_k": top_k,
+    "top_p": top_p,
+    "min_p": min_p,
+    "typical_p": typical_p,
+    "epsilon_cutoff": epsilon_cutoff,
+    "eta_cutoff": eta_cutoff,
+    "xtc_probability": xtc,
+    "mirostat_tau": mirostat,
+}
+_CUTOFFS = ("epsilon_cutoff", "eta_cutoff", "xtc_probability")
+ORDERS = {
+    "huggingface": ("top_n_sigma", "temperature", "top_k", "top_p", "min_p", "typical_p", *_CUTOFFS, "mirostat_tau"),
+    "llama.cpp": ("top_n_sigma", "top_k", "typical_p", "top_p", "min_p", *_CUTOFFS, "temperature", "mirostat_tau"),
+}
+
+
+def survivors(adjusted: Array, row: Row, order: str = "huggingface", xtc_uniform: float = 0.0) -> Survivors:
+    """Step 3.
+
+    Args:
+        adjusted: [V] float32, the logits after step 2; one at least is finite.
+        row: the row's inputs; those of the extra filters may be absent.
+        order: a key of ORDERS.
+        xtc_uniform: decides whether XTC applies.
+    """
+    with np.errstate(over="ignore"):
+        x = np.asarray(adjusted, np.float32) - np.max(adjusted).astype(np.float32)
+    left = Survivors(x.astype(np.float64), x >= _FLOOR)
+    if row["temperature"] == 0:
+        left.keep(np.arange(len(x)) == np.argmax(adjusted))
+        return left
+    row = {**row, "xtc_uniform": xtc_uniform}
+    for name in ORDERS[order]:
+        if name in row:
+            FILTERS[name](left, row)
+    return left
+
+
+def distribution(adjusted: Array, row: Row, order: str = "huggingface", xtc_uniform: float = 0.0) -> Array:
+    """Step 3: [V] float64 probabilities."""
+    return survivors(adjusted, row, order, xtc_uniform).probs()
