@@ -1,0 +1,188 @@
+"""llama.cpp's own samplers, through llama-cpp-python: float32 logits of a row enter, what they leave of it leaves.
+
+Needs the packages llama-cpp-python and gguf. Parameters have the contract's names; one that is absent is off.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import gguf
+import llama_cpp as llama
+import numpy as np
+
+Array = np.ndarray
+Parameters = Mapping[str, Any]
+
+
+class _Candidates:
+    """A `llama_token_data_array`, and the memory that it points to."""
+
+    def __init__(self, logits: Array) -> None:
+        self._tokens = (llama.llama_token_data * len(logits))()
+        for i, logit in enumerate(np.asarray(logits, np.float32)):
+            self._tokens[i].id, self._tokens[i].logit = i, float(logit)
+        self.array = llama.llama_token_data_array(self._tokens, len(logits), -1, False)
+
+    def apply(self, sampler: Any) -> None:
+        llama.llama_sampler_apply(sampler, ctypes.byref(self.array))
+
+    @property
+    def left(self) -> list[Any]:
+        """What was neither dropped nor masked, in llama.cpp's order."""
+        tokens = [self.array.data[i] for i in range(self.array.size)]
+        return [token for token in tokens if token.logit > -np.inf]
+
+    @property
+    def probs(self) -> dict[int, float]:
+        return {token.id: token.p for token in sorted(self.left, key=lambda token: token.id)}
+
+    @property
+    def selected(self) -> int:
+        return self.array.data[self.array.selected].id
+
+
+@contextmanager
+def _chain(*samplers: Any) -> Iterator[Any]:
+    chain = llama.llama_sampler_chain_init(llama.llama_sampler_chain_default_params())
+    for sampler in samplers:
+        llama.llama_sampler_chain_add(chain, sampler)
+    yield chain
+    llama.llama_sampler_free(chain)
+
+
+def filtered(logits: Array, parameters: Parameters, seed: int = 0) -> dict[int, float]:
+    """Id → probability of the tokens that llama.cpp's filters leave, in the order of its command-line tools.
+
+    Args:
+        logits: [V] float32.
+        parameters: any of top_n_sigma, top_k, typical_p, top_p, min_p, xtc_probability and xtc_threshold, temperature,
+            dynatemp_range and dynatemp_exponent.
+        seed: of XTC's random number, `xtc_uniform(seed)`.
+    """
+    get = parameters.get
+    samplers = [
+        llama.llama_sampler_init_top_n_sigma(get("top_n_sigma", 0.0)),
+        llama.llama_sampler_init_top_k(get("top_k", 0)),
+        llama.llama_sampler_init_typical(get("typical_p", 1.0), 1),
+        llama.llama_sampler_init_top_p(get("top_p", 1.0), 1),
+        llama.llama_sampler_init_min_p(get("min_p", 0.0), 1),
+        llama.llama_sampler_init_xtc(get("xtc_probability", 0.0), get("xtc_threshold", 0.1), 1, seed),
+        llama.llama_sampler_init_temp_ext(
+            get("temperature", 1.0), get("dynatemp_range", 0.0), get("dynatemp_exponent", 1.0)
+        ),
+        llama.llama_sampler_init_dist(0),  # draws a token, and computes the probabilities for that
+    ]
+    candidates = _Candidates(logits)
+    with _chain(*samplers) as chain:
+        candidates.apply(chain)
+    return candidates.probs
+
+
+def xtc_uniform(seed: int) -> float:
+    """The number that decides whether XTC applies: std::mt19937's first, as std::uniform_real_distribution<float>."""
+    bits = np.random.MT19937()
+    bits._legacy_seeding(seed)
+    return float(np.float32(bits.random_raw()) * np.float32(2.0**-32))
+
+
+def penalized(logits: Array, history: Sequence[int], parameters: Parameters) -> Array:
+    """[V] float32 logits after DRY.
+
+    Args:
+        logits: [V] float32.
+        history: the row's tokens so far.
+        parameters: dry_multiplier, dry_base, dry_allowed_length, dry_penalty_last_n, dry_sequence_breakers.
+    """
+    last_n = parameters["dry_penalty_last_n"]
+    breakers = [_text(id_).encode() for id_ in parameters["dry_sequence_breakers"] if id_ >= 0]
+    sampler = llama.llama_sampler_init_dry(
+        _vocabulary(len(logits)),
+        parameters["dry_multiplier"],
+        parameters["dry_base"],
+        parameters["dry_allowed_length"],
+        len(history) + 1 if last_n < 0 else last_n,  # llama.cpp has no value for "all"
+        (ctypes.c_char_p * len(breakers))(*breakers),
+        len(breakers),
+    )
+    candidates = _Candidates(logits)
+    with _chain(sampler) as chain:
+        for token in history:
+            llama.llama_sampler_accept(chain, int(token))
+        candidates.apply(chain)
+    after = np.full(len(logits), -np.inf, np.float32)
+    for token in candidates.left:
+        after[token.id] = token.logit
+    return after
+
+
+def mirostat_steps(
+    logits: Sequence[Array], parameters: Parameters, seed: int
+) -> list[tuple[int, float, dict[int, float]]]:
+    """For each [V] of `logits`: the token drawn, mu after that, and id → probability of the tokens that it was among.
+
+    Args:
+        logits: the steps' logits.
+        parameters: temperature, mirostat_tau, mirostat_eta.
+        seed: of the draws.
+    """
+    tau, eta = parameters["mirostat_tau"], parameters["mirostat_eta"]
+    mirostat = llama.llama_sampler_init_mirostat_v2(seed, tau, eta)
+    mu = _mirostat_mu(mirostat, tau, eta)
+    steps = []
+    with _chain(llama.llama_sampler_init_temp(parameters["temperature"]), mirostat) as chain:
+        for step in logits:
+            candidates = _Candidates(step)
+            candidates.apply(chain)
+            steps.append((candidates.selected, float(mu.value), candidates.probs))
+    return steps
+
+
+class _Sampler(ctypes.Structure):
+    _fields_ = (("iface", ctypes.c_void_p), ("ctx", ctypes.c_void_p))
+
+
+def _mirostat_mu(sampler: Any, tau: float, eta: float) -> ctypes.c_float:
+    """mu, which llama.cpp keeps behind two seeds, tau and eta, and has no function to read."""
+    context = ctypes.cast(sampler, ctypes.POINTER(_Sampler)).contents.ctx
+    values = [ctypes.c_float.from_address(context + offset) for offset in (8, 12, 16)]
+    assert [v.value for v in values] == [np.float32(v) for v in (tau, eta, 2 * tau)], "llama.cpp's layout is another"
+    return values[2]
+
+
+def _text(token: int) -> str:
+    """One character a token, so that a breaker's text is that of one token and in no other."""
+    return chr(0x4E00 + token)
+
+
+@functools.cache
+def _vocabulary(size: int) -> Any:
+    """A vocabulary of `size` tokens."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "vocabulary.gguf"
+        writer = gguf.GGUFWriter(path, "llama")
+        writer.add_context_length(64)
+        writer.add_embedding_length(8)
+        writer.add_block_count(1)
+        writer.add_feed_forward_length(8)
+        writer.add_head_count(1)
+        writer.add_layer_norm_rms_eps(1e-5)
+        writer.add_tokenizer_model("llama")
+        writer.add_token_list([_text(token).encode() for token in range(size)])
+        writer.add_token_scores([0.0] * size)
+        writer.add_token_types([gguf.TokenType.NORMAL] * size)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        params = llama.llama_model_default_params()
+        params.vocab_only = True
+        model = llama.llama_model_load_from_file(str(path).encode(), params)
+        assert model, "llama.cpp did not take the vocabulary"
+        return llama.llama_model_get_vocab(model)
