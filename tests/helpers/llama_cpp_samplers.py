@@ -1,6 +1,7 @@
 """llama.cpp's own samplers, through llama-cpp-python: float32 logits of a row enter, what they leave of it leaves.
 
-Needs the packages llama-cpp-python and gguf. Parameters have the contract's names; one that is absent is off.
+Needs the packages llama-cpp-python and gguf. Parameters have the contract's names; one that is absent is off. The
+functions `..._case` run them on random logits and parameters and give inputs and results in one dict, fit for JSON.
 """
 
 from __future__ import annotations
@@ -186,3 +187,96 @@ def _vocabulary(size: int) -> Any:
         model = llama.llama_model_load_from_file(str(path).encode(), params)
         assert model, "llama.cpp did not take the vocabulary"
         return llama.llama_model_get_vocab(model)
+
+
+def _float32(value: float) -> float:
+    """A number of few digits that float32 holds as what the digits say."""
+    return float(f"{value:.3g}")
+
+
+def _logits(rng: np.random.Generator) -> list[float]:
+    """Between 40 and 60 of them, no two equal: of ties llama.cpp keeps any."""
+    while True:
+        logits = np.round(rng.normal(size=rng.integers(40, 61)) * rng.choice([0.5, 1.5, 4]), 3)
+        if len(np.unique(logits)) == len(logits):
+            return logits.tolist()
+
+
+_DRAWS = {
+    "top_n_sigma": (0.3, 2.5),
+    "top_k": (1, 40),
+    "typical_p": (0.1, 0.95),
+    "top_p": (0.1, 0.99),
+    "min_p": (0.005, 0.4),
+    "xtc_probability": (0.3, 0.7),
+    "xtc_threshold": (0.01, 0.15),
+    "temperature": (0.2, 2),
+    "dynatemp_range": (0.1, 1.5),
+    "dynatemp_exponent": (0.4, 2),
+}
+# Each filter with what else it needs. With logits that top_n_sigma masked llama.cpp computes no entropy (it is NaN) and
+# counts them for dynatemp.
+FILTERS = {
+    "top_n_sigma": (),
+    "top_k": (),
+    "typical_p": (),
+    "top_p": (),
+    "min_p": (),
+    "xtc_probability": ("xtc_threshold",),
+    "temperature": (),
+    "dynatemp_range": ("dynatemp_exponent", "temperature"),
+}
+
+
+def filters_case(rng: np.random.Generator, names: Sequence[str]) -> dict[str, Any]:
+    """`filtered` with these of FILTERS."""
+    parameters = {}
+    needed = (name for filter_ in names for name in (filter_, *FILTERS[filter_]))
+    for name in dict.fromkeys(needed):
+        low, high = _DRAWS[name]
+        parameters[name] = int(rng.integers(low, high)) if name == "top_k" else _float32(rng.uniform(low, high))
+    logits, seed = _logits(rng), int(rng.integers(1, 1000))
+    probs = {str(id_): float(f"{p:.6g}") for id_, p in filtered(np.array(logits), parameters, seed).items()}
+    return {"logits": logits, "parameters": parameters, "xtc_uniform": xtc_uniform(seed), "probs": probs}
+
+
+def random_filters(rng: np.random.Generator) -> list[str]:
+    """Some of FILTERS, of those only that llama.cpp can combine."""
+    names = [name for name in FILTERS if rng.random() < 0.5]
+    return [name for name in names if "top_n_sigma" not in names or name not in ("typical_p", "dynatemp_range")]
+
+
+def dry_case(rng: np.random.Generator) -> dict[str, Any]:
+    """`penalized` over a history with repetitions; the result holds the logits that changed."""
+    logits = _logits(rng)
+    history = rng.integers(0, rng.integers(2, 6), rng.integers(4, 30)).tolist()
+    history += history[: rng.integers(0, len(history))]
+    parameters = {
+        "dry_multiplier": _float32(rng.uniform(0.2, 2)),
+        "dry_base": _float32(rng.uniform(1, 2.5)),
+        "dry_allowed_length": int(rng.integers(1, 4)),
+        "dry_penalty_last_n": int(rng.choice([-1, -1, 5, 20])),
+        "dry_sequence_breakers": rng.choice([-1, -1, 0, 1, 2], 2).tolist(),
+    }
+    after = penalized(np.array(logits), history, parameters)
+    changed = {str(i): float(f"{after[i]:.7g}") for i in np.flatnonzero(after != np.float32(logits))}
+    return {"logits": logits, "history": history, "parameters": parameters, "changed": changed}
+
+
+def mirostat_case(rng: np.random.Generator, steps: int = 5) -> dict[str, Any]:
+    """`mirostat_steps`, with the same logits at each step."""
+    parameters = {
+        "temperature": _float32(rng.uniform(0.5, 1.5)),
+        "mirostat_tau": _float32(rng.uniform(0.5, 4)),
+        "mirostat_eta": _float32(rng.uniform(0.05, 0.8)),
+    }
+    logits = _logits(rng)
+    results = mirostat_steps([np.array(logits)] * steps, parameters, int(rng.integers(1, 1000)))
+    tokens, mus, probs = zip(*results, strict=True)
+    return {
+        "logits": logits,
+        "parameters": parameters,
+        "tokens": list(tokens),
+        "mirostat_mu": [float(f"{mu:.7g}") for mu in mus],
+        "probs": [{str(id_): float(f"{p:.6g}") for id_, p in step.items()} for step in probs],
+    }
