@@ -75,7 +75,7 @@ def temperature(s: Survivors, row: Row) -> None:
     if (r := float(row.get("dynatemp_range", 0))) > 0 and count > 1:
         lowest, highest = max(0.0, t - r), t + r
         share = s.entropy() / np.log(count)
-        with np.errstate(divide="ignore"):
+        with np.errstate(divide="ignore", over="ignore"):
             t = lowest + (highest - lowest) * float(np.power(share, float(row["dynatemp_exponent"])))
     s.temperature = float(np.clip(t, 2.0**-126, 1e36))
 
@@ -128,7 +128,7 @@ def typical_p(s: Survivors, row: Row) -> None:
         last = order[kept - 1]
         if kept < len(order):  # float32 may see the next value, on the other side of the entropy, as the closer one
             gap = distances[order[kept]] - distances[last]
-            s.edge = min(s.edge, gap / (s.entropy() + surprises[last]))
+            s.edge = min(s.edge, gap / max(s.entropy() + surprises[last], 1e-30))
         s.left[s.left] = (distances <= distances[last])[groups]
 
 

@@ -1,0 +1,269 @@
+"""The NumPy reference itself: against transformers' own processors, and on distributions worked out by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import (
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    NoBadWordsLogitsProcessor,
+    NoRepeatNGramLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
+
+from qsample.contract import EXTRA_PARAMETERS, FILTER_ORDERS, Features
+from tests.helpers.reference import adjust, distribution, needs_search, philox_uniforms, reference_step
+from tests.helpers.reference_adjust import dry_penalties
+from tests.helpers.reference_filters import survivors
+from tests.helpers.sampler_cases import interface, make_inputs, random_step
+
+Array = np.ndarray
+OFF: dict[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "min_length": 0}
+OFF |= {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "dynatemp_exponent": 1.0}
+ALL_FILTERS = tuple(EXTRA_PARAMETERS)
+
+# In transformers' own order, each with how a test draws its value.
+WARPERS = {
+    "temperature": (TemperatureLogitsWarper, lambda rng: rng.uniform(0.3, 3)),
+    "top_k": (TopKLogitsWarper, lambda rng: int(rng.integers(1, 100))),
+    "top_p": (TopPLogitsWarper, lambda rng: rng.uniform(0.02, 0.99)),
+    "min_p": (MinPLogitsWarper, lambda rng: rng.uniform(0.001, 0.8)),
+    "typical_p": (TypicalLogitsWarper, lambda rng: rng.uniform(0.02, 0.99)),
+    "epsilon_cutoff": (EpsilonLogitsWarper, lambda rng: 10 ** rng.uniform(-4, -0.5)),
+    "eta_cutoff": (EtaLogitsWarper, lambda rng: 10 ** rng.uniform(-4, -0.5)),
+}
+
+
+@pytest.mark.parametrize("vocab", [2, 30, 3000])
+def test_filters_are_those_of_transformers(vocab: int) -> None:
+    rng = np.random.default_rng(vocab)
+    for _ in range(150):
+        # No two equal, because of ties transformers' top-p keeps any; float32 holds every difference exactly.
+        logits = (rng.permutation(vocab) * rng.integers(1, 1 + 40000 // vocab) / 4096).astype(np.float32)
+        parameters = {name: draw(rng) for name, (_, draw) in WARPERS.items() if rng.random() < 0.5}
+        chain = LogitsProcessorList([WARPERS[name][0](value) for name, value in parameters.items()])
+        expected = chain(torch.zeros(1, 1, dtype=torch.long), torch.from_numpy(logits[None]).double()).softmax(-1)[0]
+        left = survivors(logits, {**OFF, **parameters})
+        if left.edge > 1e-7:  # eta_cutoff's threshold is a float32 there
+            np.testing.assert_array_equal(left.left, expected > 0, err_msg=str(parameters))
+            np.testing.assert_allclose(left.probs(), expected, rtol=1e-9, err_msg=str(parameters))
+
+
+def test_adjustments_are_those_of_transformers() -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(300):
+        logits, history = rng.normal(size=8).astype(np.float32), rng.integers(0, 4, rng.integers(1, 12))
+        penalty, n = float(rng.choice([1, 1.3, 0.7])), int(rng.integers(1, 5))
+        words = [rng.integers(0, 4, rng.integers(1, 4)).tolist() for _ in range(3)]
+        processors = LogitsProcessorList(
+            [
+                RepetitionPenaltyLogitsProcessor(penalty),
+                NoRepeatNGramLogitsProcessor(n),
+                NoBadWordsLogitsProcessor(words),
+            ]
+        )
+        expected = processors(torch.from_numpy(history[None]), torch.from_numpy(logits[None]).double())[0]
+        row = {**OFF, "repetition_penalty": penalty, "no_repeat_ngram_size": n, "output_counts": np.zeros(8)}
+        row["bad_words_ids"] = np.array([[-1] * (3 - len(word)) + word for word in words])
+        np.testing.assert_array_equal(adjust(logits, row, history, len(history)), expected.float())
+
+
+# exp(l) = 4, 2, 1, 1: probabilities 1/2, 1/4, 1/8, 1/8; tokens 2 and 3 are tied. In bits, the surprises are 1, 2, 3, 3
+# and the entropy 7/4.
+LOGITS = np.log(np.array([4, 2, 1, 1])).astype(np.float32)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "weights"),
+    [
+        # sigma = 0.575, and l[0] - l[1] = 0.693.
+        ({"top_n_sigma": 1.2}, [1, 0, 0, 0]),
+        ({"top_n_sigma": 1.3}, [2, 1, 0, 0]),
+        ({"top_n_sigma": 2.5}, [4, 2, 1, 1]),
+        # Distances from the entropy 3/4, 1/4, 5/4, 5/4: tokens 1, 0, then both of 2 and 3.
+        ({"typical_p": 0.01}, [0, 1, 0, 0]),
+        ({"typical_p": 0.26}, [2, 1, 0, 0]),
+        ({"typical_p": 0.74}, [2, 1, 0, 0]),
+        ({"typical_p": 0.76}, [4, 2, 1, 1]),
+        ({"epsilon_cutoff": 0.2}, [2, 1, 0, 0]),
+        ({"epsilon_cutoff": 0.9}, [1, 0, 0, 0]),
+        ({"eta_cutoff": 0.2}, [2, 1, 0, 0]),  # sqrt(0.2) exp(-H) = 0.133 is smaller than 0.2
+        ({"eta_cutoff": 0.1}, [4, 2, 1, 1]),  # 0.094
+        ({"xtc_probability": 1, "xtc_threshold": 0.1}, [0, 0, 1, 1]),  # the least likely of all four are two
+        ({"xtc_probability": 1, "xtc_threshold": 0.2}, [0, 2, 1, 1]),
+        ({"xtc_probability": 1, "xtc_threshold": 0.3}, [4, 2, 1, 1]),  # one token alone reaches it
+        ({"xtc_probability": 0.5, "xtc_threshold": 0.2}, [4, 2, 1, 1]),  # its u is 0.5
+        # The entropy is 7/8 of the largest possible: 1/2 + 7/8 of the way to 3/2.
+        ({"dynatemp_range": 0.5}, 2 ** (np.array([2, 1, 0, 0]) / 1.375)),
+        ({"dynatemp_range": 0.5, "dynatemp_exponent": 2.0}, 2 ** (np.array([2, 1, 0, 0]) / (0.5 + 49 / 64))),
+        ({"dynatemp_range": 3.0}, 2 ** (np.array([2, 1, 0, 0]) / 3.5)),  # from 0, not from -2
+        ({"dynatemp_range": 0.5, "temperature": 0.0}, [1, 0, 0, 0]),
+        # mu is 2 tau until it is set.
+        ({"mirostat_tau": 0.4, "mirostat_mu": 0.0}, [1, 0, 0, 0]),
+        ({"mirostat_tau": 1.1, "mirostat_mu": 0.0}, [2, 1, 0, 0]),
+        ({"mirostat_tau": 0.4, "mirostat_mu": 3.1}, [4, 2, 1, 1]),
+        ({"mirostat_tau": 0.4, "mirostat_mu": -2000.0}, [1, 0, 0, 0]),
+    ],
+)
+@pytest.mark.parametrize("order", FILTER_ORDERS)
+def test_extra_filters(order: str, parameters: dict[str, float], weights: Any) -> None:
+    probs = distribution(LOGITS, {**OFF, **parameters}, order, xtc_uniform=0.5)
+    np.testing.assert_allclose(probs, weights / np.sum(weights), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "huggingface", "llama_cpp"),
+    [
+        # Temperature 1/2 squares the weights: 16, 4, 1, 1 of 22, before the filters or after them.
+        ({"temperature": 0.5, "top_p": 0.6}, [1, 0, 0, 0], [4, 1, 0, 0]),
+        ({"temperature": 0.5, "min_p": 0.24}, [4, 1, 0, 0], [16, 4, 1, 1]),
+        ({"temperature": 0.5, "epsilon_cutoff": 0.2}, [1, 0, 0, 0], [4, 1, 0, 0]),
+        # top_p leaves tokens 0 and 1, the first of which is the more typical; or typical_p leaves 1 and 0.
+        ({"top_p": 0.7, "typical_p": 0.3}, [1, 0, 0, 0], [2, 1, 0, 0]),
+        # Temperature follows the entropy of all four tokens, or of the two that top_k leaves.
+        (
+            {"top_k": 2, "dynatemp_range": 1.0},
+            [2 ** (1 / 1.75), 1, 0, 0],
+            [2 ** (1 / (2 * (np.log2(3) - 2 / 3))), 1, 0, 0],
+        ),
+    ],
+)
+def test_orders(parameters: dict[str, float], huggingface: list[float], llama_cpp: list[float]) -> None:
+    for order, weights in zip(FILTER_ORDERS, (huggingface, llama_cpp), strict=True):
+        probs = distribution(LOGITS, {**OFF, **parameters}, order)
+        np.testing.assert_allclose(probs, weights / np.sum(weights), rtol=1e-6, err_msg=order)
+
+
+def test_ties_at_the_edge_of_top_k() -> None:
+    """Up to 64 the ties of lowest id stay, 64 tokens in all; beyond that all ties stay."""
+    logits = np.zeros(100, np.float32)
+    logits[90:] = 1
+    for k, kept in ((5, range(90, 100)), (11, [*range(54), *range(90, 100)]), (65, range(100))):
+        probs = distribution(logits, {**OFF, "top_k": k})
+        assert np.flatnonzero(probs).tolist() == list(kept), k
+
+
+def test_float32_differences_decide_ties() -> None:
+    """1e-9 and 2e-9 below 1 are the same in float32, 3e38 below the largest logit is a mask."""
+    probs = distribution(np.float32([1, 1e-9, 2e-9, -3.2e38]), {**OFF, "top_k": 2})
+    np.testing.assert_allclose(probs[1:], [probs[1], probs[1], 0])
+
+
+@pytest.mark.parametrize(
+    ("changes", "penalties"),
+    [
+        # llama.cpp's example: after a, b, c comes c; after c alone b; after b, c comes y.
+        ({}, {"c": 4, "b": 1, "y": 2}),
+        ({"dry_allowed_length": 2}, {"c": 2, "y": 1}),
+        ({"dry_multiplier": 0.5, "dry_base": 3.0}, {"c": 4.5, "b": 0.5, "y": 1.5}),
+        ({"dry_penalty_last_n": 6}, {"y": 2}),  # b c y a b c
+        ({"dry_sequence_breakers": [-1, ord("a")]}, {"c": 2, "b": 1, "y": 2}),
+        ({"dry_sequence_breakers": [ord("b"), -1]}, {"c": 1, "y": 1}),  # b itself is never penalized
+        ({"dry_sequence_breakers": [ord("c")]}, {}),
+        ({"dry_penalty_last_n": 0}, {}),
+        ({"dry_base": 0.9}, {}),
+        ({"dry_multiplier": 0.0}, {}),
+    ],
+)
+def test_dry(changes: dict[str, Any], penalties: dict[str, float]) -> None:
+    row = {"dry_multiplier": 1.0, "dry_base": 2.0, "dry_allowed_length": 1, "dry_penalty_last_n": -1}
+    row |= {"dry_sequence_breakers": [-1], **changes}
+    assert dry_penalties(row, np.array([ord(c) for c in "abccbcyabc"])) == {ord(c): p for c, p in penalties.items()}
+
+
+def test_the_longest_match() -> None:
+    row = {"dry_multiplier": 1.0, "dry_base": 2.0, "dry_allowed_length": 1, "dry_penalty_last_n": -1}
+    assert dry_penalties(row | {"dry_sequence_breakers": [-1]}, np.zeros(100, int)) == {0: 2.0**63}
+
+
+def test_mirostat_learns_only_from_random_tokens() -> None:
+    face = interface(4, Features(filters=("mirostat",)))
+    values = {"emit": [True, True, True, False], "temperature": [1, 0, 1, 1], "mirostat_tau": [1.25, 1, 0, 1]}
+    inputs = make_inputs(face, 4, mirostat_eta=0.5, mirostat_mu=[0, 3, 3, 3], noise=0.9, **values)
+    out = reference_step(np.tile(LOGITS, (4, 1)), inputs, pad_token_id=0)
+    # Tokens 0 and 1 are left, 2/3 and 1/3; the second is drawn, at log2(3) bits.
+    np.testing.assert_allclose(out["mirostat_mu_RetainedState"], [2.5 - 0.5 * (np.log2(3) - 1.25), 3, 3, 3], rtol=1e-6)
+
+
+def test_a_seed_gives_the_tokens_of_its_buffers() -> None:
+    rng, rows, capacity = np.random.default_rng(0), 40, 16
+    seeds, lengths = rng.integers(-(2**63), 2**63, rows), rng.integers(0, capacity, rows)
+    logits = rng.normal(size=(rows, 50)).astype(np.float32)
+    values: dict[str, Any] = {"lengths": lengths, "xtc_probability": 0.5, "xtc_threshold": 0.02}
+    stateless = interface(50, Features(filters=("xtc",), seed=True))
+    buffers = {
+        name: np.stack([philox_uniforms(int(seed), capacity, stream) for seed in seeds])
+        for stream, name in enumerate(("noise", "xtc_noise"))
+    }
+    got, expected = (
+        reference_step(logits, make_inputs(face, rows, capacity=capacity, **values, **more), pad_token_id=0)
+        for face, more in ((stateless, {"seed": seeds}), (interface(50, Features(filters=("xtc",))), buffers))
+    )
+    for name in expected:
+        np.testing.assert_array_equal(got[name], expected[name])
+
+
+@pytest.mark.parametrize(
+    ("needed", "parameters"),
+    [
+        (True, {"top_k": 65}),
+        (True, {"top_p": 0.9}),
+        (True, {"typical_p": 0.9}),
+        (False, {"top_k": 64, "top_p": 0.9, "typical_p": 0.9}),
+        (False, {"top_k": 65, "top_p": 0.9, "temperature": 0}),
+        (False, {"min_p": 0.5}),
+    ],
+)
+def test_rows_to_search(needed: bool, parameters: dict[str, float]) -> None:
+    assert needs_search({**OFF, **parameters}) == needed
+    face = interface(4, Features(filters=("typical_p",)))
+    inputs = make_inputs(face, **parameters) | {"searched_rows": np.empty(0, np.int64)}
+    out = reference_step(LOGITS[None], inputs, pad_token_id=9)
+    assert out["status_RetainedState"] == (3 if needed else 0)
+    assert (out["next_ids"] == 9) == (out["lengths_RetainedState"] == 0) == needed
+
+
+@pytest.mark.parametrize(
+    ("parameters", "threshold"),
+    [
+        ({"top_n_sigma": 1.0}, float(LOGITS[0] - LOGITS[1]) / float(np.std(LOGITS))),
+        ({"top_p": 1.0}, 0.75),
+        ({"min_p": 1.0}, 0.25),
+        ({"typical_p": 1.0}, 0.25),
+        ({"epsilon_cutoff": 1.0}, 0.25),
+        ({"eta_cutoff": 1.0}, 2**-2.5),
+        ({"xtc_threshold": 1.0, "xtc_probability": 1.0}, 0.25),
+        ({"mirostat_mu": 1.0, "mirostat_tau": 1.0}, 2.0),
+    ],
+)
+def test_close_calls(parameters: dict[str, float], threshold: float) -> None:
+    first = next(iter(parameters))
+    for away, close in ((1e-6, True), (0.05, False)):
+        edge = survivors(LOGITS, {**OFF, **parameters, first: threshold * (1 + away)}, xtc_uniform=0.0).edge
+        assert (edge < 1e-5) == close, edge
+        assert edge > 1e-7
+
+
+@pytest.mark.parametrize("order", FILTER_ORDERS)
+def test_random_cases_use_every_input(order: str) -> None:
+    """What random_step draws for each filter changes the distribution of some rows."""
+    face, rng = interface(300, Features(filters=ALL_FILTERS)), np.random.default_rng(0)
+    changed = dict.fromkeys(ALL_FILTERS, 0)
+    for _ in range(100):
+        logits, inputs = random_step(rng, face, 6, 2)
+        on = reference_step(logits, inputs, pad_token_id=0, filter_order=order)["probs"]
+        for name, (first, *_) in EXTRA_PARAMETERS.items():
+            off = inputs | {first.name: np.full_like(inputs[first.name], first.off)}
+            probs = reference_step(logits, off, pad_token_id=0, filter_order=order)["probs"]
+            changed[name] += int(np.any(probs != on, axis=1).sum())
+    assert min(changed.values()) >= 8, changed
