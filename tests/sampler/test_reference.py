@@ -148,15 +148,16 @@ def test_ties_at_the_edge_of_top_k() -> None:
     """Up to 64 the ties of lowest id stay, 64 tokens in all; beyond that all ties stay."""
     logits = np.zeros(100, np.float32)
     logits[90:] = 1
-    for k, kept in ((5, range(90, 100)), (11, [*range(54), *range(90, 100)]), (65, range(100))):
+    for k, kept in ((5, range(90, 100)), *((k, [*range(54), *range(90, 100)]) for k in (11, 64)), (65, range(100))):
         probs = distribution(logits, {**OFF, "top_k": k})
         assert np.flatnonzero(probs).tolist() == list(kept), k
 
 
 def test_float32_differences_decide_ties() -> None:
     """1e-9 and 2e-9 below 1 are the same in float32, 3e38 below the largest logit is a mask."""
-    probs = distribution(np.float32([1, 1e-9, 2e-9, -3.2e38]), {**OFF, "top_k": 2})
-    np.testing.assert_allclose(probs[1:], [probs[1], probs[1], 0])
+    for k in (0, 2):
+        probs = distribution(np.float32([1, 1e-9, 2e-9, -3.2e38]), {**OFF, "top_k": k, "temperature": 1e36})
+        np.testing.assert_allclose(probs, [1 / 3, 1 / 3, 1 / 3, 0])
 
 
 @pytest.mark.parametrize(
@@ -171,6 +172,7 @@ def test_float32_differences_decide_ties() -> None:
         ({"dry_sequence_breakers": [ord("b"), -1]}, {"c": 1, "y": 1}),  # b itself is never penalized
         ({"dry_sequence_breakers": [ord("c")]}, {}),
         ({"dry_penalty_last_n": 0}, {}),
+        ({"dry_base": 1.0}, {"c": 1, "b": 1, "y": 1}),
         ({"dry_base": 0.9}, {}),
         ({"dry_multiplier": 0.0}, {}),
     ],
@@ -183,7 +185,9 @@ def test_dry(changes: dict[str, Any], penalties: dict[str, float]) -> None:
 
 def test_the_longest_match() -> None:
     row = {"dry_multiplier": 1.0, "dry_base": 2.0, "dry_allowed_length": 1, "dry_penalty_last_n": -1}
-    assert dry_penalties(row | {"dry_sequence_breakers": [-1]}, np.zeros(100, int)) == {0: 2.0**63}
+    row["dry_sequence_breakers"] = [-1]
+    for count, penalty in ((2, 1), (64, 2.0**62), (100, 2.0**63)):
+        assert dry_penalties(row, np.zeros(count, int)) == {0: penalty}
 
 
 def test_mirostat_learns_only_from_random_tokens() -> None:
