@@ -25,16 +25,18 @@ Filter = Callable[[Pool, Parameters], None]
 
 
 def temperature(pool: Pool, row: Parameters) -> None:
-    """p ~ exp(l / t), from 2**-126 to 1e36. With dynamic temperature, t follows the entropy: llama.cpp's `temp_ext`."""
-    t = row["temperature"]
-    if "dynatemp_range" in row:
-        count = pool.count()
-        spread = log(maximum(count, 2.0))
-        entropy = maximum(pool.entropy(), 0.0) / spread
-        low, high = maximum(t - row["dynatemp_range"], 0.0), t + row["dynatemp_range"]
-        dynamic = low + (high - low) * op("Pow", entropy, row["dynatemp_exponent"])
-        t = where((row["dynatemp_range"] > 0) & (count > 1), dynamic, t)
+    """p ~ exp(l / t), t from 2**-126 to 1e36."""
+    t = dynamic_temperature(pool, row) if "dynatemp_range" in row else row["temperature"]
     pool.heat(op("Reciprocal", op("Clip", t, _LEAST_TEMPERATURE, _LARGEST_TEMPERATURE)))
+
+
+def dynamic_temperature(pool: Pool, row: Parameters) -> Tensor:
+    """A temperature that follows the entropy of the tokens that are left, [B, 1]: llama.cpp's `temp_ext`."""
+    t, spread, count = row["temperature"], row["dynatemp_range"], pool.count()
+    entropy = maximum(pool.entropy(), 0.0) / log(maximum(count, 2.0))
+    low, high = maximum(t - spread, 0.0), t + spread
+    dynamic = low + (high - low) * op("Pow", entropy, row["dynatemp_exponent"])
+    return where((spread > 0) & (count > 1), dynamic, t)
 
 
 def top_k(pool: Pool, row: Parameters) -> None:
@@ -64,7 +66,7 @@ def typical_p(pool: Pool, row: Parameters) -> None:
     atypical = absolute(surprise - pool.row(pool.entropy()))
     # A token that was taken away before has no weight, and its key changes nothing.
     keys = -minimum(atypical, 390.0)
-    pool.keep(keys >= pool.nucleus(keys, row["typical_p"]))
+    pool.keep(keys >= pool.nucleus(keys, row["typical_p"]), top_stays=False)
 
 
 def epsilon_cutoff(pool: Pool, row: Parameters) -> None:
@@ -88,7 +90,7 @@ def xtc(pool: Pool, row: Parameters) -> None:
     applies = (row["xtc_uniform"] < row["xtc_probability"]) & (threshold <= 0.5)
     reaches = (pool.weights >= pool.row(threshold * pool.total())).to(FLOAT)
     least = pool.least(maximum(pool.x, FLOOR) * reaches)  # x is at most 0, which stands for the others
-    pool.keep(pool.x <= where(pool.row(applies), least, 0.0))
+    pool.keep(pool.x <= where(pool.row(applies), least, 0.0), top_stays=False)
 
 
 def mirostat(pool: Pool, row: Parameters) -> None:

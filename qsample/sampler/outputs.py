@@ -7,7 +7,7 @@ from typing import Final, NamedTuple
 
 from qsample.sampler import blocks
 from qsample.sampler.blocks import FLOOR, Blocks
-from qsample.sampler.tensor import FLOAT, INT32, Tensor, exp, log, where
+from qsample.sampler.tensor import INT32, Tensor, exp, log, where
 
 NO_TOKEN: Final = -1  # in top_logprob_ids, for a row that emitted nothing
 _MASKED: Final = -math.inf  # the log-probability of a token that cannot be drawn
@@ -72,7 +72,6 @@ def probabilities(weights: Tensor, drawn: Tensor, greedy: Tensor, ids: Tensor) -
         greedy: [B, 1] bool, rows whose token was the argmax: a single 1 at `ids`.
         ids: [B, 1] int64, in [0, V).
     """
-    total = where(drawn, weights.sum(), 1.0)
-    probs = (weights / total) * drawn.to(FLOAT)
+    probs = where(drawn, weights / weights.sum(), 0.0)
     return probs.scatter(ids, where(greedy, 1.0, probs.gather(ids)))
 

@@ -32,6 +32,7 @@ class Pool(ABC):
     def __init__(self, x: Tensor) -> None:
         self.x = self.logs = x
         self._heated = False
+        self._top_stays = True
         self._weights: Tensor | None = None
         self._kept: Tensor | None = None  # before the temperature; afterwards, a weight of 0 says it
 
@@ -45,12 +46,22 @@ class Pool(ABC):
 
     def heat(self, inverse_temperature: Tensor) -> None:
         """Apply a temperature to the tokens that are left. inverse_temperature: [B, 1] float32, positive."""
-        self.logs = self.x * self.row(inverse_temperature)
+        x = self.x
+        if not self._top_stays:  # or a low temperature would leave no weight at all
+            assert self._kept is not None
+            x = minimum(x - self.greatest(maximum(x, FLOOR) + (self._kept - 1.0) * -FLOOR), 0.0)
+        self.logs = x * self.row(inverse_temperature)
         self._weights, self._heated = None, True
 
-    def keep(self, passed: Tensor) -> None:
-        """Take all other tokens away. passed: bool, of the shape of `x`."""
+    def keep(self, passed: Tensor, *, top_stays: bool = True) -> None:
+        """Take all other tokens away.
+
+        Args:
+            passed: bool, of the shape of `x`.
+            top_stays: whether the likeliest token always passes.
+        """
         mask = passed.to(FLOAT)
+        self._top_stays = self._top_stays and top_stays
         if self._heated or self._weights is not None:
             self._weights = self.weights * mask
         if not self._heated:
@@ -83,8 +94,12 @@ class Pool(ABC):
         """The smallest value of each row, in the rank of `x`."""
 
     @abstractmethod
-    def largest_weight(self) -> Tensor:
+    def greatest(self, values: Tensor) -> Tensor:
+        """The largest value of each row, in the rank of `x`."""
+
+    def largest_weight(self) -> Tensor | float:
         """In the rank of `x`."""
+        return 1.0 if self._top_stays else self.greatest(self.weights)
 
     @abstractmethod
     def kth_largest(self, k: Tensor) -> Tensor:
@@ -135,8 +150,8 @@ class Candidates(Pool):
     def least(self, values: Tensor) -> Tensor:
         return values.min()
 
-    def largest_weight(self) -> Tensor:
-        return self.weights.max()
+    def greatest(self, values: Tensor) -> Tensor:
+        return values.max()
 
     def kth_largest(self, k: Tensor) -> Tensor:
         kept = indices(blocks.axis_size(self.x, 1), "int32") < where(k > 0, k, 2**31 - 1)
@@ -193,8 +208,8 @@ class Vocabulary(Pool):
     def least(self, values: Tensor) -> Tensor:
         return values.min(-2, -1)
 
-    def largest_weight(self) -> Tensor:
-        return self.weights.max(-2, -1)
+    def greatest(self, values: Tensor) -> Tensor:
+        return values.max(-2, -1)
 
     def kth_largest(self, k: Tensor) -> Tensor:
         found = self._search.by_count(maximum(self.x, FLOOR), k.to(FLOAT), self._searched & (k > 0))

@@ -23,6 +23,8 @@ from qsample.sampler.tensor import (
     where,
 )
 
+_LARGEST_PENALTY = 1e30  # in place of infinity, which would make an invalid logit
+
 
 class History:
     """Each row's tokens so far, and its end.
@@ -78,7 +80,8 @@ def dry(
     """DRY ("don't repeat yourself"): l - multiplier * base ** (m - allowed_length) for the longest m of each token.
 
     https://github.com/oobabooga/text-generation-webui/pull/5677, in llama.cpp's form: a match of at least
-    `allowed_length` tokens counts, and the end of the row is compared back to the newest breaker.
+    `allowed_length` tokens counts, the end of the row is compared back to the newest breaker, and no breaker is
+    penalized.
 
     Args:
         logits: [B, V] float32.
@@ -90,8 +93,7 @@ def dry(
         breakers: [B, D] int32, ids, padded with -1.
     """
     end, there = history.end(LONGEST_MATCH)
-    is_breaker = end.unsqueeze().equals(breakers.to(INT64).unsqueeze(1)).to(FLOAT).max(keep=False) > 0
-    unbroken = (~is_breaker & there).to(FLOAT)
+    unbroken = (~_is_among(end, breakers) & there).to(FLOAT)
     before_breaker = ((1.0 - unbroken).cumsum().equals(0.0)).to(FLOAT).sum().to(INT64)
     window = where(last_n < 0, 2**31 - 1, last_n).to(INT64)
     lengths = history.matches(minimum(before_breaker, window))
@@ -102,9 +104,15 @@ def dry(
     allowed = allowed_length.to(FLOAT)
     counts = (lengths >= maximum(allowed, 1.0)) & (multiplier > 0) & (base >= 1)
     strength = where(counts, op("Pow", base, minimum(lengths - allowed, 1e4)) * multiplier, 0.0)
+    followers = history.followers()
+    strength = where(_is_among(followers, breakers), 0.0, minimum(strength, _LARGEST_PENALTY))
     none = op("Expand", 0.0, op("Shape", logits))
-    largest = constant(np.float32(1e30))  # in place of infinity, which would be an invalid logit
-    return logits - none.scatter(history.followers(), minimum(strength, largest), reduction="max")
+    return logits - none.scatter(followers, strength, reduction="max")
+
+
+def _is_among(ids: Tensor, listed: Tensor) -> Tensor:
+    """Whether each id, [B, h] int64, is among `listed` [B, D] int32, which -1 pads: bool."""
+    return ids.unsqueeze().equals(listed.to(INT64).unsqueeze(1)).to(FLOAT).max(keep=False) > 0
 
 
 def forbid_repeated_ngrams(logits: Tensor, history: History, ngram: Tensor) -> Tensor:

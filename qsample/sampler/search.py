@@ -67,7 +67,7 @@ class Search:
             lowest: [B, 1] float32, below every key that has a weight.
             searched: [B, 1] bool. Any other row gets a threshold that all keys pass.
         """
-        return self._find(searched, lambda *given: _Bracket.of_weights(*given), keys, weights, share, lowest)
+        return self._find(searched, _Bracket.of_weights, keys, weights, share, lowest)
 
     def by_count(self, keys: Tensor, count: Tensor, searched: Tensor) -> Tensor:
         """The `count`-th largest key, or one that all keys pass if there are fewer: [B, 1] float32.
@@ -76,13 +76,13 @@ class Search:
             keys, searched: as above.
             count: [B, 1] float32, at least 1.
         """
-        return self._find(searched, lambda *given: _Bracket.of_counts(*given), keys, count)
+        return self._find(searched, _Bracket.of_counts, keys, count)
 
     def _find(self, searched: Tensor, begin: Callable[..., _Bracket], *given: Tensor) -> Tensor:
         if self._listed is None:
             return where(searched, _interpolate(begin(*given), searched), _ALL)
         threshold = _cut(begin(*(value.rows(self._listed) for value in given)))
-        none = op("Expand", _ALL, op("Shape", searched))
+        none = where(searched, _ALL, _ALL)
         return where(searched, none.scatter(self._listed.unsqueeze(), threshold, axis=0), _ALL)
 
 
@@ -116,7 +116,7 @@ class _Bracket:
     @staticmethod
     def of_counts(keys: Tensor, count: Tensor) -> _Bracket:
         there = (keys > FLOOR / 2).to(FLOAT).sum(-2, -1, keep=False).unsqueeze()
-        return _Bracket(keys, None, count, op("Mul", count * 0.0 + 1.0, FLOOR / 3), there - count)
+        return _Bracket(keys, None, count, where(count > 0, FLOOR / 3, FLOOR / 3), there - count)
 
     def above(self, pivots: Tensor) -> Tensor:
         """1 for keys above each pivot, else 0: [B, P, n, C] float32. pivots: [B, P] float32."""

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from qsample.contract import (
     CANDIDATES,
     EXTRA_PARAMETERS,
+    HUGGING_FACE,
     INVALID_LOGITS,
     LENGTH,
     RUNNING,
@@ -100,10 +101,10 @@ class Step:
         self._order = [
             step
             for step in filters.ORDERS[chosen.filter_order]
-            if step.__name__ in filters.ALWAYS
-            or step.__name__ in chosen.filters
-            or (step is filters.temperature and "dynatemp" in chosen.filters)
+            if step.__name__ in filters.ALWAYS or step.__name__ in chosen.filters
         ]
+        # Before top-k, the entropy is that of the vocabulary: the candidates do not have it.
+        self._dynamic_first = "dynatemp" in chosen.filters and chosen.filter_order == HUGGING_FACE
         # `lengths` is read once, for the sum: its buffer may be that of its own next value.
         self._total = inputs["lengths"] + inputs["input_lengths"]
         self._start = self._total - inputs["input_lengths"]
@@ -231,13 +232,13 @@ class Step:
             narrowed = narrowed | (given["top_n_sigma"] > 0)
         tried = random & (small | (narrowed if extra is None else narrowed & ~extra))
         numbers = dict(given) | {"maximum": largest} | self._shared_numbers(split, largest, random)
+        if self._dynamic_first:
+            del numbers["dynatemp_range"]  # `temperature` is the dynamic one
 
         def whole() -> Tensors:
-            pool = self._vocabulary(split, numbers, random)
-            if self._order[0] is filters.top_n_sigma:
-                filters.top_n_sigma(pool, Columns(numbers))
-            if filters.LLAMA_CPP != self._interface.features.filter_order:
-                filters.temperature(pool, Columns(numbers))
+            pool, columns = self._vocabulary(split, numbers, random), Columns(numbers)
+            for step in self._order[: self._order.index(filters.top_k)]:
+                step(pool, columns)
             return (pool.total(),)
 
         (total,) = self._branch(tried & ~small & has_top_p, whole, lambda: (largest.unsqueeze(),))
@@ -303,6 +304,19 @@ class Step:
 
             on = random & (self._inputs["top_n_sigma"] > 0)
             (numbers["sigma"],) = self._branch(on, deviation, lambda: (largest.unsqueeze(),))
+        if self._dynamic_first:
+
+            def dynamic() -> Tensors:
+                row = Columns(dict(self._inputs) | numbers)
+                pool = self._vocabulary(split, {"maximum": largest}, random)
+                for step in self._order[: self._order.index(filters.temperature)]:
+                    step(pool, row)
+                return (filters.dynamic_temperature(pool, row),)
+
+            on = random & (self._inputs["dynatemp_range"] > 0)
+            (numbers["temperature"],) = self._branch(
+                on, dynamic, lambda: (self._inputs["temperature"].unsqueeze(),)
+            )
         return numbers
 
     def _uniform(self, buffer: str, stream: int) -> Tensor:
@@ -335,7 +349,8 @@ class Step:
         return tuple(results)
 
     def _no_weights(self, column: Tensor) -> Tensor:
-        return op("Expand", column * 0.0, [1, self._vocab])
+        zero = where(column.equals(column), 0.0, 0.0)  # also of NaN
+        return op("Expand", zero, [1, self._vocab])
 
     def _settle(self, unsettled: Tensor, new: Tensors, old: Tensors) -> Tensors:
         return tuple(where(unsettled, ours, theirs) for ours, theirs in zip(new, old, strict=True))
@@ -354,7 +369,7 @@ class Step:
         """Whether a row has a filter that is more than a threshold on the logits: [B] bool; None: no row has."""
         on = None
         for name in self._interface.features.filters:
-            if name in _REPETITION_FILTERS or name == "top_n_sigma":
+            if name in _REPETITION_FILTERS or name == "top_n_sigma" or (name == "dynatemp" and self._dynamic_first):
                 continue
             first = EXTRA_PARAMETERS[name][0]
             off = self._inputs[first.name].equals(first.off)  # type: ignore[arg-type]
@@ -372,9 +387,8 @@ class Step:
     def _is_listed(self) -> Tensor:
         """Whether a row is among `searched_rows`, [B] bool."""
         listed = self._inputs[SEARCHED_ROWS.name]
-        none = self._inputs["temperature"] * 0.0
-        ones = op("Expand", 1.0, op("Shape", listed))
-        return none.scatter(listed, ones, axis=0) > 0
+        none = where(self._running, 0.0, 0.0)
+        return none.scatter(listed, where(listed >= 0, 1.0, 1.0), axis=0) > 0
 
     # Commit ---------------------------------------------------------------------------------------------------------
 

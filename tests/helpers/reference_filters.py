@@ -75,6 +75,8 @@ def temperature(s: Survivors, row: Row) -> None:
     if (r := float(row.get("dynatemp_range", 0))) > 0 and count > 1:
         lowest, highest = max(0.0, t - r), t + r
         share = s.entropy() / np.log(count)
+        if share * np.log(count) < 0.02:  # float32 has it to about 1e-7, whatever its size
+            s.edge = 0.0
         with np.errstate(divide="ignore", over="ignore"):
             t = lowest + (highest - lowest) * float(np.power(share, float(row["dynatemp_exponent"])))
     s.temperature = float(np.clip(t, 2.0**-126, 1e36))

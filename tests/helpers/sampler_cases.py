@@ -1,20 +1,16 @@
-"""Inputs for one sampling step, and the two ways to run it: the eager module and the exported graph."""
+"""Inputs for one sampling step, and the graph that takes it."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
-import torch
 
 from qsample.contract import EXTRA_PARAMETERS, PAD_STOP_ID, Features, Interface, TensorSpec
-from qsample.exporters.sampler import export_sampler
-from qsample.transforms.sampler.module import Sampler
+from qsample.sampler import build_sampler
 
 PAD = 0
 Array = np.ndarray
@@ -72,34 +68,20 @@ def _fill(spec: TensorSpec, value: object, shape: tuple[int, ...]) -> Array:
 
 
 @functools.cache
-def eager(face: Interface, **options: int) -> Step:
-    sampler = Sampler(face, PAD, **options)
-
-    def step(logits: Array, inputs: Mapping[str, Array]) -> dict[str, Array]:
-        with torch.inference_mode():
-            results = sampler(torch.from_numpy(logits), {k: torch.from_numpy(v.copy()) for k, v in inputs.items()})
-        return {name: tensor.numpy() for name, tensor in results.items()}
-
-    return step
-
-
-@functools.cache
 def graph(face: Interface, **options: int) -> ir.Model:
-    return export_sampler(face, PAD, **options)
+    return build_sampler(face, PAD, **options)
 
 
 @functools.cache
 def session(face: Interface, **options: int) -> ort.InferenceSession:
-    with TemporaryDirectory() as folder:
-        path = Path(folder) / "sampler.onnx"
-        ir.save(graph(face, **options), path)
-        settings = ort.SessionOptions()
-        settings.intra_op_num_threads = 2
-        return ort.InferenceSession(path, settings)
+    settings = ort.SessionOptions()
+    settings.intra_op_num_threads = 2
+    return ort.InferenceSession(ir.to_proto(graph(face, **options)).SerializeToString(), settings)
 
 
 @functools.cache
-def exported(face: Interface, **options: int) -> Step:
+def sampler(face: Interface, **options: int) -> Step:
+    """The graph's step. The options are those of `build_sampler`."""
     runner = session(face, **options)
     names = [output.name for output in runner.get_outputs()]
 
