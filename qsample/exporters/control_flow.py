@@ -1,11 +1,6 @@
-"""`If` and `Scan` nodes from the markers that a trace leaves of its branches and loops; and an `If` around recurrences.
+"""`Scan` nodes from the markers that a trace leaves of its loops; and an `If` around recurrences.
 
-A trace has the code of both sides of a branch, and of one step of a loop, in line. `outline_branches` and
-`outline_scans` move it into subgraphs.
-
-Branches: a `Branch` marker (`transforms.sampler.branching`) has the inputs predicate, then's results, otherwise's
-results. What only one side needs moves into that side. What both sides need, and nothing else, is copied into both:
-the optimizer merges common subexpressions, and these must not be computed where neither side is taken.
+A trace has the code of one step of a loop in line. `outline_scans` moves it into a subgraph.
 
 Loops over tokens: a `ScanBegin` marker (`transforms.recurrent.token_by_token`) gives the states and one token of each
 input. What depends on it, up to its `ScanEnd`, moves into the Scan's body. The rest stays outside and is computed once.
@@ -16,7 +11,7 @@ states of all rows, megabytes a layer; `branch_where_rows_begin` leaves that to 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import onnx_ir as ir
@@ -25,16 +20,9 @@ from qsample.contract import LENGTHS, RUNNING, STATUS
 from qsample.exporters.graph.edit import constant, initializer, insert
 from qsample.exporters.graph.opset import is_contrib
 from qsample.exporters.graph.traversal import ancestors, copy_node, producer, reads
-from qsample.transforms.markers import BRANCH, MARKER_DOMAIN, NUM_STATES, SCAN_BEGIN, SCAN_END
+from qsample.transforms.markers import MARKER_DOMAIN, NUM_STATES, SCAN_BEGIN, SCAN_END
 
 _PAST_STATE = 3  # the index of LinearAttention's input
-
-
-def outline_branches(model: ir.Model) -> bool:
-    """Turn every `Branch` marker into an `If`, in place, nested ones included. Returns whether there was one."""
-    modified = _outline_branches(model.graph, "branch")
-    model.opset_imports.pop(MARKER_DOMAIN, None)
-    return modified
 
 
 def outline_scans(model: ir.Model) -> bool:
@@ -104,85 +92,6 @@ def _some_row_begins(graph: ir.Graph) -> ir.Value:
     begins = insert(first, "Equal", [least, initializer(graph, "begins_at", np.zeros((), LENGTHS.dtype))], [])
     begins.dtype = ir.DataType.BOOL
     return begins
-
-
-def _outline_branches(graph: ir.Graph, prefix: str) -> bool:
-    always = _always_needed(graph)
-    order = {node: index for index, node in enumerate(graph)}
-    markers = [node for node in order if node in always and _is_branch(node)]
-    if not markers:
-        return False
-    for number, marker in enumerate(markers):
-        name = f"{prefix}{number}"
-        then, otherwise = (
-            _side_graph(side, always, order, f"{name}_{kind}")
-            for side, kind in zip(_sides(marker), ("then", "else"), strict=True)
-        )
-        attributes = [ir.AttrGraph("then_branch", then), ir.AttrGraph("else_branch", otherwise)]
-        branch = ir.Node(
-            "", "If", marker.inputs[:1], attributes, num_outputs=len(marker.outputs), name=f"{marker.name}_if"
-        )
-        _replace_outputs(marker, branch)
-        graph.insert_before(marker, branch)
-        always.remove(marker)
-        always.add(branch)
-    graph.remove([node for node in order if node not in always], safe=False)
-    graph.sort()  # a shared node may stand behind the first that reads it
-    return True
-
-
-def _is_branch(node: ir.Node) -> bool:
-    return node.domain == MARKER_DOMAIN and node.op_type == BRANCH
-
-
-def _sides(marker: ir.Node) -> tuple[list[ir.Value | None], list[ir.Value | None]]:
-    """What the branch gives if its predicate holds, and what it gives if not."""
-    half = (len(marker.inputs) - 1) // 2
-    return list(marker.inputs[1 : 1 + half]), list(marker.inputs[1 + half :])
-
-
-def _unconditional_reads(node: ir.Node) -> Iterable[ir.Value | None]:
-    """What a node reads whichever sides are taken: of a marker, the predicate alone."""
-    return node.inputs[:1] if _is_branch(node) else reads(node)
-
-
-def _always_needed(graph: ir.Graph) -> set[ir.Node]:
-    """The nodes that are needed whichever sides are taken.
-
-    They are those that an output or a predicate needs, and markers that both sides of a marker need: their branch
-    stands before the other, not twice inside it.
-    """
-    needed: set[ir.Node] = set()
-    added = ancestors(graph.outputs, needed, _unconditional_reads)
-    while added:
-        needed |= added
-        added = set()
-        for marker in filter(_is_branch, needed):
-            then, otherwise = (ancestors(side, needed) for side in _sides(marker))
-            for shared in filter(_is_branch, then & otherwise):
-                added |= ancestors(shared.outputs, needed, _unconditional_reads)
-    return needed
-
-
-def _side_graph(
-    results: Iterable[ir.Value | None], always: set[ir.Node], order: Mapping[ir.Node, int], name: str
-) -> ir.Graph:
-    """One side of a branch: copies of the nodes that `results` need and that are not computed anyway."""
-    values = [value for value in results if value is not None]
-    # A node of an enclosing graph is not in `order`, and is computed by then.
-    needed = ancestors(values, always) & order.keys()
-    copies: dict[ir.Value, ir.Value] = {}
-    nodes = [copy_node(node, copies, name) for node in sorted(needed, key=order.__getitem__)]
-    outputs = []
-    for value in values:
-        if value not in copies:  # from outside: a subgraph has to produce its outputs itself
-            nodes.append(_identity(value, value, f"{value.name}_{name}"))
-            outputs.append(nodes[-1].outputs[0])
-        else:
-            outputs.append(copies[value])
-    graph = ir.Graph([], outputs, nodes=nodes, name=name)
-    _outline_branches(graph, f"{name}_")
-    return graph
 
 
 def _outline_scan(graph: ir.Graph, end: ir.Node, name: str) -> None:

@@ -19,8 +19,8 @@ from qsample.exporters.graph.join import append_sampler
 from qsample.exporters.graph.weights.stored import narrow_weights, save_beside
 from qsample.exporters.initial_state import build_initial_state
 from qsample.exporters.parity import Parity
-from qsample.exporters.sampler import export_sampler
 from qsample.manifest import Manifest, Source, TokenIds
+from qsample.sampler import build_sampler
 
 
 def write_graphs(
@@ -34,7 +34,7 @@ def write_graphs(
         pad_token_id: `next_ids` of a row that emitted nothing.
         refer: leave weights that lie in other files there (`stored.save_beside`), for a package that is not published.
     """
-    sampler = export_sampler(interface, pad_token_id)
+    sampler = build_sampler(interface, pad_token_id)
     if interface.features.sampler:
         append_sampler(model, sampler, interface.decoder)
     else:

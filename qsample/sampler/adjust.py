@@ -73,7 +73,6 @@ def forbid(logits: Tensor, ids: Tensor, forbidden: Tensor) -> Tensor:
     return logits.scatter(ids, where(forbidden, constant(np.float32(-np.inf)), 0.0), reduction="add")
 
 
-
 def block(values: Tensor, ids: Tensor, blocked: Tensor) -> Tensor:
     """`values` [B, h] float32 of the tokens `ids` [B, h] int64; -inf if an id is among `blocked` [B, E] int64."""
     # Counted in float32: CUDA has no maximum of bools.

@@ -25,7 +25,7 @@ Filter = Callable[[Pool, Parameters], None]
 
 
 def temperature(pool: Pool, row: Parameters) -> None:
-    """p ~ exp(l / t), t from 2**-126 to 1e36."""
+    """P ~ exp(l / t), t from 2**-126 to 1e36."""
     t = dynamic_temperature(pool, row) if "dynatemp_range" in row else row["temperature"]
     pool.heat(op("Reciprocal", op("Clip", t, _LEAST_TEMPERATURE, _LARGEST_TEMPERATURE)))
 

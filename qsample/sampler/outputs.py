@@ -74,4 +74,3 @@ def probabilities(weights: Tensor, drawn: Tensor, greedy: Tensor, ids: Tensor) -
     """
     probs = where(drawn, weights / weights.sum(), 0.0)
     return probs.scatter(ids, where(greedy, 1.0, probs.gather(ids)))
-

@@ -194,7 +194,9 @@ class Step:
         names = [spec.name for spec in EXTRA_PARAMETERS["dry"]]
         on = self._inputs["dry_multiplier"] > 0
         (logits,) = self._branch(
-            on, lambda: (repetition.dry(logits, tokens, *(Columns(self._inputs)[name] for name in names)),), lambda: (logits,)
+            on,
+            lambda: (repetition.dry(logits, tokens, *(Columns(self._inputs)[name] for name in names)),),
+            lambda: (logits,),
         )
         del row
         return logits
@@ -314,9 +316,7 @@ class Step:
                 return (filters.dynamic_temperature(pool, row),)
 
             on = random & (self._inputs["dynatemp_range"] > 0)
-            (numbers["temperature"],) = self._branch(
-                on, dynamic, lambda: (self._inputs["temperature"].unsqueeze(),)
-            )
+            (numbers["temperature"],) = self._branch(on, dynamic, lambda: (self._inputs["temperature"].unsqueeze(),))
         return numbers
 
     def _uniform(self, buffer: str, stream: int) -> Tensor:
@@ -465,14 +465,14 @@ class Step:
 
 
 def _shift(values: Tensor, largest: Tensor) -> Tensor:
-    """l - max, at least `FLOOR`: subtracting first keeps a tiny temperature from overflowing."""
+    """L - max, at least `FLOOR`: subtracting first keeps a tiny temperature from overflowing."""
     return maximum(values - largest, FLOOR)
 
 
 def _int32(number: int) -> Tensor:
-    from qsample.sampler.tensor import constant
-
     import numpy as np
+
+    from qsample.sampler.tensor import constant
 
     return constant(np.int32(number))
 

@@ -194,22 +194,27 @@ def constant(array: np.ndarray[Any, Any]) -> Tensor:
 
 
 def exp(x: Tensor) -> Tensor:
+    """E ** x."""
     return op("Exp", x)
 
 
 def log(x: Tensor) -> Tensor:
+    """The natural logarithm."""
     return op("Log", x)
 
 
 def absolute(x: Tensor) -> Tensor:
+    """|x|."""
     return op("Abs", x)
 
 
 def maximum(x: Tensor, y: Operand) -> Tensor:
+    """The larger one, element by element."""
     return op("Max", x, y)
 
 
 def minimum(x: Tensor, y: Operand) -> Tensor:
+    """The smaller one, element by element."""
     return op("Min", x, y)
 
 

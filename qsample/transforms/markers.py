@@ -6,11 +6,6 @@ from typing import Final
 
 MARKER_DOMAIN: Final = "qsample"
 
-# `transforms.sampler.branching.branch`; inputs: the predicate, then's results, otherwise's results.
-BRANCH: Final = "Branch"
-# `transforms.sampler.branching.option`; inputs: then's results, otherwise's results; attribute: which option.
-OPTION: Final = "Option"
-OPTION_NAME: Final = "option"
 # `transforms.recurrent.token_by_token`, around the code of one token.
 # Inputs: states, then inputs [B, S, ..]; outputs: states, then one token of each input [B, ..].
 SCAN_BEGIN: Final = "ScanBegin"

@@ -10,7 +10,7 @@ import onnxruntime as ort
 import pytest
 
 from qsample.contract import LENGTH, RUNNING
-from qsample.exporters.control_flow import branch_where_rows_begin, outline_branches, outline_scans
+from qsample.exporters.control_flow import branch_where_rows_begin, outline_scans
 
 Array = np.ndarray
 
@@ -36,89 +36,13 @@ def only(graph: ir.Graph, op_type: str) -> ir.Node:
     return node
 
 
-def sides(branch: ir.Node) -> tuple[ir.Graph, ir.Graph]:
-    return branch.attributes["then_branch"].as_graph(), branch.attributes["else_branch"].as_graph()
-
-
 def operators(graph: ir.Graph) -> list[str]:
     return sorted(node.op_type for node in graph)
 
 
-ONE_BRANCH = """(bool p, float[N] x) => (float[N] result, float[N] doubled) {
-    doubled = Add (x, x)
-    root = Sqrt (x)
-    less = Neg (root)
-    more = Exp (doubled)
-    both = Mul (root, more)
-    result = qsample.Branch (p, less, both)
-}"""
-
-
-def test_a_side_holds_what_it_alone_needs() -> None:
-    model = parse(ONE_BRANCH)
-    assert outline_branches(model)
-    then, otherwise = sides(only(model.graph, "If"))
-    assert operators(model.graph) == ["Add", "If"]  # an output needs the sum, whichever side is taken
-    assert operators(then) == ["Neg", "Sqrt"]
-    assert operators(otherwise) == ["Exp", "Mul", "Sqrt"]  # what both need, and nothing else, is copied
-    assert "qsample" not in model.opset_imports
-    x = np.array([1, 4], np.float32)
-    for p in (True, False):
-        result, doubled = run(model, p=p, x=x)
-        np.testing.assert_allclose(result, -np.sqrt(x) if p else np.sqrt(x) * np.exp(2 * x), rtol=1e-6)
-        np.testing.assert_array_equal(doubled, 2 * x)
-
-
-def test_a_side_may_give_a_value_from_outside() -> None:
-    model = parse("""(bool p, float[N] x) => (float[N] first, float[N] second) {
-        root = Sqrt (x)
-        first, second = qsample.Branch (p, x, root, root, x)
-    }""")
-    assert outline_branches(model)
-    assert [operators(side) for side in sides(only(model.graph, "If"))] == [["Identity", "Sqrt"]] * 2
-    for p in (True, False):
-        first, second = run(model, p=p, x=[4, 9])
-        assert (first.tolist(), second.tolist()) == (([4, 9], [2, 3]) if p else ([2, 3], [4, 9]))
-
-
-def test_a_branch_inside_a_side() -> None:
-    model = parse("""(bool p, bool q, float[N] x) => (float[N] result) {
-        root = Sqrt (x)
-        minus = Neg (x)
-        inner = qsample.Branch (q, root, minus)
-        doubled = Add (inner, inner)
-        result = qsample.Branch (p, doubled, x)
-    }""")
-    assert outline_branches(model)
-    then, otherwise = sides(only(model.graph, "If"))
-    assert operators(model.graph) == ["If"]
-    assert operators(then) == ["Add", "If"]
-    assert operators(otherwise) == ["Identity"]
-    expected = {(True, True): [4, 6], (True, False): [-8, -18], (False, True): [4, 9], (False, False): [4, 9]}
-    for (p, q), values in expected.items():
-        assert run(model, p=p, q=q, x=[4, 9])[0].tolist() == values
-
-
-def test_a_branch_that_both_sides_need_stands_before_them_once() -> None:
-    model = parse("""(bool p, bool q, float[N] x) => (float[N] result) {
-        root = Sqrt (x)
-        shared = qsample.Branch (q, root, x)
-        minus = Neg (shared)
-        doubled = Add (shared, shared)
-        result = qsample.Branch (p, minus, doubled)
-    }""")
-    assert outline_branches(model)
-    assert operators(model.graph) == ["If", "If"]
-    assert sum(node.op_type == "If" for node in model.graph.all_nodes()) == 2
-    expected = {(True, True): [-2, -3], (True, False): [-4, -9], (False, True): [4, 6], (False, False): [8, 18]}
-    for (p, q), values in expected.items():
-        assert run(model, p=p, q=q, x=[4, 9])[0].tolist() == values
-
-
-@pytest.mark.parametrize("outline", [outline_branches, outline_scans])
-def test_a_graph_without_markers_stays_as_it_is(outline: object) -> None:
+def test_a_graph_without_markers_stays_as_it_is() -> None:
     model = parse("(float[N] x) => (float[N] y) { y = Neg (x) }")
-    assert not outline(model)  # type: ignore[operator]
+    assert not outline_scans(model)
     assert operators(model.graph) == ["Neg"]
 
 
@@ -197,7 +121,8 @@ def test_a_row_that_begins_starts_from_zeros(lengths: list[int], status: list[in
     plain, branched = recurrence(), recurrence()
     assert branch_where_rows_begin(branched)
     assert not branch_where_rows_begin(branched)
-    begins, goes_on = sides(only(branched.graph, "If"))
+    branch = only(branched.graph, "If")
+    begins, goes_on = (branch.attributes[f"{side}_branch"].as_graph() for side in ("then", "else"))
     assert (operators(begins), operators(goes_on)) == (["LinearAttention", "Where"], ["LinearAttention"])
     assert "Where" not in operators(branched.graph)
     rng = np.random.default_rng(0)

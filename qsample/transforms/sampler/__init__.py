@@ -1,1 +1,0 @@
-"""The sampler: from logits to the next token and the new state, exact over the whole vocabulary."""
