@@ -275,9 +275,6 @@ def show_bench(package: Package, measurements: Sequence[Measurement], load_secon
         )
     screen = console()
     screen.print(table)
-    stalls = sum(m.stalls for m in measurements)
-    if stalls:
-        screen.print(f"{stalls} tokens were not settled in the captured graph: their steps waited for the host")
     screen.print(
         f"loaded in {load_seconds:.2f} s; {format_size(facts['package_bytes'])} on disk, "
         f"{format_size(facts['peak_memory_bytes'])} of memory at the peak"

@@ -52,8 +52,7 @@ def run_batch(
     if streamer is not None:
         streamer.end()
     prefilled = prefilled or ended
-    stalls = sum(sequence.stalls for sequence in sequences)
-    return Timing(prefilled - started, ended - prefilled, loop.steps, stalls)
+    return Timing(prefilled - started, ended - prefilled, loop.steps)
 
 
 def _stream(streamer: Streamer | None, most: int | None, sequence: Sequence) -> None:

@@ -11,7 +11,6 @@ from typing import Final
 
 import numpy as np
 
-from qsample.contract import STALLED
 from qsample.runtime.causal_lm import CausalLM
 from qsample.runtime.decode.scheduler import joined_slots
 from qsample.runtime.decode.slots import Slots
@@ -30,8 +29,7 @@ class Measurement:
     rows: prompts in the batch. prompt_tokens: of each row. new_tokens: decode steps that were timed.
     first_token_ms: from the prompts to the first token of every row, median of the repetitions.
     prefill_tokens_per_second: prompt tokens of all rows over that time. decode_ms, decode_ms_p90: a decode step, median
-    and 90th percentile of all steps. tokens_per_second: of all rows together, at the median step. stalls: tokens that a
-    captured graph could not settle, of all repetitions; the step that waited for such a token contains it.
+    and 90th percentile of all steps. tokens_per_second: of all rows together, at the median step.
     """
 
     rows: int
@@ -42,7 +40,6 @@ class Measurement:
     decode_ms: float
     decode_ms_p90: float
     tokens_per_second: float
-    stalls: int = 0
 
 
 class LockStep:
@@ -98,16 +95,8 @@ class LockStep:
         for row, value in enumerate(values):
             self._slots.set_parameter(row, name, value)
 
-    @property
-    def stalls(self) -> int:
-        """Tokens that the captured graph could not settle."""
-        return int(self._slots.stalls.sum())
-
     def _newest(self) -> Array:
         snapshot = self._slots.read()
-        if STALLED in snapshot.status:
-            self._slots.resume()
-            snapshot = self._slots.read()
         tokens: Array = np.take_along_axis(snapshot.tokens, snapshot.lengths[:, None], axis=1)[:, 0].astype(np.int64)
         return tokens
 
@@ -149,7 +138,6 @@ def measure(
 
     first_token: list[float] = []
     steps: list[float] = []
-    stalls = 0
     for repetition in range(repetitions + 1):  # the first one warms up
         loop = LockStep(model.sessions, arrays, list(range(rows)), capacity)
         first = _seconds(partial(loop.prefill, prompts))
@@ -157,7 +145,6 @@ def measure(
         if repetition:
             first_token.append(first)
             steps += taken
-            stalls += loop.stalls
     first, step = float(np.median(first_token)), float(np.median(steps))
     return Measurement(
         rows=rows,
@@ -168,7 +155,6 @@ def measure(
         decode_ms=1e3 * step,
         decode_ms_p90=1e3 * float(np.percentile(steps, 90)),
         tokens_per_second=rows / step,
-        stalls=stalls,
     )
 
 

@@ -20,13 +20,11 @@ _FILL = {"logprobs": np.nan, "top_logprobs": np.nan, "top_logprob_ids": -1, "pro
 @dataclass(frozen=True, slots=True)
 class Timing:
     """prefill_seconds: until the first token of every row. decode_seconds: from there to the end. steps: decode steps
-    of the whole batch, each one run of the graph; double buffering may run one window more than the rows needed.
-    stalls: tokens that a captured graph could not settle, for which the device waited for the host."""
+    of the whole batch, each one run of the graph; double buffering may run one window more than the rows needed."""
 
     prefill_seconds: float
     decode_seconds: float
     steps: int
-    stalls: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,7 +48,6 @@ class Sequence:
     consumed: int = 0
     issued: int = 0
     sampled: list[int] = field(default_factory=list)
-    stalls: int = 0
     status: int = RUNNING
     outputs: list[Mapping[str, Array]] = field(default_factory=list)
     max_length: int = field(init=False)

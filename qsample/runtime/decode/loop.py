@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Final
 
-from qsample.contract import LENGTH, NEXT_IDS, RUNNING, STALLED, STOPPED
+from qsample.contract import LENGTH, NEXT_IDS, RUNNING, STOPPED
 from qsample.errors import QsampleError
 from qsample.runtime.decode.jobs import Chunk, Copy, Prompts, Window
 from qsample.runtime.decode.saved_states import Save
@@ -99,7 +99,6 @@ class DecodeLoop:
         self._device = DeviceThread("qsample-device") if double_buffering else None
         # Those that the newest job gives tokens, and how many each gets if it still runs.
         self._unread: list[tuple[Sequence, int]] = []
-        self._stalled: set[Sequence] = set()
         self._left: set[int] = set()  # slots to stop before the next job
         self.prefixes = PrefixStats()
         self.steps = 0  # decode steps, each one run of the graph
@@ -149,10 +148,6 @@ class DecodeLoop:
             self._slots.move(move.source, move.target, move.kept)  # with what is still to be read of it
         if not self._slots.prepared:
             self._read_and_deliver()
-        if self._stalled:
-            self._resume()  # and no more: who guides these rows has to see their tokens before the next ones
-            return
-        if not self._slots.prepared:
             self._slots.prepare()
         guided = any(sequence.guided for sequence in self._scheduler.in_slots)
         if self._device is None or guided:
@@ -257,18 +252,6 @@ class DecodeLoop:
         self.prefixes.saved_bytes = self._scheduler.saved_states * self._slots.saved.nbytes
         return partial(self._slots.saved.save, save.slot, save.place)
 
-    def _resume(self) -> None:
-        """Give rows that stalled their token, once everything else is read."""
-        self._read_and_deliver()
-        stalled = [sequence for sequence in self._stalled if sequence.slot is not None]
-        self._stalled.clear()
-        if stalled:
-            self._slots.resume()
-            for sequence in stalled:
-                sequence.issued += 1
-            self._unread = [(sequence, 1) for sequence in stalled]
-            self._read_and_deliver()
-
     def _read_and_deliver(self) -> None:
         if self._unread:
             unread, self._unread = self._unread, []
@@ -280,23 +263,13 @@ class DecodeLoop:
             if slot is None:  # it left meanwhile
                 continue
             tokens, status = _new_tokens(sequence, slot, snapshot), int(snapshot.status[slot])
-            sequence.stalls = int(self._slots.stalls[slot])
             sequence.sampled += tokens
             if tokens and snapshot.outputs:  # such packages are read after every token
                 sequence.outputs.append({name: values[slot].copy() for name, values in snapshot.outputs.items()})
-            if self._slots.may_stall:
-                sequence.issued -= issued - len(tokens)
-                if status == STALLED:
-                    self._stalled.add(sequence)
-                    status = RUNNING
-            elif status == STALLED:
-                raise QsampleError(
-                    "a row needs the graph with control flow, which this package lacks; use a portable package"
-                )
             sequence.status = status
             if status != RUNNING:
                 self.leave(sequence, keep=status in _CACHE_IS_VALID)
-            elif not self._follows_contract(sequence, issued, len(tokens)):
+            elif len(tokens) != issued or len(sequence.sampled) >= sequence.limit:
                 raise QsampleError(
                     f"a row still runs with {len(sequence.sampled)} new tokens of at most {sequence.limit}, the last "
                     f"{len(tokens)} from {issued} steps; the graph does not follow the decode contract"
@@ -304,10 +277,6 @@ class DecodeLoop:
             self._deliver(sequence)
             if sequence.status != status and sequence.slot is not None:  # a stop string ended it
                 self.leave(sequence)
-
-    def _follows_contract(self, sequence: Sequence, issued: int, got: int) -> bool:
-        """Whether a row may still run. One that stalls is behind until it is resumed."""
-        return len(sequence.sampled) < sequence.limit and (self._slots.may_stall or got == issued)
 
 
 def _new_tokens(sequence: Sequence, slot: int, snapshot: Snapshot) -> list[int]:

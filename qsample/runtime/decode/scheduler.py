@@ -169,7 +169,7 @@ class Scheduler:
         self._kept[slot] = tokens if keep else _NOTHING
         return slot
 
-    def save_answer(self, slot: int, tokens_in_states: Callable[[int], int | None]) -> Save | None:
+    def save_answer(self, slot: int, tokens_in_states: Callable[[int], int]) -> Save | None:
         """Where to save the states of a slot that was just left, if they are those after all the tokens that it keeps.
 
         tokens_in_states: asked only where it matters. A row may have gone on before it was found to have ended.

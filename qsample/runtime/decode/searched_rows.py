@@ -10,23 +10,25 @@ from typing import Any, Final
 
 import numpy as np
 
-from qsample.contract import CANDIDATES, PARAMETERS, SEARCHED, SEARCHED_ROWS
+from qsample.contract import CANDIDATES, SEARCHED, SEARCHED_ROWS, Interface
 from qsample.runtime.session.buffers import Buffer
 from qsample.tensors import Array
 
-_READ: Final = ("temperature", "top_k", "top_p")
+_NUCLEI: Final = ("top_p", "typical_p")  # 1 is off
+_READ: Final = ("temperature", "top_k", *_NUCLEI)
 
 
 class SearchedRows:
-    """The rows of a batch whose top-k or top-p may keep more tokens than there are candidates."""
+    """The rows of a batch whose filters may keep more tokens than there are candidates; none if the graph takes no
+    list."""
 
-    def __init__(self, count: int, vocab_size: int, device: str) -> None:
-        """count: rows of the batch. vocab_size: 0 where the graph takes no list."""
-        specs = [spec for spec in PARAMETERS if spec.name in _READ]
+    def __init__(self, interface: Interface, count: int, device: str) -> None:
+        """count: rows of the batch."""
+        specs = [spec for spec in interface.parameters if spec.name in _READ]
         self._values = {spec.name: np.full(count, spec.off, spec.dtype) for spec in specs}
-        self._vocab_size, self._count = vocab_size, count
+        self._captured, self._count = interface.captured, count
         # On the CPU, ONNX Runtime before 1.32 gives reductions over no rows a wrong shape.
-        self._default = [0] if device == "cpu" and vocab_size else []
+        self._default = [0] if device == "cpu" and interface.captured else []
         self._batch, self._chunk = (Buffer.allocate(SEARCHED_ROWS, {SEARCHED: count}, device) for _ in range(2))
         self._written: list[int] = []
 
@@ -65,9 +67,9 @@ class SearchedRows:
         return np.flatnonzero(self._needs_search()[rows.start : rows.stop]).tolist() or self._default
 
     def _needs_search(self) -> Array:
-        """[B] bool. A greedy row draws nothing, and beyond the candidates a smaller top-k leaves ties at most."""
-        temperature, top_k, top_p = (self._values[name] for name in _READ)
-        filters = (top_k > 0) & (top_k < self._vocab_size)
-        candidates_suffice = filters & (top_k < CANDIDATES)
-        needs: Array = (temperature > 0) & (filters | (top_p < 1)) & ~candidates_suffice
-        return needs & (self._vocab_size > CANDIDATES)
+        """[B] bool. A greedy row draws nothing, and what a small top-k keeps is among the candidates."""
+        temperature, top_k = self._values["temperature"], self._values["top_k"]
+        beyond = top_k > CANDIDATES
+        nucleus = np.any([self._values[name] < 1 for name in _NUCLEI if name in self._values], axis=0)
+        needs: Array = (temperature > 0) & (beyond | (nucleus & (top_k <= 0)))
+        return needs & self._captured

@@ -29,7 +29,6 @@ from qsample.contract import (
     RUNNING,
     SAMPLER_STATES,
     SEARCHED_ROWS,
-    STALLED,
     STATUS,
     STOPPED,
     STOPS,
@@ -91,13 +90,11 @@ class Slots:
         ]
         for side in self._outputs:
             side[NEXT_IDS.name].write_at(slice(None), 0)  # what idle rows are fed
-        self._searched = SearchedRows(count, interface.vocab_size if interface.searches else 0, device)
+        self._searched = SearchedRows(interface, count, device)
         narrow = sessions.replays is None  # ONNX Runtime keeps what it captured, and would capture another graph
         self._parameters = ParameterRows(interface.parameters, self._sizes, device, self._searched, narrow=narrow)
-        self.stalls = np.zeros(count, dtype=np.int64)  # of each slot since `begin`: tokens that a captured graph left
-        # Between the graphs of a package that has two: on the host, or, captured, on the device.
-        self._logits: dict[str, Buffer] = {}
-        if sessions.sampler is not None or sessions.resuming is not None:
+        self._logits: dict[str, Buffer] = {}  # between the graphs of a package that has two
+        if sessions.sampler is not None:
             self._logits = dict.fromkeys(
                 (LOGITS.name, ADJUSTED_LOGITS.name), Buffer.allocate(LOGITS, self._sizes, device)
             )
@@ -120,11 +117,6 @@ class Slots:
     def side(self) -> int:
         """Which of the two sets of buffers holds the newest values."""
         return self._state.side
-
-    @property
-    def may_stall(self) -> bool:
-        """Whether rows may wait for `resume`."""
-        return self._sessions.resuming is not None
 
     @property
     def prepared(self) -> bool:
@@ -158,7 +150,6 @@ class Slots:
         """
         self._state.write_at(NOISE.name, slot, uniforms(seed, self.capacity))
         self._state.clear_row(OUTPUT_COUNTS.name, slot)
-        self.stalls[slot] = 0
         self._write_history(slot, prompt[:reused])
         for name, values in parameters.items():
             self.set_parameter(slot, name, values)
@@ -192,10 +183,9 @@ class Slots:
             buffer.swap_rows(slot, target)
         self._parameters.swap_rows(slot, target)
 
-    def tokens_in_states(self, slot: int) -> int | None:
-        """How many tokens a slot's states are after; None for a row that waits with one more than it counts."""
-        stalled = self._state.read(STATUS.name)[slot] == STALLED
-        return None if stalled else int(self._state.read(LENGTHS.name)[slot])
+    def tokens_in_states(self, slot: int) -> int:
+        """How many tokens a slot's states are after."""
+        return int(self._state.read(LENGTHS.name)[slot])
 
     def _write_history(self, slot: int, tokens: Array) -> None:
         self._state.write_at(LENGTHS.name, slot, len(tokens))
@@ -217,15 +207,12 @@ class Slots:
         rows = range(slot, slot + len(ids))
         tokens = self._chunk.write(ids)
         graphs = self._graphs((rows, emit, self.side), partial(self._bind_rows, rows, emit))
-        resuming = emit and self.may_stall
         for graph in graphs:
             graph.bind_input(INPUT_IDS.name, tokens)
             if emit:
                 graph.bind_input(SEARCHED_ROWS.name, self._searched.of_rows(rows))
         # To its end: the next chunk is written to the same memory.
-        self._run(graphs[:1] if resuming else graphs, rows if emit else None)
-        if resuming and self._count_stalls(rows):
-            graphs[1].run()
+        self._run(graphs, rows if emit else None)
 
     def decode(self, rows: range | None = None, *, wait: bool = True) -> None:
         """Feed rows their newest token; those that run sample the next one.
@@ -252,15 +239,6 @@ class Slots:
         """Of what `decode` is bound to."""
         return side, self._searched.size, rows
 
-    def resume(self) -> None:
-        """Give the rows that stalled in an earlier `decode` the token that they wait for; captured packages only.
-
-        Such a row was fed the same token at the same position ever since, so the newest logits are still its own.
-        """
-        self._count_stalls(range(self.count))
-        for graph in self._graphs(("resume", self.side), lambda: [self._bind_resuming()]):
-            graph.run()
-
     def read(self, side: int | None = None, newest: int | None = None) -> Snapshot:
         """Copy what a host may see, after the last call; `side`: what `side` was before a `decode` that runs now.
         newest: of each row's tokens, off the CPU; None = all."""
@@ -277,12 +255,6 @@ class Slots:
         """Make slots idle, and their parameters cheap; their cache stays."""
         self._state.write_at(STATUS.name, slots, _IDLE)
         self._parameters.clear(slots)
-
-    def _count_stalls(self, rows: range) -> bool:
-        """Whether some of these rows wait for the graph with control flow; counted."""
-        stalled = self._state.read(STATUS.name) == STALLED
-        self.stalls[rows] += stalled[rows]
-        return bool(stalled[rows].any())
 
     def _run(self, graphs: list[BoundGraph], sampled: range | None, *, wait: bool = True) -> None:
         """sampled: the slots that get a token, whose logits may be processed in front of a sampler on the host."""
@@ -308,19 +280,6 @@ class Slots:
         replays = self._sessions.replays
         return self._bind(buffers, None if replays is None else replays.number())
 
-    def _bind_resuming(self) -> BoundGraph:
-        """Over all rows, in place. What the rows were fed stands where the step before the newest left it."""
-        now, before = self._outputs[self.side], self._outputs[1 - self.side]
-        states = self._state.inputs()
-        call = {INPUT_IDS.name: before[NEXT_IDS.name], INPUT_LENGTHS.name: self._ones, EMIT.name: self._emit[True]}
-        return self._resuming(self._parameters.buffers | self._logits | states | now | call)
-
-    def _resuming(self, buffers: Mapping[str, Buffer]) -> BoundGraph:
-        sessions, spec = self._sessions, self._interface.sampler
-        assert sessions.resuming is not None
-        in_place = {retained: buffers[state] for state, retained in spec.retained.items()}
-        return BoundGraph(sessions.resuming, spec, {**buffers, **in_place}, sessions.device)
-
     def _bind_rows(self, rows: range, emit: bool) -> list[BoundGraph]:
         """Over some rows of everything, in place. Their status is written to the batch's with the first token only."""
         buffers = rows_of(self._parameters.buffers | self._logits | self._outputs[self.side], rows)
@@ -333,11 +292,7 @@ class Slots:
         }
         if not emit:
             buffers[retained_name(STATUS.name)] = status
-        graphs = self._bind(buffers, None if self._sessions.replays is None else NOT_CAPTURED)
-        if emit and self._sessions.resuming is not None:
-            # For rows that stall, which `prefill` looks at.
-            graphs.append(self._resuming({**buffers, **self._state.inputs(rows)}))
-        return graphs
+        return self._bind(buffers, None if self._sessions.replays is None else NOT_CAPTURED)
 
     def _bind(self, buffers: Mapping[str, Buffer], capture: int | None) -> list[BoundGraph]:
         """The package's graphs in running order."""

@@ -196,7 +196,7 @@ class Request:
             finish_reason=reason,
             stop_string=None if text is None else text.stop_string,
             seed=sequence.seed,
-            usage=Usage(len(sequence.prompt), len(tokens), sequence.reused, sequence.stalls),
+            usage=Usage(len(sequence.prompt), len(tokens), sequence.reused),
             timing=RequestTiming(queued, first, now - self.added_at),
             outputs=stacked(outputs[: len(tokens)]),
         )

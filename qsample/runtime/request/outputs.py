@@ -29,13 +29,11 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens. cached_tokens: of the prompt, those that a slot held already from an earlier request. stalled_tokens: of
-    the completion, those that a captured graph could not settle, for which the device waited for the host."""
+    """Tokens. cached_tokens: of the prompt, those that a slot held already from an earlier request."""
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
-    stalled_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,20 +53,18 @@ class Replays:
 class Sessions:
     """The loaded graphs of a package.
 
-    sampler: samples on the host; None where the decoder does it by itself. resuming: gives the rows that a captured
-    decoder stalled their token; None where the decoder settles every row. device: where the decoder's buffers live,
-    "cpu" or "cuda". replays: None where the decoder's runs are not captured and replayed. tokens_per_call: S, where the
-    decoder has it fixed. joins_prompts: one run can read the first tokens of several rows. least_rows: a decode step
-    can be over adjacent rows of the batch alone, at least so many; None = it is over all rows. piece_size,
-    late_piece_size: a prompt is read in pieces of that many tokens, see `Pieces`. tail_size: so many tokens at the end
-    of a piece, read again without those before them, give the same last bits; None: the whole piece has to be read.
+    sampler: samples on the host; None if the decoder does it by itself. device: where the decoder's buffers live, "cpu"
+    or "cuda". replays: None if the decoder's runs are not captured and replayed. tokens_per_call: S, if the decoder has
+    it fixed. joins_prompts: one run can read the first tokens of several rows. least_rows: a decode step can be over
+    adjacent rows of the batch alone, at least so many; None = it is over all rows. piece_size, late_piece_size: a
+    prompt is read in pieces of that many tokens, see `Pieces`. tail_size: so many tokens at the end of a piece, read
+    again without those before them, give the same last bits; None: the whole piece has to be read.
     """
 
     interface: Interface
     decoder: ort.InferenceSession
     sampler: ort.InferenceSession | None
     device: str
-    resuming: ort.InferenceSession | None = None
     replays: Replays | None = None
     tokens_per_call: int | None = None
     joins_prompts: bool = False
@@ -124,8 +122,6 @@ def open_sessions(
         return session
 
     on_host = SessionOptions(options.intra_op_num_threads, config=options.config)
-    # Providers that compile do not take its control flow, and it runs seldom.
-    resuming = [name for name in providers if name in (CUDA, CPU)]
     # The weights of sessions on other devices are not in this process's memory for long.
     with in_huge_pages() if device == "cpu" else nullcontext():
         decoder = load("decoder.onnx", providers, options)
@@ -140,9 +136,6 @@ def open_sessions(
         decoder=decoder,
         sampler=None if interface.features.sampler else load("sampler.onnx", [CPU], on_host),
         device=device,
-        resuming=load("sampler.onnx", resuming, options if resuming == list(providers) else on_host)
-        if interface.captured
-        else None,
         replays=Replays() if _options_of(package, "decoder.onnx", options, providers).get(_CAPTURE) == "1" else None,
         tokens_per_call=fixed,
         piece_size=fixed or (_PIECE_SIZE if device == "cpu" else _PIECE_SIZE_ON_GPU),

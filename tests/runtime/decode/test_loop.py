@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from qsample.contract import RUNNING, STALLED, STATUS_NAMES
+from qsample.contract import RUNNING, STATUS_NAMES
 from qsample.errors import QsampleError
 from qsample.runtime import CausalLM, SamplingParams
 from qsample.runtime.decode.loop import DecodeLoop, make_scheduler
@@ -318,18 +318,6 @@ def test_a_graph_that_never_ends_its_rows_is_an_error(model: CausalLM, monkeypat
     request = make_sequence(model, [5, 6, 7], SamplingParams(max_new_tokens=6, eos_token_id=()), 0, CAPACITY)
     with pytest.raises(QsampleError, match="still runs with 6 new tokens of at most 6"):
         run(model, [request], 1)
-
-
-def test_a_stalled_row_says_what_to_do(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = Slots.read
-
-    def read(self: Slots, side: int | None = None, newest: int | None = None) -> Snapshot:
-        snapshot = plain(self, side, newest)
-        return Snapshot(np.full_like(snapshot.status, STALLED), snapshot.lengths, snapshot.tokens, snapshot.outputs)
-
-    monkeypatch.setattr(Slots, "read", read)
-    with pytest.raises(QsampleError, match="use a portable package"):
-        model.generate([5, 6, 7])
 
 
 # Through generate().

@@ -57,13 +57,18 @@ def test_a_batch_that_was_left_early_is_used_again(model: CausalLM) -> None:
 
 
 def test_guided_rows_are_replayed_on_the_same_thread(fake_model: Callable[..., CausalLM]) -> None:
+    """Each replay reads the mask that was written for it: even tokens and odd ones by turns."""
+
+    turns = np.zeros(len(PROMPTS), np.int64)
+
     def guide(step: Any, mask: np.ndarray) -> None:
-        mask[:] = -1
+        turns[:] = 0 if step is None else turns + step.emitted
+        mask[:] = np.where(turns % 2, -0x55555556, 0x55555555)[:, None]
 
     replaying, session = capturing(fake_model(allowed_tokens=True))
     got = replaying.generate(PROMPTS, PARAMS, seed=5, allowed_tokens=guide)
-    assert got.token_ids == expected(PROMPTS, PARAMS, 5)
-    assert replaying.generate(PROMPTS, PARAMS, seed=5).token_ids == got.token_ids
+    assert [[token % 2 for token in row] for row in got.token_ids] == [[0, 1] * 15] * 3
+    assert replaying.generate(PROMPTS, PARAMS, seed=5).token_ids == expected(PROMPTS, PARAMS, 5)
     assert len(session.captured) == 2
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from qsample.contract import CANDIDATES
+from qsample.contract import CANDIDATES, Features, Interface
 from qsample.runtime.decode.searched_rows import SearchedRows
 
-VOCAB = 1000
+INTERFACE = Interface(1000, (), features=Features(filters=("typical_p",)), captured=True)
 
 
 def listed(rows: SearchedRows, count: int) -> list[int]:
@@ -24,35 +24,34 @@ def listed(rows: SearchedRows, count: int) -> list[int]:
         ({"temperature": 1.0, "min_p": 0.0001}, False),
         ({"temperature": 0.0, "top_p": 0.9}, False),
         ({"temperature": 0.0, "top_k": 500}, False),
-        ({"temperature": 1.0, "top_k": CANDIDATES - 1}, False),
-        ({"temperature": 1.0, "top_k": CANDIDATES - 1, "top_p": 0.99}, False),
-        ({"temperature": 1.0, "top_k": CANDIDATES}, True),  # the last candidate passes: others may equal it
-        ({"temperature": 1.0, "top_k": VOCAB - 1}, True),
-        ({"temperature": 1.0, "top_k": VOCAB}, False),  # drops nothing
-        ({"temperature": 1.0, "top_k": VOCAB, "top_p": 0.9}, True),
+        ({"temperature": 1.0, "top_k": CANDIDATES}, False),
+        ({"temperature": 1.0, "top_k": CANDIDATES, "top_p": 0.99, "typical_p": 0.9}, False),
+        ({"temperature": 1.0, "top_k": CANDIDATES + 1}, True),
         ({"temperature": 1.0, "top_p": 0.9}, True),
         ({"temperature": 1.0, "top_p": 0.9, "min_p": 0.1}, True),
+        ({"temperature": 1.0, "typical_p": 0.9}, True),
+        ({"temperature": 0.0, "typical_p": 0.9}, False),
         ({"temperature": 1.0, "top_k": 500, "top_p": 0.9}, True),
     ],
 )
 def test_rule(parameters: dict[str, float], searched: bool) -> None:
-    rows = SearchedRows(3, VOCAB, "cpu")
+    rows = SearchedRows(INTERFACE, 3, "cpu")
     for name, value in parameters.items():
         rows.set(name, 1, np.float32(value))
     assert listed(rows, 3) == ([1] if searched else [0])  # on the CPU a list has some row
 
 
-def test_a_vocabulary_of_candidates_and_a_graph_without_the_list_need_none() -> None:
-    for vocab, wanted in ((CANDIDATES, [0]), (0, [])):
-        rows = SearchedRows(2, vocab, "cpu")
-        rows.set("top_p", slice(None), 0.5)
-        assert listed(rows, 2) == wanted
-        assert rows.size == len(wanted)
+def test_a_graph_without_the_list_needs_none() -> None:
+    rows = SearchedRows(Interface(1000, ()), 2, "cpu")
+    for name in ("top_p", "typical_p"):  # which it lacks as well
+        rows.set(name, slice(None), 0.5)
+    assert listed(rows, 2) == []
+    assert rows.size == 0
 
 
 def test_the_list_of_a_batch_has_a_length_that_is_a_power_of_two() -> None:
     """So a batch needs few captures. A row that comes twice fills it; rows that leave shorten it."""
-    rows = SearchedRows(11, VOCAB, "cpu")
+    rows = SearchedRows(INTERFACE, 11, "cpu")
     sizes = []
     address = rows.of_batch().address
     for slot in range(11):
