@@ -31,8 +31,8 @@ class DecodeContext:
     and values that its attention was given.
 
     The same for layers that keep states of another kind: states, next_states: (layer, kind, index) → its value.
-    running: [B] bool, rows that advance. waiting: [B] bool, rows that are fed the token again that their states hold
-    already. module: id of the recurrent layer that runs. states_of: that id → the states that it keeps.
+    running: [B] bool, rows that advance. module: id of the recurrent layer that runs. states_of: that id → the states
+    that it keeps.
 
     Two choices hold for the model as a whole, and are made before any call. buffered: its own attention runs over
     buffers; otherwise the attention interface does. masked: layers that GroupQueryAttention cannot express.
@@ -52,7 +52,6 @@ class DecodeContext:
     states: dict[StateKey, Tensor] = field(default_factory=dict)
     next_states: dict[StateKey, Tensor] = field(default_factory=dict)
     running: Tensor | None = None
-    waiting: Tensor | None = None
     module: int | None = None
     states_of: dict[int, list[StateKey]] = field(default_factory=dict)
 
@@ -70,7 +69,7 @@ class DecodeContext:
         """Forget the call; the choices stay."""
         self.input_lengths = self.positions = self.seqlens_k = self.total_length = None
         self.past, self.present, self.given, self.updated = {}, {}, {}, None
-        self.states, self.next_states, self.running, self.waiting = {}, {}, None, None
+        self.states, self.next_states, self.running = {}, {}, None
 
     def note_state(self, layer: int, kind: str, index: int) -> None:
         """Remember that the module that is running keeps this state."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from qsample.contract import RUNNING, STALLED, Interface, retained_name
+from qsample.contract import RUNNING, Interface, retained_name
 from qsample.transforms.cache import DecodeContext
 from qsample.transforms.complex_rotary import real_rotary_embeddings
 from qsample.transforms.masks import eager_masks_over_buffers
@@ -49,7 +49,7 @@ class Decoder(nn.Module):
             context.past = dict(zip(self._layers, zip(past[::2], past[1::2], strict=True), strict=True))
         if self._recurrent:
             context.states = {(state.layer, state.kind, state.index): inputs[state.name] for state in self._recurrent}
-            context.running, context.waiting = inputs["status"] == RUNNING, inputs["status"] == STALLED
+            context.running = inputs["status"] == RUNNING
         masks = eager_masks_over_buffers(positions, capacity) if context.buffered else nullcontext()
         try:
             with masks, real_rotary_embeddings(self.model):

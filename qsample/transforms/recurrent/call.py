@@ -15,9 +15,7 @@ from qsample.transforms.cache import StateKey
 class LayerCall:
     """hidden: [B, S, hidden]. cache: the name of the argument for the cache. options: the layer's other arguments.
     states: before the first token, zeros for a row that begins. advances: [B] int32, how many tokens a row moves on by,
-    0 for one that has ended. real: [B, S] bool, which they are. waiting: [B] bool, rows that are fed the token again
-    that their states hold already, see docs/contract.md on status 4; None = there are none. shown: [B, S] bool, tokens
-    whose results are wanted. next_states: what the layer leaves."""
+    0 for one that has ended. real: [B, S] bool, which they are. next_states: what the layer leaves."""
 
     hidden: Tensor
     cache: str
@@ -25,6 +23,4 @@ class LayerCall:
     states: Mapping[StateKey, Tensor]
     advances: Tensor
     real: Tensor
-    waiting: Tensor | None
-    shown: Tensor
     next_states: dict[StateKey, Tensor] = field(default_factory=dict)

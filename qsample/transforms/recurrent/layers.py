@@ -76,15 +76,12 @@ def _call(
     del given[cache]
     assert context.input_lengths is not None
     assert context.positions is not None
-    lengths = advances = shown = context.input_lengths
+    advances = context.input_lengths
     if context.running is not None:
-        advances = shown = torch.where(context.running, lengths, 0)
-        if context.waiting is not None:
-            shown = torch.where(context.running | context.waiting, lengths, 0)
+        advances = torch.where(context.running, advances, 0)
     columns = torch.arange(hidden.shape[1], dtype=torch.int32)[None]
     # A row that begins still holds the states of the row before it.
     begun = context.positions[:, 0] > 0
     old = {key: context.states[key] for key in context.states_of[id(module)]}
     states = {key: torch.where(begun.reshape(-1, *[1] * (state.ndim - 1)), state, 0.0) for key, state in old.items()}
-    real, shown = columns < advances[:, None], columns < shown[:, None]
-    return LayerCall(hidden, cache, given, states, advances, real, context.waiting, shown)
+    return LayerCall(hidden, cache, given, states, advances, columns < advances[:, None])

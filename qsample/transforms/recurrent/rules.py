@@ -25,17 +25,12 @@ CONVOLUTION: Final = "causal_conv1d_fn"
 class Chunk:
     """The tokens that one call of a layer runs over.
 
-    real: [B, S] bool, tokens that are no padding and of a row that runs; None = all. waiting: [B] bool, rows whose
-    token is in their states already; None = there are none. window: [B, C, K or more], what the next convolution saw
-    last; None = zeros. state: what the recurrence starts from; None = zeros. A layer that runs several, one after the
-    other, keeps theirs stacked on axis 1.
-
-    A row that waits gets the results of its token again: those of a recurrence depend on the token's query and the
-    state alone, and a convolution looks at the window as it was one token ago.
+    real: [B, S] bool, tokens that are no padding and of a row that runs; None = all. window: [B, C, K - 1 or more],
+    what the next convolution saw last; None = zeros. state: what the recurrence starts from; None = zeros. A layer that
+    runs several, one after the other, keeps theirs stacked on axis 1.
     """
 
     real: Tensor | None = None
-    waiting: Tensor | None = None
     window: Tensor | None = None
     state: Tensor | None = None
     started: int = 0
@@ -51,13 +46,9 @@ class Chunk:
         window, self.window = self.window, None
         if window is None:
             return torch.zeros(*x.shape[:2], width)
-        if window.shape[-1] <= width:
+        if window.shape[-1] < width:
             raise UnsupportedModelError(f"a convolution over {width + 1} tokens keeps {window.shape[-1]} of them")
-        before = window[..., window.shape[-1] - width :]
-        if self.waiting is not None:
-            earlier = window[..., window.shape[-1] - width - 1 : -1]
-            before = torch.where(self.waiting[:, None, None], earlier, before)
-        return before.float()
+        return window[..., window.shape[-1] - width :].float()
 
     def start(self, *shape: int) -> Tensor:
         """What the next recurrence starts from, of that shape."""

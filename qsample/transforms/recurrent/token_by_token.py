@@ -67,7 +67,7 @@ def run(own: Forward, call: LayerCall) -> Any:
         after = [where(advances, step_cache.states[key], old) for key, old in zip(keys, states, strict=True)]
         return after, output[:, 0]
 
-    final, output = scan(step, list(call.states.values()), [call.hidden, call.shown])
+    final, output = scan(step, list(call.states.values()), [call.hidden, call.real])
     call.next_states.update(zip(keys, final, strict=True))
     return (output, None) if is_tuple[0] else output
 

@@ -44,10 +44,10 @@ def probe(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 def run(module: nn.Module, call: LayerCall) -> Any:
     """Run `module` over all tokens of `call`."""
     recurrent = [state for (_, kind, _), state in call.states.items() if kind == "recurrent_state"]
-    chunk = Chunk(call.real, call.waiting, state=recurrent[0] if recurrent else None)
+    chunk = Chunk(call.real, state=recurrent[0] if recurrent else None)
     cache = ChunkCache(call, chunk)
     # What padding computes has no meaning; it must not be a NaN either, which no factor of 0 would stop.
-    hidden = torch.where(call.shown[..., None], call.hidden, 0.0)
+    hidden = torch.where(call.real[..., None], call.hidden, 0.0)
     return _forward(module, chunk)(module, hidden_states=hidden, **call.options, **{call.cache: cache})
 
 

@@ -44,21 +44,12 @@ class Rows:
     def filled(self, value: float) -> States:
         return {(s.layer, s.kind, s.index): torch.full((3, *s.shape), value) for s in self.shapes}
 
-    def layer(
-        self,
-        index: int,
-        hidden: Tensor,
-        lengths: list[int],
-        start: list[int],
-        states: States,
-        waiting: tuple[bool, ...] = (False, False, False),
-    ) -> Any:
+    def layer(self, index: int, hidden: Tensor, lengths: list[int], start: list[int], states: States) -> Any:
         """What one layer makes of `hidden`, [3, S, hidden], and the states that it leaves."""
         context, module = self.context, self.layers[index]
         context.input_lengths = torch.tensor(lengths, dtype=torch.int32)
         context.positions = torch.tensor(start)[:, None] + torch.arange(hidden.shape[1])
-        context.waiting = torch.tensor(waiting)
-        context.running = torch.tensor([True, True, False]) & ~context.waiting
+        context.running = torch.tensor([True, True, False])
         context.states = states
         with torch.no_grad():
             result = module(hidden, RetainedCache(context, 2))
@@ -131,20 +122,6 @@ def test_chunks_make_no_difference(rows: Rows) -> None:
     torch.testing.assert_close(torch.cat(parts, dim=1)[0], output[0], rtol=1e-5, atol=1e-5)
     for key, state in whole.items():
         torch.testing.assert_close(states[key][:2], state[:2], rtol=1e-5, atol=1e-5)
-
-
-def test_a_row_that_waits_gets_its_token_again(rows: Rows) -> None:
-    """As a row does that a captured graph could not settle, which has no layers that run token by token."""
-    if whole_chunk.recurrence_of(type(rows.layers[0])) is None:
-        return
-    _, states = rows.layer(0, HIDDEN, [4, 4, 4], [0, 0, 3], rows.filled(0.0))
-    token = HIDDEN[:, :1]
-    output, states = rows.layer(0, token, [1, 1, 1], [4, 4, 3], rows.filled(0.0) | states)
-    for _ in range(2):
-        again, after = rows.layer(0, token, [1, 1, 1], [4, 4, 3], rows.filled(0.0) | states, (True, False, False))
-        assert torch.equal(again[0], output[0])
-        for key, state in after.items():
-            assert torch.equal(state[0], states[key][0])
 
 
 def test_the_layer_computes_what_it_did(rows: Rows) -> None:

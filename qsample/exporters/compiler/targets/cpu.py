@@ -11,7 +11,7 @@ from typing import Any, Final
 import onnx_ir as ir
 import onnxruntime as ort
 
-from qsample.contract import BATCH, STALLED, STATUS, Interface
+from qsample.contract import BATCH, Interface
 from qsample.errors import CompileError
 from qsample.exporters.compiler.ort import optimize_offline
 from qsample.exporters.compiler.placement import Placement, placement_in_file
@@ -21,8 +21,6 @@ from qsample.exporters.compiler.quantize.weights import round_activations
 from qsample.exporters.compiler.recipe import Pass, lean_passes
 from qsample.exporters.compiler.shared_data import share_equal_data
 from qsample.exporters.control_flow import branch_where_rows_begin
-from qsample.exporters.graph.edit import constant
-from qsample.exporters.graph.traversal import producer
 from qsample.runtime.session.providers import CPU
 
 _DTYPES: Final = ("float32", "float16")  # GroupQueryAttention's CPU kernels
@@ -65,8 +63,7 @@ class CpuTarget:
         return {BATCH: 1} if plan.batch_size == 1 else {}
 
     def passes(self, plan: CompilePlan) -> Sequence[Pass]:
-        settled = (remove_waiting,) if plan.source.interface.features.sampler else ()
-        return (*lean_passes("cpu", plan.ctx_len), *settled, round_activations)
+        return (*lean_passes("cpu", plan.ctx_len), round_activations)
 
     def publish(self, model: ir.Model, sampler: ir.Model | None, plan: CompilePlan, folder: Path) -> Placement:
         branch_where_rows_begin(model)
@@ -86,32 +83,6 @@ class CpuTarget:
         shutil.rmtree(scratch)
         share_equal_data(target)
         return placement_in_file(target, provider_of, self.execution_providers[0])
-
-
-def remove_waiting(model: ir.Model) -> bool:
-    """Take the second choice of each Where(status == 4, first, second), in place. Returns whether there was one.
-
-    A recurrent layer looks one token back for rows that wait for the host to settle their token. The sampler of this
-    target has control flow and settles every token, so that none of its rows ever waits.
-    """
-    status = next((value for value in model.graph.inputs if value.name == STATUS.name), None)
-    choices = [node for node in model.graph if node.op_type == "Where" and _is_waiting(node.inputs[0], status)]
-    for node in choices:
-        second = node.inputs[2]
-        assert second is not None
-        node.outputs[0].replace_all_uses_with(second, replace_graph_outputs=True)
-    return bool(choices)
-
-
-def _is_waiting(rows: ir.Value | None, status: ir.Value | None) -> bool:
-    """Whether `rows` are those of status 4, however they lie."""
-    node = producer(rows)
-    while node is not None and node.op_type in ("Reshape", "Unsqueeze"):
-        node = producer(node.inputs[0])
-    if node is None or node.op_type != "Equal" or status is None or status not in node.inputs:
-        return False
-    kinds = [constant(value) for value in node.inputs if value is not status]
-    return [kind.tolist() for kind in kinds if kind is not None] in ([STALLED], [[STALLED]])
 
 
 TARGET = CpuTarget()

@@ -9,15 +9,12 @@ from pathlib import Path
 import onnx_ir as ir
 import pytest
 
-from qsample.contract import LENGTH, RUNNING, STALLED
-from qsample.exporters.compiler import recipe
 from qsample.exporters.compiler.compile import optimize
 from qsample.exporters.compiler.options import CompileOptions
 from qsample.exporters.compiler.plan import make_plan
-from qsample.exporters.compiler.targets.cpu import TARGET, remove_waiting
+from qsample.exporters.compiler.targets.cpu import TARGET
 from qsample.exporters.graph.join import cut_at_logits
 from qsample.package import read_package
-from tests.helpers.small_graphs import small_graph
 
 CAPACITY = 48
 LAYERS = 2  # of every tiny model
@@ -45,36 +42,3 @@ def test_operators_of_a_layer(
     decoder = cut_at_logits(ir.load(tmp_path / "decoder.onnx"), package.interface)
     found = Counter(node.op_type for node in decoder.graph)
     assert found == Counter({operator: LAYERS * count for operator, count in layer.items()}) + ONCE
-
-
-CHOICE = """
-decode (int32[B] status, float[B,4] earlier, float[B,4] now) => (float[B,4] result)
-    <int32 kind = {%d}, int64[1] axis = {1}>
-{
-    rows = Equal (status, kind)
-    columns = Unsqueeze (rows, axis)
-    chosen = Where (columns, earlier, now)
-    result = Neg (chosen)
-}
-"""
-
-
-def test_rows_that_wait_for_the_host_are_not_looked_for() -> None:
-    model = small_graph(CHOICE % STALLED)
-    assert recipe.run(model, [remove_waiting])
-    (negated,) = model.graph
-    assert negated.inputs[0] is model.graph.inputs[2]
-
-
-@pytest.mark.parametrize("status", [RUNNING, LENGTH])
-def test_choices_by_another_status_stay(status: int) -> None:
-    model = small_graph(CHOICE % status)
-    assert not remove_waiting(model)
-    assert len(model.graph) == 4
-
-
-@pytest.mark.parametrize("sampler", [True, False])
-def test_a_host_that_samples_may_let_rows_wait(exported: Callable[..., Path], sampler: bool) -> None:
-    package = read_package(exported("llama") if sampler else exported("llama", include_sampler=False))
-    passes = TARGET.passes(make_plan(package, CompileOptions(ctx_len=CAPACITY)))
-    assert (remove_waiting in passes) == sampler
