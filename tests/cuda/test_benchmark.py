@@ -82,8 +82,6 @@ def test_the_benchmark_runs_to_its_end(tmp_path: Path) -> None:
     }
     assert all(row["floor"] > 0 for row in found["rows"])
     assert len(found["rows"]) == len(cells)
-    # Rows without filters and wide nuclei are settled in the captured graph.
-    assert {row["stalls"] for row in found["rows"] if row["system"] != "host"} == {0}
     assert len(found["checks"]["sampler"]) == 9
     checks = found["checks"]["tiny"]
     for name in ("cuda-float16", "cuda-float16-int4", "cuda-float16-int8-cache"):

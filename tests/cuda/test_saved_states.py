@@ -14,7 +14,7 @@ from tests.cuda.trace import Trace
 
 CONTEXT, PIECE = 64, 4
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=5, eos_token_id=())
-FLAT = SamplingParams(temperature=3.0, max_new_tokens=5, eos_token_id=())  # beyond the candidates: it stalls
+FLAT = SamplingParams(temperature=3.0, max_new_tokens=5, eos_token_id=())  # from the whole vocabulary
 
 
 def test_a_conversation_goes_on(exported: Callable[..., Path], tmp_path: Path, trace: Trace) -> None:

@@ -37,7 +37,7 @@ class CudaOnCpu(CudaTarget):
 
 
 def compile_captured(package: Path, path: Path, ctx_len: int) -> Path:
-    """`package` compiled as for CUDA, for the CPU: rows that its decoder cannot settle stall."""
+    """`package` compiled as for CUDA, for the CPU."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compile_module, "find_target", lambda name: CudaOnCpu())
         options = CompileOptions(provider="cuda", ctx_len=ctx_len)

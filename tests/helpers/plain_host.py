@@ -44,14 +44,14 @@ class PlainHost:
         return dict(zip(names, values, strict=True))
 
     def call(self, state: State, ids: Any, lengths: list[int] | None = None, **given: Any) -> State:
-        """Every output of a call. ids: [B, S]. lengths: None = S in each row."""
+        """Every output of a call. ids: [B, S]. lengths: None = S in each row. What the graph lacks is passed over."""
         ids = np.int64(ids)
         rows = len(ids)
         feed: dict[str, np.ndarray] = {name: np.full(rows, off, dtype) for name, (off, dtype) in OFF.items()}
         feed |= {"stop_ids": np.full((rows, 1), -1, np.int32), "emit": np.full(rows, True)}
         feed |= {"logit_bias_ids": np.full((rows, 1), -1, np.int32), "logit_bias": np.zeros((rows, 1), np.float32)}
         words = -(-self.manifest["interface"]["vocab_size"] // 32)
-        feed |= {"allowed_tokens": np.full((rows, words), -1, np.int32)}
+        feed |= {"allowed_tokens": np.full((rows, words), -1, np.int32), "searched_rows": np.arange(rows)}
         feed |= {"input_ids": ids, "input_lengths": np.int32(lengths or [ids.shape[1]] * rows)}
         feed |= {name: np.asarray(value, feed[name].dtype) for name, value in given.items()} | state
         values = self._decoder.run(self._outputs, {name: feed[name] for name in feed if name in self._inputs})

@@ -10,18 +10,14 @@ from collections.abc import Mapping
 import numpy as np
 
 from qsample.contract import (
-    ADJUSTED_LOGITS,
     BATCH,
     BIASES,
     CAPACITY,
     LENGTHS,
-    LOGITS,
     NOISE,
     SEARCHED,
     SEARCHED_ROWS,
     SEQUENCE,
-    STALLED,
-    STATUS,
     STOPS,
     TensorSpec,
     retained_name,
@@ -35,9 +31,9 @@ from qsample.tensors import Array
 
 
 class PublishedRunner:
-    """The decode graph of a compiled package over `rows` rows of one token each, and the graph that it may stall for.
+    """The decode graph of a compiled package over `rows` rows of one token each.
 
-    replays: runs that replayed a captured graph. resumed: tokens that the other graph gave.
+    replays: runs that replayed a captured graph.
     """
 
     def __init__(self, package: Package, rows: int) -> None:
@@ -60,8 +56,7 @@ class PublishedRunner:
         self._decoder = BoundGraph(
             sessions.decoder, self._spec, self._inputs | self._outputs, sessions.device, *capture
         )
-        self._resuming = self._bind_resuming(package) if sessions.resuming is not None else None
-        self._runs = self.resumed = 0
+        self._runs = 0
 
     @property
     def replays(self) -> int:
@@ -89,7 +84,6 @@ class PublishedRunner:
                 self._inputs[spec.name].write(np.broadcast_to(value, spec.shape(self._sizes)).astype(spec.dtype))
         self._decoder.run()
         self._runs += 1
-        self._resume()
         for spec in self._caches:
             source, target = self._outputs[retained_name(spec.name)], self._inputs[spec.name]
             if source is not target:
@@ -100,21 +94,6 @@ class PublishedRunner:
         if retained_name(LENGTHS.name) not in self._outputs:
             state[LENGTHS.name] = (state[LENGTHS.name] + lengths).astype(np.int32)
         return {spec.name: self._outputs[spec.name].read() for spec in self._spec.outputs}
-
-    def _resume(self) -> None:
-        if self._resuming is not None:
-            stalled = int((self._outputs[retained_name(STATUS.name)].read() == STALLED).sum())
-            self.resumed += stalled
-            if stalled:
-                self._resuming.run()
-
-    def _bind_resuming(self, package: Package) -> BoundGraph:
-        """In place, over the states that the decode graph left."""
-        assert self._sessions.resuming is not None
-        spec = package.interface.sampler
-        states = {state: self._outputs[retained] for state, retained in spec.retained.items()}
-        buffers = self._inputs | self._outputs | states | {ADJUSTED_LOGITS.name: self._outputs[LOGITS.name]}
-        return BoundGraph(self._sessions.resuming, spec, buffers, self._sessions.device)
 
     def _allocate(self, spec: TensorSpec) -> Buffer:
         return Buffer.allocate(spec, self._sizes, self._sessions.device)

@@ -43,14 +43,12 @@ _AGREEMENT: Final = {"float32": 1.0, "float16": 0.8, "bfloat16": 0.5}
 class SelfTest:
     """Tokens that the compiled graph chose, and how many of them the portable graph chose too.
 
-    replayed: of the tokens, those from replays of the captured graph. resumed: those that it stalled, which the graph
-    with control flow gave.
+    replayed: of the tokens, those from replays of the captured graph.
     """
 
     tokens: int
     agreeing: int
     replayed: int = 0
-    resumed: int = 0
 
 
 def run_self_test(plan: CompilePlan, published: Package, target: Target) -> SelfTest:
@@ -90,7 +88,7 @@ def run_self_test(plan: CompilePlan, published: Package, target: Target) -> Self
         )
     if isinstance(device, GraphRunner):
         return SelfTest(tokens=total, agreeing=agreeing)
-    return SelfTest(tokens=total, agreeing=agreeing, replayed=rows * device.replays, resumed=device.resumed)
+    return SelfTest(tokens=total, agreeing=agreeing, replayed=rows * device.replays)
 
 
 def _own_tokens(plan: CompilePlan, prompt: Array, prompt_lengths: Array) -> list[list[Array]]:

@@ -1,7 +1,6 @@
 """CUDA: a decode graph that is captured once and replayed, the sampler included, in float16 or bfloat16.
 
-Replay forbids control flow, so the graph draws from the candidates alone and returns its logits, which stay on the
-device; a second graph, `sampler.onnx`, gives the rows their token that the first could not settle (docs/contract.md).
+Replay forbids control flow, so the sampler's graph is one without: docs/contract.md has its input `searched_rows`.
 """
 
 from __future__ import annotations
@@ -34,9 +33,9 @@ from qsample.exporters.compiler.recipe import Pass, lean_passes
 from qsample.exporters.compiler.targets import check_providers
 from qsample.exporters.graph.axes import fix_axes
 from qsample.exporters.graph.join import append_sampler
-from qsample.exporters.sampler import export_sampler
 from qsample.runtime.session.options import session_options
 from qsample.runtime.session.providers import CPU, CUDA, open_session
+from qsample.sampler import build_sampler
 
 # A kernel without an end to its versions serves the operator's version that it names and no later one, and CUDA's for
 # Equal, ReduceMax, Pad and ConstantOfShape name those of 13, 18, 18 and 9; newer ones would run on the host
@@ -76,9 +75,9 @@ class CudaTarget:
         check_providers(self.execution_providers)
 
     def interface(self, plan: CompilePlan) -> Interface:
-        """In half precision, and captured where there is a sampler to stall."""
+        """In half precision, and captured if it has the sampler."""
         own, captured = plan.interface, plan.interface.features.sampler
-        return replace(own, dtype=plan.dtype, kv_cache_dtype=plan.kv_cache_dtype, captured=captured, searches=captured)
+        return replace(own, dtype=plan.dtype, kv_cache_dtype=plan.kv_cache_dtype, captured=captured)
 
     def fixed_axes(self, plan: CompilePlan) -> Mapping[str, int]:
         return {}
@@ -101,10 +100,6 @@ class CudaTarget:
         if problems:
             raise CompileError(f"the graph cannot be captured and replayed: {'; '.join(problems[:5])}")
         ir.save(model, folder / "decoder.onnx", external_data="decoder.onnx.data")
-        if plan.interface.captured:
-            resuming = export_sampler(plan.interface, plan.pad_token_id, resumes=True)
-            lower_opset(resuming, _OPSET)
-            ir.save(resuming, folder / "sampler.onnx")
         return self._placement(folder / "decoder.onnx", model)
 
     def join(self, model: ir.Model, sampler: ir.Model | None, plan: CompilePlan) -> None:
@@ -113,7 +108,7 @@ class CudaTarget:
         Replay forbids the control flow of `sampler`, the portable graph's; one without takes its place.
         """
         if sampler is not None:
-            sampler = export_sampler(plan.interface, plan.pad_token_id, control_flow=False)
+            sampler = build_sampler(plan.interface, plan.pad_token_id)
             fix_axes(sampler, {CAPACITY: plan.ctx_len})
             append_sampler(model, sampler, plan.interface.decoder)
         # Numbers that come from shapes: the new tokens of a call, which never exceed the capacity.

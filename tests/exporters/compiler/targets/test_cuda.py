@@ -1,5 +1,5 @@
 """The CUDA target, as far as it shows without a GPU: the structure of its graph, half precision, and, on the CPU in
-float32, the tokens of a graph without control flow whose stalled rows are resumed."""
+float32, the tokens of a graph without control flow."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 
-from qsample.contract import RUNNING, STALLED, Interface
 from qsample.errors import CompileError
 from qsample.exporters.compiler.compile import compile_package, optimize
 from qsample.exporters.compiler.options import WEIGHT_BITS, CompileOptions
@@ -30,12 +29,15 @@ from qsample.exporters.compiler.quantize.report import quantization_report
 from qsample.exporters.compiler.targets.cuda import CudaTarget, capture_problems
 from qsample.exporters.graph.edit import constant
 from qsample.exporters.graph.gqa import Slot
+from qsample.exporters.graph.join import cut_at_logits
 from qsample.exporters.graph.runner import GraphRunner
 from qsample.package import Package, read_package
 from qsample.runtime import load
+from qsample.runtime.session.session import check_interface
 from qsample.tensors import DTYPES
 from tests.helpers.capturing import capturing, compile_captured
 from tests.helpers.cuda_kernels import KERNELS, VALUES_OF_WHERE, has_kernel
+from tests.helpers.plain_host import OFF, PlainHost
 from tests.helpers.quantized_checkpoints import stored_levels
 from tests.helpers.sampling_cases import PARAMETERS, PROMPTS, rows
 from tests.helpers.tiny_models import VOCAB_SIZE, random_model
@@ -128,7 +130,7 @@ def test_weights_and_states_are_in_half_precision(bfloat16: ir.Model) -> None:
         assert not is_weight or str(value.name).startswith("sampler."), value.name
     dtypes = {value.name: value.dtype for value in [*bfloat16.graph.inputs, *bfloat16.graph.outputs]}
     assert dtypes["past_key_values.0.key"] == dtypes["present.1.value"] == ir.DataType.BFLOAT16
-    assert dtypes["logits"] == dtypes["temperature"] == ir.DataType.FLOAT
+    assert dtypes["temperature"] == ir.DataType.FLOAT
 
 
 @pytest.mark.parametrize(("dtype", "weights"), [("float16", "int4"), ("bfloat16", "int4"), ("bfloat16", "int8")])
@@ -161,11 +163,11 @@ def test_quantized_weights_keep_scales_in_half_precision(dtype: str, weights: st
 def test_float16_logits_are_close(llama_package: Path, tmp_path: Path) -> None:
     plan = planned(read_package(llama_package), "float16")
     interface = plan.interface
-    ir.save(build(plan), tmp_path / "decoder.onnx")
+    model = cut_at_logits(build(plan), interface)
     from qsample.exporters.initial_state import build_initial_state
 
     ir.save(build_initial_state(interface), tmp_path / "initial_state.onnx")
-    half = GraphRunner(tmp_path / "decoder.onnx", tmp_path / "initial_state.onnx", interface, CAPACITY)
+    half = GraphRunner(model, tmp_path / "initial_state.onnx", interface, CAPACITY)
     ids = np.random.default_rng(0).integers(0, VOCAB_SIZE, (1, 9))
     state = half.start(1)
     got = half.step(ids, np.array([9]), state)["logits"]
@@ -188,89 +190,32 @@ def captured(llama_package: Path, tmp_path_factory: pytest.TempPathFactory) -> P
 def test_captured_package(captured: Path) -> None:
     package = read_package(captured)
     assert package.interface.captured
-    assert set(package.interface.graphs) == {"decoder.onnx", "initial_state.onnx", "sampler.onnx"}
-    assert package.interface.decoder.outputs[-1].name == "logits"
+    assert set(package.interface.graphs) == {"decoder.onnx", "initial_state.onnx"}
+    assert {path.name for path in captured.glob("*.onnx")} == set(package.interface.graphs)
+    check_interface(load(captured).sessions.decoder, package.interface.decoder, package.interface.sizes, "decoder.onnx")
 
 
-@pytest.mark.parametrize(("late", "searched"), [(1, False), (3, False), (3, True)])
-def test_tokens_are_those_of_the_portable_graph(llama_package: Path, captured: Path, late: int, searched: bool) -> None:
-    """One row for each of PARAMETERS; the host looks at `status` every `late` steps, and resumes what stalled.
-
-    searched: all rows are in `searched_rows`, and none stalls; otherwise only a greedy one.
-    """
-    portable, package = read_package(llama_package), read_package(captured)
-    rows, steps = len(PARAMETERS), 20
-    prompts = np.random.default_rng(2).integers(4, VOCAB_SIZE, (rows, 1))
-    names = PARAMETERS[2].keys() | PARAMETERS[3].keys() | PARAMETERS[4].keys() | PARAMETERS[5].keys()
-
-    def parameters(interface: Interface) -> dict[str, np.ndarray]:
-        specs = {spec.name: spec for spec in interface.parameters}
-        return {
-            name: np.array([row.get(name, specs[name].off) for row in PARAMETERS], specs[name].dtype) for name in names
-        }
-
-    wanted = Host(portable, rows)
-    wanted.run(prompts, parameters(portable.interface), steps)
-    got = Host(package, rows)
-    given = parameters(package.interface) | {"searched_rows": np.arange(rows if searched else 1)}
-    got.run(prompts, given, 2 * late * steps, late)
-    assert got.stalls == 0 if searched else got.stalls > steps // 2
-    for row in range(rows):
-        length = int(wanted.state["lengths"][row])
-        assert int(got.state["lengths"][row]) >= length
-        np.testing.assert_array_equal(
-            got.state["tokens"][row, : length + 1], wanted.state["tokens"][row, : length + 1], str(PARAMETERS[row])
-        )
-
-
-class Host:
-    """A host written from docs/contract.md: feeds each graph by name and copies states in and out."""
-
-    def __init__(self, package: Package, rows: int) -> None:
-        self.interface = package.interface
-        self.sessions = {
-            name: ort.InferenceSession(package.path / name, providers=["CPUExecutionProvider"])
-            for name in package.interface.graphs
-        }
-        names = [output.name for output in self.sessions["initial_state.onnx"].get_outputs()]
-        feeds = {"seed": np.arange(rows, dtype=np.int64), "capacity": np.array(CAPACITY, np.int64)}
-        self.state = dict(zip(names, self.sessions["initial_state.onnx"].run(names, feeds), strict=True))
-        self.rows, self.stalls = rows, 0
-
-    def call(self, graph: str, feeds: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        session = self.sessions[graph]
-        names = [output.name for output in session.get_outputs()]
-        inputs = {value.name for value in session.get_inputs()}
-        results = dict(
-            zip(names, session.run(names, {k: v for k, v in (feeds | self.state).items() if k in inputs}), strict=True)
-        )
-        for name, retained in self.interface.graphs[graph].retained.items():
-            self.state[name] = results[retained]
-        return results
-
-    def run(self, prompts: np.ndarray, given: dict[str, np.ndarray], steps: int, late: int = 1) -> None:
-        sizes = {**self.interface.sizes, "B": self.rows, "E": 1, "N": 1}
-        feeds = {
-            spec.name: np.full(spec.shape(sizes), spec.off, spec.dtype) for spec in self.interface.parameters
-        } | given
-        feeds |= {"emit": np.ones(self.rows, bool), "input_lengths": np.ones(self.rows, np.int32)}
-        ids = prompts.astype(np.int64)
-        for step in range(steps):
-            results = self.call("decoder.onnx", feeds | {"input_ids": ids})
-            stalled = self.state["status"] == STALLED
-            if stalled.any() and (step + 1) % late == 0:
-                self.stalls += int(stalled.sum())
-                logits = {"logits": results["logits"]}
-                results = self.call("sampler.onnx", feeds | {"input_ids": ids} | logits)
-            ids = results["next_ids"]
-            if not np.isin(self.state["status"], (RUNNING, STALLED)).any():
-                return
+def test_tokens_are_those_of_the_portable_graph(llama_package: Path, captured: Path) -> None:
+    """One row for each of PARAMETERS. Of those, two have to be searched, in any order; one comes twice."""
+    names = {name for row in PARAMETERS for name in row}
+    given: dict[str, Any] = {name: [row.get(name, OFF[name][0]) for row in PARAMETERS] for name in names}
+    prompts = np.random.default_rng(2).integers(4, VOCAB_SIZE, (len(PARAMETERS), 1))
+    states = []
+    for path in (llama_package, captured):
+        host, ids = PlainHost(path), prompts
+        state = host.start([*range(len(PARAMETERS))], CAPACITY)
+        for _ in range(20):
+            outputs = host.call(state, ids, **given, searched_rows=[4, 3, 4])
+            state, ids = host.after(state, outputs), outputs["next_ids"]
+        states.append(state)
+    for name in ("lengths", "status", "tokens"):
+        np.testing.assert_array_equal(states[1][name], states[0][name], name)
 
 
 @pytest.mark.parametrize("replays", [False, True])
 @pytest.mark.parametrize("double_buffering", [False, True])
 @pytest.mark.parametrize("flush_every", [1, 4])
-def test_the_runtime_has_rows_searched_that_would_stall(
+def test_the_runtime_lists_the_rows_to_search(
     llama_package: Path, captured: Path, flush_every: int, double_buffering: bool, replays: bool
 ) -> None:
     options: dict[str, Any] = {"seed": 4, "flush_every": flush_every, "double_buffering": double_buffering}
@@ -278,12 +223,11 @@ def test_the_runtime_has_rows_searched_that_would_stall(
     model = capturing(load(captured))[0] if replays else load(captured)
     for _ in range(1 + replays):
         got = model.generate(PROMPTS, rows(), **options, prefill_chunk_size=3)
-        assert got.timing.stalls == 0
         assert got.token_ids == wanted.token_ids
         assert got.finish_reasons == wanted.finish_reasons
 
 
-def test_the_example_captures_and_resumes_stalled_rows(llama_package: Path, captured: Path, tmp_path: Path) -> None:
+def test_the_example_captures(llama_package: Path, captured: Path, tmp_path: Path) -> None:
     """The CPU provider does not know the option to capture; what the example does for it changes no token."""
     script = Path(__file__).parents[4] / "examples" / "generate_onnxruntime.py"
     package = shutil.copytree(captured, tmp_path / "package")
