@@ -15,6 +15,8 @@ from qsample.contract import (
     INPUT_LENGTHS,
     LENGTHS,
     LOGITS,
+    SEARCHED,
+    SEARCHED_ROWS,
     SEQUENCE,
     STOPS,
     TensorSpec,
@@ -45,6 +47,8 @@ class ForcedTokens:
         self._sizes = {**interface.sizes, BATCH: rows, CAPACITY: capacity, STOPS: 1, BIASES: 1}
         self._ids = Buffer.allocate(INPUT_IDS, {**self._sizes, SEQUENCE: 1}, self._device)
         self._logits = Buffer.allocate(LOGITS, self._sizes, self._device)
+        # Row 0, needlessly: on the CPU, ONNX Runtime before 1.32 gets an empty list wrong.
+        self._searched = Buffer.allocate(SEARCHED_ROWS, {SEARCHED: 1}, self._device)
         self._buffers = self._bound()
         self._step = self._graph(self._buffers)
         self._piece_ids = Buffer.allocate(INPUT_IDS, {BATCH: 1, SEQUENCE: self._piece_size}, self._device)
@@ -81,6 +85,7 @@ class ForcedTokens:
             INPUT_LENGTHS.name: Buffer.of(np.ones(self.rows, np.int32), self._device),
             EMIT.name: Buffer.of(np.zeros(self.rows, bool), self._device),
             LOGITS.name: self._logits,
+            SEARCHED_ROWS.name: self._searched,
         }
         buffers = {
             tensor.name: fixed.get(tensor.name) or self._allocate(tensor)
@@ -105,6 +110,7 @@ class ForcedTokens:
         if row not in self._readers:
             one = {name: buffer.rows(row) for name, buffer in self._buffers.items()}
             one[INPUT_LENGTHS.name] = Buffer.of(np.ones(1, np.int32), self._device)
+            one[SEARCHED_ROWS.name] = self._searched
             self._readers[row] = self._graph({**one, INPUT_IDS.name: ids})
         graph = self._readers[row]
         graph.bind_input(INPUT_IDS.name, ids)

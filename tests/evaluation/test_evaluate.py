@@ -16,6 +16,7 @@ from qsample.errors import PackageError, QsampleError
 from qsample.evaluation import Evaluation, evaluate
 from qsample.package import read_package
 from qsample.tensors import Array
+from tests.helpers.capturing import compile_captured
 from tests.helpers.fake_package import POISON, byte_tokenizer, compilation, fake_package
 from tests.helpers.tiny_models import VOCAB_SIZE
 
@@ -94,6 +95,13 @@ def test_with_and_without_the_sampler_in_the_graph(exported: Callable[..., Path]
     ways = [exported("llama"), exported("llama", include_sampler=False), exported("llama", logprobs=True)]
     values = [evaluate(path, IDS, max_length=20).packages[0].perplexity.value for path in ways]
     assert values == pytest.approx([values[0]] * 3, rel=1e-6)
+
+
+def test_a_captured_graph(llama_package: Path, tmp_path: Path) -> None:
+    captured = compile_captured(llama_package, tmp_path / "captured", 48)
+    found = evaluate([captured, llama_package], [IDS, IDS[:9]], max_length=20, batch_size=3)
+    values = [one.perplexity.value for one in found.packages]
+    assert values[0] == pytest.approx(values[1], rel=1e-5)
 
 
 def test_a_compiled_package_against_the_portable_one(llama_package: Path, tmp_path: Path) -> None:
