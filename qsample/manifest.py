@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import shlex
 import types
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
@@ -116,10 +117,12 @@ class Manifest:
                 f"the package has format {data['format_version']} and this qsample reads format {FORMAT_VERSION}; "
                 + ("upgrade qsample" if newer else "export it again")
             )
-        if data.get("contract_version") != CONTRACT_VERSION:
+        contract = f"{data.get('contract_version')!s:.40}"
+        if contract != CONTRACT_VERSION:
+            newer = _numbers(contract) > _numbers(CONTRACT_VERSION)
             raise PackageError(
-                f"the package's graphs follow decode contract {data.get('contract_version')!s:.40} and this qsample "
-                f"runs {CONTRACT_VERSION}; export it again, or install the qsample that made it"
+                f"the package's graphs follow decode contract {contract} and this qsample runs {CONTRACT_VERSION}; "
+                + ("upgrade qsample" if newer else f"make the package again: {_commands(data)}")
             )
         manifest: Manifest = _decode(cls, data, "manifest")
         _check_names(manifest.files)
@@ -128,6 +131,26 @@ class Manifest:
         if missing:
             raise PackageError(f"{MANIFEST_NAME} lists no {', '.join(missing)}; export the package again")
         return manifest
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", version)]
+
+
+def _commands(data: Mapping[str, Any]) -> str:
+    """What makes a package of an older contract again, as far as its manifest tells, whose keys may be others."""
+
+    def told(name: str, key: str, otherwise: str) -> str:
+        values = data.get(name)
+        return shlex.quote(f"{values[key]!s:.200}") if isinstance(values, dict) and key in values else otherwise
+
+    make = "export" if told("versions", "transformers", "") else "bake"
+    model = told("source", "model_id", "MODEL")
+    if data.get("kind") != "device":
+        return f"qsample {make} {model} OUT"
+    provider, ctx_len = told("compilation", "provider", "cpu"), told("compilation", "ctx_len", "4096")
+    compile_again = f"qsample compile PORTABLE OUT --provider {provider} --ctx-len {ctx_len}"
+    return f"qsample {make} {model} PORTABLE && {compile_again}"
 
 
 def _check_scalars(data: Any, where: str) -> None:
