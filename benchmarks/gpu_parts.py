@@ -185,4 +185,4 @@ def measure(
                     rounds = [decode.seconds(rows, mix, options.new_tokens) for _ in range(options.rounds)]
                     seconds = float(np.median(rounds))
                     least = floor.seconds(rows, options.new_tokens)
-                    reports.cell(Cell(files.shape, system, rows, mix, seconds, least, decode.stalls))
+                    reports.cell(Cell(files.shape, system, rows, mix, seconds, least))

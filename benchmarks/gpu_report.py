@@ -14,7 +14,7 @@ CAPTURED = "captured"  # what is compared with all others; see gpu_systems.py
 @dataclass(frozen=True)
 class Cell:
     """One line of the table. seconds: a step, median of the rounds. floor: seconds to read the weights and the cache
-    once; None where the device's bandwidth is not known. stalls: see STALLS; None where nothing waits."""
+    once; None where the device's bandwidth is not known."""
 
     shape: str
     system: str
@@ -22,7 +22,6 @@ class Cell:
     mix: str
     seconds: float
     floor: float | None
-    stalls: int | None = None
 
     @property
     def tokens_per_second(self) -> float:
@@ -32,16 +31,10 @@ class Cell:
     def columns(self) -> list[str]:
         share = "" if self.floor is None else f"{self.floor / self.seconds:.0%}"
         figures = [f"{1e3 * self.seconds:.3f}", f"{self.tokens_per_second:.0f}", share]
-        stalls = "" if self.stalls is None else str(self.stalls)
-        return [self.shape, self.system, str(self.rows), self.mix, *figures, stalls]
+        return [self.shape, self.system, str(self.rows), self.mix, *figures]
 
 
-HEADER = ["shape", "system", "rows", "mix", "ms a step", "tokens/s", "share of the floor", "stalls"]
-STALLS = (
-    "Stalls count how often a row waited for the second graph, in one round. With these mixes none should: the "
-    "captured graph draws rows without top-k and top-p (plain temperature, min-p) from the whole vocabulary, and "
-    "searches wide nuclei and large top-k. docs/contract.md says what is left."
-)
+HEADER = ["shape", "system", "rows", "mix", "ms a step", "tokens/s", "share of the floor"]
 
 
 def comparisons(cells: list[Cell]) -> list[str]:
@@ -109,7 +102,7 @@ class Results:
         if self.cells:
             lines += [f"| {' | '.join(HEADER)} |", "| --- " * len(HEADER) + "|"]
             lines += [f"| {' | '.join(cell.columns)} |" for cell in self.cells]
-            lines += ["", STALLS, "", *(f"- {line}" for line in comparisons(self.cells))]
+            lines += ["", *(f"- {line}" for line in comparisons(self.cells))]
         if (self._folder / "gpu.png").exists():
             lines += ["", "![tokens a second](gpu.png)"]
         return lines

@@ -16,7 +16,6 @@ from checkpoints import prompt_ids
 from mixes import EVERYTHING
 from mixes import MIXES as PLAIN_MIXES
 
-from qsample.contract import STALLED
 from qsample.runtime import SamplingParams, load
 from qsample.runtime.decode.slots import Slots
 from qsample.runtime.parameters import parameter_arrays
@@ -29,10 +28,8 @@ FIRST_TIMED = 4  # steps of transformers and genai before the clock starts
 
 
 class Decode(Protocol):
-    """warm_up: before the first measurement of a batch. seconds: a step, for `rows` rows that all sample as `mix`.
-    stalls: how many times a row waited for a second graph in the last round; None where nothing waits."""
-
-    stalls: int | None
+    """warm_up: before the first measurement of a batch. seconds: a step, for `rows` rows that all sample as
+    `mix`."""
 
     def warm_up(self, rows: int, new_tokens: int) -> None: ...
 
@@ -55,7 +52,6 @@ class Qsample:
         self._model = load(package, provider_options=options, verify=False)
         self._flush_every = flush_every
         self._slots: Slots | None = None
-        self.stalls: int | None = None
 
     def warm_up(self, rows: int, new_tokens: int) -> None:
         """Captures, too: a batch of this size is replayed from then on."""
@@ -76,27 +72,18 @@ class Qsample:
             slots.prefill(row, prompt, emit=True)
         if not slots.prepared:  # a mix whose rows are searched has a capture of its own
             slots.prepare()
-        made, stalls = slots.read().lengths.sum(), 0
+        windows = -(-new_tokens // self._flush_every)
         start = time.perf_counter()
-        for _ in range(-(-new_tokens // self._flush_every)):
+        for _ in range(windows):
             for _ in range(self._flush_every - 1):
                 slots.decode(wait=False)
             slots.decode()
-            # As `generate` reads: what is new, not the whole history.
-            stalled = int((slots.read(newest=self._flush_every).status == STALLED).sum())
-            if stalled:
-                stalls += stalled
-                slots.resume()
-        taken = time.perf_counter() - start
-        self.stalls = stalls if slots.may_stall else None
-        made = slots.read().lengths.sum() - made
-        return taken * rows / int(made)  # a row that stalled has fewer tokens than there were steps
+            slots.read(newest=self._flush_every)  # as `generate` reads: what is new, not the whole history
+        return (time.perf_counter() - start) / (windows * self._flush_every)
 
 
 class Transformers:
     """`generate` over a static cache, whose step transformers compiles where there is a GPU."""
-
-    stalls = None
 
     def __init__(self, checkpoint: Path, device: str, dtype: str) -> None:
         import torch
@@ -144,8 +131,6 @@ class Transformers:
 
 class Genai:
     """onnxruntime-genai's generator."""
-
-    stalls = None
 
     def __init__(self, folder: Path) -> None:
         import onnxruntime_genai as og

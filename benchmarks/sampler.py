@@ -29,7 +29,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from qsample.contract import Interface
-from qsample.exporters.sampler import export_sampler
+from qsample.sampler import build_sampler
 from qsample.transforms.sampler.sizes import choose_sizes
 
 HISTORY = 1024
@@ -177,7 +177,7 @@ def measure(
     vocab: int, batches: list[int], mixes: list[str], threads: int, seconds: float, folder: Path
 ) -> list[dict[str, object]]:
     interface = Interface(vocab, ())
-    sampler = make_session(export_sampler(interface, 0), threads, folder)
+    sampler = make_session(build_sampler(interface, 0), threads, folder)
     example = torch.zeros(2, vocab)
     argmax = make_session(export_yardstick(ArgMax(), example), threads, folder)
     column = torch.zeros(2, 1)
@@ -203,7 +203,7 @@ def measure_sizes(
     interface = Interface(vocab, ())
     sessions = {}
     for size in SIZES:
-        model = export_sampler(interface, 0, num_candidates=size[0], chunk_size=size[1])
+        model = build_sampler(interface, 0, num_candidates=size[0], chunk_size=size[1])
         sessions[size] = make_session(model, threads, folder)
     argmax = make_session(export_yardstick(ArgMax(), torch.zeros(2, vocab)), threads, folder)
     results = []

@@ -15,7 +15,7 @@ import onnxruntime as ort
 from tokenizers import Tokenizer
 
 PROVIDERS = {"cpu": ["CPUExecutionProvider"], "cuda": ["CUDAExecutionProvider", "CPUExecutionProvider"]}
-RUNNING, STOPPED, INVALID, STALLED = 0, 1, 3, 4  # values of the state `status`
+RUNNING, STOPPED, INVALID = 0, 1, 3  # values of the state `status`
 NOT_CAPTURED = -1  # of the runs of a CUDA session, only the decode steps are captured and replayed
 
 
@@ -61,9 +61,6 @@ def main() -> None:
         args.package / "decoder.onnx", providers=providers, provider_options=provider_options
     )
     initial_state = ort.InferenceSession(args.package / "initial_state.onnx", providers=PROVIDERS["cpu"])
-    # A captured decoder has no control flow; what it cannot settle, this graph does.
-    captured = manifest["interface"]["captured"]
-    sampler = ort.InferenceSession(args.package / "sampler.onnx", providers=providers) if captured else None
 
     def on_device(array: np.ndarray) -> ort.OrtValue:
         return ort.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(array), args.provider)
@@ -85,6 +82,7 @@ def main() -> None:
 
     # 2. What stays the same from call to call: the sampling parameters, one value a row.
     stops = manifest["token_ids"]["eos"] or [-1]
+    beyond = args.top_k > 64 or (args.top_k <= 0 and args.top_p < 1)
     parameters = {
         "temperature": np.float32([args.temperature]),
         "top_k": np.int32([args.top_k]),
@@ -96,8 +94,9 @@ def main() -> None:
         "min_length": np.int32([0]),
         "max_length": np.int32([min(capacity, length + args.max_new_tokens)]),
         "stop_ids": np.int32([stops]),
-        # Of a captured graph: the rows that may need more than its 64 candidates. No row is no matter on a GPU alone.
-        "searched_rows": np.int64([0] if args.top_p < 1 or args.top_k >= 64 or args.provider == "cpu" else []),
+        # Of a captured graph: the rows that may keep more than its 64 candidates. ONNX Runtime before 1.32 needs one on
+        # the CPU in any case.
+        "searched_rows": np.int64([0] if beyond or args.provider == "cpu" else []),
         "emit": np.array([True]),
         # Optional features, off: no bias, every token allowed.
         "logit_bias_ids": np.int32([[-1]]),
@@ -109,15 +108,13 @@ def main() -> None:
     next_ids = [on_device(np.zeros((1, 1), dtype=np.int64)) for _ in range(2)]
 
     # 3. One binding for the prompt and one for each of the two buffers. States are bound in place.
-    logits = {"logits": on_device(np.zeros((1, manifest["interface"]["vocab_size"]), dtype=np.float32))}
-
-    def bind(session: ort.InferenceSession, ids: ort.OrtValue, write_to: ort.OrtValue) -> ort.IOBinding:
-        binding = session.io_binding()
+    def bind(ids: ort.OrtValue, write_to: ort.OrtValue) -> ort.IOBinding:
+        binding = decoder.io_binding()
         call = {"input_ids": ids, "input_lengths": on_device(np.int32([ids.shape()[1]]))}
-        for tensor in session.get_inputs():
-            binding.bind_ortvalue_input(tensor.name, (call | fixed | states | logits)[tensor.name])
-        written = {retained_name(name): value for name, value in states.items()} | {"next_ids": write_to} | logits
-        for output in session.get_outputs():
+        for tensor in decoder.get_inputs():
+            binding.bind_ortvalue_input(tensor.name, (call | fixed | states)[tensor.name])
+        written = {retained_name(name): value for name, value in states.items()} | {"next_ids": write_to}
+        for output in decoder.get_outputs():
             if output.name in written:
                 binding.bind_ortvalue_output(output.name, written[output.name])
             else:
@@ -131,8 +128,7 @@ def main() -> None:
         return options
 
     buffers = [(on_device(prompt), next_ids[0]), (next_ids[0], next_ids[1]), (next_ids[1], next_ids[0])]
-    calls = [(bind(decoder, *pair), run_options(capture or NOT_CAPTURED)) for capture, pair in enumerate(buffers)]
-    resumes = [bind(sampler, *pair) for pair in buffers] if sampler else []
+    calls = [(bind(*pair), run_options(capture or NOT_CAPTURED)) for capture, pair in enumerate(buffers)]
 
     # A run that captures executes the graph several times. A row that is not running takes no harm from that.
     if provider_options[0].get("enable_cuda_graph") == "1":
@@ -147,8 +143,6 @@ def main() -> None:
     while step == 0 or states["status"].numpy()[0] == RUNNING:
         call = 0 if step == 0 else 1 + (step - 1) % 2
         decoder.run_with_iobinding(*calls[call])
-        if sampler and states["status"].numpy()[0] == STALLED:
-            sampler.run_with_iobinding(resumes[call])
         if states["status"].numpy()[0] == INVALID:
             raise SystemExit("the model gave NaN or infinite logits")
         tokens.append(int(next_ids[step % 2].numpy()[0, 0]))
