@@ -1,4 +1,4 @@
-"""Masks, biases and penalties on the logits.
+"""Step 2 of the contract: masks, biases, bans and penalties on the logits.
 
 Every mask is added, never written over: -inf + NaN and -inf + inf are NaN, so an invalid logit stays visible to the
 validity check that follows.
@@ -8,9 +8,27 @@ from __future__ import annotations
 
 import numpy as np
 
-from qsample.sampler.tensor import FLOAT, INT64, Tensor, constant, minimum, op, where
+from qsample.contract import EXTRA_PARAMETERS
+from qsample.sampler import history, repetition
+from qsample.sampler.call import Call
+from qsample.sampler.tensor import FLOAT, INT64, Tensor, Tensors, branch, concat, constant, minimum, op, where
 
 _BYTE_VALUES, _BYTE_BITS, _WORD_BYTES = 256, 8, 4
+
+
+def adjusted_logits(call: Call) -> Tensor:
+    """The logits that filters and the argmax see, [B, V] float32."""
+    logits, chosen = call["logits"], call.features
+    if chosen.allowed_tokens:
+        logits = mask_disallowed(logits, call["allowed_tokens"], call.vocab)
+    if chosen.logit_bias:
+        logits = add_bias(logits, call["logit_bias_ids"], call["logit_bias"], call.vocab)
+    past = _past(call) if call.uses("bad_words_ids", "no_repeat_ngram_size", "dry") else None
+    if past is not None:
+        logits = _forbid(call, logits, past)
+    # One scatter for stops and penalties: if the logits are in a buffer of the graph's own, it is in place.
+    logits = logits.scatter(*_block_and_penalize(call, logits))
+    return logits if past is None else _dry(call, logits, past)
 
 
 def mask_disallowed(logits: Tensor, allowed_tokens: Tensor, vocab: int) -> Tensor:
@@ -37,7 +55,7 @@ def add_bias(logits: Tensor, ids: Tensor, bias: Tensor, vocab: int) -> Tensor:
 
     Args:
         logits: [B, V] float32.
-        ids: [B, N] int32 or int64; entries outside [0, V) are padding.
+        ids: [B, N] int32; entries outside [0, V) are padding.
         bias: [B, N] float32; -inf forbids a token.
         vocab: V.
     """
@@ -68,13 +86,74 @@ def penalize(
     return seen - (frequency * counts + presence * minimum(counts, 1.0))
 
 
-def forbid(logits: Tensor, ids: Tensor, forbidden: Tensor) -> Tensor:
-    """Add -inf at `ids` ([B, N] int64, in [0, V)) that are `forbidden` ([B, N] bool)."""
-    return logits.scatter(ids, where(forbidden, constant(np.float32(-np.inf)), 0.0), reduction="add")
-
-
 def block(values: Tensor, ids: Tensor, blocked: Tensor) -> Tensor:
     """`values` [B, h] float32 of the tokens `ids` [B, h] int64; -inf if an id is among `blocked` [B, E] int64."""
     # Counted in float32: CUDA has no maximum of bools.
     matches = ids.unsqueeze().equals(blocked.unsqueeze(1)).to(FLOAT).max(keep=False)
     return values + where(matches > 0, -np.inf, 0.0)
+
+
+def _block_and_penalize(call: Call, logits: Tensor) -> tuple[Tensor, Tensor]:
+    """The stop ids below the minimum length, and the history with its penalties: ids [B, h] and their logits."""
+    strengths = [f"{kind}_penalty" for kind in ("repetition", "presence", "frequency")]
+    off = [call[name].equals(float(name == "repetition_penalty")) for name in strengths]
+    unpenalized = off[0] & off[1] & off[2]
+    too_short = call.total < call["min_length"]
+
+    def seen() -> Tensor:
+        # The history is read as far as some row is penalized for it: not at all if no row is.
+        length = call.capacity()
+        if not call.captured:
+            length = minimum(where(unpenalized, 0, call.start).max(keep=False).to(INT64), length)
+        start, lengths = call.start.unsqueeze(), call["input_lengths"].unsqueeze()
+        return history.history_ids(call["tokens"], start, call["input_ids"], lengths, length)
+
+    def without_stops() -> Tensors:
+        ids = seen()
+        return ids, penalize(logits, ids, call["output_counts"], *call.columns(*strengths))
+
+    def with_stops() -> Tensors:
+        ids = seen()
+        stops = where(too_short.unsqueeze(), call["stop_ids"], -1).to(INT64)
+        ids = concat(ids, where(stops >= 0, stops, ids.last()))
+        return ids, block(penalize(logits, ids, call["output_counts"], *call.columns(*strengths)), ids, stops)
+
+    def nothing() -> Tensors:
+        return call["input_ids"].columns(0, 0), logits.columns(0, 0)
+
+    if call.captured:
+        ids, values = with_stops()
+    else:
+        some_too_short = too_short.any()
+        found = branch(some_too_short, with_stops, nothing)
+        ids, values = branch(op("Or", some_too_short, unpenalized.all()), lambda: found, without_stops)
+    return ids, values
+
+
+def _past(call: Call) -> repetition.Past:
+    start, lengths = call.start.unsqueeze(), call["input_lengths"].unsqueeze()
+    tokens = history.row_tokens(call["tokens"], start, call["input_ids"], lengths)
+    return repetition.Past(tokens, minimum(call.total.unsqueeze().to(INT64), call.capacity()))
+
+
+def _forbid(call: Call, logits: Tensor, past: repetition.Past) -> Tensor:
+    if call.uses("bad_words_ids"):
+        logits = repetition.forbid_bad_words(logits, past, call["bad_words_ids"])
+    if call.uses("no_repeat_ngram_size"):
+        size = call["no_repeat_ngram_size"]
+        given = (logits,)
+        (logits,) = call.branch(
+            size > 0, lambda: (repetition.forbid_repeated_ngrams(*given, past, size.unsqueeze()),), lambda: given
+        )
+    return logits
+
+
+def _dry(call: Call, logits: Tensor, past: repetition.Past) -> Tensor:
+    if not call.uses("dry"):
+        return logits
+    *numbers, breakers = (spec.name for spec in EXTRA_PARAMETERS["dry"])
+
+    def penalized() -> Tensors:
+        return (repetition.dry(logits, past, *call.columns(*numbers), call[breakers]),)
+
+    return call.branch(call["dry_multiplier"] > 0, penalized, lambda: (logits,))[0]

@@ -4,18 +4,18 @@ Selection by blocks is exact: an element of a block that is not among the K with
 maxima, that are at least as large. Chosen blocks are put in ascending order so that ties go to the lowest id.
 
 Sums are float32, in an order that depends on the number of terms alone, so that a row rounds identically in any batch:
-ONNX Runtime's CumSum adds from the first to the last, and its ReduceSum over a multiple of 16 does not depend on where
-a row lies. Every such sum grows, or stays, if a term grows.
+ONNX Runtime's CumSum adds from the first to the last, and the order of its ReduceSum over a multiple of 16 does not
+depend on where a row lies in memory. No such sum falls if a term grows.
 """
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import numpy as np
 
-from qsample.sampler.tensor import INT64, Tensor, axis_size, constant, indices, maximum, op, size, top, where
+from qsample.sampler.sizes import ALIGNMENT
+from qsample.sampler.tensor import Tensor, axis_size, constant, maximum, op, size, top
 
 FLOOR = -3e38  # stands for a masked token's logit; -inf would give NaN, and WebGPU's TopK pads with -3.4e38
 _SUM_FACTOR = 2.0**-24
@@ -64,19 +64,18 @@ def is_valid(blocks: Blocks, largest: Tensor, *, one_product: bool) -> Tensor:
             the host's memory. On the CPU the batch is twice as fast, because its rows are long.
     """
     if one_product:
-        sums = op("MatMul", blocks.values, constant(np.full((blocks.size, 1), _SUM_FACTOR, np.float32))).squeeze()
+        sums = op("MatMul", blocks.values, constant(np.full((blocks.size, 1), _SUM_FACTOR, np.float32)))
     else:
         factors = constant(np.full((1, 1, blocks.size), _SUM_FACTOR, np.float32))
-        sums = op("MatMul", factors, blocks.values.reshape(0, blocks.size, blocks.count)).squeeze(1)  # any cut will do
-    difference = sums.sum(keep=False) - largest
+        sums = op("MatMul", factors, blocks.values.reshape(0, blocks.size, blocks.count))  # any cut will do
+    difference = sums.sum(-2, -1, keep=False) - largest
     return difference.equals(difference)
 
 
-def argmax(blocks: Blocks) -> Tensor:
+def argmax(blocks: Blocks, *, replayed: bool) -> Tensor:
     """The most likely token of each row, the lowest id of a tie: [B, 1] int64."""
     best = blocks.maxima.argmax()
-    inside = blocks.values.gather(op("Expand", best.unsqueeze(), [1, 1, blocks.size])).argmax()
-    return best * blocks.size + inside.squeeze()
+    return best * blocks.size + take_block(blocks.values, best, replayed=replayed).argmax()
 
 
 def top_candidates(blocks: Blocks, count: int, *, replayed: bool) -> tuple[Tensor, Tensor]:
@@ -104,28 +103,24 @@ def take_blocks(values: Tensor, chosen: Tensor, *, replayed: bool) -> Tensor:
     return op("Gather", values.reshape(-1, axis_size(values, 2)), chosen + first.unsqueeze(), axis=0)
 
 
+def take_block(values: Tensor, chosen: Tensor, *, replayed: bool) -> Tensor:
+    """Block `chosen` ([B, 1] int64) of `values` [B, n, C]: [B, C]."""
+    if not replayed:
+        return op("GatherND", values, chosen, batch_dims=1)
+    return values.gather(op("Expand", chosen.unsqueeze(), [1, 1, axis_size(values, 2)])).squeeze(1)
+
+
 def block_sums(values: Tensor) -> Tensor:
     """[B, n, C] gives [B, n]."""
     return values.sum(keep=False)
 
 
 def total(values: Tensor) -> Tensor:
-    """[…, n] gives […, 1], in two levels, so that no sum has more than about 2 sqrt(n) roundings."""
-    return _in_groups(values).cumsum().last().squeeze().cumsum().last()
+    """[…, n] gives […, 1]."""
+    return aligned(values).sum()
 
 
-def _in_groups(values: Tensor) -> Tensor:
-    """[…, n] as […, groups, size], padded with 0."""
-    leading = len(values.shape) - 1
-    count = axis_size(values, -1)
-    group = math.isqrt(count - 1) + 1 if count > 1 else 1
-    groups = -(-count // group)
-    if groups * group > count:
-        values = op("Pad", values, [0] * (2 * leading + 1) + [groups * group - count], 0.0)
-    return values.reshape(*[0] * leading, groups, group)
-
-
-def first_true(flags: Tensor) -> Tensor:
-    """Index of the first true along the last axis of [B, n], the last index if there is none: [B, 1] int64."""
-    last = axis_size(flags, -1) - 1
-    return where(flags, indices(last + 1, "float32"), float(last)).min().to(INT64)
+def aligned(values: Tensor) -> Tensor:
+    """[…, n], padded with zeros to a multiple of `ALIGNMENT`."""
+    rest = -axis_size(values, -1) % ALIGNMENT
+    return op("Pad", values, [0] * (2 * len(values.shape) - 1) + [rest], 0.0) if rest else values

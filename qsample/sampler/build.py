@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Final
 
 import onnx_ir as ir
 from onnx_ir.passes import common as common_passes
 
-from qsample.contract import ADJUSTED_LOGITS, CANDIDATES, VOCAB, GraphSpec, Interface, TensorSpec, retained_name
-from qsample.sampler.step import Step
+from qsample.contract import ADJUSTED_LOGITS, CANDIDATES, STATUS, GraphSpec, Interface, TensorSpec, retained_name
+from qsample.sampler.adjust import adjusted_logits
+from qsample.sampler.call import Call
+from qsample.sampler.commit import next_states, next_status
+from qsample.sampler.draw import draw
+from qsample.sampler.outputs import results
 from qsample.sampler.tensor import Tensor, building, op
 
-OPSET = 20
-_IR_VERSION = 10
+OPSET: Final = 20
+_IR_VERSION: Final = 10
 
 
 def build_sampler(interface: Interface, pad_token_id: int, *, num_candidates: int = CANDIDATES) -> ir.Model:
-    """The sampler with its states: draws, and commits what it drew.
+    """The sampler with its states: one step of every row, from the logits on.
 
     Args:
         interface: the vocabulary and the features; `captured`: a graph without If and Loop, for capture and replay.
         pad_token_id: `next_ids` of a row that emits nothing.
-        num_candidates: K, how many of the largest logits are sorted, at least 1. Not the contract's 64 only in tests.
+        num_candidates: K, how many of the largest logits are sorted, at least 1. The contract's is 64.
 
     Returns:
         A graph with the inputs and outputs of `interface.sampler`.
@@ -34,36 +40,40 @@ def build_sampler(interface: Interface, pad_token_id: int, *, num_candidates: in
     spec = interface.sampler
     graph, inputs = _graph(interface, spec)
     with building(graph):
-        step = Step(interface, inputs, pad_token_id, num_candidates)
-        adjusted = step.adjusted_logits()
-        draw = step.draw(adjusted)
-        results = step.results(draw) | {retained_name(name): state for name, state in step.commit(draw).items()}
-        results[ADJUSTED_LOGITS.name] = adjusted
-        _finish(graph, interface, [*spec.outputs, *_next_states(spec)], results)
-    return _model(graph)
+        call = Call(interface, inputs)
+        adjusted = adjusted_logits(call)
+        drawn = draw(call, adjusted, num_candidates)
+        states = {retained_name(name): state for name, state in next_states(call, drawn).items()}
+        found = results(call, drawn, pad_token_id) | states | {ADJUSTED_LOGITS.name: adjusted}
+        retained = [replace(state, name=retained_name(state.name)) for state in spec.states if not state.read_only]
+        _set_outputs(graph, interface, [*spec.outputs, *retained], found)
+    return _finished(graph)
 
 
 def build_draw(interface: Interface, pad_token_id: int) -> ir.Model:
-    """The sampler without its commit, for a host or a graph that keeps the states itself: several positions of one row
-    can be rows of it, each with the tokens and counts of the positions before.
+    """The sampler without its commit, for whoever keeps the states: it reads them, and writes none.
+
+    Several positions of one sequence can be rows of one call, each with the tokens, counts and length of its position.
+
+    Args:
+        interface, pad_token_id: as for `build_sampler`.
 
     Returns:
-        A graph with the inputs of `interface.sampler`, which it only reads, the outputs of a step, and `status` [B]
-        int32, what the step makes of it.
+        A graph with the inputs of `interface.sampler`; its outputs are those of a step and `status_RetainedState`.
     """
     spec = interface.sampler
-    status = next(state for state in spec.states if state.name == "status")
     graph, inputs = _graph(interface, spec)
     with building(graph):
-        step = Step(interface, inputs, pad_token_id)
-        draw = step.draw(step.adjusted_logits())
-        results = step.results(draw) | {retained_name("status"): step.commit(draw)["status"]}
-        outputs = [output for output in spec.outputs if output is not ADJUSTED_LOGITS]
-        _finish(graph, interface, [*outputs, replace(status, name=retained_name("status"))], results)
-    return _model(graph)
+        call = Call(interface, inputs)
+        drawn = draw(call, adjusted_logits(call), CANDIDATES)
+        status = replace(STATUS, name=retained_name(STATUS.name))
+        found = results(call, drawn, pad_token_id) | {status.name: next_status(call, drawn)}
+        _set_outputs(graph, interface, [*interface.sampler_outputs, status], found)
+    return _finished(graph)
 
 
 def _graph(interface: Interface, spec: GraphSpec) -> tuple[ir.Graph, dict[str, Tensor]]:
+    """A graph with the inputs of `spec` and no nodes, and these inputs by name."""
     values = [_value(interface, tensor) for tensor in (*spec.inputs, *spec.states)]
     graph = ir.Graph(values, [], nodes=[], opset_imports={"": OPSET}, name="sampler")
     return graph, {str(value.name): Tensor(value) for value in values}
@@ -75,14 +85,12 @@ def _value(interface: Interface, spec: TensorSpec) -> ir.Value:
     return ir.Value(name=spec.name, shape=shape, type=ir.TensorType(dtype))
 
 
-def _next_states(spec: GraphSpec) -> list[TensorSpec]:
-    return [replace(state, name=retained_name(state.name)) for state in spec.states if not state.read_only]
-
-
-def _finish(graph: ir.Graph, interface: Interface, outputs: list[TensorSpec], results: dict[str, Tensor]) -> None:
-    """Let `results` be the outputs of the graph, under their names, and everything else have a name of its own."""
+def _set_outputs(
+    graph: ir.Graph, interface: Interface, outputs: Sequence[TensorSpec], found: Mapping[str, Tensor]
+) -> None:
+    """Let `found` be the graph's outputs, under their names, and give everything else a name of its own."""
     for spec in outputs:
-        value = results[spec.name].value
+        value = found[spec.name].value
         if value.is_graph_input() or value.is_graph_output():
             value = op("Identity", value).value
         declared = _value(interface, spec)
@@ -92,21 +100,17 @@ def _finish(graph: ir.Graph, interface: Interface, outputs: list[TensorSpec], re
         node.name = f"{node.op_type}_{index}"
         for place, value in enumerate(node.outputs):
             value.name = f"{node.name}.{place}"
-    for part in graph.subgraphs():
+    for index, part in enumerate(graph.subgraphs()):
         for place, value in enumerate(part.inputs):
-            value.name = f"{part.name}_{id(part)}.{place}"
+            value.name = f"{part.name}_{index}.{place}"
     for spec, value in zip(outputs, graph.outputs, strict=True):
         value.name = spec.name
 
 
-def _model(graph: ir.Graph) -> ir.Model:
+def _finished(graph: ir.Graph) -> ir.Model:
     model = ir.Model(graph, ir_version=_IR_VERSION, producer_name="qsample")
-    common_passes.RemoveUnusedNodesPass()(model)
     common_passes.DeduplicateInitializersPass()(model)
     common_passes.CommonSubexpressionEliminationPass()(model)
     common_passes.RemoveUnusedNodesPass()(model)
-    common_passes.ClearMetadataAndDocStringPass()(model)
+    common_passes.ClearMetadataAndDocStringPass()(model)  # the builder's scopes
     return model
-
-
-_ = VOCAB

@@ -7,10 +7,33 @@ from typing import Final, NamedTuple
 
 from qsample.sampler import blocks
 from qsample.sampler.blocks import FLOOR, Blocks
+from qsample.sampler.call import Call
+from qsample.sampler.draw import Draw
+from qsample.sampler.sizes import block_size
 from qsample.sampler.tensor import INT32, Tensor, exp, log, where
 
 NO_TOKEN: Final = -1  # in top_logprob_ids, for a row that emitted nothing
 _MASKED: Final = -math.inf  # the log-probability of a token that cannot be drawn
+
+
+def results(call: Call, draw: Draw, pad_token_id: int) -> dict[str, Tensor]:
+    """`next_ids` and the outputs that were asked for, by name."""
+    chosen, emitted = call.features, draw.emitted.unsqueeze()
+    # A row that emits nothing has token 0.
+    found = {"next_ids": draw.token if pad_token_id == 0 else where(emitted, draw.token, pad_token_id)}
+    if chosen.logprobs or chosen.top_logprobs:
+        split = blocks.split(call["logits"], call.vocab, block_size(call.vocab))
+        shares = normalizer(split)
+        if chosen.logprobs:
+            found["logprobs"] = logprobs(call["logits"], shares, draw.token, emitted)
+        if chosen.top_logprobs:
+            found["top_logprob_ids"], found["top_logprobs"] = top_logprobs(
+                split, shares, chosen.top_logprobs, emitted, replayed=call.captured
+            )
+    if draw.weights is not None:
+        drawn = (draw.random & draw.emitted).unsqueeze()
+        found["probs"] = probabilities(draw.weights, drawn, emitted & ~drawn, draw.token)
+    return found
 
 
 class Normalizer(NamedTuple):

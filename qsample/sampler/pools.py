@@ -228,23 +228,20 @@ class Vocabulary(Pool):
         are exact in any order, and a low one; u is split into its first 8 bits and the other 16. The difference between
         u times the total and the blocks before each is then off by about 2e-10 of the total.
         """
-        per_block = blocks.block_sums(self.weights)
-        high, low = _split(per_block)
-        sums_high, sums_low = high.cumsum(), low.cumsum()
-        total_high, total_low = sums_high.last(), sums_low.last()
+        high, low = _split(blocks.aligned(blocks.block_sums(self.weights)))
         u = minimum(uniform, _LARGEST_UNIFORM)
         u_high = (u + _ROUNDS_TO_8_BITS) - _ROUNDS_TO_8_BITS
-        target_low = (u - u_high) * total_high + u * total_low
-        beyond = (u_high * total_high - (sums_high - high)) + (target_low - (sums_low - low))
+        total_high = high.sum()
+        target_low = (u - u_high) * total_high + u * low.sum()
+        beyond = (u_high * total_high - high.cumsum(exclusive=True)) + (target_low - low.cumsum(exclusive=True))
 
-        # The last block of positive weight that begins at or before the target.
-        begins = (beyond >= 0) & (per_block > 0)
-        block = where(begins, indices(blocks.axis_size(per_block, 1), "float32"), 0.0).max().to(INT64)
-        remainder = where(begins, beyond, _NO_LIMIT).min()
-        inside = blocks.take_blocks(self.weights, block, replayed=self._replayed).squeeze(1).cumsum()
+        # The last block that begins at or before the target: one of weight 0 begins where the next one does.
+        block = ((beyond >= 0).to(FLOAT).sum() - 1.0).to(INT64)
+        inside = blocks.take_block(self.weights, block, replayed=self._replayed).cumsum()
         # Rounding may leave the remainder just outside the block; its last token of positive weight is meant then.
-        remainder = minimum(remainder, inside.last() * _LARGEST_UNIFORM)
-        return block * blocks.axis_size(self.x, 2) + blocks.first_true(inside > remainder)
+        remainder = minimum(beyond.gather(block), inside.last() * _LARGEST_UNIFORM)
+        place = (inside <= remainder).to(FLOAT).sum().to(INT64)
+        return block * blocks.axis_size(self.x, 2) + place
 
     def weight_of(self, token: Tensor) -> Tensor:
         return self.weights.reshape(0, -1).gather(token)
@@ -256,6 +253,6 @@ def _split(values: Tensor) -> tuple[Tensor, Tensor]:
     Adding a number rounds to its last bit, and taking it off again is exact: Rump, Ogita and Oishi, "Accurate
     floating-point summation", SIAM J. Sci. Comput. 31(1), 2008.
     """
-    unit = values.cumsum().last() * 256.0
+    unit = values.sum() * 256.0
     high = (values + unit) - unit
     return high, values - high

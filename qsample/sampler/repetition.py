@@ -9,7 +9,6 @@ from __future__ import annotations
 import numpy as np
 
 from qsample.contract import LONGEST_MATCH
-from qsample.sampler.adjust import forbid
 from qsample.sampler.tensor import (
     FLOAT,
     INT64,
@@ -26,7 +25,7 @@ from qsample.sampler.tensor import (
 _LARGEST_PENALTY = 1e30  # in place of infinity, which would make an invalid logit
 
 
-class History:
+class Past:
     """Each row's tokens so far, and its end.
 
     Args:
@@ -70,7 +69,7 @@ class History:
 
 def dry(
     logits: Tensor,
-    history: History,
+    past: Past,
     multiplier: Tensor,
     base: Tensor,
     allowed_length: Tensor,
@@ -85,26 +84,26 @@ def dry(
 
     Args:
         logits: [B, V] float32.
-        history: the row's tokens.
+        past: the row's tokens.
         multiplier: [B, 1] float32, 0 = off.
         base: [B, 1] float32; below 1, DRY is off.
         allowed_length: [B, 1] int32.
         last_n: [B, 1] int32, how many of the newest tokens count; -1 = all, 0 = off.
         breakers: [B, D] int32, ids, padded with -1.
     """
-    end, there = history.end(LONGEST_MATCH)
+    end, there = past.end(LONGEST_MATCH)
     unbroken = (~_is_among(end, breakers) & there).to(FLOAT)
     before_breaker = ((1.0 - unbroken).cumsum().equals(0.0)).to(FLOAT).sum().to(INT64)
     window = where(last_n < 0, 2**31 - 1, last_n).to(INT64)
-    lengths = history.matches(minimum(before_breaker, window))
+    lengths = past.matches(minimum(before_breaker, window))
     # A match lies within the window as a whole.
-    room = (history.positions - (history.lengths - minimum(window, history.lengths)) + 1).to(FLOAT)
+    room = (past.positions - (past.lengths - minimum(window, past.lengths)) + 1).to(FLOAT)
     lengths = minimum(lengths, maximum(room, 0.0))
 
     allowed = allowed_length.to(FLOAT)
     counts = (lengths >= maximum(allowed, 1.0)) & (multiplier > 0) & (base >= 1)
     strength = where(counts, op("Pow", base, minimum(lengths - allowed, 1e4)) * multiplier, 0.0)
-    followers = history.followers()
+    followers = past.followers()
     strength = where(_is_among(followers, breakers), 0.0, minimum(strength, _LARGEST_PENALTY))
     none = op("Expand", 0.0, op("Shape", logits))
     return logits - none.scatter(followers, strength, reduction="max")
@@ -115,37 +114,42 @@ def _is_among(ids: Tensor, listed: Tensor) -> Tensor:
     return ids.unsqueeze().equals(listed.to(INT64).unsqueeze(1)).to(FLOAT).max(keep=False) > 0
 
 
-def forbid_repeated_ngrams(logits: Tensor, history: History, ngram: Tensor) -> Tensor:
+def forbid_repeated_ngrams(logits: Tensor, past: Past, ngram: Tensor) -> Tensor:
     """Forbid each token that would complete an n-gram that the row holds already.
 
     Args:
         logits: [B, V] float32.
-        history: the row's tokens.
+        past: the row's tokens.
         ngram: [B, 1] int32, n from 1 to LONGEST_MATCH + 1; 0 = off.
     """
     before = maximum(ngram - 1, 0)
-    lengths = history.matches(constant(np.array([[LONGEST_MATCH]])))
+    lengths = past.matches(constant(np.array([[LONGEST_MATCH]])))
     # Of a single token, each that occurred: the newest one as well.
-    single = ngram.equals(1) & (history.positions < history.lengths)
-    repeats = (lengths >= before.to(FLOAT)) & (ngram > 1) & (history.positions < history.lengths - 1)
-    logits = forbid(logits, history.followers(), repeats)
-    return forbid(logits, history.tokens, single)
+    single = ngram.equals(1) & (past.positions < past.lengths)
+    repeats = (lengths >= before.to(FLOAT)) & (ngram > 1) & (past.positions < past.lengths - 1)
+    logits = forbid(logits, past.followers(), repeats)
+    return forbid(logits, past.tokens, single)
 
 
-def forbid_bad_words(logits: Tensor, history: History, bad_words: Tensor) -> Tensor:
+def forbid_bad_words(logits: Tensor, past: Past, bad_words: Tensor) -> Tensor:
     """Forbid the last token of each sequence whose other tokens the row ends with.
 
     Args:
         logits: [B, V] float32.
-        history: the row's tokens.
+        past: the row's tokens.
         bad_words: [B, Q, L] int32, sequences of ids, each padded with -1 at its beginning.
     """
     words = bad_words.to(INT64)
     last = op("Squeeze", op("Slice", words, [-1], [2**31 - 1], [2]), [2])  # [B, Q]
     before = op("Slice", words, [0], [-1], [2])  # [B, Q, L - 1], the oldest first
     count = op("Squeeze", size(words, 2)) - 1
-    end, there = history.end(count)  # the newest first
+    end, there = past.end(count)  # the newest first
     backwards = op("Slice", before, [-1], [-(2**31)], [2], [-1])
     fits = backwards.equals(end.unsqueeze(1)) & there.unsqueeze(1)
     misses = (~(fits | (backwards < 0))).to(FLOAT).sum(keep=False)
     return forbid(logits, maximum(last, 0), misses.equals(0.0) & (last >= 0))
+
+
+def forbid(logits: Tensor, ids: Tensor, forbidden: Tensor) -> Tensor:
+    """Add -inf at `ids` ([B, h] int64, in [0, V)) that are `forbidden` ([B, h] bool)."""
+    return logits.scatter(ids, where(forbidden, constant(np.float32(-np.inf)), 0.0), reduction="add")

@@ -30,7 +30,7 @@ from qsample.sampler.tensor import (
     Tensor,
     Tensors,
     constant,
-    indices,
+    constants,
     loop,
     maximum,
     minimum,
@@ -82,7 +82,7 @@ class Search:
         if self._listed is None:
             return where(searched, _interpolate(begin(*given), searched), _ALL)
         threshold = _cut(begin(*(value.rows(self._listed) for value in given)))
-        none = where(searched, _ALL, _ALL)
+        none = constants(searched, _ALL)
         return where(searched, none.scatter(self._listed.unsqueeze(), threshold, axis=0), _ALL)
 
 
@@ -116,7 +116,7 @@ class _Bracket:
     @staticmethod
     def of_counts(keys: Tensor, count: Tensor) -> _Bracket:
         there = (keys > FLOOR / 2).to(FLOAT).sum(-2, -1, keep=False).unsqueeze()
-        return _Bracket(keys, None, count, where(count > 0, FLOOR / 3, FLOOR / 3), there - count)
+        return _Bracket(keys, None, count, constants(count, FLOOR / 3), there - count)
 
     def above(self, pivots: Tensor) -> Tensor:
         """1 for keys above each pivot, else 0: [B, P, n, C] float32. pivots: [B, P] float32."""
@@ -257,6 +257,3 @@ def _inside(pivots: Tensor, low: Tensor, high: Tensor) -> Tensor:
 
 def _count(values: Tensor) -> int:
     return axis_size(values, 1) * axis_size(values, 2)
-
-
-_ = indices

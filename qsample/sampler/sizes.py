@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 # ONNX Runtime's sums of rows whose size 16 divides do not depend on where a row lies in memory; others do.
-_ALIGNMENT: Final = 16
+ALIGNMENT: Final = 16
 _BEST_SIZE: Final = 128
 
 
@@ -14,7 +14,7 @@ def block_size(vocab: int) -> int:
 
     From the sweep in docs/benchmarks/sampler_sizes.md, on one x86-64 CPU only.
     """
-    sizes = range(_BEST_SIZE // 2, 2 * _BEST_SIZE + 1, _ALIGNMENT)
+    sizes = range(_BEST_SIZE // 2, 2 * _BEST_SIZE + 1, ALIGNMENT)
     divisors = [size for size in sizes if vocab % size == 0]
     size = min(divisors, key=lambda size: abs(size - _BEST_SIZE), default=_BEST_SIZE)
-    return min(size, -(-vocab // _ALIGNMENT) * _ALIGNMENT)
+    return min(size, -(-vocab // ALIGNMENT) * ALIGNMENT)

@@ -123,6 +123,10 @@ class Tensor:
         """Whether any element of a bool tensor is true: a scalar. For conditions: CUDA has no such kernel."""
         return op("ReduceMax", self, keepdims=0)
 
+    def all(self) -> Tensor:
+        """Whether every element of a bool tensor is true: a scalar, as `any`."""
+        return op("ReduceMin", self, keepdims=0)
+
     def argmax(self) -> Tensor:
         """Index of the largest along the last axis, the lowest of a tie: int64, the axis kept."""
         return op("ArgMax", self, axis=-1, keepdims=1)
@@ -232,6 +236,12 @@ def top(values: Tensor, count: int, *, largest: bool = True) -> tuple[Tensor, Te
     """The `count` largest (or smallest) along the last axis, in order, and their int64 indices; of ties the lowest."""
     found, indices = operator("TopK", values, [count], axis=-1, largest=int(largest), sorted=1, outputs=2)
     return found, indices
+
+
+def constants(like: Tensor, value: float) -> Tensor:
+    """`value` in the shape of `like`, whatever numbers that holds."""
+    flags = like if like.dtype == BOOL else like.equals(like)
+    return where(flags, value, value)
 
 
 def indices(count: int, dtype: str = "int64") -> Tensor:

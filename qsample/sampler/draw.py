@@ -1,0 +1,252 @@
+"""Steps 3 and 4 of the contract: the argmax of greedy rows; the filters and the draw of random ones.
+
+A random row is drawn from the candidates, the K largest logits, if they settle it: if no other token can be drawn. That
+is so if top-k keeps no more of them, or if a threshold (top-p, min-p, top-n-sigma) filters out the last. Otherwise the
+whole vocabulary is filtered. Both are exact.
+
+With control flow, each part is under a branch that asks whether any row needs it; a batch of greedy rows takes none.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from qsample.contract import EXTRA_PARAMETERS, HUGGING_FACE, SEARCHED_ROWS
+from qsample.sampler import blocks, filters
+from qsample.sampler.blocks import FLOOR, Blocks
+from qsample.sampler.call import Call, Columns
+from qsample.sampler.philox import uniform
+from qsample.sampler.pools import Candidates, Pool, Vocabulary
+from qsample.sampler.search import Search
+from qsample.sampler.sizes import block_size
+from qsample.sampler.tensor import FLOAT, Tensor, Tensors, branch, constants, log, maximum, op, where
+
+
+class Draw(NamedTuple):
+    """What a step found for each row.
+
+    Attributes:
+        token: [B, 1] int64, 0 in rows that emit none.
+        emitted: [B] bool.
+        random: [B] bool, rows that drew their token.
+        weights: [B, V] float32, what random rows drew from; None unless `probs` is an output.
+        surprise: [B, 1] float32, -log2 of the drawn token's probability; None without Mirostat.
+    """
+
+    token: Tensor
+    emitted: Tensor
+    random: Tensor
+    weights: Tensor | None
+    surprise: Tensor | None
+
+
+def draw(call: Call, adjusted: Tensor, num_candidates: int) -> Draw:
+    """The token of each row that is asked for one.
+
+    Args:
+        call: the inputs.
+        adjusted: [B, V] float32, the logits after step 2.
+        num_candidates: K.
+    """
+    split = blocks.split(adjusted, call.vocab, block_size(call.vocab))
+    largest = split.maxima.max(keep=False)
+    emitted = call.sampling & blocks.is_valid(split, largest, one_product=call.captured)
+    if call.captured:
+        emitted = emitted & (_is_listed(call) | ~_needs_search(call, num_candidates))
+    random = emitted & (call["temperature"] > 0)
+    greedy = blocks.argmax(split, replayed=call.captured)
+    token, *more = _RandomRows(call, split, largest, random, greedy, num_candidates).results()
+    weights = more.pop(0) if call.features.probs else None
+    surprise = more.pop(0) if call.uses("mirostat") else None
+    return Draw(where(emitted.unsqueeze(), token, 0), emitted, random, weights, surprise)
+
+
+class _RandomRows:
+    """The random rows of one call.
+
+    Args:
+        call: the inputs.
+        split: the adjusted logits.
+        largest: [B] float32, the largest of each row.
+        random: [B] bool.
+        greedy: [B, 1] int64, the token of all other rows.
+        num_candidates: K.
+    """
+
+    def __init__(
+        self, call: Call, split: Blocks, largest: Tensor, random: Tensor, greedy: Tensor, num_candidates: int
+    ) -> None:
+        self._call, self._split, self._largest, self._greedy = call, split, largest, greedy
+        self._random = random
+        self._num_candidates = min(num_candidates, call.vocab)
+        chosen = (*filters.ALWAYS, *call.features.filters)
+        self._filters = [step for step in filters.ORDERS[call.features.filter_order] if step.__name__ in chosen]
+        # Before top-k, the entropy is that of the vocabulary, which the candidates do not have.
+        self._dynamic_first = call.uses("dynatemp") and call.features.filter_order == HUGGING_FACE
+        self._small = _has_small_top_k(call, num_candidates)
+        self._narrowed = (call["top_p"] < 1) | (call["min_p"] > 0)
+        if call.uses("top_n_sigma"):
+            self._narrowed = self._narrowed | (call["top_n_sigma"] > 0)
+        self._extra = self._extra_filters()
+        self._numbers = self._shared_numbers()
+
+    def results(self) -> Tensors:
+        """Token [B, 1] of every row; and of the random ones the weights and the surprise, if they are asked for."""
+        call, tried = self._call, self._narrowed if self._extra is None else self._narrowed & ~self._extra
+        tried = self._random & (self._small | tried)
+        (total,) = call.branch(
+            tried & ~self._small & (call["top_p"] < 1), self._total, lambda: (self._largest.unsqueeze(),)
+        )
+        if call.captured:
+            *found, unsettled, _, _ = self._from_candidates(tried, total)
+            return self._from_vocabulary(found, unsettled, filtered=True)
+        *found, unsettled, some_wide, some_plain = branch(
+            tried.any(), lambda: self._from_candidates(tried, total), self._from_no_candidates
+        )
+        found = branch(some_wide, lambda: self._from_vocabulary(found, unsettled, filtered=True), lambda: tuple(found))
+        # Rows without filters need no search; next to rows with filters, they go through it unchanged.
+        return branch(some_plain, lambda: self._from_vocabulary(found, unsettled, filtered=False), lambda: found)
+
+    def _from_candidates(self, tried: Tensor, total: Tensor) -> Tensors:
+        """The results of rows that the candidates settle, and what is left to do: see `_left_to_do`."""
+        row = Columns(self._numbers)
+        values, ids = blocks.top_candidates(self._split, self._num_candidates, replayed=self._call.captured)
+        small = self._small.unsqueeze()
+        pool = Candidates(maximum(values - row["maximum"], FLOOR), ids, small, total)
+        self._filter(pool, row)
+        # Behind a larger top-k, the total of top-p is not known.
+        beyond = (pool.weights.last() > 0) | ((row["top_p"] < 1) & (row["top_k"] > 0))
+        settled = tried.unsqueeze() & (small | ~beyond)
+        unsettled = self._random.unsqueeze() & ~settled
+        results = self._results(pool, row)
+        return (where(settled, results[0], self._greedy), *results[1:], *self._left_to_do(unsettled))
+
+    def _from_no_candidates(self) -> Tensors:
+        nothing = [self._no_weights()] if self._call.features.probs else []
+        if self._call.uses("mirostat"):
+            nothing.append(self._largest.unsqueeze())
+        return (self._greedy, *nothing, *self._left_to_do(self._random.unsqueeze()))
+
+    def _left_to_do(self, unsettled: Tensor) -> Tensors:
+        """[B, 1] bool; whether one of these rows has filters; and whether there are such rows, all without filters."""
+        if self._call.captured:
+            return unsettled, unsettled, unsettled
+        wide = self._narrowed | (self._call["top_k"] > 0)
+        some_wide = (unsettled & (wide if self._extra is None else wide | self._extra).unsqueeze()).any()
+        return unsettled, some_wide, op("And", unsettled.any(), ~some_wide)
+
+    def _from_vocabulary(self, found: Tensors, unsettled: Tensor, *, filtered: bool) -> Tensors:
+        row, pool = Columns(self._numbers), self._vocabulary(unsettled)
+        if filtered:
+            self._filter(pool, row)
+        else:
+            filters.temperature(pool, row)
+        pairs = zip(self._results(pool, row), found, strict=True)
+        return tuple(where(unsettled, new, old) for new, old in pairs)
+
+    def _filter(self, pool: Pool, row: Mapping[str, Tensor]) -> None:
+        for step in self._filters:
+            step(pool, row)
+
+    def _total(self) -> Tensors:
+        """The weight of the whole vocabulary where top-p needs it, [B, 1]."""
+        return (self._before(filters.top_k, self._numbers).total(),)
+
+    def _before(self, last: filters.Filter, numbers: Mapping[str, Tensor]) -> Vocabulary:
+        """The vocabulary after the filters that precede `last`."""
+        pool, row = self._vocabulary(self._random), Columns(numbers)
+        for step in self._filters[: self._filters.index(last)]:
+            step(pool, row)
+        return pool
+
+    def _vocabulary(self, searched: Tensor) -> Vocabulary:
+        search = Search(self._call[SEARCHED_ROWS.name] if self._call.captured else None)
+        searched = searched if len(searched.shape) == 2 else searched.unsqueeze()
+        shifted = self._split.values - self._largest.unsqueeze().unsqueeze()
+        return Vocabulary(shifted, searched, search, replayed=self._call.captured)
+
+    def _results(self, pool: Pool, row: Mapping[str, Tensor]) -> Tensors:
+        token = pool.draw(self._uniform("noise", 0))
+        results = [token]
+        if self._call.features.probs:
+            if isinstance(pool, Candidates):
+                results.append(self._no_weights().scatter(pool.ids, pool.weights))
+            else:
+                results.append(pool.weights.reshape(0, -1).columns(0, self._call.vocab))
+        if self._call.uses("mirostat"):
+            results.append(log(pool.total() / pool.weight_of(token)) * (1 / math.log(2)))
+        return tuple(results)
+
+    def _no_weights(self) -> Tensor:
+        return op("Expand", constants(self._greedy, 0), [1, self._call.vocab]).to(FLOAT)
+
+    def _uniform(self, buffer: str, stream: int) -> Tensor:
+        """The number that decides each row's next token, [B, 1] float32."""
+        if self._call.features.seed:
+            return uniform(self._call["seed"], self._call.position(), stream)
+        return self._call[buffer].gather(self._call.position().unsqueeze())
+
+    def _shared_numbers(self) -> dict[str, Tensor]:
+        """What filters read of a row: the inputs, and numbers that are the same for both pools."""
+        call = self._call
+        numbers = dict(call.inputs) | {"maximum": self._largest}
+        if call.uses("xtc"):
+            numbers["xtc_uniform"] = self._uniform("xtc_noise", 1)
+        if call.uses("top_n_sigma"):
+            on = self._random & (call["top_n_sigma"] > 0)
+            (numbers["sigma"],) = call.branch(on, self._deviation, lambda: (self._largest.unsqueeze(),))
+        if self._dynamic_first:
+
+            def dynamic() -> Tensors:
+                pool = self._before(filters.temperature, numbers)
+                return (filters.dynamic_temperature(pool, Columns(numbers)),)
+
+            on = self._random & (call["dynatemp_range"] > 0)
+            (temperature,) = call.branch(on, dynamic, lambda: tuple(call.columns("temperature")))
+            numbers = {name: value for name, value in numbers.items() if name != "dynatemp_range"}
+            numbers["temperature"] = temperature
+        return numbers
+
+    def _deviation(self) -> Tensors:
+        """The standard deviation of each row's unmasked logits, [B, 1]."""
+        pool = self._vocabulary(self._random)
+        there = (pool.x > FLOOR / 2).to(FLOAT)
+        count = maximum(pool.sum(there), 1.0)
+        mean = pool.sum(maximum(pool.x, FLOOR / 2) * there) / count
+        distance = (maximum(pool.x, FLOOR / 2) - pool.row(mean)) * there
+        return (op("Sqrt", pool.sum(distance * distance) / count),)
+
+    def _extra_filters(self) -> Tensor | None:
+        """Whether a row has a filter that is more than a threshold on the logits: [B] bool; None: no row can."""
+        on = None
+        names = {step.__name__ for step in self._filters} - {*filters.ALWAYS, "top_n_sigma"}
+        if self._call.uses("dynatemp") and not self._dynamic_first:
+            names.add("dynatemp")
+        for name in sorted(names):
+            first = EXTRA_PARAMETERS[name][0]
+            this = ~self._call[first.name].equals(first.off or 0.0)
+            on = this if on is None else on | this
+        return on
+
+
+def _has_small_top_k(call: Call, num_candidates: int) -> Tensor:
+    """Whether the candidates hold all that top-k keeps: [B] bool."""
+    if num_candidates >= call.vocab:
+        return call["top_k"].equals(call["top_k"])
+    return (call["top_k"] > 0) & (call["top_k"] <= num_candidates)
+
+
+def _needs_search(call: Call, num_candidates: int) -> Tensor:
+    """Whether a row's parameters ask for a search of the vocabulary, [B] bool."""
+    thresholds = (call["top_p"] < 1) | (call["top_k"] > 0)
+    if call.uses("typical_p"):
+        thresholds = thresholds | (call["typical_p"] < 1)
+    return (call["temperature"] > 0) & ~_has_small_top_k(call, num_candidates) & thresholds
+
+
+def _is_listed(call: Call) -> Tensor:
+    """Whether a row is among `searched_rows`, [B] bool."""
+    listed = call[SEARCHED_ROWS.name]
+    return constants(call.running, 0.0).scatter(listed, constants(listed, 1).to(FLOAT), axis=0) > 0
