@@ -10,7 +10,7 @@ With control flow, each part is under a branch that asks whether any row needs i
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from qsample.contract import EXTRA_PARAMETERS, HUGGING_FACE, SEARCHED_ROWS
@@ -19,7 +19,7 @@ from qsample.sampler.blocks import FLOOR, Blocks
 from qsample.sampler.call import Call, Columns
 from qsample.sampler.philox import uniform
 from qsample.sampler.pools import Candidates, Pool, Vocabulary
-from qsample.sampler.search import Search
+from qsample.sampler.search import EVERYTHING, Search
 from qsample.sampler.sizes import block_size
 from qsample.sampler.tensor import FLOAT, Tensor, Tensors, branch, constants, log, maximum, op, where
 
@@ -100,51 +100,67 @@ class _RandomRows:
             tried & ~self._small & (call["top_p"] < 1), self._total, lambda: (self._largest.unsqueeze(),)
         )
         if call.captured:
-            *found, unsettled, _, _ = self._from_candidates(tried, total)
-            return self._from_vocabulary(found, unsettled, filtered=True)
-        *found, unsettled, some_wide, some_plain = branch(
-            tried.any(), lambda: self._from_candidates(tried, total), self._from_no_candidates
+            *found, unsettled = self._from_candidates(tried, total)
+            return self._from_vocabulary(found, unsettled, self._kth_largest(), filtered=True)
+
+        def tried_first() -> Tensors:
+            results = self._from_candidates(tried, total)
+            return *results, *self._left_to_do(results[-1])
+
+        def not_tried() -> Tensors:
+            unsettled = self._random.unsqueeze()
+            return *self._no_results(), unsettled, *self._left_to_do(unsettled)
+
+        *found, unsettled, some_wide_top_k, some_wide, some_plain = branch(tried.any(), tried_first, not_tried)
+        (kth_largest,) = branch(some_wide_top_k, lambda: (self._kth_largest(),), lambda: (_everything(unsettled),))
+        found = branch(
+            some_wide, lambda: self._from_vocabulary(found, unsettled, kth_largest, filtered=True), lambda: tuple(found)
         )
-        found = branch(some_wide, lambda: self._from_vocabulary(found, unsettled, filtered=True), lambda: tuple(found))
         # Rows without filters need no search; next to rows with filters, they go through it unchanged.
-        return branch(some_plain, lambda: self._from_vocabulary(found, unsettled, filtered=False), lambda: found)
+        return branch(
+            some_plain, lambda: self._from_vocabulary(found, unsettled, kth_largest, filtered=False), lambda: found
+        )
 
     def _from_candidates(self, tried: Tensor, total: Tensor) -> Tensors:
-        """The results of rows that the candidates settle, and what is left to do: see `_left_to_do`."""
+        """The results of rows that the candidates settle; and which random rows they do not, [B, 1] bool."""
         row = Columns(self._numbers)
         values, ids = blocks.top_candidates(self._split, self._num_candidates, replayed=self._call.captured)
         small = self._small.unsqueeze()
         pool = Candidates(maximum(values - row["maximum"], FLOOR), ids, small, total)
         self._filter(pool, row)
-        # Behind a larger top-k, the total of top-p is not known.
+        # After a larger top-k, the total of top-p is not known.
         beyond = (pool.weights.last() > 0) | ((row["top_p"] < 1) & (row["top_k"] > 0))
         settled = tried.unsqueeze() & (small | ~beyond)
-        unsettled = self._random.unsqueeze() & ~settled
-        results = self._results(pool, row)
-        return (where(settled, results[0], self._greedy), *results[1:], *self._left_to_do(unsettled))
+        token, *more = self._results(pool)
+        return where(settled, token, self._greedy), *more, self._random.unsqueeze() & ~settled
 
-    def _from_no_candidates(self) -> Tensors:
-        nothing = [self._no_weights()] if self._call.features.probs else []
-        if self._call.uses("mirostat"):
-            nothing.append(self._largest.unsqueeze())
-        return (self._greedy, *nothing, *self._left_to_do(self._random.unsqueeze()))
+    def _no_results(self) -> Tensors:
+        weights = [self._no_weights()] if self._call.features.probs else []
+        surprise = [self._largest.unsqueeze()] if self._call.uses("mirostat") else []
+        return self._greedy, *weights, *surprise
 
     def _left_to_do(self, unsettled: Tensor) -> Tensors:
-        """[B, 1] bool; whether one of these rows has filters; and whether there are such rows, all without filters."""
-        if self._call.captured:
-            return unsettled, unsettled, unsettled
-        wide = self._narrowed | (self._call["top_k"] > 0)
+        """Whether an unsettled row has top-k; any filter; and whether there are such rows, all without filters."""
+        top_k = self._call["top_k"] > 0
+        wide = self._narrowed | top_k
         some_wide = (unsettled & (wide if self._extra is None else wide | self._extra).unsqueeze()).any()
-        return unsettled, some_wide, op("And", unsettled.any(), ~some_wide)
+        return (unsettled & top_k.unsqueeze()).any(), some_wide, op("And", unsettled.any(), ~some_wide)
 
-    def _from_vocabulary(self, found: Tensors, unsettled: Tensor, *, filtered: bool) -> Tensors:
-        row, pool = Columns(self._numbers), self._vocabulary(unsettled)
+    def _kth_largest(self) -> Tensor:
+        """The smallest x that top-k keeps of the vocabulary, [B, 1]."""
+        k = self._call["top_k"].unsqueeze()
+        wide = self._random.unsqueeze() & ~self._small.unsqueeze() & (k > 0)
+        return self._search().by_count(self._shifted(), k.to(FLOAT), wide)
+
+    def _from_vocabulary(
+        self, found: Sequence[Tensor], unsettled: Tensor, kth_largest: Tensor, *, filtered: bool
+    ) -> Tensors:
+        row, pool = Columns(self._numbers), self._vocabulary(unsettled, kth_largest)
         if filtered:
             self._filter(pool, row)
         else:
             filters.temperature(pool, row)
-        pairs = zip(self._results(pool, row), found, strict=True)
-        return tuple(where(unsettled, new, old) for new, old in pairs)
+        return tuple(where(unsettled, new, old) for new, old in zip(self._results(pool), found, strict=True))
 
     def _filter(self, pool: Pool, row: Mapping[str, Tensor]) -> None:
         for step in self._filters:
@@ -156,18 +172,22 @@ class _RandomRows:
 
     def _before(self, last: filters.Filter, numbers: Mapping[str, Tensor]) -> Vocabulary:
         """The vocabulary after the filters that precede `last`."""
-        pool, row = self._vocabulary(self._random), Columns(numbers)
+        pool, row = self._vocabulary(self._random.unsqueeze(), _everything(self._largest.unsqueeze())), Columns(numbers)
         for step in self._filters[: self._filters.index(last)]:
             step(pool, row)
         return pool
 
-    def _vocabulary(self, searched: Tensor) -> Vocabulary:
-        search = Search(self._call[SEARCHED_ROWS.name] if self._call.captured else None)
-        searched = searched if len(searched.shape) == 2 else searched.unsqueeze()
-        shifted = self._split.values - self._largest.unsqueeze().unsqueeze()
-        return Vocabulary(shifted, searched, search, replayed=self._call.captured)
+    def _vocabulary(self, searched: Tensor, kth_largest: Tensor) -> Vocabulary:
+        return Vocabulary(self._shifted(), kth_largest, searched, self._search(), replayed=self._call.captured)
 
-    def _results(self, pool: Pool, row: Mapping[str, Tensor]) -> Tensors:
+    def _shifted(self) -> Tensor:
+        """X = l - max: [B, n, C]."""
+        return self._split.values - self._largest.unsqueeze().unsqueeze()
+
+    def _search(self) -> Search:
+        return Search(self._call[SEARCHED_ROWS.name] if self._call.captured else None)
+
+    def _results(self, pool: Pool) -> Tensors:
         token = pool.draw(self._uniform("noise", 0))
         results = [token]
         if self._call.features.probs:
@@ -211,7 +231,7 @@ class _RandomRows:
 
     def _deviation(self) -> Tensors:
         """The standard deviation of each row's unmasked logits, [B, 1]."""
-        pool = self._vocabulary(self._random)
+        pool = self._before(self._filters[0], {})
         there = (pool.x > FLOOR / 2).to(FLOAT)
         count = maximum(pool.sum(there), 1.0)
         mean = pool.sum(maximum(pool.x, FLOOR / 2) * there) / count
@@ -229,6 +249,11 @@ class _RandomRows:
             this = ~self._call[first.name].equals(first.off or 0.0)
             on = this if on is None else on | this
         return on
+
+
+def _everything(like: Tensor) -> Tensor:
+    """A threshold that every x passes."""
+    return constants(like, EVERYTHING)
 
 
 def _has_small_top_k(call: Call, num_candidates: int) -> Tensor:

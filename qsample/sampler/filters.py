@@ -51,7 +51,7 @@ def top_p(pool: Pool, row: Parameters) -> None:
 
 def min_p(pool: Pool, row: Parameters) -> None:
     """Tokens with at least min_p times the largest probability: Nguyen et al. 2024, arXiv:2407.01082."""
-    pool.keep(pool.weights >= pool.row(row["min_p"]) * pool.largest_weight())
+    pool.keep(pool.all_weights >= pool.row(row["min_p"]) * pool.largest_weight())
 
 
 def top_n_sigma(pool: Pool, row: Parameters) -> None:

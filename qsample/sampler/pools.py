@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from qsample.sampler import blocks
 from qsample.sampler.blocks import FLOOR
 from qsample.sampler.search import Search
-from qsample.sampler.tensor import FLOAT, INT64, Tensor, exp, indices, log, maximum, minimum, op, top, where
+from qsample.sampler.tensor import FLOAT, INT64, Tensor, constants, exp, indices, log, maximum, minimum, op, top, where
 
 _LARGEST_UNIFORM = 1.0 - 2.0**-24  # u * total < total, in float32 as well
 _WEIGHTLESS = 105.0  # exp(-105) is 0 in float32
@@ -33,25 +33,38 @@ class Pool(ABC):
         self.x = self.logs = x
         self._heated = False
         self._top_stays = True
+        self._all_weights: Tensor | None = None
         self._weights: Tensor | None = None
-        self._kept: Tensor | None = None  # before the temperature; afterwards, a weight of 0 says it
+        self._passed: Tensor | None = None  # of the filters since then
+        self._kept: Tensor | None = None  # which tokens are left, until the temperature is applied
+
+    @property
+    def all_weights(self) -> Tensor:
+        """float32, at least 0: exp(x) before `heat`, exp(x / t) after it; also of tokens that were taken away."""
+        if self._all_weights is None:
+            self._all_weights = exp(self.logs)
+        return self._all_weights
 
     @property
     def weights(self) -> Tensor:
-        """float32, at least 0: exp(x) before `heat`, exp(x / t) after it, and 0 for tokens that were taken away."""
+        """The same, but 0 for tokens that were taken away."""
+        mask = self._apply()
         if self._weights is None:
-            weights = exp(self.logs)
-            self._weights = weights if self._kept is None else weights * self._kept
+            self._weights = self.all_weights if self._kept is None else self.all_weights * self._kept
+            mask = mask if self._heated else None
+        if mask is not None:
+            self._weights = self._weights * mask
         return self._weights
 
     def heat(self, inverse_temperature: Tensor) -> None:
         """Apply a temperature to the tokens that are left. inverse_temperature: [B, 1] float32, positive."""
+        self._apply()
         x = self.x
         if not self._top_stays:  # or a low temperature would leave no weight at all
             assert self._kept is not None
             x = minimum(x - self.greatest(maximum(x, FLOOR) + (self._kept - 1.0) * -FLOOR), 0.0)
         self.logs = x * self.row(inverse_temperature)
-        self._weights, self._heated = None, True
+        self._all_weights, self._weights, self._heated = None, None, True
 
     def keep(self, passed: Tensor, *, top_stays: bool = True) -> None:
         """Take all other tokens away.
@@ -60,15 +73,21 @@ class Pool(ABC):
             passed: bool, of the shape of `x`.
             top_stays: whether the likeliest token always passes.
         """
-        mask = passed.to(FLOAT)
+        self._passed = passed if self._passed is None else self._passed & passed
         self._top_stays = self._top_stays and top_stays
-        if self._heated or self._weights is not None:
-            self._weights = self.weights * mask
+
+    def _apply(self) -> Tensor | None:
+        """1 for each token that passed the latest filters and 0 for the others, float32; None if there were none."""
+        if self._passed is None:
+            return None
+        mask, self._passed = self._passed.to(FLOAT), None
         if not self._heated:
             self._kept = mask if self._kept is None else self._kept * mask
+        return mask
 
     def count(self) -> Tensor:
         """How many tokens are left, [B, 1] float32; to be asked before `heat`."""
+        self.weights  # noqa: B018 (applies the latest filters)
         unmasked = (self.x > FLOOR / 2).to(FLOAT)
         return self.sum(unmasked if self._kept is None else unmasked * self._kept)
 
@@ -182,14 +201,15 @@ class Vocabulary(Pool):
 
     Args:
         x: [B, n, C] float32, in blocks.
+        kth_largest: [B, 1] float32, the smallest x that top-k keeps.
         searched: [B, 1] bool, rows whose thresholds matter.
         search: finds them.
         replayed: whether the graph is captured.
     """
 
-    def __init__(self, x: Tensor, searched: Tensor, search: Search, *, replayed: bool) -> None:
+    def __init__(self, x: Tensor, kth_largest: Tensor, searched: Tensor, search: Search, *, replayed: bool) -> None:
         super().__init__(x)
-        self._searched, self._search, self._replayed = searched, search, replayed
+        self._kth_largest, self._searched, self._search, self._replayed = kth_largest, searched, search, replayed
         self._lowest: Tensor | None = None
 
     def heat(self, inverse_temperature: Tensor) -> None:
@@ -212,14 +232,15 @@ class Vocabulary(Pool):
         return values.max(-2, -1)
 
     def kth_largest(self, k: Tensor) -> Tensor:
-        found = self._search.by_count(maximum(self.x, FLOOR), k.to(FLOAT), self._searched & (k > 0))
-        return self.row(found)
+        return self.row(self._kth_largest)
 
     def nucleus(self, keys: Tensor | None, share: Tensor) -> Tensor:
         lowest = self._lowest if keys is None and self._lowest is not None else share * 0.0 - _LOWEST_KEY
-        keys = maximum(self.x if keys is None else keys, FLOOR)
-        found = self._search.by_weight(keys, self.weights, share, lowest, self._searched & (share < 1))
-        return self.row(found)
+        highest = constants(share, 0.0) if keys is None else keys.max(-2, -1).squeeze()
+        keys = self.x if keys is None else keys
+        return self.row(
+            self._search.by_weight(keys, self.weights, share, (lowest, highest), self._searched & (share < 1))
+        )
 
     def draw(self, uniform: Tensor) -> Tensor:
         """In two levels: a block, then a token of that block.

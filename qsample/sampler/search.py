@@ -9,8 +9,8 @@ two pivots from a sorted sample, then pivots where the weight would be if it wer
 the Illinois rule (Dowell and Jarratt, "A modified regula falsi method", BIT 11, 1971); and as soon as no more keys are
 left than there are candidates, those are sorted. A vocabulary of 150,000 takes about 6 passes.
 
-Without control flow (`_cut`), 16 pivots cut the bracket in each of 8 passes. Its ends move to keys that there are, so
-that equal keys end it. Different keys that are still together then, within 2**-32 of the first bracket, count as tied.
+Without control flow (`_cut`), 32 pivots cut the bracket in each of 6 passes, and its lower end moves to a key that there
+is. Different keys that are still together then, within 2**-30 of the first bracket, count as tied.
 
 The weight above a pivot is summed as a difference from the weight that is wanted, block by block: small numbers of
 either sign, whose rounding in float32 is far below a token's weight.
@@ -39,11 +39,11 @@ from qsample.sampler.tensor import (
     where,
 )
 
-_PIVOTS, _PASSES = 16, 8
+_PIVOTS, _PASSES = 32, 6
 _MOST_PIVOTS, _MOST_STEPS = 10, 400
 _SAMPLE_MARGIN = 32  # ranks of the sample between a pivot and where the threshold is expected
 _FAR = 3e38  # from every key
-_ALL = -3.4e38  # a threshold that every key passes
+EVERYTHING = -3.4e38  # a threshold that every finite key passes
 
 
 class Search:
@@ -57,33 +57,35 @@ class Search:
     def __init__(self, listed: Tensor | None) -> None:
         self._listed = listed
 
-    def by_weight(self, keys: Tensor, weights: Tensor, share: Tensor, lowest: Tensor, searched: Tensor) -> Tensor:
+    def by_weight(
+        self, keys: Tensor, weights: Tensor, share: Tensor, ends: tuple[Tensor, Tensor], searched: Tensor
+    ) -> Tensor:
         """The smallest key whose strictly larger keys weigh less than `share` of the whole: [B, 1] float32.
 
         Args:
-            keys: [B, n, C] float32, at most 0, `FLOOR` for those that do not count.
+            keys: [B, n, C] float32, at most 0, -inf for those that do not count.
             weights: [B, n, C] float32, at least 0.
             share: [B, 1] float32, in (0, 1).
-            lowest: [B, 1] float32, below every key that has a weight.
+            ends: [B, 1] float32 each, a number below every key that has a weight, and the largest key.
             searched: [B, 1] bool. Any other row gets a threshold that all keys pass.
         """
-        return self._find(searched, _Bracket.of_weights, keys, weights, share, lowest)
+        return self._find(searched, _Bracket.of_weights, keys, weights, share, *ends)
 
     def by_count(self, keys: Tensor, count: Tensor, searched: Tensor) -> Tensor:
         """The `count`-th largest key, or one that all keys pass if there are fewer: [B, 1] float32.
 
         Args:
-            keys, searched: as above.
+            keys, searched: as above; the largest key is 0.
             count: [B, 1] float32, at least 1.
         """
         return self._find(searched, _Bracket.of_counts, keys, count)
 
     def _find(self, searched: Tensor, begin: Callable[..., _Bracket], *given: Tensor) -> Tensor:
         if self._listed is None:
-            return where(searched, _interpolate(begin(*given), searched), _ALL)
+            return where(searched, _interpolate(begin(*given), searched), EVERYTHING)
         threshold = _cut(begin(*(value.rows(self._listed) for value in given)))
-        none = constants(searched, _ALL)
-        return where(searched, none.scatter(self._listed.unsqueeze(), threshold, axis=0), _ALL)
+        none = constants(searched, EVERYTHING)
+        return where(searched, none.scatter(self._listed.unsqueeze(), threshold, axis=0), EVERYTHING)
 
 
 class _Bracket:
@@ -97,7 +99,9 @@ class _Bracket:
             much the keys above a number weigh more than is wanted.
     """
 
-    def __init__(self, keys: Tensor, weights: Tensor | None, wanted: Tensor, low: Tensor, at_low: Tensor) -> None:
+    def __init__(
+        self, keys: Tensor, weights: Tensor | None, wanted: Tensor, low: Tensor, high: Tensor, at_low: Tensor
+    ) -> None:
         self.keys = keys.unsqueeze(1)
         self.weights = None if weights is None else weights.unsqueeze(1)
         self._wanted = wanted
@@ -105,18 +109,18 @@ class _Bracket:
         self.at_low = at_low
         self.at_high = -(wanted if weights is None else total(wanted))
         # If all keys together weigh too little, all pass.
-        self.high = where(at_low < 0, low, keys.max(-2, -1, keep=False).unsqueeze())
+        self.high = where(at_low < 0, low, high)
 
     @staticmethod
-    def of_weights(keys: Tensor, weights: Tensor, share: Tensor, lowest: Tensor) -> _Bracket:
+    def of_weights(keys: Tensor, weights: Tensor, share: Tensor, lowest: Tensor, highest: Tensor) -> _Bracket:
         sums = block_sums(weights)
         wanted = sums * maximum(share, 1e-30)
-        return _Bracket(keys, weights, wanted, lowest, total(sums - wanted))
+        return _Bracket(keys, weights, wanted, lowest, highest, total(sums - wanted))
 
     @staticmethod
     def of_counts(keys: Tensor, count: Tensor) -> _Bracket:
         there = (keys > FLOOR / 2).to(FLOAT).sum(-2, -1, keep=False).unsqueeze()
-        return _Bracket(keys, None, count, constants(count, FLOOR / 3), there - count)
+        return _Bracket(keys, None, count, constants(count, FLOOR / 3), constants(count, 0.0), there - count)
 
     def above(self, pivots: Tensor) -> Tensor:
         """1 for keys above each pivot, else 0: [B, P, n, C] float32. pivots: [B, P] float32."""
@@ -131,21 +135,23 @@ class _Bracket:
     def measure(self, pivots: Tensor) -> Tensors:
         """The excess of each pivot, the smallest of the keys above it, and the largest of the others: [B, P] each."""
         # Products with the mask as a number: ONNX Runtime's Where takes ten times as long.
-        above = self.above(pivots)
-        smallest_above = (self.keys * above).min(-2, -1, keep=False)
-        largest_below = (self.keys - above * _FAR).max(-2, -1, keep=False)
+        above, keys = self.above(pivots), maximum(self.keys, FLOOR)
+        smallest_above = (keys * above).min(-2, -1, keep=False)
+        largest_below = (keys - above * _FAR).max(-2, -1, keep=False)
         return self.excess(above), smallest_above, largest_below
 
 
 def _cut(bracket: _Bracket) -> Tensor:
     """The threshold by a fixed number of passes, with pivots spread evenly over the bracket: [B, 1]."""
     parts = constant((np.arange(_PIVOTS, dtype=np.float32) / _PIVOTS)[None])
-    low, high = bracket.low, bracket.high
+    low, high, keys = bracket.low, bracket.high, maximum(bracket.keys, FLOOR)
     for _ in range(_PASSES):
-        excess, above, below = bracket.measure(_inside(low + (high - low) * parts, low, high))
-        too_little = excess < 0
-        low = maximum(low, where(too_little, -_FAR, above).max())
-        high = minimum(high, where(too_little, below, _FAR).min())
+        pivots = low + (high - low) * parts  # the first one is low
+        above = bracket.above(pivots)
+        too_little = bracket.excess(above) < 0
+        # The smallest key above a pivot; keys are at most 0, which stands for the others.
+        low = where(too_little, low, (keys * above).min(-2, -1, keep=False)).max()
+        high = where(too_little, pivots, high).min()
     return low
 
 
@@ -206,7 +212,7 @@ def _narrow(bracket: _Bracket, searched: Tensor) -> Tensors:
 
 
 def _sample_pivots(bracket: _Bracket) -> tuple[Tensor, Tensor]:
-    """Two numbers that likely have the threshold between them, from the first key of each block; the upper one first."""
+    """Two numbers that likely have the threshold between them, the upper one first, from the first key of each block."""
     first = op("Slice", bracket.keys, [0], [1], [3]).reshape(0, -1)
     keys, order = top(first, axis_size(first, 1))
     if bracket.weights is None:
