@@ -13,6 +13,8 @@ from typing import Final
 
 CONTRACT_VERSION: Final = "2.0"
 PHILOX_UNIFORM_SCALE: Final = 2.0**-24  # u = (x >> 8) * 2**-24, in [0, 1)
+NOISE_STREAM: Final = 0  # the second word of Philox's counter, for the state `noise`
+XTC_STREAM: Final = 1  # the same for `xtc_noise`
 
 # Values of the retained state `status`.
 RUNNING: Final = 0

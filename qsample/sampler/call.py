@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 
 from qsample.contract import RUNNING, Interface
-from qsample.sampler.tensor import INT64, Tensor, Tensors, branch, op, size
+from qsample.sampler.tensor import INT32, Tensor, Tensors, branch, op, size
 
 
 class Columns(Mapping[str, Tensor]):
@@ -68,5 +68,5 @@ class Call:
         return then() if self.captured else branch(needed.any(), then, otherwise)
 
     def position(self) -> Tensor:
-        """Where each row's next token is decided, at most T - 1: [B] int64."""
-        return op("Min", self.total.to(INT64), self.capacity() - 1)
+        """Where each row's next token is decided, at most T - 1: [B] int32."""
+        return op("Min", self.total, self.capacity().to(INT32) - 1)

@@ -13,11 +13,20 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from qsample.contract import EXTRA_PARAMETERS, HUGGING_FACE, SEARCHED_ROWS
+from qsample.contract import (
+    EXTRA_PARAMETERS,
+    HUGGING_FACE,
+    NOISE,
+    NOISE_STREAM,
+    SEARCHED_ROWS,
+    XTC_NOISE,
+    XTC_STREAM,
+    TensorSpec,
+)
 from qsample.sampler import blocks, filters
 from qsample.sampler.blocks import FLOOR, Blocks
 from qsample.sampler.call import Call, Columns
-from qsample.sampler.philox import uniform
+from qsample.sampler.philox import uniforms
 from qsample.sampler.pools import Candidates, Pool, Vocabulary
 from qsample.sampler.search import EVERYTHING, Search
 from qsample.sampler.sizes import block_size
@@ -90,6 +99,7 @@ class _RandomRows:
         if call.uses("top_n_sigma"):
             self._narrowed = self._narrowed | (call["top_n_sigma"] > 0)
         self._extra = self._extra_filters()
+        self._seeded = self._uniforms_of_seed() if call.features.seed else {}
         self._numbers = self._shared_numbers()
 
     def results(self) -> Tensors:
@@ -181,14 +191,14 @@ class _RandomRows:
         return Vocabulary(self._shifted(), kth_largest, searched, self._search(), replayed=self._call.captured)
 
     def _shifted(self) -> Tensor:
-        """X = l - max: [B, n, C]."""
+        """The difference of each logit from the largest of its row: [B, n, C]."""
         return self._split.values - self._largest.unsqueeze().unsqueeze()
 
     def _search(self) -> Search:
         return Search(self._call[SEARCHED_ROWS.name] if self._call.captured else None)
 
     def _results(self, pool: Pool) -> Tensors:
-        token = pool.draw(self._uniform("noise", 0))
+        token = pool.draw(self._uniform(NOISE))
         results = [token]
         if self._call.features.probs:
             if isinstance(pool, Candidates):
@@ -202,18 +212,30 @@ class _RandomRows:
     def _no_weights(self) -> Tensor:
         return op("Expand", constants(self._greedy, 0), [1, self._call.vocab]).to(FLOAT)
 
-    def _uniform(self, buffer: str, stream: int) -> Tensor:
-        """The number that decides each row's next token, [B, 1] float32."""
+    def _uniform(self, buffer: TensorSpec) -> Tensor:
+        """The number that decides each row's next token, or whether XTC applies: [B, 1] float32."""
         if self._call.features.seed:
-            return uniform(self._call["seed"], self._call.position(), stream)
-        return self._call[buffer].gather(self._call.position().unsqueeze())
+            return self._seeded[buffer.name]
+        return self._call[buffer.name].gather(self._call.position().unsqueeze())
+
+    def _uniforms_of_seed(self) -> dict[str, Tensor]:
+        """The numbers that a graph with a seed needs, under the names of the buffers that hold them otherwise."""
+        call, streams = self._call, {NOISE.name: NOISE_STREAM}
+        if call.uses("xtc"):
+            streams[XTC_NOISE.name] = XTC_STREAM
+        numbers = call.branch(
+            self._random,
+            lambda: uniforms(call["seed"], call.position(), list(streams.values())),
+            lambda: (self._largest.unsqueeze(),) * len(streams),
+        )
+        return dict(zip(streams, numbers, strict=True))
 
     def _shared_numbers(self) -> dict[str, Tensor]:
         """What filters read of a row: the inputs, and numbers that are the same for both pools."""
         call = self._call
         numbers = dict(call.inputs) | {"maximum": self._largest}
         if call.uses("xtc"):
-            numbers["xtc_uniform"] = self._uniform("xtc_noise", 1)
+            numbers["xtc_uniform"] = self._uniform(XTC_NOISE)
         if call.uses("top_n_sigma"):
             on = self._random & (call["top_n_sigma"] > 0)
             (numbers["sigma"],) = call.branch(on, self._deviation, lambda: (self._largest.unsqueeze(),))
