@@ -2,7 +2,6 @@
 
     python benchmarks/sampler.py                                      # the whole sweep, to docs/benchmarks/sampler.*
     python benchmarks/sampler.py --vocab 151936 --batch 1 8 --output /tmp/sampler
-    python benchmarks/sampler.py --sizes                              # candidates and chunk sizes, to sampler_sizes.md
 
 Yardsticks of the same run: ONNX Runtime's ArgMax over the vocabulary, and sampling the naive way, a full sort with a
 cumulative sum. All states are bound in place, as the runtime binds them. Figures are medians; the graphs of one
@@ -30,7 +29,6 @@ from torch import Tensor, nn
 
 from qsample.contract import Interface
 from qsample.sampler import build_sampler
-from qsample.transforms.sampler.sizes import choose_sizes
 
 HISTORY = 1024
 CAPACITY = 2048
@@ -55,7 +53,6 @@ MIXES: dict[str, tuple[str, dict[str, float]]] = {
     "temperature": (PEAKED, {"temperature": 0.9}),
 }
 ARGMAX, SORT = "ArgMax", "sort"
-SIZES = [(64, 64), (64, 128), (64, 256), (128, 64), (128, 128), (128, 256)]
 OFF = {"temperature": 1.0, "top_p": 1.0, "repetition_penalty": 1.0, "max_length": 2**30, "stop_ids": -1}
 
 
@@ -196,52 +193,6 @@ def measure(
     return results
 
 
-def measure_sizes(
-    vocab: int, batches: list[int], threads: int, seconds: float, folder: Path
-) -> list[dict[str, object]]:
-    """Milliseconds for every pair of SIZES; the choice that `sizes.choose_sizes` makes must hold against these."""
-    interface = Interface(vocab, ())
-    sessions = {}
-    for size in SIZES:
-        model = build_sampler(interface, 0, num_candidates=size[0], chunk_size=size[1])
-        sessions[size] = make_session(model, threads, folder)
-    argmax = make_session(export_yardstick(ArgMax(), torch.zeros(2, vocab)), threads, folder)
-    results = []
-    for batch in batches:
-        for name in ("greedy", "complete", "top-p, peaked"):
-            kind, mix = MIXES[name]
-            logits = make_logits(kind, batch, vocab)
-            calls = {"ArgMax": plain_call(argmax, [logits])}
-            for size, session in sessions.items():
-                calls["K = {}, C = {}".format(*size)] = sampler_call(session, interface, logits, mix)
-            times = medians(calls, seconds)
-            results += [{"vocab": vocab, "batch": batch, "mix": name, "name": n, "ms": ms} for n, ms in times.items()]
-    return results
-
-
-def write_sizes(results: list[dict[str, object]], output: Path, threads: int) -> None:
-    """One row per vocabulary, batch and mix; one column per pair of sizes."""
-    names = list(dict.fromkeys(str(r["name"]) for r in results))
-    keys = list(dict.fromkeys((r["vocab"], r["batch"], r["mix"]) for r in results))
-    cells = {(r["vocab"], r["batch"], r["mix"], r["name"]): float(str(r["ms"])) for r in results}
-    chosen = {v: choose_sizes(int(str(v))) for v, _, _ in keys}
-    lines = [
-        "# Candidates K and chunk size C of the sampler",
-        "",
-        f"Milliseconds a step; medians of one run. {describe_run(threads)}.",
-        "Made by `python benchmarks/sampler.py --sizes`. What `sizes.choose_sizes` takes: "
-        + "; ".join(f"V = {v:,}: K = {s.num_candidates}, C = {s.chunk_size}" for v, s in chosen.items())
-        + ".",
-        "",
-        "| V | B | mix | " + " | ".join(names) + " |",
-        "|" + " --- |" * (3 + len(names)),
-        *(f"| {v:,} | {b} | {m} | " + " | ".join(f"{cells[v, b, m, n]:.3f}" for n in names) + " |" for v, b, m in keys),
-        "",
-    ]
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.with_suffix(".md").write_text("\n".join(lines))
-
-
 def describe_run(threads: int) -> str:
     # Beside other work, graphs that use both threads wait for it, and single-threaded ArgMax does not.
     return f"{describe_machine(threads)}, onnxruntime {ort.__version__}, load average {os.getloadavg()[1]:.1f}"
@@ -307,21 +258,12 @@ def main() -> None:
     parser.add_argument("--mix", nargs="+", choices=list(MIXES), default=list(MIXES))
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=0.5, help="measuring time per graph, vocabulary and batch")
-    parser.add_argument("--sizes", action="store_true", help="compare candidate counts and chunk sizes instead")
     parser.add_argument("--output", type=Path, default=Path("docs/benchmarks/sampler"), help="file name without suffix")
     options = parser.parse_args()
 
     from tempfile import TemporaryDirectory
 
     console, results = Console(), []
-    if options.sizes:
-        with TemporaryDirectory() as folder:
-            for vocab in track(options.vocab, "vocabularies", console=console, transient=True):
-                results += measure_sizes(vocab, options.batch, options.threads, options.seconds, Path(folder))
-        path = options.output.with_name(f"{options.output.name}_sizes")
-        write_sizes(results, path, options.threads)
-        console.print(f"wrote {path.with_suffix('.md')}")
-        return
     with TemporaryDirectory() as folder:
         for vocab in track(options.vocab, "vocabularies", console=console, transient=True):
             results += measure(vocab, options.batch, options.mix, options.threads, options.seconds, Path(folder))
