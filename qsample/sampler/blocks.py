@@ -15,10 +15,9 @@ from typing import NamedTuple
 import numpy as np
 
 from qsample.sampler.sizes import ALIGNMENT
-from qsample.sampler.tensor import Tensor, axis_size, constant, maximum, op, size, top
+from qsample.sampler.tensor import Tensor, axis_size, maximum, op, size, top
 
 FLOOR = -3e38  # stands for a masked token's logit; -inf would give NaN, and WebGPU's TopK pads with -3.4e38
-_SUM_FACTOR = 2.0**-24
 
 
 class Blocks(NamedTuple):
@@ -50,25 +49,18 @@ def split(logits: Tensor, vocab: int, block: int) -> Blocks:
     return Blocks(values, values.max(keep=False))
 
 
-def is_valid(blocks: Blocks, largest: Tensor, *, one_product: bool) -> Tensor:
+def is_valid(blocks: Blocks, largest: Tensor) -> Tensor:
     """Whether a row holds neither NaN nor +inf, and some finite logit: [B] bool.
 
-    A sum is NaN if one of its terms is, so a reduction finds NaN without an elementwise pass, and a product with a
-    constant is the cheapest one. (ONNX Runtime's ReduceMax drops NaN.) The factor keeps the sum of up to 2**23
-    finite logits finite, so the difference from the maximum is NaN where that is infinite, too: the sum is then of the
-    same sign, or NaN already.
+    A sum is NaN if one of its terms is; ONNX Runtime's ReduceMax drops NaN. If the largest is infinite, so is the sum,
+    with the same sign, and their difference is NaN. (A sum that overflows is infinite and not NaN, unless logits beyond
+    2**110 of either sign are in one row.)
 
     Args:
+        blocks: the logits.
         largest: [B] float32, the largest logit.
-        one_product: of two matrices, as a graph that CUDA replays needs it: a batch of products takes its pointers from
-            the host's memory. On the CPU the batch is twice as fast, because its rows are long.
     """
-    if one_product:
-        sums = op("MatMul", blocks.values, constant(np.full((blocks.size, 1), _SUM_FACTOR, np.float32)))
-    else:
-        factors = constant(np.full((1, 1, blocks.size), _SUM_FACTOR, np.float32))
-        sums = op("MatMul", factors, blocks.values.reshape(0, blocks.size, blocks.count))  # any cut will do
-    difference = sums.sum(-2, -1, keep=False) - largest
+    difference = block_sums(blocks.values).sum(keep=False) - largest
     return difference.equals(difference)
 
 

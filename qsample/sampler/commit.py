@@ -8,13 +8,13 @@ from qsample.contract import INVALID_LOGITS, LENGTH, RUNNING, STOPPED
 from qsample.sampler import filters, history
 from qsample.sampler.call import Call, Columns
 from qsample.sampler.draw import Draw
-from qsample.sampler.tensor import FLOAT, INT32, INT64, Tensor, Tensors, constant, minimum, where
+from qsample.sampler.tensor import FLOAT, INT32, INT64, Tensor, Tensors, constant, minimum, op, where
 
 
 def next_states(call: Call, draw: Draw) -> dict[str, Tensor]:
     """By the states' names. A row that does not run, or finds no token, stays as it is but for its status."""
     emitted = draw.emitted
-    advance = call.running & (emitted | ~call["emit"])
+    advance = op("Xor", call.running, op("Xor", call.sampling, emitted))  # runs, and is not asked in vain
     lengths = where(advance, call.total, call.start)
     new = advance & call.start.equals(0)
 

@@ -10,8 +10,10 @@ With control flow, each part is under a branch that asks whether any row needs i
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
+
+import numpy as np
 
 from qsample.contract import (
     EXTRA_PARAMETERS,
@@ -28,9 +30,9 @@ from qsample.sampler.blocks import FLOOR, Blocks
 from qsample.sampler.call import Call, Columns
 from qsample.sampler.philox import uniforms
 from qsample.sampler.pools import Candidates, Pool, Vocabulary
-from qsample.sampler.search import EVERYTHING, Search
+from qsample.sampler.search import Search
 from qsample.sampler.sizes import block_size
-from qsample.sampler.tensor import FLOAT, Tensor, Tensors, branch, constants, log, maximum, op, where
+from qsample.sampler.tensor import FLOAT, Tensor, Tensors, branch, constant, constants, log, maximum, op, where
 
 
 class Draw(NamedTuple):
@@ -61,7 +63,7 @@ def draw(call: Call, adjusted: Tensor, num_candidates: int) -> Draw:
     """
     split = blocks.split(adjusted, call.vocab, block_size(call.vocab))
     largest = split.maxima.max(keep=False)
-    emitted = call.sampling & blocks.is_valid(split, largest, one_product=call.captured)
+    emitted = call.sampling & blocks.is_valid(split, largest)
     if call.captured:
         emitted = emitted & (_is_listed(call) | ~_needs_search(call, num_candidates))
     random = emitted & (call["temperature"] > 0)
@@ -100,7 +102,8 @@ class _RandomRows:
             self._narrowed = self._narrowed | (call["top_n_sigma"] > 0)
         self._extra = self._extra_filters()
         self._seeded = self._uniforms_of_seed() if call.features.seed else {}
-        self._numbers = self._shared_numbers()
+        self._numbers = dict(call.inputs) | {"maximum": largest}
+        self._add_shared_numbers()
 
     def results(self) -> Tensors:
         """Token [B, 1] of every row; and of the random ones the weights and the surprise, if they are asked for."""
@@ -111,91 +114,91 @@ class _RandomRows:
         )
         if call.captured:
             *found, unsettled = self._from_candidates(tried, total)
-            return self._from_vocabulary(found, unsettled, self._kth_largest(), filtered=True)
+            return self._from_vocabulary(found, unsettled, self._filters)
 
         def tried_first() -> Tensors:
-            results = self._from_candidates(tried, total)
-            return *results, *self._left_to_do(results[-1])
+            *results, unsettled = self._from_candidates(tried, total)
+            return *results, unsettled, *self._left_to_do(unsettled, self._narrowed)
 
         def not_tried() -> Tensors:
-            unsettled = self._random.unsqueeze()
-            return *self._no_results(), unsettled, *self._left_to_do(unsettled)
+            return *self._no_results(), self._random, *self._left_to_do(self._random, None)
 
-        *found, unsettled, some_wide_top_k, some_wide, some_plain = branch(tried.any(), tried_first, not_tried)
-        (kth_largest,) = branch(some_wide_top_k, lambda: (self._kth_largest(),), lambda: (_everything(unsettled),))
-        found = branch(
-            some_wide, lambda: self._from_vocabulary(found, unsettled, kth_largest, filtered=True), lambda: tuple(found)
-        )
-        # Rows without filters need no search; next to rows with filters, they go through it unchanged.
-        return branch(
-            some_plain, lambda: self._from_vocabulary(found, unsettled, kth_largest, filtered=False), lambda: found
-        )
+        # A row goes unchanged through filters that another one needs.
+        *found, unsettled, with_top_k, with_filters, plain = branch(tried.any(), tried_first, not_tried)
+        without_top_k = [step for step in self._filters if step is not filters.top_k]
+        for some, chosen in (
+            (with_top_k, self._filters),
+            (with_filters, without_top_k),
+            (plain, [filters.temperature]),
+        ):
+            found = self._branch_to_vocabulary(some, found, unsettled, chosen)
+        return tuple(found)
+
+    def _branch_to_vocabulary(
+        self, some: Tensor, found: Sequence[Tensor], unsettled: Tensor, chosen: Sequence[filters.Filter]
+    ) -> Tensors:
+        return branch(some, lambda: self._from_vocabulary(found, unsettled, chosen), lambda: tuple(found))
 
     def _from_candidates(self, tried: Tensor, total: Tensor) -> Tensors:
-        """The results of rows that the candidates settle; and which random rows they do not, [B, 1] bool."""
+        """The results of rows that the candidates settle; and which random rows they do not, [B] bool."""
         row = Columns(self._numbers)
         values, ids = blocks.top_candidates(self._split, self._num_candidates, replayed=self._call.captured)
         small = self._small.unsqueeze()
         pool = Candidates(maximum(values - row["maximum"], FLOOR), ids, small, total)
-        self._filter(pool, row)
+        self._filtered(pool, self._filters)
         # After a larger top-k, the total of top-p is not known.
         beyond = (pool.weights.last() > 0) | ((row["top_p"] < 1) & (row["top_k"] > 0))
         settled = tried.unsqueeze() & (small | ~beyond)
         token, *more = self._results(pool)
-        return where(settled, token, self._greedy), *more, self._random.unsqueeze() & ~settled
+        return where(settled, token, self._greedy), *more, self._random & ~settled.squeeze()
 
     def _no_results(self) -> Tensors:
         weights = [self._no_weights()] if self._call.features.probs else []
         surprise = [self._largest.unsqueeze()] if self._call.uses("mirostat") else []
         return self._greedy, *weights, *surprise
 
-    def _left_to_do(self, unsettled: Tensor) -> Tensors:
-        """Whether an unsettled row has top-k; any filter; and whether there are such rows, all without filters."""
-        top_k = self._call["top_k"] > 0
-        wide = self._narrowed | top_k
-        some_wide = (unsettled & (wide if self._extra is None else wide | self._extra).unsqueeze()).any()
-        return (unsettled & top_k.unsqueeze()).any(), some_wide, op("And", unsettled.any(), ~some_wide)
+    def _left_to_do(self, unsettled: Tensor, narrowed: Tensor | None) -> Tensors:
+        """Whether an unsettled row has top-k; otherwise, whether one has filters; otherwise, whether there is one.
 
-    def _kth_largest(self) -> Tensor:
-        """The smallest x that top-k keeps of the vocabulary, [B, 1]."""
-        k = self._call["top_k"].unsqueeze()
-        wide = self._random.unsqueeze() & ~self._small.unsqueeze() & (k > 0)
-        return self._search().by_count(self._shifted(), k.to(FLOAT), wide)
+        Args:
+            unsettled: [B] bool.
+            narrowed: [B] bool, rows with a threshold; None: those that are unsettled have none, or an extra filter too.
+        """
+        filtered = self._extra if narrowed is None or self._extra is None else narrowed | self._extra
+        filtered = narrowed if filtered is None else filtered
+        top_k = (unsettled & (self._call["top_k"] > 0)).any()
+        if filtered is None:
+            return top_k, constant(np.array(False)), unsettled.any() & ~top_k
+        some_filtered = (unsettled & filtered).any()
+        return top_k, some_filtered & ~top_k, unsettled.any() & ~(some_filtered | top_k)
 
-    def _from_vocabulary(
-        self, found: Sequence[Tensor], unsettled: Tensor, kth_largest: Tensor, *, filtered: bool
-    ) -> Tensors:
-        row, pool = Columns(self._numbers), self._vocabulary(unsettled, kth_largest)
-        if filtered:
-            self._filter(pool, row)
-        else:
-            filters.temperature(pool, row)
-        return tuple(where(unsettled, new, old) for new, old in zip(self._results(pool), found, strict=True))
+    def _from_vocabulary(self, found: Sequence[Tensor], unsettled: Tensor, chosen: Sequence[filters.Filter]) -> Tensors:
+        rows = unsettled.unsqueeze()
+        pool = self._filtered(self._vocabulary(rows), chosen)
+        return tuple(where(rows, new, old) for new, old in zip(self._results(pool), found, strict=True))
 
-    def _filter(self, pool: Pool, row: Mapping[str, Tensor]) -> None:
-        for step in self._filters:
-            step(pool, row)
-
-    def _total(self) -> Tensors:
-        """The weight of the whole vocabulary where top-p needs it, [B, 1]."""
-        return (self._before(filters.top_k, self._numbers).total(),)
-
-    def _before(self, last: filters.Filter, numbers: Mapping[str, Tensor]) -> Vocabulary:
-        """The vocabulary after the filters that precede `last`."""
-        pool, row = self._vocabulary(self._random.unsqueeze(), _everything(self._largest.unsqueeze())), Columns(numbers)
-        for step in self._filters[: self._filters.index(last)]:
+    def _filtered(self, pool: Pool, chosen: Sequence[filters.Filter]) -> Pool:
+        row = Columns(self._numbers)
+        for step in chosen:
             step(pool, row)
         return pool
 
-    def _vocabulary(self, searched: Tensor, kth_largest: Tensor) -> Vocabulary:
-        return Vocabulary(self._shifted(), kth_largest, searched, self._search(), replayed=self._call.captured)
+    def _total(self) -> Tensors:
+        """The weight of the whole vocabulary where top-p needs it, [B, 1]."""
+        return (self._before(filters.top_k).total(),)
+
+    def _before(self, last: filters.Filter) -> Pool:
+        """The vocabulary after the filters that precede `last`."""
+        pool = self._vocabulary(self._random.unsqueeze())
+        return self._filtered(pool, self._filters[: self._filters.index(last)])
+
+    def _vocabulary(self, searched: Tensor) -> Vocabulary:
+        search = Search(self._call[SEARCHED_ROWS.name] if self._call.captured else None)
+        return Vocabulary(self._shifted(), searched, search, replayed=self._call.captured)
 
     def _shifted(self) -> Tensor:
         """The difference of each logit from the largest of its row: [B, n, C]."""
         return self._split.values - self._largest.unsqueeze().unsqueeze()
-
-    def _search(self) -> Search:
-        return Search(self._call[SEARCHED_ROWS.name] if self._call.captured else None)
 
     def _results(self, pool: Pool) -> Tensors:
         token = pool.draw(self._uniform(NOISE))
@@ -230,10 +233,9 @@ class _RandomRows:
         )
         return dict(zip(streams, numbers, strict=True))
 
-    def _shared_numbers(self) -> dict[str, Tensor]:
-        """What filters read of a row: the inputs, and numbers that are the same for both pools."""
-        call = self._call
-        numbers = dict(call.inputs) | {"maximum": self._largest}
+    def _add_shared_numbers(self) -> None:
+        """Numbers that filters read besides a row's parameters, and that are the same for both pools."""
+        call, numbers = self._call, self._numbers
         if call.uses("xtc"):
             numbers["xtc_uniform"] = self._uniform(XTC_NOISE)
         if call.uses("top_n_sigma"):
@@ -242,18 +244,16 @@ class _RandomRows:
         if self._dynamic_first:
 
             def dynamic() -> Tensors:
-                pool = self._before(filters.temperature, numbers)
-                return (filters.dynamic_temperature(pool, Columns(numbers)),)
+                return (filters.dynamic_temperature(self._before(filters.temperature), Columns(numbers)),)
 
             on = self._random & (call["dynatemp_range"] > 0)
             (temperature,) = call.branch(on, dynamic, lambda: tuple(call.columns("temperature")))
-            numbers = {name: value for name, value in numbers.items() if name != "dynatemp_range"}
             numbers["temperature"] = temperature
-        return numbers
+            del numbers["dynatemp_range"]
 
     def _deviation(self) -> Tensors:
         """The standard deviation of each row's unmasked logits, [B, 1]."""
-        pool = self._before(self._filters[0], {})
+        pool = self._before(self._filters[0])
         there = (pool.x > FLOOR / 2).to(FLOAT)
         count = maximum(pool.sum(there), 1.0)
         mean = pool.sum(maximum(pool.x, FLOOR / 2) * there) / count
@@ -271,11 +271,6 @@ class _RandomRows:
             this = ~self._call[first.name].equals(first.off or 0.0)
             on = this if on is None else on | this
         return on
-
-
-def _everything(like: Tensor) -> Tensor:
-    """A threshold that every x passes."""
-    return constants(like, EVERYTHING)
 
 
 def _has_small_top_k(call: Call, num_candidates: int) -> Tensor:

@@ -201,15 +201,14 @@ class Vocabulary(Pool):
 
     Args:
         x: [B, n, C] float32, in blocks.
-        kth_largest: [B, 1] float32, the smallest x that top-k keeps.
         searched: [B, 1] bool, rows whose thresholds matter.
         search: finds them.
         replayed: whether the graph is captured.
     """
 
-    def __init__(self, x: Tensor, kth_largest: Tensor, searched: Tensor, search: Search, *, replayed: bool) -> None:
+    def __init__(self, x: Tensor, searched: Tensor, search: Search, *, replayed: bool) -> None:
         super().__init__(x)
-        self._kth_largest, self._searched, self._search, self._replayed = kth_largest, searched, search, replayed
+        self._searched, self._search, self._replayed = searched, search, replayed
         self._lowest: Tensor | None = None
 
     def heat(self, inverse_temperature: Tensor) -> None:
@@ -232,7 +231,7 @@ class Vocabulary(Pool):
         return values.max(-2, -1)
 
     def kth_largest(self, k: Tensor) -> Tensor:
-        return self.row(self._kth_largest)
+        return self.row(self._search.by_count(self.x, k.to(FLOAT), self._searched & (k > 0)))
 
     def nucleus(self, keys: Tensor | None, share: Tensor) -> Tensor:
         lowest = self._lowest if keys is None and self._lowest is not None else share * 0.0 - _LOWEST_KEY

@@ -9,8 +9,8 @@ two pivots from a sorted sample, then pivots where the weight would be if it wer
 the Illinois rule (Dowell and Jarratt, "A modified regula falsi method", BIT 11, 1971); and as soon as no more keys are
 left than there are candidates, those are sorted. A vocabulary of 150,000 takes about 6 passes.
 
-Without control flow (`_cut`), 32 pivots cut the bracket in each of 6 passes, and its lower end moves to a key that there
-is. Different keys that are still together then, within 2**-30 of the first bracket, count as tied.
+Without control flow (`_cut`), 32 pivots cut the bracket in each of 6 passes, and its lower end moves to the next key.
+Different keys that are still together then, within 2**-30 of the first bracket, count as tied.
 
 The weight above a pivot is summed as a difference from the weight that is wanted, block by block: small numbers of
 either sign, whose rounding in float32 is far below a token's weight.
@@ -212,7 +212,7 @@ def _narrow(bracket: _Bracket, searched: Tensor) -> Tensors:
 
 
 def _sample_pivots(bracket: _Bracket) -> tuple[Tensor, Tensor]:
-    """Two numbers that likely have the threshold between them, the upper one first, from the first key of each block."""
+    """Two numbers that likely have the threshold between them, the upper one first: from the first key of a block."""
     first = op("Slice", bracket.keys, [0], [1], [3]).reshape(0, -1)
     keys, order = top(first, axis_size(first, 1))
     if bracket.weights is None:
