@@ -36,7 +36,8 @@ SEARCHED: Final = "R"  # rows that are searched
 BREAKERS: Final = "D"  # ids a row that break DRY's matches
 BAD_WORDS: Final = "Q"  # forbidden sequences a row
 BAD_WORD_LENGTH: Final = "L"  # tokens of the longest forbidden sequence
-DYNAMIC_AXES: Final = (BATCH, SEQUENCE, CAPACITY, STOPS, BIASES, SEARCHED, BREAKERS, BAD_WORDS, BAD_WORD_LENGTH)
+ROW_AXES: Final = (STOPS, BIASES, BREAKERS, BAD_WORDS, BAD_WORD_LENGTH)  # values of a row: as many as the host gives
+DYNAMIC_AXES: Final = (BATCH, SEQUENCE, CAPACITY, SEARCHED, *ROW_AXES)
 AXIS_MEANINGS: Final = {
     BATCH: "rows (batch)",
     SEQUENCE: "new tokens per row",
@@ -101,7 +102,7 @@ class Features:
     logit_bias: inputs `logit_bias_ids`, `logit_bias`. allowed_tokens: input `allowed_tokens` (guided decoding).
     logprobs: output `logprobs`. top_logprobs: M >= 0 alternatives in `top_logprob_ids`, `top_logprobs` (0: off).
     probs: output `probs` (`return_pdfs`), the distribution that was sampled from.
-    filters: names of `EXTRA_PARAMETERS`, each once: their inputs, and for some a state. filter_order: one of
+    filters: names of `EXTRA_PARAMETERS`, in its order: their inputs, and for some a state. filter_order: one of
     FILTER_ORDERS. seed: an input `seed` in place of the state `noise`: the graph computes the random numbers itself.
     """
 
@@ -114,6 +115,15 @@ class Features:
     filters: tuple[str, ...] = ()
     filter_order: str = HUGGING_FACE
     seed: bool = False
+
+    def __post_init__(self) -> None:
+        given, known = self.filters, tuple(EXTRA_PARAMETERS)
+        if isinstance(given, str) or any(name not in known for name in given):
+            raise ValueError(f"filters is {given!r:.200}; give a list of {', '.join(known)}")
+        if self.filter_order not in FILTER_ORDERS:
+            raise ValueError(f"filter_order is {self.filter_order!r:.80}; choose one of {', '.join(FILTER_ORDERS)}")
+        # In one order, so that features that are the same compare as the same.
+        object.__setattr__(self, "filters", tuple(name for name in known if name in given))
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +247,11 @@ NOISE = TensorSpec(
     "noise", "float32", (BATCH, CAPACITY), "the uniform u[t] that decides the token at position t", read_only=True
 )
 XTC_NOISE = TensorSpec(
-    "xtc_noise", "float32", (BATCH, CAPACITY), "the uniform that decides whether XTC applies at position t", read_only=True
+    "xtc_noise",
+    "float32",
+    (BATCH, CAPACITY),
+    "the uniform that decides whether XTC applies at position t",
+    read_only=True,
 )
 MIROSTAT_MU = TensorSpec("mirostat_mu", "float32", (BATCH,), "Mirostat's largest surprise in bits; 0 = 2 mirostat_tau")
 SAMPLER_STATES: Final = (LENGTHS, STATUS, TOKENS, OUTPUT_COUNTS, NOISE)
@@ -307,14 +321,6 @@ class Interface:
                 f"top_logprobs is {self.features.top_logprobs}; it must be 0 to vocab_size ({self.vocab_size})"
             )
 
-        filters, known = self.features.filters, ", ".join(EXTRA_PARAMETERS)
-        if len(set(filters)) < len(filters) or not set(filters) <= EXTRA_PARAMETERS.keys():
-            raise ValueError(f"filters is {list(filters)}; choose from {known}, each at most once")
-        if self.features.filter_order not in FILTER_ORDERS:
-            raise ValueError(
-                f"filter_order is {self.features.filter_order!r}; choose one of {', '.join(FILTER_ORDERS)}"
-            )
-
     @property
     def sizes(self) -> dict[str, int]:
         """The named axes whose size the model fixes."""
@@ -347,9 +353,8 @@ class Interface:
             specs += LOGIT_BIAS_INPUTS
         if self.features.allowed_tokens:
             specs += (ALLOWED_TOKENS,)
-        for name in EXTRA_PARAMETERS:  # in one order, whatever that of `filters`
-            if name in self.features.filters:
-                specs += EXTRA_PARAMETERS[name]
+        for name in self.features.filters:
+            specs += EXTRA_PARAMETERS[name]
         return (*specs, SEED) if self.features.seed else specs
 
     @property

@@ -6,41 +6,32 @@ Names and meanings are Hugging Face's. What each value does to the logits is fix
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from numbers import Integral, Real
 from typing import Any, Final
 
+from qsample.contract import EXTRA_PARAMETERS, LONGEST_MATCH
 from qsample.errors import shown, unknown
+from qsample.sampling_values import (
+    FLOAT32_MAX,
+    FLOAT32_TINY,
+    INT32_MAX,
+    bias,
+    id_sequences,
+    ids_or_texts,
+    integer,
+    number,
+    one_of,
+    optional_integer,
+    plain,
+    texts,
+    token_ids,
+)
 
 DEFAULT_NEW_TOKENS: Final = 256  # where neither the model nor the caller says how much to generate
 HF_DEFAULT_TOP_K: Final = 50  # what transformers samples with where top_k is unset
 SEEDS: Final = 2**63  # how many there are, from 0 on
-_INT32_MAX: Final = 2**31 - 1
-_FLOAT32_MAX: Final = 3.4028235e38
-_FLOAT32_TINY: Final = 1.1754944e-38  # the least that float32 holds in full
-SMALLEST_TOP_P: Final = _FLOAT32_TINY  # the likeliest token alone, whatever its mass
-
-# Field → least and greatest value, and what to tell the caller. Numbers reach the graph as float32.
-_NUMBERS: Final = {
-    "temperature": (0, _FLOAT32_MAX, "a finite number >= 0 (0 = greedy)"),
-    "top_p": (SMALLEST_TOP_P, 1, "a number > 0 and <= 1 (1 = off)"),
-    "min_p": (0, 1, "a number from 0 to 1 (0 = off)"),
-    "repetition_penalty": (_FLOAT32_TINY, _FLOAT32_MAX, "a finite number > 0 (1 = off)"),
-    "presence_penalty": (-_FLOAT32_MAX, _FLOAT32_MAX, "a finite number (0 = off)"),
-    "frequency_penalty": (-_FLOAT32_MAX, _FLOAT32_MAX, "a finite number (0 = off)"),
-}
-_INTEGERS: Final = {
-    "top_k": (0, _INT32_MAX, "an integer >= 0 (0 = off)"),
-    "min_length": (0, _INT32_MAX, "an integer >= 0"),
-}
-_OPTIONAL_INTEGERS: Final = {
-    "min_new_tokens": (0, _INT32_MAX, "an integer >= 0, or None"),
-    "max_length": (1, _INT32_MAX, "an integer >= 1, or None"),
-    "max_new_tokens": (1, _INT32_MAX, "an integer >= 1, or None"),
-    "seed": (0, SEEDS - 1, "an integer from 0 to 2**63 - 1, or None for a fresh one"),
-}
+SMALLEST_TOP_P: Final = FLOAT32_TINY  # the likeliest token alone, whatever its mass
 
 # Fields of a generation_config that change which tokens come out and that qsample does not implement, with the values
 # that switch them off (None always does).
@@ -53,9 +44,7 @@ UNSUPPORTED: Final[Mapping[str, tuple[Any, ...]]] = {
     "dola_layers": (),
     "prompt_lookup_num_tokens": (),
     "encoder_repetition_penalty": (1,),
-    "no_repeat_ngram_size": (0,),
     "encoder_no_repeat_ngram_size": (0,),
-    "bad_words_ids": ([],),
     "force_words_ids": ([],),
     "constraints": ([],),
     "sequence_bias": ([], {}),
@@ -73,24 +62,22 @@ UNSUPPORTED: Final[Mapping[str, tuple[Any, ...]]] = {
 }
 # The same, but transformers applies these only where it samples.
 UNSUPPORTED_SAMPLING: Final[Mapping[str, tuple[Any, ...]]] = {
-    "typical_p": (1,),
     "top_h": (),
-    "epsilon_cutoff": (0,),
-    "eta_cutoff": (0,),
 }
-# What chooses among several tokens, with the values that ask for nothing: those of transformers' own defaults, too.
-_SAMPLING_FIELDS: Final = {"temperature": (1,), "top_k": (0, HF_DEFAULT_TOP_K), "top_p": (1,), "min_p": (0,)}
 # What comes closest to something that is not implemented.
 _INSTEAD: Final = {
-    "bad_words_ids": "logit_bias={token: -inf} forbids single tokens",
     "suppress_tokens": "logit_bias={token: -inf} forbids tokens",
     "sequence_bias": "logit_bias={token: bias} does it for single tokens",
-    "no_repeat_ngram_size": "repetition_penalty, presence_penalty and frequency_penalty work against repetition",
     "force_words_ids": "allowed_tokens says which tokens may come next",
     "constraints": "allowed_tokens says which tokens may come next",
     "num_beams": "temperature=0 takes the likeliest token each time",
     "num_return_sequences": "it is an argument of generate and of Engine.add_requests",
 }
+
+
+def _checked(default: Any, check: Callable[..., Any], *limits: Any, hashed: bool = True) -> Any:
+    """A field that holds what `check(name, value, *limits)` makes of what is given."""
+    return field(default=default, hash=hashed, metadata={"check": (check, limits)})
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,38 +95,61 @@ class SamplingParams:
     logit_bias: token id → a number added to its logit (-inf forbids the token); the package must have been
     exported with `logit_bias`.
 
-    Raises ValueError, naming the field, where a value is outside its range.
+    The others need a package that was exported with the filter of their name, `contract.EXTRA_PARAMETERS` says which:
+    typical_p: in (0, 1]; 1 = off. epsilon_cutoff, eta_cutoff: in [0, 1]; 0 = off. top_n_sigma: >= 0; 0 = off.
+    xtc_probability: in [0, 1]; 0 = off. xtc_threshold: in [0, 1]; off above 0.5.
+    dry_multiplier: >= 0; 0 = off. dry_base: >= 1. dry_allowed_length: >= 1. dry_penalty_last_n: tokens; -1 = all, 0 =
+    off. dry_sequence_breakers: token ids, or texts that are one token each; None = none.
+    no_repeat_ngram_size: in [0, 65]; 0 = off. bad_words_ids: sequences of 1 to 64 token ids. bad_words: the same as
+    texts, at the beginning of a word and inside one, as in vLLM. None = none.
+    dynatemp_range: >= 0; 0 = off. dynatemp_exponent: >= 0.
+    mirostat: 2 for Mirostat 2.0, behind the filters that are on; 0 = off. mirostat_tau: > 0, bits. mirostat_eta: >= 0.
+
+    Raises ValueError, naming the field, if a value is outside its range.
 
     >>> SamplingParams(temperature=0.7, top_p=0.9, max_new_tokens=64, seed=1)
     """
 
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    min_length: int = 0
-    min_new_tokens: int | None = None
-    max_length: int | None = None
-    max_new_tokens: int | None = None
-    eos_token_id: tuple[int, ...] | None = None
-    seed: int | None = None
-    logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
+    temperature: float = _checked(1.0, number, 0, FLOAT32_MAX, "a finite number >= 0 (0 = greedy)")
+    top_k: int = _checked(0, integer, 0, INT32_MAX, "an integer >= 0 (0 = off)")
+    top_p: float = _checked(1.0, number, SMALLEST_TOP_P, 1, "a number > 0 and <= 1 (1 = off)")
+    min_p: float = _checked(0.0, number, 0, 1, "a number from 0 to 1 (0 = off)")
+    repetition_penalty: float = _checked(1.0, number, FLOAT32_TINY, FLOAT32_MAX, "a finite number > 0 (1 = off)")
+    presence_penalty: float = _checked(0.0, number, -FLOAT32_MAX, FLOAT32_MAX, "a finite number (0 = off)")
+    frequency_penalty: float = _checked(0.0, number, -FLOAT32_MAX, FLOAT32_MAX, "a finite number (0 = off)")
+    min_length: int = _checked(0, integer, 0, INT32_MAX, "an integer >= 0")
+    min_new_tokens: int | None = _checked(None, optional_integer, 0, INT32_MAX, "an integer >= 0, or None")
+    max_length: int | None = _checked(None, optional_integer, 1, INT32_MAX, "an integer >= 1, or None")
+    max_new_tokens: int | None = _checked(None, optional_integer, 1, INT32_MAX, "an integer >= 1, or None")
+    eos_token_id: tuple[int, ...] | None = _checked(None, token_ids)
+    seed: int | None = _checked(
+        None, optional_integer, 0, SEEDS - 1, "an integer from 0 to 2**63 - 1, or None for a fresh one"
+    )
+    logit_bias: Mapping[int, float] | None = _checked(None, bias, hashed=False)
+    typical_p: float = _checked(1.0, number, FLOAT32_TINY, 1, "a number > 0 and <= 1 (1 = off)")
+    epsilon_cutoff: float = _checked(0.0, number, 0, 1, "a number from 0 to 1 (0 = off)")
+    eta_cutoff: float = _checked(0.0, number, 0, 1, "a number from 0 to 1 (0 = off)")
+    top_n_sigma: float = _checked(0.0, number, 0, FLOAT32_MAX, "a finite number >= 0 (0 = off)")
+    xtc_probability: float = _checked(0.0, number, 0, 1, "a number from 0 to 1 (0 = off)")
+    xtc_threshold: float = _checked(0.1, number, 0, 1, "a number from 0 to 1 (above 0.5 = off)")
+    dry_multiplier: float = _checked(0.0, number, 0, FLOAT32_MAX, "a finite number >= 0 (0 = off)")
+    dry_base: float = _checked(1.75, number, 1, FLOAT32_MAX, "a finite number >= 1")
+    dry_allowed_length: int = _checked(2, integer, 1, INT32_MAX, "an integer >= 1")
+    dry_penalty_last_n: int = _checked(-1, integer, -1, INT32_MAX, "an integer >= -1 (-1 = all tokens, 0 = off)")
+    dry_sequence_breakers: tuple[int | str, ...] | None = _checked(None, ids_or_texts)
+    no_repeat_ngram_size: int = _checked(0, integer, 0, LONGEST_MATCH + 1, "an integer from 0 to 65 (0 = off)")
+    bad_words_ids: tuple[tuple[int, ...], ...] | None = _checked(None, id_sequences, LONGEST_MATCH)
+    bad_words: tuple[str, ...] | None = _checked(None, texts)
+    dynatemp_range: float = _checked(0.0, number, 0, FLOAT32_MAX, "a finite number >= 0 (0 = off)")
+    dynatemp_exponent: float = _checked(1.0, number, 0, FLOAT32_MAX, "a finite number >= 0")
+    mirostat: int = _checked(0, one_of, (0, 2), "0 (off) or 2 (Mirostat 2.0)")
+    mirostat_tau: float = _checked(5.0, number, FLOAT32_TINY, FLOAT32_MAX, "a finite number > 0")
+    mirostat_eta: float = _checked(0.1, number, 0, FLOAT32_MAX, "a finite number >= 0")
 
     def __post_init__(self) -> None:
-        clean: dict[str, Any] = {name: _number(name, getattr(self, name), *limits) for name, limits in _NUMBERS.items()}
-        for name, limits in _INTEGERS.items():
-            clean[name] = _integer(name, getattr(self, name), *limits)
-        for name, limits in _OPTIONAL_INTEGERS.items():
-            if getattr(self, name) is not None:
-                clean[name] = _integer(name, getattr(self, name), *limits)
-        if self.eos_token_id is not None:
-            clean["eos_token_id"] = _token_ids("eos_token_id", self.eos_token_id)
-        clean["logit_bias"] = _bias(self.logit_bias)
-        for name, value in clean.items():
-            object.__setattr__(self, name, value)
+        for entry in fields(self):
+            check, limits = entry.metadata["check"]
+            object.__setattr__(self, entry.name, check(entry.name, getattr(self, entry.name), *limits))
         least, most = self.min_new_tokens, self.max_new_tokens
         if least is not None and most is not None and least > most:
             raise ValueError(f"min_new_tokens is {least}, more than max_new_tokens ({most})")
@@ -152,9 +162,8 @@ class SamplingParams:
             config: the contents of generation_config.json, or an object with `to_dict()`. Its defaults are those of
                 transformers: greedy unless do_sample is true, and top_k = 50 where it samples and top_k is unset.
                 Keys that transformers itself does not know are ignored, as it does.
-            overrides: any field of this class, or do_sample. None switches a field off. A temperature, top_k, top_p or
-                min_p implies do_sample=True. A max_length or min_length overrides the config's max_new_tokens or
-                min_new_tokens too.
+            overrides: any field of this class, or do_sample. None switches a field off. One of SAMPLING_FIELDS implies
+                do_sample=True. A max_length or min_length overrides the config's max_new_tokens or min_new_tokens too.
 
         Raises ValueError for an unknown override, a contradiction, a value outside its range, and a field that asks for
         something that qsample does not do.
@@ -171,7 +180,7 @@ class SamplingParams:
         _check_supported(settings, do_sample)
 
         if not do_sample:
-            settings |= {"temperature": 0.0, "top_k": None, "top_p": None, "min_p": None}
+            settings |= {**dict.fromkeys(SAMPLING_FIELDS), "temperature": 0.0}
         elif settings.get("top_k") is None and "top_k" not in overrides:
             settings["top_k"] = HF_DEFAULT_TOP_K
         if "eos_token_id" in overrides and overrides["eos_token_id"] is None:
@@ -188,6 +197,15 @@ class SamplingParams:
                 "do_sample is true and temperature is 0; give a temperature > 0, or do_sample=False for greedy"
             )
         return params
+
+    @property
+    def filters(self) -> tuple[str, ...]:
+        """What of `Features.filters` the values ask for. `bad_words` count once they are token ids."""
+        return tuple(name for name, (switch, off) in SWITCHES.items() if getattr(self, switch) != off)
+
+    def value_of(self, parameter: str) -> Any:
+        """What the graph reads as `parameter`, a name of the contract, before it is padded."""
+        return 0.0 if parameter == "mirostat_tau" and not self.mirostat else getattr(self, parameter)
 
     def total_length(self, prompt_length: int, padding: int = 0) -> int:
         """Tokens that a row with this prompt may have in the end, prompt included, whatever the capacity.
@@ -218,18 +236,39 @@ class SamplingParams:
                 "max_new_tokens, which does not count the prompt"
             )
         least = self.min_length - padding if self.min_new_tokens is None else prompt_length + self.min_new_tokens
-        return max(0, min(least, _INT32_MAX)), min(total, capacity, _INT32_MAX)
+        return max(0, min(least, INT32_MAX)), min(total, capacity, INT32_MAX)
+
+
+_DEFAULTS: Final = {entry.name: entry.default for entry in fields(SamplingParams)}
+
+
+def _switch(filter_name: str) -> str:
+    """The field that has a filter do something: that of its name, or its first input."""
+    return filter_name if filter_name in _DEFAULTS else EXTRA_PARAMETERS[filter_name][0].name
+
+
+# Of each of `contract.EXTRA_PARAMETERS`: the field that has it do something, and the value that switches it off.
+SWITCHES: Final = {name: (_switch(name), _DEFAULTS[_switch(name)]) for name in EXTRA_PARAMETERS}
+_NOT_FOR_SAMPLING_ALONE: Final = ("dry", "no_repeat_ngram_size", "bad_words_ids")  # they change greedy tokens, too
+# What chooses among several tokens, with the values that ask for nothing: those of transformers' own defaults, too.
+SAMPLING_FIELDS: Final[Mapping[str, tuple[Any, ...]]] = {
+    "temperature": (1,),
+    "top_k": (0, HF_DEFAULT_TOP_K),
+    "top_p": (1,),
+    "min_p": (0,),
+    **{switch: (off,) for name, (switch, off) in SWITCHES.items() if name not in _NOT_FOR_SAMPLING_ALONE},
+}
 
 
 def _do_sample(settings: Mapping[str, Any], overrides: dict[str, Any]) -> bool:
     """Whether to sample, from do_sample and the overrides that imply it. Takes do_sample out of `overrides`."""
     given = overrides.pop("do_sample", None)
-    sampling = {name: _plain(overrides[name]) for name in _SAMPLING_FIELDS if overrides.get(name) is not None}
+    sampling = {name: plain(overrides[name]) for name in SAMPLING_FIELDS if overrides.get(name) is not None}
     if given is not None and not isinstance(given, bool):
         raise ValueError(f"do_sample is {shown(given)}; give True or False")
     greedy = sampling.get("temperature") == 0 and not isinstance(sampling["temperature"], bool)
     if given is False:
-        sampling = {name: value for name, value in sampling.items() if value not in _SAMPLING_FIELDS[name]}
+        sampling = {name: value for name, value in sampling.items() if value not in SAMPLING_FIELDS[name]}
     if given is False and sampling and not greedy:
         listed = ", ".join(f"{name}={shown(value)}" for name, value in sampling.items())
         raise ValueError(f"do_sample=False chooses greedily, yet {listed} is given; drop one or the other")
@@ -263,9 +302,7 @@ def _check_names(overrides: Mapping[str, Any]) -> None:
 
 def _check_supported(settings: Mapping[str, Any], do_sample: bool) -> None:
     table = {**UNSUPPORTED, **(UNSUPPORTED_SAMPLING if do_sample else {})}
-    asked = [
-        name for name, off in table.items() if settings.get(name) is not None and _plain(settings[name]) not in off
-    ]
+    asked = [name for name, off in table.items() if settings.get(name) is not None and plain(settings[name]) not in off]
     if asked:
         listed = ", ".join(f"{name}={shown(settings[name])}" for name in asked)
         proceed = ", ".join(f"{name}=None" for name in asked)
@@ -274,47 +311,3 @@ def _check_supported(settings: Mapping[str, Any], do_sample: bool) -> None:
             "without (the tokens will differ from transformers')"
             + "".join(f"; {_INSTEAD[name]}" for name in asked if name in _INSTEAD)
         )
-
-
-def _plain(value: Any) -> Any:
-    """A value that compares with others: an array, which does so number by number, as a list."""
-    return value.tolist() if callable(getattr(value, "tolist", None)) else value
-
-
-def _is_a(kind: type, value: Any) -> bool:
-    return isinstance(value, kind) and not isinstance(value, bool)
-
-
-def _number(name: str, value: Any, least: float, most: float, accepted: str) -> float:
-    # NaN fails every comparison, so the range check refuses it too.
-    if not _is_a(Real, value) or not least <= value <= most:
-        raise ValueError(f"{name} is {shown(value)}; give {accepted}")
-    return float(value)
-
-
-def _integer(name: str, value: Any, least: int, most: int, accepted: str) -> int:
-    if not _is_a(Integral, value) or not least <= value <= most:
-        raise ValueError(f"{name} is {shown(value)}; give {accepted}")
-    return int(value)
-
-
-def _token_ids(name: str, value: Any) -> tuple[int, ...]:
-    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
-        value = (value,)
-    return tuple(
-        dict.fromkeys(_integer(name, item, 0, _INT32_MAX, "a token id >= 0, or a list of them") for item in value)
-    )
-
-
-def _bias(value: Any) -> dict[int, float] | None:
-    if value is None:
-        return None
-    if not isinstance(value, Mapping):
-        raise ValueError(f"logit_bias is {shown(value)}; give a mapping of token ids to numbers, or None")
-    bias = {}
-    for token, amount in value.items():
-        token = _integer("logit_bias (token id)", token, 0, _INT32_MAX, "an integer >= 0")
-        least = amount if amount == -math.inf else -_FLOAT32_MAX
-        name = f"logit_bias of token {token}"
-        bias[token] = _number(name, amount, least, _FLOAT32_MAX, "a finite number, or -inf to forbid the token")
-    return bias or None
