@@ -118,7 +118,7 @@ class Features:
 
     def __post_init__(self) -> None:
         given, known = self.filters, tuple(EXTRA_PARAMETERS)
-        if isinstance(given, str) or any(name not in known for name in given):
+        if any(name not in known for name in given):
             raise ValueError(f"filters is {given!r:.200}; give a list of {', '.join(known)}")
         if self.filter_order not in FILTER_ORDERS:
             raise ValueError(f"filter_order is {self.filter_order!r:.80}; choose one of {', '.join(FILTER_ORDERS)}")
@@ -254,6 +254,7 @@ XTC_NOISE = TensorSpec(
     read_only=True,
 )
 MIROSTAT_MU = TensorSpec("mirostat_mu", "float32", (BATCH,), "Mirostat's largest surprise in bits; 0 = 2 mirostat_tau")
+NOISE_STREAMS: Final = {NOISE.name: NOISE_STREAM, XTC_NOISE.name: XTC_STREAM}
 SAMPLER_STATES: Final = (LENGTHS, STATUS, TOKENS, OUTPUT_COUNTS, NOISE)
 
 SEED = TensorSpec("seed", "int64", (BATCH,), "Philox key of each row's noise")

@@ -8,17 +8,16 @@ import numpy as np
 
 from qsample.contract import (
     BATCH,
-    BIASES,
     CAPACITY,
     EMIT,
     INPUT_IDS,
     INPUT_LENGTHS,
     LENGTHS,
     LOGITS,
+    ROW_AXES,
     SEARCHED,
     SEARCHED_ROWS,
     SEQUENCE,
-    STOPS,
     TensorSpec,
     retained_name,
 )
@@ -44,7 +43,7 @@ class ForcedTokens:
         self.rows, self._device = rows, sessions.device
         self._piece_size = min(sessions.piece_size, capacity)
         interface = sessions.interface
-        self._sizes = {**interface.sizes, BATCH: rows, CAPACITY: capacity, STOPS: 1, BIASES: 1}
+        self._sizes = {**interface.sizes, BATCH: rows, CAPACITY: capacity, **dict.fromkeys(ROW_AXES, 1)}
         self._ids = Buffer.allocate(INPUT_IDS, {**self._sizes, SEQUENCE: 1}, self._device)
         self._logits = Buffer.allocate(LOGITS, self._sizes, self._device)
         # Row 0, needlessly: on the CPU, ONNX Runtime before 1.32 gets an empty list wrong.

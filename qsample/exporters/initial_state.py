@@ -7,7 +7,6 @@ row's noise is a few kilobytes.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Final
 
 import numpy as np
 import onnx_ir as ir
@@ -17,12 +16,9 @@ from qsample.contract import (
     BATCH,
     CAPACITY,
     CAPACITY_INPUT,
-    NOISE,
-    NOISE_STREAM,
+    NOISE_STREAMS,
     SEED,
     VOCAB,
-    XTC_NOISE,
-    XTC_STREAM,
     Interface,
     TensorSpec,
 )
@@ -31,7 +27,6 @@ from qsample.sampler.philox import noise_buffer
 from qsample.sampler.tensor import Tensor, building, op, size
 
 _IR_VERSION = 10
-_STREAMS: Final = {NOISE.name: NOISE_STREAM, XTC_NOISE.name: XTC_STREAM}
 
 Sizes = Mapping[str, Tensor | list[int]]
 
@@ -47,7 +42,7 @@ def build_initial_state(interface: Interface) -> ir.Model:
         rows, length = size(Tensor(seed), 0), Tensor(capacity).reshape(1)
         sizes: Sizes = {BATCH: rows, CAPACITY: length, VOCAB: [interface.vocab_size]}
         for spec in interface.initial_state.outputs:
-            stream = _STREAMS.get(spec.name)
+            stream = NOISE_STREAMS.get(spec.name)
             start = _zeros(spec, sizes) if stream is None else noise_buffer(Tensor(seed), Tensor(capacity), stream)
             value = start.value
             value.name = spec.name

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
 
-from qsample.contract import ALLOWED_TOKENS, MASK_WORDS, PAD_STOP_ID, VOCAB, Interface
+from qsample.contract import ALLOWED_TOKENS, MASK_WORDS, PAD_STOP_ID, SEED, VOCAB, Interface
+from qsample.errors import shown
 from qsample.runtime.prompts import check_token_ids, read_array
-from qsample.sampling_params import SEEDS, SamplingParams
+from qsample.runtime.text.tokenizer import Tokenizer
+from qsample.sampling_params import SEEDS, SWITCHES, SamplingParams
 from qsample.tensors import Array
 
-_FEATURE_INPUTS: Final = ("stop_ids", "logit_bias_ids", "logit_bias", "allowed_tokens", "min_length", "max_length")
+# Inputs that are more than a field of SamplingParams; `seed` is made elsewhere.
+_MADE_APART: Final = frozenset(
+    {"stop_ids", "logit_bias_ids", "logit_bias", "allowed_tokens", "min_length", "max_length", SEED.name}
+)
 
 
 def parameter_arrays(
@@ -25,17 +32,23 @@ def parameter_arrays(
     allowed_tokens: Any = None,
     padding: Sequence[int] | None = None,
 ) -> dict[str, Array]:
-    """Every name of `Interface.parameters`, a row each, from one SamplingParams a row.
+    """Every name of `Interface.parameters` but `seed`, a row each, from one SamplingParams a row without texts.
 
     default_stops: for rows whose eos_token_id is None. allowed_tokens: int32 bitmask [W] or [B, W]; None = all allowed,
     and so for a function, which writes the array later. padding: of each prompt, as for `SamplingParams.lengths`.
     """
     rows = len(params)
-    arrays = {
-        spec.name: np.array([getattr(row, spec.name) for row in params], dtype=spec.dtype)
-        for spec in interface.parameters
-        if spec.name not in _FEATURE_INPUTS
-    }
+    for row in params:
+        check_filters(interface, row)
+    arrays = {}
+    for spec in interface.parameters:
+        if spec.name not in _MADE_APART:
+            values = [row.value_of(spec.name) for row in params]
+            if len(spec.axes) == 1:
+                arrays[spec.name] = np.array(values, dtype=spec.dtype)
+            else:
+                pad = _padded if len(spec.axes) == 2 else _padded_sequences
+                arrays[spec.name] = pad(spec.name, [value or () for value in values], interface.vocab_size)
     limits = [
         row.lengths(length, capacity, pads)
         for row, length, pads in zip(params, prompt_lengths, padding or [0] * rows, strict=True)
@@ -58,6 +71,64 @@ def _padded(name: str, ids: Sequence[Sequence[int]], vocab_size: int) -> Array:
         check_token_ids(f"{name} of row {row}", np.array(values, dtype=np.int64), vocab_size)
         array[row, : len(values)] = values
     return array
+
+
+def _padded_sequences(name: str, sequences: Sequence[Sequence[Sequence[int]]], vocab_size: int) -> Array:
+    """[B, most sequences, longest] int32, each padded with -1 at its beginning; at least one column."""
+    longest = max((len(ids) for row in sequences for ids in row), default=1)
+    array = np.full((len(sequences), max(1, *map(len, sequences)), longest), PAD_STOP_ID, dtype=np.int32)
+    for row, values in enumerate(sequences):
+        for place, ids in enumerate(values):
+            check_token_ids(f"{name} of row {row}", np.array(ids, dtype=np.int64), vocab_size)
+            array[row, place, -len(ids) :] = ids
+    return array
+
+
+def check_filters(interface: Interface, params: SamplingParams) -> None:
+    """Raise ValueError if `params` ask for a filter that the package lacks."""
+    there = interface.features.filters
+    for name in params.filters:
+        if name not in there:
+            field, off = SWITCHES[name]
+            wanted = [*there, name]
+            raise ValueError(
+                f"{field} is {shown(getattr(params, field))}, which needs the filter {name}, and the package has "
+                f"{', '.join(there) or 'no such filters'}; export the model again with filters={wanted} "
+                f"(--filter {','.join(wanted)}), or give {field}={off} to go without"
+            )
+
+
+def with_token_ids(params: SamplingParams, tokenizer: Tokenizer | None) -> SamplingParams:
+    """`params` with token ids for the texts of `bad_words` and `dry_sequence_breakers`.
+
+    A word is forbidden as it begins a text, and as it follows a space if that is as many other tokens (vLLM's rule).
+    Raises ValueError without a tokenizer, and for a breaker that is not one token.
+    """
+    breakers, words = params.dry_sequence_breakers or (), params.bad_words or ()
+    texts = [item for item in breakers if isinstance(item, str)]
+    if not texts and not words:
+        return params
+    if tokenizer is None:
+        name = "bad_words" if words else "dry_sequence_breakers"
+        raise ValueError(f"{name} has texts, and the package has no tokenizer; give token ids, or tokenizer")
+    encode = partial(tokenizer.encode, add_special_tokens=False)
+    ids = {text: encode(text) for text in texts}
+    for text, tokens in ids.items():
+        if len(tokens) != 1:
+            raise ValueError(
+                f"dry_sequence_breakers has {shown(text)}, which is {len(tokens)} tokens; give texts of one token "
+                "each, or token ids"
+            )
+    forbidden = list(params.bad_words_ids or ())
+    for word in words:
+        alone, spaced = encode(word.lstrip()), encode(" " + word.lstrip())
+        if not alone:
+            raise ValueError(f"bad_words has {shown(word)}, which has no tokens; leave it out")
+        forbidden.append(tuple(alone))
+        if len(spaced) == len(alone) and spaced[0] != alone[0]:
+            forbidden.append(tuple(spaced))
+    singles = tuple(ids[item][0] if isinstance(item, str) else item for item in breakers)
+    return replace(params, dry_sequence_breakers=singles, bad_words_ids=tuple(forbidden), bad_words=None)
 
 
 def _bias_arrays(interface: Interface, params: Sequence[SamplingParams]) -> dict[str, Array]:

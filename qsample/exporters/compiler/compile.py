@@ -15,7 +15,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 
 from qsample import package
-from qsample.contract import BATCH, BIASES, CAPACITY, STOPS
+from qsample.contract import BATCH, CAPACITY, ROW_AXES
 from qsample.disk.scratch import ScratchFolder
 from qsample.disk.space import check_free
 from qsample.errors import CompileError
@@ -121,7 +121,7 @@ def _calibrate(plan: CompilePlan, folder: Path, report: Progress) -> Calibrate |
     if plan.weights is None or plan.options.quantization_method != CALIBRATED:
         return None
     sequences = calibration_sequences(plan.source, plan.options, plan.ctx_len)
-    axes = {**plan.source.interface.sizes, CAPACITY: plan.ctx_len, STOPS: 1, BIASES: 1}
+    axes = {**plan.source.interface.sizes, CAPACITY: plan.ctx_len, **dict.fromkeys(ROW_AXES, 1)}
     progress = lambda fraction: report("fitting weights to the text", 0.2 + 0.3 * fraction)  # noqa: E731
     calibration = Calibration(sequences, axes, folder, progress)
     return partial(calibrated_levels, calibration=calibration)

@@ -11,14 +11,14 @@ import numpy as np
 
 from qsample.contract import (
     BATCH,
-    BIASES,
     CAPACITY,
     LENGTHS,
-    NOISE,
+    NOISE_STREAMS,
+    ROW_AXES,
     SEARCHED,
     SEARCHED_ROWS,
+    SEED,
     SEQUENCE,
-    STOPS,
     TensorSpec,
     retained_name,
 )
@@ -42,7 +42,7 @@ class PublishedRunner:
         self._sessions = sessions = open_sessions(package)
         self._spec, self._caches = package.interface.decoder, package.interface.cache_states
         self._capacity = compilation.ctx_len
-        sizes = {BATCH: rows, SEQUENCE: 1, CAPACITY: self._capacity, STOPS: 1, BIASES: 1, SEARCHED: rows}
+        sizes = {BATCH: rows, SEQUENCE: 1, CAPACITY: self._capacity, SEARCHED: rows, **dict.fromkeys(ROW_AXES, 1)}
         self._sizes = package.interface.sizes | sizes
         self._inputs = {spec.name: self._allocate(spec) for spec in (*self._spec.inputs, *self._spec.states)}
         self._outputs = {spec.name: self._allocate(spec) for spec in self._spec.outputs}
@@ -67,8 +67,9 @@ class PublishedRunner:
         assert self._sizes[BATCH] == rows
         specs = [spec for spec in self._spec.states if spec not in self._caches]
         state = {spec.name: np.zeros(spec.shape(self._sizes), spec.dtype) for spec in specs}
-        if NOISE.name in state:
-            state[NOISE.name][:] = [uniforms(seed, self._capacity) for seed in range(rows)]
+        for name, stream in NOISE_STREAMS.items():
+            if name in state:
+                state[name][:] = [uniforms(seed, self._capacity, stream) for seed in range(rows)]
         return {LENGTHS.name: np.zeros(rows, np.int32), **state}
 
     def step(
@@ -77,7 +78,8 @@ class PublishedRunner:
         """Run once and move `state` on; see `GraphRunner.step`. ids: [rows, 1]. lengths: ones. Returns every output but
         the states."""
         values = {"emit": True, "temperature": 0.0} | dict(parameters or {})
-        given = {"input_ids": ids, "input_lengths": lengths, SEARCHED_ROWS.name: np.arange(len(ids)), **state}
+        rows = np.arange(len(ids))
+        given = {"input_ids": ids, "input_lengths": lengths, SEARCHED_ROWS.name: rows, SEED.name: rows, **state}
         for spec in (*self._spec.inputs, *self._spec.states):
             if spec not in self._caches:
                 value = np.asarray(given.get(spec.name, values.get(spec.name, spec.off)))

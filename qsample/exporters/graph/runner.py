@@ -15,7 +15,7 @@ import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
 
-from qsample.contract import BATCH, BIASES, CAPACITY, LENGTHS, STOPS, Interface, retained_name
+from qsample.contract import BATCH, CAPACITY, LENGTHS, ROW_AXES, SEED, Interface, retained_name
 from qsample.exporters.graph.moe import QUANTIZED_OP_TYPE
 from qsample.exporters.graph.nbits import is_matmul_nbits
 from qsample.exporters.graph.traversal import all_initializers, ancestors
@@ -112,9 +112,9 @@ class GraphRunner:
         self, ids: Array, lengths: Array, state: Mapping[str, Array], parameters: Mapping[str, float]
     ) -> dict[str, Array]:
         spec, rows = self._interface.decoder, len(ids)
-        sizes = {**self._interface.sizes, BATCH: rows, CAPACITY: self._capacity, STOPS: 1, BIASES: 1}
+        sizes = {**self._interface.sizes, BATCH: rows, CAPACITY: self._capacity, **dict.fromkeys(ROW_AXES, 1)}
         given = {**state, "input_ids": ids.astype(np.int64), "input_lengths": lengths.astype(np.int32)}
-        given["searched_rows"] = np.arange(rows, dtype=np.int64)
+        given["searched_rows"] = given[SEED.name] = np.arange(rows, dtype=np.int64)
         feeds: dict[str, Array] = {}
         for tensor in (*spec.inputs, *spec.states):
             if tensor.name not in self._input_names:  # a graph cut off at its logits has fewer

@@ -19,14 +19,15 @@ _WEYL: Final = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS: Final = 10
 
 
-def uniforms(seed: int, count: int) -> Array:
-    """[count] float32 in [0, 1): number t is (word t mod 4 of counter (t div 4, 0, 0, 0) >> 8) * 2**-24.
+def uniforms(seed: int, count: int, stream: int = 0) -> Array:
+    """[count] float32 in [0, 1): number t is (word t mod 4 of counter (t div 4, stream, 0, 0) >> 8) * 2**-24.
 
     Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC'11); its key is the seed's lower and
     upper 32 bits.
     """
     keys = [seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF]
-    words = [np.arange(-(-count // 4), dtype=np.uint64), *(np.zeros(-(-count // 4), dtype=np.uint64) for _ in range(3))]
+    blocks = np.arange(-(-count // 4), dtype=np.uint64)
+    words = [blocks, *(np.full_like(blocks, word) for word in (stream, 0, 0))]
     for _ in range(_ROUNDS):
         products = [words[0] * _MULTIPLIERS[0], words[2] * _MULTIPLIERS[1]]
         words = [

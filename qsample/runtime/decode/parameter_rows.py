@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
 import numpy as np
 
-from qsample.contract import BATCH, BIASES, STOPS, TensorSpec
+from qsample.contract import BAD_WORD_LENGTH, BATCH, ROW_AXES, Axis, TensorSpec
 from qsample.runtime.decode.searched_rows import SearchedRows
 from qsample.runtime.session.buffers import Buffer
 from qsample.tensors import Array
@@ -18,7 +18,8 @@ _MANY: Final = 256  # columns, which a step does not notice
 class ParameterRows:
     """One buffer a parameter, which every row has a part of.
 
-    buffers: by name, of the parameter's dtype, [B], or [B, N] where a row has several values; N follows the widest row.
+    buffers: by name, of the parameter's dtype, [B], or [B, N] and [B, Q, L] if a row has several values; the widest row
+    decides N, Q and L. What a row lacks is off, behind its values; in front of them along BAD_WORD_LENGTH.
     """
 
     def __init__(
@@ -35,28 +36,28 @@ class ParameterRows:
         self._specs = {spec.name: spec for spec in specs}
         self._sizes, self._device = dict(sizes), device
         self._searched, self._narrow = searched, narrow
-        self._widths = {axis: [1] * self._sizes[BATCH] for axis in (STOPS, BIASES)}  # of each row
+        self._widths = {axis: [1] * self._sizes[BATCH] for axis in ROW_AXES}  # of each row
         self.buffers = {name: Buffer.of(self._off(spec), device) for name, spec in self._specs.items()}
 
     def set(self, name: str, row: int, values: Array) -> bool:
-        """Replace a row's value, or its values, [n]. Returns whether that took other memory, because the widest row has
-        become wider, or much narrower."""
+        """Replace a row's value, or its values, [n] or [q, l]. Returns whether that took other memory, because the
+        widest row has become wider, or much narrower."""
         self._searched.set(name, row, values)
         if np.ndim(values) == 0:
             self.buffers[name].write_at(row, values)
             return False
-        axis = str(self._specs[name].axes[1])
-        resized = axis in self._widths and self._fit(axis, row, len(values))
-        padded = np.full(self.buffers[name].shape[1], self._specs[name].off, self._specs[name].dtype)
-        padded[: len(values)] = values
+        axes = [str(axis) for axis in self._specs[name].axes[1:]]
+        resized = [self._fit(axis, row, width) for axis, width in zip(axes, np.shape(values), strict=True)]
+        padded = np.full(self.buffers[name].shape[1:], self._specs[name].off, self._specs[name].dtype)
+        padded[_place(axes, np.shape(values))] = values
         self.buffers[name].write_at(row, padded)
-        return resized
+        return any(resized)
 
     def clear(self, rows: int | slice) -> None:
         """Turn everything off for some rows."""
         for name, spec in self._specs.items():
             self._searched.set(name, rows, spec.off)
-            self.buffers[name].write_at(rows, spec.off)
+            self.buffers[name].write_at(rows, spec.off or 0)
         for widths in self._widths.values():
             for row in range(len(widths))[rows] if isinstance(rows, slice) else (rows,):
                 widths[row] = 1
@@ -73,6 +74,8 @@ class ParameterRows:
         """Give the parameters with that axis the columns that all rows need, where `row` needs `width`: a power of two,
         so that it seldom happens, and fewer only where that is a quarter of many. Returns whether it is another number.
         """
+        if axis not in self._widths:
+            return False
         widths = self._widths[axis]
         widths[row] = max(width, 1)
         needed, there = 1 << (max(widths) - 1).bit_length(), self._sizes[axis]
@@ -82,10 +85,18 @@ class ParameterRows:
         self._sizes[axis] = needed
         for name, spec in self._specs.items():
             if axis in spec.axes:
-                old, new = self.buffers[name].read()[:, :needed], self._off(spec)
-                new[:, : old.shape[1]] = old
+                old, new = self.buffers[name].read(), self._off(spec)
+                common = _place(spec.axes, [min(sizes) for sizes in zip(old.shape, new.shape, strict=True)])
+                new[common] = old[common]
                 self.buffers[name] = Buffer.of(new, self._device)
         return True
 
     def _off(self, spec: TensorSpec) -> Array:
-        return np.full(spec.shape(self._sizes), spec.off, dtype=spec.dtype)
+        return np.full(spec.shape(self._sizes), spec.off or 0, dtype=spec.dtype)
+
+
+def _place(axes: Sequence[Axis], shape: Sequence[int]) -> tuple[slice, ...]:
+    """Where values of a shape lie in an array with room for more."""
+    return tuple(
+        slice(-size, None) if axis == BAD_WORD_LENGTH else slice(size) for axis, size in zip(axes, shape, strict=True)
+    )

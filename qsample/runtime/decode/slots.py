@@ -16,7 +16,6 @@ import numpy as np
 from qsample.contract import (
     ADJUSTED_LOGITS,
     BATCH,
-    BIASES,
     CAPACITY,
     EMIT,
     INPUT_IDS,
@@ -24,14 +23,13 @@ from qsample.contract import (
     LENGTHS,
     LOGITS,
     NEXT_IDS,
-    NOISE,
-    OUTPUT_COUNTS,
+    NOISE_STREAMS,
+    ROW_AXES,
     RUNNING,
-    SAMPLER_STATES,
     SEARCHED_ROWS,
+    SEED,
     STATUS,
     STOPPED,
-    STOPS,
     TOKENS,
     TensorSpec,
     retained_name,
@@ -74,9 +72,9 @@ class Slots:
         self._least_rows = sessions.least_rows if in_place else None
         # With the sampler on the host, only the cache stays on the device.
         self._device = device = "cpu" if sessions.sampler is not None else sessions.device
-        self._sizes = {**interface.sizes, BATCH: count, CAPACITY: capacity, STOPS: 1, BIASES: 1}
+        self._sizes = {**interface.sizes, BATCH: count, CAPACITY: capacity, **dict.fromkeys(ROW_AXES, 1)}
 
-        specs: dict[TensorSpec, str] = dict.fromkeys(SAMPLER_STATES, device)
+        specs: dict[TensorSpec, str] = dict.fromkeys(interface.sampler_states, device)
         specs |= dict.fromkeys(interface.cache_states, sessions.device)
         turns = _READ_EVERY_STEP if in_place else [spec.name for spec in specs if not spec.read_only]
         self._state = RetainedState(specs, self._sizes, turns=turns)
@@ -145,11 +143,17 @@ class Slots:
         Args:
             prompt: [n] int64, 1 <= n < capacity.
             seed: of the row's random numbers.
-            parameters: the row of every name of `Interface.parameters`: scalars, or [E], [N], [W].
+            parameters: the row of every name of `Interface.parameters` but `seed`: scalars, or [E], [N], [W], [D],
+                [Q, L].
             reused: how many tokens of the prompt the slot's cache holds already, from its start; less than n.
         """
-        self._state.write_at(NOISE.name, slot, uniforms(seed, self.capacity))
-        self._state.clear_row(OUTPUT_COUNTS.name, slot)
+        for spec in self._interface.sampler_states:
+            if spec.name in NOISE_STREAMS:
+                self._state.write_at(spec.name, slot, uniforms(seed, self.capacity, NOISE_STREAMS[spec.name]))
+            elif spec not in (LENGTHS, STATUS, TOKENS):
+                self._state.clear_row(spec.name, slot)
+        if self._interface.features.seed:
+            self.set_parameter(slot, SEED.name, np.array(seed, np.int64))
         self._write_history(slot, prompt[:reused])
         for name, values in parameters.items():
             self.set_parameter(slot, name, values)
@@ -177,7 +181,7 @@ class Slots:
         columns = int(self._state.read(LENGTHS.name)[slot]), kept
         for spec in self._interface.cache_states:
             self._state.swap_rows(spec.name, slot, target, columns if CAPACITY in spec.axes else None)
-        for spec in SAMPLER_STATES:
+        for spec in self._interface.sampler_states:
             self._state.swap_rows(spec.name, slot, target)
         for buffer in self._outputs[self.side].values():
             buffer.swap_rows(slot, target)
