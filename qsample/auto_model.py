@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qsample.contract import Features
+from qsample.contract import HUGGING_FACE, Features
 from qsample.destination import Destination, scratch_folder
 from qsample.errors import QsampleError
 from qsample.huggingface.dtypes import check_export_dtype, choose_dtype
@@ -53,6 +53,9 @@ class AutoModelForCausalLM:
         allowed_tokens: bool = False,
         logprobs: bool = False,
         top_logprobs: int = 0,
+        filters: Sequence[str] = (),
+        filter_order: str | None = None,
+        seed_input: bool = False,
         dtype: Any = None,
         torch_dtype: Any = None,
         tokenizer: str | None = "auto",
@@ -74,6 +77,12 @@ class AutoModelForCausalLM:
             return_pdfs: also return the distribution that each token was sampled from, `probs` [B, V] float32.
             logit_bias, allowed_tokens, logprobs, top_logprobs: further features, see `contract.Features`; each is
                 absent from the graph unless asked for.
+            filters: of the further sampling parameters, those that the graph shall have: names of
+                `contract.EXTRA_PARAMETERS`, ["typical_p", "xtc", "dry"] say.
+            filter_order: "huggingface" (the default), the temperature before all filters, or "llama.cpp", the
+                temperature last.
+            seed_input: the graph takes the seed of each row and makes the random numbers itself, in place of a buffer
+                `noise`; the tokens are the same.
             dtype: of the weights and the cache: "float32" (the default), "float16", or "auto" for the checkpoint's own
                 where it is one of these; torch's and NumPy's objects do as well. torch_dtype: its older name.
             tokenizer: "auto", another id or folder, or None for a package of token ids only.
@@ -101,6 +110,9 @@ class AutoModelForCausalLM:
             logprobs=logprobs,
             top_logprobs=top_logprobs,
             probs=return_pdfs,
+            filters=filters,  # type: ignore[arg-type]  # it makes a tuple of them
+            filter_order=filter_order or HUGGING_FACE,
+            seed=seed_input,
         )
         hub = HubOptions(
             revision=revision,
@@ -114,6 +126,8 @@ class AutoModelForCausalLM:
             package = read_package(path)
             if adapter is not None:
                 raise QsampleError(f"{path} is a package, and an adapter is merged at export; export the model with it")
+            if filter_order is None:
+                features = replace(features, filter_order=package.interface.features.filter_order)
             check_features(package, features, None if chosen == "auto" else chosen)
             return PackagedModel(package, provider)
         if file is not None or is_decoder(path):

@@ -300,9 +300,14 @@ def check_features(package: Package, wanted: Features, dtype: str | None) -> Non
         raise QsampleError(
             f"{package.path} was exported with include_sampler={present.sampler}; open it with that, or export it again"
         )
-    missing = [
-        feature.name for feature in fields(Features) if getattr(wanted, feature.name) > getattr(present, feature.name)
-    ]
+    if wanted.filter_order != present.filter_order:
+        raise QsampleError(
+            f"{package.path} was exported with filter_order={present.filter_order!r}; open it with that, or export it "
+            "again"
+        )
+    numbers = [entry.name for entry in fields(Features) if isinstance(getattr(wanted, entry.name), int)]
+    missing = [name for name in numbers if getattr(wanted, name) > getattr(present, name)]
+    missing += [f"the filter {name}" for name in wanted.filters if name not in present.filters]
     if missing:
         raise QsampleError(f"{package.path} was exported without {', '.join(missing)}; export it again with them")
     if dtype not in (None, package.interface.dtype):

@@ -199,9 +199,10 @@ class SamplingParams:
         return params
 
     @property
-    def filters(self) -> tuple[str, ...]:
-        """What of `Features.filters` the values ask for. `bad_words` count once they are token ids."""
-        return tuple(name for name, (switch, off) in SWITCHES.items() if getattr(self, switch) != off)
+    def filters(self) -> dict[str, str]:
+        """What of `Features.filters` the values ask for, each with the field that does."""
+        asked = (name for name in _SWITCHES if getattr(self, name) != OFF[name])
+        return {_SWITCHES[name]: name for name in asked}
 
     def value_of(self, parameter: str) -> Any:
         """What the graph reads as `parameter`, a name of the contract, before it is padded."""
@@ -239,24 +240,22 @@ class SamplingParams:
         return max(0, min(least, INT32_MAX)), min(total, capacity, INT32_MAX)
 
 
-_DEFAULTS: Final = {entry.name: entry.default for entry in fields(SamplingParams)}
-
-
-def _switch(filter_name: str) -> str:
-    """The field that has a filter do something: that of its name, or its first input."""
-    return filter_name if filter_name in _DEFAULTS else EXTRA_PARAMETERS[filter_name][0].name
-
-
-# Of each of `contract.EXTRA_PARAMETERS`: the field that has it do something, and the value that switches it off.
-SWITCHES: Final = {name: (_switch(name), _DEFAULTS[_switch(name)]) for name in EXTRA_PARAMETERS}
-_NOT_FOR_SAMPLING_ALONE: Final = ("dry", "no_repeat_ngram_size", "bad_words_ids")  # they change greedy tokens, too
+OFF: Final = {entry.name: entry.default for entry in fields(SamplingParams)}  # a field that is off has its default
+_INPUTS: Final = {spec.name for specs in EXTRA_PARAMETERS.values() for spec in specs}
+# The fields that need a package with filters.
+FILTER_FIELDS: Final = tuple(name for name in OFF if name in {*_INPUTS, *EXTRA_PARAMETERS, "bad_words"})
+# Field → the filter that it switches on: that of its name, or the one that has it as its first input.
+_SWITCHES: Final = {name if name in OFF else specs[0].name: name for name, specs in EXTRA_PARAMETERS.items()} | {
+    "bad_words": "bad_words_ids"
+}
+_CHANGE_GREEDY_TOKENS: Final = ("dry", "no_repeat_ngram_size", "bad_words_ids")
 # What chooses among several tokens, with the values that ask for nothing: those of transformers' own defaults, too.
 SAMPLING_FIELDS: Final[Mapping[str, tuple[Any, ...]]] = {
     "temperature": (1,),
     "top_k": (0, HF_DEFAULT_TOP_K),
     "top_p": (1,),
     "min_p": (0,),
-    **{switch: (off,) for name, (switch, off) in SWITCHES.items() if name not in _NOT_FOR_SAMPLING_ALONE},
+    **{field: (OFF[field],) for field, name in _SWITCHES.items() if name not in _CHANGE_GREEDY_TOKENS},
 }
 
 

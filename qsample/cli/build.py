@@ -9,12 +9,25 @@ from typing import Annotated, Final
 import typer
 
 from qsample.cli.common import Overwrite, is_package, open_model, quieten, read_text
-from qsample.cli.options import AllowedTokens, IncludeSampler, LogitBias, Logprobs, ReturnPdfs, TopLogprobs
+from qsample.cli.options import (
+    AllowedTokens,
+    FilterOrder,
+    Filters,
+    IncludeSampler,
+    LogitBias,
+    Logprobs,
+    ReturnPdfs,
+    SeedInput,
+    TopLogprobs,
+    filter_names,
+)
+from qsample.contract import HUGGING_FACE
 
 EXPORT_EXAMPLES: Final = (
     "[bold]Examples[/bold]\n\n"
     "qsample export Qwen/Qwen3-0.6B qwen3\n\n"
-    "qsample export ./my-checkpoint out --dtype float16 --logprobs --top-logprobs 5"
+    "qsample export ./my-checkpoint out --dtype float16 --logprobs --top-logprobs 5\n\n"
+    "qsample export ./my-checkpoint out --filter xtc --filter dry --filter-order llama.cpp"
 )
 COMPILE_EXAMPLES: Final = (
     "[bold]Examples[/bold]\n\n"
@@ -39,6 +52,9 @@ def export(
     top_logprobs: TopLogprobs = 0,
     logit_bias: LogitBias = False,
     allowed_tokens: AllowedTokens = False,
+    filters: Filters = None,
+    filter_order: FilterOrder = HUGGING_FACE,
+    seed_input: SeedInput = False,
     tokenizer: Annotated[
         str, typer.Option(metavar="FOLDER|ID|none", help="In place of the model's own; none takes token ids only.")
     ] = "auto",
@@ -68,6 +84,9 @@ def export(
         allowed_tokens=allowed_tokens,
         logprobs=logprobs,
         top_logprobs=top_logprobs,
+        filters=filter_names(filters),
+        filter_order=filter_order,
+        seed_input=seed_input,
         dtype=dtype,
         tokenizer=None if tokenizer == "none" else tokenizer,
         revision=revision,
@@ -161,6 +180,9 @@ def bake(
     top_logprobs: TopLogprobs = 0,
     logit_bias: LogitBias = False,
     allowed_tokens: AllowedTokens = False,
+    filters: Filters = None,
+    filter_order: FilterOrder = HUGGING_FACE,
+    seed_input: SeedInput = False,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")] = None,
     overwrite: Overwrite = False,
 ) -> None:
@@ -181,6 +203,9 @@ def bake(
         logprobs=logprobs,
         top_logprobs=top_logprobs,
         probs=return_pdfs,
+        filters=filter_names(filters),
+        filter_order=filter_order,
+        seed=seed_input,
     )
     with terminal.progress() as progress:
         baked = bake_file(

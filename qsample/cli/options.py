@@ -4,29 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Any
 
 import typer
 
-MaxNewTokens = Annotated[int | None, typer.Option(min=1, help="Stop after this many.")]
-Temperature = Annotated[float | None, typer.Option(help="0 is greedy.")]
-TopK = Annotated[int | None, typer.Option(help="Keep the k likeliest tokens; 0 is off.")]
-TopP = Annotated[float | None, typer.Option(help="Keep the nucleus of this mass; 1 is off.")]
-MinP = Annotated[float | None, typer.Option(help="Keep what has this share of the likeliest's probability; 0 is off.")]
-RepetitionPenalty = Annotated[float | None, typer.Option(help="On prompt and sampled tokens; 1 is off.")]
-PresencePenalty = Annotated[float | None, typer.Option(help="On sampled tokens; 0 is off.")]
-FrequencyPenalty = Annotated[float | None, typer.Option(help="On sampled tokens, per occurrence; 0 is off.")]
-MinNewTokens = Annotated[int | None, typer.Option(min=0, help="No stop token before this many.")]
-StopId = Annotated[
-    list[int] | None, typer.Option(help="Token id that ends a row, in place of the model's own; may be repeated.")
-]
-StopString = Annotated[
-    list[str] | None, typer.Option(help="Text that ends a row, and is cut off with what follows; may be repeated.")
-]
-Seed = Annotated[int | None, typer.Option(help="Same seed, same tokens. (default: a fresh one, shown)")]
-Greedy = Annotated[bool, typer.Option("--greedy", help="Always take the likeliest token.")]
+from qsample.contract import EXTRA_PARAMETERS, FILTER_ORDERS
+from qsample.errors import unknown
+
 CtxLen = Annotated[
     int | None,
     typer.Option(min=2, help="Tokens that a row holds, for a portable package. (default: the model's, at most 4096)"),
@@ -57,38 +43,24 @@ Logprobs = Annotated[bool, typer.Option("--logprobs", help="Also return each tok
 TopLogprobs = Annotated[int, typer.Option(min=0, metavar="M", help="Also return the M likeliest tokens.")]
 LogitBias = Annotated[bool, typer.Option("--logit-bias", help="Take a bias on chosen tokens.")]
 AllowedTokens = Annotated[bool, typer.Option("--allowed-tokens", help="Take a token mask (guided decoding).")]
-
-_SAMPLING: Final = (
-    "max_new_tokens",
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "min_new_tokens",
-    "seed",
-)
+Filters = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--filter", metavar="NAME", help=f"Also have {', '.join(EXTRA_PARAMETERS)}; may be repeated, or a,b,c."
+    ),
+]
+FilterOrder = Annotated[
+    str, typer.Option(metavar="|".join(FILTER_ORDERS), help="Temperature before all filters, or last.")
+]
+SeedInput = Annotated[bool, typer.Option("--seed-input", help="Take each row's seed in place of a noise buffer.")]
 
 
-def sampling_options(given: Mapping[str, Any]) -> dict[str, Any]:
-    """What a command line says of sampling, as options of `generate`. given: all its parameters, by name.
-
-    Raises typer.BadParameter for a wrong value, before anything is loaded.
-    """
-    from qsample.sampling_params import SamplingParams
-
-    options = {name: given[name] for name in _SAMPLING if given[name] is not None}
-    if given["stop_id"]:
-        options["eos_token_id"] = list(given["stop_id"])
-    if given["greedy"]:
-        options["do_sample"] = False
-    try:
-        SamplingParams.from_generation_config(None, **options)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
-    return options
+def filter_names(given: Sequence[str] | None) -> tuple[str, ...]:
+    """The names of every --filter, which may have several with commas between them."""
+    names = tuple(name.strip() for item in given or () for name in item.split(","))
+    if unknown_names := [name for name in names if name not in EXTRA_PARAMETERS]:
+        raise typer.BadParameter(unknown("--filter names", unknown_names[0], EXTRA_PARAMETERS))
+    return names
 
 
 def chat_options(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -123,7 +123,7 @@ def show(package: Package) -> None:
 def _facts(package: Package) -> Table:
     manifest, interface = package.manifest, package.interface
     source, layers = manifest.source, len(interface.key_values)
-    features = [name for name, value in asdict(interface.features).items() if value]
+    features = [_feature(name, value) for name, value in asdict(interface.features).items() if value]
     table = Table(
         title=escape(str(package.path)), show_header=False, box=None, title_justify="left", title_style="bold"
     )
@@ -158,6 +158,10 @@ def _facts(package: Package) -> Table:
     for name, value in rows:
         table.add_row(name, escape(value))
     return table
+
+
+def _feature(name: str, value: Any) -> str:
+    return name if value is True else f"{name} {value if isinstance(value, str | int) else ' '.join(value)}"
 
 
 def _told(describe: Callable[[Any], str], figures: Any) -> str:

@@ -17,7 +17,7 @@ from qsample.huggingface.keywords import BOOKKEEPING, GENERATE, take_refused
 from qsample.manifest import TokenIds
 from qsample.runtime.callbacks.logits_processors import INSTEAD
 from qsample.runtime.guided_decoding import Guide
-from qsample.runtime.parameters import choose_seeds, parameter_arrays, with_token_ids
+from qsample.runtime.parameters import choose_seeds, parameter_arrays
 from qsample.runtime.prompts import parse_prompts
 from qsample.runtime.sequence import Sequence
 from qsample.runtime.text.chat import ChatOptions, ChatTemplates
@@ -193,7 +193,7 @@ def make_sequences(
         pad=arguments.padding(token_ids),
         holes=not interface.recurrent,
     )
-    count, row_params = arguments.num_return_sequences, _sampling_params(arguments, len(rows), tokenizer)
+    count, row_params = arguments.num_return_sequences, _sampling_params(arguments, len(rows))
     if count > 1:
         rows = [row for row in rows for _ in range(count)]
         row_params = [row for row in row_params for _ in range(count)]
@@ -202,7 +202,9 @@ def make_sequences(
     stops = choose_stop_strings(stop_strings, params, arguments.settings, tokenizer)
     lengths, padding = [len(row.ids) for row in rows], [row.padding for row in rows]
     needed = max(map(SamplingParams.total_length, row_params, lengths, padding))
-    arrays = parameter_arrays(interface, row_params, lengths, capacity(needed), token_ids.eos, allowed_tokens, padding)
+    arrays = parameter_arrays(
+        interface, row_params, lengths, capacity(needed), token_ids.eos, allowed_tokens, padding, tokenizer
+    )
     guided = callable(allowed_tokens)
     sequences = []
     for row, prompt in enumerate(rows):
@@ -226,20 +228,20 @@ def choose_stop_strings(
     return stops
 
 
-def _sampling_params(arguments: Arguments, rows: int, tokenizer: Tokenizer | None) -> list[SamplingParams]:
-    """One a row without texts, from `params` or from the settings with the options on top. Raises ValueError."""
+def _sampling_params(arguments: Arguments, rows: int) -> list[SamplingParams]:
+    """One a row, from `params` or from the settings with the options on top. Raises ValueError."""
     params, options = arguments.params, arguments.options
     if params is None:
-        params = SamplingParams.from_generation_config(arguments.sampling_settings, **options)
-    elif options:
+        return [SamplingParams.from_generation_config(arguments.sampling_settings, **options)] * rows
+    if options:
         raise ValueError(f"params and {', '.join(options)} were given; put everything into params, or leave it out")
     if isinstance(params, SamplingParams):
-        return [with_token_ids(params, tokenizer)] * rows
+        return [params] * rows
     if not isinstance(params, abc.Sequence) or not all(isinstance(row, SamplingParams) for row in params):
         raise ValueError(f"params is {shown(params)}; give a SamplingParams, or a list with one for each prompt")
     if len(params) != rows:
         raise ValueError(f"{len(params)} SamplingParams were given for {rows} prompts; give one, or one for each")
-    return [with_token_ids(row, tokenizer) for row in params]
+    return list(params)
 
 
 def _check_sampled(count: int, params: list[SamplingParams]) -> None:

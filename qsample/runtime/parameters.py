@@ -14,7 +14,7 @@ from qsample.contract import ALLOWED_TOKENS, MASK_WORDS, PAD_STOP_ID, SEED, VOCA
 from qsample.errors import shown
 from qsample.runtime.prompts import check_token_ids, read_array
 from qsample.runtime.text.tokenizer import Tokenizer
-from qsample.sampling_params import SEEDS, SWITCHES, SamplingParams
+from qsample.sampling_params import OFF, SEEDS, SamplingParams
 from qsample.tensors import Array
 
 # Inputs that are more than a field of SamplingParams; `seed` is made elsewhere.
@@ -31,15 +31,15 @@ def parameter_arrays(
     default_stops: Sequence[int],
     allowed_tokens: Any = None,
     padding: Sequence[int] | None = None,
+    tokenizer: Tokenizer | None = None,
 ) -> dict[str, Array]:
-    """Every name of `Interface.parameters` but `seed`, a row each, from one SamplingParams a row without texts.
+    """Every name of `Interface.parameters` but `seed`, a row each, from one SamplingParams a row.
 
     default_stops: for rows whose eos_token_id is None. allowed_tokens: int32 bitmask [W] or [B, W]; None = all allowed,
     and so for a function, which writes the array later. padding: of each prompt, as for `SamplingParams.lengths`.
+    tokenizer: for texts among the parameters.
     """
-    rows = len(params)
-    for row in params:
-        check_filters(interface, row)
+    rows, params = len(params), _with_token_ids(interface, params, tokenizer)
     arrays = {}
     for spec in interface.parameters:
         if spec.name not in _MADE_APART:
@@ -87,18 +87,28 @@ def _padded_sequences(name: str, sequences: Sequence[Sequence[Sequence[int]]], v
 def check_filters(interface: Interface, params: SamplingParams) -> None:
     """Raise ValueError if `params` ask for a filter that the package lacks."""
     there = interface.features.filters
-    for name in params.filters:
+    for name, field in params.filters.items():
         if name not in there:
-            field, off = SWITCHES[name]
-            wanted = [*there, name]
             raise ValueError(
-                f"{field} is {shown(getattr(params, field))}, which needs the filter {name}, and the package has "
-                f"{', '.join(there) or 'no such filters'}; export the model again with filters={wanted} "
-                f"(--filter {','.join(wanted)}), or give {field}={off} to go without"
+                f"{field} is {shown(getattr(params, field))}, and the package was exported with "
+                f"{f'filters={[*there]}' if there else 'no filters'}; export the model again with "
+                f"filters={[*there, name]} (--filter), or give {field}={OFF[field]} to go without"
             )
 
 
-def with_token_ids(params: SamplingParams, tokenizer: Tokenizer | None) -> SamplingParams:
+def _with_token_ids(
+    interface: Interface, params: Sequence[SamplingParams], tokenizer: Tokenizer | None
+) -> list[SamplingParams]:
+    """`params`, checked, with token ids in place of texts."""
+    made: dict[int, SamplingParams] = {}  # most rows share one object
+    for row in params:
+        if id(row) not in made:
+            check_filters(interface, row)
+            made[id(row)] = _tokenized(row, tokenizer)
+    return [made[id(row)] for row in params]
+
+
+def _tokenized(params: SamplingParams, tokenizer: Tokenizer | None) -> SamplingParams:
     """`params` with token ids for the texts of `bad_words` and `dry_sequence_breakers`.
 
     A word is forbidden as it begins a text, and as it follows a space if that is as many other tokens (vLLM's rule).

@@ -9,27 +9,14 @@ import typer
 from qsample.cli.common import Provider, Threads, open_exported
 from qsample.cli.options import (
     CtxLen,
-    FrequencyPenalty,
-    Greedy,
-    MaxNewTokens,
-    MinNewTokens,
-    MinP,
-    PresencePenalty,
-    RepetitionPenalty,
-    Seed,
-    StopId,
-    StopString,
     System,
-    Temperature,
     Template,
     TemplateArguments,
     Thinking,
-    TopK,
-    TopP,
     chat_options,
     check_jinja,
-    sampling_options,
 )
+from qsample.cli.sampling import sampling_options, with_sampling_flags
 from qsample.errors import QsampleError
 
 if TYPE_CHECKING:
@@ -43,6 +30,7 @@ EXAMPLES: Final = (
 )
 
 
+@with_sampling_flags
 def chat(
     ctx: typer.Context,
     model: Annotated[str, typer.Argument(metavar="PACKAGE_OR_MODEL", help="Package, checkpoint or hub id.")],
@@ -50,19 +38,6 @@ def chat(
     chat_template: Template = None,
     chat_template_kwargs: TemplateArguments = None,
     thinking: Thinking = None,
-    max_new_tokens: MaxNewTokens = None,
-    temperature: Temperature = None,
-    top_k: TopK = None,
-    top_p: TopP = None,
-    min_p: MinP = None,
-    repetition_penalty: RepetitionPenalty = None,
-    presence_penalty: PresencePenalty = None,
-    frequency_penalty: FrequencyPenalty = None,
-    min_new_tokens: MinNewTokens = None,
-    stop_id: StopId = None,
-    stop_string: StopString = None,
-    seed: Seed = None,
-    greedy: Greedy = False,
     ctx_len: CtxLen = None,
     provider: Provider = None,
     threads: Threads = None,
@@ -72,11 +47,8 @@ def chat(
     from qsample.cli.chat.conversation import Conversation
     from qsample.cli.chat.screen import Screen
     from qsample.runtime import Engine, load
-    from qsample.runtime.text.stop_strings import check_stop_strings
 
     options = sampling_options(ctx.params)
-    if stop_string:
-        options["stop_strings"] = check_stop_strings(stop_string)
     template = chat_options(ctx.params)
     check_jinja()
     opened = open_exported(model, provider)  # kept: a temporary export lives as long as this

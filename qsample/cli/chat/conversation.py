@@ -121,7 +121,7 @@ class Conversation:
     def set_parameter(self, name: str, text: str) -> None:
         """Raises TurnError for an unknown name or a wrong value; then nothing changes."""
         from qsample.runtime.text.stop_strings import check_stop_strings
-        from qsample.sampling_params import SamplingParams
+        from qsample.sampling_params import SAMPLING_FIELDS, SamplingParams
 
         value: Any
         try:
@@ -133,7 +133,7 @@ class Conversation:
         if name == "stop_strings" and not isinstance(value, str | list | None):
             value = text  # a number that stands in the text
         changed = {key: kept for key, kept in {**self.options, name: value}.items() if kept is not None}
-        if name in ("temperature", "top_k", "top_p", "min_p") and value is not None:
+        if name in SAMPLING_FIELDS and value is not None:
             changed.pop("do_sample", None)
         try:
             check_stop_strings(changed.get("stop_strings"))

@@ -15,28 +15,15 @@ from qsample.cli.common import Json, Provider, Threads, open_exported
 from qsample.cli.errors import AlreadyPrintedError
 from qsample.cli.options import (
     CtxLenAsNeeded,
-    FrequencyPenalty,
-    Greedy,
-    MaxNewTokens,
-    MinNewTokens,
-    MinP,
-    PresencePenalty,
-    RepetitionPenalty,
-    Seed,
-    StopId,
-    StopString,
     System,
-    Temperature,
     Template,
     TemplateArguments,
     Thinking,
-    TopK,
-    TopP,
     chat_options,
     check_jinja,
     context_full,
-    sampling_options,
 )
+from qsample.cli.sampling import sampling_options, with_sampling_flags
 from qsample.errors import QsampleError
 from qsample.package import MANIFEST_NAME
 
@@ -53,6 +40,7 @@ EXAMPLES: Final = (
 )
 
 
+@with_sampling_flags
 def generate(
     ctx: typer.Context,
     model: Annotated[
@@ -85,19 +73,6 @@ def generate(
     chat_template: Template = None,
     chat_template_kwargs: TemplateArguments = None,
     thinking: Thinking = None,
-    max_new_tokens: MaxNewTokens = None,
-    temperature: Temperature = None,
-    top_k: TopK = None,
-    top_p: TopP = None,
-    min_p: MinP = None,
-    repetition_penalty: RepetitionPenalty = None,
-    presence_penalty: PresencePenalty = None,
-    frequency_penalty: FrequencyPenalty = None,
-    min_new_tokens: MinNewTokens = None,
-    stop_id: StopId = None,
-    stop_string: StopString = None,
-    seed: Seed = None,
-    greedy: Greedy = False,
     ctx_len: CtxLenAsNeeded = None,
     provider: Provider = None,
     threads: Threads = None,
@@ -114,11 +89,8 @@ def generate(
     from qsample.cli.generate.prompt_file import check_output, generate_file
     from qsample.cli.generate.prompt_rows import read_rows, with_fingerprints
     from qsample.runtime import load
-    from qsample.runtime.text.stop_strings import check_stop_strings
 
     options, chat_settings = sampling_options(ctx.params), chat_options(ctx.params)
-    if stop_string:
-        options["stop_strings"] = check_stop_strings(stop_string)
     if prompt_file is not None and prompt:
         raise typer.BadParameter("--prompt and --prompt-file were given; give one")
     for name, value in (("--output", output), ("--slots", slots)):

@@ -12,9 +12,9 @@ from typing import Any, Final
 import typer
 
 from qsample.cli.common import read_text
+from qsample.sampling_params import SAMPLING_FIELDS
 
 _JSON_LINES: Final = (".jsonl", ".ndjson", ".json")
-_SAMPLED: Final = ("temperature", "top_k", "top_p", "min_p")
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,8 +143,8 @@ def _merge(options: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]
     """`own` on top of `options`, without what it contradicts."""
     dropped: set[str] = set()
     if own.get("do_sample") is False or own.get("temperature") == 0:
-        dropped |= {*_SAMPLED, "do_sample"}
-    elif any(own.get(name) is not None for name in _SAMPLED):
+        dropped |= {*SAMPLING_FIELDS, "do_sample"}
+    elif any(own.get(name) is not None for name in SAMPLING_FIELDS):
         dropped.add("do_sample")
     for total, new in (("max_length", "max_new_tokens"), ("min_length", "min_new_tokens")):
         if total in own:
