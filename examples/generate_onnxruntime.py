@@ -102,7 +102,14 @@ def main() -> None:
         "logit_bias_ids": np.int32([[-1]]),
         "logit_bias": np.float32([[0]]),
         "allowed_tokens": np.full((1, -(-manifest["interface"]["vocab_size"] // 32)), -1, dtype=np.int32),
+        "typical_p": np.float32([1]),
+        "seed": np.int64([args.seed]),  # of a graph that has no noise among its states
     }
+    # Every other filter is off with zeros, or with -1 in place of tokens.
+    for tensor in decoder.get_inputs():
+        if tensor.name not in {"input_ids", "input_lengths", *parameters, *states}:
+            kind, off = np.float32 if tensor.type == "tensor(float)" else np.int32, -1 if len(tensor.shape) > 1 else 0
+            parameters[tensor.name] = np.full([1] * len(tensor.shape), off, dtype=kind)
     fixed = {name: on_device(array) for name, array in parameters.items()}
     # The step's output is the next step's input; two buffers take turns, because a graph may write while it reads.
     next_ids = [on_device(np.zeros((1, 1), dtype=np.int64)) for _ in range(2)]

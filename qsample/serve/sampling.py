@@ -6,7 +6,8 @@ import secrets
 from functools import partial
 from typing import Any, Final
 
-from qsample.sampling_params import SEEDS, SMALLEST_TOP_P, SamplingParams
+from qsample.runtime.parameters import check_filters
+from qsample.sampling_params import FILTER_FIELDS, SEEDS, SMALLEST_TOP_P, SamplingParams
 from qsample.serve.guides import Grammar, from_choice, from_json_schema, from_lark, from_regex
 from qsample.serve.http.errors import ApiError
 from qsample.serve.protocol.common import GenerationRequest, StructuredOutputs
@@ -19,7 +20,7 @@ def sampling_params(request: GenerationRequest, model: ServedModel, limit: int |
     """How to choose the tokens of each answer.
 
     limit: most new tokens; None = what the model's generation_config says with generation_config="auto", otherwise as
-    many as a slot has room for. Raises ValueError where the fields contradict one another.
+    many as a slot has room for. Raises ApiError for a value that is refused, and if the fields contradict one another.
     """
     fields: dict[str, Any] = dict(model.defaults)
     for name in ("temperature", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
@@ -29,6 +30,9 @@ def sampling_params(request: GenerationRequest, model: ServedModel, limit: int |
         fields["top_k"] = max(request.top_k, 0)  # vLLM's -1 is off, too
     if request.top_p is not None:
         fields["top_p"] = max(request.top_p, SMALLEST_TOP_P)
+    fields |= {name: value for name in FILTER_FIELDS if (value := getattr(request, name)) is not None}
+    if "top_n_sigma" in fields:
+        fields["top_n_sigma"] = max(fields["top_n_sigma"], 0)  # llama.cpp's -1 is off, too
     if limit is not None:
         fields["max_new_tokens"] = limit
     elif "max_new_tokens" not in fields:
@@ -43,7 +47,13 @@ def sampling_params(request: GenerationRequest, model: ServedModel, limit: int |
     biases = {int(token): float(amount) for token, amount in (request.logit_bias or {}).items() if amount}
     if biases:  # which not every package takes
         fields["logit_bias"] = biases
-    return SamplingParams(**fields)
+    try:
+        params = SamplingParams(**fields)
+        check_filters(model.model.interface, params)
+    except ValueError as error:
+        name = str(error).partition(" ")[0]
+        raise ApiError(400, str(error), param=name if name in type(request).model_fields else None) from None
+    return params
 
 
 def seeds(request: GenerationRequest, count: int) -> list[int]:

@@ -9,9 +9,10 @@ from typing import Any, Final
 
 from qsample.errors import QsampleError
 from qsample.runtime import CausalLM, Engine, QueueFullError, Request, load
+from qsample.runtime.parameters import check_filters
 from qsample.runtime.text.template_sandbox import compile_template
 from qsample.runtime.text.tokenizer import Tokenizer
-from qsample.sampling_params import SamplingParams
+from qsample.sampling_params import FILTER_FIELDS, SamplingParams
 from qsample.serve.guides import Grammars
 from qsample.serve.http.errors import ApiError
 from qsample.serve.reasoning import ReasoningReader
@@ -21,7 +22,10 @@ from qsample.serve.token_texts import TokenTexts
 from qsample.serve.tool_calls.formats import find_format
 
 # What a model's generation_config decides with generation_config="auto".
-_OF_CONFIG: Final = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens")
+_OF_CONFIG: Final = (
+    *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens"),
+    *FILTER_FIELDS,
+)
 
 _MARK_TOKENS: Final = 32  # more than the longest mark around thoughts has, even in single characters
 
@@ -51,7 +55,8 @@ class ServedModel:
         if settings.generation_config == "auto":
             config = self.model.generation_config
             self.defaults |= {name: config[name] for name in _OF_CONFIG if config.get(name) is not None}
-        SamplingParams(**self.defaults)  # type: ignore[arg-type]  # a config's own mistakes are told at the start
+        # A config's own mistakes are told at the start, and what the package lacks for it.
+        check_filters(self.model.interface, SamplingParams(**self.defaults))  # type: ignore[arg-type]
         self.tool_format = find_format(settings.tool_call_parser, self._template)
         self._reasoning_format = find_reasoning_format(settings.reasoning_parser, self._is_shown)
         self.grammars = Grammars(self.model)

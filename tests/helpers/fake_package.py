@@ -1,6 +1,7 @@
 """A package that is made in milliseconds, without torch: one real attention layer and a plain sampler, by the contract.
 
-The sampler knows temperature, penalties, minimum length, stop ids, biases and masks, and no filters. Nothing in it is
+The sampler knows temperature, penalties, minimum length, stop ids, biases and masks, and no filters: it takes their
+inputs and does nothing with them. Nothing in it is
 shared with the exporter, so it is a second implementation of the contract for the runtime to run.
 """
 

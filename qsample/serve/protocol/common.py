@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any, ClassVar, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import (
+    AliasChoices,
     BaseModel,
     ConfigDict,
     Field,
@@ -13,10 +14,13 @@ from pydantic import (
     StrictFloat,
     StrictInt,
     StrictStr,
+    create_model,
     field_validator,
     model_validator,
 )
 
+from qsample.contract import LONGEST_MATCH
+from qsample.sampling_params import FILTER_FIELDS, OFF
 from qsample.serve.protocol.unsupported import STRUCTURED_OUTPUTS, Fields
 
 MOST_CHOICES: Final = 128  # OpenAI's limit for n
@@ -88,10 +92,27 @@ class StructuredOutputs(Body):
     json_object: StrictBool | None = None
 
 
-class GenerationRequest(Body):
+# What a package may have beside, under the names that `SamplingParams` has for it, which checks the values: vLLM's,
+# llama.cpp's and transformers'.
+_Item = (
+    Annotated[StrictStr, Field(max_length=256)] | StrictInt | Annotated[list[TokenId], Field(max_length=LONGEST_MATCH)]
+)
+_Items = Annotated[list[_Item], Field(max_length=MOST_STOPS)]
+if TYPE_CHECKING:
+    FilterFields = Body
+else:
+    FilterFields = create_model(
+        "FilterFields",
+        __base__=Body,
+        **{name: ((_Items if OFF[name] is None else Number) | None, None) for name in FILTER_FIELDS},
+    )
+
+
+class GenerationRequest(FilterFields):
     """How to continue; names, ranges and defaults are OpenAI's, below them vLLM's.
 
-    model: a served name; None = the first. Fields at the end are taken and change nothing.
+    model: a served name; None = the first. repeat_penalty: llama.cpp's name of repetition_penalty. Fields at the end
+    are taken and change nothing.
     """
 
     model: StrictStr | None = None
@@ -109,7 +130,9 @@ class GenerationRequest(Body):
 
     top_k: Annotated[StrictInt, Field(ge=-1, le=MOST_TOKENS)] | None = None
     min_p: Annotated[Number, Field(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[Number, Field(gt=0)] | None = None
+    repetition_penalty: Annotated[Number, Field(gt=0)] | None = Field(
+        None, validation_alias=AliasChoices("repetition_penalty", "repeat_penalty")
+    )
     min_tokens: Annotated[StrictInt, Field(ge=0, le=MOST_TOKENS)] | None = None
     stop_token_ids: list[TokenId] | None = Field(None, max_length=MOST_STOPS)
     ignore_eos: StrictBool = False

@@ -1,5 +1,5 @@
-"""Fields of OpenAI's and vLLM's requests for what is not done here: passed over where they ask for nothing, refused by
-name where they ask for something."""
+"""Fields of OpenAI's, vLLM's and llama.cpp's requests for what is not done here: passed over if they ask for nothing,
+refused by name if they ask for something."""
 
 from __future__ import annotations
 
@@ -44,7 +44,6 @@ BOTH: Final[Fields] = {
     "truncate_prompt_tokens": Unsupported(instead="cut the prompt yourself; /tokenize counts its tokens"),
     "prompt_logprobs": Unsupported(False, instead="logprobs has those of the answer"),
     "allowed_token_ids": Unsupported(instead="guided_choice, guided_regex and guided_grammar hold an answer to a form"),
-    "bad_words": Unsupported([], instead="give their tokens with logit_bias"),
     "logits_processors": Unsupported([], instead="a server runs no programs of its clients"),
     "return_tokens_as_token_ids": Unsupported(False, instead="return_token_ids returns them beside the text"),
     "cache_salt": Unsupported(instead="requests share what was read; start a server for each group that may not"),
@@ -58,9 +57,16 @@ BOTH: Final[Fields] = {
     "guided_decoding_backend": Unsupported("auto", "guidance", instead="llguidance does it; leave it out"),
     "guided_whitespace_pattern": Unsupported(instead=_ONE_LINE),
 }
+# llama.cpp's.
+LLAMA_CPP: Final[Fields] = {
+    "repeat_last_n": Unsupported(-1, instead="repetition_penalty is on all tokens of a row; leave it out"),
+    "samplers": Unsupported(instead="a package has one order of filters, which --filter-order of an export chooses"),
+    "min_keep": Unsupported(0, instead="each filter keeps one token at least; leave it out"),
+}
 # OpenAI's, and two of vLLM's, which are those of completions.
 CHAT: Final[Fields] = {
     **BOTH,
+    **LLAMA_CPP,
     "audio": Unsupported(instead="the model writes text; leave it out"),
     "functions": Unsupported([], instead="give tools, which have taken their place"),
     "function_call": Unsupported("none", "auto", instead="give tools and tool_choice, which have taken its place"),
@@ -71,6 +77,7 @@ CHAT: Final[Fields] = {
 }
 COMPLETIONS: Final[Fields] = {
     **BOTH,
+    **LLAMA_CPP,
     "prompt_embeds": Unsupported([], instead="give texts or token ids"),
 }
 STRUCTURED_OUTPUTS: Final[Fields] = {
