@@ -14,6 +14,7 @@ from qsample.errors import shown
 INT32_MAX: Final = 2**31 - 1
 FLOAT32_MAX: Final = 3.4028235e38
 FLOAT32_TINY: Final = 1.1754944e-38  # the least that float32 holds in full
+LONGEST_TEXT: Final = 256  # characters: more are no token, and no word to forbid
 
 
 def number(name: str, value: Any, least: float, most: float, accepted: str) -> float:
@@ -53,14 +54,14 @@ def token_ids(name: str, value: Any) -> tuple[int, ...] | None:
 
 def ids_or_texts(name: str, value: Any) -> tuple[int | str, ...] | None:
     """Token ids, and texts that stand for one; None for none of either."""
-    accepted = "a list of token ids, and of texts that are one token each, or None"
+    accepted = f"a list of token ids, and of texts up to {LONGEST_TEXT} characters that are one token, or None"
     items = _items(name, value, accepted)
     return tuple(dict.fromkeys(item if _is_text(item) else _token_id(name, item, accepted) for item in items)) or None
 
 
 def texts(name: str, value: Any) -> tuple[str, ...] | None:
     """Texts, each once; None for none."""
-    items = _items(name, value, accepted := "a list of texts that are not empty, or None")
+    items = _items(name, value, accepted := f"a list of texts of 1 to {LONGEST_TEXT} characters, or None")
     if not all(map(_is_text, items)):
         raise ValueError(f"{name} is {shown(value)}; give {accepted}")
     return tuple(dict.fromkeys(items)) or None
@@ -112,7 +113,7 @@ def _is_list(value: Any) -> bool:
 
 
 def _is_text(value: Any) -> bool:
-    return isinstance(value, str) and bool(value)
+    return isinstance(value, str) and 1 <= len(value) <= LONGEST_TEXT
 
 
 def _is_a(kind: type, value: Any) -> bool:

@@ -13,7 +13,7 @@ import pytest
 
 import qsample
 from qsample import AutoModelForCausalLM
-from qsample.auto_model import CheckpointModel
+from qsample.auto_model import CheckpointModel, PackagedModel
 from qsample.contract import Features
 from qsample.errors import PackageError, QsampleError
 from tests.helpers.fake_package import fake_package
@@ -57,6 +57,8 @@ def test_host_sampling_gives_the_tokens_of_the_baked_sampler(
         ({"return_pdfs": True}, Features(probs=True)),
         ({"logit_bias": True, "top_logprobs": 3}, Features(logit_bias=True, top_logprobs=3)),
         ({"allowed_tokens": True, "logprobs": True}, Features(allowed_tokens=True, logprobs=True)),
+        ({"filters": ["xtc", "typical_p"]}, Features(filters=("typical_p", "xtc"))),
+        ({"filter_order": "llama.cpp", "seed_input": True}, Features(filter_order="llama.cpp", seed=True)),
     ],
 )
 def test_keywords_name_the_features(keywords: dict[str, Any], features: Features) -> None:
@@ -99,6 +101,19 @@ def test_features_of_a_package_are_fixed(exported: Callable[..., Path], llama_pa
         AutoModelForCausalLM.from_pretrained(llama_package, logprobs=True, return_pdfs=True)
     with pytest.raises(QsampleError, match="holds float32, not float16"):
         AutoModelForCausalLM.from_pretrained(llama_package, dtype="float16")
+
+
+def test_filters_of_a_package_are_fixed(tmp_path: Path) -> None:
+    path = fake_package(tmp_path / "package", filters=("xtc", "dry"), filter_order="llama.cpp").path
+    assert isinstance(AutoModelForCausalLM.from_pretrained(path, filters=["dry"]), PackagedModel)
+    with pytest.raises(QsampleError, match="without seed, the filter mirostat; export it again"):
+        AutoModelForCausalLM.from_pretrained(path, filters=["dry", "mirostat"], seed_input=True)
+    with pytest.raises(QsampleError, match=r"exported with filter_order='llama\.cpp'; open it with that"):
+        AutoModelForCausalLM.from_pretrained(path, filter_order="huggingface")
+    with pytest.raises(ValueError, match=r"filters is \['typical'\]; give a list of typical_p, epsilon_cutoff"):
+        AutoModelForCausalLM.from_pretrained("some/model", filters=["typical"])
+    with pytest.raises(ValueError, match=r"filter_order is 'vllm'; choose one of huggingface, llama\.cpp"):
+        AutoModelForCausalLM.from_pretrained("some/model", filter_order="vllm")
 
 
 def test_nothing_is_written_over_what_it_is_made_from(tmp_path: Path) -> None:

@@ -105,7 +105,7 @@ def test_values_that_ask_for_nothing_are_no_contradiction() -> None:
         ({}, {"do_sample": 1}, "do_sample is 1; give True or False"),
         ({}, {"top_q": 0.5}, "unknown sampling option 'top_q'; did you mean 'top_"),
         ({}, {"temprature": 0.5}, "did you mean 'temperature'"),
-        ({}, {"xyz": 0.5}, "choose from do_sample, eos_token_id"),
+        ({}, {"xyz": 0.5}, "choose from bad_words, bad_words_ids, do_sample"),
         ({}, {"top_p": math.nan}, "top_p is nan"),
         ({}, {"temperature": math.nan}, "temperature is nan"),
         ({"do_sample": True, "top_p": 0}, {}, "top_p is 0"),
@@ -122,12 +122,7 @@ def test_bad_configs_and_overrides(config: Any, overrides: dict[str, Any], messa
     [
         ("num_beams", 4),
         ("num_return_sequences", 2),
-        ("no_repeat_ngram_size", 3),
-        ("typical_p", 0.9),
-        ("epsilon_cutoff", 3e-4),
-        ("eta_cutoff", 3e-4),
         ("top_h", 0.4),
-        ("bad_words_ids", [[5]]),
         ("suppress_tokens", [5]),
         ("begin_suppress_tokens", [5]),
         ("guidance_scale", 1.5),
@@ -152,14 +147,21 @@ def test_what_qsample_does_not_do_is_refused_with_a_way_on(field: str, value: An
 
 
 def test_several_unsupported_fields_are_listed_together() -> None:
-    with pytest.raises(
-        ValueError, match=r"num_beams=4, no_repeat_ngram_size=3.*pass num_beams=None, no_repeat_ngram_size=None"
-    ):
-        from_config({"num_beams": 4, "no_repeat_ngram_size": 3})
+    with pytest.raises(ValueError, match=r"num_beams=4, guidance_scale=3.*pass num_beams=None, guidance_scale=None"):
+        from_config({"num_beams": 4, "guidance_scale": 3})
 
 
-def test_filters_that_greedy_search_ignores_are_no_obstacle_to_it() -> None:
-    assert from_config({"typical_p": 0.9, "do_sample": False}).temperature == 0
+def test_filters_of_transformers() -> None:
+    cutoffs = {"typical_p": 0.9, "epsilon_cutoff": 3e-4, "eta_cutoff": 6e-4}
+    bans = {"no_repeat_ngram_size": 3, "bad_words_ids": [[5], [6, 7]]}
+    tuples = {**bans, "bad_words_ids": ((5,), (6, 7))}
+    assert from_config({"do_sample": True, **cutoffs, **bans}) == SamplingParams(top_k=50, **cutoffs, **tuples)
+    # Greedy search ignores what chooses among several tokens, and not what forbids some.
+    assert from_config({"do_sample": False, **cutoffs, **bans}) == SamplingParams(temperature=0, **tuples)
+    assert from_config({}, typical_p=0.9) == SamplingParams(top_k=50, typical_p=0.9)
+    assert from_config({}, no_repeat_ngram_size=3).temperature == 0
+    with pytest.raises(ValueError, match=r"do_sample=False chooses greedily, yet xtc_probability=0\.5 is given"):
+        from_config({}, do_sample=False, xtc_probability=0.5)
 
 
 def test_an_override_of_the_total_length_beats_the_configs_new_tokens() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from qsample.contract import Features
 from qsample.package import MANIFEST_NAME, Compilation, Manifest, Package, PackageError, read_package
 from tests.helpers.small_packages import INTERFACE, manifest, write
 
@@ -35,6 +36,17 @@ def test_device_manifest_round_trip() -> None:
     data = json.loads(made.to_json())
     data["files"] = {name: {"sha256": "00", "bytes": 1} for name in INTERFACE.graphs}
     assert replace(Manifest.from_json(json.dumps(data)), files={}) == made
+
+
+def test_filters_round_trip() -> None:
+    features = Features(filters=("mirostat", "xtc"), filter_order="llama.cpp", seed=True)
+    made = manifest(interface=replace(INTERFACE, features=features))
+    data = json.loads(made.to_json())
+    data["files"] = {name: {"sha256": "00", "bytes": 1} for name in INTERFACE.graphs}
+    assert replace(Manifest.from_json(json.dumps(data)), files={}) == made
+    data["interface"]["features"]["filters"].append("of a later version")
+    with pytest.raises(PackageError, match=r"interface\.features in qsample\.json: filters is .*later version"):
+        Manifest.from_json(json.dumps(data))
 
 
 def test_a_device_package_needs_its_compilation() -> None:

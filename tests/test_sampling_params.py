@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from qsample.contract import EXTRA_PARAMETERS
 from qsample.sampling_params import DEFAULT_NEW_TOKENS, SamplingParams
 
 
@@ -39,6 +40,9 @@ def test_defaults_sample_from_the_models_own_distribution() -> None:
         ("max_length", 1),
         ("max_new_tokens", 1),
         ("seed", 2**63 - 1),
+        ("dry_penalty_last_n", -1),
+        ("no_repeat_ngram_size", 65),
+        ("mirostat", 2),
         ("top_k", np.int64(5)),
         ("temperature", np.float32(0.5)),
     ],
@@ -99,11 +103,58 @@ def test_accepted_values(field: str, value: Any) -> None:
         ("logit_bias", {1: math.nan}),
         ("logit_bias", {1: math.inf}),
         ("logit_bias", {1: -1e39}),
+        ("typical_p", 0),
+        ("epsilon_cutoff", 1.1),
+        ("eta_cutoff", -0.1),
+        ("top_n_sigma", -1),
+        ("xtc_probability", 2),
+        ("xtc_threshold", math.nan),
+        ("dry_multiplier", -1),
+        ("dry_base", 0.5),
+        ("dry_allowed_length", 0),
+        ("dry_penalty_last_n", -2),
+        ("dry_sequence_breakers", "\n"),
+        ("dry_sequence_breakers", [""]),
+        ("dry_sequence_breakers", [-1]),
+        ("no_repeat_ngram_size", 66),
+        ("bad_words_ids", [5]),
+        ("bad_words_ids", [[]]),
+        ("bad_words_ids", [list(range(65))]),
+        ("bad_words_ids", [[True]]),
+        ("bad_words", "word"),
+        ("bad_words", [5]),
+        ("dynatemp_range", math.inf),
+        ("dynatemp_exponent", -1),
+        ("mirostat", 1),
+        ("mirostat", 2.0),
+        ("mirostat_tau", 0),
+        ("mirostat_eta", -0.1),
     ],
 )
 def test_refused_values_name_the_field_and_what_is_accepted(field: str, value: Any) -> None:
     with pytest.raises(ValueError, match=rf"^{field}.* is .+; give "):
         SamplingParams(**{field: value})
+
+
+def test_lists_of_the_filters_are_tuples_and_none_where_they_are_empty() -> None:
+    words = np.array([[5, 6]])
+    params = SamplingParams(bad_words_ids=words, dry_sequence_breakers=["a", 5, "a"], bad_words=("x",))  # type: ignore[arg-type]
+    assert (params.bad_words_ids, params.dry_sequence_breakers, params.bad_words) == (((5, 6),), ("a", 5), ("x",))
+    none = SamplingParams(bad_words_ids=[], dry_sequence_breakers=[], bad_words=[])  # type: ignore[arg-type]
+    assert none == SamplingParams()
+    assert hash(params) != hash(none)
+
+
+def test_defaults_are_the_contracts_and_switch_every_filter_off() -> None:
+    params = SamplingParams()
+    for specs in EXTRA_PARAMETERS.values():
+        for spec in specs:
+            assert (params.value_of(spec.name) or spec.off) == spec.off, spec.name
+    assert params.filters == {}
+    on = {"xtc_probability": 0.5, "mirostat": 2, "mirostat_tau": 3.0, "bad_words": ["x"], "dry_base": 2.0}
+    asked = SamplingParams(**on)  # type: ignore[arg-type]
+    assert asked.filters == {"xtc": "xtc_probability", "mirostat": "mirostat", "bad_words_ids": "bad_words"}
+    assert asked.value_of("mirostat_tau") == 3.0
 
 
 def test_the_message_shows_what_was_given() -> None:

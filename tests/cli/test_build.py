@@ -30,6 +30,9 @@ def test_export_passes_every_option(run: Any, monkeypatch: pytest.MonkeyPatch, t
         "allowed_tokens": False,
         "logprobs": False,
         "top_logprobs": 0,
+        "filters": (),
+        "filter_order": "huggingface",
+        "seed_input": False,
         "dtype": "float32",
         "tokenizer": "auto",
         "revision": None,
@@ -39,6 +42,28 @@ def test_export_passes_every_option(run: Any, monkeypatch: pytest.MonkeyPatch, t
     assert seen == {**defaults, "model": "some/model"}
     run("export", "some/model", tmp_path / "p", "--no-sampler", "--dtype", "float16", "--revision", "v2")
     assert seen == {**defaults, "model": "some/model", "include_sampler": False, "dtype": "float16", "revision": "v2"}
+    filters = ("--filter", "xtc,dry", "--filter", "typical_p", "--filter-order", "llama.cpp", "--seed-input")
+    run("export", "some/model", tmp_path / "p", *filters)
+    chosen = {"filters": ("xtc", "dry", "typical_p"), "filter_order": "llama.cpp", "seed_input": True}
+    assert seen == {**defaults, **chosen, "model": "some/model"}
+
+
+def test_bake_passes_filters(run: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    seen: dict[str, Any] = {}
+
+    def spy(*paths: Any, **options: Any) -> None:
+        seen.update(options)
+        raise ValueError("seen")
+
+    monkeypatch.setattr("qsample.models.foreign.bake", spy)
+    run("bake", "some/model", tmp_path / "p", "--filter", "mirostat", "--filter-order", "llama.cpp", "--seed-input")
+    assert seen["features"] == Features(filters=("mirostat",), filter_order="llama.cpp", seed=True)
+
+
+@pytest.mark.parametrize("command", ["export", "bake"])
+def test_a_filter_that_there_is_not(command: str, run: Any, tmp_path: Path) -> None:
+    status, _, err = run(command, "some/model", tmp_path / "p", "--filter", "xtc,tpyical_p")
+    assert (status, "--filter names 'tpyical_p'; did you mean 'typical_p'?" in err) == (2, True), err
 
 
 def test_export_of_a_package_is_wrong_usage(run: Any, llama_package: Path, tmp_path: Path) -> None:

@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 
+from qsample.sampling_params import FILTER_FIELDS, OFF
 from tests.helpers.command_line import qsample
 from tests.helpers.fake_package import fake_package
+from tests.helpers.filters import ASKED, FILTERS, assert_read, read_by_the_graph, record_parameters
 
 GENERATE = ["--max-new-tokens", "8", "--seed", "3", "--temperature", "1.0"]
 
@@ -93,16 +95,38 @@ def test_generate_passes_every_sampling_option(run: Any, llama_package: Path, mo
         "min_new_tokens": 2,
         "seed": 11,
         "flush_every": 3,
+        # The filters' numbers: each takes a 1 or a 2.
+        **{name: 1.0 if isinstance(OFF[name], float) else 2 for name in FILTER_FIELDS if OFF[name] is not None},
     }
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
     flags += ["--no-double-buffering", "--stop-string=one", "--stop-string=two"]
+    flags += ["--bad-word=one", "--bad-word=two", "--dry-sequence-breaker=."]
     status, _, err = run("generate", llama_package, "-p", "x", *flags, "--stop-id", "5", "--stop-id", "6")
     assert (status, err) == (1, "qsample: seen\n")
     seen.pop("streamer")
     given |= {"double_buffering": False, "stop_strings": ("one", "two")}
-    assert seen == {**given, "eos_token_id": [5, 6], "inputs": ["x"]}
+    texts = {"bad_words": ["one", "two"], "dry_sequence_breakers": ["."]}
+    assert seen == {**given, **texts, "eos_token_id": [5, 6], "inputs": ["x"]}
     assert run("generate", llama_package, "-p", "x", "--greedy")[0] == 1
     assert seen["do_sample"] is False
+
+
+def test_filters_reach_the_graph(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From flags, and from a line of a file."""
+    package = fake_package(tmp_path / "package", filters=FILTERS)
+    begun = record_parameters(monkeypatch)
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in ASKED.items() if not isinstance(value, list)]
+    flags += ["--dry-sequence-breaker=a", "--dry-sequence-breaker=:", "--bad-word=ab", "--bad-word=c"]
+    status, _, err = run("generate", package.path, "-p", "In", "--max-new-tokens=2", *flags)
+    assert status == 0, err
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "In", "max_new_tokens": 2, **ASKED}) + "\n")
+    assert run("generate", package.path, "--prompt-file", tmp_path / "rows.jsonl")[0] == 0
+    assert len(begun) == 2
+    for row in begun:
+        assert_read(row, read_by_the_graph())
+    status, _, err = run("generate", fake_package(tmp_path / "bare").path, "-p", "In", "--typical-p=0.9")
+    assert (status, "--typical-p is 0.9, and the package was exported with no filters" in err) == (1, True), err
+    assert "(--filter), or give --typical-p 1.0 to go without" in err
 
 
 @pytest.mark.parametrize("command", ["generate", "chat"])

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from qsample.package import read_package
+from tests.helpers.fake_package import fake_package
 
 
 def test_inspect_shows_every_tensor_of_the_contract(run: Any, llama_package: Path) -> None:
@@ -22,6 +23,15 @@ def test_inspect_shows_every_tensor_of_the_contract(run: Any, llama_package: Pat
         assert name in out
     assert "u[t]" in out, "brackets in a meaning are text, not markup"
     assert "max_error" in out
+
+
+def test_inspect_shows_filters(run: Any, tmp_path: Path) -> None:
+    package = fake_package(tmp_path / "package", filters=("mirostat", "dry"), filter_order="llama.cpp", seed=True)
+    _, out, _ = run("inspect", package.path)
+    assert "sampler, filters dry mirostat, filter_order llama.cpp, seed" in out
+    for name in ("dry_sequence_breakers", "mirostat_mu", "seed"):
+        assert re.search(rf"^ *{name} +\w+ \[B", out, re.MULTILINE), name
+    assert not re.search(r"^ *noise ", out, re.MULTILINE)
 
 
 def test_inspect_json_holds_manifest_and_graphs(run: Any, llama_package: Path) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from qsample.contract import EXTRA_PARAMETERS
 from qsample.package import Package
 from qsample.runtime import load
 from tests.helpers.fake_package import compilation, fake_package
@@ -57,6 +58,8 @@ def test_it_gives_the_runtimes_text(temperature: float, tmp_path: Path) -> None:
 def test_packages_with_every_feature_and_device_packages(tmp_path: Path) -> None:
     features = {"logit_bias": True, "allowed_tokens": True, "logprobs": True, "top_logprobs": 2, "probs": True}
     same_text(fake_package(tmp_path / "features", **features), 2, temperature=0.9, top_p=1.0)
+    filters = {"filters": tuple(EXTRA_PARAMETERS), "filter_order": "llama.cpp", "seed": True}
+    same_text(fake_package(tmp_path / "filters", **filters), 2, temperature=0.9, top_p=1.0)
     same_text(fake_package(tmp_path / "device", compilation=compilation()), 3, temperature=0.9, top_p=1.0)
 
 

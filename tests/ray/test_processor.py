@@ -19,6 +19,7 @@ from qsample.ray.processor import QsampleProcessorConfig, warn_where_full
 from qsample.ray.rows import request_of, seed_of
 from qsample.ray.server import serve_app
 from qsample.runtime import Engine, EngineClosedError, load
+from qsample.sampling_params import SamplingParams
 from qsample.serve import ServeSettings
 from qsample.serve.app import make_app
 from qsample.serve.served_model import ServedModels
@@ -160,6 +161,9 @@ def test_what_arrow_and_pandas_make_of_rows() -> None:
     assert options == {"temperature": 0.5, "max_new_tokens": 3, "tools": plain_tools, "seed": seed_of({"id": 3}, "id")}
     assert request_of({"prompt": np.array([5, 6]), "seed": 7.0}, {}, "id") == ([5, 6], {"seed": 7})
     assert request_of({"prompt": "", "id": 1.0}, {}, "id") == ("", {"seed": seed_of({"id": 1}, "id")})
+    nested = np.array([np.array([5, 6]), np.array([7])], dtype=object)
+    _, options = request_of({"prompt": "x", "seed": 1, "sampling_params": {"bad_words_ids": nested}}, {}, "id")
+    assert SamplingParams(**options).bad_words_ids == ((5, 6), (7,))
 
 
 def test_seeds_follow_from_ids() -> None:

@@ -7,13 +7,14 @@ from collections.abc import Callable
 from qsample.runtime import CausalLM, SamplingParams
 from qsample.runtime.parameters import parameter_arrays
 from tests.helpers.fake_package import fake_interface
+from tests.helpers.filters import FILTERS
 
 
 def test_parameter_arrays_follow_the_contract() -> None:
-    interface = fake_interface(logit_bias=True, allowed_tokens=True)
+    interface = fake_interface(logit_bias=True, allowed_tokens=True, filters=FILTERS)
     params = [SamplingParams(temperature=0.5, top_k=3, eos_token_id=(7, 8), logit_bias={5: 1.0}), SamplingParams()]
     arrays = parameter_arrays(interface, params, [3, 4], 100, default_stops=(2,))
-    sizes = interface.sizes | {"B": 2, "E": 2, "N": 1}
+    sizes = interface.sizes | {"B": 2, "E": 2, "N": 1, "D": 1, "Q": 1, "L": 1}
     for spec in interface.parameters:
         array = arrays.pop(spec.name)
         assert (array.dtype.name, array.shape) == (spec.dtype, spec.shape(sizes)), spec.name

@@ -1,8 +1,10 @@
-"""Every field of OpenAI's and vLLM's requests: what asks for nothing changes nothing, the rest is refused by name."""
+"""Every field of OpenAI's, vLLM's and llama.cpp's requests: what asks for nothing changes nothing, what is not done is
+refused by name."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -11,8 +13,11 @@ from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 from starlette.testclient import TestClient
 
+from qsample.serve import ServeSettings, make_app
 from qsample.serve.protocol.completions import CompletionRequest
 from qsample.serve.sampling import sampling_params
+from tests.helpers.fake_package import fake_package
+from tests.helpers.filters import ASKED, FILTERS, assert_read, read_by_the_graph, record_parameters
 from tests.helpers.servers import ServerProcess
 
 PATHS = {"chat": "/v1/chat/completions", "text": "/v1/completions"}
@@ -27,6 +32,12 @@ VLLM: dict[str, list[Any]] = {
     "length_penalty": [1, 1.0], "stop_token_ids": [[]], "include_stop_str_in_output": [False], "ignore_eos": [False],
     "min_tokens": [0], "skip_special_tokens": [True], "spaces_between_special_tokens": [True, False],
     "truncate_prompt_tokens": [], "prompt_logprobs": [False], "allowed_token_ids": [], "bad_words": [[]],
+    # llama.cpp's, and transformers'
+    "typical_p": [1, 1.0], "top_n_sigma": [0, -1, -1.0], "xtc_probability": [0], "xtc_threshold": [0.1],
+    "dry_multiplier": [0.0], "dry_base": [1.75], "dry_allowed_length": [2], "dry_penalty_last_n": [-1],
+    "dry_sequence_breakers": [[]], "dynatemp_range": [0], "dynatemp_exponent": [1], "mirostat": [0],
+    "mirostat_tau": [5], "mirostat_eta": [0.1], "repeat_last_n": [-1], "min_keep": [0], "samplers": [],
+    "epsilon_cutoff": [0], "eta_cutoff": [0], "no_repeat_ngram_size": [0], "bad_words_ids": [[]],
     "early_stopping": [False], "echo": [False], "structured_outputs": [{}, {"regex": None, "disable_fallback": False}],
     "guided_json": [], "guided_regex": [], "guided_choice": [], "guided_grammar": [], "guided_json_object": [False],
     "guided_decoding_backend": ["auto"], "guided_whitespace_pattern": [], "priority": [0], "request_id": ["x"],
@@ -53,7 +64,8 @@ REFUSED: dict[str, dict[str, tuple[Any, str]]] = {
         "use_beam_search": (True, "without beams"), "length_penalty": (0.5, "without beams"),
         "skip_special_tokens": (False, "return_token_ids"), "include_stop_str_in_output": (True, "stop_reason"),
         "truncate_prompt_tokens": (5, "/tokenize"), "prompt_logprobs": (0, "logprobs has those"),
-        "allowed_token_ids": ([5], "guided_choice"), "bad_words": (["x"], "logit_bias"),
+        "allowed_token_ids": ([5], "guided_choice"), "repeat_last_n": (64, "on all tokens of a row"),
+        "samplers": (["top_k"], "--filter-order"), "min_keep": (2, "keeps one token"),
         "logits_processors": (["x"], "no programs"), "return_tokens_as_token_ids": (True, "return_token_ids"),
         "cache_salt": ("x", "share what was read"), "kv_transfer_params": ({"a": 1}, "leave it out"),
         "guided_decoding_backend": ("outlines", "llguidance does it"), "guided_json_object": (True, "response_format"),
@@ -128,6 +140,37 @@ def test_what_asks_for_something_that_is_not_done_is_named(kind: str, post: Post
         assert instead in error["message"]
     answer = post(kind, {"temprature": 1})
     assert answer.json()["error"]["message"] == "temprature is not known here; leave it out"
+
+
+@pytest.mark.parametrize("kind", ["chat", "text"])
+def test_filters_reach_the_graph(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = fake_package(tmp_path / "package", filters=FILTERS)
+    begun = record_parameters(monkeypatch)
+    with TestClient(make_app(ServeSettings(models={"tiny": str(package.path)}, slots=1, threads=1))) as client:
+        answer = client.post(PATHS[kind], json=GOOD[kind] | ASKED | {"repeat_penalty": 1.5})
+        assert answer.status_code == 200, answer.text
+        (row,) = begun
+        assert_read(row, {**read_by_the_graph(), "repetition_penalty": 1.5})
+        wrong = {
+            "mirostat": (1, "mirostat is 1; give 0 (off) or 2 (Mirostat 2.0)"),
+            "typical_p": (0, "typical_p is 0; give a number > 0 and <= 1 (1 = off)"),
+            "no_repeat_ngram_size": (2.5, "no_repeat_ngram_size is 2.5; give an integer"),
+            "bad_words": (["x" * 257], "bad_words is ['xxxx"),
+            "dry_sequence_breakers": (["x"] * 1025, "dry_sequence_breakers: list should have at most 1024 items"),
+            "bad_words_ids": ([[5] * 65], "bad_words_ids is [[5, 5"),
+        }
+        for name, (value, message) in wrong.items():
+            error = client.post(PATHS[kind], json=GOOD[kind] | {name: value}).json()["error"]
+            assert error["param"] == name, error
+            assert error["message"].startswith(message)
+        twice = client.post(PATHS[kind], json=GOOD[kind] | {"repeat_penalty": 1.5, "repetition_penalty": 1.5})
+        assert (twice.status_code, twice.json()["error"]["param"]) == (400, "repeat_penalty")
+
+
+def test_a_filter_that_the_package_lacks(post: Post) -> None:
+    error = post("text", {"typical_p": 0.9}).json()["error"]
+    assert error["param"] == "typical_p"
+    assert "export the model again with filters=['typical_p'] (--filter)" in error["message"]
 
 
 def test_a_bias_of_nothing_needs_no_package_that_takes_biases(local_app: Callable[..., TestClient]) -> None:

@@ -51,6 +51,12 @@ def test_a_mistake_is_told_at_the_start_and_leaves_no_engine(
     assert not [thread for thread in threading.enumerate() if thread.name == "qsample-engine"]
 
 
+def test_a_generation_config_that_asks_for_a_filter_that_the_package_lacks(tmp_path: Path) -> None:
+    package = fake_package(tmp_path / "package", generation_config={"typical_p": 0.9})
+    with pytest.raises(ValueError, match=r"typical_p is 0\.9, and the package was exported with no filters"):
+        ServedModels(ServeSettings(models={"tiny": str(package.path)}, slots=1, generation_config="auto"))
+
+
 def test_a_generation_config_that_is_wrong_leaves_no_engine(tmp_path: Path) -> None:
     package = fake_package(tmp_path / "package", generation_config={"temperature": -1})
     with pytest.raises(ValueError, match="temperature is -1"):

@@ -19,7 +19,6 @@ from pydantic import (
     model_validator,
 )
 
-from qsample.contract import LONGEST_MATCH
 from qsample.sampling_params import FILTER_FIELDS, OFF
 from qsample.serve.protocol.unsupported import STRUCTURED_OUTPUTS, Fields
 
@@ -94,10 +93,7 @@ class StructuredOutputs(Body):
 
 # What a package may have beside, under the names that `SamplingParams` has for it, which checks the values: vLLM's,
 # llama.cpp's and transformers'.
-_Item = (
-    Annotated[StrictStr, Field(max_length=256)] | StrictInt | Annotated[list[TokenId], Field(max_length=LONGEST_MATCH)]
-)
-_Items = Annotated[list[_Item], Field(max_length=MOST_STOPS)]
+_Items = Annotated[list[Any], Field(max_length=MOST_STOPS)]
 if TYPE_CHECKING:
     FilterFields = Body
 else:
