@@ -101,7 +101,7 @@ class SamplingParams:
     dry_multiplier: >= 0; 0 = off. dry_base: >= 1. dry_allowed_length: >= 1. dry_penalty_last_n: tokens; -1 = all, 0 =
     off. dry_sequence_breakers: token ids, or texts that are one token each; None = none.
     no_repeat_ngram_size: in [0, 65]; 0 = off. bad_words_ids: sequences of 1 to 64 token ids. bad_words: the same as
-    texts, at the beginning of a word and inside one, as in vLLM. None = none.
+    texts, alone and behind a space. None = none.
     dynatemp_range: >= 0; 0 = off. dynatemp_exponent: >= 0.
     mirostat: 2 for Mirostat 2.0, behind the filters that are on; 0 = off. mirostat_tau: > 0, bits. mirostat_eta: >= 0.
 

@@ -1,4 +1,4 @@
-"""qsample/contract.py enters; the tables of docs/contract.md and of README.md leave.
+"""qsample/contract.py enters; the tables of docs/contract.md, docs/command-line.md and README.md leave.
 
     python scripts/contract_tables.py           rewrites the tables in place
     python scripts/contract_tables.py --check   exits with 1 where a table is out of date
@@ -17,7 +17,7 @@ from qsample import contract
 from qsample.contract import Features, Interface, KeyValueShape, TensorSpec
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = (ROOT / "docs" / "contract.md", ROOT / "README.md")
+PAGES = (ROOT / "docs" / "contract.md", ROOT / "docs" / "command-line.md", ROOT / "README.md")
 BLOCK = re.compile(r"(<!-- table: (\w+) -->\n)(.*?)(<!-- end of table -->)", re.DOTALL)
 
 
@@ -68,6 +68,16 @@ def optional_inputs() -> str:
     return parameters((*contract.LOGIT_BIAS_INPUTS, contract.ALLOWED_TOKENS))
 
 
+def filters() -> str:
+    """What `--filter` names, and the parameters that come with it."""
+    rows = (
+        [f"`{name}`", f"`{spec.name}`", spec.meaning]
+        for name, specs in contract.EXTRA_PARAMETERS.items()
+        for spec in specs
+    )
+    return markdown(("--filter", "parameter", "meaning"), rows)
+
+
 def outputs() -> str:
     """`next_ids` and what features add to it."""
     everything = Features(logprobs=True, top_logprobs=1, probs=True)
@@ -79,6 +89,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "tokens": lambda: tensors((contract.INPUT_IDS, contract.INPUT_LENGTHS, contract.EMIT)),
     "parameters": lambda: parameters(contract.PARAMETERS),
     "optional_inputs": optional_inputs,
+    "filters": filters,
     "searched_rows": lambda: tensors((contract.SEARCHED_ROWS,)),
     "states": states,
     "outputs": outputs,

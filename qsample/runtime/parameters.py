@@ -111,7 +111,7 @@ def _with_token_ids(
 def _tokenized(params: SamplingParams, tokenizer: Tokenizer | None) -> SamplingParams:
     """`params` with token ids for the texts of `bad_words` and `dry_sequence_breakers`.
 
-    A word is forbidden as it begins a text, and as it follows a space if that is as many other tokens (vLLM's rule).
+    A word is forbidden as it begins a text, and as it follows a space if that does not end with the same tokens.
     Raises ValueError without a tokenizer, and for a breaker that is not one token.
     """
     breakers, words = params.dry_sequence_breakers or (), params.bad_words or ()
@@ -135,7 +135,7 @@ def _tokenized(params: SamplingParams, tokenizer: Tokenizer | None) -> SamplingP
         if not alone:
             raise ValueError(f"bad_words has {shown(word)}, which has no tokens; leave it out")
         forbidden.append(tuple(alone))
-        if len(spaced) == len(alone) and spaced[0] != alone[0]:
+        if spaced[-len(alone) :] != alone:
             forbidden.append(tuple(spaced))
     singles = tuple(ids[item][0] if isinstance(item, str) else item for item in breakers)
     return replace(params, dry_sequence_breakers=singles, bad_words_ids=tuple(forbidden), bad_words=None)

@@ -79,14 +79,14 @@ def test_texts_that_are_no_tokens_of_the_model(fake_model: Callable[..., CausalL
         fake_model(filters=FILTERS, tokenizer=False).generate([[5]], bad_words=["a"])
 
 
-def test_a_word_is_forbidden_behind_a_space_too_where_that_is_another_token() -> None:
-    vocab = {"a": 0, "Ġ": 1, "Ġa": 2, "b": 3}
-    backend = _Tokenizer(models.BPE(vocab=vocab, merges=[("Ġ", "a")]))
+def test_a_word_is_forbidden_behind_a_space_too_if_that_is_other_tokens() -> None:
+    vocab = {"a": 0, "Ġ": 1, "Ġa": 2, "b": 3, "Ġab": 4}
+    backend = _Tokenizer(models.BPE(vocab=vocab, merges=[("Ġ", "a"), ("Ġa", "b")]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    params = SamplingParams(bad_words=(" a", "b"), bad_words_ids=((3, 3),))
+    params = SamplingParams(bad_words=(" a", "b", "ab"), bad_words_ids=((3, 3),))
     face = fake_interface(filters=("bad_words_ids",))
     arrays = parameter_arrays(face, [params], [1], 9, (), tokenizer=Tokenizer(backend))
-    assert arrays["bad_words_ids"].tolist() == [[[3, 3], [-1, 0], [-1, 2], [-1, 3]]]
+    assert arrays["bad_words_ids"].tolist() == [[[3, 3], [-1, 0], [-1, 2], [-1, 3], [0, 3], [-1, 4]]]
 
 
 @pytest.mark.parametrize("seed_input", [False, True])
