@@ -129,6 +129,17 @@ def test_filters_reach_the_graph(run: Any, tmp_path: Path, monkeypatch: pytest.M
     assert "(--filter), or give --typical-p 1.0 to go without" in err
 
 
+def test_filters_of_a_real_graph(run: Any, exported: Any) -> None:
+    from qsample.runtime import load
+
+    package = exported("llama", filters=FILTERS)
+    flags = ["--typical-p=0.5", "--no-repeat-ngram-size=1", "--bad-word=e", "--mirostat=2", "--mirostat-tau=3"]
+    document = json.loads(run("generate", package, "-p", "One", "--json", *GENERATE, *flags)[1])
+    options = {"typical_p": 0.5, "no_repeat_ngram_size": 1, "bad_words": ["e"], "mirostat": 2, "mirostat_tau": 3.0}
+    output = load(package).generate(["One"], max_new_tokens=8, seed=3, temperature=1.0, **options)
+    assert document["results"][0]["token_ids"] == output.token_ids[0]
+
+
 @pytest.mark.parametrize("command", ["generate", "chat"])
 def test_an_empty_stop_string_is_refused_before_anything_is_loaded(command: str, run: Any, tmp_path: Path) -> None:
     status, _, err = run(

@@ -5,12 +5,14 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from qsample.contract import EXTRA_PARAMETERS
-from qsample.package import Package
+from qsample.package import Package, read_package
 from qsample.runtime import load
 from tests.helpers.fake_package import compilation, fake_package
 
@@ -63,10 +65,9 @@ def test_packages_with_every_feature_and_device_packages(tmp_path: Path) -> None
     same_text(fake_package(tmp_path / "device", compilation=compilation()), 3, temperature=0.9, top_p=1.0)
 
 
-def test_the_real_graph(llama_package: Path, tmp_path: Path) -> None:
-    from qsample.package import read_package
-
-    same_text(read_package(llama_package), 7, temperature=0.8, top_k=20, top_p=0.9)
+@pytest.mark.parametrize("features", [{}, {"filters": tuple(EXTRA_PARAMETERS), "seed_input": True}])
+def test_the_real_graph(features: dict[str, Any], exported: Callable[..., Path]) -> None:
+    same_text(read_package(exported("llama", **features)), 7, temperature=0.8, top_k=20, top_p=0.9)
 
 
 def test_a_row_that_stops(tmp_path: Path) -> None:

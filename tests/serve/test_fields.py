@@ -13,6 +13,7 @@ from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 from starlette.testclient import TestClient
 
+from qsample.runtime import SamplingParams, load
 from qsample.serve import ServeSettings, make_app
 from qsample.serve.protocol.completions import CompletionRequest
 from qsample.serve.sampling import sampling_params
@@ -165,6 +166,16 @@ def test_filters_reach_the_graph(kind: str, tmp_path: Path, monkeypatch: pytest.
             assert error["message"].startswith(message)
         twice = client.post(PATHS[kind], json=GOOD[kind] | {"repeat_penalty": 1.5, "repetition_penalty": 1.5})
         assert (twice.status_code, twice.json()["error"]["param"]) == (400, "repeat_penalty")
+
+
+def test_filters_of_a_real_graph(exported: Callable[..., Path]) -> None:
+    package = exported("llama", filters=FILTERS)
+    fields = {"typical_p": 0.5, "top_n_sigma": -1, "no_repeat_ngram_size": 1, "bad_words": ["e"], "dry_multiplier": 0.5}
+    asked = {"prompt": "In the", "max_tokens": 16, "seed": 1, "ignore_eos": True, "return_token_ids": True}
+    with TestClient(make_app(ServeSettings(models={"tiny": str(package)}, slots=2, threads=1))) as client:
+        answer = client.post(PATHS["text"], json=asked | fields).json()["choices"][0]
+    params = SamplingParams(**fields | {"top_n_sigma": 0}, max_new_tokens=16, seed=1, eos_token_id=())
+    assert answer["token_ids"] == load(package).generate("In the", params).token_ids[0]
 
 
 def test_a_filter_that_the_package_lacks(post: Post) -> None:
