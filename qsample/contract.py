@@ -299,7 +299,8 @@ class Interface:
 
     key_values: one entry an attention layer, in layer order. dtype: of the model, one of MODEL_DTYPES. kv_cache_dtype:
     of keys and values, one of KV_CACHE_DTYPES; None = the model's. captured: the decode graph has no control flow, so
-    that a device can capture and replay it, and has the input `searched_rows`. recurrent: one entry a state of a recurrent or convolutional layer, in layer order.
+    that a device can capture and replay it, and has the input `searched_rows`. recurrent: one entry a state
+    of a recurrent or convolutional layer, in layer order.
     """
 
     vocab_size: int
