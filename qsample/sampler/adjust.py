@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from qsample.contract import EXTRA_PARAMETERS
 from qsample.sampler import history, repetition
-from qsample.sampler.call import Call
+from qsample.sampler.call import Call, Columns
 from qsample.sampler.tensor import FLOAT, INT64, Tensor, Tensors, branch, concat, constant, minimum, op, where
 
 _BYTE_VALUES, _BYTE_BITS, _WORD_BYTES = 256, 8, 4
@@ -151,9 +150,8 @@ def _forbid(call: Call, logits: Tensor, past: repetition.Past) -> Tensor:
 def _dry(call: Call, logits: Tensor, past: repetition.Past) -> Tensor:
     if not call.uses("dry"):
         return logits
-    *numbers, breakers = (spec.name for spec in EXTRA_PARAMETERS["dry"])
 
     def penalized() -> Tensors:
-        return (repetition.dry(logits, past, *call.columns(*numbers), call[breakers]),)
+        return (repetition.dry(logits, past, Columns(call.inputs)),)
 
     return call.branch(call["dry_multiplier"] > 0, penalized, lambda: (logits,))[0]

@@ -32,10 +32,6 @@ class Blocks(NamedTuple):
     maxima: Tensor
 
     @property
-    def count(self) -> int:
-        return axis_size(self.values, 1)
-
-    @property
     def size(self) -> int:
         return axis_size(self.values, 2)
 
@@ -79,8 +75,9 @@ def top_candidates(blocks: Blocks, count: int, *, replayed: bool) -> tuple[Tenso
     Returns:
         Values [B, K] float32, at least `FLOOR`, and ids [B, K] int64.
     """
-    _, chosen = top(maximum(blocks.maxima, FLOOR), min(count, blocks.count))
-    chosen, _ = top(chosen, min(count, blocks.count), largest=False)
+    most = min(count, axis_size(blocks.values, 1))
+    _, chosen = top(maximum(blocks.maxima, FLOOR), most)
+    chosen, _ = top(chosen, most, largest=False)
     pool = take_blocks(blocks.values, chosen, replayed=replayed).reshape(0, -1)
     values, places = top(maximum(pool, FLOOR), count)
     rank = places / blocks.size

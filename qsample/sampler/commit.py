@@ -19,9 +19,11 @@ def next_states(call: Call, draw: Draw) -> dict[str, Tensor]:
     new = advance & call.start.equals(0)
 
     def writes(new: Tensor | None) -> Tensors:
-        positions = (value.unsqueeze() for value in (call.start, call.total, lengths))
+        start, total, after = (value.unsqueeze() for value in (call.start, call.total, lengths))
         begins = None if new is None else new.unsqueeze()
-        return history.writes(call["tokens"], *positions, call["input_ids"], draw.token, emitted.unsqueeze(), begins)
+        return history.writes(
+            call["tokens"], start, total, after, call["input_ids"], draw.token, emitted.unsqueeze(), begins
+        )
 
     positions, written = call.branch(new, lambda: writes(new), lambda: writes(None))
     states = {

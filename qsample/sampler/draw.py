@@ -113,8 +113,8 @@ class _RandomRows:
             tried & ~self._small & (call["top_p"] < 1), self._total, lambda: (self._largest.unsqueeze(),)
         )
         if call.captured:
-            *found, unsettled = self._from_candidates(tried, total)
-            return self._from_vocabulary(found, unsettled, self._filters)
+            *results, unsettled = self._from_candidates(tried, total)
+            return self._from_vocabulary(results, unsettled, self._filters)
 
         def tried_first() -> Tensors:
             *results, unsettled = self._from_candidates(tried, total)
@@ -124,7 +124,8 @@ class _RandomRows:
             return *self._no_results(), self._random, *self._left_to_do(self._random, None)
 
         # A row goes unchanged through filters that another one needs.
-        *found, unsettled, with_top_k, with_filters, plain = branch(tried.any(), tried_first, not_tried)
+        *results, unsettled, with_top_k, with_filters, plain = branch(tried.any(), tried_first, not_tried)
+        found = tuple(results)
         without_top_k = [step for step in self._filters if step is not filters.top_k]
         for some, chosen in (
             (with_top_k, self._filters),
@@ -132,12 +133,12 @@ class _RandomRows:
             (plain, [filters.temperature]),
         ):
             found = self._branch_to_vocabulary(some, found, unsettled, chosen)
-        return tuple(found)
+        return found
 
     def _branch_to_vocabulary(
-        self, some: Tensor, found: Sequence[Tensor], unsettled: Tensor, chosen: Sequence[filters.Filter]
+        self, some: Tensor, found: Tensors, unsettled: Tensor, chosen: Sequence[filters.Filter]
     ) -> Tensors:
-        return branch(some, lambda: self._from_vocabulary(found, unsettled, chosen), lambda: tuple(found))
+        return branch(some, lambda: self._from_vocabulary(found, unsettled, chosen), lambda: found)
 
     def _from_candidates(self, tried: Tensor, total: Tensor) -> Tensors:
         """The results of rows that the candidates settle; and which random rows they do not, [B] bool."""

@@ -11,7 +11,21 @@ from abc import ABC, abstractmethod
 from qsample.sampler import blocks
 from qsample.sampler.blocks import FLOOR
 from qsample.sampler.search import Search
-from qsample.sampler.tensor import FLOAT, INT64, Tensor, constants, exp, indices, log, maximum, minimum, op, top, where
+from qsample.sampler.tensor import (
+    FLOAT,
+    INT64,
+    Tensor,
+    axis_size,
+    constants,
+    exp,
+    indices,
+    log,
+    maximum,
+    minimum,
+    op,
+    top,
+    where,
+)
 
 _LARGEST_UNIFORM = 1.0 - 2.0**-24  # u * total < total, in float32 as well
 _WEIGHTLESS = 105.0  # exp(-105) is 0 in float32
@@ -173,13 +187,13 @@ class Candidates(Pool):
         return values.max()
 
     def kth_largest(self, k: Tensor) -> Tensor:
-        kept = indices(blocks.axis_size(self.x, 1), "int32") < where(k > 0, k, 2**31 - 1)
+        kept = indices(axis_size(self.x, 1), "int32") < where(k > 0, k, 2**31 - 1)
         return where(kept, self.x, 0.0).min()
 
     def nucleus(self, keys: Tensor | None, share: Tensor) -> Tensor:
         weights, descending = self.weights, self.x
         if keys is not None:
-            descending, order = top(keys, blocks.axis_size(keys, 1))
+            descending, order = top(keys, axis_size(keys, 1))
             weights = weights.gather(order)
         # Of tied tokens the first decides for all: what precedes it is exactly the weight of the strictly larger ones.
         before = weights.cumsum(exclusive=True)
@@ -187,7 +201,7 @@ class Candidates(Pool):
         return where(before < limit, descending, descending.columns(0, 1)).min()
 
     def draw(self, uniform: Tensor) -> Tensor:
-        ordered, order = top(self.ids, blocks.axis_size(self.ids, 1), largest=False)
+        ordered, order = top(self.ids, axis_size(self.ids, 1), largest=False)
         sums = self.weights.gather(order).cumsum()
         above = sums > minimum(uniform, _LARGEST_UNIFORM) * sums.last()
         return where(above, ordered, ordered.last()).min()
@@ -261,7 +275,7 @@ class Vocabulary(Pool):
         # Rounding may leave the remainder just outside the block; its last token of positive weight is meant then.
         remainder = minimum(beyond.gather(block), inside.last() * _LARGEST_UNIFORM)
         place = (inside <= remainder).to(FLOAT).sum().to(INT64)
-        return block * blocks.axis_size(self.x, 2) + place
+        return block * axis_size(self.x, 2) + place
 
     def weight_of(self, token: Tensor) -> Tensor:
         return self.weights.reshape(0, -1).gather(token)

@@ -6,6 +6,8 @@ i are those up to the end. A repetition of length m(i) would go on with the toke
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 
 from qsample.contract import LONGEST_MATCH
@@ -67,15 +69,7 @@ class Past:
         return self.tokens.gather(op("Expand", following, op("Shape", self.tokens)))
 
 
-def dry(
-    logits: Tensor,
-    past: Past,
-    multiplier: Tensor,
-    base: Tensor,
-    allowed_length: Tensor,
-    last_n: Tensor,
-    breakers: Tensor,
-) -> Tensor:
+def dry(logits: Tensor, past: Past, row: Mapping[str, Tensor]) -> Tensor:
     """DRY ("don't repeat yourself"): l - multiplier * base ** (m - allowed_length) for the longest m of each token.
 
     https://github.com/oobabooga/text-generation-webui/pull/5677, in llama.cpp's form: a match of at least
@@ -85,12 +79,11 @@ def dry(
     Args:
         logits: [B, V] float32.
         past: the row's tokens.
-        multiplier: [B, 1] float32, 0 = off.
-        base: [B, 1] float32; below 1, DRY is off.
-        allowed_length: [B, 1] int32.
-        last_n: [B, 1] int32, how many of the newest tokens count; -1 = all, 0 = off.
-        breakers: [B, D] int32, ids, padded with -1.
+        row: DRY's inputs by name, [B, 1] each and `dry_sequence_breakers` [B, D]. `dry_multiplier` 0, `dry_base` below
+            1 and `dry_penalty_last_n` 0 switch it off; `dry_penalty_last_n` -1 looks back at all tokens.
     """
+    multiplier, base, breakers = row["dry_multiplier"], row["dry_base"], row["dry_sequence_breakers"]
+    last_n, allowed = row["dry_penalty_last_n"], row["dry_allowed_length"].to(FLOAT)
     end, there = past.end(LONGEST_MATCH)
     unbroken = (~_is_among(end, breakers) & there).to(FLOAT)
     before_breaker = ((1.0 - unbroken).cumsum().equals(0.0)).to(FLOAT).sum().to(INT64)
@@ -100,7 +93,6 @@ def dry(
     room = (past.positions - (past.lengths - minimum(window, past.lengths)) + 1).to(FLOAT)
     lengths = minimum(lengths, maximum(room, 0.0))
 
-    allowed = allowed_length.to(FLOAT)
     counts = (lengths >= maximum(allowed, 1.0)) & (multiplier > 0) & (base >= 1)
     strength = where(counts, op("Pow", base, minimum(lengths - allowed, 1e4)) * multiplier, 0.0)
     followers = past.followers()
@@ -152,4 +144,4 @@ def forbid_bad_words(logits: Tensor, past: Past, bad_words: Tensor) -> Tensor:
 
 def forbid(logits: Tensor, ids: Tensor, forbidden: Tensor) -> Tensor:
     """Add -inf at `ids` ([B, h] int64, in [0, V)) that are `forbidden` ([B, h] bool)."""
-    return logits.scatter(ids, where(forbidden, constant(np.float32(-np.inf)), 0.0), reduction="add")
+    return logits.scatter(ids, where(forbidden, constant(np.array(-np.inf, np.float32)), 0.0), reduction="add")

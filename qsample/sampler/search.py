@@ -23,12 +23,13 @@ from collections.abc import Callable
 import numpy as np
 
 from qsample.contract import CANDIDATES
-from qsample.sampler.blocks import FLOOR, Blocks, axis_size, block_sums, top_candidates, total
+from qsample.sampler.blocks import FLOOR, Blocks, block_sums, top_candidates, total
 from qsample.sampler.tensor import (
     FLOAT,
     INT64,
     Tensor,
     Tensors,
+    axis_size,
     constant,
     constants,
     loop,

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import onnx_ir as ir
@@ -22,10 +22,10 @@ FLOAT, INT32, INT64, BOOL = ir.DataType.FLOAT, ir.DataType.INT32, ir.DataType.IN
 
 _END = 2**31 - 1  # of an axis, whatever its size
 
-_builder: ContextVar[GraphBuilder] = ContextVar("_builder")
+Operand: TypeAlias = "Tensor | float"
+Tensors: TypeAlias = "tuple[Tensor, ...]"
 
-Operand = "Tensor | float"
-Tensors = tuple["Tensor", ...]
+_builder: ContextVar[GraphBuilder] = ContextVar("_builder")
 
 
 @contextmanager
@@ -180,7 +180,7 @@ def operator(op_type: str, *inputs: Any, outputs: int, **attributes: Any) -> Ten
     builder = _builder.get()
     given = [_operand(value) for value in inputs]
     result = builder.call_op(op_type, given, attributes, version=builder.op.version, outputs=outputs)
-    values = [result] if outputs == 1 else list(result)
+    values = [result] if isinstance(result, ir.Value) else result
     return tuple(Tensor(value) for value in values)
 
 
