@@ -1,5 +1,5 @@
-"""What the sampler costs in a decode step: a package's graph, in turn with the same graph cut off at its logits, and
-with a plain ArgMax over them.
+"""What the sampler costs in a decode step: a package's graph, in turn with the same graph cut off at its logits, with a
+plain ArgMax over them, and with its head alone.
 
     qsample export MODEL exported && qsample compile exported compiled --weights int4 --ctx-len 2048
     python benchmarks/sampler_share.py compiled --batch 1 4
@@ -9,6 +9,9 @@ row. Every state is bound in place but `lengths`, so that every step is the same
 counted: the other graph's threads still spin, and its own have to wake. Where its weights are in memory changes a
 step by some 3 %, more than the sampler does, so each graph is loaded --copies times: the sampler's time is the median
 over the copies of the difference of their medians, and the range of those differences is given beside it.
+
+(head + sampler) / head is the measure of FlashSampling (arXiv:2603.15854). The head is the product that gives the
+logits, of the same weights.
 """
 
 from __future__ import annotations
@@ -38,19 +41,40 @@ MIXES: dict[str, dict[str, float]] = {
 }
 
 
-GRAPHS = ("whole", "up to the logits", "with ArgMax")
+GRAPHS = ("whole", "up to the logits", "with ArgMax", "head alone")
+HEADS = ("MatMul", "MatMulNBits")
 
 
 def make_graphs(decoder: Path, interface: Interface) -> dict[str, bytes]:
-    """By name of GRAPHS: the graph as it is, cut off at its logits, and with ArgMax instead of the sampler."""
-    cut, argmax = (cut_at_logits(ir.load(decoder), interface) for _ in range(2))
+    """By name of GRAPHS: the graph as it is, cut off at its logits, with ArgMax instead of the sampler, its head."""
+    cut, argmax, head = (cut_at_logits(ir.load(decoder), interface) for _ in range(3))
+    keep_head(head)
     logits = argmax.graph.outputs[0]
     node = ir.node("ArgMax", [logits], {"axis": -1, "keepdims": 0}, name="argmax")
     node.outputs[0].name, node.outputs[0].type = "argmax", ir.TensorType(ir.DataType.INT64)
     argmax.graph.append(node)
     argmax.graph.outputs[0] = node.outputs[0]
-    models = zip(GRAPHS, (ir.load(decoder), cut, argmax), strict=True)
+    models = zip(GRAPHS, (ir.load(decoder), cut, argmax, head), strict=True)
     return {name: ir.to_proto(model).SerializeToString() for name, model in models}
+
+
+def keep_head(model: ir.Model) -> None:
+    """Leave only the product that the logits come from, of an input `hidden`."""
+    graph = model.graph
+    node = graph.outputs[0].producer()
+    while node is not None and node.op_type not in HEADS:
+        source = node.inputs[0]
+        node = None if source is None else source.producer()
+    if node is None:
+        raise SystemExit(f"no {' or '.join(HEADS)} gives the logits of this package")
+    given = node.inputs[0]
+    hidden = ir.Value(name="hidden", type=given.type, shape=given.shape)
+    node.replace_input_with(0, hidden)
+    graph.outputs[:] = [node.outputs[0]]
+    graph.remove([other for other in graph if other is not node], safe=False)
+    graph.inputs[:] = [hidden]
+    for name in [name for name, value in graph.initializers.items() if value not in node.inputs]:
+        del graph.initializers[name]
 
 
 def open_session(graph: bytes, folder: Path, threads: int) -> ort.InferenceSession:
@@ -65,7 +89,12 @@ def bind(session: ort.InferenceSession, interface: Interface, values: dict[str, 
     retained = {output: state for state, output in interface.decoder.retained.items() if state != "lengths"}
     binding = session.io_binding()
     for node in session.get_inputs():
-        binding.bind_ortvalue_input(node.name, values[node.name])
+        if node.name == "hidden":
+            shape = (values["lengths"].shape()[0], *node.shape[1:])
+            hidden = np.random.default_rng(0).standard_normal(shape, np.float32)
+            binding.bind_ortvalue_input(node.name, ort.OrtValue.ortvalue_from_numpy(hidden))
+        else:
+            binding.bind_ortvalue_input(node.name, values[node.name])
     for node in session.get_outputs():
         if node.name in retained:
             binding.bind_ortvalue_output(node.name, values[retained[node.name]])
@@ -134,7 +163,15 @@ def main() -> None:
         for _ in range(options.copies)
     ]
 
-    header = ("step, ms", "up to the logits, ms", "sampler, ms", "share", "by copy, ms", "ArgMax in its place, ms")
+    header = (
+        "step, ms",
+        "up to the logits, ms",
+        "sampler, ms",
+        "share",
+        "by copy, ms",
+        "ArgMax in its place, ms",
+        "(head + sampler) / head",
+    )
     table = Table("rows", "sampling", *header)
     console = Console()
     runs = [(batch, mix) for batch in options.batch for mix in MIXES]
@@ -147,10 +184,11 @@ def main() -> None:
                 for (session, binding), milliseconds in zip(copy, taken, strict=True):
                     milliseconds += take_turn(session, binding)
         medians = np.array([[np.median(milliseconds) for milliseconds in taken] for taken in times])
-        whole, model, _ = np.median(medians, axis=0)
+        whole, model, _, head = np.median(medians, axis=0)
         sampler, argmax = (medians[:, i] - medians[:, 1] for i in (0, 2))
         figures = [f"{whole:.2f}", f"{model:.2f}", f"{np.median(sampler):.2f}", f"{np.median(sampler) / whole:.1%}"]
         figures += [f"{sampler.min():.2f} to {sampler.max():.2f}", f"{np.median(argmax):.2f}"]
+        figures.append(f"{1 + np.median(sampler) / head:.3f}")
         table.add_row(str(batch), mix, *figures)
     console.print(table)
 
