@@ -9,7 +9,9 @@ With control flow, each part is under a branch that asks whether any row needs i
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -107,11 +109,11 @@ class _RandomRows:
 
     def results(self) -> Tensors:
         """Token [B, 1] of every row; and of the random ones the weights and the surprise, if they are asked for."""
-        call, tried = self._call, self._narrowed if self._extra is None else self._narrowed & ~self._extra
-        tried = self._random & (self._small | tried)
-        (total,) = call.branch(
-            tried & ~self._small & (call["top_p"] < 1), self._total, lambda: (self._largest.unsqueeze(),)
-        )
+        call, small = self._call, self._small
+        narrowed = self._narrowed if self._extra is None else self._narrowed & ~self._extra
+        tried = self._random & (small | narrowed)
+        needs_total = tried & ~small & (call["top_p"] < 1)
+        (total,) = call.branch(needs_total, self._total, lambda: (self._largest.unsqueeze(),))
         if call.captured:
             *results, unsettled = self._from_candidates(tried, total)
             return self._from_vocabulary(results, unsettled, self._filters)
@@ -165,12 +167,11 @@ class _RandomRows:
             unsettled: [B] bool.
             narrowed: [B] bool, rows with a threshold; None: those that are unsettled have none, or an extra filter too.
         """
-        filtered = self._extra if narrowed is None or self._extra is None else narrowed | self._extra
-        filtered = narrowed if filtered is None else filtered
+        filters_on = [rows for rows in (narrowed, self._extra) if rows is not None]
         top_k = (unsettled & (self._call["top_k"] > 0)).any()
-        if filtered is None:
+        if not filters_on:
             return top_k, constant(np.array(False)), unsettled.any() & ~top_k
-        some_filtered = (unsettled & filtered).any()
+        some_filtered = (unsettled & functools.reduce(operator.or_, filters_on)).any()
         return top_k, some_filtered & ~top_k, unsettled.any() & ~(some_filtered | top_k)
 
     def _from_vocabulary(self, found: Sequence[Tensor], unsettled: Tensor, chosen: Sequence[filters.Filter]) -> Tensors:
@@ -263,15 +264,12 @@ class _RandomRows:
 
     def _extra_filters(self) -> Tensor | None:
         """Whether a row has a filter that is more than a threshold on the logits: [B] bool; None: no row can."""
-        on = None
         names = {step.__name__ for step in self._filters} - {*filters.ALWAYS, "top_n_sigma"}
         if self._call.uses("dynatemp") and not self._dynamic_first:
             names.add("dynatemp")
-        for name in sorted(names):
-            first = EXTRA_PARAMETERS[name][0]
-            this = ~self._call[first.name].equals(first.off or 0.0)
-            on = this if on is None else on | this
-        return on
+        first = [EXTRA_PARAMETERS[name][0] for name in sorted(names)]
+        on = [~self._call[parameter.name].equals(parameter.off or 0.0) for parameter in first]
+        return functools.reduce(operator.or_, on) if on else None
 
 
 def _has_small_top_k(call: Call, num_candidates: int) -> Tensor:

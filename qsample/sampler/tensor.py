@@ -162,9 +162,6 @@ class Tensor:
         """The rows `indices` [R] int64 along the first axis."""
         return op("Gather", self, indices, axis=0)
 
-    def expand(self, shape: Tensor | Sequence[int]) -> Tensor:
-        return op("Expand", self, shape if isinstance(shape, Tensor) else list(shape))
-
     def scatter(self, indices: Tensor, updates: Tensor, *, axis: int = 1, reduction: str = "none") -> Tensor:
         return op("ScatterElements", self, indices, updates, axis=axis, reduction=reduction)
 
