@@ -24,6 +24,7 @@ import numpy as np
 
 from qsample.contract import CANDIDATES
 from qsample.sampler.blocks import FLOOR, Blocks, block_sums, top_candidates, total
+from qsample.sampler.sizes import ALIGNMENT
 from qsample.sampler.tensor import (
     FLOAT,
     INT64,
@@ -81,12 +82,21 @@ class Search:
         """
         return self._find(searched, _Bracket.of_counts, keys, count)
 
-    def _find(self, searched: Tensor, begin: Callable[..., _Bracket], *given: Tensor) -> Tensor:
+    def _find(self, searched: Tensor, begin: Callable[..., _Bracket], keys: Tensor, *given: Tensor) -> Tensor:
         if self._listed is None:
-            return where(searched, _interpolate(begin(*given), searched), EVERYTHING)
-        threshold = _cut(begin(*(value.rows(self._listed) for value in given)))
+            return where(searched, _interpolate(begin(keys, *given), searched), EVERYTHING)
+        # A number of blocks that needs no padding in each sum.
+        keys, *more = (value.rows(self._listed) for value in (keys, *given))
+        more = [_with_more_blocks(value, 0.0) if len(value.shape) == 3 else value for value in more]
+        threshold = _cut(begin(_with_more_blocks(keys, FLOOR), *more))
         none = constants(searched, EVERYTHING)
         return where(searched, none.scatter(self._listed.unsqueeze(), threshold, axis=0), EVERYTHING)
+
+
+def _with_more_blocks(values: Tensor, filler: float) -> Tensor:
+    """[R, n, C] with n a multiple of `ALIGNMENT`."""
+    rest = -axis_size(values, 1) % ALIGNMENT
+    return op("Pad", values, [0, 0, 0, 0, rest, 0], filler) if rest else values
 
 
 class _Bracket:
@@ -95,7 +105,7 @@ class _Bracket:
     Attributes:
         keys: [B, 1, n, C] float32.
         weights: [B, 1, n, C] float32, or None: every key weighs 1.
-        low, high: [B, 1] float32; the threshold is at least `low` and at most `high`.
+        low, high: [B, 1] float32; the threshold is above `low` and at most `high`.
         at_low, at_high: [B, 1] float32, the excess of all keys, at least 0, and of none, below 0. The excess is by how
             much the keys above a number weigh more than is wanted.
     """
@@ -120,8 +130,11 @@ class _Bracket:
 
     @staticmethod
     def of_counts(keys: Tensor, count: Tensor) -> _Bracket:
-        there = (keys > FLOOR / 2).to(FLOAT).sum(-2, -1, keep=False).unsqueeze()
-        return _Bracket(keys, None, count, constants(count, FLOOR / 3), constants(count, 0.0), there - count)
+        there = (keys > FLOOR / 2).to(FLOAT)
+        smallest = (maximum(keys, FLOOR) * there).min(-2, -1, keep=False).unsqueeze()
+        number = there.sum(-2, -1, keep=False).unsqueeze()
+        below_all = smallest * 1.001 - 2.0**-126
+        return _Bracket(keys, None, count, below_all, constants(count, 0.0), number - count)
 
     def above(self, pivots: Tensor) -> Tensor:
         """1 for keys above each pivot, else 0: [B, P, n, C] float32. pivots: [B, P] float32."""
