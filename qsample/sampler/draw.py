@@ -44,14 +44,14 @@ class Draw(NamedTuple):
         token: [B, 1] int64, 0 in rows that emit none.
         emitted: [B] bool.
         random: [B] bool, rows that drew their token.
-        weights: [B, V] float32, what random rows drew from; None unless `probs` is an output.
+        probs: [B, V] float32, what random rows drew from; None unless it is an output.
         surprise: [B, 1] float32, -log2 of the drawn token's probability; None without Mirostat.
     """
 
     token: Tensor
     emitted: Tensor
     random: Tensor
-    weights: Tensor | None
+    probs: Tensor | None
     surprise: Tensor | None
 
 
@@ -71,9 +71,9 @@ def draw(call: Call, adjusted: Tensor, num_candidates: int) -> Draw:
     random = emitted & (call["temperature"] > 0)
     greedy = blocks.argmax(split, replayed=call.captured)
     token, *more = _RandomRows(call, split, largest, random, greedy, num_candidates).results()
-    weights = more.pop(0) if call.features.probs else None
+    probs = more.pop(0) if call.features.probs else None
     surprise = more.pop(0) if call.uses("mirostat") else None
-    return Draw(where(emitted.unsqueeze(), token, 0), emitted, random, weights, surprise)
+    return Draw(where(emitted.unsqueeze(), token, 0), emitted, random, probs, surprise)
 
 
 class _RandomRows:
@@ -108,7 +108,7 @@ class _RandomRows:
         self._add_shared_numbers()
 
     def results(self) -> Tensors:
-        """Token [B, 1] of every row; and of the random ones the weights and the surprise, if they are asked for."""
+        """Token [B, 1] of every row; and of random ones the probabilities and the surprise, if they are wanted."""
         call, small = self._call, self._small
         narrowed = self._narrowed if self._extra is None else self._narrowed & ~self._extra
         tried = self._random & (small | narrowed)
@@ -156,9 +156,9 @@ class _RandomRows:
         return where(settled, token, self._greedy), *more, self._random & ~settled.squeeze()
 
     def _no_results(self) -> Tensors:
-        weights = [self._no_weights()] if self._call.features.probs else []
+        probs = [self._no_probs()] if self._call.features.probs else []
         surprise = [self._largest.unsqueeze()] if self._call.uses("mirostat") else []
-        return self._greedy, *weights, *surprise
+        return self._greedy, *probs, *surprise
 
     def _left_to_do(self, unsettled: Tensor, narrowed: Tensor | None) -> Tensors:
         """Whether an unsettled row has top-k; otherwise, whether one has filters; otherwise, whether there is one.
@@ -206,15 +206,17 @@ class _RandomRows:
         token = pool.draw(self._uniform(NOISE))
         results = [token]
         if self._call.features.probs:
+            # Here and not over [B, V]: the pools' sums do not depend on the batch.
+            probs = pool.weights / pool.row(pool.sum(pool.weights))
             if isinstance(pool, Candidates):
-                results.append(self._no_weights().scatter(pool.ids, pool.weights))
+                results.append(self._no_probs().scatter(pool.ids, probs))
             else:
-                results.append(pool.weights.reshape(0, -1).columns(0, self._call.vocab))
+                results.append(probs.reshape(0, -1).columns(0, self._call.vocab))
         if self._call.uses("mirostat"):
             results.append(log(pool.total() / pool.weight_of(token)) * (1 / math.log(2)))
         return tuple(results)
 
-    def _no_weights(self) -> Tensor:
+    def _no_probs(self) -> Tensor:
         return op("Expand", constants(self._greedy, 0), [1, self._call.vocab]).to(FLOAT)
 
     def _uniform(self, buffer: TensorSpec) -> Tensor:

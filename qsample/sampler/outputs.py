@@ -30,9 +30,9 @@ def results(call: Call, draw: Draw, pad_token_id: int) -> dict[str, Tensor]:
             found["top_logprob_ids"], found["top_logprobs"] = top_logprobs(
                 split, shares, chosen.top_logprobs, emitted, replayed=call.captured
             )
-    if draw.weights is not None:
-        drawn = (draw.random & draw.emitted).unsqueeze()
-        found["probs"] = probabilities(draw.weights, drawn, emitted & ~drawn, draw.token)
+    if draw.probs is not None:
+        drawn = draw.random.unsqueeze()
+        found["probs"] = probabilities(draw.probs, drawn, emitted & ~drawn, draw.token)
     return found
 
 
@@ -86,14 +86,14 @@ def top_logprobs(
     return where(emitted, ids.to(INT32), NO_TOKEN), where(emitted, found, 0.0)
 
 
-def probabilities(weights: Tensor, drawn: Tensor, greedy: Tensor, ids: Tensor) -> Tensor:
+def probabilities(drawn_from: Tensor, drawn: Tensor, greedy: Tensor, ids: Tensor) -> Tensor:
     """The distribution that the tokens were drawn from, [B, V] float32; zeros for a row that emitted nothing.
 
     Args:
-        weights: [B, V] float32, of the tokens that passed the filters, 0 for the others.
+        drawn_from: [B, V] float32, the distribution of rows that drew; any number in others.
         drawn: [B, 1] bool, rows that drew.
         greedy: [B, 1] bool, rows whose token was the argmax: a single 1 at `ids`.
         ids: [B, 1] int64, in [0, V).
     """
-    probs = where(drawn, weights / weights.sum(), 0.0)
+    probs = where(drawn, drawn_from, 0.0)
     return probs.scatter(ids, where(greedy, 1.0, probs.gather(ids)))

@@ -200,8 +200,11 @@ def exp(x: Tensor) -> Tensor:
 
 
 def log(x: Tensor) -> Tensor:
-    """The natural logarithm."""
-    return op("Log", x)
+    """The natural logarithm of a column, [B, 1].
+
+    ONNX Runtime's Log rounds an element by its place in the tensor, its reductions do not.
+    """
+    return op("ReduceLogSum", x, [-1])
 
 
 def absolute(x: Tensor) -> Tensor:
