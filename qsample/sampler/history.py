@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from qsample.sampler.tensor import INT32, INT64, Tensor, concat, op, size, where
+from qsample.sampler.tensor import INT32, INT64, Tensor, concat, maximum, minimum, op, size, where
 
 
 def history_ids(tokens: Tensor, start: Tensor, input_ids: Tensor, input_lengths: Tensor, length: Tensor) -> Tensor:
@@ -29,7 +29,8 @@ def row_tokens(tokens: Tensor, start: Tensor, input_ids: Tensor, input_lengths: 
     """
     offset = _range(size(tokens, 1)) - start
     inside = (offset >= 0) & (offset < input_lengths)
-    columns = op("Clip", offset, 0, op("Squeeze", size(input_ids, 1)).to(INT32) - 1).to(INT64)
+    # Clip of int32 has no kernel on CUDA.
+    columns = maximum(minimum(offset, size(input_ids, 1).to(INT32) - 1), 0).to(INT64)
     return where(inside, input_ids.gather(columns), tokens.to(INT64))
 
 
