@@ -12,6 +12,7 @@ FLOATS = {"float", "float16", "bfloat16"}
 EVERYTHING = NUMBERS | {"bfloat16", "bool", "int8", "uint8"}
 
 KERNELS: dict[str, set[str]] = {
+    "Abs": NUMBERS,
     "Add": NUMBERS | {"bfloat16"},
     "And": {"bool"},
     "ArgMax": {"float", "float16", "double"},
@@ -44,8 +45,10 @@ KERNELS: dict[str, set[str]] = {
     "Not": {"bool"},
     "Or": {"bool"},
     "Pad": {"float", "float16", "double", "bool"},
+    "Pow": NUMBERS,
     "Range": {"float", "double", "int32", "int64"},
     "Reciprocal": {"float", "float16", "double"},
+    "ReduceLogSum": {"float", "float16", "double"},
     "ReduceMax": NUMBERS,
     "ReduceMin": NUMBERS | {"int8", "uint8"},
     "ReduceSum": NUMBERS | {"bfloat16"},
@@ -58,6 +61,7 @@ KERNELS: dict[str, set[str]] = {
     "Slice": EVERYTHING,
     "Softplus": {"float", "float16", "double"},
     "Split": EVERYTHING,
+    "Sqrt": {"float", "float16", "double"},
     "Squeeze": EVERYTHING,
     "Sub": NUMBERS | {"bfloat16"},
     "Tanh": FLOATS | {"double"},
@@ -65,6 +69,7 @@ KERNELS: dict[str, set[str]] = {
     "Transpose": EVERYTHING,
     "Unsqueeze": EVERYTHING,
     "Where": {"bool"},  # of the condition; its values are checked by VALUES_OF_WHERE
+    "Xor": {"bool"},
     # com.microsoft
     "CausalConvWithState": FLOATS,
     "FastGelu": FLOATS,
@@ -82,6 +87,7 @@ VALUES_OF_WHERE = NUMBERS | {"bfloat16", "uint8"}
 # The versions of ONNX's operators that have a kernel: (first, last), or (version, None), which that page writes "13+"
 # and which serves this one version. ONNX Runtime: core/framework/kernel_registry.cc, VerifyKernelDef.
 VERSIONS: dict[str, tuple[int, int | None]] = {
+    "Abs": (13, None),
     "Add": (14, None),
     "And": (7, None),
     "ArgMax": (13, None),
@@ -114,8 +120,10 @@ VERSIONS: dict[str, tuple[int, int | None]] = {
     "Not": (1, None),
     "Or": (7, None),
     "Pad": (18, None),
+    "Pow": (15, None),
     "Range": (11, None),
     "Reciprocal": (13, None),
+    "ReduceLogSum": (18, None),
     "ReduceMax": (18, None),
     "ReduceMin": (18, None),
     "ReduceSum": (13, None),
@@ -127,6 +135,7 @@ VERSIONS: dict[str, tuple[int, int | None]] = {
     "Slice": (13, None),
     "Softplus": (1, None),
     "Split": (18, None),
+    "Sqrt": (13, None),
     "Squeeze": (13, 20),
     "Sub": (14, None),
     "Tanh": (13, None),
@@ -134,6 +143,7 @@ VERSIONS: dict[str, tuple[int, int | None]] = {
     "Transpose": (13, 20),
     "Unsqueeze": (13, 20),
     "Where": (16, None),
+    "Xor": (7, None),
 }
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from tests.helpers.reference_adjust import adjust
-from tests.helpers.reference_filters import Row, distribution, mirostat_limit, survivors
+from tests.helpers.reference_filters import CANDIDATES, Row, distribution, mirostat_limit, survivors
 
 __all__ = ["adjust", "distribution", "philox4x32", "philox_uniform", "philox_uniforms", "reference_step"]
 Array = np.ndarray
@@ -50,6 +50,7 @@ def reference_step(
     pad_token_id: int,
     top_logprobs: int = 0,
     filter_order: str = "huggingface",
+    num_candidates: int = CANDIDATES,
 ) -> dict[str, Array]:
     """One step of the contract for every row.
 
@@ -61,6 +62,7 @@ def reference_step(
         pad_token_id: `next_ids` of a row that emits nothing.
         top_logprobs: M.
         filter_order: "huggingface" or "llama.cpp".
+        num_candidates: K; the contract's is 64.
 
     Returns:
         The next states under `NAME_RetainedState`, `next_ids`, `logprobs`, `top_logprob_ids`, `top_logprobs`, `probs`
@@ -84,12 +86,19 @@ def reference_step(
     searched = np.asarray(inputs.get("searched_rows", range(batch))).tolist()
     for b in range(batch):
         row = {name: np.asarray(array)[b] for name, array in inputs.items() if name != "searched_rows"}
-        _step_row(b, np.asarray(logits[b], np.float32), row, state, out, b in searched, filter_order)
+        _step_row(b, np.asarray(logits[b], np.float32), row, state, out, b in searched, filter_order, num_candidates)
     return out | {f"{name}_RetainedState": array for name, array in state.items()}
 
 
 def _step_row(
-    b: int, logits: Array, row: Row, state: dict[str, Array], out: dict[str, Array], searched: bool, order: str
+    b: int,
+    logits: Array,
+    row: Row,
+    state: dict[str, Array],
+    out: dict[str, Array],
+    searched: bool,
+    order: str,
+    num_candidates: int,
 ) -> None:
     capacity = state["tokens"].shape[1]
     if row["status"] != 0:
@@ -107,11 +116,11 @@ def _step_row(
         # A forbidden token's invalid logit still makes the row invalid.
         both = np.stack([logits, adjusted])
         invalid = np.isnan(both).any() or (both == np.inf).any() or not np.isfinite(adjusted).any()
-        if invalid or (needs_search(row) and not searched):
+        if invalid or (needs_search(row, num_candidates) and not searched):
             state["status"][b] = 3
             return
         position = min(total, capacity - 1)
-        left = survivors(adjusted, row, order, uniform(row, "xtc_noise", position))
+        left = survivors(adjusted, row, order, uniform(row, "xtc_noise", position), num_candidates)
         probs = left.probs()
         token, margin = pick(probs, adjusted, row, uniform(row, "noise", position))
         out["probs"][b], out["margin"][b], out["edge"][b], out["next_ids"][b, 0] = probs, margin, left.edge, token
@@ -131,11 +140,11 @@ def _step_row(
     state["tokens"][b] = tokens
 
 
-def needs_search(row: Row) -> bool:
+def needs_search(row: Row, num_candidates: int = CANDIDATES) -> bool:
     """Whether a captured graph settles the row only if `searched_rows` has it."""
     k = int(row["top_k"])
     whole = row["top_p"] < 1 or row.get("typical_p", 1) < 1
-    return bool(row["temperature"] > 0 and (k > 64 or (k == 0 and whole)))
+    return bool(row["temperature"] > 0 and (k > num_candidates or (k == 0 and whole)))
 
 
 def uniform(row: Row, buffer: str, position: int) -> float:

@@ -9,7 +9,7 @@ import numpy as np
 
 Array = np.ndarray
 Row = Mapping[str, Array]
-_CANDIDATES = 64  # a top_k up to this keeps at most this many tokens
+CANDIDATES = 64  # the contract's number
 _FLOOR = np.float32(-3e38)  # a logit this far below the largest is masked
 
 
@@ -18,11 +18,13 @@ class Survivors:
     """The tokens that the filters have left so far.
 
     x: [V] float64, the float32 differences of each logit and the largest; equal ones are ties. left: [V] bool.
-    temperature: 1 until the step that sets it. edge: the relative distance of the closest call so far.
+    num_candidates: a top_k up to this keeps at most this many tokens. temperature: 1 until the step that sets it. edge:
+    the relative distance of the closest call so far.
     """
 
     x: Array
     left: Array
+    num_candidates: int = CANDIDATES
     temperature: float = 1.0
     edge: float = np.inf
 
@@ -89,9 +91,9 @@ def top_k(s: Survivors, row: Row) -> None:
         return
     smallest = np.partition(s.x[s.left], -k)[-k]
     keep = s.left & (s.x >= smallest)
-    if k <= _CANDIDATES < keep.sum():
+    if k <= s.num_candidates < keep.sum():
         ties = np.flatnonzero(keep & (s.x == smallest))
-        keep[ties[_CANDIDATES - keep.sum() :]] = False
+        keep[ties[s.num_candidates - keep.sum() :]] = False
     s.keep(keep)
 
 
@@ -185,7 +187,13 @@ ORDERS = {
 }
 
 
-def survivors(adjusted: Array, row: Row, order: str = "huggingface", xtc_uniform: float = 0.0) -> Survivors:
+def survivors(
+    adjusted: Array,
+    row: Row,
+    order: str = "huggingface",
+    xtc_uniform: float = 0.0,
+    num_candidates: int = CANDIDATES,
+) -> Survivors:
     """Step 3.
 
     Args:
@@ -193,10 +201,11 @@ def survivors(adjusted: Array, row: Row, order: str = "huggingface", xtc_uniform
         row: the row's inputs; those of the extra filters may be absent.
         order: a key of ORDERS.
         xtc_uniform: decides whether XTC applies.
+        num_candidates: K; the contract's is 64.
     """
     with np.errstate(over="ignore"):
         x = np.asarray(adjusted, np.float32) - np.max(adjusted).astype(np.float32)
-    left = Survivors(x.astype(np.float64), x >= _FLOOR)
+    left = Survivors(x.astype(np.float64), x >= _FLOOR, num_candidates)
     if row["temperature"] == 0:
         left.keep(np.arange(len(x)) == np.argmax(adjusted))
         return left

@@ -9,8 +9,9 @@ import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
 
-from qsample.contract import EXTRA_PARAMETERS, PAD_STOP_ID, Features, Interface, TensorSpec
+from qsample.contract import CANDIDATES, EXTRA_PARAMETERS, PAD_STOP_ID, Features, Interface, TensorSpec
 from qsample.sampler import build_sampler
+from tests.helpers.reference import reference_step
 
 PAD = 0
 Array = np.ndarray
@@ -220,3 +221,42 @@ def compare_step(got: Mapping[str, Array], expected: Mapping[str, Array], row: i
         if np.any((g > 0) & (e == 0)) or np.any((g == 0) & (e > 1e-37)):
             wrong.append("support")
     return wrong
+
+
+def expected_step(
+    face: Interface, logits: Array, inputs: Mapping[str, Array], num_candidates: int = CANDIDATES
+) -> dict[str, Array]:
+    """The reference's step."""
+    chosen = face.features
+    with np.errstate(all="ignore"):  # logits of any size
+        return reference_step(
+            logits,
+            inputs,
+            pad_token_id=PAD,
+            top_logprobs=chosen.top_logprobs,
+            filter_order=chosen.filter_order,
+            num_candidates=num_candidates,
+        )
+
+
+def check_rows(face: Interface, logits: Array, inputs: Mapping[str, Array], num_candidates: int = CANDIDATES) -> int:
+    """Assert that a step of the graph is the reference's. Returns how many rows are too close to tell."""
+    expected = expected_step(face, logits, inputs, num_candidates)
+    got, close = sampler(face, num_candidates=num_candidates)(logits, inputs), 0
+    for row in range(len(logits)):
+        if wrong := compare_step(got, expected, row):
+            values = {name: array[row] for name, array in inputs.items() if array[row : row + 1].size < 20}
+            assert excused(expected, row, wrong), (wrong, values)
+            close += 1
+    return close
+
+
+def check_steps(face: Interface, seed: int, steps: int, num_candidates: int = CANDIDATES) -> None:
+    """Assert that random steps of the graph are the reference's; one row in a hundred may be too close to tell."""
+    rng = np.random.default_rng(seed)
+    rows = close = 0
+    for _ in range(steps):
+        batch = int(rng.integers(1, 7))
+        close += check_rows(face, *random_step(rng, face, batch, int(rng.integers(1, 4))), num_candidates)
+        rows += batch
+    assert close <= rows // 100

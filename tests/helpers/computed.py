@@ -1,0 +1,42 @@
+"""What a function on the graph's tensors computes: arrays in, arrays out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime as ort
+
+from qsample.sampler.build import OPSET
+from qsample.sampler.tensor import Tensor, Tensors, building
+
+Array = np.ndarray
+
+
+def graph_of(function: Callable[..., Tensor | Tensors], *arrays: Array) -> ir.Model:
+    """A graph with what `function` adds: inputs of the arrays' dtypes and shapes, the first axis of each of any size."""
+    values = [
+        ir.Value(
+            name=f"input_{index}",
+            type=ir.TensorType(ir.DataType.from_numpy(array.dtype)),
+            shape=ir.Shape([f"N{index}", *array.shape[1:]] if array.ndim else []),
+        )
+        for index, array in enumerate(arrays)
+    ]
+    graph = ir.Graph(values, [], nodes=[], opset_imports={"": OPSET}, name="computed")
+    with building(graph):
+        found = function(*(Tensor(value) for value in values))
+    for index, result in enumerate(found if isinstance(found, tuple) else (found,)):
+        result.value.name = f"output_{index}"
+        graph.outputs.append(result.value)
+    return ir.Model(graph, ir_version=10)
+
+
+def computed(function: Callable[..., Tensor | Tensors], *arrays: Array) -> list[Array]:
+    """What `function` gives for `arrays`."""
+    settings = ort.SessionOptions()
+    settings.intra_op_num_threads = 2
+    proto = ir.to_proto(graph_of(function, *arrays))
+    session = ort.InferenceSession(proto.SerializeToString(), settings, providers=["CPUExecutionProvider"])
+    return list(session.run(None, {f"input_{index}": array for index, array in enumerate(arrays)}))
