@@ -7,15 +7,16 @@ from collections.abc import Callable
 import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
+from onnx_ir.passes import common as common_passes
 
 from qsample.sampler.build import OPSET
-from qsample.sampler.tensor import Tensor, Tensors, building
+from qsample.sampler.tensor import Tensor, Tensors, building, op
 
 Array = np.ndarray
 
 
 def graph_of(function: Callable[..., Tensor | Tensors], *arrays: Array) -> ir.Model:
-    """A graph with what `function` adds: inputs of the arrays' dtypes and shapes, the first axis of each of any size."""
+    """A graph with what `function` adds: inputs of the arrays' dtypes and shapes, the first axis of any size."""
     values = [
         ir.Value(
             name=f"input_{index}",
@@ -27,10 +28,11 @@ def graph_of(function: Callable[..., Tensor | Tensors], *arrays: Array) -> ir.Mo
     graph = ir.Graph(values, [], nodes=[], opset_imports={"": OPSET}, name="computed")
     with building(graph):
         found = function(*(Tensor(value) for value in values))
-    for index, result in enumerate(found if isinstance(found, tuple) else (found,)):
-        result.value.name = f"output_{index}"
-        graph.outputs.append(result.value)
-    return ir.Model(graph, ir_version=10)
+        results = found if isinstance(found, tuple) else (found,)
+        graph.outputs.extend(op("Identity", result).value for result in results)
+    model = ir.Model(graph, ir_version=10)
+    common_passes.NameFixPass()(model)
+    return model
 
 
 def computed(function: Callable[..., Tensor | Tensors], *arrays: Array) -> list[Array]:
