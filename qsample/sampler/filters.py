@@ -62,8 +62,8 @@ def top_n_sigma(pool: Pool, row: Parameters) -> None:
 
 def typical_p(pool: Pool, row: Parameters) -> None:
     """Tokens whose surprise is closest to the entropy, with mass p: Meister et al. 2023, arXiv:2202.00666."""
-    surprise = pool.row(log(pool.total())) - pool.logs
-    atypical = absolute(surprise - pool.row(pool.entropy()))
+    # Surprise less entropy, ln(total) - ln(weight) each: without the total, which would round small differences away.
+    atypical = absolute(pool.logs - pool.row(pool.mean_log()))
     # A token that was taken away before has no weight, and its key changes nothing.
     keys = -minimum(atypical, 390.0)
     pool.keep(keys >= pool.nucleus(keys, row["typical_p"]), top_stays=False)

@@ -107,8 +107,11 @@ class Pool(ABC):
 
     def entropy(self) -> Tensor:
         """-sum p ln p in nats, [B, 1] float32."""
-        total = self.total()
-        return log(total) - self.sum(self.weights * maximum(self.logs, _LEAST_LOG)) / total
+        return log(self.total()) - self.mean_log()
+
+    def mean_log(self) -> Tensor:
+        """The mean of `logs` over the distribution, [B, 1] float32."""
+        return self.sum(self.weights * maximum(self.logs, _LEAST_LOG)) / self.total()
 
     @abstractmethod
     def row(self, value: Tensor) -> Tensor:
