@@ -84,7 +84,6 @@ ADDED = np.array([[5, -1, 3, 2], [0, 13.5, -4, 5], [7, 7, 8, 0]])
         (lambda x, y: x.last(), X[:, -1:]),
         (lambda x, y: x.gather(constant(ORDER)), np.take_along_axis(X, ORDER, 1)),
         (lambda x, y: x.rows(constant(np.array([2, 0]))), X[[2, 0]]),
-        (lambda x, y: x.last().expand([1, 2]), np.repeat(X[:, -1:], 2, 1)),
         (lambda x, y: x.scatter(constant(ORDER[:, :1]), y.columns(0, 1)), SET),
         (lambda x, y: x.scatter(constant(ORDER[:, :2]), y.columns(0, 2), reduction="add"), ADDED),
         (lambda x, y: x.scatter(constant(ORDER[:1] * 0 + 1), y.rows(indices(1)), axis=0), np.stack([X[0], Y[0], X[2]])),
