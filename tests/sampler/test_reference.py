@@ -6,42 +6,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from transformers import (
-    EpsilonLogitsWarper,
-    EtaLogitsWarper,
-    LogitsProcessorList,
-    MinPLogitsWarper,
-    NoBadWordsLogitsProcessor,
-    NoRepeatNGramLogitsProcessor,
-    RepetitionPenaltyLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-    TypicalLogitsWarper,
-)
 
 from qsample.contract import EXTRA_PARAMETERS, FILTER_ORDERS, Features
 from tests.helpers.reference import adjust, distribution, needs_search, philox_uniforms, reference_step
 from tests.helpers.reference_adjust import dry_penalties
 from tests.helpers.reference_filters import survivors
 from tests.helpers.sampler_cases import interface, make_inputs, random_step
+from tests.helpers.transformers_processors import PROCESSORS, WARPERS, draw, padded, scores
 
 Array = np.ndarray
 OFF: dict[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "min_length": 0}
 OFF |= {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "dynatemp_exponent": 1.0}
 ALL_FILTERS = tuple(EXTRA_PARAMETERS)
-
-# In transformers' own order, each with how a test draws its value.
-WARPERS = {
-    "temperature": (TemperatureLogitsWarper, lambda rng: rng.uniform(0.3, 3)),
-    "top_k": (TopKLogitsWarper, lambda rng: int(rng.integers(1, 100))),
-    "top_p": (TopPLogitsWarper, lambda rng: rng.uniform(0.02, 0.99)),
-    "min_p": (MinPLogitsWarper, lambda rng: rng.uniform(0.001, 0.8)),
-    "typical_p": (TypicalLogitsWarper, lambda rng: rng.uniform(0.02, 0.99)),
-    "epsilon_cutoff": (EpsilonLogitsWarper, lambda rng: 10 ** rng.uniform(-4, -0.5)),
-    "eta_cutoff": (EtaLogitsWarper, lambda rng: 10 ** rng.uniform(-4, -0.5)),
-}
 
 
 @pytest.mark.parametrize("vocab", [2, 30, 3000])
@@ -50,9 +26,8 @@ def test_filters_are_those_of_transformers(vocab: int) -> None:
     for _ in range(150):
         # No two equal, because of ties transformers' top-p keeps any; float32 holds every difference exactly.
         logits = (rng.permutation(vocab) * rng.integers(1, 1 + 40000 // vocab) / 4096).astype(np.float32)
-        parameters = {name: draw(rng) for name, (_, draw) in WARPERS.items() if rng.random() < 0.5}
-        chain = LogitsProcessorList([WARPERS[name][0](value) for name, value in parameters.items()])
-        expected = chain(torch.zeros(1, 1, dtype=torch.long), torch.from_numpy(logits[None]).double()).softmax(-1)[0]
+        parameters = draw(rng, WARPERS)
+        expected = scores(logits, [0], parameters).softmax(-1)
         left = survivors(logits, {**OFF, **parameters})
         if left.edge > 1e-7:  # eta_cutoff's threshold is a float32 there
             np.testing.assert_array_equal(left.left, expected > 0, err_msg=str(parameters))
@@ -63,19 +38,11 @@ def test_adjustments_are_those_of_transformers() -> None:
     rng = np.random.default_rng(0)
     for _ in range(300):
         logits, history = rng.normal(size=8).astype(np.float32), rng.integers(0, 4, rng.integers(1, 12))
-        penalty, n = float(rng.choice([1, 1.3, 0.7])), int(rng.integers(1, 5))
-        words = [rng.integers(0, 4, rng.integers(1, 4)).tolist() for _ in range(3)]
-        processors = LogitsProcessorList(
-            [
-                RepetitionPenaltyLogitsProcessor(penalty),
-                NoRepeatNGramLogitsProcessor(n),
-                NoBadWordsLogitsProcessor(words),
-            ]
-        )
-        expected = processors(torch.from_numpy(history[None]), torch.from_numpy(logits[None]).double())[0]
-        row = {**OFF, "repetition_penalty": penalty, "no_repeat_ngram_size": n, "output_counts": np.zeros(8)}
-        row["bad_words_ids"] = np.array([[-1] * (3 - len(word)) + word for word in words])
-        np.testing.assert_array_equal(adjust(logits, row, history, len(history)), expected.float())
+        parameters = draw(rng, PROCESSORS)
+        expected = scores(logits, history, parameters).float()
+        row = {**OFF, "output_counts": np.zeros(8), **parameters}
+        row["bad_words_ids"] = padded(parameters.get("bad_words_ids", [[]]))
+        np.testing.assert_array_equal(adjust(logits, row, history, len(history)), expected)
 
 
 # exp(l) = 4, 2, 1, 1: probabilities 1/2, 1/4, 1/8, 1/8; tokens 2 and 3 are tied. In bits, the surprises are 1, 2, 3, 3

@@ -1,0 +1,42 @@
+"""What rows are drawn from, against transformers' own processors on the same logits, in Hugging Face's order."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from qsample.contract import EXTRA_PARAMETERS, PARAMETERS, Features, Interface
+from tests.helpers.sampler_cases import expected_step, make_inputs, sampler
+from tests.helpers.transformers_processors import PROCESSORS, WARPERS, draw, padded, scores
+
+EXTRA = ("typical_p", "epsilon_cutoff", "eta_cutoff", "no_repeat_ngram_size", "bad_words_ids")
+
+
+@pytest.mark.parametrize("num_candidates", [64, 2])
+@pytest.mark.parametrize(("vocab", "rows"), [(5, 60), (10, 60), (100, 60), (1000, 60), (5000, 30), (32_000, 16)])
+def test_distribution(vocab: int, rows: int, num_candidates: int) -> None:
+    rng = np.random.default_rng(vocab)
+    parameters = [draw(rng, WARPERS if row % 2 else PROCESSORS | WARPERS) for row in range(rows)]
+    # No two equal: among ties transformers' top-p keeps any few, the contract all or none.
+    logits = np.stack([np.linspace(-1, 1, vocab)[rng.permutation(vocab)] for _ in range(rows)])
+    logits = (logits * rng.uniform(0.5, 8, (rows, 1)) + rng.normal(size=(rows, vocab)) * 1e-3).astype(np.float32)
+    history = rng.integers(0, min(vocab, 4), (rows, 6))
+
+    face = Interface(vocab, (), features=Features(probs=True, filters=EXTRA))
+    specs = {spec.name: spec for spec in (*PARAMETERS, *(spec for name in EXTRA for spec in EXTRA_PARAMETERS[name]))}
+    values = {
+        name: [row.get(name, specs[name].off) for row in parameters]
+        for name in (PROCESSORS | WARPERS).keys() - {"bad_words_ids"}
+    }
+    words = np.stack([padded(row.get("bad_words_ids", [[]] * 3)) for row in parameters])
+    inputs = make_inputs(face, rows, sequence=6, bad_words=(3, 3), input_ids=history, bad_words_ids=words, **values)
+    got = sampler(face, num_candidates=num_candidates)(logits, inputs)
+    reference = expected_step(face, logits, inputs, num_candidates)
+    compared = 0
+    for row, given in enumerate(parameters):
+        if reference["edge"][row] > 1e-5:
+            expected = scores(logits[row], history[row], given).softmax(-1).numpy()
+            np.testing.assert_array_equal(got["probs"][row] > 0, expected > 0, err_msg=str(given))
+            np.testing.assert_allclose(got["probs"][row], expected, rtol=2e-5, atol=1e-9, err_msg=str(given))
+            compared += 1
+    assert compared > 0.7 * rows
