@@ -60,8 +60,8 @@ def check_filters(case: Case) -> None:
         expected = dense(case["probs"], 0 * left.x)
         np.testing.assert_allclose(left.probs(), expected, rtol=1e-4, atol=1e-8)
         for got in graphs(case, xtc_noise=case["xtc_uniform"]):
-            # llama.cpp lists tokens whose weight float32 does not hold.
-            assert np.flatnonzero(got["probs"][0]).tolist() == np.flatnonzero(expected > 1e-37).tolist()
+            drawn = {str(id_) for id_ in np.flatnonzero(got["probs"])}
+            assert {id_ for id_, p in case["probs"].items() if p > 1e-37} <= drawn <= case["probs"].keys()
             np.testing.assert_allclose(got["probs"][0, : len(expected)], expected, rtol=1e-4, atol=1e-8)
 
 
