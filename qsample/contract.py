@@ -199,6 +199,7 @@ def _per_row(name: str, dtype: str, off: float, meaning: str) -> TensorSpec:
 # others is the usual value.
 EXTRA_PARAMETERS: Final[dict[str, tuple[TensorSpec, ...]]] = {
     "typical_p": (_per_row("typical_p", "float32", 1.0, "keep the most typical tokens with this mass; 1 = off"),),
+    "top_a": (_per_row("top_a", "float32", 0.0, "keep p >= top_a * p_max ** 2; 0 = off"),),
     "epsilon_cutoff": (_per_row("epsilon_cutoff", "float32", 0.0, "keep p >= epsilon; 0 = off"),),
     "eta_cutoff": (_per_row("eta_cutoff", "float32", 0.0, "keep p >= min(eta, sqrt(eta) exp(-entropy)); 0 = off"),),
     "top_n_sigma": (_per_row("top_n_sigma", "float32", 0.0, "keep logits within n sigma of the largest; 0 = off"),),

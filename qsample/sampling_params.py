@@ -96,7 +96,7 @@ class SamplingParams:
     exported with `logit_bias`.
 
     The others need a package that was exported with the filter of their name, `contract.EXTRA_PARAMETERS` says which:
-    typical_p: in (0, 1]; 1 = off. epsilon_cutoff, eta_cutoff: in [0, 1]; 0 = off. top_n_sigma: >= 0; 0 = off.
+    typical_p: in (0, 1]; 1 = off. top_a, epsilon_cutoff, eta_cutoff: in [0, 1]; 0 = off. top_n_sigma: >= 0; 0 = off.
     xtc_probability: in [0, 1]; 0 = off. xtc_threshold: in [0, 1]; off above 0.5.
     dry_multiplier: >= 0; 0 = off. dry_base: >= 1. dry_allowed_length: >= 1. dry_penalty_last_n: tokens; -1 = all, 0 =
     off. dry_sequence_breakers: token ids, or texts that are one token each; None = none.
@@ -127,6 +127,7 @@ class SamplingParams:
     )
     logit_bias: Mapping[int, float] | None = _checked(None, bias, hashed=False)
     typical_p: float = _checked(1.0, number, FLOAT32_TINY, 1, "a number > 0 and <= 1 (1 = off)")
+    top_a: float = _checked(0.0, number, 0, 1, "a number from 0 to 1 (0 = off)")
     epsilon_cutoff: float = _checked(0.0, number, 0, 1, "a number from 0 to 1 (0 = off)")
     eta_cutoff: float = _checked(0.0, number, 0, 1, "a number from 0 to 1 (0 = off)")
     top_n_sigma: float = _checked(0.0, number, 0, FLOAT32_MAX, "a finite number >= 0 (0 = off)")

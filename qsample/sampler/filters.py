@@ -54,6 +54,12 @@ def min_p(pool: Pool, row: Parameters) -> None:
     pool.keep(pool.all_weights >= pool.row(row["min_p"]) * pool.largest_weight())
 
 
+def top_a(pool: Pool, row: Parameters) -> None:
+    """Tokens with at least a times the square of the largest probability; Peng Bo's, of RWKV and KoboldAI."""
+    largest = pool.largest_weight()
+    pool.keep(pool.weights >= pool.row(row["top_a"] / pool.total()) * largest * largest)
+
+
 def top_n_sigma(pool: Pool, row: Parameters) -> None:
     """Logits within n standard deviations of the largest: Tang et al. 2024, arXiv:2411.07641."""
     distance = where(row["top_n_sigma"] > 0, row["top_n_sigma"] * row["sigma"], -FLOOR)
@@ -117,6 +123,7 @@ ORDERS: Final[dict[str, tuple[Filter, ...]]] = {
         top_k,
         top_p,
         min_p,
+        top_a,
         typical_p,
         epsilon_cutoff,
         eta_cutoff,
@@ -129,6 +136,7 @@ ORDERS: Final[dict[str, tuple[Filter, ...]]] = {
         typical_p,
         top_p,
         min_p,
+        top_a,
         epsilon_cutoff,
         eta_cutoff,
         xtc,

@@ -62,6 +62,12 @@ SAME_IN_BOTH_ORDERS: list[tuple[dict[str, float], Any]] = [
     ({"typical_p": 0.74}, TWO),
     ({"typical_p": 0.76}, ALL),
     ({"top_k": 2, "typical_p": 0.3}, ONE),  # of 2/3 and 1/3 the first is closer to the entropy
+    # p >= top_a / 4.
+    ({"top_a": 0.49}, ALL),
+    ({"top_a": 0.51}, TWO),
+    ({"top_a": 1}, TWO),
+    ({"top_k": 2, "top_a": 0.74}, TWO),  # 1/3 and 4/9 of top_a
+    ({"top_k": 2, "top_a": 0.76}, ONE),
     ({"epsilon_cutoff": 0.12}, ALL),
     ({"epsilon_cutoff": 0.2}, TWO),
     ({"epsilon_cutoff": 0.9}, ONE),
@@ -112,6 +118,7 @@ DIFFERENT: list[tuple[dict[str, float], Any, Any]] = [
     ({"top_p": 0.7, "typical_p": 0.3}, ONE, TWO),
     # Without its likeliest token, a temperature that leaves e ** (x / t) nothing if x is not taken from the new one.
     ({"temperature": 0.001, "typical_p": 0.2}, ONE, [0, 1, 0, 0]),
+    ({"typical_p": 0.5, "top_a": 0.7}, ONE, TWO),  # 1/4 and 0.7 of it, or of 2/3 and 1/3: 0.311
     # min_p after typical_p has taken the likeliest: 1/4, and 1/8 is half of it.
     ({"typical_p": 0.01, "min_p": 0.9}, ONE, [0, 1, 0, 0]),
     # Temperature follows the entropy of all four tokens, or of the two that top_k leaves.
