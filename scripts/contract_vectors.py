@@ -1,0 +1,210 @@
+"""Draws docs/vectors: what a sampler of this contract gives, for samplers and hosts in any language.
+
+    python scripts/contract_vectors.py
+
+The tokens are those of the tests' float64 reference. Logits are drawn until each parameter makes a difference and no
+decision is close: a sampler whose float32 rounds in another way gives the same tokens. docs/vectors/README.md says what
+is in the files.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from tokenizers import Tokenizer
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from qsample import AutoModelForCausalLM  # noqa: E402
+from qsample.contract import CONTRACT_VERSION, HUGGING_FACE  # noqa: E402
+from scripts.vector_drafts import ADJUST, FILTERS, PROMPTS, SETTINGS, WIDE, Draft  # noqa: E402
+from tests.helpers.plain_host import PlainHost  # noqa: E402
+from tests.helpers.reference import philox4x32, philox_uniform, reference_step  # noqa: E402
+from tests.helpers.vectors import FOLDER, Array, Arrays, Case, after, inputs_of, interface_of, start  # noqa: E402
+
+MARGIN: Final = 2.0**-16  # of u from each boundary; of a filter's closest call, as a share of its threshold
+MODEL_MARGIN: Final = 2.0**-13  # the same for logits of a model, which depend on the machine
+MODEL_GAP: Final = 2.0**-6  # between a model's two largest logits
+SEEDS: Final = (0, 1, -1, 2**32 - 1, 2**32, 2**53 - 1, 2**53 + 1, 1234567890123456789, 2**63 - 1, -(2**63))
+POSITIONS: Final = (*range(9), 4095, 131071)
+CHECKPOINT: Final = "qsample/assets/tiny_lm"
+CAPACITY, NEW_TOKENS = 48, 20
+
+
+def main() -> None:
+    FOLDER.mkdir(exist_ok=True)
+    for number, (name, drafts) in enumerate({"adjust": ADJUST, "filters": FILTERS, "wide": WIDE}.items()):
+        write(name, {"cases": [drawn(draft, order, number) for draft in drafts for order in draft.orders]})
+    write("noise", noise())
+    write("package", package())
+
+
+def drawn(draft: Draft, order: str, number: int) -> Case:
+    """`draft` with logits that leave no doubt about its tokens."""
+    for attempt in range(2000):
+        rng = np.random.default_rng([number, len(draft.name), attempt])
+        case, clear = walk(draft, order, rng)
+        if clear:
+            return case
+    raise RuntimeError(f"{draft.name!r}: no logits were found")
+
+
+def walk(draft: Draft, order: str, rng: np.random.Generator) -> tuple[Case, bool]:
+    """The case with the logits of `rng`, and whether it is a good one."""
+    pieces = draft.prompt if isinstance(draft.prompt[0], list) else [draft.prompt]
+    face = interface_of(draft.vocab, order)
+    parameters = {"temperature": 0.0, **draft.parameters}
+    case: Case = {"name": draft.name, "filter_order": order, "vocab_size": draft.vocab, "capacity": draft.capacity}
+    case |= {"seed": str(draft.seed), "parameters": to_json(parameters), "steps": []}
+    state = start(face, [case])
+    matters = {name: name in draft.idle for name in draft.parameters if name not in SETTINGS}
+    margins, ids = [], [0]
+    for step in range(len(pieces) - 1 + draft.steps):
+        logits = np.round(rng.normal(size=draft.vocab) * draft.spread * draft.digits) / draft.digits + 0.0
+        for token, logit in draft.special.items():
+            logits[token] = logit
+        emit = step >= len(pieces) - 1
+        call = {"input_ids": pieces[step] if step < len(pieces) else ids, "emit": emit}
+        inputs = inputs_of(face, [case], [call], state)
+        out = reference(logits, inputs, order)
+        for name in matters:
+            others = {key: value for key, value in case["parameters"].items() if key != name}
+            if name == "logit_bias_ids":
+                del others["logit_bias"]
+            other = reference(logits, inputs_of(face, [{**case, "parameters": others}], [call], state), order)
+            matters[name] |= any(not np.array_equal(out[key], other[key]) for key in ("probs", "status_RetainedState"))
+        margins += [out["margin"][0], out["edge"][0], gap(out["adjusted_logits"][0])]
+        case["steps"].append(call | {"logits": to_json(logits.tolist())} | results(logits, inputs, out))
+        state = after(state, out)
+        ids = out["next_ids"][0].tolist()
+    case["tokens"] = state["tokens"][0].tolist()
+    case["output_counts"] = {str(i): int(n) for i, n in enumerate(state["output_counts"][0]) if n}
+    return case, min(margins) >= MARGIN and all(matters.values())
+
+
+def reference(logits: Array, inputs: Arrays, order: str) -> Arrays:
+    with np.errstate(invalid="ignore", over="ignore"):
+        return reference_step(logits[None].astype(np.float32), inputs, pad_token_id=0, filter_order=order)
+
+
+def gap(adjusted: Array) -> float:
+    """Between logits that differ at all: float32 has to see the same ties."""
+    values = np.unique(adjusted[np.isfinite(adjusted)].astype(np.float64))
+    return float(np.diff(values).min()) if len(values) > 1 else np.inf
+
+
+def results(logits: Array, inputs: Arrays, out: Arrays) -> dict[str, Any]:
+    """What a step shows: its token, the states, and what helps to find a mistake in between."""
+    probs, emitted = out["probs"][0], bool(out["probs"].any())
+    shown: dict[str, Any] = {"next_id": int(out["next_ids"][0, 0]) if emitted else None}
+    shown |= {name: int(out[f"{name}_RetainedState"][0]) for name in ("lengths", "status")}
+    if emitted:
+        adjusted = out["adjusted_logits"][0]
+        changed = np.flatnonzero(adjusted != logits.astype(np.float32))
+        shown |= {"adjusted": {str(i): to_json(float(f"{adjusted[i]:.9g}")) for i in changed}} if changed.size else {}
+    if emitted and inputs["temperature"][0] > 0:
+        position = min(int(inputs["lengths"][0] + inputs["input_lengths"][0]), inputs["noise"].shape[1] - 1)
+        shown |= {"kept": np.flatnonzero(probs).tolist(), "u": int(inputs["noise"][0, position] * 2**24)}
+        if inputs["xtc_probability"][0] > 0:
+            shown["xtc_u"] = int(inputs["xtc_noise"][0, position] * 2**24)
+    if emitted and inputs["mirostat_tau"][0] > 0:
+        shown["mirostat_mu"] = float(f"{out['mirostat_mu_RetainedState'][0]:.7g}")
+    return shown
+
+
+def noise() -> dict[str, Any]:
+    """Philox's published answers, and the random numbers of seeds."""
+    answers = []
+    for counter, key in (
+        ((0,) * 4, (0,) * 2),
+        ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2),
+        ((0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344), (0xA4093822, 0x299F31D0)),
+    ):
+        words = {"counter": counter, "key": key, "words": philox4x32(counter, key)}
+        answers.append({name: [f"{word:08x}" for word in value] for name, value in words.items()})
+    rows = [
+        {"seed": str(seed)}
+        | {
+            name: [int(philox_uniform(seed, t, stream) * 2**24) for t in POSITIONS]
+            for name, stream in (("noise", 0), ("xtc_noise", 1))
+        }
+        for seed in SEEDS
+    ]
+    return {"philox4x32_10": answers, "positions": list(POSITIONS), "rows": rows}
+
+
+def package() -> dict[str, Any]:
+    """What the bundled model writes: drawn from the logits of its package without a sampler."""
+    with tempfile.TemporaryDirectory() as folder:
+        model = AutoModelForCausalLM.from_pretrained(ROOT / CHECKPOINT, include_sampler=False)
+        host = PlainHost(model.export(Path(folder) / "tiny").package.path)
+        rows = [written(host, text, parameters) for text, parameters in PROMPTS]
+    return {"export": f"qsample export {CHECKPOINT} tiny", "capacity": CAPACITY, "rows": rows}
+
+
+def written(host: PlainHost, text: str, parameters: dict[str, Any]) -> dict[str, Any]:
+    """A row with the first seed that leaves no doubt about its tokens."""
+    ids = Tokenizer.from_file(str(ROOT / CHECKPOINT / "tokenizer.json")).encode(text).ids
+    stops = {"stop_ids": host.manifest["token_ids"]["eos"], "max_length": len(ids) + NEW_TOKENS}
+    case: Case = {"prompt": text, "prompt_ids": ids, "parameters": {"temperature": 0.0, **stops, **parameters}}
+    first = 2**53 + 1 if parameters.get("top_p") else 1
+    for seed in range(first, first + 1000):
+        case["seed"] = str(seed)
+        tokens, status, clear = continuation(host, case)
+        if clear:
+            return case | {"tokens": tokens, "status": status}
+    raise RuntimeError(f"{text!r}: no seed was found")
+
+
+def continuation(host: PlainHost, case: Case) -> tuple[list[int], int, bool]:
+    """The new tokens, the status at their end, and whether there is no doubt about them."""
+    face = interface_of(host.manifest["interface"]["vocab_size"], HUGGING_FACE)
+    state, tokens = host.start([int(case["seed"])], CAPACITY), []
+    state = start(face, [case | {"capacity": CAPACITY}]) | state
+    ids = case["prompt_ids"]
+    while not state["status"][0]:
+        outputs = host.call(state, [ids])
+        inputs = inputs_of(face, [case], [{"input_ids": ids, "emit": True}], state)
+        out = reference_step(outputs["logits"], inputs, pad_token_id=0)
+        second, first = np.sort(out["adjusted_logits"][0])[-2:]
+        greedy = case["parameters"]["temperature"] == 0
+        if min(out["margin"][0], out["edge"][0]) < MODEL_MARGIN or (greedy and first - second < MODEL_GAP):
+            return tokens, 0, False
+        state = after(host.after(state, outputs), out)
+        ids = out["next_ids"][0].tolist()
+        tokens += ids
+    return tokens, int(state["status"][0]), True
+
+
+def to_json(value: Any) -> Any:
+    """With "-inf", "inf" and "nan" as strings, which JSON lacks, and whole numbers without a point."""
+    if isinstance(value, dict):
+        return {name: to_json(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [to_json(item) for item in value]
+    if isinstance(value, float) and not np.isfinite(value):
+        return str(value)
+    return int(value) if value == int(value) and abs(value) < 2**53 else value
+
+
+def write(name: str, content: dict[str, Any]) -> None:
+    """One file; each element of a list of objects begins a line."""
+    (FOLDER / f"{name}.json").write_text(layout({"contract_version": CONTRACT_VERSION, **content}) + "\n", "utf-8")
+
+
+def layout(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{json.dumps(name)}: {layout(item)}" for name, item in value.items()) + "}"
+    if isinstance(value, list) and isinstance(value[0] if value else None, dict):
+        return "[\n" + ",\n".join(layout(item) for item in value) + "\n]"
+    return json.dumps(value, allow_nan=False)
+
+
+if __name__ == "__main__":
+    main()

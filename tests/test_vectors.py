@@ -1,0 +1,138 @@
+"""docs/vectors: the reference, both kinds of graph and a package give what the files say."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime as ort
+import pytest
+
+from qsample.contract import CONTRACT_VERSION, Features, Interface
+from qsample.exporters.initial_state import build_initial_state
+from tests.helpers.plain_host import OFF, PlainHost
+from tests.helpers.reference import philox4x32, philox_uniform, reference_step
+from tests.helpers.sampler_cases import PAD, Step, sampler
+from tests.helpers.vectors import FOLDER, Arrays, Case, after, inputs_of, interface_of, load, numbers, start
+
+CLOSE = {"rtol": 1e-4, "atol": 1e-4}
+
+
+def by_graph(name: str) -> list[list[Case]]:
+    """The cases that can be rows of one batch."""
+    batches = defaultdict(list)
+    for case in load(name)["cases"]:
+        batches[case["filter_order"], case["vocab_size"], case["capacity"]].append(case)
+    return list(batches.values())
+
+
+def check(cases: list[Case], face: Interface, step: Step) -> None:
+    """Run cases as the rows of a batch, each as long as it goes."""
+    state = start(face, cases)
+    for number in range(max(len(case["steps"]) for case in cases)):
+        calls = [case["steps"][min(number, len(case["steps"]) - 1)] for case in cases]
+        going = [number < len(case["steps"]) for case in cases]
+        state["status"] = np.where(going, state["status"], np.int32(1))
+        out = step(np.float32([numbers(call["logits"]) for call in calls]), inputs_of(face, cases, calls, state))
+        for row, (case, call) in enumerate(zip(cases, calls, strict=True)):
+            if going[row]:
+                check_row(call, {name: values[row] for name, values in out.items()}, f"{case['name']}, step {number}")
+        state = after(state, out)
+        for row, case in enumerate(cases):
+            if number == len(case["steps"]) - 1:
+                assert state["tokens"][row].tolist() == case["tokens"], case["name"]
+                counts = {str(i): n for i, n in enumerate(state["output_counts"][row].tolist()) if n}
+                assert counts == case["output_counts"], case["name"]
+
+
+def check_row(call: Case, out: Arrays, where: str) -> None:
+    emitted = call["next_id"] is not None
+    assert out["next_ids"].tolist() == [call["next_id"] if emitted else PAD], where
+    assert (out["lengths_RetainedState"], out["status_RetainedState"]) == (call["lengths"], call["status"]), where
+    if emitted:
+        adjusted = np.float32(numbers(call["logits"]))
+        for token, logit in call.get("adjusted", {}).items():
+            adjusted[int(token)] = numbers(logit)
+        np.testing.assert_allclose(out["adjusted_logits"], adjusted, rtol=1e-6, err_msg=where)
+    if "kept" in call:
+        assert np.flatnonzero(out["probs"]).tolist() == call["kept"], where
+    if "mirostat_mu" in call:
+        np.testing.assert_allclose(out["mirostat_mu_RetainedState"], call["mirostat_mu"], **CLOSE, err_msg=where)
+    assert out.get("margin", 1) >= 2**-16, where
+    assert out.get("edge", 1) >= 2**-16, where
+
+
+@pytest.mark.parametrize("name", ["adjust", "filters", "wide"])
+class TestSampler:
+    def test_reference(self, name: str) -> None:
+        for case in load(name)["cases"]:
+            order = case["filter_order"]
+            with np.errstate(invalid="ignore", over="ignore"):
+                check(
+                    [case],
+                    interface_of(case["vocab_size"], order),
+                    lambda logits, inputs, order=order: reference_step(
+                        logits, inputs, pad_token_id=PAD, filter_order=order
+                    ),
+                )
+
+    @pytest.mark.parametrize("graph", [{}, {"captured": True}, {"seed": True}], ids=["portable", "captured", "seed"])
+    def test_graph(self, graph: dict[str, Any], name: str) -> None:
+        for cases in by_graph(name):
+            face = interface_of(cases[0]["vocab_size"], cases[0]["filter_order"], **graph)
+            check(cases, face, sampler(face))
+
+
+def test_noise() -> None:
+    content = load("noise")
+    for answer in content["philox4x32_10"]:
+        counter, key, words = (tuple(int(word, 16) for word in answer[name]) for name in ("counter", "key", "words"))
+        assert philox4x32(counter, key) == words
+    seeds, positions = [int(row["seed"]) for row in content["rows"]], content["positions"]
+    model = build_initial_state(Interface(2, (), features=Features(filters=("xtc",))))
+    session = ort.InferenceSession(ir.to_proto(model).SerializeToString())
+    names = ["noise", "xtc_noise"]
+    made = session.run(names, {"seed": np.int64(seeds), "capacity": np.array(max(positions) + 1)})
+    for stream, (name, buffer) in enumerate(zip(names, made, strict=True)):
+        expected = [row[name] for row in content["rows"]]
+        assert (buffer[:, positions] * 2**24).tolist() == expected
+        assert [[philox_uniform(seed, t, stream) * 2**24 for t in positions] for seed in seeds] == expected
+
+
+def test_package(bundled_package: Path) -> None:
+    """All rows in a batch; then each alone, its prompt in pieces."""
+    content, host = load("package"), PlainHost(bundled_package)
+    face = interface_of(host.manifest["interface"]["vocab_size"], "huggingface")
+
+    def written(rows: list[Case], piece: int) -> None:
+        state = host.start([int(row["seed"]) for row in rows], content["capacity"])
+        parameters = inputs_of(face, rows, [{"input_ids": [0], "emit": True}] * len(rows), {})
+        given = {name: parameters[name] for name in (*OFF, "stop_ids")}
+        prompts, tokens = [row["prompt_ids"] for row in rows], [[] for _ in rows]
+        while len(prompts[0]) > piece:
+            state = host.after(state, host.call(state, [prompts[0][:piece]], emit=[False], **given))
+            prompts = [prompts[0][piece:]]
+        lengths = [len(prompt) for prompt in prompts]
+        ids: Any = [[*prompt, *[0] * (max(lengths) - len(prompt))] for prompt in prompts]
+        while not state["status"].all():
+            running = np.flatnonzero(state["status"] == 0)
+            outputs = host.call(state, ids, lengths, **given)
+            state, ids, lengths = host.after(state, outputs), outputs["next_ids"], [1] * len(rows)
+            for row in running:
+                tokens[row] += ids[row].tolist()
+        assert tokens == [row["tokens"] for row in rows]
+        assert state["status"].tolist() == [row["status"] for row in rows]
+
+    written(content["rows"], piece=100)
+    for row in content["rows"]:
+        written([row], piece=3)
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.json")), ids=lambda path: path.name)
+def test_files_are_small_and_of_this_contract(path: Path) -> None:
+    assert path.stat().st_size < 100_000
+    assert load(path.stem)["contract_version"] == CONTRACT_VERSION
+    assert f"`{path.name}`" in (FOLDER / "README.md").read_text("utf-8")
