@@ -66,7 +66,7 @@ def walk(draft: Draft, order: str, rng: np.random.Generator) -> tuple[Case, bool
     matters = {name: name in draft.idle for name in draft.parameters if name not in SETTINGS}
     margins, ids = [], [0]
     for step in range(len(pieces) - 1 + draft.steps):
-        logits = np.round(rng.normal(size=draft.vocab) * draft.spread * draft.digits) / draft.digits + 0.0
+        logits = np.round(rng.normal(draft.mean, draft.spread, draft.vocab) * draft.digits) / draft.digits + 0.0
         for token, logit in draft.special.items():
             logits[token] = logit
         emit = step >= len(pieces) - 1

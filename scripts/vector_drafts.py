@@ -19,7 +19,7 @@ class Draft:
         prompt: ids, or several lists of them: its pieces.
         orders: the filter orders, a case for each.
         vocab, steps, capacity, seed: V, how many calls are asked for a token, T, the row's seed.
-        spread: standard deviation of the logits.
+        mean, spread: of the logits; spread is their standard deviation.
         digits: the logits are multiples of 1 / digits: 1 gives ties.
         special: id to the logit that it has in each step.
         idle: parameters that make no difference here, on purpose.
@@ -33,6 +33,7 @@ class Draft:
     steps: int = 4
     capacity: int = 12
     seed: int = 7
+    mean: float = 0.0
     spread: float = 2.0
     digits: int = 16
     special: Mapping[int, float] = field(default_factory=dict)
@@ -322,6 +323,7 @@ WIDE: Final = [
         ("a wide top_p", {"top_p": 0.95}, {"spread": 0.5}),
         ("a wide top_p after a large top_k", {"top_k": 80, "top_p": 0.9, "temperature": 1.5}, {"spread": 1.0, **_BOTH}),
         ("a wide typical_p", {"typical_p": 0.9, "temperature": 1.5}, {"spread": 0.5, **_BOTH}),
+        ("min_p over many tokens, all logits negative", {"min_p": 0.2}, {"mean": -40.0, "spread": 0.5}),
         ("xtc over many tokens", {"xtc_probability": 1.0, "xtc_threshold": 0.01}, {"spread": 0.5}),
         ("no filter", {}, {"spread": 0.5}),
     )

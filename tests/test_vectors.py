@@ -80,10 +80,12 @@ class TestSampler:
                 )
 
     @pytest.mark.parametrize("graph", [{}, {"captured": True}, {"seed": True}], ids=["portable", "captured", "seed"])
-    def test_graph(self, graph: dict[str, Any], name: str) -> None:
-        for cases in by_graph(name):
-            face = interface_of(cases[0]["vocab_size"], cases[0]["filter_order"], **graph)
-            check(cases, face, sampler(face))
+    @pytest.mark.parametrize("alone", [False, True], ids=["batch", "alone"])
+    def test_graph(self, graph: dict[str, Any], alone: bool, name: str) -> None:
+        for batch in by_graph(name):
+            face = interface_of(batch[0]["vocab_size"], batch[0]["filter_order"], **graph)
+            for cases in [[case] for case in batch] if alone else [batch]:
+                check(cases, face, sampler(face))
 
 
 def test_noise() -> None:

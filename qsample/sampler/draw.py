@@ -113,7 +113,8 @@ class _RandomRows:
         narrowed = self._narrowed if self._extra is None else self._narrowed & ~self._extra
         tried = self._random & (small | narrowed)
         needs_total = tried & ~small & (call["top_p"] < 1)
-        (total,) = call.branch(needs_total, self._total, lambda: (self._largest.unsqueeze(),))
+        # In the other rows any number whose logarithm is one: filters that are off read it.
+        (total,) = call.branch(needs_total, self._total, lambda: (constants(self._largest, 1.0).unsqueeze(),))
         if call.captured:
             *results, unsettled = self._from_candidates(tried, total)
             return self._from_vocabulary(results, unsettled, self._filters)
