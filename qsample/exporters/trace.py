@@ -13,14 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.onnx import OnnxExporterError
 
-from qsample.contract import BATCH, BIASES, CAPACITY, DYNAMIC_AXES, SEARCHED, SEQUENCE, STOPS, GraphSpec, TensorSpec
+from qsample.contract import BATCH, CAPACITY, SEQUENCE, GraphSpec, TensorSpec
 from qsample.errors import UnsupportedModelError
 from qsample.exporters.graph.opset import OPSET
 from qsample.exporters.simplify import simplify
 
 # Every dynamic axis is traced at two or more: torch.export specialises an axis of size 1. They all differ, so that two
 # axes that merely look alike are not taken for one.
-_TRACE_SIZES = {BATCH: 2, SEQUENCE: 3, CAPACITY: 32, STOPS: 4, BIASES: 5, SEARCHED: 6}
+_TRACE_SIZES: Final = {BATCH: 2, SEQUENCE: 3, CAPACITY: 32}
 _REASON = 400  # characters of the exporter's message
 _FLOAT, _BFLOAT16 = ir.DataType.FLOAT, ir.DataType.BFLOAT16
 # What ONNX Runtime's CPU does to bfloat16.
@@ -52,7 +52,7 @@ def trace(module: nn.Module, spec: GraphSpec, sizes: Mapping[str, int]) -> ir.Mo
     does what no static graph can express.
     """
     inputs = {tensor.name: _example(tensor, sizes) for tensor in (*spec.inputs, *spec.states)}
-    dims = {axis: torch.export.Dim(axis) for axis in DYNAMIC_AXES}
+    dims = {axis: torch.export.Dim(axis) for axis in _TRACE_SIZES}
     shapes = {
         tensor.name: {i: dims[axis] for i, axis in enumerate(tensor.axes) if axis in dims}
         for tensor in (*spec.inputs, *spec.states)
@@ -148,7 +148,7 @@ def _without_graphs_of_failures() -> Iterator[None]:
 
 
 def _example(spec: TensorSpec, sizes: Mapping[str, int]) -> Tensor:
-    """A tensor of the spec's dtype and shape holding a harmless value: 1, which every id, length and scale accepts."""
+    """A tensor of the spec's dtype and shape: an empty cache, or ones, which every id, length and scale accepts."""
     shape = spec.shape({**_TRACE_SIZES, **sizes})
-    value = spec.off if spec.off is not None else 0 if spec.axes and CAPACITY in spec.axes else 1
+    value = 0 if CAPACITY in spec.axes else 1
     return torch.full(shape, value, dtype=getattr(torch, spec.dtype))
