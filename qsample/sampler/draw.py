@@ -15,8 +15,6 @@ import operator
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
-
 from qsample.contract import (
     EXTRA_PARAMETERS,
     HUGGING_FACE,
@@ -34,7 +32,7 @@ from qsample.sampler.philox import uniforms
 from qsample.sampler.pools import Candidates, Pool, Vocabulary
 from qsample.sampler.search import Search
 from qsample.sampler.sizes import block_size
-from qsample.sampler.tensor import FLOAT, Tensor, Tensors, branch, constant, constants, log, maximum, op, where
+from qsample.sampler.tensor import FLOAT, Tensor, Tensors, branch, constants, log, maximum, op, where
 
 
 class Draw(NamedTuple):
@@ -121,10 +119,10 @@ class _RandomRows:
 
         def tried_first() -> Tensors:
             *results, unsettled = self._from_candidates(tried, total)
-            return *results, unsettled, *self._left_to_do(unsettled, self._narrowed)
+            return *results, unsettled, *self._left_to_do(unsettled)
 
         def not_tried() -> Tensors:
-            return *self._no_results(), self._random, *self._left_to_do(self._random, None)
+            return *self._no_results(), self._random, *self._left_to_do(self._random)
 
         # A row goes unchanged through filters that another one needs.
         *results, unsettled, with_top_k, with_filters, plain = branch(tried.any(), tried_first, not_tried)
@@ -161,19 +159,12 @@ class _RandomRows:
         surprise = [self._largest.unsqueeze()] if self._call.uses("mirostat") else []
         return self._greedy, *probs, *surprise
 
-    def _left_to_do(self, unsettled: Tensor, narrowed: Tensor | None) -> Tensors:
-        """Whether an unsettled row has top-k; otherwise, whether one has filters; otherwise, whether there is one.
-
-        Args:
-            unsettled: [B] bool.
-            narrowed: [B] bool, rows with a threshold; None: those that are unsettled have none, or an extra filter too.
-        """
-        filters_on = [rows for rows in (narrowed, self._extra) if rows is not None]
-        top_k = (unsettled & (self._call["top_k"] > 0)).any()
-        if not filters_on:
-            return top_k, constant(np.array(False)), unsettled.any() & ~top_k
-        some_filtered = (unsettled & functools.reduce(operator.or_, filters_on)).any()
-        return top_k, some_filtered & ~top_k, unsettled.any() & ~(some_filtered | top_k)
+    def _left_to_do(self, unsettled: Tensor) -> Tensors:
+        """Whether an unsettled row has top-k; otherwise, whether one has filters; otherwise, whether there is one."""
+        filtered = self._narrowed if self._extra is None else self._narrowed | self._extra
+        some_top_k = (unsettled & (self._call["top_k"] > 0)).any()
+        some_filtered = (unsettled & filtered).any()
+        return some_top_k, some_filtered & ~some_top_k, unsettled.any() & ~(some_filtered | some_top_k)
 
     def _from_vocabulary(self, found: Sequence[Tensor], unsettled: Tensor, chosen: Sequence[filters.Filter]) -> Tensors:
         rows = unsettled.unsqueeze()
