@@ -111,8 +111,8 @@ class _RandomRows:
         narrowed = self._narrowed if self._extra is None else self._narrowed & ~self._extra
         tried = self._random & (small | narrowed)
         needs_total = tried & ~small & (call["top_p"] < 1)
-        # In the other rows any number whose logarithm is one: filters that are off read it.
-        (total,) = call.branch(needs_total, self._total, lambda: (constants(self._largest, 1.0).unsqueeze(),))
+        # In the other rows, filters that are off read it: a number that has a logarithm.
+        (total,) = call.branch(needs_total, self._total, self._ones)
         if call.captured:
             *results, unsettled = self._from_candidates(tried, total)
             return self._from_vocabulary(results, unsettled, self._filters)
@@ -181,6 +181,9 @@ class _RandomRows:
         """The weight of the whole vocabulary where top-p needs it, [B, 1]."""
         return (self._before(filters.top_k).total(),)
 
+    def _ones(self) -> Tensors:
+        return (constants(self._largest, 1.0).unsqueeze(),)
+
     def _before(self, last: filters.Filter) -> Pool:
         """The vocabulary after the filters that precede `last`."""
         pool = self._vocabulary(self._random.unsqueeze())
@@ -236,7 +239,8 @@ class _RandomRows:
             numbers["xtc_uniform"] = self._uniform(XTC_NOISE)
         if call.uses("top_n_sigma"):
             on = self._random & (call["top_n_sigma"] > 0)
-            (numbers["sigma"],) = call.branch(on, self._deviation, lambda: (self._largest.unsqueeze(),))
+            # Of rows that draw nothing, too: a distance below 0 would leave them no token at all.
+            (numbers["sigma"],) = call.branch(on, self._deviation, self._ones)
         if self._dynamic_first:
 
             def dynamic() -> Tensors:
