@@ -62,7 +62,7 @@ def test_the_runtime_side_imports_where_the_export_side_is_missing(module: str) 
     assert python(f"import sys; sys.modules.update(dict.fromkeys({HEAVY})); import {module}; print('fine')") == "fine\n"
 
 
-@pytest.mark.parametrize("module", ["portable", "parity", "sampler", "compiler.compile", "compiler.targets.cuda"])
+@pytest.mark.parametrize("module", ["portable", "parity", "initial_state", "compiler.compile", "compiler.targets.cuda"])
 def test_graphs_are_made_where_torch_is_missing(module: str) -> None:
     missing = ["torch", "transformers", "safetensors"]
     code = f"import sys; sys.modules.update(dict.fromkeys({missing})); import qsample.exporters.{module}; print('fine')"
