@@ -115,6 +115,11 @@ def min_p(s: Survivors, row: Row) -> None:
         s.keep_from(share * float(s.probs().max()))
 
 
+def top_a(s: Survivors, row: Row) -> None:
+    if (share := float(row["top_a"])) > 0:
+        s.keep_from(share * float(s.probs().max()) ** 2)
+
+
 def typical_p(s: Survivors, row: Row) -> None:
     """The mass of tokens whose surprise is strictly closer to the entropy is below typical_p.
 
@@ -174,16 +179,18 @@ FILTERS: dict[str, Callable[[Survivors, Row], None]] = {
     "top_k": top_k,
     "top_p": top_p,
     "min_p": min_p,
+    "top_a": top_a,
     "typical_p": typical_p,
     "epsilon_cutoff": epsilon_cutoff,
     "eta_cutoff": eta_cutoff,
     "xtc_probability": xtc,
     "mirostat_tau": mirostat,
 }
+_NUCLEI = ("top_p", "min_p", "top_a")
 _CUTOFFS = ("epsilon_cutoff", "eta_cutoff", "xtc_probability")
 ORDERS = {
-    "huggingface": ("top_n_sigma", "temperature", "top_k", "top_p", "min_p", "typical_p", *_CUTOFFS, "mirostat_tau"),
-    "llama.cpp": ("top_n_sigma", "top_k", "typical_p", "top_p", "min_p", *_CUTOFFS, "temperature", "mirostat_tau"),
+    "huggingface": ("top_n_sigma", "temperature", "top_k", *_NUCLEI, "typical_p", *_CUTOFFS, "mirostat_tau"),
+    "llama.cpp": ("top_n_sigma", "top_k", "typical_p", *_NUCLEI, *_CUTOFFS, "temperature", "mirostat_tau"),
 }
 
 

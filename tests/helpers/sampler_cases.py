@@ -95,6 +95,7 @@ def sampler(face: Interface, **options: int) -> Step:
 # How random_step draws the inputs of the extra filters; a filter's first one is off in most rows.
 EXTRA_VALUES: dict[str, Callable[[np.random.Generator, int], Array]] = {
     "typical_p": lambda rng, n: rng.uniform(0.05, 0.97, n),
+    "top_a": lambda rng, n: rng.uniform(0.02, 1, n),
     "epsilon_cutoff": lambda rng, n: 10 ** rng.uniform(-4, -0.5, n),
     "eta_cutoff": lambda rng, n: 10 ** rng.uniform(-4, -0.3, n),
     "top_n_sigma": lambda rng, n: rng.uniform(0.2, 3, n),
