@@ -1,0 +1,256 @@
+"""Which rows the candidates settle and which the vocabulary, whatever other rows there are; and what is drawn."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime as ort
+import pytest
+from scipy.stats import chisquare
+from tokenizers import Tokenizer
+
+from qsample.contract import EXTRA_PARAMETERS, FILTER_ORDERS, INVALID_LOGITS, Features, Interface
+from tests.helpers.reference import distribution
+from tests.helpers.sampler_cases import (
+    ALL_FEATURES,
+    WITH_PROBS,
+    check_rows,
+    check_steps,
+    expected_step,
+    interface,
+    make_inputs,
+    random_step,
+    sampler,
+)
+
+Array = np.ndarray
+ALL_FILTERS = tuple(EXTRA_PARAMETERS)
+EVERYTHING = replace(ALL_FEATURES, filters=ALL_FILTERS)
+slow = pytest.mark.slow
+
+
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("num_candidates", [1, 16, 64])
+def test_few_or_many_candidates(num_candidates: int, captured: bool) -> None:
+    """One candidate settles almost no row with a filter, 64 settle most."""
+    check_steps(Interface(1000, (), features=WITH_PROBS, captured=captured), 7, 30, num_candidates)
+
+
+def test_candidates_and_vocabulary_agree() -> None:
+    """The same noise gives the same token, whichever settles the row."""
+    rng = np.random.default_rng(17)
+    face = interface(997, WITH_PROBS)
+    many, few = sampler(face, num_candidates=200), sampler(face, num_candidates=1)
+    for _ in range(40):
+        logits, inputs = random_step(rng, face, 16, sequence=1)
+        inputs["top_k"] = np.where(inputs["top_k"] <= 200, 0, inputs["top_k"])  # of those, ties are kept or not
+        a, b = many(logits, inputs), few(logits, inputs)
+        np.testing.assert_array_equal(a["probs"] > 0, b["probs"] > 0)
+        if (a["next_ids"] != b["next_ids"]).any():
+            margin = expected_step(face, logits, inputs)["margin"]
+            assert margin[(a["next_ids"] != b["next_ids"])[:, 0]].max() < 1e-6
+
+
+def parts_of(rng: np.random.Generator, batch: int) -> list[Array]:
+    """Each row alone, and some rows in any order."""
+    return [
+        *np.arange(batch)[:, None],
+        *(rng.permutation(batch)[:size] for size in (batch, *rng.integers(2, batch, 4))),
+    ]
+
+
+def check_batches(face: Interface, seed: int, steps: int) -> None:
+    """Assert that each row of random batches is the same in any part of the batch, to the last bit (but 0 is -0)."""
+    rng, step = np.random.default_rng(seed), sampler(face)
+    for _ in range(steps):
+        logits, inputs = random_step(rng, face, 7, sequence=2)
+        whole = step(logits, inputs)
+        for rows in parts_of(rng, 7):
+            part = {name: array[rows] for name, array in inputs.items()}
+            if face.captured:
+                part["searched_rows"] = np.arange(len(rows))
+            for name, found in step(logits[rows], part).items():
+                np.testing.assert_array_equal(found, whole[name][rows], err_msg=name)
+
+
+BATCHED = (97, 125, 1187, 2000, 50_257)
+MORE = (250, 997, 1000, 3001, 10_007, 32_000, *range(1125, 26_000, 1125), 128_256, 151_936, 262_145)
+
+
+@pytest.mark.parametrize(
+    ("vocab", "captured"),
+    [
+        *((vocab, False) for vocab in BATCHED),
+        *((vocab, True) for vocab in (125, 3001)),
+        *(pytest.param(vocab, False, marks=slow) for vocab in MORE),
+        *(pytest.param(vocab, True, marks=slow) for vocab in (*BATCHED, 32_000)),
+    ],
+)
+def test_a_row_is_the_same_alone_and_in_any_batch(vocab: int, captured: bool) -> None:
+    order = FILTER_ORDERS[vocab % 4 % 2]
+    check_batches(Interface(vocab, (), features=replace(EVERYTHING, filter_order=order), captured=captured), vocab, 2)
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_a_row_with_a_seed_is_the_same_alone_and_in_any_batch(captured: bool) -> None:
+    check_batches(Interface(1187, (), features=Features(filters=("xtc",), seed=True), captured=captured), 1, 4)
+
+
+@pytest.fixture(scope="module")
+def recorded() -> Array:
+    """Logits [positions, V] of a trained model over a text, in half precision: some are tied."""
+    example = Path(__file__).parents[2] / "examples" / "tiny_lm_genai"
+    text = "And the LORD spake unto Moses, saying, Speak unto the children of Israel, and bring out the people."
+    ids = np.array([Tokenizer.from_file(str(example / "tokenizer.json")).encode(text).ids])
+    inputs = {"input_ids": ids, "attention_mask": np.ones_like(ids), "position_ids": np.arange(ids.size)[None]}
+    model = ort.InferenceSession(example / "model.onnx")
+    inputs |= {node.name: np.zeros((1, 2, 0, 40), np.float16) for node in model.get_inputs()[3:]}
+    return np.asarray(model.run(["logits"], inputs)[0][0], np.float32)
+
+
+@pytest.mark.parametrize("order", FILTER_ORDERS)
+def test_a_captured_graph_draws_what_control_flow_draws(order: str, recorded: Array) -> None:
+    """From a model's logits, with everything that a graph can have."""
+    rng = np.random.default_rng(4)
+    face = Interface(recorded.shape[1], (), features=replace(EVERYTHING, filter_order=order))
+    other = replace(face, captured=True)
+    rows = 0
+    for _ in range(25):
+        _, inputs = random_step(rng, face, 6, sequence=2)
+        logits = recorded[rng.integers(0, len(recorded), 6)]
+        searched = rng.permutation(6)
+        a, b = sampler(face)(logits, inputs), sampler(other)(logits, inputs | {"searched_rows": searched})
+        for name, values in a.items():
+            if values.dtype == np.float32 and name != "output_counts_RetainedState":
+                np.testing.assert_allclose(values, b[name], rtol=1e-5, atol=1e-6, err_msg=name)
+            else:
+                np.testing.assert_array_equal(values, b[name], err_msg=name)
+        rows += int((a["lengths_RetainedState"] > inputs["lengths"]).sum())
+    assert rows > 60
+
+
+# On the CPU, ONNX Runtime before 1.32 gives reductions over no rows a wrong shape.
+needs_1_32 = pytest.mark.skipif(tuple(map(int, ort.__version__.split(".")[:2])) < (1, 32), reason="empty reductions")
+
+
+@pytest.mark.parametrize("listed", [pytest.param([], marks=needs_1_32), [4, 2, 2], [5, 1, 0, 3, 2, 4], [3] * 9])
+@pytest.mark.parametrize("filters", [(), ("typical_p", "epsilon_cutoff", "xtc", "dynatemp", "mirostat")])
+def test_rows_that_are_listed(filters: tuple[str, ...], listed: list[int]) -> None:
+    """In any order, twice, needlessly. A row that had to be and is not ends as invalid, and commits nothing."""
+    face = Interface(1000, (), features=Features(probs=True, filters=filters), captured=True)
+    rng, missing, free = np.random.default_rng(8), 0, 0
+    for _ in range(25):
+        logits, inputs = random_step(rng, face, 6, sequence=2)
+        inputs["searched_rows"] = np.array(listed, np.int64)
+        check_rows(face, logits, inputs)
+        expected = expected_step(face, logits, inputs)
+        missing += int(((expected["status_RetainedState"] == INVALID_LOGITS) & (inputs["status"] == 0)).sum())
+        free += int(((expected["probs"] > 0).sum(1) > 64).sum())
+    assert (missing > 5) == (len(set(listed)) < 6)
+    assert free > 0
+
+
+@pytest.mark.parametrize(
+    ("listed", "row"),
+    [
+        (True, {"top_k": 65}),
+        (True, {"top_p": 0.9}),
+        (True, {"typical_p": 0.9}),
+        (True, {"top_k": 2000, "top_p": 0.9}),
+        (False, {"top_k": 64, "top_p": 0.9, "typical_p": 0.9}),
+        (False, {"top_k": 65, "top_p": 0.9, "temperature": 0}),
+        (False, {"min_p": 0.5, "top_n_sigma": 1}),
+        (False, {"dynatemp_range": 0.5, "mirostat_tau": 3, "epsilon_cutoff": 0.01, "eta_cutoff": 0.01}),
+    ],
+)
+@needs_1_32
+def test_rows_that_have_to_be_listed(listed: bool, row: dict[str, Any]) -> None:
+    face = Interface(1000, (), features=Features(filters=ALL_FILTERS), captured=True)
+    logits = np.random.default_rng(0).normal(size=(1, 1000)).astype(np.float32)
+    got = sampler(face)(logits, make_inputs(face, searched_rows=[], **row))
+    assert got["status_RetainedState"] == (INVALID_LOGITS if listed else 0)
+    assert got["lengths_RetainedState"] == (0 if listed else 1)
+
+
+@pytest.mark.parametrize(("num_candidates", "captured"), [(1, True), (1, False), (64, False)])
+@pytest.mark.parametrize("order", FILTER_ORDERS)
+def test_any_temperature(order: str, num_candidates: int, captured: bool) -> None:
+    """From one that leaves one token to one that leaves all alike; a masked one is not among them."""
+    temperatures = [0, 1e-45, 1e-38, 1e-30, 1e-6, 0.05, 1, 40, 1e4, 1e30, 1e36, 3e38]
+    rows = [(t, p) for t in temperatures for p in ({}, {"top_p": 0.5}, {"min_p": 0.3}, {"typical_p": 0.2, "top_k": 99})]
+    face = Interface(
+        300, (), features=Features(probs=True, filters=("typical_p",), filter_order=order), captured=captured
+    )
+    logits = np.random.default_rng(1).normal(size=(len(rows), 300)) * 3
+    logits[:, ::7], logits[:, 5] = -np.inf, -3.3e38
+    values: dict[str, Any] = {"temperature": [t for t, _ in rows], "noise": 0.999}
+    values |= {
+        n: [p.get(n, off) for _, p in rows] for n, off in (("top_p", 1), ("min_p", 0), ("typical_p", 1), ("top_k", 0))
+    }
+    assert check_rows(face, logits.astype(np.float32), make_inputs(face, len(rows), **values), num_candidates) <= 1
+
+
+def test_u_is_that_of_the_position() -> None:
+    """A row of 3 tokens that gets 2 more draws with noise[5]; the last number is that of full buffers, too."""
+    noise, xtc_noise = np.full((3, 16), 0.1), np.full((3, 16), 0.9)
+    noise[[0, 1, 2], [5, 15, 15]] = 0.9
+    xtc_noise[[0, 1, 2], [5, 15, 15]] = 0.1
+    for captured in (False, True):
+        face = Interface(4, (), features=Features(probs=True, filters=("xtc",)), captured=captured)
+        inputs = make_inputs(
+            face,
+            3,
+            sequence=2,
+            lengths=[3, 13, 14],
+            noise=noise,
+            xtc_noise=xtc_noise,
+            xtc_probability=0.5,
+            xtc_threshold=0.2,
+        )
+        got = sampler(face)(np.tile(np.float32([0.1, 0, 0, 0]), (3, 1)), inputs)
+        assert got["next_ids"].tolist() == [[3]] * 3
+        assert (got["probs"][:, 0] == 0).all()
+
+
+ROWS, CALLS = 32_768, 32  # 1,048,576 draws
+# Seeds are fixed, so this never fails by chance; a fresh seed would fail once in ten thousand runs.
+P_VALUE = 1e-4
+# How many of 16 tokens are candidates: enough to settle a row with filters, or so few that the vocabulary does.
+CANDIDATES, VOCABULARY = 12, 2
+TOP_K = {"temperature": 0.8, "top_k": 9, "top_p": 0.9}
+MIN_P = {"temperature": 1.5, "top_p": 0.95, "min_p": 0.02}
+
+
+@pytest.mark.parametrize(
+    ("num_candidates", "parameters"),
+    [
+        pytest.param(CANDIDATES, TOP_K, id="candidates-top_k+top_p"),
+        pytest.param(VOCABULARY, {"temperature": 1.0}, id="vocabulary-temperature"),
+        pytest.param(VOCABULARY, TOP_K, id="vocabulary-top_k+top_p", marks=slow),
+        pytest.param(CANDIDATES, MIN_P, id="candidates-top_p+min_p", marks=slow),
+        pytest.param(VOCABULARY, MIN_P, id="vocabulary-top_p+min_p", marks=slow),
+    ],
+)
+def test_frequencies(num_candidates: int, parameters: dict[str, float]) -> None:
+    """Chi-square over a million draws against the exact distribution."""
+    vocab = 16
+    rng = np.random.default_rng(3)
+    logits = rng.permutation(np.linspace(-2, 2, vocab)).astype(np.float32)
+    face = interface(vocab)
+    step = sampler(face, num_candidates=num_candidates)
+    counts = np.zeros(vocab)
+    for _ in range(CALLS):
+        noise = rng.integers(0, 2**24, ROWS) / 2**24
+        inputs = make_inputs(face, ROWS, capacity=3, noise=noise, **parameters)
+        tokens = step(np.broadcast_to(logits, (ROWS, vocab)).copy(), inputs)["next_ids"]
+        counts += np.bincount(tokens[:, 0], minlength=vocab)
+
+    row = {"top_k": 0, "top_p": 1, "min_p": 0} | {name: np.float32(value) for name, value in parameters.items()}
+    probs = distribution(logits, row)
+    support = probs > 0
+    assert counts[~support].sum() == 0
+    assert counts.sum() == ROWS * CALLS
+    assert chisquare(counts[support], probs[support] * counts.sum()).pvalue > P_VALUE
