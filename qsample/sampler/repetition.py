@@ -39,11 +39,16 @@ class Past:
         self.tokens, self.lengths = tokens, lengths
         self.positions = op("Range", 0, op("Squeeze", size(tokens, 1)), 1).unsqueeze(0)  # [1, h]
 
-    def end(self, count: int | Tensor) -> tuple[Tensor, Tensor]:
-        """The newest `count` tokens, the newest first: [B, count], and whether there are so many: bool."""
+    def end(self, count: int | Tensor, *, ahead: int = 0) -> tuple[Tensor, Tensor]:
+        """The newest `count` tokens, the newest first: [B, count], and whether there are so many: bool.
+
+        Args:
+            count: how many.
+            ahead: how many columns come before the newest token; what they hold means nothing.
+        """
         back = indices(count) if isinstance(count, int) else op("Range", 0, count, 1)
-        places = self.lengths - 1 - back.unsqueeze(0)
-        return self.tokens.gather(maximum(places, 0)), places >= 0
+        places = self.lengths - 1 + ahead - back.unsqueeze(0)
+        return self.tokens.gather(op("Clip", places, 0, op("Squeeze", size(self.tokens, 1)) - 1)), places >= 0
 
     def matches(self, longest: Tensor) -> Tensor:
         """m(i), [B, h] float32: 0 at the newest token and behind it.
@@ -131,14 +136,14 @@ def forbid_bad_words(logits: Tensor, past: Past, bad_words: Tensor) -> Tensor:
         past: the row's tokens.
         bad_words: [B, Q, L] int32, sequences of ids, each padded with -1 at its beginning.
     """
-    words = bad_words.to(INT64)
-    last = op("Squeeze", op("Slice", words, [-1], [2**31 - 1], [2]), [2])  # [B, Q]
-    before = op("Slice", words, [0], [-1], [2])  # [B, Q, L - 1], the oldest first
-    count = op("Squeeze", size(words, 2)) - 1
-    end, there = past.end(count)  # the newest first
-    backwards = op("Slice", before, [-1], [-(2**31)], [2], [-1])
-    fits = backwards.equals(end.unsqueeze(1)) & there.unsqueeze(1)
-    misses = (~(fits | (backwards < 0))).to(FLOAT).sum(keep=False)
+    newest_first = op("Slice", bad_words.to(INT64), [-1], [-(2**31)], [2], [-1])  # [B, Q, L]
+    completing = op("Slice", newest_first, [0], [1], [2])
+    # In place of the token that would complete the sequence, one that fits.
+    end, there = past.end(op("Squeeze", size(bad_words, 2)), ahead=1)
+    fits = (newest_first.equals(end.unsqueeze(1)) & there.unsqueeze(1)) | (newest_first < 0)
+    ahead = op("Range", 0, op("Squeeze", size(bad_words, 2)), 1) < 1
+    misses = (~(fits | ahead)).to(FLOAT).sum(keep=False)
+    last = completing.squeeze(2)
     return forbid(logits, maximum(last, 0), misses.equals(0.0) & (last >= 0))
 
 
