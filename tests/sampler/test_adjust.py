@@ -1,0 +1,124 @@
+"""allowed_tokens, logit_bias, the minimum length and penalties: each by hand, and all of them against the reference."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from qsample.contract import EXTRA_PARAMETERS, INVALID_LOGITS, Features, Interface
+from tests.helpers.sampler_cases import check_steps, interface, make_inputs, sampler
+
+Array = np.ndarray
+FEATURES = Features(logit_bias=True, allowed_tokens=True)
+FACES = [Interface(4, (), features=FEATURES, captured=captured) for captured in (False, True)]
+
+
+def check(logits: list[float], expected: list[float], **values: Any) -> None:
+    """Assert what a row's logits become, in both kinds of graph, alone and beside one with every parameter."""
+    for face in FACES:
+        inputs = make_inputs(face, **values)
+        got = sampler(face)(np.float32([logits]), inputs)["adjusted_logits"]
+        np.testing.assert_allclose(got, [expected], rtol=1e-6)
+        both = {name: np.repeat(array, 2, 0) for name, array in inputs.items()}
+        both["repetition_penalty"][1], both["presence_penalty"][1], both["min_length"][1] = 1.5, 0.5, 9
+        got = sampler(face)(np.float32([logits] * 2), both)["adjusted_logits"]
+        np.testing.assert_allclose(got[:1], [expected], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("ids", "bias", "expected"),
+    [
+        ([[2, -1, -1]], [[5, 9, 9]], [0, 0, 5, 0]),  # padding, whatever its bias, touches nothing
+        ([[2, 2, 0]], [[1, 1, -3]], [-3, 0, 2, 0]),  # the biases of a repeated id add up
+        ([[-1, -1, 0]], [[9, 9, 1]], [1, 0, 0, 0]),
+        ([[1, 4, 1]], [[1, 9, 0]], [0, 1, 0, 0]),  # an id beyond the vocabulary is padding
+        ([[3, -2, 0]], [[-np.inf, 9, -1]], [-1, 0, 0, -np.inf]),
+    ],
+)
+def test_logit_bias(ids: list[list[int]], bias: list[list[float]], expected: list[float]) -> None:
+    check([0, 0, 0, 0], expected, biases=3, logit_bias_ids=ids, logit_bias=bias)
+
+
+@pytest.mark.parametrize("vocab", [1, 31, 32, 33, 70])
+def test_allowed_tokens(vocab: int) -> None:
+    """Every single bit, the sign bits and the last incomplete word included."""
+    face = interface(vocab, Features(allowed_tokens=True))
+    words = np.zeros((vocab, -(-vocab // 32)), np.uint32)
+    words[np.arange(vocab), np.arange(vocab) // 32] = np.uint32(1) << np.arange(vocab, dtype=np.uint32) % 32
+    inputs = make_inputs(face, vocab, allowed_tokens=words.view(np.int32))
+    result = sampler(face)(np.ones((vocab, vocab), np.float32), inputs)
+    assert result["next_ids"][:, 0].tolist() == [*range(vocab)]
+    np.testing.assert_array_equal(result["adjusted_logits"], np.where(np.eye(vocab), 1, -np.inf))
+
+
+def test_nothing_allowed_is_invalid() -> None:
+    face = interface(40, Features(allowed_tokens=True))
+    result = sampler(face)(np.zeros((1, 40), np.float32), make_inputs(face, allowed_tokens=[[0, -256]]))
+    assert result["status_RetainedState"][0] == INVALID_LOGITS  # bits 8 to 31 of word 1 are tokens 40 and up
+
+
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_mask_does_not_hide_an_invalid_logit(value: float, captured: bool) -> None:
+    filters = ("bad_words_ids", "no_repeat_ngram_size", "dry")
+    features = Features(allowed_tokens=True, logit_bias=True, filters=filters)
+    face = Interface(40, (), features=features, captured=captured)
+    logits = np.zeros((1, 40), np.float32)
+    logits[0, 7] = value
+    for mask in (
+        {"allowed_tokens": [[1, 0]]},
+        {"logit_bias_ids": 7, "logit_bias": -np.inf},
+        {"stop_ids": 7, "min_length": 9},
+        {"bad_words_ids": [[[7]]]},
+        {"no_repeat_ngram_size": 1, "input_ids": 7},
+        {"dry_multiplier": 1e30, "dry_base": 9, "dry_allowed_length": 1, "input_ids": [[5, 7, 5]], "sequence": 3},
+    ):
+        assert sampler(face)(logits, make_inputs(face, **mask))["status_RetainedState"][0] == INVALID_LOGITS, mask
+
+
+def test_repetition_penalty_applies_once_per_distinct_id() -> None:
+    """r = 2: token 0 (l = 4) is in the history three times, token 3 (l = -1) once: 4 / 2 = 2 and -1 * 2 = -2."""
+    check([4, 2, 1, -1], [2, 2, 1, -2], sequence=4, input_ids=[[0, 0, 0, 3]], repetition_penalty=2)
+    check([4, 2, 1, -1], [2, 2, 1, -1], sequence=4, input_ids=[[0, 0, 0, 3]], input_lengths=2, repetition_penalty=2)
+    # What a row held before counts, and nothing behind that.
+    tokens = [[1, 2] + [1] * 14]
+    check([4, 2, 1, -1], [2, 1, 0.5, -1], lengths=2, tokens=tokens, input_ids=0, repetition_penalty=2)
+    check([4, 2, 1, -1], [2, 2, 1, -1], tokens=tokens, input_ids=0, repetition_penalty=2)  # a new row: not read
+
+
+def test_presence_and_frequency_count_sampled_tokens_only() -> None:
+    """Token 1 was sampled twice, token 2 is in the prompt: l[1] -= 0.25 * 2 + 0.5."""
+    state = {"lengths": 3, "tokens": [[2, 1, 1] + [2] * 13], "input_ids": 1, "output_counts": [[0, 2, 0, 0]]}
+    check([1, 1, 1, 1], [1, 0, 1, 1], presence_penalty=0.5, frequency_penalty=0.25, **state)
+    check([1, 1, 1, 1], [1, 0.5, 1, 1], frequency_penalty=0.25, **state)
+    check([1, 1, 1, 1], [1, 1.5, 1, 1], presence_penalty=-0.5, **state)
+    check([1, 1, 1, 1], [1, -0.5, 0.5, 1], presence_penalty=0.5, frequency_penalty=0.25, repetition_penalty=2, **state)
+
+
+@pytest.mark.parametrize(
+    ("stop_ids", "min_length", "expected"),
+    [
+        # One token in the row, so lengths + n = 1: a stop is forbidden while that is below min_length.
+        ([[1, -1, -1]], 2, [1, -np.inf, 0, 0]),
+        ([[1, -1, -1]], 1, [1, 5, 0, 0]),
+        ([[1, -1, -1]], 0, [1, 5, 0, 0]),
+        ([[-1, 1, 3]], 9, [1, -np.inf, 0, -np.inf]),
+        ([[0, 0, 2]], 9, [-np.inf, 5, -np.inf, 0]),  # the row's own token, too
+        ([[-1, -1, -1]], 9, [1, 5, 0, 0]),
+    ],
+)
+def test_min_length_forbids_stops(stop_ids: list[list[int]], min_length: int, expected: list[float]) -> None:
+    check([1, 5, 0, 0], expected, min_length=min_length, stop_ids=stop_ids, stops=3)
+    penalized = [expected[0] / 2, *expected[1:]]
+    check([1, 5, 0, 0], penalized, min_length=min_length, stop_ids=stop_ids, stops=3, repetition_penalty=2)
+
+
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("vocab", [3, 300])
+def test_everything_at_once(vocab: int, captured: bool) -> None:
+    """Against the reference, bans and repetitions included."""
+    filters = () if vocab == 3 else tuple(EXTRA_PARAMETERS)
+    features = Features(logit_bias=True, allowed_tokens=True, filters=filters)
+    check_steps(Interface(vocab, (), features=features, captured=captured), 3, 40)
