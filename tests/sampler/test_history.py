@@ -1,0 +1,112 @@
+"""The retained tokens: what a step reads of them, what it writes, and where."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from qsample.contract import LENGTH, Interface
+from qsample.sampler import history
+from qsample.sampler.tensor import Tensor, Tensors
+from tests.helpers.computed import computed
+from tests.helpers.sampler_cases import PAD, interface, make_inputs, sampler
+
+FACES = [Interface(300, (), captured=captured) for captured in (False, True)]
+LOGITS = np.arange(300, dtype=np.float32)  # greedy: 299
+
+
+def step(face: Interface, rows: int = 1, **values: object) -> dict[str, np.ndarray]:
+    return sampler(face)(np.tile(LOGITS, (rows, 1)), make_inputs(face, rows, temperature=0, **values))
+
+
+@pytest.mark.parametrize("face", FACES)
+def test_first_call_fills_the_tail_with_the_first_token(face: Interface) -> None:
+    result = step(face, sequence=4, input_ids=[[7, 8, 9, 0]], input_lengths=3, tokens=33)
+    assert result["tokens_RetainedState"][0].tolist() == [7, 8, 9, 299] + [7] * 12
+    assert result["lengths_RetainedState"][0] == 3
+
+
+@pytest.mark.parametrize("face", FACES)
+def test_later_calls_write_their_tokens(face: Interface) -> None:
+    """Beside a new row, one that records inputs only, one of status 1 and a full one."""
+    tokens = np.repeat([[4, 5, 6] + [4] * 13], 5, 0)
+    ids, lengths, status = [[7, 8]] * 5, [3, 0, 3, 3, 15], [0, 0, 0, 1, 0]
+    emit, counts = [True, True, False, True, True], [2, 1, 2, 2, 1]
+    result = step(
+        face,
+        5,
+        sequence=2,
+        tokens=tokens,
+        input_ids=ids,
+        lengths=lengths,
+        status=status,
+        emit=emit,
+        input_lengths=counts,
+    )
+    assert result["tokens_RetainedState"].tolist() == [
+        [4, 5, 6, 7, 8, 299] + [4] * 10,
+        [7, 299] + [7] * 14,
+        [4, 5, 6, 7, 8] + [4] * 11,
+        [4, 5, 6] + [4] * 13,
+        [4, 5, 6] + [4] * 12 + [7],  # full: the sampled token has no place
+    ]
+    assert result["lengths_RetainedState"].tolist() == [5, 1, 5, 3, 16]
+    assert result["next_ids"][:, 0].tolist() == [299, 299, PAD, PAD, 299]
+
+
+@pytest.mark.parametrize("face", FACES)
+def test_prompt_up_to_the_last_position(face: Interface) -> None:
+    """15 tokens in 16 places: the sampled token takes the last. The padding beyond the capacity goes nowhere."""
+    result = step(face, sequence=20, input_ids=[list(range(1, 21))], input_lengths=15)
+    assert result["tokens_RetainedState"][0].tolist() == [*range(1, 16), 299]
+    assert result["status_RetainedState"][0] == LENGTH
+
+
+def test_what_a_step_reads() -> None:
+    """Ids with duplicates for penalties, as far as some row needs them; and each row's tokens in their places."""
+    tokens = np.array([[5, 6, 7, 5, 5], [8, 9, 9, 9, 8], [1, 2, 3, 4, 5]], np.int32)
+    start, lengths = np.array([[3], [0], [4]], np.int32), np.array([[2], [1], [1]], np.int32)
+    ids = np.array([[10, 11], [20, 21], [30, 31]])
+
+    def function(tokens: Tensor, start: Tensor, ids: Tensor, lengths: Tensor, most: Tensor) -> Tensors:
+        read = history.history_ids(tokens, start, ids, lengths, most)
+        return read, history.row_tokens(tokens, start, ids, lengths)
+
+    read, rows = computed(function, tokens, start, ids, lengths, np.array(4))
+    assert read.tolist() == [[5, 6, 7, 5, 10, 11], [20] * 6, [1, 2, 3, 4, 30, 30]]
+    assert [row[:n].tolist() for row, n in zip(rows, (5, 1, 5), strict=True)] == [
+        [5, 6, 7, 10, 11],
+        [20],
+        [1, 2, 3, 4, 30],
+    ]
+
+
+def test_a_new_row_has_no_past() -> None:
+    """What its buffer held before is not penalized."""
+    for face in FACES:
+        tokens = np.repeat([[299] * 16], 2, 0)
+        result = step(face, 2, tokens=tokens, input_ids=[[5], [5]], lengths=[0, 9], repetition_penalty=100)
+        assert result["next_ids"][:, 0].tolist() == [299, 298]
+
+
+def test_chunks_do_not_change_the_token() -> None:
+    """A prompt at once or in chunks: the same token, decided by its position's u, and the same state."""
+    rng = np.random.default_rng(0)
+    face = interface(320)
+    logits, noise, prompt = rng.normal(size=(1, 320)).astype(np.float32), rng.random((1, 16)), [[3, 1, 4, 1, 5, 9]]
+    whole = sampler(face)(logits, make_inputs(face, sequence=6, input_ids=prompt, noise=noise, repetition_penalty=1.5))
+    state = make_inputs(face, noise=noise)
+    names = ("lengths", "status", "tokens", "output_counts")
+    for begin, end in ((0, 2), (2, 5), (5, 6)):
+        call = make_inputs(
+            face,
+            sequence=end - begin,
+            input_ids=[prompt[0][begin:end]],
+            emit=end == 6,
+            repetition_penalty=1.5,
+            **{name: state[name] for name in (*names, "noise")},
+        )
+        result = sampler(face)(logits, call)
+        state |= {name: result[f"{name}_RetainedState"] for name in names}
+    for name, value in whole.items():
+        np.testing.assert_array_equal(result[name], value, err_msg=name)
