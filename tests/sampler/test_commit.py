@@ -1,0 +1,181 @@
+"""The next value of each state: lengths, status, counts and mirostat_mu; rows that finish, wait or are invalid."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import onnxruntime as ort
+import pytest
+
+from qsample.contract import EXTRA_PARAMETERS, INVALID_LOGITS, LENGTH, RUNNING, STOPPED, Features, Interface
+from tests.helpers.sampler_cases import PAD, check_rows, expected_step, make_inputs, random_step, sampler, session
+
+Array = np.ndarray
+FACES = [Interface(320, (), captured=captured) for captured in (False, True)]
+LOGITS = np.arange(320, dtype=np.float32)[None]  # greedy: 319
+
+
+@pytest.mark.parametrize("face", FACES)
+@pytest.mark.parametrize(
+    ("values", "status"),
+    [
+        ({}, RUNNING),
+        ({"stop_ids": 319}, STOPPED),
+        ({"stop_ids": 318}, RUNNING),
+        ({"max_length": 1}, LENGTH),
+        ({"max_length": 2}, LENGTH),
+        ({"max_length": 3}, RUNNING),
+        ({"stop_ids": 319, "max_length": 2}, STOPPED),  # a stop id takes precedence
+        ({"lengths": 14}, LENGTH),  # 15 tokens and the sampled one fill a capacity of 16
+        ({"lengths": 13}, RUNNING),
+        ({"emit": False, "max_length": 2, "stop_ids": 319}, RUNNING),
+        ({"emit": False, "lengths": 15}, RUNNING),
+        ({"status": STOPPED, "max_length": 2}, STOPPED),
+        ({"status": 7}, 7),  # of a later contract, say
+    ],
+)
+def test_status(face: Interface, values: dict[str, int], status: int) -> None:
+    inputs = make_inputs(face, stops=2, temperature=0, **values)
+    inputs["stop_ids"][:, 0] = 5
+    assert sampler(face)(LOGITS, inputs)["status_RetainedState"][0] == status
+
+
+@pytest.mark.parametrize("face", FACES)
+@pytest.mark.parametrize("status", [STOPPED, LENGTH, INVALID_LOGITS])
+def test_a_finished_row_commits_nothing(face: Interface, status: int) -> None:
+    inputs = make_inputs(face, temperature=0, status=status, lengths=3, tokens=[[5, 6, 7] + [5] * 13], input_ids=9)
+    result = sampler(face)(LOGITS, inputs)
+    assert result["next_ids"][0, 0] == PAD
+    for name in ("lengths", "status", "tokens", "output_counts"):
+        np.testing.assert_array_equal(result[f"{name}_RetainedState"], inputs[name])
+
+
+@pytest.mark.parametrize("face", FACES)
+@pytest.mark.parametrize("temperature", [0, 1])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_invalid_logits_commit_nothing(value: float, temperature: float, face: Interface) -> None:
+    """A NaN or +inf anywhere, or no finite logit; a row that only records its inputs reads none."""
+    logits = np.tile(LOGITS, (4, 1))
+    if value == -np.inf:
+        logits[:] = value
+    else:
+        logits[[0, 1, 2, 3], [0, 7, 319, 7]] = value
+    tokens = [[5, 6, 7] + [5] * 13]
+    inputs = make_inputs(
+        face, 4, temperature=temperature, lengths=3, tokens=tokens, input_ids=9, emit=[True] * 3 + [False]
+    )
+    result = sampler(face)(logits, inputs)
+    assert result["next_ids"][:, 0].tolist() == [PAD] * 4
+    assert result["status_RetainedState"].tolist() == [INVALID_LOGITS] * 3 + [RUNNING]
+    assert result["lengths_RetainedState"].tolist() == [3, 3, 3, 4]
+    for name in ("tokens", "output_counts"):
+        np.testing.assert_array_equal(result[f"{name}_RetainedState"][:3], inputs[name][:3])
+
+
+@pytest.mark.parametrize("face", FACES)
+def test_counts_are_of_sampled_tokens(face: Interface) -> None:
+    counts = np.zeros((3, 320), np.float32)
+    counts[:, [0, 319]] = 4
+    inputs = make_inputs(face, 3, temperature=0, output_counts=counts, emit=[True, False, True], status=[0, 0, 1])
+    got = sampler(face)(np.tile(LOGITS, (3, 1)), inputs)["output_counts_RetainedState"]
+    np.testing.assert_array_equal(got - counts, np.eye(320)[[319]] * [[1], [0], [0]])
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_mirostat_learns_only_from_random_tokens(captured: bool) -> None:
+    face = Interface(4, (), features=Features(filters=("mirostat",)), captured=captured)
+    values = {"emit": [True, True, True, False, True, True], "temperature": [1, 0, 1, 1, 1, 1]}
+    values |= {"mirostat_tau": [1.25, 1, 0, 1, 2, 2], "status": [0, 0, 0, 0, 0, 1]}
+    inputs = make_inputs(face, 6, mirostat_eta=0.5, mirostat_mu=[0, 3, 3, 3, 1.5, 3], noise=0.9, **values)
+    logits = np.log(np.float32([[4, 2, 1, 1]] * 6))
+    out = sampler(face)(logits, inputs)
+    # Tokens 0 and 1 are left, 2/3 and 1/3; the second is drawn, at log2(3) bits. A mu of 1.5 leaves token 0 alone.
+    mu = [2.5 - 0.5 * (np.log2(3) - 1.25), 3, 3, 3, 1.5 - 0.5 * (0 - 2), 3]
+    np.testing.assert_allclose(out["mirostat_mu_RetainedState"], mu, rtol=1e-6)
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_random_states(captured: bool) -> None:
+    """Rows of every kind at once, against the reference."""
+    face = Interface(40, (), features=Features(filters=("mirostat",)), captured=captured)
+    rng = np.random.default_rng(9)
+    for sequence in (1, 3):
+        assert check_rows(face, *random_step(rng, face, 300, sequence)) <= 3
+
+
+def run(
+    step: Callable[..., dict[str, Array]], logits: Array, state: dict[str, Array], steps: int
+) -> list[dict[str, Array]]:
+    """`steps` steps from a prompt of two tokens with separate buffers: what each returns."""
+    outcomes = []
+    for t in range(steps):
+        result = step(logits[t], state)
+        outcomes.append(result)
+        state = state | {name.removesuffix("_RetainedState"): a for name, a in result.items() if name.endswith("State")}
+        state |= {"input_ids": result["next_ids"], "input_lengths": np.ones_like(state["input_lengths"])}
+    return outcomes
+
+
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("filters", [(), tuple(EXTRA_PARAMETERS)])
+def test_states_bound_in_place(filters: tuple[str, ...], captured: bool) -> None:
+    """Same buffer in and out, over a run with rows that stop, against separate buffers and the reference."""
+    face = Interface(320, (), features=Features(filters=filters), captured=captured)
+    rng = np.random.default_rng(1)
+    batch, steps, capacity = 5, 20, 24
+    logits = (rng.normal(size=(steps, batch, 320)) * 3).astype(np.float32)
+    extra = {"mirostat_tau": [0, 2, 3, 0, 1], "no_repeat_ngram_size": 3, "dry_multiplier": 0.5} if filters else {}
+    initial = make_inputs(
+        face,
+        batch,
+        sequence=2,
+        capacity=capacity,
+        stops=75,
+        input_ids=rng.integers(0, 320, (batch, 2)),
+        input_lengths=[1, 2, 2, 1, 2],
+        noise=rng.random((batch, capacity)),
+        temperature=[0, 1, 1, 0.7, 2],
+        top_k=[0, 5, 0, 0, 0],
+        top_p=[1, 1, 0.8, 1, 1],
+        repetition_penalty=1.2,
+        presence_penalty=0.2,
+        frequency_penalty=0.1,
+        min_length=6,
+        max_length=[30, 30, 10, 30, 30],
+        stop_ids=np.where(np.arange(batch)[:, None] == 2, -1, np.arange(0, 300, 4)),  # row 2 reaches its max_length
+        **extra,
+    )
+    separate = run(sampler(face), logits, initial, steps)
+    reference = run(lambda logits, state: expected_step(face, logits, state), logits, initial, steps)
+    for got, expected in zip(separate, reference, strict=True):
+        for name in got.keys() - {"adjusted_logits"}:
+            np.testing.assert_allclose(got[name], expected[name], rtol=1e-4, err_msg=name)
+        sampled = ~np.isnan(expected["adjusted_logits"]).any(-1)
+        np.testing.assert_allclose(got["adjusted_logits"][sampled], expected["adjusted_logits"][sampled], rtol=1e-6)
+
+    runner = session(face)
+    states = {name: ort.OrtValue.ortvalue_from_numpy(initial[name].copy()) for name in face.sampler.retained}
+    ids, lengths = initial["input_ids"], initial["input_lengths"]
+    scores = ort.OrtValue.ortvalue_from_shape_and_type(logits.shape[1:], np.float32)
+    for t in range(steps):
+        binding = runner.io_binding()
+        scores.update_inplace(logits[t])
+        binding.bind_ortvalue_output("adjusted_logits", scores)
+        for name in (node.name for node in runner.get_inputs()):
+            call = {"input_ids": ids, "input_lengths": lengths}
+            if name == "logits":
+                binding.bind_ortvalue_input(name, scores)
+            elif name in states:
+                binding.bind_ortvalue_input(name, states[name])
+                binding.bind_ortvalue_output(f"{name}_RetainedState", states[name])
+            else:
+                binding.bind_cpu_input(name, call.get(name, initial.get(name)))
+        binding.bind_output("next_ids")
+        runner.run_with_iobinding(binding)
+        ids, lengths = binding.get_outputs()[-1].numpy(), np.ones(batch, np.int32)
+        np.testing.assert_array_equal(ids, separate[t]["next_ids"])
+        for name in states:
+            np.testing.assert_array_equal(states[name].numpy(), separate[t][f"{name}_RetainedState"], err_msg=name)
+        np.testing.assert_array_equal(scores.numpy(), separate[t]["adjusted_logits"])
+    assert set(states["status"].numpy()) >= {STOPPED, LENGTH}
