@@ -18,6 +18,7 @@ from qsample.sampler.pools import Pool
 from qsample.sampler.tensor import FLOAT, Tensor, absolute, exp, log, maximum, minimum, op, where
 
 _LEAST_TEMPERATURE = 2.0**-126  # the smallest whose reciprocal is finite
+_LEAST_WEIGHT = 2.0**-126
 _LARGEST_TEMPERATURE = 1e36  # a masked token has weight 0 below it
 
 Parameters = Mapping[str, Tensor]  # each [B, 1]
@@ -94,7 +95,8 @@ def xtc(pool: Pool, row: Parameters) -> None:
     """
     threshold = row["xtc_threshold"]
     applies = (row["xtc_uniform"] < row["xtc_probability"]) & (threshold <= 0.5)
-    reaches = (pool.weights >= pool.row(threshold * pool.total())).to(FLOAT)
+    # A token without weight reaches no threshold, or it would stay as the only one.
+    reaches = (pool.weights >= pool.row(maximum(threshold * pool.total(), _LEAST_WEIGHT))).to(FLOAT)
     least = pool.least(maximum(pool.x, FLOOR) * reaches)  # x is at most 0, which stands for the others
     pool.keep(pool.x <= where(pool.row(applies), least, 0.0), top_stays=False)
 
