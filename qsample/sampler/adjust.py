@@ -101,7 +101,7 @@ def _block_and_penalize(call: Call, logits: Tensor) -> tuple[Tensor, Tensor]:
 
     def seen() -> Tensor:
         # The history is read as far as some row is penalized for it: not at all if no row is.
-        length = call.capacity()
+        length = call.capacity
         if not call.captured:
             length = minimum(where(unpenalized, 0, call.start).max(keep=False).to(INT64), length)
         start, lengths = call.start.unsqueeze(), call["input_lengths"].unsqueeze()
@@ -132,7 +132,7 @@ def _block_and_penalize(call: Call, logits: Tensor) -> tuple[Tensor, Tensor]:
 def _past(call: Call) -> repetition.Past:
     start, lengths = call.start.unsqueeze(), call["input_lengths"].unsqueeze()
     tokens = history.row_tokens(call["tokens"], start, call["input_ids"], lengths)
-    return repetition.Past(tokens, minimum(call.total.unsqueeze().to(INT64), call.capacity()))
+    return repetition.Past(tokens, minimum(call.total.unsqueeze().to(INT64), call.capacity))
 
 
 def _forbid(call: Call, logits: Tensor, past: repetition.Past) -> Tensor:

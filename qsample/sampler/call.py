@@ -37,6 +37,7 @@ class Call:
     Attributes:
         total: [B] int32, how many tokens each row has after this call's inputs; `start`: before them.
         running: [B] bool. sampling: [B] bool, the rows that are asked for a token.
+        capacity: T, scalar int64. capacity32: the same as int32.
     """
 
     def __init__(self, interface: Interface, inputs: Mapping[str, Tensor]) -> None:
@@ -47,6 +48,8 @@ class Call:
         self.start = self.total - inputs["input_lengths"]
         self.running = inputs["status"].equals(RUNNING)
         self.sampling = self.running & inputs["emit"]
+        self.capacity = op("Squeeze", size(inputs["tokens"], 1))
+        self.capacity32 = self.capacity.to(INT32)
 
     def __getitem__(self, name: str) -> Tensor:
         return self.inputs[name]
@@ -54,10 +57,6 @@ class Call:
     def uses(self, *filters: str) -> bool:
         """Whether the graph has any of these extra filters."""
         return any(name in self.features.filters for name in filters)
-
-    def capacity(self) -> Tensor:
-        """T: scalar int64."""
-        return op("Squeeze", size(self.inputs["tokens"], 1))
 
     def columns(self, *names: str) -> list[Tensor]:
         """Inputs as columns, [B, 1]."""
@@ -69,4 +68,4 @@ class Call:
 
     def position(self) -> Tensor:
         """Where each row's next token is decided, at most T - 1: [B] int32."""
-        return op("Min", self.total, self.capacity().to(INT32) - 1)
+        return op("Min", self.total, self.capacity32 - 1)

@@ -8,7 +8,7 @@ from qsample.contract import INVALID_LOGITS, LENGTH, RUNNING, STOPPED
 from qsample.sampler import filters, history
 from qsample.sampler.call import Call, Columns
 from qsample.sampler.draw import Draw
-from qsample.sampler.tensor import FLOAT, INT32, INT64, Tensor, Tensors, constant, minimum, op, where
+from qsample.sampler.tensor import FLOAT, INT64, Tensor, Tensors, constant, minimum, op, where
 
 
 def next_states(call: Call, draw: Draw) -> dict[str, Tensor]:
@@ -18,11 +18,21 @@ def next_states(call: Call, draw: Draw) -> dict[str, Tensor]:
     lengths = where(advance, call.total, call.start)
     new = advance & call.start.equals(0)
 
+    column = emitted.unsqueeze()
+
     def writes(new: Tensor | None) -> Tensors:
         start, total, after = (value.unsqueeze() for value in (call.start, call.total, lengths))
         begins = None if new is None else new.unsqueeze()
         return history.writes(
-            call["tokens"], start, total, after, call["input_ids"], draw.token, emitted.unsqueeze(), begins
+            call["tokens"],
+            call.capacity32,
+            start,
+            total,
+            after,
+            call["input_ids"],
+            draw.token,
+            emitted.unsqueeze(),
+            begins,
         )
 
     positions, written = call.branch(new, lambda: writes(new), lambda: writes(None))
@@ -30,7 +40,7 @@ def next_states(call: Call, draw: Draw) -> dict[str, Tensor]:
         "lengths": lengths,
         "status": next_status(call, draw),
         "tokens": call["tokens"].scatter(positions, written),
-        "output_counts": call["output_counts"].scatter(draw.token, emitted.to(FLOAT).unsqueeze(), reduction="add"),
+        "output_counts": call["output_counts"].scatter(draw.token, column.to(FLOAT), reduction="add"),
     }
     if draw.surprise is not None:
         row = Columns(call.inputs)
@@ -45,7 +55,7 @@ def next_status(call: Call, draw: Draw) -> Tensor:
     same = draw.token.equals(call["stop_ids"].to(INT64))
     # CUDA has no maximum of bools.
     stopped = same.to(FLOAT).max(keep=False) > 0 if call.captured else same.max(keep=False)
-    full = call.total + 1 >= minimum(call["max_length"], call.capacity().to(INT32))
+    full = call.total + 1 >= minimum(call["max_length"], call.capacity32)
     status = where(stopped, _int32(STOPPED), where(full, _int32(LENGTH), _int32(RUNNING)))
     silent = where(call.sampling, _int32(INVALID_LOGITS), _int32(RUNNING))
     return where(call.running, where(draw.emitted, status, silent), call["status"])

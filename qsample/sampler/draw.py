@@ -97,6 +97,7 @@ class _RandomRows:
         # Before top-k, the entropy is that of the vocabulary, which the candidates do not have.
         self._dynamic_first = call.uses("dynatemp") and call.features.filter_order == HUGGING_FACE
         self._small = _has_small_top_k(call, num_candidates)
+        self._has_top_k = call["top_k"] > 0
         self._narrowed = (call["top_p"] < 1) | (call["min_p"] > 0)
         if call.uses("top_n_sigma"):
             self._narrowed = self._narrowed | (call["top_n_sigma"] > 0)
@@ -111,8 +112,8 @@ class _RandomRows:
         narrowed = self._narrowed if self._extra is None else self._narrowed & ~self._extra
         tried = self._random & (small | narrowed)
         needs_total = tried & ~small & (call["top_p"] < 1)
-        # In the other rows, filters that are off read it: a number that has a logarithm.
-        (total,) = call.branch(needs_total, self._total, self._ones)
+        # In the other rows, filters that are off read it: in random ones, a number above 0.
+        (total,) = call.branch(needs_total, self._total, self._any_number)
         if call.captured:
             *results, unsettled = self._from_candidates(tried, total)
             return self._from_vocabulary(results, unsettled, self._filters)
@@ -162,7 +163,7 @@ class _RandomRows:
     def _left_to_do(self, unsettled: Tensor) -> Tensors:
         """Whether an unsettled row has top-k; otherwise, whether one has filters; otherwise, whether there is one."""
         filtered = self._narrowed if self._extra is None else self._narrowed | self._extra
-        some_top_k = (unsettled & (self._call["top_k"] > 0)).any()
+        some_top_k = (unsettled & self._has_top_k).any()
         some_filtered = (unsettled & filtered).any()
         return some_top_k, some_filtered & ~some_top_k, unsettled.any() & ~(some_filtered | some_top_k)
 
@@ -181,8 +182,9 @@ class _RandomRows:
         """The weight of the whole vocabulary where top-p needs it, [B, 1]."""
         return (self._before(filters.top_k).total(),)
 
-    def _ones(self) -> Tensors:
-        return (constants(self._largest, 1.0).unsqueeze(),)
+    def _any_number(self) -> Tensors:
+        """A number that no row needs; above 0 in random ones."""
+        return (self._call["temperature"].unsqueeze(),)
 
     def _before(self, last: filters.Filter) -> Pool:
         """The vocabulary after the filters that precede `last`."""
@@ -240,7 +242,7 @@ class _RandomRows:
         if call.uses("top_n_sigma"):
             on = self._random & (call["top_n_sigma"] > 0)
             # Of rows that draw nothing, too: a distance below 0 would leave them no token at all.
-            (numbers["sigma"],) = call.branch(on, self._deviation, self._ones)
+            (numbers["sigma"],) = call.branch(on, self._deviation, self._any_number)
         if self._dynamic_first:
 
             def dynamic() -> Tensors:

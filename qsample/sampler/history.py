@@ -36,6 +36,7 @@ def row_tokens(tokens: Tensor, start: Tensor, input_ids: Tensor, input_lengths: 
 
 def writes(
     tokens: Tensor,
+    capacity: Tensor,
     start: Tensor,
     total: Tensor,
     lengths: Tensor,
@@ -51,6 +52,7 @@ def writes(
 
     Args:
         tokens: [B, T] int32.
+        capacity: T, scalar int32.
         start: [B, 1] int32, the position of the first input.
         total: [B, 1] int32, the one after the last input.
         lengths: [B, 1] int32, `total` in rows that record their inputs, else `start`.
@@ -62,7 +64,6 @@ def writes(
     Returns:
         Positions, int64, and tokens, int32: [B, S + 1], or [B, S + 1 + T] with new rows.
     """
-    capacity = op("Squeeze", size(tokens, 1)).to(INT32)
     first = tokens.columns(0, 1)
     positions = start + _range(size(input_ids, 1))
     recorded = concat(positions < lengths, emitted)

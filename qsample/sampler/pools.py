@@ -273,12 +273,12 @@ class Vocabulary(Pool):
         beyond = (u_high * total_high - high.cumsum(exclusive=True)) + (target_low - low.cumsum(exclusive=True))
 
         # The last block that begins at or before the target: one of weight 0 begins where the next one does.
-        block = ((beyond >= 0).to(FLOAT).sum() - 1.0).to(INT64)
+        block = maximum((beyond >= 0).to(FLOAT).sum() - 1.0, 0.0).to(INT64)
         inside = blocks.take_block(self.weights, block, replayed=self._replayed).cumsum()
         # Rounding may leave the remainder just outside the block; its last token of positive weight is meant then.
         remainder = minimum(beyond.gather(block), inside.last() * _LARGEST_UNIFORM)
-        place = (inside <= remainder).to(FLOAT).sum().to(INT64)
-        return block * axis_size(self.x, 2) + place
+        place = minimum((inside <= remainder).to(FLOAT).sum(), axis_size(self.x, 2) - 1.0).to(INT64)
+        return block * axis_size(self.x, 2) + place  # an index, also in rows without weight, which draw nothing
 
     def weight_of(self, token: Tensor) -> Tensor:
         return self.weights.reshape(0, -1).gather(token)
