@@ -186,7 +186,7 @@ ALLOWED_TOKENS = TensorSpec(
     "allowed_tokens", "int32", (BATCH, MASK_WORDS), "bit i of word w: token 32 w + i may be sampled", off=-1
 )
 SEARCHED_ROWS = TensorSpec(
-    "searched_rows", "int64", (SEARCHED,), "rows, 0..B-1, whose top_k or top_p may keep more than the candidates"
+    "searched_rows", "int64", (SEARCHED,), "rows, 0..B-1, whose filters need a search of the vocabulary"
 )
 
 

@@ -53,19 +53,29 @@ def parameters(specs: Iterable[TensorSpec]) -> str:
 def states() -> str:
     """Each retained state, the output of its next value, and the cache of layer `{i}` as one pair of rows."""
     rows = []
-    for spec in contract.SAMPLER_STATES:
+    for spec in (*contract.SAMPLER_STATES, contract.XTC_NOISE, contract.MIROSTAT_MU):
         after = "— (read-only)" if spec.read_only else f"`{contract.retained_name(spec.name)}`"
         rows.append([f"`{spec.name}`", after, spec.dtype, axes(spec), spec.meaning])
     for spec in Interface(vocab_size=1, key_values=(KeyValueShape(1, 1),)).cache_states:
         name = spec.name.replace(".0.", ".{i}.")
         meaning = spec.meaning.replace("layer 0", "layer i")
-        rows.append([f"`{name}`", f"`{contract.retained_name(name)}`", "model", "[B, H, T, D]", meaning])
+        rows.append([f"`{name}`", f"`{contract.retained_name(name)}`", "model", "[B, H, T, K]", meaning])
     return markdown(("input", "output", "dtype", "shape", "meaning"), rows)
 
 
 def optional_inputs() -> str:
     """The inputs that a feature adds."""
     return parameters((*contract.LOGIT_BIAS_INPUTS, contract.ALLOWED_TOKENS))
+
+
+def extra_parameters() -> str:
+    """The inputs of the extra filters; a filter's name stands in front of its first one."""
+    rows = (
+        [f"`{name}`" if place == 0 else "", f"`{s.name}`", s.dtype, axes(s), off_value(s), s.meaning]
+        for name, specs in contract.EXTRA_PARAMETERS.items()
+        for place, s in enumerate(specs)
+    )
+    return markdown(("filter", "name", "dtype", "shape", "off", "meaning"), rows)
 
 
 def filters() -> str:
@@ -89,6 +99,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "tokens": lambda: tensors((contract.INPUT_IDS, contract.INPUT_LENGTHS, contract.EMIT)),
     "parameters": lambda: parameters(contract.PARAMETERS),
     "optional_inputs": optional_inputs,
+    "extra_parameters": extra_parameters,
     "filters": filters,
     "searched_rows": lambda: tensors((contract.SEARCHED_ROWS,)),
     "states": states,
