@@ -1,8 +1,8 @@
 """The sampler as an ONNX graph, built by a program: logits in, the next token id and the next state of each row out.
 
-The flow of one step, from `step.py`: `adjust` and `repetition` change the logits; `blocks` finds the largest of them;
-`filters` take tokens away from a pool (`pools`), with thresholds from `search`; the pool draws; `history` and `outputs`
-say what is written.
+The flow of one step, in `build`: `adjust` and `repetition` change the logits; `blocks` finds the largest of them; in
+`draw`, the `filters` take tokens away from a pool (`pools`), with thresholds from `search`, and the pool draws; `commit`,
+`history` and `outputs` say what is written.
 """
 
 from qsample.sampler.build import build_draw, build_sampler
