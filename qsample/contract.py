@@ -169,7 +169,7 @@ NEXT_IDS = TensorSpec("next_ids", "int64", (BATCH, 1), "the sampled token; the p
 PARAMETERS: Final = (
     TensorSpec("temperature", "float32", (BATCH,), "0 = greedy", off=1.0),
     TensorSpec("top_k", "int32", (BATCH,), "keep the k most likely tokens; 0 = off", off=0),
-    TensorSpec("top_p", "float32", (BATCH,), "keep a token if the likelier tokens have a mass below p; 1 = off", off=1.0),
+    TensorSpec("top_p", "float32", (BATCH,), "keep a token if likelier tokens have a mass below p; 1 = off", off=1.0),
     TensorSpec("min_p", "float32", (BATCH,), "keep p >= min_p * p_max; 0 = off", off=0.0),
     TensorSpec("repetition_penalty", "float32", (BATCH,), "on prompt and sampled tokens; 1 = off", off=1.0),
     TensorSpec("presence_penalty", "float32", (BATCH,), "on sampled tokens; 0 = off", off=0.0),

@@ -148,7 +148,9 @@ def test_the_manifest_has_what_the_page_says(llama_package: Path, tmp_path: Path
     portable = PlainHost(llama_package).manifest
     device = PlainHost(fake_package(tmp_path / "device", compilation=compilation()).path).manifest
     rows = re.findall(
-        r"^\| ((?:`[\w.]+`(?:, )?)+) \| (.*) \|$", PAGE.split("A host needs these keys of the manifest")[1], re.MULTILINE
+        r"^\| ((?:`[\w.]+`(?:, )?)+) \| (.*) \|$",
+        PAGE.split("A host needs these keys of the manifest")[1],
+        re.MULTILINE,
     )
     named = [key for keys, _ in rows for key in re.findall(r"`([\w.]+)`", keys) if not key.startswith("qsample")]
     assert {"contract_version", "interface.vocab_size", "token_ids", "compilation"} <= set(named)

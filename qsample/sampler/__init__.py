@@ -1,7 +1,7 @@
 """The sampler as an ONNX graph, built by a program: logits in, the next token id and the next state of each row out.
 
 The flow of one step, in `build`: `adjust` and `repetition` change the logits; `blocks` finds the largest of them; in
-`draw`, the `filters` take tokens away from a pool (`pools`), with thresholds from `search`, and the pool draws; `commit`,
+`draw`, `filters` take tokens away from a pool (`pools`), with thresholds from `search`, and the pool draws; `commit`,
 `history` and `outputs` say what is written.
 """
 
