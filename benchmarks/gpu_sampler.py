@@ -17,8 +17,9 @@ from gpu_process import Reports
 from gpu_systems import MIXES
 from mixes import FLAT
 
-from qsample.contract import CANDIDATES, SEARCHED_ROWS, Interface
+from qsample.contract import CANDIDATES, SEARCHED_ROWS
 from qsample.exporters.compiler.passes.opset import lower_opset
+from qsample.interface import Interface
 from qsample.runtime import SamplingParams
 from qsample.runtime.session.options import session_options
 from qsample.runtime.session.providers import execution_providers, open_session

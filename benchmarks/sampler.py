@@ -27,7 +27,7 @@ from rich.progress import track
 from rich.table import Table
 from torch import Tensor, nn
 
-from qsample.contract import Interface
+from qsample.interface import Interface
 from qsample.sampler import build_sampler
 
 HISTORY = 1024

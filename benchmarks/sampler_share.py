@@ -29,8 +29,9 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from qsample.contract import BATCH, BIASES, CAPACITY, SEQUENCE, STOPS, Interface
+from qsample.contract import BATCH, BIASES, CAPACITY, SEQUENCE, STOPS
 from qsample.exporters.graph.join import cut_at_logits
+from qsample.interface import Interface
 from qsample.package import Compilation, Package, read_package
 
 TURN, UNCOUNTED = 16, 4  # steps of a graph in a row, and how many of them are not counted

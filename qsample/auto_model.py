@@ -13,13 +13,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qsample.contract import HUGGING_FACE, Features
+from qsample.contract import HUGGING_FACE
 from qsample.destination import Destination, scratch_folder
 from qsample.errors import QsampleError
 from qsample.huggingface.dtypes import check_export_dtype, choose_dtype
 from qsample.huggingface.generation_config import GenerationConfig, as_generation_config
 from qsample.huggingface.keywords import check_from_pretrained
 from qsample.huggingface.model_methods import Device
+from qsample.interface import Features
 from qsample.models.foreign import ForeignModel, ForeignSource, is_decoder
 from qsample.models.packaged import Compilable, PackagedModel
 from qsample.package import MANIFEST_NAME, Package, check_features, check_not_source, read_package
@@ -75,7 +76,7 @@ class AutoModelForCausalLM:
             include_sampler: bake the sampler into the decode graph; False returns logits and samples on the host, with
                 the same results.
             return_pdfs: also return the distribution that each token was sampled from, `probs` [B, V] float32.
-            logit_bias, allowed_tokens, logprobs, top_logprobs: further features, see `contract.Features`; each is
+            logit_bias, allowed_tokens, logprobs, top_logprobs: further features, see `interface.Features`; each is
                 absent from the graph unless asked for.
             filters: of the further sampling parameters, those that the graph shall have: names of
                 `contract.EXTRA_PARAMETERS`, ["typical_p", "xtc", "dry"] say.

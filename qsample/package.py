@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from qsample.contract import Features, Interface
 from qsample.disk.hashes import sha256_of
 from qsample.disk.publish import flush, publish
 from qsample.disk.scratch import ScratchFolder
@@ -21,6 +20,7 @@ from qsample.disk.source_files import SourceFiles, Version, version_of
 from qsample.disk.space import check_free, full_disk_named
 from qsample.disk.strict_json import read_json, read_text
 from qsample.errors import PackageError, QsampleError
+from qsample.interface import Features, Interface
 from qsample.manifest import MANIFEST_NAME, Compilation, FileEntry, Manifest, Source, TokenIds
 from qsample.package_folder import LARGEST_MANIFEST, check_file, check_references, check_target
 

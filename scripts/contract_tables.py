@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from qsample import contract
-from qsample.contract import Features, Interface, KeyValueShape, TensorSpec
+from qsample.contract import TensorSpec
+from qsample.interface import Features, Interface, KeyValueShape
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = (ROOT / "docs" / "contract.md", ROOT / "docs" / "command-line.md", ROOT / "README.md")

@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from onnx import helper
 
 from qsample.cli.output import describe, show
-from qsample.contract import Features, Interface, KeyValueShape, RecurrentShape
 from qsample.exporters.compiler.compile import compile_package
 from qsample.exporters.compiler.options import CompileOptions
+from qsample.interface import Features, Interface, KeyValueShape, RecurrentShape
 from qsample.package import MANIFEST_NAME, Compilation, Package, PackageError, copy_package, read_package, write_package
 from qsample.runtime import load
 from tests.helpers.fake_package import byte_tokenizer, fake_package

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from qsample.contract import Features
+from qsample.interface import Features
 from qsample.package import MANIFEST_NAME, Compilation, Manifest, Package, PackageError, read_package
 from tests.helpers.small_packages import INTERFACE, manifest, write
 

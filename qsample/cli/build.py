@@ -189,7 +189,7 @@ def bake(
     """Give the sampler to a decoder file that somebody else exported (onnxruntime-genai, onnx-community, optimum)."""
     from qsample.cli import output as cli_output
     from qsample.cli import terminal
-    from qsample.contract import Features
+    from qsample.interface import Features
     from qsample.models.foreign import bake as bake_file
 
     if is_package(model):

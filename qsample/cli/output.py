@@ -12,7 +12,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from qsample.cli.terminal import console, note
-from qsample.contract import AXIS_MEANINGS, CAPACITY, GraphSpec, TensorSpec
+from qsample.contract import AXIS_MEANINGS, CAPACITY, TensorSpec
+from qsample.interface import GraphSpec
 from qsample.package import Package
 
 if TYPE_CHECKING:

@@ -16,7 +16,6 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from qsample import package
-from qsample.contract import Features, Interface
 from qsample.disk.source_files import SourceFiles
 from qsample.disk.space import full_disk_named
 from qsample.errors import ParityError, QsampleError, UnsupportedModelError
@@ -30,6 +29,7 @@ from qsample.exporters.row_sums import align_row_sums
 from qsample.exporters.trace import trace
 from qsample.huggingface.dtypes import dtype_name
 from qsample.huggingface.generation_config import GENERATION_CONFIG_FILE
+from qsample.interface import Features, Interface
 from qsample.progress import Progress, unreported
 from qsample.transforms import pipeline
 from qsample.transforms.cache import DecodeContext

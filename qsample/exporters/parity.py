@@ -17,12 +17,13 @@ from typing import Final, NamedTuple
 import numpy as np
 import onnx_ir as ir
 
-from qsample.contract import LOGITS, Interface
+from qsample.contract import LOGITS
 from qsample.errors import ParityError
 from qsample.exporters.graph import gqa
 from qsample.exporters.graph.runner import GraphRunner
 from qsample.exporters.graph.weights.stored import load_graph
 from qsample.exporters.graph.windows import narrow_windows
+from qsample.interface import Interface
 from qsample.tensors import Array
 
 DECODE_STEPS: Final = 8

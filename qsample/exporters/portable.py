@@ -14,11 +14,12 @@ import onnx_ir as ir
 import onnxruntime as ort
 
 import qsample
-from qsample.contract import CONTRACT_VERSION, Interface
+from qsample.contract import CONTRACT_VERSION
 from qsample.exporters.graph.join import append_sampler
 from qsample.exporters.graph.weights.stored import narrow_weights, save_beside
 from qsample.exporters.initial_state import build_initial_state
 from qsample.exporters.parity import Parity
+from qsample.interface import Interface
 from qsample.manifest import Manifest, Source, TokenIds
 from qsample.sampler import build_sampler
 

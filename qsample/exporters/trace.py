@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.onnx import OnnxExporterError
 
-from qsample.contract import BATCH, CAPACITY, SEQUENCE, GraphSpec, TensorSpec
+from qsample.contract import BATCH, CAPACITY, SEQUENCE, TensorSpec
 from qsample.errors import UnsupportedModelError
 from qsample.exporters.graph.opset import OPSET
 from qsample.exporters.simplify import simplify
+from qsample.interface import GraphSpec
 
 # Every dynamic axis is traced at two or more: torch.export specialises an axis of size 1. They all differ, so that two
 # axes that merely look alike are not taken for one.

@@ -12,9 +12,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from qsample.contract import Features, Interface
 from qsample.destination import Destination
 from qsample.errors import QsampleError
+from qsample.interface import Features, Interface
 from qsample.models.packaged import Compilable, PackagedModel
 from qsample.package import Package, check_not_source
 from qsample.progress import Progress
@@ -74,7 +74,7 @@ def bake(
         path: an .onnx file, a folder with one, or a hub id, of which only the decoder's files are downloaded.
         out: the folder of the package; None = a temporary one that lives as long as the result.
         file: which decoder, relative to the folder or repository, where there are several: "onnx/model_q4.onnx".
-        features: what the graph shall have, see `contract.Features`; None = the sampler and no more.
+        features: what the graph shall have, see `interface.Features`; None = the sampler and no more.
         tokenizer: "auto" for the one beside the decoder, another folder, or None for a package of token ids only.
         rope: "short" or "long", for a file with two rotary tables (longrope), of which one is kept: the short one
             unless told otherwise, which limits the context to where the file itself would change over.

@@ -10,10 +10,11 @@ from typing import Any, Final
 
 from tokenizers import Tokenizer as _Tokenizer
 
-from qsample.contract import ALLOWED_TOKENS, Interface
+from qsample.contract import ALLOWED_TOKENS
 from qsample.errors import shown, unknown
 from qsample.huggingface.generation_config import merge, read_generation_config
 from qsample.huggingface.keywords import BOOKKEEPING, GENERATE, take_refused
+from qsample.interface import Interface
 from qsample.manifest import TokenIds
 from qsample.runtime.callbacks.logits_processors import INSTEAD
 from qsample.runtime.guided_decoding import Guide

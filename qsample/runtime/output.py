@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from qsample.contract import BATCH, LOGPROBS, NEXT_IDS, Interface
+from qsample.contract import BATCH, LOGPROBS, NEXT_IDS
 from qsample.huggingface.keywords import GENERATE
+from qsample.interface import Interface
 from qsample.runtime.sequence import Sequence
 from qsample.tensors import Array
 

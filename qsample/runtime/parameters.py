@@ -10,8 +10,9 @@ from typing import Any, Final
 
 import numpy as np
 
-from qsample.contract import ALLOWED_TOKENS, MASK_WORDS, PAD_STOP_ID, SEED, VOCAB, Interface
+from qsample.contract import ALLOWED_TOKENS, MASK_WORDS, PAD_STOP_ID, SEED, VOCAB
 from qsample.errors import shown
+from qsample.interface import Interface
 from qsample.runtime.prompts import check_token_ids, read_array
 from qsample.runtime.text.tokenizer import Tokenizer
 from qsample.sampling_params import OFF, SEEDS, SamplingParams

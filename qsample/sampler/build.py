@@ -9,7 +9,8 @@ from typing import Final
 import onnx_ir as ir
 from onnx_ir.passes import common as common_passes
 
-from qsample.contract import ADJUSTED_LOGITS, CANDIDATES, STATUS, GraphSpec, Interface, TensorSpec, retained_name
+from qsample.contract import ADJUSTED_LOGITS, CANDIDATES, STATUS, TensorSpec, retained_name
+from qsample.interface import GraphSpec, Interface
 from qsample.sampler.adjust import adjusted_logits
 from qsample.sampler.call import Call
 from qsample.sampler.commit import next_states, next_status

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 
-from qsample.contract import RUNNING, Interface
+from qsample.contract import RUNNING
+from qsample.interface import Interface
 from qsample.sampler.tensor import INT32, Tensor, Tensors, branch, op, size
 
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from qsample.contract import RUNNING, Interface, retained_name
+from qsample.contract import RUNNING, retained_name
+from qsample.interface import Interface
 from qsample.transforms.cache import DecodeContext
 from qsample.transforms.complex_rotary import real_rotary_embeddings
 from qsample.transforms.masks import eager_masks_over_buffers

@@ -8,9 +8,9 @@ from typing import Any, Final
 import torch
 from transformers import PreTrainedModel
 
-from qsample.contract import KeyValueShape, RecurrentShape
 from qsample.errors import UnsupportedModelError
 from qsample.huggingface.dtypes import dtype_name
+from qsample.interface import KeyValueShape, RecurrentShape
 from qsample.transforms.attention import use_own_attention
 from qsample.transforms.cache import DecodeContext, RetainedCache
 from qsample.transforms.positions import RowPositions

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from qsample.contract import Features
+from qsample.interface import Features
 from qsample.package import read_package
 
 

@@ -9,8 +9,9 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 
-from qsample.contract import MODEL_DTYPES, Features, Interface, KeyValueShape
+from qsample.contract import MODEL_DTYPES
 from qsample.exporters.initial_state import build_initial_state
+from qsample.interface import Features, Interface, KeyValueShape
 from tests.helpers.reference import philox_uniforms
 
 FACE = Interface(100, (KeyValueShape(2, 8), KeyValueShape(1, 4)))

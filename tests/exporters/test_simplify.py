@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from qsample.contract import BATCH, GraphSpec, TensorSpec
+from qsample.contract import BATCH, TensorSpec
 from qsample.exporters.trace import trace
+from qsample.interface import GraphSpec
 from tests.helpers.tiny_models import export_without_sampler, random_model
 
 VALUES = TensorSpec("values", "float32", (BATCH, "K"), "numbers")

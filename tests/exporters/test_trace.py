@@ -12,10 +12,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from qsample.contract import BATCH, SEQUENCE, GraphSpec, TensorSpec
+from qsample.contract import BATCH, SEQUENCE, TensorSpec
 from qsample.errors import UnsupportedModelError
 from qsample.exporters.graph.opset import OPSET
 from qsample.exporters.trace import _without_torchvision_notice, trace
+from qsample.interface import GraphSpec
 
 IDS = TensorSpec("ids", "int64", (BATCH, SEQUENCE), "tokens")
 TABLE = TensorSpec("table", "float32", (BATCH, "K"), "a state")

@@ -16,7 +16,8 @@ import numpy as np
 import onnx
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
-from qsample.contract import CONTRACT_VERSION, Features, Interface, KeyValueShape
+from qsample.contract import CONTRACT_VERSION
+from qsample.interface import Features, Interface, KeyValueShape
 from qsample.package import Compilation, Manifest, Package, Source, TokenIds, read_package, write_package
 from tests.helpers.fake_graphs import DIM, PAD, VOCAB, fake_graphs
 
@@ -106,7 +107,7 @@ def fake_package(
 ) -> Package:
     """Write a fake package to `path` and open it.
 
-    features: as in `contract.Features`. manifest: changes to it. interface: what the manifest promises, if not the
+    features: as in `interface.Features`. manifest: changes to it. interface: what the manifest promises, if not the
     truth. edit: changes the decoder. files: name → text of further files, or in place of the usual ones.
     """
     made = fake_interface(**features)

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from qsample.contract import Features, Interface
 from qsample.exporters import parity
 from qsample.exporters.foreign import bake
 from qsample.exporters.foreign.interface import ForeignGraph, load, recognise
@@ -20,6 +19,7 @@ from qsample.exporters.foreign.original import Original
 from qsample.exporters.foreign.settings import read_settings
 from qsample.exporters.graph.runner import GraphRunner
 from qsample.exporters.initial_state import build_initial_state
+from qsample.interface import Features, Interface
 
 FIXTURES = Path(__file__).resolve().parents[1] / "fixtures" / "foreign"
 LAYOUTS = ("model", "model_fp16", "model_q4", "model_q4f16", "model_bnb4", "model_fp16_io32")

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from qsample.contract import CONTRACT_VERSION, Features, Interface, KeyValueShape
+from qsample.contract import CONTRACT_VERSION
+from qsample.interface import Features, Interface, KeyValueShape
 from qsample.package import Manifest, Package, Source, TokenIds, read_package, write_package
 
 INTERFACE = Interface(100, (KeyValueShape(2, 8), KeyValueShape(1, 16)), "float16", Features(logprobs=True))

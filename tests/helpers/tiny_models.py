@@ -9,8 +9,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
-from qsample.contract import Features
 from qsample.exporters.export import export_model
+from qsample.interface import Features
 from qsample.package import Package
 
 VOCAB_SIZE = 320  # 256 bytes, four special tokens and some that no text encodes to

@@ -15,7 +15,8 @@ import onnxruntime as ort
 import pytest
 from hypothesis import given, settings
 
-from qsample.contract import EXTRA_PARAMETERS, FILTER_ORDERS, INVALID_LOGITS, Features, Interface
+from qsample.contract import EXTRA_PARAMETERS, FILTER_ORDERS, INVALID_LOGITS
+from qsample.interface import Features, Interface
 from qsample.sampler import build_draw, build_sampler
 from tests.helpers.cuda_kernels import KERNELS, VALUES_OF_WHERE, VERSIONS, has_kernel
 from tests.helpers.sampler_cases import (

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from qsample.contract import LENGTH, Interface
+from qsample.contract import LENGTH
+from qsample.interface import Interface
 from qsample.sampler import history
 from qsample.sampler.tensor import Tensor, Tensors
 from tests.helpers.computed import computed

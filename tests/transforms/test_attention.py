@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from qsample.contract import KeyValueShape
 from qsample.exporters.compiler.compile import compile_package
 from qsample.exporters.compiler.options import CompileOptions
+from qsample.interface import KeyValueShape
 from qsample.transforms.attention import RetainedAttention
 from qsample.transforms.cache import DecodeContext
 from qsample.transforms.pipeline import apply, default_transforms

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from qsample.contract import KeyValueShape
 from qsample.errors import UnsupportedModelError
+from qsample.interface import KeyValueShape
 from qsample.transforms.attention import NAME
 from qsample.transforms.cache import DecodeContext
 from qsample.transforms.pipeline import apply, default_transforms

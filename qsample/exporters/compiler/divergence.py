@@ -14,10 +14,11 @@ from typing import Final
 
 import numpy as np
 
-from qsample.contract import LOGITS, Interface
+from qsample.contract import LOGITS
 from qsample.exporters.graph.join import cut_at_logits
 from qsample.exporters.graph.runner import GraphRunner
 from qsample.exporters.graph.weights.stored import load_graph
+from qsample.interface import Interface
 from qsample.runtime.session.providers import CPU
 from qsample.tensors import Array
 

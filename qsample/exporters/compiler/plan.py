@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from qsample.contract import Interface
 from qsample.errors import CompileError
 from qsample.evaluation.texts import documents_of
 from qsample.exporters.compiler.options import CALIBRATED, DEFAULT_CTX_LEN, MIXED, WEIGHT_BITS, CompileOptions
 from qsample.exporters.compiler.quantize.rounding import WeightQuantization
+from qsample.interface import Interface
 from qsample.package import Package
 from qsample.tensors import Array
 

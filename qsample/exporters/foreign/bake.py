@@ -17,7 +17,6 @@ import onnx_ir as ir
 from onnx_ir.passes import common as common_passes
 
 from qsample import package
-from qsample.contract import Features, Interface
 from qsample.destination import scratch_folder
 from qsample.errors import ParityError, QsampleError
 from qsample.exporters import parity
@@ -35,6 +34,7 @@ from qsample.exporters.graph import gqa
 from qsample.exporters.graph.nbits import INT8_ACTIVATIONS, is_matmul_nbits
 from qsample.exporters.measured_shapes import record_shapes
 from qsample.exporters.portable import portable_manifest, write_graphs
+from qsample.interface import Features, Interface
 from qsample.progress import Progress, unreported
 
 # What is compared besides: the folder of the unpublished package, its interface, the tolerance (None: weights are

@@ -9,11 +9,12 @@ import onnx
 import onnx_ir as ir
 from onnx_ir.passes import common as common_passes
 
-from qsample.contract import Features, Interface, KeyValueShape, retained_name
+from qsample.contract import retained_name
 from qsample.exporters.foreign.interface import IDS, ForeignGraph, refusal
 from qsample.exporters.foreign.rows import Rows
 from qsample.exporters.graph.edit import initializer
 from qsample.exporters.graph.opset import CONTRIB_DOMAIN, OPSET
+from qsample.interface import Features, Interface, KeyValueShape
 
 _IR_VERSION: Final = 10
 _AXES: Final = {"batch_size": "B", "sequence_length": "S"}

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from qsample.contract import LOGITS, GraphSpec, Interface, retained_name
+from qsample.contract import LOGITS, retained_name
 from qsample.exporters.graph.traversal import ancestors, reads
+from qsample.interface import GraphSpec, Interface
 
 PREFIX = "sampler."
 

@@ -15,11 +15,12 @@ import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
 
-from qsample.contract import BATCH, CAPACITY, LENGTHS, ROW_AXES, SEED, Interface, retained_name
+from qsample.contract import BATCH, CAPACITY, LENGTHS, ROW_AXES, SEED, retained_name
 from qsample.exporters.graph.moe import QUANTIZED_OP_TYPE
 from qsample.exporters.graph.nbits import is_matmul_nbits
 from qsample.exporters.graph.traversal import all_initializers, ancestors
 from qsample.exporters.graph.weights.stored import load_graph, relocated
+from qsample.interface import Interface
 from qsample.runtime.session.options import FOLDER_OF_WEIGHTS, NO_PREPACKING, session_options
 from qsample.runtime.session.providers import CPU, open_session
 from qsample.tensors import DTYPES, OF_ONNXRUNTIME, Array, sparse_zeros

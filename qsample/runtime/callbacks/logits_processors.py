@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from qsample.contract import Interface
+from qsample.interface import Interface
 from qsample.runtime.callbacks.frameworks import Callback, as_callbacks, on_host
 from qsample.runtime.sequence import Sequence
 from qsample.tensors import Array

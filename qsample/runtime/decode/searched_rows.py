@@ -10,7 +10,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from qsample.contract import CANDIDATES, SEARCHED, SEARCHED_ROWS, Interface
+from qsample.contract import CANDIDATES, SEARCHED, SEARCHED_ROWS
+from qsample.interface import Interface
 from qsample.runtime.session.buffers import Buffer
 from qsample.tensors import Array
 

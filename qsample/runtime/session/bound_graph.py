@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import onnxruntime as ort
 
-from qsample.contract import GraphSpec
+from qsample.interface import GraphSpec
 from qsample.runtime.session.buffers import Buffer
 from qsample.runtime.session.device_thread import DeviceThread
 

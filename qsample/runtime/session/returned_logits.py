@@ -12,7 +12,8 @@ from pathlib import Path
 
 import onnxruntime as ort
 
-from qsample.contract import LOGITS, GraphSpec
+from qsample.contract import LOGITS
+from qsample.interface import GraphSpec
 from qsample.runtime.session.options import FOLDER_OF_WEIGHTS
 from qsample.runtime.session.small_graphs import one_more_output
 from qsample.tensors import DTYPES

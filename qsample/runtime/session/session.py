@@ -11,8 +11,9 @@ from typing import Any, Final
 
 import onnxruntime as ort
 
-from qsample.contract import BATCH, CAPACITY, INPUT_IDS, GraphSpec, Interface, TensorSpec, retained_name
+from qsample.contract import BATCH, CAPACITY, INPUT_IDS, TensorSpec, retained_name
 from qsample.errors import PackageError, QsampleError, shown
+from qsample.interface import GraphSpec, Interface
 from qsample.package import Package
 from qsample.runtime.pieces import Pieces
 from qsample.runtime.session.device_thread import DeviceThread

@@ -10,11 +10,11 @@ import pytest
 
 from qsample import AutoModelForCausalLM, cli
 from qsample.auto_model import PackagedModel
-from qsample.contract import Features
 from qsample.exporters.compiler.compile import compile_package
 from qsample.exporters.compiler.options import CompileOptions
 from qsample.exporters.export import export_model
 from qsample.exporters.graph.runner import GraphRunner
+from qsample.interface import Features
 from tests.architectures.configs import tiny_model
 from tests.helpers.tiny_models import export_without_sampler, random_model
 

@@ -10,11 +10,11 @@ import pytest
 
 from qsample import AutoModelForCausalLM, cli
 from qsample.auto_model import PackagedModel
-from qsample.contract import Features
 from qsample.errors import CompileError
 from qsample.exporters.compiler.quantize.experts import _ExpertMatrices
 from qsample.exporters.compiler.quantize.rounding import Levels
 from qsample.exporters.export import export_model
+from qsample.interface import Features
 from tests.helpers.mixtures import mixture
 
 PROMPTS = [[5, 9, 31, 7, 120, 44, 3, 260, 12], [44, 3], [7, 8, 9, 10, 11, 12]]

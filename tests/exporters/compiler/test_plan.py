@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from qsample import CompileOptions
-from qsample.contract import RecurrentShape
 from qsample.errors import CompileError
 from qsample.exporters.compiler.plan import make_plan
+from qsample.interface import RecurrentShape
 from qsample.package import Package
 from tests.helpers.small_packages import INTERFACE, manifest
 

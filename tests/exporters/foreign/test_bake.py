@@ -16,9 +16,9 @@ import pytest
 
 import qsample
 from qsample import AutoModelForCausalLM
-from qsample.contract import Features
 from qsample.errors import QsampleError
 from qsample.exporters.foreign.original import Original
+from qsample.interface import Features
 from qsample.models.foreign import ForeignModel
 from qsample.models.packaged import PackagedModel
 from tests.conftest import made_once

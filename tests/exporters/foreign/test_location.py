@@ -12,9 +12,9 @@ import onnx_ir as ir
 import pytest
 
 import qsample
-from qsample.contract import Features
 from qsample.errors import QsampleError
 from qsample.exporters.foreign.location import locate
+from qsample.interface import Features
 from tests.helpers.foreign import edited
 
 Decoder = Callable[[str], tuple[Path, str | None]]

@@ -9,8 +9,9 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 
-from qsample.contract import NOISE_STREAMS, Features, Interface
+from qsample.contract import NOISE_STREAMS
 from qsample.exporters.initial_state import build_initial_state
+from qsample.interface import Features, Interface
 from qsample.runtime.decode.noise import uniforms
 from tests.helpers.reference import philox4x32, philox_uniforms
 

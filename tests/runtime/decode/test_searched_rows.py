@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from qsample.contract import CANDIDATES, Features, Interface
+from qsample.contract import CANDIDATES
+from qsample.interface import Features, Interface
 from qsample.runtime.decode.searched_rows import SearchedRows
 
 INTERFACE = Interface(1000, (), features=Features(filters=("typical_p",)), captured=True)

@@ -11,8 +11,8 @@ from typing import Any
 import onnx
 import pytest
 
-from qsample.contract import Interface, KeyValueShape
 from qsample.errors import PackageError, QsampleError
+from qsample.interface import Interface, KeyValueShape
 from qsample.package import Package
 from qsample.runtime import load
 from qsample.runtime.session import session as session_module

@@ -13,10 +13,11 @@ from typing import Final
 import numpy as np
 import onnx_ir as ir
 
-from qsample.contract import LOGITS, Interface, retained_name
+from qsample.contract import LOGITS, retained_name
 from qsample.exporters.compiler.divergence import log_softmax, logits_runner, sample
 from qsample.exporters.graph.edit import initializer
 from qsample.exporters.graph.gqa import Slot, attentions, set_inputs
+from qsample.interface import Interface
 from qsample.tensors import Array
 
 # Room above the largest value measured. What still lies beyond is clipped; the divergence shows whether that matters.

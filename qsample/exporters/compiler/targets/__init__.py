@@ -15,11 +15,11 @@ from typing import Any, Protocol
 
 import onnx_ir as ir
 
-from qsample.contract import Interface
 from qsample.errors import CompileError, QsampleError
 from qsample.exporters.compiler.placement import Placement
 from qsample.exporters.compiler.plan import CompilePlan
 from qsample.exporters.compiler.recipe import Pass
+from qsample.interface import Interface
 from qsample.runtime.session.providers import check_available
 from qsample.runtime.session.trusted_options import TARGETS
 

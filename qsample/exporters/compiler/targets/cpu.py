@@ -11,7 +11,7 @@ from typing import Any, Final
 import onnx_ir as ir
 import onnxruntime as ort
 
-from qsample.contract import BATCH, Interface
+from qsample.contract import BATCH
 from qsample.errors import CompileError
 from qsample.exporters.compiler.ort import optimize_offline
 from qsample.exporters.compiler.placement import Placement, placement_in_file
@@ -21,6 +21,7 @@ from qsample.exporters.compiler.quantize.weights import round_activations
 from qsample.exporters.compiler.recipe import Pass, lean_passes
 from qsample.exporters.compiler.shared_data import share_equal_data
 from qsample.exporters.control_flow import branch_where_rows_begin
+from qsample.interface import Interface
 from qsample.runtime.session.providers import CPU
 
 _DTYPES: Final = ("float32", "float16")  # GroupQueryAttention's CPU kernels

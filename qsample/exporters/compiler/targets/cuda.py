@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import onnx_ir as ir
 
-from qsample.contract import CAPACITY, Interface
+from qsample.contract import CAPACITY
 from qsample.errors import CompileError, QsampleError
 from qsample.exporters.compiler import recipe
 from qsample.exporters.compiler.passes.half_precision import HALF_DTYPES, convert_to_half
@@ -33,6 +33,7 @@ from qsample.exporters.compiler.recipe import Pass, lean_passes
 from qsample.exporters.compiler.targets import check_providers
 from qsample.exporters.graph.axes import fix_axes
 from qsample.exporters.graph.join import append_sampler
+from qsample.interface import Interface
 from qsample.runtime.session.options import session_options
 from qsample.runtime.session.providers import CPU, CUDA, open_session
 from qsample.sampler import build_sampler

@@ -13,13 +13,14 @@ from typing import Any
 
 import onnx_ir as ir
 
-from qsample.contract import BATCH, Interface
+from qsample.contract import BATCH
 from qsample.errors import CompileError
 from qsample.exporters.compiler.ep_context import publish_compiled
 from qsample.exporters.compiler.placement import Placement
 from qsample.exporters.compiler.plan import CompilePlan
 from qsample.exporters.compiler.recipe import Pass, lean_passes
 from qsample.exporters.compiler.targets import check_providers
+from qsample.interface import Interface
 from qsample.runtime.session.providers import CPU, DEVICE, OPENVINO
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import onnx_ir as ir
 
-from qsample.contract import BATCH, SEQUENCE, Interface
+from qsample.contract import BATCH, SEQUENCE
 from qsample.errors import CompileError
 from qsample.exporters.compiler.ep_context import publish_compiled
 from qsample.exporters.compiler.passes.half_precision import convert_to_half
@@ -24,6 +24,7 @@ from qsample.exporters.compiler.placement import Placement
 from qsample.exporters.compiler.plan import CompilePlan
 from qsample.exporters.compiler.recipe import Pass
 from qsample.exporters.compiler.targets import check_providers
+from qsample.interface import Interface
 from qsample.runtime.session.providers import CPU, CUDA, TENSORRT
 
 

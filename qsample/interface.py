@@ -1,0 +1,268 @@
+"""What fixes a package's graphs: a model's dimensions and the features chosen at export; the `GraphSpec` of each.
+
+Made of the tensors of `contract.py`. The exporter, the runtime, the manifest, `qsample inspect`, the docs and the tests
+read names, dtypes and shapes from here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from qsample.contract import (
+    ADJUSTED_LOGITS,
+    ALLOWED_TOKENS,
+    BATCH,
+    CAPACITY,
+    CAPACITY_INPUT,
+    EMIT,
+    EXTRA_PARAMETERS,
+    FILTER_ORDERS,
+    HUGGING_FACE,
+    INPUT_IDS,
+    INPUT_LENGTHS,
+    KV_CACHE_DTYPES,
+    LENGTHS,
+    LOGIT_BIAS_INPUTS,
+    LOGITS,
+    LOGPROBS,
+    MASK_WORDS,
+    MIROSTAT_MU,
+    MODEL_DTYPES,
+    NEXT_IDS,
+    NOISE,
+    PARAMETERS,
+    PROBS,
+    SAMPLER_STATES,
+    SEARCHED_ROWS,
+    SEED,
+    STATUS,
+    TOP_LOGPROB_OUTPUTS,
+    TOP_LOGPROBS,
+    VOCAB,
+    XTC_NOISE,
+    TensorSpec,
+    retained_name,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Features:
+    """What the exporter was asked to put into the graph; an absent feature adds no input, output or operator.
+
+    sampler: the graph returns next-token ids; without it `decoder.onnx` returns logits and `sampler.onnx` samples.
+    logit_bias: inputs `logit_bias_ids`, `logit_bias`. allowed_tokens: input `allowed_tokens` (guided decoding).
+    logprobs: output `logprobs`. top_logprobs: M >= 0 alternatives in `top_logprob_ids`, `top_logprobs` (0: off).
+    probs: output `probs` (`return_pdfs`), the distribution that was sampled from.
+    filters: names of `EXTRA_PARAMETERS`, in its order: their inputs, and for some a state. filter_order: one of
+    FILTER_ORDERS. seed: an input `seed` in place of the state `noise`: the graph computes the random numbers itself.
+    """
+
+    sampler: bool = True
+    logit_bias: bool = False
+    allowed_tokens: bool = False
+    logprobs: bool = False
+    top_logprobs: int = 0
+    probs: bool = False
+    filters: tuple[str, ...] = ()
+    filter_order: str = HUGGING_FACE
+    seed: bool = False
+
+    def __post_init__(self) -> None:
+        given, known = self.filters, tuple(EXTRA_PARAMETERS)
+        if any(name not in known for name in given):
+            raise ValueError(f"filters is {given!r:.200}; give a list of {', '.join(known)}")
+        if self.filter_order not in FILTER_ORDERS:
+            raise ValueError(f"filter_order is {self.filter_order!r:.80}; choose one of {', '.join(FILTER_ORDERS)}")
+        # In one order, so that features that are the same compare as the same.
+        object.__setattr__(self, "filters", tuple(name for name in known if name in given))
+
+
+@dataclass(frozen=True, slots=True)
+class KeyValueShape:
+    """The cache of one attention layer: `num_key_value_heads` (H) heads of `head_dim` (D).
+
+    layer: the layer's number in the model; None: its position among the attention layers, which are all there are.
+    """
+
+    num_key_value_heads: int
+    head_dim: int
+    layer: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrentShape:
+    """A state of fixed size that a recurrent or convolutional layer keeps.
+
+    layer: its number in the model. kind: "conv_state" or "recurrent_state". index: which of the layer's states of that
+    kind. shape: without the batch axis, which comes first. dtype: "float32" or the model's.
+    """
+
+    layer: int
+    kind: str
+    index: int
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def name(self) -> str:
+        """`past_key_values.{layer}.{kind}`, and `.{index}` from the second one on."""
+        return f"past_key_values.{self.layer}.{self.kind}" + (f".{self.index}" if self.index else "")
+
+
+@dataclass(frozen=True, slots=True)
+class GraphSpec:
+    """The interface of one ONNX file: call inputs, retained states and outputs, in graph order.
+
+    The graph's inputs are `inputs` then `states`; its outputs are `outputs` then one per state that is not read-only.
+    """
+
+    inputs: tuple[TensorSpec, ...]
+    states: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+
+    @property
+    def input_names(self) -> list[str]:
+        return [spec.name for spec in (*self.inputs, *self.states)]
+
+    @property
+    def output_names(self) -> list[str]:
+        return [spec.name for spec in self.outputs] + list(self.retained.values())
+
+    @property
+    def retained(self) -> dict[str, str]:
+        """State input name → the output that holds its next value; the pair may share one buffer."""
+        return {spec.name: retained_name(spec.name) for spec in self.states if not spec.read_only}
+
+
+@dataclass(frozen=True, slots=True)
+class Interface:
+    """The dimensions and features that fix a package's graphs.
+
+    key_values: one entry an attention layer, in layer order. dtype: of the model, one of MODEL_DTYPES. kv_cache_dtype:
+    of keys and values, one of KV_CACHE_DTYPES; None = the model's. captured: the decode graph has no control flow, so
+    that a device can capture and replay it, and has the input `searched_rows`. recurrent: one entry a state
+    of a recurrent or convolutional layer, in layer order.
+    """
+
+    vocab_size: int
+    key_values: tuple[KeyValueShape, ...]
+    dtype: str = "float32"
+    features: Features = field(default_factory=Features)
+    kv_cache_dtype: str | None = None
+    captured: bool = False
+    recurrent: tuple[RecurrentShape, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.vocab_size < 1:
+            raise ValueError(f"vocab_size is {self.vocab_size}; it must be at least 1")
+        if self.dtype not in MODEL_DTYPES:
+            raise ValueError(f"dtype is {self.dtype!r}; choose one of {', '.join(MODEL_DTYPES)}")
+        if self.kv_cache_dtype not in (None, *KV_CACHE_DTYPES):
+            raise ValueError(f"kv_cache_dtype is {self.kv_cache_dtype!r}; choose one of {', '.join(KV_CACHE_DTYPES)}")
+        if not 0 <= self.features.top_logprobs <= self.vocab_size:
+            raise ValueError(
+                f"top_logprobs is {self.features.top_logprobs}; it must be 0 to vocab_size ({self.vocab_size})"
+            )
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The named axes whose size the model fixes."""
+        return {VOCAB: self.vocab_size, MASK_WORDS: -(-self.vocab_size // 32), TOP_LOGPROBS: self.features.top_logprobs}
+
+    @property
+    def cache_layers(self) -> tuple[int, ...]:
+        """The number of each layer that has keys and values."""
+        return tuple(index if shape.layer is None else shape.layer for index, shape in enumerate(self.key_values))
+
+    @property
+    def cache_states(self) -> tuple[TensorSpec, ...]:
+        return tuple(self._cache_states())
+
+    def _cache_states(self) -> Iterator[TensorSpec]:
+        dtype = self.kv_cache_dtype or self.dtype
+        for layer, shape in zip(self.cache_layers, self.key_values, strict=True):
+            axes = (BATCH, shape.num_key_value_heads, CAPACITY, shape.head_dim)
+            for kind in ("key", "value"):
+                yield TensorSpec(f"past_key_values.{layer}.{kind}", dtype, axes, f"{kind}s of layer {layer}")
+        for state in self.recurrent:
+            meaning = f"{state.kind.replace('_', ' ')} of layer {state.layer}"
+            yield TensorSpec(state.name, state.dtype, (BATCH, *state.shape), meaning)
+
+    @property
+    def parameters(self) -> tuple[TensorSpec, ...]:
+        """The per-row sampling inputs, features included."""
+        specs: tuple[TensorSpec, ...] = PARAMETERS
+        if self.features.logit_bias:
+            specs += LOGIT_BIAS_INPUTS
+        if self.features.allowed_tokens:
+            specs += (ALLOWED_TOKENS,)
+        for name in self.features.filters:
+            specs += EXTRA_PARAMETERS[name]
+        return (*specs, SEED) if self.features.seed else specs
+
+    @property
+    def sampler_states(self) -> tuple[TensorSpec, ...]:
+        """The states that the sampler keeps."""
+        features = self.features
+        states = [state for state in SAMPLER_STATES if state is not NOISE or not features.seed]
+        if "xtc" in features.filters and not features.seed:
+            states.append(XTC_NOISE)
+        if "mirostat" in features.filters:
+            states.append(MIROSTAT_MU)
+        return tuple(states)
+
+    @property
+    def sampler_outputs(self) -> tuple[TensorSpec, ...]:
+        specs: tuple[TensorSpec, ...] = (NEXT_IDS,)
+        if self.features.logprobs:
+            specs += (LOGPROBS,)
+        if self.features.top_logprobs:
+            specs += TOP_LOGPROB_OUTPUTS
+        if self.features.probs:
+            specs += (PROBS,)
+        return specs
+
+    @property
+    def decoder(self) -> GraphSpec:
+        """`decoder.onnx`: token ids in; next-token ids out (or logits, without the sampler)."""
+        if self.features.sampler:
+            inputs = (INPUT_IDS, INPUT_LENGTHS, EMIT, *self.parameters, *self._search_inputs)
+            return GraphSpec(inputs, (*self.sampler_states, *self.cache_states), self.sampler_outputs)
+        return self.model
+
+    @property
+    def _search_inputs(self) -> tuple[TensorSpec, ...]:
+        return (SEARCHED_ROWS,) if self.captured else ()
+
+    @property
+    def model(self) -> GraphSpec:
+        """The model's part of the decode graph, up to the logits; all of `decoder.onnx` without the sampler.
+
+        `lengths` and `status` are ordinary inputs here: the sampler advances them. A recurrent layer has to know which
+        rows run, because a token that does not count would change its state; a cache only grows behind `lengths`.
+        """
+        inputs: tuple[TensorSpec, ...] = (INPUT_IDS, INPUT_LENGTHS, LENGTHS)
+        return GraphSpec(inputs + ((STATUS,) if self.recurrent else ()), self.cache_states, (LOGITS,))
+
+    @property
+    def sampler(self) -> GraphSpec:
+        """`sampler.onnx`: the sampler alone, logits in. Packages without a baked sampler run it on the host."""
+        inputs = (LOGITS, INPUT_IDS, INPUT_LENGTHS, EMIT, *self.parameters, *self._search_inputs)
+        # Log-probabilities are of the logits as they came, and read them last: those may not be written over.
+        reads_logits_last = self.features.logprobs or self.features.top_logprobs
+        outputs = self.sampler_outputs if reads_logits_last else (*self.sampler_outputs, ADJUSTED_LOGITS)
+        return GraphSpec(inputs, self.sampler_states, outputs)
+
+    @property
+    def initial_state(self) -> GraphSpec:
+        """`initial_state.onnx`: seeds and capacity in; every state's starting value out, under the state's name."""
+        return GraphSpec((SEED, CAPACITY_INPUT), (), (*self.sampler_states, *self.cache_states))
+
+    @property
+    def graphs(self) -> dict[str, GraphSpec]:
+        """File name → interface, for every ONNX file of the package."""
+        graphs = {"decoder.onnx": self.decoder, "initial_state.onnx": self.initial_state}
+        if not self.features.sampler:
+            graphs["sampler.onnx"] = self.sampler
+        return graphs
