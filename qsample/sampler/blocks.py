@@ -10,14 +10,16 @@ depend on where a row lies in memory. No such sum falls if a term grows.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 
-from qsample.sampler.sizes import ALIGNMENT
 from qsample.sampler.tensor import Tensor, axis_size, maximum, op, size, top
 
-FLOOR = -3e38  # stands for a masked token's logit; -inf would give NaN, and WebGPU's TopK pads with -3.4e38
+FLOOR: Final = -3e38  # stands for a masked token's logit; -inf would give NaN, and WebGPU's TopK pads with -3.4e38
+# ONNX Runtime's sums of rows whose size 16 divides do not depend on where a row lies in memory; others do.
+ALIGNMENT: Final = 16
+_BEST_SIZE: Final = 128
 
 
 class Blocks(NamedTuple):
@@ -34,6 +36,17 @@ class Blocks(NamedTuple):
     @property
     def size(self) -> int:
         return axis_size(self.values, 2)
+
+
+def block_size(vocab: int) -> int:
+    """C: the multiple of 16 near 128 that cuts the vocabulary without a remainder, if one from 64 to 256 does.
+
+    From the sweep in docs/benchmarks/sampler_sizes.md, on one x86-64 CPU only.
+    """
+    sizes = range(_BEST_SIZE // 2, 2 * _BEST_SIZE + 1, ALIGNMENT)
+    divisors = [size for size in sizes if vocab % size == 0]
+    size = min(divisors, key=lambda size: abs(size - _BEST_SIZE), default=_BEST_SIZE)
+    return min(size, -(-vocab // ALIGNMENT) * ALIGNMENT)
 
 
 def split(logits: Tensor, vocab: int, block: int) -> Blocks:

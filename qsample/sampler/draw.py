@@ -26,12 +26,11 @@ from qsample.contract import (
     TensorSpec,
 )
 from qsample.sampler import blocks, filters
-from qsample.sampler.blocks import FLOOR, Blocks
+from qsample.sampler.blocks import FLOOR, Blocks, block_size
 from qsample.sampler.call import Call, Columns
 from qsample.sampler.philox import uniforms
 from qsample.sampler.pools import Candidates, Pool, Vocabulary
 from qsample.sampler.search import Search
-from qsample.sampler.sizes import block_size
 from qsample.sampler.tensor import FLOAT, Tensor, Tensors, branch, constants, log, maximum, op, where
 
 

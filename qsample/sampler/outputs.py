@@ -6,10 +6,9 @@ import math
 from typing import Final, NamedTuple
 
 from qsample.sampler import blocks
-from qsample.sampler.blocks import FLOOR, Blocks
+from qsample.sampler.blocks import FLOOR, Blocks, block_size
 from qsample.sampler.call import Call
 from qsample.sampler.draw import Draw
-from qsample.sampler.sizes import block_size
 from qsample.sampler.tensor import INT32, Tensor, exp, log, where
 
 NO_TOKEN: Final = -1  # in top_logprob_ids, for a row that emitted nothing

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from qsample.sampler import blocks
-from qsample.sampler.sizes import block_size
+from qsample.sampler.blocks import block_size
 from qsample.sampler.tensor import Tensor, Tensors
 from tests.helpers.computed import computed
 
