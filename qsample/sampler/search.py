@@ -201,7 +201,8 @@ def _narrow(bracket: _Bracket, searched: Tensor) -> Tensors:
         # moved: 1 if the last step moved high, -1 if low. If one end moves twice, the other's excess counts half.
         pivot = high - (high - low) * (at_high / (at_high - at_low))
         pivot = where(number.equals(0), first, where(number.equals(1), second, pivot))
-        pivot = minimum(maximum(pivot, low), high)
+        # A row with few keys left stays as it is while others go on: it rounds identically in any batch.
+        pivot = where(many(count_low, count_high), minimum(maximum(pivot, low), high), high)
         above = bracket.above(pivot)
         found, count = bracket.excess(above), above.sum(-2, -1, keep=False)
         too_little = found < 0
