@@ -110,7 +110,7 @@ def test_filters_of_a_package_are_fixed(tmp_path: Path) -> None:
         AutoModelForCausalLM.from_pretrained(path, filters=["dry", "mirostat"], seed_input=True)
     with pytest.raises(QsampleError, match=r"exported with filter_order='llama\.cpp'; open it with that"):
         AutoModelForCausalLM.from_pretrained(path, filter_order="huggingface")
-    with pytest.raises(ValueError, match=r"filters is \['typical'\]; give a list of typical_p, epsilon_cutoff"):
+    with pytest.raises(ValueError, match=r"filters is \['typical'\]; give a list of typical_p, top_a, epsilon_cutoff"):
         AutoModelForCausalLM.from_pretrained("some/model", filters=["typical"])
     with pytest.raises(ValueError, match=r"filter_order is 'vllm'; choose one of huggingface, llama\.cpp"):
         AutoModelForCausalLM.from_pretrained("some/model", filter_order="vllm")
