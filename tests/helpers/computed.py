@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
+import onnx
 import onnx_ir as ir
 import onnxruntime as ort
 from onnx_ir.passes import common as common_passes
@@ -40,5 +41,6 @@ def computed(function: Callable[..., Tensor | Tensors], *arrays: Array) -> list[
     settings = ort.SessionOptions()
     settings.intra_op_num_threads = 2
     proto = ir.to_proto(graph_of(function, *arrays))
+    onnx.checker.check_model(proto, full_check=True)
     session = ort.InferenceSession(proto.SerializeToString(), settings, providers=["CPUExecutionProvider"])
     return list(session.run(None, {f"input_{index}": array for index, array in enumerate(arrays)}))

@@ -117,6 +117,25 @@ def test_min_length_forbids_stops(stop_ids: list[list[int]], min_length: int, ex
 
 
 @pytest.mark.parametrize("captured", [False, True])
+def test_bans_and_repetitions(captured: bool) -> None:
+    """Each alone in its call, over what the row held before and this call's inputs: 0 1 2, and 0 1."""
+    filters = ("bad_words_ids", "no_repeat_ngram_size", "dry")
+    face = Interface(4, (), features=Features(filters=filters), captured=captured)
+    state = {"lengths": 3, "tokens": [[0, 1, 2] + [0] * 13], "sequence": 2, "input_ids": [[0, 1]], "bad_words": (1, 2)}
+    for values, expected in (
+        ({"no_repeat_ngram_size": 1}, [-np.inf] * 3 + [0]),
+        ({"no_repeat_ngram_size": 3}, [0, 0, -np.inf, 0]),
+        ({"bad_words_ids": [[[1, 3]]]}, [0, 0, 0, -np.inf]),
+        ({"bad_words_ids": [[[-1, 2]]]}, [0, 0, -np.inf, 0]),
+        ({"dry_multiplier": 0.5, "dry_base": 3, "dry_allowed_length": 1}, [0, 0, -1.5, 0]),
+        ({"dry_multiplier": 0.5, "repetition_penalty": 2}, [0, 0, -0.5, 0]),
+        ({}, [0, 0, 0, 0]),
+    ):
+        got = sampler(face)(np.zeros((1, 4), np.float32), make_inputs(face, **state, **values))["adjusted_logits"]
+        np.testing.assert_array_equal(got, [expected], err_msg=str(values))
+
+
+@pytest.mark.parametrize("captured", [False, True])
 @pytest.mark.parametrize("vocab", [3, 300])
 def test_everything_at_once(vocab: int, captured: bool) -> None:
     """Against the reference, bans and repetitions included."""

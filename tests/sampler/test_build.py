@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 
 from qsample.contract import EXTRA_PARAMETERS, FILTER_ORDERS, INVALID_LOGITS
+from qsample.exporters.graph.opset import OPSET
 from qsample.interface import Features, Interface
 from qsample.sampler import build_draw, build_sampler
 from tests.helpers.cuda_kernels import KERNELS, VALUES_OF_WHERE, VERSIONS, has_kernel
@@ -64,6 +65,7 @@ def test_interface(face: Interface) -> None:
         drawn = [output.name for output in face.sampler_outputs]
         assert found == (spec.output_names if spec else [*drawn, "status_RetainedState"])
         onnx.checker.check_model(ir.to_proto(model), full_check=True)
+        assert model.opset_imports == {"": OPSET}
     wanted = {spec.name: (spec.dtype, len(spec.axes)) for spec in (*face.sampler.inputs, *face.sampler.states)}
     for value in graph(face).graph.inputs:
         assert value.dtype is not None

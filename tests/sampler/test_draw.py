@@ -40,6 +40,18 @@ def test_few_or_many_candidates(num_candidates: int, captured: bool) -> None:
     check_steps(Interface(1000, (), features=WITH_PROBS, captured=captured), 7, 30, num_candidates)
 
 
+@pytest.mark.parametrize("order", FILTER_ORDERS)
+def test_what_rows_know_of_the_whole_vocabulary(order: str) -> None:
+    """The standard deviation and the entropy, whatever the candidates are."""
+    features = Features(probs=True, filters=("top_n_sigma", "dynatemp"), filter_order=order)
+    check_steps(interface(1000, features), 8, 20, num_candidates=16)
+    # A temperature that leaves the candidates all weight, but depends on tokens beyond them.
+    logits = np.float32([[0, -0.01, *np.linspace(-1.5, -2, 998)]])
+    values = {"temperature": 0.01, "dynatemp_range": 0.009, "dynatemp_exponent": 50, "min_p": 0.1}
+    face = interface(1000, features)
+    assert check_rows(face, logits, make_inputs(face, **values), num_candidates=16) == 0
+
+
 def test_candidates_and_vocabulary_agree() -> None:
     """The same noise gives the same token, whichever settles the row."""
     rng = np.random.default_rng(17)
@@ -96,8 +108,11 @@ def test_a_row_is_the_same_alone_and_in_any_batch(vocab: int, captured: bool) ->
 
 
 @pytest.mark.parametrize("captured", [False, True])
-def test_a_row_with_a_seed_is_the_same_alone_and_in_any_batch(captured: bool) -> None:
-    check_batches(Interface(1187, (), features=Features(filters=("xtc",), seed=True), captured=captured), 1, 4)
+def test_rows_with_a_seed(captured: bool) -> None:
+    """Those of the reference, and the same in any batch."""
+    face = Interface(1187, (), features=Features(filters=("xtc",), seed=True), captured=captured)
+    check_batches(face, 1, 3)
+    check_steps(face, 2, 10)
 
 
 @pytest.fixture(scope="module")

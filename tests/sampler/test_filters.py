@@ -1,5 +1,5 @@
-"""Every filter on four tokens, worked out by hand, in both orders and from both pools; and random rows against the
-reference, with each filter alone and with all of them."""
+"""Every filter on four tokens and a masked one, worked out by hand, in both orders and from both pools; and random rows
+against the reference, with each filter alone and with all of them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.helpers.sampler_cases import check_steps, make_inputs, sampler
 ALL_FILTERS = tuple(EXTRA_PARAMETERS)
 # exp(l) = 4, 2, 1, 1: probabilities 1/2, 1/4, 1/8, 1/8; tokens 2 and 3 are tied. In bits, the surprises are 1, 2, 3, 3
 # and the entropy 7/4.
-LOGITS = np.log(np.array([4, 2, 1, 1])).astype(np.float32)
+LOGITS = np.array([*np.log([4, 2, 1, 1]), -np.inf], np.float32)
 ALL, THREE, TWO, ONE = [4, 2, 1, 1], [4, 2, 1, 0], [2, 1, 0, 0], [1, 0, 0, 0]
 
 
@@ -139,7 +139,7 @@ def test_by_hand(order: str, num_candidates: int, captured: bool) -> None:
     """All cases as one batch. Of one candidate, few cases are settled by it."""
     place = 1 + FILTER_ORDERS.index(order)
     cases = [*SAME_IN_BOTH_ORDERS, *((case[0], case[place]) for case in DIFFERENT)]
-    face = Interface(4, (), features=Features(probs=True, filters=ALL_FILTERS, filter_order=order), captured=captured)
+    face = Interface(5, (), features=Features(probs=True, filters=ALL_FILTERS, filter_order=order), captured=captured)
     # Values of parameters that a case leaves out: off, or else the usual ones.
     usual = {spec.name: spec.off for specs in EXTRA_PARAMETERS.values() for spec in specs if len(spec.axes) == 1}
     usual |= {"temperature": 1, "top_k": 0, "top_p": 1, "min_p": 0, "mirostat_mu": 0}
@@ -149,7 +149,8 @@ def test_by_hand(order: str, num_candidates: int, captured: bool) -> None:
     for (parameters, weights), got in zip(cases, probs, strict=True):
         if weights is None:  # top_k = 3: all candidates, but ties beyond them
             weights = ALL
-        np.testing.assert_allclose(got, np.array(weights) / np.sum(weights), rtol=2e-6, err_msg=str(parameters))
+        expected = np.array([*weights, 0]) / np.sum(weights)
+        np.testing.assert_allclose(got, expected, rtol=2e-6, err_msg=str(parameters))
 
 
 @pytest.mark.parametrize("captured", [False, True])

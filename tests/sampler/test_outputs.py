@@ -26,8 +26,8 @@ def test_logprobs_are_those_of_the_model(captured: bool) -> None:
 
 def test_small_log_probabilities_keep_their_digits() -> None:
     """(l - max) - log sum: where the maximum is large, its sum with the logarithm would lose them."""
-    logits = np.float32([[4000, 3999.5, 3990, -np.inf]])
-    face = interface(4, Features(logprobs=True, top_logprobs=4))
+    logits = np.float32([[4000, 3999.5, 3990, -1e35, -np.inf]])
+    face = interface(5, Features(logprobs=True, top_logprobs=5))
     result = sampler(face)(logits, make_inputs(face, temperature=0))
     exact = logits - 4000.0 - np.log(np.exp(logits.astype(np.float64) - 4000).sum())
     np.testing.assert_allclose(result["logprobs"], exact[:, :1], rtol=1e-6)

@@ -24,6 +24,7 @@ X -= X.max(1, keepdims=True)
 INVERSE = np.float32([[1], [0.5], [2], [100], [1.5], [1e-3]])
 FIRST = X < -0.5  # takes away the likeliest
 FIRST[[0, 4]] = True
+ALSO, AND = (np.broadcast_to(np.arange(VOCAB) % n != 1, X.shape) for n in (7, 11))
 SECOND = np.broadcast_to(np.arange(VOCAB) % 5 > 0, X.shape)
 PROBES = np.array([[9], [8], [7], [6], [102], [4]])  # tokens that are left in the end
 
@@ -65,12 +66,15 @@ def close(got: Array, wanted: Array) -> None:
 
 @pytest.mark.parametrize("heated", [False, True])
 def test_what_a_pool_knows(heated: bool) -> None:
-    """After a filter that takes away the likeliest token, a temperature, and another filter."""
+    """After filters that take away the likeliest token and others, a temperature, and another filter."""
     inverse = INVERSE if heated else np.ones_like(INVERSE)
 
     def function(pool: Pool, form: Callable[[Array], Tensor]) -> Tensors:
         before = pool.count(), pool.largest_weight() * pool.total(), pool.sum(pool.all_weights)
         pool.keep(form(FIRST), top_stays=False)
+        pool.keep(form(ALSO))
+        before = (*before, pool.total())
+        pool.keep(form(AND))
         if heated:
             pool.heat(constant(INVERSE))
         count = () if heated else (pool.count(),)
@@ -79,16 +83,18 @@ def test_what_a_pool_knows(heated: bool) -> None:
         numbers = pool.total(), pool.entropy(), pool.mean_log(), pool.weight_of(constant(PROBES))
         return *before, *numbers, least, greatest, pool.largest_weight(), pool.row(pool.total()), *count
 
-    weights = expected_weights(FIRST, SECOND, inverse=inverse)
+    kept = FIRST & ALSO & AND
+    weights = expected_weights(kept, SECOND, inverse=inverse)
     if not heated:  # the weights are those of x still
-        weights = expected_weights() * FIRST * SECOND
+        weights = expected_weights() * kept * SECOND
     total = weights.sum(1, keepdims=True)
     with np.errstate(divide="ignore", invalid="ignore"):
         logs = np.where(weights > 0, np.log(weights), 0)
     mean_log = (weights * logs).sum(1, keepdims=True) / total
     unmasked = np.isfinite(X)
     for pool, got in zip((Candidates, Vocabulary), ask_both(function), strict=True):
-        count, whole, whole_again, *got = got
+        count, whole, whole_again, part, *got = got
+        close(part, (expected_weights() * FIRST * ALSO).sum(1))
         close(count, unmasked.sum(1))
         close(whole, expected_weights().sum(1))
         close(whole_again, expected_weights().sum(1))
@@ -96,7 +102,7 @@ def test_what_a_pool_knows(heated: bool) -> None:
             got,
             [total, np.log(total) - mean_log, mean_log, np.take_along_axis(weights, PROBES, 1), weights.min(1)]
             + [weights.max(1)] * 2
-            + [total, (unmasked & FIRST).sum(1)],
+            + [total, (unmasked & kept).sum(1)],
             strict=False,
         ):
             close(found, wanted)

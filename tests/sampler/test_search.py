@@ -34,6 +34,8 @@ KINDS: dict[str, Callable[[np.random.Generator, tuple[int, ...]], Array]] = {
     "heavy above": lambda rng, shape: rng.exponential(size=shape),
     "heavy below": lambda rng, shape: -rng.exponential(size=shape),
     "two values": lambda rng, shape: np.where(rng.random(shape) < 0.2, 1.0, 0.5),
+    # Float32 has no number between -1 and the next ones.
+    "neighbours": lambda rng, shape: rng.choice([0, -1 + 2**-24, -1, -1 - 2**-23], shape, p=[0.01, 0.33, 0.33, 0.33]),
     # Order and weights that mislead a sample of each block's first element.
     "sorted": lambda rng, shape: np.broadcast_to(np.linspace(-3, 3, shape[-1]), shape),
     "first of each block": lambda rng, shape: np.where(np.arange(shape[-1]) % SIZE, rng.normal(size=shape), -50),
