@@ -128,6 +128,17 @@ def test_a_greedy_step_runs_few_nodes() -> None:
         assert sum(node.op_type == "If" for node in top) <= 9
 
 
+@every_graph
+def test_nothing_is_computed_twice(face: Interface) -> None:
+    """Outside of branches and loops; what is inside ONNX Runtime finds itself."""
+    plain = [node for node in graph(face).graph if node.op_type not in ("If", "Loop")]
+    found = {
+        (node.op_type, *map(id, node.inputs), *(str(attribute.value) for attribute in node.attributes.values()))
+        for node in plain
+    }
+    assert len(found) == len(plain)
+
+
 def test_an_absent_feature_adds_nothing() -> None:
     """No input, no output and no node, whatever its name."""
     plain = {node.op_type for node in graph(interface(1000)).graph.all_nodes()}

@@ -33,7 +33,7 @@ from qsample.sampler.tensor import (
     top,
     where,
 )
-from tests.helpers.computed import computed
+from tests.helpers.computed import computed, graph_of
 
 X = np.array([[3, -1, 2, 2], [0, 5, -4, 5], [7, 7, 7, -7]], np.float32)
 Y = np.array([[1, 2, 4, 2], [0.5, 8, -4, 1], [7, 1, 2, -2]], np.float32)
@@ -156,6 +156,8 @@ def test_a_branch(sign: int, expected: list[list[float]]) -> None:
 
     for found in computed(function, plus):
         np.testing.assert_array_equal(found, expected)
+    for side in graph_of(function, plus).graph.subgraphs():
+        assert len(set(side.outputs)) == len(side.outputs)
 
 
 def test_an_axis_in_which_the_sides_of_a_branch_differ_has_no_size() -> None:
