@@ -16,6 +16,8 @@ import pytest
 from hypothesis import given, settings
 
 from qsample.contract import EXTRA_PARAMETERS, FILTER_ORDERS, INVALID_LOGITS
+from qsample.exporters.compiler.passes.no_host_copies import host_data, remove_host_copies
+from qsample.exporters.compiler.passes.opset import lower_opset
 from qsample.exporters.graph.opset import OPSET
 from qsample.interface import Features, Interface
 from qsample.sampler import build_draw, build_sampler
@@ -117,6 +119,15 @@ def test_no_branch_inside_a_branch(face: Interface) -> None:
             assert node.op_type != "Where" or (second.dtype and second.dtype.name.lower() in VALUES_OF_WHERE)
     assert "GatherND" not in KERNELS
     assert VERSIONS.keys() <= KERNELS.keys()
+
+
+@pytest.mark.parametrize("face", [face for face in GRAPHS if face.captured], ids=names)
+def test_shapes_stay_on_the_host(face: Interface) -> None:
+    """After the passes that compile has for CUDA no kernel takes a shape for data, which would forbid the capture."""
+    model = ir.from_proto(ir.to_proto(graph(face)))
+    lower_opset(model, CUDA_OPSET)
+    remove_host_copies(model, 64)
+    assert host_data(model.graph) == []
 
 
 def test_a_greedy_step_runs_few_nodes() -> None:
