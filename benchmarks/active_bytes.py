@@ -7,7 +7,7 @@ from pathlib import Path
 
 import onnx_ir as ir
 
-from qsample.exporters.graph import gqa, moe
+from qsample.graph import gqa, moe
 
 _LOOKUPS = ("Gather", "GatherBlockQuantized")  # a row of a table
 _TABLES = ("GroupQueryAttention", "RotaryEmbedding")  # of cosines and sines, a row of each

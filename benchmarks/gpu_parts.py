@@ -20,10 +20,10 @@ from gpu_process import Reports
 from gpu_report import Cell
 from gpu_systems import Decode
 
-from qsample.runtime.session import small_graphs
-from qsample.runtime.session.buffers import Buffer, copy_on_device
-from qsample.runtime.session.options import session_options
-from qsample.runtime.session.providers import execution_providers, open_session
+from qsample.ort import small_graphs
+from qsample.ort.buffers import Buffer, copy_on_device
+from qsample.ort.options import session_options
+from qsample.ort.providers import execution_providers, open_session
 
 PACKAGES = (
     "onnxruntime-gpu",

@@ -17,12 +17,12 @@ from gpu_process import Reports
 from gpu_systems import MIXES
 from mixes import FLAT
 
+from qsample.compiler.passes.opset import lower_opset
 from qsample.contract import CANDIDATES, SEARCHED_ROWS
-from qsample.exporters.compiler.passes.opset import lower_opset
 from qsample.interface import Interface
+from qsample.ort.options import session_options
+from qsample.ort.providers import execution_providers, open_session
 from qsample.runtime import SamplingParams
-from qsample.runtime.session.options import session_options
-from qsample.runtime.session.providers import execution_providers, open_session
 from qsample.sampler import build_sampler
 
 VOCAB = 151936

@@ -30,7 +30,7 @@ from rich.progress import track
 from rich.table import Table
 
 from qsample.contract import BATCH, BIASES, CAPACITY, SEQUENCE, STOPS
-from qsample.exporters.graph.join import cut_at_logits
+from qsample.graph.join import cut_at_logits
 from qsample.interface import Interface
 from qsample.package import Compilation, Package, read_package
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from qsample.auto_model import AutoModelForCausalLM
+    from qsample.compiler.options import CompileOptions
     from qsample.evaluation import evaluate
-    from qsample.exporters.compiler.options import CompileOptions
     from qsample.models.foreign import bake
     from qsample.sampling_params import SamplingParams
 
@@ -24,7 +24,7 @@ __all__ = ["AutoModelForCausalLM", "CompileOptions", "SamplingParams", "__versio
 
 _LAZY = {
     "AutoModelForCausalLM": "qsample.auto_model",
-    "CompileOptions": "qsample.exporters.compiler.options",
+    "CompileOptions": "qsample.compiler.options",
     "SamplingParams": "qsample.sampling_params",
     "bake": "qsample.models.foreign",
     "evaluate": "qsample.evaluation",

@@ -29,8 +29,8 @@ from qsample.progress import Progress
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-    from qsample.exporters.checkpoints.hub_options import HubOptions
-    from qsample.exporters.checkpoints.load import Checkpoint
+    from qsample.checkpoints.hub_options import HubOptions
+    from qsample.checkpoints.load import Checkpoint
     from qsample.runtime import CausalLM
 
 __all__ = ["AutoModelForCausalLM", "CheckpointModel", "ForeignModel", "PackagedModel"]
@@ -99,7 +99,7 @@ class AutoModelForCausalLM:
         nothing until they are used. Raises QsampleError for a path where neither is, and for features that a package
         was exported without.
         """
-        from qsample.exporters.checkpoints.hub_options import HubOptions
+        from qsample.checkpoints.hub_options import HubOptions
 
         own = AutoModelForCausalLM.from_pretrained.__annotations__.keys() - {"others", "return"}
         check_from_pretrained(others, own)
@@ -161,7 +161,7 @@ def _checkpoint(
 ) -> Checkpoint:
     """The checkpoint of a folder or hub id. Raises QsampleError where there is none, as far as that can be said without
     the hub, which is asked first where the extra `export` is missing."""
-    from qsample.exporters.checkpoints.locate import ADAPTER, check_exists
+    from qsample.checkpoints.locate import ADAPTER, check_exists
 
     is_here = os.path.exists(Path(model_id))
     if not is_here:
@@ -169,7 +169,7 @@ def _checkpoint(
     if adapter is not None:
         check_exists(adapter, file=ADAPTER, ask_hub=False)
     try:
-        from qsample.exporters.checkpoints.load import Checkpoint
+        from qsample.checkpoints.load import Checkpoint
     except ModuleNotFoundError:
         if not is_here:  # a mistyped package needs nothing that is not installed
             check_exists(model_id, hub)
@@ -191,7 +191,7 @@ class CheckpointModel(Compilable):
     @property
     def config(self) -> PretrainedConfig:
         """The checkpoint's configuration, as transformers reads it."""
-        from qsample.exporters.checkpoints.load import read_config
+        from qsample.checkpoints.load import read_config
 
         return read_config(self._checkpoint)
 
@@ -199,7 +199,7 @@ class CheckpointModel(Compilable):
     def generation_config(self) -> GenerationConfig:
         """The model's own settings of `generate`, to be changed or replaced; an export takes them along."""
         if self._generation_config is None:
-            from qsample.exporters.checkpoints.settings import read_generation_config
+            from qsample.checkpoints.settings import read_generation_config
 
             self._generation_config = as_generation_config(read_generation_config(self._checkpoint))
         return self._generation_config
@@ -247,7 +247,7 @@ class CheckpointModel(Compilable):
 
     @property
     def dtype(self) -> str:
-        from qsample.exporters.checkpoints.settings import settle_dtype
+        from qsample.checkpoints.settings import settle_dtype
 
         return settle_dtype(self._checkpoint).dtype
 
@@ -272,10 +272,10 @@ class CheckpointModel(Compilable):
 
     def _load(self, checkpoint: Checkpoint, scratch: Path) -> dict[str, Any]:
         """What an export takes of the checkpoint. scratch: as `load_model` takes it."""
+        from qsample.checkpoints.load import load_model, load_tokenizer
+        from qsample.checkpoints.locate import ADAPTER, check_exists
+        from qsample.checkpoints.settings import settle_dtype, transformers_generation_config
         from qsample.disk.source_files import SourceFiles
-        from qsample.exporters.checkpoints.load import load_model, load_tokenizer
-        from qsample.exporters.checkpoints.locate import ADAPTER, check_exists
-        from qsample.exporters.checkpoints.settings import settle_dtype, transformers_generation_config
 
         check_exists(checkpoint.model_id, checkpoint.hub)
         if checkpoint.adapter is not None:

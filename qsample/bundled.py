@@ -53,8 +53,8 @@ def bundled_model(provider: str = "cpu", progress: Progress | None = None) -> Pa
         except QsampleError:  # damaged since: make it again
             shutil.rmtree(entry, ignore_errors=True)
     # Imported here, because opening what is cached needs neither onnx nor torch.
-    from qsample.exporters.compiler.options import CompileOptions
-    from qsample.exporters.compiler.targets import find_target
+    from qsample.compiler.options import CompileOptions
+    from qsample.compiler.targets import find_target
 
     options = CompileOptions(provider=provider).override(**find_target(provider).bundled_options)
     try:

@@ -1,4 +1,4 @@
-"""Checkpoints of tiny random models and the packages exported from them, made once for all test processes."""
+"""Checkpoints of tiny random models and packages exported from them, made once for all test processes; fake packages."""
 
 from __future__ import annotations
 
@@ -7,9 +7,14 @@ import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from filelock import FileLock
+
+if TYPE_CHECKING:
+    from qsample.package import Package
+    from qsample.runtime import CausalLM
 
 # Models of a few kilobytes gain nothing from torch's second thread, and while it waits it keeps a core from the other
 # test processes: half of a run's CPU time. Before torch is imported; the commands that tests start inherit it.
@@ -81,3 +86,44 @@ def bundled_package(shared_folder: Path) -> Path:
     return made_once(
         shared_folder / "tiny_lm-package", lambda path: AutoModelForCausalLM.from_pretrained(bundled).export(path)
     )
+
+
+@pytest.fixture(scope="session")
+def fake(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Package]:
+    """features and options → a fake package."""
+    from tests.helpers.fake_package import fake_package
+
+    made: dict[str, Package] = {}
+
+    def make(**options: Any) -> Package:
+        key = repr(sorted(options.items()))
+        if key not in made:
+            made[key] = fake_package(tmp_path_factory.mktemp("fake") / "package", **options)
+        return made[key]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def fake_model(fake: Callable[..., Package]) -> Callable[..., CausalLM]:
+    """features and options → a model loaded from a fake package, which reads short prompts in several pieces."""
+    from dataclasses import replace
+
+    from qsample.runtime import CausalLM, load
+    from tests.helpers.fake_package import PIECE_SIZE
+
+    loaded: dict[str, CausalLM] = {}
+
+    def make(**options: Any) -> CausalLM:
+        key = repr(sorted(options.items()))
+        if key not in loaded:
+            plain = load(fake(**options).path)
+            loaded[key] = CausalLM(plain.package, replace(plain.sessions, piece_size=PIECE_SIZE))
+        return loaded[key]
+
+    return make
+
+
+@pytest.fixture
+def model(fake_model: Callable[..., CausalLM]) -> CausalLM:
+    return fake_model()

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from onnx import helper
 
 from qsample.cli.output import describe, show
-from qsample.exporters.compiler.compile import compile_package
-from qsample.exporters.compiler.options import CompileOptions
+from qsample.compiler.compile import compile_package
+from qsample.compiler.options import CompileOptions
 from qsample.interface import Features, Interface, KeyValueShape, RecurrentShape
 from qsample.package import MANIFEST_NAME, Compilation, Package, PackageError, copy_package, read_package, write_package
 from qsample.runtime import load
@@ -452,7 +452,7 @@ def test_what_was_altered_since_the_package_was_opened(tmp_path: Path) -> None:
     model = onnx.load(package.path / "decoder.onnx")
     refer_to("../secret")(model)
     onnx.save(model, package.path / "decoder.onnx")
-    from qsample.runtime.session.session import open_sessions
+    from qsample.ort.session import open_sessions
 
     with pytest.raises(PackageError, match=r"refers to the file '../secret'"):
         open_sessions(package)

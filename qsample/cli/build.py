@@ -139,7 +139,7 @@ def compile(
     """Compile a package for one device: fused, its shapes bounded, tested there."""
     from qsample.cli import output as cli_output
     from qsample.cli import terminal
-    from qsample.exporters.compiler.options import CompileOptions
+    from qsample.compiler.options import CompileOptions
 
     options = CompileOptions(
         provider=provider,

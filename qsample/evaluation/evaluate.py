@@ -20,9 +20,9 @@ from qsample.evaluation.report import Comparison, Evaluation, PackageQuality
 from qsample.evaluation.statistics import estimate_means
 from qsample.evaluation.texts import documents_of
 from qsample.evaluation.windows import Window, cut_windows
+from qsample.ort.options import NO_SPINNING, SessionOptions, check_count
 from qsample.package import Package, read_package
 from qsample.progress import Progress, unreported
-from qsample.runtime.session.options import NO_SPINNING, SessionOptions, check_count
 from qsample.tensors import Array
 
 DEFAULT_MAX_LENGTH: Final = 1024

@@ -21,12 +21,12 @@ from qsample.contract import (
     TensorSpec,
     retained_name,
 )
+from qsample.ort.bound_graph import NOT_CAPTURED, BoundGraph
+from qsample.ort.buffers import Buffer
+from qsample.ort.options import SessionOptions
+from qsample.ort.returned_logits import with_logits
+from qsample.ort.session import open_sessions
 from qsample.package import Package
-from qsample.runtime.session.bound_graph import NOT_CAPTURED, BoundGraph
-from qsample.runtime.session.buffers import Buffer
-from qsample.runtime.session.options import SessionOptions
-from qsample.runtime.session.returned_logits import with_logits
-from qsample.runtime.session.session import open_sessions
 from qsample.tensors import Array
 
 

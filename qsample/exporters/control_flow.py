@@ -17,9 +17,9 @@ import numpy as np
 import onnx_ir as ir
 
 from qsample.contract import LENGTHS, RUNNING, STATUS
-from qsample.exporters.graph.edit import constant, initializer, insert
-from qsample.exporters.graph.opset import is_contrib
-from qsample.exporters.graph.traversal import ancestors, copy_node, producer, reads
+from qsample.graph.edit import constant, initializer, insert
+from qsample.graph.opset import is_contrib
+from qsample.graph.traversal import ancestors, copy_node, producer, reads
 from qsample.transforms.markers import MARKER_DOMAIN, NUM_STATES, SCAN_BEGIN, SCAN_END
 
 _PAST_STATE = 3  # the index of LinearAttention's input

@@ -12,11 +12,11 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import onnx_ir as ir
 
-from qsample.exporters.graph import moe
-from qsample.exporters.graph.edit import constant, drop_unread, replace_node
-from qsample.exporters.graph.opset import CONTRIB_DOMAIN
-from qsample.exporters.graph.traversal import producer
-from qsample.exporters.graph.weights.stored import rearranged, rows_in_turns
+from qsample.graph import moe
+from qsample.graph.edit import constant, drop_unread, replace_node
+from qsample.graph.opset import CONTRIB_DOMAIN
+from qsample.graph.traversal import producer
+from qsample.graph.weights.stored import rearranged, rows_in_turns
 from qsample.tensors import Array
 from qsample.transforms import markers
 

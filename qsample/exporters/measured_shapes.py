@@ -17,11 +17,11 @@ import onnxruntime as ort
 from onnx_ir.passes import common as common_passes
 
 from qsample.contract import BATCH, CAPACITY, INPUT_LENGTHS, SEQUENCE
-from qsample.exporters.graph.edit import constant, initializer
-from qsample.exporters.graph.evaluate import with_outputs, zeros
-from qsample.exporters.graph.traversal import reads
-from qsample.runtime.session.options import FOLDER_OF_WEIGHTS, NO_PREPACKING, session_options
-from qsample.runtime.session.providers import CPU
+from qsample.graph.edit import constant, initializer
+from qsample.graph.evaluate import with_outputs, zeros
+from qsample.graph.traversal import reads
+from qsample.ort.options import FOLDER_OF_WEIGHTS, NO_PREPACKING, session_options
+from qsample.ort.providers import CPU
 from qsample.tensors import Array
 
 # No two axes have the same sizes in all of them; several rows with several tokens are a first prefill.

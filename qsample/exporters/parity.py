@@ -19,10 +19,10 @@ import onnx_ir as ir
 
 from qsample.contract import LOGITS
 from qsample.errors import ParityError
-from qsample.exporters.graph import gqa
-from qsample.exporters.graph.runner import GraphRunner
-from qsample.exporters.graph.weights.stored import load_graph
-from qsample.exporters.graph.windows import narrow_windows
+from qsample.graph import gqa
+from qsample.graph.runner import GraphRunner
+from qsample.graph.weights.stored import load_graph
+from qsample.graph.windows import narrow_windows
 from qsample.interface import Interface
 from qsample.tensors import Array
 

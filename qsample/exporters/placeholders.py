@@ -13,9 +13,9 @@ import torch
 from onnx_ir import tensor_adapters
 from torch import Tensor
 
-from qsample.exporters.graph.traversal import all_initializers
-from qsample.exporters.graph.weights.joined import JoinedTensor
-from qsample.exporters.graph.weights.stored import StoredTensor
+from qsample.graph.traversal import all_initializers
+from qsample.graph.weights.joined import JoinedTensor
+from qsample.graph.weights.stored import StoredTensor
 from qsample.transforms.deferred import Deferred, Joined, deferred, stored_view
 
 

@@ -11,7 +11,7 @@ from typing import Final
 import numpy as np
 import onnx_ir as ir
 
-from qsample.exporters.graph.edit import initializer, insert
+from qsample.graph.edit import initializer, insert
 
 _ALIGNED: Final = 16  # float32 of the widest registers
 _MOST: Final = 256  # numbers a row; more are no routing weights, and would take a copy that costs something

@@ -211,9 +211,9 @@ def _compare(
 
     tolerance: largest difference per unit of the largest logit; None = any, for weights that are quantized.
     """
+    from qsample.checkpoints.hub_options import HubOptions
+    from qsample.checkpoints.load import Checkpoint, load_model
     from qsample.exporters import parity
-    from qsample.exporters.checkpoints.hub_options import HubOptions
-    from qsample.exporters.checkpoints.load import Checkpoint, load_model
     from qsample.exporters.huggingface_reference import reference
 
     figures = parity.check(

@@ -7,9 +7,9 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from qsample.compiler.options import CompileOptions
 from qsample.destination import Destination
 from qsample.disk.scratch import ScratchFolder
-from qsample.exporters.compiler.options import CompileOptions
 from qsample.huggingface.dtypes import dtype_name, is_dtype
 from qsample.huggingface.generation_config import GENERATION_CONFIG_FILE, GenerationConfig, as_generation_config
 from qsample.huggingface.model_config import ModelConfig
@@ -47,7 +47,7 @@ class Compilable(RunsSessions):
 
         >>> model.compile("qwen3-cpu", provider="cpu", ctx_len=2048, weights="int4")
         """
-        from qsample.exporters.compiler.compile import compile_package
+        from qsample.compiler.compile import compile_package
 
         if is_dtype(changes.get("dtype")):
             changes["dtype"] = dtype_name(changes["dtype"])

@@ -7,10 +7,10 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from qsample.ort.options import NO_SPINNING
 from qsample.ray.archives import open_archive
 from qsample.ray.rows import Row, columns_of, request_of
 from qsample.runtime import Engine, EngineClosedError, RequestOutput, load
-from qsample.runtime.session.options import NO_SPINNING
 
 if TYPE_CHECKING:
     import pyarrow

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from qsample.errors import shown
+from qsample.ort.options import check_count
 from qsample.ray.archives import pack
 from qsample.ray.engine_actor import EngineActor
-from qsample.runtime.session.options import check_count
 
 if TYPE_CHECKING:
     from ray.data import Dataset

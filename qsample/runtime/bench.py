@@ -11,11 +11,11 @@ from typing import Final
 
 import numpy as np
 
+from qsample.ort.session import Sessions
 from qsample.runtime.causal_lm import CausalLM
 from qsample.runtime.decode.scheduler import joined_slots
 from qsample.runtime.decode.slots import Slots
 from qsample.runtime.parameters import parameter_arrays
-from qsample.runtime.session.session import Sessions
 from qsample.sampling_params import SamplingParams
 from qsample.tensors import Array
 

@@ -12,6 +12,9 @@ from qsample.huggingface.generation_config import GENERATION_CONFIG_FILE, Genera
 from qsample.huggingface.model_config import ModelConfig
 from qsample.huggingface.model_methods import Device, ModelMethods
 from qsample.interface import Interface
+from qsample.ort.options import SessionOptions, check_count
+from qsample.ort.reopen import fingerprint, reopen
+from qsample.ort.session import Sessions, open_sessions
 from qsample.package import Package, use_package
 from qsample.runtime.arguments import Arguments, choose_stop_strings, make_sequences, read_arguments
 from qsample.runtime.batch import run_batch
@@ -22,9 +25,6 @@ from qsample.runtime.decode.slots import Slots
 from qsample.runtime.guided_decoding import Guide
 from qsample.runtime.output import GenerateOutput, make_output
 from qsample.runtime.sequence import Sequence
-from qsample.runtime.session.options import SessionOptions, check_count
-from qsample.runtime.session.reopen import fingerprint, reopen
-from qsample.runtime.session.session import Sessions, open_sessions
 from qsample.runtime.text.streamer import Streamer, check_streamer
 from qsample.runtime.text.tokenizer import Tokenizer
 from qsample.sampling_params import SamplingParams

@@ -14,13 +14,13 @@ from dataclasses import replace
 from typing import Any, Final
 
 from qsample.errors import Failure, QsampleError, shown
+from qsample.ort.options import check_count, checked_timeout
 from qsample.runtime.causal_lm import CausalLM
 from qsample.runtime.decode.loop import DecodeLoop, make_loop
 from qsample.runtime.guided_decoding import Guide
 from qsample.runtime.request import CANCELLED, TIME, Deadlines, EngineStats, Request
 from qsample.runtime.request.errors import EngineClosedError, QueueFullError, RequestFailedError
 from qsample.runtime.sequence import Sequence
-from qsample.runtime.session.options import check_count, checked_timeout
 from qsample.sampling_params import SamplingParams
 
 DEFAULT_SLOTS: Final = 8  # where neither the caller nor the package says

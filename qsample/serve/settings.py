@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Final, Literal
 
 from qsample.errors import shown
-from qsample.runtime.session.options import NO_SPINNING, check_count
+from qsample.ort.options import NO_SPINNING, check_count
 from qsample.serve.reasoning import FORMATS as REASONING_FORMATS
 from qsample.serve.tool_calls.formats import FORMATS
 

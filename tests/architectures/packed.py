@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import onnx_ir as ir
 
-from qsample.exporters.compiler.compile import compile_package
-from qsample.exporters.compiler.options import CompileOptions
-from qsample.exporters.compiler.quantize.weights import looks_up_positions, matrix_of
-from qsample.exporters.graph import moe
-from qsample.exporters.graph.traversal import with_loop_bodies
+from qsample.compiler.compile import compile_package
+from qsample.compiler.options import CompileOptions
+from qsample.compiler.quantize.weights import looks_up_positions, matrix_of
+from qsample.graph import moe
+from qsample.graph.traversal import with_loop_bodies
 from qsample.package import Package
 from qsample.runtime import SamplingParams, load
 from tests.architectures.configs import VOCAB_SIZE

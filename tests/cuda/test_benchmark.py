@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 FORKING = """
 import os
 import onnxruntime as ort
-from qsample.runtime.session.small_graphs import identity
+from qsample.ort.small_graphs import identity
 
 def opened():
     try:

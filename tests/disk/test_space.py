@@ -141,7 +141,7 @@ def write_with_safetensors(folder: Path) -> None:
 
 
 def write_with_onnxruntime(folder: Path) -> None:
-    from qsample.exporters.compiler.ort import optimize_offline, ort
+    from qsample.compiler.ort import optimize_offline, ort
     from tests.helpers.fake_package import fake_package
 
     source = folder.parent / "source"

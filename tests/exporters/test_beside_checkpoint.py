@@ -130,7 +130,7 @@ def test_a_disk_too_small_for_what_is_really_written(tmp_path: Path, monkeypatch
         asked.append(needed)
         raise PackageError(f"{what} needs about {space.format_bytes(needed)}")
 
-    monkeypatch.setattr(import_module("qsample.exporters.compiler.compile"), "check_free", full)
+    monkeypatch.setattr(import_module("qsample.compiler.compile"), "check_free", full)
     with pytest.raises(PackageError, match="the package needs about"):
         model.compile(tmp_path / "package", ctx_len=64, weights="int4")
     assert 2 * numbers * 0.5 < asked[0] < 2 * numbers * 0.75 + 500_000  # 4 bits, scales and tables, twice

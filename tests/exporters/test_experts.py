@@ -15,7 +15,7 @@ from torch import Tensor
 from qsample.errors import ParityError
 from qsample.exporters import experts as lowering
 from qsample.exporters.experts import lower_experts
-from qsample.exporters.graph import moe
+from qsample.graph import moe
 from qsample.tensors import Array
 from qsample.transforms import markers
 from qsample.transforms.experts import interface, operator

@@ -16,9 +16,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from qsample import AutoModelForCausalLM
+from qsample.checkpoints.load import Checkpoint, load_model
 from qsample.errors import ParityError, QsampleError, UnsupportedModelError
 from qsample.exporters import parity
-from qsample.exporters.checkpoints.load import Checkpoint, load_model
 from qsample.exporters.export import _save_model_files, _token_ids, weight_hash
 from qsample.package import read_package
 from qsample.runtime.text.tokenizer import Tokenizer as RuntimeTokenizer

@@ -8,8 +8,8 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from qsample.exporters.graph.edit import constant
 from qsample.exporters.measured_shapes import record_shapes
+from qsample.graph.edit import constant
 
 INT64, FLOAT = ir.DataType.INT64, ir.DataType.FLOAT
 

@@ -16,9 +16,9 @@ from transformers.models.llama import modeling_llama
 
 from qsample.errors import ParityError
 from qsample.exporters import parity
-from qsample.exporters.graph import gqa
-from qsample.exporters.graph.runner import GraphRunner
 from qsample.exporters.huggingface_reference import reference
+from qsample.graph import gqa
+from qsample.graph.runner import GraphRunner
 from qsample.interface import Interface
 from qsample.package import Package, read_package
 from qsample.transforms import attention, decoder, masks

@@ -9,8 +9,8 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 
-from qsample.exporters.compiler.compile import compile_package
-from qsample.exporters.compiler.options import CompileOptions
+from qsample.compiler.compile import compile_package
+from qsample.compiler.options import CompileOptions
 from qsample.exporters.row_sums import align_row_sums
 from qsample.runtime import SamplingParams, load
 from qsample.runtime.decode.slots import Slots

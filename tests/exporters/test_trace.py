@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from qsample.contract import BATCH, SEQUENCE, TensorSpec
 from qsample.errors import UnsupportedModelError
-from qsample.exporters.graph.opset import OPSET
 from qsample.exporters.trace import _without_torchvision_notice, trace
+from qsample.graph.opset import OPSET
 from qsample.interface import GraphSpec
 
 IDS = TensorSpec("ids", "int64", (BATCH, SEQUENCE), "tokens")

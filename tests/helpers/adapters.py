@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from qsample.exporters.checkpoints.hub_options import HubOptions
-from qsample.exporters.checkpoints.lora import find_adapter
+from qsample.checkpoints.hub_options import HubOptions
+from qsample.checkpoints.lora import find_adapter
 
 CONFIG = {"peft_type": "LORA", "r": 4, "lora_alpha": 12, "bias": "none"}
 

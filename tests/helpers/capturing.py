@@ -16,14 +16,14 @@ from typing import Any
 import onnxruntime as ort
 import pytest
 
-from qsample.exporters.compiler import compile as compile_module
-from qsample.exporters.compiler.options import CompileOptions
-from qsample.exporters.compiler.plan import CompilePlan
-from qsample.exporters.compiler.targets.cuda import CudaTarget
+from qsample.compiler import compile as compile_module
+from qsample.compiler.options import CompileOptions
+from qsample.compiler.plan import CompilePlan
+from qsample.compiler.targets.cuda import CudaTarget
+from qsample.ort.bound_graph import NOT_CAPTURED
+from qsample.ort.session import Replays
 from qsample.package import read_package
 from qsample.runtime import CausalLM
-from qsample.runtime.session.bound_graph import NOT_CAPTURED
-from qsample.runtime.session.session import Replays
 
 
 class CudaOnCpu(CudaTarget):

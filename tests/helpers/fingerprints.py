@@ -8,7 +8,7 @@ from collections import Counter
 
 import onnx_ir as ir
 
-from qsample.exporters.graph.edit import constant
+from qsample.graph.edit import constant
 
 
 def fingerprint(model: ir.Model) -> dict[str, object]:

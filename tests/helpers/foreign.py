@@ -17,8 +17,8 @@ from qsample.exporters.foreign.interface import ForeignGraph, load, recognise
 from qsample.exporters.foreign.location import locate
 from qsample.exporters.foreign.original import Original
 from qsample.exporters.foreign.settings import read_settings
-from qsample.exporters.graph.runner import GraphRunner
 from qsample.exporters.initial_state import build_initial_state
+from qsample.graph.runner import GraphRunner
 from qsample.interface import Features, Interface
 
 FIXTURES = Path(__file__).resolve().parents[1] / "fixtures" / "foreign"

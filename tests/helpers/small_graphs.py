@@ -8,7 +8,7 @@ import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
 
-from qsample.exporters.graph.edit import initializer
+from qsample.graph.edit import initializer
 from qsample.tensors import Array
 
 HEADER = '<ir_version: 10, opset_import: ["" : 20, "com.microsoft" : 1]>\n'

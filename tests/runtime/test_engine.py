@@ -162,7 +162,7 @@ def test_a_long_prompt_does_not_hold_up_running_rows(model: CausalLM, monkeypatc
 def test_a_step_is_one_run_of_the_graph_whatever_the_rows_ask_for(
     rows: int, model: CausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from qsample.runtime.session.bound_graph import BoundGraph
+    from qsample.ort.bound_graph import BoundGraph
 
     runs: list[int] = []
     plain = BoundGraph.run

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 
+from qsample.ort.buffers import SavedRows
 from qsample.runtime import CausalLM, Engine, RequestOutput, SamplingParams, load
 from qsample.runtime.decode.saved_states import SavedStates
-from qsample.runtime.session.buffers import SavedRows
 from qsample.tensors import DTYPES
 from tests.helpers.tiny_models import random_model
 

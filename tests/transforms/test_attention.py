@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from qsample.exporters.compiler.compile import compile_package
-from qsample.exporters.compiler.options import CompileOptions
+from qsample.compiler.compile import compile_package
+from qsample.compiler.options import CompileOptions
 from qsample.interface import KeyValueShape
 from qsample.transforms.attention import RetainedAttention
 from qsample.transforms.cache import DecodeContext

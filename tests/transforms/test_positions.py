@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from qsample.compiler.compile import compile_package
+from qsample.compiler.options import CompileOptions
 from qsample.errors import CompileError
-from qsample.exporters.compiler.compile import compile_package
-from qsample.exporters.compiler.options import CompileOptions
-from qsample.exporters.graph.runner import GraphRunner
+from qsample.graph.runner import GraphRunner
 from qsample.package import Package
 from qsample.transforms.cache import DecodeContext
 from qsample.transforms.positions import GPTNeoWindows, RopeByCapacity, RowPositions, UseRowPositions

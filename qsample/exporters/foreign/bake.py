@@ -30,10 +30,10 @@ from qsample.exporters.foreign.nodes import Nodes
 from qsample.exporters.foreign.original import Original, reference
 from qsample.exporters.foreign.rows import add_rows, check_free_of_sizes, counted_positions, use_row_positions
 from qsample.exporters.foreign.settings import Settings, read_settings, write_files
-from qsample.exporters.graph import gqa
-from qsample.exporters.graph.nbits import INT8_ACTIVATIONS, is_matmul_nbits
 from qsample.exporters.measured_shapes import record_shapes
 from qsample.exporters.portable import portable_manifest, write_graphs
+from qsample.graph import gqa
+from qsample.graph.nbits import INT8_ACTIVATIONS, is_matmul_nbits
 from qsample.interface import Features, Interface
 from qsample.progress import Progress, unreported
 

@@ -12,7 +12,7 @@ from qsample.exporters.foreign.interface import ForeignGraph, Layer, refusal
 from qsample.exporters.foreign.nodes import Nodes
 from qsample.exporters.foreign.original import Original
 from qsample.exporters.foreign.rows import Rows
-from qsample.exporters.graph.gqa import Slot, get_input, set_inputs
+from qsample.graph.gqa import Slot, get_input, set_inputs
 from qsample.tensors import Array
 
 _QUERY_SEQLENS: Final = 16

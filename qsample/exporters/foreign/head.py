@@ -10,8 +10,8 @@ from qsample.contract import LOGITS
 from qsample.exporters.foreign.interface import ForeignGraph
 from qsample.exporters.foreign.nodes import Nodes
 from qsample.exporters.foreign.rows import Rows
-from qsample.exporters.graph.edit import constant
-from qsample.exporters.graph.evaluate import inputs_of
+from qsample.graph.edit import constant
+from qsample.graph.evaluate import inputs_of
 
 _PRODUCTS: Final = ("MatMul", "Gemm", "MatMulNBits", "MatMulBnb4", "FusedMatMul", "MatMulFpQ4")
 _ALONG: Final = ("Cast", "Mul", "Div", "Add", "Sub", "Tanh", "Identity", "Neg", "Clip", "Where")

@@ -13,9 +13,9 @@ import onnx_ir as ir
 from onnx_ir.passes import common as common_passes
 
 from qsample.errors import UnsupportedModelError
-from qsample.exporters.graph import gqa
-from qsample.exporters.graph.gqa import Slot
-from qsample.exporters.graph.traversal import reads
+from qsample.graph import gqa
+from qsample.graph.gqa import Slot
+from qsample.graph.traversal import reads
 
 IDS: Final = "input_ids"
 MASK: Final = "attention_mask"

@@ -13,8 +13,8 @@ from onnx_ir.passes import common as common_passes
 
 from qsample.errors import QsampleError
 from qsample.exporters.foreign.interface import MASK, POSITIONS, ForeignGraph, refusal
-from qsample.exporters.graph.edit import constant, initializer
-from qsample.exporters.graph.evaluate import inputs_of
+from qsample.graph.edit import constant, initializer
+from qsample.graph.evaluate import inputs_of
 from qsample.tensors import Array
 
 CHOICES: Final = ("short", "long")

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from qsample.exporters.graph.edit import initializer
+from qsample.graph.edit import initializer
 
 PREFIX = "qsample."
 

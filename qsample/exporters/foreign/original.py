@@ -15,10 +15,10 @@ import onnxruntime as ort
 
 from qsample.errors import UnsupportedModelError
 from qsample.exporters.foreign.interface import IDS, KEEP, LOGITS, MASK, POSITIONS, ForeignGraph
-from qsample.exporters.graph.evaluate import with_outputs
 from qsample.exporters.parity import DECODE_STEPS, Reference, reference_lengths
-from qsample.runtime.session.options import FOLDER_OF_WEIGHTS, session_options
-from qsample.runtime.session.providers import CPU
+from qsample.graph.evaluate import with_outputs
+from qsample.ort.options import FOLDER_OF_WEIGHTS, session_options
+from qsample.ort.providers import CPU
 from qsample.tensors import Array
 
 

@@ -17,10 +17,10 @@ from qsample.exporters.foreign.interface import ForeignGraph, Layer, refusal
 from qsample.exporters.foreign.nodes import Nodes
 from qsample.exporters.foreign.original import Original
 from qsample.exporters.foreign.rows import Rows
-from qsample.exporters.graph.edit import constant
-from qsample.exporters.graph.gqa import OP_TYPE
-from qsample.exporters.graph.opset import CONTRIB_DOMAIN
-from qsample.exporters.graph.traversal import producer
+from qsample.graph.edit import constant
+from qsample.graph.gqa import OP_TYPE
+from qsample.graph.opset import CONTRIB_DOMAIN
+from qsample.graph.traversal import producer
 from qsample.tensors import Array
 
 _PRODUCTS: Final = ("MatMul", "FusedMatMul")

@@ -14,7 +14,7 @@ from qsample.contract import INPUT_LENGTHS, LENGTHS
 from qsample.exporters.foreign.interface import IDS, MASK, POSITIONS, ForeignGraph, refusal
 from qsample.exporters.foreign.nodes import PREFIX, Nodes
 from qsample.exporters.foreign.original import Original
-from qsample.exporters.graph.edit import constant
+from qsample.graph.edit import constant
 from qsample.tensors import Array
 
 _INT32: Final = ir.DataType.INT32

@@ -16,15 +16,15 @@ from typing import Final
 
 from qsample.contract import LENGTH, NEXT_IDS, RUNNING, STOPPED
 from qsample.errors import QsampleError
+from qsample.ort.device_thread import DeviceThread
+from qsample.ort.options import check_count
+from qsample.ort.session import Sessions
 from qsample.runtime.decode.jobs import Chunk, Copy, Prompts, Window
 from qsample.runtime.decode.saved_states import Save
 from qsample.runtime.decode.scheduler import Scheduler
 from qsample.runtime.decode.slots import Slots
 from qsample.runtime.decode.snapshot import Snapshot
 from qsample.runtime.sequence import PrefixStats, Sequence
-from qsample.runtime.session.device_thread import DeviceThread
-from qsample.runtime.session.options import check_count
-from qsample.runtime.session.session import Sessions
 from qsample.tensors import Array
 
 _CACHE_IS_VALID: Final = (STOPPED, LENGTH)

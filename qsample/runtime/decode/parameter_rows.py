@@ -8,8 +8,8 @@ from typing import Final
 import numpy as np
 
 from qsample.contract import BAD_WORD_LENGTH, BATCH, ROW_AXES, Axis, TensorSpec
+from qsample.ort.buffers import Buffer
 from qsample.runtime.decode.searched_rows import SearchedRows
-from qsample.runtime.session.buffers import Buffer
 from qsample.tensors import Array
 
 _MANY: Final = 256  # columns, which a step does not notice

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from qsample.contract import BATCH, INPUT_IDS, INPUT_LENGTHS, SEQUENCE
-from qsample.runtime.session.buffers import Buffer
+from qsample.ort.buffers import Buffer
 from qsample.tensors import Array
 
 

@@ -18,9 +18,9 @@ from typing import Final
 
 import numpy as np
 
+from qsample.ort.pieces import Pieces, reusable_prefix, shared_prefix
 from qsample.runtime.decode.jobs import Chunk, Copy, Move, Prompts, Window, slot_of, span_of
 from qsample.runtime.decode.saved_states import Save, SavedStates
-from qsample.runtime.pieces import Pieces, reusable_prefix, shared_prefix
 from qsample.runtime.sequence import Sequence
 from qsample.tensors import Array
 

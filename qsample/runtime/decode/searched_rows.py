@@ -12,7 +12,7 @@ import numpy as np
 
 from qsample.contract import CANDIDATES, SEARCHED, SEARCHED_ROWS
 from qsample.interface import Interface
-from qsample.runtime.session.buffers import Buffer
+from qsample.ort.buffers import Buffer
 from qsample.tensors import Array
 
 _NUCLEI: Final = ("top_p", "typical_p")  # 1 is off

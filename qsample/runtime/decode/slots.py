@@ -34,14 +34,14 @@ from qsample.contract import (
     TensorSpec,
     retained_name,
 )
+from qsample.ort.bound_graph import NOT_CAPTURED, BoundGraph
+from qsample.ort.buffers import Buffer, RetainedState, SavedRows, rows_of
+from qsample.ort.session import Sessions
 from qsample.runtime.decode.noise import uniforms
 from qsample.runtime.decode.parameter_rows import ParameterRows
 from qsample.runtime.decode.prompt_inputs import PromptInputs
 from qsample.runtime.decode.searched_rows import SearchedRows
 from qsample.runtime.decode.snapshot import NewestTokens, Snapshot
-from qsample.runtime.session.bound_graph import NOT_CAPTURED, BoundGraph
-from qsample.runtime.session.buffers import Buffer, RetainedState, SavedRows, rows_of
-from qsample.runtime.session.session import Sessions
 from qsample.tensors import Array
 
 _IDLE: Final = STOPPED  # any status that is not running keeps a row from advancing

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from qsample.contract import LENGTHS, TOKENS
-from qsample.runtime.session.buffers import Buffer, run_on_device
-from qsample.runtime.session.small_graphs import columns_behind
+from qsample.ort.buffers import Buffer, run_on_device
+from qsample.ort.small_graphs import columns_behind
 from qsample.tensors import Array
 
 

@@ -15,7 +15,7 @@ from qsample.exporters.foreign import bake, plain
 from qsample.exporters.foreign.interface import ForeignGraph
 from qsample.exporters.foreign.nodes import Nodes
 from qsample.exporters.foreign.rows import Rows
-from qsample.exporters.graph.gqa import Slot, attentions
+from qsample.graph.gqa import Slot, attentions
 from tests.helpers.foreign import gate, rewritten
 
 Decoder = Callable[[str], tuple[Path, str | None]]

@@ -14,7 +14,8 @@ import pytest
 
 from qsample.auto_model import AutoModelForCausalLM
 from qsample.contract import CAPACITY
-from qsample.runtime import CausalLM, Engine, SamplingParams, load, pieces
+from qsample.ort import pieces
+from qsample.runtime import CausalLM, Engine, SamplingParams, load
 from qsample.runtime.decode.loop import DecodeLoop, make_scheduler
 from qsample.runtime.decode.slots import Slots
 from qsample.runtime.sequence import Sequence

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from qsample.ort.pieces import Pieces
 from qsample.runtime.decode.jobs import Chunk, Copy, Prompts
 from qsample.runtime.decode.saved_states import Save, SavedStates
 from qsample.runtime.decode.scheduler import Scheduler
-from qsample.runtime.pieces import Pieces
 from tests.runtime.decode.test_scheduler import admitted, read
 
 

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from qsample.contract import RUNNING, STOPPED
+from qsample.ort.buffers import Buffer, copy_on_device
 from qsample.runtime import CausalLM, SamplingParams
 from qsample.runtime.decode import slots as slots_module
 from qsample.runtime.decode.slots import Slots
-from qsample.runtime.session.buffers import Buffer, copy_on_device
 from tests.helpers import fake_reference
 from tests.helpers.fake_package import POISON
 from tests.helpers.requests import make_sequence, random_params, random_prompt

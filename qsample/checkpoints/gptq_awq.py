@@ -1,0 +1,293 @@
+"""Reads a checkpoint with GPTQ or AWQ weights: what its layers mean in float, computed when it is needed, and the same
+integers in blocks for the layers of the loaded model.
+
+Neither the library that quantized the checkpoint nor a GPU is needed. A float weight is a placeholder
+(`transforms.deferred`), by which its layer is known wherever transformers puts it. What transformers merges or an
+adapter changes stays float.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Collection, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from qsample.checkpoints.gptq_awq_checks import check_layer
+from qsample.checkpoints.gptq_awq_layouts import (
+    WORD,
+    GroupedWeight,
+    dequantize,
+    to_blocks,
+    unpack_awq,
+    unpack_gptq,
+)
+from qsample.checkpoints.mapped_weights import in_float32, open_weights, places
+from qsample.checkpoints.quantization_config import ADVICE, CheckpointQuantization
+from qsample.errors import QsampleError, UnsupportedModelError, listed
+from qsample.graph.nbits import BLOCK_SIZES
+from qsample.transforms.deferred import SMALLEST, Deferred, defer, deferred, numbers
+from qsample.transforms.quantized_linear import QuantizedWeight, set_quantized_weight
+
+_STORED_PARTS: Final = ("qweight", "qzeros", "scales", "g_idx")
+_BLOCK_PARTS: Final = ("blocks", "scales", "zero_points", "order")
+_FILE_BYTES: Final = 128 * 2**20
+
+
+class BlockStore:
+    """Quantized weights in safetensors files of a folder, each under a name.
+
+    Filled by `add`, then `flush`; what `read` returns stays mapped from its file, the large parts as placeholders that
+    a graph can refer to.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir()
+        self._folder = folder
+        self._pending: dict[str, Tensor] = {}
+        self._files: dict[str, Path] = {}  # part of a weight → file
+        self._layouts: dict[str, tuple[int, int]] = {}  # weight → bits, block size
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._layouts
+
+    def add(self, key: str, weight: QuantizedWeight) -> None:
+        self._layouts[key] = weight.bits, weight.block_size
+        for part in _BLOCK_PARTS:
+            if (tensor := getattr(weight, part)) is not None:
+                self._pending[f"{key}.{part}"] = tensor
+        if sum(tensor.nbytes for tensor in self._pending.values()) >= _FILE_BYTES:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what is still in memory; called once more after the last weight."""
+        if self._pending:
+            file = self._folder / f"blocks-{len(set(self._files.values())):05}.safetensors"
+            save_file(self._pending, file)
+            self._files.update(dict.fromkeys(self._pending, file))
+            self._pending = {}
+
+    def read(self, key: str) -> QuantizedWeight:
+        parts = {part: self._read(f"{key}.{part}") for part in _BLOCK_PARTS if f"{key}.{part}" in self._files}
+        bits, block_size = self._layouts[key]
+        return QuantizedWeight(bits, block_size, **parts)
+
+    def _read(self, name: str) -> Tensor:
+        file = self._files[name]
+        with safe_open(file, "pt") as opened:
+            tensor: Tensor = opened.get_tensor(name)
+        if tensor.numel() < SMALLEST:
+            return tensor
+        return defer(tensor.shape, tensor.dtype, lambda: tensor, tensor.dtype, places(file)[name])
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedCheckpoint:
+    """A quantized checkpoint as float, and the blocks of its layers.
+
+    weights: every tensor by name, quantized ones as placeholders. layers: those of the quantized layers, with their
+    names. without_blocks: names of those that no block size fits, which stay float. biases: names of the layers'
+    biases, but for zeros, which some tools write everywhere. blocks: of the other layers, by name.
+    """
+
+    weights: dict[str, Tensor]
+    layers: Mapping[Deferred, str]
+    without_blocks: tuple[str, ...]
+    biases: frozenset[str]
+    blocks: BlockStore
+
+    def attach(self, model: PreTrainedModel) -> int:
+        """Give each layer of `model` whose weight was read from blocks those blocks, which stay mapped from their file.
+
+        Warns of what stays float. Returns how many layers have blocks.
+        """
+        attached = 0
+        for layer in model.modules():
+            weight = getattr(layer, "weight", None)
+            found = deferred(weight) if isinstance(weight, Tensor) else None
+            if found not in self.layers or found is None or weight is None:
+                continue
+            key = self.layers[found]
+            multiplies = type(layer).forward in (nn.Linear.forward, Conv1D.forward)  # subclasses may do more than that
+            if multiplies and key in self.blocks and weight.is_contiguous():
+                set_quantized_weight(layer, self.blocks.read(key))
+                attached += 1
+            elif weight.numel() < SMALLEST:
+                layer.weight = nn.Parameter(numbers(weight.detach()), requires_grad=False)
+        reasons = []
+        if self.without_blocks:
+            count = len(self.without_blocks)
+            reasons.append(f"{count} because no block of {min(BLOCK_SIZES)} inputs lies within one group")
+        if (rest := len(self.layers) - len(self.without_blocks) - attached) > 0:
+            reasons.append(f"{rest} because they were merged into other weights, or changed by an adapter")
+        if reasons:
+            stay = len(self.layers) - attached
+            warnings.warn(
+                f"{stay} of {len(self.layers)} quantized matrices become float: {'; '.join(reasons)}", stacklevel=2
+            )
+        return attached
+
+    def check_loaded(self, missing: Collection[str], unexpected: Collection[str]) -> None:
+        """Raise QsampleError where the model has weights that the checkpoint does not hold, or the other way round."""
+        lost = sorted(set(unexpected) & ({f"{layer}.weight" for layer in self.layers.values()} | self.biases))
+        if missing or lost:
+            what = f"lacks {listed(missing)}" if missing else f"has {listed(lost)}, which the model does not know"
+            raise QsampleError(f"the quantized checkpoint {what}; it is damaged, or of another model than it says")
+
+
+def read_checkpoint(
+    source: Path,
+    files: list[Path],
+    scratch: Path,
+    quantization: CheckpointQuantization,
+    *,
+    dtype: torch.dtype,
+    model: nn.Module,
+) -> QuantizedCheckpoint:
+    """The checkpoint in `source`, whose weights are `files`. The blocks of its quantized layers are written into a
+    folder inside of `scratch`: one layer at a time is in memory.
+
+    dtype: of weights and scales. model: what the checkpoint will be loaded into, without memory for its weights. Raises
+    QsampleError where a layer is incomplete, or its tensors do not fit one another or the model.
+    """
+    weights, layers, without_blocks, biases = {}, {}, [], set()
+    transposed, shapes = _conv1d_names(model), {name: weight.shape for name, weight in model.state_dict().items()}
+    blocks = BlockStore(scratch / "qsample-blocks")
+    with ExitStack() as stack:
+        opened = {file: stack.enter_context(open_weights(file)) for file in files}
+        file_of = {name: file for file, tensors in opened.items() for name in tensors.keys()}  # noqa: SIM118
+        where = {name: place for file in files for name, place in places(file).items()}
+        quantized = {name.removesuffix(".qweight") for name in file_of if name.endswith(".qweight")}
+        _check_names(file_of, quantized, source)
+        for name, file in file_of.items():
+            layer, _, part = name.rpartition(".")
+            if layer not in quantized or part not in _STORED_PARTS:
+                tensor = opened[file].get_tensor(name)
+                if layer in quantized and part == "bias" and tensor.any():
+                    biases.add(name)
+                weights[name] = in_float32(tensor, where[name])
+            elif part == "qweight":
+                names = {part: f"{layer}.{part}" for part in _STORED_PARTS if f"{layer}.{part}" in file_of}
+                stored = {part: opened[file_of[name]].get_tensor(name) for part, name in names.items()}
+                turned = layer.rpartition(".")[2] in transposed
+                grouped = read_layer(layer, stored, quantization)
+                weight = _float_weight(layer, stored, quantization, dtype, grouped.levels.shape, turned)
+                _check_shape(layer, weight, shapes)
+                weights[f"{layer}.weight"] = weight
+                found = deferred(weight)
+                assert found is not None
+                layers[found] = layer
+                in_blocks = to_blocks(grouped, dtype)
+                if in_blocks is None:
+                    without_blocks.append(layer)
+                else:
+                    blocks.add(layer, in_blocks)
+    blocks.flush()
+    return QuantizedCheckpoint(weights, layers, tuple(without_blocks), frozenset(biases), blocks)
+
+
+def bytes_in_blocks(files: list[Path], quantization: CheckpointQuantization, dtype: torch.dtype) -> int:
+    """What `read_checkpoint` writes of the quantized layers in `files`, about: it follows from their shapes."""
+    total = 0
+    for file in files:
+        with open_weights(file) as tensors:
+            for name in tensors.keys():  # noqa: SIM118 - it is no mapping
+                if name.endswith(".qweight"):
+                    shape = tensors.get_slice(name).get_shape()
+                    total += _layer_bytes(math.prod(shape), shape[0] if shape else 0, quantization, dtype)
+    return total
+
+
+def _layer_bytes(words: int, rows: int, quantization: CheckpointQuantization, dtype: torch.dtype) -> int:
+    """words: 32 bits each, in that many rows."""
+    levels, stored = words * WORD // quantization.bits, max(4, quantization.bits)
+    inputs = rows if quantization.method == "awq" else rows * WORD // quantization.bits
+    group = inputs if quantization.group_size == -1 else quantization.group_size
+    block = max((size for size in BLOCK_SIZES if group % size == 0), default=min(BLOCK_SIZES))
+    return levels * stored // 8 + levels // block * (dtype.itemsize + 1)  # with a scale and a zero point a block
+
+
+def _float_weight(
+    layer: str,
+    stored: Mapping[str, Tensor],
+    quantization: CheckpointQuantization,
+    dtype: torch.dtype,
+    sizes: tuple[int, ...],
+    turned: bool,
+) -> Tensor:
+    """A placeholder for what a layer's integers mean. sizes: N, K. turned: the model has it as [K, N]."""
+
+    def compute() -> Tensor:
+        weight = torch.from_numpy(dequantize(read_layer(layer, stored, quantization))).to(dtype)
+        return weight.T.contiguous() if turned else weight
+
+    return defer(sizes[::-1] if turned else sizes, dtype, compute, dtype)
+
+
+def _conv1d_names(model: nn.Module) -> set[str]:
+    """Last names of the layers of `model` that hold their weight as [K, N]."""
+    return {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, Conv1D)}
+
+
+def read_layer(layer: str, parts: Mapping[str, Tensor], quantization: CheckpointQuantization) -> GroupedWeight:
+    """The integers of one layer; QsampleError where its parts do not fit one another or `quantization`."""
+    try:
+        bits = check_layer(parts, quantization)
+        words = {name: tensor.numpy() for name, tensor in parts.items() if name != "scales"}
+        scales = parts["scales"].to(torch.float32).numpy()
+        if quantization.method == "awq":
+            return unpack_awq(words["qweight"], scales, words["qzeros"], group_size=quantization.group_size)
+        return unpack_gptq(
+            words["qweight"],
+            scales,
+            words.get("qzeros"),
+            words.get("g_idx"),
+            bits=bits,
+            group_size=quantization.group_size,
+            symmetric=quantization.symmetric,
+            version=quantization.version,
+        )
+    except ValueError as error:
+        raise QsampleError(
+            f"the quantized layer {layer} cannot be read: {error}; download the checkpoint again, or {ADVICE}"
+        ) from error
+
+
+def _check_shape(layer: str, weight: Tensor, shapes: Mapping[str, torch.Size]) -> None:
+    """shapes: of the model's weights, by name. What transformers renames is not there, and left to its loading."""
+    wanted = shapes.get(f"{layer}.weight")
+    if wanted is not None and weight.shape != wanted:
+        raise QsampleError(
+            f"the quantized layer {layer} stands for a weight of {list(weight.shape)}, and the model's is "
+            f"{list(wanted)}; the checkpoint is damaged, or of another model or number of bits than it says"
+        )
+
+
+def _check_names(names: Collection[str], layers: set[str], source: Path) -> None:
+    """What belongs to quantized weights must be known: a scale that nobody applies would go unnoticed."""
+    incomplete = sorted(layer for layer in layers if f"{layer}.scales" not in names)
+    known = {f"{layer}.{part}" for layer in layers for part in _STORED_PARTS}
+    strays = sorted(name for name in names if name.rpartition(".")[2] in _STORED_PARTS and name not in known)
+    if not layers:
+        raise QsampleError(f"{source} says that it is quantized, and holds no qweight; download the checkpoint again")
+    if twice := sorted(layer for layer in layers if f"{layer}.weight" in names):
+        raise QsampleError(
+            f"{source} holds both a qweight and a weight for {listed(twice)}; download the checkpoint again"
+        )
+    if incomplete:
+        raise QsampleError(f"{source} holds no scales for {listed(incomplete)}; download the checkpoint again")
+    if strays:
+        raise UnsupportedModelError(
+            f"{source} scales more than the weights of its linear layers ({listed(strays)}), which cannot be "
+            f"exported; {ADVICE}"
+        )

@@ -1,0 +1,167 @@
+"""Merges a LoRA adapter into the weights of a Hugging Face model.
+
+LoRA: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", ICLR 2022; W + scale * B A, scale = alpha / r, or
+alpha / sqrt(r) for rank-stabilised adapters (Kalajdzievski, 2023). The files are those that peft writes.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+from transformers.utils.hub import cached_file
+
+from qsample.checkpoints.hub_options import HubOptions
+from qsample.checkpoints.locate import ADAPTER
+from qsample.checkpoints.lora_config import ADVICE, LoraConfig, read_config
+from qsample.errors import QsampleError, UnsupportedModelError
+from qsample.huggingface.dtypes import dtype_name
+from qsample.transforms.deferred import SMALLEST, defer, deferred, numbers
+
+WEIGHTS: Final = "adapter_model.safetensors"
+_PREFIX: Final = "base_model.model."
+_PART: Final = re.compile(
+    rf"{re.escape(_PREFIX)}(?P<path>.+)\.(lora_(?P<linear>[AB])\.weight|lora_embedding_(?P<embedding>[AB])|(?P<base>base_layer)\.weight)"
+)
+
+
+class _Change(NamedTuple):
+    """What is added to the weight of the module at `path`: scale * b a. a: [rank, in]. b: [out, rank]. base: the weight
+    itself, where the adapter has a copy of it, which peft saves with the LoRA of an embedding."""
+
+    path: str
+    a: Tensor | None
+    b: Tensor | None
+    base: Tensor | None
+    scale: float
+
+
+def find_adapter(adapter: str, hub: HubOptions) -> tuple[Path, Path]:
+    """The configuration and the weights of `adapter`, a folder or a hub id; QsampleError where one is missing.
+
+    hub: how the model is read; the revision is not the adapter's.
+    """
+    paths = []
+    for name in (ADAPTER, WEIGHTS):
+        try:
+            path = cached_file(adapter, name, **hub.for_another_repository().downloading())
+        except OSError as error:
+            reason = str(error).splitlines()[0]
+            raise QsampleError(
+                f"no LoRA adapter in {adapter!r}: cannot read {name} ({reason}); give a folder or a hub id that has "
+                f"{ADAPTER} and {WEIGHTS}"
+            ) from error
+        assert path is not None
+        paths.append(Path(path))
+    return paths[0], paths[1]
+
+
+def merge_adapter(model: PreTrainedModel, config_path: Path, weights_path: Path) -> int:
+    """Add the adapter to `model`'s weights, in their dtype, and return how many matrices it changed.
+
+    A weight that is tied to another module's is untied: the adapter was trained for one of them.
+
+    Raises UnsupportedModelError for an adapter that is not plain LoRA, QsampleError for one that cannot be read or is
+    of another model; the model is then as it was.
+    """
+    config = read_config(config_path)
+    modules = dict(model.named_modules())
+    changes = []
+    for change in _changes(config, weights_path):
+        _check_fits(modules.get(change.path), change, model, weights_path)
+        changes.append(change)
+    for change in changes:
+        _apply(model, modules[change.path], change)
+    return len(changes)
+
+
+def _changes(config: LoraConfig, weights_path: Path) -> list[_Change]:
+    """What the file holds, whatever the model; QsampleError where a tensor is no part of a pair, or of another rank."""
+    parts: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in sorted(_read(weights_path).items()):
+        match = _PART.fullmatch(name)
+        if match is None:
+            raise UnsupportedModelError(
+                f"{weights_path} holds {name}, which is no part of a pair of LoRA matrices; {ADVICE}"
+            )
+        part = match["linear"] or match["embedding"] or "base"
+        parts.setdefault(match["path"], {})[part] = tensor
+        if not tensor.is_floating_point() or tensor.ndim != 2 or not torch.isfinite(tensor).all():
+            raise QsampleError(
+                f"{weights_path}: {name} is {dtype_name(tensor.dtype)} {list(tensor.shape)}; it must be a matrix of "
+                "finite floats"
+            )
+    changes = []
+    for path, found in parts.items():
+        a, b, rank = found.get("A"), found.get("B"), config.rank_of(path)
+        if (a is None) != (b is None):
+            raise QsampleError(f"{weights_path} holds matrix {'A' if b is None else 'B'} of {path} without its partner")
+        if a is not None and b is not None and (len(a), b.shape[1]) != (rank, rank):
+            raise QsampleError(
+                f"{weights_path}: the matrices of {path} are {list(a.shape)} and {list(b.shape)}, and the rank that "
+                f"{ADAPTER} gives it is {rank}"
+            )
+        changes.append(_Change(path, a, b, found.get("base"), config.scale_of(path)))
+    if all(change.a is None for change in changes):
+        raise QsampleError(f"{weights_path} holds no LoRA matrices; give the adapter that was trained")
+    return changes
+
+
+def _read(path: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(path)
+    except (SafetensorError, OSError, ValueError) as error:
+        raise QsampleError(f"{path} cannot be read ({error}); download the adapter again") from error
+
+
+def _check_fits(module: nn.Module | None, change: _Change, model: PreTrainedModel, weights_path: Path) -> None:
+    weight = getattr(module, "weight", None)
+    if module is None or not isinstance(weight, nn.Parameter):
+        raise QsampleError(f"the adapter changes {change.path}, which {type(model).__name__} does not have")
+    shape = list(weight.shape)
+    for what, given in (("makes a change of shape", _shape(module, change)), ("holds a weight of shape", change.base)):
+        given_shape = list(given.shape) if isinstance(given, Tensor) else given
+        if given_shape is not None and given_shape != shape:
+            raise QsampleError(
+                f"{weights_path}: {change.path} {what} {given_shape} and the model's has {shape}; give the adapter of "
+                "this very model"
+            )
+
+
+def _shape(module: nn.Module, change: _Change) -> list[int] | None:
+    if change.a is None or change.b is None:
+        return None
+    shape = [int(change.b.shape[0]), int(change.a.shape[1])]
+    return shape[::-1] if _is_transposed(module) else shape
+
+
+def _is_transposed(module: nn.Module) -> bool:
+    """Whether the weight of `module` is [in, out]."""
+    return isinstance(module, nn.Embedding | Conv1D)
+
+
+def _apply(model: PreTrainedModel, module: nn.Module, change: _Change) -> None:
+    weight = module.weight
+    assert isinstance(weight, nn.Parameter)
+    old, transposed = weight.data, _is_transposed(module)
+
+    def merged() -> Tensor:
+        """A new tensor, because a loaded one may be a file that is mapped."""
+        result = (numbers(old) if change.base is None else change.base).to(torch.float32)
+        if change.a is not None and change.b is not None:
+            product = change.scale * (change.b.to(torch.float32) @ change.a.to(torch.float32))
+            result = result + (product.T if transposed else product)
+        return result.to(old.dtype)
+
+    is_small = old.numel() < SMALLEST
+    new = merged() if is_small or deferred(old) is None else defer(old.shape, old.dtype, merged, old.dtype)
+    module.weight = nn.Parameter(new, requires_grad=False)
+    if any(other is weight for other in model.parameters()):
+        model.config.tie_word_embeddings = False

@@ -1,0 +1,183 @@
+"""Converts a float32 decode graph to float16 or bfloat16, all but its logits.
+
+What depends on positions alone, the angles of a rotary embedding above all, stays float32: half precision counts
+positions exactly to 2,048 (float16) or 256 (bfloat16) only. So do the memory of a recurrent layer and its decay: errors
+there add up over all tokens. Norms keep their sums in float32 by themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Final
+
+import onnx_ir as ir
+
+from qsample.contract import LOGITS
+from qsample.graph.edit import drop_unread, lazy_initializer
+from qsample.graph.opset import is_contrib
+from qsample.graph.traversal import producer
+from qsample.tensors import DTYPES, Array
+
+HALF_DTYPES: Final = ("float16", "bfloat16")
+# Operators whose CUDA kernels, in the versions of the graph's opset, take float16 but not bfloat16.
+_WITHOUT_BFLOAT16: Final = ("Pad", "TopK")
+# Operators over the states of recurrent layers, and which of their inputs are such a state or decide its future.
+_RECURRENCES: Final = {"LinearAttention": (3, 4, 5), "CausalConvWithState": (3,)}
+# What may stand between such an input and the products that it comes from.
+_ELEMENTWISE: Final = (
+    *("Add", "Cast", "Clip", "Div", "Exp", "Greater", "Identity", "Mul", "Neg", "Sigmoid", "Softplus", "Sub", "Where"),
+    *("Concat", "GatherElements", "Reshape", "Slice", "Unsqueeze"),
+)
+
+
+def convert_to_half(model: ir.Model, dtype: str, states: Collection[str]) -> bool:
+    """Convert every weight and hidden value of `model`, and the inputs in `states`, to `dtype`, one of HALF_DTYPES.
+
+    1. `model` is a decode graph up to its logits. They stay float32.
+    2. Values that the positions alone decide stay float32, and are cast where others read them.
+    3. So do recurrences, and what decides their states and decays.
+    4. Weights are converted one at a time, when the model is saved.
+
+    In place. Returns whether anything else was float32.
+    """
+    half = ir.DataType(DTYPES[dtype].onnx)
+    graph = model.graph
+    modified = False
+    recurrent = _recurrences(graph, states)
+    exact = _exact_values(graph) | {output for node in recurrent for output in node.outputs}
+    casts: dict[ir.Value, ir.Value] = {}
+    for state in graph.inputs:
+        if state.name in states:
+            state.dtype = half
+    for node in list(graph):
+        if any(output in exact for output in node.outputs):
+            continue
+        for index, value in enumerate(node.inputs):
+            if value is None or value.dtype != ir.DataType.FLOAT:
+                continue
+            modified = True
+            if value in exact or value.is_initializer():
+                if value not in casts:
+                    casts[value] = _rounded(graph, value, half) if value.is_initializer() else _cast(value, half)
+                node.replace_input_with(index, casts[value])
+        for output in node.outputs:
+            if output.dtype == ir.DataType.FLOAT:
+                output.dtype = half
+        if node.op_type == "Cast" and node.attributes.get_int("to") == ir.DataType.FLOAT:
+            node.attributes["to"] = ir.AttrInt64("to", half)
+        if half == ir.DataType.BFLOAT16 and node.op_type in _WITHOUT_BFLOAT16:
+            _run_in_float32(node, half)
+    widened: dict[ir.Value, ir.Value] = {}
+    for node in recurrent:
+        for index, value in enumerate(node.inputs):
+            if value is not None and value.dtype == half:
+                if value not in widened:
+                    widened[value] = _cast(value, ir.DataType.FLOAT)
+                node.replace_input_with(index, widened[value])
+    drop_unread(graph, casts)
+    _widen_logits(graph)
+    return modified
+
+
+def _exact_values(graph: ir.Graph) -> set[ir.Value]:
+    """Float values that integers and vectors of constants decide: no state, and no row of a table, goes into them."""
+    exact: set[ir.Value] = set()
+    for node in graph:
+        computed = [value for value in node.inputs if value is not None and not value.is_initializer()]
+        tables = any(_is_float_table(value) for value in node.inputs)
+        if computed and not tables and all(value in exact or _is_integer(value) for value in computed):
+            exact.update(node.outputs)
+    return exact
+
+
+def _recurrences(graph: ir.Graph, converted: Collection[str]) -> list[ir.Node]:
+    """The operators over float32 states, and the elementwise nodes that decide these states and their decays."""
+    inputs = {value for value in graph.inputs if value.dtype == ir.DataType.FLOAT and value.name not in converted}
+    found = [node for node in graph if is_contrib(node, *_RECURRENCES)]
+    waiting = [node.inputs[index] for node in found for index in _RECURRENCES[node.op_type] if index < len(node.inputs)]
+    nodes = set(found)
+    # The next state of a convolution is cut out by other nodes.
+    waiting += [output for output in graph.outputs if _comes_from(output, inputs)]
+    while waiting:
+        value = waiting.pop()
+        node = producer(value)
+        if node is not None and node not in nodes and node.op_type in _ELEMENTWISE:
+            nodes.add(node)
+            waiting += node.inputs
+    return [node for node in graph if node in nodes]
+
+
+def _comes_from(value: ir.Value, inputs: Collection[ir.Value]) -> bool:
+    """Whether elementwise nodes alone lead from one of `inputs` to `value`."""
+    waiting: list[ir.Value | None] = [value]
+    while waiting:
+        reached = waiting.pop()
+        if reached in inputs:
+            return True
+        node = producer(reached)
+        if node is not None and node.op_type in _ELEMENTWISE:
+            waiting += node.inputs
+    return False
+
+
+def _is_float_table(value: ir.Value | None) -> bool:
+    if value is None or not value.is_initializer() or value.dtype != ir.DataType.FLOAT:
+        return False
+    return value.shape is not None and sum(dim != 1 for dim in value.shape) > 1
+
+
+def _is_integer(value: ir.Value) -> bool:
+    return value.dtype is not None and not value.dtype.is_floating_point()
+
+
+def _rounded(graph: ir.Graph, value: ir.Value, half: ir.DataType) -> ir.Value:
+    """The constant in half precision."""
+    tensor = value.const_value
+    assert tensor is not None
+
+    def convert() -> Array:
+        return tensor.numpy().astype(half.numpy())
+
+    rounded = lazy_initializer(f"{value.name}_{half.name.lower()}", tensor.shape.numpy(), half, convert)
+    graph.register_initializer(rounded)
+    return rounded
+
+
+def _cast(value: ir.Value, dtype: ir.DataType) -> ir.Value:
+    """`value` as `dtype`, right behind where it is computed."""
+    node = ir.node("Cast", [value], attributes={"to": dtype})
+    node.outputs[0].shape, node.outputs[0].dtype = value.shape, dtype
+    producer = value.producer()
+    assert producer is not None
+    assert producer.graph is not None
+    producer.graph.insert_after(producer, node)
+    return node.outputs[0]
+
+
+def _run_in_float32(node: ir.Node, half: ir.DataType) -> None:
+    """Cast what `node` reads to float32, and its results back: exact, where it only chooses or moves values."""
+    assert node.graph is not None
+    for index, value in enumerate(node.inputs):
+        if value is not None and value.dtype == half:
+            cast = ir.node("Cast", [value], attributes={"to": ir.DataType.FLOAT})
+            cast.outputs[0].shape, cast.outputs[0].dtype = value.shape, ir.DataType.FLOAT
+            node.graph.insert_before(node, cast)
+            node.replace_input_with(index, cast.outputs[0])
+    for output in node.outputs:
+        if output.dtype == half:
+            output.dtype = ir.DataType.FLOAT
+            readers = list(output.uses())
+            rounded = _cast(output, half)
+            for user, index in readers:
+                user.replace_input_with(index, rounded)
+
+
+def _widen_logits(graph: ir.Graph) -> None:
+    index = [value.name for value in graph.outputs].index(LOGITS.name)
+    logits = graph.outputs[index]
+    if logits.dtype == ir.DataType.FLOAT:
+        return
+    logits.name = f"{LOGITS.name}_half"
+    widened = _cast(logits, ir.DataType.FLOAT)
+    widened.name = LOGITS.name
+    graph.outputs[index] = widened

@@ -1,0 +1,214 @@
+"""Removes copies from the host to the device, which forbid the capture of a CUDA graph.
+
+ONNX Runtime computes shapes on the host, and copies one to the device where a kernel there takes it for data. Such a
+copy forbids the capture (https://github.com/microsoft/onnxruntime/pull/16491: every node on CUDA, or on
+the CPU and no Memcpy). Where a graph calculates with a shape, it can cut that number out of a constant 0, 1, 2 … on the
+device instead: where to cut, the kernel reads on the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Final, NamedTuple
+
+import numpy as np
+import onnx_ir as ir
+
+from qsample.graph.edit import constant, initializer, insert
+from qsample.graph.gqa import OP_TYPE as ATTENTION
+from qsample.graph.gqa import Slot, attentions, set_inputs
+
+# Inputs that CUDA kernels read on the host: operator → their indices.
+_ON_HOST: Final[dict[str, Collection[int]]] = {
+    "ConstantOfShape": (0,),
+    "Expand": (1,),
+    ATTENTION: (Slot.TOTAL_SEQUENCE_LENGTH,),
+    "Pad": (1,),
+    "Range": (0, 1, 2),
+    "ReduceMax": (1,),
+    "ReduceSum": (1,),
+    "Reshape": (1,),
+    "Slice": (1, 2, 3, 4),
+    "Split": (1,),
+    "Squeeze": (1,),
+    "Tile": (1,),
+    "TopK": (1,),
+    "Unsqueeze": (1,),
+}
+_SOURCES: Final = ("Shape", "Size")
+_INTEGERS: Final = (ir.DataType.INT32, ir.DataType.INT64)
+
+
+def host_nodes(graph: ir.Graph) -> set[ir.Node]:
+    """The nodes that compute shapes, on the host."""
+    return _host_values(graph).nodes
+
+
+def host_data(graph: ir.Graph) -> list[str]:
+    """Where a value from the host is data on the device: "OPERATOR NODE takes VALUE"."""
+    host = _host_values(graph)
+    return [
+        f"{node.op_type} {node.name} takes {value.name}"
+        for node in graph
+        if node not in host.nodes
+        for index, value in enumerate(node.inputs)
+        if value is not None and value in host.values and index not in _ON_HOST.get(node.op_type, ())
+    ]
+
+
+def remove_host_copies(model: ir.Model, limit: int) -> bool:
+    """Cut the integers that the graph takes from shapes out of a constant [limit] on the device; in place.
+
+    1. Shapes that the graph fixes become constants.
+    2. A number from a shape, a scalar or [1], is not negative and less than `limit`.
+
+    Whatever else the device takes from the host stays: see `host_data`. Returns whether anything changed.
+    """
+    graph = model.graph
+    modified = _fold_static_shapes(graph)
+    copies: dict[ir.Value, ir.Value] = {}
+    host = _host_values(graph)
+    for node in list(graph):
+        for index, value in enumerate(node.inputs):
+            if value not in host.values or node in host.nodes or index in _ON_HOST.get(node.op_type, ()):
+                continue
+            if (
+                value is None
+                or value.dtype not in _INTEGERS
+                or value.shape is None
+                or list(value.shape) not in ([], [1])
+            ):
+                continue
+            if value not in copies:
+                copies[value] = _number(_behind(value), value, limit)
+            node.replace_input_with(index, copies[value])
+            modified = True
+    return modified
+
+
+def cut_splits(model: ir.Model) -> bool:
+    """Cut what a Split into unequal parts gives out by Slices, in place: CUDA's Split copies the sizes from the host in
+    each run, unless there are three along the last axis. Returns whether there was one.
+
+    One part is cut by a Gather: ONNX Runtime would make a Split of Slices alone.
+    """
+    graph = model.graph
+    splits = [node for node in graph if node.op_type == "Split" and len(node.inputs) > 1]
+    modified = False
+    for node in splits:
+        source, sizes, axis = node.inputs[0], constant(node.inputs[1]), node.attributes.get_int("axis", 0)
+        rank = len(source.shape) if source is not None and source.shape is not None else None
+        if sizes is None or len(set(sizes.tolist())) == 1 or (len(sizes) == 3 and axis in (-1, (rank or 0) - 1)):
+            continue
+        numbers = [0, *np.cumsum(sizes).tolist()]
+        gathered = min(range(len(sizes)), key=lambda index: (sizes[index] < 2, sizes[index]))
+        for index, (output, start, stop) in enumerate(zip(list(node.outputs), numbers, numbers[1:], strict=False)):
+            name = f"{node.name}_{index}"
+            if index == gathered:
+                indices = initializer(graph, f"int64_{start}_to_{stop}", np.arange(start, stop))
+                part = ir.node("Gather", [source, indices], {"axis": axis}, name=name)
+            else:
+                bounds = [initializer(graph, f"int64_{number}", np.array([number])) for number in (start, stop, axis)]
+                part = ir.node("Slice", [source, *bounds], name=name)
+            part.outputs[0].shape, part.outputs[0].type = output.shape, output.type
+            graph.insert_before(node, part)
+            output.replace_all_uses_with(part.outputs[0], replace_graph_outputs=True)
+        graph.remove(node, safe=True)
+        modified = True
+    return modified
+
+
+def fix_total_length(model: ir.Model, capacity: int) -> bool:
+    """Give every GroupQueryAttention the constant `capacity`, T, as its longest total length; in place. The host reads
+    it, and must not have to wait. Returns whether there was one."""
+    total = initializer(model.graph, "attention_capacity", np.array(capacity, dtype=np.int32))
+    nodes = attentions(model.graph)
+    for node in nodes:
+        set_inputs(node, {Slot.TOTAL_SEQUENCE_LENGTH: total})
+    return bool(nodes)
+
+
+class _Host(NamedTuple):
+    """values: what is computed on the host. nodes: the nodes that do it."""
+
+    values: set[ir.Value | None]
+    nodes: set[ir.Node]
+
+
+def _host_values(graph: ir.Graph) -> _Host:
+    """Shapes, and what is computed from them and constants alone.
+
+    As ONNX Runtime places it: a node whose kernel for the device reads its input on the host runs on the device.
+    """
+    host = _Host(set(), set())
+    for node in graph:
+        on_host = _ON_HOST.get(node.op_type, ())
+        computed = [
+            (index, value)
+            for index, value in enumerate(node.inputs)
+            if value is not None and not value.is_initializer()
+        ]
+        follows = bool(computed) and all(value in host.values and index not in on_host for index, value in computed)
+        if node.op_type in _SOURCES or follows:
+            host.nodes.add(node)
+            host.values.update(node.outputs)
+    return host
+
+
+def _fold_static_shapes(graph: ir.Graph) -> bool:
+    """Replace shapes that the graph fixes by constants. Returns whether there were any."""
+    modified = False
+    for node in list(graph):
+        source = node.inputs[0] if node.op_type == "Shape" else None
+        if source is None or source.shape is None:
+            continue
+        start = node.attributes.get_int("start", 0)
+        dims = list(source.shape)[start : node.attributes.get_int("end", len(source.shape))]
+        if all(isinstance(dim, int) for dim in dims):
+            name = "sizes_" + "_".join(map(str, dims))
+            sizes = initializer(graph, name, np.array([int(str(dim)) for dim in dims], dtype=np.int64))
+            ir.convenience.replace_all_uses_with(node.outputs[0], sizes)
+            modified = True
+    return modified
+
+
+def _number(before: ir.Node, value: ir.Value, limit: int) -> ir.Value:
+    """The host's number `value`, a scalar or [1], cut out of a constant."""
+    graph = before.graph
+    assert graph is not None
+    start = _vector(before, _as(before, value, ir.DataType.INT64))
+    end = insert(before, "Add", [start, _int64(graph, 1)], [1])
+    numbers = initializer(graph, "numbers", np.arange(limit, dtype=np.int64))
+    number = insert(before, "Slice", [numbers, start, end], [1])
+    if not value.shape:
+        number = insert(before, "Squeeze", [number, _int64(graph, 0)], [])
+    return _as(before, number, value.dtype)
+
+
+def _behind(value: ir.Value) -> ir.Node:
+    """The node before which what follows from `value` has to be put."""
+    producer = value.producer()
+    assert producer is not None
+    assert producer.graph is not None
+    following = list(producer.graph)
+    return following[following.index(producer) + 1]
+
+
+def _vector(before: ir.Node, value: ir.Value) -> ir.Value:
+    """A scalar as [1]."""
+    if value.shape:
+        return value
+    assert before.graph is not None
+    return insert(before, "Unsqueeze", [value, _int64(before.graph, 0)], [1])
+
+
+def _as(before: ir.Node, value: ir.Value, dtype: ir.DataType | None) -> ir.Value:
+    if dtype is None or value.dtype == dtype:
+        return value
+    result = insert(before, "Cast", [value], value.shape or [], {"to": dtype})
+    result.dtype = dtype
+    return result
+
+
+def _int64(graph: ir.Graph, number: int) -> ir.Value:
+    return initializer(graph, f"int64_{number}", np.array([number], dtype=np.int64))

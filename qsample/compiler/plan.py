@@ -1,0 +1,151 @@
+"""`CompilePlan`: everything that compile works out from a package and its options, before any work."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from qsample.compiler.options import CALIBRATED, DEFAULT_CTX_LEN, MIXED, WEIGHT_BITS, CompileOptions
+from qsample.compiler.quantize.rounding import WeightQuantization
+from qsample.errors import CompileError
+from qsample.evaluation.texts import documents_of
+from qsample.interface import Interface
+from qsample.package import Package
+from qsample.tensors import Array
+
+_CALIBRATION_LENGTH: Final = 2048  # tokens that are read as one text
+_LEAST_CALIBRATION: Final = 128
+_MOST_CALIBRATION: Final = 2**16
+
+
+@dataclass(frozen=True, slots=True)
+class CompilePlan:
+    """What becomes of one package.
+
+    source: the portable package. options: as they were asked for. interface: of the compiled package. ctx_len: capacity
+    T of the state buffers, in tokens. dtype: of the model and, unless kv_cache_dtype is "int8", of its cache. weights:
+    how to quantize them; None = not. store_float16: whether float32 weights are stored in float16. kv_cache_dtype:
+    "int8", or None for the model's own. cache_ranges: for an int8 cache, once they are measured, the largest absolute
+    value of each channel of each cache state, [H, D] by the state's name.
+    """
+
+    source: Package
+    options: CompileOptions
+    interface: Interface
+    ctx_len: int
+    dtype: str
+    weights: WeightQuantization | None = None
+    store_float16: bool = False
+    kv_cache_dtype: str | None = None
+    cache_ranges: Mapping[str, Array] | None = None
+
+    @property
+    def decoder(self) -> Path:
+        """The portable decode graph."""
+        return self.source.path / "decoder.onnx"
+
+    @property
+    def batch_size(self) -> int | None:
+        """Most rows in one call; None = any number."""
+        return self.options.batch_size
+
+    @property
+    def pad_token_id(self) -> int:
+        return self.source.manifest.token_ids.pad
+
+    @property
+    def packed_weights(self) -> bool:
+        """Whether the portable graph holds weights that the checkpoint brought quantized; they stay so."""
+        return self.source.manifest.packed_weights is not None
+
+    @property
+    def quantized(self) -> bool:
+        """Whether the model computes something else than the portable graph, beyond rounding. Packed weights do: their
+        fast kernels take activations in 8 bits."""
+        return self.weights is not None or self.store_float16 or self.kv_cache_dtype is not None or self.packed_weights
+
+
+def make_plan(source: Package, options: CompileOptions) -> CompilePlan:
+    """Work `options` out for `source`; the interface is still the portable one, which the target changes.
+
+    Raises CompileError where they do not fit each other.
+    """
+    own = source.interface.dtype
+    if source.manifest.kind != "portable":
+        raise CompileError(f"{source.path} is already compiled; compile the portable package that it was made from")
+    plan = CompilePlan(
+        source,
+        options,
+        source.interface,
+        ctx_len=_ctx_len(source, options.ctx_len),
+        dtype=options.dtype or own,
+        weights=_weights(source, options),
+        store_float16=options.weights == "float16" and own == "float32",
+        kv_cache_dtype=_kv_cache_dtype(options, options.dtype or own),
+    )
+    _check_cache(plan)
+    return plan
+
+
+def _ctx_len(source: Package, asked: int | None) -> int:
+    limit = source.manifest.max_position_embeddings
+    if asked is None:
+        return min(limit or DEFAULT_CTX_LEN, DEFAULT_CTX_LEN)
+    if limit is not None and asked > limit:
+        raise CompileError(f"ctx_len is {asked}; it must be 2 to {limit}, the model's max_position_embeddings")
+    return asked
+
+
+def _weights(source: Package, options: CompileOptions) -> WeightQuantization | None:
+    own, weights = source.interface.dtype, options.weights
+    if weights is None or weights == own or (weights, own) == ("float16", "float32"):
+        return None
+    if weights not in WEIGHT_BITS:
+        choices = [*WEIGHT_BITS, *(["float16"] if own == "float32" else []), own]
+        raise CompileError(f"weights is {weights!r} and the package holds {own}; choose one of {', '.join(choices)}")
+    if options.quantization_method == CALIBRATED and options.provider != "cpu":
+        raise CompileError(
+            f"quantization_method='gptq' runs the graph that is compiled, on the CPU, and provider is "
+            f"{options.provider!r}; take 'hqq'"
+        )
+    return WeightQuantization(
+        WEIGHT_BITS[weights], options.block_size, options.quantization_method, mixed=weights == MIXED
+    )
+
+
+def calibration_sequences(source: Package, options: CompileOptions, ctx_len: int) -> list[Array]:
+    """What `options.calibration_text` says in token ids: [n] int64 each, n at most the context or 2,048, and 65,536 in
+    all, from the whole of a longer text. Raises CompileError where it is too short or cannot be read."""
+    try:
+        documents = documents_of(options.calibration_text, [source])
+    except ValueError as error:
+        raise CompileError(f"calibration_{error}") from error
+    length = min(ctx_len - 1, _CALIBRATION_LENGTH)
+    pieces = [ids[at : at + length] for ids in documents for at in range(0, len(ids), length)]
+    tokens = sum(map(len, pieces))
+    if tokens < _LEAST_CALIBRATION:
+        raise CompileError(
+            f"calibration_text has {tokens} tokens; give at least {_LEAST_CALIBRATION}, and rather tens of thousands"
+        )
+    step = max(1, -(-tokens // _MOST_CALIBRATION))
+    return pieces[::step]
+
+
+def _kv_cache_dtype(options: CompileOptions, own: str) -> str | None:
+    asked = options.kv_cache_dtype
+    if asked not in (None, own, "int8"):
+        raise CompileError(f"kv_cache_dtype is {asked!r} and the package holds {own}; choose that or 'int8'")
+    return None if asked == own else asked
+
+
+def _check_cache(plan: CompilePlan) -> None:
+    source = plan.source
+    plain = (source.manifest.parity or {}).get("plain_attention_layers", 0)
+    if plan.kv_cache_dtype is not None and (plain or source.interface.recurrent):
+        raise CompileError(
+            f"kv_cache_dtype={plan.kv_cache_dtype!r} needs GroupQueryAttention in every layer; {plain} layers of "
+            f"this model attend through plain operators, and {len(source.interface.recurrent)} of its states are no "
+            "keys or values; leave kv_cache_dtype out"
+        )

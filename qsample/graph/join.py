@@ -1,0 +1,89 @@
+"""Joins a model's graph and the sampler behind its logits into one decode graph, and cuts the sampler off again."""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from qsample.contract import LOGITS, retained_name
+from qsample.graph.traversal import ancestors, reads
+from qsample.interface import GraphSpec, Interface
+
+PREFIX = "sampler."
+
+
+def append_sampler(decoder: ir.Model, sampler: ir.Model, spec: GraphSpec) -> ir.Model:
+    """Put `sampler` behind `decoder`, in place; the result has the inputs and outputs of `spec`, in its order.
+
+    Where the sampler has an input that the decoder has or computes as an output (the logits), the two become one;
+    whatever is inside the sampler gets `PREFIX` before its name, if it has not got it yet. `sampler` is used up.
+    """
+    graph, tail = decoder.graph, sampler.graph
+    inputs, outputs = list(tail.inputs), list(tail.outputs)
+    for value in _values(tail):
+        if value not in inputs and value.name not in spec.output_names:
+            value.name = _prefixed(value.name)
+    for node in tail.all_nodes():
+        node.name = _prefixed(node.name)
+
+    known = {value.name: value for value in (*graph.inputs, *graph.outputs)}
+    tail.inputs.clear()
+    tail.outputs.clear()
+    for value in inputs:
+        if value.name in known:
+            value.replace_all_uses_with(known[value.name])
+    initializers = list(tail.initializers.values())
+    tail.initializers.clear()
+    for value in initializers:
+        graph.register_initializer(value)
+    nodes = list(tail)
+    tail.remove(nodes)
+    graph.extend(nodes)
+
+    by_name = {value.name: value for value in (*inputs, *outputs)} | known
+    graph.inputs[:] = [by_name[name] for name in spec.input_names]
+    graph.outputs[:] = [by_name[name] for name in spec.output_names]
+    for domain, version in sampler.opset_imports.items():
+        decoder.opset_imports.setdefault(domain, version)
+    return decoder
+
+
+def _prefixed(name: str | None) -> str:
+    return str(name) if str(name).startswith(PREFIX) else f"{PREFIX}{name}"
+
+
+def split_at_logits(decoder: ir.Model, interface: Interface) -> tuple[ir.Model, ir.Model | None]:
+    """The model up to its logits, which is `decoder` itself from now on, and the sampler behind it, as `append_sampler`
+    takes them; None where there is none, and the graph returns its logits."""
+    if not interface.features.sampler:
+        return decoder, None
+    graph, spec = decoder.graph, interface.sampler
+    logits = next(value for node in graph for value in node.outputs if value.name == LOGITS.name)
+    inputs = [logits, *(value for value in graph.inputs if value.name in spec.input_names)]
+    outputs = [value for value in graph.outputs if value.name in spec.output_names]
+    tail = ir.convenience.extract(graph, inputs, outputs)
+    sampler = ir.Model(tail, ir_version=decoder.ir_version, producer_name=decoder.producer_name)
+    return cut_at_logits(decoder, interface), sampler
+
+
+def cut_at_logits(model: ir.Model, interface: Interface) -> ir.Model:
+    """`model`, a decode graph, cut off at its logits: their value and the cache are the outputs; in place.
+
+    Inputs and constants that only the sampler reads go, too.
+    """
+    graph = model.graph
+    outputs = {value.name: value for node in graph for value in node.outputs}
+    kept = [outputs[name] for name in (LOGITS.name, *(retained_name(state.name) for state in interface.cache_states))]
+    graph.outputs[:] = kept
+    needed = ancestors(kept)
+    graph.remove([node for node in graph if node not in needed], safe=False)
+    read = {value for node in needed for value in reads(node)}
+    graph.inputs[:] = [value for value in graph.inputs if value in read]
+    for name in [name for name, value in graph.initializers.items() if value not in read]:
+        del graph.initializers[name]
+    return model
+
+
+def _values(graph: ir.Graph) -> list[ir.Value]:
+    """Every value that a graph or one of its subgraphs defines, inputs aside."""
+    constants = [value for part in (graph, *graph.subgraphs()) for value in part.initializers.values()]
+    return constants + [value for node in graph.all_nodes() for value in node.outputs]

@@ -1,0 +1,82 @@
+"""MoE and QMoE, ONNX Runtime's operators for mixtures of experts: their inputs by name, and how qsample uses them.
+
+Every row goes through one expert, the one that its `ROUTER` row is largest for, with weight 1: k is 1, and the weights
+of the chosen are normalised. What a token's experts weigh is applied behind the operator.
+
+Source: https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperators.md#com.microsoft.QMoE
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Any, Final
+
+import onnx_ir as ir
+
+from qsample.graph.opset import is_contrib
+from qsample.graph.traversal import ancestors
+
+OP_TYPE: Final = "MoE"
+QUANTIZED_OP_TYPE: Final = "QMoE"
+_PRODUCTS: Final = ("MatMul", "FusedMatMul", "Gemm")
+# Gate and up take turns in fc1, which is the only way that the CPU's kernels know.
+ATTRIBUTES: Final[dict[str, Any]] = {
+    "k": 1,
+    "normalize_routing_weights": 1,
+    "activation_type": "swiglu",
+    "swiglu_fusion": 1,
+}
+
+
+class Slot(IntEnum):
+    """The index of each input of MoE. fc1: [E, 2 * I, H]. fc2: [E, H, I]. Biases: [E, 2 * I] and [E, H]."""
+
+    INPUT = 0
+    ROUTER = 1
+    FC1 = 2
+    FC1_BIAS = 3
+    FC2 = 4
+    FC2_BIAS = 5
+
+
+class QuantizedSlot(IntEnum):
+    """The index of each input of QMoE. Weights: as MoE's, uint8, packed along the last axis. Scales: [E, N, K / block
+    size]. Zero points: uint8, packed along the last axis of the scales; none = the middle level."""
+
+    INPUT = 0
+    ROUTER = 1
+    FC1 = 2
+    FC1_SCALES = 3
+    FC1_BIAS = 4
+    FC2 = 5
+    FC2_SCALES = 6
+    FC2_BIAS = 7
+    FC1_ZERO_POINTS = 11
+    FC2_ZERO_POINTS = 12
+
+
+def mixtures(graph: ir.Graph) -> list[ir.Node]:
+    """The MoE nodes of `graph`, in order; not those of graphs inside it."""
+    return [node for node in graph if is_contrib(node, OP_TYPE)]
+
+
+def gather_of_weights(node: ir.Node) -> ir.Value | None:
+    """The constant [E, N, K] of floats whose matrices `node`, a Gather, looks up; None for any other node."""
+    if node.op_type != "Gather" or node.attributes.get_int("axis", 0) != 0:
+        return None
+    weights = node.inputs[0]
+    if weights is None or not weights.is_initializer() or weights.const_value is None:
+        return None
+    floats = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+    return weights if len(weights.const_value.shape) == 3 and weights.dtype in floats else None
+
+
+def routers(graph: ir.Graph) -> set[ir.Node]:
+    """The products that score the experts: those nearest to what chooses them."""
+    choices = [node.inputs[Slot.ROUTER] for node in graph if is_contrib(node, OP_TYPE, QUANTIZED_OP_TYPE)]
+    choices += [node.inputs[1] for node in graph if gather_of_weights(node) is not None]
+    products = {node for node in graph if node.op_type in _PRODUCTS}
+    needed = ancestors(choices, products)
+    read = {value.producer() for node in needed for value in node.inputs if value is not None}
+    read |= {value.producer() for value in choices if value is not None}
+    return {node for node in read if node is not None and node in products}

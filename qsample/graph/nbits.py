@@ -1,0 +1,44 @@
+"""MatMulNBits, ONNX Runtime's product with weights of 4 or 8 bits: the layout of its weights, and what it takes.
+
+Source: https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperators.md#com.microsoft.MatMulNBits
+
+Loads NumPy only: the options of compile are checked where onnx may be missing.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from qsample.graph.opset import is_contrib
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+Bytes = npt.NDArray[np.uint8]
+OP_TYPE: Final = "MatMulNBits"
+BLOCK_SIZES: Final = (16, 32, 64, 128, 256)
+# The attribute accuracy_level: activations are rounded to int8 a block, which is what the fast CPU kernels take.
+INT8_ACTIVATIONS: Final = 4
+
+
+def is_matmul_nbits(node: ir.Node) -> bool:
+    """Whether `node` multiplies by quantized weights."""
+    return is_contrib(node, OP_TYPE)
+
+
+def pack_bits(levels: Bytes, bits: int) -> Bytes:
+    """[N, n] levels of 4 or 8 `bits` as [N, ceil(n * bits / 8)] bytes: 8 / bits levels each, the first in the low bits;
+    each row starts with a byte of its own."""
+    if bits == 8:
+        return levels
+    levels = np.pad(levels, ((0, 0), (0, levels.shape[1] % 2)))
+    return np.bitwise_or(levels[:, 0::2], np.left_shift(levels[:, 1::2], 4, dtype=np.uint8))
+
+
+def middle_zero_points(rows: int, blocks: int, bits: int) -> Bytes:
+    """The zero points that MatMulNBits takes where it is given none, 2 ** (bits - 1) each: packed, for `rows` rows of
+    `blocks` blocks, flat."""
+    return np.full(rows * -(-blocks * bits // 8), 0x88 if bits == 4 else 0x80, np.uint8)

@@ -1,0 +1,171 @@
+"""Runs a decode graph step by step, fed by name: for the parity gate, the self-test and measurements.
+
+It copies every state but the cache in and out: simple enough to trust, and independent of the runtime's loop. The cache
+is written in place, in memory that the system hands out page by page, so a few tokens of a long one cost little.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime as ort
+
+from qsample.contract import BATCH, CAPACITY, LENGTHS, ROW_AXES, SEED, retained_name
+from qsample.graph.moe import QUANTIZED_OP_TYPE
+from qsample.graph.nbits import is_matmul_nbits
+from qsample.graph.traversal import all_initializers, ancestors
+from qsample.graph.weights.stored import load_graph, relocated
+from qsample.interface import Interface
+from qsample.ort.options import FOLDER_OF_WEIGHTS, NO_PREPACKING, session_options
+from qsample.ort.providers import CPU, open_session
+from qsample.tensors import DTYPES, OF_ONNXRUNTIME, Array, sparse_zeros
+
+
+class GraphRunner:
+    """`decoder.onnx` and `initial_state.onnx` on one execution provider, with `capacity` tokens of state a row."""
+
+    def __init__(
+        self,
+        decoder: Path | ir.Model,
+        initial_state: Path,
+        interface: Interface,
+        capacity: int,
+        providers: tuple[str, ...] = (CPU,),
+        *,
+        folder: Path | None = None,
+        weights_mapped: bool = False,
+    ) -> None:
+        """folder: where a decoder that is given as a model has its external data; tensors that have folders of their
+        own are opened there. weights_mapped: leave the weights in the mapped file, which costs speed; otherwise the
+        kernels make copies in a layout of their own. Quantized weights always get those: without them, each call would
+        dequantize every matrix."""
+        model = decoder if isinstance(decoder, ir.Model) else load_graph(decoder)
+        options = session_options(NO_PREPACKING if weights_mapped and not _has_quantized_weights(model) else None)
+        # One block for all that a call computes takes twice what lives at a time, such as weights that are cast.
+        options.enable_mem_pattern = not weights_mapped
+        # It would copy a weight that is cast, or transpose a tied head's table.
+        disabled = ["ConstantFolding"] if weights_mapped else None
+        graph: Path | bytes
+        if not isinstance(decoder, ir.Model) and not _refers_elsewhere(model, decoder.parent):
+            graph = decoder
+        else:
+            graph, folder = _serialized(model, folder or Path())
+            options.add_session_config_entry(FOLDER_OF_WEIGHTS, str(folder))
+        self._decoder = open_session(graph, options, providers, disabled_optimizers=disabled)
+        self._initial_state = ort.InferenceSession(
+            _without_cache(initial_state, interface), session_options(), providers=[CPU]
+        )
+        self._input_names = {node.name for node in self._decoder.get_inputs()}
+        self._output_names = [output.name for output in self._decoder.get_outputs()]
+        # A quantized graph's cache may have another dtype than the interface says.
+        self._dtypes = {node.name: OF_ONNXRUNTIME[node.type].numpy for node in self._decoder.get_inputs()}
+        self._caches_are_bfloat16 = any(node.type == "tensor(bfloat16)" for node in self._decoder.get_inputs())
+        self._interface = interface
+        self._capacity = capacity
+
+    def start(self, rows: int) -> dict[str, Array]:
+        """The starting state of `rows` rows, row i with seed i."""
+        caches = {spec.name: spec for spec in self._interface.cache_states}
+        names = [output.name for output in self._initial_state.get_outputs()]
+        feeds = {"seed": np.arange(rows, dtype=np.int64), "capacity": np.array(self._capacity, np.int64)}
+        state = dict(zip(names, self._initial_state.run(names, feeds), strict=True))
+        sizes = {**self._interface.sizes, BATCH: rows, CAPACITY: self._capacity}
+        return state | {name: sparse_zeros(spec.shape(sizes), self._dtypes[name]) for name, spec in caches.items()}
+
+    def step(
+        self, ids: Array, lengths: Array, state: dict[str, Array], parameters: Mapping[str, float] | None = None
+    ) -> dict[str, Array]:
+        """Run once and move `state` on.
+
+        ids: [rows, S]. lengths: [rows], the real tokens. parameters: sampling parameters for every row by input name;
+        those not given are off, and temperature is 0. Returns every output by name; the cache's are overwritten by the
+        next step.
+        """
+        feeds = self._feeds(ids, lengths, state, {"emit": True, "temperature": 0.0} | dict(parameters or {}))
+        in_place = {retained_name(spec.name): feeds[spec.name] for spec in self._interface.cache_states}
+        binding = self._decoder.io_binding()
+        for name, array in feeds.items():
+            binding.bind_input(name, "cpu", 0, self._element(array), array.shape, array.ctypes.data)
+        for name in self._output_names:
+            if name in in_place:
+                array = in_place[name]
+                binding.bind_output(name, "cpu", 0, self._element(array), array.shape, array.ctypes.data)
+            else:
+                binding.bind_output(name)
+        self._decoder.run_with_iobinding(binding)
+        outputs = zip(self._output_names, binding.get_outputs(), strict=True)
+        results = in_place | {name: value.numpy() for name, value in outputs if name not in in_place}
+        for name in state:
+            state[name] = results.get(retained_name(name), state[name])
+        if retained_name(LENGTHS.name) not in results:
+            state["lengths"] = (state["lengths"] + lengths).astype(np.int32)
+        return results
+
+    def _element(self, array: Array) -> Any:
+        return DTYPES["bfloat16"].onnx if array.dtype == np.uint16 and self._caches_are_bfloat16 else array.dtype.type
+
+    def _feeds(
+        self, ids: Array, lengths: Array, state: Mapping[str, Array], parameters: Mapping[str, float]
+    ) -> dict[str, Array]:
+        spec, rows = self._interface.decoder, len(ids)
+        sizes = {**self._interface.sizes, BATCH: rows, CAPACITY: self._capacity, **dict.fromkeys(ROW_AXES, 1)}
+        given = {**state, "input_ids": ids.astype(np.int64), "input_lengths": lengths.astype(np.int32)}
+        given["searched_rows"] = given[SEED.name] = np.arange(rows, dtype=np.int64)
+        feeds: dict[str, Array] = {}
+        for tensor in (*spec.inputs, *spec.states):
+            if tensor.name not in self._input_names:  # a graph cut off at its logits has fewer
+                continue
+            if tensor.name in given:
+                feeds[tensor.name] = given[tensor.name]
+            else:
+                value = parameters.get(tensor.name, tensor.off)
+                feeds[tensor.name] = np.full(tensor.shape(sizes), value, dtype=tensor.dtype)
+        return feeds
+
+
+def _refers_elsewhere(model: ir.Model, folder: Path) -> bool:
+    """Whether a weight of `model` lies outside of `folder`, behind links say, where ONNX Runtime does not open it."""
+    real = Path(os.path.realpath(folder))
+    return any(real not in Path(os.path.realpath(tensor.path)).parents for tensor in _external(model))
+
+
+def _external(model: ir.Model) -> list[ir.ExternalTensor]:
+    tensors = (value.const_value for value in all_initializers(model.graph))
+    return [tensor for tensor in tensors if isinstance(tensor, ir.ExternalTensor)]
+
+
+def _serialized(model: ir.Model, folder: Path) -> tuple[bytes, Path]:
+    """`model` as bytes, and the folder that its external data are named from: `folder`, or one that holds them all."""
+    values = [value for value in all_initializers(model.graph) if isinstance(value.const_value, ir.ExternalTensor)]
+    tensors = _external(model)
+    if tensors:
+        paths = [tensor.path for tensor in tensors]
+        if _refers_elsewhere(model, folder):
+            paths = [os.path.realpath(path) for path in paths]  # it opens no link that leads out
+            folder = Path(os.path.commonpath([os.path.dirname(path) for path in paths]))
+        for value, tensor, path in zip(values, tensors, paths, strict=True):
+            value.const_value = relocated(tensor, os.path.relpath(path, folder), folder)
+    serialized: bytes = ir.to_proto(model).SerializeToString()
+    for value, tensor in zip(values, tensors, strict=True):
+        value.const_value = tensor
+    return serialized, folder
+
+
+def _has_quantized_weights(model: ir.Model) -> bool:
+    return any(is_matmul_nbits(node) or node.op_type == QUANTIZED_OP_TYPE for node in model.graph.all_nodes())
+
+
+def _without_cache(initial_state: Path, interface: Interface) -> bytes:
+    """The graph of the starting state, without the cache, whose zeros need no computing."""
+    model = ir.load(initial_state)
+    graph, caches = model.graph, {spec.name for spec in interface.cache_states}
+    graph.outputs[:] = [value for value in graph.outputs if value.name not in caches]
+    needed = ancestors(graph.outputs)
+    graph.remove([node for node in graph if node not in needed], safe=False)
+    serialized: bytes = ir.to_proto(model).SerializeToString()
+    return serialized

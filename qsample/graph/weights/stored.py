@@ -1,0 +1,319 @@
+"""Float32 weights whose numbers are stored in half precision, or in files that are not the graph's own.
+
+Inside a model such a weight is an initializer like any other, a `StoredTensor`, whose float32 numbers are made when
+they are read. Written, it is an initializer in its own dtype with a Cast behind, which ONNX Runtime folds when it loads
+the graph, or runs at each call where it is told not to: then the weight stays in its mapped file.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import onnx_ir as ir
+
+from qsample.disk.space import check_free
+from qsample.graph.traversal import all_initializers
+from qsample.graph.weights.joined import (
+    JoinedTensor,
+    in_turns,
+    lies_in_files,
+    parts_in_files,
+    read_joined,
+    write_joined,
+)
+from qsample.tensors import Array
+
+HALF: Final = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+SUFFIX: Final = "_stored"  # of the name of the initializer behind a Cast
+_INLINE: Final = 1024  # bytes of a constant that stays in the graph's own file
+_FLOAT: Final = int(ir.DataType.FLOAT)
+_MOST_PARTS: Final = 45_000  # ONNX Runtime maps each on its own, and Linux gives a process 65,530 maps
+
+
+class StoredTensor(ir.LazyTensor):
+    """The numbers of `stored` in float32, as they are or with the two axes swapped. It is computed whenever it is
+    read."""
+
+    __slots__ = ("stored", "transposed")
+
+    def __init__(self, stored: ir.TensorProtocol, name: str | None, *, transposed: bool = False) -> None:
+        sizes = stored.shape.numpy()
+        shape = ir.Shape(sizes[::-1] if transposed else sizes)
+        super().__init__(self._widened, ir.DataType.FLOAT, shape, name=name)
+        self.stored, self.transposed = stored, transposed
+
+    def in_own_dtype(self) -> Array:
+        """The numbers in the dtype of `stored`."""
+        array = self.stored.numpy()
+        return array.T if self.transposed else array
+
+    def _widened(self) -> ir.TensorProtocol:
+        return ir.Tensor(self.in_own_dtype().astype(np.float32, copy=False), name=self.name)
+
+
+def rearranged(
+    tensors: Sequence[ir.TensorProtocol],
+    shape: Sequence[int],
+    arrange: Callable[[list[Array]], Array],
+    name: str,
+) -> ir.TensorProtocol:
+    """What `arrange` makes of the numbers of `tensors`, of `shape`, whenever it is read. It only moves them, so that
+    they stay in the dtype that all of them are stored in, if there is one."""
+    stored = [tensor for tensor in tensors if isinstance(tensor, StoredTensor) and tensor.stored.dtype in HALF]
+    fixed = ir.Shape(shape)
+    if len(stored) == len(tensors) and len({tensor.stored.dtype for tensor in stored}) == 1:
+
+        def moved() -> ir.TensorProtocol:
+            return ir.Tensor(np.ascontiguousarray(arrange([tensor.in_own_dtype() for tensor in stored])), name=name)
+
+        return StoredTensor(ir.LazyTensor(moved, stored[0].stored.dtype, fixed, name=name), name)
+
+    def computed() -> ir.TensorProtocol:
+        array = np.ascontiguousarray(arrange([tensor.numpy() for tensor in tensors]))
+        return ir.Tensor(array, dtype=tensors[0].dtype, name=name)
+
+    return ir.LazyTensor(computed, tensors[0].dtype, fixed, name=name)
+
+
+def rows_in_turns(tensors: Sequence[ir.TensorProtocol], name: str) -> ir.TensorProtocol | None:
+    """`joined.in_turns` of what `tensors` are stored as, which stays in its files."""
+    if any(isinstance(tensor, StoredTensor) and tensor.transposed for tensor in tensors):
+        return None
+    wide = {isinstance(tensor, StoredTensor) for tensor in tensors}
+    stored = [tensor.stored if isinstance(tensor, StoredTensor) else tensor for tensor in tensors]
+    if len(wide) > 1 or len({tensor.dtype for tensor in stored}) > 1:
+        return None
+    joined = in_turns(stored, name)
+    return StoredTensor(joined, name) if joined is not None and wide == {True} else joined
+
+
+def narrow_weights(model: ir.Model, *, as_they_lie: bool = False) -> bool:
+    """Write each weight of `model` that is stored in half precision so, with a Cast behind it; in place.
+
+    Rows that a Gather looks up are cast behind it. as_they_lie: also leave each weight that lies in files as it lies
+    there, with a Concat in front where these are several, and a Transpose behind it where the graph has it the other
+    way round; otherwise it is written anew. Returns whether there was one.
+    """
+    found = [value for value in all_initializers(model.graph) if isinstance(value.const_value, StoredTensor)]
+    few = sum(len(list(parts_in_files(_as_stored(value.const_value)))) for value in found) <= _MOST_PARTS
+    for value in found:
+        in_parts = isinstance(_as_stored(value.const_value), JoinedTensor)
+        _narrow(value, as_they_lie=as_they_lie and (few or not in_parts))
+    return bool(found)
+
+
+def _as_stored(tensor: ir.TensorProtocol | None) -> ir.TensorProtocol | None:
+    return tensor.stored if isinstance(tensor, StoredTensor) else tensor
+
+
+def _narrow(value: ir.Value, *, as_they_lie: bool) -> None:
+    tensor, graph, name = value.const_value, value.graph, str(value.name)
+    assert isinstance(tensor, StoredTensor)
+    assert graph is not None
+    stored, transposed = tensor.stored, tensor.transposed
+    lies = as_they_lie and lies_in_files(stored)
+    if not lies and stored.dtype not in HALF:
+        return
+    if transposed and not lies:
+        stored = _swapped(tensor, f"{name}{SUFFIX}")
+        transposed = False
+    half = stored.dtype in HALF
+    nodes: list[ir.Node] = []
+    if lies and isinstance(stored, JoinedTensor):
+        base, nodes = write_joined(graph, stored, f"{name}{SUFFIX}")
+    elif not half and not transposed:
+        value.const_value = stored
+        return
+    else:
+        base = _initializer(graph, f"{name}{SUFFIX}", stored)
+    uses = list(value.uses())
+    if half and not transposed:
+        lookups = [(node, index) for node, index in uses if _is_lookup(node, index)]
+        for node, _ in lookups:
+            _cast_behind(node, base)
+        uses = [use for use in uses if use not in lookups]
+    graph.initializers.pop(name)
+    last = base
+    if half and uses:
+        nodes.append(ir.Node("", "Cast", [last], [ir.AttrInt64("to", _FLOAT)], name=f"{name}_cast"))
+        last = nodes[-1].outputs[0]
+        last.shape, last.type, last.name = base.shape, ir.TensorType(ir.DataType.FLOAT), f"{name}_cast"
+    if transposed and uses:
+        nodes.append(ir.Node("", "Transpose", [last], [ir.AttrInt64s("perm", (1, 0))], name=f"{name}_transpose"))
+        last = nodes[-1].outputs[0]
+    if uses:
+        value.replace_all_uses_with(last, replace_graph_outputs=True)
+        last.name, last.shape, last.type = name, value.shape, ir.TensorType(ir.DataType.FLOAT)
+    # ONNX Runtime goes back from the last node, and from each to that of its inputs which is last in the file. So these
+    # stand before all others: then what a product reads beside its weight comes first, and the float32 weight is made
+    # for that product alone. Elsewhere, all of them are made before the first product runs.
+    graph.insert_before(graph[0], nodes)
+
+
+def widen_weights(model: ir.Model) -> bool:
+    """The inverse of `narrow_weights`: a float32 initializer in place of each that is cast to float32, in place. Its
+    numbers are made when they are read. Returns whether there was one."""
+    graph = model.graph
+    modified = read_joined(graph)
+    for value in list(graph.initializers.values()):
+        tensor = value.const_value
+        if tensor is None or (value.dtype not in HALF and not str(value.name).endswith(SUFFIX)):
+            continue
+        modified |= _widen(graph, value, tensor)
+    return modified
+
+
+def _widen(graph: ir.Graph, value: ir.Value, tensor: ir.TensorProtocol) -> bool:
+    users = [node for node, _ in value.uses()]
+    casts = [node for node in users if _is_cast(node)]
+    lookups = [node for node, index in value.uses() if _is_lookup(node, index) and _only_cast(node) is not None]
+    turned = [node for node in users if node.op_type == "Transpose"] if tensor.dtype not in HALF else []
+    if (not casts and not lookups and not turned) or len(casts) + len(lookups) + len(turned) < len(users):
+        return False
+    name = str(value.name).removesuffix(SUFFIX)
+    del graph.initializers[str(value.name)]
+    for node in turned:
+        _replace(graph, node, StoredTensor(tensor, name, transposed=True), name)
+    if not turned:
+        wide = ir.Value(name=name)
+        for node in lookups:
+            cast = _only_cast(node)
+            assert cast is not None
+            output = cast.outputs[0]
+            node.replace_input_with(0, wide)
+            node.outputs[0].shape, node.outputs[0].type = output.shape, ir.TensorType(ir.DataType.FLOAT)
+            output.replace_all_uses_with(node.outputs[0], replace_graph_outputs=True)
+            graph.remove(cast, safe=True)
+        for cast in casts:
+            after = [node for node, _ in cast.outputs[0].uses()]
+            if not lookups and len(casts) == 1 and len(after) == 1 and after[0].op_type == "Transpose":
+                _replace(graph, after[0], StoredTensor(tensor, name, transposed=True), name)
+            else:
+                cast.outputs[0].replace_all_uses_with(wide, replace_graph_outputs=True)
+            graph.remove(cast, safe=True)
+        if wide.uses():
+            _fill(graph, wide, StoredTensor(tensor, name), name)
+    return True
+
+
+def load_graph(path: Path) -> ir.Model:
+    """The model in `path`, its weights left in their files, those that `save_beside` refers to included.
+
+    For graphs whose references were checked, or that this process wrote. Files may have several names (hard links):
+    onnx_ir takes none that has, below a folder.
+    """
+    model = ir.load(path)
+    for value in all_initializers(model.graph):
+        tensor = value.const_value
+        if isinstance(tensor, ir.ExternalTensor):
+            value.const_value = relocated(tensor, tensor.path, "")
+    return model
+
+
+def relocated(tensor: ir.ExternalTensor, location: str, folder: str | Path) -> ir.ExternalTensor:
+    """The same tensor, in the file `location` below `folder`; "" = it is a path of its own."""
+    return ir.ExternalTensor(
+        location,
+        tensor.offset,
+        tensor.length,
+        tensor.dtype,
+        shape=ir.Shape(tensor.shape),
+        name=str(tensor.name),
+        base_dir=folder,
+    )
+
+
+def save_beside(model: ir.Model, folder: Path, name: str) -> None:
+    """Write `model` to `name` in `folder`, what lies in files elsewhere as references to them: by absolute paths, which
+    nothing but `load_graph` opens. Other weights go to `name` and `.data`.
+
+    Nothing is left elsewhere where that is on several drives, which have no folder in common to ONNX Runtime.
+    """
+    lies = _are_on_one_drive(model, folder)
+    narrow_weights(model, as_they_lie=lies)
+    values, tensors = [], []
+    for value in all_initializers(model.graph):
+        tensor = value.const_value
+        if isinstance(tensor, ir.ExternalTensor) and lies:
+            value.const_value = relocated(tensor, os.path.abspath(tensor.path), "")
+        elif tensor is not None and tensor.nbytes > _INLINE:
+            values.append(value)
+            tensors.append(tensor)
+    if tensors:
+        needed = sum(tensor.nbytes for tensor in tensors)
+        check_free(folder, needed, "the copy of the weights that are computed")
+        written = ir.external_data.convert_tensors_to_external(tensors, folder, f"{name}.data")
+        for value, tensor in zip(values, written, strict=True):
+            value.const_value = tensor
+    ir.save(model, folder / name)
+
+
+def _are_on_one_drive(model: ir.Model, folder: Path) -> bool:
+    tensors = [value.const_value for value in all_initializers(model.graph)]
+    lying = [part for tensor in tensors for part in parts_in_files(_as_stored(tensor))]
+    paths = [str(folder), *(tensor.path for tensor in lying)]
+    return len({os.path.splitdrive(os.path.abspath(path))[0] for path in paths}) == 1
+
+
+def _replace(graph: ir.Graph, node: ir.Node, tensor: StoredTensor, name: str) -> None:
+    """An initializer in place of the output of `node`."""
+    wide = ir.Value(name=name)
+    node.outputs[0].replace_all_uses_with(wide, replace_graph_outputs=True)
+    graph.remove(node, safe=True)
+    _fill(graph, wide, tensor, name)
+
+
+def _fill(graph: ir.Graph, value: ir.Value, tensor: StoredTensor, name: str) -> None:
+    value.const_value, value.type, value.shape = tensor, ir.TensorType(ir.DataType.FLOAT), ir.Shape(tensor.shape)
+    if name in graph.initializers:
+        value.name = f"{name}_{len(graph.initializers)}"
+    graph.register_initializer(value)
+
+
+def _swapped(tensor: StoredTensor, name: str) -> ir.TensorProtocol:
+    def swapped() -> ir.TensorProtocol:
+        return ir.Tensor(np.ascontiguousarray(tensor.in_own_dtype()), dtype=tensor.stored.dtype, name=name)
+
+    return ir.LazyTensor(swapped, tensor.stored.dtype, ir.Shape(tensor.shape), name=name)
+
+
+def _initializer(graph: ir.Graph, name: str, tensor: ir.TensorProtocol) -> ir.Value:
+    value = ir.Value(
+        name=name, shape=ir.Shape(tensor.shape.numpy()), type=ir.TensorType(tensor.dtype), const_value=tensor
+    )
+    graph.register_initializer(value)
+    return value
+
+
+def _cast_behind(node: ir.Node, table: ir.Value) -> None:
+    """Let `node`, a Gather of float32, look up in `table`, and cast what it finds."""
+    old = node.outputs[0]
+    graph = node.graph
+    assert graph is not None
+    cast = ir.Node("", "Cast", [old], [ir.AttrInt64("to", _FLOAT)], name=f"{node.name}_cast")
+    new = cast.outputs[0]
+    new.shape, new.type = old.shape, ir.TensorType(ir.DataType.FLOAT)
+    old.replace_all_uses_with(new, replace_graph_outputs=True)
+    cast.replace_input_with(0, old)
+    new.name, old.name = old.name, f"{old.name}{SUFFIX}"
+    old.type = ir.TensorType(table.dtype)  # type: ignore[arg-type]
+    node.replace_input_with(0, table)
+    graph.insert_after(node, cast)
+
+
+def _is_lookup(node: ir.Node, index: int) -> bool:
+    return node.op_type == "Gather" and not node.domain and index == 0
+
+
+def _is_cast(node: ir.Node) -> bool:
+    return node.op_type == "Cast" and node.attributes.get_int("to", 0) == _FLOAT
+
+
+def _only_cast(node: ir.Node) -> ir.Node | None:
+    """The Cast to float32 that alone reads what `node` computes."""
+    users = [user for user, _ in node.outputs[0].uses()]
+    return users[0] if len(users) == 1 and _is_cast(users[0]) else None

@@ -1,0 +1,272 @@
+"""The memory that graphs are bound to: `Buffer`, and `RetainedState`, what every row keeps between calls.
+
+`SavedRows` has copies of what some rows kept.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any, Final
+
+import numpy as np
+import onnxruntime as ort
+
+from qsample.contract import BATCH, TensorSpec, retained_name
+from qsample.ort import small_graphs
+from qsample.ort.options import session_options
+from qsample.ort.providers import CPU, CUDA
+from qsample.tensors import DTYPES, Array, sparse_zeros
+
+Index = int | slice | tuple[int, slice]  # a row, rows from one to another, columns of a row
+
+_PROVIDERS: Final = {"cpu": CPU, "cuda": CUDA}
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """Memory of one tensor, or some rows of it, that graphs are bound to by its address.
+
+    owner: keeps the memory alive. dtype: the contract's name. device: "cpu" or "cuda".
+    """
+
+    owner: ort.OrtValue
+    dtype: str
+    shape: tuple[int, ...]
+    address: int
+    device: str
+
+    @classmethod
+    def allocate(cls, spec: TensorSpec, sizes: Mapping[str, int], device: str) -> Buffer:
+        """Zeros for `spec`; `sizes` gives each of its named axes. On the CPU, the system hands the memory out as it is
+        touched: a cache takes what was written to it."""
+        shape = spec.shape(dict(sizes))
+        dtype = DTYPES[spec.dtype]
+        zeros = sparse_zeros(shape, dtype.numpy)
+        owner = ort.OrtValue.ortvalue_from_numpy_with_onnx_type(zeros, dtype.onnx) if device == "cpu" else None
+        if owner is None:
+            owner = ort.OrtValue.ortvalue_from_shape_and_type(shape, dtype.onnx, device)
+            owner.update_inplace(zeros)
+        return cls(owner, spec.dtype, shape, owner.data_ptr(), device)
+
+    @classmethod
+    def of(cls, array: Array, device: str) -> Buffer:
+        """A copy of `array` on `device`."""
+        owner = ort.OrtValue.ortvalue_from_numpy(np.array(array, order="C"), device)
+        return cls(owner, array.dtype.name, array.shape, owner.data_ptr(), device)
+
+    def rows(self, start: int, count: int = 1) -> Buffer:
+        """Rows from `start` on, as a batch of `count` over the same memory."""
+        step = math.prod(self.shape[1:]) * DTYPES[self.dtype].itemsize
+        return replace(self, shape=(count, *self.shape[1:]), address=self.address + start * step)
+
+    def reshaped(self, *shape: int) -> Buffer:
+        """As many of its first numbers as `shape` holds, over the same memory."""
+        return replace(self, shape=shape)
+
+    def read(self) -> Array:
+        """A copy of the whole tensor that was allocated, whichever rows this is."""
+        return np.array(self.owner.numpy())
+
+    def write(self, array: Array) -> None:
+        """Replace the whole tensor's values; the address stays."""
+        self.owner.update_inplace(np.ascontiguousarray(array))
+
+    def write_at(self, index: Index, values: Any) -> None:
+        """Replace the values at some rows, or in some columns of one. Nothing else is copied to the device."""
+        if self.device == "cpu":
+            self.owner.numpy()[index] = values  # the memory itself
+        else:
+            self._copy_to(index, values)
+
+    def _copy_to(self, index: Index, values: Any) -> None:
+        """`write_at` by a copy into that part of the memory."""
+        part = self._part(index)
+        if math.prod(part.shape):
+            given = np.broadcast_to(np.asarray(values, DTYPES[self.dtype].numpy), part.shape)
+            _value_at(part).update_inplace(np.ascontiguousarray(given))
+
+    def _part(self, index: Index) -> Buffer:
+        """The memory at an index, which is in one piece."""
+        row, columns = index if isinstance(index, tuple) else (index, None)
+        first, end, _ = (slice(row, row + 1) if isinstance(row, int) else row).indices(self.shape[0])
+        part = self.rows(first, max(end - first, 0))
+        if columns is None:
+            return part
+        first, end, _ = columns.indices(self.shape[1])
+        step = math.prod(self.shape[2:]) * DTYPES[self.dtype].itemsize
+        return replace(part, shape=(1, max(end - first, 0), *self.shape[2:]), address=part.address + first * step)
+
+    def clear_row(self, row: int) -> None:
+        """Write zeros over a row; on a device, those of a buffer that is kept there."""
+        if self.device == "cpu":
+            self.owner.numpy()[row] = 0
+        else:
+            zeros = _zeros(self.shape[1:], self.dtype, self.device)
+            copy_on_device(zeros, self.rows(row))
+
+    def copy_row(self, source: int, target: int, index: Any = ..., *, of: Buffer | None = None) -> None:
+        """Write row `source` over row `target`, at least what is at a NumPy index of the row. of: the tensor of
+        `source`; None = this one."""
+        of = of or self
+        if self.device == "cpu" and self.dtype != "bfloat16":  # which NumPy does not have
+            self.owner.numpy()[target][index] = of.owner.numpy()[source][index]
+        else:
+            copy_on_device(of.rows(source), self.rows(target))
+
+    def swap_rows(self, one: int, other: int, columns: tuple[int, int] | None = None) -> None:
+        """Swap two rows, on the CPU. columns: how many of each from the start of its second axis; None = all."""
+        values = self.owner.numpy()
+        if columns is None:
+            values[[one, other]] = values[[other, one]]
+            return
+        aside = values[other][:, : columns[1]].copy()
+        values[other][:, : columns[0]] = values[one][:, : columns[0]]
+        values[one][:, : columns[1]] = aside
+
+    def bind_input(self, binding: ort.IOBinding, name: str) -> None:
+        binding.bind_input(name, self.device, 0, DTYPES[self.dtype].onnx, self.shape, self.address)
+
+    def bind_output(self, binding: ort.IOBinding, name: str) -> None:
+        binding.bind_output(name, self.device, 0, DTYPES[self.dtype].onnx, self.shape, self.address)
+
+
+class RetainedState:
+    """The state of every row between calls.
+
+    In place, a graph writes a state's next value into the buffer that it read. A state that takes turns has two
+    buffers: a graph reads one `side` and writes the other, and `flip` swaps them after a run, so that what was written
+    last can be copied while the next run writes. Or a run over some rows writes them in place, and nothing is swapped.
+    """
+
+    def __init__(self, specs: Mapping[TensorSpec, str], sizes: Mapping[str, int], *, turns: Collection[str]) -> None:
+        """Every state is zeros. specs: each state and the device it lives on. sizes: of every named axis of the states.
+        turns: names of the states with two buffers."""
+        first = {spec.name: Buffer.allocate(spec, sizes, device) for spec, device in specs.items()}
+        second = {
+            spec.name: Buffer.allocate(spec, sizes, device) if spec.name in turns else first[spec.name]
+            for spec, device in specs.items()
+        }
+        self._sides = [first, second]
+        self._turns = list(turns)
+        self._retained = [spec.name for spec in specs if not spec.read_only]
+        self.side = 0
+
+    def inputs(self, rows: range | None = None, *, side: int | None = None) -> dict[str, Buffer]:
+        """State name → its current value, or that of a given side: of all rows, or of some."""
+        buffers = self._sides[self.side if side is None else side]
+        return dict(buffers) if rows is None else rows_of(buffers, rows)
+
+    def outputs(self, rows: range | None = None) -> dict[str, Buffer]:
+        """Output name → where the next value of its state goes: of all rows, or, in place, of some."""
+        side = self._sides[1 - self.side if rows is None else self.side]
+        buffers = {retained_name(name): side[name] for name in self._retained}
+        return buffers if rows is None else rows_of(buffers, rows)
+
+    def flip(self, written: range | None = None) -> None:
+        """Make the values that were just written the current ones. written: their rows; None = all. The others keep
+        their values, which takes memory that the host can read."""
+        now, then = self._sides[self.side], self._sides[1 - self.side]
+        others = [] if written is None else [slice(written.start), slice(written.stop, None)]
+        for rows in others:
+            for name in self._turns:
+                then[name].write_at(rows, now[name].owner.numpy()[rows])
+        self.side = 1 - self.side
+
+    def read(self, name: str, side: int | None = None) -> Array:
+        """A copy of a state, every row of it: its current value, or that of a given side."""
+        return self._sides[self.side if side is None else side][name].read()
+
+    def write_at(self, name: str, index: Index, values: Any) -> None:
+        """Replace some current values of a state; see `Buffer.write_at`."""
+        self._sides[self.side][name].write_at(index, values)
+
+    def clear_row(self, name: str, row: int) -> None:
+        """Make the current values of a row zeros."""
+        self._sides[self.side][name].clear_row(row)
+
+    def swap_rows(self, name: str, one: int, other: int, columns: tuple[int, int] | None = None) -> None:
+        """Swap the current values of two rows; see `Buffer.swap_rows`."""
+        self._sides[self.side][name].swap_rows(one, other, columns)
+
+    def copy_row(self, name: str, source: int, target: int, index: Any = ...) -> None:
+        """Write the current values of a row over those of another; see `Buffer.copy_row`."""
+        self._sides[self.side][name].copy_row(source, target, index)
+
+
+class SavedRows:
+    """Copies of single rows of some states, in numbered places."""
+
+    def __init__(
+        self, state: RetainedState, specs: Mapping[TensorSpec, str], sizes: Mapping[str, int], places: int
+    ) -> None:
+        """specs: those states, and the device they live on. sizes: of their named axes."""
+        self._state = state
+        self._saved = {
+            spec.name: Buffer.allocate(spec, {**sizes, BATCH: places}, device)
+            for spec, device in specs.items()
+            if places
+        }
+        # Bytes of one place.
+        self.nbytes = sum(math.prod(spec.shape({**sizes, BATCH: 1})) * DTYPES[spec.dtype].itemsize for spec in specs)
+
+    def save(self, row: int, place: int) -> None:
+        """Write the current values of a row to a place."""
+        states = self._state.inputs()
+        for name, saved in self._saved.items():
+            saved.copy_row(row, place, of=states[name])
+
+    def restore(self, place: int, row: int) -> None:
+        """Write what a place has over the current values of a row."""
+        states = self._state.inputs()
+        for name, saved in self._saved.items():
+            states[name].copy_row(place, row, of=saved)
+
+
+def copy_on_device(source: Buffer, target: Buffer) -> None:
+    """Copy memory of one dtype and shape where it is, without a way over the host: a graph of one Identity does it."""
+    assert (source.dtype, source.shape, source.device) == (target.dtype, target.shape, target.device)
+    run_on_device(small_graphs.identity(DTYPES[source.dtype].onnx), {"x": source}, {"y": target})
+
+
+def run_on_device(graph: bytes, inputs: Mapping[str, Buffer], outputs: Mapping[str, Buffer]) -> None:
+    """Run a small graph over buffers of one device, to its end."""
+    (device,) = {buffer.device for buffer in (*inputs.values(), *outputs.values())}
+    session = _session(graph, device)
+    binding = session.io_binding()
+    for name, buffer in inputs.items():
+        buffer.bind_input(binding, name)
+    for name, buffer in outputs.items():
+        buffer.bind_output(binding, name)
+    session.run_with_iobinding(binding)
+
+
+@cache
+def _zeros(shape: tuple[int, ...], dtype: str, device: str) -> Buffer:
+    """One row of zeros."""
+    return Buffer.of(np.zeros((1, *shape), DTYPES[dtype].numpy), device)
+
+
+@cache
+def _session(graph: bytes, device: str) -> ort.InferenceSession:
+    options = session_options(intra_op_num_threads=1)  # a node that copies has no use for threads
+    return ort.InferenceSession(graph, options, providers=[_PROVIDERS[device]])
+
+
+def _value_at(buffer: Buffer) -> ort.OrtValue:
+    """A value over the buffer's memory, in the middle of its owner's: a binding makes one, and hands it out.
+
+    One session does for every dtype, because its graph is not run.
+    """
+    graph = small_graphs.identity(DTYPES["float32"].onnx)
+    binding = _session(graph, buffer.device).io_binding()
+    buffer.bind_output(binding, "y")
+    (value,) = binding.get_outputs()
+    return value
+
+
+def rows_of(buffers: Mapping[str, Buffer], rows: range) -> dict[str, Buffer]:
+    """Those rows of each buffer, over the same memory."""
+    return {name: buffer.rows(rows.start, len(rows)) for name, buffer in buffers.items()}

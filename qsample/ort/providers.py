@@ -1,0 +1,187 @@
+"""Execution providers: what they are called, whether this installation has them, and sessions that run on them.
+
+Some are part of ONNX Runtime. Others are plugins: libraries that a package of their own brings, and that have to be
+registered first (https://onnxruntime.ai/docs/execution-providers/plugin-ep-libraries).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Final
+
+import onnxruntime as ort
+
+from qsample.errors import QsampleError
+from qsample.ort.options import session_options
+
+CPU: Final = "CPUExecutionProvider"
+CUDA: Final = "CUDAExecutionProvider"
+OPENVINO: Final = "OpenVINOExecutionProvider"
+TENSORRT: Final = "TensorrtExecutionProvider"
+DEVICE: Final = "device_type"  # the option that chooses one of OpenVINO's devices
+_SUFFIX: Final = "ExecutionProvider"
+_PLUGIN_PREFIX: Final = "onnxruntime_ep_"
+_SUGGESTED: Final = ("cpu", "cuda", "openvino", "tensorrt")  # short names for messages
+# Where something other than the CPU runs what a provider leaves over, the CPU coming after it.
+_FALLBACKS: Final[Mapping[str, tuple[str, ...]]] = {TENSORRT: (CUDA,)}
+_INSTALL: Final[Mapping[str, str]] = {
+    CUDA: "`pip install qsample[gpu]`, in place of qsample[cpu], brings CUDA",
+    OPENVINO: "`pip install qsample[openvino]` brings OpenVINO",
+    TENSORRT: "`pip install qsample[gpu]`, in place of qsample[cpu], and NVIDIA's TensorRT libraries bring TensorRT",
+}
+
+
+def execution_providers(name: str) -> tuple[str, ...]:
+    """ONNX Runtime's providers for a short name such as "cuda", in order of preference, the CPU's last.
+
+    A short name is ONNX Runtime's own without `ExecutionProvider`, in lower case. It stands for a provider that ONNX
+    Runtime knows, or for that of an installed plugin `onnxruntime_ep_<name>`. Raises QsampleError where there is none.
+    """
+    known = {_short_name(provider): provider for provider in ort.get_all_providers()}
+    provider = known.get(name) or next(iter(_plugin_providers(_PLUGIN_PREFIX + name)), None)
+    if provider is None:
+        raise QsampleError(
+            f"no provider {name!r}; choose {' or '.join(map(repr, _SUGGESTED))}, or give a list of ONNX Runtime's "
+            f"names: {', '.join(available_providers())}"
+        )
+    return tuple(dict.fromkeys((provider, *_FALLBACKS.get(provider, ()), CPU)))
+
+
+def available_providers() -> list[str]:
+    """The providers that can be asked for: ONNX Runtime's own and those of installed plugins."""
+    own: list[str] = ort.get_available_providers()
+    return own + [name for name in ort.get_all_providers() if name not in own and is_plugin(name)]
+
+
+def check_available(providers: Sequence[str]) -> None:
+    """Raise QsampleError, with what to install, unless this installation has all of them."""
+    own = ort.get_available_providers()
+    absent = [name for name in providers if name not in own and not is_plugin(name)]
+    if absent or not providers:
+        advice = f". {_install_advice(absent[0])}" if absent else ""
+        raise QsampleError(
+            f"this onnxruntime has no {', '.join(absent) or 'provider in an empty list'}; it has "
+            f"{', '.join(available_providers())}{advice}"
+        )
+
+
+def is_plugin(provider: str) -> bool:
+    """Whether an installed plugin brings the provider, by the name that ONNX Runtime's guide gives such packages.
+
+    https://onnxruntime.ai/docs/execution-providers/plugin-ep-libraries/packaging.html
+    """
+    return provider in _plugin_providers(_plugin_module(provider))
+
+
+def _short_name(provider: str) -> str:
+    return provider.removesuffix(_SUFFIX).lower()
+
+
+def _plugin_module(provider: str) -> str:
+    return _PLUGIN_PREFIX + _short_name(provider)
+
+
+def _plugin_providers(module: str) -> list[str]:
+    """The providers of a plugin; none where it is not installed. `onnxruntime_ep_cuda` does not bring CUDA's own."""
+    if not module.isidentifier() or find_spec(module) is None:
+        return []
+    names: list[str] = import_module(module).get_ep_names()
+    return names
+
+
+def _install_advice(provider: str) -> str:
+    general = f"Install an onnxruntime that is built with it, or its plugin, the module {_plugin_module(provider)}"
+    return _INSTALL.get(provider, general)
+
+
+def open_session(
+    model: Path | bytes,
+    options: ort.SessionOptions,
+    providers: Sequence[str],
+    provider_options: Mapping[str, str] | None = None,
+    **more: Any,
+) -> ort.InferenceSession:
+    """A session on `providers`, in order of preference. provider_options: for the first. more: for InferenceSession.
+
+    Raises QsampleError where the first provider does not load; ONNX Runtime would only warn, and go without.
+    """
+    chosen = dict(provider_options or {})
+    if CUDA in providers:
+        ort.preload_dlls()  # the CUDA libraries of pip packages
+    if is_plugin(providers[0]):
+        add_plugin(options, providers[0], chosen)
+        session = ort.InferenceSession(model, options, **more)
+    else:
+        each = [chosen, *({} for _ in providers[1:])]
+        session = ort.InferenceSession(model, options, providers=list(providers), provider_options=each, **more)
+    if providers[0] not in session.get_providers():
+        raise QsampleError(
+            f"{providers[0]} is part of this onnxruntime and does not load here; the graph would run on "
+            f"{', '.join(session.get_providers())}. README.md says what the provider needs"
+        )
+    return session
+
+
+def compile_context(
+    source: Path, destination: Path, providers: Sequence[str], provider_options: Mapping[str, str]
+) -> None:
+    """Let the first of `providers` compile ahead of time: write `destination`, in which EPContext nodes replace what it
+    runs, with their content and the remaining weights beside it.
+
+    https://onnxruntime.ai/docs/execution-providers/EP-Context-Design.html
+    """
+    options = session_options()
+    if is_plugin(providers[0]):
+        add_plugin(options, providers[0], provider_options)
+    else:
+        for index, provider in enumerate(providers[:-1]):  # the last one, the CPU's, is there anyway
+            options.add_provider(provider, dict(provider_options) if index == 0 else {})
+    compiler = ort.ModelCompiler(
+        options,
+        source,
+        embed_compiled_data_into_model=False,
+        external_initializers_file_path=f"{destination.name}.data",
+        external_initializers_size_threshold=1024,
+    )
+    compiler.compile_to_file(str(destination))
+
+
+def add_plugin(options: ort.SessionOptions, provider: str, provider_options: Mapping[str, str]) -> None:
+    """Put a plugin's provider into `options`, on all devices that it has here.
+
+    provider_options: its own. For OpenVINO: DEVICE, one device, "CPU" where it is absent; and properties of that device
+    (https://docs.openvino.ai/2026/openvino-workflow/running-inference/inference-devices-and-modes/cpu-device.html).
+
+    Raises QsampleError where the provider has no such device here.
+    """
+    if provider == OPENVINO:
+        _add_openvino(options, provider_options)
+    else:
+        options.add_provider_for_devices(plugin_devices(provider), dict(provider_options))
+
+
+def _add_openvino(options: ort.SessionOptions, provider_options: Mapping[str, str]) -> None:
+    properties = dict(provider_options)
+    wanted = properties.pop(DEVICE, "CPU")
+    devices = {device.ep_metadata.get("ov_device"): device for device in plugin_devices(OPENVINO)}
+    if wanted not in devices:
+        raise QsampleError(
+            f"{OPENVINO} finds no device {wanted!r} here, only {', '.join(map(repr, devices)) or 'none at all'}; it "
+            "takes Intel's processors alone"
+        )
+    if options.intra_op_num_threads:
+        properties["INFERENCE_NUM_THREADS"] = str(options.intra_op_num_threads)
+    chosen = {"load_config": json.dumps({wanted: properties})} if properties else {}
+    options.add_provider_for_devices([devices[wanted]], chosen)
+
+
+def plugin_devices(provider: str) -> list[Any]:
+    """The devices that a plugin's provider has here, as ONNX Runtime's OrtEpDevice. Registers the plugin first."""
+    if not any(device.ep_name == provider for device in ort.get_ep_devices()):
+        library = import_module(_plugin_module(provider)).get_library_path()
+        ort.register_execution_provider_library(provider, library)
+    return [device for device in ort.get_ep_devices() if device.ep_name == provider]

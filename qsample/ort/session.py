@@ -1,0 +1,275 @@
+"""ONNX Runtime's sessions of a package's graphs, checked against the contract."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from itertools import count
+from typing import Any, Final
+
+import onnxruntime as ort
+
+from qsample.contract import BATCH, CAPACITY, INPUT_IDS, TensorSpec, retained_name
+from qsample.errors import PackageError, QsampleError, shown
+from qsample.interface import GraphSpec, Interface
+from qsample.ort.device_thread import DeviceThread
+from qsample.ort.linux_memory import in_huge_pages, release_pages
+from qsample.ort.options import SessionOptions, session_options
+from qsample.ort.pieces import Pieces
+from qsample.ort.providers import CPU, CUDA, check_available, execution_providers, open_session
+from qsample.ort.returned_logits import graph_with_logits, with_logits
+from qsample.ort.threads import most_shares
+from qsample.ort.trusted_options import check_manifest_options
+from qsample.package import Package
+from qsample.tensors import DTYPES
+
+_CAPTURE: Final = "enable_cuda_graph"
+# On two cores, int4 weights: 1,024 tokens take as long in pieces of 64 as in larger ones, and 10 % longer in 32.
+_PIECE_SIZE: Final = 64
+_LATE_PIECE_SIZE: Final = 256
+_PIECE_SIZE_ON_GPU: Final = 512
+# The CPU's kernels compute each of two or more rows alike, however many they are.
+_TAIL_SIZE_ON_CPU: Final = 2
+
+
+class Replays:
+    """What the captured runs of one session have in common.
+
+    ONNX Runtime keeps a captured graph under a number, for the thread that captured it and for as long as the session
+    lives; another thread would capture it again. So all of them run on `thread`, and no number comes twice.
+    """
+
+    def __init__(self) -> None:
+        self.thread = DeviceThread("qsample-replay")
+        self._numbers = count(1)
+
+    def number(self) -> int:
+        """For one graph over one set of buffers: a replay reads and writes the memory that it was captured over."""
+        return next(self._numbers)
+
+
+@dataclass(frozen=True, slots=True)
+class Sessions:
+    """The loaded graphs of a package.
+
+    sampler: samples on the host; None if the decoder does it by itself. device: where the decoder's buffers live, "cpu"
+    or "cuda". replays: None if the decoder's runs are not captured and replayed. tokens_per_call: S, if the decoder has
+    it fixed. joins_prompts: one run can read the first tokens of several rows. least_rows: a decode step can be over
+    adjacent rows of the batch alone, at least so many; None = it is over all rows. piece_size, late_piece_size: a
+    prompt is read in pieces of that many tokens, see `Pieces`. tail_size: so many tokens at the end of a piece, read
+    again without those before them, give the same last bits; None: the whole piece has to be read.
+    """
+
+    interface: Interface
+    decoder: ort.InferenceSession
+    sampler: ort.InferenceSession | None
+    device: str
+    replays: Replays | None = None
+    tokens_per_call: int | None = None
+    joins_prompts: bool = False
+    least_rows: int | None = None
+    piece_size: int = _PIECE_SIZE
+    late_piece_size: int | None = None
+    tail_size: int | None = None
+
+    @property
+    def pieces(self) -> Pieces:
+        """How a prompt is cut."""
+        return Pieces(self.piece_size, self.late_piece_size)
+
+
+def open_sessions(
+    package: Package,
+    provider: str | Sequence[str] | None = None,
+    options: SessionOptions | None = None,
+    *,
+    logits: bool = False,
+) -> Sessions:
+    """Load the graphs of `package`.
+
+    provider: a short name (see `execution_providers`), or ONNX Runtime's own provider names in order of preference;
+    None = what a device package was compiled for, otherwise "cpu". logits: the decoder returns its logits, too,
+    whatever else it returns (`returned_logits.with_logits`).
+
+    Raises QsampleError where the provider does not exist here or is not the one that the package was compiled for,
+    PackageError where a graph does not have the interface that the manifest promises.
+    """
+    options = options or SessionOptions()
+    providers = _providers(package, provider)
+    check_manifest_options(package, provider, options.provider_options)
+    device = "cuda" if CUDA in providers else "cpu"
+    number = str(options.provider_options.get("device_id", "0"))
+    if device == "cuda" and number != "0":
+        raise QsampleError(
+            f"provider_options has device_id {number!r}, and a process takes its first GPU; set the environment "
+            f"variable CUDA_VISIBLE_DEVICES={number} for this process, and leave device_id out"
+        )
+    check_available(providers)
+    interface = package.interface
+    sizes = dict(interface.sizes)
+    if package.manifest.compilation is not None:
+        sizes[CAPACITY] = package.manifest.compilation.ctx_len
+        if package.manifest.compilation.batch_size == 1:
+            sizes[BATCH] = 1
+
+    def load(name: str, used: Sequence[str], used_options: SessionOptions) -> ort.InferenceSession:
+        is_decoder, spec = name == "decoder.onnx", interface.graphs[name]
+        wanted = with_logits(spec) if logits and is_decoder else spec
+        session = _load(package, name, used, used_options, logits=wanted != spec)
+        # The batch and the capacity of the other graphs are free even where the decoder's are not.
+        check_interface(session, wanted, sizes if is_decoder else interface.sizes, name)
+        return session
+
+    on_host = SessionOptions(options.intra_op_num_threads, config=options.config)
+    # The weights of sessions on other devices are not in this process's memory for long.
+    with in_huge_pages() if device == "cpu" else nullcontext():
+        decoder = load("decoder.onnx", providers, options)
+    release_pages(package.path / "decoder.onnx.data")
+    # Elsewhere attention is compiled for the capacity as its longest row, and then takes no batch of prompts, whichever
+    # provider runs it.
+    on_plain_cpu = providers[0] == CPU and _compiled_for(package) in (None, CPU)
+    length = next(value.shape for value in decoder.get_inputs() if value.name == INPUT_IDS.name)[1]
+    fixed = length if isinstance(length, int) else None
+    return Sessions(
+        interface,
+        decoder=decoder,
+        sampler=None if interface.features.sampler else load("sampler.onnx", [CPU], on_host),
+        device=device,
+        replays=Replays() if _options_of(package, "decoder.onnx", options, providers).get(_CAPTURE) == "1" else None,
+        tokens_per_call=fixed,
+        piece_size=fixed or (_PIECE_SIZE if device == "cpu" else _PIECE_SIZE_ON_GPU),
+        late_piece_size=_LATE_PIECE_SIZE if fixed is None and device == "cpu" else None,
+        tail_size=_TAIL_SIZE_ON_CPU if providers[0] == CPU else None,
+        joins_prompts=on_plain_cpu,
+        least_rows=_least_rows(package, options) if on_plain_cpu else None,
+    )
+
+
+def _least_rows(package: Package, options: SessionOptions) -> int:
+    """The least rows of a decode step whose last bits are those of a step over more rows.
+
+    Where there are more threads than rows times attention heads, several threads share a head and add up what each
+    found. And the product of one row of floats has a kernel of its own; that of packed weights does not.
+    """
+    compilation = package.manifest.compilation
+    quantization = (compilation and compilation.quantization) or {}
+    # Matrices without bits are stored in float16 and multiplied by in float32. Of weights that came packed the head is
+    # a float matrix, nearly always, until compile packs it.
+    packed = "bits" in quantization and quantization.get("matrices")
+    shares = most_shares(options.intra_op_num_threads)
+    heads = min((shape.num_key_value_heads for shape in package.interface.key_values), default=shares)  # or more
+    return max(1 if packed else 2, -(-shares // heads))
+
+
+def _compiled_for(package: Package) -> str | None:
+    """The first of the execution providers that the package was compiled for; None for a portable one."""
+    compilation = package.manifest.compilation
+    return compilation.execution_providers[0] if compilation else None
+
+
+def _options_of(package: Package, name: str, options: SessionOptions, providers: Sequence[str]) -> dict[str, str]:
+    """What the first provider is given for the graph `name`. The manifest's options are of the one it names first."""
+    compilation = package.manifest.compilation
+    compiled: Mapping[str, str] = {}
+    if compilation and name == "decoder.onnx" and tuple(providers[:1]) == compilation.execution_providers[:1]:
+        compiled = compilation.provider_options
+    chosen = {**compiled, **options.provider_options}
+    # Other graphs are not captured: they have control flow, run once, or read memory of the host, which a replay would
+    # not read again.
+    if name != "decoder.onnx" or not package.interface.captured:
+        chosen.pop(_CAPTURE, None)
+    return chosen
+
+
+def _providers(package: Package, provider: str | Sequence[str] | None) -> tuple[str, ...]:
+    compilation = package.manifest.compilation
+    if provider is None:
+        providers = compilation.execution_providers if compilation else (CPU,)
+    elif isinstance(provider, str):
+        if compilation is not None and provider != compilation.provider:
+            raise QsampleError(
+                f"{package.path} was compiled for {compilation.provider!r}, not {provider!r}; compile the portable "
+                f"package for {provider!r}, or leave provider out"
+            )
+        providers = compilation.execution_providers if compilation else execution_providers(provider)
+    else:
+        providers = tuple(provider) if isinstance(provider, Sequence) else (provider,)
+        if not all(isinstance(name, str) for name in providers):
+            raise ValueError(
+                f'provider is {shown(provider)}; give a short name such as "cpu", or a list of ONNX Runtime\'s names, '
+                "the options of the first with provider_options"
+            )
+    return providers
+
+
+def _load(
+    package: Package, name: str, providers: Sequence[str], options: SessionOptions, *, logits: bool
+) -> ort.InferenceSession:
+    """logits: give the graph its logits as an output, which it has not got."""
+    native = session_options(options.config, intra_op_num_threads=options.intra_op_num_threads)
+    path = package.file(name)
+    package.check_graph(name)
+    try:
+        graph = graph_with_logits(path, native) if logits else path
+        return open_session(graph, native, providers, _options_of(package, name, options, providers))
+    except QsampleError:
+        raise
+    except Exception as error:  # ONNX Runtime's own exceptions share no base but Exception
+        hint = _made_by_newer(package)
+        raise PackageError(f"ONNX Runtime cannot load {package.path / name}: {error}{hint}") from error
+
+
+def _made_by_newer(package: Package) -> str:
+    """What to do where a newer ONNX Runtime compiled the package, whose operators this one may not know."""
+    made, here = package.manifest.versions.get("onnxruntime", ""), str(ort.__version__)
+    numbers = [[int(number) for number in re.findall(r"\d+", version)[:3]] for version in (made, here)]
+    if package.manifest.compilation is None or numbers[0] <= numbers[1]:
+        return ""
+    return f"; it was compiled with onnxruntime {made} and this is {here}: install {made} or newer, or compile it here"
+
+
+def check_interface(session: ort.InferenceSession, spec: GraphSpec, sizes: Mapping[str, int], graph_name: str) -> None:
+    """Raise PackageError where the names, dtypes or shapes of the session's tensors are not those of `spec`."""
+    retained = [_renamed(state, retained_name(state.name)) for state in spec.states if not state.read_only]
+    for side, values, wanted in (
+        ("input", session.get_inputs(), (*spec.inputs, *spec.states)),
+        ("output", session.get_outputs(), (*spec.outputs, *retained)),
+    ):
+        actual = {value.name: value for value in values}
+        missing = [tensor.name for tensor in wanted if tensor.name not in actual]
+        unexpected = [name for name in actual if name not in {tensor.name for tensor in wanted}]
+        if missing or unexpected:
+            problems = [f"lacks {side} {name}" for name in missing] + [
+                f"has an unknown {side} {name}" for name in unexpected
+            ]
+            raise PackageError(
+                f"{graph_name} does not follow the decode contract: it {', '.join(problems)}; export it again"
+            )
+        for tensor in wanted:
+            problem = _mismatch(actual[tensor.name], tensor, sizes, shape_known=side == "input")
+            if problem:
+                raise PackageError(
+                    f"{graph_name} does not fit the manifest: {side} {tensor.name} {problem}; export it again"
+                )
+
+
+def _renamed(state: TensorSpec, name: str) -> TensorSpec:
+    return TensorSpec(name, state.dtype, state.axes, state.meaning)
+
+
+def _mismatch(value: Any, spec: TensorSpec, sizes: Mapping[str, int], *, shape_known: bool) -> str | None:
+    """What is wrong with a session's input or output, or None. An output may have lost its shape to optimisation."""
+    wanted_type = DTYPES[spec.dtype].onnxruntime
+    if value.type != wanted_type:
+        return f"is {value.type}, not {wanted_type}"
+    if not value.shape and not shape_known:
+        return None
+    wanted = [axis if isinstance(axis, int) else sizes.get(axis, axis) for axis in spec.axes]
+    # A free axis may be free under any name, a fixed one must have its size.
+    fits = len(value.shape) == len(wanted) and all(
+        not isinstance(have, int) or not isinstance(want, int) or have == want
+        for have, want in zip(value.shape, wanted, strict=True)
+    )
+    return None if fits else f"has shape {value.shape}, not {wanted}"

@@ -1,0 +1,84 @@
+"""What a package may ask of ONNX Runtime: execution providers and their options, as its manifest names them.
+
+A manifest is data that may come from anybody, and some options of a provider load libraries or write files. What a
+caller passes himself is his own affair, and not looked at here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from importlib.metadata import entry_points
+from typing import Any, Final
+
+from qsample.errors import PackageError
+from qsample.ort.providers import CPU, CUDA, DEVICE, OPENVINO, TENSORRT, execution_providers
+from qsample.package import Package
+
+TARGETS: Final = "qsample.targets"  # the group of entry points of installed compile targets
+# Provider → option → its values, as a pattern of the whole text. What compile's own targets write, and precision.
+ALLOWED_OPTIONS: Final[Mapping[str, Mapping[str, str]]] = {
+    CPU: {},
+    CUDA: {"enable_cuda_graph": "[01]", "use_tf32": "[01]"},
+    OPENVINO: {DEVICE: "CPU|GPU|NPU", "INFERENCE_PRECISION_HINT": "f32|f16|bf16"},
+    TENSORRT: {"trt_fp16_enable": "[01]", "trt_bf16_enable": "[01]"},
+}
+
+
+def check_manifest_options(package: Package, provider: object, chosen: Mapping[str, str]) -> None:
+    """Raise PackageError where the manifest of a device package names a provider or an option that a package may not.
+
+    provider: what the caller asked for; one that he names himself, by its short name or in a list, is his choice.
+    chosen: the caller's own options, which take the place of the manifest's. An installed compile target that the
+    package was made for (entry point group `qsample.targets`) may have what it writes.
+    """
+    compilation = package.manifest.compilation
+    if compilation is None:
+        return
+    allowed = {name: dict(options) for name, options in ALLOWED_OPTIONS.items()}
+    for name in _named_by(provider):
+        allowed.setdefault(name, {})
+    unknown = [name for name in compilation.execution_providers if name not in allowed]
+    first = next(iter(compilation.execution_providers), "")
+    refused = _refused(compilation.provider_options, allowed.get(first, {}), chosen)
+    if unknown or refused:
+        providers, options = _of_installed_target(compilation.provider)
+        unknown = [name for name in unknown if name not in providers]
+        refused = [name for name in refused if options.get(name) != compilation.provider_options[name]]
+    if unknown:
+        raise PackageError(
+            f"{package.path} asks for the execution provider {unknown[0]!r:.80}, which a package may not by itself; if "
+            "you trust it, name its providers yourself: provider=[...]"
+        )
+    if refused:
+        name = refused[0]
+        raise PackageError(
+            f"{package.path} sets {first}'s option {name!r:.80} to {compilation.provider_options[name]!r:.80}, which a "
+            "package may not; if you trust it, pass the option yourself: provider_options={...}"
+        )
+
+
+def _refused(given: Mapping[str, str], allowed: Mapping[str, str], chosen: Mapping[str, str]) -> list[str]:
+    return [
+        name
+        for name, value in given.items()
+        if name not in chosen and not (name in allowed and re.fullmatch(allowed[name], value))
+    ]
+
+
+def _named_by(provider: Any) -> tuple[str, ...]:
+    if provider is None:
+        return ()
+    return execution_providers(provider) if isinstance(provider, str) else tuple(provider)
+
+
+def _of_installed_target(name: str) -> tuple[tuple[str, ...], Mapping[str, str]]:
+    """The providers and options that an installed target writes; nothing where it cannot be imported here."""
+    for point in entry_points(group=TARGETS):
+        if point.name == name:
+            try:
+                target = point.load().TARGET
+            except ImportError:  # of what only exporting needs
+                break
+            return tuple(target.execution_providers), dict(target.provider_options)
+    return (), {}

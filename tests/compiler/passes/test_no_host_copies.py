@@ -1,0 +1,120 @@
+"""Copies from the host: which are named, the numbers that are cut out on the device, and the attention's length."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime as ort
+import pytest
+
+from qsample.compiler.passes.no_host_copies import (
+    cut_splits,
+    fix_total_length,
+    host_data,
+    host_nodes,
+    remove_host_copies,
+)
+from qsample.compiler.recipe import run
+from qsample.graph.gqa import Slot
+from tests.helpers.small_graphs import normal, operators, results, small_graph
+
+GRAPH = """
+decode (float[%s,S] x, int64[B] lengths) => (int64[B] result, float[B,M] flat)
+    <int64 one = {1}, int64[1] first = {0}>
+{
+    rows = Shape <start = 0, end = 1> (x)
+    count = Shape <start = 1, end = 2> (x)
+    number = Squeeze (count)
+    last = Sub (number, one)
+    result = Add (lengths, %s)
+    shape = Concat <axis = 0> (rows, count)
+    flat = Reshape (x, shape)
+}
+"""
+SHAPES = {"rows": [1], "count": [1], "number": [], "last": [], "shape": [2]}
+
+
+def decoder(number: str = "last", rows: int | str = "B") -> ir.Model:
+    model = small_graph(GRAPH % (rows, number), SHAPES, ir.DataType.INT64)
+    for node in model.graph:
+        node.name = f"of_{node.outputs[0].name}"
+    return model
+
+
+@pytest.mark.parametrize(("number", "offset"), [("last", 6), ("count", 7)])
+def test_numbers_from_shapes_are_cut_out_on_the_device(number: str, offset: int) -> None:
+    model = decoder(number)
+    assert host_data(model.graph) == [f"Add of_result takes {number}"]  # and the kernel of Reshape reads on the host
+    assert {node.op_type for node in host_nodes(model.graph)} == {"Shape", "Squeeze", "Sub", "Concat"}
+    assert run(model, [partial(remove_host_copies, limit=10)])
+    assert host_data(model.graph) == []
+    assert not remove_host_copies(model, 10)
+    feeds = {"x": np.zeros((2, 7), np.float32), "lengths": np.array([3, 4])}
+    result, flat = results(model, feeds)
+    assert result.tolist() == [3 + offset, 4 + offset]
+    assert flat.shape == (2, 7)
+
+
+def test_shapes_that_the_graph_fixes_become_constants() -> None:
+    model = decoder(rows=2)
+    model.graph.inputs[0].shape = ir.Shape([2, 7])
+    assert run(model, [partial(remove_host_copies, limit=10)])
+    assert "Shape" not in operators(model)
+    assert host_data(model.graph) == []
+
+
+def test_more_than_a_number_stays_and_is_named() -> None:
+    model = decoder("shape")
+    assert not remove_host_copies(model, 10)
+    assert host_data(model.graph) == ["Add of_result takes shape"]
+
+
+def test_every_attention_reads_one_constant_length() -> None:
+    model = small_graph(
+        """
+        decode (float[B,S,64] q, float[B,S,32] k, float[B,2,8,16] past_key, float[B,2,8,16] past_value, int32[B] seen)
+            => (float[B,S,64] result)
+        {
+            size = Shape <start = 1, end = 2> (q)
+            total = Cast <to = 6> (size)
+            middle = com.microsoft.GroupQueryAttention <num_heads = 4, kv_num_heads = 2>
+                (q, k, k, past_key, past_value, seen, total)
+            result = com.microsoft.GroupQueryAttention <num_heads = 4, kv_num_heads = 2>
+                (middle, k, k, past_key, past_value, seen, total)
+        }
+        """
+    )
+    assert run(model, [partial(fix_total_length, capacity=8)])
+    assert operators(model) == ["GroupQueryAttention"] * 2
+    first, second = (node.inputs[Slot.TOTAL_SEQUENCE_LENGTH] for node in model.graph)
+    assert first is second
+    assert first is not None
+    assert first.const_value is not None
+    assert (first.dtype, first.const_value.numpy().tolist()) == (ir.DataType.INT32, 8)
+    assert not fix_total_length(small_graph("nothing (float[B] x) => (float[B] y) { y = Neg (x) }"), 8)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "axis", "is_cut"),
+    [([2, 6], -1, True), ([1, 2, 3, 2], 1, True), ([1, 3, 4], 0, True), ([2, 2, 4], 1, False), ([4, 4], 0, False)],
+)
+def test_splits_into_unequal_parts_become_slices(sizes: list[int], axis: int, is_cut: bool, tmp_path: Path) -> None:
+    names = [f"part{index}" for index in range(len(sizes))]
+    model = small_graph(f"""
+        cut (float[8,8] x) => ({", ".join(f"float[M,N] {name}" for name in names)})
+            <int64[{len(sizes)}] sizes = {{{", ".join(map(str, sizes))}}}>
+        {{ {", ".join(names)} = Split <axis = {axis}> (x, sizes) }}""")
+    model.graph.node(0).name = "split"
+    assert cut_splits(model) == is_cut
+    assert set(operators(model)) == ({"Gather", "Slice"} if is_cut else {"Split"})
+    optimized = ort.SessionOptions()
+    optimized.optimized_model_filepath = str(tmp_path / "optimized.onnx")
+    ort.InferenceSession(ir.to_proto(model).SerializeToString(), optimized)
+    assert ("Split" in operators(ir.load(tmp_path / "optimized.onnx"))) != is_cut
+    x = normal(8, 8)
+    wanted = np.split(x, np.cumsum(sizes)[:-1], axis=axis)
+    for got, part in zip(results(model, {"x": x}), wanted, strict=True):
+        np.testing.assert_array_equal(got, part)

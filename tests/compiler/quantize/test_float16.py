@@ -1,0 +1,71 @@
+"""Weights stored in float16: the numbers, the space, and the same graph in float32 once it is loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+from qsample import AutoModelForCausalLM
+from qsample.compiler.quantize.float16 import store_as_float16
+from qsample.compiler.quantize.report import QuantizationReport, quantization_report
+from qsample.graph.edit import initializer
+from tests.helpers.small_graphs import loop_graph, normal, operators, results, small_graph
+
+
+def test_only_matrices_that_a_token_is_multiplied_by_are_stored_in_float16() -> None:
+    model = small_graph("""
+        project (float[B,8] x, float[8,4] given, float[4] bias) => (float[B,4] result) {
+            product = MatMul (x, given)
+            result = Add (product, bias)
+        }""")
+    arrays = {"weight": normal(8, 4), "offset": normal(4)}
+    for value, name in zip(list(model.graph.inputs[1:]), arrays, strict=True):
+        value.replace_all_uses_with(initializer(model.graph, name, arrays[name]))
+        model.graph.inputs.remove(value)
+    assert quantization_report(model) is None
+    assert store_as_float16(model)
+    assert quantization_report(model) == QuantizationReport(1, 128, 64)
+    assert operators(model) == ["Cast", "MatMul", "Add"]
+    assert {name: value.dtype for name, value in model.graph.initializers.items()} == {
+        "weight_float16": ir.DataType.FLOAT16,
+        "offset": ir.DataType.FLOAT,
+    }
+    x = normal(2, 8, seed=1)
+    (result,) = results(model, {"x": x})
+    rounded = arrays["weight"].astype(np.float16).astype(np.float32)
+    np.testing.assert_allclose(result, x @ rounded + arrays["offset"], rtol=1e-5, atol=1e-6)
+    assert not store_as_float16(model)
+
+
+def test_the_weights_of_a_loop_are_stored_in_float16() -> None:
+    model, weights = loop_graph(normal(64, 32, seed=1), normal(64, 32, seed=2)), ("w1_weight", "w2_weight")
+    assert store_as_float16(model)
+    assert sorted(model.graph.initializers) == [f"{name}_float16" for name in weights]
+    first, second = (normal(64, 32, seed=seed).astype(np.float16).astype(np.float32) for seed in (1, 2))
+    x = normal(2, 3, 64)
+    last, _ = results(model, {"x": x, "start": np.zeros((2, 32), np.float32)})
+    np.testing.assert_allclose(last, ((x @ first) * (x @ second)).sum(1), rtol=1e-4, atol=1e-3)
+
+
+def test_float16_weights_are_stored_in_half_the_space(llama_package: Path, tmp_path: Path) -> None:
+    portable = AutoModelForCausalLM.from_pretrained(llama_package)
+    whole, half = (portable.compile(tmp_path / name, ctx_len=64, weights=name) for name in ("float32", "float16"))
+    figures = half.package.manifest.compilation.quantization
+    assert figures is not None
+    assert figures["bytes_after"] * 2 == figures["bytes_before"]
+    assert 0 < figures["divergence"]["kl"] < 1e-4
+    sizes = [model.package.manifest.files["decoder.onnx.data"].bytes for model in (whole, half)]
+    assert sizes[0] - sizes[1] == pytest.approx(figures["bytes_after"], abs=200_000)  # tensors are aligned to pages
+
+    nodes = ir.load(tmp_path / "float16" / "decoder.onnx").graph
+    wanted = ir.load(tmp_path / "float32" / "decoder.onnx").graph.initializers
+    stored = {name: value for name, value in nodes.initializers.items() if name.endswith("_float16")}
+    assert len(stored) == figures["matrices"]
+    for name, value in stored.items():
+        array = wanted[name.removesuffix("_float16")].const_value.numpy()
+        np.testing.assert_array_equal(value.const_value.numpy(), array.astype(np.float16))
+    options = {"do_sample": False, "max_new_tokens": 8}
+    assert half.generate([[5, 6, 7]], **options).token_ids == whole.generate([[5, 6, 7]], **options).token_ids

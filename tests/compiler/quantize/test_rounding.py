@@ -1,0 +1,79 @@
+"""One matrix and its levels: in bfloat16 as close as with exact scales, and nothing lost where nothing has to be."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from qsample.compiler.options import QUANTIZATION_METHODS
+from qsample.compiler.quantize.rounding import WeightQuantization, quantize_matrix
+from tests.helpers.quantized_checkpoints import stored_levels
+
+INPUTS, OUTPUTS = 256, 96
+
+
+def meaning(weight: np.ndarray, way: WeightQuantization) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """[K, N] float64: what the blocks stand for; the step and the level of each weight."""
+    blocks, scales, zero_points = quantize_matrix(weight, way)
+    assert scales.dtype == weight.dtype
+    count = len(weight) // way.block_size
+    levels = stored_levels(blocks.reshape(OUTPUTS * count, -1), way.bits).astype(np.float64)
+    zeros = 2 ** (way.bits - 1) if way.method == "rtn" else zero_points.reshape(-1, 1).astype(np.float64)
+    steps = scales.reshape(-1, 1).astype(np.float64)
+    parts = ((levels - zeros) * steps, np.abs(steps) + 0 * levels, levels)
+    floats, sizes, integers = (part.reshape(OUTPUTS, len(weight)).T for part in parts)
+    return floats, sizes, integers
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("method", QUANTIZATION_METHODS)
+def test_levels_are_the_nearest_for_the_scales_as_stored(method: str, bits: int) -> None:
+    way = WeightQuantization(bits, 32, method)
+    weight = np.random.default_rng(0).normal(size=(INPUTS, OUTPUTS)).astype(ml_dtypes.bfloat16)
+    exact = weight.astype(np.float64)
+    floats, steps, levels = meaning(weight, way)
+    inside = (levels > 0) & (levels < 2**bits - 1)
+    assert (np.abs(floats - exact) <= 0.5001 * steps)[inside].all()
+    assert (np.abs(floats - exact) <= 2.0 * steps).all()
+    # Rounding the scales behind the levels would double the error of eight bits.
+    error = np.square(floats - exact).mean()
+    assert error < 1.1 * np.square(meaning(weight.astype(np.float32), way)[0] - exact).mean()
+    assert np.sqrt(error) < 0.5 * np.abs(exact).max() / 2 ** (bits - 1)
+
+
+def test_blocks_of_zeros_in_bfloat16() -> None:
+    weight = np.zeros((INPUTS, OUTPUTS), ml_dtypes.bfloat16)
+    weight[:, 3] = 2
+    for method in QUANTIZATION_METHODS:
+        floats, _, _ = meaning(weight, WeightQuantization(4, 32, method))
+        np.testing.assert_allclose(floats, weight.astype(np.float64), atol=0.02)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("method", QUANTIZATION_METHODS)
+def test_blocks_that_are_small_or_of_one_sign(method: str, bits: int) -> None:
+    """A block's grid has its own range, however small that is, and reaches from 0 to the weights."""
+    weight = np.random.default_rng(0).normal(size=(INPUTS, OUTPUTS)).astype(np.float32)
+    weight[:, 1] *= 1e-4
+    weight[:, 2] *= 1e-7
+    weight[:, 3], weight[:, 4], weight[:32, 5] = 0.01, -0.3, 0
+    weight[:, 6], weight[:, 7] = 0.5 + 0.01 * weight[:, 6], -2 + 0.1 * weight[:, 7]
+    floats, _, _ = meaning(weight, WeightQuantization(bits, 32, method))
+    errors = np.abs(floats - weight).max(axis=0) / np.abs(weight).max(axis=0)
+    assert (errors < 2 / 2**bits).all()
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("block_size", [16, 32])
+def test_mxfp4_is_carried_in_eight_bits(block_size: int, dtype: type) -> None:
+    """Nothing is rounded again: values of four bits, and a power of two for each 32 of them."""
+    rng = np.random.default_rng(0)
+    values = rng.choice([0, 0.5, 1, 1.5, 2, 3, 4, 6], (OUTPUTS, INPUTS // 32, 32)) * rng.choice(
+        [-1, 1], (OUTPUTS, 1, 32)
+    )
+    values[3, 1] = 0
+    values[4, 0] = [6, -6] * 16
+    weight = (values * 2.0 ** rng.integers(-9, 2, (OUTPUTS, INPUTS // 32, 1))).reshape(OUTPUTS, INPUTS).T.astype(dtype)
+    floats, _, _ = meaning(weight, WeightQuantization(8, block_size))
+    np.testing.assert_array_equal(floats, weight.astype(np.float64))

@@ -1,0 +1,319 @@
+"""Weight quantization: what the matrices hold, tied tables, the divergence from the float model, bad options."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime as ort
+import pytest
+
+from qsample import AutoModelForCausalLM
+from qsample.compiler.compile import compile_package
+from qsample.compiler.options import CompileOptions
+from qsample.compiler.quantize.report import quantization_report
+from qsample.compiler.quantize.rounding import WeightQuantization
+from qsample.compiler.quantize.weights import quantize_weights
+from qsample.errors import CompileError
+from qsample.graph import edit
+from qsample.package import read_package
+from tests.helpers.small_graphs import loop_graph, normal, small_graph
+
+VOCAB, HIDDEN, ODD = 48, 64, 40
+WAYS = [
+    WeightQuantization(4),
+    WeightQuantization(8),
+    WeightQuantization(4, 16),
+    WeightQuantization(8, 64),
+    WeightQuantization(4, 32, "k_quant"),
+    WeightQuantization(8, 64, "k_quant"),
+    WeightQuantization(4, 32, "hqq"),
+    WeightQuantization(8, 16, "hqq"),
+]
+
+
+def value(name: str, shape: list[int | str], dtype: ir.DataType = ir.DataType.FLOAT) -> ir.Value:
+    return ir.Value(name=name, shape=ir.Shape(shape), type=ir.TensorType(dtype))
+
+
+def small_model(weights: dict[str, np.ndarray], odd: int = ODD) -> ir.Model:
+    """ids → Gather(table) → lookup; x → MatMul(matrix) → product; x → FusedMatMul(table transposed) → scores;
+    part → MatMul(odd) → rest. odd: the width of part."""
+    initializers = {name: value(name, list(array.shape)) for name, array in weights.items()}
+    for name, initializer in initializers.items():
+        initializer.const_value = ir.Tensor(weights[name], name=name)
+    ids, x, part = (
+        value("ids", ["B", "S"], ir.DataType.INT64),
+        value("x", ["B", "S", HIDDEN]),
+        value("part", ["B", odd]),
+    )
+    nodes = [
+        ir.Node("", "Gather", [initializers["table"], ids], name="lookup"),
+        ir.Node("", "MatMul", [x, initializers["matrix"]], name="product"),
+        ir.Node("com.microsoft", "FusedMatMul", [x, initializers["table"]], [ir.AttrInt64("transB", 1)], name="scores"),
+        ir.Node("", "MatMul", [part, initializers["odd"]], name="rest"),
+    ]
+    for node in nodes:
+        node.outputs[0].name = node.name
+        node.outputs[0].type = ir.TensorType(ir.DataType.FLOAT)
+    graph = ir.Graph(
+        [ids, x, part],
+        [node.outputs[0] for node in nodes],
+        nodes=nodes,
+        initializers=list(initializers.values()),
+        opset_imports={"": 20, "com.microsoft": 1},
+        name="small",
+    )
+    return ir.Model(graph, ir_version=10)
+
+
+def make_weights() -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(0)
+    shapes = {"table": (VOCAB, HIDDEN), "matrix": (HIDDEN, VOCAB), "odd": (ODD, 8)}
+    return {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+
+
+def levels(stored: np.ndarray, bits: int) -> np.ndarray:
+    """[..., bytes] as [..., values]: 4-bit values lie in the low half of a byte first."""
+    if bits == 8:
+        return stored.astype(np.int64)
+    return np.stack([stored & 15, stored >> 4], axis=-1).reshape(*stored.shape[:-1], -1).astype(np.int64)
+
+
+def dequantized(folder: Path, name: str, way: WeightQuantization) -> np.ndarray:
+    """[N, K], from the file alone: scale times (level minus zero point)."""
+    initializers = ir.load(folder / "m.onnx").graph.initializers
+    array = {kind: v.const_value.numpy() for kind, v in initializers.items() if v.const_value is not None}
+    blocks = levels(array[f"{name}_blocks"], way.bits)
+    count = blocks.shape[1]
+    scales = array[f"{name}_scales"].reshape(-1, count, 1)
+    if way.method == "rtn":
+        zero: np.ndarray | int = 2 ** (way.bits - 1)
+    else:
+        zero = levels(array[f"{name}_zero_points"].reshape(len(blocks), -1), way.bits)[:, :count, None]
+    return ((blocks - zero) * scales).reshape(len(blocks), -1)
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_quantized_graph(way: WeightQuantization, tmp_path: Path) -> None:
+    weights = make_weights()
+    model = small_model(weights)
+    assert quantize_weights(model, way)
+    report = quantization_report(model)
+    assert report is not None
+    ir.save(model, tmp_path / "m.onnx", external_data="m.data")
+
+    # Every row is within half a level of the weights, and the levels are as fine as the bits.
+    for name, original in (("table", weights["table"]), ("matrix", weights["matrix"].T)):
+        step = np.abs(original).reshape(len(original), -1, way.block_size).max(-1) * 2 / (2**way.bits - 2)
+        error = np.abs(dequantized(tmp_path, name, way) - original).reshape(len(original), -1, way.block_size).max(-1)
+        assert (error <= step * 1.01).all()
+        assert error.max() > 0
+
+    # The graph computes with these very numbers: one-hot activations survive their own rounding to int8.
+    session = ort.InferenceSession(tmp_path / "m.onnx")
+    ids = np.arange(6).reshape(2, 3)
+    feeds = {"ids": ids, "x": np.eye(HIDDEN, dtype=np.float32)[None], "part": np.ones((1, ODD), np.float32)}
+    lookup, product, scores, rest = session.run(["lookup", "product", "scores", "rest"], feeds)
+    np.testing.assert_allclose(lookup, dequantized(tmp_path, "table", way)[ids], atol=1e-6)
+    np.testing.assert_allclose(scores[0].T, dequantized(tmp_path, "table", way), rtol=0.01, atol=1e-3)
+    np.testing.assert_allclose(product[0].T, dequantized(tmp_path, "matrix", way), rtol=0.01, atol=1e-3)
+    if ODD % way.block_size:
+        np.testing.assert_allclose(rest, weights["odd"].sum(0)[None], rtol=1e-5)
+
+    # The tied table is quantized once; no float copy of a quantized matrix is left.
+    names = list(model.graph.initializers)
+    assert [name for name in names if name.endswith("_blocks")] == ["table_blocks", "matrix_blocks"]
+    assert {"table", "matrix"}.isdisjoint(names)
+    assert "odd" in names
+    assert report.matrices == 2
+    assert report.bytes_before == weights["table"].nbytes + weights["matrix"].nbytes
+    stored = [v.const_value for n, v in model.graph.initializers.items() if n.startswith(("table_", "matrix_"))]
+    assert report.bytes_after == sum(tensor.nbytes for tensor in stored if tensor is not None)
+
+
+def test_tables_that_positions_are_looked_up_in_stay_float() -> None:
+    model = small_graph("""
+        g (int64[B,S] input_ids, int32[B] lengths, int64[S] steps, float[48,64] table, float[32,64] places)
+            => (float[B,S,64] both) {
+            axes = Constant <value_ints = [1]> ()
+            column = Unsqueeze (lengths, axes)
+            start = Cast <to = 7> (column)
+            positions = Add (start, steps)
+            place = Gather (places, positions)
+            one = Constant <value = int64 {1}> ()
+            begun = Less (start, one)
+            ids = Where (begun, one, input_ids)
+            word = Gather (table, ids)
+            both = Add (word, place)
+        }""")
+    word = next(node for node in model.graph if node.outputs[0].name == "word")
+    word.inputs[1].shape = ir.Shape(["B", "S"])  # type: ignore[union-attr]
+    for given, name in zip(model.graph.inputs[3:], ("table", "places"), strict=True):
+        weight = edit.initializer(model.graph, f"{name}_weight", normal(*given.shape.numpy()))  # type: ignore[union-attr]
+        given.replace_all_uses_with(weight)
+        model.graph.inputs.remove(given)
+    assert quantize_weights(model, WeightQuantization(4))
+    assert [node.op_type for node in model.graph if "Gather" in node.op_type] == ["Gather", "GatherBlockQuantized"]
+    assert "places_weight" in model.graph.initializers
+    assert "table_weight" not in model.graph.initializers
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("transposed", [0, 1])
+def test_the_weights_of_a_gemm(transposed: int, bias: bool, tmp_path: Path) -> None:
+    """Such as those of shared experts, which see flattened rows."""
+    weight = normal(VOCAB, HIDDEN, seed=1) if transposed else normal(HIDDEN, VOCAB, seed=1)
+    arrays = {"weight": weight, **({"bias": normal(VOCAB, seed=2)} if bias else {})}
+    constants = {name: value(name, list(array.shape)) for name, array in arrays.items()}
+    for name, constant in constants.items():
+        constant.const_value = ir.Tensor(arrays[name], name=name)
+    rows = value("rows", ["R", HIDDEN])
+    node = ir.node("Gemm", [rows, *constants.values()], {"transB": transposed}, name="gemm")
+    node.outputs[0].name, node.outputs[0].type = "result", ir.TensorType(ir.DataType.FLOAT)
+    opsets = {"": 20, "com.microsoft": 1}
+    graph = ir.Graph(
+        [rows], node.outputs, nodes=[node], initializers=list(constants.values()), opset_imports=opsets, name="g"
+    )
+    model, way = ir.Model(graph, ir_version=10), WeightQuantization(8)
+    assert quantize_weights(model, way)
+    assert "weight" not in model.graph.initializers
+    ir.save(model, tmp_path / "m.onnx")
+    result = ort.InferenceSession(tmp_path / "m.onnx").run(None, {"rows": np.eye(HIDDEN, dtype=np.float32)})[0]
+    expected = dequantized(tmp_path, "weight", way).T + (arrays["bias"] if bias else 0)
+    np.testing.assert_allclose(result, expected, rtol=0.01, atol=1e-3)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_the_weights_of_a_loop(bits: int, tmp_path: Path) -> None:
+    """They are constants of the graph around it."""
+    weights = {"w1_weight": normal(HIDDEN, 32, seed=1), "w2_weight": normal(HIDDEN, 32, seed=2)}
+    model, way = loop_graph(*weights.values()), WeightQuantization(bits)
+    assert quantize_weights(model, way)
+    assert weights.keys().isdisjoint(model.graph.initializers)
+    ir.save(model, tmp_path / "m.onnx")
+    first, second = (dequantized(tmp_path, name, way).T for name in weights)
+
+    x = np.eye(HIDDEN, dtype=np.float32)[None]  # survives its own rounding
+    feeds = {"x": x, "start": np.zeros((1, 32), np.float32)}
+    last, _ = ort.InferenceSession(tmp_path / "m.onnx").run(["last", "sums"], feeds)
+    np.testing.assert_allclose(last[0], (first * second).sum(0), rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("method", ["k_quant", "hqq"])
+def test_a_search_is_closer(method: str, tmp_path: Path) -> None:
+    """Far more so where the weights are not symmetric: here all of them have one sign."""
+    weights = {"table": np.random.default_rng(1).gamma(2.0, size=(VOCAB, HIDDEN)).astype(np.float32)} | {
+        name: array for name, array in make_weights().items() if name != "table"
+    }
+
+    def error(method: str, folder: Path) -> float:
+        model = small_model(weights)
+        quantize_weights(model, WeightQuantization(4, 32, method))
+        ir.save(model, folder / "m.onnx")
+        way = WeightQuantization(4, 32, method)
+        return float(np.square(dequantized(folder, "table", way) - weights["table"]).mean())
+
+    (tmp_path / "rtn").mkdir()
+    (tmp_path / method).mkdir()
+    assert error(method, tmp_path / method) < 0.5 * error("rtn", tmp_path / "rtn")
+
+
+def test_blocks_of_one_sign_and_of_zeros(tmp_path: Path) -> None:
+    weights = make_weights()
+    weights["table"] = 5 + np.abs(weights["table"])  # no level but the first comes near 0
+    weights["table"][3] *= -1
+    weights["table"][4] = 0
+    way = WeightQuantization(4, 32, "hqq")
+    model = small_model(weights)
+    quantize_weights(model, way)
+    ir.save(model, tmp_path / "m.onnx")
+    table = dequantized(tmp_path, "table", way)
+    step = np.abs(weights["table"]).max() / 15
+    assert np.abs(table - weights["table"]).max() <= step * 0.51
+    assert (table[4] == 0).all()
+
+
+def test_importing_the_quantizer_leaves_logging_alone(tmp_path: Path) -> None:
+    root = logging.getLogger()
+    before = root.level, list(root.handlers)
+    model = small_model(make_weights())
+    quantize_weights(model, WeightQuantization(4))
+    ir.save(model, tmp_path / "m.onnx")
+    assert (root.level, list(root.handlers)) == before
+
+
+@pytest.fixture(scope="module")
+def int8(llama_package: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("int8") / "package"
+    compile_package(read_package(llama_package), path, CompileOptions(ctx_len=64, weights="int8"))
+    return path
+
+
+def test_a_quantized_package(int8: Path, llama_package: Path) -> None:
+    compiled, portable = read_package(int8), read_package(llama_package)
+    compilation = compiled.manifest.compilation
+    assert compilation is not None
+    quantization = compilation.quantization
+    assert quantization is not None
+    assert (quantization["dtype"], quantization["block_size"], quantization["method"]) == ("int8", 32, "rtn")
+    operators = compilation.placement["CPUExecutionProvider"]
+    assert operators["MatMulNBits"] >= quantization["matrices"] - 1
+    assert operators["GatherBlockQuantized"] == 1
+    assert "MatMul" not in operators or operators["MatMul"] == 1  # the sampler's own
+    assert compiled.file("decoder.onnx.data").stat().st_size < 0.5 * portable.file("decoder.onnx.data").stat().st_size
+
+    figures = quantization["divergence"]
+    assert figures["tokens"] == 8 * 32
+    assert 0 < figures["kl"] < 0.01
+    assert figures["agreement"] > 0.9
+    assert figures["quantized_perplexity"] == pytest.approx(figures["perplexity"], rel=0.05)
+
+    prompts = [[5, 6, 7, 8], [9], [10, 11, 12]]
+    got, wanted = (
+        AutoModelForCausalLM.from_pretrained(path).generate(prompts, do_sample=False, max_new_tokens=8).token_ids
+        for path in (int8, llama_package)
+    )
+    same = [a == b for row, other in zip(got, wanted, strict=True) for a, b in zip(row, other, strict=False)]
+    assert np.mean(same) > 0.7
+
+
+def test_too_far_off_is_refused(llama_package: Path, tmp_path: Path) -> None:
+    with pytest.raises(CompileError, match=r"nats a token .*at most 1e-09.* perplexity .*k_quant"):
+        compile_package(
+            read_package(llama_package),
+            tmp_path / "out",
+            CompileOptions(ctx_len=32, weights="int4", max_divergence=1e-9),
+        )
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"weights": "int3"},
+            "weights is 'int3'; choose one of int4, int8, int4_mixed, float32, float16, bfloat16, or None",
+        ),
+        (
+            {"weights": "bfloat16"},
+            "weights is 'bfloat16' and the package holds float32; choose one of int4, int8, int4_mixed, float16, fl",
+        ),
+        ({"weights": "int4", "block_size": 33}, "block_size is 33; choose one of 16, 32, 64, 128, 256"),
+        ({"weights": "int4", "quantization_method": "awq"}, "method is 'awq'; choose one of rtn, k_quant, hqq, gptq"),
+    ],
+)
+def test_bad_options(options: dict[str, object], message: str, llama_package: Path, tmp_path: Path) -> None:
+    with pytest.raises(CompileError, match=message):
+        compile_package(read_package(llama_package), tmp_path / "out", CompileOptions(**options))  # type: ignore[arg-type]
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_packages_own_dtype_is_no_quantization(llama_package: Path, tmp_path: Path) -> None:
+    compiled = compile_package(
+        read_package(llama_package), tmp_path / "out", CompileOptions(ctx_len=32, weights="float32")
+    )
+    assert compiled.manifest.compilation is not None
+    assert compiled.manifest.compilation.quantization is None

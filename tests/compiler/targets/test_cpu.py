@@ -1,0 +1,44 @@
+"""The CPU target's graph: the operators that a layer is left with."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import onnx_ir as ir
+import pytest
+
+from qsample.compiler.compile import optimize
+from qsample.compiler.options import CompileOptions
+from qsample.compiler.plan import make_plan
+from qsample.compiler.targets.cpu import TARGET
+from qsample.graph.join import cut_at_logits
+from qsample.package import read_package
+
+CAPACITY = 48
+LAYERS = 2  # of every tiny model
+
+LLAMA_LAYER = Counter(MatMul=4, GroupQueryAttention=1, SkipSimplifiedLayerNormalization=2, Split=1, QuickGelu=1, Mul=1)
+# Queries and keys are normed a head each, so they leave the packed projection and are seen as heads.
+QWEN3_LAYER = LLAMA_LAYER + Counter(Split=1, Reshape=4, SimplifiedLayerNormalization=2)
+# The embedding, the first norm, the last token, the head, and the operator's count of tokens, once a step.
+ONCE = Counter(
+    Gather=1, SimplifiedLayerNormalization=1, GatherElements=1, MatMul=1, Squeeze=3, Shape=2, Cast=6, Equal=2, Or=1
+) + Counter(Where=1, Add=2, ReduceMax=1, Sub=2, Unsqueeze=1, Expand=1)
+
+
+# Its queries, keys and values have biases; half of each head is rotated, neighbours as pairs.
+GLM_LAYER = LLAMA_LAYER + Counter(Add=1)
+
+
+@pytest.mark.parametrize(("model_type", "layer"), [("llama", LLAMA_LAYER), ("qwen3", QWEN3_LAYER), ("glm", GLM_LAYER)])
+def test_operators_of_a_layer(
+    exported: Callable[..., Path], tmp_path: Path, model_type: str, layer: Counter[str]
+) -> None:
+    package = read_package(exported(model_type))
+    plan = make_plan(package, CompileOptions(batch_size=4, ctx_len=CAPACITY))
+    TARGET.publish(*optimize(plan, TARGET), plan, tmp_path)
+    decoder = cut_at_logits(ir.load(tmp_path / "decoder.onnx"), package.interface)
+    found = Counter(node.op_type for node in decoder.graph)
+    assert found == Counter({operator: LAYERS * count for operator, count in layer.items()}) + ONCE

@@ -1,0 +1,270 @@
+"""The CUDA target, as far as it shows without a GPU: the structure of its graph, half precision, and, on the CPU in
+float32, the tokens of a graph without control flow."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx.checker
+import onnx.defs
+import onnx_ir as ir
+import onnxruntime as ort
+import pytest
+
+from qsample.compiler.compile import compile_package, optimize
+from qsample.compiler.options import WEIGHT_BITS, CompileOptions
+from qsample.compiler.plan import CompilePlan, make_plan
+from qsample.compiler.quantize.report import quantization_report
+from qsample.compiler.targets.cuda import CudaTarget, capture_problems
+from qsample.errors import CompileError
+from qsample.graph.edit import constant
+from qsample.graph.gqa import Slot
+from qsample.graph.join import cut_at_logits
+from qsample.graph.runner import GraphRunner
+from qsample.ort.session import check_interface
+from qsample.package import Package, read_package
+from qsample.runtime import load
+from qsample.tensors import DTYPES
+from tests.helpers.capturing import capturing, compile_captured
+from tests.helpers.cuda_kernels import KERNELS, VALUES_OF_WHERE, has_kernel
+from tests.helpers.plain_host import OFF, PlainHost
+from tests.helpers.quantized_checkpoints import stored_levels
+from tests.helpers.sampling_cases import PARAMETERS, PROMPTS, rows
+from tests.helpers.tiny_models import VOCAB_SIZE, random_model
+
+CAPACITY = 48
+LAYERS = 2
+LAYER = Counter(
+    MatMul=4, GroupQueryAttention=1, SkipSimplifiedLayerNormalization=2, Split=1, Sigmoid=1, Mul=2
+)  # ONNX Runtime makes QuickGelu of the sigmoid when it loads the graph
+
+
+def planned(package: Package, dtype: str, **options: Any) -> CompilePlan:
+    plan = make_plan(package, CompileOptions(provider="cuda", ctx_len=CAPACITY, dtype=dtype, **options))
+    return replace(plan, interface=CudaTarget().interface(plan))
+
+
+def build(plan: CompilePlan) -> ir.Model:
+    """The graph as it is published."""
+    target = CudaTarget()
+    model, sampler = optimize(plan, target)
+    target.join(model, sampler, plan)
+    return model
+
+
+@pytest.fixture(scope="module")
+def bfloat16(exported: Callable[..., Path]) -> ir.Model:
+    return build(planned(read_package(exported("qwen3")), "bfloat16"))
+
+
+def test_nothing_forbids_replay(bfloat16: ir.Model) -> None:
+    assert capture_problems(bfloat16) == []
+    assert not {"If", "Loop", "Scan"} & {node.op_type for node in bfloat16.graph.all_nodes()}
+
+
+def test_every_node_has_a_cuda_kernel_for_its_dtype(bfloat16: ir.Model) -> None:
+    missing = []
+    for node in bfloat16.graph:
+        value = next(value for value in node.inputs if value is not None)
+        assert value.dtype is not None, value.name
+        dtype = value.dtype.name.lower()
+        if dtype not in KERNELS.get(node.op_type, set()):
+            missing.append(f"{node.op_type} {dtype}")
+        if node.op_type == "Where":
+            values = [value.dtype.name.lower() for value in node.inputs[1:] if value is not None and value.dtype]
+            assert set(values) <= VALUES_OF_WHERE
+    assert missing == []
+
+
+def test_every_operator_has_a_cuda_kernel_in_its_version(bfloat16: ir.Model) -> None:
+    opset = bfloat16.opset_imports[""]
+    used = {node.op_type for node in bfloat16.graph if node.domain == "" and onnx.defs.has(node.op_type, "")}
+    versions = {operator: onnx.defs.get_schema(operator, opset, "").since_version for operator in used}
+    assert {"Equal", "ReduceMax", "ReduceMin"} <= used  # those that opset 20 has in a newer version
+    assert [pair for pair in versions.items() if not has_kernel(*pair)] == []
+
+
+def test_the_graphs_are_valid_in_their_opset(bfloat16: ir.Model, tmp_path: Path) -> None:
+    ir.save(bfloat16, tmp_path / "decoder.onnx", external_data="data")
+    model = onnx.load(tmp_path / "decoder.onnx", load_external_data=False)
+    for node in model.graph.node:
+        if node.domain == "" and onnx.defs.has(node.op_type, ""):
+            context = onnx.checker.C.CheckerContext()
+            context.opset_imports = {"": bfloat16.opset_imports[""]}
+            context.ir_version = model.ir_version
+            onnx.checker.check_node(node, context)
+
+
+def test_a_layer_has_the_norms_of_its_heads_inside_the_attention(bfloat16: ir.Model) -> None:
+    model_part = Counter(
+        node.op_type for node in bfloat16.graph if node.name is None or not node.name.startswith("sampler.")
+    )
+    for operator, count in LAYER.items():
+        assert model_part[operator] >= LAYERS * count, operator
+    assert model_part["SimplifiedLayerNormalization"] == 1  # the first; those of the heads are inputs of the attention
+    assert not {"Reshape", "Transpose", "RotaryEmbedding"} & set(model_part)
+    for node in bfloat16.graph:
+        if node.op_type == "GroupQueryAttention":
+            assert node.inputs[Slot.KEY] is None
+            weights = (Slot.COS_CACHE, Slot.SIN_CACHE, Slot.Q_NORM_WEIGHT, Slot.K_NORM_WEIGHT)
+            assert all(node.inputs[slot] is not None for slot in weights)
+            total = node.inputs[Slot.TOTAL_SEQUENCE_LENGTH]
+            assert total is not None
+            assert total.const_value is not None
+            assert total.const_value.numpy() == CAPACITY
+
+
+def test_weights_and_states_are_in_half_precision(bfloat16: ir.Model) -> None:
+    for value in bfloat16.graph.initializers.values():
+        is_weight = value.dtype == ir.DataType.FLOAT and value.shape is not None and len(value.shape) > 1
+        assert not is_weight or str(value.name).startswith("sampler."), value.name
+    dtypes = {value.name: value.dtype for value in [*bfloat16.graph.inputs, *bfloat16.graph.outputs]}
+    assert dtypes["past_key_values.0.key"] == dtypes["present.1.value"] == ir.DataType.BFLOAT16
+    assert dtypes["temperature"] == ir.DataType.FLOAT
+
+
+@pytest.mark.parametrize(("dtype", "weights"), [("float16", "int4"), ("bfloat16", "int4"), ("bfloat16", "int8")])
+def test_quantized_weights_keep_scales_in_half_precision(dtype: str, weights: str, llama_package: Path) -> None:
+    """And they are the model's: what the head stands for, which no pass joins with others."""
+    bits = WEIGHT_BITS[weights]
+    model = build(planned(read_package(llama_package), dtype, weights=weights))
+    packed = [node for node in model.graph if node.op_type == "MatMulNBits"]
+    assert len(packed) == 4 * LAYERS + 1
+    scales = {node.inputs[2].dtype for node in packed if node.inputs[2] is not None}
+    assert scales == {ir.DataType(DTYPES[dtype].onnx)}
+    assert capture_problems(model) == []
+    report = quantization_report(model)
+    assert report is not None
+    assert report.matrices >= len(packed)
+
+    head = next(node for node in packed if node.attributes.get_int("N", 0) == VOCAB_SIZE)
+    blocks, steps = (constant(value) for value in head.inputs[1:3])
+    assert blocks is not None
+    assert steps is not None
+    levels = stored_levels(blocks.reshape(VOCAB_SIZE, -1), bits).astype(np.float64) - 2 ** (bits - 1)
+    sizes = np.repeat(steps.astype(np.float64).reshape(VOCAB_SIZE, -1), 32, axis=1)
+    wanted = random_model("llama").lm_head.weight.detach().numpy()
+    error = np.abs(levels * sizes - wanted) / np.abs(sizes)
+    own_rounding = np.abs(wanted) * 2.0**-8 / np.abs(sizes)
+    assert (error <= 1.01 + own_rounding).all()  # a level, where the largest of a sign has none
+    assert error.mean() < 0.35
+
+
+def test_float16_logits_are_close(llama_package: Path, tmp_path: Path) -> None:
+    plan = planned(read_package(llama_package), "float16")
+    interface = plan.interface
+    model = cut_at_logits(build(plan), interface)
+    from qsample.exporters.initial_state import build_initial_state
+
+    ir.save(build_initial_state(interface), tmp_path / "initial_state.onnx")
+    half = GraphRunner(model, tmp_path / "initial_state.onnx", interface, CAPACITY)
+    ids = np.random.default_rng(0).integers(0, VOCAB_SIZE, (1, 9))
+    state = half.start(1)
+    got = half.step(ids, np.array([9]), state)["logits"]
+    import torch
+
+    from tests.helpers.tiny_models import random_model
+
+    with torch.no_grad():
+        wanted = random_model("llama")(input_ids=torch.tensor(ids)).logits[:, -1].numpy()
+    assert got.dtype == np.float32
+    np.testing.assert_allclose(got, wanted, atol=2e-2 * np.abs(wanted).max())
+    assert state["past_key_values.0.key"].dtype == np.float16
+
+
+@pytest.fixture(scope="module")
+def captured(llama_package: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return compile_captured(llama_package, tmp_path_factory.mktemp("captured") / "package", CAPACITY)
+
+
+def test_captured_package(captured: Path) -> None:
+    package = read_package(captured)
+    assert package.interface.captured
+    assert set(package.interface.graphs) == {"decoder.onnx", "initial_state.onnx"}
+    assert {path.name for path in captured.glob("*.onnx")} == set(package.interface.graphs)
+    check_interface(load(captured).sessions.decoder, package.interface.decoder, package.interface.sizes, "decoder.onnx")
+
+
+def test_tokens_are_those_of_the_portable_graph(llama_package: Path, captured: Path) -> None:
+    """One row for each of PARAMETERS. Of those, two have to be searched, in any order; one comes twice."""
+    names = {name for row in PARAMETERS for name in row}
+    given: dict[str, Any] = {name: [row.get(name, OFF[name][0]) for row in PARAMETERS] for name in names}
+    prompts = np.random.default_rng(2).integers(4, VOCAB_SIZE, (len(PARAMETERS), 1))
+    states = []
+    for path in (llama_package, captured):
+        host, ids = PlainHost(path), prompts
+        state = host.start([*range(len(PARAMETERS))], CAPACITY)
+        for _ in range(20):
+            outputs = host.call(state, ids, **given, searched_rows=[4, 3, 4])
+            state, ids = host.after(state, outputs), outputs["next_ids"]
+        states.append(state)
+    for name in ("lengths", "status", "tokens"):
+        np.testing.assert_array_equal(states[1][name], states[0][name], name)
+
+
+@pytest.mark.parametrize("replays", [False, True])
+@pytest.mark.parametrize("double_buffering", [False, True])
+@pytest.mark.parametrize("flush_every", [1, 4])
+def test_the_runtime_lists_the_rows_to_search(
+    llama_package: Path, captured: Path, flush_every: int, double_buffering: bool, replays: bool
+) -> None:
+    options: dict[str, Any] = {"seed": 4, "flush_every": flush_every, "double_buffering": double_buffering}
+    wanted = load(llama_package).generate(PROMPTS, rows(), seed=4)
+    model = capturing(load(captured))[0] if replays else load(captured)
+    for _ in range(1 + replays):
+        got = model.generate(PROMPTS, rows(), **options, prefill_chunk_size=3)
+        assert got.token_ids == wanted.token_ids
+        assert got.finish_reasons == wanted.finish_reasons
+
+
+def test_the_example_captures(llama_package: Path, captured: Path, tmp_path: Path) -> None:
+    """The CPU provider does not know the option to capture; what the example does for it changes no token."""
+    script = Path(__file__).parents[4] / "examples" / "generate_onnxruntime.py"
+    package = shutil.copytree(captured, tmp_path / "package")
+    manifest = json.loads((package / "qsample.json").read_text())
+    manifest["compilation"]["provider_options"] = {"enable_cuda_graph": "1"}
+    (package / "qsample.json").write_text(json.dumps(manifest))
+    options = ["--temperature", "1.3", "--top-p", "0.98", "--max-new-tokens", "12", "--prompt", "ab"]
+    wanted, got = (
+        subprocess.run([sys.executable, script, path, *options], capture_output=True, text=True, check=True).stdout
+        for path in (llama_package, package)
+    )
+    assert got == wanted
+
+
+PROBLEMS = """
+<ir_version: 10, opset_import: ["" : 20]>
+decode (float[B,S] x, int64[B] lengths) => (int64[B] result, int64[2,N] picked)
+{
+    count = Shape <start = 1, end = 2> (x)
+    result = Add (lengths, count)
+    picked = NonZero (x)
+}
+"""
+
+
+def test_problems_are_named() -> None:
+    model = ir.from_onnx_text(PROBLEMS)
+    for node in model.graph:
+        node.name = node.op_type.lower()
+    assert capture_problems(model) == ["NonZero nonzero does not replay", "Add add takes count"]
+
+
+def test_refused_before_any_work(llama_package: Path, tmp_path: Path) -> None:
+    package = read_package(llama_package)
+    with pytest.raises(CompileError, match="dtype is 'float32' and CUDA's attention takes 'float16' or 'bfloat16'"):
+        compile_package(package, tmp_path / "out", CompileOptions(provider="cuda", ctx_len=32))
+    if "CUDAExecutionProvider" not in ort.get_available_providers():
+        with pytest.raises(CompileError, match="no CUDAExecutionProvider"):
+            compile_package(package, tmp_path / "out", CompileOptions(provider="cuda", ctx_len=32, dtype="bfloat16"))
+    assert not (tmp_path / "out").exists()

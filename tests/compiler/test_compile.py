@@ -1,0 +1,132 @@
+"""Compile: device packages, their placement and self-test, the registry of targets, and bad options."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+
+from qsample import AutoModelForCausalLM
+from qsample.compiler.compile import compile_package
+from qsample.compiler.options import CompileOptions
+from qsample.errors import CompileError
+from qsample.package import read_package
+
+PROMPTS = [[5, 6, 7, 8], [9], [10, 11, 12, 13, 14, 15, 16, 17, 18]]
+
+
+def input_dims(path: Path) -> dict[str, list[int | str]]:
+    graph = onnx.load(path, load_external_data=False).graph
+    return {
+        value.name: [dim.dim_param or dim.dim_value for dim in value.type.tensor_type.shape.dim]
+        for value in graph.input
+    }
+
+
+@pytest.fixture(scope="module")
+def compiled(llama_package: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("compiled") / "package"
+    compile_package(read_package(llama_package), path, CompileOptions(batch_size=4, ctx_len=96))
+    return path
+
+
+def test_capacity_is_fixed_and_the_batch_bounded(compiled: Path) -> None:
+    dims = input_dims(compiled / "decoder.onnx")
+    assert dims["tokens"] == ["B", 96]
+    assert dims["past_key_values.0.key"] == ["B", 2, 96, 16]
+    assert dims["input_ids"] == ["B", "S"]
+
+
+def test_a_batch_of_one_is_fixed(llama_package: Path, tmp_path: Path) -> None:
+    compile_package(read_package(llama_package), tmp_path / "one", CompileOptions(batch_size=1, ctx_len=64))
+    dims = input_dims(tmp_path / "one" / "decoder.onnx")
+    assert dims["input_ids"] == [1, "S"]
+    assert dims["noise"] == [1, 64]
+    out = AutoModelForCausalLM.from_pretrained(tmp_path / "one").generate(
+        [PROMPTS[0]], do_sample=False, max_new_tokens=9
+    )
+    portable = AutoModelForCausalLM.from_pretrained(llama_package)
+    assert out.token_ids == portable.generate([PROMPTS[0]], do_sample=False, max_new_tokens=9).token_ids
+
+
+def test_provider_fusions_ran(llama_package: Path, compiled: Path) -> None:
+    def operators(path: Path) -> list[str]:
+        return [node.op_type for node in onnx.load(path / "decoder.onnx", load_external_data=False).graph.node]
+
+    before, after = operators(llama_package), operators(compiled)
+    assert after.count("GroupQueryAttention") == before.count("GroupQueryAttention") == 2
+    assert after.count("SkipSimplifiedLayerNormalization") == 4
+    assert "RotaryEmbedding" not in after
+    assert len(after) < len(before)
+
+
+def test_manifest_says_where_every_node_runs(compiled: Path) -> None:
+    package = read_package(compiled)
+    compilation = package.manifest.compilation
+    assert package.manifest.kind == "device"
+    assert compilation is not None
+    assert (compilation.provider, compilation.batch_size, compilation.ctx_len) == ("cpu", 4, 96)
+    nodes = list(ir.load(compiled / "decoder.onnx").graph.all_nodes())
+    assert set(compilation.placement) == {"CPUExecutionProvider"}
+    assert sum(compilation.placement["CPUExecutionProvider"].values()) == len(nodes)
+    assert compilation.self_test["agreeing"] == compilation.self_test["tokens"] == 32
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"do_sample": False}, {"temperature": 0.9, "top_k": 20, "top_p": 0.9, "repetition_penalty": 1.2, "seed": 3}],
+)
+@pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "gpt_oss"])
+def test_compiled_and_portable_graphs_give_the_same_tokens(
+    model_type: str, options: dict[str, Any], exported: Callable[..., Path], tmp_path: Path
+) -> None:
+    portable = AutoModelForCausalLM.from_pretrained(exported(model_type))
+    device = portable.compile(tmp_path / "device", provider="cpu", batch_size=3, ctx_len=80)
+    wanted = portable.generate(PROMPTS, max_new_tokens=40, **options).token_ids
+    assert device.generate(PROMPTS, max_new_tokens=40, **options).token_ids == wanted
+
+
+def test_host_sampling_package_compiles(exported: Callable[..., Path], tmp_path: Path) -> None:
+    portable = AutoModelForCausalLM.from_pretrained(exported("llama", include_sampler=False), include_sampler=False)
+    device = portable.compile(tmp_path / "device", ctx_len=64)
+    options = {"temperature": 0.8, "top_p": 0.9, "seed": 5, "max_new_tokens": 12}
+    assert device.generate(PROMPTS, **options).token_ids == portable.generate(PROMPTS, **options).token_ids
+
+
+# Bad options.
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"ctx_len": 257}, "ctx_len is 257; it must be 2 to 256, the model's max_position_embeddings"),
+    ],
+)
+def test_bad_options(options: dict[str, int], message: str, llama_package: Path, tmp_path: Path) -> None:
+    with pytest.raises(CompileError, match=message):
+        compile_package(read_package(llama_package), tmp_path / "device", CompileOptions(**options))
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_device_package_cannot_be_compiled_again(compiled: Path, tmp_path: Path) -> None:
+    with pytest.raises(CompileError, match="already compiled"):
+        compile_package(read_package(compiled), tmp_path / "again", CompileOptions())
+
+
+def test_another_dtype_needs_another_export(llama_package: Path, checkpoint: Callable[[str], Path]) -> None:
+    with pytest.raises(
+        CompileError, match="'bfloat16' and the CPU provider's attention takes float32 or float16; leave"
+    ):
+        AutoModelForCausalLM.from_pretrained(llama_package).compile(dtype="bfloat16")
+    with pytest.raises(CompileError, match="'float16' and the package was exported as float32; export it again"):
+        AutoModelForCausalLM.from_pretrained(llama_package).compile(dtype="float16")
+    half = AutoModelForCausalLM.from_pretrained(checkpoint("llama")).compile(dtype="float16", ctx_len=32)
+    assert half.package.interface.dtype == "float16"
+    tokens = half.generate([PROMPTS[0]], do_sample=False, max_new_tokens=4).token_ids
+    assert np.shape(tokens) == (1, 4)

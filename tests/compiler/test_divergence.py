@@ -1,0 +1,98 @@
+"""The divergence: of equal graphs, of different ones, and of graphs with a fixed batch."""
+
+from __future__ import annotations
+
+import shutil
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+from qsample.compiler import divergence, self_test
+from qsample.compiler.compile import compile_package
+from qsample.compiler.divergence import ROWS, measure_divergence
+from qsample.compiler.options import CompileOptions
+from qsample.errors import CompileError
+from qsample.graph.runner import GraphRunner
+from qsample.package import read_package
+
+
+def test_divergence_of_equal_and_of_different_graphs(llama_package: Path, tmp_path: Path) -> None:
+    package = read_package(llama_package)
+    same = measure_divergence(package.path, package.path, package.interface, 32)
+    assert (same.kl, same.agreement) == (0.0, 1.0)
+    assert same.perplexity == same.quantized_perplexity
+    # The model's own text has its entropy as the mean negative log-likelihood, and no token is worse than uniform.
+    assert 1 < same.perplexity < package.interface.vocab_size
+
+    model = ir.load(package.file("decoder.onnx"))
+    head = next(
+        node for node in reversed(list(model.graph)) if node.op_type == "MatMul" and node.inputs[1].is_initializer()
+    )  # type: ignore[union-attr]
+    tensor = head.inputs[1].const_value  # type: ignore[union-attr]
+    assert tensor is not None
+    head.inputs[1].const_value = ir.Tensor(tensor.numpy() * np.float32(3), name=tensor.name)  # type: ignore[union-attr]
+    ir.save(model, tmp_path / "decoder.onnx", external_data="decoder.onnx.data")
+    shutil.copy(package.file("initial_state.onnx"), tmp_path)
+    other = measure_divergence(package.path, tmp_path, package.interface, 32)
+    assert other.kl > 0.1
+    assert other.quantized_perplexity > other.perplexity
+
+
+def test_the_gates_open_one_graph_at_a_time(
+    llama_package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkpoint fills the memory of a machine that its package will run on: both do not fit."""
+    opened: list[tuple[Path, weakref.ref[GraphRunner]]] = []
+
+    def watched(make: Callable[..., GraphRunner], at: int) -> Callable[..., GraphRunner]:
+        def open_alone(*arguments: Any, **options: Any) -> GraphRunner:
+            assert [path for path, runner in opened if runner() is not None] == []
+            runner = make(*arguments, **options)
+            opened.append((arguments[at], weakref.ref(runner)))
+            return runner
+
+        return open_alone
+
+    monkeypatch.setattr(divergence, "logits_runner", watched(divergence.logits_runner, 0))
+    monkeypatch.setattr(self_test, "_runner", watched(self_test._runner, 1))
+    package = read_package(llama_package)
+    compile_package(package, tmp_path / "out", CompileOptions(ctx_len=24, weights="int8"))
+    assert [path == package.path for path, _ in opened] == [True, False, True, False]
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_a_package_for_few_rows_is_measured_on_as_many_tokens(
+    batch_size: int, llama_package: Path, tmp_path: Path
+) -> None:
+    options = CompileOptions(batch_size=batch_size, ctx_len=24, weights="int8")
+    package = compile_package(read_package(llama_package), tmp_path / "out", options)
+    assert package.manifest.compilation is not None
+    assert package.manifest.compilation.quantization is not None
+    figures = package.manifest.compilation.quantization["divergence"]
+    assert figures["tokens"] == ROWS * 23
+    assert 0 < figures["kl"] < 0.01
+
+
+def test_weights_that_float16_cannot_hold_are_refused(llama_package: Path, tmp_path: Path) -> None:
+    """One of them is infinite then, the distributions are no numbers, and no number is larger than the limit."""
+    source = tmp_path / "source"
+    shutil.copytree(llama_package, source)
+    model = ir.load(llama_package / "decoder.onnx")
+    table = next(node for node in model.graph if node.op_type == "Gather").inputs[0]
+    assert table is not None
+    assert table.const_value is not None
+    rows = table.const_value.numpy().copy()
+    rows[:, 0] = 1e5
+    table.const_value = ir.Tensor(rows, name=table.name)
+    ir.save(model, source / "decoder.onnx", external_data="decoder.onnx.data")
+    package = read_package(llama_package)
+    options = CompileOptions(ctx_len=24, weights="float16")
+    with pytest.raises(CompileError, match="float16 weights change the model too much: nan nats"):
+        compile_package(replace(package, path=source), tmp_path / "out", options)
+    assert not (tmp_path / "out").exists()

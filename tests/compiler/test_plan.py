@@ -1,0 +1,85 @@
+"""The plan: what options become for a package, and what does not fit it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from qsample import CompileOptions
+from qsample.compiler.plan import make_plan
+from qsample.errors import CompileError
+from qsample.interface import RecurrentShape
+from qsample.package import Package
+from tests.helpers.small_packages import INTERFACE, manifest
+
+
+def package(**changes: Any) -> Package:
+    """A float32 package of no files; changes: of its manifest."""
+    values = {"interface": replace(INTERFACE, dtype="float32"), **changes}
+    return Package(Path("/nowhere"), manifest(**values))
+
+
+def test_defaults_come_from_the_package() -> None:
+    plan = make_plan(package(), CompileOptions())
+    assert (plan.ctx_len, plan.dtype, plan.batch_size, plan.pad_token_id) == (4096, "float32", None, 0)
+    assert (plan.weights, plan.kv_cache_dtype, plan.cache_ranges) == (None, None, None)
+    assert not plan.quantized
+    assert plan.interface == plan.source.interface
+    assert make_plan(package(max_position_embeddings=512), CompileOptions()).ctx_len == 512
+    assert make_plan(package(max_position_embeddings=9999), CompileOptions()).ctx_len == 4096
+    assert make_plan(package(max_position_embeddings=9999), CompileOptions(ctx_len=9999)).ctx_len == 9999
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        ({"weights": "int4", "block_size": 64, "quantization_method": "hqq"}, "weights"),
+        ({"weights": "int8"}, "weights"),
+        ({"weights": "float16"}, "store_float16"),
+        ({"kv_cache_dtype": "int8"}, "kv_cache_dtype"),
+    ],
+)
+def test_what_changes_the_numbers_is_quantized(options: dict[str, Any], what: str) -> None:
+    plan = make_plan(package(), CompileOptions(**options))
+    assert plan.quantized
+    assert [name for name in ("weights", "store_float16", "kv_cache_dtype") if getattr(plan, name)] == [what]
+    if plan.weights is not None:
+        expected = (4, 64, "hqq") if options["weights"] == "int4" else (8, 32, "rtn")
+        assert (plan.weights.bits, plan.weights.block_size, plan.weights.method) == expected
+
+
+@pytest.mark.parametrize("options", [{"weights": "float32"}, {"kv_cache_dtype": "float32"}, {"dtype": "float32"}])
+def test_the_packages_own_dtype_changes_nothing(options: dict[str, Any]) -> None:
+    assert not make_plan(package(), CompileOptions(**options)).quantized
+
+
+def test_weights_that_came_quantized_count() -> None:
+    plan = make_plan(package(packed_weights={"matrices": 3}), CompileOptions())
+    assert plan.packed_weights
+    assert plan.quantized
+
+
+def test_another_cache_dtype_is_that_of_the_compiled_model() -> None:
+    plan = make_plan(package(), CompileOptions(dtype="bfloat16", kv_cache_dtype="bfloat16"))
+    assert (plan.dtype, plan.kv_cache_dtype) == ("bfloat16", None)
+
+
+RECURRENT = replace(INTERFACE, dtype="float32", recurrent=(RecurrentShape(0, "conv_state", 0, (4,), "float32"),))
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "message"),
+    [
+        ({"max_position_embeddings": 64}, {"ctx_len": 65}, "ctx_len is 65; it must be 2 to 64, the model's max_pos"),
+        ({}, {"weights": "bfloat16"}, "weights is 'bfloat16' and the package holds float32; choose one of int4, int8"),
+        ({}, {"kv_cache_dtype": "float16"}, "kv_cache_dtype is 'float16' and the package holds float32"),
+        ({"parity": {"plain_attention_layers": 2}}, {"kv_cache_dtype": "int8"}, "2 layers of this model attend"),
+        ({"interface": RECURRENT}, {"kv_cache_dtype": "int8"}, "1 of its states are no keys or values"),
+    ],
+)
+def test_what_does_not_fit_is_refused(changes: dict[str, Any], options: dict[str, Any], message: str) -> None:
+    with pytest.raises(CompileError, match=message):
+        make_plan(package(**changes), CompileOptions(**options))

@@ -1,0 +1,86 @@
+"""Lists of passes: each meets a clean graph, and those for lean layers change no number."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+from qsample.compiler.passes.gemm_to_matmul import replace_gemms
+from qsample.compiler.recipe import lean_passes, run
+from qsample.graph.axes import fix_axes
+from qsample.graph.join import cut_at_logits
+from qsample.graph.runner import GraphRunner
+from qsample.package import read_package
+from qsample.tensors import Array
+from tests.helpers.tiny_models import VOCAB_SIZE
+
+CAPACITY = 48
+PASSES = lean_passes("cpu", CAPACITY)
+FUSIONS, LEAN = PASSES[: PASSES.index(replace_gemms)], PASSES[PASSES.index(replace_gemms) :]
+
+
+def test_each_pass_meets_a_graph_without_unused_nodes() -> None:
+    x = ir.val("x", ir.DataType.FLOAT, [2])
+    middle = ir.node("Neg", [x])
+    last = ir.node("Abs", [middle.outputs[0]])
+    model = ir.Model(ir.Graph([x], [last.outputs[0]], nodes=[middle, last], opset_imports={"": 20}), ir_version=10)
+    met = []
+
+    def skip_negation(model: ir.Model) -> bool:
+        met.append([node.op_type for node in model.graph])
+        modified = last.inputs[0] is not x
+        last.replace_input_with(0, x)
+        return modified
+
+    assert run(model, [skip_negation, skip_negation])
+    assert met == [["Neg", "Abs"], ["Abs"]]
+    assert not run(model, [skip_negation])
+    assert not run(model, [])
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    [
+        "gemma3_text",
+        "glm",
+        "gpt2",
+        "gpt_neox",
+        "gpt_oss",
+        "phi3",
+        "qwen3",
+        pytest.param("cohere", marks=pytest.mark.slow),
+    ],
+)
+def test_same_logits(exported: Callable[..., Path], model_type: str) -> None:
+    package = read_package(exported(model_type))
+    runners = []
+    for leaner in (False, True):
+        model = cut_at_logits(ir.load(package.path / "decoder.onnx"), package.interface)
+        fix_axes(model, {"T": CAPACITY})
+        run(model, FUSIONS)
+        before = len(model.graph)
+        if leaner:
+            assert run(model, LEAN)
+            assert len(model.graph) < before
+            assert not run(model, LEAN)
+        initial = package.path / "initial_state.onnx"
+        runners.append(GraphRunner(model, initial, package.interface, CAPACITY, folder=package.path))
+    plain, lean = (generate(runner) for runner in runners)
+    # The same float32 operations on the same numbers, so only a fused kernel's order of additions may differ.
+    np.testing.assert_allclose(lean, plain, rtol=0, atol=2e-5 * np.abs(plain).max())
+
+
+def generate(runner: GraphRunner) -> Array:
+    """Logits of a ragged batch and three steps after it, and of one row in chunks: every way to count positions."""
+    rng = np.random.default_rng(3)
+    rows, lengths = 3, np.array([11, 4, 7])
+    state = runner.start(rows)
+    found = [runner.step(rng.integers(0, VOCAB_SIZE, (rows, 11)), lengths, state)["logits"]]
+    found += [runner.step(rng.integers(0, VOCAB_SIZE, (rows, 1)), np.ones(rows), state)["logits"] for _ in range(3)]
+    state = runner.start(1)
+    found += [runner.step(rng.integers(0, VOCAB_SIZE, (1, n)), np.array([n]), state)["logits"] for n in (9, 1, 12)]
+    return np.concatenate(found)

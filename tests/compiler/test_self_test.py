@@ -1,0 +1,102 @@
+"""The self-test: a graph that chooses other tokens is refused."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+import pytest
+
+from qsample.compiler import published_runner
+from qsample.compiler.compile import compile_package
+from qsample.compiler.options import CompileOptions
+from qsample.compiler.targets import cpu
+from qsample.errors import CompileError
+from qsample.graph.edit import insert
+from qsample.ort.session import Replays, Sessions, open_sessions
+from qsample.package import Package, read_package
+from tests.helpers.capturing import CapturingSession, compile_captured
+
+
+def test_self_test_refuses_a_wrong_graph(llama_package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = cpu.lean_passes
+
+    def negate_first_norm(model: ir.Model) -> bool:
+        """Plant a bug: the first norm of the model has the wrong sign."""
+        norm = next(node for node in model.graph if node.op_type == "SimplifiedLayerNormalization")
+        weight = norm.inputs[1]
+        assert weight is not None
+        assert weight.const_value is not None
+        weight.const_value = ir.tensor(-weight.const_value.numpy())
+        return True
+
+    monkeypatch.setattr(cpu, "lean_passes", lambda *given: (*real(*given), negate_first_norm))
+    with pytest.raises(CompileError, match=r"self-test failed: .* times of 32"):
+        compile_package(read_package(llama_package), tmp_path / "device", CompileOptions(ctx_len=64))
+    assert os.listdir(tmp_path) == []
+
+
+def test_self_test_refuses_a_graph_that_reads_padding(
+    llama_package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = cpu.lean_passes
+
+    def forget_padding(model: ir.Model) -> bool:
+        """Plant a bug: every row is as long as the longest."""
+        lengths = next(value for value in model.graph.inputs if value.name == "input_lengths")
+        first = model.graph[0]
+        longest = insert(first, "ReduceMax", [lengths], [1], {"keepdims": 1})
+        alike = insert(first, "Max", [lengths, longest], ["B"])
+        for node, index in lengths.uses():
+            if node not in (longest.producer(), alike.producer()):
+                node.replace_input_with(index, alike)
+        return True
+
+    monkeypatch.setattr(cpu, "lean_passes", lambda *given: (*real(*given), forget_padding))
+    with pytest.raises(CompileError, match=r"self-test failed: .* times of 32"):
+        compile_package(read_package(llama_package), tmp_path / "device", CompileOptions(ctx_len=64))
+
+
+class ReplaysNothing(CapturingSession):
+    """As a graph that a replay cannot repeat: the first run under a number is right, later ones change nothing."""
+
+    def run_with_iobinding(self, binding: Any, options: Any) -> None:
+        if not self.captured:
+            super().run_with_iobinding(binding, options)
+
+
+def open_with(monkeypatch: pytest.MonkeyPatch, session: type[CapturingSession]) -> list[CapturingSession]:
+    """Have the self-test's decoder captured and replayed; the list gets its sessions."""
+    opened: list[CapturingSession] = []
+
+    def capture(package: Package) -> Sessions:
+        sessions = open_sessions(package)
+        opened.append(session(sessions.decoder))
+        decoder: Any = opened[-1]
+        return replace(sessions, decoder=decoder, replays=Replays())
+
+    monkeypatch.setattr(published_runner, "open_sessions", capture)
+    return opened
+
+
+def test_the_published_session_is_captured_and_replayed(
+    llama_package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = open_with(monkeypatch, CapturingSession)
+    compilation = read_package(compile_captured(llama_package, tmp_path / "device", 64)).manifest.compilation
+    assert compilation is not None
+    assert dict(compilation.self_test) == {"tokens": 32, "agreeing": 32, "replayed": 30}
+    assert len(opened) == 1
+    assert opened[0].replayed == 15
+
+
+def test_a_graph_that_is_wrong_when_replayed_is_refused(
+    llama_package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    open_with(monkeypatch, ReplaysNothing)
+    with pytest.raises(CompileError, match=r"self-test failed: .* times of 32"):
+        compile_captured(llama_package, tmp_path / "device", 64)
+    assert os.listdir(tmp_path) == []

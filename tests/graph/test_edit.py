@@ -1,0 +1,135 @@
+"""Constants and nodes put into graphs, and values that are parts of others."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+from qsample.graph.edit import (
+    Part,
+    constant,
+    drop_unread,
+    initializer,
+    insert,
+    lazy_initializer,
+    part_of,
+    reshape,
+)
+from tests.helpers.small_graphs import normal, operators, results, small_graph
+
+TURN = "turn (float[B,S,8] x) => (float[B,S,8] y) { y = Neg (x) }"
+
+
+def test_an_initializer_is_made_once() -> None:
+    graph = small_graph(TURN).graph
+    first = initializer(graph, "numbers", np.arange(3))
+    assert initializer(graph, "numbers", np.arange(3)) is first
+    assert (first.dtype, list(first.shape or ())) == (ir.DataType.INT64, [3])
+
+
+def test_a_scalar_initializer_has_no_axis() -> None:
+    value = initializer(small_graph(TURN).graph, "number", np.array(3))
+    assert value.const_value is not None
+    assert value.shape == value.const_value.shape == ir.Shape([])
+
+
+def test_what_nothing_reads_is_dropped() -> None:
+    graph = small_graph(
+        "add (float[B] x) => (float[B] y) <float read = {1}, float unread = {2}> { y = Add (x, read) }"
+    ).graph
+    drop_unread(graph, [None, *graph.initializers.values(), *graph.inputs, *graph.outputs])
+    assert list(graph.initializers) == ["read"]
+    assert [value.name for value in (*graph.inputs, *graph.outputs)] == ["x", "y"]
+
+
+def test_a_lazy_initializer_is_computed_whenever_it_is_read() -> None:
+    calls = []
+
+    def compute() -> np.ndarray:
+        calls.append(None)
+        return np.full((2, 3), len(calls), np.float16)
+
+    value = lazy_initializer("late", (2, 3), ir.DataType.FLOAT16, compute)
+    assert (value.name, value.dtype, list(value.shape or ())) == ("late", ir.DataType.FLOAT16, [2, 3])
+    assert value.const_value is not None
+    assert value.const_value.nbytes == 12
+    assert calls == []
+    assert [int(value.const_value.numpy()[0, 0]) for _ in range(2)] == [1, 2]
+
+
+def test_a_node_is_put_before_another_with_its_shape_and_dtype() -> None:
+    model = small_graph(TURN)
+    (node,) = model.graph
+    merged = insert(node, "ReduceSum", [node.inputs[0]], ["B", 1, 1], {"keepdims": 1})
+    node.replace_input_with(0, merged)
+    assert operators(model) == ["ReduceSum", "Neg"]
+    assert (merged.dtype, list(merged.shape or ())) == (ir.DataType.FLOAT, [ir.SymbolicDim("B"), 1, 1])
+    merged.dtype = ir.DataType.FLOAT16
+    assert model.graph.inputs[0].dtype == ir.DataType.FLOAT  # a type of its own
+
+
+def test_the_last_axes_are_reshaped() -> None:
+    model = small_graph(TURN)
+    (node,) = model.graph
+    x = model.graph.inputs[0]
+    heads = reshape(node, x, [0, 0, 2, 4])
+    assert list(heads.shape or ()) == [ir.SymbolicDim("B"), ir.SymbolicDim("S"), 2, 4]
+    node.replace_input_with(0, reshape(node, heads, [0, 0, 8]))
+    assert reshape(node, x, [0, 0, 2, 4]).producer().inputs[1] is heads.producer().inputs[1]  # type: ignore[union-attr]
+    (result,) = results(model, {"x": (states := normal(2, 3, 8))})
+    np.testing.assert_array_equal(result, -states)
+
+
+def test_numbers_of_constants() -> None:
+    model = small_graph(
+        "add (float[2] x) => (float[2] y) <float[2] c = {1, 2}> { d = Constant <value_floats = [3.0, 4.0]> () "
+        "z = Add (x, c) y = Add (z, d) }"
+    )
+    first, second = (node for node in model.graph if node.op_type == "Add")
+    numbers = [constant(value) for value in (*first.inputs, *second.inputs)]
+    assert [None if array is None else array.tolist() for array in numbers] == [None, [1, 2], None, [3, 4]]
+    assert constant(None) is None
+
+
+@pytest.mark.parametrize(
+    ("cut", "start", "stop"),
+    [
+        ("a, part, b = Split <axis = -1> (x, sizes)", 2, 5),
+        ("part, a, b = Split <axis = 2> (x, sizes)", 0, 2),
+        ("part = Slice (x, two, five, last)", 2, 5),
+        ("part = Slice (x, two, five, axis, one)", 2, 5),
+        ("part = Slice (x, two, last, last)", 2, 7),
+        ("part = Slice (x, two, far, last)", 2, 8),
+    ],
+)
+def test_a_part_of_the_last_axis(cut: str, start: int, stop: int) -> None:
+    source, part = source_and_part(cut)
+    assert part_of(part) == Part(source, start, stop)
+
+
+@pytest.mark.parametrize(
+    "cut",
+    [
+        "a, part, b = Split <axis = 1> (x, sizes)",
+        "a, part = Split <axis = -1, num_outputs = 2> (x)",  # of equal sizes, which are not written down
+        "part = Slice (x, two, five)",  # of the first axes
+        "part = Slice (x, two, five, first)",
+        "part = Slice (x, two, five, last, two)",  # every second
+        "part = Slice (x, last, five, last)",  # from the end
+        "part = Slice (x, two, stop, last)",  # to somewhere
+        "part = Neg (x)",
+    ],
+)
+def test_other_parts(cut: str) -> None:
+    _, part = source_and_part(cut)
+    assert part_of(part) is None
+
+
+def source_and_part(cut: str) -> tuple[ir.Value, ir.Value | None]:
+    model = small_graph(
+        "cut (float[B,S,8] x, int64[1] stop) => (float[B,S,M] y) <int64[3] sizes = {2, 3, 3}, int64[1] one = {1}, "
+        "int64[1] two = {2}, int64[1] five = {5}, int64[1] far = {100}, int64[1] last = {-1}, int64[1] first = {0}, "
+        f"int64[1] axis = {{2}}> {{ {cut} y = Neg (part) }}"
+    )
+    return model.graph.inputs[0], list(model.graph)[-1].inputs[0]

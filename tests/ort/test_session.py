@@ -1,0 +1,206 @@
+"""Loading: providers, options, and graphs that are not what the manifest promises."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+
+from qsample.errors import PackageError, QsampleError
+from qsample.interface import Interface, KeyValueShape
+from qsample.ort import session as session_module
+from qsample.package import Package
+from qsample.runtime import load
+from tests.helpers.fake_graphs import DIM, VOCAB
+from tests.helpers.fake_package import compilation, fake_interface, fake_package
+
+
+def test_loading_by_provider_name_or_list(fake: Callable[..., Package]) -> None:
+    for provider in (None, "cpu", ["CPUExecutionProvider"], ("CPUExecutionProvider",)):
+        assert load(fake().path, provider).generate([5], max_new_tokens=1, seed=0).token_ids
+
+
+@pytest.mark.parametrize("provider", [5, [5], [("CPUExecutionProvider", {})], [None]])
+def test_what_names_no_provider(provider: Any, fake: Callable[..., Package]) -> None:
+    with pytest.raises(ValueError, match=r"provider is .*; give a short name such as \"cpu\", or a list of"):
+        load(fake().path, provider)
+
+
+@pytest.mark.parametrize(
+    ("provider", "message"),
+    [
+        (
+            "tpu",
+            r"no provider 'tpu'; choose 'cpu' or 'cuda' or .*, or give a list of .*CPUExecutionProvider",
+        ),
+        (["NoSuchExecutionProvider"], r"has no NoSuchExecutionProvider; it has .*CPUExecutionProvider"),
+        ([], "has no provider in an empty list"),
+    ],
+)
+def test_unknown_provider(provider: Any, message: str, fake: Callable[..., Package]) -> None:
+    with pytest.raises(QsampleError, match=message):
+        load(fake().path, provider)
+
+
+def test_a_device_package_runs_where_it_was_compiled_for(fake: Callable[..., Package]) -> None:
+    device = fake(compilation=compilation())
+    assert load(device.path).package.manifest.kind == "device"
+    with pytest.raises(QsampleError, match="was compiled for 'cpu', not 'cuda'"):
+        load(device.path, "cuda")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"ctx_len": 1}, "ctx_len is 1; give an integer >= 2"),
+        ({"ctx_len": "64"}, "ctx_len is '64'"),
+        ({"ctx_len": 257}, "ctx_len is 257; the model knows 256 positions at most"),
+        ({"intra_op_num_threads": 0}, "intra_op_num_threads is 0; give an integer >= 1"),
+    ],
+)
+def test_wrong_options(options: dict[str, Any], message: str, fake: Callable[..., Package]) -> None:
+    with pytest.raises(ValueError, match=message):
+        load(fake().path, **options)
+
+
+@pytest.mark.parametrize("number", ["1", 3])
+def test_another_gpu_than_the_first_is_chosen_by_the_process(number: Any, fake: Callable[..., Package]) -> None:
+    with pytest.raises(QsampleError, match=f"CUDA_VISIBLE_DEVICES={number} for this process, and leave device_id out"):
+        load(fake().path, "cuda", provider_options={"device_id": number})
+    load(fake().path, "cpu")
+
+
+def test_ctx_len_of_a_device_package_is_fixed(fake: Callable[..., Package]) -> None:
+    assert load(fake(compilation=compilation()).path, ctx_len=48)
+    with pytest.raises(ValueError, match="ctx_len is 64 and the package was compiled for 48"):
+        load(fake(compilation=compilation()).path, ctx_len=64)
+
+
+def test_threads_and_session_configuration_reach_onnxruntime(fake: Callable[..., Package]) -> None:
+    model = load(fake().path, intra_op_num_threads=1, session_config={"session.intra_op.allow_spinning": "0"})
+    options = model.sessions.decoder.get_session_options()
+    assert options.intra_op_num_threads == 1
+    assert options.get_session_config_entry("session.intra_op.allow_spinning") == "0"
+
+
+def test_a_damaged_package_is_refused_before_a_session_is_made(tmp_path: Path) -> None:
+    package = fake_package(tmp_path / "package")
+    path = package.file("decoder.onnx")
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 0xFF
+    path.write_bytes(content)
+    with pytest.raises(PackageError, match=r"decoder.onnx was altered"):
+        load(package.path)
+
+
+def test_a_graph_that_onnxruntime_cannot_load(tmp_path: Path) -> None:
+    package = fake_package(tmp_path / "package")
+    path = package.file("decoder.onnx")
+    path.write_bytes(b"x" * path.stat().st_size)
+    with pytest.raises(PackageError, match=r"ONNX Runtime cannot load .*decoder.onnx"):
+        load(package.path, verify=False)
+
+
+# Graphs that do not fit their manifest. Each package promises another interface than its graphs have.
+
+
+def other(**changes: Any) -> Interface:
+    return replace(fake_interface(), **changes)
+
+
+@pytest.mark.parametrize(
+    ("promised", "message"),
+    [
+        (other(vocab_size=VOCAB + 1), rf"input output_counts has shape \['B', {VOCAB}\], not \['B', {VOCAB + 1}\]"),
+        (other(key_values=(KeyValueShape(2, DIM),)), r"input past_key_values.0.key has shape"),
+        (other(key_values=(KeyValueShape(1, 8),)), r"input past_key_values.0.key has shape"),
+        (other(dtype="float16"), r"past_key_values.0.key is tensor\(float\), not tensor\(float16\)"),
+        (
+            other(key_values=(KeyValueShape(1, DIM),) * 2),
+            r"lacks input past_key_values.1.key, lacks input past_key_values.1.value",
+        ),
+        (fake_interface(logit_bias=True), "lacks input logit_bias_ids, lacks input logit_bias"),
+        (fake_interface(logprobs=True), "lacks output logprobs"),
+    ],
+)
+def test_a_graph_with_another_interface(promised: Interface, message: str, tmp_path: Path) -> None:
+    package = fake_package(tmp_path / "package", interface=promised, tokenizer=False)
+    with pytest.raises(PackageError, match=message):
+        load(package.path)
+
+
+def test_a_graph_with_an_input_that_the_contract_lacks(tmp_path: Path) -> None:
+    package = fake_package(tmp_path / "package", interface=fake_interface(), logit_bias=True)
+    with pytest.raises(PackageError, match="has an unknown input logit_bias_ids"):
+        load(package.path)
+
+
+def test_a_capacity_other_than_the_manifests(tmp_path: Path) -> None:
+    def fix(graph: onnx.ModelProto) -> None:
+        for value in graph.graph.input:
+            for dim in value.type.tensor_type.shape.dim:
+                if dim.dim_param == "T":
+                    dim.dim_value = 40
+
+    package = fake_package(tmp_path / "package", compilation=compilation(ctx_len=48), edit=fix)
+    with pytest.raises(PackageError, match=r"input tokens has shape \['B', 40\], not \['B', 48\]"):
+        load(package.path)
+    fitting = fake_package(tmp_path / "fitting", compilation=compilation(ctx_len=40), edit=fix)
+    assert len(load(fitting.path).generate([5], temperature=0, eos_token_id=None).token_ids[0]) == 39
+
+
+@pytest.mark.parametrize(
+    ("made", "here", "told"),
+    [("1.32.0", "1.31.1", True), ("1.100.0", "1.32.0", True), ("1.31.1", "1.32.0", False), ("1.32.0", "1.32.0", False)],
+)
+def test_a_package_of_a_newer_onnxruntime_that_does_not_load(
+    made: str, here: str, told: bool, fake: Callable[..., Package], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = fake(compilation=compilation())
+    manifest = device.path / "qsample.json"
+    document = json.loads(manifest.read_text())
+    document["versions"]["onnxruntime"] = made
+    manifest.write_text(json.dumps(document))
+
+    def fail(*arguments: Any, **options: Any) -> None:
+        raise RuntimeError("Unrecognized attribute: query")
+
+    monkeypatch.setattr(session_module, "open_session", fail)
+    monkeypatch.setattr(session_module.ort, "__version__", here)
+    with pytest.raises(PackageError, match="Unrecognized attribute: query") as caught:
+        load(device.path)
+    assert (
+        f"compiled with onnxruntime {made} and this is {here}: install {made} or newer" in str(caught.value)
+    ) == told
+
+
+@pytest.mark.parametrize(
+    ("quantization", "threads", "least"),
+    [
+        (None, 1, 2),  # the product of one row of floats
+        (None, 5, 5),  # one head: every thread would have a part of it
+        ({"divergence": {}, "kv_cache_dtype": "int8"}, 1, 2),
+        ({"divergence": {}, "dtype": "int4", "bits": 4, "matrices": 3}, 1, 1),
+        ({"divergence": {}, "dtype": "int4", "bits": 4, "matrices": 3}, 4, 4),
+        ({"divergence": {}, "dtype": "int4", "bits": 4, "matrices": 0, "experts": 8}, 1, 2),
+        ({"divergence": {}, "dtype": "float16", "matrices": 3}, 1, 2),  # half the space, and floats when it is loaded
+        ({"divergence": {}, "packed_matrices": 3}, 1, 2),  # the head is not among them
+        ({"divergence": {}, "dtype": "int4", "bits": 4, "matrices": 1, "packed_matrices": 3}, 1, 1),
+    ],
+)
+def test_how_many_rows_a_step_has_at_least(
+    quantization: dict[str, Any] | None, threads: int, least: int, fake: Callable[..., Package]
+) -> None:
+    device = fake(compilation=compilation(quantization=quantization))
+    assert load(device.path, intra_op_num_threads=threads).sessions.least_rows == least
+
+
+def test_threads_that_nobody_gave_count_too(fake: Callable[..., Package], monkeypatch: pytest.MonkeyPatch) -> None:
+    """ONNX Runtime reads the variable; with one head, each of five threads would have a part of it."""
+    monkeypatch.setenv("ORT_INTRA_OP_NUM_THREADS", "5")
+    assert load(fake(compilation=compilation()).path).sessions.least_rows == 5
