@@ -1,4 +1,4 @@
-"""Checkpoints of tiny random models and packages exported from them, made once for all test processes; fake packages."""
+"""Checkpoints of tiny random models, packages exported from them, and fake packages, made once for all processes."""
 
 from __future__ import annotations
 
