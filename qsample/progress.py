@@ -1,11 +1,64 @@
-"""How long work says how far it has come."""
+"""Progress of long work: the callback that receives it, parts of a whole, and stages with their shares."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from itertools import accumulate
+from typing import Final
 
-Progress = Callable[[str, float], None]  # what is being done, and the fraction of the whole that is done, in [0, 1]
+Progress = Callable[[str, float], None]  # the name of a stage, and the fraction of the whole that is done, in [0, 1]
+DONE: Final = "done"  # the last report of the whole
 
 
 def unreported(stage: str, fraction: float) -> None:
     """The callback of a caller who gave none."""
+
+
+def part(progress: Progress | None, start: float, end: float) -> Progress:
+    """A callback for work that is a part of a longer one: its fractions 0 to 1 become `start` to `end` of the whole.
+
+    The part's own "done" is not passed on unless the whole ends with it.
+    """
+
+    def report(stage: str, fraction: float) -> None:
+        if progress is not None and (stage != DONE or end == 1.0):
+            progress(stage, start + (end - start) * fraction)
+
+    return report
+
+
+class Stages:
+    """The stages of long work, in order, reported to a callback: the fraction done rises from 0 to 1 once.
+
+    >>> stages = Stages(progress, {"tracing": 8, "comparing": 2})
+    >>> stages.begin("tracing")
+    >>> advance = stages.begin("comparing")
+    >>> advance(0.5)  # reports ("comparing", 0.9)
+    >>> stages.finish()
+    """
+
+    def __init__(self, progress: Progress | None, shares: Mapping[str, float]) -> None:
+        """
+        Args:
+            progress: the caller's callback, if any.
+            shares: the stages by name, with the time that each takes in proportion to the others.
+        """
+        self._report = progress or unreported
+        ends = list(accumulate(shares.values(), initial=0.0))
+        self._spans = {
+            stage: (start / ends[-1], end / ends[-1]) for stage, start, end in zip(shares, ends, ends[1:], strict=False)
+        }
+
+    def begin(self, stage: str) -> Callable[[float], None]:
+        """Report that `stage` begins, and return a function that reports the fraction of it that is done, in [0, 1]."""
+        start, end = self._spans[stage]
+
+        def advance(fraction: float) -> None:
+            self._report(stage, start + (end - start) * fraction)
+
+        advance(0.0)
+        return advance
+
+    def finish(self) -> None:
+        """Report the end of the whole."""
+        self._report(DONE, 1.0)

@@ -1,0 +1,35 @@
+"""Progress: parts of a whole, and stages with their shares."""
+
+from __future__ import annotations
+
+from qsample.progress import Progress, Stages, part
+
+
+def work(progress: Progress | None) -> None:
+    stages = Stages(progress, {"first": 3, "second": 1})
+    advance = stages.begin("first")
+    advance(0.5)
+    stages.begin("second")
+    stages.finish()
+
+
+def test_stages_take_their_shares() -> None:
+    seen: list[tuple[str, float]] = []
+    work(lambda stage, fraction: seen.append((stage, fraction)))
+    assert seen == [("first", 0.0), ("first", 0.375), ("second", 0.75), ("done", 1.0)]
+    work(None)
+
+
+def test_parts_make_one_whole_that_is_done_once() -> None:
+    seen: list[tuple[str, float]] = []
+
+    def progress(stage: str, fraction: float) -> None:
+        seen.append((stage, fraction))
+
+    work(part(progress, 0.0, 0.5))
+    work(part(progress, 0.5, 1.0))
+    fractions = [fraction for _, fraction in seen]
+    assert fractions == sorted(fractions)
+    assert (fractions[0], fractions[-1]) == (0.0, 1.0)
+    assert [stage for stage, _ in seen].count("done") == 1
+    work(part(None, 0.0, 0.5))
