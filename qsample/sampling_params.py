@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from qsample.contract import EXTRA_PARAMETERS, LONGEST_MATCH
 from qsample.errors import shown, unknown
-from qsample.sampling_values import (
+from qsample.values import (
     FLOAT32_MAX,
     FLOAT32_TINY,
     INT32_MAX,

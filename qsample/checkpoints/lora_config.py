@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from qsample.errors import QsampleError, UnsupportedModelError, shown
+from qsample.values import is_integer, is_number
 
 ADVICE: Final = "merge it with the tool that trained it, and export the merged checkpoint"
 _READ: Final = (
@@ -122,13 +123,13 @@ def _patterns(options: Mapping[str, Any], kind: str, path: Path) -> list[tuple[s
 
 
 def _rank(value: Any, name: str, path: Path) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    if not is_integer(value, 1):
         raise QsampleError(f"{path}: {name} is {shown(value, 60)}; it must be an integer of at least 1")
     return value
 
 
 def _alpha(value: Any, name: str, path: Path) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if not is_number(value) or not math.isfinite(value):
         raise QsampleError(f"{path}: {name} is {shown(value, 60)}; it must be a number")
     return float(value)
 

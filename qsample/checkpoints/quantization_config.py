@@ -10,6 +10,7 @@ from typing import Any, Final
 from transformers import PretrainedConfig
 
 from qsample.errors import UnsupportedModelError
+from qsample.values import is_integer
 
 ADVICE: Final = "export the unquantized checkpoint that it was made from, and compile that with weights='int4'"
 BITS: Final = {"gptq": (2, 3, 4, 8), "awq": (4,)}
@@ -86,7 +87,7 @@ def _integer(options: Mapping[str, Any], names: tuple[str, ...], default: int, m
     """The first of `names` that `options` hold; UnsupportedModelError where it is no integer."""
     name = next((name for name in names if name in options), names[0])
     value = options.get(name, default)
-    if isinstance(value, bool) or not isinstance(value, int):
+    if not is_integer(value):
         raise UnsupportedModelError(
             f"{model_id}: the quantization's {name} is {value!r}; it must be an integer; {ADVICE}"
         )

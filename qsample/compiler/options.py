@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import math
 from collections.abc import Collection
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Final
@@ -11,6 +10,7 @@ from typing import Any, Final
 from qsample.contract import KV_CACHE_DTYPES, MODEL_DTYPES
 from qsample.errors import CompileError
 from qsample.graph.nbits import BLOCK_SIZES
+from qsample.values import is_integer, is_number
 
 WEIGHT_BITS: Final = {"int4": 4, "int8": 8, "int4_mixed": 4}
 MIXED: Final = "int4_mixed"
@@ -84,7 +84,7 @@ class CompileOptions:
         self._check_calibration()
         self._check_quantization()
         limit = self.max_divergence
-        if isinstance(limit, bool) or not isinstance(limit, int | float) or math.isnan(limit) or limit < 0:
+        if not is_number(limit, 0):
             raise CompileError(f"max_divergence is {limit!r}; give a number of nats a token, at least 0")
 
     def _check_calibration(self) -> None:
@@ -121,7 +121,7 @@ class CompileOptions:
 
 def _is_count(value: object, least: int) -> bool:
     """Whether `value` is None or an integer from `least` on that int32 holds."""
-    return value is None or (isinstance(value, int) and not isinstance(value, bool) and least <= value <= _INT32_MAX)
+    return value is None or is_integer(value, least, _INT32_MAX)
 
 
 def _check_choice(name: str, value: object, choices: Collection[object], *, optional: bool = False) -> None:

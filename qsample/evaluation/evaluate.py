@@ -20,10 +20,11 @@ from qsample.evaluation.report import Comparison, Evaluation, PackageQuality
 from qsample.evaluation.statistics import estimate_means
 from qsample.evaluation.texts import documents_of
 from qsample.evaluation.windows import Window, cut_windows
-from qsample.ort.options import NO_SPINNING, SessionOptions, check_count
+from qsample.ort.options import NO_SPINNING, SessionOptions
 from qsample.package import Package, read_package
 from qsample.progress import Progress, unreported
 from qsample.tensors import Array
+from qsample.values import check_count, is_number
 
 DEFAULT_MAX_LENGTH: Final = 1024
 DEFAULT_BATCH_SIZE: Final = 8
@@ -176,7 +177,7 @@ def _opened(given: Any, what: str) -> dict[Path, Package]:
 
 def _check_numbers(batch_size: int, confidence: float) -> None:
     check_count("batch_size", batch_size)
-    if isinstance(confidence, bool) or not isinstance(confidence, int | float) or not 0 < confidence < 1:
+    if not is_number(confidence) or not 0 < confidence < 1:
         raise ValueError(f"confidence is {shown(confidence)}; give a number between 0 and 1, such as 0.95")
 
 

@@ -39,6 +39,7 @@ from qsample.transforms.head import LastTokenHead
 from qsample.transforms.positions import RowPositions
 from qsample.transforms.probe import state_shapes
 from qsample.transforms.quantized_linear import quantized_layers
+from qsample.values import is_integer
 
 EXPORT_DTYPES: Final = ("float32", "float16")
 
@@ -245,7 +246,7 @@ def _token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None
 def _ids(name: str, value: Any) -> tuple[int, ...]:
     """A token id, or a list of them, as configurations state it."""
     values = value if isinstance(value, list | tuple) else [value]
-    if not all(isinstance(one, int) and not isinstance(one, bool) for one in values):
+    if not all(map(is_integer, values)):
         raise QsampleError(
             f"{name} is {value!r:.80} in the model's configuration; it must be a token id, or a list of ids"
         )

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from numbers import Real
 from typing import Any, Final
 
 import onnxruntime as ort
 
 from qsample.errors import shown
 from qsample.ort.threads import chosen_threads
+from qsample.values import check_count
 
 FOLDER_OF_WEIGHTS: Final = "session.model_external_initializers_file_folder_path"  # of a graph that is given as bytes
 # Kernels make no copies of the weights in a layout of their own: those of a session that runs seldom, or never.
@@ -64,19 +63,3 @@ def session_options(
     for key, value in (config or {}).items():
         options.add_session_config_entry(key, value)
     return options
-
-
-def check_count(name: str, value: Any, least: int = 1) -> None:
-    """Raise ValueError unless `value` is an integer of at least `least`, or None."""
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
-        raise ValueError(f"{name} is {shown(value)}; give an integer >= {least}, or None")
-
-
-def checked_timeout(timeout: Any) -> float | None:
-    """Seconds as `threading` takes them; None = for ever. Raises ValueError."""
-    if timeout is None:
-        return None
-    if isinstance(timeout, bool) or not isinstance(timeout, Real) or timeout != timeout:
-        raise ValueError(f"timeout is {shown(timeout)}; give seconds, or None to wait as long as it takes")
-    seconds: Any = timeout
-    return float(min(max(seconds, 0), threading.TIMEOUT_MAX))

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from qsample.errors import shown
-from qsample.ort.options import check_count
 from qsample.ray.archives import pack
 from qsample.ray.engine_actor import EngineActor
+from qsample.values import check_count, is_number
 
 if TYPE_CHECKING:
     from ray.data import Dataset
@@ -55,7 +55,7 @@ class QsampleProcessorConfig:
             check_count(name, getattr(self, name))
         for name in ("num_cpus", "num_gpus"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
+            if not is_number(value, 0):
                 raise ValueError(f"{name} is {shown(value)}; give a number, 0 or more")
         actors = self.concurrency if isinstance(self.concurrency, tuple) else (self.concurrency, self.concurrency)
         if len(actors) != 2 or any(type(one) is not int for one in actors) or not 1 <= actors[0] <= actors[1]:

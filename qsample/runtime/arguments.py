@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import abc
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields
-from numbers import Integral, Real
 from typing import Any, Final
 
 from tokenizers import Tokenizer as _Tokenizer
@@ -26,6 +25,7 @@ from qsample.runtime.text.generated_text import GeneratedText
 from qsample.runtime.text.stop_strings import check_stop_strings
 from qsample.runtime.text.tokenizer import Tokenizer
 from qsample.sampling_params import UNSUPPORTED, UNSUPPORTED_SAMPLING, SamplingParams
+from qsample.values import is_integer, is_number
 
 _OF_GENERATE: Final = frozenset(
     {"inputs", "params", "input_ids", "attention_mask", "generation_config", "streamer", "seed", "allowed_tokens"}
@@ -106,7 +106,7 @@ class Arguments:
     def _of_config(self, name: str) -> int | None:
         """A token id of the settings; a negative one in a model's file means that there is none."""
         value: Any = self.settings.get(name)
-        return int(value) if _is_integer(value) and value >= 0 else None
+        return int(value) if is_integer(value, 0) else None
 
     def _ends(self, token_ids: TokenIds) -> Collection[int]:
         eos = self._eos
@@ -297,13 +297,9 @@ def _several(ids: Any) -> Collection[int]:
     return list(ids) if isinstance(ids, Collection) else [ids]
 
 
-def _is_integer(value: Any) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool)
-
-
 def _token_id(name: str, value: Any, vocab_size: int) -> int:
     value = value.item() if hasattr(value, "item") and getattr(value, "size", None) in (1, ()) else value
-    if not _is_integer(value) or not 0 <= value < vocab_size:
+    if not is_integer(value, 0, vocab_size - 1):
         raise ValueError(f"{name} is {shown(value)}; give one of the model's token ids, 0 to {vocab_size - 1}")
     return int(value)
 
@@ -311,7 +307,7 @@ def _token_id(name: str, value: Any, vocab_size: int) -> int:
 def _count(name: str, value: Any) -> int:
     if value is None:
         return 1
-    if not _is_integer(value) or value < 1:
+    if not is_integer(value, 1):
         raise ValueError(f"{name} is {value!r:.60}; give an integer >= 1, or None for 1")
     return int(value)
 
@@ -319,7 +315,7 @@ def _count(name: str, value: Any) -> int:
 def _seconds(value: Any) -> float | None:
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, Real) or not float(value) > 0:
+    if not is_number(value) or not value > 0:
         raise ValueError(f"max_time is {shown(value)}; give a number of seconds > 0, or None")
     return float(value)
 

@@ -12,7 +12,7 @@ from qsample.huggingface.generation_config import GENERATION_CONFIG_FILE, Genera
 from qsample.huggingface.model_config import ModelConfig
 from qsample.huggingface.model_methods import Device, ModelMethods
 from qsample.interface import Interface
-from qsample.ort.options import SessionOptions, check_count
+from qsample.ort.options import SessionOptions
 from qsample.ort.reopen import fingerprint, reopen
 from qsample.ort.session import Sessions, open_sessions
 from qsample.package import Package, use_package
@@ -29,6 +29,7 @@ from qsample.runtime.text.streamer import Streamer, check_streamer
 from qsample.runtime.text.tokenizer import Tokenizer
 from qsample.sampling_params import SamplingParams
 from qsample.tensors import Array
+from qsample.values import check_count
 
 _CAPACITY_STEP: Final = 64  # capacities are multiples of this, where nothing else decides
 

@@ -14,7 +14,6 @@ from dataclasses import replace
 from typing import Any, Final
 
 from qsample.errors import Failure, QsampleError, shown
-from qsample.ort.options import check_count, checked_timeout
 from qsample.runtime.causal_lm import CausalLM
 from qsample.runtime.decode.loop import DecodeLoop, make_loop
 from qsample.runtime.guided_decoding import Guide
@@ -22,6 +21,7 @@ from qsample.runtime.request import CANCELLED, TIME, Deadlines, EngineStats, Req
 from qsample.runtime.request.errors import EngineClosedError, QueueFullError, RequestFailedError
 from qsample.runtime.sequence import Sequence
 from qsample.sampling_params import SamplingParams
+from qsample.values import check_count, checked_timeout
 
 DEFAULT_SLOTS: Final = 8  # where neither the caller nor the package says
 _CTX_LEN: Final = 4096  # likewise; less where the model knows less

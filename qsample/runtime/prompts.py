@@ -12,6 +12,7 @@ from qsample.manifest import TokenIds
 from qsample.runtime.text.chat import ChatOptions
 from qsample.runtime.text.tokenizer import Tokenizer
 from qsample.tensors import Array
+from qsample.values import is_integer
 
 _ACCEPTED: Final = (
     "give a text, token ids, a list of either, a 2-D integer array (with attention_mask where it is padded), or chat "
@@ -138,11 +139,7 @@ def _is_chat(value: Any) -> bool:
 
 
 def _is_ids(value: Any) -> bool:
-    return (
-        isinstance(value, list | tuple)
-        and len(value) > 0
-        and all(isinstance(item, int | np.integer) and not isinstance(item, bool) for item in value)
-    )
+    return isinstance(value, list | tuple) and len(value) > 0 and all(map(is_integer, value))
 
 
 def read_array(what: str, value: Any) -> Array:

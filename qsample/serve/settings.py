@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from typing import Final, Literal
 
 from qsample.errors import shown
-from qsample.ort.options import NO_SPINNING, check_count
+from qsample.ort.options import NO_SPINNING
 from qsample.serve.reasoning import FORMATS as REASONING_FORMATS
 from qsample.serve.tool_calls.formats import FORMATS
+from qsample.values import check_count
 
 DEFAULT_PORT: Final = 8000
 _NO_SPINNING: Final = {**NO_SPINNING, "session.inter_op.allow_spinning": "0"}

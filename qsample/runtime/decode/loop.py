@@ -17,7 +17,6 @@ from typing import Final
 from qsample.contract import LENGTH, NEXT_IDS, RUNNING, STOPPED
 from qsample.errors import QsampleError
 from qsample.ort.device_thread import DeviceThread
-from qsample.ort.options import check_count
 from qsample.ort.session import Sessions
 from qsample.runtime.decode.jobs import Chunk, Copy, Prompts, Window
 from qsample.runtime.decode.saved_states import Save
@@ -26,6 +25,7 @@ from qsample.runtime.decode.slots import Slots
 from qsample.runtime.decode.snapshot import Snapshot
 from qsample.runtime.sequence import PrefixStats, Sequence
 from qsample.tensors import Array
+from qsample.values import check_count
 
 _CACHE_IS_VALID: Final = (STOPPED, LENGTH)
 _FLUSH_EVERY: Final = 4  # where a read waits for the device

@@ -10,12 +10,12 @@ from contextlib import suppress
 from typing import Any
 
 from qsample.errors import Failure, shown
-from qsample.ort.options import checked_timeout
 from qsample.runtime.request.errors import RequestFailedError
 from qsample.runtime.request.outputs import Delta, RequestOutput, RequestTiming, Usage, stacked
 from qsample.runtime.request.readers import AsyncDeltas, Reader
 from qsample.runtime.sequence import Sequence
 from qsample.tensors import Array
+from qsample.values import checked_timeout
 
 CANCELLED = "cancelled"
 TIME = "time"

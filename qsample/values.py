@@ -1,13 +1,14 @@
-"""Single values of sampling parameters, checked: each as what is kept, or a ValueError that names it, what was given
-and what is accepted. Needs the standard library only.
+"""Single values that a caller gave, checked: each is returned as qsample keeps it, or a ValueError names it, the given
+value and the accepted ones. Needs the standard library only.
 """
 
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral, Real
-from typing import Any, Final
+from typing import Any, Final, TypeGuard
 
 from qsample.errors import shown
 
@@ -17,17 +18,45 @@ FLOAT32_TINY: Final = 1.1754944e-38  # the least that float32 holds in full
 LONGEST_TEXT: Final = 256  # characters: more are no token, and no word to forbid
 
 
+def is_integer(value: Any, least: float = -math.inf, most: float = math.inf) -> TypeGuard[int]:
+    """Whether `value` is an integer from `least` to `most`; a bool is not, an integer of NumPy is."""
+    return _is_a(Integral, value) and least <= value <= most
+
+
+def is_number(value: Any, least: float = -math.inf, most: float = math.inf) -> TypeGuard[float]:
+    """Whether `value` is a real number from `least` to `most`; a bool and NaN are not."""
+    return _is_a(Real, value) and least <= value <= most
+
+
+def _is_a(kind: type, value: Any) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)
+
+
+def check_count(name: str, value: Any, least: int = 1) -> None:
+    """Raise ValueError unless `value` is an integer of at least `least`, or None."""
+    if value is not None and not is_integer(value, least):
+        raise ValueError(f"{name} is {shown(value)}; give an integer >= {least}, or None")
+
+
+def checked_timeout(timeout: Any) -> float | None:
+    """Seconds as `threading` takes them; None = for ever. Raises ValueError."""
+    if timeout is None:
+        return None
+    if not is_number(timeout):
+        raise ValueError(f"timeout is {shown(timeout)}; give seconds, or None to wait as long as it takes")
+    return float(min(max(timeout, 0), threading.TIMEOUT_MAX))
+
+
 def number(name: str, value: Any, least: float, most: float, accepted: str) -> float:
     """A real number from `least` to `most`. accepted: what to tell the caller, as for the functions below."""
-    # NaN fails every comparison, so the range check refuses it too.
-    if not _is_a(Real, value) or not least <= value <= most:
+    if not is_number(value, least, most):
         raise ValueError(f"{name} is {shown(value)}; give {accepted}")
     return float(value)
 
 
 def integer(name: str, value: Any, least: int, most: int, accepted: str) -> int:
     """An integer from `least` to `most`."""
-    if not _is_a(Integral, value) or not least <= value <= most:
+    if not is_integer(value, least, most):
         raise ValueError(f"{name} is {shown(value)}; give {accepted}")
     return int(value)
 
@@ -39,7 +68,7 @@ def optional_integer(name: str, value: Any, least: int, most: int, accepted: str
 
 def one_of(name: str, value: Any, choices: Sequence[int], accepted: str) -> int:
     """One of some integers."""
-    if not _is_a(Integral, value) or value not in choices:
+    if not is_integer(value) or value not in choices:
         raise ValueError(f"{name} is {shown(value)}; give {accepted}")
     return int(value)
 
@@ -114,7 +143,3 @@ def _is_list(value: Any) -> bool:
 
 def _is_text(value: Any) -> bool:
     return isinstance(value, str) and 1 <= len(value) <= LONGEST_TEXT
-
-
-def _is_a(kind: type, value: Any) -> bool:
-    return isinstance(value, kind) and not isinstance(value, bool)
