@@ -35,7 +35,7 @@ from qsample.checkpoints.gptq_awq_layouts import (
 from qsample.checkpoints.mapped_weights import in_float32, open_weights, places
 from qsample.checkpoints.quantization_config import ADVICE, CheckpointQuantization
 from qsample.errors import QsampleError, UnsupportedModelError, listed
-from qsample.graph.nbits import BLOCK_SIZES
+from qsample.graph.operators import BLOCK_SIZES
 from qsample.transforms.deferred import SMALLEST, Deferred, defer, deferred, numbers
 from qsample.transforms.quantized_linear import QuantizedWeight, set_quantized_weight
 

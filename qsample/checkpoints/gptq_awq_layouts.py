@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from qsample.graph.nbits import BLOCK_SIZES, pack_bits
+from qsample.graph.operators import BLOCK_SIZES, pack_bits
 from qsample.tensors import Array
 from qsample.transforms.quantized_linear import QuantizedWeight
 

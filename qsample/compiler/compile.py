@@ -33,11 +33,10 @@ from qsample.disk.scratch import ScratchFolder
 from qsample.disk.space import check_free
 from qsample.errors import CompileError
 from qsample.exporters.initial_state import build_initial_state
-from qsample.graph.axes import fix_axes
+from qsample.graph.edit import all_initializers, fix_axes
 from qsample.graph.join import split_at_logits
-from qsample.graph.nbits import BLOCK_SIZES
-from qsample.graph.traversal import all_initializers
-from qsample.graph.weights.stored import load_graph, widen_weights
+from qsample.graph.operators import BLOCK_SIZES
+from qsample.graph.weights import load_graph, widen_weights
 from qsample.progress import Progress, unreported
 from qsample.tensors import Array
 

@@ -17,7 +17,7 @@ import numpy as np
 from qsample.contract import LOGITS
 from qsample.graph.join import cut_at_logits
 from qsample.graph.runner import GraphRunner
-from qsample.graph.weights.stored import load_graph
+from qsample.graph.weights import load_graph
 from qsample.interface import Interface
 from qsample.ort.providers import CPU
 from qsample.tensors import Array

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from qsample.contract import KV_CACHE_DTYPES, MODEL_DTYPES
 from qsample.errors import CompileError
-from qsample.graph.nbits import BLOCK_SIZES
+from qsample.graph.operators import BLOCK_SIZES
 from qsample.values import is_integer, is_number
 
 WEIGHT_BITS: Final = {"int4": 4, "int8": 8, "int4_mixed": 4}

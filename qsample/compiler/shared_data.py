@@ -14,7 +14,7 @@ from typing import Final
 import numpy as np
 import onnx_ir as ir
 
-from qsample.graph.traversal import all_initializers
+from qsample.graph.edit import all_initializers
 from qsample.tensors import Array
 
 _LEAST: Final = 1 << 16  # bytes; smaller ones are not worth a look

@@ -17,9 +17,8 @@ import numpy as np
 import onnx_ir as ir
 
 from qsample.contract import LENGTHS, RUNNING, STATUS
-from qsample.graph.edit import constant, initializer, insert
-from qsample.graph.opset import is_contrib
-from qsample.graph.traversal import ancestors, copy_node, producer, reads
+from qsample.graph.edit import ancestors, constant, copy_node, initializer, insert, producer, reads
+from qsample.graph.operators import is_contrib
 from qsample.transforms.markers import MARKER_DOMAIN, NUM_STATES, SCAN_BEGIN, SCAN_END
 
 _PAST_STATE = 3  # the index of LinearAttention's input

@@ -13,10 +13,9 @@ import numpy as np
 import onnx_ir as ir
 
 from qsample.graph import moe
-from qsample.graph.edit import constant, drop_unread, replace_node
-from qsample.graph.opset import CONTRIB_DOMAIN
-from qsample.graph.traversal import producer
-from qsample.graph.weights.stored import rearranged, rows_in_turns
+from qsample.graph.edit import constant, drop_unread, producer, replace_node
+from qsample.graph.operators import CONTRIB_DOMAIN
+from qsample.graph.weights import rearranged, rows_in_turns
 from qsample.tensors import Array
 from qsample.transforms import markers
 

@@ -13,7 +13,7 @@ import onnx_ir as ir
 from onnx_ir.passes import common as common_passes
 
 from qsample.contract import BATCH, CAPACITY, CAPACITY_INPUT, NOISE_STREAMS, SEED, VOCAB, TensorSpec
-from qsample.graph.opset import OPSET
+from qsample.graph.operators import OPSET
 from qsample.interface import Interface
 from qsample.sampler.philox import noise_buffer
 from qsample.sampler.tensor import Tensor, building, op, size

@@ -17,9 +17,8 @@ import onnxruntime as ort
 from onnx_ir.passes import common as common_passes
 
 from qsample.contract import BATCH, CAPACITY, INPUT_LENGTHS, SEQUENCE
-from qsample.graph.edit import constant, initializer
+from qsample.graph.edit import constant, initializer, reads
 from qsample.graph.evaluate import with_outputs, zeros
-from qsample.graph.traversal import reads
 from qsample.ort.options import FOLDER_OF_WEIGHTS, NO_PREPACKING, session_options
 from qsample.ort.providers import CPU
 from qsample.tensors import Array

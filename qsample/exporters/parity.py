@@ -20,9 +20,9 @@ import onnx_ir as ir
 from qsample.contract import LOGITS
 from qsample.errors import ParityError
 from qsample.graph import gqa
+from qsample.graph.gqa import narrow_windows
 from qsample.graph.runner import GraphRunner
-from qsample.graph.weights.stored import load_graph
-from qsample.graph.windows import narrow_windows
+from qsample.graph.weights import load_graph
 from qsample.interface import Interface
 from qsample.tensors import Array
 

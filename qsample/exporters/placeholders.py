@@ -13,9 +13,8 @@ import torch
 from onnx_ir import tensor_adapters
 from torch import Tensor
 
-from qsample.graph.traversal import all_initializers
-from qsample.graph.weights.joined import JoinedTensor
-from qsample.graph.weights.stored import StoredTensor
+from qsample.graph.edit import all_initializers
+from qsample.graph.weights import JoinedTensor, StoredTensor
 from qsample.transforms.deferred import Deferred, Joined, deferred, stored_view
 
 

@@ -18,7 +18,7 @@ from qsample.contract import CONTRACT_VERSION
 from qsample.exporters.initial_state import build_initial_state
 from qsample.exporters.parity import Parity
 from qsample.graph.join import append_sampler
-from qsample.graph.weights.stored import narrow_weights, save_beside
+from qsample.graph.weights import narrow_weights, save_beside
 from qsample.interface import Interface
 from qsample.manifest import Manifest, Source, TokenIds
 from qsample.sampler import build_sampler

@@ -16,7 +16,7 @@ from torch.onnx import OnnxExporterError
 from qsample.contract import BATCH, CAPACITY, SEQUENCE, TensorSpec
 from qsample.errors import UnsupportedModelError
 from qsample.exporters.simplify import simplify
-from qsample.graph.opset import OPSET
+from qsample.graph.operators import OPSET
 from qsample.interface import GraphSpec
 
 # Every dynamic axis is traced at two or more: torch.export specialises an axis of size 1. They all differ, so that two

@@ -1,17 +1,16 @@
-"""Puts constants and nodes into graphs, with their shapes and dtypes recorded.
+"""Edits of graphs: constants and nodes with their shapes and dtypes recorded, what a node reads, and named axes.
 
-onnx_ir.tape, which builds nodes in rows too, records neither, and appends where these go before a node.
+onnx_ir.tape builds nodes in rows, too, but records no shapes and dtypes, and appends; here, nodes go before others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import onnx_ir as ir
 
-from qsample.graph.traversal import producer
 from qsample.tensors import Array
 
 
@@ -122,3 +121,89 @@ def part_of(value: ir.Value | None) -> Part | None:
             if axis in (-1, last) and step in ([], [1]) and start >= 0 and isinstance(size, int):
                 return Part(source, start, min(stop, size) if stop >= 0 else size + stop)
     return None
+
+
+def reads(node: ir.Node) -> list[ir.Value]:
+    """What a node reads: its inputs, and what the graphs inside it (of an If or a Scan) read."""
+    values = [value for value in node.inputs if value is not None]
+    for attribute in node.attributes.values():
+        if attribute.type == ir.AttributeType.GRAPH:
+            values += [value for inner in attribute.as_graph() for value in reads(inner)]
+    return values
+
+
+def producer(value: ir.Value | None) -> ir.Node | None:
+    """The node that computes `value`; None for inputs, constants and what is absent."""
+    return None if value is None else value.producer()
+
+
+def with_loop_bodies(graph: ir.Graph) -> list[ir.Node]:
+    """The nodes of a graph, then those of the bodies of its Scans: all that is computed for a token."""
+    bodies = [node.attributes["body"].as_graph() for node in graph if node.op_type == "Scan"]
+    return [*graph, *(node for body in bodies for node in body)]
+
+
+def all_initializers(graph: ir.Graph) -> list[ir.Value]:
+    """The constants of a graph and of the graphs inside it."""
+    return [value for part in (graph, *graph.subgraphs()) for value in part.initializers.values()]
+
+
+def ancestors(
+    values: Iterable[ir.Value | None],
+    stop: Collection[ir.Node] = frozenset(),
+    reads: Callable[[ir.Node], Iterable[ir.Value | None]] = reads,
+) -> set[ir.Node]:
+    """The nodes outside `stop` that the values come from. reads: of each node, the values that count."""
+    reached: set[ir.Node] = set()
+    waiting = [value.producer() for value in values if value is not None]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in stop or node in reached:
+            continue
+        reached.add(node)
+        waiting += [value.producer() for value in reads(node) if value is not None]
+    return reached
+
+
+def copy_node(node: ir.Node, copies: dict[ir.Value, ir.Value], suffix: str) -> ir.Node:
+    """A copy of `node` that reads and notes its values in `copies`; names get `suffix`."""
+    inputs = [value if value is None else copies.get(value, value) for value in node.inputs]
+    copy = ir.Node(
+        node.domain,
+        node.op_type,
+        inputs,
+        list(node.attributes.values()),
+        num_outputs=len(node.outputs),
+        version=node.version,
+        name=f"{node.name}_{suffix}",
+    )
+    for old, new in zip(node.outputs, copy.outputs, strict=True):
+        new.name, new.type, new.shape = f"{old.name}_{suffix}", old.type, old.shape
+        copies[old] = new
+    return copy
+
+
+def fix_axes(model: ir.Model, sizes: Mapping[str, int]) -> bool:
+    """Give the named axes in `sizes` their size, in every shape of the graph; in place. Returns whether anything had
+    one of them.
+
+    Sizes computed from several axes lose their recorded name: shape inference finds them again.
+    """
+    modified = False
+    for value in _values(model):
+        if value.shape is None:
+            continue
+        dims = [_fixed(dim, sizes) for dim in value.shape]
+        if list(value.shape) != dims:
+            value.shape = ir.Shape(dims)
+            modified = True
+    return modified
+
+
+def _values(model: ir.Model) -> list[ir.Value]:
+    return [*model.graph.inputs, *(output for node in model.graph.all_nodes() for output in node.outputs)]
+
+
+def _fixed(dim: int | ir.SymbolicDim, sizes: Mapping[str, int]) -> int | ir.SymbolicDim:
+    name = getattr(dim, "value", None)
+    return sizes.get(name, dim) if isinstance(name, str) else dim

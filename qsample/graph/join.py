@@ -5,7 +5,7 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from qsample.contract import LOGITS, retained_name
-from qsample.graph.traversal import ancestors, reads
+from qsample.graph.edit import ancestors, reads
 from qsample.interface import GraphSpec, Interface
 
 PREFIX = "sampler."

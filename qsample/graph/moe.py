@@ -13,8 +13,8 @@ from typing import Any, Final
 
 import onnx_ir as ir
 
-from qsample.graph.opset import is_contrib
-from qsample.graph.traversal import ancestors
+from qsample.graph.edit import ancestors
+from qsample.graph.operators import is_contrib
 
 OP_TYPE: Final = "MoE"
 QUANTIZED_OP_TYPE: Final = "QMoE"

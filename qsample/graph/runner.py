@@ -16,10 +16,10 @@ import onnx_ir as ir
 import onnxruntime as ort
 
 from qsample.contract import BATCH, CAPACITY, LENGTHS, ROW_AXES, SEED, retained_name
+from qsample.graph.edit import all_initializers, ancestors
 from qsample.graph.moe import QUANTIZED_OP_TYPE
-from qsample.graph.nbits import is_matmul_nbits
-from qsample.graph.traversal import all_initializers, ancestors
-from qsample.graph.weights.stored import load_graph, relocated
+from qsample.graph.operators import is_matmul_nbits
+from qsample.graph.weights import load_graph, relocated
 from qsample.interface import Interface
 from qsample.ort.options import FOLDER_OF_WEIGHTS, NO_PREPACKING, session_options
 from qsample.ort.providers import CPU, open_session

@@ -13,7 +13,7 @@ from qsample.compiler.compile import compile_package
 from qsample.compiler.options import CompileOptions
 from qsample.compiler.quantize.weights import looks_up_positions, matrix_of
 from qsample.graph import moe
-from qsample.graph.traversal import with_loop_bodies
+from qsample.graph.edit import with_loop_bodies
 from qsample.package import Package
 from qsample.runtime import SamplingParams, load
 from tests.architectures.configs import VOCAB_SIZE

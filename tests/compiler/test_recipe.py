@@ -11,7 +11,7 @@ import pytest
 
 from qsample.compiler.passes.gemm_to_matmul import replace_gemms
 from qsample.compiler.recipe import lean_passes, run
-from qsample.graph.axes import fix_axes
+from qsample.graph.edit import fix_axes
 from qsample.graph.join import cut_at_logits
 from qsample.graph.runner import GraphRunner
 from qsample.package import read_package

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from qsample.contract import BATCH, SEQUENCE, TensorSpec
 from qsample.errors import UnsupportedModelError
 from qsample.exporters.trace import _without_torchvision_notice, trace
-from qsample.graph.opset import OPSET
+from qsample.graph.operators import OPSET
 from qsample.interface import GraphSpec
 
 IDS = TensorSpec("ids", "int64", (BATCH, SEQUENCE), "tokens")

@@ -1,6 +1,8 @@
-"""Constants and nodes put into graphs, and values that are parts of others."""
+"""Edits of graphs: constants, nodes, what values come from, and named axes with a fixed size."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import numpy as np
 import onnx_ir as ir
@@ -8,12 +10,16 @@ import pytest
 
 from qsample.graph.edit import (
     Part,
+    ancestors,
     constant,
+    copy_node,
     drop_unread,
+    fix_axes,
     initializer,
     insert,
     lazy_initializer,
     part_of,
+    reads,
     reshape,
 )
 from tests.helpers.small_graphs import normal, operators, results, small_graph
@@ -133,3 +139,73 @@ def source_and_part(cut: str) -> tuple[ir.Value, ir.Value | None]:
         f"int64[1] axis = {{2}}> {{ {cut} y = Neg (part) }}"
     )
     return model.graph.inputs[0], list(model.graph)[-1].inputs[0]
+
+
+GRAPH = """
+decode (bool condition, float[2] x, float[2] y) => (float[2] result, float[2] other)
+{
+    a = Neg (x)
+    b = Abs (y)
+    chosen = If (condition) <
+        then_branch = one () => (float[2] then) { then = Exp (a) },
+        else_branch = two () => (float[2] else) { else = Sqrt (b) }
+    >
+    result = Add (chosen, x)
+    other = Neg (b)
+}
+"""
+
+
+def nodes(model: ir.Model) -> dict[str | None, ir.Node]:
+    return {node.outputs[0].name: node for node in model.graph}
+
+
+def test_a_node_reads_what_the_graphs_inside_it_read() -> None:
+    chosen = nodes(small_graph(GRAPH))["chosen"]
+    assert [value.name for value in reads(chosen)] == ["condition", "a", "b"]
+
+
+def test_the_nodes_that_values_come_from() -> None:
+    model = small_graph(GRAPH)
+    named = nodes(model)
+
+    def names(reached: set[ir.Node]) -> set[str | None]:
+        return {node.outputs[0].name for node in reached}
+
+    result, other = model.graph.outputs
+    assert names(ancestors([result])) == {"result", "chosen", "a", "b"}
+    assert names(ancestors([other, None])) == {"other", "b"}
+    assert names(ancestors([result], stop={named["chosen"]})) == {"result"}
+    assert names(ancestors([result], reads=lambda node: node.inputs)) == {"result", "chosen"}
+
+
+def test_a_copy_reads_copies() -> None:
+    named = nodes(small_graph(GRAPH))
+    for name, node in named.items():
+        node.name = f"node_{name}"
+    copies: dict[ir.Value, ir.Value] = {}
+    first = copy_node(named["b"], copies, "again")
+    second = copy_node(named["other"], copies, "again")
+    assert (second.op_type, second.name, second.outputs[0].name) == ("Neg", "node_other_again", "other_again")
+    assert second.inputs[0] is first.outputs[0]
+    assert first.inputs[0] is named["b"].inputs[0]  # of which there is no copy
+    assert copies[named["other"].outputs[0]] is second.outputs[0]
+    assert list(second.outputs[0].shape or ()) == [2]
+
+
+def test_only_the_axes_named_are_fixed() -> None:
+    model = small_graph("turn (float[B,S] x) => (float[B,S] y) { y = Neg (x) }")
+    assert not fix_axes(model, {"T": 5})
+    assert fix_axes(model, {"B": 3, "T": 5})
+    assert [list(value.shape or ()) for value in (*model.graph.inputs, *model.graph.outputs)] == [
+        [3, ir.SymbolicDim("S")]
+    ] * 2
+    assert not fix_axes(model, {"B": 4})
+
+
+def test_fix_axes_reaches_every_shape(llama_package: Path) -> None:
+    model = ir.load(llama_package / "decoder.onnx")
+    assert fix_axes(model, {"T": 50, "B": 2})
+    names = {str(dim) for node in model.graph.all_nodes() for value in node.outputs for dim in value.shape or ()}
+    assert not names & {"T", "B"}
+    assert list(model.graph.inputs[0].shape or ()) == [2, ir.SymbolicDim("S")]

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from qsample.compiler.passes.no_host_copies import host_data, remove_host_copies
 from qsample.compiler.passes.opset import lower_opset
 from qsample.contract import EXTRA_PARAMETERS, FILTER_ORDERS, INVALID_LOGITS
-from qsample.graph.opset import OPSET
+from qsample.graph.operators import OPSET
 from qsample.interface import Features, Interface
 from qsample.sampler import build_draw, build_sampler
 from tests.helpers.cuda_kernels import KERNELS, VALUES_OF_WHERE, VERSIONS, has_kernel

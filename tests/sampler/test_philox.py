@@ -11,7 +11,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 
-from qsample.graph.opset import OPSET
+from qsample.graph.operators import OPSET
 from qsample.interface import Features, Interface
 from qsample.sampler.philox import noise_buffer, philox, uniforms
 from qsample.sampler.tensor import Tensor, building

@@ -13,9 +13,8 @@ from typing import Final
 import onnx_ir as ir
 
 from qsample.contract import LOGITS
-from qsample.graph.edit import drop_unread, lazy_initializer
-from qsample.graph.opset import is_contrib
-from qsample.graph.traversal import producer
+from qsample.graph.edit import drop_unread, lazy_initializer, producer
+from qsample.graph.operators import is_contrib
 from qsample.tensors import DTYPES, Array
 
 HALF_DTYPES: Final = ("float16", "bfloat16")

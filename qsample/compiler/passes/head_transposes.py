@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from qsample.graph.edit import insert, reshape
-from qsample.graph.opset import is_contrib
-from qsample.graph.traversal import producer
+from qsample.graph.edit import insert, producer, reshape
+from qsample.graph.operators import is_contrib
 
 _SWAP = [0, 2, 1, 3]
 _NORMS = ("SimplifiedLayerNormalization", "LayerNormalization", "RMSNormalization")

@@ -15,7 +15,7 @@ import numpy as np
 import onnx_ir as ir
 
 from qsample.graph.edit import constant, drop_unread, initializer, lazy_initializer
-from qsample.graph.nbits import is_matmul_nbits, middle_zero_points
+from qsample.graph.operators import is_matmul_nbits, middle_zero_points
 from qsample.tensors import Array
 
 _FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16)

@@ -8,7 +8,7 @@ import onnx.defs
 import onnx_ir as ir
 
 from qsample.errors import CompileError
-from qsample.graph.opset import CONTRIB_DOMAIN
+from qsample.graph.operators import CONTRIB_DOMAIN
 
 # Gelu is of opset 20; ONNX Runtime had both of its forms before.
 _GELU: Final = {"none": "Gelu", "tanh": "FastGelu"}

@@ -29,8 +29,7 @@ from onnxscript.rewriter.ort_fusions.skip_normalization import (
     fuse_skip_rms_normalization,
 )
 
-from qsample.graph.edit import constant, initializer
-from qsample.graph.traversal import all_initializers
+from qsample.graph.edit import all_initializers, constant, initializer
 from qsample.tensors import Array
 
 FUSION_PROVIDERS = ("cpu", "cuda")

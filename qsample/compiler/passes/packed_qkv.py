@@ -11,9 +11,8 @@ from typing import NamedTuple
 import numpy as np
 import onnx_ir as ir
 
-from qsample.graph.edit import constant, initializer, insert, part_of
+from qsample.graph.edit import constant, initializer, insert, part_of, producer
 from qsample.graph.gqa import Slot, attentions, set_inputs
-from qsample.graph.traversal import producer
 
 
 def pack_qkv(model: ir.Model) -> bool:

@@ -6,8 +6,8 @@ from typing import Final, NamedTuple
 
 import onnx_ir as ir
 
+from qsample.graph.edit import producer
 from qsample.graph.gqa import Slot, attentions, set_inputs
-from qsample.graph.traversal import producer
 
 _NORMS: Final = ("SimplifiedLayerNormalization", "RMSNormalization")
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from qsample.graph.edit import reshape_target
-from qsample.graph.traversal import producer
+from qsample.graph.edit import producer, reshape_target
 
 
 def simplify_reshapes(model: ir.Model) -> bool:

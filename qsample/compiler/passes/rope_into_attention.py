@@ -15,11 +15,10 @@ import numpy as np
 import onnx_ir as ir
 
 from qsample.contract import BATCH, LENGTHS, SEQUENCE
-from qsample.graph.edit import initializer
+from qsample.graph.edit import ancestors, initializer, producer
 from qsample.graph.evaluate import GraphPart, inputs_of
 from qsample.graph.gqa import Slot, attentions, set_inputs
-from qsample.graph.opset import CONTRIB_DOMAIN, is_contrib
-from qsample.graph.traversal import ancestors, producer
+from qsample.graph.operators import CONTRIB_DOMAIN, is_contrib
 from qsample.tensors import Array
 
 _MULTIPLE: Final = 16  # GroupQueryAttention takes head and rotary sizes that are multiples of this

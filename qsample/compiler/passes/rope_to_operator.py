@@ -13,10 +13,9 @@ import numpy as np
 import onnx_ir as ir
 
 from qsample.contract import BATCH, LENGTHS, SEQUENCE
-from qsample.graph.edit import initializer, insert, part_of
+from qsample.graph.edit import initializer, insert, part_of, producer, reads
 from qsample.graph.evaluate import GraphPart, sizes
-from qsample.graph.opset import CONTRIB_DOMAIN, is_contrib
-from qsample.graph.traversal import producer, reads
+from qsample.graph.operators import CONTRIB_DOMAIN, is_contrib
 from qsample.tensors import Array
 
 _AXES: Final = {BATCH: 2, SEQUENCE: 3}  # for trying things out

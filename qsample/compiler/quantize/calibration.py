@@ -21,8 +21,8 @@ from qsample.compiler.quantize.gptq import gptq
 from qsample.compiler.quantize.rounding import Levels, WeightQuantization
 from qsample.contract import BATCH, CAPACITY, INPUT_IDS, INPUT_LENGTHS, SEQUENCE
 from qsample.disk.space import check_free
+from qsample.graph.edit import ancestors, reads
 from qsample.graph.evaluate import GraphPart, sizes
-from qsample.graph.traversal import ancestors, reads
 from qsample.tensors import Array, sparse_zeros
 
 _FED_FROM: Final = 1 << 20  # bytes; larger constants are handed to a part when it runs, not copied into it

@@ -8,8 +8,8 @@ from qsample.compiler.quantize.report import quantization_report
 from qsample.compiler.quantize.rounding import WeightQuantization
 from qsample.compiler.quantize.weights import matrix_of
 from qsample.errors import CompileError
-from qsample.graph.nbits import BLOCK_SIZES, is_matmul_nbits
-from qsample.graph.traversal import with_loop_bodies
+from qsample.graph.edit import with_loop_bodies
+from qsample.graph.operators import BLOCK_SIZES, is_matmul_nbits
 
 
 def check_quantized(model: ir.Model, quantization: WeightQuantization) -> None:

@@ -20,8 +20,7 @@ from qsample.compiler.quantize.rounding import Levels, NewestResult, WeightQuant
 from qsample.graph import moe
 from qsample.graph.edit import drop_unread, initializer, lazy_initializer, replace_node
 from qsample.graph.moe import QuantizedSlot, Slot
-from qsample.graph.nbits import BLOCK_SIZES, INT8_ACTIVATIONS, pack_bits
-from qsample.graph.opset import CONTRIB_DOMAIN, is_contrib
+from qsample.graph.operators import BLOCK_SIZES, CONTRIB_DOMAIN, INT8_ACTIVATIONS, is_contrib, pack_bits
 from qsample.tensors import Array
 
 

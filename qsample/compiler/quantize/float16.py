@@ -12,8 +12,7 @@ import onnx_ir as ir
 from qsample.compiler.quantize.report import QuantizationReport, report_quantization
 from qsample.compiler.quantize.weights import matrix_of
 from qsample.graph import moe
-from qsample.graph.edit import lazy_initializer
-from qsample.graph.traversal import with_loop_bodies
+from qsample.graph.edit import lazy_initializer, with_loop_bodies
 from qsample.tensors import Array
 
 

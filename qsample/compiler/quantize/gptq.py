@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from qsample.compiler.quantize.rounding import Levels, WeightQuantization
-from qsample.graph.nbits import pack_bits
+from qsample.graph.operators import pack_bits
 from qsample.tensors import Array
 
 if TYPE_CHECKING:

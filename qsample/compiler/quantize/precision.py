@@ -12,7 +12,7 @@ from typing import Final
 import onnx_ir as ir
 
 from qsample.contract import LOGITS
-from qsample.graph.traversal import ancestors
+from qsample.graph.edit import ancestors
 
 WIDE_BITS: Final = 8
 _STATE: Final = "past_key_values."

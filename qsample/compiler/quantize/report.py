@@ -8,8 +8,7 @@ from typing import Final
 import onnx_ir as ir
 
 from qsample.graph import gqa, moe
-from qsample.graph.nbits import is_matmul_nbits
-from qsample.graph.opset import is_contrib
+from qsample.graph.operators import is_contrib, is_matmul_nbits
 
 _REPORT: Final = "qsample.quantization"
 _FLOATS: Final = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)

@@ -14,7 +14,7 @@ from typing import Final
 import numpy as np
 
 from qsample.compiler.options import QUANTIZATION_METHODS
-from qsample.graph.nbits import BLOCK_SIZES, pack_bits
+from qsample.graph.operators import BLOCK_SIZES, pack_bits
 from qsample.tensors import Array
 
 _AT_ONCE: Final = 2**22  # weights that are looked at together

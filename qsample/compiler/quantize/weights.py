@@ -26,11 +26,16 @@ from qsample.compiler.quantize.report import (
 from qsample.compiler.quantize.rounding import Levels, NewestResult, WeightQuantization, quantize_matrix
 from qsample.contract import INPUT_IDS, LENGTHS
 from qsample.graph import moe
-from qsample.graph.edit import drop_unread, initializer, lazy_initializer, replace_node
+from qsample.graph.edit import drop_unread, initializer, lazy_initializer, replace_node, with_loop_bodies
 from qsample.graph.evaluate import inputs_of
-from qsample.graph.nbits import BLOCK_SIZES, INT8_ACTIVATIONS, OP_TYPE, is_matmul_nbits, pack_bits
-from qsample.graph.opset import CONTRIB_DOMAIN
-from qsample.graph.traversal import with_loop_bodies
+from qsample.graph.operators import (
+    BLOCK_SIZES,
+    CONTRIB_DOMAIN,
+    INT8_ACTIVATIONS,
+    MATMUL_NBITS,
+    is_matmul_nbits,
+    pack_bits,
+)
 from qsample.tensors import Array
 
 Calibrate = Callable[[ir.Model, Sequence[Wanted]], Mapping[ir.Value, Levels]]
@@ -264,7 +269,7 @@ def _matmul(graph: ir.Graph, node: ir.Node, weight: _QuantizedMatrix) -> None:
         "block_size": weight.quantization.block_size,
         "accuracy_level": INT8_ACTIVATIONS,
     }
-    new = [_node(OP_TYPE, node, inputs, attributes)]
+    new = [_node(MATMUL_NBITS, node, inputs, attributes)]
     if node.op_type == "Gemm" and len(node.inputs) > 2 and node.inputs[2] is not None:
         new.append(ir.Node("", "Add", [new[-1].outputs[0], node.inputs[2]], name=f"{node.name}_bias"))
     replace_node(node, new)

@@ -31,7 +31,7 @@ from qsample.compiler.recipe import Pass, lean_passes
 from qsample.compiler.targets import check_providers
 from qsample.contract import CAPACITY
 from qsample.errors import CompileError, QsampleError
-from qsample.graph.axes import fix_axes
+from qsample.graph.edit import fix_axes
 from qsample.graph.join import append_sampler
 from qsample.interface import Interface
 from qsample.ort.options import session_options

@@ -33,7 +33,7 @@ from qsample.exporters.foreign.settings import Settings, read_settings, write_fi
 from qsample.exporters.measured_shapes import record_shapes
 from qsample.exporters.portable import portable_manifest, write_graphs
 from qsample.graph import gqa
-from qsample.graph.nbits import INT8_ACTIVATIONS, is_matmul_nbits
+from qsample.graph.operators import INT8_ACTIVATIONS, is_matmul_nbits
 from qsample.interface import Features, Interface
 from qsample.progress import Progress, unreported
 

@@ -14,8 +14,8 @@ from onnx_ir.passes import common as common_passes
 
 from qsample.errors import UnsupportedModelError
 from qsample.graph import gqa
+from qsample.graph.edit import reads
 from qsample.graph.gqa import Slot
-from qsample.graph.traversal import reads
 
 IDS: Final = "input_ids"
 MASK: Final = "attention_mask"

@@ -13,7 +13,7 @@ from qsample.contract import retained_name
 from qsample.exporters.foreign.interface import IDS, ForeignGraph, refusal
 from qsample.exporters.foreign.rows import Rows
 from qsample.graph.edit import initializer
-from qsample.graph.opset import CONTRIB_DOMAIN, OPSET
+from qsample.graph.operators import CONTRIB_DOMAIN, OPSET
 from qsample.interface import Features, Interface, KeyValueShape
 
 _IR_VERSION: Final = 10

@@ -17,10 +17,9 @@ from qsample.exporters.foreign.interface import ForeignGraph, Layer, refusal
 from qsample.exporters.foreign.nodes import Nodes
 from qsample.exporters.foreign.original import Original
 from qsample.exporters.foreign.rows import Rows
-from qsample.graph.edit import constant
+from qsample.graph.edit import constant, producer
 from qsample.graph.gqa import OP_TYPE
-from qsample.graph.opset import CONTRIB_DOMAIN
-from qsample.graph.traversal import producer
+from qsample.graph.operators import CONTRIB_DOMAIN
 from qsample.tensors import Array
 
 _PRODUCTS: Final = ("MatMul", "FusedMatMul")

@@ -12,7 +12,7 @@ from qsample.compiler.passes.joint_projections import join_projections
 from qsample.compiler.passes.ort_fusions import fuse_operators
 from qsample.compiler.recipe import run
 from qsample.graph.edit import initializer, lazy_initializer
-from qsample.graph.nbits import pack_bits
+from qsample.graph.operators import pack_bits
 from qsample.tensors import Array
 from tests.helpers.small_graphs import loop_graph, normal, operators, results, small_graph
 

@@ -13,7 +13,7 @@ import pytest
 
 from qsample.compiler import recipe
 from qsample.compiler.passes.ort_fusions import FUSION_PROVIDERS, fuse_operators
-from qsample.graph.axes import fix_axes
+from qsample.graph.edit import fix_axes
 from tests.helpers.small_graphs import normal, operators, results, small_graph
 
 

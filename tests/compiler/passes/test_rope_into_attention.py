@@ -12,8 +12,7 @@ import pytest
 
 from qsample.compiler.passes.rope_into_attention import absorb_rope
 from qsample.compiler.recipe import lean_passes, run
-from qsample.graph.axes import fix_axes
-from qsample.graph.edit import initializer
+from qsample.graph.edit import fix_axes, initializer
 from qsample.graph.gqa import Slot
 from qsample.graph.join import cut_at_logits
 from qsample.package import read_package

@@ -7,7 +7,7 @@ import onnx_ir as ir
 import pytest
 
 from qsample.graph.edit import initializer
-from qsample.graph.nbits import is_matmul_nbits, middle_zero_points, pack_bits
+from qsample.graph.operators import is_matmul_nbits, middle_zero_points, pack_bits
 from tests.helpers.small_graphs import normal, results, small_graph
 
 
