@@ -121,7 +121,7 @@ def open_session(
     if providers[0] not in session.get_providers():
         raise QsampleError(
             f"{providers[0]} is part of this onnxruntime and does not load here; the graph would run on "
-            f"{', '.join(session.get_providers())}. README.md says what the provider needs"
+            f"{', '.join(session.get_providers())}. docs/devices.md says what the provider needs"
         )
     return session
 

@@ -41,7 +41,7 @@ def test_rows_are_searched(package: Path, trace: Trace) -> None:
 
 
 def test_kernels_of_a_search_are_launched_where_rows_are_listed(package: Path, trace: Trace) -> None:
-    """README.md gives this count; over empty tensors CUDA would refuse a launch."""
+    """docs/devices.md gives this count; over empty tensors CUDA would refuse a launch."""
     kernels = []
     for params in (WIDE[3:], WIDE):
         trace.clear()
