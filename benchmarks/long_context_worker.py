@@ -42,6 +42,7 @@ class QsampleRows:
     def __init__(self, options: argparse.Namespace) -> None:
         import onnxruntime
 
+        from qsample.runtime.decode.prefixes import Pieces
         from qsample.runtime.decode.slots import Slots
         from qsample.runtime.parameters import parameter_arrays
         from qsample.sampling_params import SamplingParams
@@ -53,6 +54,7 @@ class QsampleRows:
         if capacity < options.history + options.growth:
             raise RuntimeError(f"{options.model} takes {capacity} tokens a row")
         self._slots = Slots(model.sessions, options.rows, capacity)
+        self._pieces = Pieces.of(model.sessions)
         params = [SamplingParams(temperature=0.0, eos_token_id=())] * options.rows
         arrays = parameter_arrays(model.interface, params, [options.history] * options.rows, capacity, ())
         self._parameters = [{name: values[row] for name, values in arrays.items()} for row in range(options.rows)]
@@ -61,7 +63,7 @@ class QsampleRows:
     def _read(self, start: int) -> None:
         for row, (prompt, parameters) in enumerate(zip(self._prompts, self._parameters, strict=True)):
             self._slots.begin(row, prompt, row, parameters, reused=start)
-            for piece in self._sessions.pieces.cut(start, len(prompt)):
+            for piece in self._pieces.cut(start, len(prompt)):
                 self._slots.prefill(row, prompt[piece.start : piece.stop], emit=piece.stop == len(prompt))
         self._slots.read()
 

@@ -26,7 +26,7 @@ from qsample.ort.bound_graph import BoundGraph
 from qsample.ort.buffers import Buffer, copy_on_device
 from qsample.ort.session import open_sessions
 from qsample.package import Package
-from qsample.runtime.decode.noise import uniforms
+from qsample.runtime.decode.inputs import uniforms
 from qsample.tensors import Array
 
 
@@ -51,10 +51,8 @@ class PublishedRunner:
             again = spec in self._caches and CAPACITY in spec.axes
             if not spec.read_only:
                 self._outputs[retained_name(spec.name)] = self._inputs[spec.name] if again else self._allocate(spec)
-        replays = sessions.replays
-        capture = (replays.number(), replays.thread) if replays is not None else (None, None)
         self._decoder = BoundGraph(
-            sessions.decoder, self._spec, self._inputs | self._outputs, sessions.device, *capture
+            sessions.decoder, self._spec, self._inputs | self._outputs, sessions.device, sessions.replays
         )
         self._runs = 0
 

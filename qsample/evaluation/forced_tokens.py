@@ -21,11 +21,10 @@ from qsample.contract import (
     TensorSpec,
     retained_name,
 )
-from qsample.ort.bound_graph import NOT_CAPTURED, BoundGraph
+from qsample.ort.bound_graph import BoundGraph
 from qsample.ort.buffers import Buffer
 from qsample.ort.options import SessionOptions
-from qsample.ort.returned_logits import with_logits
-from qsample.ort.session import open_sessions
+from qsample.ort.session import open_sessions, with_logits
 from qsample.package import Package
 from qsample.tensors import Array
 
@@ -118,6 +117,4 @@ class ForcedTokens:
 
     def _graph(self, buffers: Mapping[str, Buffer]) -> BoundGraph:
         sessions = self._sessions
-        replays = sessions.replays
-        capture, thread = (None, None) if replays is None else (NOT_CAPTURED, replays.thread)
-        return BoundGraph(sessions.decoder, self._spec, buffers, self._device, capture, thread)
+        return BoundGraph(sessions.decoder, self._spec, buffers, self._device, sessions.replays, captured=False)

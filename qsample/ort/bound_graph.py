@@ -1,18 +1,23 @@
-"""A session whose inputs and outputs are bound to buffers."""
+"""Sessions whose inputs and outputs are bound to buffers, and the threads that run them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import threading
+import weakref
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from functools import partial
+from itertools import count
+from queue import SimpleQueue
 from typing import Any, Final
 
 import onnxruntime as ort
 
 from qsample.interface import GraphSpec
 from qsample.ort.buffers import Buffer
-from qsample.ort.device_thread import DeviceThread
 
 NOT_CAPTURED: Final = -1  # ONNX Runtime's annotation of a run that is neither captured nor replayed
+_Tasks = SimpleQueue["tuple[Future[Any], Callable[[], Any]] | None"]
 
 
 class BoundGraph:
@@ -24,15 +29,24 @@ class BoundGraph:
         spec: GraphSpec,
         buffers: Mapping[str, Buffer],
         device: str,
-        capture: int | None = None,
-        thread: DeviceThread | None = None,
+        replays: Replays | None = None,
+        *,
+        captured: bool = True,
     ) -> None:
-        """buffers: every input and output of `spec`, by name. device: where the session runs. capture: for a session
-        that captures CUDA graphs, the number under which the first run is captured and later ones replay it, over the
-        same memory; or NOT_CAPTURED. thread: of those runs; see `session.Replays`."""
+        """Bind a session.
+
+        Args:
+            session: runs the graph.
+            spec: names its inputs and outputs.
+            buffers: at least every input and output of `spec`, by name.
+            device: where the session runs, "cpu" or "cuda".
+            replays: of a session that captures CUDA graphs; None for any other session.
+            captured: capture the first run and replay it later, over the same memory; counts only with `replays`.
+        """
         self._session = session
-        self._thread = thread
-        self._options = {wait: _run_options(capture, device, wait=wait) for wait in (True, False)}
+        self._thread = None if replays is None else replays.thread
+        number = None if replays is None else replays.number() if captured else NOT_CAPTURED
+        self._options = {wait: _run_options(number, device, wait=wait) for wait in (True, False)}
         self._binding: Any = session.io_binding()
         self._buffers = {name: buffers[name] for name in (*spec.input_names, *spec.output_names)}  # kept alive
         # ONNX Runtime copies an input from other memory when it is bound, not when the graph runs.
@@ -44,13 +58,13 @@ class BoundGraph:
             buffers[name].bind_output(self._binding, name)
 
     def bind_input(self, name: str, buffer: Buffer) -> None:
-        """Read an input from other memory from now on; an input that the graph does not have is passed over."""
+        """Read an input from other memory from now on; an input that the graph lacks is ignored."""
         if name in self._buffers and self._buffers[name] != buffer:
             self._buffers[name] = buffer
             buffer.bind_input(self._binding, name)
 
     def run(self, *, wait: bool = True) -> None:
-        """wait: for the device to finish; False where more runs follow before anything is read."""
+        """Run once. wait: for the device to finish; False if more runs follow before anything is read."""
         for name in self._copied:
             self._buffers[name].bind_input(self._binding, name)
         if self._thread is None:
@@ -74,3 +88,65 @@ def _run_options(capture: int | None, device: str, *, wait: bool) -> ort.RunOpti
     if not wait and device != "cpu":
         options.add_run_config_entry("disable_synchronize_execution_providers", "1")
     return options
+
+
+class DeviceThread:
+    """Runs calls one after another, while another thread reads their results.
+
+    An executor accepts nothing after the main thread has ended, although threads that the interpreter waits for may
+    still need it. This thread ends with its owner, or with the interpreter; never in the middle of a run.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._tasks: _Tasks = SimpleQueue()
+        self._thread = threading.Thread(target=_work, args=(self._tasks,), name=name, daemon=True)
+        self._open = True
+        self._end = weakref.finalize(self, _end, self._tasks, self._thread)
+        self._thread.start()  # last: ctrl-C may end the wait for it
+
+    def submit(self, run: Callable[[], Any]) -> Future[Any]:
+        """The future result of `run`. Raises RuntimeError after `shutdown`."""
+        if not (self._open and self._end.alive):
+            raise RuntimeError("the device's thread has ended")
+        future: Future[Any] = Future()
+        self._tasks.put((future, run))
+        return future
+
+    def shutdown(self) -> None:
+        """Wait for everything that was submitted, and end the thread."""
+        self._open = False
+        _end(self._tasks, self._thread)
+        self._end.detach()  # not if ctrl-C ended the wait: the interpreter waits then
+
+
+def _work(tasks: _Tasks) -> None:
+    while (task := tasks.get()) is not None:
+        future, run = task
+        try:
+            future.set_result(run())
+        except BaseException as error:  # for whoever waits for the result
+            future.set_exception(error)
+        del task, future, run  # nothing is kept until the next call comes
+
+
+def _end(tasks: _Tasks, thread: threading.Thread) -> None:
+    tasks.put(None)
+    if threading.current_thread() is not thread and thread.is_alive():  # a thread that only begins finds the task
+        thread.join()
+
+
+class Replays:
+    """The thread and the numbers of all captured runs of one session.
+
+    ONNX Runtime keeps a captured graph under a number, for the thread that captured it and for as long as the session
+    lives; another thread would capture it again. So all of them run on `thread`, and every number is used once: a
+    replay reads and writes the memory that it was captured over.
+    """
+
+    def __init__(self) -> None:
+        self.thread = DeviceThread("qsample-replay")
+        self._numbers = count(1)
+
+    def number(self) -> int:
+        """A new number, for one graph over one set of buffers."""
+        return next(self._numbers)

@@ -1,15 +1,17 @@
-"""How ONNX Runtime runs: what a caller may set, and what every session of ours has."""
+"""How ONNX Runtime runs: the options that a caller may set, those of every session, and the number of threads."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
 import onnxruntime as ort
 
 from qsample.errors import shown
-from qsample.ort.threads import chosen_threads
 from qsample.values import check_count
 
 FOLDER_OF_WEIGHTS: Final = "session.model_external_initializers_file_folder_path"  # of a graph that is given as bytes
@@ -18,11 +20,23 @@ NO_PREPACKING: Final = {"session.disable_prepacking": "1"}
 # Threads that wait for work leave the processors to others.
 NO_SPINNING: Final = {"session.intra_op.allow_spinning": "0"}
 
+_VARIABLE: Final = "ORT_INTRA_OP_NUM_THREADS"  # ONNX Runtime's own; 0 = as if it was not set
+_CPUS: Final = Path("/sys/devices/system/cpu")
+_DEVICES: Final = Path("/sys/devices")
+_OWN_CGROUPS: Final = Path("/proc/self/cgroup")
+_CGROUPS: Final = Path("/sys/fs/cgroup")
+_SHARES_OF_HYBRIDS: Final = 4  # on processors with cores of two kinds, ONNX Runtime cuts work into so many a thread
+
 
 @dataclass(frozen=True, slots=True)
 class SessionOptions:
-    """How ONNX Runtime runs. intra_op_num_threads: threads of one operator, None = see `threads.chosen_threads`.
-    provider_options: for the first provider. config: further session configuration entries by ONNX Runtime's key."""
+    """How ONNX Runtime runs.
+
+    Attributes:
+        intra_op_num_threads: threads of one operator; None = see `chosen_threads`.
+        provider_options: for the first provider.
+        config: further session configuration entries by ONNX Runtime's key.
+    """
 
     intra_op_num_threads: int | None = None
     provider_options: Mapping[str, str] = field(default_factory=dict)
@@ -63,3 +77,87 @@ def session_options(
     for key, value in (config or {}).items():
         options.add_session_config_entry(key, value)
     return options
+
+
+def chosen_threads(asked: int | None) -> int | None:
+    """What ONNX Runtime is told: `asked`, or as many as this process may use; None = as many as the machine has cores,
+    which is ONNX Runtime's choice.
+
+    Its choice knows neither the process's affinity nor the quota of a container: it starts a thread for every core of
+    the machine, and binds each to its core, also to one that the process was kept from.
+    """
+    if asked is not None or _from_environment() is not None:
+        return asked
+    usable = min(_cores(_affinity()), *_quotas(), _machine())
+    return usable if usable < _machine() else None
+
+
+def most_shares(asked: int | None) -> int:
+    """Into how many parts ONNX Runtime cuts one operator at most; asked: as for `chosen_threads`."""
+    threads = chosen_threads(asked) or _from_environment() or _machine()
+    hybrid = all((_DEVICES / name).exists() for name in ("cpu_core", "cpu_atom"))  # Linux says so of Intel's
+    return threads * _SHARES_OF_HYBRIDS if hybrid and threads > 1 else threads
+
+
+def _from_environment() -> int | None:
+    try:
+        return int(os.environ.get(_VARIABLE, "")) or None
+    except ValueError:  # ONNX Runtime says what is wrong with it
+        return None
+
+
+def _affinity() -> Iterable[int] | None:
+    """Numbers of the processors that this process may run on; None = the system does not say."""
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
+
+
+def _machine() -> int:
+    """The machine's cores; where the system does not say which processors share one, its processors."""
+    return max(_cores(None), 1)
+
+
+def _cores(processors: Iterable[int] | None) -> int:
+    """How many cores some processors are on; None = all."""
+    if processors is None:
+        online = [int(path.name[3:]) for path in _CPUS.glob("cpu[0-9]*") if (path / "topology").exists()]
+        processors = online or range(os.cpu_count() or 1)
+    return len({_core(number) for number in processors})
+
+
+def _core(number: int) -> str:
+    """What the processors of one core have in common."""
+    for name in ("core_cpus_list", "thread_siblings_list"):  # the second is the name on Linux before 5.3
+        with suppress(OSError):
+            return (_CPUS / f"cpu{number}" / "topology" / name).read_text().strip()
+    return str(number)
+
+
+def _quotas() -> Iterator[int]:
+    """Processors' worth of time that each control group around this process may take, rounded up."""
+    try:
+        lines = _OWN_CGROUPS.read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, kinds, path = line.split(":", 2)
+        if kinds and "cpu" not in kinds.split(","):
+            continue
+        for root in [_CGROUPS / kinds, _CGROUPS / "cpu"] if kinds else [_CGROUPS]:
+            own = PurePosixPath(path.lstrip("/"))
+            # In a container the path may be the host's, of which only the root is there.
+            for folder in (root / own, *(root / parent for parent in own.parents)):
+                quota = _quota(folder, unified=not kinds)
+                if quota is not None:
+                    yield quota
+
+
+def _quota(folder: Path, *, unified: bool) -> int | None:
+    """unified: version 2 of control groups, one file in place of two."""
+    try:
+        if unified:
+            most, period = (folder / "cpu.max").read_text().split()
+        else:
+            most, period = ((folder / f"cpu.cfs_{name}_us").read_text().strip() for name in ("quota", "period"))
+        return None if most in ("max", "-1") else max(-(-int(most) // int(period)), 1)
+    except (OSError, ValueError, ZeroDivisionError):
+        return None

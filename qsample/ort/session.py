@@ -5,22 +5,20 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
-from itertools import count
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Final
 
 import onnxruntime as ort
 
-from qsample.contract import BATCH, CAPACITY, INPUT_IDS, TensorSpec, retained_name
+from qsample.contract import BATCH, CAPACITY, INPUT_IDS, LOGITS, TensorSpec, retained_name
 from qsample.errors import PackageError, QsampleError, shown
 from qsample.interface import GraphSpec, Interface
-from qsample.ort.device_thread import DeviceThread
+from qsample.ort.bound_graph import Replays
 from qsample.ort.linux_memory import in_huge_pages, release_pages
-from qsample.ort.options import SessionOptions, session_options
-from qsample.ort.pieces import Pieces
+from qsample.ort.options import FOLDER_OF_WEIGHTS, SessionOptions, most_shares, session_options
 from qsample.ort.providers import CPU, CUDA, check_available, execution_providers, open_session
-from qsample.ort.returned_logits import graph_with_logits, with_logits
-from qsample.ort.threads import most_shares
+from qsample.ort.small_graphs import one_more_output
 from qsample.ort.trusted_options import check_manifest_options
 from qsample.package import Package
 from qsample.tensors import DTYPES
@@ -32,22 +30,6 @@ _LATE_PIECE_SIZE: Final = 256
 _PIECE_SIZE_ON_GPU: Final = 512
 # The CPU's kernels compute each of two or more rows alike, however many they are.
 _TAIL_SIZE_ON_CPU: Final = 2
-
-
-class Replays:
-    """What the captured runs of one session have in common.
-
-    ONNX Runtime keeps a captured graph under a number, for the thread that captured it and for as long as the session
-    lives; another thread would capture it again. So all of them run on `thread`, and no number comes twice.
-    """
-
-    def __init__(self) -> None:
-        self.thread = DeviceThread("qsample-replay")
-        self._numbers = count(1)
-
-    def number(self) -> int:
-        """For one graph over one set of buffers: a replay reads and writes the memory that it was captured over."""
-        return next(self._numbers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +55,6 @@ class Sessions:
     piece_size: int = _PIECE_SIZE
     late_piece_size: int | None = None
     tail_size: int | None = None
-
-    @property
-    def pieces(self) -> Pieces:
-        """How a prompt is cut."""
-        return Pieces(self.piece_size, self.late_piece_size)
 
 
 def open_sessions(
@@ -212,13 +189,21 @@ def _load(
     path = package.file(name)
     package.check_graph(name)
     try:
-        graph = graph_with_logits(path, native) if logits else path
+        graph: Path | bytes = path
+        if logits:
+            native.add_session_config_entry(FOLDER_OF_WEIGHTS, str(path.parent))
+            graph = path.read_bytes() + one_more_output(LOGITS.name, DTYPES[LOGITS.dtype].onnx)
         return open_session(graph, native, providers, _options_of(package, name, options, providers))
     except QsampleError:
         raise
     except Exception as error:  # ONNX Runtime's own exceptions share no base but Exception
         hint = _made_by_newer(package)
         raise PackageError(f"ONNX Runtime cannot load {package.path / name}: {error}{hint}") from error
+
+
+def with_logits(spec: GraphSpec) -> GraphSpec:
+    """`spec` with the logits among its outputs, as a session has them that was opened with `logits=True`."""
+    return spec if LOGITS in spec.outputs else replace(spec, outputs=(*spec.outputs, LOGITS))
 
 
 def _made_by_newer(package: Package) -> str:

@@ -2,23 +2,30 @@
 
 >>> from qsample.runtime import load
 >>> load("exported").generate("In the beginning", temperature=0.8).texts
+
+Each name is imported when it is first used, so a module of this room loads only the modules that it needs.
 """
 
-from qsample.runtime.causal_lm import CausalLM, load
-from qsample.runtime.engine import Engine
-from qsample.runtime.guided_decoding import AllowedTokensFn, Step
-from qsample.runtime.output import GenerateOutput
-from qsample.runtime.request import (
-    Delta,
-    EngineClosedError,
-    EngineStats,
-    QueueFullError,
-    Request,
-    RequestFailedError,
-    RequestOutput,
-)
-from qsample.runtime.text.streamer import TextStreamer
-from qsample.sampling_params import SamplingParams
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from qsample.runtime.causal_lm import CausalLM, load
+    from qsample.runtime.engine import Engine
+    from qsample.runtime.guided_decoding import AllowedTokensFn, Step
+    from qsample.runtime.output import GenerateOutput
+    from qsample.runtime.request import (
+        Delta,
+        EngineClosedError,
+        EngineStats,
+        QueueFullError,
+        Request,
+        RequestFailedError,
+        RequestOutput,
+    )
+    from qsample.runtime.text.streamer import TextStreamer
+    from qsample.sampling_params import SamplingParams
 
 __all__ = [
     "AllowedTokensFn",
@@ -37,3 +44,26 @@ __all__ = [
     "TextStreamer",
     "load",
 ]
+
+_LAZY = {
+    "AllowedTokensFn": "qsample.runtime.guided_decoding",
+    "CausalLM": "qsample.runtime.causal_lm",
+    "Engine": "qsample.runtime.engine",
+    "GenerateOutput": "qsample.runtime.output",
+    "SamplingParams": "qsample.sampling_params",
+    "Step": "qsample.runtime.guided_decoding",
+    "TextStreamer": "qsample.runtime.text.streamer",
+    "load": "qsample.runtime.causal_lm",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in __all__:
+        from importlib import import_module
+
+        return getattr(import_module(_LAZY.get(name, "qsample.runtime.request")), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

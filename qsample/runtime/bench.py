@@ -13,6 +13,7 @@ import numpy as np
 
 from qsample.ort.session import Sessions
 from qsample.runtime.causal_lm import CausalLM
+from qsample.runtime.decode.prefixes import Pieces
 from qsample.runtime.decode.scheduler import joined_slots
 from qsample.runtime.decode.slots import Slots
 from qsample.runtime.parameters import parameter_arrays
@@ -55,7 +56,7 @@ class LockStep:
         """parameters: every name of `Interface.parameters`, one row each. seeds: one a row. capacity: T, in tokens."""
         self._slots = Slots(sessions, len(seeds), capacity)
         self._joins_prompts = sessions.joins_prompts
-        self._pieces = sessions.pieces
+        self._pieces = Pieces.of(sessions)
         self._parameters = parameters
         self._seeds = seeds
         for name, values in parameters.items():  # which decide on what is captured

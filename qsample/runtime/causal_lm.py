@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import hashlib
 import warnings
 from collections import abc
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, Literal, overload
 
+from qsample.errors import PackageError
 from qsample.huggingface.generation_config import GENERATION_CONFIG_FILE, GenerationConfig, as_generation_config
 from qsample.huggingface.model_config import ModelConfig
 from qsample.huggingface.model_methods import Device, ModelMethods
 from qsample.interface import Interface
 from qsample.ort.options import SessionOptions
-from qsample.ort.reopen import fingerprint, reopen
 from qsample.ort.session import Sessions, open_sessions
-from qsample.package import Package, use_package
+from qsample.package import Package, read_package, use_package
 from qsample.runtime.arguments import Arguments, choose_stop_strings, make_sequences, read_arguments
 from qsample.runtime.batch import run_batch
 from qsample.runtime.callbacks.logits_processors import make_processors
@@ -67,11 +68,10 @@ def load(
 
     def opened(package: Package) -> CausalLM:
         _check_ctx_len(package, ctx_len)
-        return CausalLM(package, open_sessions(package, provider, options), ctx_len)
+        arguments = {"provider": provider, "ctx_len": ctx_len, "verify": verify, **options.arguments}
+        return CausalLM(package, open_sessions(package, provider, options), ctx_len, loaded_with=arguments)
 
-    model = use_package(path, opened, verify=verify)
-    model._loaded_with = {"provider": provider, "ctx_len": ctx_len, "verify": verify, **options.arguments}
-    return model
+    return use_package(path, opened, verify=verify)
 
 
 class CausalLM(ModelMethods):
@@ -83,7 +83,15 @@ class CausalLM(ModelMethods):
     It pickles as the path of its package and the arguments of `load`: whoever unpickles it opens that package.
     """
 
-    def __init__(self, package: Package, sessions: Sessions, ctx_len: int | None = None) -> None:
+    def __init__(
+        self,
+        package: Package,
+        sessions: Sessions,
+        ctx_len: int | None = None,
+        *,
+        loaded_with: Mapping[str, Any] | None = None,
+    ) -> None:
+        """loaded_with: the arguments of `load` but the path; None = the model cannot be pickled."""
         self.package = package
         self.tokenizer = Tokenizer.of(package)
         self.config = ModelConfig(package.read_json("config.json"))
@@ -94,13 +102,13 @@ class CausalLM(ModelMethods):
         self.batch_size = compilation.batch_size if compilation else None
         # Captured graphs belong to the memory of one batch, and cost more to make than many steps.
         self._captured: dict[tuple[int, int, bool], Slots] = {}
-        self._loaded_with: dict[str, Any] | None = None
+        self._loaded_with = loaded_with
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self._loaded_with is None:
             raise TypeError("this model was not opened by qsample.runtime.load, so no path says how to open it again")
-        state = {"generation_config": dict(self.generation_config)}
-        return reopen, (load, self.package.path, fingerprint(self.package), self._loaded_with, state)
+        settings = dict(self.generation_config)
+        return _reopen, (self.package.path, _fingerprint(self.package), self._loaded_with, settings)
 
     @property
     def interface(self) -> Interface:
@@ -318,3 +326,29 @@ def _check_ctx_len(package: Package, ctx_len: int | None) -> None:
         )
     if manifest.max_position_embeddings is not None and ctx_len > manifest.max_position_embeddings:
         raise ValueError(f"ctx_len is {ctx_len}; the model knows {manifest.max_position_embeddings} positions at most")
+
+
+def _fingerprint(package: Package) -> str:
+    """sha256 of a package's manifest, which has the hashes of all files."""
+    return hashlib.sha256(package.manifest.to_json().encode()).hexdigest()
+
+
+def _reopen(path: Path, wanted: str, arguments: Mapping[str, Any], generation_config: Mapping[str, Any]) -> CausalLM:
+    """A model from its pickle: `load` its package from `path` again, with the same arguments.
+
+    Raises PackageError unless a package with the fingerprint `wanted` is there.
+    """
+    try:
+        package = read_package(path, verify=False)
+    except PackageError as error:
+        raise PackageError(
+            f"a pickled model is opened again from its package, {path}, which cannot be read here: {error}"
+        ) from error
+    if _fingerprint(package) != wanted:
+        raise PackageError(
+            f"{path} is another package than when this model was pickled; put that one back, or load this one and "
+            "pickle it"
+        )
+    model = load(path, **arguments)
+    model.generation_config = generation_config
+    return model

@@ -17,8 +17,16 @@ from qsample.errors import Failure, QsampleError, shown
 from qsample.runtime.causal_lm import CausalLM
 from qsample.runtime.decode.loop import DecodeLoop, make_loop
 from qsample.runtime.guided_decoding import Guide
-from qsample.runtime.request import CANCELLED, TIME, Deadlines, EngineStats, Request
-from qsample.runtime.request.errors import EngineClosedError, QueueFullError, RequestFailedError
+from qsample.runtime.request import (
+    CANCELLED,
+    TIME,
+    Deadlines,
+    EngineClosedError,
+    EngineStats,
+    QueueFullError,
+    Request,
+    RequestFailedError,
+)
 from qsample.runtime.sequence import Sequence
 from qsample.sampling_params import SamplingParams
 from qsample.values import check_count, checked_timeout

@@ -16,7 +16,8 @@ from qsample.compiler.options import CompileOptions
 from qsample.compiler.targets import cpu
 from qsample.errors import CompileError
 from qsample.graph.edit import insert
-from qsample.ort.session import Replays, Sessions, open_sessions
+from qsample.ort.bound_graph import Replays
+from qsample.ort.session import Sessions, open_sessions
 from qsample.package import Package, read_package
 from tests.helpers.capturing import CapturingSession, compile_captured
 

@@ -20,8 +20,7 @@ from qsample.compiler import compile as compile_module
 from qsample.compiler.options import CompileOptions
 from qsample.compiler.plan import CompilePlan
 from qsample.compiler.targets.cuda import CudaTarget
-from qsample.ort.bound_graph import NOT_CAPTURED
-from qsample.ort.session import Replays
+from qsample.ort.bound_graph import NOT_CAPTURED, Replays
 from qsample.package import read_package
 from qsample.runtime import CausalLM
 

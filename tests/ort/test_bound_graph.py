@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+import threading
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
-from qsample.ort.bound_graph import _foreign_inputs
+import pytest
+
+from qsample.ort.bound_graph import DeviceThread, _foreign_inputs
 from qsample.runtime import CausalLM
 
 
@@ -25,3 +30,85 @@ def test_inputs_in_memory_of_the_providers_own_are_bound_before_every_run(model:
     session: Any = Foreign(model.sessions.decoder)
     assert _foreign_inputs(session) == {value.name for value in model.sessions.decoder.get_inputs()}
     assert _foreign_inputs(model.sessions.decoder) == set()
+
+
+def test_runs_come_in_order_on_one_thread() -> None:
+    seen: list[tuple[int, int]] = []
+    thread = DeviceThread("test")
+    futures = [
+        thread.submit(lambda n=n: (seen.append((n, threading.get_ident())), n)[1])  # type: ignore[misc]
+        for n in range(20)
+    ]
+    thread.shutdown()
+    assert [future.result(0) for future in futures] == list(range(20))
+    assert [n for n, _ in seen] == list(range(20))
+    assert {ident for _, ident in seen} - {threading.get_ident()} == {seen[0][1]}
+
+
+@pytest.mark.parametrize("error", [ValueError("no"), SystemExit(1), KeyboardInterrupt()])
+def test_what_a_run_raises_comes_to_who_waits_and_the_next_one_runs(error: BaseException) -> None:
+    def fail() -> None:
+        raise error
+
+    thread = DeviceThread("test")
+    failing, fine = thread.submit(fail), thread.submit(lambda: 5)
+    assert failing.exception(60) is error
+    assert fine.result(60) == 5
+    thread.shutdown()
+    thread.shutdown()
+    with pytest.raises(RuntimeError, match="has ended"):
+        thread.submit(lambda: 5)
+
+
+def test_the_interpreter_waits_for_one_whose_end_was_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    thread = DeviceThread("test")
+    with monkeypatch.context() as patched:
+
+        def interrupted(timeout: float | None = None) -> None:
+            raise KeyboardInterrupt
+
+        patched.setattr(thread._thread, "join", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            thread.shutdown()
+    assert thread._end.alive
+    with pytest.raises(RuntimeError, match="has ended"):
+        thread.submit(lambda: 5)
+    thread.shutdown()
+    assert not thread._end.alive
+    assert not thread._thread.is_alive()
+
+
+def test_one_whose_beginning_was_interrupted_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[threading.Thread] = []
+    plain = threading.Thread.start
+
+    def interrupted(self: threading.Thread) -> None:
+        plain(self)
+        started.append(self)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            DeviceThread("test")
+    gc.collect()
+    started[0].join(60)
+    assert not started[0].is_alive()
+
+
+def test_it_ends_with_its_owner_and_keeps_nothing() -> None:
+    class Result:
+        pass
+
+    thread = DeviceThread("ends with its owner")
+    result = thread.submit(Result).result(60)
+    kept = weakref.ref(result)
+    thread.submit(lambda: None).result(60)
+    del result
+    gc.collect()
+    assert kept() is None
+    (running,) = (one for one in threading.enumerate() if one.name.startswith("ends with its owner"))
+    del thread
+    gc.collect()
+    running.join(60)
+    assert not running.is_alive()

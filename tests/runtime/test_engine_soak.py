@@ -21,7 +21,7 @@ from qsample.errors import Failure
 from qsample.runtime import CausalLM, Engine, QueueFullError, Request, RequestFailedError
 from qsample.runtime.decode.loop import DecodeLoop
 from qsample.runtime.guided_decoding import Guide
-from qsample.runtime.request.readers import AsyncDeltas, Reader
+from qsample.runtime.request import AsyncDeltas, Reader
 from qsample.runtime.sequence import Sequence
 from qsample.runtime.text.generated_text import GeneratedText
 from tests.helpers.fake_package import POISON, VOCAB

@@ -12,7 +12,7 @@ from tokenizers import models, pre_tokenizers
 
 from qsample.contract import EXTRA_PARAMETERS, NOISE_STREAMS
 from qsample.runtime import CausalLM, Engine, SamplingParams
-from qsample.runtime.decode.noise import uniforms
+from qsample.runtime.decode.inputs import uniforms
 from qsample.runtime.decode.slots import Slots
 from qsample.runtime.parameters import parameter_arrays
 from qsample.runtime.text.tokenizer import Tokenizer

@@ -60,7 +60,15 @@ def test_chat_without_jinja_says_what_to_install(fake: Callable[..., Package]) -
     assert "pip install 'qsample[chat]'" in output
 
 
-def test_importing_the_runtime_loads_nothing_heavy() -> None:
-    program = f"import sys, qsample.runtime; print(sorted(set({ABSENT!r}) & set(sys.modules)))"
+def test_importing_the_runtime_loads_nothing_heavy_and_a_module_of_it_not_the_others() -> None:
+    program = (
+        f"import sys, qsample.runtime.decode.inputs; print(sorted(set({ABSENT!r}) & set(sys.modules)))\n"
+        "print(sorted(name for name in sys.modules if name.startswith('qsample.runtime.')))\n"
+        "import qsample.runtime as r; print(set(r.__all__) <= set(dir(r)), all(getattr(r, one) for one in r.__all__))"
+    )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
-    assert result.stdout.strip() == "[]"
+    assert result.stdout.splitlines() == [
+        "[]",
+        "['qsample.runtime.decode', 'qsample.runtime.decode.inputs']",
+        "True True",
+    ]

@@ -14,7 +14,7 @@ import torch
 
 from qsample.ort.buffers import SavedRows
 from qsample.runtime import CausalLM, Engine, RequestOutput, SamplingParams, load
-from qsample.runtime.decode.saved_states import SavedStates
+from qsample.runtime.decode.prefixes import SavedStates
 from qsample.tensors import DTYPES
 from tests.helpers.tiny_models import random_model
 

@@ -16,13 +16,11 @@ from typing import Final
 
 from qsample.contract import LENGTH, NEXT_IDS, RUNNING, STOPPED
 from qsample.errors import QsampleError
-from qsample.ort.device_thread import DeviceThread
+from qsample.ort.bound_graph import DeviceThread
 from qsample.ort.session import Sessions
-from qsample.runtime.decode.jobs import Chunk, Copy, Prompts, Window
-from qsample.runtime.decode.saved_states import Save
-from qsample.runtime.decode.scheduler import Scheduler
-from qsample.runtime.decode.slots import Slots
-from qsample.runtime.decode.snapshot import Snapshot
+from qsample.runtime.decode.prefixes import Pieces
+from qsample.runtime.decode.scheduler import Chunk, Copy, Prompts, Save, Scheduler, Window
+from qsample.runtime.decode.slots import Slots, Snapshot
 from qsample.runtime.sequence import PrefixStats, Sequence
 from qsample.tensors import Array
 from qsample.values import check_count
@@ -62,7 +60,7 @@ def make_scheduler(
         slots,
         flush_every,
         prefill_chunk_size,
-        pieces=sessions.pieces,
+        pieces=Pieces.of(sessions),
         tail_size=sessions.tail_size,
         interleave=interleave,
         recurrent=bool(sessions.interface.recurrent),

@@ -12,15 +12,14 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
 import numpy as np
 
-from qsample.ort.pieces import Pieces, reusable_prefix, shared_prefix
-from qsample.runtime.decode.jobs import Chunk, Copy, Move, Prompts, Window, slot_of, span_of
-from qsample.runtime.decode.saved_states import Save, SavedStates
+from qsample.runtime.decode.prefixes import Pieces, SavedStates, reusable_prefix, shared_prefix
 from qsample.runtime.sequence import Sequence
 from qsample.tensors import Array
 
@@ -31,6 +30,77 @@ _COPIED: Final = 32
 _NOTHING: Final[Array] = np.empty(0, dtype=np.int64)
 # A run of more tokens reads none of them faster, and takes more memory.
 _MOST_JOINED: Final = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """The states of `slot`, once `tokens` tokens of its row are read, for a place."""
+
+    slot: int
+    tokens: int
+    place: int
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """The first `tokens` tokens of `sequence`, which the slot `source` holds, for its own slot. place: where the
+    recurrent states after them were saved; None = the slot is there now."""
+
+    sequence: Sequence
+    source: int
+    tokens: int
+    place: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Pieces of a prompt, one after another, each for one call. copies: what comes before them. saves: what comes at
+    their ends."""
+
+    sequence: Sequence
+    pieces: tuple[range, ...]
+    copies: tuple[Copy, ...] = ()
+    saves: tuple[Save, ...] = ()
+
+    @property
+    def end(self) -> int:
+        return self.pieces[-1].stop
+
+    @property
+    def last(self) -> bool:
+        """Whether the first token is sampled after it."""
+        return self.end == len(self.sequence.prompt)
+
+
+@dataclass(frozen=True, slots=True)
+class Prompts:
+    """The whole prompts of `sequences`, in adjacent slots, for one call that samples the first token of each. saves:
+    what comes after it."""
+
+    sequences: tuple[Sequence, ...]
+    saves: tuple[Save, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """`steps` decode steps without a read between them, for the rows of `sequences`."""
+
+    sequences: tuple[Sequence, ...]
+    steps: int
+
+    @property
+    def rows(self) -> range:
+        """From the first of these to the last one."""
+        return span_of(map(slot_of, self.sequences))
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """The row of `source` goes to the free slot `target`, and the first `kept` tokens of that one to `source`."""
+
+    source: int
+    target: int
+    kept: int
 
 
 class Scheduler:
@@ -321,3 +391,15 @@ def joined_slots(lengths: Mapping[int, int], slot: int, piece_size: int, chunk_s
         else:
             break
     return joined
+
+
+def slot_of(sequence: Sequence) -> int:
+    """Of a sequence that has one."""
+    assert sequence.slot is not None
+    return sequence.slot
+
+
+def span_of(slots: Iterable[int]) -> range:
+    """From the first of some slots to the last one."""
+    ordered = sorted(slots)
+    return range(ordered[0], ordered[-1] + 1)

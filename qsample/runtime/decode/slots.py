@@ -8,6 +8,7 @@ that take turns, so that it can be copied while the next step runs.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
@@ -34,19 +35,64 @@ from qsample.contract import (
     TensorSpec,
     retained_name,
 )
-from qsample.ort.bound_graph import NOT_CAPTURED, BoundGraph
-from qsample.ort.buffers import Buffer, RetainedState, SavedRows, rows_of
+from qsample.ort.bound_graph import BoundGraph
+from qsample.ort.buffers import Buffer, RetainedState, SavedRows, rows_of, run_on_device
 from qsample.ort.session import Sessions
-from qsample.runtime.decode.noise import uniforms
-from qsample.runtime.decode.parameter_rows import ParameterRows
-from qsample.runtime.decode.prompt_inputs import PromptInputs
-from qsample.runtime.decode.searched_rows import SearchedRows
-from qsample.runtime.decode.snapshot import NewestTokens, Snapshot
+from qsample.ort.small_graphs import columns_behind
+from qsample.runtime.decode.inputs import ParameterRows, PromptInputs, SearchedRows, uniforms
 from qsample.tensors import Array
 
 _IDLE: Final = STOPPED  # any status that is not running keeps a row from advancing
 _READ_EVERY_STEP: Final = (LENGTHS.name, STATUS.name)
 _MOST_BOUND: Final = 512  # graphs, each over other rows: some 100 kB
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What a host sees of every row, copied.
+
+    status, lengths: [B] int32. tokens: [B, T] int32; a row has lengths + 1 of them once it has sampled. outputs: the
+    optional outputs of the last step, by name. newest: where not None, tokens is [B, newest], and its last column the
+    token at position `lengths`.
+    """
+
+    status: Array
+    lengths: Array
+    tokens: Array
+    outputs: Mapping[str, Array]
+    newest: int | None = None
+
+    def tokens_from(self, slot: int, position: int) -> list[int]:
+        """A row's tokens from a position on, up to the newest one: at most `newest`, where that is not None."""
+        end = int(self.lengths[slot]) + 1
+        skipped = 0 if self.newest is None else end - self.newest
+        if position < skipped and position < end:
+            raise IndexError(
+                f"the tokens from position {position} on are {end - position}, and {self.newest} were read"
+            )
+        tokens: list[int] = self.tokens[slot, position - skipped : end - skipped].tolist() if position < end else []
+        return tokens
+
+
+class NewestTokens:
+    """Gathers the last tokens of each row where they are, so that no others are copied off a device."""
+
+    def __init__(self, count: int, device: str) -> None:
+        """count: rows."""
+        self._count, self._device = count, device
+        self._zero = Buffer.of(np.zeros(1, dtype=np.int32), device)
+        self._made: dict[int, tuple[Buffer, Buffer]] = {}  # by their number: columns, and what is gathered there
+
+    def read(self, states: Mapping[str, Buffer], count: int) -> Array:
+        """[B, count] int32: each row's last tokens up to position `lengths`."""
+        if count not in self._made:
+            columns = Buffer.of(np.arange(1 - count, 1, dtype=np.int32)[None], self._device)
+            self._made[count] = columns, Buffer.of(np.zeros((self._count, count), np.int32), self._device)
+        columns, gathered = self._made[count]
+        lengths = states[LENGTHS.name].reshaped(self._count, 1)
+        inputs = {"x": states[TOKENS.name], "row": lengths, "column": columns, "zero": self._zero}
+        run_on_device(columns_behind(), inputs, {"y": gathered})
+        return gathered.read()
 
 
 class Slots:
@@ -281,8 +327,7 @@ class Slots:
         states = self._state.inputs() | self._state.outputs()
         buffers = rows_of(self._parameters.buffers | self._logits | states | then | call, rows)
         buffers[SEARCHED_ROWS.name] = self._searched.of_batch()
-        replays = self._sessions.replays
-        return self._bind(buffers, None if replays is None else replays.number())
+        return self._bind(buffers, captured=True)
 
     def _bind_rows(self, rows: range, emit: bool) -> list[BoundGraph]:
         """Over some rows of everything, in place. Their status is written to the batch's with the first token only."""
@@ -296,13 +341,13 @@ class Slots:
         }
         if not emit:
             buffers[retained_name(STATUS.name)] = status
-        return self._bind(buffers, None if self._sessions.replays is None else NOT_CAPTURED)
+        return self._bind(buffers, captured=False)
 
-    def _bind(self, buffers: Mapping[str, Buffer], capture: int | None) -> list[BoundGraph]:
+    def _bind(self, buffers: Mapping[str, Buffer], *, captured: bool) -> list[BoundGraph]:
         """The package's graphs in running order."""
         interface, sessions = self._interface, self._sessions
-        thread = None if sessions.replays is None else sessions.replays.thread
-        graphs = [BoundGraph(sessions.decoder, interface.decoder, buffers, sessions.device, capture, thread)]
+        bound = partial(BoundGraph, sessions.decoder, interface.decoder, buffers, sessions.device, sessions.replays)
+        graphs = [bound(captured=captured)]
         if sessions.sampler is not None:
             graphs.append(BoundGraph(sessions.sampler, interface.sampler, buffers, "cpu"))
         return graphs

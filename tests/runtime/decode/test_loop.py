@@ -18,8 +18,7 @@ from qsample.contract import RUNNING, STATUS_NAMES
 from qsample.errors import QsampleError
 from qsample.runtime import CausalLM, SamplingParams
 from qsample.runtime.decode.loop import DecodeLoop, make_scheduler
-from qsample.runtime.decode.slots import Slots
-from qsample.runtime.decode.snapshot import Snapshot
+from qsample.runtime.decode.slots import Slots, Snapshot
 from qsample.runtime.sequence import Sequence
 from tests.helpers import fake_reference
 from tests.helpers.fake_package import MAX_POSITIONS, POISON

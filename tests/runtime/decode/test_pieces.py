@@ -14,8 +14,8 @@ import pytest
 
 from qsample.auto_model import AutoModelForCausalLM
 from qsample.contract import CAPACITY
-from qsample.ort import pieces
 from qsample.runtime import CausalLM, Engine, SamplingParams, load
+from qsample.runtime.decode import prefixes
 from qsample.runtime.decode.loop import DecodeLoop, make_scheduler
 from qsample.runtime.decode.slots import Slots
 from qsample.runtime.sequence import Sequence
@@ -104,7 +104,7 @@ def test_chunks_joins_copies_and_kept_prefixes_change_no_bit(
 def test_nor_do_they_where_late_pieces_are_longer(
     chunk: int | None, int4: CausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pieces, "LATE", 64)
+    monkeypatch.setattr(prefixes, "LATE", 64)
     late = CausalLM(int4.package, replace(int4.sessions, piece_size=16, late_piece_size=32))
     rows = list(range(len(LENGTHS)))
     got = run(late, rows[::-1], 3, chunk)

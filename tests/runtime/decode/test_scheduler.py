@@ -8,10 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from qsample.ort.pieces import Pieces, reusable_prefix, shared_prefix
 from qsample.runtime.decode import scheduler as scheduler_module
-from qsample.runtime.decode.jobs import Chunk, Copy, Move, Prompts, Window
-from qsample.runtime.decode.scheduler import joined_slots
+from qsample.runtime.decode.prefixes import Pieces, reusable_prefix, shared_prefix
+from qsample.runtime.decode.scheduler import Chunk, Copy, Move, Prompts, Window, joined_slots
 from qsample.runtime.sequence import Sequence
 
 

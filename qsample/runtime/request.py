@@ -1,24 +1,110 @@
-"""The handle of a prompt in an engine: written on the engine's thread, read on any other."""
+"""A prompt in an engine: its handle, written on the engine's thread and read on any other, and all that readers get."""
 
 from __future__ import annotations
 
+import asyncio
+import math
 import threading
 import time
 import warnings
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping
 from contextlib import suppress
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Final
 
-from qsample.errors import Failure, shown
-from qsample.runtime.request.errors import RequestFailedError
-from qsample.runtime.request.outputs import Delta, RequestOutput, RequestTiming, Usage, stacked
-from qsample.runtime.request.readers import AsyncDeltas, Reader
-from qsample.runtime.sequence import Sequence
+import numpy as np
+
+from qsample.errors import Failure, QsampleError, shown
+from qsample.runtime.sequence import PrefixStats, Sequence
 from qsample.tensors import Array
 from qsample.values import checked_timeout
 
-CANCELLED = "cancelled"
-TIME = "time"
+CANCELLED: Final = "cancelled"
+TIME: Final = "time"
+
+
+class QueueFullError(QsampleError):
+    """The engine has no free slot, and its queue is full."""
+
+
+class EngineClosedError(QsampleError):
+    """The engine was closed, its graph failed, or this is a fork of the process that it runs in."""
+
+
+class RequestFailedError(QsampleError):
+    """A function that came with the request raised, or its text could not be decoded. The cause is what was raised."""
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What came since the delta before.
+
+    token_ids: sampled tokens, a stop token included. text: what they make certain; None without a tokenizer. There may
+    be tokens without text, where a character or a stop string is not complete, and at the end text without tokens.
+    seconds: since the request was added. outputs: the optional outputs that the package has, by name, one entry a
+    token.
+    """
+
+    token_ids: list[int]
+    text: str | None
+    seconds: float
+    outputs: Mapping[str, Array] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens. cached_tokens: of the prompt, those that a slot held already from an earlier request."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class RequestTiming:
+    """Seconds since the request was added: until it got a slot, until its first token, until its end. None where it did
+    not come so far."""
+
+    queue_seconds: float | None
+    first_token_seconds: float | None
+    total_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """A request at its end.
+
+    token_ids: sampled, a stop token included, up to the one that completes a stop string. text: cut off before the stop
+    string; None without a tokenizer. finish_reason: "stop" (a stop token or a stop string), "length", "time" (its
+    max_time), "invalid" (the model gave NaN or infinite logits) or "cancelled". stop_string: the one that ended it.
+    seed: reproduces the tokens. outputs: the optional outputs that the package has, by name, one entry a token.
+    """
+
+    token_ids: list[int]
+    text: str | None
+    finish_reason: str
+    stop_string: str | None
+    seed: int
+    usage: Usage
+    timing: RequestTiming
+    outputs: Mapping[str, Array]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """The requests of an engine at one moment. running: in slots. waiting: added, without a slot. prefixes: what of all
+    prompts so far was not read again."""
+
+    slots: int
+    max_waiting: int
+    running: int
+    waiting: int
+    prefixes: PrefixStats
+
+
+def stacked(outputs: list[Mapping[str, Array]]) -> dict[str, Array]:
+    """The outputs of several tokens by name, a row each."""
+    return {name: np.stack([output[name] for output in outputs]) for name in outputs[0]} if outputs else {}
 
 
 class Request:
@@ -233,3 +319,94 @@ class Request:
         self._changed.notify_all()
         for reader in self._readers.copy():
             reader.wake()
+
+
+class Reader:
+    """Somebody who waits for a request, on its condition; or, in a coroutine, on `event`."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop | None = None) -> None:
+        self._loop = loop
+        self.event = asyncio.Event()
+
+    def wake(self) -> None:
+        if self._loop is not None:
+            try:
+                self._loop.call_soon_threadsafe(self.event.set)
+            except BaseException:  # most likely it was closed, so nobody waits there any more
+                self._loop = None
+
+
+class AsyncDeltas(AsyncIterator[Delta]):
+    """The deltas of a request in a coroutine. No generator: those wait for their event loop to be collected."""
+
+    def __init__(self, request: Request) -> None:
+        self._request = request
+        self._reader: Reader | None = None  # since the first `anext`
+        self._seen = 0
+        self._closed = False
+
+    async def __anext__(self) -> Delta:
+        request = self._request
+        if self._reader is None:
+            self._reader = Reader(asyncio.get_running_loop())
+            request._readers.add(self._reader)
+        while not self._closed:
+            self._reader.event.clear()
+            done = request.done  # before the deltas: none comes after that
+            if self._seen < len(request._deltas):
+                self._seen += 1
+                return request._deltas[self._seen - 1]
+            if done:
+                self._close()
+                request._result()
+                break
+            request._may_wait(self._reader)
+            try:
+                await self._reader.event.wait()
+            except BaseException:  # its task was cancelled
+                if request._cancel_if_abandoned:
+                    self._close()
+                    self._reader.event.set()  # for another task that waits here
+                raise
+        raise StopAsyncIteration
+
+    async def aclose(self) -> None:
+        """Give up."""
+        self._close()
+
+    def __del__(self) -> None:
+        self._close()
+
+    def _close(self) -> None:
+        if self._reader is not None and not self._closed:
+            self._request._leave(self._reader)
+        self._closed = True
+
+
+class Deadlines:
+    """When each sequence has to end."""
+
+    def __init__(self) -> None:
+        self._ends: dict[Sequence, float] = {}
+        self._next = math.inf  # none is due before; nothing is looked through until then
+
+    def add(self, sequence: Sequence, since: float) -> None:
+        """Count its `max_time`, where it has one, from `since`, on `time.perf_counter`."""
+        if sequence.max_time is not None:
+            self._ends[sequence] = since + sequence.max_time
+            self._next = min(self._next, self._ends[sequence])
+
+    def forget(self, sequence: Sequence) -> None:
+        """It has ended."""
+        self._ends.pop(sequence, None)
+
+    def due(self) -> list[Sequence]:
+        """Those whose time is up, the earliest first and each once."""
+        now = time.perf_counter()
+        if now < self._next:
+            return []
+        late = sorted((one for one, end in self._ends.items() if end <= now), key=self._ends.__getitem__)
+        for sequence in late:
+            del self._ends[sequence]
+        self._next = min(self._ends.values(), default=math.inf)
+        return late

@@ -1,12 +1,18 @@
-"""Where prompts are cut, so that nothing but the prompt decides how it is read; and what two have in common."""
+"""Beginnings of prompts that need not be read again. No tensors here.
+
+A prompt is cut at places that depend on nothing but the prompt. Its beginning can be reused up to such a place; and if
+the model has recurrent states, which are those of a row's newest token, only where a copy of them was saved.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 
+from qsample.ort.session import Sessions
 from qsample.tensors import Array
 
 LATE: Final = 1024  # tokens
@@ -25,6 +31,11 @@ class Pieces:
 
     size: int
     late: int | None = None
+
+    @classmethod
+    def of(cls, sessions: Sessions) -> Pieces:
+        """As suits the kernels of a package's graphs."""
+        return cls(sessions.piece_size, sessions.late_piece_size)
 
     def around(self, token: int) -> range:
         """The whole piece that token number `token` is in."""
@@ -74,3 +85,48 @@ def shared_prefix(kept: Array, prompt: Array) -> int:
     length = min(len(kept), len(prompt))
     different = np.flatnonzero(kept[:length] != prompt[:length])
     return int(different[0]) if len(different) else length
+
+
+class SavedStates:
+    """A fixed number of places. One that no slot has the keys and values for is given away first, then the one that was
+    used longest ago."""
+
+    def __init__(self, places: int) -> None:
+        self.places = places
+        self._tokens: dict[int, Array] = {}  # place → the beginning; the one that was used longest ago first
+
+    @property
+    def beginnings(self) -> list[Array]:
+        return list(self._tokens.values())
+
+    def longest(self, prompt: Array, most: int) -> int:
+        """Tokens of the longest saved beginning of `prompt` that has at most so many; 0 where there is none."""
+        lengths = {len(tokens) for tokens in self._tokens.values() if _begins(tokens, prompt)}
+        return max((length for length in lengths if length <= most), default=0)
+
+    def use(self, tokens: Array) -> int | None:
+        """The place that has the states after exactly these tokens, which is then the last to be given away."""
+        for place, saved in self._tokens.items():
+            if np.array_equal(saved, tokens):
+                self._tokens[place] = self._tokens.pop(place)
+                return place
+        return None
+
+    def add(self, tokens: Array, is_useful: Callable[[Array], bool]) -> int | None:
+        """A place for the states after `tokens`; None where there is no room, or where they are saved already.
+
+        is_useful: whether the states after some tokens are of use to anybody.
+        """
+        if not self.places or self.use(tokens) is not None:
+            return None
+        place = len(self._tokens)
+        if place == self.places:
+            useless = (place for place, saved in self._tokens.items() if not is_useful(saved))
+            place = next(useless, next(iter(self._tokens)))
+            del self._tokens[place]
+        self._tokens[place] = tokens.copy()
+        return place
+
+
+def _begins(tokens: Array, prompt: Array) -> bool:
+    return len(tokens) <= len(prompt) and np.array_equal(tokens, prompt[: len(tokens)])

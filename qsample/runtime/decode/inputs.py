@@ -1,0 +1,226 @@
+"""The inputs of every row, where the graph reads them: its parameters, its random numbers, the tokens of its prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from qsample.contract import (
+    BAD_WORD_LENGTH,
+    BATCH,
+    CANDIDATES,
+    INPUT_IDS,
+    INPUT_LENGTHS,
+    PHILOX_UNIFORM_SCALE,
+    ROW_AXES,
+    SEARCHED,
+    SEARCHED_ROWS,
+    SEQUENCE,
+    Axis,
+    TensorSpec,
+)
+from qsample.interface import Interface
+from qsample.ort.buffers import Buffer
+from qsample.tensors import Array
+
+_MASK: Final = np.uint64(0xFFFFFFFF)
+_HALF: Final = np.uint64(32)
+_MULTIPLIERS: Final = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
+_WEYL: Final = (0x9E3779B9, 0xBB67AE85)
+_ROUNDS: Final = 10
+_MANY: Final = 256  # columns, which a step does not notice
+_NUCLEI: Final = ("top_p", "typical_p")  # 1 is off
+_READ: Final = ("temperature", "top_k", *_NUCLEI)
+
+
+class ParameterRows:
+    """One buffer a parameter, which every row has a part of.
+
+    buffers: by name, of the parameter's dtype, [B], or [B, N] and [B, Q, L] if a row has several values; the widest row
+    decides N, Q and L. What a row lacks is off, behind its values; in front of them along BAD_WORD_LENGTH.
+    """
+
+    def __init__(
+        self,
+        specs: Iterable[TensorSpec],
+        sizes: Mapping[str, int],
+        device: str,
+        searched: SearchedRows,
+        *,
+        narrow: bool = True,
+    ) -> None:
+        """All off. sizes: of every named axis of the parameters. searched: is told of every value. narrow: give up
+        columns, too, once no row has so many values: each step reads all of them."""
+        self._specs = {spec.name: spec for spec in specs}
+        self._sizes, self._device = dict(sizes), device
+        self._searched, self._narrow = searched, narrow
+        self._widths = {axis: [1] * self._sizes[BATCH] for axis in ROW_AXES}  # of each row
+        self.buffers = {name: Buffer.of(self._off(spec), device) for name, spec in self._specs.items()}
+
+    def set(self, name: str, row: int, values: Array) -> bool:
+        """Replace a row's value, or its values, [n] or [q, l]. Returns whether that took other memory, because the
+        widest row has become wider, or much narrower."""
+        self._searched.set(name, row, values)
+        if np.ndim(values) == 0:
+            self.buffers[name].write_at(row, values)
+            return False
+        axes = [str(axis) for axis in self._specs[name].axes[1:]]
+        resized = [self._fit(axis, row, width) for axis, width in zip(axes, np.shape(values), strict=True)]
+        padded = np.full(self.buffers[name].shape[1:], self._specs[name].off, self._specs[name].dtype)
+        padded[_place(axes, np.shape(values))] = values
+        self.buffers[name].write_at(row, padded)
+        return any(resized)
+
+    def clear(self, rows: int | slice) -> None:
+        """Turn everything off for some rows."""
+        for name, spec in self._specs.items():
+            self._searched.set(name, rows, spec.off)
+            self.buffers[name].write_at(rows, spec.off or 0)
+        for widths in self._widths.values():
+            for row in range(len(widths))[rows] if isinstance(rows, slice) else (rows,):
+                widths[row] = 1
+
+    def swap_rows(self, one: int, other: int) -> None:
+        """On the CPU."""
+        self._searched.swap_rows(one, other)
+        for buffer in self.buffers.values():
+            buffer.swap_rows(one, other)
+        for widths in self._widths.values():
+            widths[one], widths[other] = widths[other], widths[one]
+
+    def _fit(self, axis: str, row: int, width: int) -> bool:
+        """Give the parameters with that axis the columns that all rows need, where `row` needs `width`: a power of two,
+        so that it seldom happens, and fewer only where that is a quarter of many. Returns whether it is another number.
+        """
+        if axis not in self._widths:
+            return False
+        widths = self._widths[axis]
+        widths[row] = max(width, 1)
+        needed, there = 1 << (max(widths) - 1).bit_length(), self._sizes[axis]
+        too_wide = self._narrow and there >= _MANY and needed * 4 <= there
+        if needed == there or (needed < there and not too_wide):
+            return False
+        self._sizes[axis] = needed
+        for name, spec in self._specs.items():
+            if axis in spec.axes:
+                old, new = self.buffers[name].read(), self._off(spec)
+                common = _place(spec.axes, [min(sizes) for sizes in zip(old.shape, new.shape, strict=True)])
+                new[common] = old[common]
+                self.buffers[name] = Buffer.of(new, self._device)
+        return True
+
+    def _off(self, spec: TensorSpec) -> Array:
+        return np.full(spec.shape(self._sizes), spec.off or 0, dtype=spec.dtype)
+
+
+def _place(axes: Sequence[Axis], shape: Sequence[int]) -> tuple[slice, ...]:
+    """Where values of a shape lie in an array with room for more."""
+    return tuple(
+        slice(-size, None) if axis == BAD_WORD_LENGTH else slice(size) for axis, size in zip(axes, shape, strict=True)
+    )
+
+
+class SearchedRows:
+    """The rows of a batch whose filters may keep more tokens than there are candidates; none if the graph takes no
+    list."""
+
+    def __init__(self, interface: Interface, count: int, device: str) -> None:
+        """count: rows of the batch."""
+        specs = [spec for spec in interface.parameters if spec.name in _READ]
+        self._values = {spec.name: np.full(count, spec.off, spec.dtype) for spec in specs}
+        self._captured, self._count = interface.captured, count
+        # On the CPU, ONNX Runtime before 1.32 gives reductions over no rows a wrong shape.
+        self._default = [0] if device == "cpu" and interface.captured else []
+        self._batch, self._chunk = (Buffer.allocate(SEARCHED_ROWS, {SEARCHED: count}, device) for _ in range(2))
+        self._written: list[int] = []
+
+    def set(self, name: str, slots: int | slice, value: Any) -> None:
+        """Note a parameter of some rows; one that makes no difference is passed over."""
+        if name in self._values:
+            self._values[name][slots] = value
+
+    def swap_rows(self, one: int, other: int) -> None:
+        for values in self._values.values():
+            values[[one, other]] = values[[other, one]]
+
+    @property
+    def size(self) -> int:
+        """The length of the list of the whole batch: 0, a power of two, or all rows."""
+        needed = len(self._listed(range(self._count)))
+        return min(1 << (needed - 1).bit_length(), self._count) if needed else 0
+
+    def of_batch(self) -> Buffer:
+        """The list of the whole batch, [size] int64, in memory that stays. A row may come twice."""
+        rows = self._listed(range(self._count))
+        rows += rows[:1] * (self.size - len(rows))
+        if rows != self._written:
+            self._batch.write_at(slice(len(rows)), rows)
+            self._written = rows
+        return self._batch.reshaped(len(rows))
+
+    def of_rows(self, rows: range) -> Buffer:
+        """The list of some rows alone, which count from 0 there; the memory is that of every such list."""
+        chosen = self._listed(rows)
+        if chosen:
+            self._chunk.write_at(slice(len(chosen)), chosen)
+        return self._chunk.reshaped(len(chosen))
+
+    def _listed(self, rows: range) -> list[int]:
+        return np.flatnonzero(self._needs_search()[rows.start : rows.stop]).tolist() or self._default
+
+    def _needs_search(self) -> Array:
+        """[B] bool. A greedy row draws nothing, and what a small top-k keeps is among the candidates."""
+        temperature, top_k = self._values["temperature"], self._values["top_k"]
+        beyond = top_k > CANDIDATES
+        nucleus = np.any([self._values[name] < 1 for name in _NUCLEI if name in self._values], axis=0)
+        needs: Array = (temperature > 0) & (beyond | (nucleus & (top_k <= 0)))
+        return needs & self._captured
+
+
+class PromptInputs:
+    """Memory for the ids and lengths of one call over some rows; each call writes it anew."""
+
+    def __init__(self, rows: int, capacity: int, least_width: int, device: str) -> None:
+        """rows: most of a call. least_width: tokens of a call, padding included."""
+        self._least_width = least_width
+        self._ids = Buffer.allocate(INPUT_IDS, {BATCH: 1, SEQUENCE: rows * capacity}, device)
+        self._lengths = Buffer.of(np.ones(rows, dtype=np.int32), device)
+
+    def write(self, ids: Sequence[Array]) -> Buffer:
+        """Write the tokens of each row, [n] int64. Returns them with their padding, [rows, most tokens of a row]."""
+        lengths = [len(row) for row in ids]
+        width = max(*lengths, self._least_width)
+        # Nothing reads the padding. It repeats a token of the row, which brings in no NaN that is not there anyway.
+        padded = [np.pad(row, (0, width - len(row)), constant_values=row[0]) for row in ids]
+        self._ids.write_at((0, slice(len(ids) * width)), np.concatenate(padded))
+        self._lengths.write_at(slice(len(ids)), lengths)
+        return self._ids.reshaped(len(ids), width)
+
+    def of_rows(self, rows: int) -> dict[str, Buffer]:
+        """The inputs of so many rows by name; of the ids, what `write` returns takes the place."""
+        return {INPUT_IDS.name: self._ids.reshaped(rows, 1), INPUT_LENGTHS.name: self._lengths.rows(0, rows)}
+
+
+def uniforms(seed: int, count: int, stream: int = 0) -> Array:
+    """[count] float32 in [0, 1): number t is (word t mod 4 of counter (t div 4, stream, 0, 0) >> 8) * 2**-24.
+
+    Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC'11); its key is the seed's lower and
+    upper 32 bits.
+    """
+    keys = [seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF]
+    blocks = np.arange(-(-count // 4), dtype=np.uint64)
+    words = [blocks, *(np.full_like(blocks, word) for word in (stream, 0, 0))]
+    for _ in range(_ROUNDS):
+        products = [words[0] * _MULTIPLIERS[0], words[2] * _MULTIPLIERS[1]]
+        words = [
+            (products[1] >> _HALF) ^ words[1] ^ np.uint64(keys[0]),
+            products[1] & _MASK,
+            (products[0] >> _HALF) ^ words[3] ^ np.uint64(keys[1]),
+            products[0] & _MASK,
+        ]
+        keys = [(key + step) & 0xFFFFFFFF for key, step in zip(keys, _WEYL, strict=True)]
+    bits = np.stack(words, axis=1).ravel()[:count] >> np.uint64(8)
+    result: Array = (bits * PHILOX_UNIFORM_SCALE).astype(np.float32)
+    return result
