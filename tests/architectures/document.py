@@ -1,4 +1,4 @@
-"""The rows of all model types enter; docs/architectures.md leaves."""
+"""Writes docs/architectures.md from the rows of all model types."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ from tests.architectures.run import MAX_ERROR, Row
 _INTRODUCTION = """\
 # Architectures
 
-Every model type that transformers {transformers} has a causal language model for, and what came of exporting a small
-random model of it: **{passed} of {total} pass**. `python scripts/architectures.py` makes this page; nothing in it is
-kept by hand, and no list in the code says what is supported. A type passes when
+The result of exporting a small random model of every model type for which transformers {transformers} has a causal language
+model: **{passed} of {total} pass**. `python scripts/architectures.py` generates this page. No list in the code names the
+supported types. A type passes under three conditions:
 
-- the exported graph's logits are those of the eager Hugging Face model to {max_error:g}, where the largest logit is
-  about 10 (float32): after a ragged batch of prompts, after each of eight decode steps over retained state, and after a
-  prompt fed in chunks;
-- every token that the runtime samples from the package with fixed seeds is the one that the float64 reference draws
-  from the eager model's logits with the same noise;
-- compiled for the CPU in four bits, every matrix and every expert whose inputs blocks of 16 divide is packed, but for
-  what scores experts, and each row of a ragged batch gets the tokens that it gets alone.
+- The exported graph's logits equal those of the eager Hugging Face model to {max_error:g}, with a largest logit of about 10
+  (float32): after a ragged batch of prompts, after each of eight decode steps over retained state, and after a prompt fed in
+  chunks.
+- Every token that the runtime samples from the package with fixed seeds equals the token that the float64 reference draws
+  from the eager model's logits with the same noise.
+- Compiled for the CPU in four bits, every matrix and every expert whose inputs are a multiple of 16 is quantized, except the
+  experts' scores, and each row of a ragged batch returns the same tokens as alone.
 
-*int4* counts them, and the bytes that stay float beside all bytes: in models this small, mostly tables of angles and
-norms.
+*int4* counts the quantized matrices and experts, and compares the bytes that remain float with all bytes: in models this
+small, the former are mostly tables of angles and norms.
 
-*layers* says how many of a model's layers that keep a state run in which way:
+*layers* counts the layers with a state by the way in which they run:
 
 - **GroupQueryAttention**: ONNX Runtime's fused operator, in place over the cache.
-- **masked**: plain operators over the whole buffer of the retained cache, at every step. Exact, and slower for long
-  contexts. For attention that the operator cannot express: ALiBi and other position biases, chunked windows, code that
-  computes its attention itself. Layers that share another's cache attend so, too, and are not counted.
+- **masked**: plain operators over the whole buffer of the retained cache, at every step. This is exact, but slower for long
+  contexts. It serves attention that the operator cannot express: ALiBi and other position biases, chunked windows, and code
+  that computes its own attention. Layers that share another layer's cache also run in this way, but are not counted.
 - **LinearAttention**, **CausalConvWithState**: ONNX Runtime's operators for recurrences and short convolutions, over
-  all tokens of a call at once. **Scan**: a layer run token by token.
+  all tokens of a call at once. **Scan**: a layer that runs token by token.
 
-A model of a type that does not pass is refused before anything is published, with the reason. The checks here use one
-small configuration a type; the same parity gate runs on the very model at every export.
+An export of a type that does not pass fails with the reason, and publishes nothing. These checks use a single small
+configuration per type; every export runs the same parity gate on the real model.
 
 | model type | result | largest error | tokens compared | layers | int4 | reason |
 | --- | --- | --- | --- | --- | --- | --- |
@@ -70,7 +70,7 @@ def write_document(rows: Mapping[str, Row], path: Path) -> None:
 def _line(row: Row) -> str:
     error = "" if row.error is None else f"{row.error:.1e}"
     attention = ", ".join(f"{count} {name}" for name, count in row.operators.items())
-    # What torch adds after its message are places in files of this machine and values of the traced graph.
+    # After its message, torch appends locations in files of this machine and values of the traced graph.
     message = row.reason.split(" (Refer to")[0].split(" While executing")[0].split("\x1b")[0]
     reason = message.replace("|", "\\|")[:300]
     cells = [f"`{row.model_type}`", row.result, error, str(row.tokens or ""), attention, row.int4, reason]
