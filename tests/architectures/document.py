@@ -14,29 +14,30 @@ from tests.architectures.run import MAX_ERROR, Row
 _INTRODUCTION = """\
 # Architectures
 
-The result of exporting a small random model of every model type for which transformers {transformers} has a causal language
-model: **{passed} of {total} pass**. `python scripts/architectures.py` generates this page. No list in the code names the
-supported types. A type passes under three conditions:
+The result of exporting a small random model of every model type for which transformers {transformers} has a causal
+language model: **{passed} of {total} pass**. `python scripts/architectures.py` generates this page. No list in the
+code names the supported types. A type passes under three conditions:
 
-- The exported graph's logits equal those of the eager Hugging Face model to {max_error:g}, with a largest logit of about 10
-  (float32): after a ragged batch of prompts, after each of eight decode steps over retained state, and after a prompt fed in
-  chunks.
-- Every token that the runtime samples from the package with fixed seeds equals the token that the float64 reference draws
-  from the eager model's logits with the same noise.
-- Compiled for the CPU in four bits, every matrix and every expert whose inputs are a multiple of 16 is quantized, except the
-  experts' scores, and each row of a ragged batch returns the same tokens as alone.
+- The exported graph's logits equal those of the eager Hugging Face model to {max_error:g}, with a largest logit of
+  about 10 (float32): after a ragged batch of prompts, after each of eight decode steps over retained state, and
+  after a prompt fed in chunks.
+- Every token that the runtime samples from the package with fixed seeds equals the token that the float64 reference
+  draws from the eager model's logits with the same noise.
+- Compiled for the CPU in four bits, every matrix and every expert whose inputs are a multiple of 16 is quantized,
+  except the experts' scores, and each row of a ragged batch returns the same tokens as alone.
 
-*int4* counts the quantized matrices and experts, and compares the bytes that remain float with all bytes: in models this
-small, the former are mostly tables of angles and norms.
+*int4* counts the quantized matrices and experts, and compares the bytes that remain float with all bytes: in models
+this small, the former are mostly tables of angles and norms.
 
 *layers* counts the layers with a state by the way in which they run:
 
 - **GroupQueryAttention**: ONNX Runtime's fused operator, in place over the cache.
-- **masked**: plain operators over the whole buffer of the retained cache, at every step. This is exact, but slower for long
-  contexts. It serves attention that the operator cannot express: ALiBi and other position biases, chunked windows, and code
-  that computes its own attention. Layers that share another layer's cache also run in this way, but are not counted.
-- **LinearAttention**, **CausalConvWithState**: ONNX Runtime's operators for recurrences and short convolutions, over
-  all tokens of a call at once. **Scan**: a layer that runs token by token.
+- **masked**: plain operators over the whole buffer of the retained cache, at every step. This is exact, but slower
+  for long contexts. It serves attention that the operator cannot express: ALiBi and other position biases, chunked
+  windows, and code that computes its own attention. Layers that share another layer's cache also run in this way,
+  but are not counted.
+- **LinearAttention**, **CausalConvWithState**: ONNX Runtime's operators for recurrences and short convolutions,
+  over all tokens of a call at once. **Scan**: a layer that runs token by token.
 
 An export of a type that does not pass fails with the reason, and publishes nothing. These checks use a single small
 configuration per type; every export runs the same parity gate on the real model.
