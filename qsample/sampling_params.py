@@ -1,193 +1,290 @@
-"""`SamplingParams`: how to choose tokens, checked, from a caller's options or a model's generation_config.
+"""`SamplingParams`: how to choose tokens, checked; from keywords or from a model's generation_config.
 
-Names and meanings are Hugging Face's. What each value does to the logits is fixed by the decode contract
-(`docs/contract.md`).
+Names and meanings are Hugging Face's. The effect of each value on the logits is fixed by the decode contract
+(`docs/contract.md`). Needs the standard library only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import Any, Final
 
 from qsample.contract import EXTRA_PARAMETERS, LONGEST_MATCH
-from qsample.errors import shown, unknown
-from qsample.values import (
-    FLOAT32_MAX,
-    FLOAT32_TINY,
-    INT32_MAX,
-    bias,
-    id_sequences,
-    ids_or_texts,
-    integer,
-    number,
-    one_of,
-    optional_integer,
-    plain,
-    texts,
-    token_ids,
-)
+from qsample.errors import Refusal, shown, unknown, without_refused
+from qsample.values import is_integer, is_number, plain
 
-DEFAULT_NEW_TOKENS: Final = 256  # where neither the model nor the caller says how much to generate
-HF_DEFAULT_TOP_K: Final = 50  # what transformers samples with where top_k is unset
-SEEDS: Final = 2**63  # how many there are, from 0 on
-SMALLEST_TOP_P: Final = FLOAT32_TINY  # the likeliest token alone, whatever its mass
+DEFAULT_NEW_TOKENS: Final = 256  # if neither the model nor the caller says how much to generate
+HF_DEFAULT_TOP_K: Final = 50  # transformers samples with it if top_k is not set
+SEEDS: Final = 2**63  # the number of seeds, from 0 on
+INT32_MAX: Final = 2**31 - 1
+FLOAT32_MAX: Final = 3.4028235e38
+SMALLEST_TOP_P: Final = 1.1754944e-38  # the least normal float32: the likeliest token alone, whatever its mass
+_TINY: Final = SMALLEST_TOP_P
+LONGEST_TEXT: Final = 256  # characters: longer texts are neither tokens nor words to forbid
 
-# Fields of a generation_config that change which tokens come out and that qsample does not implement, with the values
-# that switch them off (None always does).
-UNSUPPORTED: Final[Mapping[str, tuple[Any, ...]]] = {
-    "num_beams": (1,),
-    "num_beam_groups": (1,),
-    "diversity_penalty": (0,),
-    "num_return_sequences": (1,),
-    "penalty_alpha": (0,),
-    "dola_layers": (),
-    "prompt_lookup_num_tokens": (),
-    "encoder_repetition_penalty": (1,),
-    "encoder_no_repeat_ngram_size": (0,),
-    "force_words_ids": ([],),
-    "constraints": ([],),
-    "sequence_bias": ([], {}),
-    "suppress_tokens": ([],),
-    "begin_suppress_tokens": ([],),
-    "forced_bos_token_id": (),
-    "forced_eos_token_id": (),
-    "exponential_decay_length_penalty": (),
-    "remove_invalid_values": (False,),
-    "guidance_scale": (1,),
-    "watermarking_config": (),
-    "token_healing": (False,),
-    "stop_strings": ([], ()),
-    "max_time": (),
+# Fields of a generation_config that change the tokens and that qsample does not implement.
+UNSUPPORTED: Final[Mapping[str, Refusal]] = {
+    name: Refusal(
+        f"{instead + ', or ' if instead else ''}give {name}=None to go without it (the tokens then differ from "
+        "transformers')",
+        tuple(neutral),
+    )
+    for name, instead, *neutral in (
+        ("num_beams", "temperature=0 takes the likeliest token each time", 1),
+        ("num_beam_groups", "", 1),
+        ("diversity_penalty", "", 0),
+        ("num_return_sequences", "it is an argument of generate and of Engine.add_requests", 1),
+        ("penalty_alpha", "", 0),
+        ("dola_layers", ""),
+        ("prompt_lookup_num_tokens", ""),
+        ("encoder_repetition_penalty", "", 1),
+        ("encoder_no_repeat_ngram_size", "", 0),
+        ("force_words_ids", "allowed_tokens says which tokens may come next", []),
+        ("constraints", "allowed_tokens says which tokens may come next", []),
+        ("sequence_bias", "logit_bias={token: bias} does it for single tokens", [], {}),
+        ("suppress_tokens", "logit_bias={token: -inf} forbids tokens", []),
+        ("begin_suppress_tokens", "", []),
+        ("forced_bos_token_id", ""),
+        ("forced_eos_token_id", ""),
+        ("exponential_decay_length_penalty", ""),
+        ("remove_invalid_values", "", False),
+        ("guidance_scale", "", 1),
+        ("watermarking_config", ""),
+        ("token_healing", "", False),
+        ("stop_strings", "it is an argument of generate and of Engine.add_request", [], ()),
+        ("max_time", "it is an argument of generate and of Engine.add_request"),
+        ("top_h", ""),
+    )
 }
-# The same, but transformers applies these only where it samples.
-UNSUPPORTED_SAMPLING: Final[Mapping[str, tuple[Any, ...]]] = {
-    "top_h": (),
-}
-# What comes closest to something that is not implemented.
-_INSTEAD: Final = {
-    "suppress_tokens": "logit_bias={token: -inf} forbids tokens",
-    "sequence_bias": "logit_bias={token: bias} does it for single tokens",
-    "force_words_ids": "allowed_tokens says which tokens may come next",
-    "constraints": "allowed_tokens says which tokens may come next",
-    "num_beams": "temperature=0 takes the likeliest token each time",
-    "num_return_sequences": "it is an argument of generate and of Engine.add_requests",
-}
+_ONLY_IF_SAMPLING: Final = ("top_h",)  # transformers ignores these in a greedy search
+# A number of new tokens beats a total length, unless a caller gives the total length and only the model has the number.
+_TOTALS: Final = {"max_length": "max_new_tokens", "min_length": "min_new_tokens"}
 
 
-def _checked(default: Any, check: Callable[..., Any], *limits: Any, hashed: bool = True) -> Any:
-    """A field that holds what `check(name, value, *limits)` makes of what is given."""
-    return field(default=default, hash=hashed, metadata={"check": (check, limits)})
+def _number(default: Any, least: float, most: float, accepted: str, *, is_valid: Any = is_number) -> Any:
+    """A field for a number from `least` to `most`, or None if that is the default. accepted: the limits in words."""
+    return _checked(default, partial(_check_number, least, most, accepted, is_valid=is_valid, optional=default is None))
+
+
+def _integer(default: Any, least: int, most: int, accepted: str) -> Any:
+    return _number(default, least, most, accepted, is_valid=is_integer)
+
+
+def _checked(default: Any, check: Callable[[str, Any], Any], *, hashed: bool = True) -> Any:
+    """A field that keeps the result of `check(name, value)`."""
+    return field(default=default, hash=hashed, metadata={"check": check})
+
+
+def _check_number(
+    least: float,
+    most: float,
+    accepted: str,
+    name: str,
+    value: Any,
+    *,
+    is_valid: Any = is_number,
+    optional: bool = False,
+) -> Any:
+    if value is None and optional:
+        return None
+    if not is_valid(value, least, most):
+        raise ValueError(f"{name} is {shown(value)}; give {accepted}")
+    return int(value) if is_valid is is_integer else float(value)
+
+
+def _mirostat(name: str, value: Any) -> int:
+    version: int = _check_number(0, 2, accepted := "0 (off) or 2 (Mirostat 2.0)", name, value, is_valid=is_integer)
+    if version == 1:
+        raise ValueError(f"{name} is 1; give {accepted}")
+    return version
+
+
+def _token_id(name: str, value: Any, accepted: str) -> int:
+    token: int = _check_number(0, INT32_MAX, accepted, name, value, is_valid=is_integer)
+    return token
+
+
+def _token_ids(name: str, value: Any) -> tuple[int, ...] | None:
+    """Token ids, each once; a single id is a list of one id. None stays None."""
+    if value is None:
+        return None
+    accepted = "a token id >= 0, or a list of them"
+    return tuple(dict.fromkeys(_token_id(name, item, accepted) for item in (value if _is_list(value) else (value,))))
+
+
+def _ids_or_texts(name: str, value: Any) -> tuple[int | str, ...] | None:
+    accepted = f"a list of token ids, and of texts up to {LONGEST_TEXT} characters that are one token, or None"
+    items = _items(name, value, accepted)
+    return tuple(dict.fromkeys(item if _is_text(item) else _token_id(name, item, accepted) for item in items)) or None
+
+
+def _texts(name: str, value: Any) -> tuple[str, ...] | None:
+    items = _items(name, value, accepted := f"a list of texts of 1 to {LONGEST_TEXT} characters, or None")
+    if not all(map(_is_text, items)):
+        raise ValueError(f"{name} is {shown(value)}; give {accepted}")
+    return tuple(dict.fromkeys(items)) or None
+
+
+def _id_sequences(name: str, value: Any) -> tuple[tuple[int, ...], ...] | None:
+    accepted = f"a list of lists of 1 to {LONGEST_MATCH} token ids, or None"
+    sequences = [_items(name, item, accepted) for item in _items(name, value, accepted)]
+    if not all(1 <= len(sequence) <= LONGEST_MATCH for sequence in sequences):
+        raise ValueError(f"{name} is {shown(value)}; give {accepted}")
+    checked = (tuple(_token_id(name, item, accepted) for item in sequence) for sequence in sequences)
+    return tuple(dict.fromkeys(checked)) or None
+
+
+def _bias(name: str, value: Any) -> dict[int, float] | None:
+    if value is None:
+        return None
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{name} is {shown(value)}; give a mapping of token ids to numbers, or None")
+    checked = {}
+    for token, amount in value.items():
+        token = _token_id(f"{name} (token id)", token, "an integer >= 0")
+        least = amount if amount == -math.inf else -FLOAT32_MAX
+        accepted = "a finite number, or -inf to forbid the token"
+        checked[token] = _check_number(least, FLOAT32_MAX, accepted, f"{name} of token {token}", amount)
+    return checked or None
+
+
+def _items(name: str, value: Any, accepted: str) -> list[Any]:
+    """The items of a list, a tuple or an array; None has no items."""
+    if value is not None and not _is_list(value):
+        raise ValueError(f"{name} is {shown(value)}; give {accepted}")
+    return [] if value is None else [plain(item) for item in value]
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(plain(value), Iterable) and not isinstance(value, str | bytes | Mapping)
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and 1 <= len(value) <= LONGEST_TEXT
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How to choose the tokens of one row. The defaults sample from the model's own distribution.
 
-    temperature: >= 0; 0 = greedy. top_k: >= 0; 0 = off. top_p: in (0, 1]; 1 = off. min_p: in [0, 1]; 0 = off.
-    repetition_penalty: > 0; 1 = off; on prompt and sampled tokens. presence_penalty, frequency_penalty: finite;
-    0 = off; on sampled tokens.
-    min_length, max_length: total tokens, prompt included. min_new_tokens, max_new_tokens: sampled tokens; where both
-    are given they win over min_length and max_length, as in transformers. A row always ends when its buffers are full.
-    eos_token_id: an id or several; sampling one ends the row. Before min_length none of them can be sampled. None: the
-    model's own; (): none.
-    seed: in [0, 2**63); the same seed gives the same tokens. None: a fresh one, reported in the output.
-    logit_bias: token id → a number added to its logit (-inf forbids the token); the package must have been
-    exported with `logit_bias`.
+    Args:
+        temperature: >= 0; 0 = greedy.
+        top_k: >= 0; 0 = off.
+        top_p: in (0, 1]; 1 = off.
+        min_p: in [0, 1]; 0 = off.
+        repetition_penalty: > 0; 1 = off. For prompt and sampled tokens.
+        presence_penalty, frequency_penalty: finite; 0 = off. For sampled tokens.
+        min_length, max_length: total tokens, prompt included.
+        min_new_tokens, max_new_tokens: sampled tokens. They win over min_length and max_length, as in transformers. A
+            row always ends when its buffers are full.
+        eos_token_id: an id or several; sampling one of them ends the row. Before min_length none of them can be
+            sampled. None = the model's own; () = none.
+        seed: in [0, 2**63); the same seed gives the same tokens. None = a fresh seed, reported in the output.
+        logit_bias: token id → a number added to its logit (-inf forbids the token); for packages that were exported
+            with `logit_bias`.
 
-    The others need a package that was exported with the filter of their name, `contract.EXTRA_PARAMETERS` says which:
-    typical_p: in (0, 1]; 1 = off. top_a, epsilon_cutoff, eta_cutoff: in [0, 1]; 0 = off. top_n_sigma: >= 0; 0 = off.
-    xtc_probability: in [0, 1]; 0 = off. xtc_threshold: in [0, 1]; off above 0.5.
-    dry_multiplier: >= 0; 0 = off. dry_base: >= 1. dry_allowed_length: >= 1. dry_penalty_last_n: tokens; -1 = all, 0 =
-    off. dry_sequence_breakers: token ids, or texts that are one token each; None = none.
-    no_repeat_ngram_size: in [0, 65]; 0 = off. bad_words_ids: sequences of 1 to 64 token ids. bad_words: the same as
-    texts, alone and behind a space. None = none.
-    dynatemp_range: >= 0; 0 = off. dynatemp_exponent: >= 0.
-    mirostat: 2 for Mirostat 2.0, behind the filters that are on; 0 = off. mirostat_tau: > 0, bits. mirostat_eta: >= 0.
+    The others are for packages that were exported with the filter of their name, see `contract.EXTRA_PARAMETERS`.
+
+    Args:
+        typical_p: in (0, 1]; 1 = off.
+        top_a, epsilon_cutoff, eta_cutoff: in [0, 1]; 0 = off.
+        top_n_sigma: >= 0; 0 = off.
+        xtc_probability: in [0, 1]; 0 = off.
+        xtc_threshold: in [0, 1]; off above 0.5.
+        dry_multiplier: >= 0; 0 = off.
+        dry_base: >= 1.
+        dry_allowed_length: >= 1.
+        dry_penalty_last_n: tokens; -1 = all, 0 = off.
+        dry_sequence_breakers: token ids, or texts of a single token each; None = none.
+        no_repeat_ngram_size: in [0, 65]; 0 = off.
+        bad_words_ids: sequences of 1 to 64 token ids; None = none.
+        bad_words: the same as texts, which are forbidden alone and after a space.
+        dynatemp_range: >= 0; 0 = off.
+        dynatemp_exponent: >= 0.
+        mirostat: 2 for Mirostat 2.0, after the other filters; 0 = off.
+        mirostat_tau: > 0, in bits.
+        mirostat_eta: >= 0.
 
     Raises ValueError, naming the field, if a value is outside its range.
 
     >>> SamplingParams(temperature=0.7, top_p=0.9, max_new_tokens=64, seed=1)
     """
 
-    temperature: float = _checked(1.0, number, 0, FLOAT32_MAX, "a finite number >= 0 (0 = greedy)")
-    top_k: int = _checked(0, integer, 0, INT32_MAX, "an integer >= 0 (0 = off)")
-    top_p: float = _checked(1.0, number, SMALLEST_TOP_P, 1, "a number > 0 and <= 1 (1 = off)")
-    min_p: float = _checked(0.0, number, 0, 1, "a number from 0 to 1 (0 = off)")
-    repetition_penalty: float = _checked(1.0, number, FLOAT32_TINY, FLOAT32_MAX, "a finite number > 0 (1 = off)")
-    presence_penalty: float = _checked(0.0, number, -FLOAT32_MAX, FLOAT32_MAX, "a finite number (0 = off)")
-    frequency_penalty: float = _checked(0.0, number, -FLOAT32_MAX, FLOAT32_MAX, "a finite number (0 = off)")
-    min_length: int = _checked(0, integer, 0, INT32_MAX, "an integer >= 0")
-    min_new_tokens: int | None = _checked(None, optional_integer, 0, INT32_MAX, "an integer >= 0, or None")
-    max_length: int | None = _checked(None, optional_integer, 1, INT32_MAX, "an integer >= 1, or None")
-    max_new_tokens: int | None = _checked(None, optional_integer, 1, INT32_MAX, "an integer >= 1, or None")
-    eos_token_id: tuple[int, ...] | None = _checked(None, token_ids)
-    seed: int | None = _checked(
-        None, optional_integer, 0, SEEDS - 1, "an integer from 0 to 2**63 - 1, or None for a fresh one"
-    )
-    logit_bias: Mapping[int, float] | None = _checked(None, bias, hashed=False)
-    typical_p: float = _checked(1.0, number, FLOAT32_TINY, 1, "a number > 0 and <= 1 (1 = off)")
-    top_a: float = _checked(0.0, number, 0, 1, "a number from 0 to 1 (0 = off)")
-    epsilon_cutoff: float = _checked(0.0, number, 0, 1, "a number from 0 to 1 (0 = off)")
-    eta_cutoff: float = _checked(0.0, number, 0, 1, "a number from 0 to 1 (0 = off)")
-    top_n_sigma: float = _checked(0.0, number, 0, FLOAT32_MAX, "a finite number >= 0 (0 = off)")
-    xtc_probability: float = _checked(0.0, number, 0, 1, "a number from 0 to 1 (0 = off)")
-    xtc_threshold: float = _checked(0.1, number, 0, 1, "a number from 0 to 1 (above 0.5 = off)")
-    dry_multiplier: float = _checked(0.0, number, 0, FLOAT32_MAX, "a finite number >= 0 (0 = off)")
-    dry_base: float = _checked(1.75, number, 1, FLOAT32_MAX, "a finite number >= 1")
-    dry_allowed_length: int = _checked(2, integer, 1, INT32_MAX, "an integer >= 1")
-    dry_penalty_last_n: int = _checked(-1, integer, -1, INT32_MAX, "an integer >= -1 (-1 = all tokens, 0 = off)")
-    dry_sequence_breakers: tuple[int | str, ...] | None = _checked(None, ids_or_texts)
-    no_repeat_ngram_size: int = _checked(0, integer, 0, LONGEST_MATCH + 1, "an integer from 0 to 65 (0 = off)")
-    bad_words_ids: tuple[tuple[int, ...], ...] | None = _checked(None, id_sequences, LONGEST_MATCH)
-    bad_words: tuple[str, ...] | None = _checked(None, texts)
-    dynatemp_range: float = _checked(0.0, number, 0, FLOAT32_MAX, "a finite number >= 0 (0 = off)")
-    dynatemp_exponent: float = _checked(1.0, number, 0, FLOAT32_MAX, "a finite number >= 0")
-    mirostat: int = _checked(0, one_of, (0, 2), "0 (off) or 2 (Mirostat 2.0)")
-    mirostat_tau: float = _checked(5.0, number, FLOAT32_TINY, FLOAT32_MAX, "a finite number > 0")
-    mirostat_eta: float = _checked(0.1, number, 0, FLOAT32_MAX, "a finite number >= 0")
+    temperature: float = _number(1.0, 0, FLOAT32_MAX, "a finite number >= 0 (0 = greedy)")
+    top_k: int = _integer(0, 0, INT32_MAX, "an integer >= 0 (0 = off)")
+    top_p: float = _number(1.0, SMALLEST_TOP_P, 1, "a number > 0 and <= 1 (1 = off)")
+    min_p: float = _number(0.0, 0, 1, "a number from 0 to 1 (0 = off)")
+    repetition_penalty: float = _number(1.0, _TINY, FLOAT32_MAX, "a finite number > 0 (1 = off)")
+    presence_penalty: float = _number(0.0, -FLOAT32_MAX, FLOAT32_MAX, "a finite number (0 = off)")
+    frequency_penalty: float = _number(0.0, -FLOAT32_MAX, FLOAT32_MAX, "a finite number (0 = off)")
+    min_length: int = _integer(0, 0, INT32_MAX, "an integer >= 0")
+    min_new_tokens: int | None = _integer(None, 0, INT32_MAX, "an integer >= 0, or None")
+    max_length: int | None = _integer(None, 1, INT32_MAX, "an integer >= 1, or None")
+    max_new_tokens: int | None = _integer(None, 1, INT32_MAX, "an integer >= 1, or None")
+    eos_token_id: tuple[int, ...] | None = _checked(None, _token_ids)
+    seed: int | None = _integer(None, 0, SEEDS - 1, "an integer from 0 to 2**63 - 1, or None for a fresh one")
+    logit_bias: Mapping[int, float] | None = _checked(None, _bias, hashed=False)
+    typical_p: float = _number(1.0, _TINY, 1, "a number > 0 and <= 1 (1 = off)")
+    top_a: float = _number(0.0, 0, 1, "a number from 0 to 1 (0 = off)")
+    epsilon_cutoff: float = _number(0.0, 0, 1, "a number from 0 to 1 (0 = off)")
+    eta_cutoff: float = _number(0.0, 0, 1, "a number from 0 to 1 (0 = off)")
+    top_n_sigma: float = _number(0.0, 0, FLOAT32_MAX, "a finite number >= 0 (0 = off)")
+    xtc_probability: float = _number(0.0, 0, 1, "a number from 0 to 1 (0 = off)")
+    xtc_threshold: float = _number(0.1, 0, 1, "a number from 0 to 1 (above 0.5 = off)")
+    dry_multiplier: float = _number(0.0, 0, FLOAT32_MAX, "a finite number >= 0 (0 = off)")
+    dry_base: float = _number(1.75, 1, FLOAT32_MAX, "a finite number >= 1")
+    dry_allowed_length: int = _integer(2, 1, INT32_MAX, "an integer >= 1")
+    dry_penalty_last_n: int = _integer(-1, -1, INT32_MAX, "an integer >= -1 (-1 = all tokens, 0 = off)")
+    dry_sequence_breakers: tuple[int | str, ...] | None = _checked(None, _ids_or_texts)
+    no_repeat_ngram_size: int = _integer(0, 0, LONGEST_MATCH + 1, "an integer from 0 to 65 (0 = off)")
+    bad_words_ids: tuple[tuple[int, ...], ...] | None = _checked(None, _id_sequences)
+    bad_words: tuple[str, ...] | None = _checked(None, _texts)
+    dynatemp_range: float = _number(0.0, 0, FLOAT32_MAX, "a finite number >= 0 (0 = off)")
+    dynatemp_exponent: float = _number(1.0, 0, FLOAT32_MAX, "a finite number >= 0")
+    mirostat: int = _checked(0, _mirostat)
+    mirostat_tau: float = _number(5.0, _TINY, FLOAT32_MAX, "a finite number > 0")
+    mirostat_eta: float = _number(0.1, 0, FLOAT32_MAX, "a finite number >= 0")
 
     def __post_init__(self) -> None:
         for entry in fields(self):
-            check, limits = entry.metadata["check"]
-            object.__setattr__(self, entry.name, check(entry.name, getattr(self, entry.name), *limits))
+            object.__setattr__(self, entry.name, entry.metadata["check"](entry.name, getattr(self, entry.name)))
         least, most = self.min_new_tokens, self.max_new_tokens
         if least is not None and most is not None and least > most:
             raise ValueError(f"min_new_tokens is {least}, more than max_new_tokens ({most})")
 
     @classmethod
     def from_generation_config(cls, config: Mapping[str, Any] | Any = None, **overrides: Any) -> SamplingParams:
-        """What a model's generation_config asks for, with the caller's `overrides` on top.
+        """The parameters of a model's generation_config, with `overrides` on top.
 
         Args:
-            config: the contents of generation_config.json, or an object with `to_dict()`. Its defaults are those of
-                transformers: greedy unless do_sample is true, and top_k = 50 where it samples and top_k is unset.
-                Keys that transformers itself does not know are ignored, as it does.
-            overrides: any field of this class, or do_sample. None switches a field off. One of SAMPLING_FIELDS implies
-                do_sample=True. A max_length or min_length overrides the config's max_new_tokens or min_new_tokens too.
+            config: the contents of generation_config.json, or an object with `to_dict()`. The defaults of its fields
+                are those of transformers: greedy unless do_sample is true, and top_k = 50 if it samples and top_k is
+                not set. Keys that transformers does not know are ignored, as it ignores them.
+            overrides: fields of this class, or do_sample. None switches a field off. One of SAMPLING_FIELDS implies
+                do_sample=True. A max_length or min_length beats a max_new_tokens or min_new_tokens of the config.
 
         Raises ValueError for an unknown override, a contradiction, a value outside its range, and a field that asks for
         something that qsample does not do.
 
         >>> SamplingParams.from_generation_config({"do_sample": True, "temperature": 0.6}, top_p=0.9)
         """
-        settings = _as_dict(config)
-        _check_names(overrides)
-        do_sample = _do_sample(settings, overrides)
-        settings |= overrides
-        for total, new in (("max_length", "max_new_tokens"), ("min_length", "min_new_tokens")):
-            if overrides.get(total) is not None and overrides.get(new) is None:
-                settings[new] = None
-        _check_supported(settings, do_sample)
-
+        own = {"do_sample", *OFF}
+        for name in overrides.keys() - own - UNSUPPORTED.keys():
+            raise ValueError(unknown("unknown sampling option", name, own))
+        config = settings_of(config)
+        settings, do_sample = layered(config, overrides), _do_sample(config, overrides)
+        ignored = () if do_sample else _ONLY_IF_SAMPLING
+        settings = without_refused(UNSUPPORTED, {name: settings[name] for name in settings if name not in ignored})
         if not do_sample:
             settings |= {**dict.fromkeys(SAMPLING_FIELDS), "temperature": 0.0}
         elif settings.get("top_k") is None and "top_k" not in overrides:
             settings["top_k"] = HF_DEFAULT_TOP_K
         if "eos_token_id" in overrides and overrides["eos_token_id"] is None:
             settings["eos_token_id"] = ()
-        names = [entry.name for entry in fields(cls)]
-        wanted = {name: settings[name] for name in names if settings.get(name) is not None}
+        wanted = {name: settings[name] for name in OFF if settings.get(name) is not None}
         try:
             params = cls(**wanted)
         except ValueError as error:
@@ -201,29 +298,33 @@ class SamplingParams:
 
     @property
     def filters(self) -> dict[str, str]:
-        """What of `Features.filters` the values ask for, each with the field that does."""
-        asked = (name for name in _SWITCHES if getattr(self, name) != OFF[name])
-        return {_SWITCHES[name]: name for name in asked}
+        """The filters that the values ask for (names of `Features.filters`), each with the field that does."""
+        return {filter_name: name for name, filter_name in _SWITCHES.items() if getattr(self, name) != OFF[name]}
 
     def value_of(self, parameter: str) -> Any:
-        """What the graph reads as `parameter`, a name of the contract, before it is padded."""
+        """The value that the graph reads as `parameter`, a name of the contract, before it is padded."""
         return 0.0 if parameter == "mirostat_tau" and not self.mirostat else getattr(self, parameter)
 
     def total_length(self, prompt_length: int, padding: int = 0) -> int:
-        """Tokens that a row with this prompt may have in the end, prompt included, whatever the capacity.
+        """The most tokens of a row in the end, prompt included, whatever the capacity.
 
-        padding: tokens of the prompt as it was given that the model does not read: a `max_length` counts them, as in
-        transformers, and the result does not.
+        Args:
+            prompt_length: tokens of the prompt that the model reads.
+            padding: further tokens of the prompt, which the model does not read: a `max_length` counts them, as in
+                transformers, and the result does not.
         """
         if self.max_new_tokens is not None:
             return prompt_length + self.max_new_tokens
         return self.max_length - padding if self.max_length is not None else prompt_length + DEFAULT_NEW_TOKENS
 
     def lengths(self, prompt_length: int, capacity: int, padding: int = 0) -> tuple[int, int]:
-        """The contract's (min_length, max_length) for a prompt of `prompt_length` tokens in buffers of `capacity`.
+        """The contract's min_length and max_length of a row.
 
-        padding: as for `total_length`. max_length is cut to the capacity: such a row ends with finish reason "length".
-        Raises ValueError where not even one token fits.
+        Args:
+            prompt_length, padding: as for `total_length`.
+            capacity: tokens of the row's buffers. max_length is cut to it: such a row ends with finish reason "length".
+
+        Raises ValueError if not even one token fits.
         """
         if prompt_length >= capacity:
             raise ValueError(
@@ -245,24 +346,53 @@ OFF: Final = {entry.name: entry.default for entry in fields(SamplingParams)}  # 
 _INPUTS: Final = {spec.name for specs in EXTRA_PARAMETERS.values() for spec in specs}
 # The fields that need a package with filters.
 FILTER_FIELDS: Final = tuple(name for name in OFF if name in {*_INPUTS, *EXTRA_PARAMETERS, "bad_words"})
-# Field → the filter that it switches on: that of its name, or the one that has it as its first input.
+# Field → the filter that it switches on: that of its name, or the filter that has it as its first input.
 _SWITCHES: Final = {name if name in OFF else specs[0].name: name for name, specs in EXTRA_PARAMETERS.items()} | {
     "bad_words": "bad_words_ids"
 }
 _CHANGE_GREEDY_TOKENS: Final = ("dry", "no_repeat_ngram_size", "bad_words_ids")
-# What chooses among several tokens, with the values that ask for nothing: those of transformers' own defaults, too.
+# Fields that choose among several tokens, with the values that ask for nothing: transformers' own defaults, too.
 SAMPLING_FIELDS: Final[Mapping[str, tuple[Any, ...]]] = {
     "temperature": (1,),
     "top_k": (0, HF_DEFAULT_TOP_K),
     "top_p": (1,),
     "min_p": (0,),
-    **{field: (OFF[field],) for field, name in _SWITCHES.items() if name not in _CHANGE_GREEDY_TOKENS},
+    **{name: (OFF[name],) for name, filter_name in _SWITCHES.items() if filter_name not in _CHANGE_GREEDY_TOKENS},
 }
 
 
-def _do_sample(settings: Mapping[str, Any], overrides: dict[str, Any]) -> bool:
-    """Whether to sample, from do_sample and the overrides that imply it. Takes do_sample out of `overrides`."""
-    given = overrides.pop("do_sample", None)
+def settings_of(config: Any) -> dict[str, Any]:
+    """The fields of a generation_config: of a mapping, or of an object with `to_dict()`; None has no fields.
+
+    Raises ValueError for anything else.
+    """
+    if config is None or isinstance(config, Mapping):
+        return dict(config or {})
+    if not callable(getattr(config, "to_dict", None)):
+        raise ValueError(
+            f"generation_config is a {type(config).__name__}; give a mapping, a transformers.GenerationConfig, or the "
+            "path of a generation_config.json or its folder"
+        )
+    return dict(config.to_dict())
+
+
+def layered(*layers: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of several layers, the later ones on top of the earlier ones, field by field as in transformers.
+
+    A total length beats the number of new tokens of an earlier layer, although within a layer the number counts.
+    """
+    settings: dict[str, Any] = {}
+    for layer in layers:
+        for total, new in _TOTALS.items():
+            if layer.get(total) is not None:
+                settings.pop(new, None)
+        settings |= layer
+    return settings
+
+
+def _do_sample(settings: Mapping[str, Any], overrides: Mapping[str, Any]) -> bool:
+    """Whether to sample, from do_sample and the overrides that imply it."""
+    given = overrides.get("do_sample")
     sampling = {name: plain(overrides[name]) for name in SAMPLING_FIELDS if overrides.get(name) is not None}
     if given is not None and not isinstance(given, bool):
         raise ValueError(f"do_sample is {shown(given)}; give True or False")
@@ -277,37 +407,3 @@ def _do_sample(settings: Mapping[str, Any], overrides: dict[str, Any]) -> bool:
     if greedy:
         return False
     return given if given is not None else bool(sampling) or bool(settings.get("do_sample"))
-
-
-def _as_dict(config: Any) -> dict[str, Any]:
-    if config is None:
-        return {}
-    if not isinstance(config, Mapping):
-        if not callable(getattr(config, "to_dict", None)):
-            raise ValueError(
-                f"generation_config is a {type(config).__name__}; give a mapping or an object with to_dict(), such as "
-                "transformers.GenerationConfig"
-            )
-        config = config.to_dict()
-    return dict(config)
-
-
-def _check_names(overrides: Mapping[str, Any]) -> None:
-    own = {"do_sample", *(entry.name for entry in fields(SamplingParams))}
-    known = own | set(UNSUPPORTED) | set(UNSUPPORTED_SAMPLING)
-    for name in overrides:
-        if name not in known:
-            raise ValueError(unknown("unknown sampling option", name, own))
-
-
-def _check_supported(settings: Mapping[str, Any], do_sample: bool) -> None:
-    table = {**UNSUPPORTED, **(UNSUPPORTED_SAMPLING if do_sample else {})}
-    asked = [name for name, off in table.items() if settings.get(name) is not None and plain(settings[name]) not in off]
-    if asked:
-        listed = ", ".join(f"{name}={shown(settings[name])}" for name in asked)
-        proceed = ", ".join(f"{name}=None" for name in asked)
-        raise ValueError(
-            f"the generation settings ask for {listed}, which qsample does not implement; pass {proceed} to generate "
-            "without (the tokens will differ from transformers')"
-            + "".join(f"; {_INSTEAD[name]}" for name in asked if name in _INSTEAD)
-        )

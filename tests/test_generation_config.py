@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from qsample.sampling_params import DEFAULT_NEW_TOKENS, SamplingParams
+from qsample.sampling_params import DEFAULT_NEW_TOKENS, SamplingParams, layered
 
 from_config = SamplingParams.from_generation_config
 
@@ -139,7 +139,7 @@ def test_bad_configs_and_overrides(config: Any, overrides: dict[str, Any], messa
 )
 def test_what_qsample_does_not_do_is_refused_with_a_way_on(field: str, value: Any) -> None:
     config = {"do_sample": True, field: value}
-    with pytest.raises(ValueError, match=rf"{field}=.*does not implement; pass {field}=None"):
+    with pytest.raises(ValueError, match=rf"{field} is .*not supported: .*give {field}=None to go without"):
         from_config(config)
     assert from_config(config, **{field: None}) == from_config({"do_sample": True})
     with pytest.raises(ValueError, match=field):
@@ -147,7 +147,9 @@ def test_what_qsample_does_not_do_is_refused_with_a_way_on(field: str, value: An
 
 
 def test_several_unsupported_fields_are_listed_together() -> None:
-    with pytest.raises(ValueError, match=r"num_beams=4, guidance_scale=3.*pass num_beams=None, guidance_scale=None"):
+    with pytest.raises(
+        ValueError, match=r"num_beams is 4, .*num_beams=None .*; guidance_scale is 3, .*guidance_scale=None"
+    ):
         from_config({"num_beams": 4, "guidance_scale": 3})
 
 
@@ -169,6 +171,13 @@ def test_an_override_of_the_total_length_beats_the_configs_new_tokens() -> None:
     assert params.lengths(10, 100) == (3, 20)
     assert from_config({"max_length": 20}, max_new_tokens=5).lengths(10, 100) == (0, 15)
     assert from_config({"max_new_tokens": 500}, max_new_tokens=None).total_length(10) == 10 + DEFAULT_NEW_TOKENS
+
+
+def test_a_total_length_beats_the_new_tokens_of_an_earlier_layer() -> None:
+    own = {"max_new_tokens": 500, "min_new_tokens": 2, "top_k": 5}
+    assert layered(own, {"max_length": 20, "min_length": 3}) == {"max_length": 20, "min_length": 3, "top_k": 5}
+    assert layered(own, {"max_length": 20, "max_new_tokens": 7})["max_new_tokens"] == 7
+    assert layered(own, {}, {"max_length": None}) == {**own, "max_length": None}
 
 
 def test_eos_override() -> None:
@@ -206,7 +215,7 @@ def test_every_field_of_transformers_is_known_or_harmless() -> None:
         "bos_token_id", "decoder_start_token_id", "compile_config", "disable_compile", "continuous_batching_config",
         "transformers_version", "do_sample", "low_memory", "return_legacy_cache",
     }  # fmt: skip
-    known = {*module.UNSUPPORTED, *module.UNSUPPORTED_SAMPLING, *SamplingParams.__slots__}
+    known = {*module.UNSUPPORTED, *SamplingParams.__slots__}
     fields = {name for name in vars(transformers.GenerationConfig()) if not name.startswith("_")}
     assert fields - known - harmless_without_beams - same_distribution - needs_an_assistant_model - bookkeeping == set()
 

@@ -10,9 +10,9 @@ from typing import Any, Final
 from tokenizers import Tokenizer as _Tokenizer
 
 from qsample.contract import ALLOWED_TOKENS
-from qsample.errors import shown, unknown
-from qsample.huggingface.generation_config import merge, read_generation_config
-from qsample.huggingface.keywords import BOOKKEEPING, GENERATE, take_refused
+from qsample.errors import shown, unknown, without_refused
+from qsample.huggingface.generation_config import read_generation_config
+from qsample.huggingface.keywords import BOOKKEEPING, GENERATE
 from qsample.interface import Interface
 from qsample.manifest import TokenIds
 from qsample.runtime.callbacks.logits_processors import INSTEAD
@@ -24,7 +24,7 @@ from qsample.runtime.text.chat import ChatOptions, ChatTemplates
 from qsample.runtime.text.generated_text import GeneratedText
 from qsample.runtime.text.stop_strings import check_stop_strings
 from qsample.runtime.text.tokenizer import Tokenizer
-from qsample.sampling_params import UNSUPPORTED, UNSUPPORTED_SAMPLING, SamplingParams
+from qsample.sampling_params import UNSUPPORTED, SamplingParams, layered
 from qsample.values import is_integer, is_number
 
 _OF_GENERATE: Final = frozenset(
@@ -34,9 +34,7 @@ _OF_GENERATE: Final = frozenset(
     | {"num_return_sequences"}
     | {entry.name for entry in fields(ChatOptions)}
 )
-_SAMPLING: Final = frozenset(
-    {"do_sample", *(entry.name for entry in fields(SamplingParams)), *UNSUPPORTED, *UNSUPPORTED_SAMPLING}
-)
+_SAMPLING: Final = frozenset({"do_sample", *(entry.name for entry in fields(SamplingParams)), *UNSUPPORTED})
 # Of a caller's GenerationConfig: what it asks to have returned. The rest of `GENERATE` may stand in a model's own file.
 _OUTPUTS: Final = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
 _READ_APART: Final = ("stop_strings", "max_time", "num_return_sequences")
@@ -131,15 +129,15 @@ def read_arguments(
     given = {} if given is None else read_generation_config(given)
     if given and params is not None:
         raise ValueError("params and generation_config were given; put everything into one of them")
-    take_refused(GENERATE, {name: given[name] for name in _OUTPUTS if name in given})
-    take_refused(GENERATE, options)
+    without_refused(GENERATE, {name: given[name] for name in _OUTPUTS if name in given})
+    options = without_refused(GENERATE, options)
     for name in ("pad_token_id", "bos_token_id"):
         if options.get(name) is not None:
             given[name] = _token_id(name, options[name], vocab_size)
         elif name in options:
             given[name] = None
         options.pop(name, None)
-    settings = merge(own, given)
+    settings = layered(own, given)
     # The model's settings and the caller's generation_config do not go with params.
     count, max_time = (
         options.pop(name, settings.get(name) if params is None else None)
@@ -285,8 +283,8 @@ def _inputs(inputs: Any, attention_mask: Any, options: dict[str, Any]) -> tuple[
     mask = options.pop("attention_mask", None)
     attention_mask = mask if attention_mask is None else attention_mask
     if isinstance(inputs, Mapping) and "input_ids" in inputs:
-        rest = {name: value for name, value in inputs.items() if name not in ("input_ids", "attention_mask")}
-        take_refused(GENERATE, rest)
+        rest = without_refused(GENERATE, inputs)
+        rest = {name: value for name, value in rest.items() if name not in ("input_ids", "attention_mask")}
         if rest:
             raise ValueError(f"inputs has {', '.join(map(repr, rest))}; give a mapping of input_ids and attention_mask")
     return ([[]] if inputs is None else inputs), attention_mask

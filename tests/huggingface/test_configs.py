@@ -13,7 +13,6 @@ import pytest
 from qsample.huggingface.generation_config import (
     GenerationConfig,
     as_generation_config,
-    merge,
     read_generation_config,
 )
 from qsample.huggingface.model_config import ModelConfig
@@ -73,13 +72,6 @@ def test_what_is_no_generation_config(tmp_path: Path) -> None:
     (tmp_path / "list.json").write_text("[1]")
     with pytest.raises(ValueError, match=r"list\.json is no JSON object"):
         read_generation_config(str(tmp_path / "list.json"))
-
-
-def test_a_total_length_of_the_caller_beats_the_models_new_tokens() -> None:
-    own = {"max_new_tokens": 500, "min_new_tokens": 2, "top_k": 5}
-    assert merge(own, {"max_length": 20, "min_length": 3}) == {"max_length": 20, "min_length": 3, "top_k": 5}
-    assert merge(own, {"max_length": 20, "max_new_tokens": 7})["max_new_tokens"] == 7
-    assert merge(own, {}) == own
 
 
 def test_a_model_config_by_attribute() -> None:
