@@ -11,7 +11,7 @@ import os
 import threading
 from collections import abc, deque
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any, Final, Literal, overload
 
 from qsample.errors import Failure, QsampleError, shown
 from qsample.runtime.causal_lm import CausalLM
@@ -26,13 +26,16 @@ from qsample.runtime.request import (
     QueueFullError,
     Request,
     RequestFailedError,
+    RequestOutput,
 )
 from qsample.runtime.sequence import Sequence
-from qsample.sampling_params import SamplingParams
+from qsample.sampling_params import SEEDS, SamplingParams
 from qsample.values import check_count, checked_timeout
 
 DEFAULT_SLOTS: Final = 8  # where neither the caller nor the package says
 _CTX_LEN: Final = 4096  # likewise; less where the model knows less
+
+_NO_FAULT_OF_A_PROMPT: Final[tuple[type[Exception], ...]] = (EngineClosedError, ImportError, MemoryError)
 
 
 class Engine:
@@ -187,6 +190,92 @@ class Engine:
         options["num_return_sequences"] = num_return_sequences
         prepared = self._prepare(inputs, params, options, seed, stop_strings, allowed_tokens)
         return self._add(*prepared, timeout, priority, cancel_if_abandoned)
+
+    @overload
+    def map(
+        self,
+        prompts: abc.Iterable[Any],
+        params: SamplingParams | None = ...,
+        *,
+        each: abc.Iterable[abc.Mapping[str, Any]] | None = ...,
+        seed: int | None = ...,
+        return_errors: Literal[False] = ...,
+        **options: Any,
+    ) -> abc.Iterator[RequestOutput]: ...
+
+    @overload
+    def map(
+        self,
+        prompts: abc.Iterable[Any],
+        params: SamplingParams | None = ...,
+        *,
+        each: abc.Iterable[abc.Mapping[str, Any]] | None = ...,
+        seed: int | None = ...,
+        return_errors: bool,
+        **options: Any,
+    ) -> abc.Iterator[RequestOutput | Exception]: ...
+
+    def map(
+        self,
+        prompts: abc.Iterable[Any],
+        params: SamplingParams | None = None,
+        *,
+        each: abc.Iterable[abc.Mapping[str, Any]] | None = None,
+        seed: int | None = None,
+        return_errors: bool = False,
+        **options: Any,
+    ) -> abc.Iterator[RequestOutput | Exception]:
+        """Continue many prompts, and yield their outputs in the order of the prompts.
+
+        `prompts` and `each` are read ahead of the outputs, as far as the engine has room; outputs that have to wait for
+        an earlier prompt are kept. Closing the iterator cancels the prompts whose outputs it has not yielded.
+
+        Args:
+            prompts: each as in `add_request`.
+            params, options: arguments of `add_request`, for every prompt.
+            each: further arguments of `add_request`, a mapping for each prompt; they replace those for every prompt.
+            seed: of the first prompt; the next prompts take the numbers after it. None = fresh seeds.
+            return_errors: yield the exception of a prompt that is not valid or failed in place of its output, and go
+                on. False raises it at its place, and ends.
+
+        Raises EngineClosedError if the engine closes or fails, and ImportError and MemoryError, whatever
+        `return_errors` says; ValueError if `each` is shorter or longer than `prompts`.
+
+        >>> for output in engine.map(["In the beginning", "Blessed are"], max_new_tokens=16, seed=1):
+        ...     print(output.text)
+        """
+        raised = _NO_FAULT_OF_A_PROMPT if return_errors else (Exception,)
+        pairs = ((prompt, {}) for prompt in prompts) if each is None else zip(prompts, each, strict=True)
+        pending: deque[Request | Exception] = deque()
+
+        def next_output() -> RequestOutput | Exception:
+            request = pending.popleft()
+            try:
+                if isinstance(request, Exception):
+                    raise request
+                return request.result()
+            except raised:
+                raise
+            except Exception as error:
+                return error
+
+        try:
+            for index, (prompt, own) in enumerate(pairs):
+                seeded = {} if seed is None else {"seed": (seed + index) % SEEDS}
+                try:
+                    pending.append(self.add_request(prompt, **{"params": params, **options, **seeded, **own}))
+                except Exception as error:
+                    pending.append(error)
+                    if isinstance(error, raised):
+                        break
+                while pending and (isinstance(pending[0], Exception) or pending[0].done):
+                    yield next_output()
+            while pending:
+                yield next_output()
+        finally:
+            for request in pending:
+                if isinstance(request, Request):
+                    request.cancel()
 
     def _prepare(
         self, inputs: Any, params: Any, options: dict[str, Any], seed: Any, stop_strings: Any, allowed_tokens: Any

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import pytest
 from qsample.runtime import (
     CausalLM,
     Engine,
+    EngineClosedError,
     SamplingParams,
     load,
 )
@@ -27,14 +28,13 @@ from tests.helpers.requests import ENDLESS, FREE, expected, outcome, random_para
     [
         {},
         {"prefill_chunk_size": 3, "double_buffering": False},
-        {"flush_every": 4, "prefill_chunk_size": 7},
-        {"flush_every": 16, "slots": 3, "double_buffering": False},
+        {"flush_every": 4, "prefill_chunk_size": 7, "slots": 3},
     ],
     ids=str,
 )
-def test_two_hundred_requests_give_the_tokens_that_each_gives_alone(options: dict[str, Any], model: CausalLM) -> None:
+def test_many_requests_give_the_tokens_that_each_gives_alone(options: dict[str, Any], model: CausalLM) -> None:
     generator = random.Random(11)
-    cases = [(random_prompt(generator), random_params(generator), seed) for seed in range(200)]
+    cases = [(random_prompt(generator), random_params(generator), seed) for seed in range(60)]
     with Engine(model, **{"slots": 8, "max_waiting": 20} | options) as engine:
         requests = [engine.add_request(prompt, params, seed=seed) for prompt, params, seed in cases]
         assert [outcome(request) for request in requests] == [expected(*case) for case in cases]
@@ -182,3 +182,51 @@ def test_a_compiled_package(fake_model: Callable[..., CausalLM]) -> None:
         assert (engine.slots, engine.capacity) == (2, 48)
         requests = [engine.add_request([5 + n], FREE, seed=n) for n in range(5)]
         assert [outcome(request) for request in requests] == [expected([5 + n], FREE, n) for n in range(5)]
+
+
+@pytest.mark.parametrize("slots", [1, 4])
+def test_outputs_come_in_the_order_of_the_prompts(slots: int, model: CausalLM) -> None:
+    generator = random.Random(3)
+    cases = [(random_prompt(generator), random_params(generator), seed) for seed in range(20)]
+    read: list[int] = []
+
+    def prompts() -> Iterator[list[int]]:
+        for index, (prompt, _, _) in enumerate(cases):
+            read.append(index)
+            yield prompt
+
+    with Engine(model, slots=slots, max_waiting=2) as engine:
+        outputs = engine.map(prompts(), each=[{"params": params} for _, params, _ in cases], seed=0)
+        first = next(outputs)
+        assert len(read) < 20  # as far as there is room
+        found = [first, *outputs]
+    assert [(output.token_ids, output.finish_reason) for output in found] == [expected(*case) for case in cases]
+    assert [output.seed for output in found] == list(range(20))
+
+
+def test_errors_come_in_their_places(model: CausalLM) -> None:
+    prompts: list[Any] = [[5], [], [-1], [6]]
+    options = [{}, {"allowed_tokens": print}, {}, {"seed": 7}]
+    with Engine(model, slots=2) as engine:
+        outputs = list(engine.map(prompts, FREE, each=options, seed=3, return_errors=True))
+        assert [type(output).__name__ for output in outputs] == [
+            "RequestOutput", "ValueError", "ValueError", "RequestOutput",
+        ]  # fmt: skip
+        assert [output.seed for output in outputs if not isinstance(output, Exception)] == [3, 7]
+        raising = engine.map(prompts, FREE, each=options)
+        assert len(next(raising).token_ids) == 20
+        with pytest.raises(ValueError, match="no prompt was given"):
+            next(raising)
+        assert list(raising) == []
+        with pytest.raises(ValueError, match="shorter"):
+            list(engine.map([[5], [6]], FREE, each=[{}]))
+
+
+def test_an_iterator_that_is_closed_cancels_the_rest_and_a_closed_engine_ends_it(model: CausalLM) -> None:
+    with Engine(model, slots=1) as engine:
+        outputs = engine.map([[5], [6], [7]], each=[{"params": FREE}, {"params": ENDLESS}, {"params": ENDLESS}])
+        next(outputs)
+        outputs.close()  # type: ignore[attr-defined]
+        assert engine.drain(60)
+        with pytest.raises(EngineClosedError):
+            list(engine.map([[5]], return_errors=True))
