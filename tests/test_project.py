@@ -130,11 +130,12 @@ def test_the_readme_has_two_commands_and_ci_runs_the_second() -> None:
     assert CHECK.splitlines()[-1] == tests.replace(".venv/bin/pytest", 'step "$bin/pytest"')
 
 
-def test_the_readme_names_options_that_exist() -> None:
+def test_the_readme_and_its_page_of_devices_name_options_that_exist() -> None:
     source = "".join(path.read_text("utf-8") for path in (ROOT / "qsample" / "cli").rglob("*.py"))
     known = {name.replace("_", "-") for name in re.findall(r"^    (\w+): \w+", source, re.MULTILINE)}
     known |= {option[2:] for option in re.findall(r"--[a-z-]+", source)}
-    for block in code_blocks(README, "bash"):
+    pages = README, (ROOT / "docs" / "devices.md").read_text("utf-8")
+    for block in (block for page in pages for block in code_blocks(page, "bash")):
         for line in block.replace("\\\n", " ").splitlines():
             if "qsample " in line:
                 used = re.findall(r" --([a-z][a-z-]*)", line.split("qsample ", 1)[1])
