@@ -44,7 +44,7 @@ SCANNED: Final = "qwen3.5-slice"
 CTX_LEN: Final = 2048
 # Takes every layer for one that no operators are known for.
 AS_A_LOOP: Final = (
-    "from qsample.transforms.recurrent import whole_chunk; whole_chunk.recurrence_of = lambda module: None; "
+    "from qsample.transforms import recurrent; recurrent.recurrence_of = lambda module: None; "
     "from qsample.cli import main; main()"
 )
 

@@ -12,9 +12,8 @@ import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from qsample.errors import UnsupportedModelError
-from qsample.transforms import pipeline
 from qsample.transforms.cache import DecodeContext
-from qsample.transforms.probe import state_shapes
+from qsample.transforms.decoder import apply_transforms, state_shapes
 
 # What a layer raises that meets a cache of another kind than its own; a value that is not there raises others.
 _OF_THE_MODEL = (AttributeError, ValueError)
@@ -41,7 +40,7 @@ def check_supported(config: PretrainedConfig, *, trust_remote_code: bool = False
         raise
     try:
         with torch.device("meta"):
-            model, _ = pipeline.apply(model, pipeline.default_transforms(context))
+            apply_transforms(model, context)
             state_shapes(model, context)
     except UnsupportedModelError as error:
         if error.__cause__ is None or isinstance(error.__cause__, _OF_THE_MODEL):

@@ -2,7 +2,7 @@
 
 A trace has the code of one step of a loop in line. `outline_scans` moves it into a subgraph.
 
-Loops over tokens: a `ScanBegin` marker (`transforms.recurrent.token_by_token`) gives the states and one token of each
+Loops over tokens: a `ScanBegin` marker (`transforms.recurrent`) gives the states and one token of each
 input. What depends on it, up to its `ScanEnd`, moves into the Scan's body. The rest stays outside and is computed once.
 
 Recurrences: a row that begins starts from zeros, whatever its buffers hold. The Where that puts them there copies the

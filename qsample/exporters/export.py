@@ -31,13 +31,10 @@ from qsample.huggingface.dtypes import dtype_name
 from qsample.huggingface.generation_config import GENERATION_CONFIG_FILE
 from qsample.interface import Features, Interface
 from qsample.progress import Progress, unreported
-from qsample.transforms import pipeline
 from qsample.transforms.cache import DecodeContext
-from qsample.transforms.decoder import Decoder
+from qsample.transforms.decoder import Decoder, LastTokenHead, apply_transforms, state_shapes
 from qsample.transforms.deferred import chunks, computing, deferred
-from qsample.transforms.head import LastTokenHead
 from qsample.transforms.positions import RowPositions
-from qsample.transforms.probe import state_shapes
 from qsample.transforms.quantized_linear import quantized_layers
 from qsample.values import is_integer
 
@@ -124,7 +121,7 @@ def _export(
     report("checking the model", 0.0)
     with computing():
         expected = reference(model)
-        model, _ = pipeline.apply(model, pipeline.default_transforms(context))
+        apply_transforms(model, context)
     vocab_size = int(expected.logits[0].shape[-1])
     key_values, recurrent = state_shapes(model, context)
     interface = Interface(vocab_size, key_values, _check_dtype(model), features, recurrent=recurrent)

@@ -1,7 +1,8 @@
-"""Attention over retained buffers: GroupQueryAttention, or a masked product where that operator does not fit.
+"""Attention over retained buffers: GroupQueryAttention, or a masked product if that operator does not fit.
 
 This takes a model that uses transformers' attention interface. Any other model keeps its own attention, and its cache
-hands it the buffers.
+hands it the buffers. A mask of transformers is a function of (batch, head, query position, key position), which holds
+for buffers as it does for a growing cache: `MaskRule`.
 
 The interface is documented at https://huggingface.co/docs/transformers/attention_interface and the operator at
 https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperators.md#com.microsoft.GroupQueryAttention
@@ -9,6 +10,8 @@ https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperators.md#com.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,37 +19,88 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from qsample.errors import UnsupportedModelError
 from qsample.transforms.cache import DecodeContext, read_buffers, write_to_buffers
-from qsample.transforms.masks import MaskRule, causal, mask_rule
+
+MaskFunction = Callable[..., Tensor]
+_LARGEST_EXPONENT = 17
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MaskRule:
+    """The keys that a query sees: `function(batch, head, query, key)`, of index tensors that broadcast together."""
+
+    function: MaskFunction
+
+    def allowed(self, positions: Tensor, keys: int) -> Tensor:
+        """[B, 1, S, keys] bool, for queries at `positions` [B, S] and keys at 0, 1, .. keys - 1."""
+        batch = torch.arange(positions.shape[0])[:, None, None, None]
+        head = torch.zeros(1, dtype=torch.int64)[None, None, None]
+        key = torch.arange(keys)[None, None, None]
+        allowed = self.function(batch, head, positions[:, None, :, None], key)
+        return allowed.expand(positions.shape[0], 1, positions.shape[1], keys)
+
+    def is_causal(self, window: int | None) -> bool:
+        """Whether a query sees itself and the keys before it, `window` in all (None: all of them), and nothing else.
+
+        Judged at positions around the powers of two and the window, which are the edges of windows and chunks.
+        """
+        near = [2**exponent for exponent in range(_LARGEST_EXPONENT + 1)] + ([window, 2 * window] if window else [])
+        at = torch.tensor(sorted({max(0, position + offset) for position in near for offset in (-2, -1, 0, 1)}))
+        query, key, zero = at[:, None], at[None], torch.zeros(1, 1, dtype=torch.int64)
+        expected = causal(window)(zero, zero, query, key)
+        return bool((self.function(zero, zero, query, key).expand_as(expected) == expected).all())
+
+
+def causal(window: int | None = None) -> MaskFunction:
+    """A query sees itself and the keys before it, `window` in all; None: all of them."""
+    if window is None or window == 0:
+        return lambda batch, head, query, key: key <= query
+    return lambda batch, head, query, key: (key <= query) & (query - key < window)
+
+
+def mask_rule(*, mask_function: MaskFunction, **unused: Any) -> MaskRule:
+    """The mask function to register with transformers: returns the rule, from which the caller makes its mask."""
+    return MaskRule(mask_function)
+
+
+@contextmanager
+def eager_masks_over_buffers(positions: Tensor, capacity: int) -> Iterator[None]:
+    """While open, transformers' "eager" masks are float masks [B, 1, S, capacity] for queries at `positions` [B, S]."""
+
+    def mask(*, mask_function: MaskFunction, dtype: torch.dtype = torch.float32, **unused: Any) -> Tensor:
+        allowed = MaskRule(mask_function).allowed(positions, capacity)
+        return torch.where(allowed, torch.zeros((), dtype=dtype), torch.finfo(dtype).min)
+
+    ALL_MASK_ATTENTION_FUNCTIONS["eager"] = mask
+    try:
+        yield
+    finally:
+        del ALL_MASK_ATTENTION_FUNCTIONS["eager"]  # type: ignore[no-untyped-call]
+
 
 NAME = "qsample_group_query_attention"
-_CONTEXT = "qsample_context"  # the attribute of an attention module that holds the call it is part of
-QUERY_SCALES = "qsample_query_scales"  # an attribute of one as well: [B, S], what the queries are multiplied by
+# Attributes of attention modules: the call that they are part of; and factors of their queries, [B, S].
+_CONTEXT = "qsample_context"
+QUERY_SCALES = "qsample_query_scales"
 _MULTIPLE = 8  # GroupQueryAttention takes head sizes that are multiples of this
 
 
-@dataclass(frozen=True, slots=True)
-class RetainedAttention:
-    """Attention over the retained cache of `context`: in-place buffers, ragged rows, grouped heads, sliding windows,
-    soft caps and sinks."""
+def use_retained_attention(model: PreTrainedModel, context: DecodeContext) -> None:
+    """Switch `model` to attention over the retained cache; if it computes its attention itself, `context.buffered`.
 
-    context: DecodeContext
-
-    def __call__(self, model: PreTrainedModel) -> tuple[PreTrainedModel, bool]:
-        """Switch `model` to GroupQueryAttention, or set `context.buffered` where it computes its attention itself."""
-        self.context.buffered = not model._can_set_attn_implementation()
-        if self.context.buffered:
-            return model, False
-        modified: bool = model.config._attn_implementation != NAME
-        if modified:
-            AttentionInterface.register(NAME, group_query_attention)
-            AttentionMaskInterface.register(NAME, mask_rule)
-            model.set_attn_implementation(NAME)
-        for module in model.modules():
-            setattr(module, _CONTEXT, self.context)
-        return model, modified
+    In-place buffers, ragged rows, grouped heads, sliding windows, soft caps and sinks are served.
+    """
+    context.buffered = not model._can_set_attn_implementation()
+    if context.buffered:
+        return
+    AttentionInterface.register(NAME, group_query_attention)
+    AttentionMaskInterface.register(NAME, mask_rule)
+    model.set_attn_implementation(NAME)
+    for module in model.modules():
+        setattr(module, _CONTEXT, context)
 
 
 def use_own_attention(model: PreTrainedModel, context: DecodeContext) -> None:
@@ -70,12 +124,21 @@ def group_query_attention(
     """The attention function that transformers calls in every layer.
 
     Args:
-        query: [B, heads, S, D]. key, value: [B, H, S, D], the new tokens only, rotated already; values may be smaller.
+        module: the layer.
+        query: [B, heads, S, D].
+        key, value: [B, H, S, D], the new tokens only, rotated already; values may be smaller.
         attention_mask: the layer's mask as a rule; None = causal.
-        scaling: factor on the scores; None = 1 / sqrt(D). sliding_window: how many keys a query sees, itself included.
-        softcap: c in c * tanh(scores / c). s_aux: [heads], the attention sink's logit per head.
+        scaling: factor on the scores; None = 1 / sqrt(D).
+        sliding_window: how many keys a query sees, itself included.
+        softcap: c in c * tanh(scores / c).
+        s_aux: [heads], the attention sink's logit per head.
+        options: further ones of the layer.
 
-    Returns ([B, S, heads, D], None), D the values'.
+    Returns:
+        [B, S, heads, D] with the D of the values, and None for the weights.
+
+    Raises:
+        UnsupportedModelError: If the attention is not causal, or adds numbers of its own to the scores.
     """
     context: DecodeContext = getattr(module, _CONTEXT)
     _check_supported(module, query, key, value, attention_mask, options)
@@ -156,8 +219,16 @@ def masked_attention(
 ) -> Tensor:
     """softmax(mask(scale * Q K')) V with grouped heads.
 
-    query: [B, heads, S, D]. keys: [B, H, T, D]. values: [B, H, T, D']. allowed: [B, 1, S, T]
-    bool. softcap, s_aux: as in `group_query_attention`. Returns [B, S, heads, D'].
+    Args:
+        query: [B, heads, S, D].
+        keys: [B, H, T, D].
+        values: [B, H, T, D'].
+        allowed: [B, 1, S, T] bool.
+        scale: factor on the scores.
+        softcap, s_aux: as in `group_query_attention`.
+
+    Returns:
+        [B, S, heads, D'].
     """
     batch, heads, length, size = query.shape
     kv_heads = keys.shape[1]
@@ -181,7 +252,7 @@ def _operator_size(states: Tensor) -> int:
 
 
 def _padded(states: Tensor, size: int) -> Tensor:
-    """`states`, [.., D], with zeros behind, up to `size`."""
+    """`states`, [.., D], and zeros after them, up to `size`."""
     return F.pad(states, (0, size - states.shape[-1])) if states.shape[-1] < size else states
 
 
@@ -191,8 +262,10 @@ def _merge_heads(states: Tensor) -> Tensor:
 
 
 def _cache_layer(context: DecodeContext, module: nn.Module, key: Tensor, value: Tensor) -> tuple[int, bool]:
-    """The layer of the cache that `key` belongs to, and whether this is the layer itself: another one that is handed
-    the same keys and values shares its cache."""
+    """The layer of the cache that `key` belongs to, and whether this is the layer itself.
+
+    Another layer that is handed the same keys and values shares its cache.
+    """
     layer, context.updated = context.updated, None
     if layer is not None:
         context.given[layer] = (key, value)

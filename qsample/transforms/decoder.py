@@ -1,20 +1,199 @@
-"""The module that the model's part of the decode graph is traced from: token ids in, logits out."""
+"""The module that the model's part of the decode graph is traced from: token ids in, logits out.
+
+`apply_transforms` prepares a Hugging Face causal LM in place, `state_shapes` reads off a run of two tokens which states
+it keeps, and `Decoder` runs it over these.
+"""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from contextlib import nullcontext
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from qsample.contract import RUNNING, retained_name
-from qsample.interface import Interface
-from qsample.transforms.cache import DecodeContext
-from qsample.transforms.complex_rotary import real_rotary_embeddings
-from qsample.transforms.masks import eager_masks_over_buffers
-from qsample.transforms.probe import run_model
+from qsample.errors import UnsupportedModelError
+from qsample.huggingface.dtypes import dtype_name
+from qsample.interface import Interface, KeyValueShape, RecurrentShape
+from qsample.transforms.attention import eager_masks_over_buffers, use_own_attention, use_retained_attention
+from qsample.transforms.cache import DecodeContext, RetainedCache
+from qsample.transforms.experts import replace_own_experts, route_experts
+from qsample.transforms.positions import (
+    RowPositions,
+    real_rotary_embeddings,
+    use_rope_of_capacity,
+    use_row_positions,
+    use_row_query_scales,
+    use_row_windows,
+)
+from qsample.transforms.recurrent import retain_recurrent_states
+
+
+def apply_transforms(model: PreTrainedModel, context: DecodeContext) -> None:
+    """Change `model` in place for decoder calls of `context`. Outside of these, it computes as before."""
+    route_experts(model)
+    replace_own_experts(model)
+    use_row_positions(model, context)
+    use_row_windows(model, context)
+    use_rope_of_capacity(model, context)
+    use_row_query_scales(model, context)
+    retain_recurrent_states(model, context)
+    use_retained_attention(model, context)
+    use_last_token_head(model, context)
+
+
+class LastTokenHead(nn.Module):
+    """`head` applied to the hidden state of each row's last real token; outside a decoder call, `head` itself.
+
+    The head is the largest MatMul of a prefill; all but one of a row's results would be thrown away.
+    """
+
+    def __init__(self, head: nn.Module, context: DecodeContext) -> None:
+        super().__init__()
+        self.head = head
+        self.context = context
+
+    @property
+    def weight(self) -> Tensor:
+        """[V, hidden]; transformers reads it if the head is tied to the embedding."""
+        weight = self.head.weight
+        assert isinstance(weight, Tensor)
+        return weight
+
+    @property
+    def bias(self) -> Tensor | None:
+        """[V]; None: the head has no bias."""
+        bias = getattr(self.head, "bias", None)
+        assert bias is None or isinstance(bias, Tensor)
+        return bias
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """hidden: [B, S, hidden]. Returns [B, 1, V] in a decoder call, otherwise [B, S, V]."""
+        lengths = self.context.input_lengths
+        if lengths is not None:
+            last = (lengths.to(torch.int64) - 1)[:, None, None].expand(-1, 1, hidden.shape[-1])
+            # [B, 1, hidden] and not [B, hidden]: a 2-D product becomes Gemm, which weight quantizers skip.
+            hidden = torch.gather(hidden, 1, last)
+        logits: Tensor = self.head(hidden)
+        return logits
+
+
+def use_last_token_head(model: PreTrainedModel, context: DecodeContext) -> None:
+    """Put a LastTokenHead in place of the model's head."""
+    head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    if head is None:
+        raise UnsupportedModelError(f"{type(model).__name__} has no output embeddings (no language-model head)")
+    if isinstance(head, LastTokenHead):
+        head.context = context  # an earlier export had another
+    else:
+        model.set_output_embeddings(LastTokenHead(head, context))  # type: ignore[no-untyped-call]
+
+
+_ELSE: Final = "choose a model of a type that docs/architectures.md lists as passed"
+
+
+def state_shapes(
+    model: PreTrainedModel, context: DecodeContext
+) -> tuple[tuple[KeyValueShape, ...], tuple[RecurrentShape, ...]]:
+    """The cache shape of every attention layer and every other state, in layer order; makes `context`'s choices.
+
+    If transformers' attention interface does not carry the attention of `model`, it gets its own back.
+
+    Raises:
+        UnsupportedModelError: If a layer attends to later tokens, or keeps a state of another kind.
+    """
+    try:
+        return _probe(model, context)
+    except UnsupportedModelError:
+        if context.buffered:
+            raise
+    use_own_attention(model, context)
+    return _probe(model, context)
+
+
+def _probe(
+    model: PreTrainedModel, context: DecodeContext
+) -> tuple[tuple[KeyValueShape, ...], tuple[RecurrentShape, ...]]:
+    name = type(model).__name__
+    context.clear()
+    context.masked.clear()
+    context.states_of.clear()
+    try:
+        with torch.no_grad():
+            cache = _cache(model, context)
+            run_model(model, context, torch.zeros(1, 2, dtype=torch.int64), torch.arange(2)[None], cache)
+        present = dict(sorted(context.present.items()))
+        recurrent = _recurrent_shapes(context, cache)
+    except UnsupportedModelError:
+        raise
+    except Exception as error:  # a layer that meets a cache of another kind than its own may raise anything
+        raise UnsupportedModelError(
+            f"{name} keeps its state in a way that retained buffers cannot serve ({type(error).__name__}: {error}); "
+            f"{_ELSE}"
+        ) from error
+    finally:
+        context.clear()
+    if not present and not recurrent:
+        raise UnsupportedModelError(f"{name} puts nothing into the cache, so it has no state to retain; {_ELSE}")
+    numbered = list(present) == list(range(len(present)))
+    key_values = tuple(
+        KeyValueShape(key.shape[1], max(key.shape[-1], value.shape[-1]), None if numbered else layer)
+        for layer, (key, value) in present.items()
+    )
+    return key_values, recurrent
+
+
+def _recurrent_shapes(context: DecodeContext, cache: RetainedCache) -> tuple[RecurrentShape, ...]:
+    """The states that layers made in `cache`."""
+    shapes = []
+    for layer, kind, index in sorted({key for keys in context.states_of.values() for key in keys}):
+        state = getattr(cache.layers[layer], f"{kind}s")[index]
+        shapes.append(RecurrentShape(layer, kind, index, tuple(state.shape[1:]), dtype_name(state.dtype)))
+    return tuple(shapes)
+
+
+def run_model(
+    model: PreTrainedModel,
+    context: DecodeContext,
+    ids: torch.Tensor,
+    positions: torch.Tensor,
+    cache: RetainedCache | None = None,
+) -> Any:
+    """The output of `model` over `cache`, by default a new cache of `context`. ids, positions: [B, S] int64."""
+    parameters = inspect.signature(model.forward).parameters
+    name = "cache_params" if "cache_params" in parameters else "past_key_values"
+    inputs: dict[str, Any] = {"input_ids": ids, name: cache or _cache(model, context), "use_cache": True}
+    if _takes_positions(model):
+        inputs["position_ids"] = positions + _first_position(model)
+    # Every key of the buffers: the causal mask decides which of them a query sees.
+    keys = context.capacity if context.buffered and context.past else ids.shape[1]
+    inputs["attention_mask"] = torch.ones(ids.shape[0], keys, dtype=torch.int64)
+    return model(**inputs)
+
+
+def _cache(model: PreTrainedModel, context: DecodeContext) -> RetainedCache:
+    return RetainedCache(context, int(model.config.get_text_config(decoder=True).num_hidden_layers))
+
+
+def _takes_positions(model: PreTrainedModel) -> bool:
+    """Whether `forward` takes `position_ids`, or hands unknown arguments on to a text model that does."""
+    parameters = inspect.signature(model.forward).parameters
+    if "position_ids" in parameters:
+        return True
+    hands_on = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+    return hands_on and not any(isinstance(module, RowPositions) for module in model.modules())
+
+
+def _first_position(model: PreTrainedModel) -> int:
+    """The number of the first position: RoBERTa and its like begin after that of the padding."""
+    for module in model.modules():
+        if hasattr(module, "create_position_ids_from_input_ids"):
+            return int(module.padding_idx) + 1  # type: ignore[arg-type]
+    return 0
 
 
 class Decoder(nn.Module):
@@ -30,9 +209,14 @@ class Decoder(nn.Module):
         self._layers = interface.cache_layers
 
     def forward(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """inputs: `input_ids` [B, S] int64, `input_lengths` [B] int32, `lengths` [B] int32 and the cache states.
+        """One call.
 
-        Returns `logits` [B, V] float32 and the next value of each cache state.
+        Args:
+            inputs: `input_ids` [B, S] int64, `input_lengths` [B] int32, `lengths` [B] int32 and the cache states; with
+                recurrent states, `status` [B] int32 as well.
+
+        Returns:
+            `logits` [B, V] float32 and the next value of each cache state.
         """
         ids, lengths = inputs["input_ids"], inputs["lengths"]
         batch, length = ids.shape
@@ -69,9 +253,9 @@ class Decoder(nn.Module):
 def _total_length(batch: int, length: int, capacity: int, lengths: Tensor) -> Tensor:
     """GroupQueryAttention's total_sequence_length, scalar int32.
 
-    A batch of prompts is accepted only as a first prefill, total == S; one row, or one token a row, with the capacity.
-    For later pieces of several rows it is more than S, and the operator refuses them: it would read them as first ones,
-    over the rows' own beginnings.
+    The operator accepts a batch of prompts only as a first prefill, total == S; a single row, or a token a row, if it
+    is the capacity. For later pieces of several rows it is more than S, and the operator refuses them: it would read
+    them as first pieces, over the rows' own beginnings.
     """
     any_position = torch.logical_or(torch.scalar_tensor(batch) == 1, torch.scalar_tensor(length) == 1)
     longest = torch.scalar_tensor(length) + lengths.max()

@@ -1,4 +1,4 @@
-"""Names of the nodes that modules leave in a trace for `exporters` to replace. Without torch, as its readers are."""
+"""Names of the nodes that modules leave in a trace for `exporters` to replace. Without torch: its readers have none."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from typing import Final
 
 MARKER_DOMAIN: Final = "qsample"
 
-# `transforms.recurrent.token_by_token`, around the code of one token.
+# `transforms.recurrent`, around the code of a single token.
 # Inputs: states, then inputs [B, S, ..]; outputs: states, then one token of each input [B, ..].
 SCAN_BEGIN: Final = "ScanBegin"
 # Inputs: next states, then results [B, ..]; outputs: final states, then results [B, S, ..].
 SCAN_END: Final = "ScanEnd"
 NUM_STATES: Final = "num_states"
 
-# `transforms.experts.operator`; inputs: rows [S, H], choice [S, E] (1 for a row's expert, else 0), then the weights as
+# `transforms.experts`; inputs: rows [S, H], choice [S, E] (1 for a row's expert, else 0), then the weights as
 # `ExpertWeights` has them; output: [S, H]; attributes: what `SwiGLU` and `ExpertWeights` say.
 EXPERTS: Final = "Experts"
 ALPHA: Final = "alpha"

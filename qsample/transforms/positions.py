@@ -1,18 +1,19 @@
-"""Each row's own positions, for models that count them from the cache or from the longest row.
+"""Positions of each row, for models that count them from the cache or from the longest row.
 
-The rows of a batch differ in length, so no one cache length gives their positions. `UseRowPositions` serves position
-embeddings that count on from that length, `GPTNeoWindows` the attention of GPT-Neo, which cuts its causal and local
-pattern out of a table by the number of keys: here the capacity. `RopeByCapacity` keeps rotary embeddings from
-following the length of the batch. `QueryScales` serves the attention of Llama 4, which scales queries by how far a text
-has come.
+The rows of a batch differ in length, so a single cache length does not give their positions. In a decoder call,
+position tables, GPT-Neo's windows, rotary embeddings and Llama 4's query scales read `context.positions`; outside, a
+model computes as before. `real_rotary_embeddings` rotates without complex numbers, which ONNX lacks.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -20,9 +21,8 @@ from transformers import PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.gpt_neo.modeling_gpt_neo import GPTNeoSelfAttention
 
-from qsample.transforms.attention import QUERY_SCALES, masked_attention
+from qsample.transforms.attention import QUERY_SCALES, MaskRule, causal, masked_attention
 from qsample.transforms.cache import DecodeContext
-from qsample.transforms.masks import MaskRule, causal
 
 _LONGROPE, _DYNAMIC = "longrope", "dynamic"
 _LLAMA_4 = "Llama4TextAttention"
@@ -39,7 +39,7 @@ class RowPositions(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """[positions, hidden]; where transformers initialises or resizes the table."""
+        """[positions, hidden]; transformers reads it to initialise or resize the table."""
         weight = self.embedding.weight
         assert isinstance(weight, Tensor)
         return weight
@@ -51,7 +51,7 @@ class RowPositions(nn.Module):
             return result
         names = inspect.signature(self.embedding.forward).parameters
         given = dict(zip(names, args, strict=False)) | kwargs
-        # Most tables expect one row of positions, which all rows have in common; some, the rows' own.
+        # Most tables expect a single row of positions, common to all rows; some expect those of each row.
         own = given.get("position_ids")
         flat = own is None or own.ndim < positions.ndim
         given |= {"position_ids": positions.flatten() if flat else positions, "past_key_values_length": 0}
@@ -59,23 +59,15 @@ class RowPositions(nn.Module):
         return embedded.reshape(*positions.shape, embedded.shape[-1])
 
 
-@dataclass(frozen=True, slots=True)
-class UseRowPositions:
+def use_row_positions(model: PreTrainedModel, context: DecodeContext) -> None:
     """Wrap every position embedding whose `forward` knows both `position_ids` and `past_key_values_length`."""
-
-    context: DecodeContext
-
-    def __call__(self, model: PreTrainedModel) -> tuple[PreTrainedModel, bool]:
-        modified = False
-        for parent in list(model.modules()):
-            if isinstance(parent, RowPositions):
-                parent.context = self.context  # an earlier export's otherwise
-                continue
-            for name, child in list(parent.named_children()):
-                if _is_position_table(child):
-                    setattr(parent, name, RowPositions(child, self.context))
-                    modified = True
-        return model, modified
+    for parent in list(model.modules()):
+        if isinstance(parent, RowPositions):
+            parent.context = context  # an earlier export had another
+            continue
+        for name, child in list(parent.named_children()):
+            if _is_position_table(child):
+                setattr(parent, name, RowPositions(child, context))
 
 
 def _is_position_table(module: nn.Module) -> bool:
@@ -84,43 +76,31 @@ def _is_position_table(module: nn.Module) -> bool:
     return set(inspect.signature(module.forward).parameters) >= _PARAMETERS
 
 
-@dataclass(frozen=True, slots=True)
-class GPTNeoWindows:
-    """Replace the step from queries, keys and values to their product in every attention layer of a GPT-Neo."""
+def use_row_windows(model: PreTrainedModel, context: DecodeContext) -> None:
+    """Replace the step from queries, keys and values to their product in every attention layer of a GPT-Neo.
 
-    context: DecodeContext
-
-    def __call__(self, model: PreTrainedModel) -> tuple[PreTrainedModel, bool]:
-        modified = False
-        for module in model.modules():
-            if isinstance(module, GPTNeoSelfAttention):
-                modified |= not isinstance(module.__dict__.get("_attn"), functools.partial)
-                module._attn = functools.partial(_attend, self.context, module)  # type: ignore[method-assign]
-        return model, modified
-
-
-@dataclass(frozen=True, slots=True)
-class RopeByCapacity:
-    """Let the capacity decide the frequencies of rotary embeddings that transformers chooses by the longest row of a
-    batch: with those, a row would depend on the others and on how a prompt is cut, and its earlier keys would be of
-    other frequencies.
-
-    LongRoPE (https://arxiv.org/abs/2402.13753) has two sets, the long ones from the first training context on. A cache
-    that can hold more tokens than that is filled with them from the start. "dynamic" (NTK-aware scaling,
-    https://arxiv.org/abs/2309.00071, section 3.1) has other ones beyond max_position_embeddings, and no cache holds
-    more tokens than these.
+    It cuts its causal and local pattern out of a table by the number of keys: here the capacity.
     """
+    for module in model.modules():
+        if isinstance(module, GPTNeoSelfAttention):
+            module._attn = functools.partial(_attend, context, module)  # type: ignore[method-assign]
 
-    context: DecodeContext
 
-    def __call__(self, model: PreTrainedModel) -> tuple[PreTrainedModel, bool]:
-        modified = False
-        for module in model.modules():
-            kinds = getattr(module, "rope_type", None)
-            if any(map(_is_chosen_by_length, kinds.values() if isinstance(kinds, dict) else [kinds])):
-                modified |= "forward" not in module.__dict__
-                module.forward = functools.partial(_rotary_embedding, self.context, module)
-        return model, modified
+def use_rope_of_capacity(model: PreTrainedModel, context: DecodeContext) -> None:
+    """Let the capacity decide the frequencies of rotary embeddings that transformers chooses by the longest row.
+
+    With those, a row would depend on the others and on how a prompt is cut, and its earlier keys would have other
+    frequencies.
+
+    LongRoPE (https://arxiv.org/abs/2402.13753) has two sets, the long frequencies from the first training context on. A
+    cache that can hold more tokens than that is filled with them from the start. "dynamic" (NTK-aware scaling,
+    https://arxiv.org/abs/2309.00071, section 3.1) changes them beyond max_position_embeddings, and no cache holds more
+    tokens than these.
+    """
+    for module in model.modules():
+        kinds = getattr(module, "rope_type", None)
+        if any(map(_is_chosen_by_length, kinds.values() if isinstance(kinds, dict) else [kinds])):
+            module.forward = functools.partial(_rotary_embedding, context, module)
 
 
 def _is_chosen_by_length(kind: Any) -> bool:
@@ -128,7 +108,7 @@ def _is_chosen_by_length(kind: Any) -> bool:
 
 
 class _WithFrequencies:
-    """A rotary embedding with other frequencies: what its forward takes for `self`."""
+    """A rotary embedding with other frequencies, for its forward to take as `self`."""
 
     def __init__(self, module: nn.Module, name: str, frequencies: Tensor) -> None:
         self._module = module
@@ -141,7 +121,7 @@ class _WithFrequencies:
 def _rotary_embedding(
     context: DecodeContext, module: Any, x: Tensor, position_ids: Tensor, layer_type: str | None = None
 ) -> Any:
-    """What the class's own forward computes, which it is outside of a decoder call."""
+    """The class's own forward, in a decoder call with the frequencies of the capacity."""
     own, layer = type(module).forward, {} if layer_type is None else {"layer_type": layer_type}
     kind = module.rope_type if layer_type is None else module.rope_type[layer_type]
     if context.positions is None or not _is_chosen_by_length(kind):
@@ -149,7 +129,7 @@ def _rotary_embedding(
     prefix = "" if layer_type is None else f"{layer_type}_"
     first = getattr(module, f"{prefix}original_inv_freq")
     frequencies = _long_or(first, context, module, x, layer_type) if kind == _LONGROPE else first
-    # Behind the decorator that would choose them by the positions.
+    # Without the decorator that would choose them by the positions.
     return inspect.unwrap(own)(_WithFrequencies(module, f"{prefix}inv_freq", frequencies), x, position_ids, **layer)
 
 
@@ -162,27 +142,20 @@ def _long_or(short: Tensor, context: DecodeContext, module: Any, x: Tensor, laye
     return torch.where(torch.scalar_tensor(context.capacity) > first_context, long, short)
 
 
-@dataclass(frozen=True, slots=True)
-class QueryScales:
-    """Scale the queries of a Llama 4's layers without rotary embeddings by each row's own positions
-    (https://arxiv.org/abs/2501.19399): log1p(floor((position + 1) / floor_scale)) * attn_scale + 1. The layers count
-    positions from the cache, and scale nothing in a short text."""
+def use_row_query_scales(model: PreTrainedModel, context: DecodeContext) -> None:
+    """Scale the queries of a Llama 4's layers without rotary embeddings by each row's own positions.
 
-    context: DecodeContext
-
-    def __call__(self, model: PreTrainedModel) -> tuple[PreTrainedModel, bool]:
-        modified = False
-        module: Any
-        for module in model.modules():
-            if type(module).__name__ != _LLAMA_4 or not module.attn_temperature_tuning or module.use_rope:
-                continue
-            modified |= "forward" not in module.__dict__
-            module.forward = functools.partial(_with_query_scales, self.context, module)
-        return model, modified
+    The factor is log1p(floor((position + 1) / floor_scale)) * attn_scale + 1 (https://arxiv.org/abs/2501.19399). The
+    layers count positions from the cache, and scale nothing in a short text.
+    """
+    module: Any
+    for module in model.modules():
+        if type(module).__name__ == _LLAMA_4 and module.attn_temperature_tuning and not module.use_rope:
+            module.forward = functools.partial(_with_query_scales, context, module)
 
 
 def _with_query_scales(context: DecodeContext, module: Any, *args: Any, **kwargs: Any) -> Any:
-    """The class's own forward, which in a decoder call leaves the queries to the attention."""
+    """The class's own forward; in a decoder call it leaves the scales to the attention."""
     own = type(module).forward
     if context.positions is None:
         return own(module, *args, **kwargs)
@@ -204,10 +177,7 @@ def _attend(
     value: Tensor,
     attention_mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """query: [B, heads, S, D]; key, value: [B, heads, T, D]. Returns [B, heads, S, D] and no weights.
-
-    Outside a decoder call it is the class's own step.
-    """
+    """query: [B, heads, S, D]; key, value: [B, heads, T, D]. Returns [B, heads, S, D] and no weights."""
     if context.positions is None:
         own: tuple[Tensor, Tensor] = GPTNeoSelfAttention._attn(  # type: ignore[no-untyped-call]
             module, query, key, value, attention_mask
@@ -216,3 +186,75 @@ def _attend(
     window = int(module.config.window_size) if module.attention_type == "local" else None
     allowed = MaskRule(causal(window)).allowed(context.positions, key.shape[2])
     return masked_attention(query, key, value, allowed, scale=1.0).transpose(1, 2), None
+
+
+# Modules of transformers with a function `apply_rotary_emb(query, key, frequencies)`: the axis of their heads.
+_HEADS_AXIS: Final = {
+    "transformers.models.deepseek_v2.modeling_deepseek_v2": 1,
+    "transformers.models.llama4.modeling_llama4": 2,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """cos and sin of every position's angles, [B, S, D / 2] each, in place of a complex tensor.
+
+    (a + bi)(cos + i sin) = (a cos - b sin) + (a sin + b cos) i.
+    """
+
+    cos: Tensor
+    sin: Tensor
+
+    def to(self, *unused: Any, **ignored: Any) -> Rotation:
+        """The rotation itself: device and dtype never change."""
+        return self
+
+    def rotate(self, states: Tensor, heads_axis: int) -> Tensor:
+        """Rotate pairs of neighbours. states: [B, .., D] with the heads on `heads_axis`."""
+        cos, sin = self.cos.unsqueeze(heads_axis), self.sin.unsqueeze(heads_axis)
+        pairs = states.float().reshape(*states.shape[:-1], -1, 2)
+        first, second = pairs[..., 0], pairs[..., 1]
+        rotated = torch.stack([first * cos - second * sin, first * sin + second * cos], dim=-1)
+        return rotated.flatten(3).type_as(states)
+
+
+@contextmanager
+def real_rotary_embeddings(model: PreTrainedModel) -> Iterator[None]:
+    """While open, `model` rotates queries and keys without complex numbers; any other model is left alone."""
+    with ExitStack() as stack:
+        for name in {type(module).__module__ for module in model.modules()} & _HEADS_AXIS.keys():
+            stack.enter_context(_replaced(sys.modules[name], "apply_rotary_emb", _apply(_HEADS_AXIS[name])))
+        for module in model.modules():
+            if type(module).__module__ in _HEADS_AXIS and type(module).__name__.endswith("RotaryEmbedding"):
+                stack.enter_context(_replaced(module, "forward", _forward(module)))
+        yield
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    before = vars(owner).get(name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if before is None:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)
+
+
+def _apply(heads_axis: int) -> Any:
+    def apply_rotary_emb(query: Tensor, key: Tensor, rotation: Rotation, *unused: Any) -> tuple[Tensor, Tensor]:
+        return rotation.rotate(query, heads_axis), rotation.rotate(key, heads_axis)
+
+    return apply_rotary_emb
+
+
+def _forward(module: nn.Module) -> Any:
+    own = module.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Rotation:
+        parts = torch.view_as_real(own(*args, **kwargs))
+        return Rotation(parts[..., 0], parts[..., 1])
+
+    return forward

@@ -17,8 +17,8 @@ from qsample.exporters import experts as lowering
 from qsample.exporters.experts import lower_experts
 from qsample.graph import moe
 from qsample.tensors import Array
+from qsample.transforms import experts as transform
 from qsample.transforms import markers
-from qsample.transforms.experts import interface, operator
 from tests.helpers.mixtures import ROUTERS, experts_reference, mixture
 from tests.helpers.tiny_models import export_without_sampler
 
@@ -124,7 +124,7 @@ def test_every_layout_of_weights(layout: str) -> None:
     [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in sorted(ROUTERS)],
 )
 def test_every_router(model_type: str, tmp_path: Path) -> None:
-    """The gate of the export compares the logits with transformers' own; here it only has to have met the operator."""
+    """The gate of the export compares the logits with transformers' own; here it only has to have met the transform."""
     package = export_without_sampler(mixture(model_type), tmp_path / "package")
     graph = ir.load(package.path / "decoder.onnx").graph
     assert len(moe.mixtures(graph)) == 1
@@ -135,14 +135,17 @@ def swap(parts: list[Array]) -> Array:
     return in_turns(np.concatenate([up, gate], axis=1))
 
 
-def next_expert(hidden_states: Tensor, chosen: Tensor, experts: operator.ExpertWeights) -> Tensor:
-    return operator.run_experts(hidden_states, (chosen + 1) % experts.count, experts)
+RUN_EXPERTS = transform.run_experts
+
+
+def next_expert(hidden_states: Tensor, chosen: Tensor, experts: transform.ExpertWeights) -> Tensor:
+    return RUN_EXPERTS(hidden_states, (chosen + 1) % experts.count, experts)
 
 
 PLANTS: dict[str, tuple[Any, str, Any]] = {
     "gate and up are swapped": (lowering, "_take_turns", swap),
-    "the next expert": (interface, "run_experts", next_expert),
-    "weights are not applied": (interface, "combine", lambda outputs, weights: outputs.sum(dim=1)),
+    "the next expert": (transform, "run_experts", next_expert),
+    "weights are not applied": (transform, "combine", lambda outputs, weights: outputs.sum(dim=1)),
 }
 
 

@@ -21,9 +21,8 @@ from qsample.graph import gqa
 from qsample.graph.runner import GraphRunner
 from qsample.interface import Interface
 from qsample.package import Package, read_package
-from qsample.transforms import attention, decoder, masks
+from qsample.transforms import attention, decoder, recurrent, recurrent_operators
 from qsample.transforms.cache import DecodeContext
-from qsample.transforms.recurrent import rules, token_by_token, whole_chunk
 from tests.architectures import configs
 from tests.architectures.configs import tiny_model
 from tests.helpers.tiny_models import export_without_sampler, random_model
@@ -256,16 +255,18 @@ def test_parity_gate_refuses_a_swapped_rotary_embedding(tmp_path: Path, monkeypa
 @pytest.mark.slow
 def test_parity_gate_refuses_a_dropped_pattern(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a layer of plain operators: every key before a token is seen, whatever the model's mask says."""
-    allowed = masks.MaskRule.allowed
-    monkeypatch.setattr(masks.MaskRule, "allowed", lambda rule, *args: allowed(masks.MaskRule(masks.causal()), *args))
+    allowed = attention.MaskRule.allowed
+    monkeypatch.setattr(
+        attention.MaskRule, "allowed", lambda rule, *args: allowed(attention.MaskRule(attention.causal()), *args)
+    )
     with pytest.raises(ParityError, match="differ from the eager model's"):
         export_without_sampler(tiny_model("llama4_text"), tmp_path / "package")
 
 
 @pytest.mark.slow
 def test_parity_gate_refuses_padding_that_changes_a_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(whole_chunk, "recurrence_of", lambda module: None)
-    monkeypatch.setattr(token_by_token, "where", lambda rows, new, old: new.to(old.dtype))
+    monkeypatch.setattr(recurrent, "recurrence_of", lambda module: None)
+    monkeypatch.setattr(recurrent, "where", lambda rows, new, old: new.to(old.dtype))
     with pytest.raises(ParityError, match="differ from the eager model's"):
         export_without_sampler(tiny_model("mamba"), tmp_path / "package")
 
@@ -274,7 +275,7 @@ def test_parity_gate_refuses_padding_that_changes_a_state(tmp_path: Path, monkey
 def test_parity_gate_refuses_padding_that_an_operator_takes_for_tokens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rules.Chunk, "kept", lambda chunk, values: values)
+    monkeypatch.setattr(recurrent_operators.Chunk, "kept", lambda chunk, values: values)
     with pytest.raises(ParityError, match="differ from the eager model's"):
         export_without_sampler(tiny_model("qwen3_next"), tmp_path / "package")
 

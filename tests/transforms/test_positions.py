@@ -1,4 +1,4 @@
-"""Models that count positions from the cache: inside a call, each row has its own."""
+"""Each row's own positions; rotation of pairs in real arithmetic against complex numbers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,14 @@ from qsample.errors import CompileError
 from qsample.graph.runner import GraphRunner
 from qsample.package import Package
 from qsample.transforms.cache import DecodeContext
-from qsample.transforms.positions import GPTNeoWindows, RopeByCapacity, RowPositions, UseRowPositions
+from qsample.transforms.positions import (
+    Rotation,
+    RowPositions,
+    real_rotary_embeddings,
+    use_rope_of_capacity,
+    use_row_positions,
+    use_row_windows,
+)
 from tests.helpers.tiny_models import export_without_sampler, random_model
 
 FIRST_CONTEXT = 32
@@ -52,9 +59,10 @@ class Model(nn.Module):
 def test_each_row_has_its_own_positions_inside_a_call_only() -> None:
     context, model = DecodeContext(), Model()
     table = model.table
-    assert UseRowPositions(context)(model)[1]  # type: ignore[arg-type]
-    assert not UseRowPositions(context)(model)[1]  # type: ignore[arg-type]
+    for _ in range(2):
+        use_row_positions(model, context)  # type: ignore[arg-type]
     assert isinstance(model.table, RowPositions)
+    assert model.table.embedding is table
     ids = torch.zeros(2, 3, dtype=torch.int64)
     assert torch.equal(model.table(ids, past_key_values_length=4), table.weight[4:7])
     context.positions = torch.tensor([[4, 5, 6], [9, 10, 11]])
@@ -65,8 +73,7 @@ def test_local_layers_of_gpt_neo_see_a_window_of_each_row() -> None:
     """One token at position 9 of a buffer of 12 keys, in the windows of transformers' own attention on 10 keys."""
     model = random_model("gpt_neo", attention_types=[[["global", "local"], 1]], window_size=4)
     context = DecodeContext()
-    assert GPTNeoWindows(context)(model)[1]
-    assert not GPTNeoWindows(context)(model)[1]
+    use_row_windows(model, context)
     layer = model.transformer.h[1].attn.attention
     assert layer.attention_type == "local"
     generator = torch.Generator().manual_seed(0)
@@ -85,8 +92,7 @@ def test_the_frequencies_of_longrope_follow_the_capacity(capacity: int, last: in
     x = torch.zeros(1)
     expected = [angles[:, [3, 17]] for angles in rotary(x, torch.arange(last + 1)[None])]
     model = longrope_model()
-    assert RopeByCapacity(context)(model)[1]
-    assert not RopeByCapacity(context)(model)[1]
+    use_rope_of_capacity(model, context)
     rotary = model.model.rotary_emb
     outside = rotary(x, torch.arange(last + 1)[None])
     positions = torch.tensor([[3, 17]])
@@ -167,3 +173,31 @@ def alone(package: Package, ids: np.ndarray, capacity: int, pieces: int = 1) -> 
     for piece in np.split(ids, pieces):
         logits = runner.step(piece[None], np.array([len(piece)]), state)["logits"][0]
     return logits
+
+
+@pytest.mark.parametrize("heads_axis", [1, 2])
+def test_rotation_is_a_complex_product(heads_axis: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    angles = torch.rand(2, 5, 4, generator=generator) * 7
+    shape = [2, 5, 8]
+    shape.insert(heads_axis, 3)
+    states = torch.randn(shape, generator=generator)
+    expected = torch.view_as_complex(states.reshape(*shape[:-1], 4, 2)) * torch.polar(
+        torch.ones_like(angles), angles
+    ).unsqueeze(heads_axis)
+    rotated = Rotation(angles.cos(), angles.sin()).rotate(states, heads_axis)
+    torch.testing.assert_close(rotated, torch.view_as_real(expected).flatten(3))
+
+
+def test_a_model_computes_the_same_and_is_itself_again() -> None:
+    model, ids = (
+        random_model("llama4_text", num_local_experts=2, intermediate_size_mlp=96, head_dim=16),
+        torch.arange(6),
+    )
+    with torch.no_grad():
+        before = model(ids[None]).logits
+        with real_rotary_embeddings(model):
+            inside = model(ids[None]).logits
+        after = model(ids[None]).logits
+    torch.testing.assert_close(inside, before, atol=1e-5, rtol=0)
+    assert torch.equal(after, before)

@@ -1,5 +1,6 @@
 """Recurrent layers over retained states: padding and rows that have ended leave the states alone, and chunks make no
-difference, however a layer runs."""
+difference, however a layer runs.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from qsample.transforms import recurrent
 from qsample.transforms.cache import DecodeContext, RetainedCache, StateKey
-from qsample.transforms.pipeline import apply, default_transforms
-from qsample.transforms.probe import run_model, state_shapes
-from qsample.transforms.recurrent import whole_chunk
-from qsample.transforms.recurrent.layers import RetainRecurrentStates
+from qsample.transforms.decoder import apply_transforms, run_model, state_shapes
+from qsample.transforms.recurrent import StepCache, retain_recurrent_states, scan
 from tests.architectures.configs import tiny_model
 
 States = dict[StateKey, Tensor]
@@ -37,7 +37,8 @@ class Rows:
 
     def __init__(self, model_type: str) -> None:
         self.context = DecodeContext()
-        self.model, _ = apply(tiny_model(model_type), default_transforms(self.context))
+        self.model = tiny_model(model_type)
+        apply_transforms(self.model, self.context)
         self.shapes = state_shapes(self.model, self.context)[1]
         self.layers = [module for module in self.model.modules() if id(module) in self.context.states_of]
 
@@ -65,7 +66,7 @@ BY_TOKEN = "mamba, token by token"
 def rows(request: pytest.FixtureRequest) -> Iterator[Rows]:
     with pytest.MonkeyPatch.context() as patch:
         if request.param == BY_TOKEN:
-            patch.setattr(whole_chunk, "recurrence_of", lambda module: None)
+            patch.setattr(recurrent, "recurrence_of", lambda module: None)
         yield Rows(request.param.partition(",")[0])
 
 
@@ -74,7 +75,7 @@ HIDDEN = torch.randn(3, 4, 64, generator=torch.Generator().manual_seed(0))
 
 def test_how_the_layers_run(rows: Rows) -> None:
     assert rows.layers
-    found = {whole_chunk.recurrence_of(type(layer)) for layer in rows.layers}
+    found = {recurrent.recurrence_of(type(layer)) for layer in rows.layers}
     assert found in ({TYPES[rows.model.config.model_type]}, {None})
 
 
@@ -137,9 +138,22 @@ def test_the_layer_computes_what_it_did(rows: Rows) -> None:
 
 def test_the_transform_is_done_once() -> None:
     context, model = DecodeContext(), tiny_model("mamba2")
-    transform = RetainRecurrentStates(context)
-    assert transform(model)[1]
-    assert not transform(model)[1]
+    for _ in range(2):
+        retain_recurrent_states(model, context)
     with torch.no_grad():
         run_model(model, context, torch.ones(1, 4, dtype=torch.int64), torch.arange(4)[None])
     assert context.states_of
+
+
+def test_scan_runs_the_steps_in_order() -> None:
+    x = torch.arange(6.0).reshape(2, 3)
+    final, stacked = scan(lambda states, inputs: ([states[0] + inputs[0]], states[0]), [torch.zeros(2)], [x])
+    assert final[0].tolist() == [3, 12]
+    assert stacked.tolist() == [[0, 0, 1], [0, 3, 7]]
+
+
+def test_a_convolution_sees_its_window_and_keeps_the_newest() -> None:
+    key = (0, "conv_state", 0)
+    cache = StepCache({key: torch.tensor([[1.0, 2.0, 3.0]])})
+    assert cache.update_conv_state(torch.tensor([[4.0]]), 0).tolist() == [[1, 2, 3, 4]]
+    assert cache.states[key].tolist() == [[2, 3, 4]]

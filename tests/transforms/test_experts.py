@@ -1,4 +1,4 @@
-"""SwiGLU, told from what a function computes."""
+"""SwiGLU recognised by its results; which experts run as the operator."""
 
 from __future__ import annotations
 
@@ -10,7 +10,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from qsample.transforms.experts.swiglu import SwiGLU, find_swiglu
+from qsample.transforms.experts import (
+    ACTIVATION,
+    IMPLEMENTATION,
+    SwiGLU,
+    find_swiglu,
+    replace_own_experts,
+    route_experts,
+)
+from tests.architectures.configs import tiny_model
+from tests.helpers.tiny_models import random_model
 
 SIZE = 6
 
@@ -69,3 +78,45 @@ def test_the_formula() -> None:
     result = SwiGLU(1.702, 1.0, 7.0)(torch.tensor([[9.0, 0.5, -8.0, 2.0]], dtype=torch.float64))
     expected = [7 / (1 + math.exp(-1.702 * 7)) * -6, 0.5 / (1 + math.exp(-1.702 * 0.5)) * 3]
     torch.testing.assert_close(result, torch.tensor([expected], dtype=torch.float64))
+
+
+def test_a_dense_model_is_left_alone() -> None:
+    model = random_model("llama")
+    route_experts(model)
+    assert model.config._experts_implementation != IMPLEMENTATION
+
+
+def test_eagerly_they_compute_what_the_default_computes() -> None:
+    model, ids = random_model("mixtral"), torch.arange(12)[None]
+    with torch.no_grad():
+        before = model(ids).logits
+        route_experts(model)
+        after = model(ids).logits
+    assert model.config._experts_implementation == IMPLEMENTATION
+    torch.testing.assert_close(after, before, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "overrides", "activation"),
+    [
+        ("mixtral", {}, SwiGLU()),
+        ("gpt_oss", {}, SwiGLU(1.702, 1.0, 7.0, interleaved=True)),
+        ("mixtral", {"hidden_act": "gelu"}, None),
+    ],
+)
+def test_the_gate_of_a_family(model_type: str, overrides: dict[str, str], activation: SwiGLU | None) -> None:
+    model = random_model(model_type, **overrides)
+    route_experts(model)
+    found = [module.qsample_activation for module in model.modules() if hasattr(module, "qsample_activation")]
+    assert found == [activation] * model.config.num_hidden_layers
+
+
+@pytest.mark.parametrize("model_type", ["dbrx", "longcat_flash", "llama4_text", "jetmoe"])
+def test_eagerly_they_compute_what_their_own_code_computes(model_type: str) -> None:
+    model, ids = tiny_model(model_type), torch.arange(12)[None]
+    with torch.no_grad():
+        before = model(input_ids=ids, use_cache=False).logits
+        replace_own_experts(model)
+        after = model(input_ids=ids, use_cache=False).logits
+    torch.testing.assert_close(after, before, atol=2e-5, rtol=0)
+    assert any(hasattr(module, ACTIVATION) for module in model.modules())

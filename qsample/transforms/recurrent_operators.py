@@ -1,7 +1,10 @@
-"""transformers' functions for convolutions and recurrences, as ONNX Runtime's operators compute them.
+"""transformers' functions for convolutions and recurrences, computed by ONNX Runtime's operators.
 
-`CONVOLUTION` and the names in `RECURRENCES` are those of functions that a layer's module calls; what stands here takes
-the same arguments, the `Chunk` first, and gives the same results.
+`CONVOLUTION` and the names in `RECURRENCES` are those of functions that a layer's module calls; their replacements take
+the same arguments, after the `Chunk`, and give the same results. A traced graph holds the operator; run eagerly, torch
+computes the same. Both are float32.
+https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperators.md#com.microsoft.LinearAttention
+https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperators.md#com.microsoft.CausalConvWithState
 """
 
 from __future__ import annotations
@@ -16,18 +19,19 @@ from torch.nn import functional as F
 from transformers.activations import ACT2FN
 
 from qsample.errors import UnsupportedModelError
-from qsample.transforms.recurrent.operators import causal_convolution, linear_attention
 
 CONVOLUTION: Final = "causal_conv1d_fn"
 
 
 @dataclass(slots=True)
 class Chunk:
-    """The tokens that one call of a layer runs over.
+    """The tokens of one call of a layer, and the states before them.
 
-    real: [B, S] bool, tokens that are no padding and of a row that runs; None = all. window: [B, C, K - 1 or more],
-    what the next convolution saw last; None = zeros. state: what the recurrence starts from; None = zeros. A layer that
-    runs several, one after the other, keeps theirs stacked on axis 1.
+    Attributes:
+        real: [B, S] bool, tokens of a row that runs, without padding; None = all.
+        window: [B, C, K - 1 or more], the latest inputs of the next convolution; None = zeros.
+        state: of the recurrence; None = zeros. A layer that runs several in turn keeps theirs stacked on axis 1.
+        started: how many recurrences have run.
     """
 
     real: Tensor | None = None
@@ -36,13 +40,13 @@ class Chunk:
     started: int = 0
 
     def kept(self, values: Tensor) -> Tensor:
-        """`values`, [B, S, ..], with 0 for what is not real."""
+        """`values`, [B, S, ..], 0 for tokens that are not real."""
         if self.real is None:
             return values
         return torch.where(self.real.reshape(*self.real.shape, *[1] * (values.ndim - 2)), values, 0.0)
 
     def past(self, x: Tensor, width: int) -> Tensor:
-        """What a convolution over `x`, [B, C, S], sees before its first token: [B, C, width]."""
+        """The inputs of a convolution over `x`, [B, C, S], before its first token: [B, C, width]."""
         window, self.window = self.window, None
         if window is None:
             return torch.zeros(*x.shape[:2], width)
@@ -51,7 +55,7 @@ class Chunk:
         return window[..., window.shape[-1] - width :].float()
 
     def start(self, *shape: int) -> Tensor:
-        """What the next recurrence starts from, of that shape."""
+        """The first state of the next recurrence, of that shape."""
         state, number = self.state, self.started
         self.started += 1
         if state is None:
@@ -104,7 +108,7 @@ def gated_delta_rule(
 
 
 def _l2_norm(vectors: Tensor) -> Tensor:
-    """Each vector over sqrt(its sum of squares + 1e-6), as a root mean square, which ONNX Runtime has a kernel for."""
+    """Each vector over sqrt(its sum of squares + 1e-6), as a root mean square: ONNX Runtime has a kernel for that."""
     size = vectors.shape[-1]
     mean = vectors.pow(2).mean(-1, keepdim=True)
     return vectors * torch.rsqrt(mean + 1e-6 / size) * torch.full((size,), size**-0.5)
@@ -172,7 +176,7 @@ def selective_scan(
         dt = F.softplus(dt)
     dt = chunk.kept(dt.transpose(1, 2))  # no decay, and nothing to write
     x = hidden_states.float().transpose(1, 2)
-    keys, queries = (one.float().transpose(1, 2)[:, :, None] for one in (B, C))
+    keys, queries = (matrix.float().transpose(1, 2)[:, :, None] for matrix in (B, C))
     state = chunk.start(batch, channels, A.shape[-1], 1)
     decay = dt[..., None] * A.float()
     output, after = linear_attention(queries, keys, (x * dt)[..., None], state, decay, scale=1.0)
@@ -191,3 +195,105 @@ RECURRENCES: Final[Mapping[str, Callable[..., tuple[Tensor, Tensor]]]] = {
     "mamba2_chunk_scan": state_space_dual,
     "mamba_selective_scan": selective_scan,
 }
+
+
+DOMAIN = "com.microsoft"
+
+
+def linear_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    state: Tensor,
+    decay: Tensor,
+    beta: Tensor | None = None,
+    *,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Read and write a matrix of memory per head, token by token.
+
+    Per head, S' = exp(decay) S, then S = S' + k (beta (v - S'^T k))^T with beta (the gated delta rule, Yang et al.,
+    https://arxiv.org/abs/2412.06464), S = S' + k v^T without (gated linear attention, https://arxiv.org/abs/2312.06635);
+    the result is scale * S^T q.
+
+    A token of decay 0 and beta 0, or value 0 without beta, leaves the state as it is. All tensors are float32, and H is
+    a multiple of h.
+
+    Args:
+        query, key: [B, S, h, K]; H / h heads of the memory in a row share them.
+        value: [B, S, H, V].
+        state: [B, H, K, V], before the first token.
+        decay: [B, S, H], or [B, S, H, K] with a decay for each row of the memory; at most 0.
+        beta: [B, S, H].
+        scale: of the results.
+
+    Returns:
+        The results, [B, S, H, V], and the state after the last token.
+    """
+    if not torch.compiler.is_exporting():
+        return _linear_attention(query, key, value, state, decay, beta, scale)
+    batch, length, heads, size = value.shape
+    inputs = [tensor.reshape(batch, length, -1) for tensor in (query, key, value)]
+    inputs += [state, decay.reshape(batch, length, -1)]
+    if beta is not None:
+        inputs.append(beta)
+    attributes: dict[str, Any] = {
+        "q_num_heads": query.shape[2],
+        "kv_num_heads": heads,
+        "scale": scale,
+        "update_rule": "gated" if beta is None else "gated_delta",
+    }
+    output, after = torch.onnx.ops.symbolic_multi_out(
+        f"{DOMAIN}::LinearAttention",
+        inputs,
+        attributes,
+        dtypes=(value.dtype, state.dtype),
+        shapes=((batch, length, heads * size), state.shape),
+        version=1,
+    )
+    return output.reshape(batch, length, heads, size), after
+
+
+def _linear_attention(
+    query: Tensor, key: Tensor, value: Tensor, state: Tensor, decay: Tensor, beta: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    group = value.shape[2] // key.shape[2]
+    query, key = query.repeat_interleave(group, dim=2) * scale, key.repeat_interleave(group, dim=2)
+    rows = decay.exp()[..., None] if decay.ndim == 4 else decay.exp()[..., None, None]
+    results = []
+    for token in range(value.shape[1]):
+        k, v = key[:, token, :, :, None], value[:, token, :, None]
+        state = state * rows[:, token]
+        if beta is not None:
+            v = (v - (state * k).sum(-2, keepdim=True)) * beta[:, token, :, None, None]
+        state = state + k * v
+        results.append((state * query[:, token, :, :, None]).sum(-2))
+    return torch.stack(results, dim=1), state
+
+
+def causal_convolution(x: Tensor, weight: Tensor, bias: Tensor | None, past: Tensor, *, silu: bool = False) -> Tensor:
+    """A convolution along the tokens, each channel by itself: a token sees itself and the K - 1 before it.
+
+    Args:
+        x: [B, C, S] float32.
+        weight: [C, K], the last for the token itself.
+        bias: [C].
+        past: [B, C, K - 1], before the first token.
+        silu: whether SiLU follows.
+
+    Returns:
+        [B, C, S].
+    """
+    if not torch.compiler.is_exporting():
+        result = F.conv1d(torch.cat([past, x], dim=-1), weight[:, None], bias, groups=len(weight))
+        return F.silu(result) if silu else result
+    operands = [x, weight[:, None], bias, past]
+    output, _ = torch.onnx.ops.symbolic_multi_out(
+        f"{DOMAIN}::CausalConvWithState",
+        operands,
+        {"activation": "silu" if silu else "none"},
+        dtypes=(x.dtype, x.dtype),
+        shapes=(x.shape, past.shape),
+        version=1,
+    )
+    return output

@@ -1,8 +1,10 @@
-"""ONNX Runtime's LinearAttention and CausalConvWithState, and what runs in their place eagerly, against NumPy in
-float64."""
+"""ONNX Runtime's LinearAttention and CausalConvWithState, and the eager functions in their place, against NumPy in
+float64.
+"""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,8 +14,9 @@ import pytest
 import torch
 
 from qsample.tensors import Array
-from qsample.transforms.recurrent.operators import causal_convolution, linear_attention
+from qsample.transforms.recurrent_operators import causal_convolution, linear_attention
 from tests.helpers.small_graphs import normal
+from tests.helpers.tiny_models import export_without_sampler, random_model
 
 B, S, GROUPS, HEADS, K, V = 2, 7, 2, 4, 16, 8
 SCALE = 0.3
@@ -159,3 +162,17 @@ def test_a_convolution_in_pieces_is_the_same_to_the_bit() -> None:
         output, past = run.run(None, {"x": np.ascontiguousarray(x[..., tokens]), "weight": weight, "past": past})
         parts.append(output)
     np.testing.assert_array_equal(np.concatenate(parts, axis=-1), wanted)
+
+
+def test_a_null_vector_of_a_released_model_s_size_has_a_norm(tmp_path: Path) -> None:
+    """The export drops constants below 1e-8, and padding is null: the parity gate would see infinities."""
+    model = random_model(
+        "qwen3_5_text",
+        head_dim=16,
+        linear_num_key_heads=2,
+        linear_num_value_heads=2,
+        linear_key_head_dim=128,
+        linear_value_head_dim=128,
+        layer_types=["linear_attention", "full_attention"],
+    )
+    export_without_sampler(model, tmp_path / "package")

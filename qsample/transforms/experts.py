@@ -1,0 +1,385 @@
+"""Mixtures of experts, whose loops a static graph cannot express, as one operator: each row through its chosen expert.
+
+Each choice of a token is a row of its own; the router's weights are applied after the operator. So it does not matter
+how a family routes (softmax or sigmoid, before or after the choice, normalised or scaled), a weight may be any number,
+and the sum over a token's experts has one order in any batch. In a trace the operator is a marker, which
+`exporters.experts` turns into ONNX Runtime's MoE. Run eagerly, the experts compute as before.
+
+`route_experts` serves the classes that transformers' experts implementations reach, `replace_own_experts` others.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+from transformers.integrations.moe import ExpertsInterface, batched_mm_experts_forward
+
+from qsample.transforms import markers
+
+Gate = Callable[[Tensor], Tensor]
+"""[N, 2 * size] → [N, size]."""
+
+IMPLEMENTATION: Final = "qsample_experts"
+ACTIVATION: Final = "qsample_activation"  # the attribute of a module of experts for the result of `find_swiglu`
+_DIGITS: Final = 5  # of the numbers that configurations state: 1.702, 7.0
+_FAR: Final = 1e4  # beyond any limit
+_PROBES: Final = (-30.0, -9.0, -3.0, -1.3, -0.7, -0.1, 0.0, 0.1, 0.7, 1.3, 3.0, 6.9, 9.0, 30.0)
+_TOLERANCE: Final = 1e-5  # some gates compute in float32
+
+
+@dataclass(frozen=True, slots=True)
+class SwiGLU:
+    """gate * sigmoid(alpha * gate) * (up + beta), with gate at most `limit` and up within ± `limit`.
+
+    SiLU(gate) * up (https://arxiv.org/abs/2002.05202) has alpha 1, beta 0 and no limit (infinity).
+
+    Attributes:
+        interleaved: gate and up take turns along the last axis; otherwise the first half is the gate.
+    """
+
+    alpha: float = 1.0
+    beta: float = 0.0
+    limit: float = math.inf
+    interleaved: bool = False
+
+    def __call__(self, joint: Tensor) -> Tensor:
+        """joint: [N, 2 * size]. Returns [N, size]."""
+        gate, up = _parts(joint, self.interleaved)
+        gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        return gate * torch.sigmoid(self.alpha * gate) * (up + self.beta)
+
+
+def find_swiglu(gate: Gate, size: int) -> SwiGLU | None:
+    """The SwiGLU that `gate` computes, recognised by its results; None: it computes something else.
+
+    Args:
+        gate: the function between the two products of an expert.
+        size: outputs of `gate`, which may treat each differently.
+    """
+    return _fitted(gate, size, interleaved=False) or _fitted(gate, size, interleaved=True)
+
+
+def _fitted(gate: Gate, size: int, interleaved: bool) -> SwiGLU | None:
+    def at(gate_value: float, up_value: float) -> float:
+        return float(gate(_joint([(gate_value, up_value)], size, interleaved))[0, 0])
+
+    slope = at(1.0, 1.0) - at(1.0, 0.0)  # sigmoid(alpha): the function is linear in up, within the limit
+    if not 0 < slope < 1:
+        return None
+    beta = at(1.0, 0.0) / slope
+    limit = at(1.0, _FAR) / slope - beta
+    found = SwiGLU(
+        round(math.log(slope / (1 - slope)), _DIGITS),
+        round(beta, _DIGITS),
+        round(limit, _DIGITS) if limit < 0.9 * _FAR else math.inf,
+        interleaved,
+    )
+    probes = _joint(list(itertools.product(_PROBES, _PROBES)), size, interleaved)
+    probes = probes + torch.arange(size, dtype=probes.dtype).repeat_interleave(2) / (10 * size)  # no two outputs alike
+    return found if torch.allclose(gate(probes).double(), found(probes), _TOLERANCE, _TOLERANCE) else None
+
+
+def _joint(pairs: list[tuple[float, float]], size: int, interleaved: bool) -> Tensor:
+    """[len(pairs), 2 * size]: each output of a row has the pair of that row."""
+    gate, up = (
+        torch.tensor(values, dtype=torch.float64).unsqueeze(1).expand(-1, size) for values in zip(*pairs, strict=True)
+    )
+    return torch.stack([gate, up], dim=2).flatten(1) if interleaved else torch.cat([gate, up], dim=1)
+
+
+def _parts(joint: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
+    if interleaved:
+        return joint[..., 0::2], joint[..., 1::2]
+    gate, up = joint.chunk(2, dim=-1)
+    return gate, up
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertWeights:
+    """Parameters of `count` experts with I hidden units each, for inputs and outputs of H.
+
+    The first axis may be merged with the second, and may have more experts, which are never chosen.
+
+    Attributes:
+        gate: [count, 2 * I, H] with up in it, as `activation` says; [count, I, H] if `up` is apart.
+        down: [count, H, I].
+        gate_bias: [count, 2 * I].
+        down_bias: [count, H].
+        up: [count, I, H].
+        gate_transposed: the last two axes of gate and up are swapped.
+        down_transposed: those of down are.
+    """
+
+    activation: SwiGLU
+    count: int
+    gate: Tensor
+    down: Tensor
+    gate_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+    up: Tensor | None = None
+    gate_transposed: bool = False
+    down_transposed: bool = False
+
+
+def run_experts(hidden_states: Tensor, chosen: Tensor, experts: ExpertWeights) -> Tensor:
+    """Each token through its experts, in a trace.
+
+    Args:
+        hidden_states: [T, H].
+        chosen: [T, k], the experts of each token.
+        experts: their weights.
+
+    Returns:
+        [T, k, H].
+    """
+    k, size = chosen.shape[-1], hidden_states.shape[-1]
+    rows = hidden_states.unsqueeze(1).expand(-1, k, -1).reshape(-1, size)
+    return run_rows(rows, chosen, experts).reshape(-1, k, size)
+
+
+def run_rows(rows: Tensor, chosen: Tensor, experts: ExpertWeights) -> Tensor:
+    """Each row through its expert, in a trace: the marker computes nothing.
+
+    Args:
+        rows: [S, H].
+        chosen: S experts, in any shape.
+        experts: their weights.
+
+    Returns:
+        [S, H].
+    """
+    activation = experts.activation
+    choice = chosen.reshape(-1, 1) == torch.arange(experts.count, dtype=chosen.dtype)
+    attributes: dict[str, Any] = {
+        markers.ALPHA: activation.alpha,
+        markers.BETA: activation.beta,
+        markers.INTERLEAVED: int(activation.interleaved),
+        markers.GATE_TRANSPOSED: int(experts.gate_transposed),
+        markers.DOWN_TRANSPOSED: int(experts.down_transposed),
+    }
+    if activation.limit < math.inf:
+        attributes[markers.LIMIT] = activation.limit
+    result: Tensor = torch.onnx.ops.symbolic(
+        f"{markers.MARKER_DOMAIN}::{markers.EXPERTS}",
+        [rows, choice.to(rows.dtype), experts.gate, experts.down, experts.gate_bias, experts.down_bias, experts.up],
+        attributes,
+        dtype=rows.dtype,
+        shape=rows.shape,
+        version=1,
+    )
+    return result
+
+
+def combine(outputs: Tensor, weights: Tensor) -> Tensor:
+    """The sum of a token's experts. outputs: [T, k, H]. weights: [T, k]. Returns [T, H].
+
+    A product for each token: the order of ONNX Runtime's sum over k is another for a single token.
+    """
+    dtype = torch.result_type(outputs, weights)
+    return torch.matmul(weights.unsqueeze(1).to(dtype), outputs.to(dtype)).squeeze(1)
+
+
+def route_experts(model: PreTrainedModel) -> None:
+    """Select the operator for all experts that transformers' experts implementations reach.
+
+    Experts with another activation run as transformers' own `batched_mm`, which gathers the weights of each row's
+    expert.
+    """
+    if not model._can_set_experts_implementation() or model.config._experts_implementation == IMPLEMENTATION:
+        return
+    ExpertsInterface.register(IMPLEMENTATION, _experts)
+    model.set_experts_implementation(IMPLEMENTATION)
+    for module in model.modules():
+        if hasattr(module, "_apply_gate") and hasattr(module, "has_gate"):
+            setattr(module, ACTIVATION, _activation(module))
+
+
+def _activation(module: Any) -> SwiGLU | None:
+    """The gate for the operator to apply between the products; None: it cannot."""
+    weights = [getattr(module, name, None) for name in ("gate_up_proj", "down_proj")]
+    if not module.has_gate or not all(isinstance(weight, nn.Parameter) for weight in weights):
+        return None
+    return find_swiglu(module._apply_gate, int(module.down_proj.shape[1 if module.is_transposed else 2]))
+
+
+def _experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """The function that transformers calls in every layer.
+
+    hidden_states: [T, H]. top_k_index, top_k_weights: [T, k]. Returns [T, H].
+    """
+    activation: SwiGLU | None = getattr(module, ACTIVATION, None)
+    if activation is None or not torch.onnx.is_in_onnx_export():
+        eager: Tensor = batched_mm_experts_forward(module, hidden_states, top_k_index, top_k_weights)
+        return eager
+    weights = ExpertWeights(
+        activation,
+        module.down_proj.shape[0],
+        module.gate_up_proj,
+        module.down_proj,
+        gate_bias=module.gate_up_proj_bias if module.has_bias else None,
+        down_bias=module.down_proj_bias if module.has_bias else None,
+        gate_transposed=module.is_transposed,
+        down_transposed=module.is_transposed,
+    )
+    outputs = run_experts(hidden_states, top_k_index, weights)
+    if module.has_post_expert_norm:
+        outputs = module.post_expert_norm(outputs)
+    return combine(outputs, top_k_weights).to(hidden_states.dtype)
+
+
+def replace_own_experts(model: PreTrainedModel) -> None:
+    """Replace the `forward` of experts that transformers' experts implementations do not reach.
+
+    If the activation of DBRX or LongCat is not the operator's, every expert runs on every token, weighted by the
+    router's choice (0: not chosen).
+    """
+    for module in model.modules():
+        kind = _KINDS.get(type(module).__name__)
+        if kind is not None and "forward" not in module.__dict__:
+            setattr(module, ACTIVATION, kind.activation(module))
+            module.forward = functools.partial(kind.forward, module)
+
+
+def _traced(module: Any) -> bool:
+    """Whether the operator takes the experts of `module`, in this call."""
+    return getattr(module, ACTIVATION) is not None and torch.onnx.is_in_onnx_export()
+
+
+def _weighted_experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """DBRX and LongCat. hidden_states: [.., H]. top_k_index, top_k_weights: [tokens, k], in the order of the flattened
+    tokens. An index beyond the experts stands for an expert that returns its input."""
+    kind = _KINDS[type(module).__name__]
+    states = hidden_states.reshape(-1, hidden_states.shape[-1])
+    experts: ExpertWeights = kind.weights(module)
+    is_expert = top_k_index < experts.count
+    result = states * torch.where(is_expert, 0.0, top_k_weights).sum(-1, keepdim=True).to(states.dtype)
+    if _traced(module):
+        outputs = run_experts(states, top_k_index.clamp(max=experts.count - 1), experts)
+        result = result + combine(outputs, torch.where(is_expert, top_k_weights, 0.0).to(states.dtype))
+        return result.reshape(hidden_states.shape)
+    assert kind.run is not None
+    for expert in range(experts.count):
+        weight = torch.where(top_k_index == expert, top_k_weights, 0.0).sum(-1, keepdim=True)
+        result = result + kind.run(module, expert, states) * weight.to(states.dtype)
+    return result.reshape(hidden_states.shape)
+
+
+def _glu(activation: Callable[[Tensor], Tensor], joint: Tensor) -> Tensor:
+    gate, up = joint.chunk(2, dim=-1)
+    return activation(gate) * up
+
+
+def _dbrx_weights(module: Any) -> ExpertWeights:
+    mlp = module.mlp
+    return ExpertWeights(
+        getattr(module, ACTIVATION), module.num_experts, mlp.w1, mlp.w2, up=mlp.v1, down_transposed=True
+    )
+
+
+def _dbrx_expert(module: Any, expert: int, states: Tensor) -> Tensor:
+    shape = (-1, module.ffn_hidden_size, module.hidden_size)
+    w1, v1, w2 = (getattr(module.mlp, name).view(shape)[expert] for name in ("w1", "v1", "w2"))
+    result: Tensor = module.mlp(states, w1, v1, w2)
+    return result
+
+
+def _longcat_weights(module: Any) -> ExpertWeights:
+    return ExpertWeights(getattr(module, ACTIVATION), module.num_routed_experts, module.gate_up_proj, module.down_proj)
+
+
+def _longcat_expert(module: Any, expert: int, states: Tensor) -> Tensor:
+    hidden = _glu(module.act_fn, F.linear(states, module.gate_up_proj[expert]))
+    result: Tensor = F.linear(hidden, module.down_proj[expert])
+    return result
+
+
+def _llama4(module: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+    """Llama 4's own runs every expert on every token, and applies the router's scores to the experts' inputs."""
+    if not _traced(module):
+        eager: tuple[Tensor, Tensor] = type(module).forward(module, hidden_states)
+        return eager
+    states = hidden_states.reshape(-1, hidden_states.shape[-1])
+    scores, logits = module.router(states)  # [tokens, experts]; 0: not chosen
+    weights, chosen = torch.topk(logits, module.top_k, dim=-1)
+    weights = torch.gather(scores, 1, chosen)
+    rows = (states.unsqueeze(1) * weights.unsqueeze(-1)).reshape(-1, states.shape[-1])
+    outputs = run_rows(rows, chosen, _llama4_weights(module)).reshape(-1, module.top_k, states.shape[-1])
+    return module.shared_expert(states) + combine(outputs, torch.ones_like(weights)), logits
+
+
+def _llama4_weights(module: Any) -> ExpertWeights:
+    gate, down = module.experts.gate_up_proj, module.experts.down_proj
+    activation = getattr(module, ACTIVATION)
+    return ExpertWeights(activation, down.shape[0], gate, down, gate_transposed=True, down_transposed=True)
+
+
+def _jetmoe(module: Any, layer_input: Tensor) -> Tensor:
+    """JetMoE's own sorts the tokens by their experts. layer_input: [B, S, H]. Returns [B, S, H]."""
+    if not _traced(module):
+        eager: Tensor = type(module).forward(module, layer_input)
+        return eager
+    states = layer_input.reshape(-1, layer_input.shape[-1])
+    scores, chosen = torch.topk(module.router.layer(states).float(), module.router.top_k, dim=-1)
+    outputs = run_experts(states, chosen, _jetmoe_weights(module))
+    result: Tensor = combine(outputs, torch.softmax(scores, dim=-1).to(states.dtype)) + module.bias
+    return result.reshape(layer_input.shape)
+
+
+def _jetmoe_weights(module: Any) -> ExpertWeights:
+    gate, down = module.input_linear.weight, module.output_linear.weight
+    return ExpertWeights(getattr(module, ACTIVATION), down.shape[0], gate, down)
+
+
+class _Kind(NamedTuple):
+    """A class of experts.
+
+    Attributes:
+        forward: of the module, its first argument.
+        weights: the parameters of a module.
+        gate: the function that a module applies to the gate.
+        size: the number of hidden units of a module's expert.
+        run: a single expert on every token.
+    """
+
+    forward: Callable[..., Any]
+    weights: Callable[[Any], ExpertWeights]
+    gate: Callable[[Any], Callable[[Tensor], Tensor]]
+    size: Callable[[Any], int]
+    run: Callable[[Any, int, Tensor], Tensor] | None = None
+
+    def activation(self, module: Any) -> SwiGLU | None:
+        return find_swiglu(functools.partial(_glu, self.gate(module)), self.size(module))
+
+
+_KINDS: Final[dict[str, _Kind]] = {
+    "DbrxExperts": _Kind(
+        _weighted_experts,
+        _dbrx_weights,
+        lambda module: module.mlp.activation_fn,
+        lambda module: module.ffn_hidden_size,
+        _dbrx_expert,
+    ),
+    "LongcatFlashExperts": _Kind(
+        _weighted_experts,
+        _longcat_weights,
+        lambda module: module.act_fn,
+        lambda module: module.intermediate_size,
+        _longcat_expert,
+    ),
+    "Llama4TextMoe": _Kind(
+        _llama4,
+        _llama4_weights,
+        lambda module: module.experts.act_fn,
+        lambda module: module.experts.intermediate_size,
+    ),
+    "JetMoeMoE": _Kind(_jetmoe, _jetmoe_weights, lambda module: module.activation, lambda module: module.hidden_size),
+}

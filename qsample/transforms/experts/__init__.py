@@ -1,1 +1,0 @@
-"""Mixture-of-experts layers in a form that a static graph can express."""

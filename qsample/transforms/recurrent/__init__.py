@@ -1,1 +1,0 @@
-"""Recurrent and convolutional layers over retained states, which padding and rows that have ended leave alone."""

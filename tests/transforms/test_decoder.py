@@ -1,0 +1,86 @@
+"""The transforms together, the shapes of a model's states, and logits of the last real token only."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from qsample.errors import UnsupportedModelError
+from qsample.interface import KeyValueShape
+from qsample.transforms.attention import NAME
+from qsample.transforms.cache import DecodeContext
+from qsample.transforms.decoder import LastTokenHead, apply_transforms, state_shapes, use_last_token_head
+from tests.helpers.tiny_models import VOCAB_SIZE, random_model
+
+
+def test_every_transform_is_idempotent() -> None:
+    model, context = random_model("mixtral"), DecodeContext()
+    apply_transforms(model, DecodeContext())
+    modules = {name: type(module) for name, module in model.named_modules()}
+    apply_transforms(model, context)
+    assert {name: type(module) for name, module in model.named_modules()} == modules
+    head = model.get_output_embeddings()
+    assert isinstance(head, LastTokenHead)
+    assert head.context is context
+
+
+def test_head_takes_the_last_real_token_of_each_row_inside_a_call_only() -> None:
+    context = DecodeContext()
+    model = random_model("llama")
+    use_last_token_head(model, context)
+    head = model.get_output_embeddings()
+    assert isinstance(head, LastTokenHead)
+    hidden = torch.randn(3, 5, 64)
+    with torch.no_grad():
+        everywhere = head(hidden)
+        context.input_lengths = torch.tensor([5, 1, 3], dtype=torch.int32)
+        last = head(hidden)
+    assert everywhere.shape == (3, 5, VOCAB_SIZE)
+    expected = torch.stack([everywhere[0, 4], everywhere[1, 0], everywhere[2, 2]])[:, None]
+    torch.testing.assert_close(last, expected)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "heads", "size"), [("llama", 2, 16), ("qwen3", 2, 32), ("gpt2", 4, 16), ("gemma3_text", 2, 16)]
+)
+def test_cache_shapes_are_read_off_the_model(model_type: str, heads: int, size: int) -> None:
+    context = DecodeContext()
+    model = random_model(model_type)
+    apply_transforms(model, context)
+    assert model.config._attn_implementation == NAME
+    assert state_shapes(model, context)[0] == (KeyValueShape(heads, size),) * 2
+    assert not context.active
+    assert not context.present
+
+
+def test_states_of_convolutional_and_recurrent_layers_are_read_off_the_model() -> None:
+    context = DecodeContext()
+    model = random_model("lfm2", layer_types=["conv", "full_attention"], conv_L_cache=3)
+    apply_transforms(model, context)
+    key_values, (state,) = state_shapes(model, context)
+    assert [shape.layer for shape in key_values] == [1]
+    assert (state.name, state.shape, state.dtype) == ("past_key_values.0.conv_state", (64, 3), "float32")
+    model = random_model("mamba", state_size=4)
+    apply_transforms(model, context)
+    key_values, states = state_shapes(model, context)
+    assert key_values == ()
+    assert [state.name for state in states][:2] == [
+        "past_key_values.0.conv_state",
+        "past_key_values.0.recurrent_state",
+    ]
+
+
+def test_a_model_without_a_cache_is_refused() -> None:
+    context = DecodeContext()
+    model = random_model("openai-gpt", n_embd=64, n_layer=2, n_head=4)
+    apply_transforms(model, context)
+    with pytest.raises(UnsupportedModelError, match="puts nothing into the cache"):
+        state_shapes(model, context)
+
+
+def test_layers_without_a_cache_leave_gaps_in_the_numbering(monkeypatch: pytest.MonkeyPatch) -> None:
+    context = DecodeContext()
+    model = random_model("llama")
+    apply_transforms(model, context)
+    monkeypatch.setattr(model.model.layers[0].self_attn, "forward", lambda hidden_states, **_: (hidden_states, None))
+    assert state_shapes(model, context)[0] == (KeyValueShape(2, 16, layer=1),)
