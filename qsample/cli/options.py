@@ -96,7 +96,7 @@ def read_template(template: str) -> str:
 
 def check_jinja() -> None:
     """Say what a chat needs before a model is loaded."""
-    from qsample.runtime.text.template_sandbox import compile_template
+    from qsample.text.chat import compile_template
 
     compile_template("{{ messages }}")
 

@@ -80,7 +80,7 @@ def sampling_options(given: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises typer.BadParameter for a wrong value, before anything is loaded.
     """
-    from qsample.runtime.text.stop_strings import check_stop_strings
+    from qsample.text.stop_strings import check_stop_strings
 
     said = {_OTHER_NAMES.get(name, name): given[name] for name in FLAGS if name != "greedy"}
     options = {name: value for name, value in said.items() if value not in (None, (), [])}

@@ -9,8 +9,8 @@ import numpy as np
 
 from qsample.errors import QsampleError, shown
 from qsample.package import Package
-from qsample.runtime.text.tokenizer import TOKENIZER_FILE, Tokenizer
 from qsample.tensors import Array
+from qsample.text.tokenizer import TOKENIZER_FILE, Tokenizer
 
 
 def documents_of(text: Any, packages: Sequence[Package]) -> list[Array]:

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
         RequestFailedError,
         RequestOutput,
     )
-    from qsample.runtime.text.streamer import TextStreamer
     from qsample.sampling_params import SamplingParams
+    from qsample.text.generated_text import TextStreamer
 
 __all__ = [
     "AllowedTokensFn",
@@ -52,7 +52,7 @@ _LAZY = {
     "GenerateOutput": "qsample.runtime.output",
     "SamplingParams": "qsample.sampling_params",
     "Step": "qsample.runtime.guided_decoding",
-    "TextStreamer": "qsample.runtime.text.streamer",
+    "TextStreamer": "qsample.text.generated_text",
     "load": "qsample.runtime.causal_lm",
 }
 

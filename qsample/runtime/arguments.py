@@ -20,11 +20,11 @@ from qsample.runtime.guided_decoding import Guide
 from qsample.runtime.parameters import choose_seeds, parameter_arrays
 from qsample.runtime.prompts import parse_prompts
 from qsample.runtime.sequence import Sequence
-from qsample.runtime.text.chat import ChatOptions, ChatTemplates
-from qsample.runtime.text.generated_text import GeneratedText
-from qsample.runtime.text.stop_strings import check_stop_strings
-from qsample.runtime.text.tokenizer import Tokenizer
 from qsample.sampling_params import UNSUPPORTED, SamplingParams, layered
+from qsample.text.chat import ChatOptions, ChatTemplates
+from qsample.text.generated_text import GeneratedText
+from qsample.text.stop_strings import check_stop_strings
+from qsample.text.tokenizer import Tokenizer
 from qsample.values import is_integer, is_number
 
 _OF_GENERATE: Final = frozenset(

@@ -14,7 +14,7 @@ from qsample.runtime.decode.slots import Slots
 from qsample.runtime.guided_decoding import Guide
 from qsample.runtime.output import Timing
 from qsample.runtime.sequence import Sequence
-from qsample.runtime.text.streamer import Streamer
+from qsample.text.generated_text import Streamer
 
 
 def run_batch(

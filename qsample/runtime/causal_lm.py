@@ -26,10 +26,10 @@ from qsample.runtime.decode.slots import Slots
 from qsample.runtime.guided_decoding import Guide
 from qsample.runtime.output import GenerateOutput, make_output
 from qsample.runtime.sequence import Sequence
-from qsample.runtime.text.streamer import Streamer, check_streamer
-from qsample.runtime.text.tokenizer import Tokenizer
 from qsample.sampling_params import SamplingParams
 from qsample.tensors import Array
+from qsample.text.generated_text import Streamer, check_streamer
+from qsample.text.tokenizer import Tokenizer
 from qsample.values import check_count
 
 _CAPACITY_STEP: Final = 64  # capacities are multiples of this, where nothing else decides

@@ -14,9 +14,9 @@ from qsample.contract import ALLOWED_TOKENS, MASK_WORDS, PAD_STOP_ID, SEED, VOCA
 from qsample.errors import shown
 from qsample.interface import Interface
 from qsample.runtime.prompts import check_token_ids, read_array
-from qsample.runtime.text.tokenizer import Tokenizer
 from qsample.sampling_params import OFF, SEEDS, SamplingParams
 from qsample.tensors import Array
+from qsample.text.tokenizer import Tokenizer
 
 # Inputs that are more than a field of SamplingParams; `seed` is made elsewhere.
 _MADE_APART: Final = frozenset(

@@ -9,9 +9,9 @@ import numpy as np
 
 from qsample.errors import shown
 from qsample.manifest import TokenIds
-from qsample.runtime.text.chat import ChatOptions
-from qsample.runtime.text.tokenizer import Tokenizer
 from qsample.tensors import Array
+from qsample.text.chat import ChatOptions
+from qsample.text.tokenizer import Tokenizer
 from qsample.values import is_integer
 
 _ACCEPTED: Final = (

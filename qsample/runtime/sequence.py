@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from qsample.contract import RUNNING, STATUS_NAMES, STOPPED
-from qsample.runtime.text.generated_text import GeneratedText
 from qsample.tensors import Array
+from qsample.text.generated_text import GeneratedText
 
 
 @dataclass(slots=True, eq=False)

@@ -15,8 +15,6 @@ from starlette.responses import HTMLResponse, Response
 from starlette.types import Receive, Scope, Send
 
 import qsample
-from qsample.runtime.text.chat import ChatOptions
-from qsample.runtime.text.tokenizer import LONG_TEXT
 from qsample.serve.answers.answers import Answers
 from qsample.serve.answers.choices import ChatChoice, CompletionChoice
 from qsample.serve.guides import Grammar, GrammarGuide
@@ -31,6 +29,8 @@ from qsample.serve.sampling import COMPLETION_TOKENS, check_ends, check_logprobs
 from qsample.serve.served_model import ServedModel, ServedModels
 from qsample.serve.settings import ServeSettings
 from qsample.serve.tool_calls.calls import DemandedCalls, ToolReader, demanded, parameters_of
+from qsample.text.chat import ChatOptions
+from qsample.text.tokenizer import LONG_TEXT
 
 _PAGE: Final = Path(__file__).parent / "http" / "page.html"
 

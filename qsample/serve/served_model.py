@@ -10,8 +10,6 @@ from typing import Any, Final
 from qsample.errors import QsampleError
 from qsample.runtime import CausalLM, Engine, QueueFullError, Request, load
 from qsample.runtime.parameters import check_filters
-from qsample.runtime.text.template_sandbox import compile_template
-from qsample.runtime.text.tokenizer import Tokenizer
 from qsample.sampling_params import FILTER_FIELDS, SamplingParams
 from qsample.serve.guides import Grammars
 from qsample.serve.http.errors import ApiError
@@ -20,6 +18,8 @@ from qsample.serve.reasoning import find_format as find_reasoning_format
 from qsample.serve.settings import ServeSettings
 from qsample.serve.token_texts import TokenTexts
 from qsample.serve.tool_calls.formats import find_format
+from qsample.text.chat import compile_template
+from qsample.text.tokenizer import Tokenizer
 
 # What a model's generation_config decides with generation_config="auto".
 _OF_CONFIG: Final = (

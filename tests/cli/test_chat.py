@@ -236,7 +236,7 @@ def test_what_cannot_chat_is_refused_before_the_first_question(
         assert status in (1, 2)
         assert message in err
     monkeypatch.setitem(sys.modules, "jinja2", None)
-    from qsample.runtime.text.template_sandbox import compile_template
+    from qsample.text.chat import compile_template
 
     compile_template.cache_clear()
     for command in (["chat", "no-such"], ["generate", "no-such", "-p", "x", "--chat"]):

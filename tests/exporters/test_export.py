@@ -21,7 +21,7 @@ from qsample.errors import ParityError, QsampleError, UnsupportedModelError
 from qsample.exporters import parity
 from qsample.exporters.export import _save_model_files, _token_ids, weight_hash
 from qsample.package import read_package
-from qsample.runtime.text.tokenizer import Tokenizer as RuntimeTokenizer
+from qsample.text.tokenizer import Tokenizer as RuntimeTokenizer
 from qsample.transforms.cache import DecodeContext
 from qsample.transforms.decoder import LastTokenHead, apply_transforms
 from tests.helpers.tiny_models import byte_tokenizer, export_without_sampler, random_model, save_checkpoint

@@ -15,7 +15,7 @@ import pytest
 from qsample.manifest import TokenIds
 from qsample.package import Package
 from qsample.runtime import CausalLM, SamplingParams, load
-from qsample.runtime.text.tokenizer import Tokenizer
+from qsample.text.tokenizer import Tokenizer
 from tests.helpers.fake_cases import GREEDY, PROMPTS
 from tests.helpers.fake_package import BOS, EOS, PAD, VOCAB, byte_tokenizer
 

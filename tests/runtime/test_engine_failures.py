@@ -27,7 +27,7 @@ from qsample.runtime import (
     load,
 )
 from qsample.runtime.decode.slots import Slots
-from qsample.runtime.text.tokenizer import Tokenizer
+from qsample.text.tokenizer import Tokenizer
 from tests.helpers.fake_package import MAX_POSITIONS, POISON, VOCAB
 from tests.helpers.memory import resident
 from tests.helpers.requests import (

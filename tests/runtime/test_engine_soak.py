@@ -23,7 +23,7 @@ from qsample.runtime.decode.loop import DecodeLoop
 from qsample.runtime.guided_decoding import Guide
 from qsample.runtime.request import AsyncDeltas, Reader
 from qsample.runtime.sequence import Sequence
-from qsample.runtime.text.generated_text import GeneratedText
+from qsample.text.generated_text import GeneratedText
 from tests.helpers.fake_package import POISON, VOCAB
 from tests.helpers.memory import resident
 from tests.helpers.requests import random_params, random_prompt, wait_until

@@ -11,7 +11,7 @@ import pytest
 from qsample.manifest import TokenIds
 from qsample.runtime import CausalLM
 from qsample.runtime.prompts import parse_prompts
-from qsample.runtime.text.tokenizer import Tokenizer
+from qsample.text.tokenizer import Tokenizer
 from tests.helpers.fake_package import BOS, byte_tokenizer
 
 IDS = TokenIds(0, BOS, (2,))

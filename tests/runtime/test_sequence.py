@@ -7,8 +7,8 @@ import pytest
 
 from qsample.contract import RUNNING, STOPPED
 from qsample.runtime.sequence import Sequence
-from qsample.runtime.text.generated_text import GeneratedText
-from qsample.runtime.text.tokenizer import Tokenizer
+from qsample.text.generated_text import GeneratedText
+from qsample.text.tokenizer import Tokenizer
 from tests.helpers.fake_package import byte_tokenizer
 
 

@@ -19,10 +19,10 @@ from starlette.testclient import TestClient
 
 from qsample.runtime import CausalLM, Engine, Request, SamplingParams, Step
 from qsample.runtime.decode.loop import DecodeLoop
-from qsample.runtime.text.tokenizer import Tokenizer
 from qsample.serve.answers.choices import ChatChoice
 from qsample.serve.app import _EventStream
 from qsample.serve.reasoning import FORMATS, ReasoningFormat
+from qsample.text.tokenizer import Tokenizer
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"

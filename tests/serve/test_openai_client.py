@@ -12,7 +12,7 @@ import pytest
 from pydantic import BaseModel, Field
 
 from qsample.runtime import CausalLM, SamplingParams
-from qsample.runtime.text.chat import ChatTemplates
+from qsample.text.chat import ChatTemplates
 from tests.helpers.servers import TOOL_TEMPLATE, ServerProcess
 
 PROMPT = "And the LORD spake unto Moses"

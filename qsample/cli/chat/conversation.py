@@ -86,7 +86,7 @@ class Conversation:
 
     def _too_long(self) -> str | None:
         """What to say where the conversation does not fit."""
-        from qsample.runtime.text.chat import ChatOptions
+        from qsample.text.chat import ChatOptions
 
         assert self.model.tokenizer is not None
         try:
@@ -120,8 +120,8 @@ class Conversation:
 
     def set_parameter(self, name: str, text: str) -> None:
         """Raises TurnError for an unknown name or a wrong value; then nothing changes."""
-        from qsample.runtime.text.stop_strings import check_stop_strings
         from qsample.sampling_params import SAMPLING_FIELDS, SamplingParams
+        from qsample.text.stop_strings import check_stop_strings
 
         value: Any
         try:

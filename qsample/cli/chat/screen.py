@@ -197,7 +197,7 @@ class Screen:
         self._note(f"{len(self._talk.messages)} messages written to {path}")
 
     def _load(self, text: str) -> None:
-        from qsample.runtime.text.chat_messages import check_messages
+        from qsample.text.chat import check_messages
 
         path = self._path(text)
         try:

@@ -99,8 +99,8 @@ def _is_array(text: str) -> bool:
 
 def _parse(line: str) -> tuple[dict[str, Any], str | None]:
     """The object of a line; {} and what is wrong with it."""
-    from qsample.runtime.text.chat import ChatOptions
     from qsample.sampling_params import SamplingParams
+    from qsample.text.chat import ChatOptions
 
     try:
         content = json.loads(line)

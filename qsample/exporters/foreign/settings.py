@@ -16,8 +16,8 @@ from qsample.errors import QsampleError
 from qsample.exporters.foreign.location import GENAI_CONFIG, Location
 from qsample.huggingface.generation_config import GENERATION_CONFIG_FILE
 from qsample.manifest import TokenIds
-from qsample.runtime.text.chat import TEMPLATE_FILE, TOKENIZER_CONFIG_FILE
-from qsample.runtime.text.tokenizer import TOKENIZER_FILE
+from qsample.text.chat import TEMPLATE_FILE, TOKENIZER_CONFIG_FILE
+from qsample.text.tokenizer import TOKENIZER_FILE
 
 _CONFIG: Final = "config.json"
 _TOKENIZER_FILES: Final = (TOKENIZER_FILE, TOKENIZER_CONFIG_FILE, "special_tokens_map.json", TEMPLATE_FILE)

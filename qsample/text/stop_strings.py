@@ -8,7 +8,7 @@ from typing import Any, Final
 from weakref import WeakValueDictionary
 
 from qsample.errors import shown
-from qsample.runtime.text.tokenizer import check_text
+from qsample.text.tokenizer import check_text
 
 _MOST_CHARACTERS: Final = 65_536  # of all stop strings of a row; each takes a few hundred bytes of memory, once
 

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer as _Tokenizer
 
 from qsample.errors import PackageError, shown
 from qsample.package import Package
-from qsample.runtime.text.chat import ChatOptions, ChatTemplates
+from qsample.text.chat import ChatOptions, ChatTemplates
 
 TOKENIZER_FILE: Final = "tokenizer.json"
 # Characters, or tokens, that take long. Python's lock is held for a single text and not for a batch, which makes the

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from qsample.runtime.text import stop_strings
-from qsample.runtime.text.stop_strings import StopStrings, check_stop_strings
+from qsample.text import stop_strings
+from qsample.text.stop_strings import StopStrings, check_stop_strings
 
 
 def through(stops: StopStrings, parts: list[str]) -> tuple[str, str | None]:

@@ -1,18 +1,24 @@
-"""Chat messages as the prompt that a model was trained on, by the model's own Jinja templates."""
+"""Chat messages as the prompt that a model was trained on, by the model's own Jinja templates.
+
+Templates come from strangers. So they run in Jinja's sandbox, with the functions that transformers offers them and no
+others, and see plain JSON data: an object of the caller's would lend them its methods. jinja2 is imported by the first.
+"""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from datetime import datetime
 from functools import lru_cache
-from typing import Any, Final
+from typing import Any, Final, TypeGuard
+
+import numpy as np
 
 from qsample.errors import PackageError, shown
 from qsample.package import Package
-from qsample.runtime.text.chat_messages import REASONING, check_messages, is_parts, plain
-from qsample.runtime.text.template_sandbox import compile_template
-from qsample.runtime.text.tool_schemas import tool_schema
+from qsample.text.tool_schemas import tool_schema
 
 TEMPLATE_FILE: Final = "chat_template.jinja"
 TEMPLATE_FOLDER: Final = "additional_chat_templates"
@@ -20,6 +26,12 @@ TOKENIZER_CONFIG_FILE: Final = "tokenizer_config.json"
 _DEFAULT: Final = "default"
 _WITH_TOOLS: Final = "tool_use"
 _MARK: Final = "[qsample: the message goes on here] "  # its last blank shows whether the template trims
+# Names of the thoughts of a model before its answer; templates read the first, older hosts write the others.
+REASONING: Final = ("reasoning_content", "thinking", "reasoning")
+_WITH_TEXT: Final = ("system", "developer", "user", "assistant")  # other roles may hold any JSON, a tool's result say
+_DEEPEST: Final = 100
+_FORM: Final = 'give a list of {"role": "user", "content": "..."}'
+_SAFE_JINJA: Final = (3, 1, 6)  # older sandboxes can be escaped
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -243,3 +255,133 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
         if name.endswith("_token") and isinstance(content, str):
             tokens[name] = content
     return tokens
+
+
+def plain(what: str, value: Any, depth: int = 0) -> Any:
+    """A copy of `value` in JSON's types. what: has it, for the message. Raises ValueError for anything else."""
+    if value is None or isinstance(value, bool | np.bool_):
+        return None if value is None else bool(value)
+    if depth > _DEEPEST:
+        raise ValueError(f"{what} is nested more than {_DEEPEST} levels deep; give less")
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, int | np.integer):
+        return int(value)
+    if isinstance(value, float | np.floating):
+        return float(value)
+    if isinstance(value, Mapping):
+        return {plain(what, key, depth + 1): plain(what, item, depth + 1) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(what, item, depth + 1) for item in value]
+    raise ValueError(f"{what} holds a {type(value).__name__}; give text, numbers, lists and mappings, as JSON has them")
+
+
+def check_messages(messages: Any) -> list[dict[str, Any]]:
+    """A plain copy of a conversation: entries that are None left out, reasoning under every name that templates read.
+
+    Raises ValueError for what is no message, has no content, or has a part that is no text.
+    """
+    if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence):
+        raise ValueError(f"the chat messages are {shown(messages)}; {_FORM}")
+    if not messages:
+        raise ValueError(f"the conversation is empty; {_FORM}")
+    return [_message(index, message) for index, message in enumerate(messages)]
+
+
+def _message(index: int, given: Any) -> dict[str, Any]:
+    if not isinstance(given, Mapping) or not isinstance(given.get("role"), str):
+        raise ValueError(f"a chat message is {shown(given)}; {_FORM}")
+    what = f"chat message {index}"
+    message = {name: value for name, value in given.items() if value is not None}
+    if "content" in message:
+        message["content"] = _content(what, message["role"], message["content"])
+    elif message["role"] != "assistant" or len(message) == 1:  # an assistant may have called tools, or only thought
+        raise ValueError(f"{what} ({message['role']}) has no content; give a text, or parts of type text")
+    message = plain(what, message)
+    reasoning = next((message[name] for name in REASONING if name in message), None)
+    if reasoning is not None:
+        message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
+    return message
+
+
+def _content(what: str, role: str, content: Any) -> Any:
+    if isinstance(content, list | tuple) and all(isinstance(part, str) or _is_part(part) for part in content):
+        return [_part(what, part) for part in content]
+    if isinstance(content, str) or role not in _WITH_TEXT:
+        return content
+    raise ValueError(
+        f'the content of {what} ({role}) is {shown(content)}; give a text, or parts [{{"type": "text", "text": "..."}}]'
+    )
+
+
+def _is_part(value: Any) -> bool:
+    return isinstance(value, Mapping) and isinstance(value.get("type"), str)
+
+
+def _part(what: str, part: Any) -> Any:
+    if isinstance(part, str):
+        return {"type": "text", "text": part}
+    if part["type"] != "text" or not isinstance(part.get("text"), str):
+        raise ValueError(
+            f"{what} has a part of type {shown(part['type'])}; the model reads text only: "
+            '{"type": "text", "text": "..."}'
+        )
+    return part
+
+
+def is_parts(content: Any) -> TypeGuard[list[dict[str, Any]]]:
+    """Whether the content of a checked message is a list of text parts."""
+    return isinstance(content, list) and len(content) > 0 and all(_is_part(part) for part in content)
+
+
+@lru_cache(maxsize=32)
+def compile_template(source: str) -> Any:
+    """The Jinja template of `source`. Raises ImportError without a safe jinja2, ValueError where it is no Jinja."""
+    try:
+        import jinja2
+        import jinja2.ext
+        import jinja2.sandbox
+    except ImportError:
+        raise ImportError("chat templates need jinja2: `pip install 'qsample[chat]'`, or give plain text") from None
+    version = tuple(int(part) for part in jinja2.__version__.split(".")[:3] if part.isdigit())
+    if version < _SAFE_JINJA:
+        raise ImportError(
+            f"chat templates need jinja2 >= 3.1.6, and {jinja2.__version__} is installed: `pip install -U jinja2`"
+        )
+
+    class Generation(jinja2.ext.Extension):
+        """{% generation %} marks what an assistant wrote, for training; here it is only its content."""
+
+        tags = {"generation"}  # noqa: RUF012
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            # A scope of its own: what is set inside stays inside, as in transformers.
+            return jinja2.nodes.Scope(body).set_lineno(line)
+
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
+    )
+
+    def raise_exception(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    try:
+        return environment.from_string(source)
+    except (jinja2.TemplateError, RecursionError) as error:
+        raise ValueError(f"the chat template is not valid Jinja: {error}") from error
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Jinja's own filter escapes HTML, which a model was not trained on."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

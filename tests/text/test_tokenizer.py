@@ -9,7 +9,7 @@ import pytest
 
 from qsample.errors import PackageError
 from qsample.runtime import CausalLM, load
-from qsample.runtime.text.tokenizer import Tokenizer
+from qsample.text.tokenizer import Tokenizer
 from tests.helpers.fake_package import byte_tokenizer, fake_package
 
 

@@ -8,7 +8,7 @@ from typing import Any, Literal, Optional, Union
 
 import pytest
 
-from qsample.runtime.text.tool_schemas import tool_schema
+from qsample.text.tool_schemas import tool_schema
 
 
 class Unit(Enum):

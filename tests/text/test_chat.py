@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from qsample.runtime import CausalLM, Engine, load
-from qsample.runtime.text.chat import ChatOptions, ChatTemplates
-from qsample.runtime.text.tokenizer import Tokenizer
+from qsample.text.chat import ChatOptions, ChatTemplates
+from qsample.text.tokenizer import Tokenizer
 from tests.helpers.chat_templates import (
     CALL,
     CALLING,

@@ -1,0 +1,192 @@
+"""Text of tokens that come one by one: whole characters at a time, cut off before a stop string, written to a file.
+
+`tokenizers.decoders.DecodeStream` does not fit: if a prompt ends inside a character, or with U+FFFD, it repeats the
+prompt, and it has no call for the end, where an incomplete character becomes U+FFFD.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any, Final, Protocol, TextIO
+
+import numpy as np
+
+from qsample.errors import shown
+from qsample.text.stop_strings import StopStrings, check_stop_strings
+from qsample.text.tokenizer import Tokenizer
+
+_REPLACEMENT: Final = "\ufffd"  # what an incomplete multi-byte character decodes to
+_INCOMPLETE: Final = 3  # most bytes of a character that is not complete, each a U+FFFD of its own with byte fallback
+_CONTEXT: Final = 8  # prompt tokens that decide how the first new one is spelled, with or without a space
+_MOST_TOKENS: Final = 32  # decoded for one new token: beyond that, all but the last half are forgotten
+
+
+class IncrementalDecoder:
+    """Turns tokens into text as they come; the pieces joined are the whole text.
+
+    Text is held back while it may be an incomplete multi-byte character, which is three bytes at most, so the work for
+    a token is bounded whatever the tokens are. (With byte fallback, a later byte token can make a whole run of them
+    invalid; text that was given out before stays as it was.)
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = (), *, skip_special_tokens: bool = True) -> None:
+        """prompt: the tokens before the first new one; they are not repeated in the text."""
+        self._tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
+        self._ids = [int(token) for token in prompt[-_CONTEXT:]]
+        self._given = self._decode(self._ids)  # what was given out of the text of `_ids`, the prompt's included
+        self._context = len(self._ids)  # tokens that were there when nothing was held back
+        self._changes = 0  # tokens since text that was given out decodes to something else
+
+    def put(self, token: int) -> str:
+        """The text that `token` makes certain; "" where it completes none yet."""
+        if self._tokenizer.is_skipped(token, skip_special_tokens=self._skip_special_tokens):
+            return ""
+        self._ids.append(int(token))
+        text = self._decode(self._ids)
+        held = min(len(text) - len(text.rstrip(_REPLACEMENT)), _INCOMPLETE)
+        # Byte fallback: the first bytes of a character make those before it invalid, too, until it is complete.
+        self._changes = 0 if text.startswith(self._given) else self._changes + 1
+        if held and 0 < self._changes <= _INCOMPLETE:
+            return ""
+        start, end = self._known(text), len(text) - held
+        if end > start:
+            self._given = text[:end]
+            if not held:
+                # The tokens given out last stay as context: how a token is spelled can depend on the one before.
+                self._ids = self._ids[self._context :]
+                self._given, self._context = self._decode(self._ids), len(self._ids)
+        if len(self._ids) > _MOST_TOKENS:
+            self._forget(len(text) - max(start, end))
+        return text[start:end]
+
+    def end(self) -> str:
+        """What was held back; incomplete characters become U+FFFD."""
+        text = self._decode(self._ids)
+        piece, self._given = text[self._known(text) :], text
+        return piece
+
+    def _known(self, text: str) -> int:
+        """How many characters of `text` were given out."""
+        if text.startswith(self._given):
+            return len(self._given)
+        whole = self._given.rstrip(_REPLACEMENT)
+        if not text.startswith(whole):
+            return len(whole)
+        # A new token completes a character that the prompt ended inside.
+        rest = text[len(whole) :].lstrip(_REPLACEMENT)
+        return min(len(self._given), len(text) - len(rest))
+
+    def _forget(self, held: int) -> None:
+        """Drop the older tokens. held: characters at the end that were not given out."""
+        dropped = len(self._ids) - _MOST_TOKENS // 2
+        self._ids, self._context = self._ids[dropped:], max(0, self._context - dropped)
+        text = self._decode(self._ids)
+        self._given = text[: max(0, len(text) - held)]
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=self._skip_special_tokens)
+
+
+class GeneratedText:
+    """The text of one row as its tokens come, cut off before its first stop string."""
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = (), stop_strings: Sequence[str] = ()) -> None:
+        """prompt: as for `IncrementalDecoder`."""
+        self._decoder = IncrementalDecoder(tokenizer, prompt)
+        self._stops = StopStrings(stop_strings)
+        self._pieces: list[str] = []
+
+    @property
+    def stop_string(self) -> str | None:
+        """The stop string that ended the text; None so far."""
+        return self._stops.match
+
+    @property
+    def whole(self) -> str:
+        """All text so far."""
+        return "".join(self._pieces)
+
+    def put(self, token: int) -> str:
+        """The text that `token` makes certain."""
+        self._pieces.append(self._stops.put(self._decoder.put(token)))
+        return self._pieces[-1]
+
+    def end(self) -> str:
+        """The text that was held back, as no more tokens come."""
+        self._pieces.append(self._stops.put(self._decoder.end()) + self._stops.end())
+        return self._pieces[-1]
+
+
+class Streamer(Protocol):
+    """Hugging Face's streamer protocol, so that theirs work too. Values are NumPy arrays in place of tensors."""
+
+    def put(self, value: Any) -> None:
+        """First the prompt, [1, n] int64; then every sampled token, [1] int64."""
+        ...
+
+    def end(self) -> None:
+        """No token comes any more."""
+        ...
+
+
+def check_streamer(streamer: object, rows: int) -> None:
+    """Raise ValueError where `streamer` lacks the protocol's methods, or `rows` are more than the one it follows."""
+    if rows != 1:
+        raise ValueError(f"a streamer follows one prompt, and {rows} were given; generate them one by one")
+    if not (callable(getattr(streamer, "put", None)) and callable(getattr(streamer, "end", None))):
+        raise ValueError(f"streamer is {shown(streamer)}; give an object with put(value) and end()")
+
+
+class TextStreamer:
+    """Writes text to a file object as soon as it is certain; characters of several tokens come whole.
+
+    >>> model.generate("In the beginning", streamer=TextStreamer(model.tokenizer))
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        file: TextIO | None = None,
+        *,
+        skip_prompt: bool = False,
+        skip_special_tokens: bool = True,
+        stop_strings: str | Sequence[str] | None = None,
+    ) -> None:
+        """file: None = standard output. skip_prompt: write only what was sampled. stop_strings: write what was sampled
+        up to the first of them, as `generate(stop_strings=...)` cuts its texts."""
+        if tokenizer is None:
+            raise ValueError("a TextStreamer needs a tokenizer, and the package has none; stream token ids instead")
+        self._tokenizer = tokenizer
+        self._file = file
+        self._skip_prompt = skip_prompt
+        self._skip_special_tokens = skip_special_tokens
+        self._stop_strings = check_stop_strings(stop_strings)
+        self._stops = StopStrings(self._stop_strings)
+        self._decoder: IncrementalDecoder | None = None
+
+    def put(self, value: Any) -> None:
+        tokens = [int(token) for token in np.asarray(value).reshape(-1)]
+        if self._decoder is not None:
+            self._write("".join(self._stops.put(self._decoder.put(token)) for token in tokens))
+            return
+        self._decoder = IncrementalDecoder(
+            self._tokenizer,
+            tokens if self._skip_prompt else (),
+            skip_special_tokens=self._skip_special_tokens,
+        )
+        if not self._skip_prompt:
+            self._write("".join(self._decoder.put(token) for token in tokens))
+
+    def end(self) -> None:
+        """Write what was held back, and a newline; the streamer can then be used again."""
+        rest = self._stops.put(self._decoder.end()) + self._stops.end() if self._decoder is not None else ""
+        self._decoder, self._stops = None, StopStrings(self._stop_strings)
+        self._write(rest + "\n")
+
+    def _write(self, text: str) -> None:
+        if text:
+            file = self._file or sys.stdout
+            file.write(text)
+            file.flush()
