@@ -79,7 +79,8 @@ def continuous(folder: Path, load: Load, threads: int, slots: int) -> Measured:
 def static(folder: Path, load: Load, threads: int, slots: int) -> Measured:
     """The same graph, slots and loop, but a batch begins only when the one before has ended."""
     from qsample.runtime import SamplingParams
-    from qsample.runtime.decode.loop import DecodeLoop, make_scheduler
+    from qsample.runtime.decode.loop import DecodeLoop
+    from qsample.runtime.decode.scheduler import Scheduler, SchedulerConfig
     from qsample.runtime.decode.slots import Slots
     from qsample.runtime.sequence import Sequence
 
@@ -104,7 +105,7 @@ def static(folder: Path, load: Load, threads: int, slots: int) -> Measured:
         while loop.busy:
             loop.step()
 
-    scheduler = make_scheduler(model.sessions, slots, interleave=False)
+    scheduler = Scheduler(slots, SchedulerConfig.of(model.sessions, interleave=False))
     with DecodeLoop(Slots(model.sessions, slots, capacity), scheduler, deliver, double_buffering=True) as loop:
         run([make(0, 4) for _ in range(slots)])
         sequences = [make(index, new_tokens) for index, (_, _, new_tokens) in enumerate(load)]

@@ -21,7 +21,8 @@ from qsample.runtime.arguments import Arguments, choose_stop_strings, make_seque
 from qsample.runtime.batch import run_batch
 from qsample.runtime.callbacks.logits_processors import make_processors
 from qsample.runtime.callbacks.stopping_criteria import BatchEnd
-from qsample.runtime.decode.loop import choose_flush_every, make_scheduler
+from qsample.runtime.decode.loop import choose_flush_every
+from qsample.runtime.decode.scheduler import Scheduler, SchedulerConfig
 from qsample.runtime.decode.slots import Slots
 from qsample.runtime.guided_decoding import Guide
 from qsample.runtime.output import GenerateOutput, make_output
@@ -216,13 +217,15 @@ class CausalLM(ModelMethods):
         flush_every = choose_flush_every(self.sessions, flush_every, guided=guide is not None or processors is not None)
         if guide is not None:
             guide.start()
-        scheduler = make_scheduler(self.sessions, slots, flush_every, prefill_chunk_size, interleave=False)
+        config = SchedulerConfig.of(
+            self.sessions, flush_every=flush_every, prefill_chunk_size=prefill_chunk_size, interleave=False
+        )
         capacity = self.capacity(max(sequence.max_length for sequence in sequences))
         device = self._take_slots(slots, capacity, in_place)
         device.process_logits = processors
         timing = run_batch(
             device,
-            scheduler,
+            Scheduler(slots, config),
             sequences,
             double_buffering=double_buffering,
             streamer=streamer,

@@ -15,7 +15,9 @@ from typing import Any, Final, Literal, overload
 
 from qsample.errors import Failure, QsampleError, shown
 from qsample.runtime.causal_lm import CausalLM
-from qsample.runtime.decode.loop import DecodeLoop, make_loop
+from qsample.runtime.decode.loop import DecodeLoop, choose_flush_every
+from qsample.runtime.decode.scheduler import Scheduler, SchedulerConfig
+from qsample.runtime.decode.slots import Slots
 from qsample.runtime.guided_decoding import Guide
 from qsample.runtime.request import (
     CANCELLED,
@@ -90,17 +92,16 @@ class Engine:
         self.max_waiting = max_waiting
         self.capacity = model.capacity(_CTX_LEN)
         self._model = model
-        loop = make_loop(
+        saved_states = 2 * self.slots if saved_states is None else saved_states
+        config = SchedulerConfig.of(
             model.sessions,
-            self.slots,
-            self.capacity,
-            self._deliver,
-            flush_every=flush_every,
+            flush_every=choose_flush_every(model.sessions, flush_every),
             prefill_chunk_size=prefill_chunk_size or model.sessions.piece_size,
-            saved_states=2 * self.slots if saved_states is None else saved_states,
+            saved_states=saved_states,
             reuse_sampled=reuse_sampled_tokens,
-            double_buffering=double_buffering,
         )
+        device = Slots(model.sessions, self.slots, self.capacity, saved_states=saved_states)
+        loop = DecodeLoop(device, Scheduler(self.slots, config), self._deliver, double_buffering=double_buffering)
         self._prefixes = loop.prefixes
         self._changed = threading.Condition()  # guards what follows
         self._requests: dict[Sequence, Request] = {}  # those that have not ended

@@ -12,22 +12,27 @@ from qsample.text.generated_text import GeneratedText
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """A prompt, how to continue it, and what came of it so far.
+    """A prompt, how to continue it, and its progress.
 
-    prompt: [n] int64. parameters: the row of every name of `Interface.parameters`. seed: of its random numbers. guided:
-    someone must see each token before the next one is sampled. text: decodes its tokens; None without a tokenizer.
-    padded: the prompt with the padding that it came with; None = it had none.
-    priority: those with a lower one get slots first. max_time: seconds that an engine gives it; None = any.
-
-    The scheduler and the decode loop keep the rest. slot: None outside one. admitted_at: when it got its slot, on
-    `time.perf_counter`. source: the slot whose cache held most of the prompt on admission, where its own does not hold
-    as much. reused: prompt tokens that were in a slot's cache. place: where the recurrent states after those of
-    `source` were saved; None = there are none. moved: the other slot that gets what its own kept so far, and the tokens
-    of that. consumed: prompt tokens in the cache.
-    issued: tokens sampled if the row still runs. sampled: the tokens, as far as they were read. status: the contract's;
-    STOPPED also at a stop string. outputs: the optional outputs by name, without the batch axis, one entry a token.
-    max_length: the most tokens that it may have in the end, prompt included. reason: why somebody else than the graph
-    ended it.
+    Attributes:
+        prompt: [n] int64, n >= 1.
+        parameters: the row of every name of `Interface.parameters`.
+        seed: of its random numbers.
+        guided: whether a function has to see each token before the next is sampled.
+        text: decodes its tokens; None without a tokenizer.
+        padded: the prompt with the padding that it came with; None = without any.
+        priority: those with a lower number get slots first.
+        max_time: seconds that an engine gives it; None = any.
+        slot: None outside of the slots. The scheduler alone changes it and the next three.
+        reused: prompt tokens that were in a slot's cache.
+        consumed: prompt tokens in the cache.
+        issued: sampled tokens if the row still runs.
+        admitted_at: when it got its slot, on `time.perf_counter`. The decode loop alone changes it and the next two.
+        sampled: the tokens, as far as they were read.
+        outputs: the optional outputs by name, without the batch axis, an entry a token.
+        status: the contract's, as the loop read it; or STOPPED at a stop string.
+        max_length: the most tokens that it may have in the end, prompt included.
+        reason: why it ended, if not because of the graph or a stop string.
     """
 
     prompt: Array
@@ -40,16 +45,13 @@ class Sequence:
     max_time: float | None = None
 
     slot: int | None = None
-    admitted_at: float | None = None
-    source: int | None = None
     reused: int = 0
-    place: int | None = None
-    moved: tuple[int, Array] | None = None
     consumed: int = 0
     issued: int = 0
+    admitted_at: float | None = None
     sampled: list[int] = field(default_factory=list)
-    status: int = RUNNING
     outputs: list[Mapping[str, Array]] = field(default_factory=list)
+    status: int = RUNNING
     max_length: int = field(init=False)
     reason: str | None = None
     _taken: int = 0  # tokens of `sampled` that were handed on

@@ -18,8 +18,7 @@ from qsample.contract import LENGTH, NEXT_IDS, RUNNING, STOPPED
 from qsample.errors import QsampleError
 from qsample.ort.bound_graph import DeviceThread
 from qsample.ort.session import Sessions
-from qsample.runtime.decode.prefixes import Pieces
-from qsample.runtime.decode.scheduler import Chunk, Copy, Prompts, Save, Scheduler, Window
+from qsample.runtime.decode.scheduler import Admission, Copy, Read, Save, Scheduler, Window, slot_of
 from qsample.runtime.decode.slots import Slots, Snapshot
 from qsample.runtime.sequence import PrefixStats, Sequence
 from qsample.tensors import Array
@@ -45,37 +44,10 @@ def choose_flush_every(sessions: Sessions, flush_every: int | None, *, guided: b
     return flush_every or (1 if sessions.device == "cpu" else _FLUSH_EVERY)
 
 
-def make_scheduler(
-    sessions: Sessions,
-    slots: int,
-    flush_every: int = 1,
-    prefill_chunk_size: int | None = None,
-    *,
-    interleave: bool = True,
-    saved_states: int = 0,
-    reuse_sampled: bool = False,
-) -> Scheduler:
-    """A scheduler that cuts and joins prompts as suits a package's graphs; the arguments are those of `Scheduler`."""
-    return Scheduler(
-        slots,
-        flush_every,
-        prefill_chunk_size,
-        pieces=Pieces.of(sessions),
-        tail_size=sessions.tail_size,
-        interleave=interleave,
-        recurrent=bool(sessions.interface.recurrent),
-        attention=bool(sessions.interface.key_values),
-        saved_states=saved_states,
-        join_prompts=sessions.joins_prompts,
-        least_rows=sessions.least_rows,
-        reuse_sampled=reuse_sampled,
-    )
-
-
 class DecodeLoop:
     """Runs what a scheduler decides on slots.
 
-    >>> with DecodeLoop(slots, make_scheduler(sessions, slots.count), deliver, double_buffering=True) as loop:
+    >>> with DecodeLoop(slots, Scheduler(slots.count, config), deliver, double_buffering=True) as loop:
     ...     loop.add(Sequence(prompt, parameters, seed=0))
     ...     while loop.busy:
     ...         loop.step()
@@ -140,8 +112,8 @@ class DecodeLoop:
                 self._save(save)()
             self._slots.stop(slot)
         self._left.clear()
-        for sequence in self._scheduler.admit():
-            self._begin(sequence)
+        for admission in self._scheduler.admit():
+            self._begin(admission)
         if self._slots.narrows and (move := self._scheduler.next_move()) is not None:
             self._slots.move(move.source, move.target, move.kept)  # with what is still to be read of it
         if not self._slots.prepared:
@@ -160,26 +132,25 @@ class DecodeLoop:
         else:
             self._overlap(self._device, job)
 
-    def _begin(self, sequence: Sequence) -> None:
-        """Get the slot ready that it was given."""
-        slot, source = sequence.slot, sequence.source
-        assert slot is not None
-        assert source is not None
+    def _begin(self, admission: Admission) -> None:
+        """Get the slot ready that a sequence was given."""
+        sequence, copy = admission.sequence, admission.copy
+        slot = slot_of(sequence)
         sequence.admitted_at = time.perf_counter()
-        if sequence.moved is not None:
-            self._slots.copy(slot, *sequence.moved)
-        self._slots.begin(slot, sequence.prompt, sequence.seed, sequence.parameters, sequence.reused)
-        if source != slot:
-            self._slots.copy(source, slot, sequence.prompt[: sequence.reused], sequence.place)
-        elif sequence.place is not None:
-            self._slots.saved.restore(sequence.place, slot)
+        if admission.moved is not None:
+            self._slots.copy(slot, *admission.moved)
+        self._slots.begin(slot, sequence.prompt, sequence.seed, sequence.parameters, copy.tokens)
+        if copy.source != slot:
+            self._copy(copy)()
+        elif copy.place is not None:
+            self._slots.saved.restore(copy.place, slot)
 
     def close(self) -> None:
         """Wait for the device and end its thread."""
         if self._device is not None:
             self._device.shutdown()
 
-    def _overlap(self, device: DeviceThread, job: Chunk | Prompts | Window) -> None:
+    def _overlap(self, device: DeviceThread, job: Read | Window) -> None:
         """Copy this side's values while the first call of `job` writes the other side; deliver them during the rest.
 
         The second call would write to this side again, so it is handed over after the copy.
@@ -196,46 +167,27 @@ class DecodeLoop:
             for call in running:
                 call.result()
 
-    def _issue(self, job: Chunk | Prompts | Window) -> list[Callable[[], None]]:
-        """The runs of the graph that a job consists of. Its sequences are accounted for as if it was done."""
-        if isinstance(job, Chunk):
-            sequence = job.sequence
-            assert sequence.slot is not None
-            sequence.consumed = job.end
-            sequence.issued = int(job.last)
-            self._unread = [(sequence, 1)] if job.last else []
-            calls: list[Callable[[], None]] = [self._copy(copy) for copy in job.copies]
-            if job.last:
-                self._count(sequence)
-            for piece in job.pieces:
-                ids, emit = sequence.prompt[piece.start : piece.stop], piece.stop == len(sequence.prompt)
-                calls.append(partial(self._slots.prefill, sequence.slot, ids, emit=emit))
-                calls += [self._save(save) for save in job.saves if save.tokens == piece.stop]
-            return calls
-        if isinstance(job, Prompts):
-            for sequence in job.sequences:
-                sequence.consumed, sequence.issued = len(sequence.prompt), 1
-                self._count(sequence)
-            self._unread = [(sequence, 1) for sequence in job.sequences]
-            first = job.sequences[0].slot
-            assert first is not None
-            prompts = [sequence.prompt for sequence in job.sequences]
-            return [partial(self._slots.prefill, first, *prompts, emit=True), *map(self._save, job.saves)]
-        issued = [min(job.steps, sequence.limit - sequence.issued) for sequence in job.sequences]
-        for sequence, count in zip(job.sequences, issued, strict=True):
-            sequence.issued += count
-        self._unread = list(zip(job.sequences, issued, strict=True))
-        self.steps += job.steps
-        waits = [False] * (job.steps - 1) + [True]
-        return [partial(self._slots.decode, job.rows, wait=wait) for wait in waits]
+    def _issue(self, job: Read | Window) -> list[Callable[[], None]]:
+        """The runs of the graph that a job consists of."""
+        if isinstance(job, Window):
+            self._unread = list(zip(job.sequences, job.counts, strict=True))
+            self.steps += job.steps
+            return [partial(self._slots.decode, job.rows, wait=step == job.steps) for step in range(1, job.steps + 1)]
+        self._unread = [(sequence, 1) for sequence in job.sequences] if job.last else []
+        calls: list[Callable[[], None]] = [self._copy(copy) for copy in job.copies]
+        for sequence, _ in self._unread:
+            self._count(sequence)
+        slot = slot_of(job.sequences[0])
+        for piece in job.pieces:
+            ids = [sequence.prompt[piece.start : piece.stop] for sequence in job.sequences]
+            calls.append(partial(self._slots.prefill, slot, *ids, emit=job.last and piece.stop == job.end))
+            calls += [self._save(save) for save in job.saves if save.tokens == piece.stop]
+        return calls
 
     def _copy(self, copy: Copy) -> Callable[[], None]:
-        """The call for it. Its sequence is accounted for as if it was done."""
-        sequence = copy.sequence
-        assert sequence.slot is not None
-        sequence.reused = copy.tokens
-        sequence.consumed = max(sequence.consumed, copy.tokens)
-        return partial(self._slots.copy, copy.source, sequence.slot, sequence.prompt[: copy.tokens], copy.place)
+        """The call for it."""
+        tokens = copy.sequence.prompt[: copy.tokens]
+        return partial(self._slots.copy, copy.source, slot_of(copy.sequence), tokens, copy.place)
 
     def _count(self, sequence: Sequence) -> None:
         """Its whole prompt was issued."""
@@ -286,28 +238,3 @@ def _new_tokens(sequence: Sequence, slot: int, snapshot: Snapshot) -> list[int]:
 def _most(unread: list[tuple[Sequence, int]]) -> int:
     """Of the new tokens of a row, as many as there may be."""
     return max(issued for _, issued in unread)
-
-
-def make_loop(
-    sessions: Sessions,
-    slots: int,
-    capacity: int,
-    deliver: Callable[[Sequence], None],
-    *,
-    flush_every: int | None,
-    prefill_chunk_size: int,
-    saved_states: int,
-    reuse_sampled: bool,
-    double_buffering: bool,
-) -> DecodeLoop:
-    """A loop over slots of its own, for sequences that come at any time; flush_every: see `choose_flush_every`."""
-    scheduler = make_scheduler(
-        sessions,
-        slots,
-        choose_flush_every(sessions, flush_every),
-        prefill_chunk_size,
-        saved_states=saved_states,
-        reuse_sampled=reuse_sampled,
-    )
-    device = Slots(sessions, slots, capacity, saved_states=saved_states)
-    return DecodeLoop(device, scheduler, deliver, double_buffering=double_buffering)

@@ -1,11 +1,10 @@
 """Which sequence gets which slot, and what the device does next. No tensors here.
 
 A sequence waits, is admitted to a slot, has its prompt read in chunks, and runs until it ends. The slot that it leaves
-keeps its prompt in the cache. The next sequence gets the slot that keeps the longest beginning of its prompt, among
-those next to the ones in use where a step over fewer rows is cheaper; what another slot holds, free or not, is copied,
-and what the chosen one kept is moved to the one that was left longest ago. Where rows are far apart all the same,
-because those between them have ended, the first or the last one is moved.
-Recurrent states are gone on from where they were saved.
+keeps its prompt in the cache. The next sequence gets the slot that keeps the longest beginning of its prompt; if a step
+over fewer rows is cheaper, only slots next to those in use count. What another slot holds, free or not, is copied, and
+what the chosen slot kept is moved to the slot that was left longest ago. If rows are far apart all the same, because
+those between them have ended, the first or the last row is moved. Recurrent states continue from where they were saved.
 """
 
 from __future__ import annotations
@@ -13,17 +12,18 @@ from __future__ import annotations
 from bisect import insort
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
+from qsample.ort.session import Sessions
 from qsample.runtime.decode.prefixes import Pieces, SavedStates, reusable_prefix, shared_prefix
 from qsample.runtime.sequence import Sequence
 from qsample.tensors import Array
 
-# What a run of the graph costs beside its tokens, in tokens: at 0.6 B parameters 2 with int4 weights, 13 with float32.
+# The cost of a run without its tokens, in tokens: at 0.6 B parameters 2 with int4 weights, 13 with float32.
 _RUN: Final = 4
 # Tokens of a row that are copied while a step computes one more row: 50 at 0.6 B parameters with int4 weights.
 _COPIED: Final = 32
@@ -33,12 +33,51 @@ _MOST_JOINED: Final = 512
 
 
 @dataclass(frozen=True, slots=True)
-class Save:
-    """The states of `slot`, once `tokens` tokens of its row are read, for a place."""
+class SchedulerConfig:
+    """What suits the graphs of a package, and how a scheduler uses it.
 
-    slot: int
-    tokens: int
-    place: int
+    Attributes:
+        pieces: where prompts are cut.
+        tail_size: so many tokens at the end of a piece may be read again without those before them; None = the whole
+            piece.
+        recurrent: the model has states that are those of a slot's newest token, so that another slot can continue from
+            them at that moment, or from a copy that was saved.
+        attention: the model has keys and values, which a slot has to hold as well.
+        join_prompts: read whole prompts of adjacent slots in one run.
+        least_rows: a decode step can be over adjacent slots alone, at least so many. Then those in use are best close
+            together, and what another slot holds of a prompt is copied. None = every step is over all slots.
+        flush_every: decode steps between two reads, at least 1.
+        prefill_chunk_size: most prompt tokens of a chunk, but at least a piece; None = the whole prompt.
+        interleave: take turns between one chunk and one window, so that running rows wait for no more than a chunk;
+            otherwise every prompt in a slot is read before any row decodes.
+        saved_states: most saved copies of recurrent states.
+        reuse_sampled: continue from tokens that a slot sampled, too, and from anywhere.
+    """
+
+    pieces: Pieces
+    tail_size: int | None = None
+    recurrent: bool = False
+    attention: bool = True
+    join_prompts: bool = False
+    least_rows: int | None = None
+    flush_every: int = 1
+    prefill_chunk_size: int | None = None
+    interleave: bool = True
+    saved_states: int = 0
+    reuse_sampled: bool = False
+
+    @classmethod
+    def of(cls, sessions: Sessions, **choices: Any) -> SchedulerConfig:
+        """As suits the graphs of a package. choices: `flush_every` and the fields after it."""
+        return cls(
+            Pieces.of(sessions),
+            sessions.tail_size,
+            bool(sessions.interface.recurrent),
+            bool(sessions.interface.key_values),
+            sessions.joins_prompts,
+            sessions.least_rows,
+            **choices,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +92,33 @@ class Copy:
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
-    """Pieces of a prompt, one after another, each for one call. copies: what comes before them. saves: what comes at
-    their ends."""
+class Admission:
+    """A sequence that got a slot. copy: the beginning of its prompt, which a slot holds, maybe its own. moved: another
+    slot, which gets what its slot kept so far, and the tokens of that; None = nothing is moved."""
 
     sequence: Sequence
+    copy: Copy
+    moved: tuple[int, Array] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """The states of `slot` after the first `tokens` tokens of its row, for a place."""
+
+    slot: int
+    tokens: int
+    place: int
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """Pieces of a prompt, one after another, each for one call; or the whole prompts of several sequences in adjacent
+    slots, of one length, for one call.
+
+    copies: to be made before. saves: to be made at the ends of the pieces.
+    """
+
+    sequences: tuple[Sequence, ...]
     pieces: tuple[range, ...]
     copies: tuple[Copy, ...] = ()
     saves: tuple[Save, ...] = ()
@@ -68,35 +129,28 @@ class Chunk:
 
     @property
     def last(self) -> bool:
-        """Whether the first token is sampled after it."""
-        return self.end == len(self.sequence.prompt)
-
-
-@dataclass(frozen=True, slots=True)
-class Prompts:
-    """The whole prompts of `sequences`, in adjacent slots, for one call that samples the first token of each. saves:
-    what comes after it."""
-
-    sequences: tuple[Sequence, ...]
-    saves: tuple[Save, ...] = ()
+        """Whether the first token is sampled at its end."""
+        return self.end == len(self.sequences[0].prompt)
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """`steps` decode steps without a read between them, for the rows of `sequences`."""
+    """`steps` decode steps without a read between them, for the rows of `sequences`. counts: the tokens that each of
+    them samples if it still runs."""
 
     sequences: tuple[Sequence, ...]
     steps: int
+    counts: tuple[int, ...] = field(default=(), compare=False)
 
     @property
     def rows(self) -> range:
-        """From the first of these to the last one."""
+        """From the first of these to the last."""
         return span_of(map(slot_of, self.sequences))
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """The row of `source` goes to the free slot `target`, and the first `kept` tokens of that one to `source`."""
+    """The row of `source` goes to the free slot `target`, and the first `kept` tokens of that slot to `source`."""
 
     source: int
     target: int
@@ -106,58 +160,25 @@ class Move:
 class Scheduler:
     """First come, first served, among those of one priority.
 
-    A prompt is read in `pieces`, each in a call of its own, whatever else happens: kernels round differently for
-    another number of tokens, and nothing but the prompt may decide that. So chunks are whole pieces, prompts are read
-    together where they have the same length, and what a slot holds is gone on from at the end of a piece.
+    A prompt is read in pieces, each in a call of its own, whatever else happens: kernels round differently for another
+    number of tokens, and nothing but the prompt may decide that. So chunks are whole pieces, prompts are read together
+    if they have the same length, and a prompt continues from what a slot holds at the end of a piece.
 
-    prefill_chunk_size: most prompt tokens of a chunk, but at least a piece; None = the whole prompt. interleave: take
-    turns between one chunk and one window, so that running rows are not held up for longer than a chunk; otherwise
-    every prompt in a slot is read before any row decodes. tail_size: so many tokens at the end of a piece may be read
-    again without those before them; None = the whole piece. recurrent: the model has states that are those of a slot's
-    newest token, so that another slot can go on from them at that moment, or from a copy that was saved. saved_states:
-    how many such copies there may be. attention: the model has keys and values, which a slot has to hold beside them.
-    join_prompts: read whole prompts of adjacent slots in one run. least_rows: a decode step can be over adjacent slots
-    alone, at least so many, so that those in use are best close together, and a prompt whose beginning another slot
-    holds has it copied; None = every step is over all slots. reuse_sampled: go on from the tokens that a slot
-    sampled, too, and from anywhere.
-
-    States are saved at the end of a prompt's whole pieces, from where the next turn of a conversation goes on; where a
-    prompt leaves another one that was seen, because a third may leave them there, too (as in Marconi,
+    States are saved at the end of a prompt's whole pieces, from where the next turn of a conversation continues; where
+    a prompt leaves another that was seen, because a third may leave them there, too (as in Marconi,
     https://arxiv.org/abs/2411.19379); and with `reuse_sampled` at the end of an answer.
     """
 
-    def __init__(
-        self,
-        slots: int,
-        flush_every: int = 1,
-        prefill_chunk_size: int | None = None,
-        *,
-        pieces: Pieces,
-        tail_size: int | None = None,
-        interleave: bool = True,
-        recurrent: bool = False,
-        attention: bool = True,
-        saved_states: int = 0,
-        join_prompts: bool = False,
-        least_rows: int | None = None,
-        reuse_sampled: bool = False,
-    ) -> None:
+    def __init__(self, slots: int, config: SchedulerConfig) -> None:
+        self._config = config
+        self._pieces = config.pieces
         self._kept: dict[int, Array] = dict.fromkeys(range(slots), _NOTHING)  # what each free slot holds
-        self._free = list(range(slots))  # the one that was left longest ago first
+        self._free = list(range(slots))  # the slot that was left longest ago first
         self._waiting: deque[Sequence] = deque()
-        self._in_slots: list[Sequence] = []  # those in slots, first come first
-        self._flush_every = flush_every
-        self._chunk_size = prefill_chunk_size
-        self._pieces = pieces
-        self._tail_size = tail_size
-        self._interleave = interleave
-        self._recurrent = recurrent
-        self._attention = attention
-        self._saved = SavedStates(saved_states if recurrent else 0)
-        self._join_prompts = join_prompts
-        self._moves = least_rows is not None and attention
-        self._least_rows = slots if least_rows is None else least_rows
-        self._reuse_sampled = reuse_sampled
+        self._in_slots: list[Sequence] = []  # first come first
+        self._saved = SavedStates(config.saved_states if config.recurrent else 0)
+        self._moves = config.least_rows is not None and config.attention
+        self._least_rows = slots if config.least_rows is None else config.least_rows
         self._chunk_was_last = False
         self._wasted = 0  # rows of the steps since the last move that a move would have saved
 
@@ -182,27 +203,28 @@ class Scheduler:
         return [sequence for sequence in self._in_slots if sequence.consumed < len(sequence.prompt)]
 
     def add(self, sequence: Sequence) -> None:
-        """Have it wait, behind those of its own priority."""
+        """Let it wait, after those of its own priority."""
         insort(self._waiting, sequence, key=lambda one: one.priority)
 
-    def admit(self) -> list[Sequence]:
-        """Give free slots to those who waited longest. Their `consumed` is what the cache of their `source` holds."""
-        admitted: list[Sequence] = []
+    def admit(self) -> list[Admission]:
+        """Give free slots to those who waited longest."""
+        admitted: list[Admission] = []
         while self._waiting and self._free:
             sequence = self._waiting.popleft()
             reusable = {slot: self._reusable(self._kept[slot], sequence.prompt) for slot in self._free}
-            used = [slot_of(one) for one in (*self._in_slots, *admitted)]
+            used = [slot_of(one) for one in self._in_slots]
             rows = {slot: max(self._least_rows, len(span_of([*used, slot]))) for slot in self._free}
             # Of equals, the first.
-            sequence.slot = min(self._free, key=lambda slot: (rows[slot], -reusable[slot]))
-            sequence.source = max([sequence.slot, *self._free], key=reusable.__getitem__)
-            sequence.reused = sequence.consumed = reusable[sequence.source]
-            sequence.place = self._saved.use(sequence.prompt[: sequence.reused])
-            sequence.moved = self._make_room(sequence.slot, sequence.source, sequence.prompt, sequence.reused)
-            self._free.remove(sequence.slot)
-            del self._kept[sequence.slot]
-            admitted.append(sequence)
-        self._in_slots += admitted
+            slot = min(self._free, key=lambda slot: (rows[slot], -reusable[slot]))
+            source = max([slot, *self._free], key=reusable.__getitem__)
+            sequence.slot, sequence.reused = slot, reusable[source]
+            sequence.consumed = sequence.reused
+            place = self._saved.use(sequence.prompt[: sequence.reused])
+            moved = self._make_room(slot, source, sequence.prompt, sequence.reused)
+            self._free.remove(slot)
+            del self._kept[slot]
+            self._in_slots.append(sequence)
+            admitted.append(Admission(sequence, Copy(sequence, source, sequence.reused, place), moved))
         return admitted
 
     def _make_room(self, slot: int, source: int, prompt: Array, reused: int) -> tuple[int, Array] | None:
@@ -234,7 +256,7 @@ class Scheduler:
         # Of a row whose first token was not read, nobody knows whether it was valid.
         keep = keep and bool(sequence.sampled or not sequence.issued)
         tokens = sequence.prompt[: sequence.consumed]
-        if self._reuse_sampled:  # the newest token was not fed yet, so the cache has no key and value for it
+        if self._config.reuse_sampled:  # the newest token was not fed yet, so the cache has no key and value for it
             tokens = np.concatenate([tokens, np.array(sequence.sampled[:-1], dtype=np.int64)])
         self._kept[slot] = tokens if keep else _NOTHING
         return slot
@@ -245,26 +267,35 @@ class Scheduler:
         tokens_in_states: asked only where it matters. A row may have gone on before it was found to have ended.
         """
         tokens = self._kept[slot]
-        wanted = self._reuse_sampled and self._saved.places and len(tokens)
+        wanted = self._config.reuse_sampled and self._saved.places and len(tokens)
         if not wanted or tokens_in_states(slot) != len(tokens):
             return None
         place = self._saved.add(tokens, self._is_held)
         return None if place is None else Save(slot, len(tokens), place)
 
-    def next_job(self) -> Chunk | Prompts | Window | None:
-        """What the device does next; None where nothing is left to do before results are read."""
+    def next_job(self) -> Read | Window | None:
+        """What the device does next, taken as done; None if nothing is left to do before results are read."""
         prefilling, running = self.prefilling, [sequence for sequence in self._in_slots if sequence.may_run]
-        if prefilling and not (running and self._interleave and self._chunk_was_last):
+        if prefilling and not (running and self._config.interleave and self._chunk_was_last):
             self._chunk_was_last = True
-            return self._next_read(prefilling)
+            read = self._next_read(prefilling)
+            for copy in read.copies:
+                copy.sequence.reused = copy.tokens
+                copy.sequence.consumed = max(copy.sequence.consumed, copy.tokens)
+            for sequence in read.sequences:
+                sequence.consumed, sequence.issued = read.end, int(read.last)
+            return read
         self._chunk_was_last = False
         if not running:
             return None
         guided = any(sequence.guided for sequence in running)
-        most = max(sequence.limit - sequence.issued for sequence in running)
-        window = Window(tuple(running), 1 if guided else min(self._flush_every, most))
+        left = [sequence.limit - sequence.issued for sequence in running]
+        steps = 1 if guided else min(self._config.flush_every, max(left))
+        window = Window(tuple(running), steps, tuple(min(steps, count) for count in left))
         best = self._best_move()
-        self._wasted = 0 if best is None else self._wasted + window.steps * best[1]
+        self._wasted = 0 if best is None else self._wasted + steps * best[1]
+        for sequence, count in zip(running, window.counts, strict=True):
+            sequence.issued += count
         return window
 
     def next_move(self) -> Move | None:
@@ -299,7 +330,7 @@ class Scheduler:
                     moves.append((Move(source, target, kept), width - widths[target], held + 2 * kept))
         return min(moves, key=lambda move: move[2] / move[1], default=None)
 
-    def _next_read(self, prefilling: list[Sequence]) -> Chunk | Prompts:
+    def _next_read(self, prefilling: list[Sequence]) -> Read:
         """The next part of the first one's prompt, or some whole prompts with it."""
         sequence, *others = prefilling
         start, end = sequence.consumed, len(sequence.prompt)
@@ -308,18 +339,17 @@ class Scheduler:
         if tokens > start:
             copies = (Copy(sequence, source, tokens, self._saved.use(sequence.prompt[:tokens])),)
             start = tokens
-        if self._recurrent:
+        if self._config.recurrent:
             # Those that begin alike wait until this prompt is read as far as they go together.
             together = {one: reusable_prefix(sequence.prompt, one.prompt, self._pieces, None) for one in others}
             ahead = {one: tokens for one, tokens in together.items() if tokens > one.consumed}
             copies += tuple(Copy(one, slot_of(sequence), start) for one, tokens in ahead.items() if tokens == start)
             end = min([end, *(tokens for tokens in ahead.values() if tokens > start)])
-        joined = self._joined(sequence) if start == 0 else ()
-        if len(joined) > 1:
-            return Prompts(joined, tuple(save for one in joined for save in self._saves(one, 0, end)))
-        if self._chunk_size is not None:
-            end = min(end, self._pieces.end(start, self._chunk_size))
-        return Chunk(sequence, self._pieces.cut(start, end), copies, self._saves(sequence, start, end))
+        joined = self._joined(sequence) if start == 0 else (sequence,)
+        if len(joined) == 1 and self._config.prefill_chunk_size is not None:
+            end = min(end, self._pieces.end(start, self._config.prefill_chunk_size))
+        saves = tuple(save for one in joined for save in self._saves(one, start, end))
+        return Read(joined, self._pieces.cut(start, end), copies, saves)
 
     def _saves(self, sequence: Sequence, start: int, end: int) -> tuple[Save, ...]:
         """What to save while the tokens [start, end) of a prompt are read."""
@@ -340,7 +370,7 @@ class Scheduler:
     def _is_held(self, tokens: Array) -> bool:
         """Whether some slot has the keys and values of all these tokens, or nobody needs any."""
         held = [*self._kept.values(), *(one.prompt[: one.consumed] for one in self._in_slots)]
-        return not self._attention or any(shared_prefix(one, tokens) == len(tokens) for one in held)
+        return not self._config.attention or any(shared_prefix(one, tokens) == len(tokens) for one in held)
 
     def _holder(self, sequence: Sequence) -> tuple[int, int]:
         """The other slot that holds most of a prompt's beginning, and how many tokens of it."""
@@ -350,25 +380,25 @@ class Scheduler:
 
     def _reusable(self, held: Array, prompt: Array) -> int:
         """How many tokens of `prompt` need not be read where `held` was; at least one has to be."""
-        if self._recurrent:
-            most = shared_prefix(held, prompt) if self._attention else len(prompt)
+        if self._config.recurrent:
+            most = shared_prefix(held, prompt) if self._config.attention else len(prompt)
             return self._saved.longest(prompt, min(most, len(prompt) - 1))
-        if self._reuse_sampled:
+        if self._config.reuse_sampled:
             return shared_prefix(held, prompt[:-1])
-        return reusable_prefix(held, prompt, self._pieces, self._tail_size)
+        return reusable_prefix(held, prompt, self._pieces, self._config.tail_size)
 
     def _joined(self, sequence: Sequence) -> tuple[Sequence, ...]:
         """`sequence`, of which nothing was read, and those whose prompts are read with its own, by slot."""
-        if not self._join_prompts:
+        if not self._config.join_prompts:
             return (sequence,)
         fresh = {slot_of(one): one for one in self.prefilling if one.consumed == 0 and not self._waits(one, sequence)}
         lengths = {slot: len(one.prompt) for slot, one in fresh.items()}
-        slots = joined_slots(lengths, slot_of(sequence), self._pieces.size, self._chunk_size)
+        slots = joined_slots(lengths, slot_of(sequence), self._pieces.size, self._config.prefill_chunk_size)
         return tuple(fresh[slot] for slot in slots)
 
     def _waits(self, one: Sequence, first: Sequence) -> bool:
         """Whether it is cheaper to copy most of a prompt, once `first` was read, than to read it with that one."""
-        if one is first or self._recurrent:
+        if one is first or self._config.recurrent:
             return False
         return max(self._holder(one)[1], self._reusable(first.prompt, one.prompt)) > _RUN
 

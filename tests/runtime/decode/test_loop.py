@@ -17,7 +17,8 @@ import pytest
 from qsample.contract import RUNNING, STATUS_NAMES
 from qsample.errors import QsampleError
 from qsample.runtime import CausalLM, SamplingParams
-from qsample.runtime.decode.loop import DecodeLoop, make_scheduler
+from qsample.runtime.decode.loop import DecodeLoop
+from qsample.runtime.decode.scheduler import Admission, Scheduler, SchedulerConfig
 from qsample.runtime.decode.slots import Slots, Snapshot
 from qsample.runtime.sequence import Sequence
 from tests.helpers import fake_reference
@@ -43,7 +44,10 @@ def run(
     def deliver(sequence: Sequence) -> None:
         delivered.append((len(sequence.take()[0]), sequence.status))
 
-    scheduler = make_scheduler(model.sessions, slots, flush_every, chunk, interleave=interleave)
+    scheduler = Scheduler(
+        slots,
+        SchedulerConfig.of(model.sessions, flush_every=flush_every, prefill_chunk_size=chunk, interleave=interleave),
+    )
     device = Slots(model.sessions, slots, CAPACITY)
     with DecodeLoop(device, scheduler, deliver, double_buffering=double_buffering) as loop:
         for request in requests:
@@ -178,9 +182,17 @@ def test_what_was_moved_out_of_the_way_is_gone_on_from(double_buffering: bool, m
     generator, short = random.Random(2), SamplingParams(temperature=0.9, max_new_tokens=2, eos_token_id=())
     texts = [[generator.randrange(3, 290) for _ in range(CAPACITY)] for _ in range(3)]
     sessions = replace(model.sessions, least_rows=1)
-    scheduler, device = make_scheduler(sessions, 6), Slots(sessions, 6, CAPACITY)
+    moved: list[bool] = []
+
+    class Watched(Scheduler):
+        def admit(self) -> list[Admission]:
+            admitted = super().admit()
+            moved.extend(admission.moved is not None for admission in admitted)
+            return admitted
+
+    scheduler, device = Watched(6, SchedulerConfig.of(sessions)), Slots(sessions, 6, CAPACITY)
     long = SamplingParams(temperature=0.9, max_new_tokens=60, eos_token_id=())
-    running, moved = make_sequence(model, [5], long, 0, CAPACITY), 0
+    running = make_sequence(model, [5], long, 0, CAPACITY)
     with DecodeLoop(device, scheduler, lambda sequence: sequence.take(), double_buffering=double_buffering) as loop:
         loop.add(running)
         while not running.sampled:
@@ -194,9 +206,8 @@ def test_what_was_moved_out_of_the_way_is_gone_on_from(double_buffering: bool, m
                     loop.step()
                 assert one.reused == (turn - 1) * sessions.piece_size
                 assert one.sampled == fake_reference.generate(prompt, short, seed, CAPACITY)[0]
-                moved += one.moved is not None
         assert running.status == RUNNING
-        assert moved > 3
+        assert sum(moved) > 3
     assert running.sampled == fake_reference.generate([5], long, 0, CAPACITY)[0][: len(running.sampled)]
 
 
@@ -266,7 +277,8 @@ def test_a_request_that_leaves_in_the_middle(double_buffering: bool, model: Caus
                 loop.leave(leaver)
 
     slots = Slots(model.sessions, 3, CAPACITY)
-    with DecodeLoop(slots, make_scheduler(model.sessions, 3, 2, 1), deliver, double_buffering=double_buffering) as loop:
+    scheduler = Scheduler(3, SchedulerConfig.of(model.sessions, flush_every=2, prefill_chunk_size=1))
+    with DecodeLoop(slots, scheduler, deliver, double_buffering=double_buffering) as loop:
         for request in (stays, running, prefilling, queued, last):
             loop.add(request)
         while loop.busy:
@@ -284,7 +296,8 @@ def test_nothing_is_kept_of_the_last_request_that_leaves(double_buffering: bool,
     """Its tokens are on the way, and no job comes after which they would be read."""
     free = SamplingParams(temperature=0.9, max_new_tokens=20, eos_token_id=())
     request = make_sequence(model, [5, 6, 7], free, 0, CAPACITY)
-    slots, scheduler = Slots(model.sessions, 1, CAPACITY), make_scheduler(model.sessions, 1, 2)
+    slots = Slots(model.sessions, 1, CAPACITY)
+    scheduler = Scheduler(1, SchedulerConfig.of(model.sessions, flush_every=2))
     with DecodeLoop(slots, scheduler, lambda _: None, double_buffering=double_buffering) as loop:
         loop.add(request)
         for _ in range(3):

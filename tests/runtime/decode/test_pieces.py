@@ -16,7 +16,8 @@ from qsample.auto_model import AutoModelForCausalLM
 from qsample.contract import CAPACITY
 from qsample.runtime import CausalLM, Engine, SamplingParams, load
 from qsample.runtime.decode import prefixes
-from qsample.runtime.decode.loop import DecodeLoop, make_scheduler
+from qsample.runtime.decode.loop import DecodeLoop
+from qsample.runtime.decode.scheduler import Scheduler, SchedulerConfig
 from qsample.runtime.decode.slots import Slots
 from qsample.runtime.sequence import Sequence
 
@@ -71,7 +72,7 @@ def run(
         plain(slot, prompt, seed, *rest)  # type: ignore[arg-type]
 
     device.begin = begin  # type: ignore[method-assign,assignment]
-    scheduler = make_scheduler(model.sessions, slots, 1, chunk, interleave=interleave)
+    scheduler = Scheduler(slots, SchedulerConfig.of(model.sessions, prefill_chunk_size=chunk, interleave=interleave))
     with DecodeLoop(device, scheduler, deliver, double_buffering=True) as loop:
         for row in rows:
             loop.add(model.prepare(made[row], PARAMS, {}, seed=row, capacity=CTX_LEN)[0][0])

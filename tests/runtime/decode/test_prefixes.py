@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from qsample.runtime.decode.prefixes import LATE, Pieces, SavedStates
-from qsample.runtime.decode.scheduler import Chunk, Copy, Prompts, Save, Scheduler
-from tests.runtime.decode.test_scheduler import admitted, read
+from qsample.runtime.decode.scheduler import Copy, Read, Save, Scheduler, SchedulerConfig
+from tests.runtime.decode.test_scheduler import admitted, chunk, request
 
 CPU = Pieces(64, late=256)
 
@@ -53,13 +53,8 @@ def anything(beginning: np.ndarray) -> bool:
 
 
 def scheduler(slots: int, places: int = 8, **options: Any) -> Scheduler:
-    return Scheduler(
-        slots,
-        pieces=Pieces(4),
-        recurrent=True,
-        saved_states=places,
-        **{"interleave": False, "prefill_chunk_size": 4, **options},
-    )
+    chosen = {"interleave": False, "prefill_chunk_size": 4, "saved_states": places, **options}
+    return Scheduler(slots, SchedulerConfig(Pieces(4), recurrent=True, **chosen))
 
 
 def run(one: Scheduler, *, answer: tuple[int, ...] = (7,)) -> list[Save]:
@@ -67,14 +62,7 @@ def run(one: Scheduler, *, answer: tuple[int, ...] = (7,)) -> list[Save]:
     saves: list[Save] = []
     while one.prefilling:
         job = one.next_job()
-        if isinstance(job, Prompts):
-            for sequence in job.sequences:
-                read(one, sequence)
-        else:
-            assert isinstance(job, Chunk)
-            for copy in job.copies:
-                copy.sequence.consumed = copy.sequence.reused = copy.tokens
-            job.sequence.consumed, job.sequence.issued = job.end, int(job.last)
+        assert isinstance(job, Read)
         saves += job.saves
     for sequence in one.in_slots:
         sequence.sampled = [*answer]
@@ -121,16 +109,18 @@ def test_states_are_saved_where_a_prompt_s_whole_pieces_end(
 def test_prompts_that_are_read_together_are_saved_each() -> None:
     one = scheduler(3, prefill_chunk_size=12, join_prompts=True)
     first, second, third = admitted(one, [1, 2, 3, 4], [5, 6, 7, 8], [1, 2, 3, 4])
-    assert one.next_job() == Prompts((first, second, third), (Save(0, 4, 0), Save(1, 4, 1)))
+    assert one.next_job() == Read((first, second, third), (range(4),), (), (Save(0, 4, 0), Save(1, 4, 1)))
 
 
 def test_the_next_turn_goes_on_from_the_last() -> None:
     one = scheduler(2)
     admitted(one, [*range(10)])
     assert run(one) == [Save(0, 8, 0)]
-    (turn,) = admitted(one, [*range(10), 7, 5, 5, 5])
-    assert (turn.slot, turn.reused, turn.consumed, turn.place) == (0, 8, 8, 0)
-    assert one.next_job() == Chunk(turn, (range(8, 12),), (), (Save(0, 12, 1),))
+    turn = request([*range(10), 7, 5, 5, 5])
+    one.add(turn)
+    assert one.admit()[0].copy == Copy(turn, 0, 8, 0)
+    assert (turn.slot, turn.reused, turn.consumed) == (0, 8, 8)
+    assert one.next_job() == chunk(turn, (range(8, 12),), (), (Save(0, 12, 1),))
 
 
 def test_where_a_prompt_leaves_another_one_is_saved_for_a_third() -> None:
@@ -170,11 +160,10 @@ def test_what_another_slot_holds_is_copied_with_the_states_that_were_saved() -> 
     (first,) = admitted(one, [*range(10)])
     while first.consumed < 10:
         job = one.next_job()
-        assert isinstance(job, Chunk)
-        first.consumed, first.issued = job.end, int(job.last)
+        assert isinstance(job, Read)
     (second,) = admitted(one, [*range(9), 60])  # while the first one runs
-    assert (second.slot, second.reused, second.place) == (1, 0, None)
-    assert one.next_job() == Chunk(second, (range(8, 10),), (Copy(second, 0, 8, 0),))
+    assert (second.slot, second.reused) == (1, 0)
+    assert one.next_job() == chunk(second, (range(8, 10),), (Copy(second, 0, 8, 0),))
 
 
 def test_a_row_that_waits_for_another_goes_no_step_back() -> None:

@@ -10,15 +10,23 @@ import pytest
 
 from qsample.runtime.decode import scheduler as scheduler_module
 from qsample.runtime.decode.prefixes import Pieces, reusable_prefix, shared_prefix
-from qsample.runtime.decode.scheduler import Chunk, Copy, Move, Prompts, Window, joined_slots
+from qsample.runtime.decode.scheduler import Admission, Copy, Move, Read, SchedulerConfig, Window, joined_slots
 from qsample.runtime.sequence import Sequence
 
 
 class Scheduler(scheduler_module.Scheduler):
-    """Cuts anywhere, where nothing else is said."""
+    """Cuts anywhere, unless a test says otherwise."""
 
-    def __init__(self, slots: int, *arguments: Any, piece_size: int = 1, **options: Any) -> None:
-        super().__init__(slots, *arguments, pieces=Pieces(piece_size), **options)
+    def __init__(self, slots: int, *, piece_size: int = 1, **options: Any) -> None:
+        super().__init__(slots, SchedulerConfig(Pieces(piece_size), **options))
+
+
+def admit(scheduler: scheduler_module.Scheduler) -> list[Sequence]:
+    return [admission.sequence for admission in scheduler.admit()]
+
+
+def chunk(sequence: Sequence, pieces: tuple[range, ...], *rest: Any) -> Read:
+    return Read((sequence,), pieces, *rest)
 
 
 def request(prompt: list[int], most: int = 10, *, guided: bool = False) -> Sequence:
@@ -89,14 +97,14 @@ def test_first_come_first_served() -> None:
     requests = [request([n, n]) for n in range(1, 6)]
     for one in requests:
         scheduler.add(one)
-    assert scheduler.admit() == requests[:2]
-    assert (scheduler.waiting, scheduler.admit()) == (3, [])
+    assert admit(scheduler) == requests[:2]
+    assert (scheduler.waiting, admit(scheduler)) == (3, [])
     slot = scheduler.leave(requests[1])
-    assert scheduler.admit() == [requests[2]]
+    assert admit(scheduler) == [requests[2]]
     assert requests[2].slot == slot
     assert scheduler.leave(requests[4]) is None  # from the queue
     scheduler.leave(requests[0])
-    assert scheduler.admit() == [requests[3]]
+    assert admit(scheduler) == [requests[3]]
     assert scheduler.waiting == 0
     assert [one.slot for one in scheduler.in_slots] == [slot, 0]
 
@@ -121,43 +129,45 @@ def test_a_prompt_goes_where_most_of_it_is_kept(reuse_sampled: bool) -> None:
     ):
         one = request(prompt)
         scheduler.add(one)
-        assert scheduler.admit() == [one]
+        assert admit(scheduler) == [one]
         assert (one.slot, one.reused, one.consumed) == (slot, reused, reused)
 
 
 def test_slots_in_use_are_close_together_where_a_step_may_be_over_some() -> None:
     scheduler = Scheduler(6, least_rows=2)
 
-    def admit(prompt: list[int]) -> Sequence:
-        one = request(prompt)
-        scheduler.add(one)
-        assert scheduler.admit() == [one]
-        read(scheduler, one)
-        one.sampled = [99]
-        return one
+    def admit(prompt: list[int]) -> Admission:
+        scheduler.add(request(prompt))
+        (admission,) = scheduler.admit()
+        read(scheduler, admission.sequence)
+        admission.sequence.sampled = [99]
+        return admission
 
-    first = [admit([n] * 9) for n in range(1, 7)]
+    def held(one: Admission) -> tuple[int | None, int, int]:
+        return one.sequence.slot, one.copy.source, one.copy.tokens
+
+    first = [admit([n] * 9).sequence for n in range(1, 7)]
     assert [one.slot for one in first] == list(range(6))
     for slot in (4, 0, 5, 1, 3):
         scheduler.leave(first[slot])
     # Slot 2 runs. Beside it, slot 1 was left before slot 3; slots 4 and 0, which were left before, are further off.
     second = admit([8])
-    assert (second.slot, second.source, second.reused) == (1, 1, 0)
+    assert held(second) == (1, 1, 0)
     # What slot 1 held goes to slot 4, which was left longest ago.
     assert second.moved is not None
     assert (second.moved[0], second.moved[1].tolist()) == (4, [2] * 9)
     # What slot 5 holds is copied; it keeps it. Slot 0 was left longest ago now.
     third = admit([6] * 5 + [7])
-    assert (third.slot, third.source, third.reused, third.moved) == (0, 5, 5, None)
+    assert (held(third), third.moved) == ((0, 5, 5), None)
     fourth = admit([2] * 9)
-    assert (fourth.slot, fourth.source, fourth.reused) == (3, 4, 8)
+    assert held(fourth) == (3, 4, 8)
     assert fourth.moved is not None
     assert (fourth.moved[0], fourth.moved[1].tolist()) == (5, [4] * 9)
     # Slot 4 holds nothing now that slot 3 lacks, so that it gives way next.
     fifth = admit([4] * 9)
-    assert (fifth.slot, fifth.source, fifth.reused, fifth.moved) == (4, 5, 8, None)
+    assert (held(fifth), fifth.moved) == ((4, 5, 8), None)
     scheduler.leave(first[2])
-    assert Window((second, third), 1).rows == range(2)
+    assert Window((second.sequence, third.sequence), 1).rows == range(2)
 
 
 def steps_until_a_move(scheduler: Scheduler, most: int = 100) -> tuple[int, Move | None]:
@@ -167,8 +177,6 @@ def steps_until_a_move(scheduler: Scheduler, most: int = 100) -> tuple[int, Move
             return count, move
         window = scheduler.next_job()
         assert isinstance(window, Window)
-        for one in window.sequences:
-            one.issued += 1
     return most, None
 
 
@@ -196,8 +204,8 @@ def test_a_row_far_from_the_others_is_moved_once_it_has_cost_as_much() -> None:
     # What slot 1 kept is in slot 5, and gives way as early as it would have.
     again = request([1] * 9)
     scheduler.add(again)
-    scheduler.admit()
-    assert (again.slot, again.source, again.reused) == (2, 5, 8)
+    assert scheduler.admit()[0].copy == Copy(again, source=5, tokens=8)
+    assert again.slot == 2
 
 
 def test_rows_stay_where_a_step_is_over_all() -> None:
@@ -232,7 +240,7 @@ def test_conversations_that_take_turns_are_not_forgotten(least_rows: int | None,
         turns[number].append(number)
         one = request(turns[number])
         scheduler.add(one)
-        assert scheduler.admit() == [one]
+        assert admit(scheduler) == [one]
         assert one.reused == (before if before > 1 else 0)
         read(scheduler, one)
         in_slots.append((number, one))
@@ -252,8 +260,8 @@ def test_two_rows_are_as_cheap_as_one_where_a_step_has_two() -> None:
             scheduler.leave(one)
     again = request([5] * 9)
     scheduler.add(again)
-    scheduler.admit()
-    assert (again.slot, again.source, again.reused) == (4, 4, 8)
+    assert scheduler.admit()[0].copy == Copy(again, source=4, tokens=8)
+    assert again.slot == 4
 
 
 def test_what_is_kept_of_a_request_that_left_early() -> None:
@@ -279,12 +287,9 @@ def test_chunks_and_windows_take_turns() -> None:
     for _ in range(7):
         job = scheduler.next_job()
         assert job is not None
-        if isinstance(job, Chunk):
-            job.sequence.consumed, job.sequence.issued = job.end, int(job.last)
-            seen.append((job.sequence, job.pieces[0].start, job.end, job.last))
+        if isinstance(job, Read):
+            seen.append((job.sequences[0], job.pieces[0].start, job.end, job.last))
         else:
-            for one in job.sequences:
-                one.issued = min(one.issued + job.steps, one.limit)
             seen.append((job.sequences, job.steps))
     assert seen == [
         (first, 0, 1, True),
@@ -323,12 +328,10 @@ def test_whole_prompts_are_read_together() -> None:
     for one in (long, *short):
         scheduler.add(one)
     scheduler.admit()
-    assert scheduler.next_job() == Chunk(long, (range(8),))
-    long.consumed = 8
-    assert scheduler.next_job() == Chunk(long, (range(8, 9),))
-    read(scheduler, long)
+    assert scheduler.next_job() == chunk(long, (range(8),))
+    assert scheduler.next_job() == chunk(long, (range(8, 9),))
     assert scheduler.next_job() == Window((long,), 1)
-    assert scheduler.next_job() == Prompts((short[0], short[1]))
+    assert scheduler.next_job() == Read((short[0], short[1]), (range(3),))
 
 
 def test_chunks_are_whole_pieces() -> None:
@@ -338,11 +341,10 @@ def test_chunks_are_whole_pieces() -> None:
         scheduler.add(one)
         scheduler.admit()
         seen = []
-        while one.consumed < 11:
+        while (start := one.consumed) < 11:
             job = scheduler.next_job()
-            assert isinstance(job, Chunk)
-            assert job.pieces == tuple(piece for piece in Pieces(4).cut(0, 11) if one.consumed <= piece.start < job.end)
-            one.consumed = job.end
+            assert isinstance(job, Read)
+            assert job.pieces == tuple(piece for piece in Pieces(4).cut(0, 11) if start <= piece.start < job.end)
             seen.append(job.end)
         assert seen == ends, asked
 
@@ -351,72 +353,60 @@ def admitted(scheduler: Scheduler, *prompts: list[int]) -> list[Sequence]:
     sequences = [request(prompt) for prompt in prompts]
     for one in sequences:
         scheduler.add(one)
-    assert scheduler.admit() == sequences
+    assert admit(scheduler) == sequences
     return sequences
 
 
 def test_what_another_slot_holds_is_copied() -> None:
     scheduler = Scheduler(4, piece_size=4, tail_size=2, join_prompts=True)
     first, same, longer, other = admitted(scheduler, [*range(11)], [*range(11)], [*range(9), 0, 0, 0], [*range(4)])
-    assert scheduler.next_job() == Chunk(first, Pieces(4).cut(0, 11))
-    read(scheduler, first)
+    assert scheduler.next_job() == chunk(first, Pieces(4).cut(0, 11))
     scheduler.next_job()
     # All but the last two tokens, because their last pieces end alike.
-    assert scheduler.next_job() == Chunk(same, (range(9, 11),), (Copy(same, 0, 9),))
-    read(scheduler, same)
+    assert scheduler.next_job() == chunk(same, (range(9, 11),), (Copy(same, 0, 9),))
     scheduler.leave(first, keep=False)
     scheduler.next_job()
-    assert scheduler.next_job() == Chunk(longer, (range(8, 12),), (Copy(longer, 1, 8),))
-    read(scheduler, longer)
+    assert scheduler.next_job() == chunk(longer, (range(8, 12),), (Copy(longer, 1, 8),))
     same.sampled = [5, 6]
     scheduler.leave(same)
     longer.sampled = [5, 6]
     scheduler.leave(longer)
-    assert scheduler.next_job() == Chunk(other, (range(2, 4),), (Copy(other, 1, 2),))  # from a slot that is free
+    assert scheduler.next_job() == chunk(other, (range(2, 4),), (Copy(other, 1, 2),))  # from a slot that is free
 
 
 def test_a_prompt_that_is_being_read_is_copied_as_far_as_it_is() -> None:
     scheduler = Scheduler(2, piece_size=4, prefill_chunk_size=4)
     first, second = admitted(scheduler, [*range(11)], [*range(11)])
-    assert scheduler.next_job() == Chunk(first, (range(4),))
-    first.consumed = 4
+    assert scheduler.next_job() == chunk(first, (range(4),))
     scheduler.leave(first)
-    assert scheduler.next_job() == Chunk(second, (range(4, 8),), (Copy(second, 0, 4),))
+    assert scheduler.next_job() == chunk(second, (range(4, 8),), (Copy(second, 0, 4),))
 
 
 def test_short_prompts_that_are_the_same_are_read_once() -> None:
     scheduler = Scheduler(3, piece_size=16, tail_size=2, join_prompts=True)
     first, same, other = admitted(scheduler, [*range(9)], [*range(9)], [*range(1, 10)])
-    assert scheduler.next_job() == Chunk(first, (range(9),))
-    read(scheduler, first)
+    assert scheduler.next_job() == chunk(first, (range(9),))
     scheduler.next_job()
-    assert scheduler.next_job() == Chunk(same, (range(7, 9),), (Copy(same, 0, 7),))
-    read(scheduler, same)
+    assert scheduler.next_job() == chunk(same, (range(7, 9),), (Copy(same, 0, 7),))
     scheduler.next_job()
-    assert scheduler.next_job() == Chunk(other, (range(9),))
+    assert scheduler.next_job() == chunk(other, (range(9),))
     scheduler = Scheduler(2, piece_size=16, tail_size=2, join_prompts=True)
     assert scheduler.next_job() is None
     assert scheduler_module._RUN == 4
     short = admitted(scheduler, [*range(6)], [*range(6)])  # a run of its own would cost more than it saves
-    assert scheduler.next_job() == Prompts(tuple(short))
+    assert scheduler.next_job() == Read(tuple(short), (range(6),))
 
 
 def test_recurrent_states_are_copied_while_they_are_those_of_the_common_beginning() -> None:
     scheduler = Scheduler(4, piece_size=4, tail_size=2, recurrent=True, interleave=False)
     prompts = [*range(14)], [*range(14)], [*range(9), 0], [7] * 9
     first, same, shorter, other = admitted(scheduler, *prompts)
-    assert scheduler.next_job() == Chunk(first, Pieces(4).cut(0, 8))
-    first.consumed = 8
-    assert scheduler.next_job() == Chunk(first, (range(8, 12),), (Copy(shorter, 0, 8),))
-    first.consumed, shorter.consumed = 12, 8
-    assert scheduler.next_job() == Chunk(first, (range(12, 14),), (Copy(same, 0, 12),))
-    read(scheduler, first)
-    same.consumed = 12
-    assert scheduler.next_job() == Chunk(same, (range(12, 14),))
-    read(scheduler, same)
-    assert scheduler.next_job() == Chunk(shorter, (range(8, 10),))
-    read(scheduler, shorter)
-    assert scheduler.next_job() == Chunk(other, Pieces(4).cut(0, 9))
+    assert scheduler.next_job() == chunk(first, Pieces(4).cut(0, 8))
+    assert scheduler.next_job() == chunk(first, (range(8, 12),), (Copy(shorter, 0, 8),))
+    assert scheduler.next_job() == chunk(first, (range(12, 14),), (Copy(same, 0, 12),))
+    assert scheduler.next_job() == chunk(same, (range(12, 14),))
+    assert scheduler.next_job() == chunk(shorter, (range(8, 10),))
+    assert scheduler.next_job() == chunk(other, Pieces(4).cut(0, 9))
 
 
 def test_a_prompt_that_goes_on_from_a_kept_one_is_read_alone() -> None:
@@ -426,10 +416,9 @@ def test_a_prompt_that_goes_on_from_a_kept_one_is_read_alone() -> None:
     first.sampled = [4, 5]
     scheduler.leave(first)
     goes_on, fresh = admitted(scheduler, [1, 2, 3], [7])
-    assert scheduler.next_job() == Chunk(goes_on, (range(2, 3),))
-    read(scheduler, goes_on)
+    assert scheduler.next_job() == chunk(goes_on, (range(2, 3),))
     scheduler.next_job()
-    assert scheduler.next_job() == Chunk(fresh, (range(1),))
+    assert scheduler.next_job() == chunk(fresh, (range(1),))
 
 
 def test_every_prompt_first_without_interleaving() -> None:
@@ -437,11 +426,8 @@ def test_every_prompt_first_without_interleaving() -> None:
     for prompt in ([1, 2], [3]):
         scheduler.add(request(prompt))
     scheduler.admit()
-    for kind in (Chunk, Chunk, Chunk, Window):
-        job = scheduler.next_job()
-        assert isinstance(job, kind)
-        if isinstance(job, Chunk):
-            job.sequence.consumed, job.sequence.issued = job.end, int(job.last)
+    for kind in (Read, Read, Read, Window):
+        assert isinstance(scheduler.next_job(), kind)
 
 
 def test_a_guided_request_makes_windows_of_one_step() -> None:
