@@ -1,4 +1,4 @@
-"""The web application: OpenAI's endpoints over the engines of the models that are served."""
+"""The web application: OpenAI's endpoints over the engines of the served models."""
 
 from __future__ import annotations
 
@@ -15,30 +15,32 @@ from starlette.responses import HTMLResponse, Response
 from starlette.types import Receive, Scope, Send
 
 import qsample
-from qsample.serve.answers.answers import Answers
-from qsample.serve.answers.choices import ChatChoice, CompletionChoice
-from qsample.serve.guides import Grammar, GrammarGuide
-from qsample.serve.http.errors import ApiError, add_error_handlers
-from qsample.serve.http.json_bytes import json_bytes
-from qsample.serve.http.middleware import ApiKeys, BodyLimit, UnknownErrors
+from qsample.serve.answers import Answers, ChatChoice, CompletionChoice
+from qsample.serve.guides import Form, GrammarGuide, grammar_of
+from qsample.serve.http import ApiError, ApiKeys, BodyLimit, UnknownErrors, add_error_handlers, json_response
 from qsample.serve.metrics import Metrics
-from qsample.serve.protocol.chat import ChatCompletionRequest, ChatPrompt
-from qsample.serve.protocol.common import GenerationRequest
-from qsample.serve.protocol.completions import CompletionRequest, DetokenizeRequest, TokenizeRequest
-from qsample.serve.sampling import COMPLETION_TOKENS, check_ends, check_logprobs, grammar_of, sampling_params
-from qsample.serve.served_model import ServedModel, ServedModels
+from qsample.serve.models import ServedModel, ServedModels
+from qsample.serve.parsers import DemandedCalls, ToolReader
+from qsample.serve.requests import (
+    ChatCompletionRequest,
+    ChatPrompt,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
 from qsample.serve.settings import ServeSettings
-from qsample.serve.tool_calls.calls import DemandedCalls, ToolReader, demanded, parameters_of
 from qsample.text.chat import ChatOptions
 from qsample.text.tokenizer import LONG_TEXT
 
-_PAGE: Final = Path(__file__).parent / "http" / "page.html"
+_PAGE: Final = Path(__file__).parent / "page.html"
 
 
 def make_app(settings: ServeSettings, models: ServedModels | None = None) -> FastAPI:
     """An ASGI application that loads its models when it starts, and closes them when it ends.
 
-    models: those that were loaded already, with these settings.
+    Args:
+        settings: the models and limits.
+        models: loaded already, with these settings; None = they are loaded at the start.
 
     >>> app = make_app(ServeSettings(models={"tiny": "tiny-cpu"}))  # uvicorn.run(app)
     """
@@ -92,56 +94,55 @@ class _Server:
         app.add_api_route("/detokenize", self.detokenize, methods=["POST"])
 
     async def page(self) -> Response:
-        """A page to try the model on."""
+        """A page to try the model."""
         return HTMLResponse(_PAGE.read_text(encoding="utf-8"))
 
     async def health(self) -> Response:
-        """200 where every model answers, 503 where an engine has ended."""
+        """200 if every model answers, 503 if an engine has ended."""
         ended = self.ended()
         body = {"status": "error", "ended": ended} if ended else {"status": "ok"}
-        return _json(body, 503 if ended else 200)
+        return json_response(body, 503 if ended else 200)
 
     def ended(self) -> list[str]:
-        """The names of the models whose engine takes no requests any more."""
+        """The names of the models whose engines take no more requests."""
         return [model.name for model in self.models or () if model.engine.closed]
 
     async def metrics(self) -> Response:
-        """Prometheus' text form; see docs/serving.md for the names."""
+        """The metrics in Prometheus' text form; docs/serving.md has the names."""
         return Response(self._metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def list_models(self) -> Response:
         """The models by name."""
-        return _json({"object": "list", "data": [_described(model) for model in self._served()]})
+        return json_response({"object": "list", "data": [_described(model) for model in self._served()]})
 
     async def show_model(self, name: str) -> Response:
-        """One model; all of them where the path ends with a slash."""
+        """A model; all models if the path ends with a slash."""
         if not name:
             return await self.list_models()
-        return _json(_described(self._served().find(name)))
+        return json_response(_described(self._served().find(name)))
 
     async def complete(self, body: CompletionRequest, request: Request) -> Response:
         """Continue a text, or several."""
         model = self._served().find(body.model)
         if body.logprobs is not None:
-            check_logprobs(model, body.logprobs, "logprobs")
-        limit = body.max_tokens
-        if limit is None and "max_new_tokens" not in model.defaults:
-            limit = COMPLETION_TOKENS
-        make_guide = self._guide(model, body, grammar_of(body))
-        params = sampling_params(body, model, limit)
+            model.check_logprobs(body.logprobs, "logprobs")
+        make_guide = self._guide(model, body.form)
+        params = model.sampling_params(body)
         prompts = body.prompts
-        model.check_count(len(prompts) * body.choices)  # first: encoding a million of them takes its time
+        model.check_count(len(prompts) * body.choices)  # before a million of them are encoded
         rows = await self._encode(model, prompts, body.add_special_tokens)
         for row in rows:
             model.check_room(row)
-        echoes = [_shown(model, prompt) if body.echo else "" for prompt in prompts]
+        echoes = [
+            prompt if isinstance(prompt, str) else model.tokenizer.decode(prompt) for prompt in prompts if body.echo
+        ]
 
         def choice(index: int) -> CompletionChoice:
             return CompletionChoice(
                 index,
                 model,
                 logprobs=body.logprobs,
-                echo=echoes[index // body.choices],
+                echo=echoes[index // body.choices] if body.echo else "",
                 prompt_ids=rows[index // body.choices] if body.return_token_ids else None,
             )
 
@@ -151,42 +152,35 @@ class _Server:
 
     async def chat(self, body: ChatCompletionRequest, request: Request) -> Response:
         """Answer a conversation."""
-        model = self._served().find(body.model)
+        model, form = self._served().find(body.model), body.form
         if body.logprobs:
-            check_logprobs(model, body.top_logprobs or 0, "top_logprobs")
-        grammar, wanted = grammar_of(body), demanded(body)
-        if grammar is not None and wanted is not None:
-            raise ApiError(400, "response_format and tool_choice both say what the answer has to be; give one")
-        if wanted is not None:
-            grammar = wanted[0]
-        make_guide = self._guide(model, body, grammar)
-        params = sampling_params(body, model, body.limit)
+            model.check_logprobs(body.top_logprobs or 0, "top_logprobs")
+        make_guide = self._guide(model, form)
+        params = model.sampling_params(body)
         model.check_count(body.choices)
         prompt = await self._encode_chat(model, body, body.offers_tools)
         model.check_room(prompt)
+        # A constrained answer contains no thoughts, and a message that is continued is past them.
+        thinks = form is None and not body.continue_final_message
 
-        # What is held to a form is that form from its first token on, and a message that goes on has begun already.
-        thinks = grammar is None and not body.continue_final_message
-
-        def reader() -> ToolReader | DemandedCalls | None:
-            if wanted is not None:
-                return DemandedCalls(wanted[1])
-            if not body.offers_tools:
-                return None
-            return ToolReader(model.tool_format, parameters_of(body), parallel=body.parallel_tool_calls is not False)
+        def tools() -> ToolReader | DemandedCalls | None:
+            if body.demands_calls:
+                return DemandedCalls(body.demanded_function)
+            parallel = body.parallel_tool_calls is not False
+            return ToolReader(model.tool_format, body.tool_parameters, parallel) if body.offers_tools else None
 
         def choice(index: int) -> ChatChoice:
             return ChatChoice(
                 index,
                 model,
                 top_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-                tools=reader(),
+                tools=tools(),
                 return_token_ids=body.return_token_ids,
                 reasoning=model.reasoning_reader(prompt) if thinks else None,
                 show_reasoning=body.include_reasoning,
             )
 
-        more = {"prompt_token_ids": prompt} if body.return_token_ids else None  # where vLLM has it
+        more = {"prompt_token_ids": prompt} if body.return_token_ids else None  # as in vLLM's answers
         kind = "chat.completion"
         answers = Answers(model, body, self._metrics, prefix="chatcmpl", kind=kind, make_choice=choice, more=more)
         await answers.start([prompt], params, make_guide, self._settings.request_timeout)
@@ -204,14 +198,14 @@ class _Server:
         answer: dict[str, Any] = {"count": len(ids), "max_model_len": model.max_model_len, "tokens": ids}
         if body.return_token_strs:
             answer["token_strs"] = [model.token_texts.of(token)[0] for token in ids]
-        return _json(answer)
+        return json_response(answer)
 
     async def detokenize(self, body: DetokenizeRequest) -> Response:
         """The text of token ids."""
         model = self._served().find(body.model)
-        _check_ids(model, body.tokens)
+        model.check_ids(body.tokens)
         decode = partial(model.tokenizer.decode, body.tokens, skip_special_tokens=False)
-        return _json({"prompt": await asyncio.to_thread(decode) if len(body.tokens) > LONG_TEXT else decode()})
+        return json_response({"prompt": await asyncio.to_thread(decode) if len(body.tokens) > LONG_TEXT else decode()})
 
     def _served(self) -> ServedModels:
         assert self.models is not None  # the application has started
@@ -219,40 +213,46 @@ class _Server:
 
     async def _encode(self, model: ServedModel, prompts: Sequence[str | list[int]], special: bool) -> list[list[int]]:
         def encode() -> list[list[int]]:
-            return [_ids(model, prompt, special) for prompt in prompts]
+            return [
+                model.tokenizer.encode(prompt, add_special_tokens=special) if isinstance(prompt, str) else prompt
+                for prompt in prompts
+            ]
 
+        for prompt in prompts:
+            if not isinstance(prompt, str):
+                model.check_ids(prompt)
         return await asyncio.to_thread(encode) if sum(map(len, prompts)) > LONG_TEXT else encode()
 
     async def _encode_chat(self, model: ServedModel, body: ChatPrompt, with_tools: bool) -> list[int]:
         template = body.chat_template or ""
         if "{" in template and not self._settings.trust_request_chat_template:
-            text = "this server takes no chat templates of clients; name one of the package's, or start it with "
-            raise ApiError(400, text + "--trust-request-chat-template", param="chat_template")
+            text = (
+                "this server takes no chat templates of clients; name a template of the package, or start the server "
+            )
+            raise ApiError(400, text + "with --trust-request-chat-template", param="chat_template")
         options = ChatOptions(**body.template_options(with_tools=with_tools))
         encode = partial(model.tokenizer.encode_chat, body.template_messages, options)
-        # A template is a program of the model's; on the event loop a slow one would hold up everybody.
+        # A template is a program of the model; on the event loop, a slow template would delay everybody.
         try:
             return await asyncio.to_thread(encode)
         except ImportError as error:  # jinja2 is missing, or too old to be safe
             raise ApiError(501, f"this server cannot take messages: {error}", code="missing_module") from None
 
-    def _guide(
-        self, model: ServedModel, body: GenerationRequest, grammar: Grammar | None
-    ) -> Callable[[], Awaitable[GrammarGuide]] | None:
-        """What makes the guide of an answer; None where it may be any text. Raises ApiError where none can be made."""
-        if grammar is None:
+    def _guide(self, model: ServedModel, form: Form | None) -> Callable[[], Awaitable[GrammarGuide]] | None:
+        """A function that makes the guide of an answer; None = any text. Raises ApiError if the model cannot follow the
+        form."""
+        if form is None:
             return None
         model.grammars.check_possible()
-        check_ends(body)
-        return partial(model.grammars.guide, grammar())
+        return partial(model.grammars.guide, grammar_of(form))
 
     async def _answer(self, answers: Answers, stream: bool | None, request: Request) -> Response:
-        return _EventStream(answers) if stream else _json(await answers.whole(request.receive))
+        return _EventStream(answers) if stream else json_response(await answers.whole(request.receive))
 
 
 class _EventStream(Response):
-    """Server-sent events. Starlette's StreamingResponse learns that a client has gone when it sends the next token, and
-    a request may wait long for its first."""
+    """Server-sent events. Starlette's StreamingResponse notices that a client has gone only when it sends, and a
+    request may wait long for its first token."""
 
     media_type = "text/event-stream"
 
@@ -273,10 +273,6 @@ class _EventStream(Response):
             self._answers.give_up()
 
 
-def _json(value: Any, status: int = 200) -> Response:
-    return Response(json_bytes(value), status, media_type="application/json")
-
-
 def _described(model: ServedModel) -> dict[str, Any]:
     return {
         "id": model.name,
@@ -285,21 +281,3 @@ def _described(model: ServedModel) -> dict[str, Any]:
         "owned_by": "qsample",
         "max_model_len": model.max_model_len,
     }
-
-
-def _ids(model: ServedModel, prompt: str | list[int], special: bool) -> list[int]:
-    if isinstance(prompt, str):
-        return model.tokenizer.encode(prompt, add_special_tokens=special)
-    _check_ids(model, prompt)
-    return prompt
-
-
-def _check_ids(model: ServedModel, ids: list[int]) -> None:
-    most = model.model.interface.vocab_size
-    wrong = next((token for token in ids if token >= most), None)
-    if wrong is not None:
-        raise ApiError(400, f"{wrong} is no token of this model, which has 0 to {most - 1}", param="prompt")
-
-
-def _shown(model: ServedModel, prompt: str | list[int]) -> str:
-    return prompt if isinstance(prompt, str) else model.tokenizer.decode(prompt)

@@ -10,40 +10,52 @@ from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 
 from qsample.runtime import CausalLM, Step
-from qsample.serve.http.errors import ApiError
+from qsample.serve.http import ApiError
 from qsample.tensors import Array
-
-Grammar = Callable[[], str]  # makes what `Grammars.guide` takes; it needs llguidance, or raises ApiError
 
 _KEPT: Final = 64  # grammars
 _THREADS: Final = 2  # that compile
-# Before a grammar in GBNF, which takes long to translate: that is done where it is compiled. No other begins with it.
+# The prefix of a grammar in GBNF: its translation takes long, so the compiling thread does it.
 _GBNF: Final = "\0GBNF:"
 # Blanks as json.dumps writes them. A model that may write any number of them may never stop doing so.
 _JSON: Final[Any] = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
+class Form(NamedTuple):
+    """The form that an answer has to follow.
+
+    kind: "json_schema" (value: a schema, true for any JSON, or a schema's text), "regex" (value: an expression of
+    Rust's regex crate, for the whole answer), "choice" (value: a list of texts) or "grammar" (value: Lark's notation as
+    llguidance reads it, or llama.cpp's GBNF).
+    """
+
+    kind: Literal["json_schema", "regex", "choice", "grammar"]
+    value: Any
+
+
 class Grammars:
-    """Compiled grammars of one model, those used last kept."""
+    """Compiled grammars of a model; the most recent ones are kept."""
 
     def __init__(self, model: CausalLM) -> None:
         self._model = model
         self._tokenizer: Any = None
         self._reading = threading.Lock()
         self._kept: OrderedDict[str, asyncio.Future[_Compiled]] = OrderedDict()
-        # Of their own: grammars that take long are not to hold up prompts, which asyncio.to_thread encodes.
+        # A pool apart from asyncio.to_thread's: slow grammars must not delay the encoding of prompts.
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="qsample-grammar")
 
     async def guide(self, grammar: str) -> GrammarGuide:
-        """A guide for one answer. grammar: of `from_json_schema` and its siblings.
+        """A guide for an answer, compiled on another thread within about a second, once for simultaneous requests.
 
-        It is compiled on another thread, which can take a second, once for all who ask for it at the same time. Raises
-        ApiError where it is none, and where no answer can follow it.
+        Args:
+            grammar: see `grammar_of`.
+
+        Raises ApiError if the grammar is invalid, and if no answer can follow it.
         """
         if grammar not in self._kept:
             loop = asyncio.get_running_loop()
@@ -54,7 +66,7 @@ class Grammars:
         compiling = self._kept[grammar]
         try:
             compiled = await asyncio.shield(compiling)  # others may wait for it
-        except BaseException:  # whatever it was, it is tried again; whoever was cancelled leaves it to the others
+        except BaseException:  # after a failure, the next request tries again; a cancelled one leaves it to the others
             failed = compiling.done() and (compiling.cancelled() or compiling.exception() is not None)
             if failed and self._kept.get(grammar) is compiling:
                 del self._kept[grammar]
@@ -70,31 +82,28 @@ class Grammars:
         _check(matcher)
         words = (self._model.interface.vocab_size + 31) // 32
         mask = np.zeros((1, words), dtype=np.int32)
-        _fill(matcher, mask)  # the same for every answer, and often the one that takes longest
+        _fill(matcher, mask)  # the same for every answer, and often the slowest
         if not mask.any():
             raise _refused("no text follows it")
         return _Compiled(matcher, mask)
 
     def _llguidance_tokenizer(self) -> Any:
-        with self._reading:
-            if self._tokenizer is None:
-                self._tokenizer = self._read_tokenizer()
-            return self._tokenizer
-
-    def _read_tokenizer(self) -> Any:
         from llguidance import LLTokenizer
 
-        assert self._model.tokenizer is not None  # `check_possible` saw to it
-        ends = list(self._model.package.manifest.token_ids.eos)
-        try:
-            return LLTokenizer(
-                self._model.tokenizer.to_json(), n_vocab=self._model.interface.vocab_size, eos_token=ends
-            )
-        except ValueError as error:
-            raise ApiError(400, f"this model's tokenizer cannot be held to a grammar: {error!s:.200}") from None
+        with self._reading:
+            if self._tokenizer is None:
+                assert self._model.tokenizer is not None  # see `check_possible`
+                ends = list(self._model.package.manifest.token_ids.eos)
+                try:
+                    self._tokenizer = LLTokenizer(
+                        self._model.tokenizer.to_json(), n_vocab=self._model.interface.vocab_size, eos_token=ends
+                    )
+                except ValueError as error:
+                    raise ApiError(400, f"this model's tokenizer cannot follow a grammar: {error!s:.200}") from None
+            return self._tokenizer
 
     def check_possible(self) -> None:
-        """Raise ApiError where no answer of this model can be held to anything."""
+        """Raise ApiError if answers of this model cannot be constrained."""
         package = self._model.package
         if not self._model.interface.features.allowed_tokens:
             raise ApiError(
@@ -109,8 +118,8 @@ class Grammars:
         if importlib.util.find_spec("llguidance") is None:
             raise ApiError(
                 501,
-                "this server lacks llguidance, which an answer that follows a schema needs; install qsample[serve] "
-                "where it runs",
+                "this server lacks llguidance, which an answer that follows a schema needs; install qsample[serve] on "
+                "its machine",
                 code="missing_module",
             )
 
@@ -128,11 +137,11 @@ class _Compiled:
 
 
 class GrammarGuide:
-    """Writes the mask of each next token of one answer; the `allowed_tokens` of a request.
+    """Writes the mask of each next token of an answer; the `allowed_tokens` of a request.
 
-    What can be computed early is the first mask, with the grammar. Each other one needs the token before it, and the
-    step that samples the next token needs the mask, because the graph filters and draws by itself: it is written
-    between the two, outside of Python's lock, so the event loop goes on.
+    The first mask is computed early, with the grammar. Each later mask depends on the token before it, and the step
+    that samples the next token needs it, because the graph filters and draws by itself: so it is written between the
+    two steps. llguidance releases Python's lock meanwhile, so the event loop goes on.
     """
 
     def __init__(self, compiled: _Compiled) -> None:
@@ -159,68 +168,83 @@ def _fill(matcher: Any, mask: Array) -> None:
 
 
 def _check(matcher: Any) -> None:
-    """Raise ApiError where a grammar is none, or became too much for llguidance on the way."""
+    """Raise ApiError for an invalid grammar, and for a grammar that became too complex for llguidance on the way."""
     if matcher.is_error():
         raise _refused(matcher.get_error())
 
 
-def from_json_schema(schema: Any) -> str:
-    """schema: a JSON schema, true for any JSON, or one as text. Raises ApiError where it is none."""
+def grammar_of(form: Form) -> str:
+    """The text of a form's grammar, for `Grammars.guide`. Needs llguidance.
+
+    Raises ApiError if the form is invalid.
+    """
     from llguidance import LLMatcher
 
-    if isinstance(schema, str):
+    kind, value = form
+    if kind == "regex":
+        return _made(LLMatcher.grammar_from_regex, value)
+    if kind == "grammar":
+        return _GBNF + value if "::=" in value else _made(LLMatcher.grammar_from_lark, value)
+    if kind == "choice":
+        if "" in value:
+            raise ApiError(400, "a choice is empty; give texts of at least a character")
+        texts = (json.dumps(choice, ensure_ascii=False) for choice in value)
+        return _made(LLMatcher.grammar_from_lark, "start: " + " | ".join(texts))
+    if isinstance(value, str):
         try:
-            schema = json.loads(schema)
+            value = json.loads(value)
         except (ValueError, RecursionError) as error:
-            raise ApiError(400, f"the schema is no JSON: {error}") from None
-    if schema is not True and not isinstance(schema, dict):
-        raise ApiError(400, f"the schema is {json.dumps(schema):.60}; give an object, or true for any JSON")
-    return _made(LLMatcher.grammar_from_json_schema, {} if schema is True else schema, defaults=_JSON)
-
-
-def from_regex(expression: str) -> str:
-    """expression: of Rust's regex crate, for the whole answer."""
-    from llguidance import LLMatcher
-
-    return _made(LLMatcher.grammar_from_regex, expression)
-
-
-def from_choice(choices: list[str]) -> str:
-    """One of several texts, word for word."""
-    if "" in choices:
-        raise ApiError(400, "a choice is empty; give texts of one character or more")
-    return _lark("start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices))
-
-
-def from_lark(grammar: str) -> str:
-    """grammar: Lark's notation, as llguidance reads it; or GBNF, llama.cpp's."""
-    return _GBNF + grammar if "::=" in grammar else _lark(grammar)
+            raise ApiError(400, f"the schema is not valid JSON: {error}") from None
+    if value is not True and not isinstance(value, dict):
+        raise ApiError(400, f"the schema is {json.dumps(value):.60}; give an object, or true for any JSON")
+    schema = {} if value is True else value
+    return _made(lambda: LLMatcher.grammar_from_json_schema(json.dumps(schema), defaults=_JSON))
 
 
 def _from_gbnf(grammar: str) -> str:
-    from llguidance import gbnf_to_lark
+    from llguidance import LLMatcher, gbnf_to_lark
 
     try:
-        return _lark(gbnf_to_lark.gbnf_to_lark(grammar))
-    except ApiError:
-        raise
+        lark = gbnf_to_lark.gbnf_to_lark(grammar)
     except Exception as error:
-        raise ApiError(400, f"the grammar is no GBNF: {error!s:.200}") from None
+        raise ApiError(400, f"the grammar is not valid GBNF: {error!s:.200}") from None
+    return _made(LLMatcher.grammar_from_lark, lark)
 
 
-def _lark(grammar: str) -> str:
-    from llguidance import LLMatcher
-
-    return _made(LLMatcher.grammar_from_lark, grammar)
-
-
-def _made(make: Callable[..., str], value: Any, **options: Any) -> str:
+def _made(make: Callable[..., str], *value: str) -> str:
     try:
-        return make(json.dumps(value) if isinstance(value, dict) else value, **options)
+        return make(*value)
     except (ValueError, RecursionError) as error:
         raise _refused(str(error)) from None
 
 
 def _refused(reason: str) -> ApiError:
     text = " ".join(reason.split())
-    return ApiError(400, f"the answer cannot be held to that: {text:.300}", code="invalid_grammar")
+    return ApiError(400, f"no answer can follow that form: {text:.300}", code="invalid_grammar")
+
+
+def moved_schema(name: str, schema: Any, place: str) -> Any:
+    """A JSON schema as a part of another schema: its references to its own parts follow it.
+
+    Args:
+        name: the function whose arguments it describes, for the error.
+        schema: the schema, or a part of it.
+        place: its place in the other schema, "#/items" for instance.
+
+    Raises ApiError if it is nested too deep.
+    """
+
+    def moved(part: Any) -> Any:
+        if isinstance(part, list):
+            return [moved(item) for item in part]
+        if not isinstance(part, dict):
+            return part
+        changed = {key: moved(value) for key, value in part.items()}
+        if isinstance(reference := changed.get("$ref"), str) and reference.startswith("#"):
+            changed["$ref"] = place + reference[1:]
+        return changed
+
+    try:
+        return moved(schema)
+    except RecursionError:
+        raise ApiError(400, f"the parameters of {name} are nested too deep; give less", param="tools") from None

@@ -1,4 +1,4 @@
-"""What a server counts, in Prometheus' text form; names and meanings are vLLM's, with qsample's prefix."""
+"""A server's counters in Prometheus' text form; names and meanings are vLLM's, with qsample's prefix."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from prometheus_client.registry import Collector
 
 from qsample.errors import QsampleError
 from qsample.runtime import Request
-from qsample.serve.served_model import ServedModel
+from qsample.serve.models import ServedModel
 
 _SECONDS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 _SECONDS_A_TOKEN: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
@@ -25,14 +25,14 @@ class Metrics:
     """Counters, histograms and gauges of all models."""
 
     def __init__(self, models: Callable[[], Iterable[ServedModel]]) -> None:
-        """models: those that are served now."""
+        """models: returns the models that are served now."""
         self._registry = registry = CollectorRegistry()
 
-        def counter(name: str, what: str, *labels: str) -> Counter:
-            return Counter(f"qsample:{name}", what, [_MODEL, *labels], registry=registry)
+        def counter(name: str, meaning: str, *labels: str) -> Counter:
+            return Counter(f"qsample:{name}", meaning, [_MODEL, *labels], registry=registry)
 
-        def histogram(name: str, what: str, buckets: tuple[float, ...] = _SECONDS) -> Histogram:
-            return Histogram(f"qsample:{name}", what, [_MODEL], registry=registry, buckets=buckets)
+        def histogram(name: str, meaning: str, buckets: tuple[float, ...] = _SECONDS) -> Histogram:
+            return Histogram(f"qsample:{name}", meaning, [_MODEL], registry=registry, buckets=buckets)
 
         self._prompt_tokens = counter("prompt_tokens", "Prompt tokens that were read or found, of requests that ended.")
         self._cached_tokens = counter("prefix_cache_hits", "Prompt tokens that a slot held already.")
@@ -55,7 +55,7 @@ class Metrics:
         request.add_done_callback(partial(self._count, model))
 
     def text(self) -> bytes:
-        """All of it, in Prometheus' text form."""
+        """All metrics in Prometheus' text form."""
         return generate_latest(self._registry)
 
     def _count(self, model: str, request: Request) -> None:
@@ -82,7 +82,7 @@ class Metrics:
 
 
 class _Engines(Collector):
-    """What the engines say at the moment of asking."""
+    """The engines' present state."""
 
     def __init__(self, models: Callable[[], Iterable[ServedModel]]) -> None:
         self._models = models
@@ -103,7 +103,7 @@ class _Engines(Collector):
 
 
 class _SampledTokens(Collector):
-    """The tokens of all requests so far, those of requests that run among them."""
+    """The tokens of all requests so far, running requests included."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # requests end on the engines' threads

@@ -1,4 +1,4 @@
-"""A server as a process: uvicorn, which on SIGTERM and SIGINT takes no more requests and lets those that run end."""
+"""A server as a process: uvicorn, which on SIGTERM and SIGINT takes no more requests and finishes the running ones."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import uvicorn
 
 from qsample.errors import QsampleError
 from qsample.serve.app import make_app
-from qsample.serve.served_model import ServedModels
+from qsample.serve.models import ServedModels
 from qsample.serve.settings import DEFAULT_PORT, ServeSettings
 
-_BACKLOG: Final = 2048  # connections that wait to be taken; uvicorn's number
-_LAST_WORDS: Final = 5  # seconds to tell clients that their answers have ended; those that read slowly are cut then
+_BACKLOG: Final = 2048  # connections that wait to be accepted; uvicorn's number
+_LAST_WORDS: Final = 5  # seconds for the last events of answers; slow readers are cut off then
 
 
 def run(
@@ -27,11 +27,15 @@ def run(
     ready: Callable[[str], object] = lambda url: None,
     **options: Any,
 ) -> None:
-    """Serve until a signal comes; a second one does not wait for those that run.
+    """Serve until a signal comes; a second signal does not wait for running requests.
 
-    host, port: where to listen; port 0 takes a free one. ready: called with the address, once it is answered. options:
-    of `uvicorn.Config`, log_level say.
-    Raises QsampleError where nothing can listen there, and where a model cannot be loaded.
+    Args:
+        settings: the models and limits.
+        host, port: the address to listen on; port 0 takes a free port.
+        ready: called with the address as soon as the server answers there.
+        options: of `uvicorn.Config`, such as log_level.
+
+    Raises QsampleError if the address cannot be used, or if a model cannot be loaded.
     """
     with _listen(host, port) as listening:  # first: loading may take long
         models = ServedModels(settings)
@@ -42,13 +46,13 @@ def run(
             server_header=False,
             **options,
         )
-        taken = listening.getsockname()[1]
-        ready(f"http://{f'[{host}]' if ':' in host else host}:{taken}")
+        port = listening.getsockname()[1]
+        ready(f"http://{f'[{host}]' if ':' in host else host}:{port}")
         _Server(config, models, settings.drain_timeout).run(sockets=[listening])
 
 
 class _Server(uvicorn.Server):
-    """Ends the answers that still run when their time is up, and tells their clients, where uvicorn would cut them."""
+    """Ends the answers that still run after the drain timeout with an error event; uvicorn would cut them off."""
 
     def __init__(self, config: uvicorn.Config, models: ServedModels, drain_timeout: float) -> None:
         super().__init__(config)
@@ -72,6 +76,6 @@ def _listen(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port), family=family, backlog=_BACKLOG)
     except OSError as error:
-        # create_server puts the address behind the reason; getaddrinfo's numbers are its own.
+        # create_server appends the address to the reason; getaddrinfo has its own numbers, with texts of their own.
         reason = str(error.strerror).partition(" (while")[0]
         raise QsampleError(f"cannot listen on {host}, port {port} ({reason}); give another host or port") from None

@@ -1,4 +1,4 @@
-"""What a server is started with."""
+"""The settings of a server."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from typing import Final, Literal
 
 from qsample.errors import shown
 from qsample.ort.options import NO_SPINNING
-from qsample.serve.reasoning import FORMATS as REASONING_FORMATS
-from qsample.serve.tool_calls.formats import FORMATS
+from qsample.serve.parsers import REASONING_FORMATS, TOOL_FORMATS
 from qsample.values import check_count
 
 DEFAULT_PORT: Final = 8000
@@ -19,23 +18,32 @@ _NO_SPINNING: Final = {**NO_SPINNING, "session.inter_op.allow_spinning": "0"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeSettings:
-    """What a server serves, and within which limits.
+    """The models of a server, and its limits.
 
-    models: served name → the package's folder, the first for requests that name none. provider, ctx_len: as in `load`.
-    threads: of ONNX Runtime's operators; None = its own choice. spinning: let those threads wait busily between two
-    operators, which is faster for one stream and takes the processor from whoever else needs it, the server's own event
-    loop included. slots, max_waiting, prefill_chunk_size: as in `Engine`. api_keys: those that clients may come with;
-    () = any. cors_origins: of pages in browsers that may ask, "*" for all. chat_template: in place of the packages'
-    own, a Jinja template or the name of one that they have. generation_config: "auto" takes temperature, top_k, top_p,
-    min_p, repetition_penalty and max_new_tokens from a model's generation_config where a request says nothing; "openai"
-    takes OpenAI's defaults. tool_call_parser: how models write calls of tools; None = as their chat template has it.
-    reasoning_parser: how models write what they think before they answer, which then comes in a field of its own; None
-    = it is a part of the answer. max_body_bytes: of a request.
-    trust_request_chat_template: take chat templates of clients, too, which are programs, and not only the names of the
-    package's. request_timeout: seconds that an answer may take, whole; None = any. drain_timeout: seconds that running
-    requests get at the end.
+    Args:
+        models: served name → the package's folder; the first model answers requests that name none.
+        provider, ctx_len: as in `load`.
+        threads: of ONNX Runtime's operators; None = its own choice.
+        spinning: threads wait busily between two operators. That is faster for a single stream, and takes the processor
+            from other work, the server's own event loop included.
+        slots, max_waiting, prefill_chunk_size: as in `Engine`.
+        api_keys: clients have to send one of these keys; () = no key.
+        cors_origins: origins of browser pages that may send requests; "*" = all.
+        chat_template: replaces the packages' own: a Jinja template, or the name of a template in the packages.
+        generation_config: "auto" = fields that a request leaves out come from the model's generation_config
+            (temperature, top_k, top_p, min_p, repetition_penalty, max_new_tokens and filters); "openai" = they have
+            OpenAI's defaults.
+        tool_call_parser: the format of tool calls; None = the format that the chat template teaches.
+        reasoning_parser: the format of thoughts, which answers then have in a field of their own; None = they stay in
+            the answer.
+        trust_request_chat_template: accept chat templates of clients, which are programs, and not only names of the
+            package's templates.
+        max_body_bytes: of a request.
+        request_timeout: seconds that a whole answer may take; None = no limit.
+        drain_timeout: seconds that running requests get when the server ends.
+        session_config: more settings of ONNX Runtime's sessions, by its keys.
 
-    Raises ValueError where one is wrong.
+    Raises ValueError for a wrong value.
     """
 
     models: Mapping[str, str]
@@ -60,28 +68,28 @@ class ServeSettings:
 
     def __post_init__(self) -> None:
         if not self.models:
-            raise ValueError("there is nothing to serve; give a package")
+            raise ValueError("models is empty; give a package")
         if "" in self.models:
-            raise ValueError("a model is served under an empty name; give NAME=PACKAGE")
+            raise ValueError("models has an empty name; give NAME=PACKAGE")
         check_count("max_body_bytes", self.max_body_bytes, 1)
         for name in ("request_timeout", "drain_timeout"):
             value = getattr(self, name)
             if value is not None and not (isinstance(value, int | float) and 0 <= value < math.inf):
                 raise ValueError(f"{name} is {shown(value)}; give seconds, 0 or more")
         if self.request_timeout == 0:
-            raise ValueError("request_timeout is 0, in which no answer comes; give more, or leave it out")
+            raise ValueError("request_timeout is 0, too short for an answer; give more, or leave it out")
         if self.generation_config not in ("openai", "auto"):
             raise ValueError(f'generation_config is {shown(self.generation_config)}; give "openai" or "auto"')
-        for name, known in (("tool_call_parser", [*FORMATS]), ("reasoning_parser", [*REASONING_FORMATS])):
+        for name, known in (("tool_call_parser", [*TOOL_FORMATS]), ("reasoning_parser", [*REASONING_FORMATS])):
             if getattr(self, name) not in (None, *known):
                 raise ValueError(f"{name} is {shown(getattr(self, name))}; choose from {', '.join(known)}")
         for name in ("api_keys", "cors_origins"):
             if isinstance(getattr(self, name), str):
-                raise ValueError(f"{name} is a text, whose characters would each be one; give a tuple of texts")
+                raise ValueError(f"{name} is a text; give a tuple of texts")
         if any(not key.strip() for key in self.api_keys):
-            raise ValueError("an API key is empty; give one that is not, or none at all for a server without keys")
+            raise ValueError("api_keys has an empty key; give another, or none for a server without keys")
 
     @property
     def session_options(self) -> dict[str, str]:
-        """What ONNX Runtime is told."""
+        """The configuration of ONNX Runtime's sessions, by its keys."""
         return {**({} if self.spinning else _NO_SPINNING), **self.session_config}

@@ -24,7 +24,7 @@ def test_a_timeout_in_which_nothing_can_be_answered(run: Any, tmp_path: Path) ->
     status, _, told = run("serve", package.path, "--request-timeout", "0")
     assert (status, told) == (
         1,
-        "qsample: --request-timeout is 0, in which no answer comes; give more, or leave it out\n",
+        "qsample: --request-timeout is 0, too short for an answer; give more, or leave it out\n",
     )
 
 

@@ -22,7 +22,7 @@ from qsample.runtime import Engine, EngineClosedError, load
 from qsample.sampling_params import SamplingParams
 from qsample.serve import ServeSettings
 from qsample.serve.app import make_app
-from qsample.serve.served_model import ServedModels
+from qsample.serve.models import ServedModels
 
 PROMPT = "And the LORD spake"
 

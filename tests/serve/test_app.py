@@ -19,9 +19,9 @@ from starlette.testclient import TestClient
 
 from qsample.runtime import CausalLM, Engine, Request, SamplingParams, Step
 from qsample.runtime.decode.loop import DecodeLoop
-from qsample.serve.answers.choices import ChatChoice
+from qsample.serve.answers import ChatChoice
 from qsample.serve.app import _EventStream
-from qsample.serve.reasoning import FORMATS, ReasoningFormat
+from qsample.serve.parsers import REASONING_FORMATS, ReasoningFormat
 from qsample.text.tokenizer import Tokenizer
 
 COMPLETIONS = "/v1/completions"
@@ -220,7 +220,7 @@ def test_thoughts_have_a_field_of_their_own(
     assert whole is not None
     word = whole[0].split()[8]
     thoughts, _, answer = whole[0].partition(word)
-    monkeypatch.setitem(FORMATS, "deepseek_r1", ReasoningFormat("<think>", word, from_start=True))  # type: ignore[index]
+    monkeypatch.setitem(REASONING_FORMATS, "deepseek_r1", ReasoningFormat("<think>", word, from_start=True))  # type: ignore[index]
     with local_app(reasoning_parser="deepseek_r1") as thinking:
         given = thinking.post(CHAT, json={**body, "stream": stream, "include_reasoning": shown})
         held = thinking.post(CHAT, json={**body, "ignore_eos": False, "guided_choice": ["yes"]}).json()
@@ -271,12 +271,12 @@ def test_arguments_of_calls_are_objects_to_a_template(local_app: LocalApp, serve
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ({"guided_choice": ["yes"], "ignore_eos": True}, "ignore_eos asks for tokens behind the end"),
-        ({"guided_choice": ["yes"], "min_tokens": 5}, "min_tokens asks for tokens behind the end"),
-        ({"guided_json": {"type": "string", "minLength": 3, "maxLength": 2}}, "cannot be held to that"),
-        ({"structured_outputs": {"json": '{"not": {}}'}}, "cannot be held to that"),
-        ({"guided_regex": "[^\\x00-\\U0010FFFF]"}, "cannot be held to that"),
-        ({"guided_grammar": "start: start start"}, "cannot be held to that"),
+        ({"guided_choice": ["yes"], "ignore_eos": True}, "ignore_eos asks for tokens after the end"),
+        ({"guided_choice": ["yes"], "min_tokens": 5}, "min_tokens asks for tokens after the end"),
+        ({"guided_json": {"type": "string", "minLength": 3, "maxLength": 2}}, "no answer can follow that form"),
+        ({"structured_outputs": {"json": '{"not": {}}'}}, "no answer can follow that form"),
+        ({"guided_regex": "[^\\x00-\\U0010FFFF]"}, "no answer can follow that form"),
+        ({"guided_grammar": "start: start start"}, "no answer can follow that form"),
         ({"guided_choice": []}, "guided_choice"),
     ],
 )
@@ -417,7 +417,7 @@ def test_many_prompts_hold_up_nobody(client: TestClient, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(Tokenizer, "encode", encode)
     many = client.post(COMPLETIONS, json={"prompt": ["x"] * 5000, "max_tokens": 1})
-    assert "5000 answers are asked for at once" in many.json()["error"]["message"]
+    assert "5000 answers were requested at once" in many.json()["error"]["message"]
     assert not on_the_loop
     assert client.post(COMPLETIONS, json={"prompt": ["x", "y"], "max_tokens": 1}).status_code == 200
     assert on_the_loop == [True, True]

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from qsample.runtime import CausalLM, Step
-from qsample.serve.guides import GrammarGuide, Grammars, from_choice, from_json_schema, from_lark, from_regex
-from qsample.serve.http.errors import ApiError
+from qsample.serve.guides import Form, GrammarGuide, Grammars, grammar_of
+from qsample.serve.http import ApiError
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,11 @@ def first_allowed(mask: np.ndarray) -> int:
 
 @pytest.mark.parametrize("count", [1, 2, 5])
 def test_masks_are_those_of_llguidance(grammars: Grammars, count: int) -> None:
-    made = [from_choice(["yes", "no"]), from_json_schema({"type": "integer"}), from_regex("[a-z]{3,9}")]
+    made = [
+        grammar_of(Form("choice", ["yes", "no"])),
+        grammar_of(Form("json_schema", {"type": "integer"})),
+        grammar_of(Form("regex", "[a-z]{3,9}")),
+    ]
 
     async def run() -> list[GrammarGuide]:
         return [await grammars.guide(made[row % 3]) for row in range(count)]
@@ -59,10 +63,10 @@ def test_masks_are_those_of_llguidance(grammars: Grammars, count: int) -> None:
 
 
 def test_a_token_that_does_not_fit_is_an_error(grammars: Grammars) -> None:
-    guide = asyncio.run(grammars.guide(from_regex("[a-z]{3,9}")))
+    guide = asyncio.run(grammars.guide(grammar_of(Form("regex", "[a-z]{3,9}"))))
     mask = np.zeros_like(guide._compiled.mask)
     guide(None, mask)
-    with pytest.raises(ApiError, match="cannot be held to that"):
+    with pytest.raises(ApiError, match="no answer can follow that form"):
         guide(step(first_allowed(~mask)), mask)
 
 
@@ -77,11 +81,11 @@ def test_gbnf_is_translated_elsewhere(grammars: Grammars, monkeypatch: pytest.Mo
     monkeypatch.setattr(llguidance.gbnf_to_lark, "gbnf_to_lark", translate)
 
     async def run() -> None:
-        guide = await grammars.guide(from_lark('root ::= "yes" | "no"'))
-        other = await grammars.guide(from_choice(["yes", "no"]))
+        guide = await grammars.guide(grammar_of(Form("grammar", 'root ::= "yes" | "no"')))
+        other = await grammars.guide(grammar_of(Form("choice", ["yes", "no"])))
         np.testing.assert_array_equal(guide._compiled.mask, other._compiled.mask)
-        with pytest.raises(ApiError, match="the grammar is no GBNF"):
-            await grammars.guide(from_lark('root ::= "'))
+        with pytest.raises(ApiError, match="the grammar is not valid GBNF"):
+            await grammars.guide(grammar_of(Form("grammar", 'root ::= "')))
 
     asyncio.run(run())
     assert len(threads) == 2
@@ -101,14 +105,14 @@ def test_a_grammar_that_failed_is_tried_again(
         with monkeypatch.context() as patched:
             patched.setattr(Grammars, "_compile", compile_)
             with pytest.raises(error):
-                await grammars.guide(from_regex(regex))
-        return await grammars.guide(from_regex(regex))
+                await grammars.guide(grammar_of(Form("regex", regex)))
+        return await grammars.guide(grammar_of(Form("regex", regex)))
 
     assert asyncio.run(run())._compiled.mask.any()
 
 
 def test_a_choice_may_look_like_a_grammar(grammars: Grammars) -> None:
-    guide = asyncio.run(grammars.guide(from_choice(["a ::= b", 'say "x"\n'])))
+    guide = asyncio.run(grammars.guide(grammar_of(Form("choice", ["a ::= b", 'say "x"\n']))))
     assert guide._compiled.mask.any()
 
 
@@ -123,16 +127,16 @@ def test_a_grammar_is_compiled_once_and_elsewhere(served_model: CausalLM, monkey
     monkeypatch.setattr(Grammars, "_compile", compile_)
 
     async def run() -> None:
-        asked = [grammars.guide(from_regex("[a-z]+")) for _ in range(20)]
-        cancelled = asyncio.ensure_future(grammars.guide(from_regex("[a-z]+")))
+        asked = [grammars.guide(grammar_of(Form("regex", "[a-z]+"))) for _ in range(20)]
+        cancelled = asyncio.ensure_future(grammars.guide(grammar_of(Form("regex", "[a-z]+"))))
         await asyncio.sleep(0)
         cancelled.cancel()
         assert len({id(guide) for guide in await asyncio.gather(*asked)}) == 20
         for _ in range(2):
-            with pytest.raises(ApiError, match="cannot be held to that"):
-                await grammars.guide(from_lark("start: start start"))
+            with pytest.raises(ApiError, match="no answer can follow that form"):
+                await grammars.guide(grammar_of(Form("grammar", "start: start start")))
         for number in range(70):
-            await grammars.guide(from_regex(f"a{number}"))
+            await grammars.guide(grammar_of(Form("regex", f"a{number}")))
 
     asyncio.run(run())
     grammars.close()

@@ -18,7 +18,7 @@ import pytest
 
 from qsample.errors import QsampleError
 from qsample.runtime import CausalLM, SamplingParams
-from qsample.serve.http.middleware import ApiKeys
+from qsample.serve.http import ApiKeys
 from qsample.serve.run import run
 from qsample.serve.settings import ServeSettings
 from tests.helpers.requests import wait_until
@@ -39,7 +39,7 @@ LONG = {"prompt": "In the beginning", "max_tokens": 400, "ignore_eos": True}
         ({"prompt": "x", "top_p": 1.5}, 400, "top_p"),
         ({"prompt": "x", "model": "gpt"}, 404, "'gpt' does not exist here; there is 'tiny'"),
         ({"prompt": []}, 400, "prompt is an empty list"),
-        ({"prompt": [5, 100_000]}, 400, "100000 is no token"),
+        ({"prompt": [5, 100_000]}, 400, "100000 is not a token"),
         ({"prompt": [5, -1]}, 400, "prompt: give a text, a list of token ids from 0"),
         ({"prompt": [5, "x"]}, 400, "prompt: give a text"),
         ({"prompt": [[5], "x"]}, 400, "prompt: give a text"),
@@ -47,25 +47,25 @@ LONG = {"prompt": "In the beginning", "max_tokens": 400, "ignore_eos": True}
         ({"prompt": 5}, 400, "prompt: give a text"),
         ({"prompt": "x", "guided_json": "[1]"}, 400, "the schema is [1]; give an object"),
         ({"prompt": "x", "logprobs": 6}, 400, "this package returns 5"),
-        ({"prompt": "x", "n": 100}, 400, "100 answers are asked for at once, and this server takes 68"),
+        ({"prompt": "x", "n": 100}, 400, "100 answers were requested at once, and this server takes 68"),
         ({"prompt": "x", "suffix": "y"}, 400, "suffix"),
         ({"prompt": "x", "stream_options": {"include_usage": True}}, 400, "stream_options is for streams"),
         ({"prompt": "x", "best_of": 3}, 400, "best_of"),
-        ({"prompt": "x", "logit_bias": {"the": 1}}, 400, "no token id"),
-        ({"prompt": "x", "logit_bias": {str(n): 1 for n in range(1025)}}, 400, "there are 1025 of them; give at most"),
+        ({"prompt": "x", "logit_bias": {"the": 1}}, 400, "not a token id"),
+        ({"prompt": "x", "logit_bias": {str(n): 1 for n in range(1025)}}, 400, "it has 1025 tokens; give at most"),
         ({"prompt": "x", "stop_token_ids": [5] * 1025}, 400, "stop_token_ids: list should have at most 1024 items"),
         ({"prompt": "x", "stop_token_ids": [99999]}, 400, "99999"),
         ({"prompt": "x", "logit_bias": {"99999": 1}}, 400, "logit_bias"),
         ({"prompt": "x", "stop": [""]}, 400, "stop"),
         ({"prompt": "x", "min_tokens": 9, "max_tokens": 4}, 400, "min_new_tokens is 9"),
-        ({"prompt": "x", "guided_regex": "("}, 400, "cannot be held to that"),
-        ({"prompt": "x", "guided_json": {"type": "wrong"}}, 400, "cannot be held to that"),
-        ({"prompt": "x", "guided_json": "{", "seed": 1}, 400, "no JSON"),
-        ({"prompt": "x", "guided_choice": ["a"], "guided_regex": "b"}, 400, "several things at once"),
+        ({"prompt": "x", "guided_regex": "("}, 400, "no answer can follow that form"),
+        ({"prompt": "x", "guided_json": {"type": "wrong"}}, 400, "no answer can follow that form"),
+        ({"prompt": "x", "guided_json": "{", "seed": 1}, 400, "not valid JSON"),
+        ({"prompt": "x", "guided_choice": ["a"], "guided_regex": "b"}, 400, "constrained by several fields"),
         ({"prompt": "\ud800"}, 400, "surrogate"),
-        ([], 400, "no JSON object"),
-        ("text", 400, "no JSON object"),
-        (None, 400, "no JSON object"),
+        ([], 400, "not a JSON object"),
+        ("text", 400, "not a JSON object"),
+        (None, 400, "not a JSON object"),
     ],
 )
 def test_a_wrong_completion_is_told_what_is_wrong(server: ServerProcess, body: Any, status: int, message: str) -> None:
@@ -88,13 +88,13 @@ def test_a_wrong_completion_is_told_what_is_wrong(server: ServerProcess, body: A
         ({"messages": [{"content": "x"}]}, "role"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "text only"),
         ({"top_logprobs": 2}, "logprobs: true"),
-        ({"tool_choice": "required"}, "there are no tools"),
+        ({"tool_choice": "required"}, "the request has no tools"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools"),
         ({"function": []}, "function is not known here"),
         ({"functions": [{"name": "f"}]}, "functions is not done here; give tools"),
         ({"chat_template": "{{ messages }}"}, "takes no chat templates of clients"),
         ({"chat_template": "unknown"}, "no template of the package"),
-        ({"response_format": {"type": "json_schema"}}, "has none"),
+        ({"response_format": {"type": "json_schema"}}, "has no schema"),
         ({"response_format": {"type": "xml"}}, "response_format"),
     ],
 )
@@ -152,13 +152,13 @@ def test_large_bodies_hold_up_nobody(server: ServerProcess) -> None:
     asking = threading.Thread(target=ask)
     asking.start()
     began = time.monotonic()
-    text = "and the LORD said unto him, " * 70_000
+    text = "and the LORD said unto him, " * 20_000
     encoded = httpx.post(server.url + "/tokenize", json={"prompt": text}, timeout=120)
     whole = time.monotonic() - began
     going = False
     asking.join()
     assert encoded.status_code == 200
-    assert encoded.json()["count"] > 400_000
+    assert encoded.json()["count"] > 100_000
     assert longest < whole / 2  # it is as long as the whole where the lock is held
     many = httpx.post(server.url + COMPLETIONS, json={"prompt": [5] * 1_000_000}, timeout=120)
     assert many.json()["error"]["code"] == "context_length_exceeded"
@@ -192,6 +192,7 @@ def test_a_slow_reader_holds_no_slot(server: ServerProcess) -> None:
         )
         assert connection.recv(100)
         wait_until(lambda: server.metric("num_requests_running") == 0)  # it has read a few bytes only
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**20)
         received = b""
         while b"[DONE]" not in received[-200:]:
             received += connection.recv(65536)

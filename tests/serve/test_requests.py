@@ -15,8 +15,7 @@ from starlette.testclient import TestClient
 
 from qsample.runtime import SamplingParams, load
 from qsample.serve import ServeSettings, make_app
-from qsample.serve.protocol.completions import CompletionRequest
-from qsample.serve.sampling import sampling_params
+from qsample.serve.requests import CompletionRequest
 from tests.helpers.fake_package import fake_package
 from tests.helpers.filters import ASKED, FILTERS, assert_read, read_by_the_graph, record_parameters
 from tests.helpers.servers import ServerProcess
@@ -65,10 +64,10 @@ REFUSED: dict[str, dict[str, tuple[Any, str]]] = {
         "use_beam_search": (True, "without beams"), "length_penalty": (0.5, "without beams"),
         "skip_special_tokens": (False, "return_token_ids"), "include_stop_str_in_output": (True, "stop_reason"),
         "truncate_prompt_tokens": (5, "/tokenize"), "prompt_logprobs": (0, "logprobs has those"),
-        "allowed_token_ids": ([5], "guided_choice"), "repeat_last_n": (64, "on all tokens of a row"),
-        "samplers": (["top_k"], "--filter-order"), "min_keep": (2, "keeps one token"),
+        "allowed_token_ids": ([5], "guided_choice"), "repeat_last_n": (64, "to all tokens of a row"),
+        "samplers": (["top_k"], "--filter-order"), "min_keep": (2, "keeps at least a token"),
         "logits_processors": (["x"], "no programs"), "return_tokens_as_token_ids": (True, "return_token_ids"),
-        "cache_salt": ("x", "share what was read"), "kv_transfer_params": ({"a": 1}, "leave it out"),
+        "cache_salt": ("x", "share cached prompts"), "kv_transfer_params": ({"a": 1}, "leave it out"),
         "guided_decoding_backend": ("outlines", "llguidance does it"), "guided_json_object": (True, "response_format"),
         "structured_outputs.structural_tag": ("x", "give tools"), "early_stopping": ("never", "without beams"),
     },
@@ -168,6 +167,7 @@ def test_filters_reach_the_graph(kind: str, tmp_path: Path, monkeypatch: pytest.
         assert (twice.status_code, twice.json()["error"]["param"]) == (400, "repeat_penalty")
 
 
+@pytest.mark.slow
 def test_filters_of_a_real_graph(exported: Callable[..., Path]) -> None:
     package = exported("llama", filters=FILTERS)
     fields = {"typical_p": 0.5, "top_n_sigma": -1, "no_repeat_ngram_size": 1, "bad_words": ["e"], "dry_multiplier": 0.5}
@@ -188,8 +188,8 @@ def test_a_bias_of_nothing_needs_no_package_that_takes_biases(local_app: Callabl
     with local_app(slots=1) as client:
         model = client.app.state.server.models.find("tiny")  # type: ignore[attr-defined]
         for bias, expected in (({"5": 0, "6": 0.0}, None), ({"5": 0, "6": 1}, {6: 1.0}), ({}, None)):
-            request = CompletionRequest(prompt="x", logit_bias=bias)
-            assert (sampling_params(request, model, 4).logit_bias or None) == expected
+            request = CompletionRequest(prompt="x", max_tokens=4, logit_bias=bias)
+            assert (model.sampling_params(request).logit_bias or None) == expected
 
 
 def test_the_openai_client_writes_out_what_it_does_not_use(server: ServerProcess) -> None:

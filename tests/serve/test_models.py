@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from qsample.serve.served_model import ServedModels
+from qsample.serve.models import ServedModels
 from qsample.serve.settings import ServeSettings
 from tests.helpers.fake_package import fake_package
 
@@ -73,7 +73,7 @@ def test_a_text_is_no_tuple_of_texts(name: str) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"request_timeout": 0}, "request_timeout is 0, in which no answer comes"),
+        ({"request_timeout": 0}, "request_timeout is 0, too short for an answer"),
         ({"request_timeout": float("inf")}, "request_timeout is inf"),
         ({"drain_timeout": float("inf")}, "drain_timeout is inf"),
         ({"drain_timeout": -1}, "drain_timeout is -1"),

@@ -1,4 +1,4 @@
-"""Calls as the families write them, one example each from their model cards, read back."""
+"""Parts of answers: thoughts and calls as the families of models write them, with an example from each model card."""
 
 from __future__ import annotations
 
@@ -7,8 +7,14 @@ from typing import Any
 
 import pytest
 
-from qsample.serve.tool_calls.calls import ToolReader
-from qsample.serve.tool_calls.formats import FORMATS, find_format
+from qsample.serve.parsers import (
+    REASONING_FORMATS,
+    TOOL_FORMATS,
+    ReasoningReader,
+    ToolReader,
+    find_reasoning_format,
+    find_tool_format,
+)
 
 TOOLS: dict[str, Any] = {
     "get_weather": {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}},
@@ -63,14 +69,14 @@ WITHOUT_MARKS = {
 
 
 def read(name: str, text: str, size: int) -> tuple[str, list[tuple[str, Any]]]:
-    reader = ToolReader(FORMATS[name], TOOLS)
+    reader = ToolReader(TOOL_FORMATS[name], TOOLS)
     shown = "".join(reader.put(text[start : start + size]) for start in range(0, len(text), size))
     rest, calls = reader.end()
     return shown + rest, [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in calls]
 
 
 def test_every_format_has_an_example() -> None:
-    assert set(EXAMPLES) == set(FORMATS)
+    assert set(EXAMPLES) == set(TOOL_FORMATS)
 
 
 @pytest.mark.parametrize("size", [1, 3, 1000])
@@ -84,7 +90,7 @@ def test_calls_are_read_however_they_come(name: str, size: int) -> None:
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_one_call_where_several_are_not_wanted(name: str) -> None:
-    reader = ToolReader(FORMATS[name], TOOLS, parallel=False)
+    reader = ToolReader(TOOL_FORMATS[name], TOOLS, parallel=False)
     assert reader.put(EXAMPLES[name]) == ""
     rest, (call,) = reader.end()
     assert (rest, call["function"]["name"], json.loads(call["function"]["arguments"])) == ("", *PARIS)
@@ -97,7 +103,7 @@ def test_calls_without_their_marks(name: str, size: int) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 4, 1000])
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", TOOL_FORMATS)
 @pytest.mark.parametrize(
     "text",
     [
@@ -139,5 +145,63 @@ def test_typed_values_follow_the_schema() -> None:
     ],
 )  # fmt: skip
 def test_the_format_is_the_templates(template: str, name: str) -> None:
-    assert find_format(None, template) is FORMATS[name]
-    assert find_format("hermes", template) is FORMATS["hermes"]
+    assert find_tool_format(None, template) is TOOL_FORMATS[name]
+    assert find_tool_format("hermes", template) is TOOL_FORMATS["hermes"]
+
+
+def split(name: str, text: str, size: int, prompt: str = "<|assistant|>\n") -> tuple[str, str]:
+    reader = ReasoningReader(REASONING_FORMATS[name], prompt)
+    parts = [reader.put(text[start : start + size]) for start in range(0, len(text), size)]
+    parts.append(reader.end())
+    return "".join(thoughts for thoughts, _ in parts), "".join(answer for _, answer in parts)
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 1000])
+@pytest.mark.parametrize("name", REASONING_FORMATS)
+@pytest.mark.parametrize("opened", [False, True])
+def test_thoughts_and_answer(name: str, size: int, opened: bool) -> None:
+    form = REASONING_FORMATS[name]
+    thoughts, answer = "Let me see:\n\n  2 < 3 </thin", "It is\n 3. "
+    text = f"\n{thoughts}\n {form.end}\n\n{answer}"
+    if opened:  # by the chat template
+        assert split(name, text, size, f"<|assistant|>{form.start}\n") == (thoughts, answer)
+    else:
+        assert split(name, f"\n{form.start}{text}", size) == (thoughts, answer)
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+def test_thoughts_that_were_cut_off(size: int) -> None:
+    for name in REASONING_FORMATS:
+        assert split(name, REASONING_FORMATS[name].start + "\nhm, ", size) == ("hm,", "")
+        assert split(name, REASONING_FORMATS[name].start + "\nhm " + REASONING_FORMATS[name].end[:-1], size) == (
+            "hm " + REASONING_FORMATS[name].end[:-1],
+            "",
+        )
+        assert split(name, REASONING_FORMATS[name].start + "a" + REASONING_FORMATS[name].end, size) == ("a", "")
+        assert split(name, REASONING_FORMATS[name].start + REASONING_FORMATS[name].end, size) == ("", "")
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+@pytest.mark.parametrize("text", ["", " ", "plain", "  a < b", "<thin", "a <think>b</think> c", "x</think>y", "<think"])
+def test_an_answer_without_thoughts_is_as_it_is(text: str, size: int) -> None:
+    assert split("qwen3", text, size) == ("", text)
+    # Where a client wants no thoughts, templates write both marks.
+    for name in REASONING_FORMATS:
+        prompt = f"<|assistant|>{REASONING_FORMATS[name].start}\n\n{REASONING_FORMATS[name].end}\n\n"
+        assert split(name, text, size, prompt) == ("", text)
+
+
+@pytest.mark.parametrize("size", [1, 1000])
+def test_an_answer_may_begin_inside(size: int) -> None:
+    assert split("deepseek_r1", "hm</think>yes <think>", size) == ("hm", "yes <think>")
+    assert split("deepseek_r1", "hm", size) == ("hm", "")
+    # A model may repeat what the template wrote.
+    assert split("qwen3", "<think>hm</think>yes", size, "<think>\n") == ("hm", "yes")
+    assert split("qwen3", "< hm</think>yes", size, "<think>\n") == ("< hm", "yes")
+
+
+def test_marks_that_never_come_are_refused() -> None:
+    assert find_reasoning_format(None, lambda mark: False) is None
+    assert find_reasoning_format("qwen3", lambda mark: True) is REASONING_FORMATS["qwen3"]
+    with pytest.raises(ValueError, match="qwen3 looks for </think>, which is a special token"):
+        find_reasoning_format("qwen3", lambda mark: mark != "</think>")

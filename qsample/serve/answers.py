@@ -1,0 +1,496 @@
+"""Requests of the engine as OpenAI's answers, whole or as events while they come."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from typing import Any, Final
+
+from qsample.contract import LOGPROBS, TOP_LOGPROB_OUTPUTS
+from qsample.runtime import Delta, Request, RequestOutput
+from qsample.sampling_params import SamplingParams
+from qsample.serve.guides import GrammarGuide
+from qsample.serve.http import ApiError, json_bytes, logged_api_error
+from qsample.serve.metrics import Metrics
+from qsample.serve.models import ServedModel, TokenTexts
+from qsample.serve.parsers import DemandedCalls, ReasoningReader, ToolReader
+from qsample.serve.requests import GenerationRequest
+from qsample.tensors import Array
+
+Receive = Callable[[], Awaitable[Any]]
+
+_DONE: Final = b"data: [DONE]\n\n"
+_LEAST_LOGPROB: Final = -9999.0  # OpenAI's number for an impossible token; JSON has no infinity
+_TOP_IDS, _TOP_VALUES = (spec.name for spec in TOP_LOGPROB_OUTPUTS)
+
+
+class Choice(ABC):
+    """An answer in its form on the wire."""
+
+    def __init__(self, index: int, model: ServedModel, top_logprobs: int | None) -> None:
+        """top_logprobs: alternatives of each token; None = no log-probabilities."""
+        self._index = index
+        self._model = model
+        self._top = top_logprobs
+
+    @abstractmethod
+    def opening(self) -> dict[str, Any] | None:
+        """The event before the first text; None = no event."""
+
+    @abstractmethod
+    def piece(self, delta: Delta) -> dict[str, Any] | None:
+        """The event that a delta makes certain; None = no event yet."""
+
+    @abstractmethod
+    def ending(self, output: RequestOutput) -> list[dict[str, Any]]:
+        """The last events; the last of them has the finish reason."""
+
+    @abstractmethod
+    def whole(self, output: RequestOutput) -> dict[str, Any]:
+        """The whole answer at once."""
+
+    def _end(self, output: RequestOutput) -> dict[str, Any]:
+        """OpenAI's finish reason, "length" after a timeout, too; and vLLM's stop reason: the stop string or token that
+        ended the answer, None for the model's own end of text."""
+        stopped = output.finish_reason == "stop"
+        reason: str | int | None = output.stop_string if stopped else None
+        if stopped and reason is None and output.token_ids and output.token_ids[-1] not in self._model.ends:
+            reason = output.token_ids[-1]
+        return {"finish_reason": "stop" if stopped else "length", "stop_reason": reason}
+
+
+class ChatChoice(Choice):
+    """A choice of `/v1/chat/completions`."""
+
+    def __init__(
+        self,
+        index: int,
+        model: ServedModel,
+        *,
+        top_logprobs: int | None,
+        tools: ToolReader | DemandedCalls | None,
+        return_token_ids: bool,
+        reasoning: ReasoningReader | None = None,
+        show_reasoning: bool = True,
+    ) -> None:
+        """Prepare it.
+
+        Args:
+            index: among the choices.
+            model: answers.
+            top_logprobs: alternatives of each token; None = no log-probabilities.
+            tools: reads calls; None = the answer is text.
+            return_token_ids: return the tokens next to the text.
+            reasoning: splits the thoughts off the answer; None = they stay in it.
+            show_reasoning: return the thoughts.
+        """
+        super().__init__(index, model, top_logprobs)
+        self._tools = tools
+        self._reasoning = reasoning
+        self._show_reasoning = show_reasoning
+        self._return_token_ids = return_token_ids
+
+    def opening(self) -> dict[str, Any]:
+        return self._chunk({"role": "assistant", "content": ""})
+
+    def piece(self, delta: Delta) -> dict[str, Any] | None:
+        thoughts, text = self._put(delta.text or "")
+        change = self._thoughts(thoughts) | ({"content": text} if text else {})
+        chunk = self._chunk(change)
+        if self._top is not None and delta.token_ids:
+            chunk["logprobs"] = self._logprobs(delta.token_ids, delta.outputs)
+        if self._return_token_ids:
+            chunk["token_ids"] = delta.token_ids
+        return chunk if change or chunk["logprobs"] or chunk.get("token_ids") else None
+
+    def ending(self, output: RequestOutput) -> list[dict[str, Any]]:
+        thoughts, rest, calls = self._rest()
+        change = self._thoughts(thoughts) | ({"content": rest} if rest else {})
+        chunks = [self._chunk(change)] if change else []
+        chunks += [self._chunk({"tool_calls": [{"index": index, **call}]}) for index, call in enumerate(calls)]
+        return [*chunks, self._chunk({}) | self._chat_end(output, bool(calls))]
+
+    def whole(self, output: RequestOutput) -> dict[str, Any]:
+        thoughts, before = self._put(output.text or "")
+        last_thoughts, rest, calls = self._rest()
+        thoughts, text = thoughts + last_thoughts, before + rest
+        # As in OpenAI's and vLLM's answers: null next to calls or thoughts, not "".
+        content = text or (None if calls or thoughts else "")
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        message |= self._thoughts(thoughts)
+        if calls:
+            message["tool_calls"] = calls
+        choice: dict[str, Any] = {"index": self._index, "message": message, "logprobs": None}
+        if self._top is not None:
+            choice["logprobs"] = self._logprobs(output.token_ids, output.outputs)
+        if self._return_token_ids:
+            choice["token_ids"] = output.token_ids
+        return choice | self._chat_end(output, bool(calls))
+
+    def _put(self, text: str) -> tuple[str, str]:
+        """The thoughts and the text for the user that a part of the answer makes certain."""
+        thoughts = ""
+        if self._reasoning is not None:
+            thoughts, text = self._reasoning.put(text)
+        return thoughts, text if self._tools is None else self._tools.put(text)
+
+    def _rest(self) -> tuple[str, str, list[dict[str, Any]]]:
+        """The rest of both at the end, and the calls."""
+        thoughts, text = self._reasoning.end() if self._reasoning is not None else ("", "")
+        if self._tools is None:
+            return thoughts, text, []
+        before = self._tools.put(text)
+        rest, calls = self._tools.end()
+        return thoughts, before + rest, calls
+
+    def _thoughts(self, text: str) -> dict[str, Any]:
+        """Thoughts in vLLM's field, and in its former one, which many clients read."""
+        return {"reasoning": text, "reasoning_content": text} if text and self._show_reasoning else {}
+
+    def _chunk(self, delta: dict[str, Any]) -> dict[str, Any]:
+        return {"index": self._index, "delta": delta, "logprobs": None, "finish_reason": None}
+
+    def _chat_end(self, output: RequestOutput, called: bool) -> dict[str, Any]:
+        end = self._end(output)
+        # As in OpenAI's answers: the call of a demanded function ends with "stop", and a cut answer with "length".
+        named = isinstance(self._tools, DemandedCalls) and self._tools.name is not None
+        return end | {"finish_reason": "tool_calls"} if called and end["finish_reason"] == "stop" and not named else end
+
+    def _logprobs(self, tokens: Sequence[int], outputs: Any) -> dict[str, Any]:
+        return {"content": _chat_logprobs(self._model.token_texts, tokens, outputs, self._top or 0), "refusal": None}
+
+
+class CompletionChoice(Choice):
+    """A choice of `/v1/completions`."""
+
+    def __init__(
+        self, index: int, model: ServedModel, *, logprobs: int | None, echo: str, prompt_ids: Sequence[int] | None
+    ) -> None:
+        """Prepare it.
+
+        Args:
+            index: among the choices.
+            model: answers.
+            logprobs: alternatives of each token; None = no log-probabilities.
+            echo: the text before the answer.
+            prompt_ids: returned next to the answer's token ids; None = no token ids.
+        """
+        super().__init__(index, model, logprobs)
+        self._echo = echo
+        self._prompt_ids = prompt_ids
+        self._offset = len(echo)
+
+    def opening(self) -> dict[str, Any] | None:
+        ids = {} if self._prompt_ids is None else {"prompt_token_ids": self._prompt_ids, "token_ids": []}
+        return self._choice(self._echo) | ids if self._echo or ids else None
+
+    def piece(self, delta: Delta) -> dict[str, Any] | None:
+        choice = self._choice(delta.text or "")
+        if self._top is not None and delta.token_ids:
+            choice["logprobs"] = self._logprobs(delta.token_ids, delta.outputs)
+            self._offset += sum(map(len, choice["logprobs"]["tokens"]))
+        if self._prompt_ids is not None:
+            choice["token_ids"] = delta.token_ids
+        return choice if choice["text"] or choice["logprobs"] or choice.get("token_ids") else None
+
+    def ending(self, output: RequestOutput) -> list[dict[str, Any]]:
+        return [self._choice("") | self._end(output)]
+
+    def whole(self, output: RequestOutput) -> dict[str, Any]:
+        choice = self._choice(self._echo + (output.text or ""))
+        if self._top is not None:
+            choice["logprobs"] = self._logprobs(output.token_ids, output.outputs)
+        if self._prompt_ids is not None:
+            choice |= {"prompt_token_ids": self._prompt_ids, "token_ids": output.token_ids}
+        return choice | self._end(output)
+
+    def _choice(self, text: str) -> dict[str, Any]:
+        return {"index": self._index, "text": text, "logprobs": None, "finish_reason": None}
+
+    def _logprobs(self, tokens: Sequence[int], outputs: Any) -> dict[str, Any]:
+        return _completion_logprobs(self._model.token_texts, tokens, outputs, self._top or 0, self._offset)
+
+
+class Answers:
+    """The answers to an HTTP request: those of the first prompt, then those of the next."""
+
+    def __init__(
+        self,
+        model: ServedModel,
+        body: GenerationRequest,
+        metrics: Metrics,
+        *,
+        prefix: str,
+        kind: str,
+        make_choice: Callable[[int], Choice],
+        more: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Prepare them.
+
+        Args:
+            model: answers.
+            body: the request.
+            metrics: counts them.
+            prefix: of the id.
+            kind: OpenAI's name of a whole answer.
+            make_choice: makes a choice from its index.
+            more: fields of the whole answer, or of the first event.
+        """
+        self._model = model
+        self._body = body
+        self._metrics = metrics
+        self._kind = kind
+        self._head = {
+            "id": f"{prefix}-{body.request_id or uuid.uuid4().hex}",
+            "created": int(time.time()),
+            "model": model.name,
+        }
+        self._make_choice = make_choice
+        self._more = dict(more or {})
+        self._requests: list[Request] = []
+        self._given_up = False  # the client has gone
+
+    async def start(
+        self,
+        prompts: Sequence[list[int]],
+        params: SamplingParams,
+        make_guide: Callable[[], Awaitable[GrammarGuide]] | None,
+        max_time: float | None,
+    ) -> None:
+        """Give the prompts to the engine, all or none.
+
+        Args:
+            prompts: token ids, which have passed the model's `check_count` and `check_room`.
+            params: of every answer.
+            make_guide: makes the guide of an answer; None = any text.
+            max_time: seconds that an answer may take; None = no limit.
+
+        Raises ApiError, QueueFullError or ValueError.
+        """
+        body, model = self._body, self._model
+        count = len(prompts) * body.choices
+        guides = [await make_guide() for _ in range(count)] if make_guide is not None else [None] * count
+        seeds = [seed for _ in prompts for seed in body.seeds()]  # without a given seed, each prompt gets its own
+        rows = [prompt for prompt in prompts for _ in range(body.choices)]
+        model.check_places(count)  # otherwise some would be added and cancelled, and occupy places meanwhile
+        try:
+            for row, seed, guide in zip(rows, seeds, guides, strict=True):
+                options: Any = {"stop_strings": body.stop, "priority": body.priority, "max_time": max_time}
+                self._requests.append(model.add(row, params, seed=seed, allowed_tokens=guide, **options))
+        except BaseException:
+            self._cancel()
+            raise
+        for request in self._requests:
+            self._metrics.follow(model.name, request)
+
+    async def whole(self, receive: Receive) -> dict[str, Any]:
+        """The finished answers.
+
+        Args:
+            receive: of the HTTP request; it reports that the client has gone.
+
+        Raises ApiError if an answer failed, or if the client has gone.
+        """
+        async with _Watch(self, receive) as watch:
+            outputs = [self._checked(await request) for request in self._requests]
+        if watch.client_left:
+            raise ApiError(499, "the client closed the connection")
+        choices = [self._make_choice(index).whole(output) for index, output in enumerate(outputs)]
+        head = {**self._head, "object": self._kind, **self._more}
+        return {**head, "choices": choices, "usage": self._usage(outputs)}
+
+    async def events(self, receive: Receive) -> AsyncIterator[bytes]:
+        """Server-sent events, each a part of an answer, then [DONE]; an error is an event, too.
+
+        A slow reader delays nobody: its events wait here, and its requests leave their slots.
+        """
+        async with _Watch(self, receive) as watch:
+            try:
+                async for event in self._events():
+                    yield event
+            except Exception as error:
+                self._cancel()
+                if not watch.client_left:
+                    yield b"data: " + json_bytes(logged_api_error(error).body()) + b"\n\n"
+            if not watch.client_left:
+                yield _DONE
+
+    async def _events(self) -> AsyncIterator[bytes]:
+        with_usage, always = self._body.usage_in_stream
+        kind = "chat.completion.chunk" if self._kind == "chat.completion" else self._kind
+        head = json_bytes({**self._head, "object": kind}).removesuffix(b"}")  # once, not for every event
+        more = b"".join(b"," + json_bytes({name: value})[1:-1] for name, value in self._more.items())
+        counts = [0] * len(self._requests)
+
+        def event(choices: list[dict[str, Any]], usage: dict[str, Any] | None = None) -> bytes:
+            nonlocal more
+            if with_usage and always and usage is None:
+                usage = self._count(sum(counts))
+            end = b',"usage":' + json_bytes(usage) if with_usage else b""
+            parts = [b"data: ", head, more, b',"choices":', json_bytes(choices), end, b"}\n\n"]
+            more = b""
+            return b"".join(parts)
+
+        choices = [self._make_choice(index) for index in range(len(self._requests))]
+        for choice in choices:
+            if (opening := choice.opening()) is not None:
+                yield event([opening])
+        outputs: list[RequestOutput | None] = [None] * len(choices)
+        async for index, delta in _merged(self._requests):
+            if delta is not None:
+                counts[index] += len(delta.token_ids)
+                if (piece := choices[index].piece(delta)) is not None:
+                    yield event([piece])
+                continue
+            outputs[index] = output = self._checked(self._requests[index].result(0))
+            for part in choices[index].ending(output):
+                yield event([part])
+        if with_usage:
+            yield event([], self._usage([output for output in outputs if output is not None]))
+
+    def _checked(self, output: RequestOutput) -> RequestOutput:
+        """Raise ApiError for a failed answer."""
+        if output.finish_reason == "invalid":
+            raise ApiError(500, "the model gave NaN or infinite logits, or no token was allowed", code="invalid_logits")
+        if output.finish_reason == "cancelled" and not self._given_up:
+            raise ApiError(503, "the server is shutting down; try again", code="server_shutdown")
+        return output
+
+    def _usage(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        firsts = outputs[:: self._body.choices]  # a prompt is counted once, however many answers it has
+        prompt = sum(output.usage.prompt_tokens for output in firsts)
+        completion = sum(output.usage.completion_tokens for output in outputs)
+        cached = sum(output.usage.cached_tokens for output in firsts)
+        return {**_total(prompt, completion), "prompt_tokens_details": {"cached_tokens": cached}}
+
+    def _count(self, completion: int) -> dict[str, Any]:
+        return _total(sum(request.prompt_tokens for request in self._requests[:: self._body.choices]), completion)
+
+    def give_up(self) -> None:
+        """End the answers with the text that they have."""
+        self._given_up = True
+        self._cancel()
+
+    def _cancel(self) -> None:
+        for request in self._requests:
+            request.cancel()
+
+
+class _Watch:
+    """Gives answers up when their client has gone."""
+
+    def __init__(self, answers: Answers, receive: Receive) -> None:
+        self._answers = answers
+        self._receive = receive
+        self.client_left = False
+
+    async def __aenter__(self) -> _Watch:
+        self._task = asyncio.create_task(self._wait_for_disconnect())
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        if kind is not None:  # GeneratorExit and CancelledError, too: the reader has gone
+            self._answers.give_up()
+        self._task.cancel()
+
+    async def _wait_for_disconnect(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self.client_left = True
+        self._answers.give_up()
+
+
+async def _merged(requests: Sequence[Request]) -> AsyncIterator[tuple[int, Delta | None]]:
+    """The deltas of several requests as they come, with the request's index; None at the end of each.
+
+    Raises the exception of the first request that fails.
+    """
+    if len(requests) == 1:
+        async for delta in requests[0]:
+            yield 0, delta
+        yield 0, None
+        return
+    queue: asyncio.Queue[tuple[int, Delta | BaseException | None]] = asyncio.Queue()
+
+    async def read(index: int, request: Request) -> None:
+        try:
+            async for delta in request:
+                queue.put_nowait((index, delta))
+            queue.put_nowait((index, None))
+        except Exception as error:
+            queue.put_nowait((index, error))
+
+    readers = [asyncio.create_task(read(index, request)) for index, request in enumerate(requests)]
+    try:
+        left = len(readers)
+        while left:
+            index, item = await queue.get()
+            if isinstance(item, BaseException):
+                raise item
+            left -= item is None
+            yield index, item
+    finally:
+        for reader in readers:
+            reader.cancel()
+
+
+def _total(prompt: int, completion: int) -> dict[str, int]:
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+
+
+def _chat_logprobs(
+    texts: TokenTexts, tokens: Sequence[int], outputs: Mapping[str, Array], top: int
+) -> list[dict[str, Any]]:
+    """An entry for each token, as in chat completions."""
+
+    def entry(token: int, value: float) -> dict[str, Any]:
+        text, data = texts.of(int(token))
+        return {"token": text, "logprob": _finite(value), "bytes": list(data)}
+
+    entries = []
+    for index, token in enumerate(tokens):
+        others = (
+            [
+                entry(*pair)
+                for pair in zip(outputs[_TOP_IDS][index, :top], outputs[_TOP_VALUES][index, :top], strict=True)
+            ]
+            if top
+            else []
+        )
+        entries.append(entry(token, outputs[LOGPROBS.name][index, 0]) | {"top_logprobs": others})
+    return entries
+
+
+def _completion_logprobs(
+    texts: TokenTexts, tokens: Sequence[int], outputs: Mapping[str, Array], top: int, offset: int
+) -> dict[str, Any]:
+    """An object for all tokens, as in completions. The alternatives include the sampled token, even if it is not among
+    the `top` likeliest. offset: of the first token's text in the answer."""
+    strings = [texts.of(int(token))[0] for token in tokens]
+    values = [_finite(outputs[LOGPROBS.name][index, 0]) for index in range(len(tokens))]
+    offsets = [offset]
+    for string in strings:
+        offsets.append(offsets[-1] + len(string))
+    alternatives: list[dict[str, float]] | None = None
+    if top:
+        alternatives = [
+            {
+                texts.of(int(token))[0]: _finite(value)
+                for token, value in zip(outputs[_TOP_IDS][index, :top], outputs[_TOP_VALUES][index, :top], strict=True)
+            }
+            | {strings[index]: values[index]}
+            for index in range(len(tokens))
+        ]
+    return {
+        "tokens": strings,
+        "token_logprobs": values,
+        "top_logprobs": alternatives,
+        "text_offset": offsets[:-1],
+    }
+
+
+def _finite(value: float) -> float:
+    return max(float(value), _LEAST_LOGPROB)

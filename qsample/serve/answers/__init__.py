@@ -1,1 +1,0 @@
-"""Requests of the engine as answers of the API."""

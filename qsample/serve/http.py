@@ -1,0 +1,262 @@
+"""HTTP around the endpoints: JSON, errors in OpenAI's form, API keys, and the limit of a body.
+
+The middleware is plain ASGI: Starlette's @middleware("http") adds half as much time to each event of a stream.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import logging
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from typing import Any, Final
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from qsample.errors import QsampleError
+from qsample.runtime import EngineClosedError, QueueFullError, RequestFailedError
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+_TYPES: Final = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    413: "invalid_request_error",
+    429: "rate_limit_error",
+}
+_WITHOUT_A_KEY: Final = ("/", "/health", "/metrics", "/docs", "/openapi.json", "/redoc", "/favicon.ico")
+_UNION_TYPES: Final = {"str", "int", "float", "bool", "dict", "list"}  # parts of pydantic's paths
+_LOG: Final = logging.getLogger("uvicorn.error")  # the server's own
+_RETRY_AFTER: Final = {"Retry-After": "1"}  # seconds; a slot is free again after some tokens
+
+
+def json_bytes(value: Any) -> bytes:
+    """`value` as compact JSON in UTF-8. A lone surrogate, which UTF-8 cannot hold, is written as its escape.
+
+    Raises ValueError for NaN and infinities, which JSON lacks.
+    """
+    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    return text.encode("utf-8", "backslashreplace")
+
+
+def json_response(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    """An answer with `value` as its body."""
+    return Response(json_bytes(value), status, headers, "application/json")
+
+
+class ApiError(QsampleError):
+    """A request that is answered with an error.
+
+    Args:
+        status: HTTP's number.
+        message: the problem and its remedy.
+        param: the field of the request that is wrong.
+        code: OpenAI's or vLLM's word for the problem.
+        headers: of the answer.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.param = param
+        self.code = code
+        self.headers = dict(headers or {})
+
+    def body(self) -> dict[str, Any]:
+        kind = _TYPES.get(self.status, "server_error")
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> Response:
+        return json_response(self.body(), self.status, self.headers)
+
+
+def as_api_error(error: BaseException) -> ApiError:
+    """An exception of the engine, a tokenizer or a template as an answer."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, QueueFullError):
+        return ApiError(429, str(error), code="rate_limit_exceeded", headers=_RETRY_AFTER)
+    if isinstance(error, RequestFailedError):
+        if isinstance(error.__cause__, ApiError):  # of a function that came with the request
+            return error.__cause__
+        return ApiError(500, str(error), code="request_failed")
+    if isinstance(error, EngineClosedError):
+        return ApiError(500, str(error), code="engine_closed")
+    if isinstance(error, ValueError):
+        return ApiError(400, str(error))
+    if isinstance(error, QsampleError):
+        return ApiError(500, str(error))
+    return ApiError(500, f"the server failed: {type(error).__name__}; its log has the details", code="internal_error")
+
+
+def logged_api_error(error: Exception) -> ApiError:
+    """`as_api_error`; a fault of the server itself is also written to its log, with the traceback."""
+    answer = as_api_error(error)
+    if answer.status == 500:
+        _LOG.error("a request failed: %s", answer, exc_info=error)
+    return answer
+
+
+def add_error_handlers(app: FastAPI) -> None:
+    """Answer every error of `app` in OpenAI's form."""
+
+    async def known(request: Request, error: Exception) -> Response:
+        return logged_api_error(error).response()
+
+    async def unknown(request: Request, error: Exception) -> Response:
+        return as_api_error(error).response()  # Starlette raises it again, and uvicorn logs it
+
+    async def http(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        if isinstance(error.__cause__, ApiError):  # raised while the body was read
+            return error.__cause__.response()
+        texts = {
+            404: f"{request.url.path} does not exist here; /docs lists the endpoints",
+            405: f"{request.url.path} does not take {request.method}; /docs lists the methods",
+        }
+        text = texts.get(error.status_code, str(error.detail))
+        return ApiError(error.status_code, text, headers=error.headers).response()
+
+    async def invalid(request: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        return _of_validation(error).response()
+
+    app.add_exception_handler(QsampleError, known)
+    app.add_exception_handler(ValueError, known)
+    app.add_exception_handler(HTTPException, http)
+    app.add_exception_handler(RequestValidationError, invalid)
+    app.add_exception_handler(Exception, unknown)
+
+
+def _of_validation(error: RequestValidationError) -> ApiError:
+    """The first problem that pydantic found in a body."""
+    first = error.errors()[0]
+    kind, context = first["type"], first.get("ctx", {})
+    path = [str(part) for part in first["loc"][1:] if not _is_a_type(part)]
+    message = str(first["msg"]).removeprefix("Value error, ")
+    if kind == "json_invalid":
+        return ApiError(400, f"the body is not valid JSON: {context.get('error', message)}")
+    if kind == "unsupported_parameter":  # of `requests.Body`
+        name = ".".join([*path, context["name"]])
+        return ApiError(400, f"{name} is {message}", param=name, code=kind)
+    name = ".".join(path)
+    if kind == "extra_forbidden":
+        return ApiError(400, f"{name} is not known here; leave it out", param=name, code="unknown_parameter")
+    if not name:
+        if kind == "value_error":
+            return ApiError(400, message)
+        state = "empty" if kind == "missing" else "not a JSON object"
+        return ApiError(400, f"the body is {state}; send a JSON object with Content-Type: application/json")
+    if kind == "missing":
+        return ApiError(400, f"{name} is missing", param=name, code="missing_required_parameter")
+    value = first.get("input")
+    given = "" if isinstance(value, Mapping | list) else f" ({str(value)!a:.60} was given)"
+    return ApiError(400, f"{name}: {message[:1].lower()}{message[1:]}{given}", param=name)
+
+
+def _is_a_type(part: Any) -> bool:
+    """Whether a part of pydantic's path is a type of a union, not a field or an index."""
+    return isinstance(part, str) and (not part.replace("_", "").isalnum() or part in _UNION_TYPES)
+
+
+class ApiKeys:
+    """Lets requests pass that come with a valid key, `Authorization: Bearer KEY`.
+
+    The page, its description, /health and /metrics, which reveal nothing of the prompts, need no key.
+    """
+
+    def __init__(self, app: App, keys: tuple[str, ...]) -> None:
+        self._app = app
+        # Hashes, because comparing keys of different lengths would reveal the length.
+        self._keys = [hashlib.sha256(key.strip().encode()).digest() for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = str(scope.get("path", "")).removeprefix(scope.get("root_path", "")) or "/"
+        if scope["type"] == "http" and path not in _WITHOUT_A_KEY and scope["method"] != "OPTIONS":
+            given = dict(scope["headers"]).get(b"authorization", b"")
+            kind, _, key = given.partition(b" ")
+            hashed = hashlib.sha256(key.strip()).digest()
+            # Every key is compared, so that the time does not reveal a key that was nearly right.
+            if kind.lower() != b"bearer" or sum(hmac.compare_digest(hashed, known) for known in self._keys) == 0:
+                text = "send an API key of this server, Authorization: Bearer KEY"
+                error = ApiError(401, text, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+                await error.response()(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+class UnknownErrors:
+    """Answers unexpected exceptions, and raises them again for the server's log.
+
+    Starlette does so outside of every other middleware; a page of another origin cannot read such an answer, because
+    it lacks the headers of the CORS middleware.
+    """
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        begun = scope["type"] != "http"
+
+        async def noted(message: Message) -> None:
+            nonlocal begun
+            begun = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, noted)
+        except Exception as error:
+            if not begun:
+                await as_api_error(error).response()(scope, receive, send)
+            raise
+
+
+class BodyLimit:
+    """Refuses larger bodies: before they are read if their length is announced, otherwise while they come."""
+
+    def __init__(self, app: App, most: int) -> None:
+        """most: bytes."""
+        self._app = app
+        self._most = most
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        length = dict(scope["headers"]).get(b"content-length", b"0")
+        if length.isdigit() and int(length) > self._most:
+            await self._error().response()(scope, receive, send)
+            return
+        left = self._most
+
+        async def counted() -> Message:
+            nonlocal left
+            message = await receive()
+            left -= len(message.get("body", b""))
+            if left < 0:
+                raise self._error()
+            return message
+
+        await self._app(scope, counted, send)
+
+    def _error(self) -> ApiError:
+        return ApiError(413, f"the body has more than {self._most} bytes, this server's limit")

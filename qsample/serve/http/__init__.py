@@ -1,1 +1,0 @@
-"""What every request passes: its limits, its errors, its JSON; and the page at /."""

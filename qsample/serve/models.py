@@ -1,0 +1,294 @@
+"""The packages that are served: their engines, tokenizers and defaults."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property, lru_cache
+from typing import Any, Final
+
+from qsample.errors import QsampleError
+from qsample.runtime import CausalLM, Engine, QueueFullError, Request, load
+from qsample.runtime.parameters import check_filters
+from qsample.sampling_params import FILTER_FIELDS, SamplingParams
+from qsample.serve.guides import Grammars
+from qsample.serve.http import ApiError
+from qsample.serve.parsers import ReasoningReader, find_reasoning_format, find_tool_format
+from qsample.serve.requests import GenerationRequest
+from qsample.serve.settings import ServeSettings
+from qsample.text.chat import compile_template
+from qsample.text.tokenizer import Tokenizer
+
+# Fields that a model's generation_config decides with generation_config="auto".
+_OF_CONFIG: Final = (
+    *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens"),
+    *FILTER_FIELDS,
+)
+_MARK_TOKENS: Final = 32  # more than the longest mark around thoughts has, even in single characters
+_BYTE_TOKEN: Final = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_UNKNOWN: Final = "\ufffd"
+
+
+class ServedModel:
+    """A loaded package under its served name.
+
+    created: seconds since 1970 at which it was loaded. defaults: fields of `SamplingParams` for requests that leave
+    them out.
+    """
+
+    def __init__(self, name: str, path: str, settings: ServeSettings) -> None:
+        """Load the package and start its engine. Raises QsampleError or ValueError if that fails."""
+        self.name = name
+        self.model: CausalLM = load(
+            path,
+            settings.provider,
+            ctx_len=settings.ctx_len,
+            intra_op_num_threads=settings.threads,
+            session_config=settings.session_options,
+        )
+        if (tokenizer := self.model.tokenizer) is not None and settings.chat_template is not None:
+            tokenizer.chat_template = tokenizer.get_chat_template(settings.chat_template)
+            compile_template(tokenizer.chat_template)  # a mistake in it ends the start
+        self.created = int(time.time())
+        self.ends = self.model.package.manifest.token_ids.eos
+        self.defaults = {"temperature": 1.0}
+        if settings.generation_config == "auto":
+            config = self.model.generation_config
+            self.defaults |= {name: config[name] for name in _OF_CONFIG if config.get(name) is not None}
+        # So does a mistake in the generation_config, and a filter that the package lacks.
+        check_filters(self.model.interface, SamplingParams(**self.defaults))  # type: ignore[arg-type]
+        self.tool_format = find_tool_format(settings.tool_call_parser, self._template)
+        self._reasoning_format = find_reasoning_format(settings.reasoning_parser, self._is_shown)
+        self.grammars = Grammars(self.model)
+        if self.model.interface.features.logprobs and self.model.tokenizer is not None:
+            _ = self.token_texts  # now: a large tokenizer.json takes half a second, and every request would wait
+        self.engine = Engine(  # last: it has a thread
+            self.model,
+            slots=settings.slots,
+            max_waiting=settings.max_waiting,
+            prefill_chunk_size=settings.prefill_chunk_size,
+        )
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens that a slot holds, prompt and answer together."""
+        return self.engine.capacity
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Raises ApiError for a package without a tokenizer."""
+        if self.model.tokenizer is None:
+            raise ApiError(
+                400, f"the package of {self.name!r} has no tokenizer: it takes prompts of token ids on /v1/completions"
+            )
+        return self.model.tokenizer
+
+    @cached_property
+    def token_texts(self) -> TokenTexts:
+        """The tokens as text and bytes."""
+        return TokenTexts(self.model)
+
+    @property
+    def _template(self) -> str:
+        templates = None if self.model.tokenizer is None else self.model.tokenizer.chat_template
+        if isinstance(templates, Mapping):
+            return templates.get("tool_use") or templates.get("default", "")
+        return templates or ""
+
+    def reasoning_reader(self, prompt: Sequence[int]) -> ReasoningReader | None:
+        """Splits the thoughts off an answer to that prompt; None = they stay in the answer."""
+        if self._reasoning_format is None:
+            return None
+        end = self.tokenizer.decode(prompt[-_MARK_TOKENS:], skip_special_tokens=False)
+        return ReasoningReader(self._reasoning_format, end)
+
+    def _is_shown(self, text: str) -> bool:
+        """Whether this model's texts can contain `text`: they do not contain special tokens."""
+        if self.model.tokenizer is None:
+            return True
+        token = self.model.tokenizer.get_vocab().get(text)
+        return token is None or not self.model.tokenizer.is_skipped(token)
+
+    def sampling_params(self, request: GenerationRequest) -> SamplingParams:
+        """The sampling parameters of every answer: the request's fields on top of `defaults`.
+
+        Raises ApiError for a value out of its range, for fields that contradict each other, and for a filter that the
+        package lacks.
+        """
+        fields = {**self.defaults, **request.sampling_fields()}
+        if "max_new_tokens" not in fields:
+            limit = request.default_limit
+            fields |= {"max_length": self.max_model_len} if limit is None else {"max_new_tokens": limit}
+        if request.ignore_eos or request.stop_token_ids:
+            ends = () if request.ignore_eos else self.ends
+            fields["eos_token_id"] = (*ends, *(request.stop_token_ids or ()))
+        try:
+            params = SamplingParams(**fields)
+            check_filters(self.model.interface, params)
+        except ValueError as error:
+            name = str(error).partition(" ")[0]
+            raise ApiError(400, str(error), param=name if name in type(request).model_fields else None) from None
+        return params
+
+    def check_logprobs(self, top: int, param: str) -> None:
+        """Raise ApiError if the package does not return these log-probabilities.
+
+        Args:
+            top: alternatives of each token.
+            param: the field that asks for them.
+        """
+        features = self.model.interface.features
+        if not features.logprobs:
+            raise ApiError(400, "this package was exported without logprobs; export it with --logprobs", param=param)
+        if self.model.tokenizer is None:
+            text = "log-probabilities come with the texts of tokens, and this package has no tokenizer; leave them out"
+            raise ApiError(400, text, param=param)
+        if top > features.top_logprobs:
+            raise ApiError(
+                400,
+                f"{top} alternatives were requested and this package returns {features.top_logprobs}; request fewer, "
+                f"or export it with --top-logprobs {top}",
+                param=param,
+            )
+
+    def check_count(self, count: int) -> None:
+        """Raise ApiError if that many answers can never have places at once."""
+        most = self.engine.slots + self.engine.max_waiting
+        if count > most:
+            raise ApiError(400, f"{count} answers were requested at once, and this server takes {most}")
+
+    def check_places(self, count: int) -> None:
+        """Raise QueueFullError unless that many places are free. They stay free until the event loop goes on, because
+        only it adds requests."""
+        stats = self.engine.stats()
+        taken, most = stats.running + stats.waiting, stats.slots + stats.max_waiting
+        if taken + count > most:
+            raise QueueFullError(f"{taken} of {most} places are taken and {count} were requested; try again later")
+
+    def check_room(self, prompt: Sequence[int]) -> None:
+        """Raise ApiError unless a slot has room for a prompt and a token."""
+        if len(prompt) >= self.max_model_len:
+            raise ApiError(
+                400,
+                f"the prompt has {len(prompt)} tokens and this model's context {self.max_model_len}; give at most "
+                f"{self.max_model_len - 1}",
+                param="prompt",
+                code="context_length_exceeded",
+            )
+
+    def check_ids(self, ids: Sequence[int]) -> None:
+        """Raise ApiError for a token id that is not the model's."""
+        most = self.model.interface.vocab_size
+        wrong = next((token for token in ids if token >= most), None)
+        if wrong is not None:
+            raise ApiError(400, f"{wrong} is not a token of this model, which has 0 to {most - 1}", param="prompt")
+
+    def add(self, prompt: list[int], params: SamplingParams, **options: Any) -> Request:
+        """A request, as `Engine.add_request` makes it, without waiting for room.
+
+        Args:
+            prompt: token ids. All are read, the padding token too, because a single prompt has no padding and a text
+                may spell that token. An empty prompt begins a text.
+            params: how to sample.
+            options: as in `Engine.add_request`.
+        """
+        return self.engine.add_request([prompt], params, timeout=0, pad_token_id=None, **options)
+
+    def close(self) -> None:
+        self.grammars.close()
+        self.engine.close()
+
+
+class ServedModels:
+    """The models of a server by name."""
+
+    def __init__(self, settings: ServeSettings) -> None:
+        self._models: dict[str, ServedModel] = {}
+        try:
+            for name, path in settings.models.items():
+                self._models[name] = ServedModel(name, path, settings)
+        except BaseException as error:
+            self.close()
+            if isinstance(error, QsampleError | ValueError) and len(settings.models) > 1:
+                raise type(error)(f"model {name!r}: {error}") from error
+            raise
+
+    def __iter__(self) -> Iterator[ServedModel]:
+        return iter(self._models.values())
+
+    def find(self, name: str | None) -> ServedModel:
+        """The model with that name; the first for None and "". Raises ApiError for an unknown name."""
+        if not name:
+            return next(iter(self))
+        if name not in self._models:
+            raise ApiError(
+                404,
+                f"the model {name!r:.100} does not exist here; there is {', '.join(map(repr, self._models))}",
+                param="model",
+                code="model_not_found",
+            )
+        return self._models[name]
+
+    def close(self) -> None:
+        for model in self:
+            model.close()
+
+
+class TokenTexts:
+    """The text and bytes of each token of a vocabulary, in the middle of a text."""
+
+    def __init__(self, model: CausalLM) -> None:
+        assert model.tokenizer is not None
+        self._tokenizer = model.tokenizer
+        described = json.loads(self._tokenizer.to_json())  # the file may have been replaced
+        self._byte_level = '"ByteLevel"' in json.dumps(described.get("decoder"))
+        pieces: dict[int, str] = {entry["id"]: entry["content"] for entry in described.get("added_tokens") or []}
+        vocabulary: Any = (described.get("model") or {}).get("vocab") or {}
+        if isinstance(vocabulary, dict):
+            pieces = {number: piece for piece, number in vocabulary.items()} | pieces
+        else:  # Unigram: a list of pieces and their scores
+            pieces = {number: entry[0] for number, entry in enumerate(vocabulary)} | pieces
+        self._added = {entry["id"] for entry in described.get("added_tokens") or []}
+        self._pieces = pieces
+        # Some decoders drop a blank at the start of a text; so a token is shown as it is after another token.
+        self._anchor = next((token for token in pieces if token not in self._added and self._decode([token])), None)
+        self.of = lru_cache(maxsize=2**16)(self._of)
+
+    def _of(self, token: int) -> tuple[str, bytes]:
+        """The text of a token, and its bytes, which may be a part of a character."""
+        text = self._after_another(token)
+        piece = self._pieces.get(token, "")
+        if _UNKNOWN in text and token not in self._added:
+            data = _bytes_of(piece) if self._byte_level else b""
+            if match := _BYTE_TOKEN.fullmatch(piece):
+                data = bytes([int(match[1], 16)])
+            return text, data or text.encode()
+        return text, text.encode()
+
+    def _after_another(self, token: int) -> str:
+        alone = self._decode([token])
+        if self._anchor is None or _UNKNOWN in alone:
+            return alone
+        before, both = self._decode([self._anchor]), self._decode([self._anchor, token])
+        return both.removeprefix(before) if both.startswith(before) else alone
+
+    def _decode(self, tokens: list[int]) -> str:
+        return self._tokenizer.decode(tokens, skip_special_tokens=False)
+
+
+def _bytes_of(piece: str) -> bytes:
+    """The bytes of a piece of a byte-level vocabulary; b"" for other pieces."""
+    table = _byte_table()
+    return bytes(table[character] for character in piece) if all(character in table for character in piece) else b""
+
+
+@lru_cache(maxsize=1)
+def _byte_table() -> dict[str, int]:
+    """GPT-2's printable characters for bytes (Radford et al. 2019; openai/gpt-2, encoder.py): those that print stand
+    for themselves, the others for the code points from 256 on."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    table = {chr(byte): byte for byte in printable}
+    return table | {chr(256 + index): byte for index, byte in enumerate(others)}

@@ -1,0 +1,369 @@
+"""The parts of an answer's text: thoughts, text for the user, and calls of tools, by the format of a model's family."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+Call = tuple[str, str]  # a function's name, and its arguments as JSON text
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningFormat:
+    """How a family of models writes its thoughts.
+
+    start, end: texts around them. from_start: an answer begins with thoughts, even without `start`, unless its prompt
+    ends them.
+    """
+
+    start: str
+    end: str
+    from_start: bool = False
+
+
+# By vLLM's names.
+REASONING_FORMATS: Final[Mapping[str, ReasoningFormat]] = {
+    "deepseek_r1": ReasoningFormat("<think>", "</think>", from_start=True),
+    "qwen3": ReasoningFormat("<think>", "</think>"),
+    "glm45": ReasoningFormat("<think>", "</think>"),
+    "seed_oss": ReasoningFormat("<seed:think>", "</seed:think>", from_start=True),
+    "granite": ReasoningFormat("Here is my thought process:", "Here is my response:"),
+}
+
+
+def find_reasoning_format(name: str | None, is_shown: Callable[[str], bool]) -> ReasoningFormat | None:
+    """The format with a name; None = thoughts stay in the answer.
+
+    Args:
+        name: a key of REASONING_FORMATS, or None.
+        is_shown: tells whether a text of the model can contain a mark.
+
+    Raises ValueError if the model's texts cannot contain the marks.
+    """
+    if name is None:
+        return None
+    form = REASONING_FORMATS[name]
+    for mark in (form.start, form.end):
+        if not is_shown(mark):
+            raise ValueError(
+                f"the reasoning parser {name} looks for {mark}, which is a special token of this model, and texts do "
+                "not contain those; choose another parser, or none"
+            )
+    return form
+
+
+class ReasoningReader:
+    """Splits an answer that comes in pieces into thoughts and the text after them.
+
+    Text that may be a part of a mark is held back until that is certain, and so are blanks that may precede a mark.
+    Blanks next to the marks belong to neither side. Thoughts come first or not at all: a mark in the middle of an
+    answer is text.
+    """
+
+    def __init__(self, form: ReasoningFormat, prompt: str) -> None:
+        """prompt: its end, special tokens included. Many templates write the mark that begins the thoughts, or, for
+        clients that want none, both marks."""
+        prompt = prompt.rstrip()
+        self._form = form
+        self._text = ""  # not returned yet
+        closed = prompt.endswith(form.end)
+        self._opened = prompt.endswith(form.start) or (form.from_start and not closed)
+        self._read: Callable[[], tuple[str, str]] = self._read_answer if closed else self._read_start
+        self._after_mark = False  # whether blanks that come now are dropped
+
+    def put(self, text: str) -> tuple[str, str]:
+        """The thoughts, and the text of the answer, that have become certain."""
+        self._text += text
+        return self._read()
+
+    def end(self) -> tuple[str, str]:
+        """The rest of both."""
+        text, self._text = self._text, ""
+        if self._read == self._read_start and self._opened:
+            return text.strip(), ""
+        return (text.rstrip(), "") if self._read == self._read_thoughts else ("", text)
+
+    def _read_start(self) -> tuple[str, str]:
+        text = self._text.lstrip()
+        if not text.startswith(self._form.start) and self._form.start.startswith(text):
+            return "", ""
+        if text.startswith(self._form.start):
+            self._text, self._opened = text.removeprefix(self._form.start), True
+        self._read = self._read_thoughts if self._opened else self._read_answer
+        self._after_mark = self._opened
+        return self._read()
+
+    def _read_thoughts(self) -> tuple[str, str]:
+        self._drop_blanks()
+        thoughts, mark, rest = self._text.partition(self._form.end)
+        if not mark:
+            certain = self._text[: len(self._text) - _open_end(self._text, self._form.end)].rstrip()
+            self._text = self._text[len(certain) :]
+            return certain, ""
+        self._text, self._read, self._after_mark = rest, self._read_answer, True
+        return thoughts.rstrip(), self._read_answer()[1]
+
+    def _read_answer(self) -> tuple[str, str]:
+        self._drop_blanks()
+        text, self._text = self._text, ""
+        return "", text
+
+    def _drop_blanks(self) -> None:
+        if self._after_mark:
+            self._text = self._text.lstrip()
+            self._after_mark = not self._text
+
+
+@dataclass(frozen=True, slots=True)
+class ToolFormat:
+    """A notation of calls.
+
+    marks: texts that begin a call, anywhere in an answer. at_start: texts that begin an answer of calls alone; special
+    tokens in front of them are not in the text. read: the calls of a text that begins with a mark; raises ValueError or
+    TypeError unless they are complete and JSON can hold them. in_template: texts of chat templates that teach the
+    format.
+    """
+
+    marks: tuple[str, ...]
+    at_start: tuple[str, ...]
+    read: Callable[[str, Mapping[str, Any]], list[Call]]
+    in_template: tuple[str, ...]
+
+
+def _hermes(text: str, tools: Mapping[str, Any]) -> list[Call]:
+    """<tool_call>{"name": ..., "arguments": {...}}</tool_call>, of NousResearch's Hermes and Qwen's models."""
+    return [_call(json.loads(body)) for body in _bodies(text, "<tool_call>", "</tool_call>")]
+
+
+def _json(text: str, tools: Mapping[str, Any]) -> list[Call]:
+    """{"name": ..., "parameters": {...}}, of Llama 3; or a list of {"name": ..., "arguments": ...}, of Mistral.
+
+    Several objects follow one another, or stand with semicolons between them. [TOOL_CALLS]name{...} too.
+    """
+    text = text.strip().removeprefix("<|python_tag|>").removeprefix("[TOOL_CALLS]").strip()
+    calls: list[Call] = []
+    decoder = json.JSONDecoder()
+    while text:
+        if match := re.match(r"([\w.-]+)(?:\[ARGS\])?\s*(?=\{)", text):
+            arguments, end = decoder.raw_decode(text, match.end())
+            calls.append(_call({"name": match[1], "arguments": arguments}))
+        else:
+            value, end = decoder.raw_decode(text)
+            calls += [_call(item) for item in (value if isinstance(value, list) else [value])]
+        text = text[end:].lstrip("; \n\t").removeprefix("[TOOL_CALLS]").lstrip()
+    return calls
+
+
+def _xml_function(text: str, tools: Mapping[str, Any]) -> list[Call]:
+    """<tool_call><function=name><parameter=key>value</parameter></function></tool_call>, of Qwen3-Coder and Qwen3.5."""
+    calls = []
+    for body in _bodies(text, "<tool_call>", "</tool_call>"):
+        match = re.fullmatch(r"\s*<function=([^>\n]+)>(.*)</function>\s*", body, re.DOTALL)
+        if match is None:
+            raise ValueError("a call without a function")
+        values = re.findall(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", match[2], re.DOTALL)
+        calls.append(_typed(match[1].strip(), values, tools))
+    return calls
+
+
+def _xml_pairs(text: str, tools: Mapping[str, Any]) -> list[Call]:
+    """<tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value></tool_call>, of GLM-4.5."""
+    calls = []
+    for body in _bodies(text, "<tool_call>", "</tool_call>"):
+        name = body.split("<arg_key>", 1)[0].strip()
+        values = re.findall(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", body, re.DOTALL)
+        calls.append(_typed(name, [(key.strip(), value) for key, value in values], tools))
+    return calls
+
+
+def _deepseek_mark(name: str) -> str:
+    """DeepSeek's tokens have a full-width bar instead of |, and a block character instead of _."""
+    return f"<\uff5ctool_{name}\uff5c>".replace("_", "\u2581")
+
+
+def _deepseek(text: str, tools: Mapping[str, Any]) -> list[Call]:
+    """Of DeepSeek: "function", a separator, the name, then the arguments in a block of JSON; from V3.1 on the name, the
+    separator, and the arguments."""
+    calls = []
+    for body in _bodies(text, _deepseek_mark("call_begin"), _deepseek_mark("call_end")):
+        kind, _, rest = body.partition(_deepseek_mark("sep"))
+        name, _, arguments = rest.partition("\n") if kind.strip() == "function" else (kind, "", rest)
+        arguments = arguments.strip().removeprefix("```json").removesuffix("```")
+        calls.append(_call({"name": name.strip(), "arguments": json.loads(arguments)}))
+    return calls
+
+
+def _pythonic(text: str, tools: Mapping[str, Any]) -> list[Call]:
+    """[name(key=value), ...], of Llama 4 and others."""
+    try:
+        tree = ast.parse(text.strip().removeprefix("<|python_start|>").removesuffix("<|python_end|>"), mode="eval").body
+    except (SyntaxError, MemoryError, RecursionError) as error:
+        raise ValueError("not a list of calls") from error
+    calls = []
+    for node in tree.elts if isinstance(tree, ast.List) else [tree]:
+        if not isinstance(node, ast.Call) or node.args:
+            raise ValueError("not a call with named arguments")
+        arguments = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in node.keywords}
+        calls.append(_call({"name": ast.unparse(node.func), "arguments": arguments}))
+    return calls
+
+
+TOOL_FORMATS: Final[Mapping[str, ToolFormat]] = {
+    "qwen3_coder": ToolFormat(("<tool_call>",), (), _xml_function, ("<function=",)),
+    "glm45": ToolFormat(("<tool_call>",), (), _xml_pairs, ("<arg_key>",)),
+    "deepseek_v3": ToolFormat((_deepseek_mark("calls_begin"),), (), _deepseek, (_deepseek_mark("calls_begin"),)),
+    "hermes": ToolFormat(("<tool_call>",), (), _hermes, ("<tool_call>",)),
+    "mistral": ToolFormat(("[TOOL_CALLS]",), ('[{"name"', '[{"arguments"'), _json, ("[TOOL_CALLS]",)),
+    "llama4_pythonic": ToolFormat(("<|python_start|>",), ("[",), _pythonic, ("<|python_start|>",)),
+    "llama3_json": ToolFormat(("<|python_tag|>",), ('{"name"', '{"type"', '{"function"'), _json, ('"parameters"',)),
+}
+
+
+def find_tool_format(name: str | None, template: str) -> ToolFormat:
+    """The format with a name; None = the format that a chat template teaches, or Hermes' if it teaches none."""
+    if name is None:
+        known = (key for key, form in TOOL_FORMATS.items() if any(text in template for text in form.in_template))
+        name = next(known, "hermes")
+    return TOOL_FORMATS[name]
+
+
+@dataclass(slots=True)
+class ToolReader:
+    """Splits an answer that comes in pieces into text for the user and calls of tools.
+
+    Text that may begin a call is held back until that is certain; a call comes whole. A beginning that turns out not to
+    be a call is text. tools: the functions' names and parameters. parallel: whether several calls are returned; False
+    drops all but the first.
+    """
+
+    format: ToolFormat
+    tools: Mapping[str, Any]
+    parallel: bool = True
+    _text: str = ""  # not returned yet
+    _calling: bool = False
+    _at_start: bool = True
+
+    def put(self, text: str) -> str:
+        """The text that is certainly not a call."""
+        self._text += text
+        if self._calling:
+            return ""
+        if self._at_start:
+            start = self._text.lstrip()
+            # Pretty-printed JSON begins with blanks between its signs.
+            bare = "".join(start[:80].split())
+            if any(bare.startswith(mark) for mark in self.format.at_start):
+                self._calling = True
+                return ""
+            if not start or any(mark.startswith(bare) for mark in self.format.at_start):
+                return ""
+            self._at_start = False
+        place = min((at for mark in self.format.marks if (at := self._text.find(mark)) >= 0), default=None)
+        if place is not None:
+            self._calling = True
+        else:
+            place = len(self._text) - max(_open_end(self._text, mark) for mark in self.format.marks)
+        certain, self._text = self._text[:place], self._text[place:]
+        return certain
+
+    def end(self) -> tuple[str, list[dict[str, Any]]]:
+        """The rest of the text, and the calls as OpenAI's objects."""
+        if not self._calling:
+            return self._text, []
+        try:
+            calls = self.format.read(self._text, self.tools)
+        except (ValueError, TypeError, RecursionError):  # TypeError: for a Python value that JSON lacks, such as a set
+            return self._text, []
+        if not calls or any(name not in self.tools for name, _ in calls):
+            return self._text, []
+        return "", [_as_tool_call(call) for call in (calls if self.parallel else calls[:1])]
+
+
+@dataclass(slots=True)
+class DemandedCalls:
+    """Reads an answer that a grammar constrained to calls: the arguments of a function, or a list of calls.
+
+    name: of the function; None = any of the functions, each call with its name.
+    """
+
+    name: str | None
+    _text: str = field(default="", init=False)
+
+    def put(self, text: str) -> str:
+        self._text += text
+        return ""
+
+    def end(self) -> tuple[str, list[dict[str, Any]]]:
+        """As for `ToolReader`; arguments that were cut off are returned as they are."""
+        if self.name is not None:
+            return "", [_as_tool_call((self.name, self._text))]
+        try:
+            values = json.loads(self._text)
+        except ValueError:  # it was cut off
+            return self._text, []
+        return "", [
+            _as_tool_call((call["name"], json.dumps(call["parameters"], ensure_ascii=False))) for call in values
+        ]
+
+
+def _as_tool_call(call: Call) -> dict[str, Any]:
+    name, arguments = call
+    return {
+        "id": f"call_{uuid.uuid4().hex[:24]}",
+        "type": "function",
+        "function": {"name": name, "arguments": arguments},
+    }
+
+
+def _open_end(text: str, mark: str) -> int:
+    """How many characters at the end of `text` may be the beginning of `mark`."""
+    for count in range(min(len(mark) - 1, len(text)), 0, -1):
+        if text.endswith(mark[:count]):
+            return count
+    return 0
+
+
+def _bodies(text: str, start: str, end: str) -> Iterator[str]:
+    """The texts between each `start` and `end`. Raises ValueError for a start without its end."""
+    for part in text.split(start)[1:]:
+        body, found, _ = part.partition(end)
+        if not found:
+            raise ValueError(f"{start} without {end}")
+        yield body
+
+
+def _call(value: Any) -> Call:
+    """The call in a JSON object, whatever its family calls the parts. Raises ValueError if it is not a call."""
+    if isinstance(value, dict) and isinstance(value.get("function"), dict):
+        value = value["function"]
+    if not isinstance(value, dict):
+        raise ValueError("a call is not an object")
+    name = value.get("name", value.get("function"))
+    arguments = value.get("arguments", value.get("parameters", {}))
+    if isinstance(arguments, str):
+        arguments = json.loads(arguments)
+    if not isinstance(name, str) or not isinstance(arguments, dict):
+        raise ValueError("a call has no name, or its arguments are not an object")
+    return name, json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+
+
+def _typed(name: str, values: list[tuple[str, str]], tools: Mapping[str, Any]) -> Call:
+    """A call with arguments as bare texts: JSON, except for strings by the function's schema."""
+    schema = tools.get(name) or {}
+    properties = schema.get("properties") if isinstance(schema, dict) else None
+    arguments: dict[str, Any] = {}
+    for key, text in values:
+        entry = properties.get(key) if isinstance(properties, dict) else None
+        kind = entry.get("type") if isinstance(entry, dict) else None
+        arguments[key] = text
+        if kind != "string":
+            try:
+                arguments[key] = json.loads(text)
+            except ValueError:
+                arguments[key] = {"True": True, "False": False, "None": None}.get(text.strip(), text)
+    return _call({"name": name, "arguments": arguments})

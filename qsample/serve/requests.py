@@ -1,0 +1,512 @@
+"""The bodies of requests: OpenAI's fields with vLLM's and llama.cpp's, checked, and as `SamplingParams` takes them."""
+
+from __future__ import annotations
+
+import json
+import math
+import secrets
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal
+
+from pydantic import (
+    AliasChoices,
+    BaseModel,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    StrictBool,
+    StrictFloat,
+    StrictInt,
+    StrictStr,
+    create_model,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
+
+from qsample.sampling_params import FILTER_FIELDS, OFF, SEEDS, SMALLEST_TOP_P
+from qsample.serve.guides import Form, moved_schema
+from qsample.serve.http import ApiError
+from qsample.serve.refusals import CHAT, COMPLETIONS, STRUCTURED_OUTPUTS, Refusals
+
+MOST_CHOICES: Final = 128  # OpenAI's limit for n
+MOST_TOKENS: Final = 2**31 - 1
+# Stop tokens, and biases: a step reads as many for each row as the widest row has.
+MOST_STOPS: Final = 1024
+MOST_BIASES: Final = 1024
+# Fields that have the same name in `SamplingParams`.
+_SAME_NAME: Final = (
+    *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
+    *FILTER_FIELDS,
+)
+# Clients also write -1 for off, and a top_p of 0 for the likeliest token alone.
+_LEAST: Final = {"top_k": 0, "top_n_sigma": 0, "top_p": SMALLEST_TOP_P}
+
+Number = StrictFloat | StrictInt
+TokenId = Annotated[StrictInt, Field(ge=0, le=MOST_TOKENS)]
+Count = Annotated[StrictInt, Field(ge=1, le=MOST_TOKENS)]
+
+
+class Body(BaseModel):
+    """A JSON object without unknown fields, and without NaN and infinities, which JSON lacks.
+
+    A field that is null counts as left out, whatever its name: clients write out fields that they do not use.
+    """
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+    refusals: ClassVar[Refusals] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls_and_refusals(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        given = {name: content for name, content in value.items() if content is not None}
+        for name in given.keys() & cls.refusals.keys():
+            if cls.refusals[name].applies_to(given.pop(name)):
+                raise PydanticCustomError(
+                    "unsupported_parameter",
+                    "not done here; {instead}",
+                    {"name": name, "instead": cls.refusals[name].instead},
+                )
+        return given
+
+
+class StreamOptions(Body):
+    """include_usage: end with an event that counts the tokens. continuous_usage_stats: counts in every event (vLLM).
+    include_obfuscation: OpenAI's; ignored."""
+
+    include_usage: StrictBool = False
+    continuous_usage_stats: StrictBool = False
+    include_obfuscation: StrictBool = False
+
+
+class JsonSchema(Body):
+    """A JSON schema with a name. It is always followed, whatever `strict` says."""
+
+    name: StrictStr = "response"
+    description: StrictStr | None = None
+    schema_: dict[str, Any] | StrictBool = Field(default_factory=dict, alias="schema")
+    strict: StrictBool | None = None
+
+
+class ResponseFormat(Body):
+    """The form of an answer: any text, a JSON object, or JSON that follows a schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _has_its_schema(self) -> ResponseFormat:
+        if self.type == "json_schema" and self.json_schema is None:
+            raise ValueError("it is of type json_schema and has no schema; give json_schema")
+        return self
+
+
+class StructuredOutputs(Body):
+    """The form of an answer in vLLM's words, a single field. json: a schema, or its text. grammar: Lark's or GBNF."""
+
+    refusals = STRUCTURED_OUTPUTS
+
+    json_: dict[str, Any] | StrictStr | None = Field(None, alias="json")
+    regex: StrictStr | None = None
+    choice: list[StrictStr] | None = Field(None, min_length=1)
+    grammar: StrictStr | None = None
+    json_object: StrictBool | None = None
+
+
+# The filters' parameters, under the names of `SamplingParams`, which checks the values: vLLM's, llama.cpp's and
+# transformers' names.
+_Items = Annotated[list[Any], Field(max_length=MOST_STOPS)]
+if TYPE_CHECKING:
+    FilterFields = Body
+else:
+    FilterFields = create_model(
+        "FilterFields",
+        __base__=Body,
+        **{name: ((_Items if OFF[name] is None else Number) | None, None) for name in FILTER_FIELDS},
+    )
+
+
+class GenerationRequest(FilterFields):
+    """The fields that completions and chat completions share; names, ranges and defaults are OpenAI's, after `top_k`
+    vLLM's.
+
+    model: a served name; None = the first. repeat_penalty: llama.cpp's name of repetition_penalty. `user` and the
+    fields after it are ignored.
+    """
+
+    default_limit: ClassVar[int | None] = None  # tokens of an answer; None = as many as the context has room for
+
+    model: StrictStr | None = None
+    temperature: Annotated[Number, Field(ge=0)] | None = None
+    top_p: Annotated[Number, Field(ge=0, le=1)] | None = None
+    presence_penalty: Annotated[Number, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[Number, Field(ge=-2, le=2)] | None = None
+    n: Annotated[StrictInt, Field(ge=1, le=MOST_CHOICES)] | None = None
+    seed: StrictInt | None = None
+    stop: StrictStr | list[StrictStr] | None = None
+    logit_bias: dict[str, Number] | None = None
+    max_tokens: Count | None = None
+    stream: StrictBool | None = None
+    stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
+
+    top_k: Annotated[StrictInt, Field(ge=-1, le=MOST_TOKENS)] | None = None
+    min_p: Annotated[Number, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[Number, Field(gt=0)] | None = Field(
+        None, validation_alias=AliasChoices("repetition_penalty", "repeat_penalty")
+    )
+    min_tokens: Annotated[StrictInt, Field(ge=0, le=MOST_TOKENS)] | None = None
+    stop_token_ids: list[TokenId] | None = Field(None, max_length=MOST_STOPS)
+    ignore_eos: StrictBool = False
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | StrictStr | None = None
+    guided_regex: StrictStr | None = None
+    guided_choice: list[StrictStr] | None = Field(None, min_length=1)
+    guided_grammar: StrictStr | None = None
+    return_token_ids: StrictBool = False
+    priority: StrictInt = 0
+    request_id: StrictStr | None = None
+    best_of: StrictInt | None = None
+
+    user: StrictStr | None = None
+    store: StrictBool | None = None
+    metadata: dict[str, Any] | None = None
+    service_tier: StrictStr | None = None
+    safety_identifier: StrictStr | None = None
+    prompt_cache_key: StrictStr | None = None
+    prompt_cache_retention: StrictStr | None = None
+
+    @field_validator("logit_bias")
+    @classmethod
+    def _check_bias(cls, bias: dict[str, float] | None) -> dict[str, float] | None:
+        if bias is not None and len(bias) > MOST_BIASES:
+            raise ValueError(f"it has {len(bias)} tokens; give at most {MOST_BIASES}")
+        for token, amount in (bias or {}).items():
+            if not (token.isascii() and token.isdigit()) or len(token) > 10:
+                raise ValueError(f"the key {token!r:.40} is not a token id")
+            if not -100 <= amount <= 100 or not math.isfinite(amount):
+                raise ValueError(f"the bias of token {token} is {amount}; give -100 to 100")
+        return bias
+
+    @model_validator(mode="after")
+    def _check_together(self) -> GenerationRequest:
+        if not self.stream and self.stream_options is not None and any(self.stream_options.model_dump().values()):
+            raise ValueError("stream_options is for streams; leave it out, or give stream: true")
+        if self.best_of is not None and self.best_of != self.choices:
+            raise ValueError("best_of is not done here; give n alone")
+        return self
+
+    @property
+    def choices(self) -> int:
+        """How many answers each prompt gets."""
+        return self.n or 1
+
+    @property
+    def limit(self) -> int | None:
+        """The most tokens of an answer; None = not given."""
+        return self.max_tokens
+
+    @property
+    def usage_in_stream(self) -> tuple[bool, bool]:
+        """Whether a last event counts the tokens, and whether every event does."""
+        options = self.stream_options or StreamOptions()
+        return options.include_usage, options.include_usage and options.continuous_usage_stats
+
+    def sampling_fields(self) -> dict[str, Any]:
+        """The fields of `SamplingParams` that the request sets; stop tokens and seeds are not among them."""
+        fields = {name: value for name in _SAME_NAME if (value := getattr(self, name)) is not None}
+        fields |= {name: max(fields[name], least) for name, least in _LEAST.items() if name in fields}
+        if self.limit is not None:
+            fields["max_new_tokens"] = self.limit
+        if self.min_tokens:
+            fields["min_new_tokens"] = self.min_tokens
+        biases = {int(token): float(amount) for token, amount in (self.logit_bias or {}).items() if amount}
+        return fields | ({"logit_bias": biases} if biases else {})  # which not every package takes
+
+    def seeds(self) -> list[int]:
+        """A seed for each answer to a prompt: `seed` and its successors, negative ones counted from the end."""
+        first = secrets.randbelow(SEEDS) if self.seed is None else self.seed
+        return [(first + index) % SEEDS for index in range(self.choices)]
+
+    @property
+    def form(self) -> Form | None:
+        """The form that every answer has to follow; None = any text.
+
+        Raises ApiError if the request has several, or if it asks for tokens after the end of the form.
+        """
+        form = self._given_form()
+        for name in ("ignore_eos", "min_tokens"):
+            if form is not None and getattr(self, name):
+                text = f"{name} asks for tokens after the end of an answer that follows a schema, a choice or a grammar"
+                raise ApiError(400, f"{text}; leave {name} out", param=name)
+        return form
+
+    def _given_form(self) -> Form | None:
+        wanted, given = self.response_format, self.structured_outputs or StructuredOutputs.model_validate({})
+        forms = [
+            Form("json_schema", wanted.json_schema.schema_ if wanted and wanted.json_schema else None),
+            Form("json_schema", self.guided_json),
+            Form("json_schema", given.json_),
+            Form("regex", self.guided_regex),
+            Form("regex", given.regex),
+            Form("choice", self.guided_choice),
+            Form("choice", given.choice),
+            Form("grammar", self.guided_grammar),
+            Form("grammar", given.grammar),
+        ]
+        forms = [form for form in forms if form.value is not None]
+        if given.json_object or (wanted and wanted.type == "json_object"):
+            forms.append(Form("json_schema", {"type": "object"}))
+        if len(forms) > 1:
+            raise ApiError(400, "the answer is constrained by several fields; give one schema, grammar or choice")
+        return forms[0] if forms else None
+
+
+def _check_prompt(value: Any) -> Any:
+    """Texts or token ids, one or several. By hand: pydantic takes seconds to try the types of a union on a million
+    ids."""
+    if isinstance(value, str) or _are_ids(value) or (isinstance(value, list) and all(map(_are_ids, value))):
+        return value
+    if isinstance(value, list) and all(isinstance(item, str) for item in value):
+        return value
+    raise ValueError(f"give a text, a list of token ids from 0 to {MOST_TOKENS}, or a list of either")
+
+
+def _are_ids(value: Any) -> bool:
+    if not isinstance(value, list) or {*map(type, value)} - {int}:
+        return False
+    return not value or (min(value) >= 0 and max(value) <= MOST_TOKENS)
+
+
+Prompt = Annotated[
+    str | list[str] | list[int] | list[list[int]],
+    PlainValidator(_check_prompt, json_schema_input_type=str | list[str] | list[int] | list[list[int]]),
+]
+
+
+class CompletionRequest(GenerationRequest):
+    """`/v1/completions`.
+
+    prompt: texts or token ids, one or several; "" begins a text. logprobs: log-probabilities, with that many of the
+    likeliest tokens. echo: the prompt before its continuation.
+    """
+
+    refusals = COMPLETIONS
+    default_limit = 16  # OpenAI's
+
+    prompt: Prompt = ""
+    logprobs: Annotated[StrictInt, Field(ge=0)] | None = None
+    echo: StrictBool = False
+    suffix: StrictStr | None = None
+    add_special_tokens: StrictBool = True
+
+    @field_validator("logprobs", mode="before")
+    @classmethod
+    def _false_is_none(cls, value: Any) -> Any:  # as in a chat completion
+        return None if value is False else value
+
+    @model_validator(mode="after")
+    def _check_completion(self) -> CompletionRequest:
+        if self.suffix:
+            raise ValueError("suffix is not done here: the model writes the continuation of a prompt")
+        if self.echo and self.logprobs is not None:
+            raise ValueError("echo with logprobs needs those of the prompt, which are not computed; leave one out")
+        return self
+
+    @property
+    def prompts(self) -> list[str] | list[list[int]]:
+        """The prompts, one or several."""
+        prompt: Any = self.prompt
+        if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
+            return [prompt]
+        if not prompt:
+            raise ValueError("prompt is an empty list; give a text, token ids, or several of either")
+        return list(prompt)
+
+
+class Function(Body):
+    """A function that the model may call. parameters: a JSON schema of its arguments. strict: followed if the call is
+    demanded."""
+
+    name: Annotated[StrictStr, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+    description: StrictStr | None = None
+    parameters: dict[str, Any] | None = None
+    strict: StrictBool | None = None
+
+
+class Tool(Body):
+    """A function, the only kind of tool that models here can call."""
+
+    type: Literal["function"] = "function"
+    function: Function
+
+
+class NamedFunction(Body):
+    """A function by name."""
+
+    name: StrictStr
+
+
+class NamedTool(Body):
+    """The tool that has to be called."""
+
+    type: Literal["function"] = "function"
+    function: NamedFunction
+
+
+class ChatPrompt(Body):
+    """A conversation and its chat template's options; `chat_template` and the fields after it are vLLM's."""
+
+    messages: list[dict[str, Any]] = Field(min_length=1)
+    tools: list[Tool] | None = None
+    chat_template: StrictStr | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    documents: list[dict[str, Any]] | None = None
+    add_generation_prompt: StrictBool | None = None
+    continue_final_message: StrictBool = False
+    reasoning_effort: StrictStr | None = None
+
+    @property
+    def template_messages(self) -> list[dict[str, Any]]:
+        """The messages as templates take them: the arguments of calls are objects, in OpenAI's API texts."""
+        return [_with_objects(message) for message in self.messages]
+
+    def template_options(self, *, with_tools: bool = True) -> dict[str, Any]:
+        """The fields as `ChatOptions` takes them."""
+        kwargs = dict(self.chat_template_kwargs or {})
+        if self.reasoning_effort is not None:
+            kwargs.setdefault("reasoning_effort", self.reasoning_effort)
+        tools = [tool.model_dump(exclude_none=True) for tool in self.tools or []] if with_tools else []
+        options = {
+            "tools": tools or None,
+            "documents": self.documents,
+            "chat_template": self.chat_template,
+            "add_generation_prompt": self.add_generation_prompt,
+            "continue_final_message": self.continue_final_message or None,
+            "chat_template_kwargs": kwargs or None,
+        }
+        return {name: value for name, value in options.items() if value is not None}
+
+
+class ChatCompletionRequest(ChatPrompt, GenerationRequest):
+    """`/v1/chat/completions`.
+
+    max_completion_tokens: the new name of max_tokens. tool_choice: "none", "auto" (if the request has tools),
+    "required", or the function to call. include_reasoning: return the model's thoughts, if the server splits them off
+    the answer (vLLM).
+    """
+
+    refusals = CHAT
+
+    max_completion_tokens: Count | None = None
+    logprobs: StrictBool | None = None
+    top_logprobs: Annotated[StrictInt, Field(ge=0, le=20)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: StrictBool | None = None
+    include_reasoning: StrictBool = True
+
+    modalities: list[Literal["text"]] | None = None
+    verbosity: StrictStr | None = None
+    prediction: dict[str, Any] | None = None
+    prompt_cache_options: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _check_chat(self) -> ChatCompletionRequest:
+        names = [tool.function.name for tool in self.tools or []]
+        if len(names) != len(set(names)):
+            raise ValueError("tools has two functions with the same name")
+        if self.demanded_function is not None and self.demanded_function not in names:
+            raise ValueError(f"tool_choice names {self.demanded_function!r:.70}, which is not among tools")
+        if self.tool_choice == "required" and not names:
+            raise ValueError('tool_choice is "required" and the request has no tools')
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs: true")
+        return self
+
+    @property
+    def limit(self) -> int | None:
+        """The most tokens of an answer; None = not given."""
+        return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def offers_tools(self) -> bool:
+        """Whether the model may call a tool."""
+        return bool(self.tools) and self.tool_choice != "none"
+
+    @property
+    def demanded_function(self) -> str | None:
+        """The name of the function that has to be called; None = no particular function."""
+        return self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
+
+    @property
+    def demands_calls(self) -> bool:
+        """Whether the answer has to be a call, or several."""
+        return self.tool_choice == "required" or self.demanded_function is not None
+
+    @property
+    def tool_parameters(self) -> dict[str, Any]:
+        """The JSON schema of each function's arguments, by name."""
+        return {tool.function.name: tool.function.parameters or {"type": "object"} for tool in self.tools or []}
+
+    def _given_form(self) -> Form | None:
+        """Demanded calls have a form as well: a function's arguments, or a list of names and arguments."""
+        form = super()._given_form()
+        if not self.demands_calls:
+            return form
+        if form is not None:
+            raise ApiError(400, "response_format and tool_choice both constrain the answer; give one")
+        if self.demanded_function is not None:
+            return Form("json_schema", self.tool_parameters[self.demanded_function])
+        calls = [
+            {
+                "type": "object",
+                "properties": {
+                    "name": {"const": name},
+                    "parameters": moved_schema(name, schema, f"#/items/anyOf/{index}/properties/parameters"),
+                },
+                "required": ["name", "parameters"],
+                "additionalProperties": False,
+            }
+            for index, (name, schema) in enumerate(self.tool_parameters.items())
+        ]
+        schema: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": calls}}
+        if self.parallel_tool_calls is False:
+            schema["maxItems"] = 1
+        return Form("json_schema", schema)
+
+
+class TokenizeRequest(ChatPrompt):
+    """`/tokenize`: either prompt, a text, or messages, as of a chat completion."""
+
+    model: StrictStr | None = None
+    prompt: StrictStr | None = None
+    messages: list[dict[str, Any]] | None = None  # type: ignore[assignment]
+    add_special_tokens: StrictBool = True
+    return_token_strs: StrictBool = False
+
+
+class DetokenizeRequest(Body):
+    """`/detokenize`: token ids."""
+
+    model: StrictStr | None = None
+    tokens: list[TokenId]
+
+
+def _with_objects(message: dict[str, Any]) -> dict[str, Any]:
+    """A message whose calls have objects as arguments; texts that are not JSON objects stay."""
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return message
+    changed = []
+    for call in calls:
+        function = call.get("function") if isinstance(call, dict) else None
+        if isinstance(function, dict) and isinstance(text := function.get("arguments"), str):
+            try:
+                value = json.loads(text or "{}")
+            except (ValueError, RecursionError):
+                value = None
+            if isinstance(value, dict):
+                call = {**call, "function": {**function, "arguments": value}}
+        changed.append(call)
+    return {**message, "tool_calls": changed}

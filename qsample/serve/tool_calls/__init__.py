@@ -1,1 +1,0 @@
-"""Calls of tools: how models write them, demanded or found in the text."""
