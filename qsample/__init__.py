@@ -13,10 +13,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from qsample.auto_model import AutoModelForCausalLM
+    from qsample.auto_model import AutoModelForCausalLM, bake
     from qsample.compiler.options import CompileOptions
     from qsample.evaluation import evaluate
-    from qsample.models.foreign import bake
     from qsample.sampling_params import SamplingParams
 
 __version__ = "0.2.0"
@@ -26,7 +25,7 @@ _LAZY = {
     "AutoModelForCausalLM": "qsample.auto_model",
     "CompileOptions": "qsample.compiler.options",
     "SamplingParams": "qsample.sampling_params",
-    "bake": "qsample.models.foreign",
+    "bake": "qsample.auto_model",
     "evaluate": "qsample.evaluation",
 }
 

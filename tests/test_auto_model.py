@@ -189,14 +189,13 @@ def test_dtypes_of_a_package_under_every_name(llama_package: Path) -> None:
 def test_the_dtype_of_a_checkpoint_is_its_own_where_it_is_asked_for(
     checkpoint: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    from qsample.checkpoints.load import Checkpoint
-    from qsample.checkpoints.settings import settle_dtype
+    from qsample.checkpoints.checkpoint import Checkpoint
 
     config = json.loads((checkpoint("llama") / "config.json").read_text())
     for own, wanted in (("float16", "float16"), ("bfloat16", "float32"), ("float32", "float32"), (None, "float32")):
         (tmp_path / "config.json").write_text(json.dumps({**config, "dtype": own}))
-        assert settle_dtype(Checkpoint(str(tmp_path), dtype="auto")).dtype == wanted
-    assert settle_dtype(Checkpoint("nowhere", dtype="float16")).dtype == "float16"
+        assert Checkpoint(str(tmp_path), dtype="auto").dtype == wanted
+    assert Checkpoint("nowhere", dtype="float16").dtype == "float16"
 
 
 def test_a_checkpoint_takes_its_changed_settings_along(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
@@ -227,7 +226,7 @@ def test_a_mistyped_name_fails_when_it_is_opened(tmp_path: Path, monkeypatch: py
     with pytest.raises(QsampleError, match=r"\./no-adapter does not exist"):
         AutoModelForCausalLM.from_pretrained(tmp_path, adapter="./no-adapter")
     # So does one that may be a hub id, where nothing is installed that could export it.
-    monkeypatch.setitem(sys.modules, "qsample.checkpoints.load", None)
+    monkeypatch.setitem(sys.modules, "qsample.checkpoints.checkpoint", None)
     with pytest.raises(QsampleError, match=r"tiny-cup does not exist .did you mean tiny-cpu\?.*local_files_only"):
         AutoModelForCausalLM.from_pretrained("tiny-cup", local_files_only=True)
     with pytest.raises(ModuleNotFoundError):
@@ -236,4 +235,4 @@ def test_a_mistyped_name_fails_when_it_is_opened(tmp_path: Path, monkeypatch: py
 
 def test_a_folder_has_no_revision(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
     model: Any = AutoModelForCausalLM.from_pretrained(checkpoint("llama"), revision="v2")
-    assert model._load(model._checkpoint, tmp_path)["revision"] is None
+    assert model._load(None, tmp_path)["revision"] is None

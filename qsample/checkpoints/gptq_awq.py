@@ -13,35 +13,101 @@ import warnings
 from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from qsample.checkpoints.gptq_awq_checks import check_layer
-from qsample.checkpoints.gptq_awq_layouts import (
-    WORD,
-    GroupedWeight,
-    dequantize,
-    to_blocks,
-    unpack_awq,
-    unpack_gptq,
-)
+from qsample.checkpoints.gptq_awq_layouts import ADVICE, BITS, WORD, Quantization, dequantize, read_layer, to_blocks
 from qsample.checkpoints.mapped_weights import in_float32, open_weights, places
-from qsample.checkpoints.quantization_config import ADVICE, CheckpointQuantization
 from qsample.errors import QsampleError, UnsupportedModelError, listed
 from qsample.graph.operators import BLOCK_SIZES
 from qsample.transforms.deferred import SMALLEST, Deferred, defer, deferred, numbers
 from qsample.transforms.quantized_linear import QuantizedWeight, set_quantized_weight
+from qsample.values import is_integer
 
 _STORED_PARTS: Final = ("qweight", "qzeros", "scales", "g_idx")
 _BLOCK_PARTS: Final = ("blocks", "scales", "zero_points", "order")
 _FILE_BYTES: Final = 128 * 2**20
+_DEQUANTIZED: Final = ("fp8", "mxfp4")  # transformers turns these into float if it is asked to
+
+
+def quantization_of(config: PretrainedConfig, model_id: str) -> Quantization | None:
+    """The quantization that `config` states; None = none, or one that transformers undoes: `config` then asks for that.
+
+    Raises UnsupportedModelError for a method, a format or a number of bits that cannot be read.
+    """
+    stated = getattr(config, "quantization_config", None)
+    if stated is None:
+        return None
+    if not isinstance(stated, dict) and not hasattr(stated, "to_dict"):
+        raise UnsupportedModelError(
+            f"{model_id}: quantization_config is {stated!r}; it must be an object with a quant_method"
+        )
+    options: Mapping[str, Any] = stated if isinstance(stated, dict) else stated.to_dict()
+    method = str(getattr(options.get("quant_method"), "value", options.get("quant_method"))).lower()
+    if method in _DEQUANTIZED:
+        if method == "fp8" and find_spec("accelerate") is None:
+            raise UnsupportedModelError(
+                f"{model_id} is quantized with {method}, which transformers turns into float with the help of "
+                f"accelerate; `pip install accelerate`, or {ADVICE}"
+            )
+        config.quantization_config = {**options, "dequantize": True}
+        return None
+    if method not in BITS:
+        raise UnsupportedModelError(
+            f"{model_id} is quantized with {method}; what can be read is float weights, gptq and awq (and "
+            f"{' and '.join(_DEQUANTIZED)}, which become float); {ADVICE}"
+        )
+    version = _format_version(options, method)
+    bits = _integer(options, ("bits", "w_bit"), 4, model_id)
+    if version is None or bits not in BITS[method] or options.get("pack_dtype", "int32") != "int32":
+        known = "gptq or gptq_v2, in int32, with 2, 3, 4 or 8 bits" if method == "gptq" else "gemm, with 4 bits"
+        given = {
+            name: options[name]
+            for name in ("checkpoint_format", "format", "version", "backend", "is_marlin_format", "pack_dtype", "bits")
+            if options.get(name) is not None
+        }
+        raise UnsupportedModelError(
+            f"{model_id} is quantized with {method} in a form that cannot be read ({given}); what can is {known}; "
+            f"{ADVICE}"
+        )
+    group_size = _integer(options, ("group_size", "q_group_size"), 128, model_id)
+    if group_size != -1 and group_size < 1:
+        raise UnsupportedModelError(
+            f"{model_id}: the quantization's group_size is {group_size}; it must be 1 or more, or -1 for one group of "
+            f"all inputs; {ADVICE}"
+        )
+    symmetric = options.get("sym", True)
+    if not isinstance(symmetric, bool):
+        raise UnsupportedModelError(f"{model_id}: the quantization's sym is {symmetric!r}; it must be true or false")
+    return Quantization(method, bits, group_size, symmetric, version, mixed=bool(options.get("dynamic")))
+
+
+def _integer(options: Mapping[str, Any], names: tuple[str, ...], default: int, model_id: str) -> int:
+    """The first of `names` that `options` hold; UnsupportedModelError where it is no integer."""
+    name = next((name for name in names if name in options), names[0])
+    value = options.get(name, default)
+    if not is_integer(value):
+        raise UnsupportedModelError(
+            f"{model_id}: the quantization's {name} is {value!r}; it must be an integer; {ADVICE}"
+        )
+    return value
+
+
+def _format_version(options: Mapping[str, Any], method: str) -> int | None:
+    """The version of the format that `options` state; None for a format that cannot be read."""
+    if method == "awq":
+        layout = str(options.get("version") or options.get("format") or "gemm").lower()
+        return 1 if layout == "gemm" and options.get("backend") != "llm-awq" else None
+    layout = str(options.get("checkpoint_format") or options.get("format") or "gptq").lower()
+    return {"gptq": 1, "gptq_v2": 2}.get(layout) if not options.get("is_marlin_format") else None
 
 
 class BlockStore:
@@ -146,29 +212,38 @@ class QuantizedCheckpoint:
 
 
 def read_checkpoint(
-    source: Path,
     files: list[Path],
     scratch: Path,
-    quantization: CheckpointQuantization,
+    quantization: Quantization,
     *,
     dtype: torch.dtype,
-    model: nn.Module,
+    shapes: Mapping[str, torch.Size],
+    transposed: Collection[str],
 ) -> QuantizedCheckpoint:
-    """The checkpoint in `source`, whose weights are `files`. The blocks of its quantized layers are written into a
-    folder inside of `scratch`: one layer at a time is in memory.
+    """Read a checkpoint with quantized weights. One layer at a time is in memory.
 
-    dtype: of weights and scales. model: what the checkpoint will be loaded into, without memory for its weights. Raises
-    QsampleError where a layer is incomplete, or its tensors do not fit one another or the model.
+    Args:
+        files: its safetensors files.
+        scratch: a folder that lives as long as the result; the blocks are written into a new folder inside it.
+        quantization: how the weights are stored.
+        dtype: of weights and scales.
+        shapes: of the weights of the model that the checkpoint will be loaded into, by name.
+        transposed: last names of that model's layers that hold their weight as [K, N].
+
+    Raises:
+        QsampleError: if a layer is incomplete, or its tensors do not fit one another or the model.
     """
-    weights, layers, without_blocks, biases = {}, {}, [], set()
-    transposed, shapes = _conv1d_names(model), {name: weight.shape for name, weight in model.state_dict().items()}
+    weights: dict[str, Tensor] = {}
+    layers: dict[Deferred, str] = {}
+    without_blocks: list[str] = []
+    biases: set[str] = set()
     blocks = BlockStore(scratch / "qsample-blocks")
     with ExitStack() as stack:
         opened = {file: stack.enter_context(open_weights(file)) for file in files}
         file_of = {name: file for file, tensors in opened.items() for name in tensors.keys()}  # noqa: SIM118
         where = {name: place for file in files for name, place in places(file).items()}
         quantized = {name.removesuffix(".qweight") for name in file_of if name.endswith(".qweight")}
-        _check_names(file_of, quantized, source)
+        _check_names(file_of, quantized, files[0].parent)
         for name, file in file_of.items():
             layer, _, part = name.rpartition(".")
             if layer not in quantized or part not in _STORED_PARTS:
@@ -196,7 +271,7 @@ def read_checkpoint(
     return QuantizedCheckpoint(weights, layers, tuple(without_blocks), frozenset(biases), blocks)
 
 
-def bytes_in_blocks(files: list[Path], quantization: CheckpointQuantization, dtype: torch.dtype) -> int:
+def bytes_in_blocks(files: list[Path], quantization: Quantization, dtype: torch.dtype) -> int:
     """What `read_checkpoint` writes of the quantized layers in `files`, about: it follows from their shapes."""
     total = 0
     for file in files:
@@ -208,7 +283,7 @@ def bytes_in_blocks(files: list[Path], quantization: CheckpointQuantization, dty
     return total
 
 
-def _layer_bytes(words: int, rows: int, quantization: CheckpointQuantization, dtype: torch.dtype) -> int:
+def _layer_bytes(words: int, rows: int, quantization: Quantization, dtype: torch.dtype) -> int:
     """words: 32 bits each, in that many rows."""
     levels, stored = words * WORD // quantization.bits, max(4, quantization.bits)
     inputs = rows if quantization.method == "awq" else rows * WORD // quantization.bits
@@ -220,7 +295,7 @@ def _layer_bytes(words: int, rows: int, quantization: CheckpointQuantization, dt
 def _float_weight(
     layer: str,
     stored: Mapping[str, Tensor],
-    quantization: CheckpointQuantization,
+    quantization: Quantization,
     dtype: torch.dtype,
     sizes: tuple[int, ...],
     turned: bool,
@@ -234,33 +309,9 @@ def _float_weight(
     return defer(sizes[::-1] if turned else sizes, dtype, compute, dtype)
 
 
-def _conv1d_names(model: nn.Module) -> set[str]:
+def conv1d_names(model: nn.Module) -> frozenset[str]:
     """Last names of the layers of `model` that hold their weight as [K, N]."""
-    return {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, Conv1D)}
-
-
-def read_layer(layer: str, parts: Mapping[str, Tensor], quantization: CheckpointQuantization) -> GroupedWeight:
-    """The integers of one layer; QsampleError where its parts do not fit one another or `quantization`."""
-    try:
-        bits = check_layer(parts, quantization)
-        words = {name: tensor.numpy() for name, tensor in parts.items() if name != "scales"}
-        scales = parts["scales"].to(torch.float32).numpy()
-        if quantization.method == "awq":
-            return unpack_awq(words["qweight"], scales, words["qzeros"], group_size=quantization.group_size)
-        return unpack_gptq(
-            words["qweight"],
-            scales,
-            words.get("qzeros"),
-            words.get("g_idx"),
-            bits=bits,
-            group_size=quantization.group_size,
-            symmetric=quantization.symmetric,
-            version=quantization.version,
-        )
-    except ValueError as error:
-        raise QsampleError(
-            f"the quantized layer {layer} cannot be read: {error}; download the checkpoint again, or {ADVICE}"
-        ) from error
+    return frozenset(name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, Conv1D))
 
 
 def _check_shape(layer: str, weight: Tensor, shapes: Mapping[str, torch.Size]) -> None:

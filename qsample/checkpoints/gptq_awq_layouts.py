@@ -1,5 +1,5 @@
-"""Layouts of one linear layer: from the stored tensors of GPTQ or AWQ to its integers, scales and zero points, and from
-those to its float weight and to the blocks of MatMulNBits.
+"""One linear layer of a checkpoint with GPTQ or AWQ weights: from its stored tensors, checked, to integers, scales and
+zero points, and from those to its float weight and to the blocks of MatMulNBits.
 
 GPTQ: Frantar et al., "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers", ICLR 2023.
 AWQ: Lin et al., "AWQ: Activation-aware Weight Quantization for LLM Compression and Acceleration", MLSys 2024. The
@@ -8,6 +8,7 @@ layouts are those that AutoGPTQ, GPTQModel and AutoAWQ write; neither paper has 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -15,17 +16,46 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from qsample.errors import QsampleError
 from qsample.graph.operators import BLOCK_SIZES, pack_bits
+from qsample.huggingface.dtypes import dtype_name
 from qsample.tensors import Array
 from qsample.transforms.quantized_linear import QuantizedWeight
 
 Bytes = npt.NDArray[np.uint8]
+Parts = Mapping[str, torch.Tensor]  # the stored tensors of a layer: qweight, scales and, if it has them, qzeros, g_idx
+ADVICE: Final = "export the unquantized checkpoint that it was made from, and compile that with weights='int4'"
+BITS: Final = {"gptq": (2, 3, 4, 8), "awq": (4,)}
 WORD: Final = 32  # bits of a stored integer
 # AWQ's "gemm" layout: four bits number i of a word belong to column _AWQ_ORDER[i] of its eight.
 _AWQ_ORDER: Final = (0, 2, 4, 6, 1, 3, 5, 7)
 # Zero points minus one, as GPTQ's first format stores them, were subtracted from whole words; so a one is added back to
 # every field of a word, carries included. GPTQModel does the same (gptqmodel/utils/model.py, v1 to v2).
 _ONES: Final = {2: 0x55555555, 4: 0x11111111, 8: 0x01010101}
+_WORDS: Final = (torch.int32,)
+_SCALES: Final = (torch.float16, torch.bfloat16, torch.float32)
+_INDICES: Final = (torch.int32, torch.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class Quantization:
+    """How the weights of a checkpoint are stored.
+
+    Attributes:
+        method: "gptq" or "awq".
+        bits: 2, 3, 4 or 8, unless a layer's own tensors say otherwise.
+        group_size: inputs that share a scale, 1 or more; -1 = all of them.
+        symmetric: whether every zero point is 2^(bits - 1).
+        version: of GPTQ's format: 1 stores zero points minus one, 2 as they are.
+        mixed: whether layers may have a group size of their own, which follows from their g_idx.
+    """
+
+    method: str
+    bits: int
+    group_size: int
+    symmetric: bool = True
+    version: int = 1
+    mixed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,55 +72,34 @@ class GroupedWeight:
     groups: npt.NDArray[np.int64]
 
 
-def unpack_gptq(
-    qweight: Array,
-    scales: Array,
-    qzeros: Array | None,
-    g_idx: Array | None,
-    *,
-    bits: int,
-    group_size: int,
-    symmetric: bool,
-    version: int,
-) -> GroupedWeight:
-    """The integers of a GPTQ layer.
+def read_layer(layer: str, parts: Parts, quantization: Quantization) -> GroupedWeight:
+    """The integers of one layer.
 
-    qweight: [K * bits / 32, N] int32, a column's levels from the low bits up. qzeros: [G, N * bits / 32] int32, along
-    N; None in a symmetric checkpoint = 2^(bits - 1). scales: [G, N] float32. g_idx: [K], the group of each input;
-    None = in order. bits: 2, 3, 4 or 8. group_size: -1 = all of K. version: 1 stores zero points minus one, 2 as they
-    are.
+    GPTQ stores qweight [K * bits / 32, N] int32, the levels of a column from the low bits up; qzeros [G, N * bits / 32]
+    int32, along N; scales [G, N]; and g_idx [K], the group of each input, in order by default. AWQ's "gemm" layout has
+    4 bits: qweight [K, N / 8], qzeros [G, N / 8] and scales [G, N].
 
-    Checkpoints exist that say version 1 and store what version 2 would (vllm-project/vllm#38966), so in a symmetric one
-    the stored number itself tells. Raises ValueError where shapes do not fit one another.
+    Raises:
+        QsampleError: if the parts do not fit one another or `quantization`.
     """
-    outputs = scales.shape[1]
-    levels = _unpack(qweight.T, bits)
-    inputs = levels.shape[1]
-    groups = _in_order(inputs, group_size) if g_idx is None else g_idx.astype(np.int64)
-    middle = 2 ** (bits - 1)
-    if qzeros is None:
-        if not symmetric:
-            raise ValueError("it has no qzeros, and the checkpoint is not symmetric")
-        zero_points = np.full((outputs, len(scales)), middle, np.uint8)
+    try:
+        bits = _check_layer(parts, quantization)
+    except ValueError as error:
+        raise QsampleError(
+            f"the quantized layer {layer} cannot be read: {error}; download the checkpoint again, or {ADVICE}"
+        ) from error
+    words = {name: tensor.numpy() for name, tensor in parts.items() if name != "scales"}
+    scales = np.ascontiguousarray(parts["scales"].to(torch.float32).numpy().T)
+    if quantization.method == "awq":
+        levels, zero_points = np.ascontiguousarray(_awq_columns(words["qweight"]).T), _awq_columns(words["qzeros"]).T
     else:
-        zero_points = _gptq_zero_points(qzeros, bits, version)[:, :outputs].T
-        stored = _unpack(qzeros, bits)[:, :outputs]
-        if symmetric and (stored == stored.flat[0]).all() and stored.flat[0] in (middle - 1, middle):
-            zero_points = np.full_like(zero_points, middle)
-    return _checked(GroupedWeight(bits, levels, np.ascontiguousarray(scales.T), zero_points, groups))
-
-
-def unpack_awq(qweight: Array, scales: Array, qzeros: Array, *, group_size: int) -> GroupedWeight:
-    """The integers of a layer in AWQ's "gemm" layout, 4 bits.
-
-    qweight: [K, N / 8] int32. qzeros: [G, N / 8] int32. scales: [G, N] float32. group_size: -1 = all of K. Raises
-    ValueError where shapes do not fit one another.
-    """
-    levels, zero_points = (_awq_columns(words) for words in (qweight, qzeros))
-    groups = _in_order(len(levels), group_size)
-    return _checked(
-        GroupedWeight(4, np.ascontiguousarray(levels.T), np.ascontiguousarray(scales.T), zero_points.T, groups)
-    )
+        levels = _unpack(words["qweight"].T, bits)
+        zero_points = _gptq_zero_points(words.get("qzeros"), scales.shape, bits, quantization)
+    if "g_idx" in words:
+        groups = words["g_idx"].astype(np.int64)
+    else:
+        groups = _in_order(levels.shape[1], quantization.group_size)
+    return GroupedWeight(bits, levels, scales, zero_points, groups)
 
 
 def dequantize(weight: GroupedWeight) -> npt.NDArray[np.float32]:
@@ -154,13 +163,24 @@ def _unpack(words: Array, bits: int) -> Bytes:
     return ((rows[:, :, None] >> shifts) & np.uint8(2**bits - 1)).reshape(len(rows), -1)
 
 
-def _gptq_zero_points(qzeros: Array, bits: int, version: int) -> Bytes:
-    """[G, >= N]."""
-    if version == 2:
-        return _unpack(qzeros, bits)
+def _gptq_zero_points(qzeros: Array | None, shape: tuple[int, ...], bits: int, quantization: Quantization) -> Bytes:
+    """[N, G], the `shape` of the scales.
+
+    Some checkpoints say version 1 and store what version 2 would (vllm-project/vllm#38966), so the stored number itself
+    decides in a symmetric checkpoint.
+    """
+    middle, outputs = 2 ** (bits - 1), shape[0]
+    if qzeros is None:
+        return np.full(shape, middle, np.uint8)
+    stored = _unpack(qzeros, bits)[:, :outputs]
+    if quantization.symmetric and (stored == stored.flat[0]).all() and stored.flat[0] in (middle - 1, middle):
+        return np.full(shape, middle, np.uint8)
+    if quantization.version == 2:
+        return stored.T
     if bits in _ONES:
-        return _unpack((qzeros.view(np.uint32) + np.uint32(_ONES[bits])).view(np.int32), bits)
-    return (_unpack(qzeros, bits) + np.uint8(1)) & np.uint8(2**bits - 1)
+        words = (qzeros.view(np.uint32) + np.uint32(_ONES[bits])).view(np.int32)
+        return _unpack(words, bits)[:, :outputs].T
+    return ((stored + np.uint8(1)) & np.uint8(2**bits - 1)).T
 
 
 def _awq_columns(words: Array) -> Bytes:
@@ -178,18 +198,107 @@ def _uniform(blocks: Array) -> bool:
     return bool((blocks == blocks[:, :1]).all())
 
 
-def _checked(weight: GroupedWeight) -> GroupedWeight:
-    outputs, inputs = weight.levels.shape
-    groups = weight.scales.shape[1]
-    if (
-        weight.scales.shape != (outputs, groups)
-        or weight.zero_points.shape != (outputs, groups)
-        or weight.groups.shape != (inputs,)
-        or not 0 <= weight.groups.min() <= weight.groups.max() < groups
-    ):
+def _check_layer(parts: Parts, quantization: Quantization) -> int:
+    """The bits of a level: those of the configuration, unless g_idx and qweight agree on another number, which some
+    checkpoints mix. Raises ValueError, naming the tensor, what it is and what it must be, before anything is unpacked.
+    """
+    _check("qweight", parts["qweight"], _WORDS, (None, None), "words by outputs")
+    _check("scales", parts["scales"], _SCALES, (None, None), "groups by outputs")
+    bits = _check_awq(parts, quantization) if quantization.method == "awq" else _check_gptq(parts, quantization)
+    if not torch.isfinite(parts["scales"]).all():
+        raise ValueError("its scales hold numbers that are infinite or none")
+    return bits
+
+
+def _check_awq(parts: Parts, quantization: Quantization) -> int:
+    inputs, words = parts["qweight"].shape
+    outputs = words * WORD // quantization.bits
+    if "g_idx" in parts:
+        raise ValueError("it has a g_idx, which AWQ's layout does not know")
+    if "qzeros" not in parts:
+        raise ValueError("it has no qzeros")
+    groups = _groups(inputs, quantization.group_size)
+    why = _because(inputs, outputs, quantization.group_size)
+    _check("scales", parts["scales"], _SCALES, (groups, outputs), why)
+    _check("qzeros", parts["qzeros"], _WORDS, (groups, words), why)
+    return quantization.bits
+
+
+def _check_gptq(parts: Parts, quantization: Quantization) -> int:
+    rows, outputs = parts["qweight"].shape
+    bits, g_idx = quantization.bits, parts.get("g_idx")
+    if g_idx is not None:
+        _check("g_idx", g_idx, _INDICES, (None,), "the group of each input")
+        bits = _bits(rows, len(g_idx), parts, quantization)
+    if rows * WORD % bits:
+        raise ValueError(f"its qweight has {rows} rows of {WORD} bits, which {bits}-bit levels do not fill")
+    inputs = rows * WORD // bits
+    mixed = quantization.mixed and g_idx is not None
+    groups = len(parts["scales"]) if mixed else _groups(inputs, quantization.group_size)
+    why = _because(inputs, outputs, "its own" if mixed else quantization.group_size)
+    _check("scales", parts["scales"], _SCALES, (groups, outputs), why)
+    if "qzeros" in parts:
+        _check("qzeros", parts["qzeros"], _WORDS, (groups, -(-outputs * bits // WORD)), why)
+    elif not quantization.symmetric:
+        raise ValueError("it has no qzeros, and the checkpoint is not symmetric")
+    if g_idx is not None:
+        _check_groups(g_idx, groups, -(-inputs // groups) if mixed else quantization.group_size)
+    return bits
+
+
+def _bits(rows: int, inputs: int, parts: Parts, quantization: Quantization) -> int:
+    """The bits of a level by qweight's rows and g_idx's inputs; ValueError if no such number of bits exists, or if the
+    layer's zero points have another."""
+    stated = quantization.bits
+    bits, rest = divmod(rows * WORD, inputs)
+    words = -(-parts["qweight"].shape[1] * bits // WORD)
+    agrees = "qzeros" not in parts or parts["qzeros"].ndim < 2 or parts["qzeros"].shape[1] == words
+    if bits == stated and not rest:
+        return bits
+    if rest or bits not in BITS["gptq"] or not agrees:
         raise ValueError(
-            f"its parts do not fit: levels [{outputs}, {inputs}], scales {list(weight.scales.shape)}, zero points "
-            f"{list(weight.zero_points.shape)}, groups {weight.groups.min()} to {weight.groups.max()} for "
-            f"{len(weight.groups)} inputs"
+            f"its parts do not fit: g_idx has {inputs} entries, and must have one for each of the "
+            f"{rows * WORD // stated} inputs that {rows} rows of qweight hold in {stated} bits"
         )
-    return weight
+    return bits
+
+
+def _check_groups(g_idx: torch.Tensor, groups: int, group_size: int) -> None:
+    """Each group must have `group_size` inputs, but for the one that gets the rest of them."""
+    low, high = int(g_idx.min()), int(g_idx.max())
+    if not 0 <= low <= high < groups:
+        raise ValueError(f"its g_idx holds {low} to {high}, and must hold the groups 0 to {groups - 1}")
+    counts = torch.bincount(g_idx.to(torch.int64), minlength=groups).tolist()
+    size = len(g_idx) if group_size == -1 else min(group_size, len(g_idx))
+    rest = len(g_idx) - (groups - 1) * size
+    if sorted(counts) != sorted([size] * (groups - 1) + [rest]):
+        raise ValueError(
+            f"its g_idx gives groups of {min(counts)} to {max(counts)} inputs, and every group must have {size}"
+            + (f", but for one of {rest}" if rest != size else "")
+        )
+
+
+def _check(
+    name: str, tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...], shape: tuple[int | None, ...], why: str
+) -> None:
+    """shape: the sizes that an axis must have; None = at least 1."""
+    fits = tensor.ndim == len(shape) and all(
+        size > 0 if wanted is None else size == wanted for size, wanted in zip(tensor.shape, shape, strict=True)
+    )
+    if fits and tensor.dtype in dtypes:
+        return
+    sizes = ", ".join("1 or more" if size is None else str(size) for size in shape)
+    kinds = " or ".join(dtype_name(dtype) for dtype in dtypes)
+    raise ValueError(
+        f"its parts do not fit: {name} is {dtype_name(tensor.dtype)} {list(tensor.shape)}, and must be {kinds} "
+        f"[{sizes}]: {why}"
+    )
+
+
+def _groups(inputs: int, group_size: int) -> int:
+    return 1 if group_size == -1 else -(-inputs // group_size)
+
+
+def _because(inputs: int, outputs: int, group_size: int | str) -> str:
+    size = "one group of all" if group_size == -1 else f"a group_size of {group_size}"
+    return f"qweight has {inputs} inputs and {outputs} outputs, with {size}"

@@ -63,10 +63,9 @@ def export(
     overwrite: Overwrite = False,
 ) -> None:
     """Export a Hugging Face model to a portable package: one ONNX graph with the sampler in it."""
-    from qsample.auto_model import AutoModelForCausalLM, CheckpointModel
+    from qsample.auto_model import AutoModelForCausalLM, CheckpointModel, is_decoder
     from qsample.cli import output as cli_output
     from qsample.cli import terminal
-    from qsample.models.foreign import is_decoder
 
     if is_package(model):
         raise typer.BadParameter(f"{model} is a package already; `qsample compile` takes it from here")
@@ -187,10 +186,10 @@ def bake(
     overwrite: Overwrite = False,
 ) -> None:
     """Give the sampler to a decoder file that somebody else exported (onnxruntime-genai, onnx-community, optimum)."""
+    from qsample.auto_model import bake as bake_file
     from qsample.cli import output as cli_output
     from qsample.cli import terminal
     from qsample.interface import Features
-    from qsample.models.foreign import bake as bake_file
 
     if is_package(model):
         raise typer.BadParameter(f"{model} is a package already; `qsample compile` takes it from here")

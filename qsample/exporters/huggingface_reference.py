@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from qsample.checkpoints.checkpoint import Checkpoint
+from qsample.exporters import parity
 from qsample.exporters.parity import DECODE_STEPS, Narrowed, Reference, reference_lengths
+from qsample.interface import Interface
 from qsample.tensors import Array
 
 NARROW: Final = 6  # the length at which a window is compared that is too long for a prompt
@@ -112,3 +117,36 @@ def _what_is_compared(config: Any, short: list[int], long: list[int], narrowed: 
     if long and narrowed is None and set(getattr(config, "layer_types", None) or ()) != {"full_attention"}:
         said.append(f"not compared: {', '.join(map(str, long))}")
     return ", ".join(said) or "none"
+
+
+def compare_with_checkpoint(
+    checkpoint: Checkpoint, folder: Path, interface: Interface, tolerance: float | None
+) -> Mapping[str, Any]:
+    """Compare a baked graph with its checkpoint in transformers, as an export is compared.
+
+    Args:
+        checkpoint: what the decoder file was made from.
+        folder: of decoder.onnx and initial_state.onnx.
+        interface: of the graph.
+        tolerance: largest difference per unit of the largest logit; None = any, for quantized weights.
+
+    Returns:
+        The figures for the manifest.
+
+    Raises:
+        ParityError: if a logit differs by more than the tolerance.
+    """
+    figures = parity.check(
+        folder / "decoder.onnx",
+        folder / "initial_state.onnx",
+        interface,
+        reference(checkpoint.load()),
+        tolerance=math.inf if tolerance is None else tolerance,
+        original=f"the checkpoint {checkpoint.model_id}",
+    )
+    return {
+        "checkpoint": checkpoint.model_id,
+        "checkpoint_max_error": figures.max_error,
+        "checkpoint_scale": figures.scale,
+        "checkpoint_windows": figures.windows,
+    }

@@ -1,15 +1,11 @@
-"""`ModelMethods`: what a script calls on a model of transformers before it generates; and `generate`, handed on."""
+"""`ModelMethods`: what a script calls on a model of transformers before it generates."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, Literal, Self, overload
+from typing import Any, Self
 
 from qsample.huggingface.dtypes import dtype_name, is_dtype
-
-if TYPE_CHECKING:
-    from qsample.runtime import CausalLM, GenerateOutput
-    from qsample.tensors import Array
 
 
 class Device(str):
@@ -94,34 +90,3 @@ class ModelMethods(ABC):
 
     def bfloat16(self) -> Self:
         return self.to(dtype="torch.bfloat16")
-
-
-class RunsSessions(ModelMethods):
-    """A model whose sessions are loaded when they are first needed."""
-
-    @property
-    @abstractmethod
-    def runtime(self) -> CausalLM:
-        """The loaded sessions, which `generate` runs."""
-
-    @property
-    def device(self) -> Device:
-        return self.runtime.device
-
-    @property
-    def dtype(self) -> str:
-        return self.runtime.dtype
-
-    @overload
-    def generate(
-        self, inputs: Any = ..., params: Any = ..., *, return_dict_in_generate: Literal[False], **options: Any
-    ) -> Array: ...
-
-    @overload
-    def generate(
-        self, inputs: Any = ..., params: Any = ..., *, return_dict_in_generate: bool | None = ..., **options: Any
-    ) -> GenerateOutput: ...
-
-    def generate(self, inputs: Any = None, params: Any = None, **options: Any) -> Any:
-        """Generate text or tokens; see `runtime.CausalLM.generate`."""
-        return self.runtime.generate(inputs, params, **options)

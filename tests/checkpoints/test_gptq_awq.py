@@ -9,6 +9,7 @@ import shutil
 import tempfile
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,13 +17,14 @@ import onnx_ir as ir
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 from qsample import AutoModelForCausalLM
 from qsample.auto_model import PackagedModel
-from qsample.checkpoints import load
-from qsample.checkpoints.gptq_awq import BlockStore
-from qsample.checkpoints.load import Checkpoint, load_model
+from qsample.checkpoints import checkpoint as checkpoint_module
+from qsample.checkpoints.checkpoint import Checkpoint
+from qsample.checkpoints.gptq_awq import BlockStore, quantization_of
+from qsample.checkpoints.gptq_awq_layouts import Quantization
 from qsample.errors import PackageError, QsampleError, UnsupportedModelError
 from qsample.graph.runner import GraphRunner
 from qsample.package import Package
@@ -158,9 +160,9 @@ def test_the_room_that_is_asked_for(scheme: Scheme, tmp_path: Path, monkeypatch:
     """Before anything is written: what the copy in blocks takes, and not what the checkpoint does."""
     save_quantized(tmp_path / "checkpoint", "llama", scheme, vocab_size=4000)  # the table is not copied
     asked: list[int] = []
-    monkeypatch.setattr(load, "check_free", lambda folder, needed, what: asked.append(needed))
+    monkeypatch.setattr(checkpoint_module, "check_free", lambda folder, needed, what: asked.append(needed))
     (tmp_path / "scratch").mkdir()
-    model = load_model(Checkpoint(str(tmp_path / "checkpoint")), tmp_path / "scratch")
+    model = Checkpoint(str(tmp_path / "checkpoint")).load(scratch=tmp_path / "scratch")
     written = sum(file.stat().st_size for file in (tmp_path / "scratch").rglob("*") if file.is_file())
     weights = [weight for _, weight in quantized_layers(model)]
     orders = sum(weight.order.nbytes for weight in weights if weight.order is not None)  # nothing, in a layer of size
@@ -171,7 +173,7 @@ def test_the_room_that_is_asked_for(scheme: Scheme, tmp_path: Path, monkeypatch:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
     (tmp_path / "full").mkdir()
     with pytest.raises(PackageError, match=r"has 0\.0 MB free and the copy of the quantized weights in blocks needs"):
-        load_model(Checkpoint(str(tmp_path / "checkpoint")), tmp_path / "full")
+        Checkpoint(str(tmp_path / "checkpoint")).load(scratch=tmp_path / "full")
     assert os.listdir(tmp_path / "full") == []
 
 
@@ -227,7 +229,7 @@ def test_an_adapter_makes_the_layer_float(tmp_path: Path) -> None:
     save_quantized(tmp_path / "checkpoint", "llama", Scheme())
     save_adapter(tmp_path / "adapter", lora_pair("model.layers.0.mlp.up_proj", 256, 128))
     with pytest.warns(UserWarning, match="1 of 14 .* 1 because they were merged into other weights, or changed by an"):
-        model = load_model(Checkpoint(str(tmp_path / "checkpoint"), adapter=str(tmp_path / "adapter")))
+        model = Checkpoint(str(tmp_path / "checkpoint"), adapter=str(tmp_path / "adapter")).load()
     assert len(list(quantized_layers(model))) == 13
 
 
@@ -285,7 +287,7 @@ def test_methods_that_transformers_turns_into_float(method: str, tmp_path: Path)
     if method == "fp8":
         pytest.importorskip("accelerate")
     meant = (save_fp8 if method == "fp8" else save_mxfp4)(tmp_path / "checkpoint")
-    model = load_model(Checkpoint(str(tmp_path / "checkpoint")))
+    model = Checkpoint(str(tmp_path / "checkpoint")).load()
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
     assert not hasattr(model.config, "quantization_config")
     for name, weight in meant.items():
@@ -337,7 +339,7 @@ def test_a_damaged_checkpoint(
     kept = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(error, match=message):
-        load_model(Checkpoint(str(folder)))
+        Checkpoint(str(folder)).load()
     assert os.listdir(tmp_path / "temporary") == []
 
 
@@ -345,7 +347,7 @@ def test_a_model_holds_its_temporary_folder(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     save_quantized(tmp_path / "checkpoint", "llama", Scheme())
     before = set(os.listdir(tmp_path))
-    model = load_model(Checkpoint(str(tmp_path / "checkpoint")))
+    model = Checkpoint(str(tmp_path / "checkpoint")).load()
     (folder,) = set(os.listdir(tmp_path)) - before
     assert folder.startswith("qsample-")
     del model
@@ -373,4 +375,84 @@ def test_files_that_are_no_weights(name: str, content: bytes, message: str, tmp_
     (tmp_path / "checkpoint" / "model.safetensors").unlink()
     (tmp_path / "checkpoint" / name).write_bytes(content)
     with pytest.raises(QsampleError, match=message):
-        load_model(Checkpoint(str(tmp_path / "checkpoint")))
+        Checkpoint(str(tmp_path / "checkpoint")).load()
+
+
+def config(**options: Any) -> Any:
+    return AutoConfig.for_model("llama", quantization_config=options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"quant_method": "bitsandbytes", "load_in_4bit": True},
+            "quantized with bitsandbytes; what can be read is float",
+        ),
+        (
+            {"quant_method": "compressed-tensors"},
+            "quantized with compressed-tensors; .* compile that with weights='int4'",
+        ),
+        ({"quant_method": "gptq", "bits": 5}, r"with gptq in a form .*'bits': 5.*; what can is gptq or gptq_v2"),
+        ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "'checkpoint_format': 'marlin'"),
+        ({"quant_method": "gptq", "bits": 4, "is_marlin_format": True}, "'is_marlin_format': True"),
+        ({"quant_method": "gptq", "bits": 4, "pack_dtype": "int16"}, "'pack_dtype': 'int16'"),
+        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "'version': 'gemv'.* what can is gemm, with 4 bits"),
+        ({"quant_method": "awq", "bits": 8, "version": "gemm"}, "'bits': 8"),
+    ],
+)
+def test_what_cannot_be_read_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=rf"some/model is {message}|some/model is quantized .*{message}"):
+        quantization_of(config(**options), "some/model")
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"group_size": 0}, "group_size is 0; it must be 1 or more, or -1"),
+        ({"group_size": -2}, "group_size is -2; it must be 1 or more, or -1"),
+        ({"group_size": True}, "group_size is True; it must be an integer"),
+        ({"group_size": "128"}, "group_size is '128'; it must be an integer"),
+        ({"group_size": 64.0}, "group_size is 64.0; it must be an integer"),
+        ({"group_size": None}, "group_size is None; it must be an integer"),
+        ({"group_size": [128]}, r"group_size is \[128\]; it must be an integer"),
+        ({"q_group_size": 0}, "group_size is 0"),
+        ({"bits": "4"}, "bits is '4'; it must be an integer"),
+        ({"bits": True}, "bits is True; it must be an integer"),
+        ({"bits": None}, "bits is None; it must be an integer"),
+        ({"sym": "false"}, "sym is 'false'; it must be true or false"),
+    ],
+)
+def test_values_of_another_kind(method: str, options: dict[str, Any], message: str) -> None:
+    stated = {"quant_method": method} | ({} if "bits" in options else {"bits": 4}) | options
+    with pytest.raises(UnsupportedModelError, match=rf"some/model: the quantization's {message}"):
+        quantization_of(SimpleNamespace(quantization_config=stated), "some/model")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("stated", ["gptq", ["gptq"], 4])
+def test_a_configuration_that_is_no_object(stated: Any) -> None:
+    with pytest.raises(UnsupportedModelError, match="must be an object with a quant_method"):
+        quantization_of(SimpleNamespace(quantization_config=stated), "some/model")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("options", "read"),
+    [
+        (
+            {"quant_method": "gptq", "bits": 3, "group_size": 64, "sym": False, "checkpoint_format": "gptq_v2"},
+            Quantization("gptq", 3, 64, symmetric=False, version=2),
+        ),
+        ({"quant_method": "awq", "w_bit": 4, "q_group_size": -1}, Quantization("awq", 4, -1)),
+        (
+            {"quant_method": "gptq", "bits": 4, "dynamic": {"+:.*down.*": {"bits": 8, "group_size": 32}}},
+            Quantization("gptq", 4, 128, mixed=True),
+        ),
+    ],
+)
+def test_what_is_read(options: dict[str, Any], read: Quantization) -> None:
+    assert quantization_of(config(**options), "some/model") == read
+
+
+def test_a_model_without_quantization() -> None:
+    assert quantization_of(AutoConfig.for_model("llama"), "some/model") is None

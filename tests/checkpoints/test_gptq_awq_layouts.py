@@ -1,12 +1,18 @@
-"""GPTQ's and AWQ's layouts: the integers, the float weight and the blocks that each of them means."""
+"""GPTQ's and AWQ's layouts: what each of them means, and errors that name the tensor of a layer that does not fit."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
 
-from qsample.checkpoints.gptq_awq_layouts import GroupedWeight, dequantize, to_blocks, unpack_awq, unpack_gptq
+from qsample.checkpoints.gptq_awq_layouts import GroupedWeight, Quantization, dequantize, read_layer, to_blocks
+from qsample.errors import QsampleError
 from qsample.transforms.quantized_linear import QuantizedWeight
 from tests.helpers.quantized_checkpoints import Layer, Scheme, quantized_layer, stored_levels
 
@@ -29,20 +35,9 @@ SCHEMES = [
 
 
 def read(layer: Layer, scheme: Scheme) -> GroupedWeight:
-    stored = {name: tensor.numpy() for name, tensor in layer.tensors.items()}
-    scales = stored.pop("scales").astype(np.float32)
-    if scheme.method == "awq":
-        return unpack_awq(stored["qweight"], scales, stored["qzeros"], group_size=scheme.group_size)
-    return unpack_gptq(
-        stored["qweight"],
-        scales,
-        stored.get("qzeros"),
-        stored.get("g_idx"),
-        bits=scheme.bits,
-        group_size=scheme.group_size,
-        symmetric=scheme.symmetric,
-        version=scheme.stated_version or scheme.version,
-    )
+    version = scheme.stated_version or scheme.version
+    quantization = Quantization(scheme.method, scheme.bits, scheme.group_size, scheme.symmetric, version)
+    return read_layer("some.layer", layer.tensors, quantization)
 
 
 def meaning(weight: QuantizedWeight) -> tuple[np.ndarray, np.ndarray]:
@@ -98,9 +93,9 @@ def test_zero_points_of_zero_borrowed_from_their_neighbours() -> None:
     zeros = np.array([[0, 3, 0, 0, 15, 1, 0, 8]], np.int64)
     number = sum(int(zero) << 4 * i for i, zero in enumerate(zeros[0])) - 0x11111111
     qzeros = np.array([[number & 0xFFFFFFFF]], np.uint32).view(np.int32)
-    qweight = np.zeros((4, 8), np.int32)
-    options = {"bits": 4, "group_size": 32, "symmetric": False, "version": 1}
-    grouped = unpack_gptq(qweight, np.ones((1, 8), np.float32), qzeros, None, **options)
+    parts = {"qweight": np.zeros((4, 8), np.int32), "scales": np.ones((1, 8), np.float32), "qzeros": qzeros}
+    tensors = {name: torch.from_numpy(array) for name, array in parts.items()}
+    grouped = read_layer("layer", tensors, Quantization("gptq", 4, 32, symmetric=False))
     np.testing.assert_array_equal(grouped.zero_points[:, 0], zeros[0])
 
 
@@ -110,17 +105,156 @@ def test_groups_that_no_block_lies_within(group_size: int) -> None:
     assert to_blocks(read(weight, Scheme(group_size=group_size)), torch.float32) is None
 
 
-@pytest.mark.parametrize("part", ["qzeros", "scales", "g_idx"])
-def test_parts_that_do_not_fit(part: str) -> None:
-    layer = quantized_layer(np.random.default_rng(5), OUTPUTS, INPUTS, Scheme())
-    layer.tensors[part] = layer.tensors[part][:-1]
-    with pytest.raises(ValueError, match=r"its parts do not fit: levels \[64, 256\]"):
-        read(layer, Scheme())
-
-
 def test_no_zero_points() -> None:
     layer = quantized_layer(np.random.default_rng(6), OUTPUTS, INPUTS, Scheme(symmetric=True))
     del layer.tensors["qzeros"]
     np.testing.assert_array_equal(dequantize(read(layer, Scheme(symmetric=True))), layer.weight)
-    with pytest.raises(ValueError, match="it has no qzeros, and the checkpoint is not symmetric"):
-        read(layer, Scheme(symmetric=False))
+
+
+ROWS, COLUMNS = 32, 128
+GPTQ, AWQ = Scheme(), Scheme("awq")
+INT = torch.int32
+
+
+def stored(scheme: Scheme) -> dict[str, Tensor]:
+    return dict(quantized_layer(np.random.default_rng(0), ROWS, COLUMNS, scheme).tensors)
+
+
+def stated(scheme: Scheme, **changes: Any) -> Quantization:
+    fields = {"symmetric": scheme.symmetric, "version": scheme.version}
+    return Quantization(scheme.method, scheme.bits, scheme.group_size, **(fields | changes))
+
+
+def resized(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """A tensor of `shape` that repeats the values of `tensor`."""
+    return torch.from_numpy(np.resize(tensor.numpy(), shape).copy())
+
+
+@pytest.mark.parametrize(
+    ("scheme", "part", "change", "message"),
+    [
+        # a group size that the scales contradict: too few rows, too many, one group only
+        (
+            GPTQ,
+            "scales",
+            lambda t: t[:3],
+            r"scales is float16 \[3, 32\], and must be .* \[4, 32\]: .* group_size of 32",
+        ),
+        (GPTQ, "scales", lambda t: resized(t, (8, 32)), r"scales is float16 \[8, 32\]"),
+        (AWQ, "scales", lambda t: t[:2], r"scales is float16 \[2, 32\], and must be .* \[4, 32\]"),
+        (AWQ, "scales", lambda t: t[:1], r"scales is float16 \[1, 32\]"),
+        (AWQ, "qzeros", lambda t: t[:2], r"qzeros is int32 \[2, 4\], and must be int32 \[4, 4\]"),
+        (GPTQ, "qzeros", lambda t: t[:, :3], r"qzeros is int32 \[4, 3\], and must be int32 \[4, 4\]"),
+        (GPTQ, "g_idx", lambda t: t[:0], r"g_idx is int32 \[0\], and must be int32 or int64 \[1 or more\]"),
+        (GPTQ, "g_idx", lambda t: torch.cat([t, t]), r"g_idx has 256 entries, and must have one for each of the 128"),
+        (GPTQ, "g_idx", lambda t: t[:-1], r"g_idx has 127 entries, and must have one for each of the 128"),
+        (GPTQ, "g_idx", lambda t: t[None], r"g_idx is int32 \[1, 128\]"),
+        (GPTQ, "g_idx", lambda t: t.float(), r"g_idx is float32 \[128\]"),
+        (GPTQ, "g_idx", lambda t: t + 1, "g_idx holds 1 to 4, and must hold the groups 0 to 3"),
+        (GPTQ, "g_idx", lambda t: t - 1, "g_idx holds -1 to 2"),
+        (GPTQ, "g_idx", lambda t: t * 0, "groups of 0 to 128 inputs, and every group must have 32"),
+        (GPTQ, "g_idx", lambda t: t.clamp(max=2), "groups of 0 to 64 inputs"),
+        (AWQ, "g_idx", lambda t: torch.zeros(COLUMNS, dtype=INT), "it has a g_idx, which AWQ's layout does not know"),
+        (AWQ, "qzeros", lambda t: None, "it has no qzeros"),
+        (GPTQ, "qzeros", lambda t: None, "it has no qzeros, and the checkpoint is not symmetric"),
+        (GPTQ, "qweight", lambda t: t.long(), r"qweight is int64 \[16, 32\], and must be int32"),
+        (GPTQ, "qweight", lambda t: t.float(), "qweight is float32"),
+        (
+            GPTQ,
+            "qweight",
+            lambda t: t.flatten(),
+            r"qweight is int32 \[512\], and must be int32 \[1 or more, 1 or more\]",
+        ),
+        (GPTQ, "qweight", lambda t: t[None], r"qweight is int32 \[1, 16, 32\]"),
+        (GPTQ, "qweight", lambda t: t[:0], r"qweight is int32 \[0, 32\]"),
+        (GPTQ, "qweight", lambda t: t[:, :0], r"qweight is int32 \[16, 0\]"),
+        (GPTQ, "qweight", lambda t: t[:15], "g_idx has 128 entries, and must have one for each of the 120"),
+        (GPTQ, "qweight", lambda t: t[:, :31], r"scales is float16 \[4, 32\], and must be .* \[4, 31\]"),
+        (AWQ, "qweight", lambda t: t[:64], r"scales is float16 \[4, 32\], and must be .* \[2, 32\]"),
+        (AWQ, "qweight", lambda t: t[:, :3], r"scales is float16 \[4, 32\], and must be .* \[4, 24\]"),
+        (AWQ, "qweight", lambda t: t.to(torch.uint8), "qweight is uint8"),
+        (GPTQ, "scales", lambda t: t.int(), r"scales is int32 \[4, 32\], and must be float16 or bfloat16 or float32"),
+        (GPTQ, "scales", lambda t: t.double(), "scales is float64"),
+        (GPTQ, "scales", lambda t: t[0], r"scales is float16 \[32\]"),
+        (GPTQ, "scales", lambda t: t[:0], r"scales is float16 \[0, 32\]"),
+        (GPTQ, "scales", lambda t: t / 0, "scales hold numbers that are infinite or none"),
+        (GPTQ, "qzeros", lambda t: t.flatten(), r"qzeros is int32 \[16\]"),
+        (GPTQ, "qzeros", lambda t: t[:0], r"qzeros is int32 \[0, 4\]"),
+        (AWQ, "qzeros", lambda t: t.short(), "qzeros is int16"),
+    ],
+)
+def test_parts_that_do_not_fit(scheme: Scheme, part: str, change: Any, message: str) -> None:
+    parts = stored(scheme)
+    changed = change(parts.get(part))
+    parts = {name: tensor for name, tensor in (parts | {part: changed}).items() if tensor is not None}
+    with pytest.raises(QsampleError, match=rf"the quantized layer some\.layer cannot be read: .*{message}.*; download"):
+        read_layer("some.layer", parts, stated(scheme))
+
+
+@pytest.mark.parametrize(
+    ("scheme", "changes", "message"),
+    [
+        (GPTQ, {"group_size": 64}, r"scales is float16 \[4, 32\], and must be .* \[2, 32\]: .* group_size of 64"),
+        (GPTQ, {"group_size": -1}, r"\[1, 32\]: .* one group of all"),
+        (GPTQ, {"group_size": 16}, r"\[8, 32\]"),
+        (AWQ, {"group_size": 64}, r"\[2, 32\]"),
+        (AWQ, {"group_size": -1}, r"\[1, 32\]"),
+        (AWQ, {"group_size": 3}, r"\[43, 32\]"),
+        (GPTQ, {"bits": 3}, "qweight has 16 rows of 32 bits, which 3-bit levels do not fill"),
+        (GPTQ, {"bits": 8}, r"scales is float16 \[4, 32\], and must be .* \[2, 32\]: qweight has 64 inputs"),
+    ],
+)
+def test_a_configuration_that_the_layer_contradicts(scheme: Scheme, changes: dict[str, Any], message: str) -> None:
+    parts = stored(scheme)
+    if "bits" in changes:
+        del parts["g_idx"]
+    quantization = Quantization(**({"method": scheme.method, "bits": 4, "group_size": 32} | changes))
+    with pytest.raises(QsampleError, match=message):
+        read_layer("some.layer", parts, quantization)
+
+
+@pytest.mark.parametrize("act_order", [False, True])
+def test_layers_of_their_own_bits_and_group_size(act_order: bool) -> None:
+    """The configuration says 4 bits in groups of 128, and that layers differ."""
+    own = Scheme(bits=8, group_size=64, act_order=act_order)
+    layer = quantized_layer(np.random.default_rng(1), ROWS, COLUMNS, own)
+    mixed = Quantization("gptq", 4, 128, symmetric=False, mixed=True)
+    np.testing.assert_array_equal(dequantize(read_layer("layer", layer.tensors, mixed)), layer.weight)
+    with pytest.raises(QsampleError, match="group_size of 128"):
+        read_layer("layer", layer.tensors, Quantization("gptq", 4, 128, symmetric=False))
+
+
+SHAPES = st.lists(st.integers(0, 40), min_size=0, max_size=3).map(tuple)
+DTYPES = st.sampled_from([torch.int32, torch.int64, torch.uint8, torch.float16, torch.float32, torch.bool])
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    scheme=st.sampled_from([GPTQ, AWQ, Scheme(bits=3), Scheme(bits=8, symmetric=True), Scheme(act_order=True)]),
+    part=st.sampled_from(["qweight", "qzeros", "scales", "g_idx"]),
+    shape=SHAPES,
+    dtype=st.none() | DTYPES,
+    bits=st.none() | st.sampled_from([2, 3, 4, 8]),
+    group_size=st.none() | st.sampled_from([-1, 1, 7, 16, 32, 33, 64, 1000]),
+)
+def test_any_shape_is_an_error_or_means_a_weight(
+    scheme: Scheme,
+    part: str,
+    shape: tuple[int, ...],
+    dtype: torch.dtype | None,
+    bits: int | None,
+    group_size: int | None,
+) -> None:
+    parts = stored(scheme)
+    if part in parts:
+        parts[part] = resized(parts[part], shape).to(dtype or parts[part].dtype)
+    method_bits = scheme.bits if bits is None or scheme.method == "awq" else bits
+    size = scheme.group_size if group_size is None else group_size
+    quantization = Quantization(scheme.method, method_bits, size, symmetric=scheme.symmetric)
+    try:
+        weight = read_layer("layer", parts, quantization)
+    except QsampleError as error:
+        assert "the quantized layer layer cannot be read" in str(error)  # noqa: PT017 - which of the two is the point
+    else:
+        assert dequantize(weight).shape == weight.levels.shape
+        assert weight.scales.shape == weight.zero_points.shape == parts["scales"].T.shape

@@ -55,7 +55,7 @@ def test_bake_passes_filters(run: Any, monkeypatch: pytest.MonkeyPatch, tmp_path
         seen.update(options)
         raise ValueError("seen")
 
-    monkeypatch.setattr("qsample.models.foreign.bake", spy)
+    monkeypatch.setattr("qsample.auto_model.bake", spy)
     run("bake", "some/model", tmp_path / "p", "--filter", "mirostat", "--filter-order", "llama.cpp", "--seed-input")
     assert seen["features"] == Features(filters=("mirostat",), filter_order="llama.cpp", seed=True)
 

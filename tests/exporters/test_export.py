@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from qsample import AutoModelForCausalLM
-from qsample.checkpoints.load import Checkpoint, load_model
+from qsample.checkpoints.checkpoint import Checkpoint
 from qsample.errors import ParityError, QsampleError, UnsupportedModelError
 from qsample.exporters import parity
 from qsample.exporters.export import _save_model_files, _token_ids, weight_hash
@@ -137,7 +137,7 @@ def test_a_temperature_of_a_model_that_does_not_sample(tmp_path: Path) -> None:
     source = save_checkpoint(tmp_path / "checkpoint", "llama")
     settings = {"temperature": 0.9, "top_p": 0.6, "eos_token_id": [2, 400], "bos_token_id": 1, "pad_token_id": 0}
     (source / "generation_config.json").write_text(json.dumps(settings))
-    model = load_model(Checkpoint(str(source)))
+    model = Checkpoint(str(source)).load()
     with pytest.warns(UserWarning, match="eos_token_id 400 is left out"):
         _token_ids(model, None)
     _save_model_files(model, None, tmp_path)

@@ -17,6 +17,7 @@ import onnx_ir as ir
 from onnx_ir.passes import common as common_passes
 
 from qsample import package
+from qsample.checkpoints.hub import HubOptions
 from qsample.destination import scratch_folder
 from qsample.errors import ParityError, QsampleError
 from qsample.exporters import parity
@@ -56,7 +57,7 @@ def bake(
     file: str | None = None,
     tokenizer: str | None = "auto",
     rope: str | None = None,
-    hub: dict[str, Any] | None = None,
+    hub: HubOptions | None = None,
     overwrite: bool = False,
     compare: Comparison | None = None,
     progress: Progress | None = None,
@@ -68,7 +69,7 @@ def bake(
         features: what the graph shall have.
         tokenizer: "auto" for the one beside the decoder, another folder, or None for a package of token ids only.
         rope: which rotary table to keep, where the file has two: "short" (the default) or "long".
-        hub: keywords of huggingface_hub's downloads.
+        hub: how the hub is read; None = `HubOptions()`.
         compare: what the baked graph is compared with besides the file itself.
         progress: called with a stage's name and the fraction done, in [0, 1].
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
+from qsample.checkpoints.hub import HubOptions
 from qsample.disk.names import problem_of_name
 from qsample.disk.onnx_references import referenced_files
 from qsample.disk.strict_json import read_json
@@ -60,11 +61,16 @@ class Location:
         return data
 
 
-def locate(path: str | Path, file: str | None = None, *, hub: dict[str, Any] | None = None) -> Location:
-    """The decoder of `path`: an .onnx file, a folder with one, or a hub id.
+def locate(path: str | Path, file: str | None = None, *, hub: HubOptions | None = None) -> Location:
+    """Find the decoder of `path`.
 
-    file: which one, relative to the folder or repository, where there are several. hub: keywords of huggingface_hub's
-    downloads. Raises QsampleError where there is no such file, or more than one.
+    Args:
+        path: an .onnx file, a folder with one, or a hub id.
+        file: which decoder of several, relative to the folder or repository.
+        hub: how the hub is read; None = `HubOptions()`.
+
+    Raises:
+        QsampleError: if there is no such file, or more than one.
     """
     given = Path(path)
     if given.is_file():
@@ -74,7 +80,7 @@ def locate(path: str | Path, file: str | None = None, *, hub: dict[str, Any] | N
     if not given.is_dir():
         if not _HUB_ID.fullmatch(str(path)) or str(path).startswith("."):
             raise QsampleError(f"{path} does not exist; give an .onnx file, a folder with one, or a hub id")
-        given = _download(str(path), file, hub or {})
+        given = _download(str(path), file, hub or HubOptions())
     folder = given.absolute()
     chosen = folder / _choose(str(path), _names(folder), file, lambda name: _genai_file(folder / name))
     folders = dict.fromkeys((chosen.parent, *([chosen.parent.parent] if chosen.parent != folder else []), folder))
@@ -159,16 +165,15 @@ def _genai_file(path: Path) -> str | None:
     return name if isinstance(name, str) else None
 
 
-def _download(repository: str, file: str | None, options: dict[str, Any]) -> Path:
+def _download(repository: str, file: str | None, hub: HubOptions) -> Path:
     """The folder of a snapshot that holds the decoder of a hub id, its data and the small files of its folders."""
     from huggingface_hub import HfApi, constants, hf_hub_download, snapshot_download
 
-    options = {name: value for name, value in options.items() if value is not None}
+    options = hub.downloading()
     try:
-        if options.get("local_files_only") or constants.HF_HUB_OFFLINE:
+        if hub.local_files_only or constants.HF_HUB_OFFLINE:
             return Path(snapshot_download(repository, **options | {"local_files_only": True}))
-        asked = {name: options[name] for name in ("revision", "token") if name in options}
-        names = HfApi().list_repo_files(repository, **asked)
+        names = HfApi().list_repo_files(repository, revision=hub.revision, token=hub.token)
         near = [name for name in names if name.removeprefix(f"{ONNX_FOLDER}/").count("/") == 0 or name == file]
 
         def fetch(name: str) -> Path:

@@ -12,6 +12,7 @@ import onnx_ir as ir
 import pytest
 
 import qsample
+from qsample.checkpoints.hub import HubOptions
 from qsample.errors import QsampleError
 from qsample.exporters.foreign.location import locate
 from qsample.interface import Features
@@ -104,7 +105,7 @@ def test_of_a_repository_only_what_belongs_to_the_decoder_is_downloaded(
 
     def download(repository: str, name: str, **options: Any) -> str:
         assert repository == "some/model"
-        assert options == {"revision": "v2"}
+        assert options == HubOptions(revision="v2").downloading()
         fetched.append(name)
         return str(folder / name)
 
@@ -112,7 +113,7 @@ def test_of_a_repository_only_what_belongs_to_the_decoder_is_downloaded(
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
     monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", lambda self, repository, **options: names)
 
-    location = locate("some/model", "onnx/model.onnx", hub={"revision": "v2"})
+    location = locate("some/model", "onnx/model.onnx", hub=HubOptions(revision="v2"))
 
     assert location.file == folder / "onnx" / "model.onnx"
     assert {name for name in fetched if name.startswith("onnx/")} == {

@@ -1,18 +1,22 @@
-"""Loading checkpoints: what is missing, unknown or does not fit is refused with advice."""
+"""Loading checkpoints: once, and what is missing, unknown or does not fit is refused with advice."""
 
 from __future__ import annotations
 
 import json
 import os
 import pickle
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
+import transformers
 from safetensors.torch import load_file, save_file
+from transformers import GPT2LMHeadModel
 
 from qsample import AutoModelForCausalLM
-from qsample.checkpoints.load import Checkpoint, load_model, load_tokenizer
-from qsample.checkpoints.settings import read_generation_config
+from qsample.checkpoints import checkpoint as checkpoint_module
+from qsample.checkpoints.checkpoint import Checkpoint
 from qsample.errors import QsampleError, UnsupportedModelError
 from tests.helpers.tiny_models import random_model, save_checkpoint
 
@@ -65,7 +69,7 @@ def test_a_configuration_that_no_model_can_be_made_of(changes: dict[str, object]
     file = tmp_path / "checkpoint" / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
     with pytest.raises(UnsupportedModelError, match=r"checkpoint: transformers makes no model of its config\.json \("):
-        load_model(Checkpoint(str(tmp_path / "checkpoint")))
+        Checkpoint(str(tmp_path / "checkpoint")).load()
 
 
 def test_a_wrong_configuration_is_no_missing_tokenizer(tmp_path: Path) -> None:
@@ -73,7 +77,7 @@ def test_a_wrong_configuration_is_no_missing_tokenizer(tmp_path: Path) -> None:
     file = tmp_path / "checkpoint" / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"num_attention_heads": 3}))
     with pytest.raises(UnsupportedModelError, match=r"transformers makes no model of its config\.json"):
-        load_tokenizer(Checkpoint(str(tmp_path / "checkpoint")))
+        _ = Checkpoint(str(tmp_path / "checkpoint")).tokenizer
 
 
 @pytest.mark.parametrize(
@@ -87,11 +91,11 @@ def test_a_damaged_generation_config_is_not_passed_over(content: str, tmp_path: 
     """Without it a model would not know its stop tokens."""
     save_checkpoint(tmp_path / "checkpoint", "llama")
     (tmp_path / "checkpoint" / "generation_config.json").write_bytes(content.encode("latin-1"))
-    for read in (load_model, read_generation_config):
+    for read in (Checkpoint.load, lambda checkpoint: checkpoint.generation_config):
         with pytest.raises(QsampleError, match=r"its generation_config\.json cannot be used .*; correct it, delete it"):
             read(Checkpoint(str(tmp_path / "checkpoint")))
     (tmp_path / "checkpoint" / "generation_config.json").unlink()
-    assert load_model(Checkpoint(str(tmp_path / "checkpoint"))).generation_config.eos_token_id == 2
+    assert Checkpoint(str(tmp_path / "checkpoint")).load().generation_config.eos_token_id == 2
 
 
 class _RunsCode:
@@ -116,7 +120,7 @@ def test_bin_files(content: bytes, message: str, tmp_path: Path, monkeypatch: py
     (tmp_path / "checkpoint" / "model.safetensors").unlink()
     (tmp_path / "checkpoint" / "pytorch_model.bin").write_bytes(content)
     with pytest.raises(QsampleError, match=message):
-        load_model(Checkpoint(str(tmp_path / "checkpoint")))
+        Checkpoint(str(tmp_path / "checkpoint")).load()
     assert os.listdir(tmp_path) == ["checkpoint"]
 
 
@@ -146,11 +150,67 @@ def test_weights_are_never_made_up(dropped: list[str], named: str, dtype: str, t
     kept = {name: tensor for name, tensor in tensors.items() if name not in dropped}
     save_file(kept, tmp_path / "checkpoint" / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(QsampleError, match=rf"checkpoint holds no .*{named}"):
-        load_model(Checkpoint(str(tmp_path / "checkpoint"), dtype=dtype))
+        Checkpoint(str(tmp_path / "checkpoint"), dtype=dtype).load()
 
 
 def test_a_tied_head_is_not_missing(tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "checkpoint", "llama", tie_word_embeddings=True)
     assert "lm_head.weight" not in load_file(tmp_path / "checkpoint" / "model.safetensors")
-    model = load_model(Checkpoint(str(tmp_path / "checkpoint")))
+    model = Checkpoint(str(tmp_path / "checkpoint")).load()
     assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+@pytest.mark.parametrize("model_type", ["openai-gpt", "rwkv"])
+def test_what_the_configuration_tells_is_refused_before_the_weights_are_read(model_type: str, tmp_path: Path) -> None:
+    random_model(model_type).config.save_pretrained(tmp_path / "checkpoint")  # there are no weights to read
+    checkpoint = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint", tokenizer=None)
+    with pytest.raises(UnsupportedModelError, match=r"puts nothing into the cache.*docs/architectures\.md"):
+        checkpoint.export(tmp_path / "package")
+
+
+def test_the_outline_needs_no_weights_and_leaves_the_configuration_as_it_is(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "checkpoint", "gpt2")
+    (tmp_path / "checkpoint" / "model.safetensors").unlink()
+    checkpoint = Checkpoint(str(tmp_path / "checkpoint"))
+    before = checkpoint.config.to_dict()
+    outline = checkpoint.outline
+    assert checkpoint.config.to_dict() == outline.config.to_dict() == before
+    assert outline.kind is GPT2LMHeadModel
+    assert list(outline.shapes["transformer.h.0.attn.c_attn.weight"]) == [64, 192]
+    assert outline.transposed == {"c_attn", "c_proj", "c_fc"}
+
+
+def test_a_checkpoint_is_opened_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An export, a compile and what a script asks of the model share what was read; weights are read twice."""
+    save_checkpoint(tmp_path / "checkpoint", "llama", num_hidden_layers=1)
+    counts: Counter[str] = Counter()
+
+    def count(owner: Any, name: str, what: str) -> None:
+        real = getattr(owner, name)
+
+        def counted(*args: Any, **options: Any) -> Any:
+            counts[what] += 1
+            return real(*args, **options)
+
+        monkeypatch.setattr(owner, name, counted)
+
+    count(transformers.AutoConfig, "from_pretrained", "config")
+    count(transformers.AutoTokenizer, "from_pretrained", "tokenizer")
+    count(transformers.GenerationConfig, "from_pretrained", "generation_config")
+    count(transformers.AutoModelForCausalLM, "from_config", "meta model")
+    count(checkpoint_module, "state_shapes", "probe")
+    count(checkpoint_module, "check_exists", "existence")
+    count(checkpoint_module, "mapped_weights", "weights")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint", dtype="auto", include_sampler=False)
+    assert not counts
+    assert (model.dtype, model.config.model_type, model.generation_config.eos_token_id) == ("float32", "llama", 2)
+    seen: dict[str, list[tuple[str, float]]] = {"export": [], "compile": []}
+    model.export(tmp_path / "portable", progress=lambda *report: seen["export"].append(report))
+    model.compile(tmp_path / "device", ctx_len=32, progress=lambda *report: seen["compile"].append(report))
+    once = ("existence", "config", "tokenizer", "generation_config", "meta model", "probe")
+    assert counts == {**dict.fromkeys(once, 1), "weights": 2}
+    for reports in seen.values():
+        fractions = [fraction for _, fraction in reports]
+        assert (fractions[0], fractions[-1]) == (0.0, 1.0)
+        assert fractions == sorted(fractions)
+        assert [stage for stage, _ in reports].count("done") == 1

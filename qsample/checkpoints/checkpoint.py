@@ -1,0 +1,422 @@
+"""`Checkpoint`: a Hugging Face model, with its adapter and tokenizer, opened once for all who ask for its parts."""
+
+from __future__ import annotations
+
+import copy
+import os
+import shutil
+import tempfile
+import weakref
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any, Final
+
+import torch
+from safetensors import SafetensorError
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.utils.hub import cached_file, get_checkpoint_shard_files
+
+from qsample.checkpoints.gptq_awq import (
+    QuantizedCheckpoint,
+    bytes_in_blocks,
+    conv1d_names,
+    quantization_of,
+    read_checkpoint,
+)
+from qsample.checkpoints.gptq_awq_layouts import Quantization
+from qsample.checkpoints.hub import ADAPTER, CONFIG, HubOptions, check_exists
+from qsample.checkpoints.lora import find_adapter, merge_adapter
+from qsample.checkpoints.mapped_weights import INDEX, SINGLE, loading_in_this_thread, mapped_weights, weight_files
+from qsample.disk.source_files import SourceFiles
+from qsample.disk.space import check_free, full_disk_named
+from qsample.errors import QsampleError, UnsupportedModelError, listed
+from qsample.transforms.cache import DecodeContext
+from qsample.transforms.decoder import apply_transforms, state_shapes
+from qsample.transforms.deferred import deferring, numbers
+
+_IN_BLOCKS: Final = "the copy of the quantized weights in blocks"
+# What a layer raises that meets a cache of another kind than its own; a missing value raises other errors.
+_OF_THE_MODEL: Final = (AttributeError, ValueError)
+
+
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """A model as its configuration describes it, without weights.
+
+    Attributes:
+        config: the configuration to load the checkpoint with, without a quantization that transformers cannot undo.
+        quantization: of GPTQ or AWQ weights; None = float weights, or weights that transformers turns into float.
+        kind: the model's class; None = the repository's own code, which needs memory to make a model.
+        model_config: the configuration of `kind`: of the text model, if `config` describes several models.
+        shapes: of every weight, by name.
+        transposed: last names of the layers that hold their weight as [in, out].
+    """
+
+    config: PretrainedConfig
+    quantization: Quantization | None
+    kind: type[PreTrainedModel] | None
+    model_config: PretrainedConfig
+    shapes: Mapping[str, torch.Size]
+    transposed: frozenset[str]
+
+
+class Checkpoint:
+    """A checkpoint in a folder or on the hub. Each part is read when it is first needed, and once.
+
+    Attributes:
+        model_id: a hub id or a folder.
+        adapter: a folder or hub id of a LoRA adapter, which is merged into the weights; None = none.
+        tokenizer_id: "auto" = the checkpoint's own, another id or folder, or None for token ids only.
+        hub: how the hub is read.
+    """
+
+    def __init__(
+        self,
+        model_id: str,
+        dtype: str = "float32",
+        *,
+        tokenizer: str | None = "auto",
+        adapter: str | None = None,
+        hub: HubOptions | None = None,
+    ) -> None:
+        """
+        Args:
+            model_id: a hub id or a folder.
+            dtype: of the weights: "float32", "float16", or "auto" for float16 if the checkpoint is stored so, else
+                float32, which holds bfloat16 exactly.
+            tokenizer: see `tokenizer_id`.
+            adapter: see the attribute.
+            hub: how the hub is read; None = `HubOptions()`.
+        """
+        self.model_id = model_id
+        self.adapter = adapter
+        self.tokenizer_id = tokenizer
+        self.hub = hub or HubOptions()
+        self._dtype = dtype
+
+    @property
+    def name(self) -> str:
+        """The model's and the adapter's ids, for the manifest."""
+        return " + ".join(filter(None, (self.model_id, self.adapter)))
+
+    @property
+    def revision(self) -> str | None:
+        """The revision of the hub; None for a folder, which has none."""
+        return None if os.path.isdir(self.model_id) else self.hub.revision
+
+    @cached_property
+    def config(self) -> PretrainedConfig:
+        """The configuration, not to be changed.
+
+        Raises:
+            UnsupportedModelError: for a model type that transformers does not know.
+            QsampleError: if there is no such checkpoint, or its configuration cannot be read.
+        """
+        check_exists(self.model_id, self.hub)
+        with self._config_errors():
+            config: PretrainedConfig = AutoConfig.from_pretrained(self.model_id, **self.hub.loading())
+        return config
+
+    @cached_property
+    def dtype(self) -> str:
+        """The dtype of the weights: "float32" or "float16"."""
+        if self._dtype != "auto":
+            return self._dtype
+        own = getattr(self.config, "dtype", None)
+        own = own or getattr(self.config.get_text_config(decoder=True), "dtype", None)
+        return "float16" if own is torch.float16 else "float32"
+
+    @cached_property
+    def generation_config(self) -> GenerationConfig:
+        """The checkpoint's settings of generate, from generation_config.json or else from config.json.
+
+        Not to be changed. Raises QsampleError for a damaged file, which transformers would pass over, and its stop
+        tokens with it.
+        """
+        _ = self.config  # is there such a checkpoint?
+        options = self.hub.downloading()
+        try:
+            return GenerationConfig.from_pretrained(self.model_id, **options)
+        except OSError as error:
+            damage: Exception = error
+            if not isinstance(error.__context__, ValueError):  # there is no such file
+                return GenerationConfig.from_pretrained(
+                    self.model_id, config_file_name=CONFIG, _from_model_config=True, **options
+                )
+        except (ValueError, TypeError, AttributeError) as error:  # not an object, or a value that transformers refuses
+            damage = error
+        raise QsampleError(
+            f"{self.model_id}: its generation_config.json cannot be used ({_first_line(damage)}); correct it, delete "
+            "it, or download it again"
+        ) from damage
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase | None:
+        """The tokenizer; None = none is wanted. Raises QsampleError, with advice, if none can be loaded."""
+        if self.tokenizer_id is None:
+            return None
+        own = self.tokenizer_id == "auto"
+        name = self.model_id if own else self.tokenizer_id
+        hub = self.hub if own else self.hub.for_another_repository()
+        options = hub.loading()
+        if own:
+            options["config"] = self.config
+        else:
+            check_exists(name, hub, file="tokenizer_config.json")
+        try:
+            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name, **options)
+        except Exception as error:  # transformers raises half a dozen kinds for a missing tokenizer
+            raise QsampleError(
+                f"no tokenizer in {name!r} ({_first_line(error)}); give tokenizer= a folder or hub id that has one, or "
+                "tokenizer=None for a package that takes and returns token ids only"
+            ) from error
+        return tokenizer
+
+    @cached_property
+    def adapter_files(self) -> tuple[Path, Path] | None:
+        """Configuration and weights of the adapter; None = no adapter. Raises QsampleError if a file is missing."""
+        if self.adapter is None:
+            return None
+        hub = self.hub.for_another_repository()
+        check_exists(self.adapter, hub, file=ADAPTER)
+        return find_adapter(self.adapter, hub)
+
+    @cached_property
+    def outline(self) -> Outline:
+        """The model without weights, made on torch's meta device and asked which states it keeps.
+
+        Questions that need weights are left to the export, which asks again with them.
+
+        Raises:
+            UnsupportedModelError: for a model that keeps a state in a place that no retained buffer can take, a
+                quantization that cannot be read, or a configuration of which transformers makes no model.
+        """
+        config = copy.deepcopy(self.config)
+        quantization = quantization_of(config, self.model_id)
+        if quantization is not None:
+            del config.quantization_config  # transformers would ask for the library that made it
+        remote = self.hub.trust_remote_code
+        with self._config_errors():
+            try:
+                with torch.device("meta"):
+                    model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+                        copy.deepcopy(config), attn_implementation="eager", trust_remote_code=remote
+                    ).eval()
+            except Exception:
+                if remote and quantization is None:  # the model's own code may need memory
+                    return Outline(config, None, None, config, {}, frozenset())
+                raise
+            outline = Outline(
+                config,
+                quantization,
+                type(model),
+                copy.deepcopy(model.config),
+                {name: weight.shape for name, weight in model.state_dict().items()},
+                conv1d_names(model),
+            )
+            _check_states(model)
+        return outline
+
+    def load(
+        self, dtype: str | None = None, scratch: Path | None = None, sources: SourceFiles | None = None
+    ) -> PreTrainedModel:
+        """The model in eval mode on the CPU, with eager attention; a new one at each call.
+
+        Args:
+            dtype: of the weights, in place of the checkpoint's `dtype`.
+            scratch: an empty folder that lives as long as the model; GPTQ and AWQ weights are written there in blocks
+                (`gptq_awq`). With a folder, weights are placeholders for the numbers in the checkpoint's files
+                (`mapped_weights`), so that a model larger than the memory can be exported; None = in memory.
+            sources: takes note of these files.
+
+        Raises:
+            UnsupportedModelError: for a model that cannot be exported.
+            QsampleError: if the files cannot be read or do not fit the configuration.
+        """
+        _ = self.config, self.adapter_files, self.generation_config, self.outline  # small files first: they fail fast
+        torch_dtype = getattr(torch, dtype or self.dtype)
+        sources = sources or SourceFiles()
+        if self.outline.quantization is None or scratch is not None:
+            return self._load(torch_dtype, scratch, sources)
+        own = Path(tempfile.mkdtemp(prefix="qsample-"))
+        try:
+            model = self._load(torch_dtype, own, sources)
+        except BaseException:
+            shutil.rmtree(own, ignore_errors=True)
+            raise
+        for parameter in model.parameters():
+            parameter.data = numbers(parameter.data)
+        weakref.finalize(model, shutil.rmtree, own, ignore_errors=True)
+        return model
+
+    def _load(self, dtype: torch.dtype, scratch: Path | None, sources: SourceFiles) -> PreTrainedModel:
+        outline = self.outline
+        options: dict[str, Any] = {
+            "config": copy.deepcopy(outline.config),
+            "dtype": dtype,
+            "attn_implementation": "eager",
+            "output_loading_info": True,
+            "ignore_mismatched_sizes": True,  # `_check_complete` refuses them by name
+        }
+        quantized: QuantizedCheckpoint | None = None
+        with self._weight_errors():
+            is_mapped = outline.quantization is not None or (scratch is not None and self._can_be_mapped())
+            files = self._weight_files() if is_mapped else []
+            sources.add(files)
+            if outline.quantization is not None:
+                assert scratch is not None
+                quantized = self._read_quantized(files, scratch, dtype)
+            if quantized is None and not files:
+                loaded: Any = AutoModelForCausalLM.from_pretrained(self.model_id, **options, **self.hub.loading())
+            else:
+                assert outline.kind is not None
+                weights = mapped_weights(files) if quantized is None else quantized.weights
+                options["config"] = copy.deepcopy(outline.model_config)
+                with deferring(), loading_in_this_thread():  # what transformers merges is computed when it is needed
+                    loaded = outline.kind.from_pretrained(None, state_dict=weights, **options)
+        model: PreTrainedModel = loaded[0]
+        info: dict[str, Any] = loaded[1]
+        self._check_complete(model, info["mismatched_keys"], info["missing_keys"] if quantized is None else ())
+        model.generation_config = copy.deepcopy(self.generation_config)
+        model.requires_grad_(False)
+        if hasattr(model.config, "quantization_config"):
+            del model.config.quantization_config  # its weights are float now
+        if self.adapter_files is not None:
+            merge_adapter(model, *self.adapter_files)
+        if quantized is not None:
+            quantized.check_loaded(info["missing_keys"], info["unexpected_keys"])
+            quantized.attach(model)
+        return model  # from_pretrained returns it in eval mode
+
+    def _can_be_mapped(self) -> bool:
+        """Whether float weights can become placeholders; otherwise transformers has to load this checkpoint itself."""
+        # A model's own code lies with its weights, and quantized weights mean nothing without their scales.
+        config = self.outline.config
+        named = getattr(config, "transformers_weights", None)  # files of other names
+        quantized = getattr(config, "quantization_config", None) is not None
+        return not (named or self.hub.trust_remote_code or quantized)
+
+    def _weight_files(self) -> list[Path]:
+        """The safetensors files of the weights, downloaded if need be; [] = the checkpoint has another format."""
+        if Path(self.model_id).is_dir():
+            return weight_files(Path(self.model_id))
+        options = self.hub.downloading()
+        for name in (SINGLE, INDEX):
+            file = cached_file(self.model_id, name, _raise_exceptions_for_missing_entries=False, **options)
+            if file is not None:
+                if name == INDEX:
+                    get_checkpoint_shard_files(self.model_id, file, **options)  # type: ignore[no-untyped-call]
+                return weight_files(Path(file).parent)
+        return []
+
+    def _read_quantized(self, files: list[Path], scratch: Path, dtype: torch.dtype) -> QuantizedCheckpoint:
+        outline = self.outline
+        assert outline.quantization is not None
+        if not files:
+            raise UnsupportedModelError(
+                f"{self.model_id} holds its quantized weights in another format than safetensors, the only format "
+                "that can be read; save it as safetensors first"
+            )
+        needed = bytes_in_blocks(files, outline.quantization, dtype)
+        check_free(scratch, needed, _IN_BLOCKS)
+        with full_disk_named(scratch, needed, _IN_BLOCKS):
+            return read_checkpoint(
+                files, scratch, outline.quantization, dtype=dtype, shapes=outline.shapes, transposed=outline.transposed
+            )
+
+    def _check_complete(
+        self, model: PreTrainedModel, mismatched: Collection[tuple[str, Any, Any]], missing: Collection[str]
+    ) -> None:
+        """Raise QsampleError for a weight of another shape than the model's, and for a missing weight: transformers put
+        random numbers there."""
+        kind = type(model).__name__
+        if mismatched:
+            name, found, wanted = min(mismatched)
+            others = f", and {len(mismatched) - 1} more do not fit" if len(mismatched) > 1 else ""
+            raise QsampleError(
+                f"{self.model_id} holds {name} of shape {list(found)}, and {kind} has {list(wanted)} by its "
+                f"config.json{others}; give weights and configuration of one model"
+            )
+        made_up = set(missing) & {name for name, _ in model.named_parameters()}
+        if made_up:
+            raise QsampleError(
+                f"{self.model_id} holds no {listed(made_up)}, which {kind} needs; download the checkpoint again, or "
+                "give a checkpoint of this very architecture"
+            )
+
+    @contextmanager
+    def _config_errors(self) -> Iterator[None]:
+        """Errors of transformers about a configuration, as errors that name the checkpoint."""
+        try:
+            yield
+        except (QsampleError, ImportError):
+            raise
+        except OSError as error:
+            raise QsampleError(f"cannot read the model {self.model_id!r}: {_first_line(error)}") from error
+        except ValueError as error:
+            raise UnsupportedModelError(f"{self.model_id}: {_first_line(error)}") from error
+        except Exception as error:  # transformers checks the values in half a dozen ways
+            said = " ".join(str(error).split())
+            raise UnsupportedModelError(
+                f"{self.model_id}: transformers makes no model of its config.json ({type(error).__name__}: "
+                f"{said:.300}); correct it, or download the checkpoint again"
+            ) from error
+
+    @contextmanager
+    def _weight_errors(self) -> Iterator[None]:
+        """Errors of transformers and safetensors about weights, as errors that name the checkpoint."""
+        try:
+            yield
+        except ValueError as error:
+            raise UnsupportedModelError(f"{self.model_id}: {_first_line(error)}") from error
+        except UnpicklingError as error:
+            raise QsampleError(
+                f"cannot load the weights of {self.model_id!r}: a .bin file is damaged, or a pickle that holds more "
+                "than tensors, which could run any code; take a checkpoint in safetensors files"
+            ) from error
+        except (OSError, EOFError, RuntimeError, SafetensorError) as error:
+            raise QsampleError(f"cannot load the weights of {self.model_id!r}: {_first_line(error)}") from error
+
+
+def transformers_generation_config(settings: Mapping[str, Any]) -> GenerationConfig:
+    """`settings` as the object that a model is exported with.
+
+    Raises:
+        QsampleError: if transformers would not save them.
+    """
+    try:
+        config = GenerationConfig(**settings)  # type: ignore[no-untyped-call]
+        config.validate(strict=True)
+        return config
+    except ValueError as error:
+        raise QsampleError(f"model.generation_config cannot be exported: {error}") from error
+
+
+def _check_states(model: PreTrainedModel) -> None:
+    """Raise UnsupportedModelError if `model`, which is transformed in place, cannot keep its states in buffers."""
+    context = DecodeContext()
+    try:
+        with torch.device("meta"):
+            apply_transforms(model, context)
+            state_shapes(model, context)
+    except UnsupportedModelError as error:
+        if error.__cause__ is None or isinstance(error.__cause__, _OF_THE_MODEL):
+            raise
+    except Exception:  # questions that need weights
+        return
+
+
+def _first_line(error: BaseException) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
