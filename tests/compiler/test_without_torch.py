@@ -10,7 +10,7 @@ from qsample.package import read_package
 from qsample.runtime import load
 from tests.helpers.foreign import unpack
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 # None in sys.modules makes an import of that name fail, as if it were not installed.
 BLOCKED = "import sys; sys.modules.update(dict.fromkeys(['torch', 'transformers', 'safetensors', 'huggingface_hub']));"
 

@@ -15,7 +15,7 @@ from onnx import TensorProto, helper
 from qsample.ort.options import session_options
 
 CONFIGURED = "import sys; from tests.ort.test_onnxruntime_promises import opened; opened(sys.argv[1])"
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def write(folder: Path, location: str, operator: str = "Identity", domain: str = "", **metadata: str) -> Path:

@@ -41,7 +41,7 @@ def test_numbers_are_texts_to_onnxruntime() -> None:
     assert (options.provider_options, options.config) == ({"device_id": "3"}, {"session.set_denormal_as_zero": "1"})
 
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 Machine = Callable[..., None]
 
 # Prints the threads of an operator, the caller's among them, and what we say of it.

@@ -229,7 +229,7 @@ def test_the_runtime_lists_the_rows_to_search(
 
 def test_the_example_captures(llama_package: Path, captured: Path, tmp_path: Path) -> None:
     """The CPU provider does not know the option to capture; what the example does for it changes no token."""
-    script = Path(__file__).parents[4] / "examples" / "generate_onnxruntime.py"
+    script = Path(__file__).parents[3] / "examples" / "generate_onnxruntime.py"
     package = shutil.copytree(captured, tmp_path / "package")
     manifest = json.loads((package / "qsample.json").read_text())
     manifest["compilation"]["provider_options"] = {"enable_cuda_graph": "1"}
