@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import os
 import threading
+import time
 from collections import abc, deque
 from dataclasses import replace
 from typing import Any, Final, Literal, overload
@@ -22,7 +23,6 @@ from qsample.runtime.guided_decoding import Guide
 from qsample.runtime.request import (
     CANCELLED,
     TIME,
-    Deadlines,
     EngineClosedError,
     EngineStats,
     QueueFullError,
@@ -116,7 +116,7 @@ class Engine:
         self._process = os.getpid()
         self._guides: dict[Sequence, Guide] = {}  # put in by those who add requests
         # For the engine's thread alone.
-        self._deadlines = Deadlines()
+        self._deadlines: dict[Sequence, float] = {}  # on `time.perf_counter`
         self._loop: DecodeLoop | None = loop
         self._thread = threading.Thread(target=self._serve, name="qsample-engine", daemon=True)
         self._thread.start()
@@ -406,9 +406,12 @@ class Engine:
             cancelled = [self._cancelled.popleft() for _ in range(len(self._cancelled))]
             added, self._added = self._added, []
         for sequence in added:
-            self._deadlines.add(sequence, self._requests[sequence].added_at)
+            if sequence.max_time is not None:
+                self._deadlines[sequence] = self._requests[sequence].added_at + sequence.max_time
             loop.add(sequence)
-        for reason, ending in ((CANCELLED, cancelled), (TIME, self._deadlines.due())):
+        now = time.perf_counter()
+        late = sorted((one for one, end in self._deadlines.items() if end <= now), key=self._deadlines.__getitem__)
+        for reason, ending in ((CANCELLED, cancelled), (TIME, late)):
             for sequence in ending:
                 if sequence in self._requests:  # it has not ended meanwhile
                     loop.leave(sequence)
@@ -438,7 +441,7 @@ class Engine:
     def _end(self, sequence: Sequence, why: str | Failure) -> None:
         """Forget a request, which makes room for another, and then tell it, so that whoever adds the next finds it."""
         self._guides.pop(sequence, None)
-        self._deadlines.forget(sequence)
+        self._deadlines.pop(sequence, None)
         with self._changed:
             request, self._telling = self._requests.pop(sequence), True
         request.fail(why) if isinstance(why, Failure) else request.finish(why)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import threading
 import time
 import warnings
@@ -37,12 +36,16 @@ class RequestFailedError(QsampleError):
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What came since the delta before.
+    """New tokens and text of a request.
 
-    token_ids: sampled tokens, a stop token included. text: what they make certain; None without a tokenizer. There may
-    be tokens without text, where a character or a stop string is not complete, and at the end text without tokens.
-    seconds: since the request was added. outputs: the optional outputs that the package has, by name, one entry a
-    token.
+    Some deltas have tokens without text, because a character or a stop string is not complete; the last may have text
+    without tokens.
+
+    Attributes:
+        token_ids: sampled tokens, a stop token included.
+        text: the text that they make certain; None without a tokenizer.
+        seconds: since the request was added.
+        outputs: the optional outputs of the package by name, an entry a token.
     """
 
     token_ids: list[int]
@@ -53,7 +56,7 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens. cached_tokens: of the prompt, those that a slot held already from an earlier request."""
+    """Tokens. cached_tokens: those of the prompt that a slot held already from an earlier request."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -62,8 +65,8 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class RequestTiming:
-    """Seconds since the request was added: until it got a slot, until its first token, until its end. None where it did
-    not come so far."""
+    """Seconds since the request was added: until it got a slot, until its first token, until its end. None for an event
+    that never came."""
 
     queue_seconds: float | None
     first_token_seconds: float | None
@@ -74,10 +77,15 @@ class RequestTiming:
 class RequestOutput:
     """A request at its end.
 
-    token_ids: sampled, a stop token included, up to the one that completes a stop string. text: cut off before the stop
-    string; None without a tokenizer. finish_reason: "stop" (a stop token or a stop string), "length", "time" (its
-    max_time), "invalid" (the model gave NaN or infinite logits) or "cancelled". stop_string: the one that ended it.
-    seed: reproduces the tokens. outputs: the optional outputs that the package has, by name, one entry a token.
+    Attributes:
+        token_ids: sampled tokens, a stop token included, up to the token that completes a stop string.
+        text: cut off before the stop string; None without a tokenizer.
+        finish_reason: "stop" (a stop token or a stop string), "length", "time" (its max_time), "invalid" (the model
+            gave NaN or infinite logits) or "cancelled".
+        stop_string: the stop string that ended it, or None.
+        seed: reproduces the tokens.
+        usage, timing: numbers of tokens, and seconds.
+        outputs: the optional outputs of the package by name, an entry a token.
     """
 
     token_ids: list[int]
@@ -92,8 +100,14 @@ class RequestOutput:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """The requests of an engine at one moment. running: in slots. waiting: added, without a slot. prefixes: what of all
-    prompts so far was not read again."""
+    """The requests of an engine at one moment.
+
+    Attributes:
+        slots, max_waiting: as in `Engine`.
+        running: requests in slots.
+        waiting: requests without a slot.
+        prefixes: how much of all prompts so far was not read again.
+    """
 
     slots: int
     max_waiting: int
@@ -102,17 +116,12 @@ class EngineStats:
     prefixes: PrefixStats
 
 
-def stacked(outputs: list[Mapping[str, Array]]) -> dict[str, Array]:
-    """The outputs of several tokens by name, a row each."""
-    return {name: np.stack([output[name] for output in outputs]) for name in outputs[0]} if outputs else {}
-
-
 class Request:
     """A prompt in an engine; `Engine.add_request` makes it.
 
     Iterate over it for its `Delta`s, with `for` or `async for`; or wait for all of it, with `result()` or `await`. Any
-    number of threads and tasks may do so at once, and each sees everything from the beginning. What nobody reads is
-    kept as long as the request itself, and holds up nobody.
+    number of threads and tasks may do so at once, and each sees everything from the beginning. Deltas that nobody reads
+    are kept as long as the request itself, and hold up nobody.
 
     A request whose last reader gives up before its end is cancelled: a `for` or `async for` that was left (its iterator
     was closed or garbage collected), or a task that was cancelled while it awaited the request or its next `Delta`. A
@@ -127,19 +136,19 @@ class Request:
         *,
         cancel_if_abandoned: bool = True,
     ) -> None:
-        """cancel: must not wait or take a lock. check_waiting: raises where waiting for the engine would never end."""
+        """Start without deltas.
+
+        Args:
+            sequence: the prompt and its progress.
+            cancel: has the engine end a sequence. It must not wait or take a lock.
+            check_waiting: raises if a wait for the engine would never end.
+            cancel_if_abandoned: see the class.
+        """
         self._sequence = sequence
         self._cancel = cancel
-        self._check_waiting = check_waiting
-        self._cancel_if_abandoned = cancel_if_abandoned
-        self.added_at = time.perf_counter()
-        self._changed = threading.Condition()
-        # Changed without a lock: readers are garbage collected at any time, also while this thread holds one.
-        self._readers: set[Reader] = set()
-        self._deltas: list[Delta] = []
-        self._output: RequestOutput | None = None
-        self._failure: Failure | None = None
+        self._feed = _Feed(check_waiting, self.cancel if cancel_if_abandoned else None)
         self._callbacks: list[Callable[[Request], object]] = []
+        self.added_at = time.perf_counter()
 
     @property
     def seed(self) -> int:
@@ -162,61 +171,56 @@ class Request:
     @property
     def done(self) -> bool:
         """Whether it has ended, for whatever reason."""
-        return self._output is not None or self._failure is not None
+        return self._feed.outcome is not None
 
     def add_done_callback(self, function: Callable[[Request], object]) -> None:
-        """Have `function(request)` called once it has ended, for whatever reason: on the engine's thread, so it must be
-        quick; or at once, where it has ended already. What it raises is reported as a warning."""
-        with self._changed:
+        """Call `function(request)` once it has ended, for whatever reason: on the engine's thread, so it must be quick;
+        or at once if it has ended already. An exception of the function becomes a warning."""
+        with self._feed.changed:
             if not self.done:
                 self._callbacks.append(function)
                 return
         self._call(function)
 
     def cancel(self) -> None:
-        """End it with what it has, finish reason "cancelled"; nothing happens where it has ended already."""
+        """End it with the tokens so far, finish reason "cancelled"; nothing happens if it has ended already."""
         if not self.done:
             self._cancel(self._sequence)
 
     def result(self, timeout: float | None = None) -> RequestOutput:
-        """Wait for the end. Raises TimeoutError after `timeout` seconds, RequestFailedError or EngineClosedError where
-        the request failed, and RuntimeError where a function of a request waits for the engine that called it."""
-        seconds = checked_timeout(timeout)
-        if not self.done:
-            self._check_waiting()
-            reader = Reader()
-            self._readers.add(reader)
-            try:
-                with self._changed:
-                    if not self._changed.wait_for(lambda: self.done, seconds):
-                        raise TimeoutError(
-                            f"the request has not ended after {timeout} seconds; it goes on, or cancel() it"
-                        )
-            finally:
-                self._readers.discard(reader)
-        return self._result()
+        """Wait for the end.
+
+        Raises TimeoutError after `timeout` seconds, RequestFailedError or EngineClosedError if the request failed, and
+        RuntimeError if a function of a request waits for the engine that called it.
+        """
+        seconds, reader = checked_timeout(timeout), _Reader()
+        self._feed.join(reader)
+        try:
+            if not self._feed.wait(reader, None, seconds):
+                raise TimeoutError(f"the request has not ended after {timeout} seconds; it goes on, or cancel() it")
+        finally:
+            self._feed.leave(reader, gave_up=False)
+        return self._feed.result()
 
     def __iter__(self) -> Iterator[Delta]:
-        seen, reader = 0, Reader()
-        self._readers.add(reader)
+        feed, seen, reader = self._feed, 0, _Reader()
+        feed.join(reader)
         try:
             while True:
                 done = self.done  # before the deltas: none comes after that
-                new = self._deltas[seen:]
+                new = feed.deltas[seen:]
                 yield from new
                 seen += len(new)
                 if done:
-                    self._result()
+                    feed.result()
                     return
                 if not new:
-                    self._may_wait(reader)
-                    with self._changed:
-                        self._changed.wait_for(lambda: len(self._deltas) > seen or self.done)  # noqa: B023
+                    feed.wait(reader, seen)
         finally:
-            self._leave(reader)
+            feed.leave(reader)
 
     def __aiter__(self) -> AsyncIterator[Delta]:
-        return AsyncDeltas(self)
+        return _AsyncDeltas(self._feed)
 
     def __await__(self) -> Generator[Any, None, RequestOutput]:
         return self._wait().__await__()
@@ -224,48 +228,35 @@ class Request:
     async def _wait(self) -> RequestOutput:
         async for _ in self:
             pass
-        return self._result()
-
-    def _may_wait(self, reader: Reader) -> None:
-        """Let `reader` wait, or raise; it has not given up then."""
-        try:
-            self._check_waiting()
-        except BaseException:
-            self._readers.discard(reader)
-            raise
-
-    def _leave(self, reader: Reader) -> None:
-        if reader in self._readers:
-            self._readers.discard(reader)
-            if self._cancel_if_abandoned and not self._readers:
-                self.cancel()
-
-    def _result(self) -> RequestOutput:
-        if self._failure is not None:
-            raise self._failure.error()
-        assert self._output is not None
-        return self._output
+        return self._feed.result()
 
     # The rest is for the engine's thread.
 
     def update(self) -> None:
-        """Publish what was sampled since the last call."""
+        """Publish the tokens that were sampled since the last call."""
         known = len(self._sequence.token_ids)
         tokens, text = self._sequence.take()
         if tokens:
             self._publish(tokens, text, self._sequence.outputs[known : known + len(tokens)])
 
     def finish(self, reason: str) -> None:
-        """End it with what it has."""
+        """End it with the tokens so far."""
         try:
-            output = self._make_output(reason)
+            outcome: RequestOutput | Failure = self._make_output(reason)
         except BaseException as error:  # a tokenizer's
-            self.fail(Failure.of(RequestFailedError, "the request's text cannot be decoded ({})", error))
-            return
-        with self._changed:
-            self._output = output
-            self._notify()
-        self._call_back()
+            outcome = Failure.of(RequestFailedError, "the request's text cannot be decoded ({})", error)
+        self._end(outcome)
+
+    def fail(self, failure: Failure) -> None:
+        """End it with an error, which its readers get."""
+        self._end(failure)
+
+    def _end(self, outcome: RequestOutput | Failure) -> None:
+        self._feed.end(outcome)
+        callbacks, self._callbacks = self._callbacks, []
+        for function in callbacks:
+            with suppress(BaseException):  # SystemExit, and warnings that are errors: nobody else is to suffer
+                self._call(function)
 
     def _make_output(self, reason: str) -> RequestOutput:
         sequence, text = self._sequence, self._sequence.text
@@ -273,9 +264,9 @@ class Request:
         if rest:
             self._publish([], rest)
         now = time.perf_counter()
-        tokens, outputs = sequence.token_ids, sequence.outputs
+        tokens = sequence.token_ids
         queued = None if sequence.admitted_at is None else sequence.admitted_at - self.added_at
-        first = self._deltas[0].seconds if tokens else None
+        first = self._feed.deltas[0].seconds if tokens else None
         return RequestOutput(
             token_ids=tokens,
             text=None if text is None else text.whole,
@@ -284,21 +275,8 @@ class Request:
             seed=sequence.seed,
             usage=Usage(len(sequence.prompt), len(tokens), sequence.reused),
             timing=RequestTiming(queued, first, now - self.added_at),
-            outputs=stacked(outputs[: len(tokens)]),
+            outputs=_stacked(sequence.outputs[: len(tokens)]),
         )
-
-    def fail(self, failure: Failure) -> None:
-        """End it with an error, which its readers get."""
-        with self._changed:
-            self._failure = failure
-            self._notify()
-        self._call_back()
-
-    def _call_back(self) -> None:
-        callbacks, self._callbacks = self._callbacks, []
-        for function in callbacks:
-            with suppress(BaseException):  # SystemExit, and warnings that are errors: nobody else is to suffer
-                self._call(function)
 
     def _call(self, function: Callable[[Request], object]) -> None:
         try:
@@ -309,20 +287,17 @@ class Request:
                 raise
 
     def _publish(self, tokens: list[int], text: str, outputs: list[Mapping[str, Array]] | None = None) -> None:
-        shown = None if self._sequence.text is None else text
-        delta = Delta(tokens, shown, time.perf_counter() - self.added_at, stacked(outputs or []))
-        with self._changed:
-            self._deltas.append(delta)
-            self._notify()
-
-    def _notify(self) -> None:
-        self._changed.notify_all()
-        for reader in self._readers.copy():
-            reader.wake()
+        certain = None if self._sequence.text is None else text
+        self._feed.put(Delta(tokens, certain, time.perf_counter() - self.added_at, _stacked(outputs or [])))
 
 
-class Reader:
-    """Somebody who waits for a request, on its condition; or, in a coroutine, on `event`."""
+def _stacked(outputs: list[Mapping[str, Array]]) -> dict[str, Array]:
+    """The outputs of several tokens by name, a row each."""
+    return {name: np.stack([output[name] for output in outputs]) for name in outputs[0]} if outputs else {}
+
+
+class _Reader:
+    """Somebody who reads a request: a thread, which waits on the feed's condition; or a coroutine, on `event`."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop | None = None) -> None:
         self._loop = loop
@@ -336,36 +311,113 @@ class Reader:
                 self._loop = None
 
 
-class AsyncDeltas(AsyncIterator[Delta]):
-    """The deltas of a request in a coroutine. No generator: those wait for their event loop to be collected."""
+class _Feed:
+    """The deltas of a request and its outcome, from the engine's thread to its readers.
 
-    def __init__(self, request: Request) -> None:
-        self._request = request
-        self._reader: Reader | None = None  # since the first `anext`
+    Attributes:
+        deltas: those so far. None comes after the outcome.
+        outcome: None before the end.
+        changed: guards both.
+    """
+
+    def __init__(self, check_waiting: Callable[[], None], abandoned: Callable[[], None] | None) -> None:
+        """abandoned: called when the last reader gives up; None = that changes nothing."""
+        self.deltas: list[Delta] = []
+        self.outcome: RequestOutput | Failure | None = None
+        self.changed = threading.Condition()
+        self._check_waiting = check_waiting
+        self._abandoned = abandoned
+        # Changed without a lock: readers are garbage collected at any time, also while this thread holds one.
+        self._readers: set[_Reader] = set()
+
+    def put(self, delta: Delta) -> None:
+        with self.changed:
+            self.deltas.append(delta)
+            self._notify()
+
+    def end(self, outcome: RequestOutput | Failure) -> None:
+        with self.changed:
+            self.outcome = outcome
+            self._notify()
+
+    def _notify(self) -> None:
+        self.changed.notify_all()
+        for reader in self._readers.copy():
+            reader.wake()
+
+    def result(self) -> RequestOutput:
+        """The output at the end, or its error."""
+        assert self.outcome is not None
+        if isinstance(self.outcome, Failure):
+            raise self.outcome.error()
+        return self.outcome
+
+    def join(self, reader: _Reader) -> None:
+        self._readers.add(reader)
+
+    def leave(self, reader: _Reader, *, gave_up: bool = True) -> None:
+        if reader in self._readers:
+            self._readers.discard(reader)
+            if gave_up and self._abandoned is not None and not self._readers:
+                self._abandoned()
+
+    def check_wait(self, reader: _Reader) -> None:
+        """Let `reader` wait, or raise; it has not given up then."""
+        try:
+            self._check_waiting()
+        except BaseException:
+            self.leave(reader, gave_up=False)
+            raise
+
+    def wait(self, reader: _Reader, seen: int | None, seconds: float | None = None) -> bool:
+        """Wait for the end; or, unless `seen` is None, for more deltas than that. Returns whether it came in time."""
+        if self.outcome is not None:
+            return True
+        self.check_wait(reader)
+
+        def is_there() -> bool:
+            return self.outcome is not None or (seen is not None and len(self.deltas) > seen)
+
+        with self.changed:
+            return self.changed.wait_for(is_there, seconds)
+
+    def interrupted(self, reader: _Reader) -> bool:
+        """A reader's task was cancelled while it waited. Returns whether it gave up by that."""
+        if self._abandoned is not None:
+            self.leave(reader)
+        return self._abandoned is not None
+
+
+class _AsyncDeltas(AsyncIterator[Delta]):
+    """The deltas of a request in a coroutine. Not a generator: those wait for their event loop to be collected."""
+
+    def __init__(self, feed: _Feed) -> None:
+        self._feed = feed
+        self._reader: _Reader | None = None  # since the first `anext`
         self._seen = 0
         self._closed = False
 
     async def __anext__(self) -> Delta:
-        request = self._request
+        feed = self._feed
         if self._reader is None:
-            self._reader = Reader(asyncio.get_running_loop())
-            request._readers.add(self._reader)
+            self._reader = _Reader(asyncio.get_running_loop())
+            feed.join(self._reader)
         while not self._closed:
             self._reader.event.clear()
-            done = request.done  # before the deltas: none comes after that
-            if self._seen < len(request._deltas):
+            done = feed.outcome is not None  # before the deltas: none comes after that
+            if self._seen < len(feed.deltas):
                 self._seen += 1
-                return request._deltas[self._seen - 1]
+                return feed.deltas[self._seen - 1]
             if done:
                 self._close()
-                request._result()
+                feed.result()
                 break
-            request._may_wait(self._reader)
+            feed.check_wait(self._reader)
             try:
                 await self._reader.event.wait()
             except BaseException:  # its task was cancelled
-                if request._cancel_if_abandoned:
-                    self._close()
+                if feed.interrupted(self._reader):
+                    self._closed = True
                     self._reader.event.set()  # for another task that waits here
                 raise
         raise StopAsyncIteration
@@ -379,34 +431,5 @@ class AsyncDeltas(AsyncIterator[Delta]):
 
     def _close(self) -> None:
         if self._reader is not None and not self._closed:
-            self._request._leave(self._reader)
+            self._feed.leave(self._reader)
         self._closed = True
-
-
-class Deadlines:
-    """When each sequence has to end."""
-
-    def __init__(self) -> None:
-        self._ends: dict[Sequence, float] = {}
-        self._next = math.inf  # none is due before; nothing is looked through until then
-
-    def add(self, sequence: Sequence, since: float) -> None:
-        """Count its `max_time`, where it has one, from `since`, on `time.perf_counter`."""
-        if sequence.max_time is not None:
-            self._ends[sequence] = since + sequence.max_time
-            self._next = min(self._next, self._ends[sequence])
-
-    def forget(self, sequence: Sequence) -> None:
-        """It has ended."""
-        self._ends.pop(sequence, None)
-
-    def due(self) -> list[Sequence]:
-        """Those whose time is up, the earliest first and each once."""
-        now = time.perf_counter()
-        if now < self._next:
-            return []
-        late = sorted((one for one, end in self._ends.items() if end <= now), key=self._ends.__getitem__)
-        for sequence in late:
-            del self._ends[sequence]
-        self._next = min(self._ends.values(), default=math.inf)
-        return late

@@ -51,7 +51,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 def wait_for_token(request: Request) -> None:
     """Without reading: a reader that leaves cancels."""
-    wait_until(lambda: len(request._deltas) > 0)
+    wait_until(lambda: request.completion_tokens > 0)
 
 
 def expected(prompt: list[int], params: SamplingParams, seed: int) -> tuple[list[int], str]:

@@ -78,7 +78,7 @@ def test_the_interpreter_waits_for_one_whose_end_was_interrupted(monkeypatch: py
     assert not thread._thread.is_alive()
 
 
-def test_one_whose_beginning_was_interrupted_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_whose_beginning_was_interrupted_ends(monkeypatch: pytest.MonkeyPatch, only_new_garbage: None) -> None:
     started: list[threading.Thread] = []
     plain = threading.Thread.start
 
@@ -96,7 +96,7 @@ def test_one_whose_beginning_was_interrupted_ends(monkeypatch: pytest.MonkeyPatc
     assert not started[0].is_alive()
 
 
-def test_it_ends_with_its_owner_and_keeps_nothing() -> None:
+def test_it_ends_with_its_owner_and_keeps_nothing(only_new_garbage: None) -> None:
     class Result:
         pass
 

@@ -129,7 +129,7 @@ def leave(how: Callable[[Request], object], request: Request, gate: threading.Se
 
 @pytest.mark.parametrize("how", [*THREADED, *COROUTINES], ids=lambda how: how.__name__)
 def test_a_request_that_is_given_up_is_cancelled(
-    how: Callable[[Request], object], model: CausalLM, gate: threading.Semaphore
+    how: Callable[[Request], object], model: CausalLM, gate: threading.Semaphore, only_new_garbage: None
 ) -> None:
     with Engine(model, slots=2) as engine:
         neighbour = engine.add_request([6], FREE, seed=1)
@@ -139,12 +139,12 @@ def test_a_request_that_is_given_up_is_cancelled(
         assert output.finish_reason == "cancelled"
         assert output.token_ids == expected([5], ENDLESS, 0)[0][: len(output.token_ids)]
         assert outcome(neighbour) == expected([6], FREE, 1)
-        assert request._readers == set()
+        assert request._feed._readers == set()
 
 
 @pytest.mark.parametrize("how", [*THREADED, *COROUTINES], ids=lambda how: how.__name__)
 def test_a_request_that_is_to_go_on(
-    how: Callable[[Request], object], model: CausalLM, gate: threading.Semaphore
+    how: Callable[[Request], object], model: CausalLM, gate: threading.Semaphore, only_new_garbage: None
 ) -> None:
     with Engine(model, slots=1) as engine:
         request = engine.add_request([5], FREE, seed=0, cancel_if_abandoned=False)
@@ -160,7 +160,7 @@ def test_one_of_several_readers_gives_up(
         request = engine.add_request([5], FREE, seed=0)
         thread = threading.Thread(target=wait, args=(request,))
         thread.start()
-        wait_until(lambda: len(request._readers) > 0)
+        wait_until(lambda: len(request._feed._readers) > 0)
         gate.release(1)
         break_out(request)
         gate.release(1000)

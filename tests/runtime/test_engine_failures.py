@@ -106,8 +106,8 @@ def test_nothing_is_kept_of_a_row_that_had_no_token_to_sample(fake_model: Callab
         wait_for_token(running)
         nothing = np.zeros(VOCAB // 32, dtype=np.int32)
         assert outcome(engine.add_request(prompt, FREE, allowed_tokens=nothing)) == ([], "invalid")
-        seen = len(running._deltas)
-        wait_until(lambda: len(running._deltas) > seen + 3)
+        seen = running.completion_tokens
+        wait_until(lambda: running.completion_tokens > seen + 3)
         longer = [*prompt, 7, 8]
         assert outcome(engine.add_request(longer, FREE, seed=1)) == expected(longer, FREE, 1)
         assert not running.done
@@ -177,7 +177,7 @@ def test_an_error_does_not_grow_with_those_who_see_it(fake_model: Callable[..., 
         assert all(len(error.__notes__) == 1 and "in broken" in error.__notes__[0] for error in errors)
 
 
-def test_an_error_keeps_nothing_of_the_engine(fake_model: Callable[..., CausalLM]) -> None:
+def test_an_error_keeps_nothing_of_the_engine(fake_model: Callable[..., CausalLM], only_new_garbage: None) -> None:
     def broken(step: Any, mask: np.ndarray) -> None:
         try:
             raise KeyError("first")
@@ -256,7 +256,7 @@ def test_a_wrong_timeout(timeout: Any, model: CausalLM) -> None:
             engine.add_request([5], FREE, timeout=far)
 
 
-def test_closing_cancels_and_releases_everything(model: CausalLM) -> None:
+def test_closing_cancels_and_releases_everything(model: CausalLM, only_new_garbage: None) -> None:
     before = threading.active_count()
     engine = Engine(model, slots=1, max_waiting=1)
     assert engine._loop is not None
@@ -289,22 +289,23 @@ def test_closing_cancels_and_releases_everything(model: CausalLM) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_memory_stays_flat_over_two_thousand_requests(fake: Callable[..., Package]) -> None:
+@pytest.mark.parametrize("count", [800, pytest.param(2000, marks=pytest.mark.slow)])
+def test_memory_stays_flat(count: int, fake: Callable[..., Package], only_new_garbage: None) -> None:
     generator = random.Random(1)
     with Engine(load(fake().path, ctx_len=64, intra_op_num_threads=1), slots=8) as engine:
         readings = []
-        for index in range(2000):
+        for index in range(count):
             params = SamplingParams(temperature=1.0, max_new_tokens=generator.randrange(1, 6))
             request = engine.add_request(random_prompt(generator), params, seed=index)
             if index % 7 == 0:
                 request.cancel()
-            if index % 500 == 499:
+            if index % (count // 4) == count // 4 - 1:
                 request.result(60)
                 gc.collect()
                 readings.append(resident())
         assert len(engine._requests) <= 72
-    # A leak of one row's state, 4 KiB and more, in each of the last 1,500 requests would be 6 MB.
-    assert readings[-1] - readings[0] < 4e6
+    # A leak of one row's state, 4 KiB and more, in each request of the last three quarters.
+    assert readings[-1] - readings[0] < 0.6 * count * 4096
 
 
 def test_the_interpreter_exits_with_an_engine_open(fake: Callable[..., Package]) -> None:

@@ -91,7 +91,7 @@ def test_a_drained_engine_has_told_everybody(model: CausalLM, monkeypatch: pytes
         assert request.done
 
 
-def test_nothing_is_kept_of_a_request_that_had_more_time(model: CausalLM) -> None:
+def test_nothing_is_kept_of_a_request_that_had_more_time(model: CausalLM, only_new_garbage: None) -> None:
     with Engine(model, slots=1) as engine:
         request = engine.add_request([5], max_new_tokens=2, max_time=1e6)
         request.result(60)

@@ -21,14 +21,14 @@ from qsample.errors import Failure
 from qsample.runtime import CausalLM, Engine, QueueFullError, Request, RequestFailedError
 from qsample.runtime.decode.loop import DecodeLoop
 from qsample.runtime.guided_decoding import Guide
-from qsample.runtime.request import AsyncDeltas, Reader
+from qsample.runtime.request import _AsyncDeltas, _Feed, _Reader
 from qsample.runtime.sequence import Sequence
 from qsample.text.generated_text import GeneratedText
 from tests.helpers.fake_package import POISON, VOCAB
 from tests.helpers.memory import resident
 from tests.helpers.requests import random_params, random_prompt, wait_until
 
-KEPT_BY_NOBODY = (Request, Sequence, GeneratedText, Guide, Failure, AsyncDeltas, Reader, RequestFailedError)
+KEPT_BY_NOBODY = (Request, Sequence, GeneratedText, Guide, Failure, _AsyncDeltas, _Feed, _Reader, RequestFailedError)
 BAD: list[dict[str, Any]] = [
     {"inputs": [2**70]}, {"inputs": [-1]}, {"inputs": [VOCAB]}, {"inputs": "\ud800"}, {"inputs": [5.5]},
     {"inputs": [{"role": "user", "content": None}]}, {"inputs": [5] * 300}, {"inputs": [5], "seed": -1},
@@ -319,7 +319,7 @@ def kept() -> Counter[str]:
 
 
 @pytest.mark.parametrize("count", [160, pytest.param(1000, marks=pytest.mark.slow)])
-def test_requests_with_random_faults(count: int, fake_model: Callable[..., CausalLM]) -> None:
+def test_requests_with_random_faults(count: int, fake_model: Callable[..., CausalLM], only_new_garbage: None) -> None:
     model = fake_model(allowed_tokens=True)
     readings: list[tuple[int, int, int]] = []
     gc.collect()
