@@ -1,3 +1,5 @@
+"""`train_tiny_lm`: its corpus and training, in runs of a few steps; and the bundled model that it made."""
+
 from __future__ import annotations
 
 import importlib.util
