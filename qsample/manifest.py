@@ -12,8 +12,7 @@ from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
 from typing import Any, Final, Literal, Union, get_args, get_origin, get_type_hints
 
 from qsample.contract import CONTRACT_VERSION
-from qsample.disk.names import colliding_name, problem_of_name
-from qsample.disk.strict_json import parse_json
+from qsample.disk.untrusted import colliding_name, parse_json, problem_of_name
 from qsample.errors import PackageError
 from qsample.interface import Interface
 

@@ -1,28 +1,28 @@
-"""Writes packages to the disk atomically, and reads them back verified.
+"""Packages on the disk: written atomically, read back verified.
 
 A package is a folder with `qsample.json`, the manifest, which lists every other file with its size and sha256.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from qsample.disk.hashes import sha256_of
 from qsample.disk.publish import flush, publish
 from qsample.disk.scratch import ScratchFolder
 from qsample.disk.source_files import SourceFiles, Version, version_of
 from qsample.disk.space import check_free, full_disk_named
-from qsample.disk.strict_json import read_json, read_text
+from qsample.disk.untrusted import read_json, read_text, referenced_files
 from qsample.errors import PackageError, QsampleError
 from qsample.interface import Features, Interface
 from qsample.manifest import MANIFEST_NAME, Compilation, FileEntry, Manifest, Source, TokenIds
-from qsample.package_folder import LARGEST_MANIFEST, check_file, check_references, check_target
 
 __all__ = [
     "MANIFEST_NAME",
@@ -42,12 +42,20 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+LARGEST_MANIFEST: Final = 1 << 23  # bytes; that of a model of a hundred layers has 50 kB
+_CRUMBS: Final = (".DS_Store", "Thumbs.db", "desktop.ini")  # that a system's file browser leaves in any folder
+_DAMAGED: Final = (".json", ".jinja", ".onnx", ".onnx.data")  # files of a package whose manifest cannot be read
 _READINGS: Final = 50  # of a package that is replaced while it is read; on a busy machine 10 of them may fail in a row
 
 
 @dataclass(frozen=True, slots=True)
 class Package:
-    """A package on disk. path: absolute. identity: of the manifest's file when it was read, None = unknown."""
+    """A package on disk.
+
+    Attributes:
+        path: absolute.
+        identity: of the manifest's file when it was read; None = unknown.
+    """
 
     path: Path
     manifest: Manifest
@@ -62,13 +70,13 @@ class Package:
         return name in self.manifest.files
 
     def file(self, name: str) -> Path:
-        """The path of a file of the package; PackageError where it has none of that name."""
+        """The path of a file of the package; PackageError if it has no file of that name."""
         if not self.has(name):
             raise PackageError(f"{self.path} has no file {name}")
         return self.path / name
 
     def read_json(self, name: str) -> dict[str, Any]:
-        """The JSON object in a file; {} where the package has no such file. PackageError where it is no object."""
+        """The JSON object in a file; {} if the package has no such file; PackageError if that is not an object."""
         if not self.has(name):
             return {}
         try:
@@ -80,42 +88,41 @@ class Package:
         return data
 
     def check_graph(self, name: str) -> None:
-        """Raise PackageError where an ONNX file refers to a file that the manifest does not list, or is none."""
+        """Raise PackageError if a file is not ONNX, or refers to a file that the manifest does not list."""
         try:
             check_references(self.path, name, self.manifest.files)
         except (OSError, ValueError) as error:
             raise PackageError(f"{self.path / name} is not an ONNX file: {error}; export the package again") from error
 
     def check_not_replaced(self) -> None:
-        """Raise PackageError where another package has come to be at `path` since this one was read."""
+        """Raise PackageError if `path` has become another package since this one was read."""
         if self.identity not in (None, _identity(self.path)):
             raise PackageError(f"{self.path} was replaced while it was in use; open it again")
 
 
 @dataclass(frozen=True, slots=True)
 class Unpublished(Package):
-    """A package in a scratch folder, for the work that goes on with it: its graphs may refer to files elsewhere,
-    `sources`."""
+    """A package in a scratch folder, for further work: its graphs may refer to files elsewhere, `sources`."""
 
     sources: SourceFiles = field(default_factory=SourceFiles, compare=False, repr=False)
 
     def check_graph(self, name: str) -> None:
-        """What this process wrote itself needs no check."""
+        """Nothing: this process wrote the graph itself."""
 
     def check_not_replaced(self) -> None:
-        """Raise QsampleError where `sources` changed."""
+        """Raise QsampleError if `sources` changed."""
         self.sources.check()
 
 
 class PackageWriter:
-    """What `write_package` hands to its body: write files below `directory`, then call `finish` once."""
+    """The argument of `write_package`'s body: write files below `directory`, then call `finish` once."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.manifest: Manifest | None = None
 
     def finish(self, manifest: Manifest) -> None:
-        """Say what the package is. `manifest.files` is ignored: the files on disk are hashed when the body ends."""
+        """Describe the package. `manifest.files` is ignored: the files on disk are hashed when the body ends."""
         self.manifest = manifest
 
 
@@ -123,19 +130,21 @@ class PackageWriter:
 def write_package(path: str | Path, *, overwrite: bool = False, required_bytes: int = 0) -> Iterator[PackageWriter]:
     """Write a package to `path`: all of it or nothing.
 
-    The body writes into a scratch folder beside `path` (`disk.scratch`). When it ends, the files are hashed, flushed to
-    the disk and the folder is renamed into place; where it raises, KeyboardInterrupt included, the folder is removed
-    and `path` is as before. What a killed process left beside `path` is removed first.
+    The body writes into a scratch folder next to `path` (`disk.scratch`). When it ends, the files are hashed and
+    flushed to the disk, and the folder is renamed into place; if it raises, KeyboardInterrupt included, the folder is
+    removed and `path` is as before. The remains of a killed process next to `path` are removed first.
 
-    A package that is replaced changes in one step where the file system can do that: whoever opens `path` at any time,
-    even after a crash, finds the old package or the new one. `disk.publish` says what happens elsewhere.
+    A package is replaced in one step if the file system can do that: whoever opens `path` at any time, even after a
+    crash, finds the old package or the new package. `disk.publish` describes other file systems.
 
     Args:
-        overwrite: replace a package that is already there. A folder that is not a package, or holds files that are not
-            the package's, is never replaced. `path` is looked at once more when the body has ended.
-        required_bytes: an estimate of the package's size; refused at once where the disk has less room.
+        path: the package's folder.
+        overwrite: replace a package that is already there. A folder that is not a package, or holds foreign files, is
+            never replaced. `path` is checked once more when the body has ended.
+        required_bytes: an estimate of the package's size, which the disk must have free.
 
-    Raises PackageError where `path` cannot be written, and where the disk is full.
+    Raises:
+        PackageError: If `path` cannot be written, or the disk is full.
 
     >>> with write_package("exported") as writer:
     ...     (writer.directory / "decoder.onnx").write_bytes(graph)
@@ -170,9 +179,14 @@ def _scratch_folder(target: Path) -> ScratchFolder:
 
 
 def read_package(path: str | Path, verify: bool = True) -> Package:
-    """Open the package at `path`. Raises PackageError, naming the file, where it is not intact.
+    """Open the package at `path`.
 
-    verify: also compare every file's sha256; without it only presence and sizes.
+    Args:
+        path: the package's folder.
+        verify: also compare every file's sha256; without it, only presence and sizes.
+
+    Raises:
+        PackageError: If the package is not intact; it names the file.
     """
     return use_package(path, lambda package: package, verify=verify)
 
@@ -180,8 +194,8 @@ def read_package(path: str | Path, verify: bool = True) -> Package:
 def use_package(path: str | Path, use: Callable[[Package], T], *, verify: bool = True) -> T:
     """Open the package at `path` and return `use(package)`, which opens its files.
 
-    Where the package is replaced meanwhile, all of it starts anew, so that no manifest and no graph of the old package
-    meets a file of the new one. Raises PackageError as `read_package` does, and what `use` raises.
+    If the package is replaced meanwhile, all of it starts again, so that no manifest and no graph of the old package
+    meets a file of the new package. Raises as `read_package` and `use` do.
     """
     folder = Path(path).absolute()
     for _ in range(_READINGS):
@@ -194,11 +208,11 @@ def use_package(path: str | Path, use: Callable[[Package], T], *, verify: bool =
             continue
         if _identity(folder) == before:
             return result
-    raise PackageError(f"{folder} is replaced over and over while it is read; wait until it is not written any more")
+    raise PackageError(f"{folder} is replaced over and over while it is read; wait until it is no longer written")
 
 
 def _identity(folder: Path) -> Version | None:
-    """What tells the package that is in `folder` now from one that replaces it; None where there is none."""
+    """The version of the package in `folder`; None without a package."""
     return version_of(folder / MANIFEST_NAME)
 
 
@@ -216,7 +230,7 @@ def _read(folder: Path, identity: Version | None, verify: bool) -> Package:
                     f"{folder / name} was altered: its sha256 is not the manifest's; export or download it again"
                 )
     for name in manifest.interface.graphs:
-        with suppress(OSError, ValueError):  # what is no ONNX file at all is said by what opens it
+        with suppress(OSError, ValueError):  # a file that is not ONNX at all is reported by its reader
             check_references(folder, name, manifest.files)
     return Package(folder, manifest, identity)
 
@@ -239,7 +253,8 @@ def _read_manifest(folder: Path) -> Manifest:
 def copy_package(package: Package, path: str | Path, *, overwrite: bool = False) -> Package:
     """Copy `package` to `path` as `write_package` would write it, and return the copy.
 
-    Raises PackageError, and copies nothing, where the files are no longer those of the manifest.
+    Raises:
+        PackageError: If the files are no longer those of the manifest; nothing is copied.
     """
     size = sum(entry.bytes for entry in package.manifest.files.values())
     with write_package(path, overwrite=overwrite, required_bytes=size) as writer:
@@ -254,9 +269,11 @@ def copy_package(package: Package, path: str | Path, *, overwrite: bool = False)
 
 
 def check_not_source(path: str | Path, *sources: str | Path) -> None:
-    """Raise PackageError where a package written to `path` would take the place of what it is made from.
+    """Raise PackageError if a package written to `path` would take the place of its own source.
 
-    sources: folders; what is none, a hub id say, is passed over.
+    Args:
+        path: the package's folder.
+        sources: folders; anything else, such as a hub id, is ignored.
     """
     target = Path(os.path.realpath(path))
     for source in sources:
@@ -266,7 +283,7 @@ def check_not_source(path: str | Path, *sources: str | Path) -> None:
 
 
 def _make_parents(parent: Path) -> list[Path]:
-    """Create `parent`; the folders that were missing, innermost first."""
+    """Create `parent`, and return the folders that were missing, innermost first."""
     missing = [folder for folder in (parent, *parent.parents) if not folder.exists()]
     try:
         parent.mkdir(parents=True, exist_ok=True)
@@ -286,7 +303,7 @@ def _seal(staging: Path, manifest: Manifest) -> None:
         files[path.relative_to(staging).as_posix()] = FileEntry(sha256_of(path), path.stat().st_size)
     files.pop(MANIFEST_NAME, None)
     text = replace(manifest, files=files).to_json()
-    Manifest.from_json(text)  # what is published can be read back
+    Manifest.from_json(text)  # a published package can be read back
     (staging / MANIFEST_NAME).write_text(text, encoding="utf-8")
     if os.name == "posix":  # elsewhere a folder cannot be opened
         for path in (*paths, staging / MANIFEST_NAME, *(path for path in staging.rglob("*") if path.is_dir()), staging):
@@ -294,7 +311,7 @@ def _seal(staging: Path, manifest: Manifest) -> None:
 
 
 def check_features(package: Package, wanted: Features, dtype: str | None) -> None:
-    """Raise QsampleError where the package lacks `wanted`, or has another dtype; None = any. An export fixes both."""
+    """Raise QsampleError if the package lacks `wanted`, or has another dtype; None = any. An export fixes both."""
     present = package.interface.features
     if wanted.sampler != present.sampler:
         raise QsampleError(
@@ -314,3 +331,88 @@ def check_features(package: Package, wanted: Features, dtype: str | None) -> Non
         raise QsampleError(
             f"{package.path} holds {package.interface.dtype}, not {dtype}; export it again with that dtype"
         )
+
+
+def check_target(path: Path, target: Path, overwrite: bool) -> None:
+    """Raise PackageError if the file or folder at `path`, which is or was `target`, must not be replaced."""
+    if not os.path.lexists(path):
+        return
+    if path.is_symlink() or not path.is_dir():
+        raise PackageError(f"{target} is a file; give a folder for the package")
+    if not any(path.iterdir()):
+        return
+    if not (path / MANIFEST_NAME).is_file():
+        raise PackageError(
+            f"{target} is not empty and not a qsample package, so it is not replaced; choose another folder"
+        )
+    if not overwrite:
+        raise PackageError(f"{target} already holds a package; pass overwrite=True to replace it")
+    if foreign := list(islice(_foreign_files(path), 3)):
+        raise PackageError(
+            f"{target} holds files that are not its package's ({', '.join(foreign)}), so it is not replaced; move them "
+            "elsewhere, or choose another folder"
+        )
+
+
+def _foreign_files(folder: Path) -> Iterator[str]:
+    """Files that the manifest in `folder`, of any version, does not list; without a readable manifest, files of other
+    kinds than a package holds."""
+    try:
+        listed = read_json(folder / MANIFEST_NAME, LARGEST_MANIFEST)["files"].keys()
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        listed = None
+    for root, folders, files in os.walk(folder):
+        links = [name for name in folders if os.path.islink(os.path.join(root, name))]
+        for name in sorted(files + links):
+            path = (Path(root) / name).relative_to(folder).as_posix()
+            known = path in listed if listed is not None else name.endswith(_DAMAGED)
+            if not known and path != MANIFEST_NAME and name not in _CRUMBS:
+                yield path
+
+
+def check_file(folder: Path, name: str, entry: FileEntry) -> None:
+    """Raise PackageError if a file is missing, not a plain file, outside the package or of another size."""
+    path = folder / name
+    try:
+        if not path.is_file():  # a pipe or a device would block
+            raise PackageError(f"{path} is missing; export or download the package again")
+        if not _lies_in(folder, path):
+            raise PackageError(
+                f"{path} is a link that leads out of the package; copy the file into the package if you trust it"
+            )
+        size = path.stat().st_size
+    except OSError as error:
+        raise PackageError(f"cannot read {path}: {error.strerror}") from error
+    if size != entry.bytes:
+        problem = "truncated" if size < entry.bytes else "altered"
+        raise PackageError(
+            f"{path} is {problem}: it has {size} bytes and the manifest says {entry.bytes}; export or download "
+            "the package again"
+        )
+
+
+def _lies_in(folder: Path, path: Path) -> bool:
+    """Whether links lead from `path` to a file below `folder`, or into `blobs` next to `snapshots`: the Hugging Face
+    hub's cache keeps the files of all its snapshots there."""
+    whole, real = Path(os.path.realpath(folder)), Path(os.path.realpath(path))
+    cached = whole.parent.parent / "blobs" if whole.parent.name == "snapshots" else whole
+    return real.is_relative_to(whole) or real.parent == cached
+
+
+def check_references(folder: Path, name: str, listed: Collection[str]) -> None:
+    """Raise PackageError if an ONNX file refers to a file that is not listed, ValueError if it is not ONNX."""
+    unlisted = sorted(referenced_files(folder / name) - set(listed))
+    if unlisted:
+        raise PackageError(
+            f"{folder / name} refers to the file {unlisted[0]!r:.120}, which {MANIFEST_NAME} does not list; do not use "
+            "this package"
+        )
+
+
+def sha256_of(path: Path) -> str:
+    """In hexadecimal; PackageError if the file cannot be read."""
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise PackageError(f"cannot read {path}: {error.strerror}") from error

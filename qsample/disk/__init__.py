@@ -1,1 +1,1 @@
-"""Files and folders, whoever they belong to: what writing a package aside and swapping it into place needs."""
+"""Files and folders of any owner: scratch space, publishing, full disks, input from strangers."""

@@ -1,4 +1,4 @@
-"""Files of a user's that are read for minutes: whether they are still the ones that were found first."""
+"""Files of a user that are read for minutes: whether they are still the same."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Version = tuple[int, ...]
 
 
 def version_of(path: Path) -> Version | None:
-    """What tells the file at `path` from one that takes its place, or is written over it; None where there is none."""
+    """Numbers that change if the file at `path` is replaced or written to; None without a file."""
     try:
         status = path.stat()
     except (OSError, ValueError):
@@ -20,19 +20,19 @@ def version_of(path: Path) -> Version | None:
 
 
 class SourceFiles:
-    """The versions of some files. Around the work with them (`with`), it says of an error that comes after a change
-    what it came of."""
+    """The versions of some files. As a context around the work with them, it raises an error that a change of theirs
+    caused as a message about that change."""
 
     def __init__(self) -> None:
         self._versions: dict[Path, Version | None] = {}
 
     def add(self, paths: Iterable[Path]) -> None:
-        """Take note of files that are to be read from now on."""
+        """Remember the versions of files that are about to be read."""
         for path in paths:
             self._versions.setdefault(path, version_of(path))
 
     def check(self, cause: BaseException | None = None) -> None:
-        """Raise QsampleError where a file is no longer what it was. cause: what went wrong, if anything did."""
+        """Raise QsampleError if a file has changed. cause: the exception that this explains, if any."""
         for path, version in self._versions.items():
             if (now := version_of(path)) != version:
                 change = "was deleted" if now is None else "was replaced or written to"

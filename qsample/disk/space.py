@@ -24,7 +24,7 @@ _NOTHING: Final = 1 << 16  # bytes free on a disk that a write of unknown failur
 
 
 def check_free(folder: Path, needed: int, what: str) -> None:
-    """Raise PackageError where the disk of `folder` has less than `needed` bytes free for `what`."""
+    """Raise PackageError if the disk of `folder` has fewer than `needed` bytes free for `what`."""
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise PackageError(
@@ -37,7 +37,10 @@ def check_free(folder: Path, needed: int, what: str) -> None:
 def full_disk_named(folder: Path, needed: int = 0, what: str = "the work") -> Iterator[None]:
     """Turn an error inside the `with` block that came of a full disk into a PackageError that names `folder`.
 
-    needed: bytes that `what` takes there, about; 0 = unknown.
+    Args:
+        folder: a folder on the disk; it may be missing.
+        needed: bytes that `what` takes there, about; 0 = unknown.
+        what: the reader's name of the files.
     """
     try:
         yield
@@ -59,7 +62,7 @@ def full_disk_named(folder: Path, needed: int = 0, what: str = "the work") -> It
 
 
 def came_of_full_disk(error: BaseException, folder: Path) -> bool:
-    """Whether an error says that a disk is full; or is none of Python's own while that of `folder` is."""
+    """Whether an error says that a disk is full; or is not Python's own while that of `folder` is full."""
     if any(_number(link) in _FULL or _FULL_TEXT.search(str(link)) for link in _chain(error)):
         return True
     # ONNX Runtime may say no more than that a write failed.

@@ -14,9 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from qsample.checkpoints.hub import HubOptions
-from qsample.disk.names import problem_of_name
-from qsample.disk.onnx_references import referenced_files
-from qsample.disk.strict_json import read_json
+from qsample.disk.untrusted import problem_of_name, read_json, referenced_files
 from qsample.errors import QsampleError
 from qsample.exporters.foreign.interface import refusal
 

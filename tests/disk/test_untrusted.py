@@ -1,7 +1,10 @@
-"""The files that an ONNX file refers to, against what the package onnx reads in it; and files that are no ONNX."""
+"""Input from strangers: names that any system would take for something else, JSON as a value or a ValueError of one
+line, and the files that an ONNX file refers to.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import random
 from pathlib import Path
@@ -12,7 +15,140 @@ import onnx
 import pytest
 from onnx import AttributeProto, TensorProto, helper
 
-from qsample.disk.onnx_references import referenced_files
+from qsample.disk.untrusted import colliding_name, parse_json, problem_of_name, read_json, referenced_files
+
+GOOD_NAMES = [
+    *("decoder.onnx", "decoder.onnx.data", "tokenizer/extra.json", "a/b/c", ".hidden", "x..y", "...x", "Überraschung"),
+    *("con1", "console", "comet", "com10", "nulls.json", "auxiliary.txt", "a b", "100%", "模型.json", "x" * 255),
+]
+OUTSIDE = [
+    *("/etc/passwd", "..", "../x", "a/../b", "a/..", "/", "//server/share", "C:/x", "c:x", "C:", "c:\\x"),
+    *("..\\x", "a\\b", "\\\\server\\share", "\\x", "\\\\?\\C:\\x", "a/..\\b"),
+]
+EMPTY_PARTS = ["", ".", "./x", "a/./b", "a//b", "a/"]
+CHARACTERS = ["a\0b", "a\nb", "ab:c", "file:stream", "a*", "a?", 'a"', "a|b", "<a", "a>", "a\x7f", "a\x9b1m"]
+DEVICES = ["con", "NUL", "Aux.txt", "a/prn", "COM1", "lpt9.json", "com¹", "CONIN$", "nul .txt", "a/com0/b"]
+ENDS = ["a.", "a ", "a./b", "a/b ."]
+
+
+@pytest.mark.parametrize("name", GOOD_NAMES)
+def test_good_names(name: str) -> None:
+    assert problem_of_name(name) is None
+
+
+@pytest.mark.parametrize(
+    ("names", "problem"),
+    [
+        (OUTSIDE, "lies outside the package"),
+        (EMPTY_PARTS, "empty part"),
+        (CHARACTERS, "character that file names must not have"),
+        (DEVICES, "device on Windows"),
+        (ENDS, "ends with a dot or a space"),
+        (["x" * 256, "é" * 128, "a/" + "x" * 256], "longer than 255 bytes"),
+        (["\ud800"], "not Unicode text"),
+    ],
+)
+def test_bad_names(names: list[str], problem: str) -> None:
+    for name in names:
+        assert problem in (problem_of_name(name) or ""), name
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["a", "A"],
+        ["a/b", "A/B"],
+        ["stra\u00dfe", "STRASSE"],
+        ["\u00e9", "e\u0301"],
+        ["a", "a/b"],
+        ["A/b", "a"],
+        ["x", "y/z", "Y/Z/q"],
+        ["\u212a", "k"],
+    ],
+)
+def test_names_that_are_one_file_somewhere(names: list[str]) -> None:
+    assert colliding_name(names) is not None
+    assert colliding_name(reversed(names)) is not None
+
+
+def test_names_that_are_not() -> None:
+    assert colliding_name(["a", "b", "c/a", "c/b", "ca", "d/c/a", "a.b"]) is None
+    assert colliding_name([]) is None
+
+
+GOOD_JSON = [
+    {"a": [1, -2.5, 1e300, True, None, "ü"], "b": {}},
+    {"model_max_length": 1000000000000000019884624838656},  # transformers writes this
+    [[[[]]]],
+    "text",
+    0,
+]
+BAD_JSON = [
+    ("", "Expecting value"),
+    ("{", "Expecting"),
+    ('{"a": 1, "a": 2}', "'a' comes twice"),
+    ('{"x": {"b": 1, "c": 0, "b": 1}}', "'b' comes twice"),
+    ("NaN", "NaN is not JSON"),
+    ('{"a": -Infinity}', "-Infinity is not JSON"),
+    ("[Infinity]", "Infinity is not JSON"),
+    ("1e999", "1e999 is too large"),
+    ("[-1E+400]", "too large"),
+    ("9" * 401, "too large"),
+    ("9" * 5000, "too large"),
+    ("[" * 66 + "]" * 66, "more than 64 deep"),
+    ('{"a":' * 66 + "1" + "}" * 66, "more than 64 deep"),
+    ("[" * 1_000_000, "more than 64 deep"),
+    ('{"a":' * 300_000, "more than 64 deep"),
+    ("[1] []", "Extra data"),
+    ('"\x01"', "Invalid control character"),
+]
+
+
+@pytest.mark.parametrize("value", GOOD_JSON, ids=lambda value: json.dumps(value)[:20])
+def test_good_json(value: object) -> None:
+    assert parse_json(json.dumps(value)) == value
+
+
+@pytest.mark.parametrize(("text", "problem"), BAD_JSON, ids=[text[:12] for text, _ in BAD_JSON])
+def test_bad_json(text: str, problem: str) -> None:
+    with pytest.raises(ValueError, match=problem) as caught:
+        parse_json(text)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 200
+
+
+def test_the_infinities_of_pythons_own_json() -> None:
+    limits = {"time_step_limit": [0.0, float("inf")], "least": -float("inf")}
+    assert parse_json(json.dumps(limits), infinities=True) == limits
+    for text in ("NaN", "[1e999]"):
+        with pytest.raises(ValueError, match=r"JSON|too large"):
+            parse_json(text, infinities=True)
+
+
+def test_64_deep_is_fine() -> None:
+    assert parse_json("[" * 64 + "]" * 64)
+
+
+def test_files(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b'{"a": 1}')
+    assert read_json(path) == {"a": 1}
+    with pytest.raises(ValueError, match="larger than 0 MiB"):
+        read_json(path, largest=7)
+    path.write_bytes(b"\xff")
+    with pytest.raises(ValueError, match="utf-8"):
+        read_json(path)
+    with pytest.raises(FileNotFoundError):
+        read_json(tmp_path / "missing")
+    with pytest.raises(ValueError, match="not a plain file"):
+        read_json(tmp_path)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes here")
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ValueError, match="not a plain file"):
+        read_json(tmp_path / "pipe")
 
 
 def external(location: str, *, name: str = "weight", declared: bool = True) -> TensorProto:

@@ -1,0 +1,285 @@
+"""Input from strangers: names of files, JSON, and the files that an ONNX file refers to.
+
+Names must mean the same on every system, and nothing outside of their folder on any. JSON that RFC 8259 leaves open is
+refused, and so is JSON that would take too much memory or stack. Protobuf is read without the package onnx, which a
+runtime does not have: only the lengths and types of fields, so that weights inside the file cost nothing
+(https://protobuf.dev/programming-guides/encoding, https://github.com/onnx/onnx/blob/main/onnx/onnx.proto).
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import re
+import unicodedata
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Final
+
+_LONGEST: Final = 255  # bytes of a part of a name, on most file systems
+_FORBIDDEN: Final = re.compile(r'[\x00-\x1f\x7f-\x9f<>:"|?*\\]')
+# Devices of Windows, with or without an extension: https://learn.microsoft.com/windows/win32/fileio/naming-a-file
+_DEVICES: Final = re.compile(
+    r"(con|prn|aux|nul|conin\$|conout\$|(com|lpt)[0-9\u00b9\u00b2\u00b3])\s*(\..*)?", re.IGNORECASE
+)
+
+
+def problem_of_name(name: str) -> str | None:
+    """The fault of a relative name whose parts are separated by `/`, or None.
+
+    Refused on every system: absolute names, `..`, drive letters, network shares, backslashes, empty parts, control
+    characters, and names that Windows forbids or takes for a device.
+    """
+    parts = name.split("/")
+    if name.startswith("/") or re.match(r"[A-Za-z]:", name) or "\\" in name or ".." in parts:
+        return "which lies outside the package, or would on another system"
+    if "" in parts or "." in parts:
+        return "which has an empty part"
+    if _FORBIDDEN.search(name):
+        return "which has a character that file names must not have"
+    for part in parts:
+        if _DEVICES.fullmatch(part):
+            return "which is a device on Windows"
+        if part[-1] in ". ":
+            return "which ends with a dot or a space, and Windows drops that"
+        try:
+            length = len(part.encode("utf-8"))
+        except UnicodeEncodeError:
+            return "which is not Unicode text"
+        if length > _LONGEST:
+            return f"which is longer than {_LONGEST} bytes"
+    return None
+
+
+def colliding_name(names: Iterable[str]) -> tuple[str, str] | None:
+    """Two names of the same file on some system, or None.
+
+    They differ in case or composition only, or the first is the folder of the second.
+    """
+    seen: dict[str, str] = {}
+    folders: dict[str, str] = {}
+    for name in names:
+        folded = unicodedata.normalize("NFC", unicodedata.normalize("NFC", name).casefold())
+        for other in (seen.get(folded), folders.get(folded)):
+            if other is not None:
+                return other, name
+        seen[folded] = name
+        parts = folded.split("/")
+        for count in range(1, len(parts)):
+            folder = "/".join(parts[:count])
+            if folder in seen:
+                return seen[folder], name
+            folders.setdefault(folder, name)
+    return None
+
+
+LARGEST_FILE: Final = 1 << 26  # bytes; a tokenizer's configuration with 100,000 added tokens has a quarter of that
+_DEEPEST_JSON: Final = 64
+
+
+def parse_json(text: str, *, infinities: bool = False) -> Any:
+    """The value of a JSON document.
+
+    Args:
+        text: the document.
+        infinities: take `Infinity` and `-Infinity`, which Python writes, and transformers into some configurations.
+
+    Raises:
+        ValueError: In one line, for bad syntax, a key that comes twice, NaN, other infinities, a number that no float
+            holds, and arrays and objects more than 64 deep.
+    """
+    constant = _infinity if infinities else _no_constant
+    try:
+        value = json.loads(
+            text, object_pairs_hook=_no_key_twice, parse_constant=constant, parse_float=_finite, parse_int=_integer
+        )
+    except RecursionError:
+        raise ValueError(f"it is nested more than {_DEEPEST_JSON} deep") from None
+    _check_depth(value)
+    return value
+
+
+def read_json(path: Path, largest: int = LARGEST_FILE, *, infinities: bool = False) -> Any:
+    """`parse_json` of a UTF-8 file; raises as `read_text` does, too."""
+    return parse_json(read_text(path, largest), infinities=infinities)
+
+
+def read_text(path: Path, largest: int = LARGEST_FILE) -> str:
+    """The text of a UTF-8 file.
+
+    Raises:
+        OSError: If it cannot be read.
+        ValueError: If it is not a plain file, larger than `largest` bytes, or not UTF-8.
+    """
+    if path.exists() and not path.is_file():  # a pipe would be waited for
+        raise ValueError("it is not a plain file")
+    with path.open("rb") as file:
+        content = file.read(largest + 1)
+    if len(content) > largest:
+        raise ValueError(f"it is larger than {largest >> 20} MiB")
+    return content.decode("utf-8")
+
+
+def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value: dict[str, Any] = {}
+    for name, item in pairs:
+        if name in value:
+            raise ValueError(f"{name!r:.80} comes twice in one object")
+        value[name] = item
+    return value
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _infinity(name: str) -> float:
+    return _no_constant(name) if name == "NaN" else float(name)
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if value in (float("inf"), float("-inf")):
+        raise ValueError(f"{text:.40} is too large for a number")
+    return value
+
+
+def _integer(text: str) -> int:
+    if len(text) > 400:  # more digits than the largest float has; Python's own limit is a setting
+        raise ValueError(f"{text:.40}… is too large for a number")
+    return int(text)
+
+
+def _check_depth(value: Any) -> None:
+    level, depth = [value], 0
+    while level:
+        depth += 1
+        if depth > _DEEPEST_JSON + 1:
+            raise ValueError(f"it is nested more than {_DEEPEST_JSON} deep")
+        children: list[Any] = []
+        for item in level:
+            if isinstance(item, dict):
+                children.extend(item.values())
+            elif isinstance(item, list):
+                children.extend(item)
+        level = children
+
+
+# Message → field number → message: those that lead to tensors and nodes.
+_FIELDS: Final[dict[str, dict[int, str]]] = {
+    "Model": {7: "Graph", 20: "Training", 25: "Function"},
+    "Training": {1: "Graph", 2: "Graph"},
+    "Graph": {1: "Node", 5: "Tensor", 15: "SparseTensor"},
+    "Function": {7: "Node", 11: "Attribute"},
+    "Node": {4: "op_type", 5: "Attribute"},
+    "Attribute": {1: "name", 4: "s", 5: "Tensor", 6: "Graph", 10: "Tensor", 11: "Graph", 22: "SparseTensor"}
+    | {23: "SparseTensor"},
+    "SparseTensor": {1: "Tensor", 2: "Tensor"},
+    "Tensor": {13: "Entry"},
+    "Entry": {1: "key", 2: "value"},
+}
+_EMBEDDED: Final = 3  # the number of an attribute's integer
+_DEEPEST: Final = 100  # protobuf's own limit of nested messages
+_CONTEXT: Final = b"EPContext"
+
+
+class _Message:
+    """The short fields of a message that names a file."""
+
+    def __init__(self) -> None:
+        self.texts: dict[str, list[bytes]] = {}
+        self.integers: list[int] = []
+        self.attributes: list[_Message] = []
+
+
+def referenced_files(path: Path) -> set[str]:
+    """The location of every external tensor, and the file of every EPContext node whose content is in a file.
+
+    ONNX Runtime opens the first, and lets providers open the second.
+
+    Raises:
+        OSError: If the file cannot be read.
+        ValueError: If it is not a protobuf.
+    """
+    with path.open("rb") as file:
+        if file.seek(0, 2) == 0:
+            raise ValueError("it is empty")
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            return _Reader(data).read()
+
+
+class _Reader:
+    def __init__(self, data: Any) -> None:
+        self._data = data
+        self._found: set[str] = set()
+
+    def read(self) -> set[str]:
+        self._message("Model", 0, len(self._data), 0)
+        return self._found
+
+    def _message(self, kind: str, position: int, end: int, depth: int) -> _Message:
+        if depth > _DEEPEST:
+            raise ValueError(f"its messages are more than {_DEEPEST} deep")
+        data, fields, message = self._data, _FIELDS[kind], _Message()
+        while position < end:
+            tag = data[position]
+            position += 1
+            if tag > 0x7F:
+                tag, position = self._varint(position - 1, end, 5)
+            wire = tag & 7
+            if wire == 2:
+                size, position = self._varint(position, end, 5)
+                start, position = position, position + size
+                if position > end:
+                    raise ValueError("it is cut off")
+                inner = fields.get(tag >> 3)
+                if inner is None:
+                    continue
+                if inner not in _FIELDS:
+                    message.texts.setdefault(inner, []).append(data[start:position])
+                elif inner == "Attribute":
+                    message.attributes.append(self._message(inner, start, position, depth + 1))
+                else:
+                    self._message(inner, start, position, depth + 1)
+            elif wire == 0:
+                value, position = self._varint(position, end, 10)
+                if kind == "Attribute" and tag >> 3 == _EMBEDDED:
+                    message.integers.append(value)
+            elif wire in (1, 5):
+                position += 8 if wire == 1 else 4
+            else:  # groups, which nothing writes
+                raise ValueError("it is not an ONNX file")
+        if position > end:
+            raise ValueError("it is cut off")
+        self._note(kind, message)
+        return message
+
+    def _note(self, kind: str, message: _Message) -> None:
+        # A field that comes twice counts both times: a parser may take either.
+        if kind == "Entry" and b"location" in message.texts.get("key", []):
+            self._found.update(map(_text, message.texts.get("value", [b""])))
+        elif kind == "Node" and _CONTEXT in message.texts.get("op_type", []):
+            named: dict[bytes, list[_Message]] = {}
+            for attribute in message.attributes:
+                for name in attribute.texts.get("name", []):
+                    named.setdefault(name, []).append(attribute)
+            modes = [mode for attribute in named.get(b"embed_mode", []) for mode in attribute.integers or [0]]
+            if any(mode != 1 for mode in modes):  # without it, the content is in the node
+                for attribute in named.get(b"ep_cache_context", []):
+                    self._found.update(map(_text, attribute.texts.get("s", [])))
+
+    def _varint(self, position: int, end: int, longest: int) -> tuple[int, int]:
+        value = shift = 0
+        for index in range(position, min(end, position + longest)):
+            byte = self._data[index]
+            value |= (byte & 0x7F) << shift
+            if byte < 0x80:
+                if longest == 5 and value >= 1 << 32:
+                    break
+                return value, index + 1
+            shift += 7
+        raise ValueError("it is cut off, or not a protobuf")
+
+
+def _text(content: bytes) -> str:
+    return content.decode("utf-8", "surrogateescape")  # and then unlike every name that a manifest may list
