@@ -1,4 +1,16 @@
-"""The errors that qsample raises on purpose; their message says what was given, what is accepted and what to do."""
+"""The exceptions that qsample raises on purpose, and the parts of their messages.
+
+    QsampleError
+    ├── UnsupportedModelError    the model cannot become a decode graph
+    ├── ParityError              an exported graph differs from its model
+    ├── CompileError             a package cannot be compiled, or the result failed its self-test
+    ├── PackageError             a package is missing, damaged, of another version, or cannot be written
+    ├── QueueFullError           an engine takes no more requests
+    ├── EngineClosedError        an engine is closed
+    └── RequestFailedError       a function that came with a request raised
+
+Wrong arguments raise ValueError or TypeError. A message says what was given, what is accepted and what to do.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +23,7 @@ from typing import Any, Final, NamedTuple
 
 
 class QsampleError(Exception):
-    """Base of every error below, for a caller who wants to catch them all."""
+    """Base of all exceptions that qsample raises on purpose, except for those of wrong arguments."""
 
 
 class UnsupportedModelError(QsampleError):
@@ -30,9 +42,27 @@ class PackageError(QsampleError):
     """A package on disk is missing, damaged, of another version, or cannot be written."""
 
 
+class QueueFullError(QsampleError):
+    """The engine has no free slot, and its queue is full."""
+
+
+class EngineClosedError(QsampleError):
+    """The engine was closed, its graph failed, or this is a fork of the process that it runs in."""
+
+
+class RequestFailedError(QsampleError):
+    """A function that came with the request raised, which is the cause, or its text could not be decoded."""
+
+
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why something ended. kind, message: of the exceptions that tell it. cause: what was raised. details: where."""
+    """Why something ended.
+
+    Attributes:
+        kind, message: of the exceptions that report it.
+        cause: the original exception.
+        details: its traceback.
+    """
 
     kind: type[QsampleError]
     message: str
@@ -41,19 +71,19 @@ class Failure:
 
     @classmethod
     def of(cls, kind: type[QsampleError], message: str, cause: BaseException) -> Failure:
-        """message: "{}" in it stands for what was raised."""
+        """A failure by `cause`, which "{}" in the message stands for."""
         try:
             text = f"{type(cause).__name__}: {cause!s:.500}".removesuffix(": ")
             details = "".join(traceback.format_exception(cause)).rstrip()
             # As text: its frames would keep alive what they used, the memory of the whole batch included.
             for error in _chain(cause):
                 BaseException.with_traceback(error, None)
-        except BaseException:  # of the exception's own methods
+        except BaseException:  # raised by the exception's own methods
             return cls(kind, message.format(type(cause).__name__))
         return cls(kind, message.format(text), cause, details)
 
     def error(self) -> QsampleError:
-        """An exception to raise, a fresh one each time: one that is raised again keeps the frames of every time."""
+        """A new exception to raise: one that is raised again keeps the frames of every time."""
         error = self.kind(self.message)
         error.__cause__ = self.cause
         if self.details:
@@ -62,34 +92,34 @@ class Failure:
 
 
 def _chain(error: BaseException) -> list[BaseException]:
-    """`error`, and what led to it."""
+    """`error`, its causes and theirs."""
     seen: list[BaseException] = []
     unseen: list[BaseException | None] = [error]
     while unseen:
-        one = unseen.pop()
-        if one is not None and all(one is not other for other in seen):
-            seen.append(one)
-            unseen += [one.__cause__, one.__context__, *getattr(one, "exceptions", ())]
+        link = unseen.pop()
+        if link is not None and all(link is not other for other in seen):
+            seen.append(link)
+            unseen += [link.__cause__, link.__context__, *getattr(link, "exceptions", ())]
     return seen
 
 
 def shown(value: object, most: int = 80) -> str:
-    """`value` in an error message: its repr, cut off at `most` characters; its type where it has none."""
+    """`value` in an error message: its repr, cut off at `most` characters; its type if repr fails."""
     try:
         text = repr(value)
-    except Exception:  # of its own, or of the depth to which it is nested
+    except Exception:  # its own, or it is nested too deep
         return f"an object of type {type(value).__name__}"
     return text if len(text) <= most else text[: most - 3] + "..."
 
 
 def listed(names: Collection[str]) -> str:
-    """The first three of `names`, in order, and how many there are besides."""
+    """The first three of `names`, in order, and the number of the others."""
     first = sorted(names)[:3]
     return ", ".join(first) + (f" and {len(names) - len(first)} more" if len(names) > len(first) else "")
 
 
 def unknown(what: str, name: str, known: Collection[str]) -> str:
-    """What to say of a name that nobody knows. what: where it was given."""
+    """The end of a message about an unknown name: `what` it was given as, the name and the closest of the `known`."""
     close = difflib.get_close_matches(name, sorted(known), n=1)
     hint = f"did you mean {close[0]!r}?" if close else f"choose from {', '.join(sorted(known))}"
     return f"{what} {name!r}; {hint}"

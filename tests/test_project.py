@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
@@ -189,6 +190,29 @@ def test_the_licence_is_the_apache_licence() -> None:
 def test_files_stay_small_enough_to_read() -> None:
     modules = [*(ROOT / "qsample").rglob("*.py")]
     assert [path for path in modules if len(path.read_text("utf-8").splitlines()) > 500] == []
+
+
+# Parts of torch, transformers and typing.NamedTuple that have no public name.
+FOREIGN_MEMBERS = {
+    *("_replace", "_schema", "_to_copy", "_attn", "_apply_gate"),
+    *("_can_set_attn_implementation", "_can_set_experts_implementation", "_experts_implementation"),
+}
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def test_private_names_are_used_by_their_own_module_and_object() -> None:
+    found = []
+    for path in sorted((ROOT / "qsample").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("qsample"):
+                found += [f"{path}: {alias.name}" for alias in node.names if is_private(alias.name)]
+            if isinstance(node, ast.Attribute) and is_private(node.attr) and node.attr not in FOREIGN_MEMBERS:
+                if ast.unparse(node.value) not in ("self", "cls", "super()"):
+                    found.append(f"{path}:{node.lineno}: {ast.unparse(node)}")
+    assert found == []
 
 
 def test_every_room_is_in_the_map_of_the_house() -> None:

@@ -11,19 +11,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from qsample.errors import EngineClosedError, QueueFullError, RequestFailedError
     from qsample.runtime.causal_lm import CausalLM, load
     from qsample.runtime.engine import Engine
     from qsample.runtime.guided_decoding import AllowedTokensFn, Step
     from qsample.runtime.output import GenerateOutput
-    from qsample.runtime.request import (
-        Delta,
-        EngineClosedError,
-        EngineStats,
-        QueueFullError,
-        Request,
-        RequestFailedError,
-        RequestOutput,
-    )
+    from qsample.runtime.request import Delta, EngineStats, Request, RequestOutput
     from qsample.sampling_params import SamplingParams
     from qsample.text.generated_text import TextStreamer
 
@@ -49,7 +42,10 @@ _LAZY = {
     "AllowedTokensFn": "qsample.runtime.guided_decoding",
     "CausalLM": "qsample.runtime.causal_lm",
     "Engine": "qsample.runtime.engine",
+    "EngineClosedError": "qsample.errors",
     "GenerateOutput": "qsample.runtime.output",
+    "QueueFullError": "qsample.errors",
+    "RequestFailedError": "qsample.errors",
     "SamplingParams": "qsample.sampling_params",
     "Step": "qsample.runtime.guided_decoding",
     "TextStreamer": "qsample.text.generated_text",

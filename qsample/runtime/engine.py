@@ -14,7 +14,7 @@ from collections import abc, deque
 from dataclasses import replace
 from typing import Any, Final, Literal, overload
 
-from qsample.errors import Failure, QsampleError, shown
+from qsample.errors import EngineClosedError, Failure, QsampleError, QueueFullError, RequestFailedError, shown
 from qsample.runtime.causal_lm import CausalLM
 from qsample.runtime.decode.loop import DecodeLoop, choose_flush_every
 from qsample.runtime.decode.scheduler import Scheduler, SchedulerConfig
@@ -23,11 +23,8 @@ from qsample.runtime.guided_decoding import Guide
 from qsample.runtime.request import (
     CANCELLED,
     TIME,
-    EngineClosedError,
     EngineStats,
-    QueueFullError,
     Request,
-    RequestFailedError,
     RequestOutput,
 )
 from qsample.runtime.sequence import Sequence

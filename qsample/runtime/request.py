@@ -13,25 +13,13 @@ from typing import Any, Final
 
 import numpy as np
 
-from qsample.errors import Failure, QsampleError, shown
+from qsample.errors import Failure, RequestFailedError, shown
 from qsample.runtime.sequence import PrefixStats, Sequence
 from qsample.tensors import Array
 from qsample.values import checked_timeout
 
 CANCELLED: Final = "cancelled"
 TIME: Final = "time"
-
-
-class QueueFullError(QsampleError):
-    """The engine has no free slot, and its queue is full."""
-
-
-class EngineClosedError(QsampleError):
-    """The engine was closed, its graph failed, or this is a fork of the process that it runs in."""
-
-
-class RequestFailedError(QsampleError):
-    """A function that came with the request raised, or its text could not be decoded. The cause is what was raised."""
 
 
 @dataclass(frozen=True, slots=True)
