@@ -72,15 +72,17 @@ class Qsample:
 
     def _loop(self, prompts: Ids, request: Request, sessions: Any) -> Any:
         from qsample.runtime.bench import LockStep
-        from qsample.runtime.parameters import parameter_arrays
+        from qsample.runtime.parameters import parameter_row
         from qsample.sampling_params import SamplingParams
 
         rows, length = prompts.shape
         capacity = self.model.capacity(length + request.new_tokens + 1)
         params = SamplingParams(**{"temperature": 1.0, **request.sampling})
-        arrays = parameter_arrays(self.model.interface, [params] * rows, [length] * rows, capacity, ())
-        arrays["stop_ids"][:], arrays["min_length"][:], arrays["max_length"][:] = -1, 0, capacity
-        return LockStep(sessions, arrays, list(range(rows)), capacity)
+        endless = replace(
+            params, eos_token_id=(), min_length=0, min_new_tokens=None, max_length=capacity, max_new_tokens=None
+        )
+        parameters = [parameter_row(self.model.interface, endless, length, capacity)] * rows
+        return LockStep(sessions, parameters, list(range(rows)), capacity)
 
     def generate(self, prompts: Ids, request: Request) -> tuple[list[float], list[list[int]]]:
         moments = [time.perf_counter()]

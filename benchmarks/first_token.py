@@ -62,17 +62,16 @@ def in_turns(cases: Mapping[str, Callable[[], list[float]]], rounds: int) -> dic
 def piece_table(model: Any, tokens: int, pieces: list[int], rounds: int) -> Table:
     """Reading one prompt, in pieces."""
     from qsample.runtime.bench import LockStep
-    from qsample.runtime.parameters import parameter_arrays
+    from qsample.runtime.parameters import parameter_row
     from qsample.sampling_params import SamplingParams
 
     capacity, make = model.capacity(tokens + 2), Prompts(model.interface.vocab_size)
-    arrays = parameter_arrays(
-        model.interface, [SamplingParams(temperature=0.0, eos_token_id=())], [tokens], capacity, ()
-    )
+    params = SamplingParams(temperature=0.0, eos_token_id=())
+    parameters = [parameter_row(model.interface, params, tokens, capacity)]
 
     def case(size: int) -> Callable[[], list[float]]:
         def read() -> list[float]:
-            loop = LockStep(replace(model.sessions, piece_size=size, late_piece_size=None), arrays, [0], capacity)
+            loop = LockStep(replace(model.sessions, piece_size=size, late_piece_size=None), parameters, [0], capacity)
             start = time.perf_counter()
             loop.prefill([make(tokens)])
             return [1e3 * (time.perf_counter() - start)]

@@ -16,7 +16,7 @@ from gpu_systems import MIXES
 from qsample.package import read_package
 from qsample.runtime import CausalLM, SamplingParams, load
 from qsample.runtime.decode.slots import Slots
-from qsample.runtime.parameters import parameter_arrays
+from qsample.runtime.parameters import parameter_row
 
 PROMPT = 16
 ROWS_GREEDY = 4
@@ -118,10 +118,9 @@ def copies_to_host(model: CausalLM, flush_every: int = 4, windows: int = 4) -> s
 
     capacity = model.capacity(PROMPT + flush_every * (windows + 1) + 1)
     rows = [SamplingParams(**mix, eos_token_id=()) for mix in MIXES.values()]
-    arrays = parameter_arrays(model.interface, rows, [PROMPT] * len(rows), capacity, ())
     slots = Slots(model.sessions, len(rows), capacity)
     for row, prompt in enumerate(prompt_ids(len(rows), PROMPT, model.interface.vocab_size)):
-        slots.begin(row, prompt, row, {name: values[row] for name, values in arrays.items()})
+        slots.begin(row, prompt, row, parameter_row(model.interface, rows[row], PROMPT, capacity))
         slots.prefill(row, prompt, emit=True)
     if not slots.prepared:
         slots.prepare()

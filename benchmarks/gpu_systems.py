@@ -18,7 +18,7 @@ from mixes import MIXES as PLAIN_MIXES
 
 from qsample.runtime import SamplingParams, load
 from qsample.runtime.decode.slots import Slots
-from qsample.runtime.parameters import parameter_arrays
+from qsample.runtime.parameters import parameter_row
 
 PLAIN = "plain temperature"  # of OpenAI's API: no filter, so the whole vocabulary is drawn from
 MIXES = {**PLAIN_MIXES, PLAIN: {"temperature": 1.0}, "everything": EVERYTHING}
@@ -64,11 +64,12 @@ class Qsample:
         assert slots is not None
         prompts = prompt_ids(rows, PROMPT_TOKENS, interface.vocab_size)
         lengths = [PROMPT_TOKENS] * rows
-        arrays = parameter_arrays(interface, sampling(mix, rows, new_tokens), lengths, slots.capacity, ())
-        arrays["max_length"][:] = slots.capacity  # the last window may go beyond the new tokens
+        params = sampling(mix, rows, new_tokens)
         slots.stop(slice(None))
         for row, prompt in enumerate(prompts):
-            slots.begin(row, prompt, row, {name: values[row] for name, values in arrays.items()})
+            parameters = parameter_row(interface, params[row], lengths[row], slots.capacity)
+            parameters["max_length"] = np.int32(slots.capacity)  # the last window may go beyond the new tokens
+            slots.begin(row, prompt, row, parameters)
             slots.prefill(row, prompt, emit=True)
         if not slots.prepared:  # a mix whose rows are searched has a capture of its own
             slots.prepare()

@@ -44,7 +44,7 @@ class QsampleRows:
 
         from qsample.runtime.decode.prefixes import Pieces
         from qsample.runtime.decode.slots import Slots
-        from qsample.runtime.parameters import parameter_arrays
+        from qsample.runtime.parameters import parameter_row
         from qsample.sampling_params import SamplingParams
 
         self.version = f"onnxruntime {onnxruntime.__version__}"
@@ -56,8 +56,7 @@ class QsampleRows:
         self._slots = Slots(model.sessions, options.rows, capacity)
         self._pieces = Pieces.of(model.sessions)
         params = [SamplingParams(temperature=0.0, eos_token_id=())] * options.rows
-        arrays = parameter_arrays(model.interface, params, [options.history] * options.rows, capacity, ())
-        self._parameters = [{name: values[row] for name, values in arrays.items()} for row in range(options.rows)]
+        self._parameters = [parameter_row(model.interface, row, options.history, capacity) for row in params]
         self._prompts = prompts(options, model.interface.vocab_size)
 
     def _read(self, start: int) -> None:

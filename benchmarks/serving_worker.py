@@ -78,6 +78,7 @@ def continuous(folder: Path, load: Load, threads: int, slots: int) -> Measured:
 
 def static(folder: Path, load: Load, threads: int, slots: int) -> Measured:
     """The same graph, slots and loop, but a batch begins only when the one before has ended."""
+    from qsample.call import Call
     from qsample.runtime import SamplingParams
     from qsample.runtime.decode.loop import DecodeLoop
     from qsample.runtime.decode.scheduler import Scheduler, SchedulerConfig
@@ -90,7 +91,7 @@ def static(folder: Path, load: Load, threads: int, slots: int) -> Measured:
 
     def make(index: int, new_tokens: int) -> Sequence:
         params = SamplingParams(**SAMPLING, max_new_tokens=new_tokens, eos_token_id=())
-        sequences, _ = model.prepare(prompts[index], params, {}, seed=index, capacity=capacity)
+        sequences, _ = model.prepare(Call(inputs=[prompts[index]], params=params, seed=index), capacity)
         return sequences[0]
 
     came: dict[Sequence, list[float]] = {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
 
@@ -16,7 +16,7 @@ from qsample.runtime.causal_lm import CausalLM
 from qsample.runtime.decode.prefixes import Pieces
 from qsample.runtime.decode.scheduler import joined_slots
 from qsample.runtime.decode.slots import Slots
-from qsample.runtime.parameters import parameter_arrays
+from qsample.runtime.parameters import for_package, parameter_row
 from qsample.sampling_params import SamplingParams
 from qsample.tensors import Array
 
@@ -46,21 +46,22 @@ class Measurement:
 class LockStep:
     """Rows that start together and are read after every step: the plain loop, for measurements.
 
-    >>> rows = LockStep(model.sessions, arrays, seeds=[0, 1], capacity=256)
+    >>> rows = LockStep(model.sessions, [parameters_0, parameters_1], seeds=[0, 1], capacity=256)
     >>> tokens = [rows.prefill([prompt_0, prompt_1]), rows.decode(), rows.decode()]
     """
 
     def __init__(
-        self, sessions: Sessions, parameters: Mapping[str, Array], seeds: Sequence[int], capacity: int
+        self, sessions: Sessions, parameters: Sequence[Mapping[str, Array]], seeds: Sequence[int], capacity: int
     ) -> None:
-        """parameters: every name of `Interface.parameters`, one row each. seeds: one a row. capacity: T, in tokens."""
+        """parameters: of each row, see `parameter_row`. seeds: of each row. capacity: T, in tokens."""
         self._slots = Slots(sessions, len(seeds), capacity)
         self._joins_prompts = sessions.joins_prompts
         self._pieces = Pieces.of(sessions)
         self._parameters = parameters
         self._seeds = seeds
-        for name, values in parameters.items():  # which decide on what is captured
-            self.set_parameter(name, values)
+        for row, values in enumerate(parameters):  # which decide on what is captured
+            for name, value in values.items():
+                self._slots.set_parameter(row, name, value)
         if not self._slots.prepared:
             self._slots.prepare()
 
@@ -73,8 +74,7 @@ class LockStep:
             if self._joins_prompts:
                 rows = joined_slots(waiting, first, self._pieces.size)
             for row in rows:
-                parameters = {name: values[row] for name, values in self._parameters.items()}
-                self._slots.begin(row, prompts[row], self._seeds[row], parameters)
+                self._slots.begin(row, prompts[row], self._seeds[row], self._parameters[row])
                 del waiting[row]
             if len(rows) > 1:
                 self._slots.prefill(rows.start, *(prompts[row] for row in rows), emit=True)
@@ -131,16 +131,16 @@ def measure(
         )
     interface = model.interface
     prompts = list(np.random.default_rng(0).integers(0, interface.vocab_size, (rows, prompt_tokens)))
-    params = params or SamplingParams(temperature=0)
-    arrays = parameter_arrays(interface, [params] * rows, [prompt_tokens] * rows, capacity, ())
-    arrays["stop_ids"][:] = -1
-    arrays["max_length"][:] = capacity
-    arrays["min_length"][:] = 0
+    params = for_package(interface, params or SamplingParams(temperature=0), model.tokenizer)
+    endless = replace(
+        params, eos_token_id=(), min_length=0, min_new_tokens=None, max_length=capacity, max_new_tokens=None
+    )
+    parameters = [parameter_row(interface, endless, prompt_tokens, capacity)] * rows
 
     first_token: list[float] = []
     steps: list[float] = []
     for repetition in range(repetitions + 1):  # the first one warms up
-        loop = LockStep(model.sessions, arrays, list(range(rows)), capacity)
+        loop = LockStep(model.sessions, parameters, list(range(rows)), capacity)
         first = _seconds(partial(loop.prefill, prompts))
         taken = [_seconds(loop.decode) for _ in range(_WARM_UP_STEPS + new_tokens)][_WARM_UP_STEPS:]
         if repetition:

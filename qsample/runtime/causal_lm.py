@@ -9,7 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, Literal, overload
 
+from qsample.call import Call
 from qsample.errors import PackageError
+from qsample.huggingface.arguments import read_call
 from qsample.huggingface.generation_config import GENERATION_CONFIG_FILE, GenerationConfig, as_generation_config
 from qsample.huggingface.model_config import ModelConfig
 from qsample.huggingface.model_methods import Device, ModelMethods
@@ -17,7 +19,6 @@ from qsample.interface import Interface
 from qsample.ort.options import SessionOptions
 from qsample.ort.session import Sessions, open_sessions
 from qsample.package import Package, read_package, use_package
-from qsample.runtime.arguments import Arguments, choose_stop_strings, make_sequences, read_arguments
 from qsample.runtime.batch import run_batch
 from qsample.runtime.callbacks.logits_processors import make_processors
 from qsample.runtime.callbacks.stopping_criteria import BatchEnd
@@ -26,6 +27,7 @@ from qsample.runtime.decode.scheduler import Scheduler, SchedulerConfig
 from qsample.runtime.decode.slots import Slots
 from qsample.runtime.guided_decoding import Guide
 from qsample.runtime.output import GenerateOutput, make_output
+from qsample.runtime.prepare import make_sequences
 from qsample.runtime.sequence import Sequence
 from qsample.sampling_params import SamplingParams
 from qsample.tensors import Array
@@ -164,24 +166,25 @@ class CausalLM(ModelMethods):
 
         Args:
             inputs: a text, token ids, a list of either, a 2-D integer array, or chat messages; see `parse_prompts`.
-            params: for all rows, or a list with one a row. None = the model's generation_config, with `options` on top.
-            attention_mask: 0 where a token of the inputs is padding, with their shape. None = as transformers infers
-                it: the pad token is padding, unless it is a stop token too.
-            streamer: gets the prompt and then every token, as in Hugging Face; one prompt only.
-            seed: of the first row, the next rows taking the numbers after it; or a list with one a row. None = those of
-                `params`, otherwise fresh ones. A row depends on its own seed only, not on the batch.
+            params: for all rows, or a list with the parameters of each prompt. None = the model's generation_config,
+                with `options` on top.
+            attention_mask: 0 for each token of the inputs that is padding, with their shape. None = as transformers
+                infers it: the pad token is padding, unless it is a stop token, too.
+            streamer: gets the prompt and then every token, as in Hugging Face; for a single prompt.
+            seed: of the first row, the next rows taking the numbers after it; or a list with the seed of each row.
+                None = those of `params`, otherwise fresh seeds. A row depends on its own seed only, not on the batch.
             allowed_tokens: int32 bitmask of the tokens that may be sampled, [W] or [B, W]; or a function that writes
                 the mask of each next token, see `AllowedTokensFn`. Needs the feature.
             prefill_chunk_size: most tokens of short prompts that are read in one call; None = as many as make it
-                faster. A prompt is read in `sessions.pieces`, whatever this says.
-            flush_every: decode steps between two reads of what was sampled; None = 1 on the CPU, 4 elsewhere. It
+                faster. A prompt is read in `sessions.pieces` in any case.
+            flush_every: decode steps between two reads of the sampled tokens; None = 1 on the CPU, 4 elsewhere. It
                 changes no token, only how many come at once.
             double_buffering: start the next step while the last one's tokens are read and streamed; False waits.
             stop_strings: texts that end a row. `texts` is cut off before the first one that is complete;
-                `token_ids` goes on to the token that completes it. None = what the generation_config says.
+                `token_ids` goes on to the token that completes it. None = those of the generation_config.
             in_place: write the history and the cache into the buffers that they were read from; False takes turns
                 between two sets, with the same result.
-            return_dict_in_generate: False = the `sequences` alone, an array.
+            return_dict_in_generate: False = an array of the `sequences` alone.
             options: fields of SamplingParams, or do_sample, in place of `params`; as in
                 `SamplingParams.from_generation_config`. With chat messages also tools, documents, chat_template,
                 chat_template_kwargs, add_generation_prompt and continue_final_message, see `ChatOptions`. And
@@ -190,20 +193,25 @@ class CausalLM(ModelMethods):
                 stopping_criteria, see `BatchEnd`; logits_processor, see `LogitsProcessors`; num_return_sequences, rows
                 of each prompt, one after another, from one reading of it. docs/transformers.md has the others.
 
-        A row ends at a stop token, at its maximum length (256 new tokens where neither the model nor the caller says),
-        or where the context length is full. Raises ValueError where an argument is wrong.
+        A row ends at a stop token, at its maximum length (256 new tokens if neither the model nor the caller gives
+        one), or if the context length is full.
+
+        Returns:
+            The output of all rows; or an array [B, P + N] int64, its `sequences`, if return_dict_in_generate is False.
+
+        Raises:
+            ValueError: an argument is wrong.
         """
-        options["return_dict_in_generate"] = return_dict_in_generate
-        arguments = self._read(inputs, attention_mask, params, options)
-        sequences, guide = self._sequences(
-            arguments, seed=seed, stop_strings=stop_strings, allowed_tokens=allowed_tokens
-        )
-        pad = arguments.fill(self.package.manifest.token_ids)
+        named = {"attention_mask": attention_mask, "seed": seed, "allowed_tokens": allowed_tokens}
+        named |= {"stop_strings": stop_strings, "return_dict_in_generate": return_dict_in_generate}
+        call = self.read(inputs, params, **options, **named)
+        sequences, guide = self.prepare(call)
+        pad = self.package.manifest.token_ids.pad if call.fill is None else call.fill
         end = None
-        if arguments.stopping_criteria is not None or arguments.max_time is not None:
-            end = BatchEnd(arguments.stopping_criteria, arguments.max_time, sequences, pad)
+        if call.stopping_criteria is not None or call.max_time is not None:
+            end = BatchEnd(call.stopping_criteria, call.max_time, sequences, pad)
             flush_every = flush_every or 1
-        processors = make_processors(arguments.logits_processor, sequences, self.interface, flush_every)
+        processors = make_processors(call.logits_processor, sequences, self.interface, flush_every)
         slots = min(len(sequences), self.batch_size or len(sequences))
         if (guide is not None or end is not None) and slots < len(sequences):
             what = "stopping_criteria and max_time follow" if guide is None else "a function for allowed_tokens follows"
@@ -242,57 +250,36 @@ class CausalLM(ModelMethods):
                 f"rows {invalid} ended early: the model gave NaN or infinite logits, or no token was allowed",
                 stacklevel=2,
             )
-        return output.sequences if arguments.return_dict_in_generate is False else output
+        return output.sequences if call.return_dict is False else output
 
-    def prepare(
-        self,
-        inputs: Any,
-        params: Any,
-        options: Mapping[str, Any],
-        *,
-        seed: Any = None,
-        stop_strings: Any = None,
-        allowed_tokens: Any = None,
-        capacity: int | None = None,
-    ) -> tuple[list[Sequence], Guide | None]:
-        """A sequence for each prompt of a call without a batch of its own, in slots of `capacity` tokens; and the guide
-        that writes their masks, where allowed_tokens is a function.
+    def read(self, inputs: Any = None, params: Any = None, **options: Any) -> Call:
+        """The arguments of a call as a `Call`, with the defaults of the model's generation_config.
 
-        The other arguments are those of `generate`. Raises ValueError where one is wrong.
+        Args:
+            inputs, params, options: as in `generate`; stop_strings=None are those of the generation_config.
+
+        Raises ValueError for a wrong argument.
         """
-        arguments = self._read(inputs, None, params, options)
-        arguments.check_for_engine()
-        sequences, guide = self._sequences(
-            arguments, seed=seed, stop_strings=stop_strings, allowed_tokens=allowed_tokens, capacity=capacity
-        )
-        for sequence in sequences:
-            sequence.max_time = arguments.max_time
-        return sequences, guide
+        if options.get("stop_strings") is None:
+            options.pop("stop_strings", None)
+        token_ids = self.package.manifest.token_ids
+        return read_call(inputs, params, options, self.generation_config, token_ids, self.interface.vocab_size)
 
-    def _read(self, inputs: Any, attention_mask: Any, params: Any, options: Mapping[str, Any]) -> Arguments:
-        return read_arguments(
-            inputs, attention_mask, params, options, self.generation_config, self.interface.vocab_size
-        )
+    def prepare(self, call: Call, capacity: int | None = None) -> tuple[list[Sequence], Guide | None]:
+        """The sequences of a call, and the guide that writes their masks if its allowed_tokens is a function.
 
-    def _sequences(
-        self,
-        arguments: Arguments,
-        *,
-        seed: Any = None,
-        stop_strings: Any = None,
-        allowed_tokens: Any = None,
-        capacity: int | None = None,
-    ) -> tuple[list[Sequence], Guide | None]:
-        """capacity: tokens of a slot; None = what these sequences need."""
+        Args:
+            call: from `read`, or made by the caller.
+            capacity: tokens of a slot; None = as many as the longest sequence needs.
+
+        Raises ValueError for a wrong argument.
+        """
         return make_sequences(
-            arguments,
+            call,
             self.interface,
             self.package.manifest.token_ids,
             self.tokenizer,
             self.capacity if capacity is None else lambda needed: capacity,
-            seed=seed,
-            stop_strings=stop_strings,
-            allowed_tokens=allowed_tokens,
         )
 
     def _take_slots(self, count: int, capacity: int, in_place: bool) -> Slots:
@@ -302,10 +289,6 @@ class CausalLM(ModelMethods):
             return captured
         self._captured.clear()  # one batch's memory at a time
         return Slots(self.sessions, count, capacity, in_place=in_place)
-
-    def stop_strings(self, given: str | abc.Sequence[str] | None, params: Any) -> tuple[str, ...]:
-        """`given`, or what the model's own settings say where they are used. Raises ValueError without a tokenizer."""
-        return choose_stop_strings(given, params, self.generation_config, self.tokenizer)
 
     def capacity(self, tokens: int) -> int:
         """T for rows of `tokens` tokens: fixed by the package or `load`, otherwise that many, rounded up; at most what

@@ -14,7 +14,9 @@ from collections import abc, deque
 from dataclasses import replace
 from typing import Any, Final, Literal, overload
 
+from qsample.call import Call
 from qsample.errors import EngineClosedError, Failure, QsampleError, QueueFullError, RequestFailedError, shown
+from qsample.runtime.callbacks.logits_processors import INSTEAD
 from qsample.runtime.causal_lm import CausalLM
 from qsample.runtime.decode.loop import DecodeLoop, choose_flush_every
 from qsample.runtime.decode.scheduler import Scheduler, SchedulerConfig
@@ -157,9 +159,9 @@ class Engine:
         """
         if options.get("num_return_sequences") not in (None, 1):
             raise ValueError("add_request adds one request; add_requests takes num_return_sequences")
-        options["num_return_sequences"] = 1
-        prepared = self._prepare(inputs, params, options, seed, stop_strings, allowed_tokens)
-        return self._add(*prepared, timeout, priority, cancel_if_abandoned)[0]
+        named = {"seed": seed, "stop_strings": stop_strings, "allowed_tokens": allowed_tokens}
+        call = self._model.read(inputs, params, **{**options, **named, "num_return_sequences": 1})
+        return self.add(call, timeout=timeout, priority=priority, cancel_if_abandoned=cancel_if_abandoned)[0]
 
     def add_requests(
         self,
@@ -185,9 +187,9 @@ class Engine:
             inputs, params, stop_strings, timeout, priority, cancel_if_abandoned, options: as in `add_request`. Greedy
                 requests would all be the same: ValueError.
         """
-        options["num_return_sequences"] = num_return_sequences
-        prepared = self._prepare(inputs, params, options, seed, stop_strings, allowed_tokens)
-        return self._add(*prepared, timeout, priority, cancel_if_abandoned)
+        named = {"seed": seed, "stop_strings": stop_strings, "allowed_tokens": allowed_tokens}
+        call = self._model.read(inputs, params, **options, **named, num_return_sequences=num_return_sequences)
+        return self.add(call, timeout=timeout, priority=priority, cancel_if_abandoned=cancel_if_abandoned)
 
     @overload
     def map(
@@ -275,32 +277,37 @@ class Engine:
                 if isinstance(request, Request):
                     request.cancel()
 
-    def _prepare(
-        self, inputs: Any, params: Any, options: dict[str, Any], seed: Any, stop_strings: Any, allowed_tokens: Any
-    ) -> tuple[list[Sequence], Guide | None]:
-        """The sequences of one prompt."""
+    def add(
+        self, call: Call, *, timeout: float | None = None, priority: int = 0, cancel_if_abandoned: bool = True
+    ) -> list[Request]:
+        """Add the requests of a call with one prompt, all of them or none.
+
+        Args:
+            call: from `CausalLM.read`, or made by the caller.
+            timeout, priority, cancel_if_abandoned: as in `add_request`, which raises the same errors.
+        """
         self._check_waiting()
         if self.closed:
             raise self._closed_error()
-        given = {"seed": seed, "stop_strings": stop_strings, "allowed_tokens": allowed_tokens}
-        sequences, guide = self._model.prepare(inputs, params, options, capacity=self.capacity, **given)
-        asked = options["num_return_sequences"] or 1
-        if len(sequences) != asked:
-            raise ValueError(f"{len(sequences) // asked} prompts were given; add them one by one")
-        return sequences, guide
-
-    def _add(
-        self, sequences: list[Sequence], guide: Guide | None, timeout: float | None, priority: int, follow: bool
-    ) -> list[Request]:
+        if call.stopping_criteria is not None:
+            raise ValueError("stopping_criteria are for generate; cancel() ends a request of an engine")
+        if call.logits_processor is not None:
+            raise ValueError(f"logits_processor is for generate; {INSTEAD}")
+        sequences, guide = self._model.prepare(call, self.capacity)
+        count, most = call.num_return_sequences, self.slots + self.max_waiting
+        if len(sequences) != count:
+            raise ValueError(f"{len(sequences) // count} prompts were given; add them one by one")
         if not isinstance(priority, int):
             raise ValueError(f"priority is {shown(priority)}; give an integer, the lowest for those that go first")
-        seconds, most, count = checked_timeout(timeout), self.slots + self.max_waiting, len(sequences)
+        seconds = checked_timeout(timeout)
         if count > most:
             raise ValueError(f"num_return_sequences is {count} and this engine takes {most}; raise max_waiting")
         if guide is not None:
             guide.start()
         requests = [
-            Request(sequence, self._cancelled.append, self._check_waiting, cancel_if_abandoned=bool(follow))
+            Request(
+                sequence, self._cancelled.append, self._check_waiting, cancel_if_abandoned=bool(cancel_if_abandoned)
+            )
             for sequence in sequences
         ]
         with self._changed:

@@ -7,8 +7,8 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
+from qsample.call import Call
 from qsample.errors import shown
-from qsample.manifest import TokenIds
 from qsample.tensors import Array
 from qsample.text.chat import ChatOptions
 from qsample.text.tokenizer import Tokenizer
@@ -22,68 +22,64 @@ _INT64: Final = 2**63
 
 
 class Prompt(NamedTuple):
-    """ids: [n] int64, n >= 1, what the model reads. given: [m] int64, the row as the caller gave it: the same tokens
-    and their padding."""
+    """ids: [n] int64, n >= 1, the tokens that the model reads. given: [m] int64, the same tokens and their padding."""
 
     ids: Array
     given: Array
 
     @property
     def padding(self) -> int:
-        """How many tokens of `given` are not read."""
+        """The number of tokens of `given` that are not read."""
         return len(self.given) - len(self.ids)
 
 
 def parse_prompts(
-    inputs: Any,
-    attention_mask: Any,
-    tokenizer: Tokenizer | None,
-    vocab_size: int,
-    token_ids: TokenIds,
-    chat: ChatOptions | None = None,
-    *,
-    pad: int | None = None,
-    holes: bool = True,
+    call: Call, tokenizer: Tokenizer | None, vocab_size: int, bos: int | None, *, holes: bool = True
 ) -> list[Prompt]:
-    """The prompts, one a row, every id in [0, vocab_size).
+    """The prompts of a call, every id in [0, vocab_size).
 
-    inputs: a text, a list of texts, token ids, a list of those, a 1-D or 2-D integer array, chat messages or a list of
-    those, or a mapping with input_ids (and attention_mask), as a Hugging Face tokenizer returns. attention_mask: the
-    shape of the token ids, 0 where a token is not read, wherever it stands. pad: the token that is not read where no
-    mask is given; None = every token is read. holes: whether what is not read may stand between tokens. An empty
-    prompt becomes the beginning-of-text token. chat: what goes into the prompts beside chat messages; ValueError where
-    a prompt is none.
+    Args:
+        call: its `inputs` are a text, token ids, a 1-D or 2-D integer array, chat messages, a list of any of these, or
+            a mapping with input_ids (and attention_mask), as a Hugging Face tokenizer returns. Its `attention_mask` has
+            the shape of the token ids.
+        tokenizer: for texts and chat messages.
+        vocab_size: of the model.
+        bos: the token id that an empty prompt becomes; None = an empty prompt is not valid.
+        holes: whether padding may be between tokens.
+
+    Raises ValueError for an input of another kind.
     """
-    if isinstance(inputs, Mapping) and "input_ids" in inputs and not isinstance(inputs["input_ids"], Mapping):
-        mask = inputs.get("attention_mask") if attention_mask is None else attention_mask
-        return parse_prompts(inputs["input_ids"], mask, tokenizer, vocab_size, token_ids, chat, pad=pad, holes=holes)
+    inputs, attention_mask = call.inputs, call.attention_mask
+    if isinstance(inputs, Mapping) and "input_ids" in inputs:
+        attention_mask = inputs.get("attention_mask") if attention_mask is None else attention_mask
+        inputs = inputs["input_ids"]
     if hasattr(inputs, "__array__"):
-        _refuse_chat_options(chat)
+        _refuse_chat_options(call.chat)
         rows = _array_rows(inputs)
         texts = [False] * len(rows)
     else:
-        rows, texts = _list_rows(inputs, tokenizer, chat)
+        rows, texts = _list_rows(inputs, tokenizer, call.chat)
     if not rows:
         raise ValueError("no prompt was given; give at least one")
     if attention_mask is not None:
         masks = _masks(attention_mask, rows, texts)
     else:
         masks = [
-            np.ones(len(row), dtype=bool) if text or pad is None else row != pad
+            np.ones(len(row), dtype=bool) if text or call.pad is None else row != call.pad
             for row, text in zip(rows, texts, strict=True)
         ]
     prompts = []
-    for index, (row, mask) in enumerate(zip(rows, masks, strict=True)):
-        ids, given = row[mask], row
+    for index, (given, mask) in enumerate(zip(rows, masks, strict=True)):
+        ids = given[mask]
         if not holes and len(ids) and not mask[np.argmax(mask) :][: len(ids)].all():
             raise ValueError(
                 f"prompt {index} has padding between its tokens, over which a recurrent model cannot go; put it before "
                 "or after them, or give an attention_mask of ones to have every token read"
             )
         if len(ids) == 0:
-            if token_ids.bos is None:
+            if bos is None:
                 raise ValueError(f"prompt {index} is empty and the model has no beginning-of-text token; give a token")
-            ids = np.array([token_ids.bos], dtype=np.int64)
+            ids = np.array([bos], dtype=np.int64)
             given = given if len(given) else ids
         check_token_ids(f"prompt {index}", given, vocab_size)
         prompts.append(Prompt(ids, given))

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
 from typing import Any, Final
 
+from qsample.call import Call
 from qsample.errors import QsampleError
 from qsample.runtime import CausalLM, Engine, QueueFullError, Request, load
 from qsample.runtime.parameters import check_filters
@@ -185,16 +186,17 @@ class ServedModel:
         if wrong is not None:
             raise ApiError(400, f"{wrong} is not a token of this model, which has 0 to {most - 1}", param="prompt")
 
-    def add(self, prompt: list[int], params: SamplingParams, **options: Any) -> Request:
-        """A request, as `Engine.add_request` makes it, without waiting for room.
+    def add(self, prompt: list[int], params: SamplingParams, *, priority: int, **more: Any) -> Request:
+        """A request, as `Engine.add` makes it, without waiting for room.
 
         Args:
             prompt: token ids. All are read, the padding token too, because a single prompt has no padding and a text
                 may spell that token. An empty prompt begins a text.
             params: how to sample.
-            options: as in `Engine.add_request`.
+            priority: as in `Engine.add_request`.
+            more: further fields of a `Call`.
         """
-        return self.engine.add_request([prompt], params, timeout=0, pad_token_id=None, **options)
+        return self.engine.add(Call(inputs=[prompt], params=params, **more), timeout=0, priority=priority)[0]
 
     def close(self) -> None:
         self.grammars.close()

@@ -177,6 +177,34 @@ class Tokenizer:
         return {"input_ids": ids, "attention_mask": ones}
 
 
+def choose_tokenizer(own: Tokenizer | None, given: Any, vocab_size: int) -> Tokenizer | None:
+    """The package's `own` tokenizer, or that of a caller if it has none.
+
+    Args:
+        own: None = the package has no tokenizer.
+        given: a tokenizer of qsample, transformers or the tokenizers library; None = none.
+        vocab_size: of the model.
+
+    Raises ValueError for anything else, and for a tokenizer of another model.
+    """
+    if given is None:
+        return own
+    if isinstance(given, Tokenizer):
+        return own or given
+    backend = getattr(given, "backend_tokenizer", given)
+    if not isinstance(backend, _Tokenizer):
+        if own is not None and callable(getattr(given, "decode", None)):
+            return own
+        raise ValueError(f"tokenizer is a {type(given).__name__}; give a fast tokenizer of transformers")
+    size = backend.get_vocab_size(with_added_tokens=True)
+    if size > vocab_size:
+        raise ValueError(f"tokenizer has {size} tokens and the model {vocab_size}; give the model's own")
+    if own is not None:
+        return own
+    templates = ChatTemplates(getattr(given, "chat_template", None), getattr(given, "special_tokens_map", None))
+    return Tokenizer(_Tokenizer.from_str(backend.to_str()), templates)  # a copy, because Tokenizer changes its own
+
+
 def _raise_failure(what: str, error: BaseException) -> None:
     """Raise PackageError for a fault of a tokenizer.json: the Rust library raises plain Exception for it, or panics,
     which is none. Return for anything else: a wrong argument, a KeyboardInterrupt."""

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import numpy as np
 
 from qsample.runtime import CausalLM, Request, SamplingParams
-from qsample.runtime.parameters import parameter_arrays
+from qsample.runtime.parameters import parameter_row
 from qsample.runtime.sequence import Sequence
 from tests.helpers import fake_reference
 from tests.helpers.fake_package import EOS, MAX_POSITIONS
@@ -37,9 +37,8 @@ def random_prompt(generator: random.Random, most: int = 20) -> list[int]:
 
 def make_sequence(model: CausalLM, prompt: list[int], params: SamplingParams, seed: int, capacity: int) -> Sequence:
     """Without a text, for rows of `capacity` tokens."""
-    arrays = parameter_arrays(model.interface, [params], [len(prompt)], capacity, (EOS,))
-    rows = {name: values[0] for name, values in arrays.items()}
-    return Sequence(np.array(prompt, dtype=np.int64), rows, seed)
+    parameters = parameter_row(model.interface, params, len(prompt), capacity, (EOS,))
+    return Sequence(np.array(prompt, dtype=np.int64), parameters, seed)
 
 
 def wait_until(condition: Callable[[], bool]) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from qsample.errors import unknown, without_refused
+from qsample.huggingface.arguments import KEYWORDS, SAMPLING
 from qsample.huggingface.keywords import FROM_PRETRAINED, GENERATE, check_from_pretrained
 
 
@@ -34,12 +35,11 @@ def test_booleans_and_numbers_are_told_apart() -> None:
 
 def test_every_keyword_of_transformers_generate_is_known() -> None:
     transformers = pytest.importorskip("transformers")
-    from qsample.runtime.arguments import _OF_GENERATE, _SAMPLING
 
     names = set(inspect.signature(transformers.GenerationMixin.generate).parameters) - {"self", "kwargs"}
     names |= {name for name in vars(transformers.GenerationConfig()) if not name.startswith("_")}
     names |= set(transformers.utils.generic.TransformersKwargs.__optional_keys__)
-    assert names - _OF_GENERATE - _SAMPLING - GENERATE.keys() == {"transformers_version"}
+    assert names - KEYWORDS - SAMPLING - GENERATE.keys() == {"transformers_version"}
 
 
 def test_what_transformers_fills_in_by_itself_is_harmless() -> None:

@@ -12,7 +12,7 @@ from qsample.runtime import CausalLM, SamplingParams
 from qsample.runtime import bench as bench_module
 from qsample.runtime.bench import LockStep, measure
 from qsample.runtime.decode.slots import Slots
-from qsample.runtime.parameters import parameter_arrays
+from qsample.runtime.parameters import parameter_row
 from tests.helpers.fake_package import MAX_POSITIONS
 
 
@@ -61,8 +61,8 @@ def test_wrong_options(options: dict[str, int], message: str, fake_model: Callab
 def test_lock_step_gives_the_tokens_of_generate(model: CausalLM) -> None:
     prompts = [[5, 6, 7], [8, 9]]
     params = SamplingParams(temperature=0.9, max_new_tokens=8, eos_token_id=())
-    arrays = parameter_arrays(model.interface, [params] * 2, [3, 2], 64, ())
-    loop = LockStep(model.sessions, arrays, [4, 5], 64)
+    parameters = [parameter_row(model.interface, params, len(prompt), 64) for prompt in prompts]
+    loop = LockStep(model.sessions, parameters, [4, 5], 64)
     tokens = [loop.prefill([np.array(prompt) for prompt in prompts]), *(loop.decode() for _ in range(4))]
     loop.set_parameter("temperature", np.zeros(2, dtype=np.float32))
     tokens += [loop.decode() for _ in range(3)]

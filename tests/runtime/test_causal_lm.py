@@ -192,7 +192,7 @@ def test_device_package(fake_model: Callable[..., CausalLM]) -> None:
         ({"prefill_chunk_size": 1.5}, "prefill_chunk_size is 1.5"),
         ({"logit_bias": {5: 1.0}}, "logit_bias needs a package that was exported with logit_bias=True"),
         ({"allowed_tokens": np.zeros(10, np.int32)}, "allowed_tokens needs a package"),
-        ({"eos_token_id": VOCAB}, f"eos_token_id of row 0 has token id {VOCAB}; the model's ids are 0 to {VOCAB - 1}"),
+        ({"eos_token_id": VOCAB}, f"eos_token_id has token id {VOCAB}; the model's ids are 0 to {VOCAB - 1}"),
         ({"max_length": 3}, "max_length is 3 and the prompt already has 3 tokens"),
         ({"streamer": object()}, "a streamer follows one prompt, and 2 were given"),
     ],
@@ -204,7 +204,7 @@ def test_wrong_arguments(options: dict[str, Any], message: str, model: CausalLM)
 
 def test_wrong_bias_and_mask_for_a_package_that_has_them(fake_model: Callable[..., CausalLM]) -> None:
     model = fake_model(logit_bias=True, allowed_tokens=True)
-    with pytest.raises(ValueError, match="logit_bias of row 0 has token id 320"):
+    with pytest.raises(ValueError, match="logit_bias has token id 320"):
         model.generate(PROMPTS[:2], logit_bias={320: 1.0})
     for mask in (np.zeros(9, np.int32), np.zeros(10, np.int64), np.zeros((3, 10), np.int32)):
         with pytest.raises(ValueError, match=r"give an int32 bitmask \[10\] or \[2, 10\]"):

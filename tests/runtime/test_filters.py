@@ -14,7 +14,7 @@ from qsample.contract import EXTRA_PARAMETERS, NOISE_STREAMS
 from qsample.runtime import CausalLM, Engine, SamplingParams
 from qsample.runtime.decode.inputs import uniforms
 from qsample.runtime.decode.slots import Slots
-from qsample.runtime.parameters import parameter_arrays
+from qsample.runtime.parameters import for_package, parameter_row
 from qsample.text.tokenizer import Tokenizer
 from tests.helpers.fake_package import fake_interface
 from tests.helpers.filters import ASKED, FILTERS, assert_read, read_by_the_graph, record_parameters
@@ -39,13 +39,11 @@ def test_each_door_reaches_the_graph(fake_model: Callable[..., CausalLM], monkey
 
 def test_what_is_off_is_read_as_the_contract_says(fake_model: Callable[..., CausalLM]) -> None:
     model = fake_model(filters=FILTERS)
-    arrays = parameter_arrays(
-        model.interface, [SamplingParams(), SamplingParams(**ASKED)], [1, 1], 9, (), None, None, model.tokenizer
-    )
+    row = parameter_row(model.interface, SamplingParams(), 1, 9)
     for specs in EXTRA_PARAMETERS.values():
         for spec in specs:
-            assert arrays[spec.name].dtype == spec.dtype
-            assert (arrays[spec.name][0] == np.array(spec.off, spec.dtype)).all(), spec.name
+            assert row[spec.name].dtype == spec.dtype
+            assert (row[spec.name] == np.array(spec.off, spec.dtype)).all(), spec.name
 
 
 @pytest.mark.parametrize(
@@ -69,8 +67,8 @@ def test_texts_that_are_no_tokens_of_the_model(fake_model: Callable[..., CausalL
     model = fake_model(filters=FILTERS)
     for options, message in (
         ({"dry_sequence_breakers": ["ab"]}, "dry_sequence_breakers has 'ab', which is 2 tokens; give texts of one"),
-        ({"dry_sequence_breakers": [400]}, "dry_sequence_breakers of row 0 has token id 400; the model's ids"),
-        ({"bad_words_ids": [[5], [6, 400]]}, "bad_words_ids of row 0 has token id 400; the model's ids are 0 to 319"),
+        ({"dry_sequence_breakers": [400]}, "dry_sequence_breakers has token id 400; the model's ids"),
+        ({"bad_words_ids": [[5], [6, 400]]}, "bad_words_ids has token id 400; the model's ids are 0 to 319"),
         ({"bad_words": ["x" * 65]}, "bad_words_ids is .*; give a list of lists of 1 to 64 token ids"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -85,8 +83,8 @@ def test_a_word_is_forbidden_behind_a_space_too_if_that_is_other_tokens() -> Non
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     params = SamplingParams(bad_words=(" a", "b", "ab"), bad_words_ids=((3, 3),))
     face = fake_interface(filters=("bad_words_ids",))
-    arrays = parameter_arrays(face, [params], [1], 9, (), tokenizer=Tokenizer(backend))
-    assert arrays["bad_words_ids"].tolist() == [[[3, 3], [-1, 0], [-1, 2], [-1, 3], [0, 3], [-1, 4]]]
+    row = parameter_row(face, for_package(face, params, Tokenizer(backend)), 1, 9)
+    assert row["bad_words_ids"].tolist() == [[3, 3], [-1, 0], [-1, 2], [-1, 3], [0, 3], [-1, 4]]
 
 
 @pytest.mark.parametrize("seed_input", [False, True])
@@ -97,9 +95,13 @@ def test_states_of_a_row_that_begins_moves_and_ends(seed_input: bool, fake_model
 
     def begin(slot: int, seed: int, **options: Any) -> None:
         params = SamplingParams(max_new_tokens=20, eos_token_id=(), **options)
-        arrays = parameter_arrays(model.interface, [params], [2], 32, (), tokenizer=model.tokenizer)
         prompt = np.array([5, 6], dtype=np.int64)
-        slots.begin(slot, prompt, seed, {name: values[0] for name, values in arrays.items()})
+        slots.begin(
+            slot,
+            prompt,
+            seed,
+            parameter_row(model.interface, for_package(model.interface, params, model.tokenizer), 2, 32),
+        )
         slots.prefill(slot, prompt, emit=True)
 
     def check(slot: int, seed: int, tokens: int, read: dict[str, Any]) -> None:

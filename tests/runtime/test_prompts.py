@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 
-from qsample.manifest import TokenIds
-from qsample.runtime import CausalLM
+from qsample.call import Call
+from qsample.runtime import CausalLM, SamplingParams
 from qsample.runtime.prompts import parse_prompts
 from qsample.text.tokenizer import Tokenizer
 from tests.helpers.fake_package import BOS, byte_tokenizer
 
-IDS = TokenIds(0, BOS, (2,))
+
+def call(inputs: Any, mask: Any = None, pad: int | None = None) -> Call:
+    return Call(inputs=inputs, params=SamplingParams(), attention_mask=mask, pad=pad)
 
 
 def rows(inputs: Any, mask: Any = None, pad: int | None = None) -> list[list[int]]:
-    prompts = parse_prompts(inputs, mask, Tokenizer(byte_tokenizer()), 320, IDS, pad=pad)
+    prompts = parse_prompts(call(inputs, mask, pad), Tokenizer(byte_tokenizer()), 320, BOS)
     return [prompt.ids.tolist() for prompt in prompts]
 
 
@@ -74,13 +75,12 @@ def test_the_pad_token_is_not_read_where_no_mask_says_otherwise(form: Any) -> No
 
 
 def test_padding_between_tokens_is_refused_where_it_cannot_be_left_out() -> None:
-    parse = partial(parse_prompts, tokenizer=None, vocab_size=320, token_ids=IDS, pad=0, holes=False)
-    assert [prompt.ids.tolist() for prompt in parse([[0, 5, 6], [5, 6, 0], [5, 6, 7], [0, 0, 0]], None)][:3] == [
-        [5, 6],
-        [5, 6],
-        [5, 6, 7],
-    ]
-    assert [prompt.ids.tolist() for prompt in parse([[], [5]], None)] == [[BOS], [5]]
+    def parse(ids: Any, mask: Any = None) -> list[list[int]]:
+        prompts = parse_prompts(call(ids, mask, pad=0), None, 320, BOS, holes=False)
+        return [prompt.ids.tolist() for prompt in prompts]
+
+    assert parse([[0, 5, 6], [5, 6, 0], [5, 6, 7], [0, 0, 0]])[:3] == [[5, 6], [5, 6], [5, 6, 7]]
+    assert parse([[], [5]]) == [[BOS], [5]]
     for ids, mask in (([[5], [6, 0, 7]], None), ([[9], [6, 8, 7]], [[1], [1, 0, 1]])):
         with pytest.raises(ValueError, match="prompt 1 has padding between its tokens"):
             parse(ids, mask)
@@ -146,4 +146,4 @@ def test_what_is_no_prompt(inputs: Any, mask: Any, message: str) -> None:
 
 def test_an_empty_prompt_without_a_beginning_token() -> None:
     with pytest.raises(ValueError, match="prompt 1 is empty and the model has no beginning-of-text token"):
-        parse_prompts([[5], []], None, None, 320, TokenIds(0, None, ()))
+        parse_prompts(call([[5], []]), None, 320, None)

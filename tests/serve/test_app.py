@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from starlette.testclient import TestClient
 
+from qsample.call import Call
 from qsample.runtime import CausalLM, Engine, Request, SamplingParams, Step
 from qsample.runtime.decode.loop import DecodeLoop
 from qsample.serve.answers import ChatChoice
@@ -427,13 +428,13 @@ def test_many_prompts_hold_up_nobody(client: TestClient, monkeypatch: pytest.Mon
 
 
 def test_all_answers_to_a_request_get_places_or_none(local_app: LocalApp, monkeypatch: pytest.MonkeyPatch) -> None:
-    going, asked, plain = threading.Event(), count(), Engine.add_request
+    going, asked, plain = threading.Event(), count(), Engine.add
 
     def hold(step: Step | None, mask: np.ndarray) -> None:
         if step is not None:
             going.wait(60)
 
-    def add_request(self: Engine, *arguments: Any, **options: Any) -> Request:
+    def add(self: Engine, *arguments: Any, **options: Any) -> list[Request]:
         next(asked)
         return plain(self, *arguments, **options)
 
@@ -441,7 +442,7 @@ def test_all_answers_to_a_request_get_places_or_none(local_app: LocalApp, monkey
         engine = client.app.state.server.models.find("tiny").engine  # type: ignore[attr-defined]
         options: Any = {"max_new_tokens": 2, "eos_token_id": (), "allowed_tokens": hold}
         held = [engine.add_request([5, 6], **options) for _ in range(2)]
-        monkeypatch.setattr(Engine, "add_request", add_request)
+        monkeypatch.setattr(Engine, "add", add)
         full = client.post(COMPLETIONS, json={"prompt": "x", "n": 3, "max_tokens": 1})
         assert (full.status_code, full.headers["retry-after"]) == (429, "1"), full.text
         assert next(asked) == 0
@@ -451,14 +452,16 @@ def test_all_answers_to_a_request_get_places_or_none(local_app: LocalApp, monkey
 
 
 def test_what_a_server_tells_its_engine(local_app: LocalApp, monkeypatch: pytest.MonkeyPatch) -> None:
-    given: list[dict[str, Any]] = []
-    plain = Engine.add_request
+    given: list[Call] = []
+    priorities: list[int] = []
+    plain = Engine.add
 
-    def add_request(self: Engine, *arguments: Any, **options: Any) -> Request:
-        given.append(options)
-        return plain(self, *arguments, **options)
+    def add(self: Engine, call: Call, *, priority: int, **options: Any) -> list[Request]:
+        given.append(call)
+        priorities.append(priority)
+        return plain(self, call, priority=priority, **options)
 
-    monkeypatch.setattr(Engine, "add_request", add_request)
+    monkeypatch.setattr(Engine, "add", add)
     spinning = ("session.intra_op.allow_spinning", "session.inter_op.allow_spinning")
     cases: list[tuple[dict[str, Any], str]] = [({"request_timeout": 30.0}, "0"), ({"spinning": True}, "")]
     for settings, entry in cases:
@@ -468,9 +471,10 @@ def test_what_a_server_tells_its_engine(local_app: LocalApp, monkeypatch: pytest
             model = client.app.state.server.models.find("tiny").model  # type: ignore[attr-defined]
             options = model.sessions.decoder.get_session_options()
             assert [_entry(options, name) for name in spinning] == [entry, entry]
-    assert [options["seed"] for options in given] == [7, 8, 7, 8]
-    assert [options["max_time"] for options in given] == [30.0, 30.0, None, None]
-    assert all((options["priority"], options["stop_strings"]) == (-3, ["y", "z"]) for options in given)
+    assert [call.seed for call in given] == [7, 8, 7, 8]
+    assert [call.max_time for call in given] == [30.0, 30.0, None, None]
+    assert all(call.stop_strings == ["y", "z"] for call in given)
+    assert priorities == [-3] * 4
 
 
 def _entry(options: Any, name: str) -> str:

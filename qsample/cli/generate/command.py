@@ -138,7 +138,7 @@ def _generate_prompts(
             'the package has no tokenizer, so it takes no text; give token ids, as "prompt" of a line in a '
             "--prompt-file, or export the model with a tokenizer"
         )
-    stops = model.stop_strings(options.pop("stop_strings", None), None)
+    stops = options.pop("stop_strings", None) or model.generation_config.stop_strings
     streamer = (
         None if as_json or len(prompts) > 1 else TextStreamer(model.tokenizer, skip_prompt=chat, stop_strings=stops)
     )

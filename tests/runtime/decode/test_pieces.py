@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from qsample.auto_model import AutoModelForCausalLM
+from qsample.call import Call
 from qsample.contract import CAPACITY
 from qsample.runtime import CausalLM, Engine, SamplingParams, load
 from qsample.runtime.decode import prefixes
@@ -75,7 +76,7 @@ def run(
     scheduler = Scheduler(slots, SchedulerConfig.of(model.sessions, prefill_chunk_size=chunk, interleave=interleave))
     with DecodeLoop(device, scheduler, deliver, double_buffering=True) as loop:
         for row in rows:
-            loop.add(model.prepare(made[row], PARAMS, {}, seed=row, capacity=CTX_LEN)[0][0])
+            loop.add(model.prepare(Call(inputs=[made[row]], params=PARAMS, seed=row), CTX_LEN)[0][0])
         while loop.busy:
             loop.step()
     return results

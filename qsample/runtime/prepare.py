@@ -1,0 +1,129 @@
+"""A call as sequences: its prompts as token ids, its parameters as the arrays that the graph reads, a seed for each."""
+
+from __future__ import annotations
+
+import secrets
+from collections import abc
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from qsample.call import Call
+from qsample.contract import MASK_WORDS
+from qsample.interface import Interface
+from qsample.manifest import TokenIds
+from qsample.runtime.guided_decoding import Guide
+from qsample.runtime.parameters import for_package, parameter_row
+from qsample.runtime.prompts import parse_prompts, read_array
+from qsample.runtime.sequence import Sequence
+from qsample.sampling_params import SEEDS, SamplingParams
+from qsample.tensors import Array
+from qsample.text.generated_text import GeneratedText
+from qsample.text.stop_strings import check_stop_strings
+from qsample.text.tokenizer import Tokenizer, choose_tokenizer
+from qsample.values import plain
+
+
+def make_sequences(
+    call: Call, interface: Interface, token_ids: TokenIds, tokenizer: Tokenizer | None, capacity: Callable[[int], int]
+) -> tuple[list[Sequence], Guide | None]:
+    """A sequence for each prompt, or `num_return_sequences` one after another; and the guide that writes their masks,
+    if allowed_tokens is a function.
+
+    Args:
+        interface, token_ids, tokenizer: of the package.
+        capacity: tokens of a slot, from the number that the longest sequence may have.
+
+    Raises ValueError for a wrong argument.
+    """
+    tokenizer = choose_tokenizer(tokenizer, call.tokenizer, interface.vocab_size)
+    bos = token_ids.bos if call.bos is None else call.bos
+    prompts = parse_prompts(call, tokenizer, interface.vocab_size, bos, holes=not interface.recurrent)
+    params = _params_of_prompts(call.params, len(prompts))
+    count = call.num_return_sequences
+    for index, one in enumerate(params):
+        if count > 1 and one.temperature == 0:
+            raise ValueError(
+                f"num_return_sequences is {count} and prompt {index} is continued greedily, which gives one sequence "
+                "only; give do_sample=True or a temperature, or leave num_return_sequences out"
+            )
+    seeds = choose_seeds(call.seed, call.params, len(prompts), count)
+    stops = check_stop_strings(call.stop_strings)
+    if stops and tokenizer is None:
+        raise ValueError(
+            "stop_strings are found in the text, and the package has no tokenizer; give eos_token_id, or tokenizer"
+        )
+    masks = _masks(call.allowed_tokens, len(seeds), interface.sizes[MASK_WORDS])
+    room = capacity(max(one.total_length(len(p.ids), p.padding) for one, p in zip(params, prompts, strict=True)))
+    distinct = {id(one): one for one in params}  # most prompts share their parameters
+    fitted = {key: for_package(interface, one, tokenizer) for key, one in distinct.items()}
+    guided = callable(call.allowed_tokens)
+    sequences = []
+    for row, seed in enumerate(seeds):
+        prompt, one = prompts[row // count], fitted[id(params[row // count])]
+        mask = None if masks is None else masks[row]
+        try:
+            parameters = parameter_row(
+                interface, one, len(prompt.ids), room, token_ids.eos, padding=prompt.padding, allowed_tokens=mask
+            )
+        except ValueError as error:
+            raise ValueError(f"prompt {row // count}: {error}" if len(prompts) > 1 else str(error)) from None
+        text = None if tokenizer is None else GeneratedText(tokenizer, prompt.ids.tolist(), stops)
+        sequences.append(Sequence(prompt.ids, parameters, seed, guided, text, prompt.given, max_time=call.max_time))
+    if not guided:
+        return sequences, None
+    assert masks is not None
+    return sequences, Guide(call.allowed_tokens, sequences, masks, token_ids.pad)
+
+
+def _params_of_prompts(params: SamplingParams | abc.Sequence[SamplingParams], prompts: int) -> list[SamplingParams]:
+    if isinstance(params, SamplingParams):
+        return [params] * prompts
+    if len(params) != prompts:
+        raise ValueError(f"{len(params)} SamplingParams were given for {prompts} prompts; give one, or one for each")
+    return list(params)
+
+
+def _masks(allowed_tokens: Any, rows: int, words: int) -> Array | None:
+    """[B, W] int32; None = every token may be sampled."""
+    if allowed_tokens is None:
+        return None
+    if callable(allowed_tokens):
+        return np.full((rows, words), -1, dtype=np.int32)
+    mask = read_array("allowed_tokens", allowed_tokens)
+    if mask.dtype != np.int32 or mask.shape not in ((words,), (rows, words)):
+        raise ValueError(
+            f"allowed_tokens is {mask.dtype} {mask.shape}; give an int32 bitmask [{words}] or [{rows}, {words}], "
+            "bit i of word w for token 32 w + i, or a function that writes one"
+        )
+    return np.array(np.broadcast_to(mask, (rows, words)), order="C")
+
+
+def choose_seeds(
+    seed: Any, params: SamplingParams | abc.Sequence[SamplingParams], prompts: int, count: int = 1
+) -> list[int]:
+    """A seed for each row: from `seed`, otherwise from `params`, otherwise fresh.
+
+    Args:
+        seed: of the first row, or a list with one for each row.
+        params: of all prompts, or of each prompt.
+        prompts: their number.
+        count: rows of each prompt, one after another; their seeds count on from that of its first row.
+
+    Raises ValueError for a wrong seed, and a list of another length.
+    """
+    rows, seed = prompts * count, plain(seed)
+    if isinstance(seed, abc.Sequence) and not isinstance(seed, str | bytes):
+        if len(seed) != rows:
+            raise ValueError(f"{len(seed)} seeds were given for {rows} rows; give one, or one for each")
+        if None in seed:
+            raise ValueError("a seed of the list is None; give an integer")
+        return [SamplingParams(seed=value).seed for value in seed]  # type: ignore[misc]
+    if seed is not None or isinstance(params, SamplingParams):
+        first = SamplingParams(seed=params.seed if seed is None else seed).seed  # type: ignore[union-attr]
+        if first is not None:
+            return [(first + row) % SEEDS for row in range(rows)]
+        return [secrets.randbelow(SEEDS) for _ in range(rows)]
+    firsts = [secrets.randbelow(SEEDS) if one.seed is None else one.seed for one in params]
+    return [(first + index) % SEEDS for first in firsts for index in range(count)]
