@@ -20,7 +20,7 @@ from qsample.errors import QsampleError
 from qsample.progress import Progress
 
 if TYPE_CHECKING:
-    from qsample.auto_model import PackagedModel
+    from qsample.models import PackagedModel
 
 PACKAGE_ROOT: Final = Path(__file__).resolve().parent
 TINY_LM: Final = PACKAGE_ROOT / "assets" / "tiny_lm"
@@ -42,7 +42,8 @@ def bundled_model(provider: str = "cpu", progress: Progress | None = None) -> Pa
 
     progress: called with a stage's name and the fraction done, in [0, 1].
     """
-    from qsample.auto_model import AutoModelForCausalLM, PackagedModel
+    from qsample.auto_model import AutoModelForCausalLM
+    from qsample.models import PackagedModel
 
     entry = cache_folder() / f"tiny_lm-{provider}-{_content_hash(provider)[:16]}"
     if entry.is_dir():

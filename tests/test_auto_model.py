@@ -13,9 +13,9 @@ import pytest
 
 import qsample
 from qsample import AutoModelForCausalLM
-from qsample.auto_model import CheckpointModel, PackagedModel
 from qsample.errors import PackageError, QsampleError
 from qsample.interface import Features
+from qsample.models import CheckpointModel, PackagedModel
 from tests.helpers.fake_package import fake_package
 
 PROMPTS = [[5, 6, 7, 8], [9], [10, 11, 12, 13, 14, 15, 16, 17, 18]]

@@ -49,7 +49,7 @@ def test_another_process_may_be_faster(cache: Path, monkeypatch: pytest.MonkeyPa
         shutil.copytree(entry, path)
         shutil.copytree(entry, tmp_path / entry.name)
 
-    monkeypatch.setattr("qsample.auto_model.CheckpointModel.compile", compile_while_another_publishes)
+    monkeypatch.setattr("qsample.models.CheckpointModel.compile", compile_while_another_publishes)
     assert bundled.bundled_model().package.path == tmp_path / entry.name
     assert [path.name for path in tmp_path.iterdir()] == [entry.name]
 
@@ -80,7 +80,7 @@ def test_a_damaged_entry_is_made_again(cache: Path, monkeypatch: pytest.MonkeyPa
     def compile_instead(self: Any, path: Path, **_: Any) -> None:
         made.append(shutil.copytree(entry, path))
 
-    monkeypatch.setattr("qsample.auto_model.CheckpointModel.compile", compile_instead)
+    monkeypatch.setattr("qsample.models.CheckpointModel.compile", compile_instead)
     assert read_package(bundled.bundled_model().package.path).manifest == read_package(entry).manifest
     assert len(made) == 1
     bundled.bundled_model()
@@ -93,7 +93,7 @@ def test_a_failed_export_leaves_the_cache_empty(monkeypatch: pytest.MonkeyPatch,
         raise KeyboardInterrupt
 
     monkeypatch.setenv(bundled.CACHE_VARIABLE, str(tmp_path))
-    monkeypatch.setattr("qsample.auto_model.CheckpointModel.compile", broken)
+    monkeypatch.setattr("qsample.models.CheckpointModel.compile", broken)
     with pytest.raises(KeyboardInterrupt):
         bundled.bundled_model()
     assert list(tmp_path.iterdir()) == []

@@ -69,7 +69,7 @@ def test_the_runtime_side_imports_where_the_export_side_is_missing(module: str) 
 
 @pytest.mark.parametrize(
     "module",
-    ["exporters.portable", "exporters.parity", "exporters.initial_state", "compiler.compile", "compiler.targets.cuda"],
+    ["exporters.portable", "exporters.parity", "compiler.compile", "compiler.targets.cuda"],
 )
 def test_graphs_are_made_where_torch_is_missing(module: str) -> None:
     missing = ["torch", "transformers", "safetensors"]

@@ -12,7 +12,7 @@ import onnxruntime as ort
 import pytest
 
 from qsample.contract import CONTRACT_VERSION
-from qsample.exporters.initial_state import build_initial_state
+from qsample.exporters.portable import build_initial_state
 from qsample.interface import Features, Interface
 from tests.helpers.plain_host import OFF, PlainHost
 from tests.helpers.reference import philox4x32, philox_uniform, reference_step

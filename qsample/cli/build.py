@@ -63,9 +63,10 @@ def export(
     overwrite: Overwrite = False,
 ) -> None:
     """Export a Hugging Face model to a portable package: one ONNX graph with the sampler in it."""
-    from qsample.auto_model import AutoModelForCausalLM, CheckpointModel, is_decoder
+    from qsample.auto_model import AutoModelForCausalLM, is_decoder
     from qsample.cli import output as cli_output
     from qsample.cli import terminal
+    from qsample.models import CheckpointModel
 
     if is_package(model):
         raise typer.BadParameter(f"{model} is a package already; `qsample compile` takes it from here")

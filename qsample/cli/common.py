@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from qsample.auto_model import CheckpointModel, ForeignModel, PackagedModel
+    from qsample.models import CheckpointModel, ForeignModel, PackagedModel
 
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it is a package.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document for a script to read.")]
@@ -39,7 +39,8 @@ def is_package(model: str) -> bool:
 
 def open_model(model: str, provider: str | None = None) -> CheckpointModel | ForeignModel | PackagedModel:
     """A package with whatever features it has, a checkpoint or a decoder file."""
-    from qsample.auto_model import AutoModelForCausalLM, PackagedModel
+    from qsample.auto_model import AutoModelForCausalLM
+    from qsample.models import PackagedModel
     from qsample.package import read_package
 
     if is_package(model):
@@ -50,9 +51,9 @@ def open_model(model: str, provider: str | None = None) -> CheckpointModel | For
 
 def open_exported(model: str | None, provider: str | None) -> PackagedModel:
     """A package as it is, a checkpoint or decoder file exported to a temporary folder, or the bundled model."""
-    from qsample.auto_model import PackagedModel
     from qsample.bundled import TINY_LM, bundled_model
     from qsample.cli import terminal
+    from qsample.models import PackagedModel
 
     with terminal.progress() as progress:
         if model is None:

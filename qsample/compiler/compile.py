@@ -32,7 +32,7 @@ from qsample.contract import BATCH, CAPACITY, ROW_AXES
 from qsample.disk.scratch import ScratchFolder
 from qsample.disk.space import check_free
 from qsample.errors import CompileError
-from qsample.exporters.initial_state import build_initial_state
+from qsample.exporters.portable import build_initial_state
 from qsample.graph.edit import all_initializers, fix_axes
 from qsample.graph.join import split_at_logits
 from qsample.graph.operators import BLOCK_SIZES

@@ -20,12 +20,9 @@ from qsample.disk.source_files import SourceFiles
 from qsample.disk.space import full_disk_named
 from qsample.errors import ParityError, QsampleError, UnsupportedModelError
 from qsample.exporters import parity
-from qsample.exporters.control_flow import outline_scans
-from qsample.exporters.experts import lower_experts
 from qsample.exporters.huggingface_reference import longest_context, reference
-from qsample.exporters.placeholders import fill_placeholders
+from qsample.exporters.lowering import align_row_sums, fill_placeholders, lower_experts, outline_scans
 from qsample.exporters.portable import portable_manifest, write_graphs
-from qsample.exporters.row_sums import align_row_sums
 from qsample.exporters.trace import trace
 from qsample.huggingface.dtypes import dtype_name
 from qsample.huggingface.generation_config import GENERATION_CONFIG_FILE

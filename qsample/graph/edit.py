@@ -80,6 +80,15 @@ def replace_node(old: ir.Node, new: Sequence[ir.Node]) -> None:
     replacement.name = output.name
 
 
+def replace_outputs(old: ir.Node, new: ir.Node) -> None:
+    """Let everything that reads the outputs of `old` read those of `new`, which get their names, types and shapes."""
+    for marked, value in zip(old.outputs, new.outputs, strict=True):
+        value.type, value.shape = marked.type, marked.shape
+        name, marked.name = marked.name, f"{marked.name}_marker"
+        value.name = name
+        marked.replace_all_uses_with(value, replace_graph_outputs=True)
+
+
 def drop_unread(graph: ir.Graph, values: Iterable[ir.Value | None]) -> None:
     """Take the initializers of `graph` that are among `values` away, unless something reads them."""
     for value in values:

@@ -3,7 +3,7 @@
 Each choice of a token is a row of its own; the router's weights are applied after the operator. So it does not matter
 how a family routes (softmax or sigmoid, before or after the choice, normalised or scaled), a weight may be any number,
 and the sum over a token's experts has one order in any batch. In a trace the operator is a marker, which
-`exporters.experts` turns into ONNX Runtime's MoE. Run eagerly, the experts compute as before.
+`exporters.lowering` turns into ONNX Runtime's MoE. Run eagerly, the experts compute as before.
 
 `route_experts` serves the classes that transformers' experts implementations reach, `replace_own_experts` others.
 """

@@ -3,7 +3,7 @@
 A layer whose forward calls nothing but functions that `recurrent_operators` replaces runs once over all tokens of a
 call: its own forward, with these functions replaced, over a cache that believes that the layer begins. Any other layer
 runs token by token: exact for ragged rows, since a token that does not count changes no state. In a traced graph that
-loop is an ONNX Scan, which `exporters.control_flow` makes from two markers.
+loop is an ONNX Scan, which `exporters.lowering` makes from two markers.
 """
 
 from __future__ import annotations

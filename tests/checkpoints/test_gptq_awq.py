@@ -20,13 +20,13 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, PreTrainedModel
 
 from qsample import AutoModelForCausalLM
-from qsample.auto_model import PackagedModel
 from qsample.checkpoints import checkpoint as checkpoint_module
 from qsample.checkpoints.checkpoint import Checkpoint
 from qsample.checkpoints.gptq_awq import BlockStore, quantization_of
 from qsample.checkpoints.gptq_awq_layouts import Quantization
 from qsample.errors import PackageError, QsampleError, UnsupportedModelError
 from qsample.graph.runner import GraphRunner
+from qsample.models import PackagedModel
 from qsample.package import Package
 from qsample.transforms.quantized_linear import QuantizedWeight, quantized_layers
 from tests.helpers.adapters import lora_pair, save_adapter

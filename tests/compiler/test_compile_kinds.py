@@ -9,12 +9,12 @@ import onnx_ir as ir
 import pytest
 
 from qsample import AutoModelForCausalLM, cli
-from qsample.auto_model import PackagedModel
 from qsample.compiler.compile import compile_package
 from qsample.compiler.options import CompileOptions
 from qsample.exporters.export import export_model
 from qsample.graph.runner import GraphRunner
 from qsample.interface import Features
+from qsample.models import PackagedModel
 from tests.architectures.configs import tiny_model
 from tests.helpers.tiny_models import export_without_sampler, random_model
 

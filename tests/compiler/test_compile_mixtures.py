@@ -9,12 +9,12 @@ import onnx_ir as ir
 import pytest
 
 from qsample import AutoModelForCausalLM, cli
-from qsample.auto_model import PackagedModel
 from qsample.compiler.quantize.experts import _ExpertMatrices
 from qsample.compiler.quantize.rounding import Levels
 from qsample.errors import CompileError
 from qsample.exporters.export import export_model
 from qsample.interface import Features
+from qsample.models import PackagedModel
 from tests.helpers.mixtures import mixture
 
 PROMPTS = [[5, 9, 31, 7, 120, 44, 3, 260, 12], [44, 3], [7, 8, 9, 10, 11, 12]]

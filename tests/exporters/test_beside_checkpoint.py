@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from qsample import AutoModelForCausalLM
-from qsample.auto_model import CheckpointModel
 from qsample.disk import space
 from qsample.errors import PackageError
 from qsample.exporters import export
+from qsample.models import CheckpointModel
 from tests.helpers.mixtures import mixture
 from tests.helpers.tiny_models import random_model
 

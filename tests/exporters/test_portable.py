@@ -1,13 +1,20 @@
-"""The files and the manifest of a portable package, from a graph that returns logits."""
+"""A portable package: versions, and initial_state.onnx: the noise of the seeds, shapes, dtypes and starting values."""
 
 from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError
+from pathlib import Path
 
+import numpy as np
+import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 
+from qsample.contract import MODEL_DTYPES
 from qsample.exporters import portable
+from qsample.exporters.portable import build_initial_state
+from qsample.interface import Features, Interface, KeyValueShape
+from tests.helpers.reference import philox_uniforms
 
 
 def test_the_version_of_onnxruntime_does_not_depend_on_its_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -20,3 +27,56 @@ def test_the_version_of_onnxruntime_does_not_depend_on_its_distribution(monkeypa
 
     monkeypatch.setattr(portable, "version", installed)
     assert portable._versions(())["onnxruntime"] == ort.__version__
+
+
+FACE = Interface(100, (KeyValueShape(2, 8), KeyValueShape(1, 4)))
+
+
+def load(model: ir.Model, folder: Path) -> ort.InferenceSession:
+    ir.save(model, folder / "graph.onnx")
+    return ort.InferenceSession(folder / "graph.onnx")
+
+
+def test_noise(tmp_path: Path) -> None:
+    face = Interface(100, FACE.key_values, features=Features(filters=("xtc",)))
+    seeds = np.array([0, -1, -(2**63), 2**53 + 1])
+    feeds = {"seed": seeds, "capacity": np.array(13)}
+    buffers = load(build_initial_state(face), tmp_path).run(["noise", "xtc_noise"], feeds)
+    for stream, buffer in enumerate(buffers):
+        np.testing.assert_array_equal(buffer, [philox_uniforms(int(seed), 13, stream) for seed in seeds])
+
+
+@pytest.mark.parametrize("seed", [False, True])
+def test_a_graph_with_a_seed_needs_no_noise(seed: bool, tmp_path: Path) -> None:
+    face = Interface(100, FACE.key_values, features=Features(filters=("xtc", "mirostat"), seed=seed))
+    session = load(build_initial_state(face), tmp_path)
+    names = [node.name for node in session.get_outputs()]
+    assert names == face.initial_state.output_names
+    assert names[:5].count("noise") + names.count("xtc_noise") == (0 if seed else 2)
+    mu = session.run(["mirostat_mu"], {"seed": np.arange(3), "capacity": np.array(7)})[0]
+    np.testing.assert_array_equal(mu, np.zeros(3, np.float32))
+
+
+@pytest.mark.parametrize("dtype", MODEL_DTYPES)
+def test_states(dtype: str, tmp_path: Path) -> None:
+    face = Interface(100, FACE.key_values, dtype=dtype)
+    session = load(build_initial_state(face), tmp_path)
+    spec = face.initial_state
+    assert [node.name for node in session.get_inputs()] == spec.input_names
+    assert [node.name for node in session.get_outputs()] == spec.output_names
+    sizes = face.sizes | {"B": 3, "T": 7}
+    feeds = {"seed": np.arange(3), "capacity": np.array(7)}
+    if dtype == "bfloat16":  # NumPy has none; the OrtValue gives its shape and type
+        values = session.run_with_ort_values(
+            spec.output_names, {name: ort.OrtValue.ortvalue_from_numpy(value) for name, value in feeds.items()}
+        )
+        for tensor, value in zip(spec.outputs, values, strict=True):
+            assert tuple(value.shape()) == tensor.shape(sizes)
+            assert value.data_type() == {"bfloat16": "tensor(bfloat16)", "float32": "tensor(float)"}.get(
+                tensor.dtype, "tensor(int32)"
+            )
+        return
+    for tensor, value in zip(spec.outputs, session.run(spec.output_names, feeds), strict=True):
+        assert value.shape == tensor.shape(sizes)
+        assert value.dtype == tensor.dtype
+        assert tensor.name == "noise" or not value.any()

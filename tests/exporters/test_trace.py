@@ -1,9 +1,11 @@
-"""Tracing: the graph has the names, axes and order of its spec, and what no graph can express is refused."""
+"""Tracing: names, axes and order of the spec; every number that changes something is kept, and no idle node."""
 
 from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import numpy as np
 import onnx_ir as ir
@@ -17,6 +19,7 @@ from qsample.errors import UnsupportedModelError
 from qsample.exporters.trace import _without_torchvision_notice, trace
 from qsample.graph.operators import OPSET
 from qsample.interface import GraphSpec
+from tests.helpers.tiny_models import export_without_sampler, random_model
 
 IDS = TensorSpec("ids", "int64", (BATCH, SEQUENCE), "tokens")
 TABLE = TensorSpec("table", "float32", (BATCH, "K"), "a state")
@@ -45,7 +48,8 @@ def axes(value: ir.Value) -> list[int | str | None]:
 
 
 def test_names_axes_and_order_are_those_of_the_spec() -> None:
-    graph = trace(Adds(), SPEC, {"K": 6}).graph
+    model = trace(Adds(), SPEC, {"K": 6})
+    graph = model.graph
     assert [(value.name, axes(value)) for value in graph.inputs] == [
         ("ids", [BATCH, SEQUENCE]),
         ("table", [BATCH, 6]),
@@ -53,16 +57,13 @@ def test_names_axes_and_order_are_those_of_the_spec() -> None:
     ]
     assert [value.name for value in graph.outputs] == ["total", "table_RetainedState"]
     assert graph.opset_imports[""] == OPSET
-
-
-@pytest.mark.parametrize(("rows", "tokens"), [(1, 1), (5, 3)])
-def test_the_graph_runs_at_sizes_that_it_was_not_traced_at(rows: int, tokens: int) -> None:
-    session = ort.InferenceSession(ir.to_proto(trace(Adds(), SPEC, {"K": 6})).SerializeToString())
-    ids = np.arange(rows * tokens, dtype=np.int64).reshape(rows, tokens)
-    table, scale = np.ones((rows, 6), np.float32), np.full(rows, 2, np.float32)
-    total, retained = session.run(None, {"ids": ids, "table": table, "scale": scale})
-    np.testing.assert_array_equal(retained, table + ids.sum(1, keepdims=True))
-    np.testing.assert_array_equal(total, 2 * retained)
+    session = ort.InferenceSession(ir.to_proto(model).SerializeToString())
+    for rows, tokens in ((1, 1), (5, 3)):  # other sizes than those of the trace
+        ids = np.arange(rows * tokens, dtype=np.int64).reshape(rows, tokens)
+        table, scale = np.ones((rows, 6), np.float32), np.full(rows, 2, np.float32)
+        total, retained = session.run(None, {"ids": ids, "table": table, "scale": scale})
+        np.testing.assert_array_equal(retained, table + ids.sum(1, keepdims=True))
+        np.testing.assert_array_equal(total, 2 * retained)
 
 
 class Rounds(nn.Module):
@@ -109,3 +110,69 @@ def test_nothing_is_said_of_torchvision(monkeypatch: pytest.MonkeyPatch) -> None
     assert said == ["something else"]
     trace(Adds(), SPEC, {"K": 2})
     assert said == ["something else"]
+
+
+VALUES = TensorSpec("values", "float32", (BATCH, "K"), "numbers")
+
+# ONNX Runtime and torch round these alike: each is one operation on float32.
+CONSTANTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "x + 1e-9": lambda x: x + 1e-9,
+    "1e-9 + x": lambda x: torch.tensor(1e-9) + x,
+    "x - 1e-9": lambda x: x - 1e-9,
+    "x + 1e-30": lambda x: x + 1e-30,
+    "x * (1 + 2**-20)": lambda x: x * (1 + 2.0**-20),
+    "(1 - 2**-24) * x": lambda x: torch.tensor(1 - 2.0**-24) * x,
+    "x / (1 - 2**-20)": lambda x: x / (1 - 2.0**-20),
+}
+
+
+class Applies(nn.Module):
+    """Functions of the same numbers, each an output."""
+
+    def __init__(self, functions: Sequence[Callable[[Tensor], Tensor]]) -> None:
+        super().__init__()
+        self._functions = functions
+
+    def forward(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {f"result{i}": function(inputs["values"]) for i, function in enumerate(self._functions)}
+
+
+def traced(*functions: Callable[[Tensor], Tensor]) -> ir.Model:
+    results = tuple(TensorSpec(f"result{i}", "float32", (BATCH, "K"), "a result") for i in range(len(functions)))
+    return trace(Applies(functions), GraphSpec((VALUES,), (), results), {"K": 4})
+
+
+def test_small_constants_and_scales_near_one_are_kept() -> None:
+    values = torch.tensor([[0.0, 1e-9, 3e-7, 1.0], [-2e-12, 1e-30, -0.75, 1.5]])
+    model = traced(*CONSTANTS.values())
+    session = ort.InferenceSession(ir.to_proto(model).SerializeToString())
+    for (name, function), got in zip(CONSTANTS.items(), session.run(None, {"values": values.numpy()}), strict=True):
+        np.testing.assert_array_equal(got, function(values).numpy(), err_msg=name)
+
+
+def test_the_eps_of_a_norm_is_kept() -> None:
+    def norm(x: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-9)
+
+    values = torch.tensor([[0.0, 0.0, 0.0, 0.0], [3e-6, -1e-5, 2e-5, 0.0]])
+    (got,) = ort.InferenceSession(ir.to_proto(traced(norm)).SerializeToString()).run(None, {"values": values.numpy()})
+    np.testing.assert_allclose(got, norm(values).numpy(), rtol=1e-6)
+
+
+def test_what_changes_nothing_goes() -> None:
+    model = traced(
+        lambda x: x.cos() + 0.0, lambda x: 1.0 * x.sin(), lambda x: x.exp() - 0, lambda x: x.abs() / 1, lambda x: x * 1
+    )
+    assert sorted(node.op_type for node in model.graph) == ["Abs", "Cos", "Exp", "Identity", "Sin"]
+    # An output that is an input has its own name.
+    assert [value.name for value in model.graph.inputs] == ["values"]
+    assert [value.name for value in model.graph.outputs] == [f"result{i}" for i in range(5)]
+
+
+@pytest.mark.slow
+def test_a_model_with_a_tiny_eps_passes_the_parity_gate(tmp_path: Path) -> None:
+    """Its embeddings are so small that the norm's eps is most of what they are divided by."""
+    model = random_model("llama", rms_norm_eps=1e-9, num_hidden_layers=1)
+    with torch.no_grad():
+        model.get_input_embeddings().weight.mul_(1e-4)
+    export_without_sampler(model, tmp_path / "package")

@@ -12,7 +12,7 @@ import onnx_ir as ir
 from onnx import numpy_helper
 
 from qsample.contract import ADJUSTED_LOGITS, TensorSpec, retained_name
-from qsample.exporters.initial_state import build_initial_state
+from qsample.exporters.portable import build_initial_state
 from qsample.interface import GraphSpec, Interface
 
 VOCAB = 320

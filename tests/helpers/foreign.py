@@ -13,11 +13,10 @@ import onnx_ir as ir
 
 from qsample.exporters import parity
 from qsample.exporters.foreign import bake
+from qsample.exporters.foreign.files import locate, read_settings
 from qsample.exporters.foreign.interface import ForeignGraph, load, recognise
-from qsample.exporters.foreign.location import locate
 from qsample.exporters.foreign.original import Original
-from qsample.exporters.foreign.settings import read_settings
-from qsample.exporters.initial_state import build_initial_state
+from qsample.exporters.portable import build_initial_state
 from qsample.graph.runner import GraphRunner
 from qsample.interface import Features, Interface
 

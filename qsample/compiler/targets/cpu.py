@@ -12,6 +12,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 
 from qsample.compiler.ort import optimize_offline
+from qsample.compiler.passes.recurrences import branch_where_rows_begin
 from qsample.compiler.placement import Placement, placement_in_file
 from qsample.compiler.plan import CompilePlan
 from qsample.compiler.quantize.float16 import store_as_float16
@@ -20,7 +21,6 @@ from qsample.compiler.recipe import Pass, lean_passes
 from qsample.compiler.shared_data import share_equal_data
 from qsample.contract import BATCH
 from qsample.errors import CompileError
-from qsample.exporters.control_flow import branch_where_rows_begin
 from qsample.interface import Interface
 from qsample.ort.providers import CPU
 

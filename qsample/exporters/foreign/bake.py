@@ -21,17 +21,20 @@ from qsample.checkpoints.hub import HubOptions
 from qsample.destination import scratch_folder
 from qsample.errors import ParityError, QsampleError
 from qsample.exporters import parity
-from qsample.exporters.foreign import grouped, plain
-from qsample.exporters.foreign.head import select_last
+from qsample.exporters.foreign import attention
+from qsample.exporters.foreign.files import Location, Settings, locate, read_settings, without_links, write_files
 from qsample.exporters.foreign.interface import POSITIONS, ForeignGraph, load, recognise
-from qsample.exporters.foreign.location import Location, locate, without_links
-from qsample.exporters.foreign.longrope import choose_table
-from qsample.exporters.foreign.names import interface_of, use_contract_names
-from qsample.exporters.foreign.nodes import Nodes
+from qsample.exporters.foreign.names import interface_of, record_shapes, use_contract_names
 from qsample.exporters.foreign.original import Original, reference
-from qsample.exporters.foreign.rows import add_rows, check_free_of_sizes, counted_positions, use_row_positions
-from qsample.exporters.foreign.settings import Settings, read_settings, write_files
-from qsample.exporters.measured_shapes import record_shapes
+from qsample.exporters.foreign.rows import (
+    Nodes,
+    add_rows,
+    check_free_of_sizes,
+    choose_table,
+    counted_positions,
+    select_last,
+    use_row_positions,
+)
 from qsample.exporters.portable import portable_manifest, write_graphs
 from qsample.graph import gqa
 from qsample.graph.operators import INT8_ACTIVATIONS, is_matmul_nbits
@@ -168,18 +171,18 @@ def rewrite(foreign: ForeignGraph, features: Features, settings: Settings, rope:
     longest = min(limit or _UNLIMITED, _LONGEST)
     is_grouped = foreign.layers[0].attention is not None
     is_unfused, rotates = False, False
-    matches: list[plain.Match] = []
-    rules: list[plain.Rule] = []
+    matches: list[attention.Match] = []
+    rules: list[attention.Rule] = []
     report("running the decoder as it is", 0.1)
     if is_grouped:
-        grouped.check_attentions(foreign)
-        is_unfused = grouped.unfuse_norms(foreign)
-        grouped.drop_causal_biases(foreign, longest)
-        windows = grouped.windows(foreign)
-        rotates = grouped.rotates(foreign)
+        attention.check_attentions(foreign)
+        is_unfused = attention.unfuse_norms(foreign)
+        attention.drop_causal_biases(foreign, longest)
+        windows = attention.windows(foreign)
+        rotates = attention.rotates(foreign)
     else:
-        matches = [plain.match(foreign, layer) for layer in foreign.layers]
-        rules = plain.measure(foreign, matches, longest)
+        matches = [attention.match(foreign, layer) for layer in foreign.layers]
+        rules = attention.measure(foreign, matches, longest)
         windows = [rule.window or -1 for rule in rules]
     counted = [] if rotates or foreign.input(POSITIONS) is not None else counted_positions(foreign)
     original = Original(foreign, rewritten=foreign.changed or is_unfused or rope == "long")
@@ -192,9 +195,9 @@ def rewrite(foreign: ForeignGraph, features: Features, settings: Settings, rope:
     nodes = Nodes(foreign.graph)
     rows = add_rows(foreign, nodes)
     if is_grouped:
-        grouped.use_rows(foreign, rows)
+        attention.use_rows(foreign, rows)
     else:
-        foreign = plain.put_operators(foreign, nodes, rows, matches, rules)
+        foreign = attention.put_operators(foreign, nodes, rows, matches, rules)
     use_row_positions(foreign, rows, counted)
     logits = select_last(foreign, rows, nodes)
     common_passes.RemoveUnusedNodesPass()(foreign.model)

@@ -1,22 +1,31 @@
-"""Where the rows of a batch stand, computed from the contract's inputs: what takes the place of attention_mask and
-position_ids."""
+"""The rows of a batch in a foreign graph: their positions, computed from the contract's inputs, in place of
+attention_mask and position_ids; the choice of each row's last real token before the head; and one rotary table of two.
+
+A rotary table that follows the length of a batch (longrope) cannot stay: another row in the batch must not change a
+row's tokens, and a cache that was filled with one table cannot be read with the other.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import onnx_ir as ir
+from onnx_ir.passes import common as common_passes
 
-from qsample.contract import INPUT_LENGTHS, LENGTHS
+from qsample.contract import INPUT_LENGTHS, LENGTHS, LOGITS
+from qsample.errors import QsampleError
 from qsample.exporters.foreign.interface import IDS, MASK, POSITIONS, ForeignGraph, refusal
-from qsample.exporters.foreign.nodes import PREFIX, Nodes
 from qsample.exporters.foreign.original import Original
-from qsample.graph.edit import constant
+from qsample.graph.edit import constant, initializer
+from qsample.graph.evaluate import inputs_of
 from qsample.tensors import Array
 
+PREFIX = "qsample."
+
+Dims = Iterable[Any]
 _INT32: Final = ir.DataType.INT32
 _INT64: Final = ir.DataType.INT64
 _BOOL: Final = ir.DataType.BOOL
@@ -26,6 +35,69 @@ _COUNTING: Final = (
     *("Mul", "Clip", "Min", "Max", "Identity", "Flatten", "Concat"),
 )
 _PROBES: Final = ((0, 5), (6, 3), (4, 1))  # tokens in the cache, new ones
+_PRODUCTS: Final = ("MatMul", "Gemm", "MatMulNBits", "MatMulBnb4", "FusedMatMul", "MatMulFpQ4")
+_ALONG: Final = ("Cast", "Mul", "Div", "Add", "Sub", "Tanh", "Identity", "Neg", "Clip", "Where")
+_SHAPES: Final = ("Reshape", "Unsqueeze", "Squeeze", "Slice", "Gather", "Identity")
+_RANK: Final = 3  # of hidden states, [B, S, size]
+CHOICES: Final = ("short", "long")
+
+
+class Nodes:
+    """What is put into `graph`; every name starts with PREFIX, which no other exporter uses."""
+
+    def __init__(self, graph: ir.Graph) -> None:
+        self.graph = graph
+        self._made = 0
+
+    def __call__(
+        self,
+        op_type: str,
+        inputs: Sequence[ir.Value | None],
+        dtype: ir.DataType | None,
+        shape: Dims | None = None,
+        **attributes: Any,
+    ) -> ir.Value:
+        """The only output of a new node. shape: None = unknown."""
+        return self.several(op_type, inputs, [(dtype, shape)], **attributes)[0]
+
+    def several(
+        self,
+        op_type: str,
+        inputs: Sequence[ir.Value | None],
+        outputs: Sequence[tuple[ir.DataType | None, Dims | None]],
+        *,
+        domain: str = "",
+        **attributes: Any,
+    ) -> Sequence[ir.Value]:
+        """The outputs of a new node, each with its dtype and shape."""
+        self._made += 1
+        name = f"{PREFIX}{op_type}_{self._made}"
+        node = ir.node(op_type, list(inputs), attributes, domain=domain, num_outputs=len(outputs), name=name)
+        for index, (value, (dtype, shape)) in enumerate(zip(node.outputs, outputs, strict=True)):
+            value.name = f"{name}.{index}"
+            value.type = None if dtype is None else ir.TensorType(dtype)
+            # Without its dtype, a shape cannot be written.
+            value.shape = None if shape is None or dtype is None else ir.Shape(list(shape))
+        self.graph.append(node)
+        return node.outputs
+
+    def integers(self, *numbers: int, dtype: str = "int64") -> ir.Value:
+        """A constant [n]."""
+        name = f"{PREFIX}{dtype}_" + "_".join(map(str, numbers))
+        return initializer(self.graph, name, np.array(numbers, dtype))
+
+    def integer(self, number: int) -> ir.Value:
+        """A constant int64 scalar."""
+        return initializer(self.graph, f"{PREFIX}scalar_{number}", np.array(number, np.int64))
+
+    def merged_heads(self, value: ir.Value, dtype: ir.DataType, heads: int, size: int) -> ir.Value:
+        """[B, heads, S, D] as [B, S, heads * D]."""
+        by_token = self("Transpose", [value], dtype, ["B", "S", heads, size], perm=[0, 2, 1, 3])
+        return self.reshaped(by_token, heads * size)
+
+    def reshaped(self, value: ir.Value, *sizes: int) -> ir.Value:
+        """[B, S, ...] as [B, S, sizes]."""
+        return self("Reshape", [value, self.integers(0, 0, *sizes)], value.dtype, ["B", "S", *sizes])
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,3 +228,125 @@ def _reads_fixed_axes(shape: ir.Node) -> bool:
         if index is None or not set(np.ravel(index).tolist()) <= {0, 1, 3, -1, -3, -4}:
             return False
     return not shape.outputs[0].is_graph_output()
+
+
+def select_last(foreign: ForeignGraph, rows: Rows, nodes: Nodes) -> ir.Value:
+    """`logits` [B, V] float32 of the rows' last real tokens, and the graph's first output from now on.
+
+    Tokens that the file itself leaves out before its head (Slice, Gather) are chosen here instead.
+    """
+    graph, old = foreign.graph, foreign.logits
+    dims = ["B", foreign.vocab_size]
+    head, behind = _head(old)
+    if head is None:
+        flat = nodes("GatherND", [old, rows.last], old.dtype, dims, batch_dims=1)
+    else:
+        for node in behind:
+            if node.op_type in _SHAPES:  # they are of [B, S, V]
+                _bypass(foreign, node)
+        hidden = _hidden(head.inputs[0])
+        size = hidden.shape[-1] if hidden.shape is not None else None
+        row = nodes("GatherND", [hidden, rows.last], hidden.dtype, ["B", size], batch_dims=1)
+        if head.op_type != "Gemm":
+            row = nodes("Unsqueeze", [row, nodes.integers(1)], hidden.dtype, ["B", 1, size])
+        head.replace_input_with(0, row)
+        for node in (head, *behind):
+            node.outputs[0].shape = None
+        last = next(value for value in graph.outputs if value is foreign.logits or value.name == LOGITS.name)
+        flat = nodes("Reshape", [last, nodes.integers(-1, foreign.vocab_size)], last.dtype, dims)
+        old = last
+    if flat.dtype != ir.DataType.FLOAT:  # a Cast that changes nothing is optimised away, and the name with it
+        flat = nodes("Cast", [flat], ir.DataType.FLOAT, dims, to=ir.DataType.FLOAT)
+    old.name = f"{LOGITS.name}.foreign"
+    flat.name = LOGITS.name
+    graph.outputs[graph.outputs.index(old)] = flat
+    return flat
+
+
+def _head(logits: ir.Value) -> tuple[ir.Node | None, list[ir.Node]]:
+    """The product that makes the logits, and the nodes behind it, the last first; None where there is no such
+    product."""
+    behind: list[ir.Node] = []
+    node = logits.producer()
+    while node is not None and node.op_type not in _PRODUCTS:
+        computed = [value for value in node.inputs if value is not None and inputs_of([value])]
+        along = node.op_type in _ALONG and len(computed) == 1
+        if not along and not (node.op_type in _SHAPES and computed and computed[0] is node.inputs[0]):
+            return None, []
+        behind.append(node)
+        node = computed[0].producer()
+    return node, behind
+
+
+def _hidden(value: ir.Value | None) -> ir.Value:
+    """[B, S, size] that `value` was cut from or flattened from; `value` itself where it was not."""
+    assert value is not None
+    top, found = value, value
+    while (node := top.producer()) is not None and node.op_type in _SHAPES and node.inputs[0] is not None:
+        top = node.inputs[0]
+        if node.op_type == "Reshape" or (node.op_type in ("Slice", "Gather") and _is_along_tokens(node)):
+            found = top
+    is_hidden = found.shape is None or len(found.shape) == _RANK
+    return found if is_hidden else value
+
+
+def _is_along_tokens(node: ir.Node) -> bool:
+    if node.op_type == "Gather":
+        return node.attributes.get_int("axis", 0) in (1, -2)
+    axes = constant(node.inputs[3]) if len(node.inputs) > 3 else None
+    return axes is not None and axes.tolist() in ([1], [-2])
+
+
+def _bypass(foreign: ForeignGraph, node: ir.Node) -> None:
+    source, output = node.inputs[0], node.outputs[0]
+    assert source is not None
+    if output.is_graph_output():
+        graph = foreign.graph
+        source.name, output.name = output.name, f"{output.name}.shaped"
+        graph.outputs[graph.outputs.index(output)] = source
+    output.replace_all_uses_with(source)
+
+
+def choose_table(foreign: ForeignGraph, rope: str | None) -> int | None:
+    """Put one table in the place of each If that chooses between two, in place. Returns the tokens up to which the file
+    itself takes the short one, or the long table's rows; None where there is no such If.
+
+    rope: "short" or "long"; None = "short". Raises QsampleError for a `rope` that the file cannot follow, and
+    UnsupportedModelError for an If that chooses anything but constants.
+    """
+    choices = [node for node in foreign.graph if node.op_type == "If"]
+    if not choices:
+        if rope is not None:
+            raise QsampleError(f"{foreign.path} has one rotary table, not a short and a long one; leave rope out")
+        return None
+    if rope not in (None, *CHOICES):
+        raise QsampleError(f"rope is {rope!r}; choose one of {', '.join(CHOICES)}")
+    limits = []
+    for node in choices:
+        condition = node.inputs[0]
+        if condition is None or not {*inputs_of([condition])} <= {MASK, POSITIONS}:
+            raise refusal(foreign.path, f"it has an If, {node.name}, that no length decides")
+        greater = condition.producer()
+        threshold = constant(greater.inputs[1]) if greater is not None and greater.op_type == "Greater" else None
+        if threshold is None or threshold.size != 1:
+            raise refusal(foreign.path, f"it has an If, {node.name}, that no length decides")
+        branch = "then_branch" if rope == "long" else "else_branch"
+        tables = _constants(foreign, node, node.attributes[branch].as_graph())
+        for output, table in zip(node.outputs, tables, strict=True):
+            output.replace_all_uses_with(initializer(foreign.graph, f"{output.name}.{rope or 'short'}", table))
+        limits.append(int(tables[0].shape[0]) if rope == "long" else min(int(threshold.item()), tables[0].shape[0]))
+    common_passes.RemoveUnusedNodesPass()(foreign.model)
+    return min(limits)
+
+
+def _constants(foreign: ForeignGraph, node: ir.Node, branch: ir.Graph) -> list[Array]:
+    tables = []
+    for value in branch.outputs:
+        source = value
+        while (maker := source.producer()) is not None and maker.op_type == "Identity" and maker.inputs[0] is not None:
+            source = maker.inputs[0]
+        table = constant(source)
+        if table is None:
+            raise refusal(foreign.path, f"it has an If, {node.name}, that chooses between computed values")
+        tables.append(table)
+    return tables

@@ -7,7 +7,7 @@ import onnx_ir as ir
 import pytest
 
 from qsample.compiler.passes.half_precision import HALF_DTYPES, convert_to_half
-from qsample.exporters.row_sums import align_row_sums
+from qsample.exporters.lowering import align_row_sums
 from qsample.graph.edit import initializer, lazy_initializer
 from tests.helpers.cuda_kernels import KERNELS
 from tests.helpers.small_graphs import normal, operators, results, small_graph

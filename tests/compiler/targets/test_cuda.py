@@ -164,7 +164,7 @@ def test_float16_logits_are_close(llama_package: Path, tmp_path: Path) -> None:
     plan = planned(read_package(llama_package), "float16")
     interface = plan.interface
     model = cut_at_logits(build(plan), interface)
-    from qsample.exporters.initial_state import build_initial_state
+    from qsample.exporters.portable import build_initial_state
 
     ir.save(build_initial_state(interface), tmp_path / "initial_state.onnx")
     half = GraphRunner(model, tmp_path / "initial_state.onnx", interface, CAPACITY)

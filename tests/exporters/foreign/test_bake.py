@@ -16,10 +16,10 @@ import pytest
 
 import qsample
 from qsample import AutoModelForCausalLM
-from qsample.auto_model import ForeignModel, PackagedModel
 from qsample.errors import QsampleError
 from qsample.exporters.foreign.original import Original
 from qsample.interface import Features
+from qsample.models import ForeignModel, PackagedModel
 from tests.conftest import made_once
 from tests.helpers.foreign import read, tokens_of_genai
 from tests.helpers.reference import philox_uniforms, reference_step

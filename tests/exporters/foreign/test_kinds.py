@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from qsample.exporters.foreign import grouped
+from qsample.exporters.foreign import attention
 from tests.helpers.foreign import (
     GROUPED,
     PLAIN,
@@ -35,7 +35,7 @@ KINDS = [
 def test_a_ragged_batch_generates_what_each_row_does_in_the_file(kind: str, decoder: Decoder, tmp_path: Path) -> None:
     folder, file = decoder(kind)
     foreign = read(folder, file)
-    in_memory = foreign.changed or (foreign.layers[0].attention is not None and grouped.unfuse_norms(foreign))
+    in_memory = foreign.changed or (foreign.layers[0].attention is not None and attention.unfuse_norms(foreign))
     wanted = [greedy_of_file(foreign, prompt, TOKENS, in_memory=in_memory) for prompt in PROMPTS]
 
     baked = rewritten(folder, file)

@@ -11,10 +11,9 @@ import onnx_ir as ir
 import pytest
 
 from qsample.errors import ParityError, UnsupportedModelError
-from qsample.exporters.foreign import bake, plain
+from qsample.exporters.foreign import attention, bake
 from qsample.exporters.foreign.interface import ForeignGraph
-from qsample.exporters.foreign.nodes import Nodes
-from qsample.exporters.foreign.rows import Rows
+from qsample.exporters.foreign.rows import Nodes, Rows
 from qsample.graph.gqa import Slot, attentions
 from tests.helpers.foreign import gate, rewritten
 
@@ -98,14 +97,14 @@ def test_positions_that_the_graph_counts_itself(
 
 
 def with_rule(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
-    right = plain.measure
+    right = attention.measure
 
-    def wrong(*arguments: Any) -> list[plain.Rule]:
+    def wrong(*arguments: Any) -> list[attention.Rule]:
         rules = right(*arguments)
         scaled = {name: value(getattr(rules[0], name)) if callable(value) else value for name, value in changes.items()}
         return [replace(rules[0], **scaled), *rules[1:]]
 
-    monkeypatch.setattr(bake.plain, "measure", wrong)
+    monkeypatch.setattr(bake.attention, "measure", wrong)
 
 
 @pytest.mark.parametrize(

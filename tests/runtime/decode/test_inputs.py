@@ -10,7 +10,7 @@ import onnxruntime as ort
 import pytest
 
 from qsample.contract import CANDIDATES, NOISE_STREAMS
-from qsample.exporters.initial_state import build_initial_state
+from qsample.exporters.portable import build_initial_state
 from qsample.interface import Features, Interface
 from qsample.runtime.decode.inputs import SearchedRows, uniforms
 from tests.helpers.reference import philox4x32, philox_uniforms

@@ -1,4 +1,4 @@
-"""If and Scan nodes from markers: what they compute, and which nodes are inside them."""
+"""A recurrence reads its state as it is in calls in which no row begins."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 
+from qsample.compiler.passes.recurrences import branch_where_rows_begin
 from qsample.contract import LENGTH, RUNNING
-from qsample.exporters.control_flow import branch_where_rows_begin, outline_scans
 
 Array = np.ndarray
 
@@ -38,56 +38,6 @@ def only(graph: ir.Graph, op_type: str) -> ir.Node:
 
 def operators(graph: ir.Graph) -> list[str]:
     return sorted(node.op_type for node in graph)
-
-
-def test_a_graph_without_markers_stays_as_it_is() -> None:
-    model = parse("(float[N] x) => (float[N] y) { y = Neg (x) }")
-    assert not outline_scans(model)
-    assert operators(model.graph) == ["Neg"]
-
-
-RUNNING_SUM = """(float[B] start, float[B, S] x, float[B] scale) => (float[B] last, float[B, S] sums) {
-    factor = Exp (scale)
-    state, token = qsample.ScanBegin <num_states = 1> (start, x)
-    scaled = Mul (token, factor)
-    sum = Add (state, scaled)
-    last, sums = qsample.ScanEnd <num_states = 1> (sum, sum)
-}"""
-TWO_LOOPS = """(float[B] start, float[B, S] x) => (float[B] last, float[B, S] twice, float[B, S] kept) {
-    state, token = qsample.ScanBegin <num_states = 1> (start, x)
-    sum = Add (state, token)
-    first_last, sums = qsample.ScanEnd <num_states = 1> (sum, sum)
-    state2, token2, input2 = qsample.ScanBegin <num_states = 1> (first_last, sums, x)
-    sum2 = Add (state2, token2)
-    last, twice, kept = qsample.ScanEnd <num_states = 1> (sum2, sum2, input2)
-}"""
-
-
-def test_a_loop_holds_what_depends_on_the_token() -> None:
-    model = parse(RUNNING_SUM)
-    assert outline_scans(model)
-    scan = only(model.graph, "Scan")
-    assert operators(model.graph) == ["Exp", "Scan"]
-    assert operators(scan.attributes["body"].as_graph()) == ["Add", "Identity", "Mul"]
-    assert "qsample" not in model.opset_imports
-    x = np.array([[1, 2, 3], [4, 5, 6]], np.float32)
-    last, sums = run(model, start=[10, 20], x=x, scale=np.log([1, 2]))
-    expected = np.array([[11, 13, 16], [28, 38, 50]])
-    np.testing.assert_allclose(sums, expected, rtol=1e-6)
-    np.testing.assert_allclose(last, expected[:, -1], rtol=1e-6)
-
-
-def test_a_loop_over_the_results_of_another() -> None:
-    """And a result that no node of the body computes: the token itself."""
-    model = parse(TWO_LOOPS)
-    assert outline_scans(model)
-    assert operators(model.graph) == ["Scan", "Scan"]
-    x = np.array([[1, 2, 3]], np.float32)
-    last, twice, kept = run(model, start=[0], x=x)
-    sums = np.cumsum(x, axis=1)
-    np.testing.assert_array_equal(twice, sums[:, -1:] + np.cumsum(sums, axis=1))
-    np.testing.assert_array_equal(last, twice[:, -1])
-    np.testing.assert_array_equal(kept, x)
 
 
 RECURRENCE = """(int32[B] lengths, int32[B] status, float[B,S,8] x, float[B,S,2] decay, float[B,2,4,4] state)

@@ -14,7 +14,7 @@ import pytest
 import qsample
 from qsample.checkpoints.hub import HubOptions
 from qsample.errors import QsampleError
-from qsample.exporters.foreign.location import locate
+from qsample.exporters.foreign.files import locate
 from qsample.interface import Features
 from tests.helpers.foreign import edited
 

@@ -8,7 +8,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from qsample.exporters.measured_shapes import record_shapes
+from qsample.exporters.foreign.names import record_shapes
 from qsample.graph.edit import constant
 
 INT64, FLOAT = ir.DataType.INT64, ir.DataType.FLOAT
