@@ -8,16 +8,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
 from qsample.compiler.plan import CompilePlan
-from qsample.compiler.published_runner import PublishedRunner
 from qsample.compiler.targets import Target
+from qsample.contract import EMIT, INPUT_IDS, LENGTHS, NOISE_STREAMS, SEARCHED_ROWS, SEED
 from qsample.errors import CompileError
 from qsample.graph.runner import GraphRunner
+from qsample.ort.session import open_sessions
+from qsample.ort.stepper import Stepper
 from qsample.package import Package
+from qsample.runtime.decode.inputs import uniforms
 from qsample.tensors import Array
 
 STEPS: Final = 8
@@ -69,9 +72,7 @@ def run_self_test(plan: CompilePlan, published: Package, target: Target) -> Self
     wanted = _own_tokens(plan, prompt, prompt_lengths)
     mapped = plan.weights is None and not plan.packed_weights
     device = (
-        _runner(plan, published.path, weights_mapped=mapped)
-        if _steps_over_graph(plan)
-        else PublishedRunner(published, rows)
+        _runner(plan, published.path, weights_mapped=mapped) if _steps_over_graph(plan) else _Published(published, rows)
     )
     agreeing = total = 0
     for parameters, tokens in zip(_PARAMETERS, wanted, strict=True):
@@ -89,6 +90,51 @@ def run_self_test(plan: CompilePlan, published: Package, target: Target) -> Self
     if isinstance(device, GraphRunner):
         return SelfTest(tokens=total, agreeing=agreeing)
     return SelfTest(tokens=total, agreeing=agreeing, replayed=rows * device.replays)
+
+
+class _Published:
+    """A compiled package in the sessions that `load` opens, captured if they are; driven as a `GraphRunner` is."""
+
+    def __init__(self, package: Package, rows: int) -> None:
+        compilation = package.manifest.compilation
+        assert compilation is not None
+        sessions = open_sessions(package)
+        self._stepper = Stepper(sessions, rows, compilation.ctx_len, captured=True)
+        self._capacity, self._captured = compilation.ctx_len, sessions.replays is not None
+        self._keeps_lengths = package.interface.features.sampler
+        self._runs = 0
+
+    @property
+    def replays(self) -> int:
+        """Runs that replayed a captured graph."""
+        return max(self._runs - 1, 0) if self._captured else 0
+
+    def start(self, rows: int) -> dict[str, Array]:
+        """Row i with seed i. The states stay in the stepper, but for the lengths, which a graph may not keep."""
+        seeds = np.arange(rows)
+        noise = {
+            name: [uniforms(seed, self._capacity, at) for seed in range(rows)] for name, at in NOISE_STREAMS.items()
+        }
+        self._stepper.reset()
+        self._write({**noise, EMIT.name: True, SEARCHED_ROWS.name: seeds, SEED.name: seeds})
+        return {LENGTHS.name: np.zeros(rows, np.int32)}
+
+    def step(
+        self, ids: Array, lengths: Array, state: dict[str, Array], parameters: Mapping[str, float]
+    ) -> dict[str, Array]:
+        """As `GraphRunner.step`; ids: [rows, 1], lengths: ones."""
+        kept = {} if self._keeps_lengths else state
+        self._write({INPUT_IDS.name: ids, "temperature": 0.0, **parameters, **kept})
+        self._stepper.run()
+        self._runs += 1
+        self._stepper.advance()
+        state[LENGTHS.name] = state[LENGTHS.name] + lengths.astype(np.int32)
+        return {name: self._stepper.read(name) for name in self._stepper.outputs}
+
+    def _write(self, values: Mapping[str, Any]) -> None:
+        for spec in self._stepper.specs:
+            if spec.name in values:
+                self._stepper.write(spec.name, values[spec.name])
 
 
 def _own_tokens(plan: CompilePlan, prompt: Array, prompt_lengths: Array) -> list[list[Array]]:

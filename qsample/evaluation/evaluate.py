@@ -14,13 +14,15 @@ from typing import Any, Final
 
 import numpy as np
 
+from qsample.contract import INPUT_IDS, LENGTHS, LOGITS
 from qsample.errors import QsampleError, shown
-from qsample.evaluation.forced_tokens import ForcedTokens
 from qsample.evaluation.report import Comparison, Evaluation, PackageQuality
 from qsample.evaluation.statistics import estimate_means
 from qsample.evaluation.texts import documents_of
 from qsample.evaluation.windows import Window, cut_windows
 from qsample.ort.options import NO_SPINNING, SessionOptions
+from qsample.ort.session import open_sessions
+from qsample.ort.stepper import Stepper
 from qsample.package import Package, read_package
 from qsample.progress import Progress, unreported
 from qsample.tensors import Array
@@ -88,13 +90,14 @@ def evaluate(
     # Of several sessions, those that wait would take the processors from the one that has work.
     options = SessionOptions(intra_op_num_threads, config=NO_SPINNING)
     scores = _Scores(models, pairs, sum(window.scored for window in windows))
-    runners = []
+    steppers = []
     for index, one in enumerate(models):
         report(f"loading {one.path.name}", 0.05 * index / len(models))
-        runners.append(ForcedTokens(one, rows, _capacity(one, max_length), options))
-    for done in _run(runners, windows, rows, scores):
+        sessions = open_sessions(one, options=options, logits=True)
+        steppers.append(Stepper(sessions, rows, _capacity(one, max_length), logits=True))
+    for done in _run(steppers, windows, rows, scores):
         report("reading the text", 0.05 + (0.75 if step_time else 0.95) * done / scores.tokens)
-    del runners
+    del steppers
     times = [_step_time(one, intra_op_num_threads, report) if step_time else None for one in models]
     report("done", 1.0)
     return Evaluation(
@@ -254,26 +257,35 @@ def _step_time(package: Package, threads: int | None, report: Progress) -> float
     return measure(model, prompt_tokens=tokens, new_tokens=tokens).decode_ms
 
 
-def _run(runners: Sequence[ForcedTokens], windows: Sequence[Window], rows: int, scores: _Scores) -> Iterator[int]:
+def _run(steppers: Sequence[Stepper], windows: Sequence[Window], rows: int, scores: _Scores) -> Iterator[int]:
     """Score every window, `rows` at a time; yields how many tokens are done."""
     done = 0
     for start in range(0, len(windows), rows):
         batch = windows[start : start + rows]
         for row, window in enumerate(batch):
-            for runner in runners:
-                runner.read(row, window.ids[: window.first - 1])
+            for stepper in steppers:
+                stepper.fill(row, window.ids[: window.first - 1])
         for step in range(max(window.scored for window in batch)):
             running = [row for row, window in enumerate(batch) if step < window.scored]
             ids, lengths = np.zeros(rows, np.int64), np.zeros(rows, np.int32)  # the others begin again, and again
             for row in running:
                 lengths[row] = batch[row].first - 1 + step
                 ids[row] = batch[row].ids[lengths[row]]
-            logits = [runner.step(ids, lengths) for runner in runners]
+            logits = [_logits(stepper, ids, lengths) for stepper in steppers]
             for row in running:
                 following = int(batch[row].ids[lengths[row] + 1])
                 scores.add(batch[row].offset + step, following, [one[row] for one in logits])
             done += len(running)
             yield done
+
+
+def _logits(stepper: Stepper, ids: Array, lengths: Array) -> Array:
+    """[rows, V] float32 after one more token of each row. ids: [rows] int64. lengths: [rows] int32, the tokens before
+    it; a recurrent layer wants them to grow by those that were read, or to start again from 0."""
+    stepper.write(INPUT_IDS.name, ids[:, None])
+    stepper.write(LENGTHS.name, lengths)
+    stepper.run()
+    return stepper.read(LOGITS.name)
 
 
 def _log_softmax(logits: Array) -> Array:

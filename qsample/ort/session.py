@@ -68,7 +68,7 @@ def open_sessions(
 
     provider: a short name (see `execution_providers`), or ONNX Runtime's own provider names in order of preference;
     None = what a device package was compiled for, otherwise "cpu". logits: the decoder returns its logits, too,
-    whatever else it returns (`returned_logits.with_logits`).
+    whatever else it returns; see `with_logits`.
 
     Raises QsampleError where the provider does not exist here or is not the one that the package was compiled for,
     PackageError where a graph does not have the interface that the manifest promises.

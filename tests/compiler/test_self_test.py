@@ -10,7 +10,7 @@ from typing import Any
 import onnx_ir as ir
 import pytest
 
-from qsample.compiler import published_runner
+from qsample.compiler import self_test
 from qsample.compiler.compile import compile_package
 from qsample.compiler.options import CompileOptions
 from qsample.compiler.targets import cpu
@@ -79,7 +79,7 @@ def open_with(monkeypatch: pytest.MonkeyPatch, session: type[CapturingSession]) 
         decoder: Any = opened[-1]
         return replace(sessions, decoder=decoder, replays=Replays())
 
-    monkeypatch.setattr(published_runner, "open_sessions", capture)
+    monkeypatch.setattr(self_test, "open_sessions", capture)
     return opened
 
 

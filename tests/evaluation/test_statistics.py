@@ -39,12 +39,12 @@ def test_series_without_correlations_to_speak_of(series: Array) -> None:
 
 @pytest.mark.parametrize("rho", [0.0, 0.7])
 def test_intervals_hold_the_truth_as_often_as_they_say(rho: float) -> None:
-    """90 % intervals of 200 series; taken for independent, those with rho = 0.7 would hold the mean 51 times in 100."""
+    """90 % intervals of 60 series; taken for independent, those with rho = 0.7 would hold the mean 51 times in 100."""
     hits = 0
-    for seed in range(200):
+    for seed in range(60):
         found = estimate_means({"x": autoregressive(500, rho, seed)}, confidence=0.9, seed=seed)["x"]
         hits += found.low <= 0 <= found.high
-    assert 0.8 <= hits / 200 <= 0.97
+    assert 0.75 <= hits / 60 <= 0.99
 
 
 def test_independent_numbers_have_the_classic_interval() -> None:

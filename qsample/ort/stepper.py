@@ -1,0 +1,129 @@
+"""Drives the decoder of a package step by step, with every input decided on by the host."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from qsample.contract import (
+    BATCH,
+    CAPACITY,
+    INPUT_IDS,
+    INPUT_LENGTHS,
+    LENGTHS,
+    ROW_AXES,
+    SEARCHED,
+    SEARCHED_ROWS,
+    SEQUENCE,
+    TensorSpec,
+    retained_name,
+)
+from qsample.ort.bound_graph import BoundGraph
+from qsample.ort.buffers import Buffer, copy_on_device
+from qsample.ort.session import Sessions, with_logits
+from qsample.tensors import Array
+
+
+class Stepper:
+    """Rows of a package on the device that it runs on, one token of each a run.
+
+    `write` inputs and states, `run`, and `read` outputs. Parameters that were not written are off, everything else is
+    zeros: so every row runs, and none emits.
+
+    Attributes:
+        specs: the inputs, and the states but the cache: what may be written.
+        outputs: names of the outputs but the states.
+    """
+
+    def __init__(
+        self, sessions: Sessions, rows: int, capacity: int, *, captured: bool = False, logits: bool = False
+    ) -> None:
+        """Allocate the memory.
+
+        Args:
+            sessions: as `open_sessions` opens them.
+            rows: at least 1.
+            capacity: T, tokens of a row.
+            captured: capture and replay the runs, if the package is made for that. A capture runs the graph several
+                times over the same inputs, so a cache that may not be written twice is not updated in place.
+            logits: `sessions` were opened with the logits among the outputs.
+        """
+        interface, self._sessions = sessions.interface, sessions
+        self._graph_spec = spec = with_logits(interface.decoder) if logits else interface.decoder
+        self._sizes = {**interface.sizes, BATCH: rows, SEQUENCE: 1, CAPACITY: capacity, SEARCHED: rows}
+        self._sizes |= dict.fromkeys(ROW_AXES, 1)
+        self.specs = tuple(one for one in (*spec.inputs, *spec.states) if one not in interface.cache_states)
+        self.outputs = tuple(one.name for one in spec.outputs)
+        self._buffers = {one.name: self._allocate(one) for one in (*spec.inputs, *spec.states, *spec.outputs)}
+        self._apart: list[str] = []  # states whose next value is in memory of its own
+        for state in spec.states:
+            if not state.read_only:
+                in_place = state in interface.cache_states and (CAPACITY in state.axes or not captured)
+                name = retained_name(state.name)
+                self._buffers[name] = self._buffers[state.name] if in_place else self._allocate(state)
+                self._apart += [] if in_place else [state.name]
+        self.reset()
+        self._step = BoundGraph(
+            sessions.decoder, spec, self._buffers, sessions.device, sessions.replays, captured=captured
+        )
+        piece = {**self._sizes, BATCH: 1, SEQUENCE: min(sessions.piece_size, capacity)}
+        self._piece = Buffer.allocate(INPUT_IDS, piece, sessions.device)
+        self._readers: dict[int, BoundGraph] = {}  # by row
+
+    def reset(self) -> None:
+        """Begin again: parameters off, the rest zeros; the cache need not be cleared."""
+        for spec in self.specs:
+            self.write(spec.name, spec.off or 0)
+        self.write(INPUT_LENGTHS.name, 1)
+
+    def write(self, name: str, values: Any) -> None:
+        """Replace an input or a state of every row by values of its shape, or that broadcast to it."""
+        buffer = self._buffers[name]
+        spec = next(one for one in self.specs if one.name == name)
+        buffer.write(np.broadcast_to(np.asarray(values, spec.dtype), buffer.shape))
+
+    def run(self) -> None:
+        """Run once. The cache moves on, other states wait for `advance`."""
+        self._step.run()
+
+    def advance(self) -> None:
+        """Make the states that the last run wrote the current ones."""
+        for name in self._apart:
+            copy_on_device(self._buffers[retained_name(name)], self._buffers[name])
+
+    def read(self, name: str) -> Array:
+        """A copy of an output, or of a state as it is now."""
+        return self._buffers[name].read()
+
+    def fill(self, row: int, ids: Array) -> None:
+        """Fill a row's cache with the tokens `ids`, [n] int64, from position 0 on. Not for captured runs."""
+        size = self._piece.shape[1]
+        lengths = np.zeros(self._sizes[BATCH], np.int32)
+        for start in range(0, len(ids), size):
+            piece = ids[start : start + size]
+            lengths[row] = start
+            self.write(LENGTHS.name, lengths)
+            self._piece.write(np.pad(piece, (0, size - len(piece)))[None])
+            self._reader(row, len(piece)).run()
+
+    def _reader(self, row: int, tokens: int) -> BoundGraph:
+        """The graph over one row, which reads the first `tokens` tokens of the piece."""
+        device, ids = self._sessions.device, self._piece.reshaped(1, tokens)
+        length = Buffer.of(np.array([tokens], np.int32), device)
+        if row not in self._readers:
+            buffers = {name: buffer.rows(row) for name, buffer in self._buffers.items()}
+            # Row 0, needlessly: on the CPU, ONNX Runtime before 1.32 gets an empty list wrong.
+            searched = Buffer.of(np.zeros(1, np.int64), device)
+            buffers |= {INPUT_IDS.name: ids, INPUT_LENGTHS.name: length, SEARCHED_ROWS.name: searched}
+            sessions = self._sessions
+            self._readers[row] = BoundGraph(
+                sessions.decoder, self._graph_spec, buffers, device, sessions.replays, captured=False
+            )
+        graph = self._readers[row]
+        graph.bind_input(INPUT_IDS.name, ids)
+        graph.bind_input(INPUT_LENGTHS.name, length)
+        return graph
+
+    def _allocate(self, spec: TensorSpec) -> Buffer:
+        return Buffer.allocate(spec, self._sizes, self._sessions.device)
