@@ -1,17 +1,17 @@
-"""What baking brings: one decoder file with its logits copied to the host, in onnxruntime-genai, and baked.
+"""The gain from baking: a decoder file with its logits copied to the host, in onnxruntime-genai, and baked.
 
-    python -m venv peers && peers/bin/pip install onnxruntime-genai onnx-ir torch transformers
-    python benchmarks/bake.py --peers-python peers/bin/python                  # some ten minutes on two cores
+    python -m venv peers && peers/bin/pip install -r benchmarks/peers.txt
+    python benchmarks/bake.py --peers-python peers/bin/python                  # about ten minutes on two cores
     python benchmarks/bake.py --peers-python peers/bin/python --batch 1 --mix greedy everything
 
-One checkpoint of random weights becomes one file of 4-bit weights, written by onnxruntime-genai's builder. Four hosts
-run it: the file itself under ONNX Runtime, its logits sampled with NumPy or with transformers' processors, as hosts are
-written today; onnxruntime-genai; and what `qsample bake` and `qsample compile` make of it. They take turns, as in
-decode.py, and a run goes on where the one before it stopped. Time and memory of baking are measured in a process of
-its own, when the package is made.
+onnxruntime-genai's builder writes a checkpoint of random weights as a file of 4-bit weights. Four hosts run the file:
+two with the file itself under ONNX Runtime, which sample its logits with NumPy or with transformers' processors, as
+hosts do today; onnxruntime-genai; and qsample, with the package that `qsample bake` and `qsample compile` make of it.
+They take turns, as in decode.py, and a run continues an interrupted run. Time and memory of baking are measured in a
+separate process, when the package is made.
 
 "everything" switches all sampling parameters on: temperature, top-k, top-p, min-p, and the three penalties.
-onnxruntime-genai has not all of them, and does not take part in it.
+onnxruntime-genai lacks some of them, and does not take part.
 """
 
 from __future__ import annotations
@@ -19,40 +19,39 @@ from __future__ import annotations
 import argparse
 import resource
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-from checkpoints import CTX_LEN, SHAPES, can_import, make_checkpoint, make_genai_model
-from decode import ROUNDS, Part, add_options, remaining, run_cells
-from decode_report import Results, markdown, show, write
-from machine import describe_machine
-from mixes import FLAT, MIXES
+from checkpoints import CTX_LEN, SHAPES, can_import, make_checkpoint, make_genai_model, qsample
+from common import FLAT, MIXES, add_output, describe_machine, make_parser, markdown
+from decode import ROUNDS, Part, add_options, remaining, run_cells, start
+from decode_report import OWN, Results, show, write
 from rich.console import Console
-from turns import PEERS, Worker, qsample, size_of
+from turns import PEERS, size_of
 
-OWN: Final = ("qsample", "logits to NumPy", "logits to transformers")
-SYSTEMS: Final = """All run one file of 4-bit weights in blocks of 32; qsample's was baked and compiled from it. The
-hosts in the last columns copy the logits, and sample with NumPy, and with transformers' processors and torch."""
+HOSTS: Final = ("logits to NumPy", "logits to transformers")
+SYSTEMS: Final = """All systems run the same file of 4-bit weights in blocks of 32; qsample's package was baked and
+compiled from it. The hosts in the last columns copy the logits, and sample with NumPy, or with transformers' processors
+and torch."""
 EVERYTHING: Final = "everything"
 
 
 def timed(command: list[str], log: Path) -> dict[str, float]:
-    """Run a command; its seconds, and the most memory of it in bytes, mapped files included."""
+    """Run a command; returns its seconds and its peak memory in bytes, including mapped files (0 = unknown)."""
     before, start = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss, time.perf_counter()
     done = subprocess.run(command, capture_output=True, text=True)
     log.write_text(done.stdout + done.stderr)
     if done.returncode:
         raise SystemExit(f"{' '.join(command)} failed: {done.stderr[-1000:]}")
     most = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
-    # The kernel keeps one maximum for all children; a smaller one than before cannot be told.
+    # The kernel keeps a single maximum for all children, which hides a smaller peak.
     return {"seconds": time.perf_counter() - start, "peak_bytes": float(most * 1024 if most > before else 0)}
 
 
 def build(options: argparse.Namespace, results: Results, console: Console) -> dict[str, Path]:
-    """The model of each system. What baking took is noted where it was not done before."""
+    """The model of each system; the results record the cost of baking if the package is new."""
     shape, folder = options.shape, options.work / options.shape
     with console.status("a checkpoint of random weights, and onnxruntime-genai's file of it"):
         checkpoint = make_checkpoint(shape, folder / "checkpoint")
@@ -68,11 +67,11 @@ def build(options: argparse.Namespace, results: Results, console: Console) -> di
             facts["compile"] = timed(qsample("compile", baked, compiled, *more), folder / "compile.log")
         known["bake"] = facts
         results.save()
-    return {"qsample": compiled, "genai": foreign, **dict.fromkeys(OWN[1:], foreign)}
+    return {"qsample": compiled, "genai": foreign, **dict.fromkeys(HOSTS, foreign)}
 
 
 def chosen_parts(options: argparse.Namespace) -> list[Part]:
-    """Greedy to everything on, at one, four and sixteen rows, unless the command line says otherwise."""
+    """Greedy to everything on, at 1, 4 and 16 rows, unless the options name others."""
     mixes = tuple(options.mix or (*MIXES, *FLAT, EVERYTHING))
     prompts = tuple(options.prompt or [64])
     parts = []
@@ -85,31 +84,27 @@ def chosen_parts(options: argparse.Namespace) -> list[Part]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--peers-python", required=True, help="a Python that has onnxruntime-genai")
+    parser = make_parser(__doc__)
+    parser.add_argument("--peers-python", required=True, help="a Python with the packages of peers.txt")
     parser.add_argument("--work", type=Path, default=Path("build/decode"), help="folder for the models")
     parser.add_argument("--shape", choices=list(SHAPES), default="qwen3-0.6b")
     add_options(parser)
-    parser.add_argument("--output", type=Path, default=Path("docs/benchmarks/bake"), help="file name without suffix")
+    add_output(parser, "bake")
     options, console = parser.parse_args(), Console(stderr=True)
     if missing := can_import(options.peers_python, PEERS["genai"]):
-        raise SystemExit(f"the file is written by onnxruntime-genai: {missing}")
+        raise SystemExit(f"onnxruntime-genai writes the file: {missing}")
     ends = time.perf_counter() + 60 * options.minutes
 
     results = Results(options.output.with_suffix(".json"), describe_machine(options.threads))
     models = build(options, results, console)
     todo = remaining(results, chosen_parts(options), list(models), again=options.again)
-    workers = {}
-    for name, model in models.items() if todo else ():
-        python = sys.executable if name in OWN else options.peers_python
-        workers[name] = Worker(name, model, python, options.threads)
-        results.describe(options.shape, name, model, workers[name])
+    workers = start(models if todo else {}, options.shape, options, results, console)
     run_cells(workers, results, todo, options.new_tokens, console, ends=ends)
     for worker in workers.values():
         worker.close()
     results.save()
     show(results, Console())
-    write(results, options.output, "What baking brings", "bake.py", SYSTEMS)
+    write(results, options.output, "The gain from baking", "bake.py", SYSTEMS)
     gains = markdown(*gain_rows(results, options.shape))
     with options.output.with_suffix(".md").open("a") as page:
         page.write("\n".join(["", "## A step, in short", "", *gains, ""]))
@@ -118,15 +113,15 @@ def main() -> None:
 
 
 def gain_rows(results: Results, shape: str) -> tuple[list[str], list[list[str]]]:
-    """A line per mix and number of rows, at the shortest prompt: the baked step, and how many times longer others'."""
+    """A line per mix and number of rows, at the shortest prompt: the baked step, and multiples of it for the others."""
     cells = results.shape(shape)["cells"]
-    others = [*OWN[1:], "genai"]
+    others = [*HOSTS, "genai"]
     order = [*MIXES, *FLAT, EVERYTHING]
     keys = {(cell["mix"], cell["batch"]) for cell in cells}
     prompt = min((cell["prompt"] for cell in cells), default=0)
     lines = []
     for mix, rows in sorted(keys, key=lambda key: (order.index(key[0]), key[1])):
-        own = results.cell(shape, prompt, rows, mix, "qsample")
+        own = results.cell(shape, prompt, rows, mix, OWN)
         if own is not None:
             ratios = [results.ratio(shape, prompt, rows, mix, name, "decode") for name in others]
             texts = ["" if ratio is None else f"{ratio:.2f}x" for ratio in ratios]
@@ -135,7 +130,7 @@ def gain_rows(results: Results, shape: str) -> tuple[list[str], list[list[str]]]
 
 
 def describe(shape: str, facts: dict[str, Any]) -> str:
-    """What baking took, for the page."""
+    """The cost of baking, for the page."""
     size, baking = facts["file_bytes"], facts["bake"]
     text = f"\n`qsample bake` of the {shape} file ({size / 1e6:,.0f} MB) took {baking['seconds']:.1f} s"
     if baking["peak_bytes"]:

@@ -1,9 +1,9 @@
-"""Makes checkpoints of random weights in a named shape, and models of them in the peers' formats.
+"""Makes checkpoints of random weights in a named shape, and converts them to the peers' formats.
 
-Random weights run as fast as trained ones, but their distribution is flat, the worst case for top-p. So the last norm
-is scaled until the likeliest token has a probability of about PEAK, as a trained model's has: the same as scaling the
-head, and it leaves a tied head tied. What the layers add to the residual stream is scaled, too: with a tied head, the
-embedding in it would make each token predict itself.
+Random weights run as fast as trained weights, but their distribution is flat, the worst case for top-p. Therefore the
+last norm is scaled until the likeliest token has a probability of about PEAK, as in a trained model: this equals a
+scaled head, and leaves a tied head tied. The contributions of the layers to the residual stream are scaled as well:
+with a tied head, the embedding in the stream would otherwise make each token predict itself.
 """
 
 from __future__ import annotations
@@ -20,113 +20,67 @@ import numpy as np
 
 PEAK: Final = 0.5
 LAYER_GAIN: Final = 8.0
-RESIDUAL: Final = ("o_proj", "out_proj", "down_proj")  # what ends in the residual stream
-CTX_LEN: Final = 4608  # of packages for the CPU, or all that a shape has
+RESIDUAL: Final = ("o_proj", "out_proj", "down_proj")  # these write to the residual stream
+CTX_LEN: Final = 4608  # of packages for the CPU, unless a shape has less
 ASSETS: Final = Path(__file__).resolve().parent.parent / "qsample" / "assets" / "tiny_lm"
 TOKEN_IDS: Final = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
-# What the models' own config.json say; where the context is cut, nothing longer is measured.
+# From the models' own config.json. If a context is shortened, nothing longer is measured.
+_QWEN3 = {"model_type": "qwen3", "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936}
+_QWEN3 |= {"max_position_embeddings": 40960, "rope_theta": 1e6, "tie_word_embeddings": True}
+_LLAMA = {"model_type": "llama", "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256}
+_LLAMA |= {"max_position_embeddings": 4096, "rope_theta": 5e5}
+_GATED_DELTA = {"num_key_value_heads": 2, "head_dim": 256, "linear_num_key_heads": 16, "max_position_embeddings": 4096}
+_GATED_DELTA |= {"rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25}}
+_QWEN3_5 = {**_GATED_DELTA, "model_type": "qwen3_5_text", "hidden_size": 1024, "intermediate_size": 3584}
+_QWEN3_5 |= {"num_attention_heads": 8, "linear_num_value_heads": 16, "tie_word_embeddings": True}
 SHAPES: Final[dict[str, dict[str, Any]]] = {
     "qwen3-0.6b": {
-        "model_type": "qwen3",
+        **_QWEN3,
         "hidden_size": 1024,
         "intermediate_size": 3072,
         "num_hidden_layers": 28,
         "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "vocab_size": 151936,
-        "max_position_embeddings": 40960,
-        "rope_theta": 1e6,
-        "tie_word_embeddings": True,
     },
     "qwen3-4b": {
-        "model_type": "qwen3",
+        **_QWEN3,
         "hidden_size": 2560,
         "intermediate_size": 9728,
         "num_hidden_layers": 36,
         "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "vocab_size": 151936,
-        "max_position_embeddings": 40960,
-        "rope_theta": 1e6,
-        "tie_word_embeddings": True,
     },
     "llama-3.2-1b": {
-        "model_type": "llama",
+        **_LLAMA,
         "hidden_size": 2048,
         "intermediate_size": 8192,
         "num_hidden_layers": 16,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
         "head_dim": 64,
-        "vocab_size": 128256,
-        "max_position_embeddings": 4096,
-        "rope_theta": 5e5,
         "tie_word_embeddings": True,
     },
     "llama-3.1-8b": {
-        "model_type": "llama",
+        **_LLAMA,
         "hidden_size": 4096,
         "intermediate_size": 14336,
         "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
         "head_dim": 128,
-        "vocab_size": 128256,
-        "max_position_embeddings": 4096,
-        "rope_theta": 5e5,
         "tie_word_embeddings": False,
     },
     # Hybrids and mixtures. A slice has few of its model's layers, each in full size, and the same share of its
-    # vocabulary: so a step times the whole model's layers over the slice's is about a step of the whole model.
-    "qwen3.5-0.8b": {
-        "model_type": "qwen3_5_text",
-        "hidden_size": 1024,
-        "intermediate_size": 3584,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 2,
-        "head_dim": 256,
-        "linear_num_key_heads": 16,
-        "linear_num_value_heads": 16,
-        "vocab_size": 248320,
-        "max_position_embeddings": 4096,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
-        "tie_word_embeddings": True,
-    },
-    "qwen3.5-slice": {
-        "model_type": "qwen3_5_text",
-        "hidden_size": 1024,
-        "intermediate_size": 3584,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 2,
-        "head_dim": 256,
-        "linear_num_key_heads": 16,
-        "linear_num_value_heads": 16,
-        "vocab_size": 41408,  # 4 of 24 layers; in multiples of 64
-        "max_position_embeddings": 4096,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
-        "tie_word_embeddings": True,
-    },
+    # vocabulary: its step, times the ratio of the numbers of layers, is about a step of the whole model.
+    "qwen3.5-0.8b": {**_QWEN3_5, "num_hidden_layers": 24, "vocab_size": 248320},
+    "qwen3.5-slice": {**_QWEN3_5, "num_hidden_layers": 4, "vocab_size": 41408},  # 4 of 24 layers; a multiple of 64
     "qwen3-next-slice": {
+        **_GATED_DELTA,
         "model_type": "qwen3_next",
         "hidden_size": 2048,
         "intermediate_size": 5120,
         "num_hidden_layers": 4,
         "num_attention_heads": 16,
-        "num_key_value_heads": 2,
-        "head_dim": 256,
-        "linear_num_key_heads": 16,
         "linear_num_value_heads": 32,
-        "num_experts": 64,  # of 512: the time of a step follows the 10 that a token takes
+        "num_experts": 64,  # of 512: the time of a step follows the 10 active experts
         "num_experts_per_tok": 10,
         "moe_intermediate_size": 512,
         "shared_expert_intermediate_size": 512,
         "vocab_size": 12672,  # 4 of 48 layers
-        "max_position_embeddings": 4096,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
         "tie_word_embeddings": False,
     },
     "qwen3-30b-a3b-slice": {
@@ -161,7 +115,7 @@ SHAPES: Final[dict[str, dict[str, Any]]] = {
         "max_position_embeddings": 4096,
         "tie_word_embeddings": False,
     },
-    # For a try of the benchmarks themselves, in seconds.
+    # To try the benchmarks themselves in seconds.
     "tiny": {
         "model_type": "qwen3",
         "hidden_size": 128,
@@ -178,10 +132,13 @@ SHAPES: Final[dict[str, dict[str, Any]]] = {
 
 
 def make_checkpoint(shape: str, folder: Path, *, layers: int | None = None, peak: float | None = PEAK) -> Path:
-    """Write a bfloat16 checkpoint with a tokenizer to `folder`, unless there is one, and return the folder.
+    """Write a bfloat16 checkpoint with a tokenizer, unless it exists.
 
-    shape: a key of SHAPES. layers: instead of the shape's number. peak: probability of the likeliest token, median;
-    None = leave the distribution flat.
+    Args:
+        shape: A key of SHAPES.
+        folder: The destination, which is returned.
+        layers: Replaces the shape's number of layers.
+        peak: The median probability of the likeliest token; None leaves the distribution flat.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -200,18 +157,18 @@ def make_checkpoint(shape: str, folder: Path, *, layers: int | None = None, peak
                 parameter.mul_(LAYER_GAIN)
         if peak is not None:
             weight, factor = model.model.norm.weight, peaking_factor(model, peak)
-            # Qwen3-Next and Qwen3.5 store what is added to 1.
+            # Qwen3-Next and Qwen3.5 store the difference from 1.
             weight.copy_(weight * factor if weight.any() else (1 + weight) * factor - 1)
     model.generation_config.update(**TOKEN_IDS)
     scratch = folder.with_name(f"{folder.name}.partial")
     AutoTokenizer.from_pretrained(ASSETS).save_pretrained(scratch)
     model.save_pretrained(scratch)
-    scratch.rename(folder)  # what is there is whole
+    scratch.rename(folder)  # an existing folder is complete
     return folder
 
 
 def peaking_factor(model: Any, peak: float) -> float:
-    """What to multiply `model`'s logits by, for the likeliest token to have probability `peak` in the median."""
+    """The factor of `model`'s logits that gives the likeliest token a median probability of `peak`."""
     import torch
 
     ids = torch.from_numpy(prompt_ids(4, 16, model.config.vocab_size))
@@ -229,24 +186,35 @@ def peaking_factor(model: Any, peak: float) -> float:
 
 
 def prompt_ids(rows: int, tokens: int, vocab_size: int, seed: int = 0) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """[rows, tokens] int64: random ids, without the special ones."""
+    """[rows, tokens] int64: random ids, without special tokens."""
     return np.random.default_rng(seed).integers(len(TOKEN_IDS), vocab_size, (rows, tokens))
 
 
-def make_package(checkpoint: Path, package: Path, weights: str, *options: str, ctx_len: int = CTX_LEN) -> Path:
-    """Compile the checkpoint for the CPU, unless `package` is there, and return `package`.
+def qsample(*arguments: object, before: str = "") -> list[str]:
+    """The command line of qsample in this Python; before: statements to run first."""
+    return [sys.executable, "-c", f"{before}from qsample.cli import main; main()", *map(str, arguments)]
 
-    weights: float32, or what `--weights` takes. options: more of `qsample compile`. ctx_len: or fewer, all that the
-    checkpoint's model has.
+
+def make_package(
+    checkpoint: Path, package: Path, weights: str, *options: str, ctx_len: int = CTX_LEN, before: str = ""
+) -> Path:
+    """Compile a checkpoint for the CPU, unless the package exists.
+
+    Args:
+        checkpoint: The checkpoint.
+        package: The destination, which is returned.
+        weights: "float32", or a value of `--weights`.
+        *options: Further options of `qsample compile`.
+        ctx_len: The context, unless the checkpoint's model has less.
+        before: Python statements to run before the command.
     """
     if not package.exists():
         positions = json.loads((checkpoint / "config.json").read_text())["max_position_embeddings"]
-        command = [sys.executable, "-c", "from qsample.cli import main; main()", "compile", checkpoint, package]
-        command += ["--ctx-len", min(ctx_len, positions), *options]
+        more = ["--ctx-len", min(ctx_len, positions), *options]
         if weights != "float32":
-            # Random weights are off by more than a trained model's, and how far is reported.
-            command += ["--weights", weights, "--max-divergence", "100"]
-        run_quietly([*map(str, command)], package.with_suffix(".log"))
+            # Random weights diverge further than trained weights; the benchmarks report the divergence.
+            more += ["--weights", weights, "--max-divergence", "100"]
+        run_quietly(qsample("compile", checkpoint, package, *more, before=before), package.with_suffix(".log"))
     return package
 
 
@@ -260,11 +228,18 @@ def make_genai_model(
     provider: str = "cpu",
     last_logits: bool = False,
 ) -> Path:
-    """Build the checkpoint for onnxruntime-genai with its own model builder, unless it is there, and return the folder.
+    """Convert a checkpoint with onnxruntime-genai's own model builder, unless the result exists.
 
-    python: an interpreter that has onnxruntime-genai, torch and transformers. accuracy level 4 takes the same kernels
-    that qsample takes, and the tied table is shared, which is the builder's default. last_logits: compute the logits of
-    a prompt's last token only; otherwise a model returns those of all, [B, S, V].
+    Accuracy level 4 selects the same kernels as qsample; the builder shares a tied table by default.
+
+    Args:
+        checkpoint: The checkpoint.
+        folder: The destination, which is returned.
+        python: An interpreter with the packages of `peers.txt`.
+        precision: The builder's precision: "int4", "fp16", "bf16", ….
+        block_size: Weights that share a scale, for int4.
+        provider: The builder's execution provider.
+        last_logits: Compute only the logits of a prompt's last token; otherwise the model returns all, [B, S, V].
     """
     if not (folder / "genai_config.json").exists():
         with tempfile.TemporaryDirectory(dir=checkpoint.parent) as scratch:
@@ -280,10 +255,14 @@ def make_genai_model(
 
 
 def make_gguf(checkpoint: Path, path: Path, python: str, quantization: str = "Q4_0", *, texts: bool = False) -> Path:
-    """Write the checkpoint as a quantized GGUF file, unless it is there, and return its path.
+    """Convert a checkpoint to a quantized GGUF file, unless the file exists.
 
-    python: an interpreter that has gguf and llama-cpp-python, whose own quantizer is used. texts: with a made-up text
-    for every token, see `gguf_model.py`.
+    Args:
+        checkpoint: The checkpoint.
+        path: The destination, which is returned.
+        python: An interpreter with gguf and llama-cpp-python, whose own quantizer is used.
+        quantization: A type of llama.cpp.
+        texts: Invent a text for every token; see `gguf_model.py`.
     """
     if not path.exists():
         script = str(Path(__file__).with_name("gguf_model.py"))
@@ -293,9 +272,9 @@ def make_gguf(checkpoint: Path, path: Path, python: str, quantization: str = "Q4
 
 
 def make_composite(checkpoint: Path, folder: Path) -> Path:
-    """Write a Qwen3.5 decoder as Qwen3.5 is released, with a vision tower, here of no size; returns the folder.
+    """Write a Qwen3.5 decoder in its released form, with a vision tower (here a minimal one), to `folder`.
 
-    It is the only form that onnxruntime-genai's builder takes.
+    onnxruntime-genai's builder accepts no other form.
     """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3_5Config, Qwen3_5ForConditionalGeneration
@@ -315,9 +294,13 @@ def make_composite(checkpoint: Path, folder: Path) -> Path:
 
 
 def run_quietly(command: list[str], log: Path) -> None:
-    """Run a builder with its output in `log`; RuntimeError shows the end of it where it fails."""
+    """Run a builder with its output in `log`.
+
+    Raises:
+        RuntimeError: The builder failed; the message has the end of its output.
+    """
     log.parent.mkdir(parents=True, exist_ok=True)
-    # Another interpreter has packages of its own.
+    # Another interpreter has its own packages.
     left_out = () if command[0] == sys.executable else ("PYTHONPATH",)
     environment = {name: value for name, value in os.environ.items() if name not in left_out}
     with log.open("w") as output:
@@ -328,7 +311,7 @@ def run_quietly(command: list[str], log: Path) -> None:
 
 
 def can_import(python: str, modules: list[str]) -> str | None:
-    """None where the interpreter `python` has all `modules`, otherwise what it says."""
+    """None if the interpreter `python` has all `modules`, otherwise its message."""
     code = f"import importlib.util as u; print([m for m in {modules} if u.find_spec(m) is None])"
     done = subprocess.run([python or sys.executable, "-c", code], capture_output=True, text=True, check=False)
     if done.returncode:

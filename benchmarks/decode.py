@@ -1,23 +1,23 @@
 """Decoding on the CPU: qsample, onnxruntime-genai, llama.cpp and transformers, on the same random weights.
 
-    python -m venv peers && peers/bin/pip install onnxruntime-genai torch transformers llama-cpp-python gguf
+    python -m venv peers && peers/bin/pip install -r benchmarks/peers.txt
     python benchmarks/decode.py --peers-python peers/bin/python                # half an hour on two cores
     python benchmarks/decode.py --peers-python peers/bin/python --minutes 10   # as many cells as fit, and stop
     python benchmarks/decode.py --peers-python peers/bin/python --batch 1 --prompt 64 --rounds 9 --again
 
-One checkpoint of random weights is built for every system, into --work, once; a peer that is not installed or cannot
-take a model is left out, and named. Each system runs in a process of its own with the same number of threads, and they
-take turns, round by round, because a shared machine changes its speed: ratios are taken within a round, and the median
-of the rounds is reported. qsample, onnxruntime-genai and llama.cpp have 4-bit weights in blocks of 32, transformers has
+All systems run the same checkpoint of random weights, which is built once in --work; a peer that is not installed or
+rejects a model is left out and named. Each system runs in its own process with the same number of threads. They take
+turns, round by round, because a shared machine changes its speed: ratios are taken within a round, and the median of
+the rounds is reported. qsample, onnxruntime-genai and llama.cpp have 4-bit weights in blocks of 32, transformers has
 float32.
 
 Without --prompt, --batch and --mix the cells of PLAN are measured: long prompts take most of the time, and get few
-rounds. Results are written after every cell, and a run goes on where the one before it stopped: a cell that has its
-rounds is left as it is, unless --again is given. Delete the JSON file to measure everything on one machine anew.
+rounds. Results are written after every cell, and a run continues an interrupted run: complete cells are skipped unless
+--again is given. Delete the JSON file to measure everything again on the same machine.
 
-`genai` runs with --threads like the others; `genai defaults` as it comes: onnxruntime-genai itself takes half of the
-logical processors, at most 16, for what may be physical cores. Its models are built with `prune_lm_head`: of a prompt,
-all systems compute the logits of the last token only.
+`genai` runs with --threads like the others; `genai defaults` runs with onnxruntime-genai's own choice: half of the
+logical processors, at most 16. Its models are built with `prune_lm_head`: all systems compute only the logits of a
+prompt's last token.
 """
 
 from __future__ import annotations
@@ -26,28 +26,30 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Final
 
 import numpy as np
-from checkpoints import CTX_LEN, SHAPES, can_import, make_checkpoint, make_genai_model, make_gguf, make_package
-from decode_report import Results, show, write
-from machine import describe_machine
-from mixes import ALL, EVERYTHING, FLAT, MIXES
+from checkpoints import CTX_LEN, SHAPES, make_checkpoint, make_genai_model, make_gguf, make_package
+from common import ALL, EVERYTHING, FLAT, MIXES, add_output, describe_machine, make_parser
+from decode_report import OWN, Results, show, write
 from rich.console import Console
-from turns import PEERS, Cell, Worker, expected_seconds, size_of, take_turns
+from turns import PEERS, Cell, Worker, available, expected_seconds, size_of, take_turns
 
 ROUNDS: Final = 5
-EVERY: Final = (*MIXES, *FLAT)  # the last of `mixes.py` is not in all systems
+EVERY: Final = (*MIXES, *FLAT)  # some systems lack parameters of EVERYTHING
 LARGEST_FLOAT32: Final = 2e9  # bytes of a bfloat16 checkpoint whose float32 package is compared with transformers
 
 
 @dataclass(frozen=True)
 class Part:
-    """Cells of one shape: every prompt of `prompts` with every number of rows and every mix. without: systems that
-    would take too long, or too much memory."""
+    """Cells of a shape: every prompt length with every number of rows and every mix.
+
+    `without` lists systems that would take too long, or too much memory.
+    """
 
     shape: str
     prompts: tuple[int, ...]
@@ -75,7 +77,7 @@ PLAN: Final = (
 
 
 def build(shape: str, options: argparse.Namespace, results: Results, console: Console) -> dict[str, Path]:
-    """The model of each system, built where it is not there; a system that cannot take the shape is noted."""
+    """The model of each system, built unless it exists; the results record systems that reject the shape."""
     folder, python = options.work / shape, options.peers_python
     with console.status(f"{shape}: a checkpoint of random weights"):
         checkpoint = make_checkpoint(shape, folder / "checkpoint")
@@ -90,13 +92,24 @@ def build(shape: str, options: argparse.Namespace, results: Results, console: Co
         "genai defaults": genai,
         "llama.cpp": lambda: make_gguf(checkpoint, folder / "q4_0.gguf", python),
     }
-    for system in builders.keys() & options.system:
-        with console.status(f"{shape}: a model for {system}"):
+    models |= build_each(builders, builders.keys() & options.system, shape, results, console)
+    return {name: models[name] for name in (OWN, *options.system) if name in models}
+
+
+def build_each(
+    builders: Mapping[str, Callable[[], Path]], systems: Iterable[str], shape: str, results: Results, console: Console
+) -> dict[str, Path]:
+    """The models of `systems`; the results record peers whose builder does not know the architecture."""
+    models = {}
+    for name in systems:
+        with console.status(f"{shape}: a model for {name}"):
             try:
-                models[system] = builders[system]()
-            except RuntimeError as error:  # an architecture that its builder does not know
-                note_failure(results, shape, system, error, console)
-    return {name: models[name] for name in ("qsample", *options.system) if name in models}
+                models[name] = builders[name]()
+            except RuntimeError as error:
+                if name == OWN:
+                    raise
+                note_failure(results, shape, name, error, console)
+    return models
 
 
 def note_failure(results: Results, shape: str, system: str, error: Exception, console: Console) -> None:
@@ -109,8 +122,8 @@ def note_failure(results: Results, shape: str, system: str, error: Exception, co
 def start(
     models: dict[str, Path], shape: str, options: argparse.Namespace, results: Results, console: Console
 ) -> dict[str, Worker]:
-    """The systems, loaded, with their size and memory noted; without those that cannot run their model."""
-    workers = {}
+    """Load the systems and record their size and memory; leaves out systems that cannot run their model."""
+    workers: dict[str, Worker] = {}
     for name, model in models.items():
         python = options.peers_python if PEERS.get(name) else sys.executable
         try:
@@ -118,7 +131,7 @@ def start(
             results.describe(shape, name, model, workers[name])
         except RuntimeError as error:
             workers.pop(name, None)
-            if name == "qsample":
+            if name == OWN:
                 raise
             note_failure(results, shape, name, error, console)
         else:
@@ -127,7 +140,7 @@ def start(
 
 
 def remaining(results: Results, parts: list[Part], systems: list[str], *, again: bool) -> list[tuple[Part, Cell]]:
-    """The cells that have not all their rounds of every system that takes part and can."""
+    """The incomplete cells: those that lack rounds of a system that takes part and can run them."""
     todo = []
     for part in parts:
         taking_part = [name for name in systems if name not in part.without]
@@ -147,25 +160,25 @@ def run_cells(
     *,
     ends: float = float("inf"),
 ) -> bool:
-    """Measure cells of one shape; False where the time was up, a moment of `perf_counter`."""
+    """Measure cells of a shape; False if `ends`, a moment of `perf_counter`, came first."""
 
     def seconds(part: Part, cell: Cell) -> float:
         taking_part = {name: worker for name, worker in workers.items() if name not in part.without}
         return expected_seconds(taking_part, cell, part.rounds, new_tokens)
 
     if todo:
-        minutes = sum(seconds(*one) for one in todo) / 60
-        console.print(f"{todo[0][0].shape}: {len(todo)} cells, some {minutes:.1f} minutes", highlight=False)
+        minutes = sum(seconds(*cell) for cell in todo) / 60
+        console.print(f"{todo[0][0].shape}: {len(todo)} cells, about {minutes:.1f} minutes", highlight=False)
     for number, (part, cell) in enumerate(todo):
         if time.perf_counter() + seconds(part, cell) > ends:
-            console.print(f"time is up before {cell}; run it again to go on", highlight=False)
+            console.print(f"time is up before {cell}; run the same command to continue", highlight=False)
             return False
         console.print(f"[{number + 1}/{len(todo)}] {part.shape}, {cell}", highlight=False)
         running = {name: worker for name, worker in workers.items() if name not in part.without}
 
         def failed(name: str, error: RuntimeError, shape: str = part.shape) -> None:
             del workers[name]
-            if name == "qsample":
+            if name == OWN:
                 raise error
             note_failure(results, shape, name, error, console)
 
@@ -177,7 +190,7 @@ def run_cells(
 
 
 def run_overhead(worker: Worker, results: Results, shape: str, batches: list[int], steps: int) -> None:
-    """The host's and the sampler's share of a step, in qsample's own loop."""
+    """Measure the host's and the sampler's share of a step, in qsample's own loop."""
     for batch in batches:
         request = {"rows": batch, "prompt_tokens": 64, "new_tokens": steps, "sampling": {"temperature": 0.0}}
         worker.ask(**request | {"new_tokens": 8})
@@ -189,7 +202,7 @@ def run_overhead(worker: Worker, results: Results, shape: str, batches: list[int
 
 
 def check_tokens(checkpoint: Path, results: Results, shape: str, threads: int) -> None:
-    """Whether the float32 package's greedy tokens are those of `generate`."""
+    """Compare the greedy tokens of the float32 package with those of transformers."""
     package = make_package(checkpoint, checkpoint.with_name("float32"), "float32")
     # Many prompts and few steps: greedy text of a random model soon repeats one token.
     request = {"rows": 16, "prompt_tokens": 64, "new_tokens": 4, "sampling": {"temperature": 0.0}}
@@ -204,12 +217,12 @@ def check_tokens(checkpoint: Path, results: Results, shape: str, threads: int) -
 def run_shape(
     shape: str, parts: list[Part], options: argparse.Namespace, results: Results, console: Console, ends: float
 ) -> bool:
-    """Everything of one shape; False where the time is up."""
+    """Measure all parts of a shape; False if the time is up."""
     models = build(shape, options, results, console)
     facts, checkpoint = results.shape(shape), options.work / shape / "checkpoint"
     results.set_quantization(shape, json.loads((models["qsample"] / "qsample.json").read_text()))
     if options.tokens and (options.again or not facts["tokens"]) and size_of(checkpoint) < LARGEST_FLOAT32:
-        with console.status(f"{shape}: greedy tokens beside transformers'"):
+        with console.status(f"{shape}: greedy tokens against transformers'"):
             check_tokens(checkpoint, results, shape, options.threads)
     overhead = options.overhead_steps and (options.again or not facts["overhead"])
     todo = remaining(results, parts, list(models), again=options.again)
@@ -228,7 +241,7 @@ def run_shape(
 
 
 def chosen_parts(options: argparse.Namespace) -> list[Part]:
-    """What the command line asks for: the plan, or a grid of its own."""
+    """The plan, or the grid of the options."""
     grid = options.prompt or options.batch or options.mix
     planned = [part for part in PLAN if options.shape is None or part.shape in options.shape]
     if planned and not grid:
@@ -239,37 +252,32 @@ def chosen_parts(options: argparse.Namespace) -> list[Part]:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options that the benchmarks of whole decoders have in common."""
+    """Add the options that the benchmarks of whole decoders share."""
     parser.add_argument("--mix", nargs="+", choices=list(ALL), help="how to sample")
     parser.add_argument("--batch", type=int, nargs="+", help="rows")
     parser.add_argument("--prompt", type=int, nargs="+", help="tokens of each row's prompt")
-    parser.add_argument("--rounds", type=int, help="of every cell; otherwise as planned")
+    parser.add_argument("--rounds", type=int, help="of every cell, in place of the planned number")
     parser.add_argument("--new-tokens", type=int, default=24, help="of each row and round")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--again", action="store_true", help="measure anew what was measured before")
-    parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no cell that would end later")
+    parser.add_argument("--again", action="store_true", help="repeat complete measurements")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="start no cell that would end later")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--peers-python", default=sys.executable, help="a Python that has the other systems")
+    parser = make_parser(__doc__)
+    parser.add_argument("--peers-python", default=sys.executable, help="a Python with the packages of peers.txt")
     parser.add_argument("--work", type=Path, default=Path("build/decode"), help="folder for the models")
     parser.add_argument("--shape", nargs="+", choices=list(SHAPES))
-    parser.add_argument("--system", nargs="+", choices=list(PEERS), default=list(PEERS), help="beside qsample")
+    parser.add_argument("--system", nargs="+", choices=list(PEERS), default=list(PEERS), help="next to qsample")
     add_options(parser)
     parser.add_argument("--overhead-steps", type=int, default=120, help="0 leaves this part out")
     parser.add_argument("--no-tokens", dest="tokens", action="store_false", help="do not compare greedy tokens")
-    parser.add_argument("--output", type=Path, default=Path("docs/benchmarks/decode"), help="file name without suffix")
+    add_output(parser, "decode")
     options, console = parser.parse_args(), Console(stderr=True)
     parts = chosen_parts(options)
     check_lengths(parser, parts, options)
     ends = time.perf_counter() + 60 * options.minutes
-    for name in list(options.system):
-        python = options.peers_python if PEERS[name] else sys.executable
-        missing = can_import(python, PEERS[name])
-        if missing is not None:
-            options.system.remove(name)
-            console.print(f"without {name}: {missing}", highlight=False)
+    options.system = available(options.system, options.peers_python, console)
     results = Results(options.output.with_suffix(".json"), describe_machine(options.threads))
     for shape in dict.fromkeys(part.shape for part in parts):
         of_shape = [part for part in parts if part.shape == shape]

@@ -1,32 +1,26 @@
-"""Keeps the measurements of `decode.py` in a JSON file and writes them as tables and a plot."""
+"""The measurements of `decode.py` as tables, a page and a plot."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from common import Kept, import_pyplot, markdown, print_table
 from rich.console import Console
-from rich.table import Table
 from turns import Cell, Worker, size_of, without_folders
 
 OWN = "qsample"
 
 
-class Results:
-    """Everything measured so far on one machine, as the JSON file holds it; a cell measured again is replaced.
+class Results(Kept):
+    """All measurements on a machine; a cell that is measured again is replaced.
 
-    Of a shape: `missing`, system → why it cannot run it.
+    `missing` of a shape maps a system to the reason why it cannot run the shape.
     """
 
     def __init__(self, path: Path, machine: str) -> None:
-        self._path = path
-        self.data: dict[str, Any] = {"machine": machine, "shapes": {}}
-        if path.exists():
-            earlier = json.loads(path.read_text())
-            if earlier["machine"] == machine:
-                self.data = earlier
+        super().__init__(path, {"machine": machine, "shapes": {}})
 
     def shape(self, shape: str) -> dict[str, Any]:
         empty: dict[str, Any] = {"systems": {}, "cells": [], "overhead": {}, "tokens": None, "quantization": None}
@@ -40,7 +34,7 @@ class Results:
         self.shape(shape)["systems"][system] = facts
 
     def describe(self, shape: str, system: str, model: Path, worker: Worker) -> None:
-        """Note what the system says of itself, the size of its files, and its memory after a few steps."""
+        """Record the system's version, the size of its files, and its memory after a few steps."""
         loaded, memory = worker.loaded, worker.probe()
         self.add_system(shape, system, loaded["version"], size_of(model), loaded["load_seconds"], memory)
 
@@ -51,7 +45,7 @@ class Results:
         self.shape(shape).setdefault("missing", {}).pop(system, None)
 
     def is_complete(self, shape: str, cell: Cell, systems: list[str], rounds: int) -> bool:
-        """Whether every one of `systems` that can run the shape has `rounds` rounds of the cell."""
+        """Whether all of `systems` that can run the shape have `rounds` rounds of the cell."""
         missing = self.shape(shape).get("missing", {})
         cells = [self.cell(shape, cell.prompt, cell.rows, cell.mix, name) for name in systems if name not in missing]
         return all(found is not None and len(found["step_ms"]) == rounds for found in cells)
@@ -59,7 +53,17 @@ class Results:
     def add_cell(
         self, shape: str, prompt: int, batch: int, mix: str, system: str, first: list[float], step: list[float]
     ) -> None:
-        """first, step: milliseconds to the first token, and of a step after it (median), one of each a round."""
+        """Record a cell.
+
+        Args:
+            shape: The model.
+            prompt: Tokens per prompt.
+            batch: Rows.
+            mix: The name of the sampling parameters.
+            system: The system.
+            first: Milliseconds to the first token, per round.
+            step: Milliseconds of a later step (median), per round.
+        """
         key = {"prompt": prompt, "batch": batch, "mix": mix, "system": system}
         cells = self.shape(shape)["cells"]
         cells[:] = [cell for cell in cells if any(cell[name] != value for name, value in key.items())]
@@ -79,26 +83,24 @@ class Results:
         cells = self.data["shapes"].get(shape, {"cells": []})["cells"]
         return next((c for c in cells if (c["prompt"], c["batch"], c["mix"], c["system"]) == key), None)
 
-    def ratio(self, shape: str, prompt: int, batch: int, mix: str, system: str, what: str) -> float | None:
-        """How many times slower `system` is than qsample; what: "decode" or "prefill". Median of the rounds' ratios."""
+    def ratio(self, shape: str, prompt: int, batch: int, mix: str, system: str, phase: str) -> float | None:
+        """The time of `system` over qsample's in `phase`, "decode" or "prefill": the median of the rounds' ratios."""
         own = self.cell(shape, prompt, batch, mix, OWN)
         other = self.cell(shape, prompt, batch, mix, system)
-        name = "step_ms" if what == "decode" else "first_token_ms"
-        # Rounds are only comparable within one run, and then there are equally many.
+        name = "step_ms" if phase == "decode" else "first_token_ms"
+        # Rounds are comparable only within a run, which has equally many of each system.
         if own is None or other is None or len(own[name]) != len(other[name]):
             return None
         return float(np.median(np.divide(other[name], own[name])))
 
     def save(self) -> None:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
         for shape in self.data["shapes"].values():
             shape["cells"].sort(key=lambda cell: (cell["prompt"], cell["batch"], cell["mix"], cell["system"]))
-        text = json.dumps(self.data, indent=1)
-        self._path.write_text(text + "\n")
+        super().save()
 
 
 def _cell_rows(results: Results, shape: str) -> tuple[list[str], list[list[str]]]:
-    """A line per prompt, batch and mix: ms to the first token and of a step, and their multiples of qsample's."""
+    """A line per prompt, batch and mix: ms to the first token and per step, with multiples of qsample's."""
     cells = results.shape(shape)["cells"]
     systems = [OWN, *sorted({cell["system"] for cell in cells} - {OWN})]
     keys = list(dict.fromkeys((cell["prompt"], cell["batch"], cell["mix"]) for cell in cells))
@@ -108,11 +110,11 @@ def _cell_rows(results: Results, shape: str) -> tuple[list[str], list[list[str]]
         row = [f"{key[0]:,}", str(key[1]), key[2]]
         for name in systems:
             cell, texts = results.cell(shape, *key, name), []
-            for what, field in (("prefill", "first_token_ms"), ("decode", "step_ms")):
+            for phase, field in (("prefill", "first_token_ms"), ("decode", "step_ms")):
                 if cell is not None:
-                    ratio = results.ratio(shape, *key, name, what)
-                    beside = "" if name == OWN else " (?)" if ratio is None else f" ({ratio:.2f}x)"
-                    texts.append(f"{np.median(cell[field]):.1f}{beside}")
+                    ratio = results.ratio(shape, *key, name, phase)
+                    multiple = "" if name == OWN else " (?)" if ratio is None else f" ({ratio:.2f}x)"
+                    texts.append(f"{np.median(cell[field]):.1f}{multiple}")
             row.append(", ".join(texts))
         rows.append(row)
     return header, rows
@@ -128,7 +130,7 @@ def _system_rows(results: Results, shape: str) -> tuple[list[str], list[list[str
 
 
 def _overhead_rows(results: Results, shape: str) -> tuple[list[str], list[list[str]]]:
-    """What the sampler and the host cost, as shares of a greedy step."""
+    """The cost of the sampler and the host, as shares of a greedy step."""
     rows = []
     for batch, facts in results.shape(shape)["overhead"].items():
         extra = facts["everything_over_greedy"] - 1
@@ -166,28 +168,33 @@ def show(results: Results, console: Console) -> None:
             (f"{shape}: loaded", _system_rows(results, shape)),
             (f"{shape}: overhead", _overhead_rows(results, shape)),
         ):
-            table = Table(*header, title=title, title_justify="left")
-            for row in rows:
-                table.add_row(*row)
-            console.print(table)
+            print_table(console, header, rows, title)
         console.print(_tokens(results, shape), _divergence(results, shape), sep="\n", highlight=False)
 
 
-_SYSTEMS = """All but transformers (float32) have 4-bit weights in blocks of 32. `genai defaults` has as many threads as
-onnxruntime-genai takes by itself: half of the logical processors."""
+_SYSTEMS = """All systems except transformers (float32) have 4-bit weights in blocks of 32. `genai defaults` uses
+onnxruntime-genai's own number of threads: half of the logical processors."""
 
 
 def write(results: Results, output: Path, title: str, script: str, systems: str = _SYSTEMS) -> None:
-    """The tables as markdown beside the JSON file, and a plot. script: the one that measured, in benchmarks/. systems:
-    a sentence on them."""
+    """Write the page and the plot.
+
+    Args:
+        results: The measurements.
+        output: The path of the page without a suffix.
+        title: The page's title.
+        script: The file in benchmarks/ that measured.
+        systems: A paragraph on the systems.
+    """
     lines = [
         f"# {title}",
         "",
-        f"{results.data['machine']}. Made by `python benchmarks/{script}`, which says how it measures.",
-        "For each system: ms to the first token of every row (TTFT), and of a step after it, medians of the rounds; in",
-        "brackets the multiple of qsample's, median of the ratios within each round.",
+        f"{results.data['machine']}. Made by `python benchmarks/{script}`, whose docstring describes the method;",
+        "`benchmarks/peers.txt` lists every package that the other systems need.",
+        "For each system: ms until every row has its first token (TTFT), and ms per later step, medians of the rounds;",
+        "in brackets the multiple of qsample's time, the median of the ratios within each round.",
         systems,
-        "Flat: at a temperature that leaves no peak.",
+        "Flat: a temperature that leaves no peak.",
         "",
     ]
     for shape in results.data["shapes"]:
@@ -205,18 +212,9 @@ def write(results: Results, output: Path, title: str, script: str, systems: str 
     output.with_suffix(".md").write_text("\n".join(lines))
 
 
-def markdown(header: list[str], rows: list[list[str]]) -> list[str]:
-    lines = ["| " + " | ".join(header) + " |", "|" + " --- |" * len(header)]
-    return lines + ["| " + " | ".join(row) + " |" for row in rows]
-
-
 def _plot(results: Results, path: Path) -> None:
-    """Tokens a second of all rows, at the shortest prompt; a panel per shape and mix."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
+    """Tokens per second of all rows, at the shortest prompt; a panel per shape and mix."""
+    plt = import_pyplot()
     shapes = [name for name, facts in results.data["shapes"].items() if facts["cells"]]
     mixes = list(dict.fromkeys(cell["mix"] for name in shapes for cell in results.shape(name)["cells"]))
     figure, axes = plt.subplots(len(shapes), len(mixes), figsize=(4 * len(mixes), 3.2 * len(shapes)), squeeze=False)

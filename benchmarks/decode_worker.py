@@ -1,11 +1,12 @@
-"""One system on one model, driven over its standard streams; started by `decode.py`, once per system.
+"""A system with a model, driven over its standard streams; started by `decode.py`, once per system.
 
     python benchmarks/decode_worker.py SYSTEM MODEL --threads 2
 
-After loading it prints one JSON line: version, seconds to load, memory. Then each request, a JSON line with the keys
-of `Request`, is answered by one: seconds to the first token of every row, seconds of each step after it, the tokens.
-Each system has its own process, so that all of them stay loaded and take turns, whatever they would do to each other's
-libraries. It needs the system it runs and NumPy, nothing of qsample otherwise: the peers may have another environment.
+After loading it prints a JSON line: version, seconds to load, memory. It answers each request, a JSON line with the
+keys of `Request`, with a line: seconds until every row has its first token, seconds of each later step, the tokens.
+Each system has its own process, so that all of them stay loaded and take turns without conflicts between their
+libraries. It needs the system that it runs and NumPy, but nothing else of qsample: the peers may have another
+environment.
 """
 
 from __future__ import annotations
@@ -26,8 +27,11 @@ Ids = np.ndarray[Any, np.dtype[np.int64]]
 
 @dataclass(frozen=True)
 class Request:
-    """rows, prompt_tokens: random prompts, seeded. new_tokens: sampled of each row, the first one included. sampling:
-    Hugging Face's names; temperature 0 is greedy, and what is absent is off."""
+    """A request for `rows` rows with seeded random prompts.
+
+    `new_tokens` counts the sampled tokens of each row, including the first. `sampling` has Hugging Face's names;
+    temperature 0 is greedy, and an absent parameter is off.
+    """
 
     rows: int
     prompt_tokens: int
@@ -36,19 +40,19 @@ class Request:
 
 
 class System(Protocol):
-    """vocab_size: of the model. generate: the moment before the work, then after each step; and the tokens, [B, N]."""
+    """A system; `generate` returns the moments before the work and after each step, and the tokens, [B, N]."""
 
     vocab_size: int
 
     def generate(self, prompts: Ids, request: Request) -> tuple[list[float], list[list[int]]]: ...
 
 
-class TimedSession:
-    """An ONNX Runtime session that adds up the time of its runs."""
+class WatchedSession:
+    """An ONNX Runtime session that counts its runs and adds up their seconds."""
 
     def __init__(self, session: Any) -> None:
         self._session = session
-        self.seconds = 0.0
+        self.runs, self.seconds = 0, 0.0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._session, name)
@@ -57,6 +61,7 @@ class TimedSession:
         start = time.perf_counter()
         self._session.run_with_iobinding(*arguments)
         self.seconds += time.perf_counter() - start
+        self.runs += 1
 
 
 class Qsample:
@@ -65,7 +70,7 @@ class Qsample:
     def __init__(self, model: Path, threads: int) -> None:
         from qsample.runtime import load
 
-        # All systems stay loaded: threads that spin on while another one has its turn would take its cores.
+        # All systems stay loaded: threads that keep spinning would take the cores of the next system.
         spinning = {"session.force_spinning_stop": "1"}
         self.model = load(model, intra_op_num_threads=threads, verify=False, session_config=spinning)
         self.vocab_size = self.model.interface.vocab_size
@@ -95,12 +100,14 @@ class Qsample:
         return moments, np.stack(steps, axis=1).tolist()
 
     def overhead(self, request: Request, everything: dict[str, float]) -> dict[str, Any]:
-        """What the host and the sampler cost: steps of one generation, greedy and with `everything` in turn.
+        """The cost of the host and the sampler, in steps that alternate between greedy and `everything`.
 
-        Returns the seconds of each step of both kinds, and of each the part that was outside the graph.
+        Returns:
+            The seconds of the steps of both kinds ("greedy", "everything"), and the parts of them outside the graph
+            ("greedy_host", "everything_host").
         """
         prompts = random_prompts(request, self.vocab_size)
-        timed = TimedSession(self.model.sessions.decoder)
+        timed = WatchedSession(self.model.sessions.decoder)
         loop = self._loop(prompts, request, replace(self.model.sessions, decoder=timed))
         loop.prefill(list(prompts))
         off = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
@@ -123,7 +130,7 @@ class Qsample:
 
 
 class Genai:
-    """onnxruntime-genai's generator. threads: None = as many as it takes by itself."""
+    """onnxruntime-genai's generator; threads: None = its own choice."""
 
     def __init__(self, model: Path, threads: int | None) -> None:
         import onnxruntime_genai as og
@@ -180,7 +187,7 @@ class Transformers:
         moments = [time.perf_counter()]
 
         def note(ids: Any, scores: Any, **_: Any) -> Any:
-            """A stopping criterion that never stops: the one hook that `generate` calls after every step."""
+            """A stopping criterion that never stops: the only hook that `generate` calls after every step."""
             moments.append(time.perf_counter())
             return self._torch.zeros(len(ids), dtype=self._torch.bool)
 
@@ -198,7 +205,7 @@ class Transformers:
 
 
 class LlamaCpp:
-    """llama.cpp through its Python package's low-level calls; one sequence and one sampler chain a row."""
+    """llama.cpp through its Python package's low-level calls, with a sequence and a sampler chain per row."""
 
     def __init__(self, model: Path, threads: int) -> None:
         import llama_cpp
@@ -266,7 +273,8 @@ class LlamaCpp:
         if temperature == 0:
             steps = [lib.llama_sampler_init_greedy()]
         else:
-            # Its own order puts the temperature last; before top-p is what the others do. Top-k may come first.
+            # llama.cpp's default puts the temperature last; the other systems apply it before top-p. Top-k may come
+            # first.
             if sampling.get("top_k"):
                 steps.append(lib.llama_sampler_init_top_k(int(sampling["top_k"])))
             steps.append(lib.llama_sampler_init_temp(temperature))
@@ -307,12 +315,12 @@ MODULES = {
 
 
 def random_prompts(request: Request, vocab_size: int) -> Ids:
-    """[B, P] int64: the same for every system; the first ids are left out, they are special."""
+    """[B, P] int64: the same ids for every system, without the special first ids."""
     return np.random.default_rng(0).integers(3, vocab_size, (request.rows, request.prompt_tokens))
 
 
 def memory() -> dict[str, int]:
-    """Bytes of this process: anonymous, and of mapped files; {} where /proc does not tell."""
+    """The memory of this process in bytes, "anonymous" and "mapped"; {} without /proc."""
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
     except OSError:
@@ -327,10 +335,10 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()
-    answers, sys.stdout = sys.stdout, sys.stderr  # whatever a library prints must not mix with the answers
+    answers, sys.stdout = sys.stdout, sys.stderr  # the output of libraries must not mix with the answers
 
-    def answer(what: dict[str, Any]) -> None:
-        print(json.dumps(what), file=answers, flush=True)
+    def answer(values: dict[str, Any]) -> None:
+        print(json.dumps(values), file=answers, flush=True)
 
     start = time.perf_counter()
     system = SYSTEMS[options.system](options.model, options.threads)

@@ -1,4 +1,4 @@
-"""The first token on the CPU: how prompts are cut, and how several are admitted to an engine.
+"""The first token on the CPU: how prompts are cut, and how an engine admits several.
 
     qsample compile CHECKPOINT compiled --weights int4 --ctx-len 2048
     python benchmarks/first_token.py compiled                       # three minutes at 0.6 B parameters, two cores
@@ -6,16 +6,16 @@
 
 Three parts, each in rounds in which its cases take turns:
 
-pieces    a prompt read in pieces of several sizes; the runtime's own is the constant `_PIECE_SIZE` of its sessions.
-chunks    a prompt that comes to an engine whose other rows run, by `prefill_chunk_size`: the first token of the new
-          one, and the longest that the others wait for a token.
-together  four prompts added to an engine at once, with two values of `prefill_chunk_size`, and each when the one before
-          has its first token: the mean of their first tokens, and the last; of one length, and of several.
+pieces    a prompt read in pieces of several sizes; the runtime's own size is `piece_size` of its sessions.
+chunks    a prompt that arrives at an engine with other running rows, by `prefill_chunk_size`: the time to its first
+          token, and the longest gap between the other rows' tokens.
+together  four prompts added to an engine at once, with two values of `prefill_chunk_size`, or each after the first
+token
+          of the previous prompt: the mean and the latest of their first tokens; with equal and different lengths.
 """
 
 from __future__ import annotations
 
-import argparse
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-from machine import describe_machine
+from common import describe_machine, make_parser, rotated
 from rich.console import Console
 from rich.table import Table
 from serving_worker import load_package
@@ -37,7 +37,7 @@ Prompt = np.ndarray[Any, np.dtype[np.int64]]
 
 
 class Prompts:
-    """Random prompts, never one twice: an engine would go on from what it holds."""
+    """Random prompts without repetition, because an engine continues from prompts that it holds."""
 
     def __init__(self, vocab_size: int) -> None:
         self._generator, self._vocab_size = np.random.default_rng(0), vocab_size
@@ -47,12 +47,10 @@ class Prompts:
 
 
 def in_turns(cases: Mapping[str, Callable[[], list[float]]], rounds: int) -> dict[str, np.ndarray[Any, Any]]:
-    """What each case gives, [rounds, figures]; a round before them warms up."""
+    """The figures of each case, [rounds, figures], after a round that warms up."""
     found: dict[str, list[list[float]]] = {name: [] for name in cases}
     for index in range(rounds + 1):
-        names = list(cases)
-        turn = index % len(names)
-        for name in names[turn:] + names[:turn]:
+        for name in rotated(cases, index):
             figures = cases[name]()
             if index:
                 found[name].append(figures)
@@ -60,7 +58,7 @@ def in_turns(cases: Mapping[str, Callable[[], list[float]]], rounds: int) -> dic
 
 
 def piece_table(model: Any, tokens: int, pieces: list[int], rounds: int) -> Table:
-    """Reading one prompt, in pieces."""
+    """Measure reading a prompt in pieces."""
     from qsample.runtime.bench import LockStep
     from qsample.runtime.parameters import parameter_row
     from qsample.sampling_params import SamplingParams
@@ -81,7 +79,7 @@ def piece_table(model: Any, tokens: int, pieces: list[int], rounds: int) -> Tabl
     own = model.sessions.piece_size
     sizes = sorted({own, *(min(size, tokens) for size in pieces)})
     found = in_turns({str(size): case(size) for size in sizes}, rounds)
-    table = Table("tokens a piece", "ms", f"over {own}", title=f"a prompt of {tokens:,} tokens", title_justify="left")
+    table = Table("tokens per piece", "ms", f"over {own}", title=f"a prompt of {tokens:,} tokens", title_justify="left")
     for name, times in found.items():
         ratio = np.median(times[:, 0] / found[str(own)][:, 0])
         table.add_row(name, f"{np.median(times[:, 0]):.1f}", f"{ratio:.2f}")
@@ -89,7 +87,7 @@ def piece_table(model: Any, tokens: int, pieces: list[int], rounds: int) -> Tabl
 
 
 class Stream:
-    """A request, and the moments of its tokens, taken by a thread of its own."""
+    """A request, and the moments of its tokens, which a thread records."""
 
     def __init__(self, request: Any) -> None:
         self.moments: list[float] = []
@@ -116,7 +114,7 @@ class Stream:
 
 
 def chunk_table(model: Any, tokens: int, rounds: int) -> Table:
-    """A prompt beside SLOTS - 1 rows that run."""
+    """Measure a prompt that arrives while SLOTS - 1 rows run."""
     from qsample.runtime import Engine, SamplingParams
 
     make = Prompts(model.interface.vocab_size)
@@ -133,8 +131,8 @@ def chunk_table(model: Any, tokens: int, rounds: int) -> Table:
                 new = Stream(engine.add_request(make(tokens), params))
                 first = new.wait()
                 time.sleep(0.2)
-                for one in (new, *others):
-                    one.end()
+                for stream in (new, *others):
+                    stream.end()
             gaps = [np.diff([moment for moment in other.moments if moment > start - 0.5]).max() for other in others]
             return [1e3 * (first - start), 1e3 * max(gaps)]
 
@@ -145,7 +143,7 @@ def chunk_table(model: Any, tokens: int, rounds: int) -> Table:
         "prefill_chunk_size",
         "first token, ms",
         "longest gap of the others, ms",
-        title=f"a prompt of {tokens:,} tokens beside {SLOTS - 1} rows that run",
+        title=f"a prompt of {tokens:,} tokens, with {SLOTS - 1} running rows",
         title_justify="left",
     )
     for name, figures in found.items():
@@ -154,7 +152,7 @@ def chunk_table(model: Any, tokens: int, rounds: int) -> Table:
 
 
 def together_table(model: Any, lengths: list[tuple[int, ...]], rounds: int) -> Table:
-    """Some prompts at once, and one after another: their first tokens, and how often the graph ran."""
+    """Measure prompts added at once and in sequence: their first tokens, and the runs of the graph."""
     from qsample.runtime import Engine, SamplingParams
 
     make, sessions = Prompts(model.interface.vocab_size), model.sessions
@@ -176,7 +174,7 @@ def together_table(model: Any, lengths: list[tuple[int, ...]], rounds: int) -> T
 
         return add
 
-    ways = {"one by one": None, **{f"at once, chunks of {size}": size for size in (sessions.piece_size, max(CHUNKS))}}
+    ways = {"in sequence": None, **{f"at once, chunks of {size}": size for size in (sessions.piece_size, max(CHUNKS))}}
     cases = {
         f"{', '.join(map(str, prompts))}: {way}": case(prompts, chunk_size)
         for prompts in lengths
@@ -190,7 +188,7 @@ def together_table(model: Any, lengths: list[tuple[int, ...]], rounds: int) -> T
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("package", type=Path, help="compiled for the CPU")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--prompt", type=int, nargs="+", default=[64, 1024])
@@ -204,7 +202,7 @@ def main() -> None:
     needed = max(options.prompt) + (520 if "chunks" in options.parts else 2)
     if model.capacity(needed) < needed:
         parser.error(
-            f"{options.package} takes {model.capacity(needed)} tokens a row; compile it with --ctx-len {needed}"
+            f"{options.package} takes {model.capacity(needed)} tokens per row; compile it with --ctx-len {needed}"
         )
     console.print(describe_machine(options.threads), highlight=False)
     if "pieces" in options.parts:

@@ -1,9 +1,9 @@
-"""Checks the GGUF files that `gguf_model.py` writes: llama.cpp's logits on them beside transformers', in float32.
+"""Checks the GGUF files of `gguf_model.py`: compares llama.cpp's logits with transformers', in float32.
 
     peers/bin/python benchmarks/gguf_check.py
 
-A tiny model of each architecture, every weight of it random, norms and biases included, is written in float32 and reads
-random prompts. Exit status 1 where a logit is further off than TOLERANCE, relative to the largest.
+For each architecture, it writes a tiny model with random weights (including norms and biases) in float32, and feeds
+random prompts. The exit status is 1 if the error of a logit exceeds TOLERANCE, relative to the largest logit.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ GATED_DELTA: Final = {
     "linear_value_head_dim": 32,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
 }
-# llama.cpp rounds the borders of YaRN's range; transformers does where `truncate` says so.
+# llama.cpp rounds the limits of YaRN's range; transformers does so with `truncate`.
 YARN: Final = {
     "rope_type": "yarn",
     "rope_theta": 15e4,
@@ -78,7 +78,7 @@ def make_model(kind: str) -> Any:
 
 
 def llama_logits(path: Path, ids: list[int]) -> np.ndarray[Any, Any]:
-    """[tokens, vocabulary]: half of the prompt at once, then token by token, from one context."""
+    """[tokens, vocabulary]: half of the prompt at once, then token by token, in the same context."""
     import llama_cpp
 
     silence = llama_cpp.llama_log_callback(lambda level, text, data: None)

@@ -2,9 +2,9 @@
 
     python benchmarks/gguf_model.py CHECKPOINT OUT.gguf Q4_0 [--texts]
 
-Model types: those of ARCHITECTURES. `gguf_check.py` compares what llama.cpp makes of such files with transformers. The
-vocabulary is left out, because benchmarks feed and read token ids; with --texts every token has a text, made up, for
-a server that takes and gives texts.
+It supports the model types of ARCHITECTURES; `gguf_check.py` compares llama.cpp's logits on such files with
+transformers'. The files have no vocabulary, because benchmarks feed and read token ids; with --texts every token has an
+invented text, for a server that reads and returns texts.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ ARCHITECTURES = {
     "qwen3_5_text": gguf.MODEL_ARCH.QWEN35,
 }
 GATED_DELTA = ("qwen3_next", "qwen3_5_text")
-# llama.cpp keeps these in float32, as its own converter does: they are small, and what they round off matters.
+# These stay in float32, as in llama.cpp's own converter: they are small, and their rounding matters.
 FLOAT32 = ("ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight", "ssm_conv1d.weight", ".bias")
-# The sections of Qwen3.5's rotary embedding, which llama.cpp demands; text has one position for all of them.
+# The sections of Qwen3.5's rotary embedding, which llama.cpp requires; text has the same position in all of them.
 ROPE_SECTIONS = [11, 11, 10, 0]
 
 
 class Checkpoint:
-    """The tensors of a checkpoint's files by name, read when they are asked for. sizes_only: without their numbers."""
+    """The tensors of a checkpoint by name, read on access; with `sizes_only`, empty tensors on the meta device."""
 
     def __init__(self, folder: Path, *, sizes_only: bool = False) -> None:
         self._files = [safe_open(file, "pt") for file in sorted(folder.glob("*.safetensors"))]
@@ -58,12 +58,12 @@ class Checkpoint:
 
 
 def write_float(checkpoint: Path, path: Path, dtype: torch.dtype = torch.float16, *, texts: bool = False) -> None:
-    """The matrices in `dtype`; norms, biases and what scores experts in float32, as llama.cpp's converter has it."""
+    """Write matrices in `dtype`, and norms, biases and routers in float32, as llama.cpp's converter does."""
     config = json.loads((checkpoint / "config.json").read_text())
     writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[ARCHITECTURES[config["model_type"]]])
     add_settings(writer, config)
     add_texts(writer, config["vocab_size"]) if texts else writer.add_tokenizer_model("no_vocab")
-    # A file begins with all names and sizes; then one tensor is in memory at a time.
+    # A file begins with all names and sizes; afterwards only a single tensor is in memory at a time.
     for name, tensor in named_for_llama(Checkpoint(checkpoint, sizes_only=True), config, dtype):
         kind = np.dtype(np.float32 if tensor.dtype == torch.float32 else np.float16)
         writer.add_tensor_info(name, tensor.shape, kind, tensor.nbytes)
@@ -76,10 +76,10 @@ def write_float(checkpoint: Path, path: Path, dtype: torch.dtype = torch.float16
 
 
 def named_for_llama(tensors: Checkpoint, config: Config, dtype: torch.dtype) -> Iterator[Named]:
-    """What the file holds, under llama.cpp's names, in the types of the file."""
+    """The tensors of the file, with llama.cpp's names and the types of the file."""
     names = gguf.get_tensor_name_map(ARCHITECTURES[config["model_type"]], config["num_hidden_layers"])
     for name, tensor in translated(tensors, config):
-        # Some are called by their final name already.
+        # Some already have their final name.
         target = name if name.startswith("blk.") else names.get_name(name, (".weight", ".bias"))
         if target is None:
             raise ValueError(f"{name} has no name in GGUF")
@@ -87,7 +87,7 @@ def named_for_llama(tensors: Checkpoint, config: Config, dtype: torch.dtype) -> 
 
 
 def add_settings(writer: gguf.GGUFWriter, config: Config) -> None:
-    """What llama.cpp has to know of the architecture."""
+    """Write llama.cpp's description of the architecture."""
     heads, kind, rope = config["num_attention_heads"], config["model_type"], config["rope_parameters"]
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
     writer.add_context_length(config["max_position_embeddings"])
@@ -128,10 +128,10 @@ def add_settings(writer: gguf.GGUFWriter, config: Config) -> None:
 
 
 def add_texts(writer: gguf.GGUFWriter, vocab_size: int) -> None:
-    """A vocabulary in which each letter is a token, and every token has a text of its own.
+    """Write a vocabulary in which each letter is a token, and every token has a different text.
 
-    No two texts join to another one's, so a text of n letters has n tokens; and none is half a character, for which
-    a stream would wait. The first three have no text, and 1 ends one.
+    No two texts concatenate to a third, so a text of n letters has n tokens; and no text is half a character, for
+    which a stream would wait. The first three tokens have no text, and 1 ends a text.
     """
     kinds = gguf.TokenType
     special = [("<unk>", kinds.UNKNOWN), ("</s>", kinds.CONTROL), ("<pad>", kinds.CONTROL)]
@@ -149,10 +149,10 @@ def add_texts(writer: gguf.GGUFWriter, vocab_size: int) -> None:
 
 
 def translated(tensors: Checkpoint, config: Config) -> Iterator[Named]:
-    """The tensors of a checkpoint, laid out as llama.cpp reads them, under names that gguf knows."""
+    """The tensors of a checkpoint in llama.cpp's layout, with names that gguf knows."""
     for name in tensors.names:
         first = re.fullmatch(r"(.+\.experts\.)0(\..+)", name)
-        if first:  # one matrix for all experts of a layer
+        if first:  # a single matrix for all experts of a layer
             count = config.get("num_experts") or config["num_local_experts"]
             yield first[1][:-1] + first[2], torch.stack([tensors[f"{first[1]}{i}{first[2]}"] for i in range(count)])
         elif not re.search(r"\.experts\.\d+\.", name):
@@ -171,13 +171,13 @@ def _translate(name: str, tensor: Tensor, config: Config) -> list[Named]:
     if kind in GATED_DELTA:
         if ".linear_attn." in name:
             return _gated_delta(name, tensor, config)
-        if name.endswith("norm.weight"):  # stored as what is added to 1
+        if name.endswith("norm.weight"):  # stored as the difference from 1
             return [(name, tensor.to(torch.float32) + 1)]
     return [(name, tensor)]
 
 
 def _experts(name: str, tensor: Tensor) -> list[Named]:
-    """gpt-oss's experts: matrices are [inputs, outputs], and the columns of gate and up take turns."""
+    """gpt-oss's experts: matrices are [inputs, outputs], and the columns of gate and up alternate."""
     bias = name.endswith("_bias")
     stem, suffix = name.removesuffix("_bias"), "bias" if bias else "weight"
     parts = [(stem, tensor)]
@@ -188,8 +188,11 @@ def _experts(name: str, tensor: Tensor) -> list[Named]:
 
 
 def _gated_delta(name: str, tensor: Tensor, config: Config) -> list[Named]:
-    """A tensor of a gated-delta layer. Qwen3-Next has query, key, value and gate of a key head side by side; llama.cpp
-    wants all queries first. Qwen3.5's value heads are sorted by key head; there, it wants them to take turns."""
+    """A tensor of a gated-delta layer in llama.cpp's layout.
+
+    Qwen3-Next stores query, key, value and gate of each key head together; llama.cpp expects all queries first. Qwen3.5
+    sorts the value heads by key head; llama.cpp expects them to alternate.
+    """
     layer, _, own = name.partition(".linear_attn.")
     keys, key_size = config["linear_num_key_heads"], config["linear_key_head_dim"]
     shared, value_size = config["linear_num_value_heads"] // keys, config["linear_value_head_dim"]
@@ -217,13 +220,13 @@ def _gated_delta(name: str, tensor: Tensor, config: Config) -> list[Named]:
 
 
 def _in_turns(rows: Tensor, groups: int, members: int) -> Tensor:
-    """Rows of `groups` x `members` heads, sorted by group, as: the first of each group, then the second of each."""
+    """Reorder `groups` x `members` heads from sorted by group to the first of each group, then the second of each."""
     heads = rows.unflatten(0, (groups, members, -1))
     return heads.swapaxes(0, 1).flatten(0, 2)
 
 
 def interleaved(weight: Tensor, heads: int) -> Tensor:
-    """Llama's rotary embedding pairs neighbours in llama.cpp, and halves in Hugging Face: reorder the rows."""
+    """Reorder rows: Llama's rotary embedding pairs neighbours in llama.cpp, and halves in Hugging Face."""
     rows, columns = weight.shape
     return weight.reshape(heads, 2, rows // heads // 2, columns).swapaxes(1, 2).reshape(rows, columns)
 
@@ -234,7 +237,7 @@ def quantize(source: Path, path: Path, kind: str) -> None:
     options = llama_cpp.llama_model_quantize_default_params()
     options.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{kind}")
     options.nthread = 2
-    # By itself the quantizer keeps a head in 6 bits. All systems shall read the same number of bytes.
+    # By default the quantizer keeps the head in 6 bits; here all systems read the same number of bytes.
     options.pure = True
     status = llama_cpp.llama_model_quantize(str(source).encode(), str(path).encode(), ctypes.byref(options))
     if status:
@@ -248,7 +251,7 @@ def main() -> None:
     try:
         write_float(checkpoint, whole, texts=texts)
         quantize(whole, scratch, kind)
-        scratch.rename(path)  # what is there is whole
+        scratch.rename(path)  # an existing file is complete
     finally:
         whole.unlink(missing_ok=True)
         scratch.unlink(missing_ok=True)

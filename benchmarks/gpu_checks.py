@@ -1,37 +1,65 @@
-"""Checks packages of one model, and says in words what they do right or wrong."""
+"""The checks of the GPU benchmark: of packages, and of the captured graph's sampler.
+
+The order of equal logits, and the effect of a NaN on a maximum, depend on a kernel, and show in a model's tokens only
+if it meets such logits, as bfloat16 weights produce. Therefore the sampler on the GPU is compared with the portable
+sampler on the CPU over logits of many kinds.
+"""
 
 from __future__ import annotations
 
+import tempfile
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx_ir as ir
 from checkpoints import prompt_ids
-from gpu_files import Files, Variant
-from gpu_process import Reports
-from gpu_systems import MIXES
+from common import FLAT
+from gpu_report import Reports
+from gpu_systems import MIXES, Files, Variant
 
+from qsample.compiler.passes.opset import lower_opset
+from qsample.contract import CANDIDATES, SEARCHED_ROWS
+from qsample.interface import Interface
+from qsample.ort.options import session_options
+from qsample.ort.providers import execution_providers, open_session
 from qsample.package import read_package
 from qsample.runtime import CausalLM, SamplingParams, load
 from qsample.runtime.decode.slots import Slots
 from qsample.runtime.parameters import parameter_row
+from qsample.sampler import build_sampler
 
 PROMPT = 16
 ROWS_GREEDY = 4
 NEW_TOKENS = 24
 READS = 3  # status, lengths and tokens
-FAR_BEHIND = 0.2  # of the logits' spread; bfloat16 rounds to a few hundredths of it
-# One is added to x: run in place, x says how often the graph was executed.
+MOST_BEHIND = 0.2  # share of the logits' spread; bfloat16 rounds to a few hundredths of it
+# It adds 1 to x: run in place, x counts the executions of the graph.
 COUNTER = """
 <ir_version: 10, opset_import: ["" : 20]>
 count (float[1] x) => (float[1] y) <float[1] one = {1}> { y = Add (x, one) }
 """
+VOCAB = 151936
+CAPACITY, HISTORY = 64, 40
+OPSET = 18  # of CUDA's decode graphs
+# A row each. A few draws may differ: they fall on the boundary of two tokens, which depends on the order of additions.
+ROWS: dict[str, dict[str, float]] = {
+    **MIXES,
+    **FLAT,
+    "greedy, penalties": {"temperature": 0.0, "repetition_penalty": 1.3, "frequency_penalty": 0.25},
+    "top-k 1": {"top_k": 1},
+    "top-k 1000": {"temperature": 2.0, "top_k": 1000},
+    "min-p 0.02": {"temperature": 1.5, "min_p": 0.02},
+}
+EXACT = {"greedy", "greedy, penalties"}
+MOST_DRAWS_APART = 0.1
 
 
 def executions_of_a_capture() -> tuple[int, int]:
-    """How often ONNX Runtime executes a graph in the first run under a new number, and in a later one."""
+    """The number of executions of a graph by ONNX Runtime in the first run with a new id, and in a later run."""
     import onnx.parser
     import onnxruntime as ort
 
@@ -52,8 +80,14 @@ def executions_of_a_capture() -> tuple[int, int]:
 
 
 def check_package(files: Files, variant: Variant, reports: Reports, *, trace: bool = False) -> None:
-    """Compare the compiled package's tokens with those of the portable one, of itself in other settings, and of
-    transformers. trace: look at the GPU's copies, too, which takes torch with CUDA."""
+    """Compare a compiled package's tokens with the portable package, with other settings, and with transformers.
+
+    Args:
+        files: The models of a shape.
+        variant: The package.
+        reports: The receiver of the findings.
+        trace: Also count the GPU's copies, which needs torch with CUDA.
+    """
     folder = files.compiled(variant)
     title = f"{files.shape}, {folder.name}"
     say = partial(reports.check, files.shape)
@@ -62,7 +96,7 @@ def check_package(files: Files, variant: Variant, reports: Reports, *, trace: bo
     nodes = ", ".join(f"{sum(count.values())} on {name}" for name, count in compilation.placement.items())
     test = compilation.self_test
     say(f"{title}: nodes: {nodes}")
-    say(f"{title}: {test['agreeing']} of {test['tokens']} tokens are the portable graph's, given its text")
+    say(f"{title}: {test['agreeing']} of {test['tokens']} tokens equal the portable graph's, given its text")
     model = load(folder, verify=False)
     captured = model.sessions.replays is not None
     if not captured and variant.provider == "cuda":
@@ -75,12 +109,12 @@ def check_package(files: Files, variant: Variant, reports: Reports, *, trace: bo
 
     wanted = tokens(model, flush_every=1, double_buffering=False)
 
-    def compare(what: str, got: list[list[int]]) -> None:
+    def compare(setting: str, got: list[list[int]]) -> None:
         if got == wanted:
-            say(f"{title}: {what}: the same tokens")
+            say(f"{title}: {setting}: the same tokens")
         else:
             equal = [leading(a, b) for a, b in zip(got, wanted, strict=True)]
-            reports.problem(f"{title}: {what}: OTHER TOKENS, of {NEW_TOKENS} only the first {equal} are the same")
+            reports.problem(f"{title}: {setting}: OTHER TOKENS, of {NEW_TOKENS} only the first {equal} are the same")
 
     for flush_every in (1, 4, 16):
         with reports.section(f"{title}: check of flush_every={flush_every}"):
@@ -95,7 +129,7 @@ def check_package(files: Files, variant: Variant, reports: Reports, *, trace: bo
             for i, (prompt, row) in enumerate(zip(prompts, rows, strict=True))
         ]
         equal = sum(a == b for a, b in zip(alone, wanted, strict=True))
-        say(f"{title}: {equal} of {len(rows)} rows have the tokens that they have alone")
+        say(f"{title}: {equal} of {len(rows)} rows have the same tokens as alone")
     if trace:
         with reports.section(f"{title}: trace of the copies"):
             say(f"{title}: {copies_to_host(model)}")
@@ -104,8 +138,8 @@ def check_package(files: Files, variant: Variant, reports: Reports, *, trace: bo
         shared = [leading(a, b) for a, b in zip(wanted, first, strict=True)]
         listed = ", ".join(f"{mix}: {count}" for mix, count in zip(MIXES, shared, strict=True))
         say(
-            f"{title}: leading tokens, of {NEW_TOKENS}, that the portable package has on the CPU in float32: {listed} "
-            "(rounding soon moves a draw from many tokens)"
+            f"{title}: leading tokens, of {NEW_TOKENS}, equal to the portable package's on the CPU in float32: "
+            f"{listed} (rounding soon changes a draw from many tokens)"
         )
     if variant.weights is None and variant.kv_cache_dtype is None:
         with reports.section(f"{title}: check against transformers"):
@@ -113,7 +147,7 @@ def check_package(files: Files, variant: Variant, reports: Reports, *, trace: bo
 
 
 def copies_to_host(model: CausalLM, flush_every: int = 4, windows: int = 4) -> str:
-    """What decoding copies off the device, in CUPTI's trace of some windows of steps with a read behind each."""
+    """The copies from the device while decoding, in CUPTI's trace of windows of steps with a read after each."""
     from torch.profiler import ProfilerActivity, profile
 
     capacity = model.capacity(PROMPT + flush_every * (windows + 1) + 1)
@@ -130,7 +164,7 @@ def copies_to_host(model: CausalLM, flush_every: int = 4, windows: int = 4) -> s
             slots.decode(wait=step == flush_every - 1)
         slots.read()
 
-    window()  # captures, where that is still to be done
+    window()  # captures, if necessary
     with profile(activities=[ProfilerActivity.CUDA]) as trace:
         for _ in range(windows):
             window()
@@ -143,16 +177,18 @@ def copies_to_host(model: CausalLM, flush_every: int = 4, windows: int = 4) -> s
 
 
 def leading(got: list[int], wanted: list[int]) -> int:
-    """How many tokens are equal before the first that differs."""
+    """The number of equal tokens before the first difference."""
     differs = [a != b for a, b in zip(got, wanted, strict=True)]
     return differs.index(True) if True in differs else len(got)
 
 
 def against_transformers(model: CausalLM, checkpoint: Path, dtype: str | None) -> str:
-    """Whether greedy tokens are transformers' argmax, given the same text before them: in `dtype` on the GPU, where
-    torch has one, and otherwise in float32 on the CPU.
+    """Compare greedy tokens with transformers' argmax after the same text.
 
-    Raises ValueError where they are others by more than rounding.
+    transformers computes in `dtype` on the GPU if torch has one, otherwise in float32 on the CPU.
+
+    Raises:
+        ValueError: The difference exceeds rounding.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -170,7 +206,94 @@ def against_transformers(model: CausalLM, checkpoint: Path, dtype: str | None) -
     line = f"{int((behind == 0).sum())} of {new.size} greedy tokens are transformers' argmax in {dtype} on {device}"
     spread = float(logits.std(-1).mean())
     if behind.any():
-        line += f"; the others are at most {behind.max():.3f} behind it (logits spread by {spread:.2f})"
-    if behind.max() > FAR_BEHIND * spread:
+        line += f"; the others are at most {behind.max():.3f} below it (logits spread by {spread:.2f})"
+    if behind.max() > MOST_BEHIND * spread:
         raise ValueError(f"{line}: that is not rounding")
     return line
+
+
+def check_sampler(provider: str, reports: Reports, vocab: int = VOCAB) -> None:
+    """Report for each kind of logits the number of rows with the same token and status as on the CPU."""
+    interface = Interface(vocab, ())
+    captured = build_sampler(replace(interface, captured=True), 0)
+    lower_opset(captured, OPSET)
+    with tempfile.TemporaryDirectory() as folder:
+        paths = Path(folder) / "captured.onnx", Path(folder) / "portable.onnx"
+        ir.save(captured, paths[0])
+        ir.save(build_sampler(interface, 0), paths[1])
+        device, portable = _session(paths[0], provider), _session(paths[1], "cpu")
+    rng = np.random.default_rng(0)
+    inputs = _inputs(interface, rng)
+    filters = [SamplingParams(**row) for row in ROWS.values()]
+    listed = [i for i, row in enumerate(filters) if row.temperature > 0 and _goes_beyond(row)]  # docs/contract.md
+    searched = {SEARCHED_ROWS.name: np.array(listed)}
+    for kind, logits in made_logits(rng, vocab).items():
+        with reports.section(f"the sampler, {kind} logits"):
+            got = _choose(device, {"logits": logits, **inputs, **searched})
+            wanted = _choose(portable, {"logits": logits, **inputs})
+            apart = {
+                name: f"{name}: {have.tolist()} for {want.tolist()}"
+                for name, have, want in zip(ROWS, got, wanted, strict=True)
+                if not np.array_equal(have, want)
+            }
+            line = f"{kind} logits: {len(ROWS) - len(apart)} of {len(ROWS)} rows have the CPU's token and status"
+            if EXACT.intersection(apart) or len(apart) > MOST_DRAWS_APART * len(ROWS):
+                reports.problem(f"the sampler, {line}; {', '.join(apart.values())}")
+            else:
+                reports.check("sampler", line)
+
+
+def _goes_beyond(row: SamplingParams) -> bool:
+    return row.top_k > CANDIDATES or (row.top_k == 0 and row.top_p < 1)
+
+
+def _choose(session: Any, inputs: dict[str, Any]) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """[B, 2]: tokens and statuses."""
+    tokens, status = session.run(["next_ids", "status_RetainedState"], inputs)
+    return np.stack([tokens[:, 0], status], axis=1)
+
+
+def made_logits(rng: np.random.Generator, vocab: int) -> dict[str, np.ndarray[Any, np.dtype[np.float32]]]:
+    """Kind → [B, V] float32; the values repeat more and more, and the last kinds are not finite."""
+    shape = len(ROWS), vocab
+    distinct = rng.normal(scale=3, size=shape).astype(np.float32)
+    kinds = {
+        "distinct": distinct,
+        "bfloat16": (distinct.view(np.uint32) & 0xFFFF0000).view(np.float32),
+        "whole": np.round(distinct),
+        "equal": np.ones(shape, np.float32),
+        "masked": np.where(rng.random(shape) < 0.999, -np.inf, np.round(distinct)).astype(np.float32),
+        "one of": np.where(np.arange(vocab) == vocab - 1, distinct, np.float32(-np.inf)),
+    }
+    for kind, value in (("NaN among", np.nan), ("infinite", np.inf)):
+        kinds[kind] = distinct.copy()
+        kinds[kind][:, vocab // 3] = value
+    kinds["no"] = np.full(shape, -np.inf, np.float32)
+    return kinds
+
+
+def _inputs(interface: Interface, rng: np.random.Generator) -> dict[str, Any]:
+    """The inputs of a decode step after HISTORY tokens."""
+    sizes = interface.sizes | {"B": len(ROWS), "S": 1, "T": CAPACITY, "E": 2}
+    values: dict[str, Any] = {
+        "emit": True,
+        "input_lengths": 1,
+        "lengths": HISTORY,
+        "max_length": CAPACITY,
+        "input_ids": rng.integers(0, interface.vocab_size, (len(ROWS), 1)),
+        "noise": rng.integers(0, 2**24, (len(ROWS), CAPACITY)) / 2**24,
+        "tokens": rng.integers(0, interface.vocab_size, (len(ROWS), CAPACITY)),
+    }
+    inputs = {}
+    for spec in (*interface.sampler.inputs[1:], *interface.sampler.states):
+        value = values.get(spec.name, spec.off if spec.off is not None else 0)
+        inputs[spec.name] = np.array(np.broadcast_to(np.asarray(value), spec.shape(sizes))).astype(spec.dtype)
+    for index, row in enumerate(ROWS.values()):
+        for name, value in row.items():
+            inputs[name][index] = value
+    return inputs
+
+
+def _session(path: Path, provider: str) -> Any:
+    options = {"use_tf32": "0"} if provider == "cuda" else {}
+    return open_session(path, session_options(), execution_providers(provider), options)

@@ -1,4 +1,4 @@
-"""What the parts of the GPU benchmark do, each in a process of its own."""
+"""The work of the parts of the GPU benchmark, each in its own process."""
 
 from __future__ import annotations
 
@@ -15,10 +15,8 @@ from pathlib import Path
 
 import numpy as np
 from gpu_checks import check_package, executions_of_a_capture
-from gpu_files import Files, Floor, Variant
-from gpu_process import Reports
-from gpu_report import Cell
-from gpu_systems import Decode
+from gpu_report import Cell, Reports
+from gpu_systems import Decode, Files, Floor, Variant
 
 from qsample.ort import small_graphs
 from qsample.ort.buffers import Buffer, copy_on_device
@@ -35,8 +33,8 @@ PACKAGES = (
     "nvidia-cudnn-cu13",
     "nvidia-cublas",
 )
-PROVIDER = "provider"  # what `look_at_the_gpu` reports where there is something to measure
-# Of the memory, in bytes a second, by NVIDIA's data sheets; for a device whose copies could not be timed.
+PROVIDER = "provider"  # reported by `look_at_the_gpu` if the provider runs
+# Bytes per second of the memory, by NVIDIA's data sheets; for a device whose copies could not be timed.
 BANDWIDTHS = {"H200": 4.8e12, "H100": 3.35e12, "A100": 2.04e12, "L40S": 0.864e12, "L4": 0.3e12, "A10": 0.6e12}
 FLOAT32 = 1  # onnx.TensorProto.DataType
 COPIED = 2**28  # float32 numbers
@@ -44,7 +42,7 @@ COPIES = 10
 
 
 def describe() -> dict[str, str]:
-    """The machine's processor, the versions of what is measured, and the switches of ONNX Runtime that are set."""
+    """The machine's processor, the versions of the systems, and the environment's switches of ONNX Runtime."""
     facts = {"processor": platform.processor() or platform.machine(), "cores": str(os.cpu_count())}
     facts["python"] = platform.python_version()
     for name in PACKAGES:
@@ -59,7 +57,7 @@ def describe() -> dict[str, str]:
 
 
 def other_versions() -> list[str]:
-    """What is installed beside what pyproject.toml asks of an export, such as "transformers 5.17.0 (==5.23.*)"."""
+    """Installed versions that pyproject.toml does not allow for an export, e.g. "transformers 5.17.0 (==5.23.*)"."""
     try:
         from packaging.requirements import Requirement
     except ImportError:
@@ -78,7 +76,7 @@ def other_versions() -> list[str]:
 
 
 def look_at_the_gpu(reports: Reports) -> None:
-    """Note what the GPU is, that the provider runs and captures graphs on it, and the bandwidth of its memory."""
+    """Report the GPU, whether the provider runs and captures graphs on it, and the bandwidth of its memory."""
     gpu = ""
     with reports.section("nvidia-smi"):
         query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
@@ -91,7 +89,7 @@ def look_at_the_gpu(reports: Reports) -> None:
         return
     with reports.section("capture of a graph"):
         runs, replays = executions_of_a_capture()
-        text = f"the first run under a number executes the graph {runs} times, each later one {replays}"
+        text = f"the first run with an id executes the graph {runs} times, each later run {replays}"
         reports.machine("capture", text)
     try:
         reports.machine("bandwidth", f"{bandwidth() / 1e12:.3g} TB/s, read and written by a copy")
@@ -100,11 +98,11 @@ def look_at_the_gpu(reports: Reports) -> None:
         known = [(name, rate) for name, rate in BANDWIDTHS.items() if name in gpu]
         if known:
             name, rate = known[0]
-            reports.machine("bandwidth", f"{rate / 1e12:.3g} TB/s, as the data sheet of {name} has it")
+            reports.machine("bandwidth", f"{rate / 1e12:.3g} TB/s, by the data sheet of {name}")
 
 
 def try_the_provider() -> str:
-    """Run a graph of one node on CUDA; returns which ONNX Runtime did. Its exceptions are those of `open_session`."""
+    """Run a graph with a single node on CUDA; returns the provider and its ONNX Runtime. Raises like `open_session`."""
     import onnxruntime as ort
 
     session = open_session(small_graphs.identity(FLOAT32), session_options(), execution_providers("cuda"))
@@ -116,9 +114,9 @@ def try_the_provider() -> str:
 
 
 def missing_library() -> str:
-    """Why the system's loader does not take the provider's library, which ONNX Runtime's exceptions do not say.
+    """The reason why the system's loader rejects the provider's library, which ONNX Runtime's exceptions lack.
 
-    "" where it does, or where there is none.
+    "" if it loads, or if the library does not exist.
     """
     import onnxruntime as ort
 
@@ -133,13 +131,13 @@ def missing_library() -> str:
 
 
 def bandwidth() -> float:
-    """Bytes a second that a copy on the GPU reads and writes."""
+    """Bytes per second that a copy on the GPU reads and writes."""
     large, small = copy_seconds(COPIED), copy_seconds(1)
     return 2 * 4 * COPIED / (large - small)
 
 
 def copy_seconds(count: int) -> float:
-    """Of `count` float32 numbers, with what a call costs."""
+    """The seconds of a copy of `count` float32 numbers, including the cost of a call."""
     import onnxruntime as ort
 
     def made() -> Buffer:
@@ -174,7 +172,19 @@ def measure(
     options: argparse.Namespace,
     reports: Reports,
 ) -> None:
-    """One cell for each batch and mix. package: whose weights and cache a step reads. rate: bytes a second."""
+    """Measure a cell for each batch and mix.
+
+    Args:
+        files: The models of a shape.
+        system: The name of the system.
+        package: The package with the weights and the cache that a step reads, for the floor.
+        rate: The bandwidth in bytes per second; None = unknown.
+        open_it: Opens the system.
+        batches: Numbers of rows.
+        mixes: Names of sampling parameters.
+        options: The options of the run.
+        reports: The receiver of the cells.
+    """
     floor = Floor(files.there(package), files.shape, rate)
     decode = open_it()
     for rows in batches:

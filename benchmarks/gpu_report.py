@@ -1,20 +1,38 @@
-"""gpu.json, gpu.md and gpu.png, rewritten with every measurement, check and error that comes."""
+"""The parts of the GPU benchmark in separate processes, and their results in gpu.json, gpu.md and gpu.png.
+
+A part has its own process and a time limit: a fault of a kernel stays with its process, in which every later call on
+the GPU fails. The results are rewritten with every measurement, check and error.
+"""
 
 from __future__ import annotations
 
 import json
+import multiprocessing
+import os
+import signal
 import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-CAPTURED = "captured"  # what is compared with all others; see gpu_systems.py
+from common import import_pyplot, markdown
+
+CAPTURED = "captured"  # the system that is compared with all others; see gpu_systems.py
+DONE = "done"
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One line of the table. seconds: a step, median of the rounds. floor: seconds to read the weights and the cache
-    once; None where the device's bandwidth is not known."""
+    """A line of the table.
+
+    `seconds` is the time of a step, the median of the rounds. `floor` is the time to read the weights and the cache
+    once; None if the device's bandwidth is unknown.
+    """
 
     shape: str
     system: str
@@ -34,11 +52,11 @@ class Cell:
         return [self.shape, self.system, str(self.rows), self.mix, *figures]
 
 
-HEADER = ["shape", "system", "rows", "mix", "ms a step", "tokens/s", "share of the floor"]
+HEADER = ["shape", "system", "rows", "mix", "ms per step", "tokens/s", "share of the floor"]
 
 
 def comparisons(cells: list[Cell]) -> list[str]:
-    """What the cells say of one another: one line a comparison whose two sides were measured."""
+    """A line for each comparison of which both sides were measured."""
     seconds = {(cell.shape, cell.system, cell.rows, cell.mix): cell.seconds for cell in cells}
     lines = []
     for shape, system, rows, mix in seconds:
@@ -58,7 +76,7 @@ def comparisons(cells: list[Cell]) -> list[str]:
 
 
 class Results:
-    """The results of a run, on disk with each one: the machine may be gone before the run ends."""
+    """The results of a run, saved with each report: the machine may be gone before the run ends."""
 
     def __init__(self, folder: Path, command: str) -> None:
         self._folder, self._command = folder, command
@@ -69,7 +87,7 @@ class Results:
         folder.mkdir(parents=True, exist_ok=True)
 
     def take(self, kind: str, *values: Any) -> None:
-        """What a part of the run reports; see `gpu_process.Reports`."""
+        """Record a report of a part; see `Reports`."""
         if kind == "machine":
             name, text = values
             self.machine[name] = text
@@ -90,7 +108,7 @@ class Results:
         for name, text in (("gpu.json", json.dumps(document, indent=1)), ("gpu.md", "\n".join(self._page()))):
             written = self._folder / f"{name}.part"
             written.write_text(text + "\n")
-            written.replace(self._folder / name)  # whole at any time
+            written.replace(self._folder / name)  # complete at any time
 
     def _page(self) -> list[str]:
         lines = ["# Decoding on a GPU", "", f"Written by `{self._command}`.", ""]
@@ -98,22 +116,17 @@ class Results:
         for shape, said in self.checks.items():
             lines += [f"**{shape}**", "", *(f"- {line}" for line in said), ""]
         if self.problems:
-            lines += ["**What did not work, or was left out**", "", *(f"- {line}" for line in self.problems), ""]
+            lines += ["**Failed or omitted**", "", *(f"- {line}" for line in self.problems), ""]
         if self.cells:
-            lines += [f"| {' | '.join(HEADER)} |", "| --- " * len(HEADER) + "|"]
-            lines += [f"| {' | '.join(cell.columns)} |" for cell in self.cells]
+            lines += markdown(HEADER, [cell.columns for cell in self.cells])
             lines += ["", *(f"- {line}" for line in comparisons(self.cells))]
         if (self._folder / "gpu.png").exists():
-            lines += ["", "![tokens a second](gpu.png)"]
+            lines += ["", "![tokens per second](gpu.png)"]
         return lines
 
     def plot(self, mix: str) -> None:
-        """Write gpu.png: tokens a second over rows, of the cells with `mix`."""
-        import matplotlib as mpl
-
-        mpl.use("Agg")
-        from matplotlib import pyplot as plt
-
+        """Write gpu.png: tokens per second over rows, of the cells with `mix`."""
+        plt = import_pyplot()
         cells = [cell for cell in self.cells if cell.mix == mix]
         shapes = list(dict.fromkeys(cell.shape for cell in cells))
         if not shapes:
@@ -130,3 +143,101 @@ class Results:
         figure.savefig(self._folder / "gpu.png", dpi=120)
         plt.close(figure)
         self.save()
+
+
+class Reports:
+    """Sends the findings of a part to the process that records them; see `Results`."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    def send(self, kind: str, *values: Any) -> None:
+        self._connection.send((kind, values))
+
+    def machine(self, name: str, value: str) -> None:
+        self.send("machine", name, value)
+
+    def check(self, shape: str, line: str) -> None:
+        self.send("check", shape, line)
+
+    def cell(self, cell: Any) -> None:
+        self.send("cell", cell)
+
+    def problem(self, line: str) -> None:
+        self.send("problem", line)
+
+    @contextmanager
+    def section(self, name: str) -> Iterator[None]:
+        """Report an error in this section, which ends only this section."""
+        try:
+            yield
+        except Exception as error:
+            traceback.print_exc(file=sys.stderr)
+            self.problem(f"{name}: {type(error).__name__}: {' '.join(str(error).split()):.300}")
+
+
+def run_apart(
+    name: str,
+    work: Callable[[Reports], None],
+    take: Callable[..., None],
+    seconds: float | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> str | None:
+    """Fork a process for `work`, and pass its reports to `take`.
+
+    Args:
+        name: The name of the part, for error messages.
+        work: The work.
+        take: The receiver of the reports.
+        seconds: The time limit; None = none.
+        environment: Additions to the environment of the process.
+
+    Returns:
+        The reason if the process ended early, otherwise None.
+    """
+    # Forked, not spawned: the modules of the parent, torch above all, are available at once. The parent uses no GPU.
+    context = multiprocessing.get_context("fork")
+    reader, writer = context.Pipe(duplex=False)
+    process = context.Process(target=_child, args=(name, work, writer, dict(environment or {})))
+    process.start()
+    writer.close()
+    end = None if seconds is None else time.perf_counter() + seconds
+    try:
+        while True:
+            left = None if end is None else max(end - time.perf_counter(), 0)
+            ready = wait([reader, process.sentinel], left)
+            if not ready:
+                return f"stopped, it was not done after {seconds:.0f} s"
+            if reader in ready:
+                try:
+                    kind, values = reader.recv()
+                except EOFError:
+                    break
+                if kind == DONE:
+                    return None
+                take(kind, *values)
+            else:
+                break
+        process.join()
+        code = process.exitcode or 0
+        return f"its process ended with signal {signal.Signals(-code).name}" if code < 0 else f"it ended with {code}"
+    finally:
+        _stop(process)
+        reader.close()
+
+
+def _child(name: str, work: Callable[[Reports], None], connection: Connection, environment: Mapping[str, str]) -> None:
+    os.setpgid(0, 0)  # its group includes its child processes, so that all of them can be ended
+    os.environ.update(environment)
+    reports = Reports(connection)
+    with reports.section(name):
+        work(reports)
+    reports.send(DONE)
+
+
+def _stop(process: Any) -> None:
+    process.join(0.2)
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.kill()
+    process.join()

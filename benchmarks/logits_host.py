@@ -1,4 +1,4 @@
-"""How hosts run a decoder file today: logits come to the host, and the next tokens are chosen there."""
+"""Hosts as written today: they copy a decoder's logits and choose the next tokens themselves."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Logits = np.ndarray[Any, np.dtype[np.float32]]
 class LogitsHost:
     """ONNX Runtime on a file of onnxruntime-genai's; keys and values stay in its memory, logits are copied.
 
-    sampler: "numpy", or "transformers" for its logits processors and torch's multinomial.
+    The sampler is "numpy", or "transformers" for its logits processors and torch's multinomial.
     """
 
     def __init__(self, model: Path, threads: int, sampler: str) -> None:
@@ -30,13 +30,11 @@ class LogitsHost:
         self._session = ort.InferenceSession(model / "model.onnx", options, providers=["CPUExecutionProvider"])
         decoder = json.loads((model / "genai_config.json").read_text())["model"]["decoder"]
         self._heads, self._size = decoder["num_key_value_heads"], decoder["head_size"]
-        # Output → the input that it becomes.
+        self._names = [output.name for output in self._session.get_outputs()]
+        # Output → the input of the next step.
         self._states = {
-            one.name: one.name.replace("present", "past_key_values")
-            for one in self._session.get_outputs()
-            if one.name.startswith("present")
+            name: name.replace("present", "past_key_values") for name in self._names if name.startswith("present")
         }
-        self._names = [one.name for one in self._session.get_outputs()]
         self.vocab_size = int(self._session.get_outputs()[0].shape[-1])
         self._make_sampler = {"numpy": NumpySampler, "transformers": TransformersSampler}[sampler]
 
@@ -64,14 +62,23 @@ class LogitsHost:
 
 
 class NumpySampler:
-    """Float32 NumPy. sampling: by Hugging Face's names; temperature 0 is greedy, and what is absent is off."""
+    """A sampler in float32 NumPy; parameters have Hugging Face's names, and an absent parameter is off."""
 
     def __init__(self, sampling: Mapping[str, float]) -> None:
         self._sampling = {"temperature": 1.0, "top_p": 1.0, **sampling}
         self._generator = np.random.default_rng(0)
 
     def __call__(self, logits: Logits, history: Ids, start: int) -> Ids:
-        """[B] int64. logits: [B, V]. history: [B, T], of which the tokens from `start` on were sampled."""
+        """Sample a token per row.
+
+        Args:
+            logits: [B, V] float32.
+            history: [B, T] int64, the tokens so far.
+            start: The column of the first sampled token in `history`.
+
+        Returns:
+            [B] int64.
+        """
         if self._sampling["temperature"] == 0:
             return self.penalized(logits, history, start).argmax(axis=-1)
         totals = self.weights(logits, history, start).cumsum(axis=-1)
@@ -79,7 +86,7 @@ class NumpySampler:
         return (totals < draws).sum(axis=-1).clip(0, logits.shape[-1] - 1)
 
     def penalized(self, logits: Logits, history: Ids, start: int) -> Logits:
-        """[B, V]: the logits behind the penalties."""
+        """[B, V]: the logits after the penalties."""
         repetition = np.float32(self._sampling.get("repetition_penalty", 1.0))
         presence, frequency = (
             np.float32(self._sampling.get(f"{name}_penalty", 0)) for name in ("presence", "frequency")
@@ -95,7 +102,7 @@ class NumpySampler:
         return scores
 
     def weights(self, logits: Logits, history: Ids, start: int) -> Logits:
-        """[B, V]: what to draw from, in proportion."""
+        """[B, V]: the unnormalized probabilities."""
         sampling = self._sampling
         scores = self.penalized(logits, history, start) / np.float32(sampling["temperature"])
         if sampling.get("top_k"):
@@ -115,7 +122,7 @@ class NumpySampler:
 
 
 class TransformersSampler:
-    """The processors that `generate` would use, and its draw; penalties by count, which it has not, as one more."""
+    """The processors and the draw of `generate`, plus the penalties by count, which transformers lacks."""
 
     def __init__(self, sampling: Mapping[str, float]) -> None:
         import torch
@@ -136,14 +143,14 @@ class TransformersSampler:
             self._warpers.append(hf.MinPLogitsWarper(sampling["min_p"]))
 
     def __call__(self, logits: Logits, history: Ids, start: int) -> Ids:
-        """As NumpySampler's."""
+        """Sample a token per row; see NumpySampler."""
         scores = self.scores(logits, history, start)
         if self._greedy:
             return np.asarray(scores.argmax(dim=-1).numpy())
         return np.asarray(self._torch.multinomial(scores.softmax(dim=-1), 1)[:, 0].numpy())
 
     def scores(self, logits: Logits, history: Ids, start: int) -> Any:
-        """[B, V] tensor: the logits behind all processors."""
+        """[B, V] tensor: the logits after all processors."""
         ids = self._torch.from_numpy(history)
         scores = self._penalties(ids, self._torch.from_numpy(logits))
         presence, frequency = (self._sampling.get(f"{name}_penalty", 0.0) for name in ("presence", "frequency"))

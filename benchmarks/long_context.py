@@ -1,20 +1,20 @@
-"""Long histories on the CPU: first token, step and memory, with caches of several types, beside other systems.
+"""Long histories on the CPU: first token, step and memory, with caches of several types, compared with other systems.
 
-    python -m venv peers && peers/bin/pip install onnxruntime-genai torch transformers llama-cpp-python gguf
+    python -m venv peers && peers/bin/pip install -r benchmarks/peers.txt
     python benchmarks/long_context.py --peers-python peers/bin/python               # a quarter of an hour on two cores
     python benchmarks/long_context.py --peers-python peers/bin/python --history 4096 --minutes 5
 
-qsample with a float32 and an int8 cache, onnxruntime-genai (float32), llama.cpp with an f16 and a q8_0 cache; the same
-random weights, 4 bits in blocks of 32, greedy. Each cell has processes of its own, with memory for just that cell. At
-one row and the shortest history every system reads it, once, and that is the time to the first token; then the systems
-take turns in rounds of steps. Longer histories, and several rows, are made: qsample's cache is filled with random
-numbers, llama.cpp gets copies of what it read, one behind the other, and of the row. A step takes the same time over
-any numbers. onnxruntime-genai has no way to write its cache, so it reads every row, and is left out where that is more
-than MOST_READ tokens. With --no-fill every system reads the whole of one row; llama.cpp with a q8_0 cache takes half an
-hour for 16,384 tokens.
+The systems are qsample with a float32 and an int8 cache, onnxruntime-genai (float32), and llama.cpp with an f16 and a
+q8_0 cache, on the same random weights in 4 bits, in blocks of 32, greedy. Each cell has its own processes, with memory
+for that cell only. With a single row and the shortest history, every system reads the history once, which gives the
+time to the first token; then the systems take turns in rounds of steps. Longer histories and several rows are
+synthetic: qsample's cache is filled with random numbers, and llama.cpp gets copies of the text that it read, in
+sequence and per row. A step takes the same time over any numbers. onnxruntime-genai cannot write its cache, so it reads
+every row, and is left out if that exceeds MOST_READ tokens. With --no-fill every system reads the whole history of a
+single row; llama.cpp with a q8_0 cache takes half an hour for 16,384 tokens.
 
-Where the systems do not fit into the memory together they run one after another; then no ratio is given. Results are
-written after every cell, and a run goes on where the one before it stopped.
+Systems that do not fit into memory together run in sequence, without ratios. Results are written after every cell, and
+a run continues an interrupted run.
 """
 
 from __future__ import annotations
@@ -25,28 +25,49 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 from checkpoints import SHAPES, can_import, make_checkpoint, make_genai_model, make_gguf, make_package
-from long_context_report import FLOAT32, INT8, Cells, show, write
-from machine import describe_machine
+from common import (
+    Kept,
+    add_output,
+    describe_machine,
+    import_pyplot,
+    make_parser,
+    markdown,
+    print_table,
+    rotated,
+)
 from rich.console import Console
-from turns import PAUSE, PEERS, Worker, size_of
+from turns import PAUSE, PEERS, Worker, size_of, without_folders
 
+FLOAT32: Final = "qsample, float32 cache"
+INT8: Final = "qsample, int8 cache"
+Rows: TypeAlias = tuple[list[str], list[list[str]]]
+_HEADER: Final = [
+    "history",
+    "rows",
+    "system",
+    "first token, s",
+    "step, ms",
+    "over float32 cache",
+    "memory, GB",
+    "of it keys and values",
+]
 SYSTEMS: Final = (FLOAT32, INT8, "genai", "llama.cpp, f16", "llama.cpp, q8_0")
 CTX_LEN: Final = 16640  # of packages
 MOST_READ: Final = 16640  # tokens of all rows
-# Bytes of a number of the cache; q8_0 has a scale for 32 of them.
+# Bytes per number of the cache; q8_0 has a scale for every 32.
 BYTES: Final = {FLOAT32: 4.0, INT8: 1.0, "genai": 4.0, "llama.cpp, f16": 2.0, "llama.cpp, q8_0": 34 / 32}
-FREE: Final = 0.85  # share of the available memory that may be taken
+FREE: Final = 0.85  # usable share of the available memory
 WARM_UP: Final = 3  # steps
-GROWTH: Final = 128  # steps that a cell has room for
+GROWTH: Final = 128  # capacity of a cell for new tokens
 
 
 @dataclass(frozen=True)
 class Cell:
-    """history: tokens of each of `rows` rows."""
+    """`rows` rows with `history` tokens each."""
 
     history: int
     rows: int
@@ -56,19 +77,19 @@ class Cell:
 
 
 def cache_bytes(shape: str, system: str, cell: Cell) -> float:
-    """Of keys and values."""
+    """The size of keys and values."""
     facts = SHAPES[shape]
     numbers = 2 * facts["num_hidden_layers"] * facts["num_key_value_heads"] * facts["head_dim"]
     return BYTES[system] * numbers * cell.rows * (cell.history + GROWTH)
 
 
 def needed_bytes(shape: str, system: str, cell: Cell, model: Path) -> float:
-    """Keys and values, the weights, which some systems unpack, and what a call takes."""
+    """An estimate: keys and values, the weights (some systems unpack them), and the memory of a call."""
     return cache_bytes(shape, system, cell) + 1.5 * size_of(model) + 3e8
 
 
 def available_bytes() -> float:
-    """Memory that can be taken; no bound where Linux does not tell."""
+    """The available memory; infinite if Linux does not report it."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
@@ -77,7 +98,7 @@ def available_bytes() -> float:
 
 
 def build(options: argparse.Namespace, console: Console) -> dict[str, Path]:
-    """The model of each system, built where it is not there."""
+    """The model of each system, built unless it exists."""
     folder, python = options.work / options.shape, options.peers_python
     with console.status(f"{options.shape}: a checkpoint of random weights"):
         checkpoint = make_checkpoint(options.shape, folder / "checkpoint")
@@ -101,12 +122,12 @@ def build(options: argparse.Namespace, console: Console) -> dict[str, Path]:
         if system in models:
             found = json.loads((models[system] / "qsample.json").read_text())["interface"]["kv_cache_dtype"]
             if found != expected:
-                raise SystemExit(f"{models[system]} has a cache of {found or 'float32'}; delete it to build it anew")
+                raise SystemExit(f"{models[system]} has a cache of {found or 'float32'}; delete it to build it again")
     return models
 
 
 def state_file(system: str, history: int, options: argparse.Namespace) -> Path:
-    """Where llama.cpp keeps what a row holds."""
+    """The file in which llama.cpp saves the state of a row."""
     return Path(options.work / options.shape / f"{system.replace(', ', '-')}-{history}.row")
 
 
@@ -120,15 +141,13 @@ def start(system: str, model: Path, cell: Cell, options: argparse.Namespace) -> 
 
 
 def run_steps(workers: dict[str, Worker], options: argparse.Namespace) -> tuple[dict[str, list[float]], dict[str, Any]]:
-    """Milliseconds of a step (median), one a round, and the memory of each process behind them."""
+    """Milliseconds of a step (median) per round, and the memory of each process afterwards."""
     steps: dict[str, list[float]] = {name: [] for name in workers}
     memory: dict[str, Any] = {}
     for worker in workers.values():
         worker.ask(steps=WARM_UP)
     for index in range(options.rounds):
-        names = list(workers)
-        turn = index % len(names)
-        for name in names[turn:] + names[:turn]:
+        for name in rotated(workers, index):
             time.sleep(PAUSE)
             answer = workers[name].ask(steps=options.new_tokens)
             steps[name].append(1e3 * float(np.median(answer["steps"])))
@@ -137,17 +156,17 @@ def run_steps(workers: dict[str, Worker], options: argparse.Namespace) -> tuple[
 
 
 def taking_part(cell: Cell, models: dict[str, Path]) -> list[str]:
-    """The systems that can have the cell's history in bearable time."""
+    """The systems that can load the cell's history in acceptable time."""
     return [name for name in models if name != "genai" or cell.rows == 1 or cell.rows * cell.history <= MOST_READ]
 
 
 def is_filled(system: str, cell: Cell, options: argparse.Namespace) -> bool:
-    """Whether the cell's history is not read."""
+    """Whether the cell's history is filled in instead of read."""
     return system != "genai" and (cell.rows > 1 or (options.fill and cell.history > min(options.history)))
 
 
 def expected_minutes(cell: Cell, models: dict[str, Path], options: argparse.Namespace) -> float:
-    """For 0.6 B parameters on two cores: 2.3 ms a token, and 0.5 us times the history; steps, and starts."""
+    """For 0.6 B parameters on two cores: 2.3 ms per token plus 0.5 us times the history, steps, and starts."""
     seconds = 0.0
     for system in taking_part(cell, models):
         tokens = 0 if is_filled(system, cell, options) else cell.history * (cell.rows if system == "genai" else 1)
@@ -157,7 +176,7 @@ def expected_minutes(cell: Cell, models: dict[str, Path], options: argparse.Name
 
 
 def open_history(system: str, worker: Worker, cell: Cell, options: argparse.Namespace, console: Console) -> Any:
-    """Have a worker hold the cell's history. Returns the seconds to the first token, None where nothing was read."""
+    """Load the cell's history into a worker; returns the seconds to the first token, None if nothing was read."""
     seconds = worker.ask(fill=is_filled(system, cell, options))["first_token"]
     done = "has its history" if seconds is None else f"read it in {seconds:.1f} s"
     console.print(f"  {system} {done}", highlight=False)
@@ -167,7 +186,7 @@ def open_history(system: str, worker: Worker, cell: Cell, options: argparse.Name
 def run_cell(
     cell: Cell, models: dict[str, Path], results: Cells, options: argparse.Namespace, console: Console
 ) -> None:
-    """All systems of a cell, in turns where the memory has room for all of them."""
+    """Measure all systems of a cell, in turns if the memory has room for all of them."""
     free = FREE * available_bytes()
     needed = {name: needed_bytes(options.shape, name, cell, models[name]) for name in taking_part(cell, models)}
     for name in [name for name in needed if needed[name] > free]:
@@ -206,9 +225,132 @@ def run_cell(
         results.save()
 
 
+class Cells(Kept):
+    """All measurements on a machine; a cell that is measured again is replaced."""
+
+    def __init__(self, path: Path, machine: str) -> None:
+        super().__init__(path, {"machine": machine, "cells": []})
+
+    def add(self, shape: str, history: int, rows: int, system: str, **facts: Any) -> None:
+        """Record a cell.
+
+        Args:
+            shape: The model.
+            history: Tokens per row.
+            rows: Rows.
+            system: The system.
+            **facts: `first_token_s` (None if the history was not read), `step_ms` per round, `memory` of the process
+                in bytes by kind, `cache_bytes`, `version`, and `together`: a time stamp that all systems of a joint
+                run share, or False.
+        """
+        key = {"shape": shape, "history": history, "rows": rows, "system": system}
+        cells = self.data["cells"]
+        cells[:] = [cell for cell in cells if any(cell[name] != value for name, value in key.items())]
+        cells.append(key | facts)
+
+    def set_missing(self, shape: str, history: int, rows: int, system: str, reason: str) -> None:
+        self.add(shape, history, rows, system, missing=without_folders(reason))
+
+    def cell(self, shape: str, history: int, rows: int, system: str) -> dict[str, Any] | None:
+        key = (shape, history, rows, system)
+        cells = self.data["cells"]
+        return next((c for c in cells if (c["shape"], c["history"], c["rows"], c["system"]) == key), None)
+
+    def has(self, shape: str, cell: Any, systems: list[str]) -> bool:
+        """Whether each of these systems was measured in the cell, or failed there."""
+        return all(self.cell(shape, cell.history, cell.rows, name) is not None for name in systems)
+
+    def ratio(self, cell: dict[str, Any]) -> float | None:
+        """The step over the step with a float32 cache: the median of the rounds' ratios, None without joint rounds."""
+        own = self.cell(cell["shape"], cell["history"], cell["rows"], FLOAT32)
+        if own is None or "step_ms" not in own or not own["together"] or own["together"] != cell["together"]:
+            return None
+        return float(np.median(np.divide(cell["step_ms"], own["step_ms"])))
+
+    def save(self) -> None:
+        self.data["cells"].sort(key=lambda cell: (cell["shape"], cell["history"], cell["rows"]))  # stable
+        super().save()
+
+
+def table_rows(results: Cells, shape: str) -> Rows:
+    """A line per history, number of rows and system."""
+    lines = []
+    for cell in results.data["cells"]:
+        if cell["shape"] != shape:
+            continue
+        line = [f"{cell['history']:,}", str(cell["rows"]), cell["system"]]
+        if "missing" in cell:
+            lines.append([*line, cell["missing"].replace("|", "/"), "", "", "", ""])
+            continue
+        first, ratio, memory = cell["first_token_s"], results.ratio(cell), cell["memory"]
+        line += ["" if first is None else f"{first:.1f}", f"{np.median(cell['step_ms']):.1f}"]
+        line += ["" if ratio is None else f"{ratio:.2f}x"]
+        line += [
+            f"{memory['anonymous'] / 1e9:.2f}" if "anonymous" in memory else "",
+            f"{cell['cache_bytes'] / 1e9:.2f}",
+        ]
+        lines.append(line)
+    return _HEADER, lines
+
+
+def _shapes(results: Cells) -> list[str]:
+    return list(dict.fromkeys(cell["shape"] for cell in results.data["cells"]))
+
+
+def show(results: Cells, console: Console) -> None:
+    """Print every table."""
+    for shape in _shapes(results):
+        header, lines = table_rows(results, shape)
+        print_table(console, header, lines, shape)
+
+
+def write(results: Cells, output: Path) -> None:
+    """Write the page and the plot."""
+    lines = [
+        "# Long histories",
+        "",
+        f"{results.data['machine']}.",
+        "Made by `python benchmarks/long_context.py`, whose docstring describes the method;",
+        "`benchmarks/peers.txt` lists every package that the other systems need.",
+        "4-bit weights in blocks of 32, greedy. The time to the first token is the time to read the whole history;",
+        "it is missing if rows were filled or copied. The time of a step is the median of the rounds. Its multiple is",
+        "the median of the rounds' ratios, if the systems took turns. Memory is the process's own, without mapped",
+        "files.",
+        "",
+    ]
+    for shape in _shapes(results):
+        lines += [f"## {shape}", "", *markdown(*table_rows(results, shape)), ""]
+        versions = [cell["version"] for cell in results.data["cells"] if cell["shape"] == shape and "version" in cell]
+        lines += [f"Measured with {', '.join(dict.fromkeys(versions))}.", ""]
+    if any("step_ms" in cell for cell in results.data["cells"]):
+        lines += [f"![A step by history]({output.name}.png)", ""]
+        _plot(results, output.with_suffix(".png"))
+    output.with_suffix(".md").write_text("\n".join(lines))
+
+
+def _plot(results: Cells, path: Path) -> None:
+    """A step's time by history, a panel per shape and number of rows, a line per system."""
+    plt = import_pyplot()
+    cells = [cell for cell in results.data["cells"] if "step_ms" in cell]
+    panels = list(dict.fromkeys((cell["shape"], cell["rows"]) for cell in cells))
+    figure, axes = plt.subplots(1, len(panels), figsize=(5 * len(panels), 3.6), squeeze=False)
+    for (shape, rows), axis in zip(panels, axes[0], strict=True):
+        shown = [cell for cell in cells if (cell["shape"], cell["rows"]) == (shape, rows)]
+        for name in dict.fromkeys(cell["system"] for cell in shown):
+            points = [(cell["history"], np.median(cell["step_ms"])) for cell in shown if cell["system"] == name]
+            axis.plot(*zip(*points, strict=True), marker="o", label=name)
+        axis.set(title=f"{shape}, {rows} rows", xlabel="tokens before the step", ylim=0)
+        axis.grid(alpha=0.3)
+    axes[0][0].set_ylabel("ms a step")
+    axes[0][0].legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--peers-python", default=sys.executable, help="a Python that has the other systems")
+    parser = make_parser(__doc__)
+    parser.add_argument("--peers-python", default=sys.executable, help="a Python with the packages of peers.txt")
     parser.add_argument("--work", type=Path, default=Path("build/decode"), help="folder for the models")
     parser.add_argument("--shape", choices=list(SHAPES), default="qwen3-0.6b")
     parser.add_argument("--system", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
@@ -220,14 +362,12 @@ def main() -> None:
         "--fill",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="make long histories, or read every history of one row: an hour",
+        help="fill in long histories; otherwise read the whole history of a single row, which takes an hour",
     )
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--again", action="store_true", help="measure anew what was measured before")
-    parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no cell that would end later")
-    parser.add_argument(
-        "--output", type=Path, default=Path("docs/benchmarks/long_context"), help="file name without suffix"
-    )
+    parser.add_argument("--again", action="store_true", help="repeat complete measurements")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="start no cell that would end later")
+    add_output(parser, "long_context")
     options, console = parser.parse_args(), Console(stderr=True)
     longest = min(CTX_LEN, SHAPES[options.shape]["max_position_embeddings"]) - GROWTH
     if min(options.history) < 1 or max(options.history) > longest:
@@ -239,14 +379,14 @@ def main() -> None:
     ends = time.perf_counter() + 60 * options.minutes
     models = build(options, console)
     results = Cells(options.output.with_suffix(".json"), describe_machine(options.threads))
-    # One row first: what llama.cpp read there is copied to the rows of the cells with several.
+    # Single rows first: llama.cpp copies the text read there to the rows of the other cells.
     cells = [Cell(history, rows) for rows in sorted(options.rows) for history in sorted(options.history)]
     todo = [cell for cell in cells if options.again or not results.has(options.shape, cell, taking_part(cell, models))]
     for cell in todo:
-        console.print(f"{cell}: some {expected_minutes(cell, models, options):.1f} minutes", highlight=False)
+        console.print(f"{cell}: about {expected_minutes(cell, models, options):.1f} minutes", highlight=False)
     for cell in todo:
         if time.perf_counter() + 60 * expected_minutes(cell, models, options) > ends:
-            console.print(f"time is up before {cell}; run it again to go on", highlight=False)
+            console.print(f"time is up before {cell}; run the same command to continue", highlight=False)
             break
         console.print(f"{options.shape}, {cell}", highlight=False)
         run_cell(cell, models, results, options, console)

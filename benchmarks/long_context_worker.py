@@ -1,6 +1,6 @@
-"""One system with one long history; started by `long_context.py`, with the Python that has the system.
+"""A system with a long history; started by `long_context.py`, with the Python that has the system.
 
-Requests and answers are lines of JSON: {"fill": …} once, which has every row hold its history, and {"steps": n}.
+Requests and answers are lines of JSON: first {"fill": …}, which gives every row its history, then {"steps": n}.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ from typing import Any, Protocol
 import numpy as np
 from decode_worker import Genai, Ids, LlamaCpp, Qsample, Request, memory, random_prompts
 
-CHUNK = 512  # tokens of a call that reads, in llama.cpp
+CHUNK = 512  # tokens per reading call of llama.cpp
 GREEDY = {"temperature": 0.0}
 
 
 class Rows(Protocol):
-    """`rows` rows that hold `history` tokens once they were read or filled."""
+    """`rows` rows that hold `history` tokens after `read` or `fill`."""
 
     version: str
 
     def read(self) -> None:
-        """Read the history and choose the token behind it, in every row."""
+        """Read the history and choose the next token, in every row."""
 
     def fill(self) -> None:
-        """Have the rows hold a history that is not read here."""
+        """Give the rows a history without reading it."""
 
     def step(self) -> None:
         """Choose the next token of every row."""
 
 
 class QsampleRows:
-    """The runtime's slots. They are filled with random keys and values."""
+    """The runtime's slots, filled with random keys and values."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         import onnxruntime
@@ -52,7 +52,7 @@ class QsampleRows:
         self._sessions, self._rows = model.sessions, options.rows
         capacity = model.capacity(options.history + options.growth)
         if capacity < options.history + options.growth:
-            raise RuntimeError(f"{options.model} takes {capacity} tokens a row")
+            raise RuntimeError(f"{options.model} takes {capacity} tokens per row")
         self._slots = Slots(model.sessions, options.rows, capacity)
         self._pieces = Pieces.of(model.sessions)
         params = [SamplingParams(temperature=0.0, eos_token_id=())] * options.rows
@@ -71,7 +71,7 @@ class QsampleRows:
 
     def fill(self) -> None:
         generator, history = np.random.default_rng(0), self._prompts.shape[1]
-        states = self._slots._state.inputs()  # the memory itself; nothing public writes keys and values
+        states = self._slots._state.inputs()  # the memory itself; no public method writes keys and values
         for spec in self._sessions.interface.cache_states:
             cache = states[spec.name].owner.numpy()
             for row in range(self._rows):
@@ -88,7 +88,7 @@ class QsampleRows:
 
 
 class GenaiRows:
-    """onnxruntime-genai's generator, which can only read."""
+    """onnxruntime-genai's generator, which can only read its history."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self._system = Genai(options.model, options.threads)
@@ -105,7 +105,7 @@ class GenaiRows:
         self.step()
 
     def fill(self) -> None:
-        raise NotImplementedError("onnxruntime-genai has no way to write its cache")
+        raise NotImplementedError("onnxruntime-genai cannot write its cache")
 
     def step(self) -> None:
         self._generator.generate_next_token()
@@ -113,10 +113,10 @@ class GenaiRows:
 
 
 class LlamaRows:
-    """llama.cpp's context. What one row holds is kept in a file, which several rows are filled from.
+    """llama.cpp's context. A file keeps the state of a row, and several rows are filled from it.
 
-    A longer history than one that was read is made of copies of it, moved to the positions behind one another.
-    cache: the type of keys and values, as ggml names it.
+    A history longer than the text that was read consists of copies of it at consecutive positions. `cache` is ggml's
+    name of the type of keys and values.
     """
 
     def __init__(self, options: argparse.Namespace, cache: str) -> None:
@@ -127,12 +127,12 @@ class LlamaRows:
         self._tokens_before = options.read_tokens
         self.version = f"llama_cpp {lib.__version__}"
         self._prompts = prompts(options, system.vocab_size)
-        self._length = options.history  # of every row, the token that was chosen last left out
+        self._length = options.history  # of every row, without the newest token
         context = lib.llama_context_default_params()
         context.n_ctx = options.rows * (max(options.history, self._copies * options.read_tokens) + options.growth)
         context.n_batch = context.n_ubatch = CHUNK
         context.n_seq_max = options.rows * self._copies
-        context.kv_unified = self._copies > 1  # the copies become one sequence
+        context.kv_unified = self._copies > 1  # the copies become a single sequence
         context.n_threads = context.n_threads_batch = options.threads
         context.type_k = context.type_v = {"f16": lib.GGML_TYPE_F16, "q8_0": lib.GGML_TYPE_Q8_0}[cache]
         self._context = lib.llama_init_from_model(system.model, context)
@@ -154,11 +154,11 @@ class LlamaRows:
         self._tokens[0] = self._system.lib.llama_sampler_sample(self._chain, self._context, -1)
 
     def keep(self) -> None:
-        """Keep what the row holds for the cells with several rows, and for longer ones."""
+        """Save the state of the row, for cells with several rows or a longer history."""
         lib = self._system.lib
         state = np.zeros(lib.llama_state_seq_get_size(self._context, 0), np.uint8)
         if lib.llama_state_seq_get_data(self._context, _address(state), state.nbytes, 0) != state.nbytes:
-            raise RuntimeError("llama.cpp does not hand out what a row holds")
+            raise RuntimeError("llama.cpp did not return the state of a row")
         state.tofile(self._state)
 
     def fill(self) -> None:
@@ -169,22 +169,27 @@ class LlamaRows:
         assert self._read_before is not None
         lib, memory = self._system.lib, self._system.lib.llama_get_memory(self._context)
         for copy in range(self._copies):
-            self._load(self._read_before, copy, behind=copy * self._tokens_before)
+            self._load(self._read_before, copy, offset=copy * self._tokens_before)
             if copy:
                 lib.llama_memory_seq_cp(memory, copy, 0, -1, -1)
                 lib.llama_memory_seq_rm(memory, copy, -1, -1)
         lib.llama_memory_seq_rm(memory, 0, self._length, -1)
         self.keep()
 
-    def _load(self, path: Path, row: int, *, behind: int = 0) -> None:
-        """Give a row what the file has. behind: what is added to the tokens' positions; keys stay as they were turned.
+    def _load(self, path: Path, row: int, *, offset: int = 0) -> None:
+        """Load the file into a row.
 
-        llama.cpp keeps each row apart from the others, in a stream, and takes states of as many streams as a context
-        has. The third number of a state is how many it has; the others of one row are empty, a number of cells each.
-        Then come the cells' positions, with how many rows a cell is in, and which.
+        llama.cpp keeps each row in a separate stream, and accepts states with the context's number of streams. The
+        third number of a state is its number of streams; the additional streams are empty, with a cell count each.
+        The cells' positions follow, with the number of rows of each cell and their indices.
+
+        Args:
+            path: The file.
+            row: The row.
+            offset: Added to the positions of the tokens; the rotation of the keys does not change.
         """
         if not path.exists():
-            raise RuntimeError(f"{path} is not there; measure the shorter history, and one row, first")
+            raise RuntimeError(f"{path} does not exist; first measure the shorter history with a single row")
         streams, size = (1 if self._copies > 1 else self._rows), path.stat().st_size
         state = np.zeros(size + 4 * (streams - 1), np.uint8)
         with path.open("rb") as file:
@@ -194,13 +199,13 @@ class LlamaRows:
         expected = [[token, 1, 0] for token in range(len(cells))]
         if head[2] != 1 or not np.array_equal(cells, expected):
             raise RuntimeError(
-                "llama.cpp's states are laid out otherwise than in the version that this was written for"
+                "the layout of llama.cpp's states differs from the version for which this script was written"
             )
         head[2] = streams
-        cells[:, 0] += behind
+        cells[:, 0] += offset
         lib = self._system.lib
         if lib.llama_state_seq_set_data(self._context, _address(state), state.nbytes, row) != state.nbytes:
-            raise RuntimeError(f"llama.cpp cannot take what {path} has")
+            raise RuntimeError(f"llama.cpp cannot load {path}")
 
     def step(self) -> None:
         entries = [(self._tokens[row], self._length, row) for row in range(self._rows)]
@@ -236,14 +241,14 @@ def main() -> None:
     parser.add_argument("--rows", type=int, required=True)
     parser.add_argument("--history", type=int, required=True, help="tokens of each row")
     parser.add_argument("--growth", type=int, required=True, help="room for new tokens")
-    parser.add_argument("--state", type=Path, required=True, help="file for what a row of llama.cpp holds")
-    parser.add_argument("--read-tokens", type=int, required=True, help="of a history that was read before")
-    parser.add_argument("--read-before", type=Path, help="the file of that")
+    parser.add_argument("--state", type=Path, required=True, help="file for the state of a row of llama.cpp")
+    parser.add_argument("--read-tokens", type=int, required=True, help="of an earlier history")
+    parser.add_argument("--read-before", type=Path, help="the file of the earlier history")
     options = parser.parse_args()
-    answers, sys.stdout = sys.stdout, sys.stderr  # whatever a library prints must not mix with the answers
+    answers, sys.stdout = sys.stdout, sys.stderr  # the output of libraries must not mix with the answers
 
-    def answer(what: dict[str, Any]) -> None:
-        print(json.dumps(what), file=answers, flush=True)
+    def answer(values: dict[str, Any]) -> None:
+        print(json.dumps(values), file=answers, flush=True)
 
     rows = SYSTEMS[options.system](options)
     answer({"version": rows.version})

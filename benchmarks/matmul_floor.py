@@ -1,10 +1,10 @@
-"""The least that a decode step can take: the package's quantized matrix products alone, in turn with the whole step.
+"""The least time of a decode step: the package's quantized matrix products alone, in turn with the whole step.
 
     qsample compile exported compiled --weights int4 --ctx-len 2048
     python benchmarks/matmul_floor.py compiled --batch 1 4
 
-Every system on ONNX Runtime runs the same products on the same kernels. What is left of a step beside them is all that
-a better graph or loop could save, so `step / products` bounds how much faster than another such system one can be.
+Every system on ONNX Runtime runs the same products on the same kernels. A better graph or loop can save only the rest
+of a step, so `step / products` bounds the possible speedup over this package.
 """
 
 from __future__ import annotations
@@ -14,18 +14,17 @@ from pathlib import Path
 import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
-from machine import describe_machine
-from mixes import MIXES
+from common import MIXES, describe_machine
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
-from sampler_share import bind, make_parser, make_values, open_compiled, open_session, take_turn
+from sampler_share import bind, make_values, open_compiled, open_session, package_parser, take_turn
 
 PRODUCT = "MatMulNBits"
 
 
 def products_alone(decoder: Path) -> bytes:
-    """A model of the decoder's products, each of its own weights and of an input that it shares with those as wide."""
+    """A model of the decoder's products, each with its own weights; products of the same width share an input."""
     model = ir.load(decoder)
     graph = model.graph
     nodes = [node for node in graph if node.op_type == PRODUCT]
@@ -58,7 +57,7 @@ def bind_products(session: ort.InferenceSession, batch: int) -> ort.IOBinding:
 
 
 def main() -> None:
-    parser = make_parser(__doc__, steps=240, history=64)
+    parser = package_parser(__doc__, steps=240, history=64)
     options = parser.parse_args()
     package, compilation = open_compiled(parser, options.package, options.history)
     if compilation.quantization is None:

@@ -1,36 +1,87 @@
-"""How fast this machine reads memory: what a decode step can take at the least, for the bytes that it reads.
+"""The least time of a decode step: the bytes that it reads, and the speed at which this machine reads memory.
 
     python benchmarks/memory_speed.py --threads 2
 
-Each thread goes through an array of its own that no cache holds; the fastest of several passes counts. Prints a JSON
-line: bytes a second of all threads together.
+Prints a JSON line: bytes per second of all threads together. Each thread reads its own array, which fits no cache; the
+fastest of several passes counts.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
+import math
 import os
 import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from typing import Final
+from pathlib import Path
+from typing import Any, Final
 
-MEGABYTES: Final = 256  # of each thread
+from common import make_parser
+
+MEGABYTES: Final = 256  # per thread
 PASSES: Final = 12
+_LOOKUPS = ("Gather", "GatherBlockQuantized")  # these read a row of a table
+_TABLES = ("GroupQueryAttention", "RotaryEmbedding")  # these read a row each of cosines and sines
 
 
 def measure(threads: int) -> float:
-    """Bytes a second, read by that many threads at once; in a process of its own, whose BLAS starts no others."""
+    """Bytes per second with that many threads, in a separate process whose BLAS starts no further threads."""
     environment = os.environ | {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     command = [sys.executable, __file__, "--threads", str(threads)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     return float(json.loads(done.stdout)["bytes_per_second"])
 
 
+def active_bytes(package: Path, experts_per_token: int, history: int) -> int:
+    """The bytes that a decode step of a compiled package has to read for a single row.
+
+    These are all weights once (of a mixture the weights of the active experts), keys and values, and recurrent and
+    convolutional states. Activations and writes are not counted.
+
+    Args:
+        package: The package's folder.
+        experts_per_token: Active experts.
+        history: Tokens of the row; a layer with a window reads at most the window.
+    """
+    import onnx_ir as ir
+
+    from qsample.graph import gqa, moe
+
+    graph = ir.load(package / "decoder.onnx").graph
+    sizes: dict[ir.Value, int] = {}
+    seen: dict[ir.Value | None, int] = {}  # keys and values → tokens read
+    for node in graph:
+        if node.op_type == gqa.OP_TYPE:
+            window = node.attributes.get_int("local_window_size", -1)
+            for slot in (gqa.Slot.PAST_KEY, gqa.Slot.PAST_VALUE):
+                seen[node.inputs[slot]] = min(history, window) if window > 0 else history
+        if node.op_type in _LOOKUPS or node.op_type in _TABLES:
+            continue
+        for value in node.inputs:
+            if value is None or value.const_value is None or not value.is_initializer():
+                continue
+            sizes[value] = value.const_value.nbytes
+            if node.op_type in (moe.OP_TYPE, moe.QUANTIZED_OP_TYPE):
+                sizes[value] = sizes[value] * experts_per_token // int(value.const_value.shape.numpy()[0])
+    return sum(sizes.values()) + sum(_state_bytes(value, seen.get(value, history)) for value in graph.inputs)
+
+
+def _state_bytes(value: Any, history: int) -> int:
+    """The bytes of a state of the model for a row; 0 for any other input."""
+    if value.name is None or not value.name.startswith("past_key_values."):
+        return 0
+    assert value.shape is not None
+    assert value.dtype is not None
+    sizes = [dim for dim in value.shape[1:] if isinstance(dim, int)]
+    if value.name.endswith((".key", ".value")):  # [B, heads, capacity, head size]
+        sizes = [sizes[0], history, sizes[-1]]
+    return math.prod(sizes) * int(value.dtype.itemsize)
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--threads", type=int, default=2)
     threads = parser.parse_args().threads
 

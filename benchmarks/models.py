@@ -1,40 +1,40 @@
-"""Hybrids and mixtures of experts on the CPU: first token, step and memory, beside other systems.
+"""Hybrids and mixtures of experts on the CPU: first token, step and memory, compared with other systems.
 
-    python -m venv peers && peers/bin/pip install onnxruntime-genai onnx_ir torch transformers llama-cpp-python gguf
-    python benchmarks/models.py --peers-python peers/bin/python          # some twenty minutes on two cores
+    python -m venv peers && peers/bin/pip install -r benchmarks/peers.txt
+    python benchmarks/models.py --peers-python peers/bin/python          # about twenty minutes on two cores
     python benchmarks/models.py --peers-python peers/bin/python --shape qwen3.5-0.8b --again
 
-Random weights in the shapes of today's models: Qwen3.5-0.8B whole, and slices of Qwen3-Next-80B-A3B, Qwen3-30B-A3B and
-gpt-oss-20b, which have a few of their layers in full size and the same share of the vocabulary. What is built lies in
---work and is built once. Systems take turns, round by round, as in `decode.py`; ratios are taken within a round.
-qsample, onnxruntime-genai and llama.cpp have 4-bit weights in blocks of 32, transformers has float32.
+The models have random weights in the shapes of current models: the whole Qwen3.5-0.8B, and slices of
+Qwen3-Next-80B-A3B, Qwen3-30B-A3B and gpt-oss-20b, which have a few layers in full size and the same share of the
+vocabulary. They are built once, in --work. Systems take turns, round by round, as in `decode.py`; ratios are taken
+within a round. qsample, onnxruntime-genai and llama.cpp have 4-bit weights in blocks of 32, transformers has float32.
 
-Results are written after every cell, and a run goes on where the one before it stopped: a cell that has its rounds is
-left as it is, unless --again is given. A system that cannot take a model is named with its reason.
+Results are written after every cell, and a run continues an interrupted run: complete cells are skipped unless --again
+is given. A system that rejects a model is named with its reason.
 
-Two more parts: the bytes that a step of one row reads, beside the speed of the memory in the same rounds; and with
---scan a prompt of 1,024 tokens through the layers of Qwen3.5 as a loop over its tokens (what a layer falls back to
-that has no operators) beside the operators.
+Two more parts compare the bytes that a step of a single row reads with the speed of the memory in the same rounds; and,
+with --scan, a prompt of 1,024 tokens through the layers of Qwen3.5 as a loop over its tokens (the fallback of layers
+without operators) with the operators.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import shutil
+import re
 import sys
 import time
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
-from active_bytes import active_bytes
-from checkpoints import SHAPES, can_import, make_checkpoint, make_genai_model, make_gguf, run_quietly
-from decode import note_failure
-from machine import describe_machine
-from memory_speed import measure
-from models_report import ModelResults, show, write
+import numpy as np
+from checkpoints import SHAPES, make_checkpoint, make_genai_model, make_gguf, make_package
+from common import add_output, describe_machine, import_pyplot, make_parser, markdown, print_table
+from decode import build_each, note_failure, start
+from decode_report import OWN, Results
+from memory_speed import active_bytes, measure
 from rich.console import Console
-from turns import PAUSE, PEERS, Cell, Worker, qsample, take_turns
+from turns import PAUSE, Cell, Worker, available, take_turns
 
 MODELS: Final = ("qwen3.5-0.8b", "qwen3-next-slice", "qwen3-30b-a3b-slice", "gpt-oss-20b-slice")
 SYSTEMS: Final = ("genai", "llama.cpp", "transformers")
@@ -42,64 +42,34 @@ CELLS: Final = (Cell(64, 1, "greedy"), Cell(64, 4, "greedy"), Cell(1024, 1, "gre
 GREEDY: Final = {"temperature": 0.0}
 SCANNED: Final = "qwen3.5-slice"
 CTX_LEN: Final = 2048
-# Takes every layer for one that no operators are known for.
-AS_A_LOOP: Final = (
-    "from qsample.transforms import recurrent; recurrent.recurrence_of = lambda module: None; "
-    "from qsample.cli import main; main()"
+# Treats every layer as a layer without operators.
+AS_A_LOOP: Final = "from qsample.transforms import recurrent; recurrent.recurrence_of = lambda module: None; "
+NONE: Final = "no"  # in place of a figure; the reason is below the table
+LABELS: Final = {"transformers": "transformers, float32", "genai": "onnxruntime-genai"}
+ORDER: Final = (OWN, "genai", "llama.cpp", "transformers")
+# The lines of a table: prompt, rows, the field of a cell, its label.
+LINES: Final = (
+    (64, 1, "first_token_ms", "first token, 64 tokens"),
+    (1024, 1, "first_token_ms", "first token, 1,024 tokens"),
+    (64, 1, "step_ms", "step, 1 row"),
+    (64, 4, "step_ms", "step, 4 rows"),
+    (1024, 1, "step_ms", "step, 1 row, after 1,024 tokens"),
 )
-
-
-def build_package(checkpoint: Path, package: Path, weights: str | None, *, as_a_loop: bool = False) -> Path:
-    """Export and compile the checkpoint, unless `package` is there. as_a_loop: its recurrent layers are Scans."""
-    if not package.exists():
-        portable = package.with_name(f"{package.name}.portable")
-        export = qsample("export", checkpoint, portable, "--overwrite")
-        if as_a_loop:
-            export[2] = AS_A_LOOP
-        run_quietly(export, package.with_suffix(".export.log"))
-        # Random weights are off by more than a trained model's.
-        options = ["--ctx-len", CTX_LEN, *(["--weights", weights, "--max-divergence", "100"] if weights else [])]
-        run_quietly(qsample("compile", portable, package, *options), package.with_suffix(".log"))
-        shutil.rmtree(portable)  # float32, and not needed again
-    return package
+Rows: TypeAlias = tuple[list[str], list[list[str]]]
 
 
 def build(shape: str, systems: list[str], options: argparse.Namespace, results: ModelResults, console: Console) -> Any:
-    """What each system runs, built where it is not there; a system that cannot take it is noted in `results`."""
+    """The model of each system, built unless it exists; the results record systems that reject the shape."""
     folder, python = options.work / shape, options.peers_python
     with console.status(f"{shape}: a checkpoint of random weights"):
         checkpoint = make_checkpoint(shape, folder / "checkpoint")
     builders = {
-        "qsample": lambda: build_package(checkpoint, folder / "int4", "int4"),
+        "qsample": lambda: make_package(checkpoint, folder / "int4", "int4", ctx_len=CTX_LEN),
         "genai": lambda: make_genai_model(checkpoint, folder / "genai", python),
         "llama.cpp": lambda: make_gguf(checkpoint, folder / "q4_0.gguf", python),
         "transformers": lambda: checkpoint,
     }
-    models = {}
-    for name in systems:
-        with console.status(f"{shape}: a model for {name}"):
-            try:
-                models[name] = builders[name]()
-            except RuntimeError as error:
-                if name == "qsample":
-                    raise
-                note_failure(results, shape, name, error, console)
-    return models
-
-
-def start(
-    name: str, model: Path, shape: str, options: argparse.Namespace, results: ModelResults, console: Console
-) -> Worker | None:
-    """The system, loaded, with its size and memory noted; None where it cannot run the model."""
-    python = sys.executable if name in ("qsample", "transformers") else options.peers_python
-    try:
-        worker = Worker(name, model, python, options.threads)
-        results.describe(shape, name, model, worker)
-    except RuntimeError as error:
-        note_failure(results, shape, name, error, console)
-        return None
-    results.clear_missing(shape, name)
-    return worker
+    return build_each(builders, systems, shape, results, console)
 
 
 def run_cell(
@@ -110,7 +80,7 @@ def run_cell(
     options: argparse.Namespace,
     console: Console,
 ) -> None:
-    """Rounds in which the systems take turns; a system that fails is noted, and out."""
+    """Measure a cell in rounds; a system that fails is recorded and leaves."""
     speeds: list[float] = []
 
     def failed(name: str, error: RuntimeError) -> None:
@@ -145,8 +115,7 @@ def run_shape(
     choices = SHAPES[shape].get("num_experts_per_tok", 0)
     for prompt in {cell.prompt for cell in CELLS if cell.rows == 1}:
         results.set_active(shape, prompt, active_bytes(models["qsample"], choices, history=prompt + 1))
-    workers = {name: start(name, model, shape, options, results, console) for name, model in models.items()}
-    running = {name: worker for name, worker in workers.items() if worker is not None}
+    running = start(models, shape, options, results, console)
     for cell in cells:
         console.print(f"{shape}: {cell}", highlight=False)
         run_cell(running, results, shape, cell, options, console)
@@ -155,13 +124,13 @@ def run_shape(
 
 
 def run_scan(options: argparse.Namespace, results: ModelResults, console: Console) -> None:
-    """First token of 1,024 tokens: layers as a loop, layers with operators, and transformers; float32."""
+    """Measure the first token of 1,024 tokens: layers as a loop, layers with operators, and transformers; float32."""
     folder = options.work / SCANNED
     with console.status(f"{SCANNED}: packages"):
         checkpoint = make_checkpoint(SCANNED, folder / "checkpoint")
         models = {
-            "operators": build_package(checkpoint, folder / "float32", None),
-            "loop": build_package(checkpoint, folder / "loop", None, as_a_loop=True),
+            "operators": make_package(checkpoint, folder / "float32", "float32", ctx_len=CTX_LEN),
+            "loop": make_package(checkpoint, folder / "loop", "float32", ctx_len=CTX_LEN, before=AS_A_LOOP),
             "transformers": checkpoint,
         }
     workers = {
@@ -181,30 +150,176 @@ def run_scan(options: argparse.Namespace, results: ModelResults, console: Consol
     results.save()
 
 
+class ModelResults(Results):
+    """Results with the bytes of a step and the speed of the memory.
+
+    A shape has `active` (prompt → bytes) and `speed` (prompt → bytes per second, per round).
+    """
+
+    def set_active(self, shape: str, prompt: int, count: int) -> None:
+        self.shape(shape).setdefault("active", {})[str(prompt)] = count
+
+    def add_speed(self, shape: str, prompt: int, speeds: list[float]) -> None:
+        self.shape(shape).setdefault("speed", {})[str(prompt)] = speeds
+
+    def line(self, shape: str, prompt: int, rows: int, field: str, system: str) -> str:
+        """The median of the rounds with its multiple of qsample's, or the mark of a missing figure."""
+        cell = self.cell(shape, prompt, rows, "greedy", system)
+        if cell is None:
+            return NONE if system in self.shape(shape).get("missing", {}) else ""
+        text = f"{np.median(cell[field]):.1f}"
+        if system == OWN:
+            return text
+        ratio = self.ratio(shape, prompt, rows, "greedy", system, "decode" if field == "step_ms" else "prefill")
+        return text if ratio is None else f"{text} ({ratio:.2f}x)"
+
+
+def time_rows(results: ModelResults, shape: str) -> Rows:
+    """A line for each time and for the memory, a column for each system."""
+    facts = results.shape(shape)
+    systems = [name for name in ORDER if name in facts["systems"] or name in facts.get("missing", {})]
+    rows = [[label, *(results.line(shape, *key, name) for name in systems)] for *key, label in LINES]
+    for label, text in (("files, MB", _files), ("memory, MB: own + mapped files", _memory)):
+        cells = [text(facts["systems"][name]) if name in facts["systems"] else NONE for name in systems]
+        rows.append([label, *cells])
+    return ["", *(LABELS.get(name, name) for name in systems)], rows
+
+
+def _files(system: dict[str, Any]) -> str:
+    return f"{system['bytes'] / 1e6:,.0f}"
+
+
+def _memory(system: dict[str, Any]) -> str:
+    memory = system["memory"]
+    return " + ".join(f"{memory[kind] / 1e6:,.0f}" for kind in ("anonymous", "mapped") if kind in memory)
+
+
+def missing_lines(results: ModelResults, shape: str) -> list[str]:
+    missing = results.shape(shape).get("missing", {})
+    return [f"{LABELS.get(name, name)} does not run it: {_one_line(reason)}" for name, reason in missing.items()]
+
+
+def _one_line(reason: str) -> str:
+    """A peer's message without the paths of this machine and the separators of a table."""
+    reason = re.sub(r"(/[\w.+-]+){2,}/", "", reason)
+    return " ".join(reason.replace("|", "/").split())[:300]
+
+
+def floor_rows(results: ModelResults) -> Rows:
+    """The bytes that a step of a single row reads, the memory's time for them, and the time of the step."""
+    rows = []
+    for shape, facts in results.data["shapes"].items():
+        for prompt, count in facts.get("active", {}).items():
+            cell, speeds = results.cell(shape, int(prompt), 1, "greedy", OWN), facts.get("speed", {}).get(prompt)
+            if cell is None or not speeds:
+                continue
+            speed, step = float(np.median(speeds)), float(np.median(cell["step_ms"]))
+            # Pairs of the same round, if the numbers agree: the machine's speed varies.
+            pairs = zip(cell["step_ms"], speeds, strict=len(cell["step_ms"]) == len(speeds))
+            share = float(np.median([ms * bytes_per_second / 1e3 / count for ms, bytes_per_second in pairs]))
+            floor = 1e3 * count / speed
+            figures = [f"{count / 1e6:.1f}", f"{speed / 1e9:.1f}", f"{floor:.2f}", f"{step:.2f}", f"{share:.2f}"]
+            rows.append([shape, f"{int(prompt):,}", *figures])
+    return ["model", "prompt", "read per step, MB", "memory, GB/s", "floor, ms", "step, ms", "step / floor"], rows
+
+
+def scan_rows(results: ModelResults) -> Rows:
+    """The first token of 1,024 tokens, with the recurrent layers as a loop and as operators."""
+    found = results.data.get("scan")
+    if not found:
+        return [], []
+    times = found["first_token_ms"]
+    rows = []
+    for name, label in (("loop", "a loop (Scan)"), ("operators", "operators"), ("transformers", "transformers")):
+        ratios = np.divide(times[name], times["operators"])
+        rows.append([label, f"{np.median(times[name]):.0f}", f"{np.median(ratios):.2f}x"])
+    return ["recurrent layers as", "first token of 1,024, ms", "over operators"], rows
+
+
+def show(results: ModelResults, console: Console) -> None:
+    """Print every table."""
+    tables = [(f"{shape}: ms (multiple of qsample's)", time_rows(results, shape)) for shape in results.data["shapes"]]
+    tables += [("One row: bytes of a step", floor_rows(results)), ("Loop and operators", scan_rows(results))]
+    for title, (header, rows) in tables:
+        if rows:
+            print_table(console, header, rows, title)
+    for shape in results.data["shapes"]:
+        for line in missing_lines(results, shape):
+            console.print(f"{shape}: {line}", highlight=False)
+
+
+def write(results: ModelResults, output: Path) -> None:
+    """Write the page and the plot."""
+    shapes = [name for name, facts in results.data["shapes"].items() if facts["cells"]]
+    lines = [
+        "# Hybrids and mixtures of experts",
+        "",
+        f"{results.data['machine']}. Made by `python benchmarks/models.py`, whose docstring describes the method;",
+        "`benchmarks/peers.txt` lists every package that the other systems need.",
+        "Milliseconds, medians of the rounds; in brackets the multiple of qsample's time, the median of the ratios",
+        "within each round. Greedy, random weights; all systems except transformers (float32) have 4-bit weights in",
+        "blocks of 32.",
+        "A slice has a few of its model's layers and the same share of its vocabulary.",
+        "",
+    ]
+    for shape in shapes:
+        lines += [f"## {shape}", "", *markdown(*time_rows(results, shape)), ""]
+        lines += [f"{line}\n" for line in missing_lines(results, shape)]
+        versions = (facts["version"] for facts in results.shape(shape)["systems"].values())
+        lines += [f"Measured with {', '.join(dict.fromkeys(versions))}.", ""]
+    if floor_rows(results)[1]:
+        lines += ["## Bytes that a step reads", "", *markdown(*floor_rows(results)), ""]
+        lines += [
+            "For a single row: weights (of a mixture only the active experts), keys and values, and recurrent states.",
+            "The floor is the time in which the memory delivers them, at the speed measured in each round",
+            "(`benchmarks/memory_speed.py`).",
+            "",
+        ]
+    if scan_rows(results)[1]:
+        lines += ["## A loop over the tokens, compared with operators", "", *markdown(*scan_rows(results)), ""]
+        lines += [f"{results.data['scan']['shape']}, float32, a single row.", ""]
+    if shapes:
+        lines += [f"![Times by system]({output.name}.png)", ""]
+        _plot(results, shapes, output.with_suffix(".png"))
+    output.with_suffix(".md").write_text("\n".join(lines))
+
+
+def _plot(results: ModelResults, shapes: list[str], path: Path) -> None:
+    """A panel for each time, a group of bars for each shape."""
+    plt = import_pyplot()
+    figure, axes = plt.subplots(2, 2, figsize=(11, 7))
+    for (prompt, rows, field, label), axis in zip(LINES[:4], axes.flat, strict=True):
+        for index, name in enumerate(ORDER):
+            cells = [results.cell(shape, prompt, rows, "greedy", name) for shape in shapes]
+            heights = [float(np.median(cell[field])) if cell else 0.0 for cell in cells]
+            axis.bar(np.arange(len(shapes)) + (index - 1.5) * 0.2, heights, 0.2, label=LABELS.get(name, name))
+        axis.set(title=f"{label}, ms", yscale="log", xticks=range(len(shapes)))
+        axis.set_xticklabels(shapes, fontsize=7)
+        axis.grid(axis="y", alpha=0.3)
+    axes[0][0].legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--peers-python", default=sys.executable, help="a Python that has the other systems")
+    parser = make_parser(__doc__)
+    parser.add_argument("--peers-python", default=sys.executable, help="a Python with the packages of peers.txt")
     parser.add_argument("--work", type=Path, default=Path("build/models"), help="folder for the models")
     parser.add_argument("--shape", nargs="*", choices=list(SHAPES), default=list(MODELS))
-    parser.add_argument("--system", nargs="*", choices=SYSTEMS, default=list(SYSTEMS), help="beside qsample")
+    parser.add_argument("--system", nargs="*", choices=SYSTEMS, default=list(SYSTEMS), help="next to qsample")
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--new-tokens", type=int, default=24, help="of each row and round")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--again", action="store_true", help="measure anew what was measured before")
+    parser.add_argument("--again", action="store_true", help="repeat complete measurements")
     parser.add_argument(
         "--scan", action=argparse.BooleanOptionalAction, default=True, help="the loop and the operators"
     )
-    parser.add_argument("--output", type=Path, default=Path("docs/benchmarks/models"), help="file name without suffix")
+    add_output(parser, "models")
     options, console = parser.parse_args(), Console(stderr=True)
     if options.rounds < 1 or options.new_tokens < 2:
         parser.error("--rounds must be at least 1 and --new-tokens at least 2")
-    systems = ["qsample"]
-    for name in options.system:
-        missing = can_import(sys.executable if name == "transformers" else options.peers_python, PEERS[name])
-        if missing is None:
-            systems.append(name)
-        else:
-            console.print(f"without {name}: {missing}", highlight=False)
+    systems = [OWN, *available(options.system, options.peers_python, console)]
     results = ModelResults(options.output.with_suffix(".json"), describe_machine(options.threads))
     for shape in options.shape:
         run_shape(shape, systems, options, results, console)

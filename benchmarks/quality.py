@@ -1,10 +1,10 @@
-"""What each way to quantize costs the bundled model in quality, on text that it was not trained on.
+"""The quality of each quantization method for the bundled model, on held-out text.
 
     python benchmarks/quality.py                                # docs/quantization.md's table
     python benchmarks/quality.py --model CHECKPOINT --text held_out.txt --calibration-text other.txt
 
-Without --text it takes what `tools/train_tiny_lm.py` held out of the bundled model's training, and chapters of that
-training to calibrate on; both come from the program `bible` (Debian's bible-kjv).
+Without --text, the evaluation uses the chapters that `tools/train_tiny_lm.py` held out of the bundled model's training,
+and the calibration uses chapters of the training; both come from the program `bible` (Debian's bible-kjv).
 """
 
 from __future__ import annotations
@@ -18,13 +18,16 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from common import make_parser
+from common import markdown as table_lines
+
 import qsample
 from qsample.bundled import TINY_LM
 from qsample.evaluation import Evaluation
 from qsample.evaluation.plot import draw
 from tools.train_tiny_lm import kjv_documents, split
 
-SEED = 1611  # of the bundled model's training, which decides what was held out
+SEED = 1611  # of the bundled model's training, which selects the held-out chapters
 CALIBRATION_CHAPTERS = 24
 WAYS = [
     *(("int8", method) for method in ("rtn", "k_quant", "hqq", "gptq")),
@@ -34,7 +37,7 @@ WAYS = [
 
 
 def texts(options: argparse.Namespace) -> tuple[list[str], list[str]]:
-    """What is evaluated on, and what is calibrated on."""
+    """The texts for the evaluation and for the calibration."""
     if options.text:
         return ([path.read_text("utf-8") for path in paths] for paths in (options.text, options.calibration_text))
     training, held_out = split(kjv_documents(), SEED)
@@ -42,38 +45,33 @@ def texts(options: argparse.Namespace) -> tuple[list[str], list[str]]:
 
 
 def markdown(found: Evaluation) -> str:
-    lines = [
-        "| weights | method | size, kB | perplexity | KL, nats | top-1, % |",
-        "| --- | --- | --- | --- | --- | --- |",
-    ]
-    for one in found.packages:
-        weights, _, method = Path(one.path).name.partition(".")
-        cells = [weights, method, f"{one.bytes / 1e3:,.0f}", f"{one.perplexity.value:.3f}"]
-        for comparison in one.comparisons:
+    rows = []
+    for package in found.packages:
+        weights, _, method = Path(package.path).name.partition(".")
+        cells = [weights, method, f"{package.bytes / 1e3:,.0f}", f"{package.perplexity.value:.3f}"]
+        for comparison in package.comparisons:
             kl, same = comparison.kl, comparison.agreement.map(lambda value: 100 * value)
             half = (kl.high - kl.low) / 2
             cells += [f"{kl.value:.5f} ± {half:.5f}", f"{same.value:.1f} ± {(same.high - same.low) / 2:.1f}"]
-        lines.append(f"| {' | '.join([*cells, *[''] * (6 - len(cells))])} |")
-    return "\n".join(lines)
+        rows.append([*cells, *[""] * (6 - len(cells))])
+    return "\n".join(table_lines(["weights", "method", "size, kB", "perplexity", "KL, nats", "top-1, %"], rows))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default=str(TINY_LM), help="checkpoint folder or hub id (default: the bundled one)")
+    parser = make_parser(__doc__)
+    parser.add_argument("--model", default=str(TINY_LM), help="checkpoint folder or hub id (default: bundled)")
     parser.add_argument("--text", type=Path, nargs="+", help="UTF-8 files to evaluate on")
     parser.add_argument(
         "--calibration-text", type=Path, nargs="+", help="UTF-8 files to fit gptq to; needed with --text"
     )
     parser.add_argument("--ctx-len", type=int, default=512)
     parser.add_argument("--block-size", type=int, default=32)
-    parser.add_argument(
-        "--work", type=Path, help="folder that keeps the packages; those that are there are not made anew"
-    )
+    parser.add_argument("--work", type=Path, help="folder that keeps the packages; existing packages are reused")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     parser.add_argument("--plot", type=Path, help="also draw them: a .png or .svg file")
     options = parser.parse_args()
     if bool(options.text) != bool(options.calibration_text):
-        parser.error("--text and --calibration-text come together: the text that is evaluated on must be another one")
+        parser.error("--text and --calibration-text require each other, and must be different texts")
     held_out, calibration = texts(options)
     with tempfile.TemporaryDirectory() as scratch:
         work = options.work or Path(scratch)

@@ -1,17 +1,16 @@
-"""Ray Data with one and two actors against one process, on the same rows with the same tokens.
+"""Ray Data with 1 and 2 actors, compared with a single process on the same rows with the same tokens.
 
     pip install -e '.[cpu,export,ray,bench]'
     RAY_AUTH_MODE=disabled python benchmarks/ray_data.py
 
-A cluster of this machine alone: what can be shown on it is what Ray costs, not what more machines bring. Two actors
-of one CPU stand against one process with two threads, and against one actor with two. Every system works through the
-rows, and through twice as many: what the second half takes is free of starting actors and loading models, which
-stand apart. How many rows have the tokens of one process is counted.
+The cluster consists of this machine only, so the benchmark shows the cost of Ray, not the gain from more machines. Two
+actors with a CPU each are compared with a process with two threads, and with an actor with two CPUs. Every system
+processes half of the rows, then all: the difference excludes the time to start actors and load models, which is
+reported separately. The rows with the same tokens as in the single process are counted.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
@@ -22,21 +21,19 @@ from typing import Any
 
 import numpy as np
 from checkpoints import SHAPES
-from decode_report import markdown
-from machine import describe_machine
+from common import add_output, describe_machine, make_parser, markdown, print_table
 from rich.console import Console
-from rich.table import Table
-from serve import BUNDLED, make_package
+from serve import BUNDLED, make_served
 
 PROMPT_TOKENS = 32
-PROCESS = "one process"
-HEADER = ["", "threads", "tokens/s", "of one process", "start, s", "rows with its tokens"]
+PROCESS = "single process"
+HEADER = ["", "threads", "tokens/s", "relative", "start, s", "rows with the same tokens"]
 Rows = list[dict[str, Any]]
 Tokens = dict[int, list[int]]
 
 
 def make_rows(count: int, vocab_size: int, new_tokens: int) -> Rows:
-    """Prompts of token ids; a third of the rows is short, a third long, as in a dataset."""
+    """Prompts of token ids; as in a dataset, a third of the rows is short and a third long."""
     generator = np.random.default_rng(0)
     prompts = generator.integers(3, vocab_size, (count, PROMPT_TOKENS)).tolist()
     lengths = [new_tokens // 2, new_tokens, new_tokens + new_tokens // 2]
@@ -46,12 +43,12 @@ def make_rows(count: int, vocab_size: int, new_tokens: int) -> Rows:
     ]
 
 
-def one_process(package: Path, rows: Rows, threads: int, slots: int) -> Tokens:
-    """The rows through an engine in this process."""
+def in_process(package: Path, rows: Rows, threads: int, slots: int) -> Tokens:
+    """Process the rows with an engine in this process."""
     from qsample.ray.rows import request_of
     from qsample.runtime import Engine, load
 
-    config = {"session.intra_op.allow_spinning": "0"}  # as an actor has it
+    config = {"session.intra_op.allow_spinning": "0"}  # like an actor
     model = load(package, intra_op_num_threads=threads, session_config=config)
     with Engine(model, slots=slots, max_waiting=len(rows)) as engine:
         asked = [request_of(row, {"eos_token_id": ()}, "id") for row in rows]
@@ -60,7 +57,7 @@ def one_process(package: Path, rows: Rows, threads: int, slots: int) -> Tokens:
 
 
 def with_actors(package: Path, rows: Rows, actors: int, cpus: int, slots: int, batch_size: int) -> Tokens:
-    """The rows through Ray Data."""
+    """Process the rows with Ray Data."""
     import ray
 
     from qsample.ray import QsampleProcessorConfig, build_processor
@@ -79,17 +76,17 @@ def with_actors(package: Path, rows: Rows, actors: int, cpus: int, slots: int, b
 
 
 def measure(work: Callable[[Rows], Tokens], rows: Rows) -> tuple[dict[str, float], Tokens]:
-    """Tokens a second of the second half, and the seconds that came before any work; and the tokens."""
+    """The tokens per second of the second half and the seconds before any work; and the tokens."""
     seconds, tokens = [], Tokens()
     half = rows[: len(rows) // 2]
-    work(rows[:2])  # files are read, libraries loaded
+    work(rows[:2])  # reads files and loads libraries
     for part in (half, rows):
         start = time.perf_counter()
         tokens = work(part)
         seconds.append(time.perf_counter() - start)
     short, long = (sum(len(tokens[row["id"]]) for row in part) for part in (half, rows))
     if seconds[1] <= seconds[0]:
-        raise SystemExit(f"{len(rows)} rows took no longer than half of them; give more --rows, or a quieter machine")
+        raise SystemExit(f"{len(rows)} rows took no longer than half of them; use more --rows, or a quieter machine")
     speed = (long - short) / (seconds[1] - seconds[0])
     return {"tokens_per_second": speed, "start_seconds": max(0.0, seconds[0] - short / speed)}, tokens
 
@@ -97,50 +94,50 @@ def measure(work: Callable[[Rows], Tokens], rows: Rows) -> tuple[dict[str, float
 def table_rows(results: dict[str, Any]) -> list[list[str]]:
     base = results[PROCESS]["tokens_per_second"]
     lines = []
-    for system, one in results.items():
-        speed, share = f"{one['tokens_per_second']:.1f}", f"{one['tokens_per_second'] / base:.2f}"
-        lines.append([system, one["threads"], speed, share, f"{one['start_seconds']:.1f}", one["equal_rows"]])
+    for system, found in results.items():
+        speed, share = f"{found['tokens_per_second']:.1f}", f"{found['tokens_per_second'] / base:.2f}"
+        lines.append([system, found["threads"], speed, share, f"{found['start_seconds']:.1f}", found["equal_rows"]])
     return lines
 
 
 def write(output: Path, about: dict[str, Any], results: dict[str, Any]) -> None:
-    """The figures as JSON and as a page."""
+    """Write the figures as JSON, and the page."""
     output.parent.mkdir(parents=True, exist_ok=True)
     output.with_suffix(".json").write_text(json.dumps({**about, "results": results}, indent=1) + "\n")
     text = (
         f"# Ray Data on one machine\n\n{about['machine']}, shape {about['shape']}, {about['slots']} slots in all, "
-        f"{about['rows']} rows. Made by `python benchmarks/ray_data.py`, which says how it measures. There is one "
-        "machine, so two actors share its cores, a thread each: this says what Ray costs beside one process with all "
-        "threads, not what a second machine would bring.\n\n"
+        f"{about['rows']} rows. Made by `python benchmarks/ray_data.py`, whose docstring describes the method. "
+        "Two actors share the cores of a single machine, a thread each: the table shows the cost of Ray relative to a "
+        "single process with all threads, not the gain from a second machine.\n\n"
     )
     output.with_suffix(".md").write_text(text + "\n".join([*markdown(HEADER, table_rows(results)), ""]))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--work", type=Path, default=Path("build/serve"), help="folder for the models")
     parser.add_argument("--shape", choices=[BUNDLED, *SHAPES], default="qwen3-0.6b")
-    parser.add_argument("--rows", type=int, default=192, help="in all; the first half is worked through twice")
-    parser.add_argument("--new-tokens", type=int, default=24, help="of a row, in the mean")
-    parser.add_argument("--slots", type=int, default=16, help="of one process; several actors share them")
+    parser.add_argument("--rows", type=int, default=192, help="in total; the first half is processed twice")
+    parser.add_argument("--new-tokens", type=int, default=24, help="of a row, on average")
+    parser.add_argument("--slots", type=int, default=16, help="in total; several actors share them")
     parser.add_argument("--batch-size", type=int, default=16)
-    parser.add_argument("--threads", type=int, default=2, help="in all")
-    parser.add_argument("--output", type=Path, default=Path("docs/benchmarks/ray"), help="file name without suffix")
+    parser.add_argument("--threads", type=int, default=2, help="in total")
+    add_output(parser, "ray")
     options, console = parser.parse_args(), Console(stderr=True)
-    # Actors import this folder's modules, and qsample, from where this process does.
+    # Actors import this folder's modules and qsample from the same places as this process.
     os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     os.environ.setdefault("RAY_DATA_DISABLE_PROGRESS_BARS", "1")
     folder = options.work / options.shape
     folder.mkdir(parents=True, exist_ok=True)
-    package, _ = make_package(options.shape, folder)
+    package, _ = make_served(options.shape, folder)
     package = package.resolve()
     vocab_size = json.loads((package / "qsample.json").read_text())["interface"]["vocab_size"]
     rows = make_rows(options.rows, vocab_size, options.new_tokens)
     threads, slots, batch = options.threads, options.slots, options.batch_size
     systems: dict[str, tuple[str, Callable[[Rows], Tokens]]] = {
-        PROCESS: (str(threads), lambda part: one_process(package, part, threads, slots)),
-        "Ray Data, one actor": (str(threads), lambda part: with_actors(package, part, 1, threads, slots, batch)),
-        "Ray Data, two actors": (
+        PROCESS: (str(threads), lambda part: in_process(package, part, threads, slots)),
+        "Ray Data, 1 actor": (str(threads), lambda part: with_actors(package, part, 1, threads, slots, batch)),
+        "Ray Data, 2 actors": (
             f"2 x {threads // 2}",
             lambda part: with_actors(package, part, 2, threads // 2, slots // 2, batch),
         ),
@@ -153,17 +150,14 @@ def main() -> None:
         if system != PROCESS and len(results) == 1:
             import ray
 
-            # A CPU for the tasks that read and write rows: actors take all the others.
+            # An additional CPU for the tasks that read and write rows.
             ray.init(num_cpus=threads + 1, object_store_memory=200 * 2**20, log_to_driver=False)
         measured, tokens = measure(work, rows)
         expected = expected or tokens
         equal = sum(tokens[number] == row for number, row in expected.items())
         results[system] = {**measured, "threads": shown_threads, "equal_rows": f"{equal} of {len(expected)}"}
         write(options.output, about, results)
-    table = Table(*HEADER)
-    for line in table_rows(results):
-        table.add_row(*line)
-    Console().print(table)
+    print_table(Console(), HEADER, table_rows(results))
 
 
 if __name__ == "__main__":

@@ -1,17 +1,15 @@
-"""The sampler graph on its own, over vocabularies, batches and parameter mixes, beside ArgMax and a full sort.
+"""The sampler graph alone, over vocabularies, batches and parameter mixes, compared with ArgMax and a full sort.
 
     python benchmarks/sampler.py                                      # the whole sweep, to docs/benchmarks/sampler.*
     python benchmarks/sampler.py --vocab 151936 --batch 1 8 --output /tmp/sampler
 
-Yardsticks of the same run: ONNX Runtime's ArgMax over the vocabulary, and sampling the naive way, a full sort with a
-cumulative sum. All states are bound in place, as the runtime binds them. Figures are medians; the graphs of one
-vocabulary and batch take turns, so that a slow moment of the machine meets all of them.
+The columns are the mixes of MIXES and two references: ONNX Runtime's ArgMax over the vocabulary, and naive sampling by
+a full sort with a cumulative sum. All states are bound in place, as in the runtime. Figures are medians; the graphs of
+a vocabulary and batch take turns, so that a slow moment of the machine affects all of them.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import time
 from collections.abc import Callable
@@ -21,10 +19,9 @@ import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
 import torch
-from machine import describe_machine
+from common import EVERYTHING, Kept, add_output, describe_machine, import_pyplot, make_parser, markdown, print_table
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 from torch import Tensor, nn
 
 from qsample.interface import Interface
@@ -36,18 +33,7 @@ FLAT, PEAKED = "flat", "peaked"
 MIXES: dict[str, tuple[str, dict[str, float]]] = {
     "greedy": (PEAKED, {"temperature": 0}),
     "top-k 50": (PEAKED, {"top_k": 50}),
-    "complete": (
-        PEAKED,
-        {
-            "temperature": 0.8,
-            "top_k": 50,
-            "top_p": 0.95,
-            "min_p": 0.02,
-            "repetition_penalty": 1.1,
-            "presence_penalty": 0.1,
-            "frequency_penalty": 0.1,
-        },
-    ),
+    "complete": (PEAKED, EVERYTHING | {"presence_penalty": 0.1}),
     "top-p, peaked": (PEAKED, {"top_p": 0.95}),
     "top-p, flat": (FLAT, {"top_p": 0.9}),
     "temperature": (PEAKED, {"temperature": 0.9}),
@@ -57,14 +43,14 @@ OFF = {"temperature": 1.0, "top_p": 1.0, "repetition_penalty": 1.0, "max_length"
 
 
 class ArgMax(nn.Module):
-    """The yardstick of greedy decoding."""
+    """The reference for greedy decoding."""
 
     def forward(self, logits: Tensor) -> Tensor:
         return logits.argmax(-1)
 
 
 class NaiveTopP(nn.Module):
-    """The yardstick of random decoding: sort everything, cut the cumulative sum, draw."""
+    """The reference for random decoding: sort all tokens, cut the cumulative sum, draw."""
 
     def forward(self, logits: Tensor, top_p: Tensor, uniform: Tensor) -> Tensor:
         values, ids = logits.topk(logits.shape[-1], dim=-1)
@@ -96,7 +82,8 @@ def export_yardstick(module: nn.Module, *example: Tensor) -> ir.Model:
 
 
 def make_logits(kind: str, batch: int, vocab: int) -> np.ndarray:
-    """flat: a standard deviation of 1, as random weights give. peaked: the best token has about half of the mass."""
+    """[B, V] float32; flat: a standard deviation of 1, as from random weights; peaked: the best token has about half of
+    the mass."""
     rng = np.random.default_rng(0)
     logits = rng.normal(size=(batch, vocab)).astype(np.float32)
     if kind == PEAKED:
@@ -110,7 +97,7 @@ def make_logits(kind: str, batch: int, vocab: int) -> np.ndarray:
 def sampler_call(
     session: ort.InferenceSession, interface: Interface, logits: np.ndarray, mix: dict[str, float]
 ) -> Callable[[], None]:
-    """A decode step: one token a row, HISTORY tokens before it, every state bound in place."""
+    """A decode step: a token per row after HISTORY tokens, with every state bound in place."""
     batch, vocab = logits.shape
     rng = np.random.default_rng(1)
     sizes = interface.sizes | {"B": batch, "S": 1, "T": CAPACITY, "E": 2}
@@ -128,7 +115,7 @@ def sampler_call(
         array = np.broadcast_to(np.asarray(values.get(spec.name, 0)), spec.shape(sizes)).astype(spec.dtype)
         buffers[spec.name] = ort.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(array))
         binding.bind_ortvalue_input(spec.name, buffers[spec.name])
-    # `lengths` is not bound in place, so that every repetition makes the same step.
+    # `lengths` is not bound in place, so that every repetition is the same step.
     for state, output in interface.sampler.retained.items():
         if state == "lengths":
             binding.bind_output(output)
@@ -194,12 +181,12 @@ def measure(
 
 
 def describe_run(threads: int) -> str:
-    # Beside other work, graphs that use both threads wait for it, and single-threaded ArgMax does not.
+    # Other work delays graphs that use both threads, but not the single-threaded ArgMax.
     return f"{describe_machine(threads)}, onnxruntime {ort.__version__}, load average {os.getloadavg()[1]:.1f}"
 
 
 def as_rows(results: list[dict[str, object]]) -> tuple[list[str], list[list[str]]]:
-    """One line per vocabulary and batch: milliseconds, and multiples of ArgMax."""
+    """A line per vocabulary and batch: milliseconds, and multiples of ArgMax."""
     names = list(dict.fromkeys(str(result["name"]) for result in results))
     cells = {(r["vocab"], r["batch"], r["name"]): float(str(r["ms"])) for r in results}
     rows = []
@@ -211,25 +198,20 @@ def as_rows(results: list[dict[str, object]]) -> tuple[list[str], list[list[str]
 
 
 def write(results: list[dict[str, object]], output: Path, threads: int) -> None:
-    """The table as markdown, the figures as JSON, and a plot."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
+    """Write the page, the figures as JSON, and the plot."""
+    plt = import_pyplot()
     header, rows = as_rows(results)
     machine = describe_run(threads)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.with_suffix(".json").write_text(json.dumps({"machine": machine, "results": results}, indent=1) + "\n")
+    kept = Kept(output.with_suffix(".json"), {"machine": machine})
+    kept.data = {"machine": machine, "results": results}
+    kept.save()
     lines = [
         "# Sampler benchmark",
         "",
-        f"Milliseconds a step and multiples of ArgMax over V; medians of one run. {machine}.",
-        "Made by `python benchmarks/sampler.py`; what each column is stands at the top of that script.",
+        f"Milliseconds per step and multiples of ArgMax over V; medians of a single run. {machine}.",
+        "Made by `python benchmarks/sampler.py`, whose docstring describes the columns.",
         "",
-        "| " + " | ".join(header) + " |",
-        "|" + " --- |" * len(header),
-        *("| " + " | ".join(row) + " |" for row in rows),
+        *markdown(header, rows),
         "",
         f"![Milliseconds a step]({output.name}.png)",
         "",
@@ -252,13 +234,13 @@ def write(results: list[dict[str, object]], output: Path, threads: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--vocab", type=int, nargs="+", default=[32000, 128256, 151936, 262144])
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32, 64])
     parser.add_argument("--mix", nargs="+", choices=list(MIXES), default=list(MIXES))
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=0.5, help="measuring time per graph, vocabulary and batch")
-    parser.add_argument("--output", type=Path, default=Path("docs/benchmarks/sampler"), help="file name without suffix")
+    add_output(parser, "sampler")
     options = parser.parse_args()
 
     from tempfile import TemporaryDirectory
@@ -268,10 +250,7 @@ def main() -> None:
         for vocab in track(options.vocab, "vocabularies", console=console, transient=True):
             results += measure(vocab, options.batch, options.mix, options.threads, options.seconds, Path(folder))
     header, rows = as_rows(results)
-    table = Table(*header, title="Sampler, ms a step (multiple of ArgMax)")
-    for row in rows:
-        table.add_row(*row)
-    console.print(table)
+    print_table(console, header, rows, "Sampler, ms per step (multiple of ArgMax)")
     write(results, options.output, options.threads)
 
 

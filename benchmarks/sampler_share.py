@@ -1,17 +1,18 @@
-"""What the sampler costs in a decode step: a package's graph, in turn with the same graph cut off at its logits, with a
+"""The cost of the sampler in a decode step: a package's graph, in turn with the same graph cut at its logits, with a
 plain ArgMax over them, and with its head alone.
 
     qsample export MODEL exported && qsample compile exported compiled --weights int4 --ctx-len 2048
     python benchmarks/sampler_share.py compiled --batch 1 4
 
-They run in one process, some steps each in turn, over the same cache, in the middle of a generation: --history tokens a
-row. Every state is bound in place but `lengths`, so that every step is the same. The first steps of a turn are not
-counted: the other graph's threads still spin, and its own have to wake. Where its weights are in memory changes a
-step by some 3 %, more than the sampler does, so each graph is loaded --copies times: the sampler's time is the median
-over the copies of the difference of their medians, and the range of those differences is given beside it.
+They run in the same process, a few steps each in turn, over the same cache, in the middle of a generation with
+--history tokens per row. Every state except `lengths` is bound in place, so that every step is the same. The first
+steps of a turn do not count, because the other graph's threads still spin and its own have to wake. The place of its
+weights in memory changes a step by about 3 %, more than the sampler does, so each graph is loaded --copies times: the
+sampler's time is the median over the copies of the difference of their medians, shown with the range of those
+differences.
 
-(head + sampler) / head is the measure of FlashSampling (arXiv:2603.15854). The head is the product that gives the
-logits, of the same weights.
+(head + sampler) / head is the measure of FlashSampling (arXiv:2603.15854). The head is the product that computes the
+logits, with the same weights.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from pathlib import Path
 import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
-from mixes import EVERYTHING
-from mixes import MIXES as PLAIN_MIXES
+from common import EVERYTHING, make_parser
+from common import MIXES as PLAIN_MIXES
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -34,7 +35,7 @@ from qsample.graph.join import cut_at_logits
 from qsample.interface import Interface
 from qsample.package import Compilation, Package, read_package
 
-TURN, UNCOUNTED = 16, 4  # steps of a graph in a row, and how many of them are not counted
+TURN, UNCOUNTED = 16, 4  # consecutive steps of a graph, and the number of uncounted steps
 MIXES: dict[str, dict[str, float]] = {
     **PLAIN_MIXES,
     "everything on": EVERYTHING,
@@ -47,7 +48,7 @@ HEADS = ("MatMul", "MatMulNBits")
 
 
 def make_graphs(decoder: Path, interface: Interface) -> dict[str, bytes]:
-    """By name of GRAPHS: the graph as it is, cut off at its logits, with ArgMax instead of the sampler, its head."""
+    """Name of GRAPHS → the whole graph, the graph cut at its logits, with ArgMax instead of the sampler, its head."""
     cut, argmax, head = (cut_at_logits(ir.load(decoder), interface) for _ in range(3))
     keep_head(head)
     logits = argmax.graph.outputs[0]
@@ -60,14 +61,14 @@ def make_graphs(decoder: Path, interface: Interface) -> dict[str, bytes]:
 
 
 def keep_head(model: ir.Model) -> None:
-    """Leave only the product that the logits come from, of an input `hidden`."""
+    """Keep only the product that computes the logits, with an input `hidden`."""
     graph = model.graph
     node = graph.outputs[0].producer()
     while node is not None and node.op_type not in HEADS:
         source = node.inputs[0]
         node = None if source is None else source.producer()
     if node is None:
-        raise SystemExit(f"no {' or '.join(HEADS)} gives the logits of this package")
+        raise SystemExit(f"no {' or '.join(HEADS)} computes the logits of this package")
     given = node.inputs[0]
     hidden = ir.Value(name="hidden", type=given.type, shape=given.shape)
     node.replace_input_with(0, hidden)
@@ -122,7 +123,7 @@ def make_values(
 
 
 def take_turn(session: ort.InferenceSession, binding: ort.IOBinding) -> list[float]:
-    """Milliseconds of the steps that count."""
+    """Milliseconds of the counted steps."""
     taken = []
     for step in range(TURN):
         start = time.perf_counter()
@@ -132,9 +133,9 @@ def take_turn(session: ort.InferenceSession, binding: ort.IOBinding) -> list[flo
     return taken
 
 
-def make_parser(doc: str | None, steps: int, history: int) -> argparse.ArgumentParser:
-    """The options of a benchmark of a compiled package. steps, history: defaults."""
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+def package_parser(doc: str | None, steps: int, history: int) -> argparse.ArgumentParser:
+    """The options of a benchmark of a compiled package, with the defaults of --steps and --history."""
+    parser = make_parser(doc)
     parser.add_argument("package", type=Path, help="a package compiled for cpu, sampler included")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--steps", type=int, default=steps, help="counted steps of each graph")
@@ -144,7 +145,7 @@ def make_parser(doc: str | None, steps: int, history: int) -> argparse.ArgumentP
 
 
 def open_compiled(parser: argparse.ArgumentParser, path: Path, history: int) -> tuple[Package, Compilation]:
-    """The package, or an end with a message where it does not fit."""
+    """The package; exits with a message if it does not fit."""
     package = read_package(path, verify=False)
     compilation = package.manifest.compilation
     if compilation is None or compilation.ctx_len <= history + 1:
@@ -153,7 +154,7 @@ def open_compiled(parser: argparse.ArgumentParser, path: Path, history: int) -> 
 
 
 def main() -> None:
-    parser = make_parser(__doc__, steps=480, history=1024)
+    parser = package_parser(__doc__, steps=480, history=1024)
     parser.add_argument("--copies", type=int, default=4, help="of each graph")
     options = parser.parse_args()
     package, compilation = open_compiled(parser, options.package, options.history)

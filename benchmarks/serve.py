@@ -1,17 +1,15 @@
 """Servers of OpenAI's API under 1 to 200 concurrent streams: `qsample serve`, onnxruntime-genai, llama-cpp-python.
 
     pip install -e '.[cpu,export,serve,bench]'
-    python -m venv peers
-    peers/bin/pip install 'llama-cpp-python[server]' gguf onnxruntime-genai torch transformers httptools uvloop
+    python -m venv peers && peers/bin/pip install -r benchmarks/peers.txt
     python benchmarks/serve.py --peers-python peers/bin/python
 
 All systems serve the same random weights in 4 bits with the same number of threads, and take turns; the client is a
-process of its own on the same machine. Beside them stands the engine without a server, read by as many coroutines: what
-a token costs more in processor time is the server's share. Figures are written after every measurement, a run goes on
-where the one before stopped, and none begins a measurement after --budget-minutes.
+separate process on the same machine. The engine is also measured without a server, read by as many coroutines: the
+difference in processor time per token is the server's share. Figures are written after every measurement. A run
+continues an interrupted run, and starts no measurement after --budget-minutes.
 
---shape bundled takes the small model that comes with qsample, without peers: its tokens cost so little that the
-server's share shows best.
+--shape bundled runs qsample's bundled model, without peers: its cheap tokens show the server's share best.
 """
 
 from __future__ import annotations
@@ -27,54 +25,61 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from checkpoints import SHAPES, TOKEN_IDS, can_import, make_checkpoint, make_genai_model, make_gguf
-from machine import describe_machine
+from checkpoints import (
+    SHAPES,
+    TOKEN_IDS,
+    can_import,
+    make_checkpoint,
+    make_genai_model,
+    make_gguf,
+    make_package,
+    qsample,
+)
+from common import add_output, describe_machine, make_parser, print_table
 from rich.console import Console
-from rich.table import Table
 from serve_report import ENGINE, HEADER, ServeResults, figures, notes, table_rows, write
 from serve_systems import EngineAlone, Server, System
+from turns import GENAI as GENAI_MODULES
 
 BUNDLED = "bundled"
 PROMPT_TOKENS = 32
-CTX_LEN = 256  # a slot's memory, 16 of which are reserved
-LEAST_STREAMS = 32  # of a measurement: few at once come in waves
+CTX_LEN = 256  # a slot's memory, which is reserved for each of 16 slots
+LEAST_STREAMS = 32  # of a measurement: fewer concurrent streams run in several waves
 QSAMPLE, GENAI, LLAMA = "qsample serve", "onnxruntime-genai", "llama-cpp-python"
 NEEDED = {
-    GENAI: ["onnxruntime_genai", "fastapi", "uvicorn", "torch", "transformers"],
+    GENAI: [*GENAI_MODULES, "fastapi", "uvicorn"],
     LLAMA: ["llama_cpp.server", "gguf", "fastapi", "uvicorn", "sse_starlette", "starlette_context"],
 }
 OFF = {"top_p": 1.0, "min_p": 0.0, "top_k": 0}
 EXPLANATION = f"""\
-Made by `python benchmarks/serve.py`. Every stream has a prompt of its own; tokens are sampled at temperature 0.8 from
-the whole distribution, and no stream ends early. `{ENGINE}` is qsample's engine, read by coroutines without a server;
-"over the engine's" compares the server's processor time a token with that.
+Made by `python benchmarks/serve.py`; `benchmarks/peers.txt` lists every package that the other systems need. Each
+stream has its own prompt; tokens are sampled at temperature 0.8 from the whole distribution, and no stream ends early.
+`{ENGINE}` is qsample's engine, read by coroutines without a server; "over the engine's" compares the server's processor
+time per token with the engine's.
 
 - `{QSAMPLE}` and `{GENAI}` take token ids and send a token's id with its text.
-- `{GENAI}` is its own Engine behind a small FastAPI shell (`benchmarks/serve_shell.py`), with as many rows as qsample
-  has slots. On the CPU that engine batches statically: who comes while a batch runs waits for its end. The shell begins
-  one when 5 ms have passed without another request. Its model computes the logits of a prompt's every token: built for
-  those of the last alone (`prune_lm_head`), as the generator's benchmarks have it, that engine gives no token.
-- `{LLAMA}` is its own server, which takes text: as many letters, each one token of a made-up vocabulary. It
-  answers one request after another; its default, to break off a stream when another request comes, is switched off."""
+- `{GENAI}` is its own Engine in a small FastAPI shell (`benchmarks/serve_shell.py`), with as many rows as qsample
+  has slots. On the CPU that engine batches statically: a request that arrives while a batch runs waits for its end. The
+  shell starts a batch after 5 ms without another request. Its model computes the logits of all tokens of a prompt:
+  built with only the last token's logits (`prune_lm_head`), as in the generator's benchmarks, that engine returns no
+  token.
+- `{LLAMA}` is its own server, which takes text: prompts of as many letters, each a token of an artificial
+  vocabulary. It answers requests in sequence; its default, to interrupt a stream when another request arrives, is
+  switched off."""
 
 
-def make_package(shape: str, folder: Path) -> tuple[Path, Path | None]:
-    """The package, and the checkpoint that it was made from."""
-    from qsample import AutoModelForCausalLM
+def make_served(shape: str, folder: Path) -> tuple[Path, Path | None]:
+    """The package, and the checkpoint of its model (None for the bundled model)."""
     from qsample.bundled import bundled_model
 
     if shape == BUNDLED:
         return bundled_model("cpu").package.path, None
-    checkpoint, package = make_checkpoint(shape, folder / "checkpoint"), folder / f"int4-{CTX_LEN}"
-    if not package.exists():
-        AutoModelForCausalLM.from_pretrained(checkpoint).compile(
-            package, provider="cpu", weights="int4", ctx_len=CTX_LEN, max_divergence=100
-        )
-    return package, checkpoint
+    checkpoint = make_checkpoint(shape, folder / "checkpoint")
+    return make_package(checkpoint, folder / f"int4-{CTX_LEN}", "int4", ctx_len=CTX_LEN), checkpoint
 
 
 def write_requests(folder: Path, vocab_size: int, streams: list[int], new_tokens: int) -> dict[str, Path]:
-    """What each system is asked: its fields and its kind of prompts, a different one for each stream."""
+    """Write the fields and prompts for each system; every stream has a different prompt."""
     generator = np.random.default_rng(0)
     count = max(LEAST_STREAMS, *streams)
     body = {"max_tokens": new_tokens, "temperature": 0.8}
@@ -82,7 +87,7 @@ def write_requests(folder: Path, vocab_size: int, streams: list[int], new_tokens
     letters = generator.integers(ord("a"), ord("z") + 1, (count, PROMPT_TOKENS), dtype=np.uint8)
     texts = [row.tobytes().decode() for row in letters]
     own = body | {"ignore_eos": True, "return_token_ids": True}
-    special = {str(token): -100 for token in TOKEN_IDS.values()}  # they have no text, or end it
+    special = {str(token): -100 for token in TOKEN_IDS.values()}  # these have no text, or end it
     llama = body | OFF | {"repeat_penalty": 1.0, "logit_bias": special}
     asked = {QSAMPLE: (own, ids), GENAI: (body | {"ignore_eos": True}, ids), LLAMA: (llama, texts)}
     files = {}
@@ -95,7 +100,7 @@ def write_requests(folder: Path, vocab_size: int, streams: list[int], new_tokens
 def makers(
     package: Path, checkpoint: Path | None, requests: dict[str, Path], folder: Path, options: argparse.Namespace
 ) -> dict[str, Callable[[], System]]:
-    """What starts each system; a peer's model is built then."""
+    """Functions that start each system, and build a peer's model first."""
     sizes = ["--slots", str(options.slots), "--threads", str(options.threads)]
     python = options.peers_python
 
@@ -105,9 +110,9 @@ def makers(
     def engine() -> System:
         return EngineAlone(package, requests[QSAMPLE], sizes, log(ENGINE))
 
-    def qsample() -> System:
-        command = [sys.executable, "-c", "from qsample.cli import main; main()", "serve", str(package)]
-        command += ["--port", "{port}", *sizes, "--max-waiting", str(max(256, *options.streams))]
+    def server() -> System:
+        waiting = max(256, *options.streams)
+        command = qsample("serve", package, "--port", "{port}", *sizes, "--max-waiting", waiting)
         return Server(command, requests[QSAMPLE], log(QSAMPLE))
 
     def genai() -> System:
@@ -125,11 +130,11 @@ def makers(
         command += ["--logits_all", "false", "--interrupt_requests", "false", "--verbose", "false"]
         return Server(command, requests[LLAMA], log(LLAMA))
 
-    return {ENGINE: engine, QSAMPLE: qsample, GENAI: genai, LLAMA: llama}
+    return {ENGINE: engine, QSAMPLE: server, GENAI: genai, LLAMA: llama}
 
 
 def versions(systems: list[str], python: str) -> dict[str, str]:
-    """What the page names."""
+    """The versions for the page."""
     packages = {ENGINE: ("qsample", sys.executable), QSAMPLE: ("onnxruntime", sys.executable)}
     packages |= {GENAI: ("onnxruntime-genai", python), LLAMA: ("llama-cpp-python", python)}
     found = {}
@@ -149,10 +154,10 @@ def versions(systems: list[str], python: str) -> dict[str, str]:
 def run(
     start: dict[str, Callable[[], System]], results: ServeResults, options: argparse.Namespace, console: Console
 ) -> bool:
-    """Measure what is left, round by round. False where the time ran out."""
+    """Measure the missing rounds; False if the time ran out."""
     end = time.monotonic() + 60 * options.budget_minutes
     running: dict[str, System] = {}
-    out_of_order: dict[str, str] = {}  # what does not start is not tried for every cell
+    out_of_order: dict[str, str] = {}  # systems that did not start are not tried for every cell
     given_up: set[tuple[str, int]] = set()
     try:
         for number in range(options.rounds):
@@ -176,12 +181,12 @@ def run(
                         console.print(f"  failed: {error}", highlight=False, markup=False)
                         results.fail(system, streams, str(error))
                         given_up.add((system, streams))
-                        if system in running:  # whatever it still does, the next measurement begins anew
+                        if system in running:  # the next measurement starts a new process
                             running.pop(system).close()
                     results.save()
     finally:
-        for one in running.values():
-            one.close()
+        for system_running in running.values():
+            system_running.close()
     return True
 
 
@@ -194,7 +199,7 @@ def _started(start: Callable[[], System], out_of_order: dict[str, str], system: 
 
 
 def _check(answer: dict[str, Any], streams: int, new_tokens: int) -> None:
-    """That every stream has all of its tokens, but for those that were refused."""
+    """Check that every stream has all its tokens, except refused streams."""
     if answer["failed"]:
         raise RuntimeError(f"{len(answer['failed'])} of {streams} streams failed: {answer['failed'][0]}")
     counts = {sum(count for _, count in row) for row in answer["streams"]}
@@ -203,8 +208,8 @@ def _check(answer: dict[str, Any], streams: int, new_tokens: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--peers-python", default=sys.executable, help="a Python that has the other systems")
+    parser = make_parser(__doc__)
+    parser.add_argument("--peers-python", default=sys.executable, help="a Python with the packages of peers.txt")
     parser.add_argument("--work", type=Path, default=Path("build/serve"), help="folder for models and logs")
     parser.add_argument("--shape", choices=[BUNDLED, *SHAPES], default="qwen3-0.6b")
     parser.add_argument("--system", nargs="+", choices=[ENGINE, QSAMPLE, GENAI, LLAMA], default=None, help="all")
@@ -213,15 +218,15 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=24)
     parser.add_argument("--slots", type=int, default=16)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--cell-seconds", type=float, default=180, help="a measurement that takes longer has failed")
-    parser.add_argument("--budget-minutes", type=float, default=15, help="no measurement begins after them")
-    parser.add_argument("--output", type=Path, default=Path("docs/benchmarks/serve"), help="file name without suffix")
+    parser.add_argument("--cell-seconds", type=float, default=180, help="the limit of a measurement")
+    parser.add_argument("--budget-minutes", type=float, default=15, help="start no measurement later")
+    add_output(parser, "serve")
     options, console = parser.parse_args(), Console(stderr=True)
     if PROMPT_TOKENS + options.new_tokens > CTX_LEN:
         parser.error(f"--new-tokens is {options.new_tokens}; give at most {CTX_LEN - PROMPT_TOKENS}")
     folder = options.work / options.shape
     folder.mkdir(parents=True, exist_ok=True)
-    package, checkpoint = make_package(options.shape, folder)
+    package, checkpoint = make_served(options.shape, folder)
     vocab_size = json.loads((package / "qsample.json").read_text())["interface"]["vocab_size"]
     requests = write_requests(folder, vocab_size, options.streams, options.new_tokens)
     settings = {"machine": describe_machine(options.threads), "shape": options.shape, "slots": options.slots}
@@ -236,7 +241,7 @@ def main() -> None:
         if system in NEEDED and (options.system is None or system in options.system):
             missing = can_import(options.peers_python, NEEDED[system])
             if checkpoint is None:
-                missing = "it has no file of the bundled model"
+                missing = "the bundled model has no file for it"
         if missing is not None:
             console.print(f"without {system}: {missing}", highlight=False)
             results.data["missing"][system] = missing
@@ -247,14 +252,11 @@ def main() -> None:
     results.data["versions"] |= versions(list(start), options.peers_python)
     done = run(start, results, options, console)
     write(results, options.output, "Servers", EXPLANATION)
-    table = Table(*HEADER)
-    for line in table_rows(results):
-        table.add_row(*line)
-    Console().print(table)
+    print_table(Console(), HEADER, table_rows(results))
     for line in notes(results):
         console.print(line, highlight=False, markup=False)
     if not done:
-        console.print(f"{options.budget_minutes:g} minutes are over; the same command goes on", highlight=False)
+        console.print(f"{options.budget_minutes:g} minutes are over; run the same command to continue", highlight=False)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""Many streams at once against a server of OpenAI's API; started by `serve.py` in a process of its own.
+"""Many concurrent streams from a server of OpenAI's API; started by `serve.py` in its own process.
 
     python benchmarks/serve_client.py URL REQUESTS.json --streams 64 --waves 2
 
-REQUESTS.json has `body`, what all requests share, and `prompts`, one for each stream in turn. Plain sockets: a client
-library would take more of the machine than the server. A wave begins when the last stream of the one before has ended.
-Prints one JSON line: seconds of each wave; of each stream the moments of its events since it was sent and how many
-tokens each has; how many streams were refused, and why others failed.
+REQUESTS.json has `body`, the fields that all requests share, and `prompts`, which the streams take in turn. The client
+uses plain sockets, because a client library would take more processor time than the server. A wave begins when the last
+stream of the previous wave has ended. Prints a JSON line: the seconds of each wave; for each stream the moments of its
+events since the request, with their numbers of tokens; the number of refused streams; and the errors of failed streams.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class RefusedError(Exception):
 
 
 async def stream(host: str, port: int, path: str, body: dict[str, Any]) -> Events:
-    """The events of a stream with their moments, in seconds, [DONE] left out."""
+    """The events of a stream with their moments in seconds, without [DONE]."""
     data = json.dumps(body).encode()
     head = (
         f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
@@ -53,14 +53,14 @@ async def stream(host: str, port: int, path: str, body: dict[str, Any]) -> Event
 
 
 def tokens_of(line: bytes) -> int:
-    """How many tokens an event has: where it does not say, one if it has a text."""
+    """The number of tokens of an event; without token ids, an event with a text counts 1."""
     event = json.loads(line.removeprefix(b"data: "))
     if "error" in event:
         raise RuntimeError(f"a stream failed: {event['error']}")
     count = 0
     for choice in event.get("choices") or []:
         ids = choice.get("token_ids")
-        count += len(ids) if ids is not None else bool(choice.get("text"))  # text that was held back has no ids
+        count += len(ids) if ids is not None else bool(choice.get("text"))  # an event of released text has no ids
     return count
 
 
@@ -77,11 +77,11 @@ async def run(url: str, requests: dict[str, Any], streams: int, waves: int) -> d
         every += await asyncio.gather(*calls, return_exceptions=True)
         seconds.append(time.perf_counter() - start)
     answered, refused, failed = [], 0, []
-    for one in every:  # nothing is read out of events before all have come
+    for answer in every:  # events are parsed after all have arrived
         try:
-            if isinstance(one, BaseException):
-                raise one
-            counted = [(moment, tokens_of(line)) for moment, line in one]
+            if isinstance(answer, BaseException):
+                raise answer
+            counted = [(moment, tokens_of(line)) for moment, line in answer]
             answered.append([pair for pair in counted if pair[1]])
         except RefusedError:
             refused += 1

@@ -1,9 +1,9 @@
-"""The engine without a server, read by as many coroutines as there are streams; started by `serve.py`.
+"""The engine without a server, read by a coroutine per stream; started by `serve.py`.
 
     python benchmarks/serve_engine.py PACKAGE REQUESTS.json --slots 16 --threads 2
 
-Each line of its input, a JSON object with `streams` and `waves`, is answered by one like `serve_client.py`'s, with the
-processor time of this process as well.
+It answers each line of its input, a JSON object with `streams` and `waves`, with a line like that of `serve_client.py`,
+plus the processor time of this process.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from qsample.runtime import Engine, SamplingParams, load
 
 
 async def read(engine: Engine, prompt: list[int], params: SamplingParams, seed: int) -> list[tuple[float, int]]:
-    """The moment of each delta in seconds, and how many tokens it has."""
+    """The moment of each delta in seconds, and its number of tokens."""
     start = time.perf_counter()
     request = engine.add_request(prompt, params, seed=seed, timeout=0)
     return [(time.perf_counter() - start, len(delta.token_ids)) async for delta in request if delta.token_ids]

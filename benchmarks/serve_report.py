@@ -1,14 +1,12 @@
-"""Keeps the measurements of `serve.py` in a JSON file, and writes them as a page and a plot."""
+"""The measurements of `serve.py` as a table, a page and a plot."""
 
 from __future__ import annotations
 
-import json
-import os
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from decode_report import markdown
+from common import Kept, import_pyplot, markdown
 
 ENGINE = "engine alone"
 HEADER = [
@@ -25,7 +23,7 @@ Round = dict[str, Any]
 
 
 def figures(answer: dict[str, Any]) -> Round:
-    """Of what `serve_client.py` and `serve_engine.py` tell: a stream is the moments of its events and their tokens."""
+    """The figures of an answer of `serve_client.py` or `serve_engine.py`; a stream is a list of (moment, tokens)."""
     streams = [row for row in answer["streams"] if row]
     tokens = sum(count for row in streams for _, count in row)
     gaps = [np.diff([moment for moment, _ in row]) for row in streams if len(row) > 1]
@@ -40,36 +38,32 @@ def figures(answer: dict[str, Any]) -> Round:
     }
 
 
-class ServeResults:
-    """What was measured with `settings`, round by round.
+class ServeResults(Kept):
+    """The measurements with `settings`, per round.
 
-    Raises ValueError where the file has figures of other settings, which do not belong into one table.
+    Raises:
+        ValueError: The file has figures of other settings, which cannot share a table.
     """
 
     def __init__(self, path: Path, settings: dict[str, Any]) -> None:
-        self._path = path
-        self.data: dict[str, Any] = {"settings": settings, "versions": {}, "cells": {}, "missing": {}}
-        if path.exists():
-            earlier = json.loads(path.read_text())
-            if earlier.get("settings") != settings:
-                differing = [key for key, value in settings.items() if earlier.get("settings", {}).get(key) != value]
-                raise ValueError(
-                    f"{path} was measured with other settings ({', '.join(differing)}); give another --output, or "
-                    "remove it"
-                )
-            self.data = earlier
+        super().__init__(path, {"settings": settings, "versions": {}, "cells": {}, "missing": {}}, same=())
+        found = self.data.get("settings", {})
+        if differing := [key for key, value in settings.items() if found.get(key) != value]:
+            raise ValueError(
+                f"{path} was measured with other settings ({', '.join(differing)}); give another --output, or remove it"
+            )
 
     def rounds(self, system: str, streams: int) -> list[Round]:
         found: list[Round] = self.data["cells"].get(system, {}).get(str(streams), {}).get("rounds", [])
         return found
 
-    def add(self, system: str, streams: int, one: Round) -> None:
+    def add(self, system: str, streams: int, measured: Round) -> None:
         cell = self._cell(system, streams)
-        cell["rounds"].append(one)
+        cell["rounds"].append(measured)
         cell["failed"] = None
 
     def fail(self, system: str, streams: int, reason: str) -> None:
-        """It is tried again by the next run."""
+        """Record a failure, which the next run tries again."""
         self._cell(system, streams)["failed"] = " ".join(reason.split())
 
     def failed(self, system: str, streams: int) -> str | None:
@@ -82,15 +76,9 @@ class ServeResults:
         )
         return cell
 
-    def save(self) -> None:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        scratch = self._path.with_name(f"{self._path.name}.partial")
-        scratch.write_text(json.dumps(self.data, indent=1) + "\n")
-        os.replace(scratch, self._path)
-
 
 def summary(results: ServeResults, system: str, streams: int) -> Round | None:
-    """The medians of a cell's rounds; `over_engine` is that of the ratios within a round. None = not measured."""
+    """The medians of a cell's rounds, and of the ratios within a round (`over_engine`); None = not measured."""
     rounds = results.rounds(system, streams)
     if not rounds:
         return None
@@ -110,7 +98,7 @@ def table_rows(results: ServeResults) -> list[list[str]]:
 
     lines = []
     cells_of = results.data["cells"]
-    for system in sorted(cells_of, key=lambda name: name != ENGINE):  # what the others are compared with comes first
+    for system in sorted(cells_of, key=lambda name: name != ENGINE):  # the reference comes first
         for streams in sorted(map(int, cells_of[system])):
             one = summary(results, system, streams)
             if one is None:
@@ -124,7 +112,7 @@ def table_rows(results: ServeResults) -> list[list[str]]:
 
 
 def notes(results: ServeResults) -> list[str]:
-    """What is missing from the table, and why."""
+    """The reasons for missing parts of the table."""
     lines = [f"Without {system}: {reason}" for system, reason in results.data["missing"].items()]
     for system, cells in results.data["cells"].items():
         for streams, cell in cells.items():
@@ -134,14 +122,14 @@ def notes(results: ServeResults) -> list[str]:
 
 
 def write(results: ServeResults, output: Path, title: str, explanation: str) -> None:
-    """The page and the plot, beside the JSON file."""
+    """Write the page and the plot."""
     settings = results.data["settings"]
     cells = [cell for cells in results.data["cells"].values() for cell in cells.values()]
     rounds = max((len(cell["rounds"]) for cell in cells), default=0)
     versions = ", ".join(f"{name} {version}" for name, version in results.data["versions"].items())
     head = (
         f"# {title}\n\n{settings['machine']}, {settings['slots']} slots, {settings['shape']}, prompts of "
-        f"{settings['prompt_tokens']} tokens, {settings['new_tokens']} new tokens a stream; medians of {rounds} "
+        f"{settings['prompt_tokens']} tokens, {settings['new_tokens']} new tokens per stream; medians of {rounds} "
         f"rounds; {versions}.\n\n{explanation}\n\n"
     )
     missing = "".join(f"{line}\n\n" for line in notes(results))
@@ -151,11 +139,7 @@ def write(results: ServeResults, output: Path, title: str, explanation: str) -> 
 
 
 def _plot(results: ServeResults, path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    pyplot = import_pyplot()
     figure, axes = pyplot.subplots(1, 3, figsize=(14, 3.8))
     for system, cells in results.data["cells"].items():
         counts = sorted(map(int, cells))
@@ -166,7 +150,7 @@ def _plot(results: ServeResults, path: Path) -> None:
             (axes[2], [(count, one["gap_ms"][0]) for count, one in found if one["gap_ms"]]),
         ):
             axis.plot([count for count, _ in values], [value for _, value in values], marker="o", label=system)
-    titles = ("tokens a second", "median ms to the first token", "median ms between tokens")
+    titles = ("tokens per second", "median ms to the first token", "median ms between tokens")
     for axis, title in zip(axes, titles, strict=True):
         axis.set(xscale="log", yscale="log", xlabel="streams", title=title)
         axis.grid(alpha=0.3)

@@ -2,9 +2,9 @@
 
     python benchmarks/serve_shell.py MODEL --port 8000 --slots 16 --threads 2
 
-It answers `/v1/models` and `/v1/completions` for prompts of token ids, as a whole or as a stream, each event with its
-token. Needs onnxruntime-genai, fastapi and uvicorn. The engine belongs to one thread. On the CPU it batches statically:
-requests wait until the running batch has ended, so one that is idle waits as long as others keep coming.
+It answers `/v1/models` and `/v1/completions` for prompts of token ids, as a whole or as a stream of tokens. It needs
+onnxruntime-genai, fastapi and uvicorn. The engine belongs to a single thread. On the CPU it batches statically:
+requests wait until the running batch has ended, so an idle engine waits for as long as requests keep arriving.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ from fastapi import FastAPI, HTTPException
 from fastapi.responses import StreamingResponse
 from pydantic import BaseModel
 
-COMPANY_SECONDS = 0.005  # within which the next one has to come
+COMPANY_SECONDS = 0.005  # within which the next request of a batch must arrive
 
 
 class Body(BaseModel):
-    """What a client sends."""
+    """A request."""
 
     prompt: list[int]
     max_tokens: int = 16
     temperature: float = 1.0
     stream: bool = False
-    seed: int | None = None  # not used: an engine that batches statically takes none
+    seed: int | None = None  # ignored: an engine that batches statically takes no seed
     ignore_eos: bool = False
 
 
 @dataclass(eq=False)
 class Answer:
-    """What comes of one request: (token, text) pairs, then None or an error's text."""
+    """The items of an answer: (token, text) pairs, then None or the text of an error."""
 
     body: Body
     loop: asyncio.AbstractEventLoop
@@ -55,7 +55,7 @@ class Answer:
 
 
 class EngineThread(threading.Thread):
-    """Owns the engine: only the thread that made it may use it."""
+    """Owns the engine, which only the thread that made it may use."""
 
     def __init__(self, model: Path, slots: int, threads: int) -> None:
         super().__init__(daemon=True)
@@ -91,7 +91,7 @@ class EngineThread(threading.Thread):
                     self._end(answer, str(error))
                 continue
             for event in events:
-                answer = next(one for one in self._running if one.request is event.request)
+                answer = next(running for running in self._running if running.request is event.request)
                 if event.flags & og.EngineEventFlags.TOKEN:
                     token = int(event.token)
                     item = (token, answer.texts.decode(token))
@@ -153,7 +153,7 @@ def make_app(engine: EngineThread) -> FastAPI:
 
 
 async def events(answer: Answer, head: dict[str, Any]) -> AsyncIterator[bytes]:
-    """Server-sent events, one a token."""
+    """A server-sent event per token."""
     while (item := await answer.items.get()) is not None:
         if isinstance(item, str):
             yield b"data: " + json.dumps({"error": {"message": item}}).encode() + b"\n\n"

@@ -1,4 +1,4 @@
-"""The systems that `serve.py` measures, each in a process of its own: the engine alone, and servers."""
+"""The systems that `serve.py` measures, each in its own process: the engine alone, and servers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ START_SECONDS = 300
 
 
 class System(Protocol):
-    """measure: what `serve_client.py` prints, and the system's `cpu_seconds`. RuntimeError where it cannot."""
+    """A measured system.
+
+    `measure` returns the output of `serve_client.py` and the system's `cpu_seconds`, or raises RuntimeError.
+    """
 
     def measure(self, streams: int, waves: int, seconds: float) -> dict[str, Any]: ...
 
@@ -34,7 +37,7 @@ class Process:
     def __init__(self, command: list[str], log: Path, **options: Any) -> None:
         self._log = log
         with log.open("w") as file:
-            # Only qsample is to be found here: a peer's Python has libraries of its own.
+            # Only qsample's process gets this path: a peer's Python has its own libraries.
             environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
             if command[0] == sys.executable:
                 environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(":")
@@ -42,15 +45,15 @@ class Process:
                 command, stderr=file, env=environment, text=True, **({"stdout": file} | options)
             )
 
-    def failure(self, what: str) -> RuntimeError:
+    def failure(self, message: str) -> RuntimeError:
         lines = [line for line in self._log.read_text(errors="replace").splitlines() if line.strip()]
-        return RuntimeError(f"{what}{': ' if lines else ''}{' '.join(lines[-2:])[-300:]}")
+        return RuntimeError(f"{message}{': ' if lines else ''}{' '.join(lines[-2:])[-300:]}")
 
     def cpu_seconds(self) -> float:
-        """Of it and of the processes that it started."""
+        """The processor time of the process and of its children."""
         own = psutil.Process(self.process.pid)
-        times = [one.cpu_times() for one in (own, *own.children(recursive=True))]
-        return float(sum(one.user + one.system for one in times))
+        times = [process.cpu_times() for process in (own, *own.children(recursive=True))]
+        return float(sum(taken.user + taken.system for taken in times))
 
     def close(self) -> None:
         self.process.terminate()
@@ -70,7 +73,7 @@ class EngineAlone:
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
         self._worker = Process(command, log, **pipes)
         self._answer("it did not start")
-        self.measure(1, 1, 0)  # memory is taken, files are read
+        self.measure(1, 1, 0)  # allocates memory and reads files
 
     def measure(self, streams: int, waves: int, seconds: float) -> dict[str, Any]:
         assert self._worker.process.stdin is not None
@@ -78,12 +81,12 @@ class EngineAlone:
         self._worker.process.stdin.flush()
         return self._answer("it ended early")
 
-    def _answer(self, what: str) -> dict[str, Any]:
+    def _answer(self, failure: str) -> dict[str, Any]:
         assert self._worker.process.stdout is not None
         line = self._worker.process.stdout.readline()
         if not line:
             self._worker.process.wait()
-            raise self._worker.failure(what)
+            raise self._worker.failure(failure)
         answer: dict[str, Any] = json.loads(line)
         return answer
 
@@ -92,10 +95,16 @@ class EngineAlone:
 
 
 class Server:
-    """A server of OpenAI's API, and `serve_client.py` that asks it."""
+    """A server of OpenAI's API, measured by `serve_client.py`."""
 
     def __init__(self, command: list[str], requests: Path, log: Path) -> None:
-        """command: {port} in it stands for the port to take. Waits until it answers, and reads a whole answer."""
+        """Start a server, wait until it answers, and read a whole answer.
+
+        Args:
+            command: The command; `{port}` is replaced by a free port.
+            requests: The file of requests.
+            log: The file for the server's output.
+        """
         port = free_port()
         self._url, self._requests = f"http://127.0.0.1:{port}/v1", requests
         self._process = Process([part.format(port=port) for part in command], log)
@@ -119,7 +128,7 @@ class Server:
         raise self._process.failure("the server did not start")
 
     def _check(self) -> None:
-        """That it reads and writes as many tokens as the others; what it takes at first is not measured."""
+        """Check that it reads and writes as many tokens as the others; this also keeps its first request unmeasured."""
         asked = json.loads(self._requests.read_text())
         data = json.dumps(asked["body"] | {"prompt": asked["prompts"][0]}).encode()
         request = urllib.request.Request(f"{self._url}/completions", data, {"Content-Type": "application/json"})

@@ -1,16 +1,18 @@
-"""Continuous batching against static batching and onnxruntime-genai: requests of mixed lengths at random moments.
+"""Continuous batching, static batching and onnxruntime-genai: requests of mixed lengths at random moments.
 
     pip install -e '.[cpu,export,bench]'
-    python benchmarks/serving.py --genai-python PYTHON_WITH_ONNXRUNTIME_GENAI    # five minutes on two cores
+    python -m venv peers && peers/bin/pip install -r benchmarks/peers.txt
+    python benchmarks/serving.py --genai-python peers/bin/python    # five minutes on two cores
 
-Requests arrive as a Poisson process; prompts and outputs have log-normal lengths, many short ones and few long ones.
-Every request runs to its length, and all are sampled alike, because onnxruntime-genai takes one setting for a batch.
-Three systems serve the same load from the same weights, one after another, each in a process of its own: the engine of
-qsample; the same graph and loop, with a new batch only when the last one has ended; and onnxruntime-genai with batches
-made likewise. Models go to --work and are built once. Results are written after every system, and a run goes on where
-the one before it stopped; another load, machine or number of slots begins anew.
+Requests arrive as a Poisson process; prompts and outputs have log-normal lengths, with many short and few long. Every
+request runs to its length, and all have the same sampling parameters, because onnxruntime-genai takes them per batch.
+Three systems serve the same load from the same weights in sequence, each in its own process: the engine of qsample; the
+same graph and loop with static batches, which begin after the previous batch has ended; and onnxruntime-genai with
+static batches. Models are built once, in --work. Results are written after every system, and a run continues an
+interrupted run; another load, machine or number of slots starts again.
 
-The last part compares the tokens that requests get alone and in the engine: a model of two layers, float32 and int4.
+The last part compares the tokens that requests get alone and in the engine, for a model of two layers in float32 and
+int4.
 """
 
 from __future__ import annotations
@@ -25,15 +27,13 @@ from typing import Any
 
 import numpy as np
 from checkpoints import make_checkpoint, make_genai_model, make_package
-from decode_report import markdown
-from machine import describe_machine
+from common import add_output, describe_machine, import_pyplot, make_parser, markdown, print_table
 from rich.console import Console
-from rich.table import Table
 
 LABELS = {"continuous": "qsample, continuous", "static": "qsample, static", "genai": "onnxruntime-genai, static"}
 HEADER = ("", "tokens/s", "time, s", "runs of the graph", "first token p50 / p90 / p99, s")
 HEADER += ("between tokens p50 / p90 / p99, ms",)
-SAME_HEADER = ("weights", "sampling", "requests", "with the tokens that each gets alone")
+SAME_HEADER = ("weights", "sampling", "requests", "same tokens as alone")
 SAME_SHAPE, SAME_REQUESTS = "tiny", 128
 Rows = list[list[str]]
 Load = list[tuple[float, int, int]]
@@ -52,7 +52,7 @@ def make_load(requests: int, rate: float, seed: int) -> Load:
 
 
 def make_model(system: str, shape: str, work: Path, python: str) -> Path:
-    """A model for one system in `work`, unless it is there: int4, from one checkpoint of random weights."""
+    """An int4 model of the checkpoint for a system, built in `work` unless it exists."""
     checkpoint = make_checkpoint(shape, work / shape / "checkpoint")
     if system == "genai":
         return make_genai_model(checkpoint, work / shape / "genai", python)
@@ -60,7 +60,7 @@ def make_model(system: str, shape: str, work: Path, python: str) -> Path:
 
 
 def measure(system: str, python: str, model: Path, work: Path, options: argparse.Namespace) -> None:
-    """Run one system; see `serving_worker.py` for what it writes."""
+    """Run a system; `serving_worker.py` describes its output."""
     out = work / f"{system}.json"
     command = [python, str(Path(__file__).with_name("serving_worker.py")), system, str(model)]
     command += [str(work / "load.json"), str(out), f"--threads={options.threads}", f"--slots={options.slots}"]
@@ -98,11 +98,7 @@ def table_rows(results: dict[str, dict[str, Any]]) -> Rows:
 
 def plot(load: Load, moments: dict[str, list[list[float]]], path: Path) -> None:
     """Tokens served over time, and the distribution of the two latencies."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    pyplot = import_pyplot()
     figure, axes = pyplot.subplots(1, 3, figsize=(13, 3.8))
     for system, rows in moments.items():
         absolute = np.sort(
@@ -128,7 +124,7 @@ def plot(load: Load, moments: dict[str, list[list[float]]], path: Path) -> None:
 
 
 def same_tokens(package: Path, slots: int, threads: int, requests: int, new_tokens: int = 32) -> Rows:
-    """How many requests get the tokens in the engine that each gets alone; every other one greedy."""
+    """Count the requests with the same tokens in the engine as alone; half of them are greedy."""
     from serving_worker import SAMPLING, load_package
 
     from qsample.runtime import Engine, SamplingParams
@@ -154,17 +150,17 @@ def same_tokens(package: Path, slots: int, threads: int, requests: int, new_toke
 
 
 def write(output: Path, data: dict[str, Any]) -> None:
-    """The figures as JSON, and the page."""
+    """Write the figures as JSON, and the page."""
     output.with_suffix(".json").write_text(json.dumps(data, indent=1) + "\n")
     results = data["results"]
     lines = [
         "# Serving: continuous batching, static batching, onnxruntime-genai",
         "",
         f"{data['machine']}, {data['slots']} slots, shape {data['shape']}, int4.",
-        "Made by `python benchmarks/serving.py`, which says how it measures:",
-        f"{data['requests']} requests, {data['rate']:g} a second (seed {data['seed']}), prompts with a median of 16",
-        "tokens (4 to 128) and outputs with a median of 32 (4 to 256). A request joins qsample's engine when a row is",
-        "free; the static systems begin a new batch when the last one has ended.",
+        "Made by `python benchmarks/serving.py`, whose docstring describes the method:",
+        f"{data['requests']} requests, {data['rate']:g} per second (seed {data['seed']}), prompts with a median of 16",
+        "tokens (4 to 128) and outputs with a median of 32 (4 to 256). A request joins qsample's engine as soon as a",
+        "row is free; the static systems begin a batch after the previous batch has ended.",
         "",
         *markdown(list(HEADER), table_rows(results)),
         "",
@@ -172,40 +168,39 @@ def write(output: Path, data: dict[str, Any]) -> None:
     if {"continuous", "static"} <= results.keys():
         times = results["continuous"]["tokens_per_second"] / results["static"]["tokens_per_second"]
         lines += [
-            f"Continuous batching serves {times:.2f} times as many tokens a second as static batching. How much it"
-        ]
-        lines += [
-            "gains depends on the lengths, and on how much of the load is prompts, which cost the same either way.",
+            f"Continuous batching serves {times:.2f} times as many tokens per second as static batching. The gain",
+            "depends on the lengths, and on the share of prompts in the load, which cost the same either way.",
             "",
         ]
     lines += [f"![tokens by time]({output.name}.png)", ""]
     if data["same_tokens"]:
         rows = [[weights, *row] for weights, found in data["same_tokens"].items() for row in found]
-        lines += ["## Whether the batch changes a request's tokens", "", *markdown(list(SAME_HEADER), rows), ""]
+        lines += ["## Influence of the batch on a request's tokens", "", *markdown(list(SAME_HEADER), rows), ""]
         lines += [
             f"Shape {SAME_SHAPE}, 32 tokens each, alone and in the engine.",
-            "[serving.md](../serving.md#the-same-tokens-as-alone) says what is arranged for it, and what remains.",
+            "[serving.md](../serving.md#the-same-tokens-as-alone) explains the measures for this and the remaining",
+            "differences.",
             "",
         ]
     output.with_suffix(".md").write_text("\n".join(lines))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--work", type=Path, default=Path("build/decode"), help="folder for the models")
     parser.add_argument("--shape", default="qwen3-0.6b", help="a shape of checkpoints.py")
     parser.add_argument(
-        "--genai-python", help="a Python with onnxruntime-genai, torch and transformers; without, it is left out"
+        "--genai-python", help="a Python with the packages of peers.txt; otherwise onnxruntime-genai is left out"
     )
     parser.add_argument("--systems", nargs="+", choices=list(LABELS), default=list(LABELS))
     parser.add_argument("--requests", type=int, default=96)
-    parser.add_argument("--rate", type=float, default=16.0, help="requests a second; 16 is more than can be served")
+    parser.add_argument("--rate", type=float, default=16.0, help="requests per second; 16 exceeds the capacity")
     parser.add_argument("--seed", type=int, default=2)
     parser.add_argument("--slots", type=int, default=8)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--again", action="store_true", help="measure anew what was measured before")
+    parser.add_argument("--again", action="store_true", help="repeat complete measurements")
     parser.add_argument("--no-same-tokens", dest="same_tokens", action="store_false", help="leave out the last part")
-    parser.add_argument("--output", type=Path, default=Path("docs/benchmarks/serving"), help="file name without suffix")
+    add_output(parser, "serving")
     options, console = parser.parse_args(), Console()
     for folder in (options.work, options.output.parent):
         folder.mkdir(parents=True, exist_ok=True)
@@ -242,10 +237,7 @@ def main() -> None:
         (HEADER, table_rows(data["results"])),
         (SAME_HEADER, [[weights, *row] for weights, found in data["same_tokens"].items() for row in found]),
     ):
-        table = Table(*header)
-        for row in rows:
-            table.add_row(*row)
-        console.print(table)
+        print_table(console, header, rows)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""One system under one load of requests; started by `serving.py`, with the Python that has the system.
+"""A system under a load of requests; started by `serving.py`, with the Python that has the system.
 
     python benchmarks/serving_worker.py SYSTEM MODEL LOAD OUT --threads 2 --slots 8
 
-LOAD: JSON, one `[arrival in seconds, prompt tokens, new tokens]` a request. OUT: JSON, for each request the moments of
-its tokens, in seconds since its arrival, and how often the graph ran. It needs the system that it runs and NumPy.
+LOAD is JSON with `[arrival in seconds, prompt tokens, new tokens]` per request. OUT is JSON with the number of runs of
+the graph and, for each request, the moments of its tokens in seconds since its arrival. It needs the system and NumPy.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from decode_worker import WatchedSession
 
 SAMPLING = {"temperature": 0.8, "top_k": 50, "top_p": 0.95}
 Load = list[tuple[float, int, int]]
@@ -26,32 +27,17 @@ Measured = tuple[int, Moments]  # runs of the graph, prompts included; moments o
 
 
 def make_prompts(load: Load, vocab_size: int) -> Prompts:
-    """The same random ids for every system, without the special ones."""
+    """The same random ids for every system, without special ids."""
     generator = np.random.default_rng(0)
     return [generator.integers(3, vocab_size, count) for _, count, _ in load]
 
 
-class CountedSession:
-    """An ONNX Runtime session that counts its runs."""
-
-    def __init__(self, session: Any) -> None:
-        self._session = session
-        self.runs = 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._session, name)
-
-    def run_with_iobinding(self, *arguments: Any) -> None:
-        self.runs += 1
-        self._session.run_with_iobinding(*arguments)
-
-
 def load_package(folder: Path, threads: int) -> Any:
-    """A loaded package; `sessions.decoder.runs` counts the runs of its graph."""
+    """Load a package; `sessions.decoder.runs` counts the runs of its graph."""
     from qsample.runtime import load
 
     model = load(folder, intra_op_num_threads=threads, verify=False)
-    model.sessions = replace(model.sessions, decoder=CountedSession(model.sessions.decoder))
+    model.sessions = replace(model.sessions, decoder=WatchedSession(model.sessions.decoder))
     return model
 
 
@@ -77,7 +63,7 @@ def continuous(folder: Path, load: Load, threads: int, slots: int) -> Measured:
 
 
 def static(folder: Path, load: Load, threads: int, slots: int) -> Measured:
-    """The same graph, slots and loop, but a batch begins only when the one before has ended."""
+    """The same graph, slots and loop, but a batch begins only after the previous batch has ended."""
     from qsample.call import Call
     from qsample.runtime import SamplingParams
     from qsample.runtime.decode.loop import DecodeLoop
@@ -121,7 +107,7 @@ def static(folder: Path, load: Load, threads: int, slots: int) -> Measured:
 
 
 def genai(folder: Path, load: Load, threads: int, slots: int) -> Measured:
-    """onnxruntime-genai's generator on batches of those who wait, padded; a batch runs until its longest row ends."""
+    """onnxruntime-genai's generator on padded batches of waiting requests, each until its longest row ends."""
     import onnxruntime_genai as og
 
     settings = json.loads((folder / "genai_config.json").read_text())["model"]
@@ -140,7 +126,7 @@ def genai(folder: Path, load: Load, threads: int, slots: int) -> Measured:
         for row, prompt in zip(padded, rows, strict=True):
             row[length - len(prompt) :] = prompt
         nonlocal runs
-        runs += max(counts)  # the first run reads the prompts, too
+        runs += max(counts)  # the first run also reads the prompts
         params = og.GeneratorParams(model)
         total = length + max(counts)
         params.set_search_options(
@@ -171,7 +157,7 @@ def genai(folder: Path, load: Load, threads: int, slots: int) -> Measured:
 
 
 def in_batches(load: Load, slots: int, start: float, run: Callable[[int, int], None]) -> None:
-    """Call `run(first, last)` for one batch after another, each of those who have come, at most `slots` of them."""
+    """Call `run(first, last)` for batches in sequence, each of the requests that have arrived, at most `slots`."""
     first = 0
     while first < len(load):
         time.sleep(max(0.0, start + load[first][0] - time.perf_counter()))

@@ -1,14 +1,14 @@
-"""What it takes to turn a large checkpoint into a package: seconds, disk and memory, and how good the package is.
+"""The cost of compiling a large checkpoint: seconds, disk and memory, and the quality of the package.
 
     python benchmarks/size.py --shape llama-3.1-8b
 
-Writes a bfloat16 checkpoint of random weights, shard by shard, lets a process of its own compile it, and then one
-generate from the package, while this one looks at the anonymous memory of that process and at what lies on the disk
-besides the checkpoint. Linux only. The stages are told as they begin; the figures go to standard output and, as JSON,
-to --output, those of a run that failed, too. --checkpoint keeps the random weights for another run.
+Writes a bfloat16 checkpoint of random weights, shard by shard. A worker process compiles it and generates from the
+package, while this process samples the worker's anonymous memory and the use of the disk in addition to the checkpoint.
+Linux only. The stages are printed as they begin; the figures go to standard output and, as JSON, to --output, also if
+the run fails. --checkpoint keeps the random weights for another run.
 
-A step of the gates reads every weight once, some 60 times in all. Where the page cache does not hold the checkpoint
-beside the rest, the disk has to give it each time.
+A step of the gates reads every weight once, about 60 times in total. If the page cache cannot hold the checkpoint,
+every step reads it from the disk.
 
 With --portable, the portable package is exported first, and compiled.
 """
@@ -29,25 +29,25 @@ from pathlib import Path
 from typing import Any, Final
 
 from checkpoints import ASSETS, SHAPES, TOKEN_IDS
-from machine import describe_machine
+from common import describe_machine, make_parser
 
 SHARD: Final = 2 * 10**9  # bytes of a file
 SPREAD: Final = 0.02  # of weights, as models are initialised
-LOGITS: Final = 4.0  # standard deviation that the last norm gives them
-INTERVAL: Final = 0.25  # seconds between two looks
+LOGITS: Final = 4.0  # their standard deviation, set by the last norm
+INTERVAL: Final = 0.25  # seconds between two samples
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--shape", default="llama-3.1-8b", choices=SHAPES)
     parser.add_argument("--layers", type=int, help="instead of the shape's number")
     parser.add_argument("--weights", default="int4")
     parser.add_argument("--method", default="rtn", help="quantization method")
     parser.add_argument("--max-divergence", type=float, default=100.0, help="random weights are hard to round")
     parser.add_argument("--portable", action="store_true", help="export a portable package, and compile that")
-    parser.add_argument("--folder", type=Path, help="where checkpoint and package are written; None = a temporary one")
+    parser.add_argument("--folder", type=Path, help="folder for checkpoint and package (default: temporary)")
     parser.add_argument(
-        "--checkpoint", type=Path, help="a folder for the random weights, which stays; read if it is there"
+        "--checkpoint", type=Path, help="a folder that keeps the random weights, and is read if it exists"
     )
     parser.add_argument("--output", type=Path, help="a JSON file")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
@@ -72,7 +72,7 @@ def main() -> None:
 
 
 def make_checkpoint(shape: str, folder: Path, layers: int | None = None) -> Path:
-    """Write a bfloat16 checkpoint of random weights to `folder`; a shard at a time is in memory."""
+    """Write a bfloat16 checkpoint of random weights to `folder`, with a single shard in memory at a time."""
     import torch
     from safetensors.torch import save_file
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -97,7 +97,7 @@ def make_checkpoint(shape: str, folder: Path, layers: int | None = None) -> Path
                 drawn = torch.full(weight.shape, last if name == "model.norm.weight" else 1.0, dtype=torch.bfloat16)
             else:
                 drawn = torch.empty(weight.shape, dtype=torch.bfloat16).normal_(0, SPREAD, generator=generator)
-            # As checkpoints have it: each expert on its own.
+            # Like real checkpoints: each expert is a separate tensor.
             for part, tensor in revert_weight_conversion(model, {name: drawn}).items():
                 yield part, tensor.clone()
 
@@ -123,7 +123,7 @@ def make_checkpoint(shape: str, folder: Path, layers: int | None = None) -> Path
 
 
 def work(arguments: argparse.Namespace) -> None:
-    """Compile and generate, in the process that is looked at; a line of JSON for each stage that begins."""
+    """Compile and generate in the observed process; prints a line of JSON at the beginning of each stage."""
     import qsample
 
     folder, start, said = arguments.folder, time.monotonic(), ""
@@ -164,7 +164,7 @@ def work(arguments: argparse.Namespace) -> None:
 
 
 def measure(arguments: argparse.Namespace, folder: Path, checkpoint: Path) -> dict[str, Any]:
-    """Run `work` and look at it: peaks of anonymous memory and of the disk beside the checkpoint, each stage's own."""
+    """Run `work` and sample the peaks of anonymous memory and disk use (without the checkpoint) of each stage."""
     command = [sys.executable, __file__, "--worker", "--folder", str(folder), "--checkpoint", str(checkpoint)]
     command += ["--weights", arguments.weights]
     command += ["--method", arguments.method, "--max-divergence", str(arguments.max_divergence)]
@@ -211,7 +211,7 @@ def measure(arguments: argparse.Namespace, folder: Path, checkpoint: Path) -> di
 
 
 def anonymous_bytes(process: int) -> int:
-    """The memory of a process that is of no file; 0 when it has ended."""
+    """The anonymous memory of a process; 0 after it has ended."""
     try:
         lines = Path(f"/proc/{process}/status").read_text().splitlines()
     except OSError:
@@ -220,7 +220,7 @@ def anonymous_bytes(process: int) -> int:
 
 
 def disk_bytes(folder: Path) -> int:
-    """What the files below `folder` take of the disk."""
+    """The disk use of the files below `folder`."""
     total = 0
     for place, _, names in os.walk(folder):
         for name in names:

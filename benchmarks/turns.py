@@ -1,7 +1,7 @@
-"""Systems that take turns, each in a process of its own, round by round; what the benchmarks of whole decoders share.
+"""Systems that take turns, each in its own process; shared by the benchmarks of whole decoders.
 
-A shared machine changes its speed from minute to minute. So every round asks each system once, another one first each
-time, and ratios are taken within a round.
+A shared machine changes its speed from minute to minute. Therefore every round asks each system once, in a rotated
+order, and ratios are taken within a round.
 """
 
 from __future__ import annotations
@@ -19,22 +19,26 @@ from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 import numpy as np
+from checkpoints import can_import
+from common import rotated
+from rich.console import Console
 
-PAUSE: Final = 0.1  # seconds between two systems' turns: threads of the last one may still spin
-WARM_UP_TOKENS: Final = 64  # of the prompt that comes before the rounds; a longer one would cost as much as a round
-# What a peer's Python has to have.
+PAUSE: Final = 0.1  # seconds between two systems' turns: threads of the previous system may still spin
+WARM_UP_TOKENS: Final = 64  # of the prompt before the rounds; a longer prompt would cost as much as a round
+GENAI: Final = ["onnxruntime_genai", "onnx", "onnx_ir", "torch", "transformers"]  # with its model builder
+# System → modules that the peers' Python must have; [] = the system runs in this Python.
 PEERS: Final = {
-    "genai": ["onnxruntime_genai", "torch", "transformers"],
-    "genai defaults": ["onnxruntime_genai", "torch", "transformers"],
+    "genai": GENAI,
+    "genai defaults": GENAI,
     "llama.cpp": ["llama_cpp", "gguf"],
     "transformers": [],
 }
-Times: TypeAlias = dict[str, list[float]]  # system → milliseconds, one a round
+Times: TypeAlias = dict[str, list[float]]  # system → milliseconds per round
 
 
 @dataclass(frozen=True)
 class Cell:
-    """prompt: tokens of each of `rows` prompts. mix: the name of how they are sampled."""
+    """`rows` prompts of `prompt` tokens each, sampled with the parameters named `mix`."""
 
     prompt: int
     rows: int
@@ -45,7 +49,7 @@ class Cell:
 
 
 class Worker:
-    """A system in a process of its own, which answers requests in JSON lines; see the script, in this folder."""
+    """A system in its own process, which answers requests in JSON lines; see the worker scripts in this folder."""
 
     def __init__(
         self, system: str, model: Path, python: str, threads: int, *options: str, script: str = "decode_worker.py"
@@ -58,22 +62,29 @@ class Worker:
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True, env=environment
         )
         self.loaded = self._answer()
-        # A step of one row, and a prompt of 64 tokens, in seconds; see `probe`.
+        # Seconds of a prompt of 64 tokens and of a step, for a single row; see `probe`.
         self.first_seconds = self.step_seconds = 0.0
 
     def ask(self, **request: Any) -> dict[str, Any]:
-        """The answer to a request; RuntimeError with the end of what the process wrote where it ended instead."""
+        """The answer to a request.
+
+        Raises:
+            RuntimeError: The process ended; the message has the end of its output.
+        """
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps(request) + "\n")
             self._process.stdin.flush()
         except BrokenPipeError:
-            pass  # the process has ended; why is in its output
+            pass  # the process has ended; its output has the reason
         return self._answer()
 
     def probe(self) -> dict[str, int]:
-        """Run a little, which says how long more will take. Returns the memory that it holds then: mapped weights are
-        not in memory before."""
+        """Run a few steps, which shows the time of later requests and loads mapped weights into memory.
+
+        Returns:
+            The memory of the process afterwards, in bytes: "anonymous" and "mapped".
+        """
         answer = self.ask(rows=1, prompt_tokens=WARM_UP_TOKENS, new_tokens=8, sampling={"temperature": 0.0})
         self.first_seconds, self.step_seconds = answer["first_token"], float(np.median(answer["steps"]))
         memory: dict[str, int] = answer["memory"]
@@ -95,13 +106,20 @@ class Worker:
         self._process.wait(60)
 
 
-def qsample(*arguments: object) -> list[str]:
-    """The command line's program, in this Python."""
-    return [sys.executable, "-c", "from qsample.cli import main; main()", *map(str, arguments)]
+def available(systems: list[str], peers_python: str, console: Console) -> list[str]:
+    """The systems whose modules are installed; the console names the others."""
+    found = []
+    for name in systems:
+        missing = can_import(peers_python if PEERS[name] else sys.executable, PEERS[name])
+        if missing is None:
+            found.append(name)
+        else:
+            console.print(f"without {name}: {missing}", highlight=False)
+    return found
 
 
 def without_folders(reason: str) -> str:
-    """`reason` with the last part of each absolute path alone: where a model lies is nobody else's matter."""
+    """`reason` with only the last part of each absolute path: the folders of this machine are private."""
     return re.sub(r"(?<![\w.:/])(?:/[\w.+-]+)+/([\w.+-]+)", r"\1", reason)
 
 
@@ -112,22 +130,22 @@ def size_of(model: Path) -> int:
 
 
 def new_tokens_of(system: str, new_tokens: int) -> int:
-    """Eager float32 steps are long, and fewer of them do."""
+    """Fewer for transformers, whose eager float32 steps are long."""
     return min(new_tokens, 8) if system == "transformers" else new_tokens
 
 
 def expected_seconds(workers: Mapping[str, Worker], cell: Cell, rounds: int, new_tokens: int) -> float:
-    """About how long a cell will take, from the workers' probes.
+    """The approximate time of a cell, from the workers' probes.
 
-    A prompt's time grows a little faster than its length, and a step's with its rows and with what they hold: the
-    figures are those of a model of 0.6 B parameters on two cores, and within a factor of two for others.
+    The time of a prompt grows slightly faster than its length, and the time of a step with its rows and their history.
+    The constants fit a model of 0.6 B parameters on two cores, and others within a factor of two.
     """
     total = 0.0
     for name, worker in workers.items():
         reading = worker.first_seconds * cell.rows * (1 + cell.prompt / 4500)
         step = worker.step_seconds * (1 + (cell.rows - 1) * 0.25 + cell.rows * cell.prompt / 6000)
-        one = reading * cell.prompt / WARM_UP_TOKENS + step * new_tokens_of(name, new_tokens) + PAUSE
-        total += rounds * one + reading * min(cell.prompt, WARM_UP_TOKENS) / WARM_UP_TOKENS + 4 * step + PAUSE
+        per_round = reading * cell.prompt / WARM_UP_TOKENS + step * new_tokens_of(name, new_tokens) + PAUSE
+        total += rounds * per_round + reading * min(cell.prompt, WARM_UP_TOKENS) / WARM_UP_TOKENS + 4 * step + PAUSE
     return total
 
 
@@ -141,17 +159,25 @@ def take_turns(
     failed: Callable[[str, RuntimeError], None],
     after_round: Callable[[], None] | None = None,
 ) -> tuple[Times, Times]:
-    """Milliseconds to the first token of every row, and of a step after it (median): system → one of each a round.
+    """Measure a cell in rounds, after a round that warms up (memory is allocated, files are read).
 
-    A round before the first one warms up: memory is taken, files are read. failed: told of a system whose process
-    ended, which is out of `workers` from then on.
+    Args:
+        workers: The systems by name; systems whose process ends are removed.
+        cell: The prompts.
+        sampling: The sampling parameters.
+        rounds: Measured rounds.
+        new_tokens: Tokens per row and round.
+        failed: Called with the name and the error of a system whose process ended.
+        after_round: Called after each measured round.
+
+    Returns:
+        Milliseconds until every row has its first token, and milliseconds of a later step (median), per system and
+        round.
     """
     first: Times = {name: [] for name in workers}
     steps: Times = {name: [] for name in workers}
     for index in range(rounds + 1):
-        names = list(workers)
-        turn = index % len(names) if names else 0
-        for name in names[turn:] + names[:turn]:
+        for name in rotated(workers, index):
             time.sleep(PAUSE)
             count = new_tokens_of(name, new_tokens) if index else 4
             prompt = cell.prompt if index else min(cell.prompt, WARM_UP_TOKENS)

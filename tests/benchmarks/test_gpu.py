@@ -22,17 +22,17 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], ModuleType]]:
-    """Imports one of the benchmark's modules: "report" for gpu_report."""
+    """Imports a module of the benchmark: "gpu" or "gpu_report", for example."""
     before = set(sys.modules)
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    yield lambda name: importlib.import_module(f"gpu_{name}")
+    yield importlib.import_module
     for name in set(sys.modules) - before:
         if (BENCHMARKS / f"{name}.py").exists():
             sys.modules.pop(name)
 
 
 def test_a_part_that_fails_or_crashes_or_hangs_ends_alone(gpu: Callable[[str], ModuleType], tmp_path: Path) -> None:
-    report, process = gpu("report"), gpu("process")
+    report = gpu("gpu_report")
     results = report.Results(tmp_path / "out", "python benchmarks/gpu.py")
     cell = report.Cell("0.6B", "host", 4, "greedy", 0.002, 0.0005)
     late = tmp_path / "late"
@@ -52,7 +52,7 @@ def test_a_part_that_fails_or_crashes_or_hangs_ends_alone(gpu: Callable[[str], M
         subprocess.Popen(["sh", "-c", f"sleep 2; touch {late}"])
         time.sleep(600)
 
-    run = process.run_apart
+    run = report.run_apart
     assert run("0.6B: host", fails, results.take, 60) is None
     assert "SIGKILL" in run("0.6B: checks", crashes, results.take)
     assert "not done after 1 s" in run("0.6B: transformers", hangs, results.take, 1, {"A_SWITCH": "on"})
@@ -71,7 +71,7 @@ def test_a_part_that_fails_or_crashes_or_hangs_ends_alone(gpu: Callable[[str], M
 
 
 def test_cells_are_compared(gpu: Callable[[str], ModuleType]) -> None:
-    report = gpu("report")
+    report = gpu("gpu_report")
     seconds = {("captured", "greedy"): 0.002, ("captured", "everything"): 0.0021, ("host", "greedy"): 0.003}
     seconds |= {("captured, int4", "greedy"): 0.001, ("captured, int4", "everything"): 0.0011}
     cells = [report.Cell("0.6B", system, 1, mix, taken, None) for (system, mix), taken in seconds.items()]
@@ -86,7 +86,7 @@ def test_builders_get_the_packages_of_their_own_interpreter(
     gpu: Callable[[str], ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """This interpreter's may lie in PYTHONPATH alone; another one's do not."""
-    gpu("report")  # the folder of the benchmarks is importable
+    gpu("gpu_report")  # the folder of the benchmarks is importable
     run_quietly = importlib.import_module("checkpoints").run_quietly
     monkeypatch.setenv("PYTHONPATH", "somewhere")
     (tmp_path / "python").symlink_to(sys.executable)
@@ -111,12 +111,12 @@ class Sending:
 def test_where_cuda_does_not_run_it_says_why_and_ends(
     gpu: Callable[[str], ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    parts, plan = gpu("parts"), gpu("plan")
+    parts, plan, report = gpu("gpu_parts"), gpu("gpu"), gpu("gpu_report")
     monkeypatch.setenv("PATH", str(tmp_path))  # no nvidia-smi
     monkeypatch.setattr(parts, "execution_providers", lambda _: ("CUDAExecutionProvider", "CPUExecutionProvider"))
     monkeypatch.setattr(parts, "missing_library", lambda: "; libcublasLt.so.13: not found")
-    results = gpu("report").Results(tmp_path / "out", "python benchmarks/gpu.py")
-    ended = gpu("process").run_apart("the GPU", parts.look_at_the_gpu, results.take, 60)
+    results = report.Results(tmp_path / "out", "python benchmarks/gpu.py")
+    ended = report.run_apart("the GPU", parts.look_at_the_gpu, results.take, 60)
     assert ended is None
     missing, provider = results.problems
     assert missing.startswith("nvidia-smi: FileNotFoundError")
@@ -141,9 +141,9 @@ def test_where_cuda_does_not_run_it_says_why_and_ends(
 
 def test_the_sampler_is_checked_over_logits_of_every_kind(gpu: Callable[[str], ModuleType]) -> None:
     """The CPU's kernels against the CPU's: two graphs, of which only one has control flow. A wrong argmax is found."""
-    sampler = gpu("sampler")
+    sampler = gpu("gpu_checks")
     sent: list[tuple[str, ...]] = []
-    reports = gpu("process").Reports(Sending(sent))
+    reports = gpu("gpu_report").Reports(Sending(sent))
     sampler.check_sampler("cpu", reports, 9000)
     assert {kind for kind, *_ in sent} == {"check"}
     assert len(sent) == 9
@@ -188,4 +188,4 @@ def test_a_whole_run_on_the_cpu(tmp_path: Path) -> None:
     subprocess.run([*map(str, command), "--budget-seconds", "0"], check=True, cwd=BENCHMARKS.parent, timeout=1200)
     late = json.loads((tmp_path / "out" / "gpu.json").read_text())
     assert late["rows"] == []
-    assert all("left out, the time was up" in line for line in late["problems"])
+    assert all("omitted, the time was up" in line for line in late["problems"])

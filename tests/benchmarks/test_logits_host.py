@@ -27,7 +27,7 @@ def host(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 @pytest.fixture
 def mixes(monkeypatch: pytest.MonkeyPatch) -> Mapping[str, Mapping[str, float]]:
     monkeypatch.syspath_prepend(BENCHMARKS)
-    return importlib.import_module("mixes").ALL
+    return importlib.import_module("common").ALL
 
 
 @pytest.mark.parametrize("mix", ["greedy", "top-k 50, top-p 0.95", "top-p 0.95", "top-p 0.95, flat", "everything"])

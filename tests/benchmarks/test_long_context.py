@@ -17,10 +17,9 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 
 @pytest.fixture
-def modules(monkeypatch: pytest.MonkeyPatch) -> tuple[ModuleType, ModuleType]:
-    """long_context and long_context_report."""
+def benchmark(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(BENCHMARKS)
-    return importlib.import_module("long_context"), importlib.import_module("long_context_report")
+    return importlib.import_module("long_context")
 
 
 def measured(steps: list[float], *, together: str | bool = "12:00", first: float | None = None) -> dict[str, Any]:
@@ -28,44 +27,41 @@ def measured(steps: list[float], *, together: str | bool = "12:00", first: float
     return facts | {"cache_bytes": 1_200_000_000, "version": "onnxruntime 1", "together": together}
 
 
-def test_the_table(modules: tuple[ModuleType, ModuleType], tmp_path: Path) -> None:
-    _, report = modules
-    results = report.Cells(tmp_path / "long.json", "machine")
+def test_the_table(benchmark: ModuleType, tmp_path: Path) -> None:
+    results = benchmark.Cells(tmp_path / "long.json", "machine")
     # The machine halves its speed after the first round.
-    results.add("tiny", 4096, 1, report.FLOAT32, **measured([10.0, 20.0, 20.0], first=12.34))
-    results.add("tiny", 4096, 1, report.INT8, **measured([5.0, 10.0, 11.0], first=15.0))
-    results.add("tiny", 4096, 4, report.FLOAT32, **measured([40.0], together=False))
-    results.add("tiny", 4096, 4, report.INT8, **measured([20.0], together=False))
+    results.add("tiny", 4096, 1, benchmark.FLOAT32, **measured([10.0, 20.0, 20.0], first=12.34))
+    results.add("tiny", 4096, 1, benchmark.INT8, **measured([5.0, 10.0, 11.0], first=15.0))
+    results.add("tiny", 4096, 4, benchmark.FLOAT32, **measured([40.0], together=False))
+    results.add("tiny", 4096, 4, benchmark.INT8, **measured([20.0], together=False))
     results.add("tiny", 4096, 1, "llama.cpp, f16", **measured([5.0, 10.0, 11.0], together="12:30"))  # another run
     results.set_missing("tiny", 4096, 4, "genai", "not | enough memory here")
     results.save()
-    results = report.Cells(tmp_path / "long.json", "machine")
-    rows = report.table_rows(results, "tiny")[1]
+    results = benchmark.Cells(tmp_path / "long.json", "machine")
+    rows = benchmark.table_rows(results, "tiny")[1]
     assert rows == [
-        ["4,096", "1", report.FLOAT32, "12.3", "20.0", "1.00x", "2.50", "1.20"],
-        ["4,096", "1", report.INT8, "15.0", "10.0", "0.50x", "2.50", "1.20"],
+        ["4,096", "1", benchmark.FLOAT32, "12.3", "20.0", "1.00x", "2.50", "1.20"],
+        ["4,096", "1", benchmark.INT8, "15.0", "10.0", "0.50x", "2.50", "1.20"],
         ["4,096", "1", "llama.cpp, f16", "", "10.0", "", "2.50", "1.20"],
-        ["4,096", "4", report.FLOAT32, "", "40.0", "", "2.50", "1.20"],
-        ["4,096", "4", report.INT8, "", "20.0", "", "2.50", "1.20"],
+        ["4,096", "4", benchmark.FLOAT32, "", "40.0", "", "2.50", "1.20"],
+        ["4,096", "4", benchmark.INT8, "", "20.0", "", "2.50", "1.20"],
         ["4,096", "4", "genai", "not / enough memory here", "", "", "", ""],
     ]
-    assert report.Cells(tmp_path / "long.json", "another machine").data["cells"] == []
+    assert benchmark.Cells(tmp_path / "long.json", "another machine").data["cells"] == []
 
 
-def test_what_is_left_to_measure(modules: tuple[ModuleType, ModuleType], tmp_path: Path) -> None:
-    benchmark, report = modules
-    results = report.Cells(tmp_path / "long.json", "machine")
-    results.add("tiny", 4096, 1, report.FLOAT32, **measured([1.0]))
+def test_what_is_left_to_measure(benchmark: ModuleType, tmp_path: Path) -> None:
+    results = benchmark.Cells(tmp_path / "long.json", "machine")
+    results.add("tiny", 4096, 1, benchmark.FLOAT32, **measured([1.0]))
     cell = benchmark.Cell(4096, 1)
-    assert results.has("tiny", cell, [report.FLOAT32])
-    assert not results.has("tiny", cell, [report.FLOAT32, "genai"])
-    assert not results.has("tiny", benchmark.Cell(4096, 4), [report.FLOAT32])
+    assert results.has("tiny", cell, [benchmark.FLOAT32])
+    assert not results.has("tiny", cell, [benchmark.FLOAT32, "genai"])
+    assert not results.has("tiny", benchmark.Cell(4096, 4), [benchmark.FLOAT32])
     results.set_missing("tiny", 4096, 1, "genai", "no")
-    assert results.has("tiny", cell, [report.FLOAT32, "genai"])
+    assert results.has("tiny", cell, [benchmark.FLOAT32, "genai"])
 
 
-def test_who_reads_and_who_is_filled(modules: tuple[ModuleType, ModuleType]) -> None:
-    benchmark, _ = modules
+def test_who_reads_and_who_is_filled(benchmark: ModuleType) -> None:
     models = dict.fromkeys(benchmark.SYSTEMS, Path())
     assert benchmark.taking_part(benchmark.Cell(16384, 1), models) == list(models)
     assert benchmark.taking_part(benchmark.Cell(4096, 4), models) == list(models)
@@ -81,18 +77,20 @@ def test_who_reads_and_who_is_filled(modules: tuple[ModuleType, ModuleType]) -> 
 
 
 @pytest.mark.slow
-def test_a_whole_run_on_a_tiny_model(modules: tuple[ModuleType, ModuleType], tmp_path: Path) -> None:
+def test_a_whole_run_on_a_tiny_model(benchmark: ModuleType, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    _, report = modules
     command = [sys.executable, BENCHMARKS / "long_context.py", "--shape", "tiny", "--work", tmp_path / "work"]
-    command += ["--system", report.FLOAT32, report.INT8, "--history", "200", "300", "--rows", "1", "2"]
+    command += ["--system", benchmark.FLOAT32, benchmark.INT8, "--history", "200", "300", "--rows", "1", "2"]
     command += ["--rounds", "2", "--new-tokens", "4", "--output", tmp_path / "out" / "long"]
     subprocess.run([*map(str, command), "--minutes", "0"], check=True, cwd=BENCHMARKS.parent, timeout=900)
     assert not (tmp_path / "out" / "long.json").exists()  # no cell fits into no time
     subprocess.run([*map(str, command)], check=True, cwd=BENCHMARKS.parent, timeout=900)
     cells = json.loads((tmp_path / "out" / "long.json").read_text())["cells"]
     assert [(cell["history"], cell["rows"], cell["system"]) for cell in cells] == [
-        (history, rows, system) for history in (200, 300) for rows in (1, 2) for system in (report.FLOAT32, report.INT8)
+        (history, rows, system)
+        for history in (200, 300)
+        for rows in (1, 2)
+        for system in (benchmark.FLOAT32, benchmark.INT8)
     ]
     for cell in cells:
         assert len(cell["step_ms"]) == 2

@@ -15,7 +15,7 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 @pytest.fixture
 def report(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(BENCHMARKS)
-    return importlib.import_module("models_report")
+    return importlib.import_module("models")
 
 
 def test_tables(report: ModuleType, tmp_path: Path) -> None:
@@ -44,7 +44,7 @@ def test_tables(report: ModuleType, tmp_path: Path) -> None:
 def test_the_bytes_of_a_step(llama_package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All matrices but the table of embeddings, and the keys and values."""
     monkeypatch.syspath_prepend(BENCHMARKS)
-    active_bytes = importlib.import_module("active_bytes").active_bytes
+    active_bytes = importlib.import_module("memory_speed").active_bytes
     config = AutoConfig.from_pretrained(llama_package)
     hidden, inner, layers = config.hidden_size, config.intermediate_size, config.num_hidden_layers
     width = config.num_key_value_heads * hidden // config.num_attention_heads
