@@ -4,8 +4,7 @@
 >>> evaluate("tiny-int4", open("book.txt").read(), against="tiny-cpu").packages[0].perplexity
 """
 
-from qsample.evaluation.evaluate import evaluate
-from qsample.evaluation.report import Comparison, Evaluation, PackageQuality
+from qsample.evaluation.evaluate import Comparison, Evaluation, PackageQuality, evaluate
 from qsample.evaluation.statistics import Estimate
 
 __all__ = ["Comparison", "Estimate", "Evaluation", "PackageQuality", "evaluate"]

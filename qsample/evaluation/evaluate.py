@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,10 +17,8 @@ import numpy as np
 
 from qsample.contract import INPUT_IDS, LENGTHS, LOGITS
 from qsample.errors import QsampleError, shown
-from qsample.evaluation.report import Comparison, Evaluation, PackageQuality
-from qsample.evaluation.statistics import estimate_means
-from qsample.evaluation.texts import documents_of
-from qsample.evaluation.windows import Window, cut_windows
+from qsample.evaluation.statistics import Estimate, estimate_means
+from qsample.evaluation.texts import Window, cut_windows, documents_of
 from qsample.ort.options import NO_SPINNING, SessionOptions
 from qsample.ort.session import open_sessions
 from qsample.ort.stepper import Stepper
@@ -31,6 +30,56 @@ from qsample.values import check_count, is_number
 DEFAULT_MAX_LENGTH: Final = 1024
 DEFAULT_BATCH_SIZE: Final = 8
 _TIMED_TOKENS: Final = 64  # in front of the timed steps, and as many steps
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """How far a package is from a reference, on the same tokens.
+
+    reference: its folder. kl: Kullback-Leibler divergence of the package's distribution from the reference's,
+    sum of p_reference * ln(p_reference / p_package), in nats a token. agreement: share of tokens, in [0, 1], where the
+    likeliest token is the same (top-1). perplexity_ratio: the package's perplexity over the reference's; its interval
+    is of pairs, and so narrower than the two perplexities' own.
+    """
+
+    reference: str
+    kl: Estimate
+    agreement: Estimate
+    perplexity_ratio: Estimate
+
+
+@dataclass(frozen=True, slots=True)
+class PackageQuality:
+    """One package.
+
+    path: its folder. label: how its weights are held, in words. bytes: of all its files. perplexity: exp of the mean
+    negative log-likelihood of a token. comparisons: one a reference. step_ms: milliseconds of a decode step of one row,
+    median; None = not asked for.
+    """
+
+    path: str
+    label: str
+    bytes: int
+    perplexity: Estimate
+    comparisons: tuple[Comparison, ...] = ()
+    step_ms: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """Packages on one text.
+
+    tokens: how many were scored. documents: how many texts they are of. max_length, stride: of the windows, in tokens;
+    see `windows.cut_windows`. confidence: of every interval, in (0, 1). packages: in the order given, then the
+    references, each of them once.
+    """
+
+    tokens: int
+    documents: int
+    max_length: int
+    stride: int
+    confidence: float
+    packages: tuple[PackageQuality, ...]
 
 
 def evaluate(

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from qsample.errors import QsampleError
-from qsample.evaluation.report import Evaluation, PackageQuality
+from qsample.evaluation.evaluate import Evaluation, PackageQuality
 from qsample.evaluation.statistics import Estimate
 
 FORMATS: Final = (".png", ".svg")

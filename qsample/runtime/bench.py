@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import abc
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
@@ -13,10 +13,11 @@ import numpy as np
 
 from qsample.ort.session import Sessions
 from qsample.runtime.causal_lm import CausalLM
-from qsample.runtime.decode.prefixes import Pieces
-from qsample.runtime.decode.scheduler import joined_slots
+from qsample.runtime.decode.loop import DecodeLoop
+from qsample.runtime.decode.scheduler import Scheduler, SchedulerConfig
 from qsample.runtime.decode.slots import Slots
 from qsample.runtime.parameters import for_package, parameter_row
+from qsample.runtime.sequence import Sequence
 from qsample.sampling_params import SamplingParams
 from qsample.tensors import Array
 
@@ -25,12 +26,16 @@ _WARM_UP_STEPS: Final = 3
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """One batch size. Times in milliseconds.
+    """One batch size.
 
-    rows: prompts in the batch. prompt_tokens: of each row. new_tokens: decode steps that were timed.
-    first_token_ms: from the prompts to the first token of every row, median of the repetitions.
-    prefill_tokens_per_second: prompt tokens of all rows over that time. decode_ms, decode_ms_p90: a decode step, median
-    and 90th percentile of all steps. tokens_per_second: of all rows together, at the median step.
+    Attributes:
+        rows: prompts in the batch.
+        prompt_tokens: tokens of each prompt.
+        new_tokens: decode steps that were timed.
+        first_token_ms: milliseconds from the prompts to the first token of every row, median of the repetitions.
+        prefill_tokens_per_second: prompt tokens of all rows over that time.
+        decode_ms, decode_ms_p90: milliseconds of a decode step, median and 90th percentile of all steps.
+        tokens_per_second: of all rows together, at the median step.
     """
 
     rows: int
@@ -44,51 +49,50 @@ class Measurement:
 
 
 class LockStep:
-    """Rows that start together and are read after every step: the plain loop, for measurements.
+    """Rows that start together and are read after every step: the decode loop, for measurements.
 
     >>> rows = LockStep(model.sessions, [parameters_0, parameters_1], seeds=[0, 1], capacity=256)
     >>> tokens = [rows.prefill([prompt_0, prompt_1]), rows.decode(), rows.decode()]
     """
 
     def __init__(
-        self, sessions: Sessions, parameters: Sequence[Mapping[str, Array]], seeds: Sequence[int], capacity: int
+        self,
+        sessions: Sessions,
+        parameters: abc.Sequence[abc.Mapping[str, Array]],
+        seeds: abc.Sequence[int],
+        capacity: int,
     ) -> None:
-        """parameters: of each row, see `parameter_row`. seeds: of each row. capacity: T, in tokens."""
-        self._slots = Slots(sessions, len(seeds), capacity)
-        self._joins_prompts = sessions.joins_prompts
-        self._pieces = Pieces.of(sessions)
-        self._parameters = parameters
-        self._seeds = seeds
-        for row, values in enumerate(parameters):  # which decide on what is captured
+        """Allocate the memory, and capture the steps of a package that is made for it.
+
+        Args:
+            sessions: of the package.
+            parameters: of each row, see `parameter_row`. No row may end before the last step.
+            seeds: of each row.
+            capacity: T, tokens of a row.
+        """
+        self._rows = list(zip(parameters, seeds, strict=True))
+        self._sequences: list[Sequence] = []
+        self._slots = Slots(sessions, len(self._rows), capacity)
+        for row, values in enumerate(parameters):  # they decide which graphs are captured
             for name, value in values.items():
                 self._slots.set_parameter(row, name, value)
         if not self._slots.prepared:
             self._slots.prepare()
+        scheduler = Scheduler(len(self._rows), SchedulerConfig.of(sessions, interleave=False))
+        self._loop = DecodeLoop(self._slots, scheduler, lambda sequence: None, double_buffering=False)
 
-    def prefill(self, prompts: Sequence[Array]) -> Array:
+    def prefill(self, prompts: abc.Sequence[Array]) -> Array:
         """Read each row's prompt, [n] int64, and sample its first token: [B] int64."""
-        waiting = {row: len(prompt) for row, prompt in enumerate(prompts)}
-        while waiting:
-            first = min(waiting)
-            rows = range(first, first + 1)
-            if self._joins_prompts:
-                rows = joined_slots(waiting, first, self._pieces.size)
-            for row in rows:
-                self._slots.begin(row, prompts[row], self._seeds[row], self._parameters[row])
-                del waiting[row]
-            if len(rows) > 1:
-                self._slots.prefill(rows.start, *(prompts[row] for row in rows), emit=True)
-            else:
-                self._prefill_alone(first, prompts[first])
+        for prompt, row in zip(prompts, self._rows, strict=True):
+            self._sequences.append(Sequence(prompt, *row))
+            self._loop.add(self._sequences[-1])
+        while not all(sequence.started for sequence in self._sequences):
+            self._loop.step()
         return self._newest()
-
-    def _prefill_alone(self, row: int, prompt: Array) -> None:
-        for piece in self._pieces.cut(0, len(prompt)):
-            self._slots.prefill(row, prompt[piece.start : piece.stop], emit=piece.stop == len(prompt))
 
     def decode(self) -> Array:
         """Sample each row's next token: [B] int64."""
-        self._slots.decode()
+        self._loop.step()
         return self._newest()
 
     def set_parameter(self, name: str, values: Array) -> None:
@@ -97,9 +101,7 @@ class LockStep:
             self._slots.set_parameter(row, name, value)
 
     def _newest(self) -> Array:
-        snapshot = self._slots.read()
-        tokens: Array = np.take_along_axis(snapshot.tokens, snapshot.lengths[:, None], axis=1)[:, 0].astype(np.int64)
-        return tokens
+        return np.array([sequence.sampled[-1] for sequence in self._sequences], dtype=np.int64)
 
 
 def measure(
@@ -116,7 +118,7 @@ def measure(
         rows, prompt_tokens, new_tokens, repetitions: at least 1.
         params: how to sample; None = greedily. Stop tokens are ignored, so that every row runs to its end.
 
-    Raises ValueError where the prompt and the new tokens do not fit the model.
+    Raises ValueError if the prompt and the new tokens do not fit the model.
     """
     counts = {"rows": rows, "prompt_tokens": prompt_tokens, "new_tokens": new_tokens, "repetitions": repetitions}
     for name, value in counts.items():
@@ -169,7 +171,7 @@ def peak_memory_bytes() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def _seconds(call: Callable[[], object]) -> float:
+def _seconds(call: abc.Callable[[], object]) -> float:
     start = time.perf_counter()
     call()
     return time.perf_counter() - start
