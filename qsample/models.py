@@ -13,9 +13,8 @@ from qsample.compiler.options import CompileOptions
 from qsample.destination import Destination, scratch_folder
 from qsample.disk.scratch import ScratchFolder
 from qsample.errors import QsampleError
+from qsample.huggingface.configs import GENERATION_CONFIG_FILE, GenerationConfig, ModelConfig, as_generation_config
 from qsample.huggingface.dtypes import dtype_name, is_dtype
-from qsample.huggingface.generation_config import GENERATION_CONFIG_FILE, GenerationConfig, as_generation_config
-from qsample.huggingface.model_config import ModelConfig
 from qsample.huggingface.model_methods import Device, ModelMethods
 from qsample.interface import Features, Interface
 from qsample.package import Package, check_not_source, copy_package

@@ -1,1 +1,1 @@
-"""What a user of transformers brings along: its keywords, its configurations, its methods. Needs no transformers."""
+"""The interface of transformers, without transformers: keywords, configurations, dtypes and methods of models."""

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from qsample.call import Call
 from qsample.errors import shown, unknown, without_refused
-from qsample.huggingface.generation_config import read_generation_config
+from qsample.huggingface.configs import read_generation_config
 from qsample.huggingface.keywords import BOOKKEEPING, GENERATE
 from qsample.manifest import TokenIds
 from qsample.sampling_params import OFF, UNSUPPORTED, SamplingParams, layered

@@ -4,40 +4,40 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from qsample.errors import UnsupportedModelError
+from qsample.errors import UnsupportedModelError, shown
 
-_SHORT: Final = {"float": "float32", "half": "float16", "double": "float64"}  # torch has these names for them too
+_SHORT: Final = {"float": "float32", "half": "float16", "double": "float64"}  # other names of torch
 EXPORTED: Final = ("float32", "float16", "auto")
 _NAMES: Final = frozenset({"float64", "float32", "float16", "bfloat16"})
 
 
 def is_dtype(value: Any) -> bool:
-    """Whether `value` is a dtype: torch's, NumPy's, or a string that names one."""
+    """Whether `value` is a dtype of torch or NumPy, or a string that names one."""
     return _name(value) in _NAMES
 
 
 def dtype_name(value: Any) -> str:
     """The short name: "float32" for torch.float32, "torch.float32", np.float32 and np.dtype("float32"), and so on.
 
-    Raises ValueError for what is none.
+    Raises ValueError for other objects.
     """
     name = _name(value)
     if name is None:
-        raise ValueError(f'dtype is {value!r:.60}; give "float32", "float16", "auto", or torch\'s object for one')
+        raise ValueError(f'dtype is {shown(value, 60)}; give "float32", "float16", "auto", or torch\'s object for one')
     return name
 
 
 def choose_dtype(dtype: Any, torch_dtype: Any) -> str | None:
-    """The name that the two keywords of `from_pretrained` ask for, dtype first, as in transformers; "auto" is one.
+    """The name in the two keywords of `from_pretrained`, dtype first, as in transformers; None = neither was given.
 
-    None = neither was given. Raises ValueError for what is no dtype.
+    Raises ValueError for other objects than dtypes and strings.
     """
     given = dtype if dtype is not None else torch_dtype
     return None if given is None else dtype_name(given)
 
 
 def check_export_dtype(name: str) -> str:
-    """`name`, where a checkpoint can be exported in it; UnsupportedModelError elsewhere."""
+    """`name`, if a checkpoint can be exported in it. Raises UnsupportedModelError otherwise."""
     if name not in EXPORTED:
         way = (
             ' give "float32", which holds bfloat16 weights exactly, and compile for CUDA with dtype="bfloat16"'
@@ -51,16 +51,14 @@ def check_export_dtype(name: str) -> str:
 
 
 def _name(value: Any) -> str | None:
-    """The name, whether or not it is one that a model can have."""
-    if isinstance(value, str):
-        text = value
+    """The name of a dtype, or a string, which may have any meaning; None for other objects."""
+    if isinstance(value, type) and value.__module__ == "numpy":
+        value = value.__name__
     elif type(value).__module__.split(".")[0] in ("torch", "numpy") and type(value).__name__.startswith(
         ("dtype", "Float")
     ):
-        text = str(value)
-    elif isinstance(value, type) and value.__module__ == "numpy":
-        text = value.__name__
-    else:
+        value = str(value)
+    if not isinstance(value, str):
         return None
-    text = text.removeprefix("torch.")
+    text = value.removeprefix("torch.")
     return _SHORT.get(text, text)

@@ -20,7 +20,7 @@ _NO_FORWARD: Final = "it belongs to a call of the model itself, which the graph 
 _TEXT_ONLY: Final = "the model reads text only; leave it out"
 _NOT_RETURNED: Final = "the graph does not return it; leave it out"
 _CACHE: Final = "the cache is part of the graph; leave it out, or bound it with ctx_len when the package is compiled"
-_COMPILED: Final = "there is nothing left to compile at run time; leave it out, and see model.compile()"
+_COMPILED: Final = "nothing is compiled at run time; leave it out, and see model.compile()"
 
 GENERATE: Final[Mapping[str, Refusal]] = {
     **refusals("early_stopping", _NO_BEAMS, False),
@@ -68,7 +68,7 @@ GENERATE: Final[Mapping[str, Refusal]] = {
     **refusals("cu_seq_lens_q cu_seq_lens_k max_length_q max_length_k", _NO_FORWARD),
     **refusals("device", "load(path, provider) or from_pretrained(..., provider=...) chooses it; leave it out"),
 }  # fmt: skip
-# What a GenerationConfig notes about itself.
+# Notes of a GenerationConfig about itself.
 BOOKKEEPING: Final = ("transformers_version", "_from_model_config", "_commit_hash", "_original_object_hash")
 
 _WEIGHTS: Final = "weights stay mapped from their files, during the export and later; leave it out"
@@ -77,7 +77,7 @@ _QUANTIZED: Final = 'quantize when you compile: model.compile(weights="int4") or
 _KERNELS: Final = "attention runs through ONNX Runtime's operators; leave it out"
 _ONE_DEVICE: Final = "a package runs on one device; leave it out"
 _DOWNLOAD: Final = "download the repository first (huggingface_hub.snapshot_download) and give its folder"
-_SAFE: Final = "weights are read from safetensors, and by transformers where there are none; leave it out"
+_SAFE: Final = "weights are read from safetensors, or by transformers if a checkpoint has none; leave it out"
 _TRANSFORMERS: Final = "qsample loads the model itself; give the folder or hub id of a checkpoint that has it already"
 
 FROM_PRETRAINED: Final[Mapping[str, Refusal]] = {

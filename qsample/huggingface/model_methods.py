@@ -1,4 +1,4 @@
-"""`ModelMethods`: what a script calls on a model of transformers before it generates."""
+"""`ModelMethods`: the methods that a script calls on a model of transformers before it generates."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ class Device(str):
 
 
 class ModelMethods(ABC):
-    """Methods of transformers' models. Those that would change a finished graph return the model where nothing is to
-    change, and say what to do elsewhere."""
+    """Methods of transformers' models. They return the model if they would change nothing; otherwise they say how to
+    make another graph."""
 
     @property
     @abstractmethod
     def device(self) -> Device:
-        """Where the graph runs. Token ids are taken from anywhere and come back on the host."""
+        """The device that the graph runs on. Token ids may be on any device and come back on the host."""
 
     @property
     @abstractmethod
     def dtype(self) -> str:
-        """Of the weights and the cache, "float32" for one."""
+        """The dtype of the weights and the cache, "float32" for example."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Raises TypeError: a graph gives tokens, and no logits to call it for."""
+        """Raises TypeError: a graph returns tokens, not logits."""
         raise TypeError("the model cannot be called, as its graph returns tokens in place of logits; use generate")
 
     def eval(self) -> Self:
@@ -45,7 +45,7 @@ class ModelMethods(ABC):
         return self
 
     def train(self, mode: bool = True) -> Self:
-        """The model itself where mode is False. Raises ValueError for True, as a graph cannot be trained."""
+        """The model itself if mode is False. Raises ValueError for True, as a graph cannot be trained."""
         if mode:
             raise ValueError("a package cannot be trained; train the checkpoint with transformers, and export it again")
         return self
@@ -55,10 +55,9 @@ class ModelMethods(ABC):
         return self.train(requires_grad)
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
-        """The model itself, where it has that device and dtype already. Raises ValueError elsewhere."""
-        kwargs.pop("non_blocking", None)
-        asked = [*args, *kwargs.values()]
-        for wanted in asked:
+        """The model itself, if it has that device and dtype. Raises ValueError otherwise."""
+        for wanted in (*args, *kwargs.values()):
+            kind = getattr(wanted, "type", wanted)
             if wanted is None or isinstance(wanted, bool):
                 continue
             if is_dtype(wanted):
@@ -67,9 +66,7 @@ class ModelMethods(ABC):
                         f"the model is {self.dtype} and cannot become {dtype_name(wanted)}; give dtype= to "
                         "from_pretrained or to compile"
                     )
-                continue
-            kind = getattr(wanted, "type", wanted)
-            if not isinstance(kind, str) or kind.split(":")[0] != self.device:
+            elif not isinstance(kind, str) or kind.split(":")[0] != self.device:
                 raise ValueError(
                     f"the model runs on {str(self.device)!r} and cannot move to {str(wanted)!r}; give provider= when "
                     "you load it, or compile it for that device"

@@ -7,7 +7,7 @@ from functools import partial
 
 import numpy as np
 
-from qsample.runtime.callbacks.stopping_criteria import BatchEnd
+from qsample.runtime.callbacks import BatchEnd
 from qsample.runtime.decode.loop import DecodeLoop
 from qsample.runtime.decode.scheduler import Scheduler
 from qsample.runtime.decode.slots import Slots

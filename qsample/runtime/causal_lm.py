@@ -12,16 +12,14 @@ from typing import Any, Final, Literal, overload
 from qsample.call import Call
 from qsample.errors import PackageError
 from qsample.huggingface.arguments import read_call
-from qsample.huggingface.generation_config import GENERATION_CONFIG_FILE, GenerationConfig, as_generation_config
-from qsample.huggingface.model_config import ModelConfig
+from qsample.huggingface.configs import GENERATION_CONFIG_FILE, GenerationConfig, ModelConfig, as_generation_config
 from qsample.huggingface.model_methods import Device, ModelMethods
 from qsample.interface import Interface
 from qsample.ort.options import SessionOptions
 from qsample.ort.session import Sessions, open_sessions
 from qsample.package import Package, read_package, use_package
 from qsample.runtime.batch import run_batch
-from qsample.runtime.callbacks.logits_processors import make_processors
-from qsample.runtime.callbacks.stopping_criteria import BatchEnd
+from qsample.runtime.callbacks import BatchEnd, LogitsProcessors
 from qsample.runtime.decode.loop import choose_flush_every
 from qsample.runtime.decode.scheduler import Scheduler, SchedulerConfig
 from qsample.runtime.decode.slots import Slots
@@ -211,7 +209,9 @@ class CausalLM(ModelMethods):
         if call.stopping_criteria is not None or call.max_time is not None:
             end = BatchEnd(call.stopping_criteria, call.max_time, sequences, pad)
             flush_every = flush_every or 1
-        processors = make_processors(call.logits_processor, sequences, self.interface, flush_every)
+        processors = None
+        if call.logits_processor is not None:
+            processors = LogitsProcessors(call.logits_processor, sequences, self.interface, flush_every)
         slots = min(len(sequences), self.batch_size or len(sequences))
         if (guide is not None or end is not None) and slots < len(sequences):
             what = "stopping_criteria and max_time follow" if guide is None else "a function for allowed_tokens follows"

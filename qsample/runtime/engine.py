@@ -16,7 +16,7 @@ from typing import Any, Final, Literal, overload
 
 from qsample.call import Call
 from qsample.errors import EngineClosedError, Failure, QsampleError, QueueFullError, RequestFailedError, shown
-from qsample.runtime.callbacks.logits_processors import INSTEAD
+from qsample.runtime.callbacks import INSTEAD
 from qsample.runtime.causal_lm import CausalLM
 from qsample.runtime.decode.loop import DecodeLoop, choose_flush_every
 from qsample.runtime.decode.scheduler import Scheduler, SchedulerConfig

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from qsample.huggingface.generation_config import (
+from qsample.huggingface.configs import (
     GenerationConfig,
+    ModelConfig,
     as_generation_config,
     read_generation_config,
 )
-from qsample.huggingface.model_config import ModelConfig
 
 
 def test_a_generation_config_by_attribute() -> None:
@@ -70,7 +70,7 @@ def test_what_is_no_generation_config(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=r"bad\.json cannot be read"):
             read_generation_config(tmp_path / "bad.json")
     (tmp_path / "list.json").write_text("[1]")
-    with pytest.raises(ValueError, match=r"list\.json is no JSON object"):
+    with pytest.raises(ValueError, match=r"list\.json is not a JSON object"):
         read_generation_config(str(tmp_path / "list.json"))
 
 

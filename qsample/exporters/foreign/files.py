@@ -21,7 +21,7 @@ from qsample.checkpoints.hub import HubOptions
 from qsample.disk.untrusted import problem_of_name, read_json, referenced_files
 from qsample.errors import QsampleError
 from qsample.exporters.foreign.interface import refusal
-from qsample.huggingface.generation_config import GENERATION_CONFIG_FILE
+from qsample.huggingface.configs import GENERATION_CONFIG_FILE
 from qsample.manifest import TokenIds
 from qsample.text.chat import TEMPLATE_FILE, TOKENIZER_CONFIG_FILE
 from qsample.text.tokenizer import TOKENIZER_FILE

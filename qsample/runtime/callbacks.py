@@ -1,0 +1,211 @@
+"""Functions of a caller of the kinds that transformers takes: logits processors and stopping criteria.
+
+transformers calls a processor once a token for the whole batch. Here it is called for each row alone, as in a batch of
+a single row, and each row has a copy of it, so the tokens of a row do not depend on the other rows. Stopping criteria
+see the whole batch after every token, as in transformers.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+import time
+from collections import abc
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import numpy as np
+
+from qsample.interface import Interface
+from qsample.runtime.output import sequences_array
+from qsample.runtime.sequence import Sequence
+from qsample.tensors import Array
+
+_STOP: Final = "stop"
+_TIME: Final = "time"
+# transformers changes the logits in these ways before a caller's processors see them, and the graph afterwards.
+_BEFORE: Final[Mapping[str, float]] = {
+    "repetition_penalty": 1,
+    "presence_penalty": 0,
+    "frequency_penalty": 0,
+    "min_length": 0,
+    "logit_bias": 0,
+    "allowed_tokens": -1,
+}
+INSTEAD: Final = (
+    "export with logit_bias=True for a bias for each token, or with allowed_tokens=True for a function that says which "
+    "tokens may come next"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Callback:
+    """A function of arrays. in_torch: it takes and returns torch tensors."""
+
+    function: Any
+    in_torch: bool
+
+    def __call__(self, *arrays: Array | None) -> Array:
+        """The result of the function for copies of `arrays`, as an array; None stays None."""
+        result = self.function(*(None if array is None else self._shown(array.copy()) for array in arrays))
+        return np.asarray(result.detach().cpu() if hasattr(result, "detach") else result)
+
+    def _shown(self, array: Array) -> Any:
+        # Whoever made an object of transformers has imported torch; nobody else needs it.
+        return sys.modules["torch"].from_numpy(array) if self.in_torch else array
+
+
+def _callbacks(name: str, given: Any, expected: str) -> list[_Callback]:
+    """One callable or several; None = none. Objects of transformers get torch tensors, others NumPy arrays.
+
+    Raises ValueError for anything else. name, expected: of the argument and of its functions, for the message.
+    """
+    if given is None:
+        return []
+    several = list(given) if isinstance(given, Iterable) else [given]
+    for function in several:
+        if not callable(function):
+            raise ValueError(f"{name} has a {type(function).__name__}; give {expected}, or a list of them")
+    return [_Callback(function, _of_transformers(given) or _of_transformers(function)) for function in several]
+
+
+def _of_transformers(value: Any) -> bool:
+    return any(kind.__module__.split(".")[0] == "transformers" for kind in type(value).__mro__)
+
+
+class LogitsProcessors:
+    """Calls the processors for the rows whose next token is sampled, which are read after each token.
+
+    Args:
+        given: a callable of ([1, n] token ids, [1, V] float32 logits), the prompt with its padding and the sampled
+            tokens, that returns logits of that shape; or a list of them.
+        sequences: the rows.
+        interface: of the package.
+        flush_every: decode steps between two reads; None = not chosen.
+
+    Raises ValueError for anything else, and if the package or `flush_every` does not go with processors.
+    """
+
+    def __init__(
+        self, given: Any, sequences: abc.Sequence[Sequence], interface: Interface, flush_every: int | None = None
+    ) -> None:
+        if interface.features.sampler:
+            raise ValueError(
+                "logits_processor is given, and the logits stay in this package's graph; export with "
+                f"include_sampler=False, which returns them, or {INSTEAD}"
+            )
+        if flush_every is not None and flush_every > 1:
+            raise ValueError(
+                f"flush_every is {flush_every} and logits_processor is given, which takes a read after every token; "
+                "give 1"
+            )
+        processors = _callbacks(
+            "logits_processor", given, "a function of (input_ids, scores) that returns the scores to sample from"
+        )
+        _check_order(sequences, interface)
+        own = [processors] if len(sequences) == 1 else [_copies(processors) for _ in sequences]
+        self._rows = list(zip(sequences, own, strict=True))
+        for sequence in sequences:
+            sequence.guided = True
+
+    def __call__(self, slots: range, logits: Array) -> Array:
+        """The logits of `slots`, [len(slots), V] float32, as the processors leave them."""
+        logits = logits.copy()
+        for sequence, processors in self._rows:
+            if sequence.slot is None or sequence.slot not in slots:
+                continue
+            row = sequence.slot - slots.start
+            ids = np.array([[*sequence.given.tolist(), *sequence.sampled]], dtype=np.int64)
+            for processor in processors:
+                result = processor(ids, logits[row : row + 1])
+                if result.dtype.kind != "f" or result.shape != (1, logits.shape[1]):
+                    raise ValueError(
+                        f"a logits processor returned {result.dtype} {result.shape}; it must return floats of the "
+                        f"shape of its scores, (1, {logits.shape[1]})"
+                    )
+                logits[row] = result[0]
+        return logits
+
+
+def _copies(processors: list[_Callback]) -> list[_Callback]:
+    try:
+        return [replace(processor, function=copy.deepcopy(processor.function)) for processor in processors]
+    except Exception as error:
+        raise ValueError(
+            f"logits_processor cannot be copied for every row ({error}); generate the prompts one by one"
+        ) from error
+
+
+def _check_order(sequences: abc.Sequence[Sequence], interface: Interface) -> None:
+    """Raise ValueError if processors would not see the logits that they see in transformers."""
+    features = interface.features
+    if features.logprobs or features.top_logprobs:
+        raise ValueError("logits_processor changes the logits that the package's logprobs are of; export without them")
+    for name, off in _BEFORE.items():
+        values = [sequence.parameters[name] for sequence in sequences if name in sequence.parameters]
+        if any(np.any(np.asarray(value) != off) for value in values):
+            raise ValueError(
+                f"logits_processor and {name} were given: transformers applies {name} first, and the graph after it; "
+                "leave one out, or let a processor do both"
+            )
+
+
+class BatchEnd:
+    """Ends rows at a caller's criteria, or when time is up: token by token, for the whole batch at once.
+
+    The criteria see prompts and tokens as one array. Tokens that were sampled after a criterion was met are left out.
+
+    Args:
+        criteria: a callable of ([B, n] token ids, None), prompts and padding included, that returns a bool, or a bool
+            for each row; or a list of them.
+        max_time: seconds from now on; None = any time.
+        sequences: the rows.
+        pad: token id after a row that has ended.
+
+    Raises ValueError for other criteria.
+    """
+
+    def __init__(self, criteria: Any, max_time: float | None, sequences: abc.Sequence[Sequence], pad: int) -> None:
+        self._criteria = _callbacks(
+            "stopping_criteria", criteria, "a function of (input_ids, scores) that returns whether rows end"
+        )
+        self._deadline = None if max_time is None else time.perf_counter() + max_time
+        self._sequences = sequences
+        self._live = list(sequences)
+        self._pad = pad
+
+    def update(self, leave: Callable[[Sequence], None], deliver: Callable[[Sequence], None]) -> None:
+        """Look at the tokens that were sampled since the last call, one token of every row at a time.
+
+        leave: takes a sequence out of the loop. deliver: takes the next token of a sequence.
+        """
+        while True:
+            self._live = [sequence for sequence in self._live if not sequence.ended]
+            if not self._live or not all(sequence.untaken for sequence in self._live):
+                return  # a row has yet to sample the token that the others have
+            for sequence in self._live:
+                deliver(sequence)
+            met = self._met()
+            late = self._deadline is not None and time.perf_counter() > self._deadline
+            for sequence in self._live:
+                if met[id(sequence)]:
+                    sequence.reason = _STOP
+                elif late and not sequence.ended:
+                    sequence.reason = _TIME
+                if sequence.ended:
+                    leave(sequence)
+
+    def _met(self) -> dict[int, bool]:
+        """Whether a criterion is met, by the id of each sequence."""
+        rows = np.zeros(len(self._sequences), dtype=bool)
+        ids = sequences_array(self._sequences, self._pad) if self._criteria else None
+        for criterion in self._criteria:
+            answer = criterion(ids, None)
+            if answer.dtype != bool or answer.size not in (1, len(rows)):
+                raise ValueError(
+                    f"a stopping criterion returned {answer!r:.60}; it must return a bool, or one for each of the "
+                    f"{len(rows)} rows"
+                )
+            rows |= answer.reshape(-1)
+        return {id(sequence): bool(row) for sequence, row in zip(self._sequences, rows, strict=True)}

@@ -1,1 +1,0 @@
-"""A caller's functions of the kind that transformers takes, called between steps."""
