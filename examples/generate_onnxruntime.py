@@ -2,8 +2,8 @@
 
     python examples/generate_onnxruntime.py exported --prompt "In the beginning" --temperature 0.8
 
-Nothing of qsample is imported; docs/contract.md says what the graph's inputs, outputs and states mean. The package must
-have the sampler in its graph.
+It does not import qsample; docs/contract.md defines the graph's inputs, outputs and states. The package must have the
+sampler in its graph.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 
 PROVIDERS = {"cpu": ["CPUExecutionProvider"], "cuda": ["CUDAExecutionProvider", "CPUExecutionProvider"]}
 RUNNING, STOPPED, INVALID = 0, 1, 3  # values of the state `status`
-NOT_CAPTURED = -1  # of the runs of a CUDA session, only the decode steps are captured and replayed
+NOT_CAPTURED = -1  # a CUDA session captures and replays only the decode steps
 
 
 def retained_name(state: str) -> str:
@@ -43,11 +43,11 @@ def main() -> None:
     args = parse_arguments()
     manifest = json.loads((args.package / "qsample.json").read_text())
     if not manifest["interface"]["features"]["sampler"]:
-        raise SystemExit("the package was exported without its sampler; this script needs one with it")
+        raise SystemExit("the package was exported without its sampler; this script needs a package with the sampler")
     tokenizer = Tokenizer.from_file(str(args.package / "tokenizer.json"))
     prompt = np.array([tokenizer.encode(args.prompt).ids or [manifest["token_ids"]["bos"]]], dtype=np.int64)
     length = prompt.shape[1]
-    # T, the tokens that the state holds: fixed in a compiled package, otherwise as many as we need.
+    # T, the capacity of the state in tokens: fixed in a compiled package, otherwise chosen here.
     compilation, limit = manifest["compilation"], manifest["max_position_embeddings"]
     capacity = compilation["ctx_len"] if compilation else min(limit or 2**31, length + args.max_new_tokens)
     if length >= capacity:
@@ -65,8 +65,8 @@ def main() -> None:
     def on_device(array: np.ndarray) -> ort.OrtValue:
         return ort.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(array), args.provider)
 
-    # 1. The starting state: zeros, and the noise that decides what the seed will draw. The CPU makes it, because CUDA
-    # lacks kernels of it; it is copied once.
+    # 1. The starting state: zeros, and the noise that follows from the seed. The CPU makes it, because CUDA lacks
+    # kernels for it; it is copied once.
     seeds = {"seed": np.array([args.seed], dtype=np.int64), "capacity": np.array(capacity, dtype=np.int64)}
     names = [output.name for output in initial_state.get_outputs()]
     made = initial_state.run_with_ort_values(
@@ -80,7 +80,7 @@ def main() -> None:
             states[name] = ort.OrtValue.ortvalue_from_shape_and_type(value.shape(), kind, args.provider)
             states[name].update_inplace(value)
 
-    # 2. What stays the same from call to call: the sampling parameters, one value a row.
+    # 2. The sampling parameters, a value per row, which stay the same in all calls.
     stops = manifest["token_ids"]["eos"] or [-1]
     beyond = args.top_k > 64 or (args.top_k <= 0 and args.top_p < 1)
     parameters = {
@@ -94,8 +94,8 @@ def main() -> None:
         "min_length": np.int32([0]),
         "max_length": np.int32([min(capacity, length + args.max_new_tokens)]),
         "stop_ids": np.int32([stops]),
-        # Of a captured graph: the rows that may keep more than its 64 candidates. ONNX Runtime before 1.32 needs one on
-        # the CPU in any case.
+        # For a captured graph: the rows that may keep more than its 64 candidates. On the CPU, ONNX Runtime before 1.32
+        # needs at least a single row.
         "searched_rows": np.int64([0] if beyond or args.provider == "cpu" else []),
         "emit": np.array([True]),
         # Optional features, off: no bias, every token allowed.
@@ -103,7 +103,7 @@ def main() -> None:
         "logit_bias": np.float32([[0]]),
         "allowed_tokens": np.full((1, -(-manifest["interface"]["vocab_size"] // 32)), -1, dtype=np.int32),
         "typical_p": np.float32([1]),
-        "seed": np.int64([args.seed]),  # of a graph that has no noise among its states
+        "seed": np.int64([args.seed]),  # for a graph without the state `noise`
     }
     # Every other filter is off with zeros, or with -1 in place of tokens.
     for tensor in decoder.get_inputs():
@@ -111,10 +111,10 @@ def main() -> None:
             kind, off = np.float32 if tensor.type == "tensor(float)" else np.int32, -1 if len(tensor.shape) > 1 else 0
             parameters[tensor.name] = np.full([1] * len(tensor.shape), off, dtype=kind)
     fixed = {name: on_device(array) for name, array in parameters.items()}
-    # The step's output is the next step's input; two buffers take turns, because a graph may write while it reads.
+    # A step's output is the next step's input; two buffers alternate, because a graph may write while it reads.
     next_ids = [on_device(np.zeros((1, 1), dtype=np.int64)) for _ in range(2)]
 
-    # 3. One binding for the prompt and one for each of the two buffers. States are bound in place.
+    # 3. A binding for the prompt, and a binding for each of the two buffers. States are bound in place.
     def bind(ids: ort.OrtValue, write_to: ort.OrtValue) -> ort.IOBinding:
         binding = decoder.io_binding()
         call = {"input_ids": ids, "input_lengths": on_device(np.int32([ids.shape()[1]]))}
@@ -125,7 +125,7 @@ def main() -> None:
             if output.name in written:
                 binding.bind_ortvalue_output(output.name, written[output.name])
             else:
-                binding.bind_output(output.name, args.provider)  # an optional output, unread here
+                binding.bind_output(output.name, args.provider)  # an optional output, ignored here
         return binding
 
     def run_options(capture: int) -> ort.RunOptions:
@@ -137,21 +137,21 @@ def main() -> None:
     buffers = [(on_device(prompt), next_ids[0]), (next_ids[0], next_ids[1]), (next_ids[1], next_ids[0])]
     calls = [(bind(*pair), run_options(capture or NOT_CAPTURED)) for capture, pair in enumerate(buffers)]
 
-    # A run that captures executes the graph several times. A row that is not running takes no harm from that.
+    # A run that captures executes the graph several times, which does not affect a row that is not running.
     if provider_options[0].get("enable_cuda_graph") == "1":
         states["status"].update_inplace(np.int32([STOPPED]))
         for call in calls[1:]:
             decoder.run_with_iobinding(*call)
         states["status"].update_inplace(np.int32([RUNNING]))
 
-    # 4. Run until the row's status says that it ended. Only a token and a status come back to the host.
+    # 4. Run until the row's status is no longer RUNNING. Only a token and a status return to the host.
     tokens = prompt[0].tolist()
     step = 0
     while step == 0 or states["status"].numpy()[0] == RUNNING:
         call = 0 if step == 0 else 1 + (step - 1) % 2
         decoder.run_with_iobinding(*calls[call])
         if states["status"].numpy()[0] == INVALID:
-            raise SystemExit("the model gave NaN or infinite logits")
+            raise SystemExit("the model returned NaN or infinite logits")
         tokens.append(int(next_ids[step % 2].numpy()[0, 0]))
         step += 1
     print(tokenizer.decode(tokens))

@@ -1,11 +1,11 @@
-"""Guided decoding: JSON that follows a schema, whatever the model would rather say.
+"""Guided decoding: JSON that follows a schema, whatever the model prefers.
 
     pip install -e '.[cpu,export,guided]'
-    python examples/guided_json.py                    the bundled model, which knows no JSON at all
+    python examples/guided_json.py                    the bundled model, which was not trained on JSON
     python examples/guided_json.py PACKAGE [PROMPT]   a package that was exported with --allowed-tokens
 
-The grammar library (llguidance) says before every token which tokens may come next, as a bitmask; the graph applies it
-to the logits. Nothing else of the sampler moves to the host.
+Before every token, the grammar library (llguidance) writes a bitmask of the allowed tokens; the graph applies it to the
+logits. The rest of the sampler stays in the graph.
 """
 
 from __future__ import annotations
@@ -37,9 +37,14 @@ SCHEMA = {
 
 
 class JsonGuide:
-    """Keeps a grammar state for every row and writes its mask; the `allowed_tokens` of `generate`.
+    """Keeps a grammar state for every row and writes its mask; passed as `allowed_tokens` to `generate`.
 
-    tokenizer_json: the package's tokenizer.json, as text. eos_token_id: what ends a row once its value is complete.
+    Args:
+        tokenizer_json: The text of the package's tokenizer.json.
+        vocab_size: The size of the vocabulary.
+        eos_token_id: The token that ends a row after its value is complete.
+        schema: The JSON schema.
+        rows: The number of rows.
     """
 
     def __init__(self, tokenizer_json: str, vocab_size: int, eos_token_id: int, schema: object, rows: int) -> None:
@@ -54,7 +59,7 @@ class JsonGuide:
                 matcher.consume_token(int(step.tokens[row]))
             if matcher.is_error():
                 raise RuntimeError(f"row {row}: {matcher.get_error()}")
-            # Once the value is complete, only the end-of-sequence token is left.
+            # After the value is complete, only the end-of-sequence token is allowed.
             llguidance.numpy.fill_next_token_bitmask(matcher, mask, row)
 
 

@@ -3,8 +3,8 @@
     python examples/quickstart.py            in a temporary folder
     python examples/quickstart.py my-folder  keeps the packages there
 
-It needs qsample with the extras `cpu` and `export`, and takes the model that comes with qsample; put a hub id or a
-checkpoint folder in place of `TINY_LM` for another.
+It needs qsample with the extras `cpu` and `export`, and uses the bundled model; replace `TINY_LM` with a hub id or a
+checkpoint folder to use another.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from qsample.bundled import TINY_LM
 
 
 def main(folder: Path) -> None:
-    # A checkpoint. The sampler goes into the graph; nothing is loaded yet.
+    # A checkpoint, whose export will have the sampler in the graph. Nothing is loaded yet.
     model = qsample.AutoModelForCausalLM.from_pretrained(TINY_LM, include_sampler=True)
 
-    # A portable package, compared with the Hugging Face model before it is published, then one for this CPU.
+    # A portable package, compared with the Hugging Face model before it is published, then a package for this CPU.
     exported = model.export(folder / "tiny", overwrite=True)
     compiled = exported.compile(folder / "tiny-cpu", provider="cpu", ctx_len=256, overwrite=True)
 
-    # A machine that only runs it opens the folder, and needs neither torch nor transformers.
+    # To run the package, open the folder; this needs neither torch nor transformers.
     package = qsample.AutoModelForCausalLM.from_pretrained(folder / "tiny-cpu")
     assert package.package.manifest == compiled.package.manifest
 
-    # Hugging Face's names for the options; what is not given comes from the model's generation_config.
+    # Options have Hugging Face's names; the model's generation_config provides the defaults.
     greedy = package.generate("And the LORD spake unto", max_new_tokens=24, do_sample=False)
     print("greedy: ", greedy.texts[0])
 

@@ -1,10 +1,10 @@
 """A dataset through Ray Data: prompts in, texts out, on this machine or on a cluster.
 
-    RAY_AUTH_MODE=disabled python examples/ray_dataset.py           with the model that comes with qsample
+    RAY_AUTH_MODE=disabled python examples/ray_dataset.py           with the bundled model
     RAY_AUTH_MODE=disabled python examples/ray_dataset.py tiny-cpu  with a package
 
-It needs qsample with the extras `cpu` and `ray`, and `export` for the model that comes with it. Ray starts a cluster
-on this machine, or joins the one that RAY_ADDRESS names.
+It needs qsample with the extras `cpu` and `ray`, and `export` for the bundled model. Ray starts a cluster on this
+machine, or joins the cluster at RAY_ADDRESS.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PROMPTS = ["In the beginning", "Blessed are", "And Jesus said unto them", "And t
 
 
 def ask(row: dict[str, Any]) -> dict[str, Any]:
-    # What each row generates; a row's seed follows from its id, so it comes out the same when it is done again.
+    # A row's seed is derived from its id, so a repeated row returns the same tokens.
     return {"prompt": PROMPTS[row["id"] % len(PROMPTS)], "sampling_params": {"max_new_tokens": 16}}
 
 
@@ -35,11 +35,11 @@ def main() -> None:
     ray.init(log_to_driver=False)
     config = QsampleProcessorConfig(
         package=os.path.abspath(package),
-        concurrency=1,  # actors, each with an engine of its own; (1, 8) lets Ray decide
-        num_cpus=1,  # of an actor, and its threads
+        concurrency=1,  # actors, each with its own engine; (1, 8) lets Ray decide
+        num_cpus=1,  # per actor, which runs as many threads
         slots=8,
         sampling_params={"temperature": 0.7},
-        send_package=True,  # the package travels with the job; without it every machine has to see the path
+        send_package=True,  # the job sends the package; otherwise every machine has to see the path
     )
     processor = build_processor(config, preprocess=ask, postprocess=answer)
     for row in sorted(processor(ray.data.range(8)).take_all(), key=lambda row: row["id"]):

@@ -3,7 +3,7 @@
     python scripts/architectures.py            all types: about 25 minutes on two cores
     python scripts/architectures.py TYPE ...   only those, printed and not written
 
-Rows go to a file as they are made; a run that was stopped goes on behind the last one. What is checked is in
+Each result is appended to a file; an interrupted run continues after the last result. The checks are in
 tests/architectures/.
 """
 
@@ -21,10 +21,10 @@ PROCESSES = 2
 
 
 def main() -> None:
-    """Run the types that have no row yet, or those that are asked for."""
+    """Run the given types, or all types without a result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model_types", nargs="*", metavar="TYPE")
-    parser.add_argument("--rows", type=Path, default=ROOT / "architectures.jsonl", help="where rows are kept")
+    parser.add_argument("--rows", type=Path, default=ROOT / "architectures.jsonl", help="file of results")
     parser.add_argument("--processes", type=int, default=PROCESSES)
     arguments = parser.parse_args()
     sys.path.insert(0, str(ROOT))  # the processes of the pool inherit it

@@ -1,9 +1,9 @@
-"""qsample/contract.py enters; the tables of docs/contract.md, docs/command-line.md and README.md leave.
+"""Writes the tables of docs/contract.md, docs/command-line.md and README.md from qsample/contract.py.
 
     python scripts/contract_tables.py           rewrites the tables in place
-    python scripts/contract_tables.py --check   exits with 1 where a table is out of date
+    python scripts/contract_tables.py --check   exits with 1 if a table is out of date
 
-A table stands between `<!-- table: NAME -->` and `<!-- end of table -->`; NAME is a key of TABLES.
+A table is between `<!-- table: NAME -->` and `<!-- end of table -->`; NAME is a key of TABLES.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ BLOCK = re.compile(r"(<!-- table: (\w+) -->\n)(.*?)(<!-- end of table -->)", re.
 
 
 def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """One Markdown table."""
+    """A Markdown table."""
     lines = [header, ["---"] * len(header), *rows]
     return "".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |\n" for line in lines)
 
@@ -34,7 +34,7 @@ def axes(spec: TensorSpec) -> str:
 
 
 def off_value(spec: TensorSpec) -> str:
-    """The off-value as one would type it; empty for what is no parameter."""
+    """The off-value as text; empty for tensors that are not parameters."""
     return "" if spec.off is None else str(spec.off) if spec.dtype == "float32" else str(int(spec.off))
 
 
@@ -46,13 +46,13 @@ def tensors(specs: Iterable[TensorSpec]) -> str:
 
 
 def parameters(specs: Iterable[TensorSpec]) -> str:
-    """Per-row sampling inputs, with the value that switches each off."""
+    """Per-row sampling inputs with their off-values."""
     rows = ([f"`{s.name}`", s.dtype, axes(s), off_value(s), s.meaning] for s in specs)
     return markdown(("name", "dtype", "shape", "off", "meaning"), rows)
 
 
 def states() -> str:
-    """Each retained state, the output of its next value, and the cache of layer `{i}` as one pair of rows."""
+    """Each retained state with the output of its next value; the cache of layer `{i}` is a pair of rows."""
     rows = []
     for spec in (*contract.SAMPLER_STATES, contract.XTC_NOISE, contract.MIROSTAT_MU):
         after = "— (read-only)" if spec.read_only else f"`{contract.retained_name(spec.name)}`"
@@ -70,7 +70,7 @@ def optional_inputs() -> str:
 
 
 def extra_parameters() -> str:
-    """The inputs of the extra filters; a filter's name stands in front of its first one."""
+    """The inputs of the extra filters; a filter's name precedes its first input."""
     rows = (
         [f"`{name}`" if place == 0 else "", f"`{s.name}`", s.dtype, axes(s), off_value(s), s.meaning]
         for name, specs in contract.EXTRA_PARAMETERS.items()
@@ -80,7 +80,7 @@ def extra_parameters() -> str:
 
 
 def filters() -> str:
-    """What `--filter` names, and the parameters that come with it."""
+    """The values of `--filter`, and their parameters."""
     rows = (
         [f"`{name}`", f"`{spec.name}`", spec.meaning]
         for name, specs in contract.EXTRA_PARAMETERS.items()
@@ -90,7 +90,7 @@ def filters() -> str:
 
 
 def outputs() -> str:
-    """`next_ids` and what features add to it."""
+    """`next_ids` and the outputs of features."""
     everything = Features(logprobs=True, top_logprobs=1, probs=True)
     return tensors(Interface(vocab_size=1, key_values=(), features=everything).sampler_outputs)
 

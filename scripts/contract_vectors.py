@@ -1,10 +1,10 @@
-"""Draws docs/vectors: what a sampler of this contract gives, for samplers and hosts in any language.
+"""Writes docs/vectors: results of a sampler of this contract, for samplers and hosts in any language.
 
     python scripts/contract_vectors.py
 
-The tokens are those of the tests' float64 reference. Logits are drawn until each parameter makes a difference and no
-decision is close: a sampler whose float32 rounds in another way gives the same tokens. docs/vectors/README.md says what
-is in the files.
+The tokens come from the tests' float64 reference. Logits are drawn until each parameter makes a difference and no
+decision is close, so that a sampler with another float32 rounding returns the same tokens. docs/vectors/README.md
+describes the files.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def main() -> None:
 
 
 def drawn(draft: Draft, order: str, number: int) -> Case:
-    """`draft` with logits that leave no doubt about its tokens."""
+    """`draft` with logits for which no decision is close."""
     for attempt in range(2000):
         rng = np.random.default_rng([number, len(draft.name), attempt])
         case, clear = walk(draft, order, rng)
@@ -56,7 +56,7 @@ def drawn(draft: Draft, order: str, number: int) -> Case:
 
 
 def walk(draft: Draft, order: str, rng: np.random.Generator) -> tuple[Case, bool]:
-    """The case with the logits of `rng`, and whether it is a good one."""
+    """The case with the logits of `rng`, and whether it is usable."""
     pieces = draft.prompt if isinstance(draft.prompt[0], list) else [draft.prompt]
     face = interface_of(draft.vocab, order)
     parameters = {"temperature": 0.0, **draft.parameters}
@@ -94,13 +94,13 @@ def reference(logits: Array, inputs: Arrays, order: str) -> Arrays:
 
 
 def gap(adjusted: Array) -> float:
-    """Between logits that differ at all: float32 has to see the same ties."""
+    """The least difference of unequal logits: float32 has to see the same ties."""
     values = np.unique(adjusted[np.isfinite(adjusted)].astype(np.float64))
     return float(np.diff(values).min()) if len(values) > 1 else np.inf
 
 
 def results(logits: Array, inputs: Arrays, out: Arrays) -> dict[str, Any]:
-    """What a step shows: its token, the states, and what helps to find a mistake in between."""
+    """The recorded results of a step: its token, the states, and intermediate values for debugging."""
     probs, emitted = out["probs"][0], bool(out["probs"].any())
     shown: dict[str, Any] = {"next_id": int(out["next_ids"][0, 0]) if emitted else None}
     shown |= {name: int(out[f"{name}_RetainedState"][0]) for name in ("lengths", "status")}
@@ -140,7 +140,7 @@ def noise() -> dict[str, Any]:
 
 
 def package() -> dict[str, Any]:
-    """What the bundled model writes: drawn from the logits of its package without a sampler."""
+    """Texts of the bundled model, drawn from the logits of its package without a sampler."""
     with tempfile.TemporaryDirectory() as folder:
         model = AutoModelForCausalLM.from_pretrained(ROOT / CHECKPOINT, include_sampler=False)
         host = PlainHost(model.export(Path(folder) / "tiny").package.path)
@@ -149,7 +149,7 @@ def package() -> dict[str, Any]:
 
 
 def written(host: PlainHost, text: str, parameters: dict[str, Any]) -> dict[str, Any]:
-    """A row with the first seed that leaves no doubt about its tokens."""
+    """A row with the first seed for which no decision is close."""
     ids = Tokenizer.from_file(str(ROOT / CHECKPOINT / "tokenizer.json")).encode(text).ids
     stops = {"stop_ids": host.manifest["token_ids"]["eos"], "max_length": len(ids) + NEW_TOKENS}
     case: Case = {"prompt": text, "prompt_ids": ids, "parameters": {"temperature": 0.0, **stops, **parameters}}
@@ -163,7 +163,7 @@ def written(host: PlainHost, text: str, parameters: dict[str, Any]) -> dict[str,
 
 
 def continuation(host: PlainHost, case: Case) -> tuple[list[int], int, bool]:
-    """The new tokens, the status at their end, and whether there is no doubt about them."""
+    """The new tokens, the final status, and whether no decision was close."""
     face = interface_of(host.manifest["interface"]["vocab_size"], HUGGING_FACE)
     state, tokens = host.start([int(case["seed"])], CAPACITY), []
     state = start(face, [case | {"capacity": CAPACITY}]) | state
@@ -183,7 +183,7 @@ def continuation(host: PlainHost, case: Case) -> tuple[list[int], int, bool]:
 
 
 def to_json(value: Any) -> Any:
-    """With "-inf", "inf" and "nan" as strings, which JSON lacks, and whole numbers without a point."""
+    """`value` for JSON: "-inf", "inf" and "nan" as strings, and integral numbers without a point."""
     if isinstance(value, dict):
         return {name: to_json(item) for name, item in value.items()}
     if isinstance(value, list):
@@ -194,7 +194,7 @@ def to_json(value: Any) -> Any:
 
 
 def write(name: str, content: dict[str, Any]) -> None:
-    """One file; each element of a list of objects begins a line."""
+    """Write a file; each element of a list of objects begins a line."""
     (FOLDER / f"{name}.json").write_text(layout({"contract_version": CONTRACT_VERSION, **content}) + "\n", "utf-8")
 
 

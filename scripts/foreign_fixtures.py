@@ -1,6 +1,6 @@
 """Makes the decoder files of other exporters that the tests of `qsample bake` read: tests/fixtures/foreign/*.tar.xz.
 
-Each part needs tools of its own, so it runs in an environment of its own:
+Each part needs different tools, so it runs in its own environment:
 
     pip install onnxruntime-genai==0.18.* onnx onnx_ir torch transformers
     python scripts/foreign_fixtures.py genai
@@ -9,11 +9,11 @@ Each part needs tools of its own, so it runs in an environment of its own:
     pip install optimum-onnx==0.1.0 'transformers<4.58' onnx torch
     python scripts/foreign_fixtures.py optimum
 
-    pip install onnxruntime onnx onnx_ir     # after the other two: it converts what they made
+    pip install onnxruntime onnx onnx_ir     # after the other parts: it converts their files
     python scripts/foreign_fixtures.py layouts
 
-The models are random, with two layers and 128 tokens. `tokens.json` in a genai folder holds what onnxruntime-genai
-itself generated, greedily. Names after the part choose single files.
+The models are random, with two layers and 128 tokens. `tokens.json` in a genai folder has the greedy tokens of
+onnxruntime-genai itself. Names after the part select single files.
 """
 
 from __future__ import annotations
@@ -110,7 +110,10 @@ def checkpoint(folder: Path, model_type: str, changes: dict[str, Any]) -> Path:
 
     sizes = {name: value for name, value in SIZES.items() if model_type != "phi3" or name != "head_dim"}
     if model_type == "phi3":
-        sizes |= {"hidden_size": 64, "intermediate_size": 48}  # the builder takes what has V outputs for the head
+        sizes |= {
+            "hidden_size": 64,
+            "intermediate_size": 48,
+        }  # the builder takes any matrix with V outputs for the head
     config = AutoConfig.for_model(model_type, **{**sizes, **changes})
     torch.manual_seed(7)
     model = AutoModelForCausalLM.from_config(config).eval()
@@ -131,11 +134,11 @@ def checkpoint(folder: Path, model_type: str, changes: dict[str, Any]) -> Path:
 
 
 def make_genai(name: str, folder: Path) -> None:
-    """A folder of onnxruntime-genai's builder, with the tokens of its own generator where it runs on the CPU."""
+    """Write a folder with onnxruntime-genai's builder, with the tokens of its generator if it runs on the CPU."""
     model_type, precision, provider, options, changes = GENAI[name]
     with tempfile.TemporaryDirectory() as scratch:
         _build_genai(checkpoint(Path(scratch, "model"), model_type, changes), folder, precision, provider, options)
-    # Its generator takes a window for the size of the cache, which the graph does not.
+    # Its generator uses a window as the size of the cache; the graph does not.
     if provider == "cpu" and model_type != "mistral":
         (folder / "tokens.json").write_text(json.dumps(_genai_tokens(folder)))
 
@@ -153,8 +156,10 @@ def _build_genai(source: Path, folder: Path, precision: str, provider: str, opti
 
 
 def make_example() -> None:
-    """The bundled model in 4 bits. Of the CPU's files, its heads of 40 numbers would want another attention kernel than
-    ONNX Runtime has; those for DirectML rotate outside."""
+    """Write the bundled model in 4 bits, for DirectML, which rotates outside the attention operator.
+
+    A file for the CPU would need an attention kernel for heads of 40 numbers, which ONNX Runtime lacks.
+    """
     root = FIXTURES.parents[2]
     _build_genai(
         root / "qsample" / "assets" / "tiny_lm",
@@ -184,7 +189,7 @@ def _genai_tokens(folder: Path) -> dict[str, Any]:
 
 
 def make_optimum(name: str, folder: Path) -> None:
-    """A folder of optimum-onnx: attention of plain operators, a cache that grows by Concat."""
+    """Write a folder with optimum-onnx: attention of plain operators, a cache that grows by Concat."""
     from optimum.exporters.onnx import main_export, onnx_export_from_model
     from transformers import AutoModelForCausalLM
 
@@ -192,7 +197,7 @@ def make_optimum(name: str, folder: Path) -> None:
     given: dict[str, Any] = {"task": "text-generation-with-past", "opset": opset, "do_validation": False}
     with tempfile.TemporaryDirectory() as scratch:
         source = checkpoint(Path(scratch), model_type, changes)
-        if name.endswith("_eager"):  # attention as the model's own code has it, not as scaled_dot_product_attention
+        if name.endswith("_eager"):  # the attention of the model's own code, not scaled_dot_product_attention
             model = AutoModelForCausalLM.from_pretrained(source, attn_implementation="eager")
             onnx_export_from_model(model, folder, **given)
         else:
@@ -200,8 +205,10 @@ def make_optimum(name: str, folder: Path) -> None:
 
 
 def make_layouts(name: str, folder: Path) -> None:
-    """A folder as onnx-community publishes them for transformers.js: configurations, and `onnx/` with one file a
-    precision, converted by the tools that its scripts use."""
+    """Write a folder like onnx-community's for transformers.js: configurations, and `onnx/` with a file per precision.
+
+    The conversion uses the same tools as onnx-community's scripts.
+    """
     import numpy as np
     import onnx
     import onnx_ir as ir
@@ -225,7 +232,7 @@ def make_layouts(name: str, folder: Path) -> None:
         return onnx.ModelProto.FromString(plain.SerializeToString())
 
     def in_float16(proto: onnx.ModelProto, keep_io_types: bool = False) -> onnx.ModelProto:
-        for node in proto.graph.node:  # what the model casts to float32 stays in half precision
+        for node in proto.graph.node:  # the model's casts to float32 stay in half precision
             for attribute in node.attribute:
                 if node.op_type == "Cast" and attribute.name == "to" and attribute.i == onnx.TensorProto.FLOAT:
                     attribute.i = onnx.TensorProto.FLOAT16
@@ -253,7 +260,7 @@ LAYOUTS = {"community_gqa": "genai_cpu_fp32", "community_concat": "optimum_qwen3
 
 
 def _keep_num_logits(model: Any) -> None:
-    """The input num_logits_to_keep, as transformers' models have it: hidden[:, -n:, :] before the head."""
+    """Add the input num_logits_to_keep of transformers' models: hidden[:, -n:, :] before the head."""
     import numpy as np
     import onnx_ir as ir
 
@@ -278,7 +285,7 @@ def _keep_num_logits(model: Any) -> None:
 
 
 def _save_in_parts(model: Any, path: Path) -> None:
-    """External data in two files, `NAME_data` and `NAME_data_1`, as for models over two gigabytes."""
+    """Save with external data in two files, `NAME_data` and `NAME_data_1`, as for models over two gigabytes."""
     from onnx.external_data_helper import set_external_data, write_external_data_tensors
 
     weights = [tensor for tensor in model.graph.initializer if len(tensor.raw_data) > 1024]
@@ -311,7 +318,7 @@ def main() -> None:
             folder = Path(scratch, name)
             try:
                 make(name, folder)
-            except Exception as error:  # the others can still be made
+            except Exception as error:  # the other files can still be made
                 print(f"{name}: {type(error).__name__}: {error}", file=sys.stderr)
                 continue
             archive = FIXTURES / f"{name}.tar.xz"

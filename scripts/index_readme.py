@@ -1,7 +1,7 @@
-"""README.md as a package index shows it. hatchling calls this when it builds (`[tool.hatch.metadata.hooks.custom]`).
+"""README.md for a package index; hatchling calls it during a build (`[tool.hatch.metadata.hooks.custom]`).
 
-A relative link leads nowhere on an index. It becomes its own text, or, once `[project.urls]` in pyproject.toml has a
-`Source`, a link to the file there at this version.
+Relative links do not work on an index. They become plain text, or, if `[project.urls]` in pyproject.toml has a
+`Source`, links to the files of this version.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ RELATIVE_LINK = re.compile(r"\[([^\]]+)\]\((?!https?://|#)([^)\s]+)\)")
 
 
 def index_readme(text: str, source: str | None = None) -> str:
-    """`text` without relative links; source: the address that file names are appended to."""
+    """`text` without relative links; source: the address to which file names are appended."""
     return RELATIVE_LINK.sub(rf"[\1]({source}/\2)" if source else r"\1", text)
 
 

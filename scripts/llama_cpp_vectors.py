@@ -1,9 +1,10 @@
-"""What llama.cpp's own samplers do, recorded in tests/fixtures/llama_cpp_samplers.json for the tests' reference.
+"""Records results of llama.cpp's own samplers in tests/fixtures/llama_cpp_samplers.json for the tests' reference.
 
     pip install llama-cpp-python gguf
     python scripts/llama_cpp_vectors.py
 
-Run it to take the definitions of another llama.cpp; where it is installed, the tests compare with it live as well.
+Run it to adopt the definitions of another llama.cpp; if llama.cpp is installed, the tests also compare with it
+directly.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""README.md enters; the same page leaves, each `text` block holding what the `bash` or `python` block above it prints.
+"""Rewrites the `text` blocks of README.md with the outputs of the `bash` or `python` blocks above them.
 
     python scripts/readme_outputs.py
 
-Run it, with qsample installed, after the bundled model or what the commands print has changed. The blocks run in a
-temporary folder, one after the other; the installation in front of a command is left out.
+Run it, with qsample installed, after a change of the bundled model or of the commands' output. The blocks run in
+sequence in a temporary folder; the installation at the beginning of a command is skipped.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def main() -> None:
 
 
 def shown(block: re.Match[str], folder: Path) -> str:
-    """The two blocks, the second with what the first prints."""
+    """The two blocks, the second with the output of the first."""
     language, code = block[1], block[2]
     command = [sys.executable, "-c", code] if language == "python" else ["bash", "-c", SHELL + INSTALL.sub("", code)]
     variables = {"PYTHON": sys.executable, "PYTHONPATH": str(ROOT), "COLUMNS": "100", "HF_HUB_OFFLINE": "1"}

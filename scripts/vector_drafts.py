@@ -1,4 +1,4 @@
-"""The cases of docs/vectors before their logits are drawn: `contract_vectors.py` does that."""
+"""The cases of docs/vectors, for which `contract_vectors.py` draws the logits."""
 
 from __future__ import annotations
 
@@ -11,18 +11,22 @@ from qsample.contract import FILTER_ORDERS, HUGGING_FACE
 
 @dataclass(frozen=True)
 class Draft:
-    """One row over a few steps.
+    """A row over a few steps.
 
     Args:
-        name: what it shows.
-        parameters: those that are not off; without `temperature`, the row is greedy.
-        prompt: ids, or several lists of them: its pieces.
-        orders: the filter orders, a case for each.
-        vocab, steps, capacity, seed: V, how many calls are asked for a token, T, the row's seed.
-        mean, spread: of the logits; spread is their standard deviation.
-        digits: the logits are multiples of 1 / digits: 1 gives ties.
-        special: id to the logit that it has in each step.
-        idle: parameters that make no difference here, on purpose.
+        name: The tested behaviour.
+        parameters: The parameters that are not off; without `temperature`, the row is greedy.
+        prompt: Ids, or a list of ids per piece.
+        orders: The filter orders, with a case for each.
+        vocab: The size of the vocabulary, V.
+        steps: The number of calls that emit a token.
+        capacity: The capacity of the row, T.
+        seed: The row's seed.
+        mean: The mean of the logits.
+        spread: The standard deviation of the logits.
+        digits: The logits are multiples of 1 / digits: 1 gives ties.
+        special: Id → its logit in each step.
+        idle: Parameters that intentionally make no difference here.
     """
 
     name: str
@@ -40,14 +44,14 @@ class Draft:
     idle: tuple[str, ...] = ()
 
 
-# What only sets up another parameter.
+# Parameters that only configure another parameter.
 SETTINGS: Final = (
     *("temperature", "logit_bias", "xtc_threshold", "dynatemp_exponent", "mirostat_eta"),
     *("dry_base", "dry_allowed_length"),
 )
 _INF, _NAN = float("inf"), float("nan")
 _BOTH: Final[dict[str, Any]] = {"orders": FILTER_ORDERS}
-_TEXT: Final = [4, 5, 6, 4, 5, 7, 4, 5]  # its end has occurred twice, and went on with 6 and with 7
+_TEXT: Final = [4, 5, 6, 4, 5, 7, 4, 5]  # its end occurred twice, followed by 6 and by 7
 
 ADJUST: Final = [
     Draft("a prompt in pieces, the first of them without a token", {"temperature": 1.0}, prompt=[[3, 4, 5], [6]]),

@@ -85,7 +85,7 @@ def test_clear_messages(tmp_path: Path) -> None:
     result = run(fake_package(tmp_path / "host", sampler=False).path)
     assert (result.returncode, result.stderr.strip()) == (
         1,
-        "the package was exported without its sampler; this script needs one with it",
+        "the package was exported without its sampler; this script needs a package with the sampler",
     )
     result = run(fake_package(tmp_path / "short", compilation=compilation(ctx_len=4)).path, "--prompt=too long")
     assert (result.returncode, result.stderr.strip()) == (1, "the prompt has 9 tokens and the context holds 4")
