@@ -25,7 +25,7 @@ from typing import Any, Final
 
 import numpy as np
 from checkpoints import CTX_LEN, SHAPES, can_import, make_checkpoint, make_genai_model, qsample
-from common import FLAT, MIXES, add_output, describe_machine, make_parser, markdown
+from common import FLAT, MIXES, add_peer_options, describe_machine, make_parser, markdown
 from decode import ROUNDS, Part, add_options, remaining, run_cells, start
 from decode_report import OWN, Results, show, write
 from rich.console import Console
@@ -85,11 +85,9 @@ def chosen_parts(options: argparse.Namespace) -> list[Part]:
 
 def main() -> None:
     parser = make_parser(__doc__)
-    parser.add_argument("--peers-python", required=True, help="a Python with the packages of peers.txt")
-    parser.add_argument("--work", type=Path, default=Path("build/decode"), help="folder for the models")
+    add_peer_options(parser, "bake")
     parser.add_argument("--shape", choices=list(SHAPES), default="qwen3-0.6b")
     add_options(parser)
-    add_output(parser, "bake")
     options, console = parser.parse_args(), Console(stderr=True)
     if missing := can_import(options.peers_python, PEERS["genai"]):
         raise SystemExit(f"onnxruntime-genai writes the file: {missing}")

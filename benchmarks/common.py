@@ -9,6 +9,7 @@ import argparse
 import json
 import os
 import platform
+import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,15 @@ def add_output(parser: argparse.ArgumentParser, name: str) -> None:
     parser.add_argument(
         "--output", type=Path, default=Path("docs/benchmarks", name), help="path of the results without a suffix"
     )
+
+
+def add_peer_options(parser: argparse.ArgumentParser, output: str, work: str = "build/decode") -> None:
+    """Add the options that the benchmarks with other systems share."""
+    parser.add_argument("--peers-python", default=sys.executable, help="a Python with the packages of peers.txt")
+    parser.add_argument("--work", type=Path, default=Path(work), help="folder for the models")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--again", action="store_true", help="repeat complete measurements")
+    add_output(parser, output)
 
 
 def rotated(names: Iterable[str], turn: int) -> list[str]:

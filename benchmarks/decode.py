@@ -34,7 +34,7 @@ from typing import Final
 
 import numpy as np
 from checkpoints import CTX_LEN, SHAPES, make_checkpoint, make_genai_model, make_gguf, make_package
-from common import ALL, EVERYTHING, FLAT, MIXES, add_output, describe_machine, make_parser
+from common import ALL, EVERYTHING, FLAT, MIXES, add_peer_options, describe_machine, make_parser
 from decode_report import OWN, Results, show, write
 from rich.console import Console
 from turns import PEERS, Cell, Worker, available, expected_seconds, size_of, take_turns
@@ -258,21 +258,17 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt", type=int, nargs="+", help="tokens of each row's prompt")
     parser.add_argument("--rounds", type=int, help="of every cell, in place of the planned number")
     parser.add_argument("--new-tokens", type=int, default=24, help="of each row and round")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--again", action="store_true", help="repeat complete measurements")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="start no cell that would end later")
 
 
 def main() -> None:
     parser = make_parser(__doc__)
-    parser.add_argument("--peers-python", default=sys.executable, help="a Python with the packages of peers.txt")
-    parser.add_argument("--work", type=Path, default=Path("build/decode"), help="folder for the models")
+    add_peer_options(parser, "decode")
     parser.add_argument("--shape", nargs="+", choices=list(SHAPES))
     parser.add_argument("--system", nargs="+", choices=list(PEERS), default=list(PEERS), help="next to qsample")
     add_options(parser)
     parser.add_argument("--overhead-steps", type=int, default=120, help="0 leaves this part out")
     parser.add_argument("--no-tokens", dest="tokens", action="store_false", help="do not compare greedy tokens")
-    add_output(parser, "decode")
     options, console = parser.parse_args(), Console(stderr=True)
     parts = chosen_parts(options)
     check_lengths(parser, parts, options)

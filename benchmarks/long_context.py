@@ -31,7 +31,7 @@ import numpy as np
 from checkpoints import SHAPES, can_import, make_checkpoint, make_genai_model, make_gguf, make_package
 from common import (
     Kept,
-    add_output,
+    add_peer_options,
     describe_machine,
     import_pyplot,
     make_parser,
@@ -350,8 +350,7 @@ def _plot(results: Cells, path: Path) -> None:
 
 def main() -> None:
     parser = make_parser(__doc__)
-    parser.add_argument("--peers-python", default=sys.executable, help="a Python with the packages of peers.txt")
-    parser.add_argument("--work", type=Path, default=Path("build/decode"), help="folder for the models")
+    add_peer_options(parser, "long_context")
     parser.add_argument("--shape", choices=list(SHAPES), default="qwen3-0.6b")
     parser.add_argument("--system", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
     parser.add_argument("--history", type=int, nargs="+", default=[4096, 16384])
@@ -364,10 +363,7 @@ def main() -> None:
         default=True,
         help="fill in long histories; otherwise read the whole history of a single row, which takes an hour",
     )
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--again", action="store_true", help="repeat complete measurements")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="start no cell that would end later")
-    add_output(parser, "long_context")
     options, console = parser.parse_args(), Console(stderr=True)
     longest = min(CTX_LEN, SHAPES[options.shape]["max_position_embeddings"]) - GROWTH
     if min(options.history) < 1 or max(options.history) > longest:

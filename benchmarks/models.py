@@ -29,7 +29,7 @@ from typing import Any, Final, TypeAlias
 
 import numpy as np
 from checkpoints import SHAPES, make_checkpoint, make_genai_model, make_gguf, make_package
-from common import add_output, describe_machine, import_pyplot, make_parser, markdown, print_table
+from common import add_peer_options, describe_machine, import_pyplot, make_parser, markdown, print_table
 from decode import build_each, note_failure, start
 from decode_report import OWN, Results
 from memory_speed import active_bytes, measure
@@ -304,18 +304,14 @@ def _plot(results: ModelResults, shapes: list[str], path: Path) -> None:
 
 def main() -> None:
     parser = make_parser(__doc__)
-    parser.add_argument("--peers-python", default=sys.executable, help="a Python with the packages of peers.txt")
-    parser.add_argument("--work", type=Path, default=Path("build/models"), help="folder for the models")
+    add_peer_options(parser, "models", "build/models")
     parser.add_argument("--shape", nargs="*", choices=list(SHAPES), default=list(MODELS))
     parser.add_argument("--system", nargs="*", choices=SYSTEMS, default=list(SYSTEMS), help="next to qsample")
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--new-tokens", type=int, default=24, help="of each row and round")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--again", action="store_true", help="repeat complete measurements")
     parser.add_argument(
         "--scan", action=argparse.BooleanOptionalAction, default=True, help="the loop and the operators"
     )
-    add_output(parser, "models")
     options, console = parser.parse_args(), Console(stderr=True)
     if options.rounds < 1 or options.new_tokens < 2:
         parser.error("--rounds must be at least 1 and --new-tokens at least 2")
