@@ -18,7 +18,7 @@ from qsample.values import is_integer, is_number, plain
 SAMPLING: Final = frozenset({"do_sample", *OFF, *UNSUPPORTED})
 KEYWORDS: Final = frozenset(  # of generate and of this function, in addition to SAMPLING
     {"inputs", "params", "input_ids", "attention_mask", "generation_config", "streamer", "seed", "allowed_tokens"}
-    | {"prefill_chunk_size", "flush_every", "double_buffering", "in_place", "stop_strings", "max_time", "tokenizer"}
+    | {"prefill_chunk_size", "flush_every", "double_buffering", "stop_strings", "max_time", "tokenizer"}
     | {"pad_token_id", "bos_token_id", "stopping_criteria", "logits_processor", "return_dict_in_generate"}
     | {"num_return_sequences", *(entry.name for entry in fields(ChatOptions))}
 )

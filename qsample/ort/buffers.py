@@ -154,6 +154,10 @@ class RetainedState:
         self._retained = [spec.name for spec in specs if not spec.read_only]
         self.side = 0
 
+    def __getitem__(self, name: str) -> Buffer:
+        """The current value of a state."""
+        return self._sides[self.side][name]
+
     def inputs(self, rows: range | None = None, *, side: int | None = None) -> dict[str, Buffer]:
         """State name → its current value, or that of a given side: of all rows, or of some."""
         buffers = self._sides[self.side if side is None else side]
@@ -174,26 +178,6 @@ class RetainedState:
             for name in self._turns:
                 then[name].write_at(rows, now[name].owner.numpy()[rows])
         self.side = 1 - self.side
-
-    def read(self, name: str, side: int | None = None) -> Array:
-        """A copy of a state, every row of it: its current value, or that of a given side."""
-        return self._sides[self.side if side is None else side][name].read()
-
-    def write_at(self, name: str, index: Index, values: Any) -> None:
-        """Replace some current values of a state; see `Buffer.write_at`."""
-        self._sides[self.side][name].write_at(index, values)
-
-    def clear_row(self, name: str, row: int) -> None:
-        """Make the current values of a row zeros."""
-        self._sides[self.side][name].clear_row(row)
-
-    def swap_rows(self, name: str, one: int, other: int, columns: tuple[int, int] | None = None) -> None:
-        """Swap the current values of two rows; see `Buffer.swap_rows`."""
-        self._sides[self.side][name].swap_rows(one, other, columns)
-
-    def copy_row(self, name: str, source: int, target: int, index: Any = ...) -> None:
-        """Write the current values of a row over those of another; see `Buffer.copy_row`."""
-        self._sides[self.side][name].copy_row(source, target, index)
 
 
 class SavedRows:

@@ -102,7 +102,7 @@ class CausalLM(ModelMethods):
         self._ctx_len = compilation.ctx_len if compilation else ctx_len
         self.batch_size = compilation.batch_size if compilation else None
         # Captured graphs belong to the memory of one batch, and cost more to make than many steps.
-        self._captured: dict[tuple[int, int, bool], Slots] = {}
+        self._captured: dict[tuple[int, int], Slots] = {}
         self._loaded_with = loaded_with
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -156,7 +156,6 @@ class CausalLM(ModelMethods):
         flush_every: int | None = None,
         double_buffering: bool = True,
         stop_strings: str | abc.Sequence[str] | None = None,
-        in_place: bool = True,
         return_dict_in_generate: bool | None = None,
         **options: Any,
     ) -> Any:
@@ -180,8 +179,6 @@ class CausalLM(ModelMethods):
             double_buffering: start the next step while the last one's tokens are read and streamed; False waits.
             stop_strings: texts that end a row. `texts` is cut off before the first one that is complete;
                 `token_ids` goes on to the token that completes it. None = those of the generation_config.
-            in_place: write the history and the cache into the buffers that they were read from; False takes turns
-                between two sets, with the same result.
             return_dict_in_generate: False = an array of the `sequences` alone.
             options: fields of SamplingParams, or do_sample, in place of `params`; as in
                 `SamplingParams.from_generation_config`. With chat messages also tools, documents, chat_template,
@@ -229,7 +226,7 @@ class CausalLM(ModelMethods):
             self.sessions, flush_every=flush_every, prefill_chunk_size=prefill_chunk_size, interleave=False
         )
         capacity = self.capacity(max(sequence.max_length for sequence in sequences))
-        device = self._take_slots(slots, capacity, in_place)
+        device = self._take_slots(slots, capacity)
         device.process_logits = processors
         timing = run_batch(
             device,
@@ -242,7 +239,7 @@ class CausalLM(ModelMethods):
         )
         if self.sessions.replays is not None:
             device.stop(slice(None))
-            self._captured[slots, capacity, in_place] = device
+            self._captured[slots, capacity] = device
         output = make_output(self.interface, sequences, pad, timing)
         invalid = [row for row, reason in enumerate(output.finish_reasons) if reason == "invalid"]
         if invalid:
@@ -282,13 +279,13 @@ class CausalLM(ModelMethods):
             self.capacity if capacity is None else lambda needed: capacity,
         )
 
-    def _take_slots(self, count: int, capacity: int, in_place: bool) -> Slots:
+    def _take_slots(self, count: int, capacity: int) -> Slots:
         """Those that were captured before, or new ones."""
-        captured = self._captured.pop((count, capacity, in_place), None)
+        captured = self._captured.pop((count, capacity), None)
         if captured is not None:
             return captured
         self._captured.clear()  # one batch's memory at a time
-        return Slots(self.sessions, count, capacity, in_place=in_place)
+        return Slots(self.sessions, count, capacity)
 
     def capacity(self, tokens: int) -> int:
         """T for rows of `tokens` tokens: fixed by the package or `load`, otherwise that many, rounded up; at most what

@@ -323,7 +323,7 @@ def test_a_mixture_computes_a_row_alike_in_any_batch(chosen: int, tmp_path: Path
             slots.prefill(slot, sequence.prompt, emit=True)
         for _ in range(6):
             slots.decode()
-        return [slots._state.read(spec.name)[place].tobytes() for spec in model.interface.cache_states]
+        return [slots._state[spec.name].read()[place].tobytes() for spec in model.interface.cache_states]
 
     places = [(rows, place) for rows in (1, 2, 3, 4) for place in range(rows)]
     assert len({tuple(caches(*place)) for place in places}) == 1

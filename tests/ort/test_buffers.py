@@ -98,12 +98,12 @@ def test_rows_are_copied_on_the_side_that_is_current(side: int, model: CausalLM)
     for _ in range(side):
         made.flip()
     name = "past_key_values.0.key"
-    made.write_at(name, slice(None), np.arange(3)[:, None, None, None])
-    made.copy_row(name, 2, 1, (slice(None), slice(4)))
-    assert made.read(name)[:, 0, :, 0].tolist() == [[0] * 12, [2] * 4 + [1] * 8, [2] * 12]
-    assert not made.read(name, 1 - side).any()
-    made.copy_row(name, 0, 2)
-    assert made.read(name)[:, 0, :, 0].tolist() == [[0] * 12, [2] * 4 + [1] * 8, [0] * 12]
+    made[name].write_at(slice(None), np.arange(3)[:, None, None, None])
+    made[name].copy_row(2, 1, (slice(None), slice(4)))
+    assert made[name].read()[:, 0, :, 0].tolist() == [[0] * 12, [2] * 4 + [1] * 8, [2] * 12]
+    assert not made.inputs(side=1 - side)[name].read().any()
+    made[name].copy_row(0, 2)
+    assert made[name].read()[:, 0, :, 0].tolist() == [[0] * 12, [2] * 4 + [1] * 8, [0] * 12]
 
 
 @pytest.mark.parametrize("side", [0, 1])
@@ -146,7 +146,7 @@ def state(model: CausalLM, *, turns: Sequence[str]) -> RetainedState:
 def test_the_starting_state_is_zeros(model: CausalLM) -> None:
     made = state(model, turns=("lengths",))
     for spec in (*SAMPLER_STATES, *model.interface.cache_states):
-        value = made.read(spec.name)
+        value = made[spec.name].read()
         assert value.shape == spec.shape(SIZES)
         assert (value == 0).all()
 
@@ -160,13 +160,13 @@ def test_a_state_in_place_has_one_buffer_and_one_that_takes_turns_has_two(model:
         assert {name for name in before if before[name] != written[name]} == set(turns)
         made.flip()
         assert {name: made.inputs()[name].address for name in before} == written
-        made.write_at("lengths", slice(None), 0)
-        made.write_at("lengths", 1, 9)
-        assert made.read("lengths").tolist() == [0, 9, 0]
+        made["lengths"].write_at(slice(None), 0)
+        made["lengths"].write_at(1, 9)
+        assert made["lengths"].read().tolist() == [0, 9, 0]
         made.flip()
         assert {name: made.inputs()[name].address for name in before} == before
-        assert made.read("lengths", 1)[1] == 9
-        assert made.read("lengths")[1] == (0 if turns else 9)
+        assert made.inputs(side=1)["lengths"].read()[1] == 9
+        assert made["lengths"].read()[1] == (0 if turns else 9)
 
 
 def test_some_rows_are_written_where_they_are_read(model: CausalLM) -> None:

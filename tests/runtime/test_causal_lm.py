@@ -29,13 +29,10 @@ def test_tokens_are_those_of_the_reference(params: Any, sampler: bool, fake_mode
 
 
 @pytest.mark.parametrize("sampler", [True, False])
-@pytest.mark.parametrize("in_place", [True, False])
-@pytest.mark.parametrize("chunk", [None, 1, 2, 5, 100])
-def test_in_place_and_chunking_change_nothing(
-    chunk: int | None, in_place: bool, sampler: bool, fake_model: Callable[..., CausalLM]
-) -> None:
+@pytest.mark.parametrize("chunk", [1, 2, 5, 100])
+def test_chunking_changes_nothing(chunk: int | None, sampler: bool, fake_model: Callable[..., CausalLM]) -> None:
     wanted = fake_model().generate(PROMPTS, mixed(), seed=7)
-    got = fake_model(sampler=sampler).generate(PROMPTS, mixed(), seed=7, in_place=in_place, prefill_chunk_size=chunk)
+    got = fake_model(sampler=sampler).generate(PROMPTS, mixed(), seed=7, prefill_chunk_size=chunk)
     assert got.token_ids == wanted.token_ids
     assert got.finish_reasons == wanted.finish_reasons
 

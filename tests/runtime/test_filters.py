@@ -105,7 +105,7 @@ def test_states_of_a_row_that_begins_moves_and_ends(seed_input: bool, fake_model
         slots.prefill(slot, prompt, emit=True)
 
     def check(slot: int, seed: int, tokens: int, read: dict[str, Any]) -> None:
-        assert slots._state.read("mirostat_mu")[slot] == tokens
+        assert slots._state["mirostat_mu"].read()[slot] == tokens
         rows = {name: buffer.read()[slot] for name, buffer in slots._parameters.buffers.items()}
         assert_read(rows, read)
         if seed_input:
@@ -113,7 +113,7 @@ def test_states_of_a_row_that_begins_moves_and_ends(seed_input: bool, fake_model
             assert not {"noise", "xtc_noise"} & slots._state.inputs().keys()
         else:
             for name, stream in NOISE_STREAMS.items():
-                assert (slots._state.read(name)[slot] == uniforms(seed, 32, stream)).all()
+                assert (slots._state[name].read()[slot] == uniforms(seed, 32, stream)).all()
 
     begin(1, 2**62 + 1, **ASKED)
     slots.decode(), slots.decode()

@@ -35,12 +35,11 @@ def fed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return tokens
 
 
-@pytest.mark.parametrize("in_place", [True, False])
 @pytest.mark.parametrize("sampler", [True, False])
-def test_generate(sampler: bool, in_place: bool, fake_model: Callable[..., CausalLM], fed: list[int]) -> None:
+def test_generate(sampler: bool, fake_model: Callable[..., CausalLM], fed: list[int]) -> None:
     """The rows of a prompt one after another, as transformers has them, and the seed counting on over all of them."""
     model = fake_model(sampler=sampler)
-    output = model.generate(PROMPTS, PENALISED, seed=20, num_return_sequences=3, in_place=in_place)
+    output = model.generate(PROMPTS, PENALISED, seed=20, num_return_sequences=3)
     rows = [prompt for prompt in PROMPTS for _ in range(3)]
     wanted = [expected(prompt, PENALISED, 20 + row) for row, prompt in enumerate(rows)]
     assert list(zip(output.token_ids, output.finish_reasons, strict=True)) == wanted

@@ -106,25 +106,19 @@ class Slots:
     No method may be called while another one runs, except for `read` of the side that a `decode` reads.
     """
 
-    def __init__(
-        self, sessions: Sessions, count: int, capacity: int, *, in_place: bool = True, saved_states: int = 0
-    ) -> None:
-        """in_place: update the history and the cache where they are; otherwise they take turns too, for a
-        comparison. saved_states: places for copies of states that are those of a row's newest token."""
+    def __init__(self, sessions: Sessions, count: int, capacity: int, *, saved_states: int = 0) -> None:
+        """saved_states: places for copies of states that are those of a row's newest token."""
         self._sessions = sessions
         self._interface = interface = sessions.interface
         self.count, self.capacity = count, capacity
-        # Where states take turns, a step over some rows would leave those of the others behind.
-        self._least_rows = sessions.least_rows if in_place else None
         # With the sampler on the host, only the cache stays on the device.
         self._device = device = "cpu" if sessions.sampler is not None else sessions.device
         self._sizes = {**interface.sizes, BATCH: count, CAPACITY: capacity, **dict.fromkeys(ROW_AXES, 1)}
 
         specs: dict[TensorSpec, str] = dict.fromkeys(interface.sampler_states, device)
         specs |= dict.fromkeys(interface.cache_states, sessions.device)
-        turns = _READ_EVERY_STEP if in_place else [spec.name for spec in specs if not spec.read_only]
-        self._state = RetainedState(specs, self._sizes, turns=turns)
-        self._state.write_at(STATUS.name, slice(None), _IDLE)
+        self._state = RetainedState(specs, self._sizes, turns=_READ_EVERY_STEP)
+        self._state[STATUS.name].write_at(slice(None), _IDLE)
         recurrent = {spec: sessions.device for spec in interface.cache_states if CAPACITY not in spec.axes}
         self.saved = SavedRows(self._state, recurrent, self._sizes, saved_states)
 
@@ -175,12 +169,12 @@ class Slots:
         rows are idle for it: what is written to the cache at their next position is written again.
         """
         outputs = self._outputs[self.side][NEXT_IDS.name]
-        status, next_ids = self._state.read(STATUS.name), outputs.read()
-        self._state.write_at(STATUS.name, slice(None), _IDLE)
+        status, next_ids = self._state[STATUS.name].read(), outputs.read()
+        self._state[STATUS.name].write_at(slice(None), _IDLE)
         for _ in range(2):
             self._bound[self._key(range(self.count), self.side)] = self._bind_batch(range(self.count))
             self.decode()
-        self._state.write_at(STATUS.name, slice(None), status)
+        self._state[STATUS.name].write_at(slice(None), status)
         outputs.write(next_ids)
 
     def begin(self, slot: int, prompt: Array, seed: int, parameters: Mapping[str, Array], reused: int = 0) -> None:
@@ -195,9 +189,9 @@ class Slots:
         """
         for spec in self._interface.sampler_states:
             if spec.name in NOISE_STREAMS:
-                self._state.write_at(spec.name, slot, uniforms(seed, self.capacity, NOISE_STREAMS[spec.name]))
+                self._state[spec.name].write_at(slot, uniforms(seed, self.capacity, NOISE_STREAMS[spec.name]))
             elif spec not in (LENGTHS, STATUS, TOKENS):
-                self._state.clear_row(spec.name, slot)
+                self._state[spec.name].clear_row(slot)
         if self._interface.features.seed:
             self.set_parameter(slot, SEED.name, np.array(seed, np.int64))
         self._write_history(slot, prompt[:reused])
@@ -210,9 +204,9 @@ class Slots:
         """
         for spec in self._interface.cache_states:
             if CAPACITY in spec.axes:
-                self._state.copy_row(spec.name, source, slot, (slice(None), slice(len(prompt))))
+                self._state[spec.name].copy_row(source, slot, (slice(None), slice(len(prompt))))
             elif place is None:
-                self._state.copy_row(spec.name, source, slot)
+                self._state[spec.name].copy_row(source, slot)
         if place is not None:
             self.saved.restore(place, slot)
         self._write_history(slot, prompt)
@@ -220,28 +214,29 @@ class Slots:
     @property
     def narrows(self) -> bool:
         """Whether steps can be over fewer rows, and rows be moved for it."""
-        return self._least_rows is not None and all(one.dtype != "bfloat16" for one in self._interface.cache_states)
+        plain = all(state.dtype != "bfloat16" for state in self._interface.cache_states)
+        return plain and self._sessions.least_rows is not None
 
     def move(self, slot: int, target: int, kept: int) -> None:
         """Put a row into an idle slot, and the first `kept` tokens of that slot into its; between two calls."""
-        columns = int(self._state.read(LENGTHS.name)[slot]), kept
+        columns = int(self._state[LENGTHS.name].read()[slot]), kept
         for spec in self._interface.cache_states:
-            self._state.swap_rows(spec.name, slot, target, columns if CAPACITY in spec.axes else None)
+            self._state[spec.name].swap_rows(slot, target, columns if CAPACITY in spec.axes else None)
         for spec in self._interface.sampler_states:
-            self._state.swap_rows(spec.name, slot, target)
+            self._state[spec.name].swap_rows(slot, target)
         for buffer in self._outputs[self.side].values():
             buffer.swap_rows(slot, target)
         self._parameters.swap_rows(slot, target)
 
     def tokens_in_states(self, slot: int) -> int:
         """How many tokens a slot's states are after."""
-        return int(self._state.read(LENGTHS.name)[slot])
+        return int(self._state[LENGTHS.name].read()[slot])
 
     def _write_history(self, slot: int, tokens: Array) -> None:
-        self._state.write_at(LENGTHS.name, slot, len(tokens))
+        self._state[LENGTHS.name].write_at(slot, len(tokens))
         row = np.full(self.capacity, tokens[0] if len(tokens) else 0, TOKENS.dtype)
         row[: len(tokens)] = tokens
-        self._state.write_at(TOKENS.name, slot, row)
+        self._state[TOKENS.name].write_at(slot, row)
 
     def set_parameter(self, slot: int, name: str, values: Array) -> None:
         """Replace one row of a parameter, from the next call on. The widest row decides the buffer's width."""
@@ -281,7 +276,7 @@ class Slots:
 
     def _rows_of_step(self, rows: range) -> range:
         """These rows, and others beside them where a step has to be over more."""
-        least = self.count if self._least_rows is None else min(self._least_rows, self.count)
+        least = self.count if self._sessions.least_rows is None else min(self._sessions.least_rows, self.count)
         start = min(rows.start, self.count - least)
         return range(start, max(rows.stop, start + least))
 
@@ -293,17 +288,18 @@ class Slots:
         """Copy what a host may see, after the last call; `side`: what `side` was before a `decode` that runs now.
         newest: of each row's tokens, off the CPU; None = all."""
         side = self.side if side is None else side
-        status, lengths = (self._state.read(spec.name, side) for spec in (STATUS, LENGTHS))
+        states = self._state.inputs(side=side)
+        status, lengths = states[STATUS.name].read(), states[LENGTHS.name].read()
         if newest is None or self._device == "cpu" or newest >= self.capacity:
-            tokens, newest = self._state.read(TOKENS.name, side), None
+            tokens, newest = states[TOKENS.name].read(), None
         else:
-            tokens = self._newest.read(self._state.inputs(side=side), newest)
+            tokens = self._newest.read(states, newest)
         outputs = {name: buffer.read() for name, buffer in self._outputs[side].items() if name != NEXT_IDS.name}
         return Snapshot(status, lengths, tokens, outputs, newest)
 
     def stop(self, slots: int | slice) -> None:
         """Make slots idle, and their parameters cheap; their cache stays."""
-        self._state.write_at(STATUS.name, slots, _IDLE)
+        self._state[STATUS.name].write_at(slots, _IDLE)
         self._parameters.clear(slots)
 
     def _run(self, graphs: list[BoundGraph], sampled: range | None, *, wait: bool = True) -> None:

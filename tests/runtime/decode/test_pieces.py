@@ -60,7 +60,7 @@ def run(
         sequence.take()
         if sequence.slot is None:  # it ended
             slot, length = where[sequence.seed], len(sequence.prompt)
-            states = [device._state.read(spec.name)[slot] for spec in model.interface.cache_states]
+            states = [device._state[spec.name].read()[slot] for spec in model.interface.cache_states]
             cache = [state[:, :length].tobytes() for state in states]
             results[sequence.seed] = sequence.token_ids, cache, sequence.reused
 

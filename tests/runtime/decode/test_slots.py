@@ -44,14 +44,11 @@ def expected(prompt: list[int], params: SamplingParams, seed: int) -> list[int]:
     return fake_reference.generate(prompt, params, seed, CAPACITY)[0]
 
 
-@pytest.mark.parametrize("in_place", [True, False])
 @pytest.mark.parametrize("sampler", [True, False])
-def test_a_row_that_joins_between_the_steps_of_others(
-    sampler: bool, in_place: bool, fake_model: Callable[..., CausalLM]
-) -> None:
+def test_a_row_that_joins_between_the_steps_of_others(sampler: bool, fake_model: Callable[..., CausalLM]) -> None:
     """One row runs, a second is filled a token at a time between its steps, a third replaces the first."""
     model = fake_model(sampler=sampler)
-    slots = Slots(model.sessions, 3, CAPACITY, in_place=in_place)
+    slots = Slots(model.sessions, 3, CAPACITY)
     prompts = [[5, 6, 7], [9, 200, 31, 4, 5, 6, 7], [77, 78]]
     params = [FREE, SamplingParams(temperature=0.7, repetition_penalty=1.3, max_new_tokens=20, eos_token_id=()), FREE]
     begin(slots, model, 0, prompts[0], params[0])
@@ -100,11 +97,11 @@ def test_steps_over_some_rows(sampler: bool, fake_model: Callable[..., CausalLM]
         if running:
             rows = range(min(running), max(running) + 1)
             seen.add(rows)
-            before = {name: slots._state.read(name) for name in slots._state.inputs()}
+            before = {name: slots._state[name].read() for name in slots._state.inputs()}
             for _ in range(generator.randint(1, 3)):
                 slots.decode(rows)
             for name, values in before.items():
-                now = slots._state.read(name)
+                now = slots._state[name].read()
                 for row in set(range(5)) - set(rows):
                     assert (name, row, now[row].tobytes()) == (name, row, values[row].tobytes())
     assert {len(rows) for rows in seen} == {1, 2, 3, 4}
@@ -261,13 +258,12 @@ def test_columns_go_with_a_row_that_is_moved(model: CausalLM) -> None:
     assert new_tokens(slots, 2, [9]) == expected([9], FREE, 2)
 
 
-@pytest.mark.parametrize("in_place", [True, False])
 @pytest.mark.parametrize("sampler", [True, False])
-def test_prompts_that_are_read_in_one_run(sampler: bool, in_place: bool, fake_model: Callable[..., CausalLM]) -> None:
+def test_prompts_that_are_read_in_one_run(sampler: bool, fake_model: Callable[..., CausalLM]) -> None:
     """Ragged prompts, in slots that hold longer rows and NaN, next to a row that runs and one that is half read."""
     generator = random.Random(2)
     model = fake_model(sampler=sampler)
-    slots = Slots(model.sessions, 5, CAPACITY, in_place=in_place)
+    slots = Slots(model.sessions, 5, CAPACITY)
     running, half = [5, 6, 7], [9, 8, 7, 6]
     begin(slots, model, 0, running, FREE)
     feed(slots, 0, running)
@@ -326,10 +322,9 @@ def test_a_prompt_that_continues_what_the_cache_holds(sampler: bool, fake_model:
 
 
 @pytest.mark.parametrize("on_device", [False, True])
-@pytest.mark.parametrize("in_place", [True, False])
 @pytest.mark.parametrize("sampler", [True, False])
 def test_a_row_goes_on_from_a_copy(
-    sampler: bool, in_place: bool, on_device: bool, fake_model: Callable[..., CausalLM], monkeypatch: pytest.MonkeyPatch
+    sampler: bool, on_device: bool, fake_model: Callable[..., CausalLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a row that runs, that is half read, or that ended; into a slot that holds NaN. Either goes its own way."""
     if on_device:
@@ -337,7 +332,7 @@ def test_a_row_goes_on_from_a_copy(
             Buffer, "copy_row", lambda self, source, target, _: copy_on_device(self.rows(source), self.rows(target))
         )
     model = fake_model(sampler=sampler)
-    slots = Slots(model.sessions, 3, CAPACITY, in_place=in_place)
+    slots = Slots(model.sessions, 3, CAPACITY)
     prompt = [9, 200, 31, 4, 5, 6]
     penalised = SamplingParams(repetition_penalty=1.4, presence_penalty=0.3, max_new_tokens=15, eos_token_id=())
     for steps, read, tokens in ((0, 6, 4), (3, 6, 5), (30, 6, 3), (0, 4, 4), (1, 5, 2)):
@@ -455,19 +450,18 @@ def test_nothing_is_bound_again_after_the_first_steps(
     sampler: bool, fake_model: Callable[..., CausalLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = fake_model(sampler=sampler)
-    for in_place in (True, False):
-        slots = Slots(model.sessions, 2, CAPACITY, in_place=in_place)
-        for slot, prompt in enumerate(([5, 6, 7], [8, 9, 10])):
-            begin(slots, model, slot, prompt, FREE)
-            feed(slots, slot, prompt)
-        slots.decode(), slots.decode()
-        with monkeypatch.context() as patch:
-            patch.setattr(Buffer, "bind_input", lambda *_: pytest.fail("bound again"))
-            patch.setattr(Buffer, "allocate", lambda *_: pytest.fail("allocated again"))
-            patch.setattr(Buffer, "of", lambda *_: pytest.fail("allocated again"))
-            for _ in range(6):
-                slots.decode()
-                slots.read()
+    slots = Slots(model.sessions, 2, CAPACITY)
+    for slot, prompt in enumerate(([5, 6, 7], [8, 9, 10])):
+        begin(slots, model, slot, prompt, FREE)
+        feed(slots, slot, prompt)
+    slots.decode(), slots.decode()
+    with monkeypatch.context() as patch:
+        patch.setattr(Buffer, "bind_input", lambda *_: pytest.fail("bound again"))
+        patch.setattr(Buffer, "allocate", lambda *_: pytest.fail("allocated again"))
+        patch.setattr(Buffer, "of", lambda *_: pytest.fail("allocated again"))
+        for _ in range(6):
+            slots.decode()
+            slots.read()
 
 
 def test_requests_that_come_and_go_allocate_nothing(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -499,7 +493,7 @@ def test_retained_tokens_are_the_whole_history(model: CausalLM) -> None:
         assert snapshot.tokens[slot, :23].tolist() == [*prompt, *expected(prompt, FREE, slot)]
         assert (snapshot.tokens[slot, 23:] == prompt[0]).all()
     assert snapshot.lengths.tolist() == [22, 22]
-    assert slots._state.read("output_counts").sum(axis=1).tolist() == [20, 20]
+    assert slots._state["output_counts"].read().sum(axis=1).tolist() == [20, 20]
 
 
 def test_a_row_that_ended_stays_as_it_was(model: CausalLM) -> None:
@@ -509,9 +503,9 @@ def test_a_row_that_ended_stays_as_it_was(model: CausalLM) -> None:
         feed(slots, slot, prompt)
     slots.decode()
     names = ("lengths", "status", "tokens", "output_counts")
-    ended = {name: slots._state.read(name)[0] for name in names}
+    ended = {name: slots._state[name].read()[0] for name in names}
     for _ in range(5):
         slots.decode()
         assert slots.read().status.tolist() == [2, RUNNING]
     for name, value in ended.items():
-        assert (slots._state.read(name)[0] == value).all(), name
+        assert (slots._state[name].read()[0] == value).all(), name
