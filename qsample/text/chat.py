@@ -25,10 +25,15 @@ TEMPLATE_FOLDER: Final = "additional_chat_templates"
 TOKENIZER_CONFIG_FILE: Final = "tokenizer_config.json"
 _DEFAULT: Final = "default"
 _WITH_TOOLS: Final = "tool_use"
-_MARK: Final = "[qsample: the message goes on here] "  # its last blank shows whether the template trims
+_MARK: Final = "[qsample: the message goes on here] "  # its last space shows whether the template trims
 # Names of the thoughts of a model before its answer; templates read the first, older hosts write the others.
 REASONING: Final = ("reasoning_content", "thinking", "reasoning")
-_WITH_TEXT: Final = ("system", "developer", "user", "assistant")  # other roles may hold any JSON, a tool's result say
+_WITH_TEXT: Final = (
+    "system",
+    "developer",
+    "user",
+    "assistant",
+)  # other roles may have any JSON: a tool's result
 _DEEPEST: Final = 100
 _FORM: Final = 'give a list of {"role": "user", "content": "..."}'
 _SAFE_JINJA: Final = (3, 1, 6)  # older sandboxes can be escaped
@@ -36,14 +41,18 @@ _SAFE_JINJA: Final = (3, 1, 6)  # older sandboxes can be escaped
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatOptions:
-    """What goes into a prompt beside the messages; the names are those of transformers and vLLM.
+    """The parts of a prompt in addition to the messages; the names are those of transformers and vLLM.
 
-    tools: that the model may call, each a JSON schema or a Python function (`tool_schema`). documents: to answer from,
-    each a mapping, usually of title and text. chat_template: a Jinja template, or the name of one of the package's;
-    None = "tool_use" where there are tools and the package has a template of that name, otherwise its own.
-    add_generation_prompt: end with the opening of the assistant's answer; None = yes, unless the last message is
-    continued. continue_final_message: leave the last message open, for the model to go on with; a text names the field
-    to go on with. chat_template_kwargs: whatever else the template reads, enable_thinking say.
+    Args:
+        tools: that the model may call, each a JSON schema or a Python function (`tool_schema`).
+        documents: to answer from, each a mapping, usually of title and text.
+        chat_template: a Jinja template, or the name of a template of the package; None = "tool_use" if tools are given
+            and the package has a template of that name, otherwise its default.
+        add_generation_prompt: end with the opening of the assistant's answer; None = yes, unless the last message is
+            continued.
+        continue_final_message: leave the last message open, for the model to go on with; a text names the field to go
+            on with.
+        chat_template_kwargs: further variables of the template, such as enable_thinking.
 
     Raises ValueError for a value of another kind.
     """
@@ -60,7 +69,7 @@ class ChatOptions:
             ("chat_template", str | None, "a text"),
             ("add_generation_prompt", bool | None, "True or False"),
             ("continue_final_message", bool | str, "True, False or the name of a field"),
-            ("chat_template_kwargs", Mapping, 'a mapping, {"enable_thinking": False} say'),
+            ("chat_template_kwargs", Mapping, 'a mapping, such as {"enable_thinking": False}'),
         ):
             value = getattr(self, name)
             if not isinstance(value, kind):
@@ -81,11 +90,13 @@ class ChatOptions:
                 f"chat_template_kwargs has {', '.join(sorted(own))}, an argument of its own; give it there"
             )
         if self.add_generation_prompt and self.continue_final_message:
-            raise ValueError("add_generation_prompt starts another message, and continue_final_message none; give one")
+            raise ValueError(
+                "add_generation_prompt starts another message, continue_final_message does not; give one of them"
+            )
 
     @classmethod
     def split(cls, options: Mapping[str, Any]) -> tuple[ChatOptions | None, dict[str, Any]]:
-        """Those of `options` that are chat options, None where they say nothing; and the others."""
+        """The chat options among `options`, None if all are at their defaults; and the others."""
         names = {item.name for item in fields(cls)}
         chat = cls(**{name: value for name, value in options.items() if name in names and value is not None})
         rest = {name: value for name, value in options.items() if name not in names}
@@ -93,7 +104,7 @@ class ChatOptions:
 
     @property
     def given(self) -> list[str]:
-        """The names of those that are not at their defaults."""
+        """The names of the options that are not at their defaults."""
         default = type(self)()
         return [item.name for item in fields(self) if getattr(self, item.name) != getattr(default, item.name)]
 
@@ -102,7 +113,7 @@ class ChatTemplates:
     """A package's Jinja templates by name, and the special tokens that they may spell."""
 
     def __init__(self, templates: Any, special_tokens: Mapping[str, str] | None = None) -> None:
-        """templates: one, several by name, or a tokenizer_config.json's list of them; None = none."""
+        """templates: a text, texts by name, or the list of a tokenizer_config.json; None = none."""
         if isinstance(templates, list):
             templates = {entry.get("name"): entry.get("template") for entry in templates if isinstance(entry, Mapping)}
         elif not isinstance(templates, Mapping):
@@ -124,19 +135,26 @@ class ChatTemplates:
         return cls(templates, _special_tokens(config))
 
     def source(self, chat_template: str | None = None, *, tools: bool = False) -> str:
-        """The template to use. tools: whether there are any. Raises ValueError where there is none."""
+        """The text of a template.
+
+        Args:
+            chat_template: its text or name; None = the default.
+            tools: whether the prompt has tools.
+
+        Raises ValueError if the package has no such template.
+        """
         if chat_template is not None:
             if chat_template not in self.templates and "{" not in chat_template:
                 names = ", ".join(sorted(self.templates)) or "none"
                 raise ValueError(
-                    f"chat_template is {chat_template!r:.60}, which is no Jinja and no template of the package (it has "
-                    f"{names}); give one of them, or the template's text"
+                    f"chat_template is {chat_template!r:.60}, which is neither Jinja nor a template of the package (it "
+                    f"has {names}); give one of them, or the template's text"
                 )
             return self.templates.get(chat_template, chat_template)
         if not self.templates:
             raise ValueError(
-                f"the package has no chat template (no {TEMPLATE_FILE}, and none in {TOKENIZER_CONFIG_FILE}); give one "
-                "with chat_template, give plain text, or export the model with a tokenizer that has one"
+                f"the package has no chat template (no {TEMPLATE_FILE}, and none in {TOKENIZER_CONFIG_FILE}); give "
+                "chat_template, give plain text, or export the model with a tokenizer that has a chat template"
             )
         if tools and _WITH_TOOLS in self.templates:
             return self.templates[_WITH_TOOLS]
@@ -148,10 +166,10 @@ class ChatTemplates:
         return self.templates[_DEFAULT]
 
     def render(self, messages: Sequence[Mapping[str, Any]], options: ChatOptions | None = None) -> str:
-        """The prompt for `messages`, each {"role": ..., "content": ...}; see `check_messages` for what one may hold.
+        """The prompt for `messages`, each {"role": ..., "content": ...}; see `check_messages`.
 
-        Parts of text are given to a template that reads parts, and joined by line breaks for one that does not. Raises
-        ImportError without jinja2, and ValueError where the messages or the template are wrong.
+        A template that does not read parts of text gets them joined by line breaks. Raises ImportError without jinja2,
+        and ValueError if the messages or the template are wrong.
         """
         options = options or ChatOptions()
         source = self.source(options.chat_template, tools=options.tools is not None)
@@ -172,7 +190,7 @@ class ChatTemplates:
         if not mark or end.strip() not in before:
             raise ValueError(
                 "continue_final_message needs the last message in the prompt as it was given, and the chat template "
-                "changes or drops it; put its beginning behind the prompt as plain text"
+                "changes or drops it; append its beginning to the prompt as plain text"
             )
         return before if after.startswith(" ") else before.rstrip()
 
@@ -186,9 +204,9 @@ class ChatTemplates:
         return message
 
     def _find_whether_read(self, source: str, role: str, parts: bool) -> bool:
-        """Whether the content of a role's message comes out of the template, given as parts or as a text.
+        """Whether the template prints the content of a role's message, given as parts or as a text.
 
-        Tried out, because nothing else sees through macros, filters and tests of a type alike.
+        It is rendered, because nothing else sees through macros, filters and tests of a type alike.
         """
         probe = "qsample-probe"
         message: dict[str, Any] = {"role": role, "content": [{"type": "text", "text": probe}] if parts else probe}
@@ -212,7 +230,7 @@ class ChatTemplates:
 
 
 def _open_end(message: dict[str, Any], name: str) -> str:
-    """Mark the end of a message's field, under every name that it has; returns its text."""
+    """Mark the end of a message's field, under each of its names; returns its text."""
     value: Any = message.get(name)
     if is_parts(value):
         last = value[-1]
@@ -233,7 +251,7 @@ def _render(source: str, messages: list[dict[str, Any]], variables: Mapping[str,
     template = compile_template(source)
     try:
         text: str = template.render(**variables, messages=messages)
-    except Exception as error:  # a template's own, or whatever Python raises for what it does
+    except Exception as error:  # raised by a template, or by Python for its expressions
         kind = "" if type(error).__module__.startswith("jinja2") else f"{type(error).__name__}: "
         raise ValueError(f"the model's chat template refuses these messages: {kind}{error!s:.300}") from error
     return text
@@ -248,7 +266,7 @@ def _read(package: Package, name: str) -> str:
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """bos_token, eos_token and so on; older files hold a mapping with `content` for each."""
+    """bos_token, eos_token and so on; older files have a mapping with `content` for each."""
     tokens = {}
     for name, value in config.items():
         content = value.get("content") if isinstance(value, Mapping) else value
@@ -258,7 +276,7 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def plain(what: str, value: Any, depth: int = 0) -> Any:
-    """A copy of `value` in JSON's types. what: has it, for the message. Raises ValueError for anything else."""
+    """A copy of `value` in JSON's types. what: the owner, for the message. Raises ValueError for other types."""
     if value is None or isinstance(value, bool | np.bool_):
         return None if value is None else bool(value)
     if depth > _DEEPEST:
@@ -277,9 +295,9 @@ def plain(what: str, value: Any, depth: int = 0) -> Any:
 
 
 def check_messages(messages: Any) -> list[dict[str, Any]]:
-    """A plain copy of a conversation: entries that are None left out, reasoning under every name that templates read.
+    """A plain copy of a conversation: without entries that are None, and with reasoning under each of its names.
 
-    Raises ValueError for what is no message, has no content, or has a part that is no text.
+    Raises ValueError for a message that is not a mapping with a role, has no content, or has a part that is not text.
     """
     if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence):
         raise ValueError(f"the chat messages are {shown(messages)}; {_FORM}")
@@ -336,7 +354,7 @@ def is_parts(content: Any) -> TypeGuard[list[dict[str, Any]]]:
 
 @lru_cache(maxsize=32)
 def compile_template(source: str) -> Any:
-    """The Jinja template of `source`. Raises ImportError without a safe jinja2, ValueError where it is no Jinja."""
+    """The Jinja template of `source`. Raises ImportError without a safe jinja2, ValueError if it is not valid Jinja."""
     try:
         import jinja2
         import jinja2.ext
@@ -350,14 +368,14 @@ def compile_template(source: str) -> Any:
         )
 
     class Generation(jinja2.ext.Extension):
-        """{% generation %} marks what an assistant wrote, for training; here it is only its content."""
+        """{% generation %} marks an assistant's text for training; here it stands for its content."""
 
         tags = {"generation"}  # noqa: RUF012
 
         def parse(self, parser: Any) -> Any:
             line = next(parser.stream).lineno
             body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            # A scope of its own: what is set inside stays inside, as in transformers.
+            # A scope of its own keeps the variables that are set inside, as in transformers.
             return jinja2.nodes.Scope(body).set_lineno(line)
 
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(

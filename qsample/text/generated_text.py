@@ -1,4 +1,4 @@
-"""Text of tokens that come one by one: whole characters at a time, cut off before a stop string, written to a file.
+"""The text of tokens as they come: whole characters at a time, cut off before a stop string, written to a file.
 
 `tokenizers.decoders.DecodeStream` does not fit: if a prompt ends inside a character, or with U+FFFD, it repeats the
 prompt, and it has no call for the end, where an incomplete character becomes U+FFFD.
@@ -16,10 +16,10 @@ from qsample.errors import shown
 from qsample.text.stop_strings import StopStrings, check_stop_strings
 from qsample.text.tokenizer import Tokenizer
 
-_REPLACEMENT: Final = "\ufffd"  # what an incomplete multi-byte character decodes to
-_INCOMPLETE: Final = 3  # most bytes of a character that is not complete, each a U+FFFD of its own with byte fallback
-_CONTEXT: Final = 8  # prompt tokens that decide how the first new one is spelled, with or without a space
-_MOST_TOKENS: Final = 32  # decoded for one new token: beyond that, all but the last half are forgotten
+_REPLACEMENT: Final = "\ufffd"  # an incomplete multi-byte character decodes to it
+_INCOMPLETE: Final = 3  # most bytes of an incomplete character, each a U+FFFD of its own with byte fallback
+_CONTEXT: Final = 8  # prompt tokens that decide how the first new token is spelled, with or without a space
+_MOST_TOKENS: Final = 32  # decoded for a new token: beyond that, all but the last half are forgotten
 
 
 class IncrementalDecoder:
@@ -27,20 +27,20 @@ class IncrementalDecoder:
 
     Text is held back while it may be an incomplete multi-byte character, which is three bytes at most, so the work for
     a token is bounded whatever the tokens are. (With byte fallback, a later byte token can make a whole run of them
-    invalid; text that was given out before stays as it was.)
+    invalid; text that was already returned stays as it was.)
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = (), *, skip_special_tokens: bool = True) -> None:
-        """prompt: the tokens before the first new one; they are not repeated in the text."""
+        """prompt: the tokens before the first new token; they are not repeated in the text."""
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
         self._ids = [int(token) for token in prompt[-_CONTEXT:]]
-        self._given = self._decode(self._ids)  # what was given out of the text of `_ids`, the prompt's included
-        self._context = len(self._ids)  # tokens that were there when nothing was held back
-        self._changes = 0  # tokens since text that was given out decodes to something else
+        self._given = self._decode(self._ids)  # the part of the text of `_ids` that was returned, or is of the prompt
+        self._context = len(self._ids)  # its length when nothing was held back
+        self._changes = 0  # tokens since the returned text decodes to another text
 
     def put(self, token: int) -> str:
-        """The text that `token` makes certain; "" where it completes none yet."""
+        """The text that `token` makes certain; "" if it completes no character."""
         if self._tokenizer.is_skipped(token, skip_special_tokens=self._skip_special_tokens):
             return ""
         self._ids.append(int(token))
@@ -54,7 +54,7 @@ class IncrementalDecoder:
         if end > start:
             self._given = text[:end]
             if not held:
-                # The tokens given out last stay as context: how a token is spelled can depend on the one before.
+                # The last tokens stay as context: the spelling of a token can depend on the token before.
                 self._ids = self._ids[self._context :]
                 self._given, self._context = self._decode(self._ids), len(self._ids)
         if len(self._ids) > _MOST_TOKENS:
@@ -62,13 +62,13 @@ class IncrementalDecoder:
         return text[start:end]
 
     def end(self) -> str:
-        """What was held back; incomplete characters become U+FFFD."""
+        """The text that was held back; incomplete characters become U+FFFD."""
         text = self._decode(self._ids)
         piece, self._given = text[self._known(text) :], text
         return piece
 
     def _known(self, text: str) -> int:
-        """How many characters of `text` were given out."""
+        """The number of characters of `text` that were returned."""
         if text.startswith(self._given):
             return len(self._given)
         whole = self._given.rstrip(_REPLACEMENT)
@@ -79,7 +79,7 @@ class IncrementalDecoder:
         return min(len(self._given), len(text) - len(rest))
 
     def _forget(self, held: int) -> None:
-        """Drop the older tokens. held: characters at the end that were not given out."""
+        """Drop the older tokens. held: characters at the end that were not returned."""
         dropped = len(self._ids) - _MOST_TOKENS // 2
         self._ids, self._context = self._ids[dropped:], max(0, self._context - dropped)
         text = self._decode(self._ids)
@@ -100,7 +100,7 @@ class GeneratedText:
 
     @property
     def stop_string(self) -> str | None:
-        """The stop string that ended the text; None so far."""
+        """The stop string that ended the text; None = the text has not ended."""
         return self._stops.match
 
     @property
@@ -120,7 +120,7 @@ class GeneratedText:
 
 
 class Streamer(Protocol):
-    """Hugging Face's streamer protocol, so that theirs work too. Values are NumPy arrays in place of tensors."""
+    """Hugging Face's streamer protocol, so that their streamers work, too. Values are NumPy arrays, not tensors."""
 
     def put(self, value: Any) -> None:
         """First the prompt, [1, n] int64; then every sampled token, [1] int64."""
@@ -132,7 +132,7 @@ class Streamer(Protocol):
 
 
 def check_streamer(streamer: object, rows: int) -> None:
-    """Raise ValueError where `streamer` lacks the protocol's methods, or `rows` are more than the one it follows."""
+    """Raise ValueError if `streamer` lacks the protocol's methods, or there are several rows."""
     if rows != 1:
         raise ValueError(f"a streamer follows one prompt, and {rows} were given; generate them one by one")
     if not (callable(getattr(streamer, "put", None)) and callable(getattr(streamer, "end", None))):
@@ -154,8 +154,18 @@ class TextStreamer:
         skip_special_tokens: bool = True,
         stop_strings: str | Sequence[str] | None = None,
     ) -> None:
-        """file: None = standard output. skip_prompt: write only what was sampled. stop_strings: write what was sampled
-        up to the first of them, as `generate(stop_strings=...)` cuts its texts."""
+        """Write to `file`.
+
+        Args:
+            tokenizer: of the model.
+            file: None = standard output.
+            skip_prompt: write the sampled tokens only.
+            skip_special_tokens: leave special tokens out.
+            stop_strings: write the sampled tokens up to the first of them, as `generate(stop_strings=...)` cuts its
+                texts.
+
+        Raises ValueError without a tokenizer.
+        """
         if tokenizer is None:
             raise ValueError("a TextStreamer needs a tokenizer, and the package has none; stream token ids instead")
         self._tokenizer = tokenizer
@@ -180,7 +190,7 @@ class TextStreamer:
             self._write("".join(self._decoder.put(token) for token in tokens))
 
     def end(self) -> None:
-        """Write what was held back, and a newline; the streamer can then be used again."""
+        """Write the text that was held back, and a newline; the streamer can then be used again."""
         rest = self._stops.put(self._decoder.end()) + self._stops.end() if self._decoder is not None else ""
         self._decoder, self._stops = None, StopStrings(self._stop_strings)
         self._write(rest + "\n")

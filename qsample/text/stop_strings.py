@@ -32,11 +32,10 @@ def check_stop_strings(value: Any) -> tuple[str, ...]:
 
 
 class _Automaton:
-    """Aho and Corasick's (https://doi.org/10.1145/360825.360855); nothing changes in it once it is made.
+    """Aho and Corasick's (https://doi.org/10.1145/360825.360855); it does not change once it is made.
 
-    A state is the longest end of the text that begins a stop string, spelled by the first `size` characters of
-    `spelled`; that is what is held back. State 0 is no text. complete: the longest stop string that the text then ends
-    with.
+    A state is the longest end of the text that begins a stop string: the first `size` characters of `spelled`, which
+    are held back. State 0 is an empty text. complete: the longest stop string that the text then ends with.
     """
 
     def __init__(self, strings: Sequence[str]) -> None:
@@ -77,7 +76,7 @@ class _Automaton:
         return self.next[state].get(character, 0)
 
 
-# Of the rows that there are now: all answers to one request have the same stop strings.
+# Of the current rows: all answers to a request have the same stop strings.
 _AUTOMATA: Final[WeakValueDictionary[tuple[str, ...], _Automaton]] = WeakValueDictionary()
 
 
@@ -129,6 +128,6 @@ class StopStrings:
         return "".join(certain)
 
     def end(self) -> str:
-        """What was held back, as no more text comes."""
+        """The text that was held back, as no more text comes."""
         held, self._state = self._automaton.spelled[self._state][: self._automaton.size[self._state]], 0
         return held

@@ -8,7 +8,7 @@ from typing import Any, Final
 import numpy as np
 from tokenizers import Tokenizer as _Tokenizer
 
-from qsample.errors import PackageError, shown
+from qsample.errors import PackageError, refusals, shown, without_refused
 from qsample.package import Package
 from qsample.text.chat import ChatOptions, ChatTemplates
 
@@ -16,14 +16,11 @@ TOKENIZER_FILE: Final = "tokenizer.json"
 # Characters, or tokens, that take long. Python's lock is held for a single text and not for a batch, which makes the
 # library print a warning in forks.
 LONG_TEXT: Final = 20_000
-# Arguments of transformers' apply_chat_template that are not there; any of these values means that they are not used.
-_ABSENT: Final[dict[str, tuple[Any, ...]]] = {
-    "sanitize_control_tokens": (False,),
-    "padding": (False, "do_not_pad"),
-    "truncation": (False,),
-    "max_length": (None,),
-    "return_assistant_tokens_mask": (False,),
-    "tokenizer_kwargs": (None,),
+# Of transformers' apply_chat_template.
+_REFUSED: Final = {
+    **refusals("sanitize_control_tokens truncation return_assistant_tokens_mask", "leave it out", False),
+    **refusals("padding", "leave it out; generate takes prompts of different lengths", False, "do_not_pad"),
+    **refusals("max_length tokenizer_kwargs", "leave it out"),
 }
 
 
@@ -36,7 +33,7 @@ class Tokenizer:
 
     def __init__(self, tokenizer: _Tokenizer, chat_templates: ChatTemplates | None = None) -> None:
         self._tokenizer = tokenizer
-        # A prompt is taken as it is, whatever the training code left in the file.
+        # A prompt is read as it is, whatever the training code left in the file.
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._special = {token for token, added in tokenizer.get_added_tokens_decoder().items() if added.special}
@@ -44,9 +41,9 @@ class Tokenizer:
 
     @classmethod
     def of(cls, package: Package) -> Tokenizer | None:
-        """The package's tokenizer; None where it was exported without one.
+        """The package's tokenizer; None if it was exported without one.
 
-        Raises PackageError where the file cannot be read, or knows more tokens than the model.
+        Raises PackageError if the file cannot be read, or has more tokens than the model.
         """
         if not package.has(TOKENIZER_FILE):
             return None
@@ -90,7 +87,7 @@ class Tokenizer:
         return text
 
     def to_json(self) -> str:
-        """What tokenizer.json said when it was read."""
+        """The contents of tokenizer.json."""
         text: str = self._tokenizer.to_str()
         return text
 
@@ -100,12 +97,12 @@ class Tokenizer:
         return vocabulary
 
     def is_skipped(self, token: int, *, skip_special_tokens: bool = True) -> bool:
-        """Whether `decode` leaves `token` out wherever it stands: a special one, or an id that is no token."""
+        """Whether `decode` leaves `token` out wherever it stands: a special token, or an id without a token."""
         return (skip_special_tokens and token in self._special) or self._tokenizer.id_to_token(int(token)) is None
 
     @property
     def chat_template(self) -> str | dict[str, str] | None:
-        """The chat template; several by name; None where there is none. As in transformers, another one may be set."""
+        """The chat template; several by name; None = none. As in transformers, another template may be set."""
         templates = dict(self._chat_templates.templates)
         return templates.get("default") if templates.keys() <= {"default"} else templates
 
@@ -114,13 +111,13 @@ class Tokenizer:
         self._chat_templates = ChatTemplates(value, self._chat_templates.special_tokens)
 
     def get_chat_template(self, chat_template: str | None = None, tools: Sequence[Any] | None = None) -> str:
-        """The text of the template that `encode_chat` would take with these options. Raises ValueError without one."""
+        """The text of the template of `encode_chat` with these options. Raises ValueError without a template."""
         return self._chat_templates.source(chat_template, tools=tools is not None)
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], options: ChatOptions | None = None) -> list[int]:
-        """Token ids of a conversation, up to where the assistant answers unless `options` say otherwise.
+        """Token ids of a conversation, up to the assistant's answer unless `options` say otherwise.
 
-        Raises ValueError without a chat template, and where the messages do not fit it.
+        Raises ValueError without a chat template, and if the messages do not fit it.
         """
         # The template spells the special tokens out.
         return self.encode(self._chat_templates.render(messages, options), add_special_tokens=False)
@@ -141,15 +138,17 @@ class Tokenizer:
     ) -> Any:
         """A conversation, or a list of them, in the model's chat template; the arguments are transformers'.
 
-        tokenize: False returns the text. return_dict: False returns the token ids alone, without an attention_mask.
-        return_tensors: "np" for arrays [rows, tokens]. kwargs: what else the template reads, enable_thinking say; see
-        `ChatOptions` for the others. Padding, truncation and masks of the assistant's tokens are not there.
+        Args:
+            conversation: messages, or a list of lists of messages.
+            tools, documents, chat_template, add_generation_prompt, continue_final_message: see `ChatOptions`.
+            tokenize: False returns the text.
+            return_tensors: "np" for arrays [rows, tokens].
+            return_dict: False returns the token ids alone, without an attention_mask.
+            kwargs: further variables of the template, such as enable_thinking.
 
-        Raises ValueError where an argument, a message or the template is wrong.
+        Raises ValueError if an argument, a message or the template is wrong.
         """
-        for name in _ABSENT.keys() & kwargs.keys():
-            if (value := kwargs.pop(name)) not in _ABSENT[name]:
-                raise ValueError(f"{name} is {shown(value)}, which this tokenizer does not do; leave it out")
+        kwargs = without_refused(_REFUSED, kwargs)
         if return_tensors not in (None, "np"):
             raise ValueError(f'return_tensors is {shown(return_tensors)}; give "np", or None for lists')
         options = ChatOptions(
@@ -206,8 +205,8 @@ def choose_tokenizer(own: Tokenizer | None, given: Any, vocab_size: int) -> Toke
 
 
 def _raise_failure(what: str, error: BaseException) -> None:
-    """Raise PackageError for a fault of a tokenizer.json: the Rust library raises plain Exception for it, or panics,
-    which is none. Return for anything else: a wrong argument, a KeyboardInterrupt."""
+    """Raise PackageError for a fault of a tokenizer.json: the Rust library raises a plain Exception for it, or panics
+    with a BaseException. Return for anything else: a wrong argument, a KeyboardInterrupt."""
     of_an_argument = isinstance(error, OverflowError | TypeError)
     if (isinstance(error, Exception) and not of_an_argument) or type(error).__name__ == "PanicException":
         text = " ".join(str(error).split())
@@ -215,7 +214,7 @@ def _raise_failure(what: str, error: BaseException) -> None:
 
 
 def check_text(what: str, text: str) -> None:
-    """Raise ValueError where `text` cannot be written as UTF-8, which tokenizers read. what: it is, for the message."""
+    """Raise ValueError if `text` cannot be written as UTF-8, which tokenizers read. what: its name in the message."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

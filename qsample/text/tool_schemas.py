@@ -1,7 +1,7 @@
 """Python functions as the JSON schemas that chat templates show to a model, by their annotations and docstrings.
 
-The result is that of transformers' `get_json_schema`, for functions that have what it asks for: a docstring in Google's
-style with a line for each argument, and an annotation on each argument.
+The result is that of transformers' `get_json_schema`, for functions that it accepts: with a docstring in Google's style
+that has a line for each argument, and an annotation on each argument.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def tool_schema(tool: Any) -> Mapping[str, Any]:
     name = tool.__name__
     documentation = inspect.getdoc(tool)
     if not documentation:
-        raise ValueError(f"the tool {name} has no docstring; say in one what it does, or give a JSON schema")
+        raise ValueError(f"the tool {name} has no docstring; describe it in a docstring, or give a JSON schema")
     sections = _sections(documentation)
     told = _arguments(sections["Args:"])
     try:
@@ -80,14 +80,14 @@ def _described(schema: dict[str, Any], text: str) -> dict[str, Any]:
         try:
             values = json.loads(choices[1])
         except ValueError as error:
-            raise ValueError(f"the choices in {text!r:.60} are no JSON list; write (choices: [1, 2])") from error
+            raise ValueError(f"the choices in {text!r:.60} are not a JSON list; write (choices: [1, 2])") from error
         schema["enum"] = [value.strip() if isinstance(value, str) else value for value in values]
         text = text[: choices.start()].strip()
     return schema | {"description": text}
 
 
 def _schema(what: str, hint: Any) -> dict[str, Any]:
-    """The schema of a type. what: has it, for the message."""
+    """The schema of a type. what: its owner, for the message."""
     origin, arguments = get_origin(hint), get_args(hint)
     if hint is Any:
         return {}

@@ -227,7 +227,7 @@ def test_what_cannot_chat_is_refused_before_the_first_question(
         assert message in err
     for arguments, message in (
         (["--chat-template", "./none.jinja"], "--chat-template ./none.jinja is no file"),
-        (["--chat-template", "tool_us"], "is no Jinja and no template of the package"),
+        (["--chat-template", "tool_us"], "is neither Jinja nor a template of the package"),
         (["--chat-template-kwargs", "{"], "is no JSON"),
         (["--chat-template-kwargs", "[]"], "give an object"),
         (["--top-p", "7"], "--top-p is 7"),

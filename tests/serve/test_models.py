@@ -38,7 +38,7 @@ def test_a_chat_template_by_name_or_as_text(package: Path, template: str | None,
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"chat_template": "shrot"}, "chat_template is 'shrot', which is no Jinja and no template of the package"),
+        ({"chat_template": "shrot"}, "chat_template is 'shrot', which is neither Jinja nor a template of the package"),
         ({"chat_template": "{% if %}"}, "the chat template is not valid Jinja"),
         ({"slots": 0}, "slots is 0"),
     ],

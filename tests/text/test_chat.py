@@ -137,14 +137,14 @@ def test_the_forms_that_apply_chat_template_returns() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"padding": True}, "padding is True, which this tokenizer does not do"),
+        ({"padding": True}, "padding is True, which is not supported"),
         ({"truncation": True}, "truncation is True"),
         ({"return_assistant_tokens_mask": True}, "return_assistant_tokens_mask is True"),
         ({"return_tensors": "pt"}, "return_tensors is 'pt'; give \"np\""),
         ({"tools": "get_weather"}, "tools is 'get_weather'; give a list"),
         ({"documents": ["text"]}, "documents has 'text'; give mappings"),
         ({"chat_template": 3}, "chat_template is 3; give a text"),
-        ({"chat_template": "tool_us"}, "is no Jinja and no template of the package .it has default"),
+        ({"chat_template": "tool_us"}, "is neither Jinja nor a template of the package .it has default"),
         ({"add_generation_prompt": 1}, "add_generation_prompt is 1; give True or False"),
         ({"add_generation_prompt": True, "continue_final_message": True}, "give one"),
         ({"thing": object()}, "chat_template_kwargs holds a object"),

@@ -167,7 +167,7 @@ def test_wrong_tools() -> None:
         (untyped, "the argument x of the tool untyped has no annotation"),
         (odd, "the argument x of the tool odd is annotated <class 'bytes'>; JSON knows int"),
         (unknown, "the annotations of the tool unknown cannot be read"),
-        (chosen, "are no JSON list"),
+        (chosen, "are not a JSON list"),
         ("weather", "tools has 'weather'; give JSON schemas, or functions"),
         (Box, "tools has <class"),
         (print, "tools has <built-in"),
