@@ -15,6 +15,7 @@ from typing import Any, Final
 
 import numpy as np
 import torch
+from decode_worker import LlamaCpp
 from gguf_model import write_float
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -79,32 +80,21 @@ def make_model(kind: str) -> Any:
 
 def llama_logits(path: Path, ids: list[int]) -> np.ndarray[Any, Any]:
     """[tokens, vocabulary]: half of the prompt at once, then token by token, in the same context."""
-    import llama_cpp
-
-    silence = llama_cpp.llama_log_callback(lambda level, text, data: None)
-    llama_cpp.llama_log_set(silence, None)
-    model = llama_cpp.llama_model_load_from_file(str(path).encode(), llama_cpp.llama_model_default_params())
-    if not model:
-        raise RuntimeError(f"llama.cpp cannot load {path}")
+    system = LlamaCpp(path, 2)
+    llama_cpp = system.lib
     options = llama_cpp.llama_context_default_params()
     options.n_ctx, options.n_threads, options.n_threads_batch = 128, 2, 2
     options.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED  # it rounds to float16
     options.type_k = options.type_v = llama_cpp.GGML_TYPE_F32
-    context = llama_cpp.llama_init_from_model(model, options)
-    vocabulary = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model))
+    context = llama_cpp.llama_init_from_model(system.model, options)
     half, batch, rows = len(ids) // 2, llama_cpp.llama_batch_init(len(ids), 0, 1), []
     for positions in (range(half), *([position] for position in range(half, len(ids)))):
-        batch.n_tokens = len(positions)
-        for i, position in enumerate(positions):
-            batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.seq_id[i][0] = ids[position], position, 1, 0
-            batch.logits[i] = True
-        if status := llama_cpp.llama_decode(context, batch):
-            raise RuntimeError(f"llama_decode failed with status {status}")
+        system.decode(context, batch, [(ids[position], position, 0) for position in positions], last=True, every=True)
         for i in range(len(positions)):
             row = llama_cpp.llama_get_logits_ith(context, i)
-            rows.append(np.ctypeslib.as_array(row, (vocabulary,)).copy())
+            rows.append(np.ctypeslib.as_array(row, (system.vocab_size,)).copy())
     llama_cpp.llama_free(context)
-    llama_cpp.llama_model_free(model)
+    llama_cpp.llama_model_free(system.model)
     return np.stack(rows)
 
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 from checkpoints import SHAPES
-from common import add_output, describe_machine, make_parser, markdown, print_table
+from common import add_output, describe_machine, make_parser, markdown, print_table, write_json
 from rich.console import Console
 from serve import BUNDLED, make_served
 
@@ -102,8 +102,7 @@ def table_rows(results: dict[str, Any]) -> list[list[str]]:
 
 def write(output: Path, about: dict[str, Any], results: dict[str, Any]) -> None:
     """Write the figures as JSON, and the page."""
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.with_suffix(".json").write_text(json.dumps({**about, "results": results}, indent=1) + "\n")
+    write_json(output.with_suffix(".json"), {**about, "results": results})
     text = (
         f"# Ray Data on one machine\n\n{about['machine']}, shape {about['shape']}, {about['slots']} slots in all, "
         f"{about['rows']} rows. Made by `python benchmarks/ray_data.py`, whose docstring describes the method. "

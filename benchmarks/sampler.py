@@ -19,7 +19,16 @@ import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
 import torch
-from common import EVERYTHING, Kept, add_output, describe_machine, import_pyplot, make_parser, markdown, print_table
+from common import (
+    EVERYTHING,
+    add_output,
+    describe_machine,
+    import_pyplot,
+    make_parser,
+    markdown,
+    print_table,
+    write_json,
+)
 from rich.console import Console
 from rich.progress import track
 from torch import Tensor, nn
@@ -202,9 +211,7 @@ def write(results: list[dict[str, object]], output: Path, threads: int) -> None:
     plt = import_pyplot()
     header, rows = as_rows(results)
     machine = describe_run(threads)
-    kept = Kept(output.with_suffix(".json"), {"machine": machine})
-    kept.data = {"machine": machine, "results": results}
-    kept.save()
+    write_json(output.with_suffix(".json"), {"machine": machine, "results": results})
     lines = [
         "# Sampler benchmark",
         "",

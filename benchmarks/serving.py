@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 from checkpoints import make_checkpoint, make_genai_model, make_package
-from common import add_output, describe_machine, import_pyplot, make_parser, markdown, print_table
+from common import Kept, add_output, describe_machine, import_pyplot, make_parser, markdown, print_table
 from rich.console import Console
 
 LABELS = {"continuous": "qsample, continuous", "static": "qsample, static", "genai": "onnxruntime-genai, static"}
@@ -149,9 +149,10 @@ def same_tokens(package: Path, slots: int, threads: int, requests: int, new_toke
     return lines
 
 
-def write(output: Path, data: dict[str, Any]) -> None:
+def write(output: Path, kept: Kept) -> None:
     """Write the figures as JSON, and the page."""
-    output.with_suffix(".json").write_text(json.dumps(data, indent=1) + "\n")
+    kept.save()
+    data = kept.data
     results = data["results"]
     lines = [
         "# Serving: continuous batching, static batching, onnxruntime-genai",
@@ -205,12 +206,13 @@ def main() -> None:
     for folder in (options.work, options.output.parent):
         folder.mkdir(parents=True, exist_ok=True)
 
-    data: dict[str, Any] = {"machine": describe_machine(options.threads), "slots": options.slots}
-    data |= {"rate": options.rate, "seed": options.seed, "requests": options.requests, "shape": options.shape}
-    earlier = options.output.with_suffix(".json")
-    known = json.loads(earlier.read_text()) if earlier.exists() and not options.again else {}
-    same_load = all(known.get(name) == value for name, value in data.items())
-    data |= {name: known[name] if same_load else {} for name in ("results", "same_tokens")}
+    about = {"machine": describe_machine(options.threads), "slots": options.slots, "rate": options.rate}
+    about |= {"seed": options.seed, "requests": options.requests, "shape": options.shape}
+    measured = {"results": {}, "same_tokens": {}}
+    kept = Kept(options.output.with_suffix(".json"), about | measured, same=tuple(about))
+    if options.again:
+        kept.data |= measured
+    data = kept.data
     load = make_load(options.requests, options.rate, options.seed)
     (options.work / "load.json").write_text(json.dumps(load))
     moments: dict[str, list[list[float]]] = {}
@@ -222,17 +224,17 @@ def main() -> None:
         if not (system in data["results"] and done.exists()):
             model = make_model(system, options.shape, options.work, python)
             measure(system, python, model, options.work, options)
-        measured = json.loads(done.read_text())
-        moments[system] = measured["moments"]
-        data["results"][system] = {"graph_runs": measured["runs"], **figures(load, moments[system])}
+        found = json.loads(done.read_text())
+        moments[system] = found["moments"]
+        data["results"][system] = {"graph_runs": found["runs"], **figures(load, moments[system])}
         plot(load, moments, options.output.with_suffix(".png"))
-        write(options.output, data)
+        write(options.output, kept)
     if options.same_tokens and not data["same_tokens"]:
         checkpoint = make_checkpoint(SAME_SHAPE, options.work / SAME_SHAPE / "checkpoint")
         for weights in ("float32", "int4"):
             package = make_package(checkpoint, options.work / SAME_SHAPE / weights, weights)
             data["same_tokens"][weights] = same_tokens(package, options.slots, options.threads, SAME_REQUESTS)
-        write(options.output, data)
+        write(options.output, kept)
     for header, rows in (
         (HEADER, table_rows(data["results"])),
         (SAME_HEADER, [[weights, *row] for weights, found in data["same_tokens"].items() for row in found]),
