@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from onnx import helper
 
-from qsample.cli.output import describe, show
+from qsample.cli.inspect import describe, show
 from qsample.compiler.compile import compile_package
 from qsample.compiler.options import CompileOptions
 from qsample.interface import Features, Interface, KeyValueShape, RecurrentShape

@@ -1,31 +1,30 @@
-"""The command line: `qsample export | compile | bake | generate | chat | serve | evaluate | bench | inspect`. It
-parses and calls.
+"""The command line: `qsample export | compile | bake | generate | chat | serve | evaluate | bench | inspect`.
 
-build.py (export, compile and bake), generate/ (with its files of prompts), chat/, serve.py, evaluate/, bench.py and
-inspect.py have the commands, common.py and options.py what they share, output.py and terminal.py what they print,
-errors.py what they say when something is wrong. Heavy modules are imported inside the commands, so that `qsample
---help` answers at once. Results go to stdout; progress, figures and errors to stderr; with --json an error goes to
-stdout, too, as {"error": {"type": ..., "message": ..., "status": ...}}. Exit status: 0 done, 1 error, 2 wrong usage,
-130 interrupted, 143 terminated (signals.py).
+Each command is a module; build.py has export, compile and bake. prompt_file.py has the prompt files of generate,
+common.py shared options, terminal.py tables and the progress bar, errors.py messages. Heavy modules are imported inside
+the commands, so that `qsample --help` answers at once. Results go to stdout; progress, figures and errors to stderr;
+with --json an error also goes to stdout, as {"error": {"type": ..., "message": ..., "status": ...}}. Exit status: 0
+done, 1 error, 2 wrong usage, 130 interrupted, 143 terminated.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from contextlib import suppress
-from typing import Annotated, Any
+from types import FrameType
+from typing import Annotated, Any, Final
 
 import typer
 
 import qsample
-from qsample.cli import bench, build, inspect, serve
-from qsample.cli.chat import command as chat
-from qsample.cli.common import no_escapes
+from qsample.cli import bench, build, chat, evaluate, generate, inspect, serve
 from qsample.cli.errors import DEBUG_VARIABLE, report
-from qsample.cli.evaluate import command as evaluate
-from qsample.cli.generate import command as generate
-from qsample.cli.signals import Terminated, end_on_signals
+from qsample.cli.terminal import no_escapes
+
+# `kill`, a batch system, `docker stop`; and a terminal that was closed, except on Windows.
+_ENDING: Final = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
 
 app = typer.Typer(
     name="qsample",
@@ -37,6 +36,14 @@ app = typer.Typer(
     add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+class Terminated(SystemExit):
+    """A signal asked for the end. code: 128 and the signal's number, as shells report it."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(128 + number)
+        self.name = signal.Signals(number).name
 
 
 def _version(value: bool) -> None:
@@ -74,7 +81,7 @@ def commands() -> dict[str, Any]:
 
 
 def run(arguments: list[str]) -> int:
-    """Run one command line and return its exit status; errors are one line on stderr."""
+    """Run a command line and return its exit status; an error is a line on stderr."""
     if no_escapes():
         import typer.rich_utils
 
@@ -90,7 +97,9 @@ def run(arguments: list[str]) -> int:
 
 def main() -> None:
     """The `qsample` command."""
-    end_on_signals()
+    for number in _ENDING:
+        if signal.getsignal(number) == signal.SIG_DFL:  # a signal that `nohup` ignores stays ignored
+            signal.signal(number, _terminate)
     try:
         status = run(sys.argv[1:])
         sys.stdout.flush()
@@ -98,7 +107,15 @@ def main() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = 1
     except Terminated as end:
-        with suppress(OSError):  # the terminal may be gone
+        with suppress(OSError):  # the terminal may be closed
             print(f"qsample: ended by {end.name}; nothing half-written is left", file=sys.stderr)
         raise
     sys.exit(status)
+
+
+def _terminate(number: int, frame: FrameType | None) -> None:
+    """End the command as ctrl-C does, so that half-made files are removed on the way out; further signals are ignored
+    meanwhile."""
+    for other in _ENDING:
+        signal.signal(other, signal.SIG_IGN)
+    raise Terminated(number)

@@ -1,14 +1,21 @@
-"""`qsample bench`: times a package under a load, as a table or as JSON."""
+"""`qsample bench`: times of a package under a load, as a table or as JSON."""
 
 from __future__ import annotations
 
 import json
 import time
-from typing import Annotated, Final
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
 from qsample.cli.common import Json, Provider, Threads, open_exported
+from qsample.cli.terminal import console, format_size, progress, table
+from qsample.package import Package
+
+if TYPE_CHECKING:
+    from qsample.runtime.bench import Measurement
 
 EXAMPLES: Final = (
     "[bold]Examples[/bold]\n\n"
@@ -33,8 +40,6 @@ def bench(
     as_json: Json = False,
 ) -> None:
     """Time a package: first token, prefill, decode steps, memory."""
-    from qsample.cli import output as cli_output
-    from qsample.cli import terminal
     from qsample.runtime import load
     from qsample.runtime.bench import measure
     from qsample.sampling_params import SamplingParams
@@ -45,16 +50,59 @@ def bench(
         )
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
-    opened = open_exported(package, provider)  # kept: a temporary export lives as long as this
+    opened = open_exported(package, provider)  # a temporary export lives as long as this
     start = time.perf_counter()
     model = load(opened.package.path, provider, intra_op_num_threads=threads, verify=False)
     load_seconds = time.perf_counter() - start
     measurements = []
-    with terminal.progress() as progress:
+    with progress() as report:
         for index, rows in enumerate(batches := batch or [1]):
-            progress(f"{rows} rows", index / len(batches))
+            report(f"{rows} rows", index / len(batches))
             measurements.append(measure(model, rows, prompt_tokens, new_tokens, params, repetitions))
     if as_json:
-        typer.echo(json.dumps(cli_output.describe_bench(opened.package, measurements, load_seconds), indent=2))
+        typer.echo(json.dumps(_describe(opened.package, measurements, load_seconds), indent=2))
     else:
-        cli_output.show_bench(opened.package, measurements, load_seconds)
+        _show(opened.package, measurements, load_seconds)
+
+
+def _describe(package: Package, measurements: Sequence[Measurement], load_seconds: float) -> dict[str, Any]:
+    """A benchmark as a JSON-ready dict; see `runtime.bench`."""
+    from qsample.runtime.bench import peak_memory_bytes
+
+    return {
+        "package": str(package.path),
+        "package_bytes": sum(entry.bytes for entry in package.manifest.files.values()),
+        "load_seconds": load_seconds,
+        "peak_memory_bytes": peak_memory_bytes(),
+        "measurements": [asdict(measurement) for measurement in measurements],
+    }
+
+
+def _show(package: Package, measurements: Sequence[Measurement], load_seconds: float) -> None:
+    """Print a benchmark on stdout."""
+    facts = _describe(package, measurements, load_seconds)
+    prompt, new = measurements[0].prompt_tokens, measurements[0].new_tokens
+    shown = table(
+        f"{package.path}: {prompt} prompt tokens, {new} decode steps",
+        "rows",
+        "TTFT, ms",
+        "prefill, tok/s",
+        "step, ms",
+        "p90, ms",
+        "decode, tok/s",
+    )
+    for row in measurements:
+        shown.add_row(
+            str(row.rows),
+            f"{row.first_token_ms:.1f}",
+            f"{row.prefill_tokens_per_second:.0f}",
+            f"{row.decode_ms:.2f}",
+            f"{row.decode_ms_p90:.2f}",
+            f"{row.tokens_per_second:.1f}",
+        )
+    screen = console()
+    screen.print(shown)
+    screen.print(
+        f"loaded in {load_seconds:.2f} s; {format_size(facts['package_bytes'])} on disk, "
+        f"{format_size(facts['peak_memory_bytes'])} of memory at the peak"
+    )

@@ -8,20 +8,27 @@ from typing import Annotated, Final
 
 import typer
 
-from qsample.cli.common import Overwrite, is_package, open_model, quieten, read_text
-from qsample.cli.options import (
+from qsample.cli.common import (
     AllowedTokens,
     FilterOrder,
     Filters,
     IncludeSampler,
     LogitBias,
     Logprobs,
+    Overwrite,
     ReturnPdfs,
     SeedInput,
     TopLogprobs,
     filter_names,
+    is_package,
+    open_model,
+    quieten,
+    read_text,
 )
+from qsample.cli.inspect import figures_in_words, quantization_in_words
+from qsample.cli.terminal import format_size, note, progress
 from qsample.contract import HUGGING_FACE
+from qsample.package import Package
 
 EXPORT_EXAMPLES: Final = (
     "[bold]Examples[/bold]\n\n"
@@ -56,7 +63,7 @@ def export(
     filter_order: FilterOrder = HUGGING_FACE,
     seed_input: SeedInput = False,
     tokenizer: Annotated[
-        str, typer.Option(metavar="FOLDER|ID|none", help="In place of the model's own; none takes token ids only.")
+        str, typer.Option(metavar="FOLDER|ID|none", help="Replaces the model's own; none takes token ids only.")
     ] = "auto",
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")] = None,
     adapter: Annotated[str | None, typer.Option(help="LoRA adapter to merge: a folder or hub id.")] = None,
@@ -64,8 +71,6 @@ def export(
 ) -> None:
     """Export a Hugging Face model to a portable package: one ONNX graph with the sampler in it."""
     from qsample.auto_model import AutoModelForCausalLM, is_decoder
-    from qsample.cli import output as cli_output
-    from qsample.cli import terminal
     from qsample.models import CheckpointModel
 
     if is_package(model):
@@ -93,9 +98,9 @@ def export(
         adapter=adapter,
     )
     assert isinstance(source, CheckpointModel)
-    with terminal.progress() as progress:
-        exported = source.export(out, overwrite=overwrite, progress=progress)
-    cli_output.written(exported.package)
+    with progress() as report:
+        exported = source.export(out, overwrite=overwrite, progress=report)
+    _written(exported.package)
 
 
 def compile(
@@ -137,8 +142,6 @@ def compile(
     overwrite: Overwrite = False,
 ) -> None:
     """Compile a package for one device: fused, its shapes bounded, tested there."""
-    from qsample.cli import output as cli_output
-    from qsample.cli import terminal
     from qsample.compiler.options import CompileOptions
 
     options = CompileOptions(
@@ -154,19 +157,19 @@ def compile(
         max_divergence=max_divergence,
     )
     source = open_model(package)
-    with terminal.progress() as progress:
-        compiled = source.compile(out, options=options, overwrite=overwrite, progress=progress)
-    cli_output.written(compiled.package)
+    with progress() as report:
+        compiled = source.compile(out, options=options, overwrite=overwrite, progress=report)
+    _written(compiled.package)
 
 
 def bake(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="An .onnx file, a folder with one, or a hub id.")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write the package to.")],
     file: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Which one of several: onnx/model_q4.onnx, say.")
+        str | None, typer.Option(metavar="FILE", help="Chooses from several: onnx/model_q4.onnx, for instance.")
     ] = None,
     tokenizer: Annotated[
-        str, typer.Option(metavar="FOLDER|none", help="In place of the one beside it; none takes token ids only.")
+        str, typer.Option(metavar="FOLDER|none", help="Replaces the file's own; none takes token ids only.")
     ] = "auto",
     rope: Annotated[
         str | None, typer.Option(metavar="short|long", help="Rotary table to keep, of a file that has two.")
@@ -188,8 +191,6 @@ def bake(
 ) -> None:
     """Give the sampler to a decoder file that somebody else exported (onnxruntime-genai, onnx-community, optimum)."""
     from qsample.auto_model import bake as bake_file
-    from qsample.cli import output as cli_output
-    from qsample.cli import terminal
     from qsample.interface import Features
 
     if is_package(model):
@@ -207,7 +208,7 @@ def bake(
         filter_order=filter_order,
         seed=seed_input,
     )
-    with terminal.progress() as progress:
+    with progress() as report:
         baked = bake_file(
             model,
             out,
@@ -218,11 +219,22 @@ def bake(
             reference=reference,
             revision=revision,
             overwrite=overwrite,
-            progress=progress,
+            progress=report,
         )
-    cli_output.written(baked.package)
+    _written(baked.package)
 
 
 def _check_revision(model: str, revision: str | None) -> None:
     if revision is not None and os.path.exists(model):
-        raise typer.BadParameter(f"--revision is of a hub id, and {model} is on this machine; leave it out")
+        raise typer.BadParameter(f"--revision belongs to a hub id, and {model} is on this machine; leave it out")
+
+
+def _written(package: Package) -> None:
+    """Print remarks about a new package on stderr, and its path on stdout."""
+    size = sum(entry.bytes for entry in package.manifest.files.values())
+    compilation = package.manifest.compilation
+    if compilation is not None and compilation.quantization is not None:
+        note(quantization_in_words(compilation.quantization))
+        note(f"divergence from the float model: {figures_in_words(compilation.quantization['divergence'])}")
+    note(f"{package.manifest.kind} package of {package.manifest.source.model_id}, {format_size(size)}, written to")
+    print(package.path)

@@ -1,30 +1,209 @@
-"""What the commands share: options, and opening what is named on the command line."""
+"""Options of more than one command, and the models that commands open."""
 
 from __future__ import annotations
 
+import inspect
+import json
 import logging
 import os
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
+
+from qsample.cli.terminal import progress
+from qsample.contract import EXTRA_PARAMETERS, FILTER_ORDERS
+from qsample.errors import unknown
+from qsample.sampling_params import FILTER_FIELDS, OFF, SamplingParams
 
 if TYPE_CHECKING:
     from qsample.models import CheckpointModel, ForeignModel, PackagedModel
 
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it is a package.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document for a script to read.")]
-Provider = Annotated[str | None, typer.Option(help="Execution provider. (default: what it was compiled for, else cpu)")]
+Provider = Annotated[
+    str | None, typer.Option(help="Execution provider. (default: the one it was compiled for, else cpu)")
+]
 Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads. (default: the cores that this process may use)")]
+CtxLen = Annotated[
+    int | None,
+    typer.Option(min=2, help="Tokens that a row holds, for a portable package. (default: the model's, at most 4096)"),
+]
+System = Annotated[str | None, typer.Option(help="System prompt, in front of every conversation.")]
+Template = Annotated[
+    str | None,
+    typer.Option("--chat-template", metavar="FILE", help="Jinja file, or the name of one of the package's templates."),
+]
+TemplateArguments = Annotated[
+    str | None,
+    typer.Option("--chat-template-kwargs", metavar="JSON", help="Other variables of the template, as a JSON object."),
+]
+Thinking = Annotated[
+    bool | None, typer.Option("--thinking/--no-thinking", help="enable_thinking, for templates that read it.")
+]
+IncludeSampler = Annotated[bool, typer.Option("--sampler/--no-sampler", help="Bake the sampler in, or return logits.")]
+ReturnPdfs = Annotated[bool, typer.Option("--return-pdfs", help="Also return the sampled distribution, `probs`.")]
+Logprobs = Annotated[bool, typer.Option("--logprobs", help="Also return each token's log-probability.")]
+TopLogprobs = Annotated[int, typer.Option(min=0, metavar="M", help="Also return the M likeliest tokens.")]
+LogitBias = Annotated[bool, typer.Option("--logit-bias", help="Take a bias on chosen tokens.")]
+AllowedTokens = Annotated[bool, typer.Option("--allowed-tokens", help="Take a token mask (guided decoding).")]
+Filters = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--filter", metavar="NAME", help=f"Also have {', '.join(EXTRA_PARAMETERS)}; may be repeated, or a,b,c."
+    ),
+]
+FilterOrder = Annotated[
+    str, typer.Option(metavar="|".join(FILTER_ORDERS), help="Temperature before all filters, or last.")
+]
+SeedInput = Annotated[bool, typer.Option("--seed-input", help="Take each row's seed in place of a noise buffer.")]
 
 
-def no_escapes() -> bool:
-    """Whether the terminal gets plain text: NO_COLOR (no-color.org) or a terminal that knows no escapes."""
-    return bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") in ("dumb", "unknown")
+def _sampling(kind: Any, text: str, *names: str, panel: str = "Sampling", **settings: Any) -> Any:
+    return Annotated[kind, typer.Option(*names, help=text, rich_help_panel=panel, **settings)]
+
+
+def _filter_flag(name: str) -> Any:
+    """The option of a field of FILTER_FIELDS: a number, explained as in the contract unless _FILTER_FLAGS differs."""
+    text = _MEANINGS.get(name, "")
+    kind, text, *names = _FILTER_FLAGS.get(name) or (type(OFF[name]) | None, f"{text[:1].upper()}{text[1:]}.")
+    return _sampling(kind, text, *names, panel="More sampling, for packages exported with --filter")
+
+
+_TEXTS: Final = list[str] | None
+_MEANINGS: Final = {spec.name: spec.meaning for specs in EXTRA_PARAMETERS.values() for spec in specs}
+_FILTER_FLAGS: Final[Mapping[str, tuple[Any, ...]]] = {
+    "dry_sequence_breakers": (
+        _TEXTS,
+        "Text of one token that ends a repetition; may be repeated.",
+        "--dry-sequence-breaker",
+    ),
+    "bad_words": (_TEXTS, "Text that must not come; may be repeated. (bad_words_ids)", "--bad-word"),
+    "mirostat": (int | None, "2 is Mirostat 2.0; 0 is off."),
+    "mirostat_tau": (float | None, "Its target surprise, in bits."),
+}
+SAMPLING_FLAGS: Final[Mapping[str, Any]] = {
+    "max_new_tokens": _sampling(int | None, "Stop after this many.", min=1),
+    "temperature": _sampling(float | None, "0 is greedy."),
+    "top_k": _sampling(int | None, "Keep the k likeliest tokens; 0 is off."),
+    "top_p": _sampling(float | None, "Keep the nucleus of this mass; 1 is off."),
+    "min_p": _sampling(float | None, "Keep tokens with this share of the likeliest's probability; 0 is off."),
+    "repetition_penalty": _sampling(float | None, "On prompt and sampled tokens; 1 is off."),
+    "presence_penalty": _sampling(float | None, "On sampled tokens; 0 is off."),
+    "frequency_penalty": _sampling(float | None, "On sampled tokens, per occurrence; 0 is off."),
+    "min_new_tokens": _sampling(int | None, "No stop token before this many.", min=0),
+    "stop_id": _sampling(list[int] | None, "Token id that ends a row, replacing the model's own; may be repeated."),
+    "stop_string": _sampling(_TEXTS, "Text that ends a row, cut off with the text after it; may be repeated."),
+    "seed": _sampling(int | None, "Same seed, same tokens. (default: a fresh one, shown)"),
+    "greedy": _sampling(bool, "Always take the likeliest token.", "--greedy"),
+    **{name: _filter_flag(name) for name in FILTER_FIELDS if name != "bad_words_ids"},
+}
+_OTHER_NAMES: Final = {"stop_id": "eos_token_id", "stop_string": "stop_strings"}  # of `generate`
+
+
+def with_sampling_flags(command: Callable[..., None]) -> Callable[..., None]:
+    """`command` with SAMPLING_FLAGS after its own options; `sampling_options` reads them from its context."""
+    own = inspect.signature(command, eval_str=True).parameters
+
+    def wrapped(**given: Any) -> None:
+        command(**{name: given[name] for name in own})
+
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    flags = [
+        inspect.Parameter(name, keyword, default=False if name == "greedy" else None, annotation=flag)
+        for name, flag in SAMPLING_FLAGS.items()
+    ]
+    parameters = [*(parameter.replace(kind=keyword) for parameter in own.values()), *flags]
+    wrapped.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    wrapped.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    wrapped.__name__, wrapped.__doc__ = command.__name__, command.__doc__
+    return wrapped
+
+
+def sampling_options(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The sampling options of a command line, as options of `generate`.
+
+    Args:
+        given: all parameters of the command, by name.
+
+    Raises typer.BadParameter for a wrong value, before a model is loaded.
+    """
+    from qsample.text.stop_strings import check_stop_strings
+
+    named = {_OTHER_NAMES.get(name, name): given[name] for name in SAMPLING_FLAGS if name != "greedy"}
+    options = {name: value for name, value in named.items() if value not in (None, (), [])}
+    if given["greedy"]:
+        options["do_sample"] = False
+    stops = options.pop("stop_strings", None)
+    try:
+        SamplingParams.from_generation_config(None, **options)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    return options | ({} if stops is None else {"stop_strings": check_stop_strings(stops)})
+
+
+def filter_names(given: Sequence[str] | None) -> tuple[str, ...]:
+    """The names in every --filter, which may have several with commas between them."""
+    names = tuple(name.strip() for item in given or () for name in item.split(","))
+    if unknown_names := [name for name in names if name not in EXTRA_PARAMETERS]:
+        raise typer.BadParameter(unknown("--filter names", unknown_names[0], EXTRA_PARAMETERS))
+    return names
+
+
+def chat_options(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of chat templates of a command line, as options of `generate`. given: as for `sampling_options`."""
+    options: dict[str, Any] = {}
+    if (template := given["chat_template"]) is not None:
+        options["chat_template"] = read_template(template)
+    arguments: Any = {}
+    if (text := given["chat_template_kwargs"]) is not None:
+        try:
+            arguments = json.loads(text)
+        except ValueError as error:
+            raise typer.BadParameter(f"--chat-template-kwargs is not valid JSON ({error}): {text:.60}") from None
+        if not isinstance(arguments, dict):
+            raise typer.BadParameter(f'--chat-template-kwargs is {text:.60}; give an object, {{"name": value}}')
+    if given["thinking"] is not None:
+        arguments["enable_thinking"] = given["thinking"]
+    return options | ({"chat_template_kwargs": arguments} if arguments else {})
+
+
+def read_template(template: str) -> str:
+    """The text of a file; or the name of a template, if no file has that name."""
+    path = Path(template)
+    if not os.path.isfile(path):
+        if path.suffix or "/" in template or "{" in template or os.path.exists(path):
+            raise typer.BadParameter(f"--chat-template {template:.60} is not a file; give one, or a template's name")
+        return template
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise typer.BadParameter(f"cannot read --chat-template {template}: {error}") from None
+
+
+def read_text(path: Path, option: str) -> str:
+    """The text of a file that `option` names. Raises typer.BadParameter if it cannot be read or is empty."""
+    try:
+        text = path.read_bytes().decode("utf-8-sig")
+    except OSError as error:
+        raise typer.BadParameter(f"cannot read {option} {path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise typer.BadParameter(f"{option} {path} is not valid UTF-8 from byte {error.start} on; convert it") from None
+    if not text.strip():
+        raise typer.BadParameter(f"{option} {path} is empty; give a file with text in it")
+    return text
+
+
+def check_jinja() -> None:
+    """Raise ImportError if a chat lacks its library, before a model is loaded."""
+    from qsample.text.chat import compile_template
+
+    compile_template("{{ messages }}")
 
 
 def quieten(model: str) -> None:
-    """Keep what libraries say of themselves off the terminal; downloads from the hub still show their progress."""
+    """Keep libraries' own messages off the terminal; downloads from the hub still show their progress."""
     if os.path.isdir(model):
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     logging.getLogger("torch.onnx._internal.exporter").setLevel(logging.ERROR)
@@ -34,11 +213,11 @@ def is_package(model: str) -> bool:
     """Whether `model` is the folder of a package."""
     from qsample.package import MANIFEST_NAME
 
-    return os.path.isfile(os.path.join(model, MANIFEST_NAME))  # False for what is too long to be a path, too
+    return os.path.isfile(os.path.join(model, MANIFEST_NAME))  # False for names that are too long for a path, too
 
 
 def open_model(model: str, provider: str | None = None) -> CheckpointModel | ForeignModel | PackagedModel:
-    """A package with whatever features it has, a checkpoint or a decoder file."""
+    """A package with its own features, a checkpoint or a decoder file."""
     from qsample.auto_model import AutoModelForCausalLM
     from qsample.models import PackagedModel
     from qsample.package import read_package
@@ -50,27 +229,24 @@ def open_model(model: str, provider: str | None = None) -> CheckpointModel | For
 
 
 def open_exported(model: str | None, provider: str | None) -> PackagedModel:
-    """A package as it is, a checkpoint or decoder file exported to a temporary folder, or the bundled model."""
+    """A package as it is; a checkpoint or decoder file exported to a temporary folder; None = the bundled model.
+
+    The temporary folder lives as long as the returned object.
+    """
     from qsample.bundled import TINY_LM, bundled_model
-    from qsample.cli import terminal
     from qsample.models import PackagedModel
 
-    with terminal.progress() as progress:
+    with progress() as report:
         if model is None:
             quieten(str(TINY_LM))
-            return bundled_model(provider or "cpu", progress)
+            return bundled_model(provider or "cpu", report)
         opened = open_model(model, provider)
-        return opened if isinstance(opened, PackagedModel) else opened.export(progress=progress)
+        return opened if isinstance(opened, PackagedModel) else opened.export(progress=report)
 
 
-def read_text(path: Path, option: str) -> str:
-    """The text of a file that `option` names."""
-    try:
-        text = path.read_bytes().decode("utf-8-sig")
-    except OSError as error:
-        raise typer.BadParameter(f"cannot read {option} {path}: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise typer.BadParameter(f"{option} {path} is no UTF-8, from byte {error.start} on; convert it") from None
-    if not text.strip():
-        raise typer.BadParameter(f"{option} {path} is empty; give a file with text in it")
-    return text
+def context_full(limit: int, consequence: str) -> str:
+    """A remark about a context of `limit` tokens. consequence: the end of "which ...", for the sentence."""
+    return (
+        f"the context of {limit} tokens is full, which {consequence}; compile with a larger --ctx-len if the model "
+        "supports it, or give less"
+    )

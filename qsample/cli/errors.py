@@ -1,4 +1,4 @@
-"""What the command line says of an error: a line on stderr that names its options, and JSON where that is asked for."""
+"""Errors of a command: a line on stderr that names its options, and JSON on stdout with --json."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from typing import Any, Final
 from qsample.errors import QsampleError
 
 DEBUG_VARIABLE: Final = "QSAMPLE_DEBUG"
-# Module → the extra that brings it; all others come with "export".
+Flags = Mapping[str, tuple[str, str | None]]  # Python's name → the option, and the option that switches it off
+
+# Module → the extra that brings it; "export" brings all others.
 _EXTRAS: Final = {
     "onnxruntime": "cpu' or 'gpu",
     **dict.fromkeys(("fastapi", "starlette", "pydantic", "uvicorn", "prometheus_client"), "serve"),
@@ -19,32 +21,38 @@ _EXTRAS: Final = {
     "matplotlib": "plot",
     "ray": "ray",
 }
-_COLOUR: Final = re.compile(r"\x1b\[[0-9;]*m")
-# Python's name of what an option of another name sets.
-_OTHER_NAMES: Final = {
-    "eos_token_id": "stop_id",
-    "stop_strings": "stop_string",
-    "intra_op_num_threads": "threads",
-}
-_START, _END = r"(?<![\w/.\\'\"-])", r"(?![\w/\\'\"-]|\.\w)"  # a word of its own: no part of a path or a quotation
+_ESCAPE: Final = re.compile(r"\x1b\[[0-9;]*m")
+# Python's names of options with another name.
+_OTHER_NAMES: Final = {"eos_token_id": "stop_id", "stop_strings": "stop_string", "intra_op_num_threads": "threads"}
+# The name of an argument, perhaps with a value; not a part of a path or a quotation.
+_ARGUMENT: Final = re.compile(
+    r"""(?<![\w/.\\'"-])(?P<name>[a-z]\w*)"""
+    r"""(?:=(?P<quote>['"]?)(?P<value>[\w.+-]+)(?P=quote)|(?P<equals>=)(?=[\s,;)]|$)|(?![\w/\\'"-]|\.\w))"""
+)
 
 
 class AlreadyPrintedError(QsampleError):
-    """What went wrong stands in the JSON that was printed, too; stdout gets no second document."""
+    """An error that the printed JSON contains: stdout gets no second document."""
 
 
 def report(error: Exception, arguments: Sequence[str], commands: Mapping[str, Any]) -> int:
-    """Say it, and return the exit status: 2 for wrong usage, otherwise 1.
+    """Print an error, with --json also as {"error": {"type": ..., "message": ..., "status": ...}} on stdout.
 
-    commands: the parser's, by name. With --json stdout gets {"error": {"type": ..., "message": ..., "status": ...}}.
+    Args:
+        error: the error.
+        arguments: the command line.
+        commands: the parser's commands, by name.
+
+    Returns:
+        The exit status: 2 for wrong usage, otherwise 1.
     """
-    usage = getattr(error, "exit_code", 1) == 2  # the parser's errors carry their own status
+    usage = getattr(error, "exit_code", 1) == 2  # the parser's errors have a status of their own
     status = 2 if usage else 1
-    text = in_options(_message(error), options_of(arguments, commands))
+    text = with_flags(_message(error), flags_of(arguments, commands))
     if text or not usage:  # without a command, the help was printed
         running = _running(arguments, commands)
-        where = f"; see qsample {f'{running} ' if running else ''}--help" if usage else ""
-        print(f"qsample: {text}{where}", file=sys.stderr)
+        hint = f"; see qsample {f'{running} ' if running else ''}--help" if usage else ""
+        print(f"qsample: {text}{hint}", file=sys.stderr)
     ours = arguments[: arguments.index("--")] if "--" in arguments else arguments
     if "--json" in ours and not isinstance(error, AlreadyPrintedError):
         kind = "UsageError" if usage else type(error).__name__
@@ -52,40 +60,40 @@ def report(error: Exception, arguments: Sequence[str], commands: Mapping[str, An
     return status
 
 
-def options_of(arguments: Sequence[str], commands: Mapping[str, Any]) -> dict[str, tuple[str, str | None]]:
-    """Python's name → the option that switches it on or takes its value, and the one that switches it off.
-
-    The running command's come first; those of the others are there too, where their name cannot be a plain word.
-    """
+def flags_of(arguments: Sequence[str], commands: Mapping[str, Any]) -> Flags:
+    """The options of the running command, and those of the others whose names cannot be plain words."""
     running = _running(arguments, commands)
-    names: dict[str, tuple[str, str | None]] = {}
+    flags: dict[str, tuple[str, str | None]] = {}
     for name, command in sorted(commands.items(), key=lambda item: item[0] == running):
         for parameter in command.params:
             if parameter.param_type_name == "option" and (name == running or "_" in parameter.name):
-                longest = max(parameter.opts, key=len)
-                names[parameter.name] = longest, (parameter.secondary_opts or [None])[0]
-    return names | {name: names[option] for name, option in _OTHER_NAMES.items() if option in names}
+                flags[parameter.name] = max(parameter.opts, key=len), (parameter.secondary_opts or [None])[0]
+    return flags | {name: flags[option] for name, option in _OTHER_NAMES.items() if option in flags}
 
 
 def _running(arguments: Sequence[str], commands: Mapping[str, Any]) -> str | None:
     return next((name for name in arguments if name in commands), None)
 
 
-def in_options(text: str, options: Mapping[str, tuple[str, str | None]]) -> str:
-    """A message of the Python API with the options' names in place of Python's."""
-    if "greedy" in options:
-        text = re.sub(rf"{_START}do_sample=False", "--greedy", text)
-    for name, (option, off) in options.items():
-        text = re.sub(rf"{_START}{name}=True\b", option, text)
-        text = re.sub(rf"{_START}{name}=False\b", off or f"no {option}", text)
-        text = re.sub(rf"{_START}{name}=None\b", f"{option} none", text)
-        text = re.sub(rf"{_START}{name}=(['\"]?)([\w.+-]+)\1", rf"{option} \2", text)
-        text = re.sub(rf"{_START}{name}=(?=[\s,;)]|$)", option, text)
-        if "_" in name:
-            text = re.sub(rf"{_START}{name}{_END}", option, text)
-        else:
-            text = re.sub(rf"{_START}{name}(?= (?:is|must|was|goes|needs) )", option, text)
-    return text
+def with_flags(text: str, flags: Flags) -> str:
+    """A message of the Python API with options in place of Python's arguments.
+
+    A plain word, such as temperature, is an argument only in front of "is" or with a value.
+    """
+
+    def flag(match: re.Match[str]) -> str:
+        name, value = match["name"], match["value"]
+        if (name, value, "greedy" in flags) == ("do_sample", "False", True):
+            return "--greedy"
+        certain = value or match["equals"] or "_" in name or text.startswith(" is ", match.end())
+        if name not in flags or not certain:
+            return match[0]
+        option, off = flags[name]
+        if value == "False":
+            return off or f"no {option}"
+        return option if value in (None, "True") else f"{option} {'none' if value == 'None' else value}"
+
+    return _ARGUMENT.sub(flag, text)
 
 
 def _message(error: Exception) -> str:
@@ -93,9 +101,9 @@ def _message(error: Exception) -> str:
         extra = _EXTRAS.get(error.name.partition(".")[0], "export")
         return f"this needs {error.name}, which is not installed; install qsample with its extra '{extra}'"
     parsed = getattr(error, "format_message", None)  # of the command line's parser
-    text = " ".join(_COLOUR.sub("", str(parsed() if parsed else error)).split())
-    if parsed:  # whose sentences end with a stop, and begin with what our own do without
+    text = " ".join(_ESCAPE.sub("", str(parsed() if parsed else error)).split())
+    if parsed:  # its sentences have a beginning and a stop, which ours lack
         text = text.removeprefix("Invalid value: ").removesuffix(".")
     if parsed or isinstance(error, QsampleError | ValueError | OSError | ImportError):
         return text
-    return f"{type(error).__name__}: {text:.300} ({DEBUG_VARIABLE}=1 shows where)"
+    return f"{type(error).__name__}: {text:.300} ({DEBUG_VARIABLE}=1 shows the traceback)"

@@ -1,16 +1,26 @@
-"""`qsample inspect`: what a package holds, as tables or as JSON."""
+"""`qsample inspect`: the contents of a package, as tables or as JSON."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
 import typer
+from rich.markup import escape
+from rich.table import Table
 
 from qsample.cli.common import Json
+from qsample.cli.terminal import console, format_size, table
+from qsample.contract import AXIS_MEANINGS, CAPACITY, TensorSpec
+from qsample.interface import GraphSpec
+from qsample.package import Package, read_package
 
 EXAMPLES: Final = "[bold]Examples[/bold]\n\nqsample inspect qwen3-cpu\n\nqsample inspect qwen3-cpu --json | jq .graphs"
+_LAYERS_SHOWN: Final = 1  # caches of further layers are counted, not listed
+_WIDTH_OF_A_FILE: Final = 120
 
 
 def inspect(
@@ -18,12 +28,196 @@ def inspect(
     verify: Annotated[bool, typer.Option("--verify/--no-verify", help="Compare every file with its sha256.")] = True,
     as_json: Json = False,
 ) -> None:
-    """Show a package: its graphs' inputs, states and outputs, where it came from, and what runs where."""
-    from qsample.cli import output as cli_output
-    from qsample.package import read_package
-
+    """Show a package: its graphs' inputs, states and outputs, its source, and the devices of its operators."""
     opened = read_package(package, verify=verify)
     if as_json:
-        typer.echo(json.dumps(cli_output.describe(opened), indent=2))
+        typer.echo(json.dumps(describe(opened), indent=2))
     else:
-        cli_output.show(opened)
+        show(opened)
+
+
+def describe(package: Package) -> dict[str, Any]:
+    """The package as a JSON-ready dict: the manifest, and every graph's tensors with dtype, axes and meaning."""
+    return {
+        "path": str(package.path),
+        "graphs": {name: describe_graph(graph) for name, graph in package.interface.graphs.items()},
+        "axes": {**AXIS_MEANINGS, **fixed_axes(package)},
+        **asdict(package.manifest),
+    }
+
+
+def describe_graph(graph: GraphSpec) -> dict[str, Any]:
+    """Inputs, states (each with the output that holds its next value) and outputs of a graph."""
+
+    def entry(spec: TensorSpec) -> dict[str, Any]:
+        off = {} if spec.off is None else {"off": spec.off}
+        return {"name": spec.name, "dtype": spec.dtype, "axes": list(spec.axes), "meaning": spec.meaning, **off}
+
+    return {
+        "inputs": [entry(spec) for spec in graph.inputs],
+        "states": [{**entry(spec), "next": graph.retained.get(spec.name)} for spec in graph.states],
+        "outputs": [entry(spec) for spec in graph.outputs],
+    }
+
+
+def fixed_axes(package: Package) -> dict[str, int]:
+    """The named axes whose size this package fixes."""
+    sizes = {name: size for name, size in package.interface.sizes.items() if size}
+    if package.manifest.compilation:
+        sizes[CAPACITY] = package.manifest.compilation.ctx_len
+    return sizes
+
+
+def show(package: Package) -> None:
+    """Print a package on stdout: facts, graphs, placement, files."""
+    screen = console(width_of_a_file=_WIDTH_OF_A_FILE)
+    screen.print(_facts(package))
+    for name, graph in package.interface.graphs.items():
+        screen.print(_graph_table(name, graph))
+    sizes = fixed_axes(package)
+    axes = (f"{axis} = {sizes.get(axis, meaning)}" for axis, meaning in AXIS_MEANINGS.items())
+    screen.print("[bold]Axes[/bold]\n" + "; ".join(axes) + "\n")
+    if package.manifest.compilation:
+        screen.print(_placement_table(package))
+    screen.print(_file_table(package))
+
+
+def _facts(package: Package) -> Table:
+    manifest, interface = package.manifest, package.interface
+    source, layers = manifest.source, len(interface.key_values)
+    features = [_feature(name, value) for name, value in asdict(interface.features).items() if value]
+    facts = Table(
+        title=escape(str(package.path)), show_header=False, box=None, title_justify="left", title_style="bold"
+    )
+    rows: list[tuple[str, str]] = [
+        ("kind", manifest.kind),
+        ("source", source.model_id + (f" @ {source.revision}" if source.revision else "")),
+        (
+            "architecture",
+            f"{source.architecture} ({source.model_type}), {layers} layers, vocabulary {interface.vocab_size}",
+        ),
+        ("weights", f"{interface.dtype}, sha256 {source.weight_hash[:16]}…"),
+        ("contract", manifest.contract_version),
+        ("features", ", ".join(features)),
+        ("end tokens", ", ".join(map(str, manifest.token_ids.eos)) or "none"),
+        ("longest context", str(manifest.max_position_embeddings or "unlimited")),
+        ("made with", ", ".join(f"{name} {version}" for name, version in sorted(manifest.versions.items()))),
+        ("parity", figures_in_words(manifest.parity or {})),
+    ]
+    if packed := manifest.packed_weights:
+        rows.append(("packed", _or_raw(_packed, packed)))
+    if compilation := manifest.compilation:
+        rows += [
+            ("compiled for", f"{compilation.provider} ({', '.join(compilation.execution_providers)})"),
+            ("rows, context", f"{compilation.batch_size or 'any number of'} rows, {compilation.ctx_len} tokens"),
+            ("self-test", figures_in_words(compilation.self_test)),
+        ]
+        if quantization := compilation.quantization:
+            rows += [
+                ("quantized", _or_raw(quantization_in_words, quantization)),
+                ("divergence", _or_raw(figures_in_words, quantization.get("divergence"))),
+            ]
+    for name, value in rows:
+        facts.add_row(name, escape(value))
+    return facts
+
+
+def _feature(name: str, value: Any) -> str:
+    return name if value is True else f"{name} {value if isinstance(value, str | int) else ' '.join(value)}"
+
+
+def _or_raw(describe: Callable[[Any], str], figures: Any) -> str:
+    """Figures in words; unexpected figures, which a manifest may contain, as they are."""
+    try:
+        return describe(figures)
+    except (LookupError, TypeError, ValueError, AttributeError):
+        return f"{figures!r:.200}"
+
+
+def _packed(figures: Any) -> str:
+    bits, sizes = (" and ".join(map(str, figures[name])) for name in ("bits", "block_sizes"))
+    return f"{figures['matrices']} matrices of the checkpoint, {bits} bits, blocks of {sizes}"
+
+
+def quantization_in_words(figures: Any) -> str:
+    """The manifest's figures of a quantization, such as "int4 weights in blocks of 32 (rtn), 28 matrices, ..."."""
+    parts = []
+    if "dtype" in figures:
+        mib_before, mib_after = (figures[f"bytes_{when}"] / 2**20 for when in ("before", "after"))
+        sizes = " and ".join(map(str, figures.get("block_sizes") or [figures.get("block_size")]))
+        blocks = f" in blocks of {sizes} ({figures['method']})" if "block_size" in figures else ""
+        parts.append(
+            f"{figures['dtype']} weights{blocks}, {figures['matrices']} matrices{_experts(figures)}, "
+            f"{mib_before:.1f} to {mib_after:.1f} MiB"
+        )
+        if figures.get("float_bytes"):
+            parts.append(f"{figures['float_bytes'] / 2**20:.1f} MiB still float")
+    if "packed_matrices" in figures:
+        parts.append(f"{figures['packed_matrices']} matrices as the checkpoint packed them")
+    if "kv_cache_dtype" in figures:
+        parts.append(f"{figures['kv_cache_dtype']} keys and values")
+    return "; ".join(parts)
+
+
+def _experts(figures: Any) -> str:
+    count, blocks = figures.get("experts"), figures.get("expert_block_size")
+    if not count:
+        return ""
+    return f" and {count} experts" + (f" (blocks of {blocks})" if blocks != figures.get("block_size") else "")
+
+
+def figures_in_words(figures: Any) -> str:
+    """Named figures of the manifest, such as "kl 0.0123, tokens 4096"."""
+    return ", ".join(
+        f"{name} {value:.3g}" if isinstance(value, float) else f"{name} {value}" for name, value in figures.items()
+    )
+
+
+def _graph_table(name: str, graph: GraphSpec) -> Table:
+    shown_graph = table(name)
+    shown_graph.add_column("name", no_wrap=True)
+    shown_graph.add_column("type", no_wrap=True)
+    shown_graph.add_column("meaning")
+    for role, specs in (("inputs", graph.inputs), ("retained states", graph.states), ("outputs", graph.outputs)):
+        if specs:
+            shown_graph.add_section()
+            shown_graph.add_row(f"[dim]{role}[/dim]")
+        shown = [spec for spec in specs if _layer(spec) < _LAYERS_SHOWN]
+        for spec in shown:
+            shown_graph.add_row(escape(spec.name), escape(_type(spec)), escape(_meaning(spec, graph)))
+        if len(shown) < len(specs):
+            shown_graph.add_row(f"… {len(specs) - len(shown)} more", "", "keys and values of each further layer")
+    return shown_graph
+
+
+def _layer(spec: TensorSpec) -> int:
+    """The attention layer of a cache tensor; -1 for any other."""
+    return int(spec.name.split(".")[1]) if spec.name.startswith("past_key_values.") else -1
+
+
+def _type(spec: TensorSpec) -> str:
+    return f"{spec.dtype} [{', '.join(map(str, spec.axes))}]" if spec.axes else spec.dtype
+
+
+def _meaning(spec: TensorSpec, graph: GraphSpec) -> str:
+    known = spec.off is None or "= off" in spec.meaning
+    off = "" if known else f" (off: {spec.off if spec.dtype == 'float32' else int(spec.off or 0)})"
+    after = f" → {graph.retained[spec.name]}" if spec.name in graph.retained else ""
+    return spec.meaning + off + after
+
+
+def _placement_table(package: Package) -> Table:
+    assert package.manifest.compilation
+    placement = table("Placement", "execution provider", "nodes", "operators")
+    for provider, operators in package.manifest.compilation.placement.items():
+        ordered = sorted(operators.items(), key=lambda item: (-item[1], item[0]))
+        counts = ", ".join(f"{name} {count}" for name, count in ordered)
+        placement.add_row(escape(provider), str(sum(operators.values())), escape(counts))
+    return placement
+
+
+def _file_table(package: Package) -> Table:
+    files = table("Files", "file", "size", "sha256")
+    for name, entry in sorted(package.manifest.files.items()):
+        files.add_row(escape(name), format_size(entry.bytes), escape(f"{entry.sha256[:16]}…"))
+    return files

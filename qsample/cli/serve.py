@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from typing import Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from qsample.cli.common import Provider, Threads, is_package, open_exported
-from qsample.cli.options import CtxLen, Template, read_template
+from qsample.cli.common import CtxLen, Provider, Template, Threads, is_package, open_exported, read_template
 
-_KEPT: Final[list[Any]] = []  # a checkpoint's package goes with the object that was exported
+if TYPE_CHECKING:
+    from qsample.models import PackagedModel
+
 KEY_VARIABLE: Final = "QSAMPLE_API_KEY"
 EXAMPLES: Final = (
     "[bold]Examples[/bold]\n\n"
@@ -30,10 +31,10 @@ def serve(
         ),
     ] = None,
     model: Annotated[
-        list[str] | None, typer.Option(metavar="NAME=PACKAGE", help="Serve this one, too; may be repeated.")
+        list[str] | None, typer.Option(metavar="NAME=PACKAGE", help="Serve this package, too; may be repeated.")
     ] = None,
     served_model_name: Annotated[
-        str | None, typer.Option(help="What clients call PACKAGE. (default: its folder's name)")
+        str | None, typer.Option(help="The name of PACKAGE for clients. (default: its folder's)")
     ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is all of them.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
@@ -43,14 +44,15 @@ def serve(
     max_waiting: Annotated[int, typer.Option(min=0, help="Requests that wait; the next one gets 429.")] = 256,
     ctx_len: CtxLen = None,
     prefill_chunk_size: Annotated[
-        int | None, typer.Option(min=1, help="Prompt tokens between two steps of those that run. (default: one piece)")
+        int | None,
+        typer.Option(min=1, help="Prompt tokens between two steps of other requests. (default: one piece)"),
     ] = None,
     api_key: Annotated[
         list[str] | None,
-        typer.Option(help=f"Clients have to send it; may be repeated. (default: {KEY_VARIABLE}, where it is set)"),
+        typer.Option(help=f"Clients have to send it; may be repeated. (default: {KEY_VARIABLE}, if it is set)"),
     ] = None,
     cors_origin: Annotated[
-        list[str] | None, typer.Option(help="Pages of this origin may ask, * for all; may be repeated.")
+        list[str] | None, typer.Option(help="Accept browser pages of this origin, * for all; may be repeated.")
     ] = None,
     chat_template: Template = None,
     trust_request_chat_template: Annotated[
@@ -60,17 +62,16 @@ def serve(
         str, typer.Option(help="openai: OpenAI's defaults; auto: those of the model's generation_config.")
     ] = "openai",
     tool_call_parser: Annotated[
-        str | None, typer.Option(help="How the model writes calls of tools. (default: as its chat template has it)")
+        str | None, typer.Option(help="Format of tool calls. (default: the format that the chat template teaches)")
     ] = None,
     reasoning_parser: Annotated[
         str | None,
         typer.Option(
-            help="How the model writes what it thinks before it answers: deepseek_r1, qwen3, glm45, seed_oss or "
-            "granite. (default: that stays in the answer)"
+            help="Format of thoughts: deepseek_r1, qwen3, glm45, seed_oss, granite. (default: they stay in the answer)"
         ),
     ] = None,
     request_timeout: Annotated[
-        float | None, typer.Option(min=0, help="Seconds an answer may take; it ends with what it has. (default: any)")
+        float | None, typer.Option(min=0, help="Seconds an answer may take; then it is cut off. (default: any)")
     ] = None,
     drain_timeout: Annotated[
         float, typer.Option(min=0, help="Seconds that running requests get on SIGTERM and ctrl-C.")
@@ -92,7 +93,7 @@ def serve(
     template = None if chat_template is None else read_template(chat_template)
     keys = api_key or [key for key in [os.environ.get(KEY_VARIABLE)] if key]
     named = _named(package, model or [], served_model_name)
-    settings = ServeSettings(  # which checks itself, before a checkpoint is exported
+    settings = ServeSettings(  # checked here, before a checkpoint is exported
         models=named,
         provider=provider,
         ctx_len=ctx_len,
@@ -105,14 +106,16 @@ def serve(
         cors_origins=tuple(cors_origin or ()),
         chat_template=template,
         trust_request_chat_template=trust_request_chat_template,
-        generation_config=generation_config,  # type: ignore[arg-type]  # it checks itself
+        generation_config=generation_config,  # type: ignore[arg-type]  # ServeSettings checks it
         tool_call_parser=tool_call_parser,
         reasoning_parser=reasoning_parser,
         max_body_bytes=max_body_bytes,
         request_timeout=request_timeout,
         drain_timeout=drain_timeout,
     )
-    settings = replace(settings, models=_opened(named, package, provider))
+    opened = _exported(named, package, provider)  # a temporary export lives as long as this
+    if opened is not None:
+        settings = replace(settings, models={**named, next(iter(named)): str(opened.package.path)})
 
     def ready(url: str) -> None:
         typer.echo(f"Serving {', '.join(settings.models)} on {url} (API: {url}/v1, a page to try it: {url})", err=True)
@@ -124,9 +127,7 @@ def _named(package: str | None, named: list[str], name: str | None) -> dict[str,
     """Served name → package; "" is the bundled model. Raises typer.BadParameter."""
     models: dict[str, str] = {}
     if name == "":
-        raise typer.BadParameter(
-            "--served-model-name is empty; give the name that clients call PACKAGE, or leave it out"
-        )
+        raise typer.BadParameter("--served-model-name is empty; give the name of PACKAGE for clients, or leave it out")
     if package is not None or not named:
         own = "tiny_lm" if package is None else os.path.basename(os.path.abspath(package))
         models[own if name is None else name] = package or ""
@@ -141,16 +142,13 @@ def _named(package: str | None, named: list[str], name: str | None) -> dict[str,
         if served in models:
             raise typer.BadParameter(f"--model names {served} twice; give each a name of its own")
         if not is_package(path):
-            raise typer.BadParameter(f"--model {entry}: {path} is no package; make one with qsample export or compile")
+            raise typer.BadParameter(
+                f"--model {entry}: {path} is not a package; make it with qsample export or compile"
+            )
         models[served] = path
     return models
 
 
-def _opened(named: dict[str, str], package: str | None, provider: str | None) -> dict[str, str]:
-    """The same, with the folder of what was exported in place of a checkpoint, and of the bundled model."""
-    if (package or "") not in named.values():
-        return named
-    opened = open_exported(package, provider)
-    _KEPT.append(opened)
-    first = next(iter(named))
-    return {**named, first: str(opened.package.path)}
+def _exported(named: dict[str, str], package: str | None, provider: str | None) -> PackagedModel | None:
+    """PACKAGE, exported if it is a checkpoint; None = every model has a --model of its own."""
+    return open_exported(package, provider) if (package or "") in named.values() else None

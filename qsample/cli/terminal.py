@@ -1,26 +1,46 @@
-"""What goes to a terminal beside the results: notes and a progress bar on stderr, without escapes where wanted so."""
+"""Tables, notes and a progress bar on the terminal, without escapes if the user wants none; JSON that is valid."""
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
+from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as ProgressBar
+from rich.table import Table
 
-from qsample.cli.common import no_escapes
 from qsample.progress import Progress
 
 
-def console(*, stderr: bool = False) -> Console:
-    """Rich drops colours for NO_COLOR, but not bold and dim; without a colour system it writes no escapes at all."""
-    return Console(stderr=stderr, highlight=False, color_system=None if no_escapes() else "auto")
+def no_escapes() -> bool:
+    """Whether the terminal gets plain text: NO_COLOR (no-color.org) or a terminal that does not know escapes."""
+    return bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") in ("dumb", "unknown")
+
+
+def console(*, stderr: bool = False, width_of_a_file: int | None = None) -> Console:
+    """A console on stdout or stderr; `width_of_a_file` applies if that is not a terminal.
+
+    Without a colour system Rich writes no escapes at all; NO_COLOR alone keeps bold and dim.
+    """
+    made = Console(stderr=stderr, highlight=False, color_system=None if no_escapes() else "auto")
+    if width_of_a_file is not None and not made.is_terminal:
+        made.width = width_of_a_file
+    return made
+
+
+def note(text: str) -> None:
+    """A remark on stderr, a line apart from the result."""
+    console(stderr=True).print(text, style="dim", markup=False, soft_wrap=True)
 
 
 @contextmanager
 def progress(*, hidden: bool = False) -> Iterator[Progress]:
-    """A progress bar on stderr, as a callback of stage and fraction done. Where that is no terminal, nothing shows."""
+    """A progress bar on stderr, as a callback of stage and fraction done; hidden if that is not a terminal."""
     shown = console(stderr=True)
     columns = (
         TextColumn("{task.description}"),
@@ -29,12 +49,29 @@ def progress(*, hidden: bool = False) -> Iterator[Progress]:
         TimeElapsedColumn(),
     )
     hidden = hidden or not shown.is_terminal or shown.is_dumb_terminal
-    # Rich would send what is printed meanwhile to the bar's terminal, though stdout may be a file.
+    # Rich would redirect stdout to the bar's terminal, although it may be a file.
     with ProgressBar(*columns, console=shown, transient=True, disable=hidden, redirect_stdout=False) as bar:
-        task: TaskID = bar.add_task("starting", total=1.0)
+        task = bar.add_task("starting", total=1.0)
         yield lambda stage, fraction: bar.update(task, description=stage, completed=fraction)
 
 
-def note(text: str) -> None:
-    """A line beside the result, on stderr."""
-    console(stderr=True).print(text, style="dim", markup=False, soft_wrap=True)
+def table(title: str | None, *columns: str) -> Table:
+    """A table as all commands show them."""
+    return Table(*columns, title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+
+
+def finite(value: Any) -> Any:
+    """JSON-ready lists and dicts with null in place of infinities and NaN, which JSON lacks."""
+    if isinstance(value, dict):
+        return {name: finite(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def format_size(count: int) -> str:
+    """A number of bytes, such as `12.3 MB`."""
+    for limit, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if count >= limit:
+            return f"{count / limit:.1f} {unit}"
+    return f"{count} B"

@@ -83,7 +83,7 @@ def test_export_of_no_model(run: Any, tmp_path: Path) -> None:
 def test_a_folder_has_no_revision(command: str, run: Any, checkpoint: Any, tmp_path: Path) -> None:
     folder = checkpoint("llama")
     status, _, err = run(command, folder, tmp_path / "p", "--revision", "v2")
-    assert (status, f"--revision is of a hub id, and {folder} is on this machine" in err) == (2, True), err
+    assert (status, f"--revision belongs to a hub id, and {folder} is on this machine" in err) == (2, True), err
     assert not (tmp_path / "p").exists()
 
 

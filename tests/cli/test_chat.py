@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from qsample.cli.chat import Conversation, TurnError
 from qsample.package import Package
 from qsample.runtime import CausalLM, Engine, load
 from tests.helpers.command_line import ROOT
@@ -172,13 +173,13 @@ def test_commands_that_fail_change_nothing(say: Any, requests: list[Any], tmp_pa
     kept.write_text("mine")
     bad.write_text('{"messages": [{"role": "user"}]}')
     wrong = {
-        "/nonsense": "there is no command /nonsense; /help lists them",
-        "/retry": "there is nothing to answer again",
+        "/nonsense": "/nonsense is not a command; /help lists them",
+        "/retry": "the conversation has no question to answer again",
         "/save": "name a file",
         f"/save {kept}": f"{kept} exists; give another file",
         f"/save {tmp_path}/no/file": "cannot write",
-        f"/load {kept}": "holds no conversation",
-        f"/load {bad}": "holds no conversation: chat message 0 (user) has no content",
+        f"/load {kept}": "does not hold a conversation",
+        f"/load {bad}": "does not hold a conversation: chat message 0 (user) has no content",
         f"/load {tmp_path}/missing": "cannot read",
         "/set top_p 7": "top_p is 7",
         "/set warmth 7": "unknown sampling option 'warmth'",
@@ -226,9 +227,9 @@ def test_what_cannot_chat_is_refused_before_the_first_question(
         assert (status, out) == (1, "")
         assert message in err
     for arguments, message in (
-        (["--chat-template", "./none.jinja"], "--chat-template ./none.jinja is no file"),
+        (["--chat-template", "./none.jinja"], "--chat-template ./none.jinja is not a file"),
         (["--chat-template", "tool_us"], "is neither Jinja nor a template of the package"),
-        (["--chat-template-kwargs", "{"], "is no JSON"),
+        (["--chat-template-kwargs", "{"], "is not valid JSON"),
         (["--chat-template-kwargs", "[]"], "give an object"),
         (["--top-p", "7"], "--top-p is 7"),
     ):
@@ -347,3 +348,29 @@ def test_on_a_terminal(terminal: Terminal, tmp_path: Path) -> None:
     terminal.until(prompt)
     terminal.send("\x04")
     assert terminal.process.wait(60) == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "kept"),
+    [
+        ("the end", "the end"),
+        ('"\\n\\n"', "\n\n"),
+        ('["a", "b"]', ["a", "b"]),
+        ("5", "5"),
+        ("{", "{"),
+    ],
+)
+def test_stop_strings_are_set_and_dropped(text: str, kept: Any) -> None:
+    talk = Conversation(None, None, {"seed": 1}, {})  # type: ignore[arg-type]
+    talk.set_parameter("stop_strings", text)
+    assert talk.options == {"seed": 1, "stop_strings": kept}
+    talk.set_parameter("stop_strings", "null")
+    assert talk.options == {"seed": 1}
+
+
+@pytest.mark.parametrize("text", ["", '""', "[5]", '[""]'])
+def test_wrong_stop_strings_change_nothing(text: str) -> None:
+    talk = Conversation(None, None, {"stop_strings": "a"}, {})  # type: ignore[arg-type]
+    with pytest.raises(TurnError, match="stop_strings is"):
+        talk.set_parameter("stop_strings", text)
+    assert talk.options == {"stop_strings": "a"}

@@ -55,7 +55,7 @@ def test_version(run: Any) -> None:
         (["generate", "-p", "x", "--temperature", "-1"], "--temperature is -1"),
         (["generate", "-p", "x", "--temperature", "nan"], "--temperature is nan"),
         (["generate", "-p", "x", "--greedy", "--top-k", "5"], "--greedy chooses greedily, yet --top-k 5 is given"),
-        (["generate", "-p", "x", "--chat", "--chat-template", "{{ x }}" + " " * 300], "is no file; give one"),
+        (["generate", "-p", "x", "--chat", "--chat-template", "{{ x }}" + " " * 300], "is not a file; give one"),
     ],
 )
 def test_wrong_usage_is_one_line_and_status_2(run: Any, arguments: list[str], message: str) -> None:
@@ -113,10 +113,10 @@ def test_an_unexpected_error_names_its_type(run: Any, monkeypatch: pytest.Monkey
     def broken(*_: object, **__: object) -> None:
         raise ZeroDivisionError("a bug")
 
-    monkeypatch.setattr("qsample.package.read_package", broken)
+    monkeypatch.setattr("qsample.cli.inspect.read_package", broken)
     status, _, err = run("inspect", tmp_path)
     assert status == 1
-    assert err == "qsample: ZeroDivisionError: a bug (QSAMPLE_DEBUG=1 shows where)\n"
+    assert err == "qsample: ZeroDivisionError: a bug (QSAMPLE_DEBUG=1 shows the traceback)\n"
 
 
 def test_a_missing_dependency_says_what_to_install(run: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -132,7 +132,7 @@ def test_an_interrupt_ends_with_130(run: Any, monkeypatch: pytest.MonkeyPatch, t
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("qsample.package.read_package", interrupted)
+    monkeypatch.setattr("qsample.cli.inspect.read_package", interrupted)
     assert run("inspect", tmp_path)[0] == 130
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from qsample import cli
-from qsample.cli.errors import in_options, options_of, report
+from qsample.cli.errors import flags_of, report, with_flags
 from tests.helpers.fake_package import POISON, fake_package
 
 
@@ -30,11 +30,12 @@ from tests.helpers.fake_package import POISON, fake_package
         ("generate", "temperature is -1", "--temperature is -1"),
         ("generate", "the temperature of", "the temperature of"),
         ("inspect", "temperature is -1", "temperature is -1"),
+        ("export", "logit_bias={5: 1} or give filters=['xtc']", "--logit-bias={5: 1} or give filters=['xtc']"),
         ("compile", "/a/batch_size/b has 'batch_size'", "/a/batch_size/b has 'batch_size'"),
     ],
 )  # fmt: skip
 def test_messages_name_options(command: str, text: str, expected: str) -> None:
-    assert in_options(text, options_of([command], cli.commands())) == expected
+    assert with_flags(text, flags_of([command], cli.commands())) == expected
 
 
 def test_a_message_of_the_python_api_names_options(run: Any, tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ def test_several_references_have_a_row_each(run: Any, text: Path, tmp_path: Path
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(b"", "is empty; give a file with text"), (b" \n", "is empty"), (b"ok \xff", "is no UTF-8, from byte 3 on")],
+    [(b"", "is empty; give a file with text"), (b" \n", "is empty"), (b"ok \xff", "is not valid UTF-8 from byte 3 on")],
 )
 def test_files_without_text(content: bytes, message: str, run: Any, tmp_path: Path) -> None:
     path = tmp_path / "text.txt"

@@ -42,7 +42,7 @@ def test_generate_reads_the_prompt_from_standard_input(llama_package: Path) -> N
 def test_standard_input_of_another_encoding(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"In the\xff"), encoding="utf-8"))
     status, _, err = run("generate", "nothing")
-    assert (status, err.partition(";")[0]) == (2, "qsample: standard input is no UTF-8, from byte 6 on")
+    assert (status, err.partition(";")[0]) == (2, "qsample: standard input is not valid UTF-8 from byte 6 on")
 
 
 def test_generate_several_prompts_in_sections(run: Any, llama_package: Path) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from qsample.cli.generate import command
+from qsample.cli import generate
 from qsample.package import Package
 from qsample.runtime import load
 from qsample.runtime.decode.loop import DecodeLoop
@@ -88,10 +88,10 @@ def test_a_line_of_text_is_a_prompt(run: Any, package: Package, tmp_path: Path) 
 def test_an_error_is_its_row_s_own(run: Any, package: Package, tmp_path: Path) -> None:
     bad: list[tuple[Any, str]] = [
         ({"prompt": 3, "id": "z"}, "prompt is 3; give one text, or token ids"),
-        ("not json", "the line is no JSON"),
-        ("[" * 100_000, "the line is no JSON"),
-        ([1], "no JSON object"),
-        ({"prompt": "x", "temprature": 1}, "temprature, which is no parameter"),
+        ("not json", "the line is not valid JSON"),
+        ("[" * 100_000, "the line is not valid JSON"),
+        ([1], "not a JSON object"),
+        ({"prompt": "x", "temprature": 1}, "temprature, which is not a parameter"),
         ({"prompt": "x", "messages": []}, "prompt and messages; give one"),
         ({"id": 1}, "neither prompt nor messages"),
         ({"messages": "hi"}, "messages is 'hi'"),
@@ -176,14 +176,17 @@ def test_files_of_something_else_are_refused_and_kept(run: Any, package: Package
 def test_a_file_is_read_before_a_checkpoint_is_exported(
     run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(command, "open_exported", lambda *given: pytest.fail("it was exported"))
+    monkeypatch.setattr(generate, "open_exported", lambda *given: pytest.fail("it was exported"))
     source = written(tmp_path / "p.jsonl", ROWS)
     for arguments, told in (
         (["--prompt-file", tmp_path / "missing"], "cannot read --prompt-file"),
         (["--prompt-file", source, "--output", tmp_path / "no" / "folder"], "cannot write --output"),
         (["--prompt-file", source, "--output", tmp_path], "cannot write --output"),
         (["--prompt-file", source, "--output", source], "are one file"),
-        (["--prompt-file", source, "--output", os.devnull], f"cannot write --output {os.devnull}: it is no plain file"),
+        (
+            ["--prompt-file", source, "--output", os.devnull],
+            f"cannot write --output {os.devnull}: it is not a plain file",
+        ),
     ):
         status, _, err = run("generate", "checkpoint", *arguments)
         assert (status, told in err) == (2, True), err
@@ -336,7 +339,7 @@ def test_a_run_that_is_killed_goes_on(run: Any, package: Package, tmp_path: Path
     assert 2 <= done < 12
     if how == signal.SIGINT:
         assert process.returncode == 130
-        assert f"{done} of 12 rows are done; the same command goes on" in err
+        assert f"{done} of 12 rows are done; the same command continues" in err
     assert run(*arguments, whole)[0] == 0
     assert run(*arguments, killed)[0] == 0
     assert killed.read_bytes() == whole.read_bytes()

@@ -35,7 +35,7 @@ def test_a_timeout_in_which_nothing_can_be_answered(run: Any, tmp_path: Path) ->
         (["--reasoning-parser", "r2"], "--reasoning-parser is 'r2'; choose from "),
         (["--served-model-name", ""], "--served-model-name is empty; give the name"),
         (["--model", "tiny=elsewhere", "--served-model-name", "tiny"], "--model names tiny twice"),
-        (["--model", "small=elsewhere"], "elsewhere is no package"),
+        (["--model", "small=elsewhere"], "elsewhere is not a package"),
     ],
 )
 def test_settings_are_checked_before_a_checkpoint_is_exported(

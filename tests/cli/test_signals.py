@@ -33,8 +33,7 @@ def work(package, **_):
         finally:
             if "twice" in sys.argv[-1]:
                 signal.raise_signal(signal.SIGTERM)
-import qsample.package
-qsample.package.read_package = work
+cli.inspect.read_package = work
 if "ignored" in sys.argv[-1]:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
 cli.main()

@@ -6,29 +6,36 @@ import hashlib
 import json
 import sys
 import warnings
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from qsample.cli.common import Json, Provider, Threads, open_exported
-from qsample.cli.errors import AlreadyPrintedError
-from qsample.cli.options import (
-    CtxLenAsNeeded,
+from qsample.cli.common import (
+    Json,
+    Provider,
     System,
     Template,
     TemplateArguments,
     Thinking,
+    Threads,
     chat_options,
     check_jinja,
     context_full,
+    open_exported,
+    sampling_options,
+    with_sampling_flags,
 )
-from qsample.cli.sampling import sampling_options, with_sampling_flags
+from qsample.cli.errors import AlreadyPrintedError
+from qsample.cli.prompt_file import check_output, generate_file, read_rows, with_fingerprints
+from qsample.cli.terminal import console, finite, note
 from qsample.errors import QsampleError
 from qsample.package import MANIFEST_NAME
 
 if TYPE_CHECKING:
-    from qsample.runtime import CausalLM
+    from qsample.runtime import CausalLM, GenerateOutput
 
 EXAMPLES: Final = (
     "[bold]Examples[/bold]\n\n"
@@ -61,19 +68,26 @@ def generate(
     output: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", help="JSON lines for --prompt-file; what is in it is not done again. (default: stdout)"
+            metavar="FILE", help="JSON lines for --prompt-file; rows in it are not done again. (default: stdout)"
         ),
     ] = None,
     slots: Annotated[
         int | None,
-        typer.Option(min=1, help="Rows at once, for --prompt-file. (default: what was compiled for, else 8)"),
+        typer.Option(min=1, help="Rows at once, for --prompt-file. (default: the number it was compiled for, else 8)"),
     ] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Put each prompt into the model's chat template.")] = False,
     system: System = None,
     chat_template: Template = None,
     chat_template_kwargs: TemplateArguments = None,
     thinking: Thinking = None,
-    ctx_len: CtxLenAsNeeded = None,
+    ctx_len: Annotated[
+        int | None,
+        typer.Option(
+            min=2,
+            help="Tokens that a row holds, for a portable package. (default: as many as it needs; for --prompt-file "
+            "the model's, at most 4096)",
+        ),
+    ] = None,
     provider: Provider = None,
     threads: Threads = None,
     flush_every: Annotated[
@@ -85,9 +99,7 @@ def generate(
     ] = True,
     as_json: Json = False,
 ) -> None:
-    """Generate text. One prompt streams; several form one batch. What is not given comes from the model."""
-    from qsample.cli.generate.prompt_file import check_output, generate_file
-    from qsample.cli.generate.prompt_rows import read_rows, with_fingerprints
+    """Generate text. One prompt streams; several form one batch. The model has the defaults."""
     from qsample.runtime import load
 
     options, chat_settings = sampling_options(ctx.params), chat_options(ctx.params)
@@ -106,7 +118,7 @@ def generate(
         check_jinja()
     running = {"flush_every": flush_every, "double_buffering": double_buffering}
     prompts = prompt or ([] if prompt_file else [_read_stdin()])
-    opened = open_exported(model, provider)  # kept: a temporary export lives as long as this
+    opened = open_exported(model, provider)  # a temporary export lives as long as this
 
     def loaded() -> CausalLM:
         return load(opened.package.path, provider, ctx_len=ctx_len, intra_op_num_threads=threads, verify=False)
@@ -129,8 +141,6 @@ def generate(
 def _generate_prompts(
     model: CausalLM, prompts: list[str], inputs: list[Any], *, chat: bool, as_json: bool, **options: Any
 ) -> None:
-    from qsample.cli import output as cli_output
-    from qsample.cli import terminal
     from qsample.runtime import TextStreamer
 
     if model.tokenizer is None:
@@ -146,15 +156,15 @@ def _generate_prompts(
         warnings.simplefilter("ignore")  # the finish reasons say the same
         done = model.generate(inputs, streamer=streamer, stop_strings=stops, **options)
     if as_json:
-        typer.echo(json.dumps(cli_output.generation(prompts, done), ensure_ascii=False, indent=2))
+        typer.echo(json.dumps(_as_json(prompts, done), ensure_ascii=False, indent=2))
     elif streamer is None:
-        cli_output.show_generation(prompts, done, with_prompt=not chat)
-    terminal.note(cli_output.figures(done))
-    limit = model.capacity(2**30)  # what there is at most
+        _show(prompts, done, with_prompt=not chat)
+    note(_figures(done))
+    limit = model.capacity(2**30)  # the largest
     used = map(sum, zip(done.prompt_lengths, map(len, done.token_ids), strict=True))
     full = [row for row, count in enumerate(used, 1) if done.finish_reasons[row - 1] == "length" and count >= limit]
     if full:
-        terminal.note(context_full(limit, f"ended {len(full)} of {len(prompts)} rows"))
+        note(context_full(limit, f"ended {len(full)} of {len(prompts)} rows"))
     if "invalid" in done.finish_reasons:
         kind = AlreadyPrintedError if as_json else QsampleError
         raise kind("the model gave NaN or infinite logits, and a row ended there")
@@ -165,8 +175,46 @@ def _read_stdin() -> str:
         text = "" if sys.stdin.isatty() else sys.stdin.read().rstrip("\n")
     except UnicodeDecodeError as error:
         raise typer.BadParameter(
-            f"standard input is no {error.encoding.upper()}, from byte {error.start} on; convert it, or give -p"
+            f"standard input is not valid {error.encoding.upper()} from byte {error.start} on; convert it, or give -p"
         ) from None
     if not text:
         raise typer.BadParameter("no prompt; give one with -p, or on standard input")
     return text
+
+
+def _as_json(prompts: Sequence[str], output: GenerateOutput) -> dict[str, Any]:
+    """A JSON-ready dict with an entry of `results` for each prompt."""
+    results: list[dict[str, Any]] = []
+    for row, prompt in enumerate(prompts):
+        new = output.token_ids[row]
+        entry: dict[str, Any] = {
+            "prompt": prompt,
+            "text": output.texts[row] if output.texts is not None else None,
+            "token_ids": new,
+            "finish_reason": output.finish_reasons[row],
+            "seed": output.seeds[row],
+            "prompt_tokens": output.prompt_lengths[row],
+        }
+        for name in ("logprobs", "top_logprob_ids", "top_logprobs"):
+            values = getattr(output, name)
+            if values is not None:
+                entry[name] = finite(values[row, : len(new)].tolist())
+        results.append(entry)
+    return {"results": results, "timing": asdict(output.timing)}
+
+
+def _show(prompts: Sequence[str], output: GenerateOutput, *, with_prompt: bool) -> None:
+    """Print a batch on stdout, a section for each prompt."""
+    screen = console()
+    for row, prompt in enumerate(prompts):
+        count, reason = len(output.token_ids[row]), output.finish_reasons[row]
+        screen.rule(f"{row + 1}: {count} tokens, {reason}, seed {output.seeds[row]}", align="left", style="dim")
+        print((prompt if with_prompt else "") + (output.texts or [])[row])
+
+
+def _figures(output: GenerateOutput) -> str:
+    """The number of tokens, the speed and the seeds."""
+    count, timing = sum(map(len, output.token_ids)), output.timing
+    seconds = timing.prefill_seconds + timing.decode_seconds
+    seeds = ", ".join(map(str, output.seeds))
+    return f"{count} tokens in {seconds:.2f} s, {count / seconds:.0f} a second; seed {seeds}"

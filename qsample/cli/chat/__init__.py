@@ -1,1 +1,0 @@
-"""`qsample chat`: command.py has its options, conversation.py the messages, screen.py the terminal."""

@@ -1,1 +1,0 @@
-"""`qsample evaluate`: command.py has its options, screen.py its table and JSON."""

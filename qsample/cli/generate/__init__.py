@@ -1,1 +1,0 @@
-"""`qsample generate`: prompts of a command line, or of a file."""
