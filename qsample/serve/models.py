@@ -186,17 +186,17 @@ class ServedModel:
         if wrong is not None:
             raise ApiError(400, f"{wrong} is not a token of this model, which has 0 to {most - 1}", param="prompt")
 
-    def add(self, prompt: list[int], params: SamplingParams, *, priority: int, **more: Any) -> Request:
-        """A request, as `Engine.add` makes it, without waiting for room.
+    def add(self, prompt: list[int], params: SamplingParams, *, priority: int = 0, **options: Any) -> Request:
+        """A request to the engine, without waiting for room. Every token is read, the padding token too: a single
+        prompt has no padding, and a text may spell that token. An empty prompt begins a text.
 
         Args:
-            prompt: token ids. All are read, the padding token too, because a single prompt has no padding and a text
-                may spell that token. An empty prompt begins a text.
+            prompt: token ids.
             params: how to sample.
             priority: as in `Engine.add_request`.
-            more: further fields of a `Call`.
+            options: further fields of `Call`.
         """
-        return self.engine.add(Call(inputs=[prompt], params=params, **more), timeout=0, priority=priority)[0]
+        return self.engine.add(Call(inputs=[prompt], params=params, **options), timeout=0, priority=priority)[0]
 
     def close(self) -> None:
         self.grammars.close()

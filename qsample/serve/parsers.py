@@ -367,3 +367,25 @@ def _typed(name: str, values: list[tuple[str, str]], tools: Mapping[str, Any]) -
             except ValueError:
                 arguments[key] = {"True": True, "False": False, "None": None}.get(text.strip(), text)
     return _call({"name": name, "arguments": arguments})
+
+
+def with_objects(message: dict[str, Any]) -> dict[str, Any]:
+    """A chat message whose calls have objects as arguments, as templates take them; in OpenAI's API they are texts.
+
+    Texts that are not JSON objects stay.
+    """
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return message
+    changed = []
+    for call in calls:
+        function = call.get("function") if isinstance(call, dict) else None
+        if isinstance(function, dict) and isinstance(text := function.get("arguments"), str):
+            try:
+                value = json.loads(text or "{}")
+            except (ValueError, RecursionError):
+                value = None
+            if isinstance(value, dict):
+                call = {**call, "function": {**function, "arguments": value}}
+        changed.append(call)
+    return {**message, "tool_calls": changed}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import secrets
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal
@@ -26,6 +25,7 @@ from pydantic_core import PydanticCustomError
 from qsample.sampling_params import FILTER_FIELDS, OFF, SEEDS, SMALLEST_TOP_P
 from qsample.serve.guides import Form, moved_schema
 from qsample.serve.http import ApiError
+from qsample.serve.parsers import with_objects
 from qsample.serve.refusals import CHAT, COMPLETIONS, STRUCTURED_OUTPUTS, Refusals
 
 MOST_CHOICES: Final = 128  # OpenAI's limit for n
@@ -370,7 +370,7 @@ class ChatPrompt(Body):
     @property
     def template_messages(self) -> list[dict[str, Any]]:
         """The messages as templates take them: the arguments of calls are objects, in OpenAI's API texts."""
-        return [_with_objects(message) for message in self.messages]
+        return [with_objects(message) for message in self.messages]
 
     def template_options(self, *, with_tools: bool = True) -> dict[str, Any]:
         """The fields as `ChatOptions` takes them."""
@@ -491,22 +491,3 @@ class DetokenizeRequest(Body):
 
     model: StrictStr | None = None
     tokens: list[TokenId]
-
-
-def _with_objects(message: dict[str, Any]) -> dict[str, Any]:
-    """A message whose calls have objects as arguments; texts that are not JSON objects stay."""
-    calls = message.get("tool_calls")
-    if not isinstance(calls, list):
-        return message
-    changed = []
-    for call in calls:
-        function = call.get("function") if isinstance(call, dict) else None
-        if isinstance(function, dict) and isinstance(text := function.get("arguments"), str):
-            try:
-                value = json.loads(text or "{}")
-            except (ValueError, RecursionError):
-                value = None
-            if isinstance(value, dict):
-                call = {**call, "function": {**function, "arguments": value}}
-        changed.append(call)
-    return {**message, "tool_calls": changed}
