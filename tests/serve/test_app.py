@@ -18,7 +18,6 @@ import pytest
 from starlette.testclient import TestClient
 
 from qsample.call import Call
-from qsample.call import Call
 from qsample.runtime import CausalLM, Engine, Request, SamplingParams, Step
 from qsample.runtime.decode.loop import DecodeLoop
 from qsample.serve.answers import ChatChoice
