@@ -132,7 +132,7 @@ def test_act_order_in_a_tied_model_of_several_files(act_order: Quantized) -> Non
 @pytest.mark.parametrize(
     ("model_type", "scheme", "options"),
     [
-        ("qwen3", Scheme("awq"), {"files": 2}),
+        pytest.param("qwen3", Scheme("awq"), {"files": 2}, marks=pytest.mark.slow),
         pytest.param("llama", Scheme(group_size=64), {}, marks=pytest.mark.slow),
         pytest.param("llama", Scheme(group_size=-1, version=2), {}, marks=pytest.mark.slow),
         pytest.param("qwen2", Scheme(symmetric=True, group_size=128), {}, marks=pytest.mark.slow),

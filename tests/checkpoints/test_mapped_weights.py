@@ -144,7 +144,9 @@ def test_a_checkpoint_of_the_hub_is_read_from_the_cache(tmp_path: Path) -> None:
 
 
 def save_shards(folder: Path, seed: int = 0) -> Path:
-    random_model("llama", seed=seed).to(torch.bfloat16).save_pretrained(folder, max_shard_size="60KB")
+    random_model("llama", seed=seed, num_hidden_layers=1).to(torch.bfloat16).save_pretrained(
+        folder, max_shard_size="60KB"
+    )
     return folder
 
 
@@ -195,7 +197,11 @@ def test_a_damaged_shard_is_named(damage: Callable[[Path], None], message: str, 
 
 @pytest.mark.parametrize(
     ("verb", "stage"),
-    [("export", "writing the weights"), ("export", "comparing with the Hugging Face model"), ("compile", "self-test")],
+    [
+        ("export", "comparing with the Hugging Face model"),
+        pytest.param("export", "writing the weights", marks=pytest.mark.slow),
+        pytest.param("compile", "self-test", marks=pytest.mark.slow),
+    ],
 )
 def test_a_shard_that_is_replaced_meanwhile(verb: str, stage: str, shards: Path, tmp_path: Path) -> None:
     """A package of some old weights and some new ones would pass every gate that comes after."""

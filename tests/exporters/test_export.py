@@ -1,15 +1,20 @@
-"""Export: what a package holds, which models are refused, and that a failure leaves nothing behind."""
+"""Export: what a package holds, with the weights in it or in the files of the checkpoint; which models are refused; and
+that a failure leaves nothing behind."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable
+from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -17,13 +22,18 @@ from transformers import PreTrainedTokenizerFast
 
 from qsample import AutoModelForCausalLM
 from qsample.checkpoints.checkpoint import Checkpoint
-from qsample.errors import ParityError, QsampleError, UnsupportedModelError
-from qsample.exporters import parity
+from qsample.disk import space
+from qsample.errors import PackageError, ParityError, QsampleError, UnsupportedModelError
+from qsample.exporters import export, parity
 from qsample.exporters.export import _save_model_files, _token_ids, weight_hash
+from qsample.exporters.portable import write_graphs
+from qsample.interface import Features
+from qsample.models import CheckpointModel, PackagedModel
 from qsample.package import read_package
 from qsample.text.tokenizer import Tokenizer as RuntimeTokenizer
 from qsample.transforms.cache import DecodeContext
 from qsample.transforms.decoder import LastTokenHead, apply_transforms
+from tests.helpers.mixtures import mixture
 from tests.helpers.tiny_models import byte_tokenizer, export_without_sampler, random_model, save_checkpoint
 
 WORDS = ["in", "the", "begin", "##ning"]
@@ -34,28 +44,26 @@ def graph_interface(path: Path) -> tuple[list[str], list[str]]:
     return [value.name for value in graph.input], [value.name for value in graph.output]
 
 
-def test_graphs_have_the_interface_of_the_contract(exported: Callable[..., Path]) -> None:
-    everything = dict.fromkeys(("logit_bias", "allowed_tokens", "logprobs", "return_pdfs"), True)
-    for features in ({}, {"include_sampler": False}, {**everything, "top_logprobs": 3}):
-        package = read_package(exported("llama", **features))
-        for name, spec in package.interface.graphs.items():
-            assert graph_interface(package.path / name) == (spec.input_names, spec.output_names), (features, name)
+def test_graphs_have_the_interface_of_the_contract(exported: Callable[..., Path], tmp_path: Path) -> None:
+    package = read_package(exported("llama", include_sampler=False))
+    everything = Features(logit_bias=True, allowed_tokens=True, logprobs=True, probs=True, top_logprobs=3)
+    interface = replace(package.interface, features=everything)
+    write_graphs(ir.load(package.path / "decoder.onnx"), interface, 0, tmp_path)
+    for folder, expected in ((package.path, package.interface), (tmp_path, interface)):
+        for name, spec in expected.graphs.items():
+            assert graph_interface(folder / name) == (spec.input_names, spec.output_names), name
 
 
 def test_axes_and_dtypes_are_those_of_the_contract(llama_package: Path) -> None:
     package = read_package(llama_package)
     graph = onnx.load(package.path / "decoder.onnx", load_external_data=False).graph
     specs = {spec.name: spec for spec in (*package.interface.decoder.inputs, *package.interface.decoder.states)}
+    assert "logits" not in {value.name for value in graph.output}
     for value in graph.input:
         spec, tensor = specs[value.name], value.type.tensor_type
         dims = [dim.dim_param or dim.dim_value for dim in tensor.shape.dim]
         assert dims == [package.interface.sizes.get(axis, axis) for axis in spec.axes], value.name
         assert onnx.helper.tensor_dtype_to_np_dtype(tensor.elem_type) == np.dtype(spec.dtype), value.name
-
-
-def test_logits_do_not_leave_the_graph(llama_package: Path) -> None:
-    _, outputs = graph_interface(llama_package / "decoder.onnx")
-    assert "logits" not in outputs
 
 
 def test_manifest_records_source_versions_and_parity(llama_package: Path, checkpoint: Callable[[str], Path]) -> None:
@@ -167,6 +175,7 @@ def test_the_weight_hash_does_not_see_the_transforms(model_type: str) -> None:
     assert weight_hash(model) == before
 
 
+@pytest.mark.slow
 def test_a_model_can_be_exported_twice(tmp_path: Path) -> None:
     model = random_model("qwen3")
     first = export_without_sampler(model, tmp_path / "first")
@@ -175,53 +184,56 @@ def test_a_model_can_be_exported_twice(tmp_path: Path) -> None:
     assert first.manifest.parity == second.manifest.parity
 
 
-def test_float16_package(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
-    model = AutoModelForCausalLM.from_pretrained(checkpoint("llama"), dtype="float16").export(tmp_path / "half")
+def test_float16_package(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "checkpoint", "llama", num_hidden_layers=1)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint", dtype="float16").export(tmp_path / "half")
     assert model.package.interface.dtype == "float16"
     assert model.package.manifest.parity["max_error"] < 0.1
     assert len(model.generate([[5, 6, 7]], do_sample=False, max_new_tokens=5).token_ids[0]) == 5
 
 
-def test_progress_runs_from_0_to_1(tmp_path: Path) -> None:
-    seen: list[tuple[str, float]] = []
-    export_without_sampler(
-        random_model("llama"), tmp_path / "package", progress=lambda stage, done: seen.append((stage, done))
+@pytest.fixture
+def without_a_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An export that writes a file in place of the graphs."""
+    for name in ("trace", "fill_placeholders", "outline_scans", "lower_experts", "align_row_sums"):
+        monkeypatch.setattr(export, name, lambda *_: None)
+    monkeypatch.setattr(
+        export, "write_graphs", lambda model, interface, pad, folder, **_: (folder / "decoder.onnx").write_bytes(b"")
     )
-    fractions = [done for _, done in seen]
-    assert (fractions[0], fractions[-1]) == (0.0, 1.0)
-    assert fractions == sorted(fractions)
 
 
-@pytest.mark.parametrize("error", [RuntimeError("no"), KeyboardInterrupt(), OSError(28, "No space left on device")])
+@pytest.mark.usefixtures("without_a_trace")
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (RuntimeError("no kernel for it"), r"onnxruntime cannot run the exported graph \(no kernel for it\)"),
+        (KeyboardInterrupt(), None),
+        (OSError(28, "No space left on device"), None),
+    ],
+)
 def test_a_failed_or_interrupted_export_leaves_nothing(
-    error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    error: BaseException, message: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*args: Any, **options: Any) -> Any:
+    written: list[Path] = []
+
+    def fail(decoder: Path, *args: Any, **options: Any) -> Any:
+        written.append(decoder)
+        assert decoder.exists()
         raise error
 
     monkeypatch.setattr(parity, "check", fail)
     with pytest.raises(BaseException) as raised:  # noqa: PT011
         export_without_sampler(random_model("llama"), tmp_path / "package")
     assert raised.value is error or raised.value.__cause__ is error
+    assert message is None or (isinstance(raised.value, ParityError) and re.search(message, str(raised.value)))
+    assert len(written) == 1
     assert os.listdir(tmp_path) == []
 
 
 # Bad input.
 
 
-def test_a_graph_that_onnxruntime_cannot_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def check(*args: object, **options: object) -> None:
-        raise RuntimeError("no kernel for it")
-
-    monkeypatch.setattr(parity, "check", check)
-    with pytest.raises(ParityError, match=r"onnxruntime cannot run the exported graph \(no kernel for it\)"):
-        export_without_sampler(random_model("llama"), tmp_path / "package")
-    assert os.listdir(tmp_path) == []
-
-
 def test_models_without_a_cache_are_refused_before_tracing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from qsample.exporters import export
-
     monkeypatch.setattr(export, "trace", lambda *_: pytest.fail("traced a model that it cannot export"))
     with pytest.raises(UnsupportedModelError):
         export_without_sampler(random_model("openai-gpt"), tmp_path / "package")
@@ -237,3 +249,125 @@ def test_tokenizer_larger_than_the_vocabulary(tmp_path: Path) -> None:
 def test_dtype_without_a_kernel(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModelError, match=r"bfloat16.*float32, float16"):
         AutoModelForCausalLM.from_pretrained(checkpoint("llama"), dtype="bfloat16").export(tmp_path / "package")
+
+
+SIZES = {"hidden_size": 192, "intermediate_size": 512, "vocab_size": 1000, "num_hidden_layers": 1}
+
+
+def large_checkpoint(folder: Path, dtype: torch.dtype = torch.bfloat16, **changes: object) -> CheckpointModel:
+    random_model("llama", **SIZES | changes).to(dtype).save_pretrained(folder, max_shard_size="1MB")  # type: ignore[arg-type]
+    model = AutoModelForCausalLM.from_pretrained(folder, tokenizer=None)
+    assert isinstance(model, CheckpointModel)
+    return model
+
+
+def size(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+
+
+def sizes_at_the_gate(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Gets the size of `folder` when the parity gate opens, which is after the graph is written."""
+    sizes, check = [], parity.check
+
+    def measured(*arguments: Any, **options: Any) -> Any:
+        sizes.append(size(folder))
+        return check(*arguments, **options)
+
+    monkeypatch.setattr(parity, "check", measured)
+    return sizes
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"weights": "int4"},
+        pytest.param({"weights": "int8", "kv_cache_dtype": "int8"}, marks=pytest.mark.slow),
+        pytest.param({}, marks=pytest.mark.slow),
+    ],
+)
+def test_it_is_the_package_that_a_portable_one_is_compiled_to(
+    options: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = large_checkpoint(tmp_path / "checkpoint", tie_word_embeddings=not options)
+    before = size(tmp_path / "checkpoint")
+    sizes = sizes_at_the_gate(tmp_path, monkeypatch)
+    portable = model.export(tmp_path / "portable")
+    assert size(tmp_path / "portable") < 1.05 * before + 1_000_000  # the graph of the sampler is most of the rest
+    there = portable.compile(tmp_path / "there", ctx_len=64, max_divergence=10, **options)
+    if options == {"weights": "int4"}:
+        check_asked_space(portable, tmp_path, monkeypatch)
+    written = size(tmp_path)
+    straight = model.compile(tmp_path / "straight", ctx_len=64, max_divergence=10, **options)
+    assert sizes[1] - written < 0.1 * before + 1_000_000  # no weight is copied on the way
+    for name in ("decoder.onnx.data", "config.json", "initial_state.onnx"):
+        assert straight.package.manifest.files[name] == there.package.manifest.files[name]
+    assert straight.package.manifest.parity == portable.package.manifest.parity
+    assert straight.package.manifest.source == portable.package.manifest.source
+    prompts = [[5, 6, 7], [900, 1]]
+    ids = [package.generate(prompts, max_new_tokens=8, do_sample=False).token_ids for package in (there, straight)]
+    assert ids[0] == ids[1]
+    assert sorted(os.listdir(tmp_path)) == ["checkpoint", "portable", "straight", "there"]
+
+
+def check_asked_space(portable: PackagedModel, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is really written, 4 bits, scales and tables, has to fit twice before anything is written."""
+    numbers = sum(file.stat().st_size for file in (folder / "checkpoint").glob("*.safetensors")) // 2
+    asked: list[int] = []
+
+    def full(folder: Path, needed: int, what: str) -> None:
+        asked.append(needed)
+        raise PackageError(f"{what} needs about {space.format_bytes(needed)}")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(import_module("qsample.compiler.compile"), "check_free", full)
+        with pytest.raises(PackageError, match="the package needs about"):
+            portable.compile(folder / "full", ctx_len=64, weights="int4")
+    assert 2 * numbers * 0.5 < asked[0] < 2 * numbers * 0.75 + 500_000
+    assert sorted(os.listdir(folder)) == ["checkpoint", "portable", "there"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_no_weight_is_copied_on_the_way(dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = large_checkpoint(tmp_path / "checkpoint", dtype)
+    sizes = sizes_at_the_gate(tmp_path, monkeypatch)
+    model.compile(tmp_path / "package", ctx_len=64, weights="int4", max_divergence=10)
+    assert sizes[0] < 1.1 * size(tmp_path / "checkpoint") + 1_000_000
+
+
+@pytest.mark.slow
+def test_weights_that_are_computed(tmp_path: Path) -> None:
+    from tests.helpers.adapters import lora_pair, save_adapter
+
+    large_checkpoint(tmp_path / "checkpoint")
+    save_adapter(tmp_path / "adapter", lora_pair("model.layers.0.mlp.up_proj", 512, 192))
+    check_straight(tmp_path, adapter=str(tmp_path / "adapter"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "model_type",
+    [
+        "qwen3_moe",  # each expert on its own, gate and up too
+        "mixtral",  # by other names
+        "granitemoe",  # all experts in one tensor, up behind gate
+    ],
+)
+def test_experts_are_not_copied_on_the_way(model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes_of_experts = {"hidden_size": 256, "moe_intermediate_size": 96, "intermediate_size": 96}
+    mixture(model_type, **sizes_of_experts).to(torch.bfloat16).save_pretrained(tmp_path / "checkpoint")
+    sizes = sizes_at_the_gate(tmp_path, monkeypatch)
+    written = check_straight(tmp_path)
+    assert sizes[1] - written < 0.2 * size(tmp_path / "checkpoint") + 800_000
+
+
+def check_straight(folder: Path, **options: Any) -> int:
+    """Check that the checkpoint compiles to what its portable package does. Returns the size of `folder` before."""
+    model = AutoModelForCausalLM.from_pretrained(folder / "checkpoint", tokenizer=None, **options)
+    there = model.export(folder / "portable").compile(folder / "there", ctx_len=64, weights="int8")
+    before = size(folder)
+    straight = model.compile(folder / "straight", ctx_len=64, weights="int8")
+    name = "decoder.onnx.data"
+    assert straight.package.manifest.files[name] == there.package.manifest.files[name]
+    assert straight.package.manifest.parity == there.package.manifest.parity
+    return before

@@ -38,7 +38,14 @@ def hugging_face_greedy(checkpoint: Path, rows: list[list[int]]) -> list[list[in
     return out
 
 
-@pytest.mark.parametrize("model_type", sorted(FAMILIES))
+# A cache alone; windows and soft caps; learned positions; a mixture; a recurrence next to attention.
+QUICK = ("llama", "gemma2", "gpt2", "qwen3_moe", "qwen3_5_text")
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in sorted(FAMILIES)],
+)
 def test_random_models(model_type: str, checkpoint: Callable[[str], Path], exported: Callable[..., Path]) -> None:
     rows = prompts(VOCAB_SIZE)
     output = AutoModelForCausalLM.from_pretrained(exported(model_type)).generate(

@@ -16,6 +16,7 @@ import pytest
 
 import qsample
 from qsample import AutoModelForCausalLM
+from qsample.cli import run
 from qsample.errors import QsampleError
 from qsample.exporters.foreign.original import Original
 from qsample.interface import Features
@@ -156,18 +157,15 @@ def test_the_window_that_a_graph_lacks_is_said(decoder: Decoder, tmp_path: Path)
         qsample.bake(folder, tmp_path / "out", features=Features(sampler=False))
 
 
-def test_the_command(decoder: Decoder, tmp_path: Path) -> None:
+def test_the_command(decoder: Decoder, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder, file = decoder("community_gqa/onnx/model_q4f16.onnx")
-    code = "import sys; from qsample.cli import run; sys.exit(run(sys.argv[1:]))"
-    command = [sys.executable, "-c", code, "bake", str(folder), str(tmp_path / "out"), "--file", str(file)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip().endswith("out")
+    command = ["bake", str(folder), str(tmp_path / "out"), "--file", str(file)]
+    assert run(command) == 0
+    assert capsys.readouterr().out.strip().endswith("out")
     manifest = json.loads((tmp_path / "out" / "qsample.json").read_text())
     assert manifest["interface"]["dtype"] == "float16"
-    again = subprocess.run(command, capture_output=True, text=True)
-    assert again.returncode == 1
-    assert "already holds a package" in again.stderr
+    assert run(command) == 1
+    assert "already holds a package" in capsys.readouterr().err
 
 
 def test_the_readmes_file_without_torch_and_transformers(tmp_path: Path) -> None:

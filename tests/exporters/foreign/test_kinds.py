@@ -24,7 +24,7 @@ Decoder = Callable[[str], tuple[Path, str | None]]
 PROMPTS = [[1, 17, 40, 23, 9], [1, 88], [1, 30, 31, 32, 33, 34, 35, 36, 37, 38, 39, 40]]
 TOKENS = 12
 # One of each way of keeping a cache and of choosing the last token; the others are slow together.
-QUICK = {"genai_cpu_int4_pruned", "genai_webgpu_int4", "optimum_gemma3", "community_gqa/onnx/model.onnx"}
+QUICK = {"genai_cpu_int4_pruned", "genai_webgpu_int4", "optimum_gemma3"}
 KINDS = [
     pytest.param(kind, marks=[] if kind in QUICK else pytest.mark.slow, id=kind.replace("/onnx/", "/"))
     for kind in (*GROUPED, *PLAIN)

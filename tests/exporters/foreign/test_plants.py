@@ -61,7 +61,13 @@ def last_of_the_batch(nodes: Nodes, rows: Rows) -> Rows:
     return replace(rows, last=nodes("Max", [rows.last, longest], INT64, ["B", 1]))
 
 
-@pytest.mark.parametrize("kind", ["genai_cpu_fp32", "genai_cpu_int4", "genai_dml_fp16", "optimum_llama"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("genai_dml_fp16", "optimum_llama"),
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("genai_cpu_fp32", "genai_cpu_int4")),
+    ],
+)
 @pytest.mark.parametrize("change", [lengths_without_padding, token_before_last, last_of_the_batch])
 def test_lengths(
     change: Callable[[Nodes, Rows], Rows],
@@ -74,17 +80,23 @@ def test_lengths(
     refused(kind, decoder, tmp_path)
 
 
-@pytest.mark.parametrize("kind", ["genai_dml_fp16", "genai_dml_int4", "optimum_gemma3", "optimum_gpt2"])
-@pytest.mark.parametrize("change", [positions_from_zero, one_position_later])
+@pytest.mark.parametrize(
+    ("kind", "change"),
+    [
+        ("genai_dml_fp16", positions_from_zero),
+        ("optimum_gpt2", one_position_later),  # rotary embeddings know differences of positions only
+        pytest.param("genai_dml_int4", positions_from_zero, marks=pytest.mark.slow),
+        pytest.param("optimum_gemma3", positions_from_zero, marks=pytest.mark.slow),
+        pytest.param("optimum_gpt2", positions_from_zero, marks=pytest.mark.slow),
+    ],
+)
 def test_positions(
-    change: Callable[[Nodes, Rows], Rows],
     kind: str,
+    change: Callable[[Nodes, Rows], Rows],
     decoder: Decoder,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    if change is one_position_later and kind != "optimum_gpt2":
-        pytest.skip("rotary embeddings know differences of positions only")
     with_rows(monkeypatch, change)
     refused(kind, decoder, tmp_path)
 
@@ -111,10 +123,10 @@ def with_rule(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
     ("kind", "changes"),
     [
         ("optimum_granite", {"scale": lambda scale: 1.02 * scale}),
-        ("optimum_mistral", {"window": None}),
+        pytest.param("optimum_mistral", {"window": None}, marks=pytest.mark.slow),
         ("optimum_mistral", {"window": lambda window: window + 1}),
-        ("optimum_mistral", {"window": lambda window: window - 1}),
-        ("optimum_gemma2_eager", {"softcap": 0.0}),
+        pytest.param("optimum_mistral", {"window": lambda window: window - 1}, marks=pytest.mark.slow),
+        pytest.param("optimum_gemma2_eager", {"softcap": 0.0}, marks=pytest.mark.slow),
         ("optimum_gemma2_eager", {"softcap": lambda cap: 0.8 * cap}),
     ],
 )
@@ -165,8 +177,8 @@ def swap_layers(graph: ir.Graph) -> None:
     [
         ("genai_cpu_gemma2", drop_window),
         ("genai_cpu_gemma2", drop_softcap),
-        ("genai_cpu_fp32", swap_keys_and_values),
-        ("genai_cpu_int4", swap_layers),
+        pytest.param("genai_cpu_fp32", swap_keys_and_values, marks=pytest.mark.slow),
+        pytest.param("genai_cpu_int4", swap_layers, marks=pytest.mark.slow),
         ("genai_cuda_fp16", swap_layers),
     ],
 )
