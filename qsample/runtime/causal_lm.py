@@ -33,7 +33,7 @@ from qsample.text.generated_text import Streamer, check_streamer
 from qsample.text.tokenizer import Tokenizer
 from qsample.values import check_count
 
-_CAPACITY_STEP: Final = 64  # capacities are multiples of this, where nothing else decides
+_CAPACITY_STEP: Final = 64  # capacities are multiples of this, if nothing else decides
 
 
 def load(
@@ -55,12 +55,12 @@ def load(
             device package was compiled for, otherwise "cpu".
         ctx_len: capacity of every row in tokens, for portable packages; None = what each generation needs, up to the
             model's max_position_embeddings.
-        intra_op_num_threads: threads of one operator; None = ONNX Runtime's choice, the machine's cores, or as many as
-            this process may use where its affinity or a control group's quota leaves it fewer.
+        intra_op_num_threads: threads of an operator; None = ONNX Runtime's choice, the machine's cores, or as many as
+            this process may use if its affinity or a control group's quota leaves it fewer.
         provider_options, session_config: passed to ONNX Runtime.
         verify: compare every file's sha256 with the manifest first.
 
-    Raises PackageError where the package is damaged, QsampleError where it does not fit the provider or ctx_len.
+    Raises PackageError if the package is damaged, QsampleError if it does not fit the provider or ctx_len.
 
     >>> model = load("exported")
     >>> model.generate("In the beginning", max_new_tokens=16, temperature=0.8, seed=1).texts
@@ -78,10 +78,10 @@ def load(
 class CausalLM(ModelMethods):
     """A loaded package.
 
-    package: where it came from. tokenizer: None where it was exported without one. config: the model's config.json.
-    sessions: the graphs. batch_size: most rows of one call; None = any.
+    package: its folder and manifest. tokenizer: None if it was exported without a tokenizer. config: the model's
+    config.json. sessions: the graphs. batch_size: most rows of a call; None = any.
 
-    It pickles as the path of its package and the arguments of `load`: whoever unpickles it opens that package.
+    It pickles as the path of its package and the arguments of `load`, and is opened again from there.
     """
 
     def __init__(
@@ -117,8 +117,8 @@ class CausalLM(ModelMethods):
 
     @property
     def generation_config(self) -> GenerationConfig:
-        """The model's own settings, which count where a call says nothing else. They may be changed, or replaced by
-        whatever `generate` takes as its generation_config."""
+        """The defaults of calls, from the model's file. They may be changed, or replaced by a mapping, an object or a
+        path, as in `generate`."""
         return self._generation_config
 
     @generation_config.setter
@@ -172,12 +172,12 @@ class CausalLM(ModelMethods):
                 None = those of `params`, otherwise fresh seeds. A row depends on its own seed only, not on the batch.
             allowed_tokens: int32 bitmask of the tokens that may be sampled, [W] or [B, W]; or a function that writes
                 the mask of each next token, see `AllowedTokensFn`. Needs the feature.
-            prefill_chunk_size: most tokens of short prompts that are read in one call; None = as many as make it
+            prefill_chunk_size: most tokens of short prompts that are read in a call; None = as many as make it
                 faster. A prompt is read in `sessions.pieces` in any case.
             flush_every: decode steps between two reads of the sampled tokens; None = 1 on the CPU, 4 elsewhere. It
                 changes no token, only how many come at once.
             double_buffering: start the next step while the last one's tokens are read and streamed; False waits.
-            stop_strings: texts that end a row. `texts` is cut off before the first one that is complete;
+            stop_strings: texts that end a row. `texts` is cut off before the first complete stop string;
                 `token_ids` goes on to the token that completes it. None = those of the generation_config.
             return_dict_in_generate: False = an array of the `sequences` alone.
             options: fields of SamplingParams, or do_sample, in place of `params`; as in
@@ -211,10 +211,12 @@ class CausalLM(ModelMethods):
             processors = LogitsProcessors(call.logits_processor, sequences, self.interface, flush_every)
         slots = min(len(sequences), self.batch_size or len(sequences))
         if (guide is not None or end is not None) and slots < len(sequences):
-            what = "stopping_criteria and max_time follow" if guide is None else "a function for allowed_tokens follows"
+            follow = (
+                "stopping_criteria and max_time follow" if guide is None else "a function for allowed_tokens follows"
+            )
             raise ValueError(
-                f"{len(sequences)} prompts were given and the package was compiled for {slots} at most; {what} one "
-                "batch"
+                f"{len(sequences)} prompts were given and the package was compiled for {slots} at most; {follow} a "
+                "single batch"
             )
         if streamer is not None:
             check_streamer(streamer, len(sequences))
@@ -280,16 +282,16 @@ class CausalLM(ModelMethods):
         )
 
     def _take_slots(self, count: int, capacity: int) -> Slots:
-        """Those that were captured before, or new ones."""
+        """Slots that were captured before, or new slots."""
         captured = self._captured.pop((count, capacity), None)
         if captured is not None:
             return captured
-        self._captured.clear()  # one batch's memory at a time
+        self._captured.clear()  # the memory of a single batch at a time
         return Slots(self.sessions, count, capacity)
 
     def capacity(self, tokens: int) -> int:
-        """T for rows of `tokens` tokens: fixed by the package or `load`, otherwise that many, rounded up; at most what
-        the model knows."""
+        """The size T of buffers for rows of `tokens` tokens: fixed by the package or `load`, otherwise `tokens`, rounded
+        up, and at most the model's positions."""
         if self._ctx_len is not None:
             return self._ctx_len
         rounded = -(-tokens // _CAPACITY_STEP) * _CAPACITY_STEP

@@ -15,10 +15,13 @@ from qsample.tensors import Array
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What one step sampled, copied to the host.
+    """The results of a step, copied to the host.
 
-    tokens: [B] int64. emitted: [B] bool, false where the row had ended before, or its logits were invalid. status: [B]
-    int32 after the step. outputs: the optional outputs that the package has, by name.
+    Args:
+        tokens: [B] int64.
+        emitted: [B] bool; false if the row had ended before, or its logits were invalid.
+        status: [B] int32, after the step.
+        outputs: the optional outputs of the package, by name.
     """
 
     tokens: Array
@@ -31,15 +34,20 @@ class AllowedTokensFn(Protocol):
     """Guided decoding: writes the mask of every next token into one array, which keeps its values between calls."""
 
     def __call__(self, step: Step | None, mask: Array) -> None:
-        """step: what was sampled last, None before the first token. mask: [B, W] int32, bit i of word w for token
-        32 w + i, all ones at first. Called while some row still runs; the masks of rows that ended are ignored."""
+        """Called before each token while some row runs; the masks of rows that have ended are ignored.
+
+        Args:
+            step: the last results, None before the first token.
+            mask: [B, W] int32, bit i of word w for token 32 w + i, all set at first.
+        """
 
 
 class Guide:
-    """Calls one function for its sequences, and gives each the mask that it writes."""
+    """Calls a function for its sequences, and gives each sequence the mask that the function writes."""
 
     def __init__(self, function: AllowedTokensFn, sequences: list[Sequence], mask: Array, pad_token_id: int) -> None:
-        """mask: [B, W] int32, all ones; row i belongs to sequence i. pad_token_id: shown for a row without a token."""
+        """mask: [B, W] int32, all bits set; row i is of sequence i. pad_token_id: stands for the token of a row that
+        has none."""
         self._function = function
         self.sequences = sequences
         self._mask = mask
@@ -65,10 +73,10 @@ class Guide:
             set_parameter(sequence, ALLOWED_TOKENS.name, mask)
 
     def _call(self, step: Step | None) -> None:
-        self._function(step, self._mask.view())  # a view, so that its shape and dtype are not the caller's to change
+        self._function(step, self._mask.view())  # a view, so that the function cannot change its shape and dtype
 
     def _step(self, emitted: Array) -> Step:
-        """The newest token of every sequence: the loop reads guided ones after each."""
+        """The newest token of every sequence: the loop reads guided sequences after each token."""
         rows = len(self.sequences)
         tokens = np.full(rows, self._pad, dtype=np.int64)
         status = np.array([sequence.status for sequence in self.sequences], dtype=np.int32)

@@ -1,4 +1,4 @@
-"""What `generate` returns."""
+"""The result of `generate`."""
 
 from __future__ import annotations
 
@@ -20,8 +20,14 @@ _FILL = {"logprobs": np.nan, "top_logprobs": np.nan, "top_logprob_ids": -1, "pro
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """prefill_seconds: until the first token of every row. decode_seconds: from there to the end. steps: decode steps
-    of the whole batch, each one run of the graph; double buffering may run one window more than the rows needed."""
+    """The time of a batch.
+
+    Args:
+        prefill_seconds: until the first token of every row.
+        decode_seconds: from there to the end.
+        steps: decode steps of the whole batch, a run of the graph each; double buffering may run a window more than the
+            rows needed.
+    """
 
     prefill_seconds: float
     decode_seconds: float
@@ -30,20 +36,27 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class GenerateOutput:
-    """What `generate` returns; row i belongs to prompt i, or, with num_return_sequences n, to prompt i // n.
+    """The result of `generate`; row i belongs to prompt i, or, with num_return_sequences n, to prompt i // n.
 
-    Indexed, measured or iterated over, it is its `sequences`, which is all that transformers returns unless it is asked
-    for more: `tokenizer.decode(output[0])`, `output[:, input_ids.shape[1] :]`.
+    Indexed, measured or iterated over, it is its `sequences`, as transformers returns no more unless a caller asks for
+    more: `tokenizer.decode(output[0])`, `output[:, input_ids.shape[1] :]`.
 
-    sequences: [B, P + N] int64 as transformers lays it out: the prompts in P columns, padding included, and from column
-    P on the new tokens, then the pad id. A prompt that was given padded stays where it was, on either side; prompts of
-    different lengths get the pad id on their left.
-    token_ids: the sampled tokens, a stop token included. texts: their text, a continuation of the prompt; None
-    where the package has no tokenizer. finish_reasons: "stop" (a stop token, a stop string or a stopping criterion),
-    "length", "time" (max_time), or "invalid" (the model gave NaN or infinite logits). seeds: each reproduces its row.
-    prompt_lengths: in tokens, without padding.
-    Packages with the feature; N = most new tokens of a row; NaN, -1 or 0 past a row's end. logprobs: [B, N] float32.
-    top_logprob_ids: [B, N, M] int32. top_logprobs: [B, N, M] float32. probs: [B, N, V] float32.
+    Args:
+        sequences: [B, P + N] int64 in transformers' layout: the prompts in P columns, padding included, and from column
+            P on the new tokens, then the pad id. The padding of a prompt stays on its side; prompts of different
+            lengths get the pad id on their left.
+        token_ids: the sampled tokens, a stop token included.
+        texts: their text, a continuation of the prompt; None if the package has no tokenizer.
+        finish_reasons: "stop" (a stop token, a stop string or a stopping criterion), "length", "time" (max_time), or
+            "invalid" (the model gave NaN or infinite logits).
+        seeds: each reproduces its row.
+        prompt_lengths: in tokens, without padding.
+        timing: of the whole batch.
+        logprobs: [B, N] float32, for packages with the feature, like those below; N = most new tokens of a row; NaN
+            after a row's end.
+        top_logprob_ids: [B, N, M] int32; -1 after a row's end.
+        top_logprobs: [B, N, M] float32; NaN after a row's end.
+        probs: [B, N, V] float32; 0 after a row's end.
     """
 
     sequences: Array
@@ -69,7 +82,7 @@ class GenerateOutput:
         return iter(self.sequences)
 
     def __getitem__(self, index: Any) -> Any:
-        """Of the sequences; a field, where it is a text, as in transformers' ModelOutput."""
+        """An item of the sequences; a field, if `index` is its name, as in transformers' ModelOutput."""
         if isinstance(index, str):
             if index not in self.__slots__:
                 raise KeyError(f"{index!r}; the fields are {', '.join(self.__slots__)}")
@@ -77,7 +90,7 @@ class GenerateOutput:
         return self.sequences[index]
 
     def __getattr__(self, name: str) -> Any:
-        # Only for what is not there: the fields of transformers' outputs say where else to look.
+        # Only called for a name without a field: for those of transformers' outputs, it says what to do instead.
         refusal = GENERATE.get(f"output_{name}", GENERATE.get(name))
         raise AttributeError(f"generate returns no {name}" + (f": {refusal.instead}" if refusal else ""))
 
@@ -86,7 +99,7 @@ class GenerateOutput:
 
 
 def make_output(interface: Interface, sequences: list[Sequence], pad: int, timing: Timing) -> GenerateOutput:
-    """The output of sequences that have ended. pad: token id behind the shorter rows."""
+    """The output of sequences that have ended. pad: token id after the shorter rows."""
     texts = []
     for sequence in sequences:
         if sequence.text is not None:
@@ -116,7 +129,7 @@ def _optional_outputs(interface: Interface, sequences: list[Sequence]) -> dict[s
         for row, sequence in enumerate(sequences):
             for index, outputs in enumerate(sequence.outputs[: len(sequence.token_ids)]):
                 values[row, index] = outputs[spec.name]
-        # `logprobs` has a column for the one token; the others have one for each alternative or token.
+        # `logprobs` has a single column, of the sampled token; the others have a column for each token.
         gathered[spec.name] = values[:, :, 0] if spec is LOGPROBS else values
     return gathered
 

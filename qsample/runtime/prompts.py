@@ -15,7 +15,7 @@ from qsample.text.tokenizer import Tokenizer
 from qsample.values import is_integer
 
 _ACCEPTED: Final = (
-    "give a text, token ids, a list of either, a 2-D integer array (with attention_mask where it is padded), or chat "
+    "give a text, token ids, a list of either, a 2-D integer array (with attention_mask if it is padded), or chat "
     'messages [{"role": ..., "content": ...}]'
 )
 _INT64: Final = 2**63
@@ -53,14 +53,11 @@ def parse_prompts(
     if isinstance(inputs, Mapping) and "input_ids" in inputs:
         attention_mask = inputs.get("attention_mask") if attention_mask is None else attention_mask
         inputs = inputs["input_ids"]
-    if hasattr(inputs, "__array__"):
-        _refuse_chat_options(call.chat)
-        rows = _array_rows(inputs)
-        texts = [False] * len(rows)
-    else:
-        rows, texts = _list_rows(inputs, tokenizer, call.chat)
-    if not rows:
+    items = _items(inputs)
+    if not len(items):
         raise ValueError("no prompt was given; give at least one")
+    rows = [_row(index, item, tokenizer, call.chat) for index, item in enumerate(items)]
+    texts = [isinstance(item, str) or _is_chat(item) for item in items]
     if attention_mask is not None:
         masks = _masks(attention_mask, rows, texts)
     else:
@@ -86,48 +83,40 @@ def parse_prompts(
     return prompts
 
 
-def _array_rows(inputs: Any) -> list[Array]:
-    ids = _as_array(inputs)
-    if ids.ndim not in (1, 2):
-        raise ValueError(f"input ids have shape {ids.shape}; give [rows, tokens], or one row")
-    return list(np.atleast_2d(ids))
-
-
-def _list_rows(inputs: Any, tokenizer: Tokenizer | None, chat: ChatOptions | None) -> tuple[list[Array], list[bool]]:
-    """The rows, and which of them were text."""
+def _items(inputs: Any) -> Sequence[Any]:
+    """The prompts as they were given, one by one."""
+    if hasattr(inputs, "__array__"):
+        ids = _as_array(inputs)
+        if ids.ndim not in (1, 2):
+            raise ValueError(f"input ids have shape {ids.shape}; give [rows, tokens], or one row")
+        return list(np.atleast_2d(ids))
     if isinstance(inputs, str) or _is_chat(inputs) or _is_ids(inputs):
-        inputs = [inputs]
+        return [inputs]
     if isinstance(inputs, Mapping | bytes) or not isinstance(inputs, Sequence):
         raise ValueError(f"inputs is a {type(inputs).__name__}; {_ACCEPTED}")
-    rows = [_row(item, index, tokenizer, chat) for index, item in enumerate(inputs)]
-    return rows, [isinstance(item, str) or _is_chat(item) for item in inputs]
+    return inputs
 
 
-def _row(item: Any, index: int, tokenizer: Tokenizer | None, chat: ChatOptions | None) -> Array:
+def _row(index: int, item: Any, tokenizer: Tokenizer | None, chat: ChatOptions | None) -> Array:
+    """The token ids of a prompt, [n] int64."""
     is_chat = _is_chat(item)
-    if not is_chat:
-        _refuse_chat_options(chat)
+    if chat is not None and not is_chat:
+        raise ValueError(f"{', '.join(chat.given)} go with chat messages, and another kind of prompt was given")
     if isinstance(item, str) or is_chat:
         if tokenizer is None:
             raise ValueError("the package has no tokenizer, so it takes no text; give token ids")
-        ids = tokenizer.encode_chat(item, chat) if is_chat else tokenizer.encode(item)
-        return np.array(ids, dtype=np.int64)
+        return np.array(tokenizer.encode_chat(item, chat) if is_chat else tokenizer.encode(item), dtype=np.int64)
     if hasattr(item, "__array__"):
         array = _as_array(item)
         if array.ndim == 1:
             return array
     elif _is_ids(item) or (isinstance(item, Sequence) and len(item) == 0):
-        ids = [int(token) for token in item]
-        for token in ids:
-            if not -_INT64 <= token < _INT64:
-                raise ValueError(f"prompt {index} has token id {shown(token)}; no model has so many tokens")
-        return np.array(ids, dtype=np.int64)
+        try:
+            return np.array([*map(int, item)], dtype=np.int64)
+        except OverflowError:
+            largest = shown(max(item, key=abs))
+            raise ValueError(f"prompt {index} has token id {largest}; no model has so many tokens") from None
     raise ValueError(f"prompt {index} is {shown(item)}; {_ACCEPTED}")
-
-
-def _refuse_chat_options(chat: ChatOptions | None) -> None:
-    if chat is not None:
-        raise ValueError(f"{', '.join(chat.given)} go with chat messages, and another kind of prompt was given")
 
 
 def _is_chat(value: Any) -> bool:
@@ -139,15 +128,15 @@ def _is_ids(value: Any) -> bool:
 
 
 def read_array(what: str, value: Any) -> Array:
-    """`value` as an array, a torch tensor on a device included. Raises ValueError; what: it is, for the message."""
+    """`value` as an array, even a torch tensor on a device. Raises ValueError. what: its name in the message."""
     try:
         return np.asarray(value.cpu() if hasattr(value, "cpu") else value)
-    except Exception as error:  # the other library's own, where a tensor has no data or another layout
-        raise ValueError(f"{what} is {shown(value)}, which is no plain array: {error}") from error
+    except Exception as error:  # of the other library, if a tensor has no data or another layout
+        raise ValueError(f"{what} is {shown(value)}, which is not a plain array: {error}") from error
 
 
 def _as_array(value: Any) -> Array:
-    """An integer array of `value`, a torch tensor on a device included."""
+    """An integer array of `value`, which may be a torch tensor on a device."""
     array = read_array("token ids", value)
     if array.dtype.kind not in "iu":
         raise ValueError(f"token ids are {array.dtype}; give integers")
@@ -157,14 +146,14 @@ def _as_array(value: Any) -> Array:
 
 
 def _masks(attention_mask: Any, rows: Sequence[Array], texts: Sequence[bool]) -> list[Array]:
-    """Which tokens of each row are read, bool."""
+    """The tokens of each row that are read, bool."""
     if any(texts):
         raise ValueError(f"attention_mask goes with token ids, and prompt {texts.index(True)} is text; leave it out")
-    given = attention_mask
-    if not hasattr(given, "__array__") and isinstance(given, Sequence) and any(map(_has_length, given)):
-        masks = [read_array("attention_mask", row) for row in given]
+    is_array = hasattr(attention_mask, "__array__") or not isinstance(attention_mask, Sequence)
+    if not is_array and any(hasattr(row, "__len__") for row in attention_mask):
+        masks = [read_array("attention_mask", row) for row in attention_mask]
     else:
-        masks = list(np.atleast_2d(read_array("attention_mask", given)))
+        masks = list(np.atleast_2d(read_array("attention_mask", attention_mask)))
     wanted, got = [(len(row),) for row in rows], [mask.shape for mask in masks]
     if got != wanted or not all(np.isin(mask, (0, 1)).all() for mask in masks):
         raise ValueError(
@@ -178,12 +167,8 @@ def _shape(rows: Sequence[tuple[int, ...]]) -> str:
     return str((len(rows), *rows[0])) if same else f"rows of {', '.join('x'.join(map(str, row)) for row in rows)}"
 
 
-def _has_length(value: Any) -> bool:
-    return hasattr(value, "__len__")
-
-
 def check_token_ids(what: str, ids: Array, vocab_size: int) -> None:
-    """Raise ValueError unless every id is in [0, vocab_size). what: has them, for the message."""
+    """Raise ValueError unless every id is in [0, vocab_size). what: their owner, for the message."""
     outside = ids[(ids < 0) | (ids >= vocab_size)]
     if len(outside):
         raise ValueError(f"{what} has token id {outside[0]}; the model's ids are 0 to {vocab_size - 1}")

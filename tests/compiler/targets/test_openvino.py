@@ -63,5 +63,5 @@ def test_openvino_end_to_end(options: dict[str, Any], llama: Package, tmp_path: 
     assert compilation.self_test["agreeing"] == compilation.self_test["tokens"]
     wanted, model = generate(load(llama.path)), load(package.path)
     assert generate(model) == wanted
-    for chosen in ({"flush_every": 4}, {"prefill_chunk_size": 3}, {"double_buffering": False}, {"in_place": False}):
+    for chosen in ({"flush_every": 4}, {"prefill_chunk_size": 3}, {"double_buffering": False}):
         assert generate(model, **chosen) == wanted
