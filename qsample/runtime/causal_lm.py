@@ -211,9 +211,7 @@ class CausalLM(ModelMethods):
             processors = LogitsProcessors(call.logits_processor, sequences, self.interface, flush_every)
         slots = min(len(sequences), self.batch_size or len(sequences))
         if (guide is not None or end is not None) and slots < len(sequences):
-            follow = (
-                "stopping_criteria and max_time follow" if guide is None else "a function for allowed_tokens follows"
-            )
+            follow = "a function for allowed_tokens follows" if guide else "stopping_criteria and max_time follow"
             raise ValueError(
                 f"{len(sequences)} prompts were given and the package was compiled for {slots} at most; {follow} a "
                 "single batch"
@@ -290,8 +288,8 @@ class CausalLM(ModelMethods):
         return Slots(self.sessions, count, capacity)
 
     def capacity(self, tokens: int) -> int:
-        """The size T of buffers for rows of `tokens` tokens: fixed by the package or `load`, otherwise `tokens`, rounded
-        up, and at most the model's positions."""
+        """T, the size of buffers for rows of `tokens` tokens: fixed by the package or `load`, otherwise `tokens`
+        rounded up, at most the positions of the model."""
         if self._ctx_len is not None:
             return self._ctx_len
         rounded = -(-tokens // _CAPACITY_STEP) * _CAPACITY_STEP
