@@ -1,7 +1,7 @@
-"""Packages and a text enter; perplexity, KL divergence and top-1 agreement with confidence intervals leave.
+"""Perplexity, KL divergence and top-1 agreement of packages on a text, with confidence intervals.
 
-All packages read the same tokens in step, so that of each distribution only one row a package is in memory; of a token
-a few numbers are kept. It needs what running a package needs: onnxruntime, numpy and tokenizers.
+All packages read the same tokens in step, so that each package has only a row of distributions in memory; a few numbers
+of each token are kept. Like the runtime, this needs onnxruntime, numpy and tokenizers only.
 """
 
 from __future__ import annotations
@@ -36,10 +36,13 @@ _TIMED_TOKENS: Final = 64  # in front of the timed steps, and as many steps
 class Comparison:
     """How far a package is from a reference, on the same tokens.
 
-    reference: its folder. kl: Kullback-Leibler divergence of the package's distribution from the reference's,
-    sum of p_reference * ln(p_reference / p_package), in nats a token. agreement: share of tokens, in [0, 1], where the
-    likeliest token is the same (top-1). perplexity_ratio: the package's perplexity over the reference's; its interval
-    is of pairs, and so narrower than the two perplexities' own.
+    Attributes:
+        reference: its folder.
+        kl: Kullback-Leibler divergence of the package's distribution from the reference's, sum of p_reference *
+            ln(p_reference / p_package), in nats a token.
+        agreement: share of tokens, in [0, 1], with the same likeliest next token (top-1).
+        perplexity_ratio: the package's perplexity over the reference's; its interval is of pairs, and so narrower than
+            the two perplexities' own.
     """
 
     reference: str
@@ -50,11 +53,15 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True)
 class PackageQuality:
-    """One package.
+    """A package.
 
-    path: its folder. label: how its weights are held, in words. bytes: of all its files. perplexity: exp of the mean
-    negative log-likelihood of a token. comparisons: one a reference. step_ms: milliseconds of a decode step of one row,
-    median; None = not asked for.
+    Attributes:
+        path: its folder.
+        label: the format of its weights, in words.
+        bytes: of all its files.
+        perplexity: exp of the mean negative log-likelihood of a token.
+        comparisons: with each reference.
+        step_ms: milliseconds of a decode step of a row, median; None = not measured.
     """
 
     path: str
@@ -67,11 +74,14 @@ class PackageQuality:
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """Packages on one text.
+    """Packages on a text.
 
-    tokens: how many were scored. documents: how many texts they are of. max_length, stride: of the windows, in tokens;
-    see `windows.cut_windows`. confidence: of every interval, in (0, 1). packages: in the order given, then the
-    references, each of them once.
+    Attributes:
+        tokens: number of scored tokens.
+        documents: number of documents.
+        max_length, stride: of the windows, in tokens; see `texts.cut_windows`.
+        confidence: of every interval, in (0, 1).
+        packages: in the order given, then the references, each of them once.
     """
 
     tokens: int
@@ -99,21 +109,21 @@ def evaluate(
     """Score `text` by packages, and say how far they are from others.
 
     Args:
-        packages: a folder, a `Package`, what `export` and `compile` return, or a list of these.
+        packages: a folder, a `Package`, a result of `export` or `compile`, or a list of these.
         text: a document, or a list of documents. Each is a text, tokenized as a prompt is, or token ids, [n] integers.
         against: references, as `packages`: each package is compared with each of them.
-        max_length: tokens of a window, at least 2; None = what all packages hold, at most 1,024.
-        stride: tokens from one window to the next, 1 to max_length; None = half of max_length. A smaller one gives
-            tokens more context and takes longer; see `windows.cut_windows`.
-        batch_size: windows that are read at once, at least 1; fewer where a package was compiled for fewer rows.
+        max_length: tokens of a window, at least 2; None = the capacity of all packages, at most 1,024.
+        stride: tokens from a window to the next, 1 to max_length; None = half of max_length. A smaller stride gives
+            tokens more context and takes longer; see `texts.cut_windows`.
+        batch_size: windows that are read at once, at least 1; fewer if a package was compiled for fewer rows.
         confidence: of the intervals, in (0, 1); `statistics` has the method. seed: of their resamples.
-        step_time: time decode steps of one row, too, with prompts of up to 64 tokens.
+        step_time: time decode steps of a single row, too, with prompts of up to 64 tokens.
         intra_op_num_threads: of ONNX Runtime, None = its own choice.
         progress: called with a stage's name and the fraction done, in [0, 1].
 
-    Every package is loaded at the same time. Raises ValueError for a wrong argument and for a text that has nothing to
-    score; QsampleError where the packages' vocabularies or tokenizers differ, one has no tokenizer for a text, or a
-    model gives logits that are no numbers; PackageError for a folder that holds no package.
+    Every package is loaded at the same time. Raises ValueError for a wrong argument and for a text without a token to
+    score; QsampleError if the packages' vocabularies or tokenizers differ, a package has no tokenizer for a text, or a
+    model gives logits that are not numbers; PackageError for a folder that is not a package.
 
     >>> evaluate("tiny-int4", Path("book.txt").read_text(), against="tiny-cpu").packages[0].comparisons[0].kl
     """
@@ -136,7 +146,7 @@ def evaluate(
     if not windows:
         raise ValueError("text has no token to score: a document needs at least 2 tokens; give a longer text")
     rows = min([batch_size, len(windows), *(rows for one in models if (rows := _most_rows(one)) is not None)])
-    # Of several sessions, those that wait would take the processors from the one that has work.
+    # Sessions that wait would take the processors from the session that runs.
     options = SessionOptions(intra_op_num_threads, config=NO_SPINNING)
     scores = _Scores(models, pairs, sum(window.scored for window in windows))
     steppers = []
@@ -175,7 +185,7 @@ class _Scores:
         for index, row in enumerate(log_p):
             if not np.isfinite(row.max()):
                 raise QsampleError(
-                    f"{self.models[index].path} gives logits that are no numbers, at scored token {place} of the text; "
+                    f"{self.models[index].path} gives logits that are not numbers, at scored token {place}; "
                     "export or compile it again"
                 )
             self.losses[index, place] = -row[token]
@@ -222,7 +232,7 @@ def _opened(given: Any, what: str) -> dict[Path, Package]:
         if isinstance(package, str | os.PathLike):
             package = read_package(Path(package))
         if not isinstance(package, Package):
-            raise ValueError(f"{shown(entry)} is no {what}; give a package's folder, or what compile returns")
+            raise ValueError(f"{shown(entry)} is not a {what}; give a package's folder, or the result of compile")
         packages.setdefault(Path(os.path.realpath(package.path)), package)
     return packages
 
@@ -339,7 +349,7 @@ def _logits(stepper: Stepper, ids: Array, lengths: Array) -> Array:
 
 def _log_softmax(logits: Array) -> Array:
     """[V] float64."""
-    with np.errstate(invalid="ignore"):  # the caller looks for what is no number
+    with np.errstate(invalid="ignore"):  # the caller looks for invalid numbers
         shifted: Array = logits.astype(np.float64)
         shifted -= shifted.max()
         shifted -= np.log(np.exp(shifted).sum())

@@ -1,4 +1,4 @@
-"""An evaluation enters; a picture of what each package costs and how good it is leaves. Needs matplotlib."""
+"""An evaluation as a picture: the size, the speed and the quality of each package. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FORMATS: Final = (".png", ".svg")
 
 
 def check_plot(path: str | Path) -> None:
-    """Raise, before long work, where a plot cannot be written to `path`: ValueError for its name or its folder,
+    """Raise, before long work, if a plot cannot be written to `path`: ValueError for its name or its folder,
     QsampleError without matplotlib."""
     path = Path(path)
     if path.suffix.lower() not in FORMATS:
@@ -28,9 +28,9 @@ def check_plot(path: str | Path) -> None:
 
 def draw(evaluation: Evaluation, path: str | Path) -> None:
     """Draw the KL divergence from the first reference, or else the perplexity, over the packages' sizes, and over a
-    step's milliseconds where those were measured. path: a .png or .svg file, which is replaced.
+    step's milliseconds if those were measured. path: a .png or .svg file, which is replaced.
 
-    Raises what `check_plot` raises.
+    Raises the errors of `check_plot`.
     """
     check_plot(path)
     from matplotlib.figure import Figure  # without pyplot, which would look for a screen

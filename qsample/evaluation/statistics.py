@@ -1,4 +1,4 @@
-"""Numbers of consecutive tokens enter; their mean with a confidence interval leaves.
+"""The mean of numbers of consecutive tokens, with a confidence interval.
 
 Tokens are correlated: an interval that took them for independent would be too narrow. So blocks of consecutive tokens
 are resampled, the circular block bootstrap of Politis & Romano (1992), with the block length that Politis & White
@@ -18,7 +18,7 @@ import numpy as np
 from qsample.tensors import Array
 
 RESAMPLES: Final = 2000
-_MOST_BLOCKS: Final = 10_000  # of one resample; longer blocks than needed do no harm where there are so many
+_MOST_BLOCKS: Final = 10_000  # of a resample; with so many, longer blocks than needed do no harm
 _AT_ONCE: Final = 2**20  # blocks that are drawn together
 
 
@@ -54,7 +54,7 @@ def estimate_means(columns: Mapping[str, Array], *, confidence: float = 0.95, se
 
 
 def block_length(series: Array) -> int:
-    """How many consecutive numbers of `series`, [n], a block needs: 1 where they are not correlated, at most n / 3."""
+    """The consecutive numbers of `series`, [n], that a block needs: 1 if they are not correlated, at most n / 3."""
     n = len(series)
     if n < 8 or not np.isfinite(series).all() or np.ptp(series) == 0:
         return 1
@@ -63,7 +63,7 @@ def block_length(series: Array) -> int:
     covariances = _autocovariances(series, most)
     bound = 2 * math.sqrt(math.log10(n) / n)
     small = np.abs(covariances[1:] / covariances[0]) < bound
-    lag = most  # behind which `patience` correlations in a row are as good as 0
+    lag = most  # after it, `patience` correlations in a row are as good as 0
     for start in range(len(small)):
         if small[start : start + patience].all():
             lag = start
@@ -88,7 +88,7 @@ def _autocovariances(series: Array, most: int) -> Array:
 
 
 def _draw(n: int, length: int, seed: int) -> Iterator[Array]:
-    """Where the blocks of each resample start: arrays [resamples, blocks], RESAMPLES rows in all."""
+    """The starts of the blocks of each resample: arrays [resamples, blocks], RESAMPLES rows in all."""
     rng, blocks = np.random.default_rng(seed), -(-n // length)
     rows = max(1, _AT_ONCE // blocks)
     for first in range(0, RESAMPLES, rows):

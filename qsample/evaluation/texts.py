@@ -16,9 +16,11 @@ from qsample.text.tokenizer import TOKENIZER_FILE, Tokenizer
 def documents_of(text: Any, packages: Sequence[Package]) -> list[Array]:
     """Each document's token ids, [n] int64 in [0, V).
 
-    text: a document or a list of them, each a text or token ids. packages: all that will read them.
+    Args:
+        text: a document or a list of documents, each a text or token ids.
+        packages: all that will read them.
 
-    Raises ValueError where there is nothing to read, QsampleError where the packages do not read a text alike.
+    Raises ValueError if nothing is left to read, QsampleError if the packages would read different tokens in a text.
     """
     documents = [text] if isinstance(text, str) or _is_ids(text) else text
     if not isinstance(documents, Sequence) or not all(isinstance(one, str) or _is_ids(one) for one in documents):
@@ -49,7 +51,7 @@ def _token_ids(document: Any, tokenizer: Tokenizer | None, vocab_size: int) -> A
 
 
 def _shared_tokenizer(packages: Sequence[Package]) -> Tokenizer:
-    """The tokenizer of all packages. Raises QsampleError where one has none, or another."""
+    """The tokenizer of all packages. Raises QsampleError if a package lacks it, or has another."""
     first: tuple[Package, Tokenizer] | None = None
     for package in packages:
         tokenizer = Tokenizer.of(package)
@@ -78,8 +80,10 @@ def _alike(package: Package, tokenizer: Tokenizer, other: Package, other_tokeniz
 class Window(NamedTuple):
     """A part of a document that a model reads from an empty cache.
 
-    ids: [n] int64, n >= 2. first: the tokens from here on are scored, 1 to n - 1; those before it are context.
-    offset: the place of the first scored one among all that are scored.
+    Attributes:
+        ids: [n] int64, n >= 2.
+        first: the tokens from here on are scored, 1 to n - 1; those before it are context.
+        offset: the place of the first scored token among all scored tokens.
     """
 
     ids: Array
@@ -92,14 +96,17 @@ class Window(NamedTuple):
 
 
 def cut_windows(documents: Sequence[Array], max_length: int, stride: int) -> list[Window]:
-    """Windows of at most `max_length` tokens, each starting `stride` tokens behind the one before it, so that a scored
-    token has at least max_length - stride tokens of context, or all that its document has.
+    """Windows of at most `max_length` tokens, each starting `stride` tokens after the last. So a scored token has at
+    least max_length - stride tokens of context, or all that its document has.
 
     This is the sliding window of transformers' guide (https://huggingface.co/docs/transformers/perplexity): each token
     is scored once, by the first window that reaches it; the first of a document by none, and with
     stride = max_length the first of each window by none.
 
-    documents: [n] int64 each. max_length: at least 2. stride: 1 to max_length.
+    Args:
+        documents: [n] int64 each.
+        max_length: at least 2.
+        stride: 1 to max_length.
     """
     windows: list[Window] = []
     offset = 0

@@ -39,7 +39,7 @@ class BoundGraph:
             session: runs the graph.
             spec: names its inputs and outputs.
             buffers: at least every input and output of `spec`, by name.
-            device: where the session runs, "cpu" or "cuda".
+            device: of the session, "cpu" or "cuda".
             replays: of a session that captures CUDA graphs; None for any other session.
             captured: capture the first run and replay it later, over the same memory; counts only with `replays`.
         """
@@ -91,7 +91,7 @@ def _run_options(capture: int | None, device: str, *, wait: bool) -> ort.RunOpti
 
 
 class DeviceThread:
-    """Runs calls one after another, while another thread reads their results.
+    """Runs calls in order, while another thread reads their results.
 
     An executor accepts nothing after the main thread has ended, although threads that the interpreter waits for may
     still need it. This thread ends with its owner, or with the interpreter; never in the middle of a run.
@@ -136,7 +136,7 @@ def _end(tasks: _Tasks, thread: threading.Thread) -> None:
 
 
 class Replays:
-    """The thread and the numbers of all captured runs of one session.
+    """The thread and the numbers of all captured runs of a session.
 
     ONNX Runtime keeps a captured graph under a number, for the thread that captured it and for as long as the session
     lives; another thread would capture it again. So all of them run on `thread`, and every number is used once: a
@@ -148,5 +148,5 @@ class Replays:
         self._numbers = count(1)
 
     def number(self) -> int:
-        """A new number, for one graph over one set of buffers."""
+        """A new number, for a graph over a set of buffers."""
         return next(self._numbers)

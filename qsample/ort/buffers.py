@@ -1,7 +1,4 @@
-"""The memory that graphs are bound to: `Buffer`, and `RetainedState`, what every row keeps between calls.
-
-`SavedRows` has copies of what some rows kept.
-"""
+"""The memory that graphs are bound to: `Buffer`; `RetainedState`, the state of every row; `SavedRows`, copies of it."""
 
 from __future__ import annotations
 
@@ -20,16 +17,21 @@ from qsample.ort.options import session_options
 from qsample.ort.providers import CPU, CUDA
 from qsample.tensors import DTYPES, Array, sparse_zeros
 
-Index = int | slice | tuple[int, slice]  # a row, rows from one to another, columns of a row
+Index = int | slice | tuple[int, slice]  # a row, adjacent rows, columns of a row
 
 _PROVIDERS: Final = {"cpu": CPU, "cuda": CUDA}
 
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """Memory of one tensor, or some rows of it, that graphs are bound to by its address.
+    """Memory of a tensor, or of some rows of it, that graphs are bound to by its address.
 
-    owner: keeps the memory alive. dtype: the contract's name. device: "cpu" or "cuda".
+    Attributes:
+        owner: keeps the memory alive.
+        dtype: the contract's name.
+        shape: of the tensor or its rows.
+        address: in bytes, of the first number.
+        device: "cpu" or "cuda".
     """
 
     owner: ort.OrtValue
@@ -41,7 +43,7 @@ class Buffer:
     @classmethod
     def allocate(cls, spec: TensorSpec, sizes: Mapping[str, int], device: str) -> Buffer:
         """Zeros for `spec`; `sizes` gives each of its named axes. On the CPU, the system hands the memory out as it is
-        touched: a cache takes what was written to it."""
+        touched: a cache uses no more than the tokens in it need."""
         shape = spec.shape(dict(sizes))
         dtype = DTYPES[spec.dtype]
         zeros = sparse_zeros(shape, dtype.numpy)
@@ -58,16 +60,16 @@ class Buffer:
         return cls(owner, array.dtype.name, array.shape, owner.data_ptr(), device)
 
     def rows(self, start: int, count: int = 1) -> Buffer:
-        """Rows from `start` on, as a batch of `count` over the same memory."""
+        """`count` rows from `start` on, over the same memory."""
         step = math.prod(self.shape[1:]) * DTYPES[self.dtype].itemsize
         return replace(self, shape=(count, *self.shape[1:]), address=self.address + start * step)
 
     def reshaped(self, *shape: int) -> Buffer:
-        """As many of its first numbers as `shape` holds, over the same memory."""
+        """Its first numbers in another shape, over the same memory."""
         return replace(self, shape=shape)
 
     def read(self) -> Array:
-        """A copy of the whole tensor that was allocated, whichever rows this is."""
+        """A copy of the whole tensor that was allocated, whichever rows these are."""
         return np.array(self.owner.numpy())
 
     def write(self, array: Array) -> None:
@@ -75,21 +77,21 @@ class Buffer:
         self.owner.update_inplace(np.ascontiguousarray(array))
 
     def write_at(self, index: Index, values: Any) -> None:
-        """Replace the values at some rows, or in some columns of one. Nothing else is copied to the device."""
+        """Replace the values of some rows, or of some columns of a row. Nothing else is copied to the device."""
         if self.device == "cpu":
             self.owner.numpy()[index] = values  # the memory itself
         else:
             self._copy_to(index, values)
 
     def _copy_to(self, index: Index, values: Any) -> None:
-        """`write_at` by a copy into that part of the memory."""
+        """`write_at` as a copy into that part of the memory."""
         part = self._part(index)
         if math.prod(part.shape):
             given = np.broadcast_to(np.asarray(values, DTYPES[self.dtype].numpy), part.shape)
             _value_at(part).update_inplace(np.ascontiguousarray(given))
 
     def _part(self, index: Index) -> Buffer:
-        """The memory at an index, which is in one piece."""
+        """The memory at an index, which is contiguous."""
         row, columns = index if isinstance(index, tuple) else (index, None)
         first, end, _ = (slice(row, row + 1) if isinstance(row, int) else row).indices(self.shape[0])
         part = self.rows(first, max(end - first, 0))
@@ -100,7 +102,7 @@ class Buffer:
         return replace(part, shape=(1, max(end - first, 0), *self.shape[2:]), address=part.address + first * step)
 
     def clear_row(self, row: int) -> None:
-        """Write zeros over a row; on a device, those of a buffer that is kept there."""
+        """Write zeros over a row; on a device, from a buffer of zeros that stays there."""
         if self.device == "cpu":
             self.owner.numpy()[row] = 0
         else:
@@ -108,8 +110,13 @@ class Buffer:
             copy_on_device(zeros, self.rows(row))
 
     def copy_row(self, source: int, target: int, index: Any = ..., *, of: Buffer | None = None) -> None:
-        """Write row `source` over row `target`, at least what is at a NumPy index of the row. of: the tensor of
-        `source`; None = this one."""
+        """Write row `source` over row `target`.
+
+        Args:
+            source, target: numbers of rows.
+            index: a NumPy index of the row; nothing else has to be copied.
+            of: the tensor of `source`; None = this tensor.
+        """
         of = of or self
         if self.device == "cpu" and self.dtype != "bfloat16":  # which NumPy does not have
             self.owner.numpy()[target][index] = of.owner.numpy()[source][index]
@@ -117,7 +124,7 @@ class Buffer:
             copy_on_device(of.rows(source), self.rows(target))
 
     def swap_rows(self, one: int, other: int, columns: tuple[int, int] | None = None) -> None:
-        """Swap two rows, on the CPU. columns: how many of each from the start of its second axis; None = all."""
+        """Swap two rows, on the CPU. columns: how many of each, from the start of its second axis; None = all."""
         values = self.owner.numpy()
         if columns is None:
             values[[one, other]] = values[[other, one]]
@@ -137,13 +144,18 @@ class RetainedState:
     """The state of every row between calls.
 
     In place, a graph writes a state's next value into the buffer that it read. A state that takes turns has two
-    buffers: a graph reads one `side` and writes the other, and `flip` swaps them after a run, so that what was written
-    last can be copied while the next run writes. Or a run over some rows writes them in place, and nothing is swapped.
+    buffers: a graph reads one `side` and writes the other, and `flip` swaps them after a run, so that the newest values
+    can be copied while the next run writes. Or a run over some rows writes them in place, and nothing is swapped.
     """
 
     def __init__(self, specs: Mapping[TensorSpec, str], sizes: Mapping[str, int], *, turns: Collection[str]) -> None:
-        """Every state is zeros. specs: each state and the device it lives on. sizes: of every named axis of the states.
-        turns: names of the states with two buffers."""
+        """Allocate zeros.
+
+        Args:
+            specs: each state and its device.
+            sizes: of every named axis of the states.
+            turns: names of the states with two buffers.
+        """
         first = {spec.name: Buffer.allocate(spec, sizes, device) for spec, device in specs.items()}
         second = {
             spec.name: Buffer.allocate(spec, sizes, device) if spec.name in turns else first[spec.name]
@@ -159,19 +171,19 @@ class RetainedState:
         return self._sides[self.side][name]
 
     def inputs(self, rows: range | None = None, *, side: int | None = None) -> dict[str, Buffer]:
-        """State name → its current value, or that of a given side: of all rows, or of some."""
+        """State name → its current value, or that of a given side: all rows, or some of them."""
         buffers = self._sides[self.side if side is None else side]
         return dict(buffers) if rows is None else rows_of(buffers, rows)
 
     def outputs(self, rows: range | None = None) -> dict[str, Buffer]:
-        """Output name → where the next value of its state goes: of all rows, or, in place, of some."""
+        """Output name → the memory of its state's next value: all rows, or, in place, some of them."""
         side = self._sides[1 - self.side if rows is None else self.side]
         buffers = {retained_name(name): side[name] for name in self._retained}
         return buffers if rows is None else rows_of(buffers, rows)
 
     def flip(self, written: range | None = None) -> None:
-        """Make the values that were just written the current ones. written: their rows; None = all. The others keep
-        their values, which takes memory that the host can read."""
+        """Make the newest values the current values. written: their rows; None = all. Other rows keep their values, for
+        which the host has to read the memory."""
         now, then = self._sides[self.side], self._sides[1 - self.side]
         others = [] if written is None else [slice(written.start), slice(written.stop, None)]
         for rows in others:
@@ -186,14 +198,21 @@ class SavedRows:
     def __init__(
         self, state: RetainedState, specs: Mapping[TensorSpec, str], sizes: Mapping[str, int], places: int
     ) -> None:
-        """specs: those states, and the device they live on. sizes: of their named axes."""
+        """Allocate `places` places.
+
+        Args:
+            state: holds the rows.
+            specs: each of these states and its device.
+            sizes: of their named axes.
+            places: their number.
+        """
         self._state = state
         self._saved = {
             spec.name: Buffer.allocate(spec, {**sizes, BATCH: places}, device)
             for spec, device in specs.items()
             if places
         }
-        # Bytes of one place.
+        # Bytes of a place.
         self.nbytes = sum(math.prod(spec.shape({**sizes, BATCH: 1})) * DTYPES[spec.dtype].itemsize for spec in specs)
 
     def save(self, row: int, place: int) -> None:
@@ -203,20 +222,20 @@ class SavedRows:
             saved.copy_row(row, place, of=states[name])
 
     def restore(self, place: int, row: int) -> None:
-        """Write what a place has over the current values of a row."""
+        """Write the values of a place over the current values of a row."""
         states = self._state.inputs()
         for name, saved in self._saved.items():
             states[name].copy_row(place, row, of=saved)
 
 
 def copy_on_device(source: Buffer, target: Buffer) -> None:
-    """Copy memory of one dtype and shape where it is, without a way over the host: a graph of one Identity does it."""
+    """Copy memory to memory of its dtype and shape, not through the host: a graph of an Identity does it."""
     assert (source.dtype, source.shape, source.device) == (target.dtype, target.shape, target.device)
     run_on_device(small_graphs.identity(DTYPES[source.dtype].onnx), {"x": source}, {"y": target})
 
 
 def run_on_device(graph: bytes, inputs: Mapping[str, Buffer], outputs: Mapping[str, Buffer]) -> None:
-    """Run a small graph over buffers of one device, to its end."""
+    """Run a small graph over buffers of a single device, to its end."""
     (device,) = {buffer.device for buffer in (*inputs.values(), *outputs.values())}
     session = _session(graph, device)
     binding = session.io_binding()
@@ -229,20 +248,20 @@ def run_on_device(graph: bytes, inputs: Mapping[str, Buffer], outputs: Mapping[s
 
 @cache
 def _zeros(shape: tuple[int, ...], dtype: str, device: str) -> Buffer:
-    """One row of zeros."""
+    """A row of zeros."""
     return Buffer.of(np.zeros((1, *shape), DTYPES[dtype].numpy), device)
 
 
 @cache
 def _session(graph: bytes, device: str) -> ort.InferenceSession:
-    options = session_options(intra_op_num_threads=1)  # a node that copies has no use for threads
+    options = session_options(intra_op_num_threads=1)  # a node that copies needs no threads
     return ort.InferenceSession(graph, options, providers=[_PROVIDERS[device]])
 
 
 def _value_at(buffer: Buffer) -> ort.OrtValue:
-    """A value over the buffer's memory, in the middle of its owner's: a binding makes one, and hands it out.
+    """A value over the buffer's memory, in the middle of its owner's: a binding creates it.
 
-    One session does for every dtype, because its graph is not run.
+    The same session does for every dtype, because its graph does not run.
     """
     graph = small_graphs.identity(DTYPES["float32"].onnx)
     binding = _session(graph, buffer.device).io_binding()

@@ -20,7 +20,7 @@ from threading import Thread
 from typing import Final
 
 HUGE_PAGE: Final = 1 << 21  # bytes, on x86-64, and on Arm with base pages of 4 KiB
-_COLLAPSE: Final = 25  # MADV_COLLAPSE, Linux 6.1; older ones refuse it
+_COLLAPSE: Final = 25  # MADV_COLLAPSE, which Linux before 6.1 rejects
 _ENABLED: Final = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _MAPS: Final = Path("/proc/self/maps")
 
@@ -35,8 +35,8 @@ def in_huge_pages() -> Iterator[None]:
     """Put memory that is allocated and written to inside the `with` block into huge pages. Addresses do not change.
 
     A thread does it afterwards, because a gigabyte takes more than half a second. Each allocation is rounded up to
-    2 MiB. Nothing happens where the system is not Linux, is older than 6.1, has no contiguous memory left, or where
-    huge pages are switched off.
+    2 MiB. Nothing happens if the system is not Linux, is older than 6.1 or has no contiguous memory left, or if huge
+    pages are switched off.
     """
     if not _allowed():
         yield
@@ -48,7 +48,7 @@ def in_huge_pages() -> Iterator[None]:
 
 
 def _collapse(parts: Iterable[Mapping]) -> None:
-    """Where memory was freed since, the call fails or collapses what is there now; both are fine."""
+    """If memory was freed since, the call fails or collapses the memory that is there now; both are fine."""
     libc = ctypes.CDLL(None)
     for start, end in parts:
         start, end = -(-start // HUGE_PAGE) * HUGE_PAGE, end // HUGE_PAGE * HUGE_PAGE
@@ -77,7 +77,7 @@ def _anonymous_mappings() -> list[Mapping]:
 
 
 def _without(mapping: Mapping, others: Iterable[Mapping]) -> Iterator[Mapping]:
-    """The parts of `mapping` that no other, in order, covers: the system joins neighbours into one mapping."""
+    """The parts of `mapping` that no other, in order, covers: the system joins adjacent mappings."""
     start, end = mapping
     for other_start, other_end in others:
         if other_end <= start or other_start >= end:
@@ -90,7 +90,7 @@ def _without(mapping: Mapping, others: Iterable[Mapping]) -> Iterator[Mapping]:
 
 
 def release_pages(path: Path) -> None:
-    """Give the pages of `path` back, where the system is Linux. What was written to stays: it is in no file."""
+    """Give the pages of `path` back, on Linux. Pages that were written to stay: they are in no file."""
     if sys.platform != "linux":
         return
     try:

@@ -14,7 +14,7 @@ import onnxruntime as ort
 from qsample.errors import shown
 from qsample.values import check_count
 
-FOLDER_OF_WEIGHTS: Final = "session.model_external_initializers_file_folder_path"  # of a graph that is given as bytes
+FOLDER_OF_WEIGHTS: Final = "session.model_external_initializers_file_folder_path"  # of a graph in bytes
 # Kernels make no copies of the weights in a layout of their own: those of a session that runs seldom, or never.
 NO_PREPACKING: Final = {"session.disable_prepacking": "1"}
 # Threads that wait for work leave the processors to others.
@@ -80,11 +80,11 @@ def session_options(
 
 
 def chosen_threads(asked: int | None) -> int | None:
-    """What ONNX Runtime is told: `asked`, or as many as this process may use; None = as many as the machine has cores,
-    which is ONNX Runtime's choice.
+    """The threads of a session: `asked`, or as many as this process may use; None = ONNX Runtime's own choice, as many
+    as the machine has cores.
 
-    Its choice knows neither the process's affinity nor the quota of a container: it starts a thread for every core of
-    the machine, and binds each to its core, also to one that the process was kept from.
+    That choice respects neither the process's affinity nor the quota of a container: ONNX Runtime starts a thread for
+    every core of the machine, and binds each to its core, even if the process may not run on it.
     """
     if asked is not None or _from_environment() is not None:
         return asked
@@ -93,7 +93,7 @@ def chosen_threads(asked: int | None) -> int | None:
 
 
 def most_shares(asked: int | None) -> int:
-    """Into how many parts ONNX Runtime cuts one operator at most; asked: as for `chosen_threads`."""
+    """The most parts into which ONNX Runtime cuts an operator; asked: as for `chosen_threads`."""
     threads = chosen_threads(asked) or _from_environment() or _machine()
     hybrid = all((_DEVICES / name).exists() for name in ("cpu_core", "cpu_atom"))  # Linux says so of Intel's
     return threads * _SHARES_OF_HYBRIDS if hybrid and threads > 1 else threads
@@ -102,22 +102,22 @@ def most_shares(asked: int | None) -> int:
 def _from_environment() -> int | None:
     try:
         return int(os.environ.get(_VARIABLE, "")) or None
-    except ValueError:  # ONNX Runtime says what is wrong with it
+    except ValueError:  # ONNX Runtime reports it
         return None
 
 
 def _affinity() -> Iterable[int] | None:
-    """Numbers of the processors that this process may run on; None = the system does not say."""
+    """Numbers of the processors that this process may run on; None = unknown."""
     return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
 
 
 def _machine() -> int:
-    """The machine's cores; where the system does not say which processors share one, its processors."""
+    """The machine's cores; if it is unknown which processors share a core, its processors."""
     return max(_cores(None), 1)
 
 
 def _cores(processors: Iterable[int] | None) -> int:
-    """How many cores some processors are on; None = all."""
+    """The number of cores of some processors; None = of all."""
     if processors is None:
         online = [int(path.name[3:]) for path in _CPUS.glob("cpu[0-9]*") if (path / "topology").exists()]
         processors = online or range(os.cpu_count() or 1)
@@ -125,7 +125,7 @@ def _cores(processors: Iterable[int] | None) -> int:
 
 
 def _core(number: int) -> str:
-    """What the processors of one core have in common."""
+    """A text that the processors of a core have in common."""
     for name in ("core_cpus_list", "thread_siblings_list"):  # the second is the name on Linux before 5.3
         with suppress(OSError):
             return (_CPUS / f"cpu{number}" / "topology" / name).read_text().strip()
@@ -133,7 +133,7 @@ def _core(number: int) -> str:
 
 
 def _quotas() -> Iterator[int]:
-    """Processors' worth of time that each control group around this process may take, rounded up."""
+    """The processor time that each control group around this process may take, in processors, rounded up."""
     try:
         lines = _OWN_CGROUPS.read_text().splitlines()
     except OSError:
@@ -144,7 +144,7 @@ def _quotas() -> Iterator[int]:
             continue
         for root in [_CGROUPS / kinds, _CGROUPS / "cpu"] if kinds else [_CGROUPS]:
             own = PurePosixPath(path.lstrip("/"))
-            # In a container the path may be the host's, of which only the root is there.
+            # In a container the path may be the host's, of which only the root exists.
             for folder in (root / own, *(root / parent for parent in own.parents)):
                 quota = _quota(folder, unified=not kinds)
                 if quota is not None:
@@ -152,7 +152,7 @@ def _quotas() -> Iterator[int]:
 
 
 def _quota(folder: Path, *, unified: bool) -> int | None:
-    """unified: version 2 of control groups, one file in place of two."""
+    """unified: version 2 of control groups, with a single file."""
     try:
         if unified:
             most, period = (folder / "cpu.max").read_text().split()

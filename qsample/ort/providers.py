@@ -1,7 +1,7 @@
-"""Execution providers: what they are called, whether this installation has them, and sessions that run on them.
+"""Execution providers: their names, whether this installation has them, and sessions that run on them.
 
-Some are part of ONNX Runtime. Others are plugins: libraries that a package of their own brings, and that have to be
-registered first (https://onnxruntime.ai/docs/execution-providers/plugin-ep-libraries).
+Some are part of ONNX Runtime. Others are plugins: libraries of separate packages, which have to be registered first
+(https://onnxruntime.ai/docs/execution-providers/plugin-ep-libraries).
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ CPU: Final = "CPUExecutionProvider"
 CUDA: Final = "CUDAExecutionProvider"
 OPENVINO: Final = "OpenVINOExecutionProvider"
 TENSORRT: Final = "TensorrtExecutionProvider"
-DEVICE: Final = "device_type"  # the option that chooses one of OpenVINO's devices
+DEVICE: Final = "device_type"  # the option that chooses a device of OpenVINO
 _SUFFIX: Final = "ExecutionProvider"
 _PLUGIN_PREFIX: Final = "onnxruntime_ep_"
 _SUGGESTED: Final = ("cpu", "cuda", "openvino", "tensorrt")  # short names for messages
-# Where something other than the CPU runs what a provider leaves over, the CPU coming after it.
+# The provider before the CPU for the nodes that a provider leaves over.
 _FALLBACKS: Final[Mapping[str, tuple[str, ...]]] = {TENSORRT: (CUDA,)}
 _INSTALL: Final[Mapping[str, str]] = {
     CUDA: "`pip install qsample[gpu]`, in place of qsample[cpu], brings CUDA",
@@ -39,7 +39,7 @@ def execution_providers(name: str) -> tuple[str, ...]:
     """ONNX Runtime's providers for a short name such as "cuda", in order of preference, the CPU's last.
 
     A short name is ONNX Runtime's own without `ExecutionProvider`, in lower case. It stands for a provider that ONNX
-    Runtime knows, or for that of an installed plugin `onnxruntime_ep_<name>`. Raises QsampleError where there is none.
+    Runtime knows, or for that of an installed plugin `onnxruntime_ep_<name>`. Raises QsampleError for any other name.
     """
     known = {_short_name(provider): provider for provider in ort.get_all_providers()}
     provider = known.get(name) or next(iter(_plugin_providers(_PLUGIN_PREFIX + name)), None)
@@ -52,13 +52,13 @@ def execution_providers(name: str) -> tuple[str, ...]:
 
 
 def available_providers() -> list[str]:
-    """The providers that can be asked for: ONNX Runtime's own and those of installed plugins."""
+    """The providers of this installation: ONNX Runtime's own and those of installed plugins."""
     own: list[str] = ort.get_available_providers()
     return own + [name for name in ort.get_all_providers() if name not in own and is_plugin(name)]
 
 
 def check_available(providers: Sequence[str]) -> None:
-    """Raise QsampleError, with what to install, unless this installation has all of them."""
+    """Raise QsampleError, with advice on installation, unless this installation has all of them."""
     own = ort.get_available_providers()
     absent = [name for name in providers if name not in own and not is_plugin(name)]
     if absent or not providers:
@@ -86,7 +86,7 @@ def _plugin_module(provider: str) -> str:
 
 
 def _plugin_providers(module: str) -> list[str]:
-    """The providers of a plugin; none where it is not installed. `onnxruntime_ep_cuda` does not bring CUDA's own."""
+    """The providers of a plugin; none if it is not installed. `onnxruntime_ep_cuda` does not have CUDA's own."""
     if not module.isidentifier() or find_spec(module) is None:
         return []
     names: list[str] = import_module(module).get_ep_names()
@@ -105,9 +105,16 @@ def open_session(
     provider_options: Mapping[str, str] | None = None,
     **more: Any,
 ) -> ort.InferenceSession:
-    """A session on `providers`, in order of preference. provider_options: for the first. more: for InferenceSession.
+    """A session.
 
-    Raises QsampleError where the first provider does not load; ONNX Runtime would only warn, and go without.
+    Args:
+        model: a file, or the graph in bytes.
+        options: ONNX Runtime's own.
+        providers: in order of preference.
+        provider_options: for the first provider.
+        more: for InferenceSession.
+
+    Raises QsampleError if the first provider does not load; ONNX Runtime would only warn, and run without it.
     """
     chosen = dict(provider_options or {})
     if CUDA in providers:
@@ -121,7 +128,7 @@ def open_session(
     if providers[0] not in session.get_providers():
         raise QsampleError(
             f"{providers[0]} is part of this onnxruntime and does not load here; the graph would run on "
-            f"{', '.join(session.get_providers())}. docs/devices.md says what the provider needs"
+            f"{', '.join(session.get_providers())}. docs/devices.md lists the provider's requirements"
         )
     return session
 
@@ -129,8 +136,8 @@ def open_session(
 def compile_context(
     source: Path, destination: Path, providers: Sequence[str], provider_options: Mapping[str, str]
 ) -> None:
-    """Let the first of `providers` compile ahead of time: write `destination`, in which EPContext nodes replace what it
-    runs, with their content and the remaining weights beside it.
+    """Let the first of `providers` compile ahead of time: write `destination`, in which EPContext nodes replace the
+    nodes that it runs, and next to it their content and the remaining weights.
 
     https://onnxruntime.ai/docs/execution-providers/EP-Context-Design.html
     """
@@ -138,7 +145,7 @@ def compile_context(
     if is_plugin(providers[0]):
         add_plugin(options, providers[0], provider_options)
     else:
-        for index, provider in enumerate(providers[:-1]):  # the last one, the CPU's, is there anyway
+        for index, provider in enumerate(providers[:-1]):  # the last, the CPU's, is always there
             options.add_provider(provider, dict(provider_options) if index == 0 else {})
     compiler = ort.ModelCompiler(
         options,
@@ -151,12 +158,12 @@ def compile_context(
 
 
 def add_plugin(options: ort.SessionOptions, provider: str, provider_options: Mapping[str, str]) -> None:
-    """Put a plugin's provider into `options`, on all devices that it has here.
+    """Put a plugin's provider into `options`, on all its devices of this machine.
 
-    provider_options: its own. For OpenVINO: DEVICE, one device, "CPU" where it is absent; and properties of that device
+    provider_options: its own. For OpenVINO: DEVICE, the device, "CPU" if it is absent; and properties of that device
     (https://docs.openvino.ai/2026/openvino-workflow/running-inference/inference-devices-and-modes/cpu-device.html).
 
-    Raises QsampleError where the provider has no such device here.
+    Raises QsampleError if the provider has no such device here.
     """
     if provider == OPENVINO:
         _add_openvino(options, provider_options)

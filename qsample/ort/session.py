@@ -24,7 +24,7 @@ from qsample.package import Package
 from qsample.tensors import DTYPES
 
 _CAPTURE: Final = "enable_cuda_graph"
-# On two cores, int4 weights: 1,024 tokens take as long in pieces of 64 as in larger ones, and 10 % longer in 32.
+# On two cores, int4 weights: 1,024 tokens take as long in pieces of 64 as in larger pieces, and 10 % longer in 32.
 _PIECE_SIZE: Final = 64
 _LATE_PIECE_SIZE: Final = 256
 _PIECE_SIZE_ON_GPU: Final = 512
@@ -36,12 +36,19 @@ _TAIL_SIZE_ON_CPU: Final = 2
 class Sessions:
     """The loaded graphs of a package.
 
-    sampler: samples on the host; None if the decoder does it by itself. device: where the decoder's buffers live, "cpu"
-    or "cuda". replays: None if the decoder's runs are not captured and replayed. tokens_per_call: S, if the decoder has
-    it fixed. joins_prompts: one run can read the first tokens of several rows. least_rows: a decode step can be over
-    adjacent rows of the batch alone, at least so many; None = it is over all rows. piece_size, late_piece_size: a
-    prompt is read in pieces of that many tokens, see `Pieces`. tail_size: so many tokens at the end of a piece, read
-    again without those before them, give the same last bits; None: the whole piece has to be read.
+    Attributes:
+        interface: of the package.
+        decoder: runs the model, and the sampler if that is in the same graph.
+        sampler: samples on the host; None if the decoder does.
+        device: of the decoder's buffers, "cpu" or "cuda".
+        replays: None if the decoder's runs are not captured and replayed.
+        tokens_per_call: S, if the decoder has it fixed.
+        joins_prompts: whether a run can read the first tokens of several rows.
+        least_rows: a decode step can be over adjacent rows of the batch alone, at least so many; None = it is over all
+            rows.
+        piece_size, late_piece_size: tokens of the pieces in which a prompt is read; see `Pieces`.
+        tail_size: so many tokens at the end of a piece, read again without those before them, give the same last bits;
+            None = the whole piece has to be read.
     """
 
     interface: Interface
@@ -64,14 +71,17 @@ def open_sessions(
     *,
     logits: bool = False,
 ) -> Sessions:
-    """Load the graphs of `package`.
+    """Load the graphs of a package.
 
-    provider: a short name (see `execution_providers`), or ONNX Runtime's own provider names in order of preference;
-    None = what a device package was compiled for, otherwise "cpu". logits: the decoder returns its logits, too,
-    whatever else it returns; see `with_logits`.
+    Args:
+        package: its graphs are checked against its manifest.
+        provider: a short name (see `execution_providers`), or ONNX Runtime's own provider names in order of preference;
+            None = the provider that a device package was compiled for, otherwise "cpu".
+        options: None = the defaults.
+        logits: the decoder returns its logits in addition to its other outputs; see `with_logits`.
 
-    Raises QsampleError where the provider does not exist here or is not the one that the package was compiled for,
-    PackageError where a graph does not have the interface that the manifest promises.
+    Raises QsampleError if the provider does not exist here or the package was compiled for another, PackageError if a
+    graph does not have the interface that the manifest promises.
     """
     options = options or SessionOptions()
     providers = _providers(package, provider)
@@ -95,7 +105,7 @@ def open_sessions(
         is_decoder, spec = name == "decoder.onnx", interface.graphs[name]
         wanted = with_logits(spec) if logits and is_decoder else spec
         session = _load(package, name, used, used_options, logits=wanted != spec)
-        # The batch and the capacity of the other graphs are free even where the decoder's are not.
+        # The batch and the capacity of the other graphs are free even if the decoder's are fixed.
         check_interface(session, wanted, sizes if is_decoder else interface.sizes, name)
         return session
 
@@ -127,8 +137,8 @@ def open_sessions(
 def _least_rows(package: Package, options: SessionOptions) -> int:
     """The least rows of a decode step whose last bits are those of a step over more rows.
 
-    Where there are more threads than rows times attention heads, several threads share a head and add up what each
-    found. And the product of one row of floats has a kernel of its own; that of packed weights does not.
+    If a session has more threads than rows times attention heads, several threads share a head and add up their parts.
+    And the product of a single row of floats has a kernel of its own; that of packed weights does not.
     """
     compilation = package.manifest.compilation
     quantization = (compilation and compilation.quantization) or {}
@@ -141,13 +151,13 @@ def _least_rows(package: Package, options: SessionOptions) -> int:
 
 
 def _compiled_for(package: Package) -> str | None:
-    """The first of the execution providers that the package was compiled for; None for a portable one."""
+    """The first of the execution providers that the package was compiled for; None for a portable package."""
     compilation = package.manifest.compilation
     return compilation.execution_providers[0] if compilation else None
 
 
 def _options_of(package: Package, name: str, options: SessionOptions, providers: Sequence[str]) -> dict[str, str]:
-    """What the first provider is given for the graph `name`. The manifest's options are of the one it names first."""
+    """The options of the first provider for the graph `name`. Those of the manifest are for the first that it names."""
     compilation = package.manifest.compilation
     compiled: Mapping[str, str] = {}
     if compilation and name == "decoder.onnx" and tuple(providers[:1]) == compilation.execution_providers[:1]:
@@ -184,7 +194,7 @@ def _providers(package: Package, provider: str | Sequence[str] | None) -> tuple[
 def _load(
     package: Package, name: str, providers: Sequence[str], options: SessionOptions, *, logits: bool
 ) -> ort.InferenceSession:
-    """logits: give the graph its logits as an output, which it has not got."""
+    """logits: make the logits an output of the graph, which lacks it."""
     native = session_options(options.config, intra_op_num_threads=options.intra_op_num_threads)
     path = package.file(name)
     package.check_graph(name)
@@ -207,7 +217,7 @@ def with_logits(spec: GraphSpec) -> GraphSpec:
 
 
 def _made_by_newer(package: Package) -> str:
-    """What to do where a newer ONNX Runtime compiled the package, whose operators this one may not know."""
+    """Advice if a newer ONNX Runtime compiled the package, whose operators this one may not know."""
     made, here = package.manifest.versions.get("onnxruntime", ""), str(ort.__version__)
     numbers = [[int(number) for number in re.findall(r"\d+", version)[:3]] for version in (made, here)]
     if package.manifest.compilation is None or numbers[0] <= numbers[1]:
@@ -216,7 +226,7 @@ def _made_by_newer(package: Package) -> str:
 
 
 def check_interface(session: ort.InferenceSession, spec: GraphSpec, sizes: Mapping[str, int], graph_name: str) -> None:
-    """Raise PackageError where the names, dtypes or shapes of the session's tensors are not those of `spec`."""
+    """Raise PackageError unless the names, dtypes and shapes of the session's tensors are those of `spec`."""
     retained = [_renamed(state, retained_name(state.name)) for state in spec.states if not state.read_only]
     for side, values, wanted in (
         ("input", session.get_inputs(), (*spec.inputs, *spec.states)),
@@ -245,14 +255,14 @@ def _renamed(state: TensorSpec, name: str) -> TensorSpec:
 
 
 def _mismatch(value: Any, spec: TensorSpec, sizes: Mapping[str, int], *, shape_known: bool) -> str | None:
-    """What is wrong with a session's input or output, or None. An output may have lost its shape to optimisation."""
+    """The fault of a session's input or output, or None. An output may have lost its shape to optimisation."""
     wanted_type = DTYPES[spec.dtype].onnxruntime
     if value.type != wanted_type:
         return f"is {value.type}, not {wanted_type}"
     if not value.shape and not shape_known:
         return None
     wanted = [axis if isinstance(axis, int) else sizes.get(axis, axis) for axis in spec.axes]
-    # A free axis may be free under any name, a fixed one must have its size.
+    # A free axis may have any name, a fixed axis must have its size.
     fits = len(value.shape) == len(wanted) and all(
         not isinstance(have, int) or not isinstance(want, int) or have == want
         for have, want in zip(value.shape, wanted, strict=True)

@@ -1,4 +1,4 @@
-"""Graphs of a few nodes that work on buffers where they are; made without onnx, which is not there at run time.
+"""Graphs of a few nodes that work on buffers in place; made without the package onnx, which the runtime does not need.
 
 The numbers of the fields are those of onnx.proto.
 """
@@ -16,7 +16,7 @@ _INT32: Final = 6  # of onnx.TensorProto.DataType
 
 @cache
 def identity(onnx_type: int) -> bytes:
-    """Output y is x, of one element type and any shape."""
+    """Output y is x, of that element type and any shape."""
     return _model([_node("Identity", ["x"], "y")], {"x": onnx_type}, {"y": onnx_type})
 
 
@@ -32,7 +32,8 @@ def columns_behind() -> bytes:
 
 
 def one_more_output(name: str, onnx_type: int) -> bytes:
-    """What gives a model, behind whose file it is put, one of its values as a further output."""
+    """Bytes that, appended to the file of a model, make a value of it a further output: if a field of a protobuf
+    message comes twice, its parser joins both (https://protobuf.dev/programming-guides/encoding/#last-one-wins)."""
     return _field(7, _field(12, _value(name, onnx_type)))
 
 
@@ -57,7 +58,7 @@ def _value(name: str, onnx_type: int) -> bytes:
 
 
 def _field(number: int, content: int | bytes) -> bytes:
-    """A field of a protobuf message: a number, or bytes behind their length."""
+    """A field of a protobuf message: a number, or bytes after their length."""
     if isinstance(content, int):
         return _varint(number << 3) + _varint(content)
     return _varint(number << 3 | 2) + _varint(len(content)) + content

@@ -26,13 +26,13 @@ from qsample.tensors import Array
 
 
 class Stepper:
-    """Rows of a package on the device that it runs on, one token of each a run.
+    """Rows of a package on its device; each run reads a token of every row.
 
     `write` inputs and states, `run`, and `read` outputs. Parameters that were not written are off, everything else is
     zeros: so every row runs, and none emits.
 
     Attributes:
-        specs: the inputs, and the states but the cache: what may be written.
+        specs: the inputs, and the states but the cache; these may be written.
         outputs: names of the outputs but the states.
     """
 
@@ -88,7 +88,7 @@ class Stepper:
         self._step.run()
 
     def advance(self) -> None:
-        """Make the states that the last run wrote the current ones."""
+        """Make the states that the last run wrote the current states."""
         for name in self._apart:
             copy_on_device(self._buffers[retained_name(name)], self._buffers[name])
 
@@ -108,7 +108,7 @@ class Stepper:
             self._reader(row, len(piece)).run()
 
     def _reader(self, row: int, tokens: int) -> BoundGraph:
-        """The graph over one row, which reads the first `tokens` tokens of the piece."""
+        """The graph over a single row, which reads the first `tokens` tokens of the piece."""
         device, ids = self._sessions.device, self._piece.reshaped(1, tokens)
         length = Buffer.of(np.array([tokens], np.int32), device)
         if row not in self._readers:

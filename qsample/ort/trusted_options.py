@@ -1,7 +1,7 @@
-"""What a package may ask of ONNX Runtime: execution providers and their options, as its manifest names them.
+"""The execution providers and their options that the manifest of a package may name.
 
-A manifest is data that may come from anybody, and some options of a provider load libraries or write files. What a
-caller passes himself is his own affair, and not looked at here.
+A manifest is data that may come from anybody, and some options of a provider load libraries or write files. The
+caller's own options are not checked here.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from qsample.ort.providers import CPU, CUDA, DEVICE, OPENVINO, TENSORRT, executi
 from qsample.package import Package
 
 TARGETS: Final = "qsample.targets"  # the group of entry points of installed compile targets
-# Provider → option → its values, as a pattern of the whole text. What compile's own targets write, and precision.
+# Provider → option → its values, as a pattern of the whole text: those that compile's own targets write, and precision.
 ALLOWED_OPTIONS: Final[Mapping[str, Mapping[str, str]]] = {
     CPU: {},
     CUDA: {"enable_cuda_graph": "[01]", "use_tf32": "[01]"},
@@ -26,11 +26,15 @@ ALLOWED_OPTIONS: Final[Mapping[str, Mapping[str, str]]] = {
 
 
 def check_manifest_options(package: Package, provider: object, chosen: Mapping[str, str]) -> None:
-    """Raise PackageError where the manifest of a device package names a provider or an option that a package may not.
+    """Raise PackageError if the manifest of a device package names a provider or an option that a package may not.
 
-    provider: what the caller asked for; one that he names himself, by its short name or in a list, is his choice.
-    chosen: the caller's own options, which take the place of the manifest's. An installed compile target that the
-    package was made for (entry point group `qsample.targets`) may have what it writes.
+    An installed compile target that the package was made for (entry point group `qsample.targets`) may have every
+    option that it writes.
+
+    Args:
+        package: of any kind.
+        provider: the caller's, by short name or in a list: it is allowed.
+        chosen: the caller's own options, which replace the manifest's.
     """
     compilation = package.manifest.compilation
     if compilation is None:
@@ -73,12 +77,12 @@ def _named_by(provider: Any) -> tuple[str, ...]:
 
 
 def _of_installed_target(name: str) -> tuple[tuple[str, ...], Mapping[str, str]]:
-    """The providers and options that an installed target writes; nothing where it cannot be imported here."""
+    """The providers and options that an installed target writes; nothing if it cannot be imported here."""
     for point in entry_points(group=TARGETS):
         if point.name == name:
             try:
                 target = point.load().TARGET
-            except ImportError:  # of what only exporting needs
+            except ImportError:  # of a library that only exporting needs
                 break
             return tuple(target.execution_providers), dict(target.provider_options)
     return (), {}

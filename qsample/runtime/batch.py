@@ -62,4 +62,4 @@ def _stream(streamer: Streamer | None, most: int | None, sequence: Sequence) -> 
 
 
 def _leave_to_end(sequence: Sequence) -> None:
-    """What was read is for `BatchEnd`."""
+    """`BatchEnd` takes the tokens."""

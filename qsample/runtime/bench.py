@@ -141,7 +141,7 @@ def measure(
 
     first_token: list[float] = []
     steps: list[float] = []
-    for repetition in range(repetitions + 1):  # the first one warms up
+    for repetition in range(repetitions + 1):  # the first warms up
         loop = LockStep(model.sessions, parameters, list(range(rows)), capacity)
         first = _seconds(partial(loop.prefill, prompts))
         taken = [_seconds(loop.decode) for _ in range(_WARM_UP_STEPS + new_tokens)][_WARM_UP_STEPS:]
@@ -162,7 +162,7 @@ def measure(
 
 
 def peak_memory_bytes() -> int:
-    """The most memory that this process has held at once, mapped files included; 0 where that is unknown."""
+    """The most memory that this process has held at once, mapped files included; 0 if that is unknown."""
     try:
         import resource
     except ImportError:  # Windows has none

@@ -1,7 +1,7 @@
 """Continuous batching: prompts come at any time, from any thread, and their tokens go out as they are sampled.
 
 The engine runs the decode loop on a thread of its own. If readers of requests drove the loop, all requests would wait
-while one reader is busy elsewhere, and an event loop would be blocked during every step.
+while a reader is busy elsewhere, and an event loop would be blocked during every step.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from qsample.runtime.sequence import Sequence
 from qsample.sampling_params import SEEDS, SamplingParams
 from qsample.values import check_count, checked_timeout
 
-DEFAULT_SLOTS: Final = 8  # where neither the caller nor the package says
-_CTX_LEN: Final = 4096  # likewise; less where the model knows less
+DEFAULT_SLOTS: Final = 8  # if neither the caller nor the package chooses
+_CTX_LEN: Final = 4096  # likewise; less if the model knows fewer positions
 
 _NO_FAULT_OF_A_PROMPT: Final[tuple[type[Exception], ...]] = (EngineClosedError, ImportError, MemoryError)
 
@@ -42,10 +42,10 @@ _NO_FAULT_OF_A_PROMPT: Final[tuple[type[Exception], ...]] = (EngineClosedError, 
 class Engine:
     r"""Runs many requests in the slots of one batch; each joins when a slot is free and leaves when it ends.
 
-    A request's tokens depend on its prompt, parameters and seed only: not on its neighbours, its slot, when it joined,
-    or what slots held before; docs/serving.md says where kernels leave a last bit open. A prompt that begins like
-    another one, of a request that runs or that ended, is read from there on only. Tokens that were sampled are read
-    again where a prompt repeats them, unless `reuse_sampled_tokens` says otherwise.
+    A request's tokens depend on its prompt, parameters and seed only: not on its neighbours, its slot, the time at
+    which it joined, or earlier requests; docs/serving.md lists the exceptions, a last bit in some kernels. Of a prompt
+    that begins like another, of a request that runs or that ended, only the rest is read. Sampled tokens are read again
+    if a prompt repeats them, unless `reuse_sampled_tokens` is set.
 
     >>> with Engine(load("package"), slots=8) as engine:
     ...     request = engine.add_request("In the beginning", max_new_tokens=64, temperature=0.8, stop_strings="\n\n")
@@ -69,16 +69,18 @@ class Engine:
         """Allocate the batch's memory and start the thread.
 
         Args:
-            model: its ctx_len (see `load`) is what a slot holds; where it has none, at most 4096 tokens.
-            slots: rows of the batch; None = what the package was compiled for, or 8.
+            model: its ctx_len (see `load`) is the capacity of a slot; without it, at most 4096 tokens.
+            slots: rows of the batch; None = the number that the package was compiled for, or 8.
             max_waiting: requests that may wait for a slot; see `add_request`.
             prefill_chunk_size: most prompt tokens between two decode steps, in whole pieces of 64 tokens on the CPU
-                (256 behind the first 1,024) and 512 elsewhere, at least one: a prompt is cut at their ends only. More
-                read a prompt faster, fewer hold up running requests for a shorter time. None = one piece.
+                (256 after the first 1,024) and 512 elsewhere, at least a piece: a prompt is cut at their ends only.
+                More read a prompt faster, fewer hold up running requests for a shorter time. None = a piece.
             flush_every, double_buffering: as in `CausalLM.generate`.
             saved_states: copies of recurrent states to keep, for prompts that begin alike; None = two a slot.
-            reuse_sampled_tokens: go on from tokens that a slot sampled, too, where a prompt repeats them. Tokens then
-                depend on what the slots happen to hold: sampling a token runs other kernels than reading it does.
+            reuse_sampled_tokens: continue from sampled tokens, too, if a prompt repeats them. Tokens then depend on
+                earlier requests: sampling a token runs other kernels than reading it does.
+
+        Raises ValueError for a wrong argument.
         """
         check_count("slots", slots)
         check_count("max_waiting", max_waiting, 0)
@@ -102,10 +104,10 @@ class Engine:
         device = Slots(model.sessions, self.slots, self.capacity, saved_states=saved_states)
         loop = DecodeLoop(device, Scheduler(self.slots, config), self._deliver, double_buffering=double_buffering)
         self._prefixes = loop.prefixes
-        self._changed = threading.Condition()  # guards what follows
+        self._changed = threading.Condition()  # guards the next six
         self._requests: dict[Sequence, Request] = {}  # those that have not ended
         self._added: list[Sequence] = []
-        self._telling = False  # somebody is told the end of his request, which is not among them any more
+        self._telling = False  # a request that ended is being finished; it is not among them any more
         self._closed = False
         self._draining = False
         self._failure: Failure | None = None
@@ -140,22 +142,22 @@ class Engine:
         cancel_if_abandoned: bool = True,
         **options: Any,
     ) -> Request:
-        """Add one prompt, and return at once where the queue has room.
+        """Add a prompt, and return at once if the queue has room.
 
         Args:
             inputs: a text, token ids, or chat messages; see `parse_prompts`.
             params, seed, stop_strings, options: as in `CausalLM.generate`, those of chat messages included. max_time
                 counts from now on, waiting included.
-            allowed_tokens: as in `CausalLM.generate`, for a batch of this one row. A function is called on the engine's
-                thread between two steps, so everybody waits for it. What it raises ends this request alone. It must not
-                wait for the engine that calls it: RuntimeError.
+            allowed_tokens: as in `CausalLM.generate`, for a batch of this row. A function is called on the engine's
+                thread between two steps, so all requests wait for it. Its exceptions end this request alone. It must
+                not wait for the engine that calls it: RuntimeError.
             timeout: seconds to wait while `slots` requests run and `max_waiting` wait; None = as long as it takes, 0 =
                 not at all.
-            priority: of those that wait, the ones with the lowest get slots first, and of equals who came first.
+            priority: waiting requests with the lowest number get slots first, and of equals the earliest.
             cancel_if_abandoned: cancel the request when its last reader gives up, see `Request`; False lets it go on.
 
-        Raises ValueError where an argument is wrong or the prompt does not fit, QueueFullError after `timeout`,
-        EngineClosedError where the engine takes no requests any more, and in a fork of the engine's process.
+        Raises ValueError if an argument is wrong or the prompt does not fit, QueueFullError after `timeout`, and
+        EngineClosedError if the engine takes no requests any more, or in a fork of the engine's process.
         """
         if options.get("num_return_sequences") not in (None, 1):
             raise ValueError("add_request adds one request; add_requests takes num_return_sequences")
@@ -181,9 +183,9 @@ class Engine:
 
         Args:
             num_return_sequences: how many, at most `slots` and `max_waiting` together.
-            seed: of the first, the next ones taking the numbers after it; or a list with one for each. Each gives the
-                tokens that `add_request` gives with that seed.
-            allowed_tokens: as in `CausalLM.generate`, for a batch of these rows. What a function raises ends them all.
+            seed: of the first, the next requests taking the numbers after it; or a list with a seed for each. Each
+                gives the tokens that `add_request` gives with that seed.
+            allowed_tokens: as in `CausalLM.generate`, for a batch of these rows. An exception of a function ends all.
             inputs, params, stop_strings, timeout, priority, cancel_if_abandoned, options: as in `add_request`. Greedy
                 requests would all be the same: ValueError.
         """
@@ -280,7 +282,7 @@ class Engine:
     def add(
         self, call: Call, *, timeout: float | None = None, priority: int = 0, cancel_if_abandoned: bool = True
     ) -> list[Request]:
-        """Add the requests of a call with one prompt, all of them or none.
+        """Add the requests of a call with a single prompt, all of them or none.
 
         Args:
             call: from `CausalLM.read`, or made by the caller.
@@ -332,7 +334,7 @@ class Engine:
         return self._closed or self._draining
 
     def stats(self) -> EngineStats:
-        """How many requests run and wait, and what their prompts had in common."""
+        """The numbers of requests that run and wait, and of prompt tokens that were not read again."""
         with self._changed:
             requests = list(self._requests.values())
         running = sum(request.running for request in requests)
@@ -351,7 +353,7 @@ class Engine:
             return self._changed.wait_for(lambda: not self._requests and not self._telling, seconds)
 
     def close(self) -> None:
-        """Cancel what has not ended, end the thread and release the batch's memory. The model can be used on.
+        """Cancel all requests, end the thread and release the batch's memory. The model remains usable.
 
         On the engine's own thread, in a function of a request, it does not wait. In a fork it does nothing: the engine
         goes on in the process that made it.
@@ -368,7 +370,7 @@ class Engine:
         raise TypeError("an Engine cannot be pickled; pickle its model, and make an engine of that there")
 
     def _check_waiting(self) -> None:
-        """Raise where the engine's thread could not end the wait."""
+        """Raise if the engine's thread could not end the wait."""
         if os.getpid() != self._process:
             raise EngineClosedError(
                 f"the engine runs in process {self._process}, and this is a fork of it; make an engine here"
@@ -401,7 +403,7 @@ class Engine:
         self._loop = None
 
     def _take_changes(self, loop: DecodeLoop) -> bool:
-        """Wait for something to do, and bring the loop up to date. False where the engine is to end."""
+        """Wait for something to do, and bring the loop up to date. False if the engine is to end."""
         with self._changed:
             self._changed.wait_for(lambda: self._closed or self._added or self._cancelled or loop.busy)
             if self._closed:
@@ -425,13 +427,13 @@ class Engine:
     def _deliver(self, sequence: Sequence) -> None:
         assert self._loop is not None
         request, guide = self._requests[sequence], self._guides.get(sequence)
-        together = [sequence]  # whom an error ends
+        together = [sequence]  # an error ends all of these
         failed = "the request's text cannot be decoded ({})"
         try:
             request.update()
             if guide is not None and not sequence.ended:
                 failed = "the request's function for allowed_tokens raised {}"
-                together = [one for one in guide.sequences if one in self._requests]
+                together = [each for each in guide.sequences if each in self._requests]
                 guide.update(self._loop.set_parameter)
         except BaseException as error:  # SystemExit, too: nobody else is to suffer
             for one in together:
@@ -443,7 +445,7 @@ class Engine:
             self._end(sequence, sequence.finish_reason)
 
     def _end(self, sequence: Sequence, why: str | Failure) -> None:
-        """Forget a request, which makes room for another, and then tell it, so that whoever adds the next finds it."""
+        """Forget a request, which makes room for another, and then finish it: whoever sees its end finds the room."""
         self._guides.pop(sequence, None)
         self._deadlines.pop(sequence, None)
         with self._changed:

@@ -1,4 +1,4 @@
-"""One request, from its prompt to its text; what the prompts of all had in common."""
+"""A request, from its prompt to its text; and statistics of the beginnings that prompts share."""
 
 from __future__ import annotations
 
@@ -102,8 +102,8 @@ class Sequence:
     def take(self, most: int | None = None) -> tuple[list[int], str]:
         """The tokens that were read since the last call, and the text that they make certain, "" without a tokenizer.
 
-        most: of the tokens; None = all. The graph knows nothing of stop strings: where one is complete, the sequence
-        ends, and what was sampled after it is left out.
+        The graph knows nothing of stop strings: a complete stop string ends the sequence, and the tokens after it are
+        left out. most: tokens; None = all.
         """
         tokens, pieces = self.sampled[self._taken :][:most], []
         if self.text is not None:
@@ -118,10 +118,13 @@ class Sequence:
 
 @dataclass(slots=True)
 class PrefixStats:
-    """What need not be read again, over all prompts that were read.
+    """Beginnings of prompts that were not read again, over all prompts that were read.
 
-    prompts, prompt_tokens: how many there were. hits: prompts of which a slot held a beginning. cached_tokens: tokens
-    of these beginnings. saved_states, saved_bytes: copies of recurrent states that are kept now, and their memory.
+    Attributes:
+        prompts, prompt_tokens: all prompts, and their tokens.
+        hits: prompts of which a slot held a beginning.
+        cached_tokens: tokens of these beginnings.
+        saved_states, saved_bytes: copies of recurrent states that are kept now, and their memory.
     """
 
     prompts: int = 0

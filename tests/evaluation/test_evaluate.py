@@ -188,7 +188,7 @@ def test_texts_that_cannot_be_scored(text: Any, message: str, tmp_path: Path) ->
         ({"stride": 0}, "stride is 0"),
         ({"batch_size": 0}, "batch_size is 0"),
         ({"confidence": 95}, "confidence is 95"),
-        ({"against": 3}, "3 is no reference"),
+        ({"against": 3}, "3 is not a reference"),
         ({"intra_op_num_threads": 0}, "intra_op_num_threads is 0"),
     ],
 )
@@ -236,7 +236,7 @@ def test_another_vocabulary(tmp_path: Path, fake: Callable[..., Package]) -> Non
 
 def test_logits_that_are_no_numbers(tmp_path: Path) -> None:
     package = fake_package(tmp_path / "package")
-    with pytest.raises(QsampleError, match=r"package gives logits that are no numbers, at scored token 3 "):
+    with pytest.raises(QsampleError, match=r"package gives logits that are not numbers, at scored token 3 "):
         evaluate(package, [5, 6, 7, POISON, 8])
 
 

@@ -1,1 +1,1 @@
-"""Decoding: the rows of a batch on the device, which sequence gets which, and what the device does next."""
+"""Decoding: the rows of a batch on the device, the sequences that get them, and the next job of the device."""

@@ -1,4 +1,4 @@
-"""The inputs of every row, where the graph reads them: its parameters, its random numbers, the tokens of its prompt."""
+"""The memory for the inputs of every row: its parameters, its random numbers, the tokens of its prompt."""
 
 from __future__ import annotations
 
@@ -36,10 +36,12 @@ _READ: Final = ("temperature", "top_k", *_NUCLEI)
 
 
 class ParameterRows:
-    """One buffer a parameter, which every row has a part of.
+    """A buffer for each parameter, of which every row has a part.
 
-    buffers: by name, of the parameter's dtype, [B], or [B, N] and [B, Q, L] if a row has several values; the widest row
-    decides N, Q and L. What a row lacks is off, behind its values; in front of them along BAD_WORD_LENGTH.
+    Attributes:
+        buffers: by name, of the parameter's dtype, [B], or [B, N] and [B, Q, L] if a row has several values; the widest
+            row decides N, Q and L. Columns that a row lacks are off, after its values; before them along
+            BAD_WORD_LENGTH.
     """
 
     def __init__(
@@ -51,8 +53,15 @@ class ParameterRows:
         *,
         narrow: bool = True,
     ) -> None:
-        """All off. sizes: of every named axis of the parameters. searched: is told of every value. narrow: give up
-        columns, too, once no row has so many values: each step reads all of them."""
+        """Turn all parameters off.
+
+        Args:
+            specs: the parameters.
+            sizes: of every named axis of them.
+            device: of the buffers.
+            searched: is notified of every value.
+            narrow: also give up columns when no row has so many values: each step reads all of them.
+        """
         self._specs = {spec.name: spec for spec in specs}
         self._sizes, self._device = dict(sizes), device
         self._searched, self._narrow = searched, narrow
@@ -91,8 +100,8 @@ class ParameterRows:
             widths[one], widths[other] = widths[other], widths[one]
 
     def _fit(self, axis: str, row: int, width: int) -> bool:
-        """Give the parameters with that axis the columns that all rows need, where `row` needs `width`: a power of two,
-        so that it seldom happens, and fewer only where that is a quarter of many. Returns whether it is another number.
+        """Give the parameters with that axis the columns that all rows need, if `row` needs `width`: a power of two, so
+        that it seldom happens, and fewer only if that is a quarter of many. Returns whether their number has changed.
         """
         if axis not in self._widths:
             return False
@@ -116,15 +125,19 @@ class ParameterRows:
 
 
 def _place(axes: Sequence[Axis], shape: Sequence[int]) -> tuple[slice, ...]:
-    """Where values of a shape lie in an array with room for more."""
+    """The place of values of a shape in an array with room for more."""
     return tuple(
         slice(-size, None) if axis == BAD_WORD_LENGTH else slice(size) for axis, size in zip(axes, shape, strict=True)
     )
 
 
 class SearchedRows:
-    """The rows of a batch whose filters may keep more tokens than there are candidates; none if the graph takes no
-    list."""
+    """The rows of a batch whose filters may keep more tokens than the candidates; none if the graph takes no list.
+
+    A captured graph has to search them, and they are known from their parameters before a step. A search costs in
+    proportion to the rows in its list, and each length of the list is a captured graph of its own. So the list of a
+    batch is padded to a power of two.
+    """
 
     def __init__(self, interface: Interface, count: int, device: str) -> None:
         """count: rows of the batch."""
@@ -137,7 +150,7 @@ class SearchedRows:
         self._written: list[int] = []
 
     def set(self, name: str, slots: int | slice, value: Any) -> None:
-        """Note a parameter of some rows; one that makes no difference is passed over."""
+        """Note a parameter of some rows; those that make no difference are ignored."""
         if name in self._values:
             self._values[name][slots] = value
 
@@ -171,7 +184,7 @@ class SearchedRows:
         return np.flatnonzero(self._needs_search()[rows.start : rows.stop]).tolist() or self._default
 
     def _needs_search(self) -> Array:
-        """[B] bool. A greedy row draws nothing, and what a small top-k keeps is among the candidates."""
+        """[B] bool. A greedy row draws nothing, and the tokens that a small top-k keeps are among the candidates."""
         temperature, top_k = self._values["temperature"], self._values["top_k"]
         beyond = top_k > CANDIDATES
         nucleus = np.any([self._values[name] < 1 for name in _NUCLEI if name in self._values], axis=0)
@@ -180,7 +193,7 @@ class SearchedRows:
 
 
 class PromptInputs:
-    """Memory for the ids and lengths of one call over some rows; each call writes it anew."""
+    """Memory for the ids and lengths of a call over some rows; each call writes it anew."""
 
     def __init__(self, rows: int, capacity: int, least_width: int, device: str) -> None:
         """rows: most of a call. least_width: tokens of a call, padding included."""
@@ -199,7 +212,7 @@ class PromptInputs:
         return self._ids.reshaped(len(ids), width)
 
     def of_rows(self, rows: int) -> dict[str, Buffer]:
-        """The inputs of so many rows by name; of the ids, what `write` returns takes the place."""
+        """The inputs of so many rows by name; the result of `write` replaces the ids."""
         return {INPUT_IDS.name: self._ids.reshaped(rows, 1), INPUT_LENGTHS.name: self._lengths.rows(0, rows)}
 
 

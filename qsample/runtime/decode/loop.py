@@ -1,9 +1,8 @@
-"""Runs what the scheduler decides on the slots, and hands on the tokens of each sequence as they are read.
+"""Runs the scheduler's jobs on the slots, and hands on the tokens of each sequence as they are read.
 
-The device does one job after another: a chunk of a prompt, some short prompts, or `flush_every` decode steps without a
-read between them.
+A job is a chunk of a prompt, some short prompts, or `flush_every` decode steps without a read between them.
 A row that ends inside such a window is inert from there on (the graph sees to that), so reading late changes no token.
-With double buffering, a thread starts the next job while this one copies and delivers what the job before it left.
+With double buffering, a thread starts the next job while this thread copies and delivers the tokens of the last.
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ from qsample.tensors import Array
 from qsample.values import check_count
 
 _CACHE_IS_VALID: Final = (STOPPED, LENGTH)
-_FLUSH_EVERY: Final = 4  # where a read waits for the device
+_FLUSH_EVERY: Final = 4  # if a read waits for the device
 
 
 def choose_flush_every(sessions: Sessions, flush_every: int | None, *, guided: bool = False) -> int:
-    """How many steps run between two reads: `flush_every`, or what suits the device.
+    """The number of steps between two reads: `flush_every`, or a number that suits the device.
 
-    On the CPU a read costs microseconds, elsewhere it waits for the device. guided: someone must see every token.
-    Raises ValueError where every step has to be read and `flush_every` says otherwise.
+    On the CPU a read costs microseconds, elsewhere it waits for the device. guided: a function must see every token.
+    Raises ValueError if every step has to be read and `flush_every` is more than 1.
     """
     check_count("flush_every", flush_every)
     optional = [spec.name for spec in sessions.interface.sampler_outputs if spec is not NEXT_IDS]
@@ -45,7 +44,7 @@ def choose_flush_every(sessions: Sessions, flush_every: int | None, *, guided: b
 
 
 class DecodeLoop:
-    """Runs what a scheduler decides on slots.
+    """Runs the jobs of a scheduler on slots.
 
     >>> with DecodeLoop(slots, Scheduler(slots.count, config), deliver, double_buffering=True) as loop:
     ...     loop.add(Sequence(prompt, parameters, seed=0))
@@ -71,7 +70,7 @@ class DecodeLoop:
         self._unread: list[tuple[Sequence, int]] = []
         self._left: set[int] = set()  # slots to stop before the next job
         self.prefixes = PrefixStats()
-        self.steps = 0  # decode steps, each one run of the graph
+        self.steps = 0  # decode steps, each a run of the graph
 
     def __enter__(self) -> DecodeLoop:
         return self
@@ -95,7 +94,7 @@ class DecodeLoop:
     def leave(self, sequence: Sequence, *, keep: bool = True) -> None:
         """Take a sequence out. Nothing more of it is delivered; its slot is free from the next job on."""
         slot = self._scheduler.leave(sequence, keep=keep)
-        self._unread = [(one, count) for one, count in self._unread if one is not sequence]
+        self._unread = [(unread, count) for unread, count in self._unread if unread is not sequence]
         if slot is not None:
             self._left.add(slot)
 
@@ -105,7 +104,7 @@ class DecodeLoop:
             self._slots.set_parameter(sequence.slot, name, values)
 
     def step(self) -> None:
-        """One job on the device, and the delivery of what was read."""
+        """Run a job on the device, and deliver the tokens that were read."""
         for slot in self._left:
             save = self._scheduler.save_answer(slot, self._slots.tokens_in_states)
             if save is not None:
@@ -115,7 +114,7 @@ class DecodeLoop:
         for admission in self._scheduler.admit():
             self._begin(admission)
         if self._slots.narrows and (move := self._scheduler.next_move()) is not None:
-            self._slots.move(move.source, move.target, move.kept)  # with what is still to be read of it
+            self._slots.move(move.source, move.target, move.kept)  # with its unread tokens
         if not self._slots.prepared:
             self._read_and_deliver()
             self._slots.prepare()
@@ -230,7 +229,7 @@ class DecodeLoop:
 
 
 def _new_tokens(sequence: Sequence, slot: int, snapshot: Snapshot) -> list[int]:
-    """What the snapshot has of a sequence beyond what was read. The newest token is not in the cache, hence the 1."""
+    """The tokens of a sequence in the snapshot that were not read before."""
     known = len(sequence.prompt) + len(sequence.sampled)
     return snapshot.tokens_from(slot, known)
 

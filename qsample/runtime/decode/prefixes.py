@@ -1,7 +1,7 @@
 """Beginnings of prompts that need not be read again. No tensors here.
 
 A prompt is cut at places that depend on nothing but the prompt. Its beginning can be reused up to such a place; and if
-the model has recurrent states, which are those of a row's newest token, only where a copy of them was saved.
+the model has recurrent states, which are those of a row's newest token, only up to a saved copy of them.
 """
 
 from __future__ import annotations
@@ -22,11 +22,13 @@ LATE: Final = 1024  # tokens
 class Pieces:
     """A prompt is read in pieces that are counted from its start, each in a call of its own.
 
-    A call over more tokens reads what came before it less often: behind 4,000 tokens the CPU's attention takes 1.6
-    times as long for each token of a piece of 64 as for one of 256. A shorter one holds up other rows for less time.
+    A call over more tokens reads the tokens before it less often: after 4,000 tokens the CPU's attention takes 1.6
+    times as long for each token of a piece of 64 as of 256. A shorter piece holds up other rows for less time.
 
-    size: tokens of a piece, at least 1. late: of those that begin behind LATE tokens; None = as the others. LATE and
-    `late` are multiples of `size`, or no prompt is that long.
+    Attributes:
+        size: tokens of a piece, at least 1.
+        late: tokens of the pieces that begin after LATE tokens; None = as the others. LATE and `late` are multiples of
+            `size`, or no prompt is that long.
     """
 
     size: int
@@ -44,11 +46,11 @@ class Pieces:
         return range(start, start + size)
 
     def begin(self, token: int) -> int:
-        """The last end of a whole piece that is not behind `token`."""
+        """The last end of a whole piece that is not after `token`."""
         return self.around(token).start
 
     def end(self, start: int, tokens: int) -> int:
-        """Where a chunk ends that begins at `start` and has at most `tokens` tokens, or is one piece.
+        """The end of a chunk that begins at `start` and has at most `tokens` tokens, or is a single piece.
 
         A `start` inside a piece counts as that piece's beginning.
         """
@@ -58,7 +60,7 @@ class Pieces:
         return end
 
     def cut(self, start: int, end: int) -> tuple[range, ...]:
-        """The tokens [start, end) of a prompt, cut where pieces end."""
+        """The tokens [start, end) of a prompt, cut at the ends of pieces."""
         result = []
         while start < end:
             stop = min(self.around(start).stop, end)
@@ -68,10 +70,10 @@ class Pieces:
 
 
 def reusable_prefix(held: Array, prompt: Array, pieces: Pieces, tail_size: int | None) -> int:
-    """How many tokens of `prompt` need not be read after `held`, which was read in pieces from its start.
+    """The number of tokens of `prompt` that need not be read after `held`, which was read in pieces from its start.
 
-    Those of whole pieces that both have: what is in a piece may depend on where the piece ends. Where both end in the
-    same piece, all but its last `tail_size` tokens (None = all of it).
+    Those of whole pieces that both have: the numbers of a piece may depend on its end. If both end in the same piece,
+    all but its last `tail_size` tokens (None = all of it).
     """
     shared, length = shared_prefix(held, prompt), len(prompt)
     if shared == length and (length == len(held) or length == pieces.begin(length)):
@@ -81,26 +83,28 @@ def reusable_prefix(held: Array, prompt: Array, pieces: Pieces, tail_size: int |
 
 
 def shared_prefix(kept: Array, prompt: Array) -> int:
-    """How many tokens two rows have in common from their start."""
+    """The number of tokens that two rows have in common from their start."""
     length = min(len(kept), len(prompt))
     different = np.flatnonzero(kept[:length] != prompt[:length])
     return int(different[0]) if len(different) else length
 
 
 class SavedStates:
-    """A fixed number of places. One that no slot has the keys and values for is given away first, then the one that was
-    used longest ago."""
+    """A fixed number of places for recurrent states after beginnings of prompts.
+
+    A place is given away first if no slot has the keys and values of its tokens, then if it was used longest ago.
+    """
 
     def __init__(self, places: int) -> None:
         self.places = places
-        self._tokens: dict[int, Array] = {}  # place → the beginning; the one that was used longest ago first
+        self._tokens: dict[int, Array] = {}  # place → the beginning; the place used longest ago first
 
     @property
     def beginnings(self) -> list[Array]:
         return list(self._tokens.values())
 
     def longest(self, prompt: Array, most: int) -> int:
-        """Tokens of the longest saved beginning of `prompt` that has at most so many; 0 where there is none."""
+        """Tokens of the longest saved beginning of `prompt` that has at most `most`; 0 without any."""
         lengths = {len(tokens) for tokens in self._tokens.values() if _begins(tokens, prompt)}
         return max((length for length in lengths if length <= most), default=0)
 
@@ -113,9 +117,9 @@ class SavedStates:
         return None
 
     def add(self, tokens: Array, is_useful: Callable[[Array], bool]) -> int | None:
-        """A place for the states after `tokens`; None where there is no room, or where they are saved already.
+        """A place for the states after `tokens`; None without places, or if they are saved already.
 
-        is_useful: whether the states after some tokens are of use to anybody.
+        is_useful: whether anybody can use the states after some tokens.
         """
         if not self.places or self.use(tokens) is not None:
             return None

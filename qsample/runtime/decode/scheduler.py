@@ -1,10 +1,11 @@
-"""Which sequence gets which slot, and what the device does next. No tensors here.
+"""Gives slots to sequences, and chooses the next job of the device. No tensors here.
 
 A sequence waits, is admitted to a slot, has its prompt read in chunks, and runs until it ends. The slot that it leaves
 keeps its prompt in the cache. The next sequence gets the slot that keeps the longest beginning of its prompt; if a step
-over fewer rows is cheaper, only slots next to those in use count. What another slot holds, free or not, is copied, and
-what the chosen slot kept is moved to the slot that was left longest ago. If rows are far apart all the same, because
-those between them have ended, the first or the last row is moved. Recurrent states continue from where they were saved.
+over fewer rows is cheaper, only slots next to those in use count. A longer beginning in another slot, free or not, is
+copied, and the tokens that the chosen slot kept are moved to the slot that was left longest ago. If rows are far apart
+all the same, because those between them have ended, the first or the last row is moved. Recurrent states continue from
+their saved copies.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from qsample.tensors import Array
 
 # The cost of a run without its tokens, in tokens: at 0.6 B parameters 2 with int4 weights, 13 with float32.
 _RUN: Final = 4
-# Tokens of a row that are copied while a step computes one more row: 50 at 0.6 B parameters with int4 weights.
+# Tokens of a row that are copied while a step computes another row: 50 at 0.6 B parameters with int4 weights.
 _COPIED: Final = 32
 _NOTHING: Final[Array] = np.empty(0, dtype=np.int64)
 # A run of more tokens reads none of them faster, and takes more memory.
@@ -34,21 +35,22 @@ _MOST_JOINED: Final = 512
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """What suits the graphs of a package, and how a scheduler uses it.
+    """The abilities of a package's graphs, and how a scheduler uses them.
 
     Attributes:
-        pieces: where prompts are cut.
+        pieces: the places at which prompts are cut.
         tail_size: so many tokens at the end of a piece may be read again without those before them; None = the whole
             piece.
         recurrent: the model has states that are those of a slot's newest token, so that another slot can continue from
             them at that moment, or from a copy that was saved.
         attention: the model has keys and values, which a slot has to hold as well.
-        join_prompts: read whole prompts of adjacent slots in one run.
+        join_prompts: read whole prompts of adjacent slots in a single run.
         least_rows: a decode step can be over adjacent slots alone, at least so many. Then those in use are best close
-            together, and what another slot holds of a prompt is copied. None = every step is over all slots.
+            together, and the beginning of a prompt that another slot holds is copied. None = every step is over all
+            slots.
         flush_every: decode steps between two reads, at least 1.
         prefill_chunk_size: most prompt tokens of a chunk, but at least a piece; None = the whole prompt.
-        interleave: take turns between one chunk and one window, so that running rows wait for no more than a chunk;
+        interleave: take turns between a chunk and a window, so that running rows wait for no more than a chunk;
             otherwise every prompt in a slot is read before any row decodes.
         saved_states: most saved copies of recurrent states.
         reuse_sampled: continue from tokens that a slot sampled, too, and from anywhere.
@@ -82,8 +84,8 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """The first `tokens` tokens of `sequence`, which the slot `source` holds, for its own slot. place: where the
-    recurrent states after them were saved; None = the slot is there now."""
+    """The first `tokens` tokens of `sequence`, which the slot `source` holds, for its own slot. place: of the saved
+    recurrent states after them; None = the slot has these states now."""
 
     sequence: Sequence
     source: int
@@ -93,8 +95,13 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """A sequence that got a slot. copy: the beginning of its prompt, which a slot holds, maybe its own. moved: another
-    slot, which gets what its slot kept so far, and the tokens of that; None = nothing is moved."""
+    """A sequence that got a slot.
+
+    Attributes:
+        sequence: with its new slot.
+        copy: the beginning of its prompt, which a slot holds, maybe its own.
+        moved: another slot, which gets the tokens that its slot kept so far, and these tokens; None = nothing is moved.
+    """
 
     sequence: Sequence
     copy: Copy
@@ -112,8 +119,8 @@ class Save:
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """Pieces of a prompt, one after another, each for one call; or the whole prompts of several sequences in adjacent
-    slots, of one length, for one call.
+    """Pieces of a prompt in order, each for a call of its own; or the whole prompts of several sequences in adjacent
+    slots, all of the same length, for a single call.
 
     copies: to be made before. saves: to be made at the ends of the pieces.
     """
@@ -158,21 +165,21 @@ class Move:
 
 
 class Scheduler:
-    """First come, first served, among those of one priority.
+    """First come, first served, among those of the same priority.
 
     A prompt is read in pieces, each in a call of its own, whatever else happens: kernels round differently for another
     number of tokens, and nothing but the prompt may decide that. So chunks are whole pieces, prompts are read together
-    if they have the same length, and a prompt continues from what a slot holds at the end of a piece.
+    if they have the same length, and a prompt continues from the tokens of a slot at the end of a piece.
 
-    States are saved at the end of a prompt's whole pieces, from where the next turn of a conversation continues; where
-    a prompt leaves another that was seen, because a third may leave them there, too (as in Marconi,
+    States are saved at the end of a prompt's whole pieces, from which the next turn of a conversation continues; at the
+    place at which a prompt leaves another, because a third may leave them there, too (as in Marconi,
     https://arxiv.org/abs/2411.19379); and with `reuse_sampled` at the end of an answer.
     """
 
     def __init__(self, slots: int, config: SchedulerConfig) -> None:
         self._config = config
         self._pieces = config.pieces
-        self._kept: dict[int, Array] = dict.fromkeys(range(slots), _NOTHING)  # what each free slot holds
+        self._kept: dict[int, Array] = dict.fromkeys(range(slots), _NOTHING)  # of each free slot
         self._free = list(range(slots))  # the slot that was left longest ago first
         self._waiting: deque[Sequence] = deque()
         self._in_slots: list[Sequence] = []  # first come first
@@ -189,7 +196,7 @@ class Scheduler:
 
     @property
     def saved_states(self) -> int:
-        """Copies of states that there are."""
+        """Copies of states."""
         return len(self._saved.beginnings)
 
     @property
@@ -228,12 +235,12 @@ class Scheduler:
         return admitted
 
     def _make_room(self, slot: int, source: int, prompt: Array, reused: int) -> tuple[int, Array] | None:
-        """Another free slot for what `slot` keeps, and that: what was left longest ago gives way, wherever it is.
+        """Another free slot for the tokens that `slot` keeps, and these tokens: the slot left longest ago gives way.
 
-        Otherwise, slots beside those in use would forget what was left last, and others keep what nobody asks for. None
-        = nothing is moved: where the step is over all slots, the one left longest ago was chosen.
+        Otherwise, slots next to those in use would forget the newest tokens, and other slots keep tokens that nobody
+        needs. None = nothing is moved: if the step is over all slots, the slot left longest ago was chosen anyway.
         """
-        kept, spare = self._kept[slot], next(one for one in self._free if one == slot or one != source)
+        kept, spare = self._kept[slot], next(free for free in self._free if free == slot or free != source)
         if source != slot and shared_prefix(self._kept[source], prompt) == len(self._kept[source]):
             self._free.remove(source)  # `slot` is about to hold all of it
             self._free.insert(0, source)
@@ -262,9 +269,10 @@ class Scheduler:
         return slot
 
     def save_answer(self, slot: int, tokens_in_states: Callable[[int], int]) -> Save | None:
-        """Where to save the states of a slot that was just left, if they are those after all the tokens that it keeps.
+        """The place for the states of a slot that was just left, if they are those after all the tokens that it keeps.
 
-        tokens_in_states: asked only where it matters. A row may have gone on before it was found to have ended.
+        tokens_in_states: the number of tokens that a slot's states are after, asked only if it matters. A row may have
+        gone on before it was found to have ended.
         """
         tokens = self._kept[slot]
         wanted = self._config.reuse_sampled and self._saved.places and len(tokens)
@@ -274,7 +282,7 @@ class Scheduler:
         return None if place is None else Save(slot, len(tokens), place)
 
     def next_job(self) -> Read | Window | None:
-        """What the device does next, taken as done; None if nothing is left to do before results are read."""
+        """The next job of the device, taken as done; None if nothing is left to do before results are read."""
         prefilling, running = self.prefilling, [sequence for sequence in self._in_slots if sequence.may_run]
         if prefilling and not (running and self._config.interleave and self._chunk_was_last):
             self._chunk_was_last = True
@@ -311,8 +319,8 @@ class Scheduler:
         return move
 
     def _best_move(self) -> tuple[Move, int, int] | None:
-        """The move of the first or the last row that costs least for each row that a step then saves; with these rows,
-        and the tokens that are copied."""
+        """The move of the first or the last row that costs least for each row that a step then saves; the number of
+        these rows; and the number of tokens that are copied."""
         used = sorted(map(slot_of, self._in_slots))
         width = max(len(span_of(used)), self._least_rows) if used else 0
         if width <= max(len(used), self._least_rows):
@@ -331,7 +339,7 @@ class Scheduler:
         return min(moves, key=lambda move: move[2] / move[1], default=None)
 
     def _next_read(self, prefilling: list[Sequence]) -> Read:
-        """The next part of the first one's prompt, or some whole prompts with it."""
+        """The next part of the first prompt, or some whole prompts with it."""
         sequence, *others = prefilling
         start, end = sequence.consumed, len(sequence.prompt)
         copies: tuple[Copy, ...] = ()
@@ -352,13 +360,13 @@ class Scheduler:
         return Read(joined, self._pieces.cut(start, end), copies, saves)
 
     def _saves(self, sequence: Sequence, start: int, end: int) -> tuple[Save, ...]:
-        """What to save while the tokens [start, end) of a prompt are read."""
+        """The states to save while the tokens [start, end) of a prompt are read."""
         if not self._saved.places:
             return ()
         prompt = sequence.prompt
         seen = [*self._saved.beginnings, *self._kept.values()]
         seen += [one.prompt for one in self._in_slots if one is not sequence]
-        # The same prompt again goes on from before its last token, a longer one from behind it.
+        # The same prompt again continues from before its last token, a longer prompt from after it.
         ends = {len(prompt), len(prompt) - 1, max(map(partial(shared_prefix, prompt), seen), default=0)}
         saves = []
         for tokens in sorted({self._pieces.begin(end) for end in ends}):
@@ -379,7 +387,7 @@ class Scheduler:
         return max(reusable.items(), key=lambda item: item[1], default=(0, 0))
 
     def _reusable(self, held: Array, prompt: Array) -> int:
-        """How many tokens of `prompt` need not be read where `held` was; at least one has to be."""
+        """The number of tokens of `prompt` that need not be read after `held`; its last token has to be."""
         if self._config.recurrent:
             most = shared_prefix(held, prompt) if self._config.attention else len(prompt)
             return self._saved.longest(prompt, min(most, len(prompt) - 1))
@@ -397,18 +405,21 @@ class Scheduler:
         return tuple(fresh[slot] for slot in slots)
 
     def _waits(self, one: Sequence, first: Sequence) -> bool:
-        """Whether it is cheaper to copy most of a prompt, once `first` was read, than to read it with that one."""
+        """Whether it is cheaper to copy most of a prompt after `first` was read than to read both together."""
         if one is first or self._config.recurrent:
             return False
         return max(self._holder(one)[1], self._reusable(first.prompt, one.prompt)) > _RUN
 
 
 def joined_slots(lengths: Mapping[int, int], slot: int, piece_size: int, chunk_size: int | None = None) -> range:
-    """Adjacent slots around `slot` whose prompts are read in one run: they have one length, at most a piece, so that
-    each row computes what it would alone.
+    """Adjacent slots around `slot` whose prompts are read in a single run: they have the same length, at most a piece,
+    so that each row computes the same numbers as alone.
 
-    lengths: tokens of the prompt of each slot that could be joined. chunk_size: most tokens of a run; None = only as
-    many as make it faster.
+    Args:
+        lengths: tokens of the prompt of each slot that could be joined.
+        slot: of the first prompt.
+        piece_size: tokens of a piece.
+        chunk_size: most tokens of a run; None = only as many as make it faster.
     """
     length = lengths[slot]
     most = min(_MOST_JOINED, chunk_size or _MOST_JOINED) // length
@@ -424,12 +435,12 @@ def joined_slots(lengths: Mapping[int, int], slot: int, piece_size: int, chunk_s
 
 
 def slot_of(sequence: Sequence) -> int:
-    """Of a sequence that has one."""
+    """The slot of a sequence in a slot."""
     assert sequence.slot is not None
     return sequence.slot
 
 
 def span_of(slots: Iterable[int]) -> range:
-    """From the first of some slots to the last one."""
+    """From the first of some slots to the last."""
     ordered = sorted(slots)
     return range(ordered[0], ordered[-1] + 1)

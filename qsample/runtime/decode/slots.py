@@ -1,8 +1,8 @@
-"""The rows of one batch on the device, each started, filled and stopped on its own.
+"""The rows of a batch on the device, each started, filled and stopped on its own.
 
-Everything is bound once: the graphs read and write the same memory at every step, and what a step sampled is what the
-next one reads. What a host reads after a step (`next_ids`, `status`, `lengths`, the optional outputs) has two buffers
-that take turns, so that it can be copied while the next step runs.
+Everything is bound once: the graphs read and write the same memory at every step, and a step reads the tokens that the
+step before it sampled. The outputs for a host (`next_ids`, `status`, `lengths`, the optional outputs) have two buffers
+that take turns, so that they can be copied while the next step runs.
 """
 
 from __future__ import annotations
@@ -49,11 +49,13 @@ _MOST_BOUND: Final = 512  # graphs, each over other rows: some 100 kB
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What a host sees of every row, copied.
+    """A copy of every row for a host.
 
-    status, lengths: [B] int32. tokens: [B, T] int32; a row has lengths + 1 of them once it has sampled. outputs: the
-    optional outputs of the last step, by name. newest: where not None, tokens is [B, newest], and its last column the
-    token at position `lengths`.
+    Attributes:
+        status, lengths: [B] int32.
+        tokens: [B, T] int32; a row has lengths + 1 tokens after its first sample.
+        outputs: the optional outputs of the last step, by name.
+        newest: if not None, tokens is [B, newest], and its last column the token at position `lengths`.
     """
 
     status: Array
@@ -63,7 +65,7 @@ class Snapshot:
     newest: int | None = None
 
     def tokens_from(self, slot: int, position: int) -> list[int]:
-        """A row's tokens from a position on, up to the newest one: at most `newest`, where that is not None."""
+        """A row's tokens from a position on, up to the newest: at most `newest`, if that is not None."""
         end = int(self.lengths[slot]) + 1
         skipped = 0 if self.newest is None else end - self.newest
         if position < skipped and position < end:
@@ -75,13 +77,13 @@ class Snapshot:
 
 
 class NewestTokens:
-    """Gathers the last tokens of each row where they are, so that no others are copied off a device."""
+    """Gathers the last tokens of each row on the device, so that no others are copied from it."""
 
     def __init__(self, count: int, device: str) -> None:
         """count: rows."""
         self._count, self._device = count, device
         self._zero = Buffer.of(np.zeros(1, dtype=np.int32), device)
-        self._made: dict[int, tuple[Buffer, Buffer]] = {}  # by their number: columns, and what is gathered there
+        self._made: dict[int, tuple[Buffer, Buffer]] = {}  # number of tokens → columns, and their tokens
 
     def read(self, states: Mapping[str, Buffer], count: int) -> Array:
         """[B, count] int32: each row's last tokens up to position `lengths`."""
@@ -100,10 +102,10 @@ class Slots:
 
     A slot is idle until `begin` gives it a prompt. `prefill` feeds it that prompt, a chunk a call, or several slots
     theirs, while the others wait; between its chunks the slot is idle for `decode`, which advances all running rows by
-    one token. A row that ends is idle again by itself: the graph neither advances it nor writes to it, except for the
+    a token. A row that ends is idle again by itself: the graph neither advances it nor writes to it, except for the
     key and value at position `lengths`, which belong to no token yet.
 
-    No method may be called while another one runs, except for `read` of the side that a `decode` reads.
+    No method may be called while another runs, except for `read` of the side that a `decode` reads.
     """
 
     def __init__(self, sessions: Sessions, count: int, capacity: int, *, saved_states: int = 0) -> None:
@@ -127,7 +129,7 @@ class Slots:
             for _ in range(2)
         ]
         for side in self._outputs:
-            side[NEXT_IDS.name].write_at(slice(None), 0)  # what idle rows are fed
+            side[NEXT_IDS.name].write_at(slice(None), 0)  # for idle rows
         self._searched = SearchedRows(interface, count, device)
         narrow = sessions.replays is None  # ONNX Runtime keeps what it captured, and would capture another graph
         self._parameters = ParameterRows(interface.parameters, self._sizes, device, self._searched, narrow=narrow)
@@ -140,14 +142,14 @@ class Slots:
         self._ones = Buffer.of(np.ones(count, dtype=np.int32), device)
         self._emit = {emit: Buffer.of(np.full(count, emit), device) for emit in (True, False)}
         most_rows = count if sessions.joins_prompts else 1
-        # One token would run kernels of its own, which round otherwise; there is room for a second, because a prompt is
+        # A single token would run kernels of its own, which round otherwise; a second has room, because a prompt is
         # shorter than the capacity. No fixed width: the last piece could pass the capacity.
         least_width = 2 if sessions.tokens_per_call is None else 1
         self._chunk = PromptInputs(most_rows, capacity, least_width, device)
         # A prompt's chunks run with a status of their own, so that the batch sees an idle row between them.
         self._chunk_status = Buffer.of(np.full(most_rows, RUNNING, dtype=np.int32), device)
         self._newest = NewestTokens(count, device)
-        self._bound: dict[tuple[object, ...], list[BoundGraph]] = {}  # the one that was used longest ago first
+        self._bound: dict[tuple[object, ...], list[BoundGraph]] = {}  # the least recently used first
         # With the sampler on the host: the logits of some slots, [n, V], as they are to be sampled from.
         self.process_logits: Callable[[range, Array], Array] | None = None
 
@@ -158,7 +160,7 @@ class Slots:
 
     @property
     def prepared(self) -> bool:
-        """Whether `decode` has its captures: True where nothing is captured. What `begin` is given may change it."""
+        """Whether `decode` has its captures, if it needs any. New parameters may change that."""
         keys = [self._key(range(self.count), side) for side in (0, 1)]
         return self._sessions.replays is None or all(key in self._bound for key in keys)
 
@@ -166,7 +168,7 @@ class Slots:
         """Capture `decode`, once everything is read: this overwrites the optional outputs.
 
         Nothing else may use the device meanwhile. ONNX Runtime runs a graph several times before it replays it, so the
-        rows are idle for it: what is written to the cache at their next position is written again.
+        rows are idle for it: the cache at their next position is written again.
         """
         outputs = self._outputs[self.side][NEXT_IDS.name]
         status, next_ids = self._state[STATUS.name].read(), outputs.read()
@@ -199,8 +201,13 @@ class Slots:
             self.set_parameter(slot, name, values)
 
     def copy(self, source: int, slot: int, prompt: Array, place: int | None = None) -> None:
-        """Get a slot as far as `source` is after `prompt`, [n] int64: its first n tokens, n >= 1, or, where the model
-        has states that are those of the newest token, all of them. place: where such states after `prompt` are saved.
+        """Copy `source` to a slot as far as it is after `prompt`.
+
+        Args:
+            source, slot: the slots.
+            prompt: [n] int64, n >= 1: the first tokens of `source`; all of them if the model has states that are those
+                of the newest token, unless `place` is given.
+            place: of such states after `prompt`, saved.
         """
         for spec in self._interface.cache_states:
             if CAPACITY in spec.axes:
@@ -229,7 +236,7 @@ class Slots:
         self._parameters.swap_rows(slot, target)
 
     def tokens_in_states(self, slot: int) -> int:
-        """How many tokens a slot's states are after."""
+        """The number of tokens that a slot's states are after."""
         return int(self._state[LENGTHS.name].read()[slot])
 
     def _write_history(self, slot: int, tokens: Array) -> None:
@@ -239,15 +246,19 @@ class Slots:
         self._state[TOKENS.name].write_at(slot, row)
 
     def set_parameter(self, slot: int, name: str, values: Array) -> None:
-        """Replace one row of a parameter, from the next call on. The widest row decides the buffer's width."""
+        """Replace a row of a parameter, from the next call on. The widest row decides the buffer's width."""
         if self._parameters.set(name, slot, values):
             self._bound.clear()
 
     def prefill(self, slot: int, *ids: Array, emit: bool) -> None:
-        """Feed a slot the next piece of its prompt, [n] int64. emit: it is the last; sample the first new token.
+        """Feed a slot the next piece of its prompt.
 
-        Several arrays are for `slot` and as many after it, in one run, where `Sessions.joins_prompts`: the first tokens
-        of each, because attention takes several rows of several tokens only where nothing is before them.
+        Args:
+            slot: the slot.
+            ids: [n] int64. Several arrays, if `Sessions.joins_prompts`, are for `slot` and the slots after it, in a
+                single run: the first tokens of each, because attention takes several rows of several tokens only at
+                their beginning.
+            emit: it is the last piece; sample the first new token.
         """
         rows = range(slot, slot + len(ids))
         tokens = self._chunk.write(ids)
@@ -260,33 +271,37 @@ class Slots:
         self._run(graphs, rows if emit else None)
 
     def decode(self, rows: range | None = None, *, wait: bool = True) -> None:
-        """Feed rows their newest token; those that run sample the next one.
+        """Feed rows their newest token; those that run sample the next. Prepares the slots unless they are `prepared`.
 
-        rows: all that run; None = every row. The step takes in others beside them where the package needs that. wait:
-        for the device; False where another `decode` follows before anything is read. Where the slots are not
-        `prepared`, this prepares them.
+        Args:
+            rows: at least all that run; None = every row. The step includes adjacent rows if the package needs them.
+            wait: for the device; False if another `decode` follows before anything is read.
         """
         rows = self._rows_of_step(rows or range(self.count))
         key = self._key(rows, self.side)
         if key not in self._bound and self._sessions.replays is not None:
             self.prepare()
-        self._searched.of_batch()  # writes it where it changed; nothing else runs then
+        self._searched.of_batch()  # writes it if it changed; nothing else runs then
         self._run(self._graphs(key, partial(self._bind_batch, rows)), rows, wait=wait)
         self._state.flip(rows if len(rows) < self.count else None)
 
     def _rows_of_step(self, rows: range) -> range:
-        """These rows, and others beside them where a step has to be over more."""
+        """These rows, and adjacent rows if a step has to be over more."""
         least = self.count if self._sessions.least_rows is None else min(self._sessions.least_rows, self.count)
         start = min(rows.start, self.count - least)
         return range(start, max(rows.stop, start + least))
 
     def _key(self, rows: range, side: int) -> tuple[object, ...]:
-        """Of what `decode` is bound to."""
+        """Identifies the memory that `decode` is bound to."""
         return side, self._searched.size, rows
 
     def read(self, side: int | None = None, newest: int | None = None) -> Snapshot:
-        """Copy what a host may see, after the last call; `side`: what `side` was before a `decode` that runs now.
-        newest: of each row's tokens, off the CPU; None = all."""
+        """A copy for the host after the last call.
+
+        Args:
+            side: the value of `side` before a `decode` that runs now; None = the current side.
+            newest: so many tokens of each row are enough, if they are not in the host's memory; None = all.
+        """
         side = self.side if side is None else side
         states = self._state.inputs(side=side)
         status, lengths = states[STATUS.name].read(), states[LENGTHS.name].read()
@@ -303,7 +318,7 @@ class Slots:
         self._parameters.clear(slots)
 
     def _run(self, graphs: list[BoundGraph], sampled: range | None, *, wait: bool = True) -> None:
-        """sampled: the slots that get a token, whose logits may be processed in front of a sampler on the host."""
+        """sampled: the slots that get a token, whose logits may be processed before a sampler on the host."""
         for index, graph in enumerate(graphs):
             if index and sampled is not None and self.process_logits is not None:
                 logits, slots = self._logits[LOGITS.name], slice(sampled.start, sampled.stop)
@@ -311,7 +326,7 @@ class Slots:
             graph.run(wait=wait)
 
     def _graphs(self, key: tuple[object, ...], bind: Callable[[], list[BoundGraph]]) -> list[BoundGraph]:
-        """Those under a key, bound now where they are not. Those that were used longest ago make room."""
+        """The graphs of a key, bound now unless they are. The least recently used make room."""
         self._bound[key] = graphs = self._bound.pop(key, None) or bind()
         if len(self._bound) > _MOST_BOUND and self._sessions.replays is None:
             del self._bound[next(iter(self._bound))]
