@@ -23,10 +23,7 @@ _TRIES: Final = 3
 
 
 def pack(package: str | Path) -> bytes:
-    """A package's folder as an uncompressed tar archive: weights do not compress.
-
-    Raises PackageError where it is no package.
-    """
+    """A package's folder as an uncompressed tar archive: weights do not compress. Raises PackageError for other folders."""
     opened = read_package(package)
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w") as archive:
@@ -36,11 +33,14 @@ def pack(package: str | Path) -> bytes:
 
 
 def open_archive(archive: Path | bytes) -> Path:
-    """The folder of an archive's package on this machine; unpacked by the first process that asks for it.
+    """The folder of an archive's package on this machine; the first process that asks for it unpacks it.
 
-    archive: a tar file, compressed or not, of a package's files or of its folder; or such a file's bytes. Folders are
-    named after the archive's contents and kept in the system's temporary folder, or in $QSAMPLE_RAY_CACHE.
-    Raises PackageError where it holds no package.
+    Folders are named after the archive's contents and kept in the system's temporary folder, or in $QSAMPLE_RAY_CACHE.
+
+    Args:
+        archive: a tar file, compressed or not, of a package's files or of its folder; or the bytes of such a file.
+
+    Raises PackageError if it does not hold a package.
     """
     root = Path(os.environ.get(CACHE_VARIABLE) or Path(tempfile.gettempdir()) / f"qsample-ray-{os.getuid()}")
     root.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -53,21 +53,23 @@ def open_archive(archive: Path | bytes) -> Path:
         _unpack(archive, scratch.new)
         package = _package_in(scratch.new)
         if package is None:
-            raise PackageError(f"{_name(archive)} holds no package: no {MANIFEST_NAME} in it or in a folder of it")
+            raise PackageError(
+                f"{_name(archive)} does not hold a package: it has no {MANIFEST_NAME}, nor has a folder in it"
+            )
         try:
-            read_package(package, verify=False)  # hashes are compared by whoever opens it
+            read_package(package, verify=False)  # the hashes are compared when it is opened
         except PackageError as error:
             raise PackageError(f"{_name(archive)} holds a damaged package: {error}") from None
         for number in range(_TRIES):
             try:
                 scratch.new.rename(target)
                 return target / package.relative_to(scratch.new)
-            except OSError:  # another process was faster, or what is there has lost files: temporary folders are tidied
+            except OSError:  # another process was faster, or the folder has lost files: temporary folders are tidied
                 if (found := _whole(target)) is not None:
                     return found
                 with suppress(OSError):
                     target.rename(scratch.path / f"damaged-{number}")
-    raise PackageError(f"{target} is no whole package and cannot be replaced; remove it")
+    raise PackageError(f"{target} is not a whole package and cannot be replaced; remove it")
 
 
 def _hash(archive: Path | bytes) -> str:
@@ -87,19 +89,19 @@ def _unpack(archive: Path | bytes, target: Path) -> None:
             opened.extractall(target, filter="data")
     except (tarfile.TarError, EOFError, zlib.error, lzma.LZMAError, OSError) as error:
         if isinstance(error, OSError) and error.errno is not None:
-            raise  # the disk's; that of a damaged .gz or .bz2 has no number
-        raise PackageError(f"{_name(archive)} is no tar archive of a package: {error}") from None
+            raise  # of the disk; that of a damaged .gz or .bz2 has no number
+        raise PackageError(f"{_name(archive)} is not a tar archive of a package: {error}") from None
 
 
 def _package_in(folder: Path) -> Path | None:
-    """The folder itself, or the one that it holds; None where neither is a package."""
+    """The folder itself or a folder in it, whichever is a package; None if neither is."""
     if not folder.is_dir():
         return None
-    return next((one for one in (folder, *sorted(folder.iterdir())) if (one / MANIFEST_NAME).is_file()), None)
+    return next((path for path in (folder, *sorted(folder.iterdir())) if (path / MANIFEST_NAME).is_file()), None)
 
 
 def _whole(folder: Path) -> Path | None:
-    """The package in a folder that was unpacked earlier; None where it is not there, or files of it are missing."""
+    """The package in a folder that was unpacked earlier; None if it or files of it are missing."""
     try:
         found = _package_in(folder)
         return None if found is None else read_package(found, verify=False).path

@@ -1,37 +1,55 @@
-"""Ray Data: rows of a dataset through engines on the machines of a cluster, in the manner of `ray.data.llm`."""
+"""Ray Data: the rows of a dataset through engines on the machines of a cluster, in the manner of `ray.data.llm`."""
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
+import json
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
 
-from qsample.errors import shown
-from qsample.ray.archives import pack
-from qsample.ray.engine_actor import EngineActor
+import numpy as np
+
+from qsample.errors import EngineClosedError, shown
+from qsample.ort.options import NO_SPINNING
+from qsample.ray.archives import open_archive, pack
+from qsample.runtime import Engine, RequestOutput, load
+from qsample.sampling_params import SEEDS
 from qsample.values import check_count, is_number
 
 if TYPE_CHECKING:
+    import pyarrow
     from ray.data import Dataset
 
-Row = dict[str, Any]
+Row = Mapping[str, Any]
+_ERROR_COLUMN: Final = "__inference_error__"  # the name of ray.data.llm
 
 
 @dataclass(frozen=True, kw_only=True)
 class QsampleProcessorConfig:
-    """How a dataset's rows are generated; names are those of `ray.data.llm` where it has them.
+    """How the rows of a dataset are continued; names are those of `ray.data.llm` if it has them.
 
-    package: a package's folder, or a tar archive of one, on a path that every machine sees. send_package: read it on
-    this machine and send it with the job instead. concurrency: actors, each with an engine and a copy of the model; or
-    (least, most) of them. batch_size: rows of a batch, which are handed on together. max_concurrent_batches: batches
-    of one actor at once, so that its engine stays full while the last rows of a batch end. num_cpus, num_gpus: of an
-    actor; as many threads as CPUs, at least one. slots, prefill_chunk_size: as in `Engine`. provider, ctx_len: as in
-    `load`. sampling_params: fields of `SamplingParams` and of `generate`, which rows may override. id_column: names a
-    row, whose seed follows from it where it has none. should_continue_on_error: a row that fails gets an error in
-    the column `__inference_error__` instead of ending the job. runtime_env: Ray's.
+    Args:
+        package: a package's folder, or a tar archive of one, on a path that every machine sees.
+        send_package: read it on this machine and send it with the job instead.
+        concurrency: actors, each with an engine and a copy of the model; or (least, most) of them.
+        batch_size: rows of a batch.
+        max_concurrent_batches: batches of an actor at once, which keep its engine full while the last rows of a batch
+            end.
+        num_cpus, num_gpus: of an actor. It has as many threads as CPUs, at least one.
+        slots, prefill_chunk_size: as in `Engine`.
+        provider, ctx_len: as in `load`.
+        sampling_params: fields of `SamplingParams` and options of `generate`; rows may override them.
+        id_column: the column with a row's id. A row without a seed gets the seed that follows from its id.
+        should_continue_on_error: a row that fails gets an error in the column `__inference_error__`; False = it ends
+            the job.
+        runtime_env: Ray's.
 
-    Raises ValueError where one is wrong.
+    Raises ValueError for a wrong value.
     """
 
     package: str
@@ -58,10 +76,10 @@ class QsampleProcessorConfig:
             if not is_number(value, 0):
                 raise ValueError(f"{name} is {shown(value)}; give a number, 0 or more")
         actors = self.concurrency if isinstance(self.concurrency, tuple) else (self.concurrency, self.concurrency)
-        if len(actors) != 2 or any(type(one) is not int for one in actors) or not 1 <= actors[0] <= actors[1]:
+        if len(actors) != 2 or any(type(count) is not int for count in actors) or not 1 <= actors[0] <= actors[1]:
             raise ValueError(f"concurrency is {shown(self.concurrency)}; give a number of actors, or (least, most)")
         if "seed" in self.sampling_params:
-            raise ValueError("sampling_params has a seed, which would be every row's; give each row its own, or an id")
+            raise ValueError("sampling_params has a seed, which every row would get; give each row its own, or an id")
 
 
 def build_processor(
@@ -69,16 +87,16 @@ def build_processor(
     preprocess: Callable[[Row], Row] | None = None,
     postprocess: Callable[[Row], Row] | None = None,
 ) -> Callable[[Dataset], Dataset]:
-    """A function of a dataset that generates a text for each of its rows.
+    """A function of a dataset that continues the prompt of each of its rows.
 
     Args:
-        config: see there.
-        preprocess: what it returns is added to a row. Afterwards a row has `prompt` (a text or token ids) or
-            `messages`, and may have `sampling_params` (a mapping) and `seed`. A row's tokens depend on these alone:
-            without a seed it is made of the row's id, so that a row that is done again, because a machine failed,
-            comes out the same. A row with neither is an error.
-        postprocess: makes the final row of one that has `generated_text`, `generated_tokens`, `finish_reason`, `seed`,
-            `num_input_tokens` and `num_generated_tokens`, and all that it had before.
+        config: how.
+        preprocess: its result is added to a row. Then a row has `prompt` (a text or token ids) or `messages`, and may
+            have `sampling_params` (a mapping) and `seed`. Its tokens depend on these alone: a row without a seed gets
+            the seed of its id, so it comes out the same if it runs again because a machine failed. A row with neither
+            is an error.
+        postprocess: makes the final row from a row with `generated_text`, `generated_tokens`, `finish_reason`, `seed`,
+            `num_input_tokens`, `num_generated_tokens` and its earlier columns.
 
     >>> processor = build_processor(QsampleProcessorConfig(package="tiny-cpu", concurrency=2))
     >>> processor(ray.data.from_items([{"id": 0, "prompt": "In the beginning"}])).take_all()
@@ -115,9 +133,11 @@ def build_processor(
 
 
 def warn_where_full(taken: float, cpus: float) -> None:
-    """Warn of actors that leave no CPU for reading rows: Ray Data would wait without a word.
+    """Warn of actors that leave no CPU for reading rows: Ray Data would wait silently.
 
-    taken: CPUs of the actors. cpus: of the cluster, which may grow.
+    Args:
+        taken: CPUs of the actors.
+        cpus: CPUs of the cluster, which may grow.
     """
     if taken > cpus - 1:
         warnings.warn(
@@ -125,3 +145,167 @@ def warn_where_full(taken: float, cpus: float) -> None:
             "grows, the job waits for ever; give a smaller concurrency, or smaller num_cpus",
             stacklevel=3,
         )
+
+
+class EngineActor:
+    """An engine in an actor. Ray calls it for several batches at once, which overlap in the engine's slots."""
+
+    def __init__(self, config: QsampleProcessorConfig, sent: Any) -> None:
+        """sent: a reference to the package's archive; None = it is opened from `config.package`."""
+        self._config = config
+        if sent is not None:
+            import ray
+
+            path = open_archive(ray.get(sent))
+        else:
+            path = Path(config.package)
+            path = open_archive(path) if path.is_file() else path
+        self._model = load(
+            path,
+            config.provider,
+            ctx_len=config.ctx_len,
+            intra_op_num_threads=max(1, int(config.num_cpus)),  # Ray sets OMP_NUM_THREADS to 1 for its workers
+            session_config=NO_SPINNING,
+        )
+        self._threads = ThreadPoolExecutor(config.max_concurrent_batches)
+        self._engine = self._make_engine()
+
+    def _make_engine(self) -> Engine:
+        config = self._config
+        return Engine(
+            self._model,
+            slots=config.slots,
+            max_waiting=config.batch_size * config.max_concurrent_batches,
+            prefill_chunk_size=config.prefill_chunk_size,
+        )
+
+    async def __call__(self, batch: pyarrow.Table) -> AsyncIterator[pyarrow.Table]:
+        """The batch with its own columns unchanged, and the generated columns."""
+        import pyarrow
+
+        columns = ("prompt", "messages", "sampling_params", "seed", self._config.id_column)
+        needed = [name for name in dict.fromkeys(columns) if name in batch.column_names]
+        rows = batch.select(needed).to_pylist() if needed else [{}] * batch.num_rows
+        done = await self.generate(rows)
+        types = {  # they do not depend on the rows
+            "generated_text": pyarrow.string(),
+            "generated_tokens": pyarrow.list_(pyarrow.int64()),
+            "finish_reason": pyarrow.string(),
+            "seed": pyarrow.int64(),
+            "num_input_tokens": pyarrow.int64(),
+            "num_generated_tokens": pyarrow.int64(),
+        }
+        if self._config.should_continue_on_error:
+            types[_ERROR_COLUMN] = pyarrow.string()
+        for name, kind in types.items():
+            column = pyarrow.array([row[name] for row in done], kind)
+            place = batch.schema.get_field_index(name)
+            batch = batch.append_column(name, column) if place < 0 else batch.set_column(place, name, column)
+        yield batch
+
+    async def generate(self, rows: Sequence[Row]) -> list[dict[str, Any]]:
+        """The generated columns of each row.
+
+        If the engine fails, the rows run once more in a new engine: their tokens follow from their seeds.
+        """
+        requests, loop = [self._request(row) for row in rows], asyncio.get_running_loop()
+        try:
+            return await loop.run_in_executor(self._threads, self._run, self._engine, requests)
+        except EngineClosedError:
+            if self._engine.closed:  # no other batch has replaced it
+                self._engine = self._make_engine()
+            return await loop.run_in_executor(self._threads, self._run, self._engine, requests)
+
+    def _request(self, row: Row) -> tuple[Any, dict[str, Any]] | ValueError:
+        try:
+            return request_of(row, self._config.sampling_params, self._config.id_column)
+        except ValueError as error:
+            if not self._config.should_continue_on_error:
+                raise
+            return error
+
+    def _run(self, engine: Engine, requests: Sequence[tuple[Any, dict[str, Any]] | ValueError]) -> list[dict[str, Any]]:
+        valid = [request for request in requests if not isinstance(request, ValueError)]
+        outputs = engine.map(
+            (inputs for inputs, _ in valid),
+            each=(options for _, options in valid),
+            return_errors=self._config.should_continue_on_error,
+        )
+        results = [request if isinstance(request, ValueError) else next(outputs) for request in requests]
+        return [_columns(result) | self._error(result) for result in results]
+
+    def _error(self, result: RequestOutput | Exception) -> dict[str, str]:
+        if not self._config.should_continue_on_error:
+            return {}
+        return {_ERROR_COLUMN: f"{type(result).__name__}: {result}" if isinstance(result, Exception) else ""}
+
+
+def _columns(result: RequestOutput | Exception) -> dict[str, Any]:
+    if isinstance(result, Exception):
+        names = ("generated_text", "finish_reason", "seed", "num_input_tokens", "num_generated_tokens")
+        return {**dict.fromkeys(names), "generated_tokens": []}
+    return {
+        "generated_text": result.text,
+        "generated_tokens": result.token_ids,
+        "finish_reason": result.finish_reason,
+        "seed": result.seed,
+        "num_input_tokens": result.usage.prompt_tokens,
+        "num_generated_tokens": result.usage.completion_tokens,
+    }
+
+
+def _plain(value: Any) -> Any:
+    """Without NumPy's types, and without the nulls that Arrow inserts for the keys of other rows' mappings.
+
+    The `content` of a message stays, because it may be None by itself.
+    """
+    if isinstance(value, np.ndarray):
+        return _plain(value.tolist())
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, Mapping):
+        return {name: _plain(item) for name, item in value.items() if item is not None or name == "content"}
+    return [_plain(item) for item in value] if isinstance(value, list) else value
+
+
+def request_of(row: Row, defaults: Mapping[str, Any], id_column: str) -> tuple[Any, dict[str, Any]]:
+    """The prompt or the messages of a row, and the arguments of its request, its seed included.
+
+    Args:
+        row: a row of a dataset.
+        defaults: arguments for rows whose `sampling_params` leave them out.
+        id_column: the column of the row's id.
+
+    Raises ValueError for a row that has neither prompt nor messages, or neither seed nor id.
+    """
+    options = {**defaults, **_plain(row.get("sampling_params") or {})}
+    seed = _number(options.pop("seed", None))
+    seed = _number(row.get("seed")) if seed is None else seed
+    options["seed"] = seed_of(row, id_column) if seed is None else seed
+    messages = _plain(row.get("messages"))
+    inputs = _plain(row.get("prompt")) if messages in (None, []) else messages
+    if inputs is None:
+        raise ValueError(f"a row has neither prompt nor messages, but {', '.join(row)}; make them in preprocess")
+    return inputs, options
+
+
+def seed_of(row: Row, id_column: str) -> int:
+    """A seed that follows from a row's id. Raises ValueError for a row without an id."""
+    given = _number(row.get(id_column))
+    if given is None:
+        raise ValueError(
+            f"a row has no seed and no {id_column!r}; give it one, so that it comes out the same if it runs again, or "
+            "name another id_column"
+        )
+    text = json.dumps(_plain(given), sort_keys=True, default=str)
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") % SEEDS
+
+
+def _number(value: Any) -> Any:
+    """None for a missing number: pandas has NaN for it, and floats for the other numbers of its column."""
+    value = value.item() if isinstance(value, np.generic) else value
+    if isinstance(value, float):
+        if np.isnan(value):
+            return None
+        return int(value) if value.is_integer() else value
+    return value

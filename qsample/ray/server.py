@@ -30,23 +30,24 @@ def serve_app(
     """An application for `ray.serve.run`: OpenAI's API, streams included, over replicas.
 
     Args:
-        settings: those of a server; where they name no threads, a replica has as many as CPUs, at least one.
-        num_replicas: how many; None = 1, or as many as `autoscaling_config` says; "auto" = Ray Serve's own range.
-        autoscaling_config: Ray Serve's; `target_ongoing_requests` is the settings' slots where it has none, so that a
+        settings: of each replica's server; `threads` defaults to a replica's CPUs, at least one.
+        num_replicas: how many; None = 1, or the range of `autoscaling_config`; "auto" = Ray Serve's own range.
+        autoscaling_config: Ray Serve's; its `target_ongoing_requests` defaults to the settings' slots, so that a
             replica is added when requests begin to wait.
         num_cpus, num_gpus: of a replica.
-        options: of `ray.serve.deployment`. max_ongoing_requests is slots and max_waiting together where it is not
-            given, so that a replica never answers 429 while another one has room; graceful_shutdown_timeout_s, for
-            which a replica that is no longer needed finishes its streams, is the settings' drain_timeout.
+        name: of the deployment.
+        options: of `ray.serve.deployment`. max_ongoing_requests defaults to slots and max_waiting together, so that a
+            replica never answers 429 while another replica has room; graceful_shutdown_timeout_s, the time for a
+            superfluous replica to finish its streams, to the settings' drain_timeout.
 
-    Raises ValueError where a number of replicas is given beside autoscaling_config.
+    Raises ValueError if a number of replicas is given together with autoscaling_config.
 
     >>> serve.run(serve_app(ServeSettings(models={"tiny": "tiny-cpu"}), num_replicas=2))
     """
     if autoscaling_config is not None and num_replicas not in (None, "auto"):
         raise ValueError(
-            f"num_replicas is {shown(num_replicas)} and autoscaling_config was given, which says how many there are; "
-            "leave one of them out"
+            f"num_replicas is {shown(num_replicas)} and autoscaling_config was given, which decides that; leave one of "
+            "them out"
         )
     from ray import serve
 
@@ -78,9 +79,9 @@ def serve_app(
 
 
 def _own_slots(path: str) -> int:
-    """Those of an engine that is told no number: the rows that the package was compiled for, if that is fixed."""
+    """The slots of an engine by default: the rows that the package was compiled for, if their number is fixed."""
     try:
         compilation = read_package(path, verify=False).manifest.compilation
-    except (OSError, QsampleError):  # it need not lie on this machine; where it does, the replicas say what is wrong
+    except (OSError, QsampleError):  # it may be on other machines only; otherwise the replicas report the error
         return DEFAULT_SLOTS
     return (compilation and compilation.batch_size) or DEFAULT_SLOTS

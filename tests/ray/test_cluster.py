@@ -86,7 +86,7 @@ def test_rows_survive_a_killed_actor_and_a_lost_node(cluster: Any, bundled_packa
     assert seen  # an actor was killed
     assert sorted(row["id"] for row in done) == list(range(ROWS))
 
-    from qsample.ray.rows import seed_of
+    from qsample.ray.processor import seed_of
     from qsample.runtime import Engine
 
     with Engine(load(bundled_package), slots=8, max_waiting=ROWS) as engine:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import datetime
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,9 +15,7 @@ import numpy as np
 import pytest
 
 from qsample.errors import QsampleError
-from qsample.ray.engine_actor import EngineActor
-from qsample.ray.processor import QsampleProcessorConfig, warn_where_full
-from qsample.ray.rows import request_of, seed_of
+from qsample.ray.processor import EngineActor, QsampleProcessorConfig, request_of, seed_of, warn_where_full
 from qsample.ray.server import serve_app
 from qsample.runtime import Engine, EngineClosedError, load
 from qsample.sampling_params import SamplingParams
@@ -32,14 +31,12 @@ def run(
     rows: list[dict[str, Any]],
     disturb: Callable[[EngineActor], object] = lambda _: None,
 ) -> list[dict[str, Any]]:
-    """disturb: called with the actor once the rows are in its engine."""
+    """disturb: called with the actor as soon as it has an engine."""
     actor = EngineActor(config, None)
 
     async def every() -> list[dict[str, Any]]:
-        tasks = [asyncio.create_task(actor.generate(row)) for row in rows]
-        await asyncio.sleep(0)
         disturb(actor)
-        return list(await asyncio.gather(*tasks))
+        return await actor.generate(rows)
 
     try:
         return asyncio.run(every())
@@ -197,7 +194,7 @@ def test_a_replica_whose_engine_has_ended_is_not_healthy(bundled_package: Path) 
     ("options", "message"),
     [
         ({"concurrency": 0}, "concurrency"), ({"concurrency": (2, 1)}, "concurrency"), ({"slots": 1.5}, "slots"),
-        ({"num_cpus": -1}, "num_cpus"), ({"sampling_params": {"seed": 1}}, "every row's"),
+        ({"num_cpus": -1}, "num_cpus"), ({"sampling_params": {"seed": 1}}, "every row would get"),
         ({"batch_size": 0}, "batch_size"), ({"concurrency": True}, "concurrency"),
     ],
 )  # fmt: skip
@@ -214,3 +211,70 @@ def test_actors_that_take_all_cpus_are_told(taken: float, cpus: float, warns: bo
         warnings.simplefilter("always")
         warn_where_full(taken, cpus)
     assert bool(caught) == warns
+
+
+# Batches as Arrow tables, whose own columns stay unchanged. Needs pyarrow, which Ray Data brings.
+
+
+def added(pa: Any) -> dict[str, Any]:
+    return {
+        "generated_text": pa.string(),
+        "generated_tokens": pa.list_(pa.int64()),
+        "finish_reason": pa.string(),
+        "seed": pa.int64(),
+        "num_input_tokens": pa.int64(),
+        "num_generated_tokens": pa.int64(),
+        "__inference_error__": pa.string(),
+    }
+
+
+@pytest.fixture
+def actor(bundled_package: Path) -> Iterator[EngineActor]:
+    config = QsampleProcessorConfig(
+        package=str(bundled_package), slots=2, sampling_params={"max_new_tokens": 3}, should_continue_on_error=True
+    )
+    actor = EngineActor(config, None)
+    yield actor
+    actor._engine.close()
+
+
+def run_batch(actor: EngineActor, batch: Any) -> Any:
+    async def every() -> list[Any]:
+        return [table async for table in actor(batch)]
+
+    (table,) = asyncio.run(every())
+    return table
+
+
+def test_columns_stay_as_they_are(actor: EngineActor) -> None:
+    pa = pytest.importorskip("pyarrow")
+    columns = added(pa)
+    batch = pa.table(
+        {
+            "id": pa.array([1, 2], pa.int32()),
+            "prompt": ["In the beginning", None],
+            "score": pa.array([0.5, None], pa.float32()),
+            "when": pa.array([datetime.datetime(2024, 5, 1), None], pa.timestamp("ns")),
+            "kind": pa.array(["a", "a"]).dictionary_encode(),
+            "raw": pa.array([b"\xff", b""], pa.binary()),
+            "pairs": pa.array([[("a", 1)], []], pa.map_(pa.string(), pa.int64())),
+            "generated_text": [1, 2],
+        }
+    )
+    done = run_batch(actor, batch)
+    assert done.select([name for name in batch.column_names if name not in columns]).equals(
+        batch.drop_columns(["generated_text"])
+    )
+    assert {name: done.schema.field(name).type for name in columns} == columns
+    assert done.column("num_generated_tokens").to_pylist() == [3, None]
+    assert [bool(error) for error in done.column("__inference_error__").to_pylist()] == [False, True]
+
+
+@pytest.mark.parametrize("rows", [0, 2])
+def test_types_do_not_depend_on_the_rows(actor: EngineActor, rows: int) -> None:
+    """A batch without rows, and one whose rows all fail."""
+    pa = pytest.importorskip("pyarrow")
+    columns = added(pa)
+    done = run_batch(actor, pa.table({"text": pa.array(["x"] * rows, pa.string())}))
+    assert done.num_rows == rows
+    assert {name: done.schema.field(name).type for name in columns} == columns
