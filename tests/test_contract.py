@@ -120,7 +120,9 @@ def test_a_row_that_does_not_run_stays_as_it_is(status: int, host: PlainHost) ->
 
 @pytest.fixture(scope="module")
 def with_features(exported: Callable[..., Path]) -> PlainHost:
-    return PlainHost(exported("llama", logit_bias=True, logprobs=True, top_logprobs=3, return_pdfs=True))
+    return PlainHost(
+        exported("llama", logit_bias=True, allowed_tokens=True, logprobs=True, top_logprobs=3, return_pdfs=True)
+    )
 
 
 def test_what_a_row_returns_that_emits_nothing(with_features: PlainHost) -> None:

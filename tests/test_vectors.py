@@ -66,6 +66,14 @@ def check_row(call: Case, out: Arrays, where: str) -> None:
     assert out.get("edge", 1) >= 2**-16, where
 
 
+def check_graphs(name: str, *, least: int = 1, **kind: Any) -> None:
+    """Check graphs of a kind with batches of at least so many cases, and each case alone."""
+    for batch in by_graph(name):
+        face = interface_of(batch[0]["vocab_size"], batch[0]["filter_order"], **kind)
+        for cases in (batch, *([case] for case in batch)) if len(batch) >= least else ():
+            check(cases, face, sampler(face))
+
+
 @pytest.mark.parametrize("name", ["adjust", "filters", "wide"])
 class TestSampler:
     def test_reference(self, name: str) -> None:
@@ -80,13 +88,14 @@ class TestSampler:
                     ),
                 )
 
-    @pytest.mark.parametrize("graph", [{}, {"captured": True}, {"seed": True}], ids=["portable", "captured", "seed"])
-    @pytest.mark.parametrize("alone", [False, True], ids=["batch", "alone"])
-    def test_graph(self, graph: dict[str, Any], alone: bool, name: str) -> None:
-        for batch in by_graph(name):
-            face = interface_of(batch[0]["vocab_size"], batch[0]["filter_order"], **graph)
-            for cases in [[case] for case in batch] if alone else [batch]:
-                check(cases, face, sampler(face))
+    def test_graph(self, name: str) -> None:
+        check_graphs(name)
+
+    # A graph for each vocabulary and order; the captured graph and a seed in the files of most cases.
+    @pytest.mark.parametrize("kind", ["captured", "seed"])
+    @pytest.mark.parametrize("most", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["most", "all"])
+    def test_other_graphs(self, most: bool, kind: str, name: str) -> None:
+        check_graphs(name, least=10 if most else 1, **{kind: True})
 
 
 def test_noise() -> None:

@@ -65,7 +65,10 @@ def test_packages_with_every_feature_and_device_packages(tmp_path: Path) -> None
     same_text(fake_package(tmp_path / "device", compilation=compilation()), 3, temperature=0.9, top_p=1.0)
 
 
-@pytest.mark.parametrize("features", [{}, {"filters": tuple(EXTRA_PARAMETERS), "seed_input": True}])
+ALL_FILTERS = {"filters": tuple(EXTRA_PARAMETERS), "seed_input": True}
+
+
+@pytest.mark.parametrize("features", [{}, pytest.param(ALL_FILTERS, marks=pytest.mark.slow)])
 def test_the_real_graph(features: dict[str, Any], exported: Callable[..., Path]) -> None:
     same_text(read_package(exported("llama", **features)), 7, temperature=0.8, top_k=20, top_p=0.9)
 

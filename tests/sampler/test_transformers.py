@@ -13,8 +13,14 @@ from tests.helpers.transformers_processors import PROCESSORS, WARPERS, draw, pad
 EXTRA = ("typical_p", "epsilon_cutoff", "eta_cutoff", "no_repeat_ngram_size", "bad_words_ids")
 
 
-@pytest.mark.parametrize("num_candidates", [64, 2])
-@pytest.mark.parametrize(("vocab", "rows"), [(5, 60), (10, 60), (100, 60), (1000, 60), (5000, 30), (32_000, 16)])
+SIZES = [(5, 60, 64), (100, 60, 2), (1000, 60, 64), (5000, 30, 2)]
+MORE_SIZES = [(5, 60, 2), (10, 60, 64), (100, 60, 64), (1000, 60, 2), (5000, 30, 64), (32_000, 16, 64), (32_000, 16, 2)]
+
+
+@pytest.mark.parametrize(
+    ("vocab", "rows", "num_candidates"),
+    [*SIZES, *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in MORE_SIZES)],
+)
 def test_distribution(vocab: int, rows: int, num_candidates: int) -> None:
     rng = np.random.default_rng(vocab)
     parameters = [draw(rng, WARPERS if row % 2 else PROCESSORS | WARPERS) for row in range(rows)]

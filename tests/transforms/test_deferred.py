@@ -135,6 +135,7 @@ def test_parts_are_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(torch.cat(list(chunks(WIDE))), WIDE.reshape(-1))
 
 
+@pytest.mark.usefixtures("only_new_garbage")
 def test_an_address_that_is_used_again_is_no_placeholder() -> None:
     weight = placeholder()
     count = len(module._placeholders)
