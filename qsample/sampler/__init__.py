@@ -1,8 +1,8 @@
 """The sampler as an ONNX graph, built by a program: logits in, the next token id and the next state of each row out.
 
-The flow of one step, in `build`: `adjust` and `repetition` change the logits; `blocks` finds the largest of them; in
-`draw`, `filters` take tokens away from a pool (`pools`), with thresholds from `search`, and the pool draws; `commit`,
-`history` and `outputs` say what is written.
+The flow of a step, in `build`: `adjust` and `repetition` change the logits; `blocks` finds the largest of them; in
+`draw`, `filters` take tokens away from a pool (`pools`), with thresholds from `search`, and the pool draws; `commit`
+gives the next states and `outputs` the results. `tensor` has the operators that all of them use.
 """
 
 from qsample.sampler.build import build_draw, build_sampler

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from qsample.sampler import history, repetition
+from qsample.sampler import repetition
 from qsample.sampler.call import Call, Columns
 from qsample.sampler.tensor import FLOAT, INT64, Tensor, Tensors, branch, concat, constant, minimum, op, where
 
@@ -25,7 +25,7 @@ def adjusted_logits(call: Call) -> Tensor:
     past = _past(call) if call.uses("bad_words_ids", "no_repeat_ngram_size", "dry") else None
     if past is not None:
         logits = _forbid(call, logits, past)
-    # One scatter for stops and penalties: if the logits are in a buffer of the graph's own, it is in place.
+    # A single scatter for stops and penalties: if the logits are in a buffer of the graph's own, it is in place.
     logits = logits.scatter(*_block_and_penalize(call, logits))
     return logits if past is None else _dry(call, logits, past)
 
@@ -54,7 +54,7 @@ def add_bias(logits: Tensor, ids: Tensor, bias: Tensor, vocab: int) -> Tensor:
 
     Args:
         logits: [B, V] float32.
-        ids: [B, N] int32; entries outside [0, V) are padding.
+        ids: [B, N] int32; entries outside of [0, V) are padding.
         bias: [B, N] float32; -inf forbids a token.
         vocab: V.
     """
@@ -67,7 +67,7 @@ def penalize(
 ) -> Tensor:
     """The logits at `ids` after the repetition, presence and frequency penalties, [B, h] float32.
 
-    Gathered at the ids and not over the vocabulary; duplicates read one value and get one value. Sampled tokens are in
+    Gathered at the ids and not over the vocabulary; duplicates read and get the same value. Sampled tokens are in
     the history too, so that covers every non-zero count.
 
     Repetition: Keskar et al. 2019 (CTRL), arXiv:1909.05858, section 4.1, in its sign-aware form: l * r if l < 0, else
@@ -104,8 +104,7 @@ def _block_and_penalize(call: Call, logits: Tensor) -> tuple[Tensor, Tensor]:
         length = call.capacity
         if not call.captured:
             length = minimum(where(unpenalized, 0, call.start).max(keep=False).to(INT64), length)
-        start, lengths = call.start.unsqueeze(), call["input_lengths"].unsqueeze()
-        return history.history_ids(call["tokens"], start, call["input_ids"], lengths, length)
+        return call.history(length)
 
     def without_stops() -> Tensors:
         ids = seen()
@@ -130,8 +129,7 @@ def _block_and_penalize(call: Call, logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _past(call: Call) -> repetition.Past:
-    start, lengths = call.start.unsqueeze(), call["input_lengths"].unsqueeze()
-    tokens = history.row_tokens(call["tokens"], start, call["input_ids"], lengths)
+    tokens = call.row_tokens()
     return repetition.Past(tokens, minimum(call.total.unsqueeze().to(INT64), call.capacity))
 
 

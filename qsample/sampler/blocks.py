@@ -5,7 +5,7 @@ maxima, that are at least as large. Chosen blocks are put in ascending order so 
 
 Sums are float32, in an order that depends on the number of terms alone, so that a row rounds identically in any batch:
 ONNX Runtime's CumSum adds from the first to the last, and the order of its ReduceSum over a multiple of 16 does not
-depend on where a row lies in memory. No such sum falls if a term grows.
+depend on the row's place in memory. No such sum falls if a term grows.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 from qsample.sampler.tensor import Tensor, axis_size, maximum, op, size, top
 
 FLOOR: Final = -3e38  # stands for a masked token's logit; -inf would give NaN, and WebGPU's TopK pads with -3.4e38
-# ONNX Runtime's sums of rows whose size 16 divides do not depend on where a row lies in memory; others do.
+# ONNX Runtime's sums of rows whose size 16 divides do not depend on a row's place in memory; others do.
 ALIGNMENT: Final = 16
 _BEST_SIZE: Final = 128
 
@@ -39,9 +39,9 @@ class Blocks(NamedTuple):
 
 
 def block_size(vocab: int) -> int:
-    """C: the multiple of 16 near 128 that cuts the vocabulary without a remainder, if one from 64 to 256 does.
+    """C: the multiple of 16 near 128 that cuts the vocabulary without a remainder, if a number from 64 to 256 does.
 
-    From the sweep in docs/benchmarks/sampler_sizes.md, on one x86-64 CPU only.
+    From the sweep in docs/benchmarks/sampler_sizes.md, on a single x86-64 CPU.
     """
     sizes = range(_BEST_SIZE // 2, 2 * _BEST_SIZE + 1, ALIGNMENT)
     divisors = [size for size in sizes if vocab % size == 0]
@@ -61,9 +61,9 @@ def split(logits: Tensor, vocab: int, block: int) -> Blocks:
 def is_valid(blocks: Blocks, largest: Tensor) -> Tensor:
     """Whether a row holds neither NaN nor +inf, and some finite logit: [B] bool.
 
-    A sum is NaN if one of its terms is; ONNX Runtime's ReduceMax drops NaN. If the largest is infinite, so is the sum,
+    A sum is NaN if any term is; ONNX Runtime's ReduceMax drops NaN. If the largest is infinite, so is the sum,
     with the same sign, and their difference is NaN. (A sum that overflows is infinite and not NaN, unless logits beyond
-    2**110 of either sign are in one row.)
+    2**110 of either sign are in the same row.)
 
     Args:
         blocks: the logits.

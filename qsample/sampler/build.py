@@ -1,4 +1,4 @@
-"""An `Interface` enters; the sampler as a graph leaves: `sampler.onnx`, or what a decode graph ends with."""
+"""An `Interface` enters; the sampler as a graph leaves: `sampler.onnx`, or the end of a decode graph."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _IR_VERSION: Final = 10
 
 
 def build_sampler(interface: Interface, pad_token_id: int, *, num_candidates: int = CANDIDATES) -> ir.Model:
-    """The sampler with its states: one step of every row, from the logits on.
+    """The sampler with its states: a step of every row, from the logits on.
 
     Args:
         interface: the vocabulary and the features; `captured`: a graph without If and Loop, for capture and replay.
@@ -52,9 +52,9 @@ def build_sampler(interface: Interface, pad_token_id: int, *, num_candidates: in
 
 
 def build_draw(interface: Interface, pad_token_id: int) -> ir.Model:
-    """The sampler without its commit, for whoever keeps the states: it reads them, and writes none.
+    """The sampler without its commit, for callers that keep the states: it reads them, and writes none.
 
-    Several positions of one sequence can be rows of one call, each with the tokens, counts and length of its position.
+    Several positions of a sequence can be rows of a call, each with the tokens, counts and length of its position.
 
     Args:
         interface, pad_token_id: as for `build_sampler`.

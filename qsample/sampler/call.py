@@ -1,4 +1,4 @@
-"""One call of the graph: its inputs, and which rows do what."""
+"""One call of the graph: its inputs, the rows' tokens, and which rows do what."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator, Mapping
 
 from qsample.contract import RUNNING
 from qsample.interface import Interface
-from qsample.sampler.tensor import INT32, Tensor, Tensors, branch, op, size
+from qsample.sampler.tensor import INT32, INT64, Tensor, Tensors, branch, concat, maximum, minimum, op, size, where
 
 
 class Columns(Mapping[str, Tensor]):
-    """Numbers a row as columns, [B, 1], made when they are asked for: a branch makes its own."""
+    """Rows of numbers as columns, [B, 1], made at their first use: a branch makes its own."""
 
     def __init__(self, rows: Mapping[str, Tensor]) -> None:
         self._rows, self._made = rows, dict[str, Tensor]()
@@ -29,16 +29,19 @@ class Columns(Mapping[str, Tensor]):
 
 
 class Call:
-    """The inputs of one call and what every part of the step asks of them.
+    """The inputs of one call, and values that all parts of the step share.
 
     Args:
         interface: the vocabulary and the features. `captured`: no If and no Loop.
         inputs: the tensors of `Interface.sampler`, by name.
 
     Attributes:
-        total: [B] int32, how many tokens each row has after this call's inputs; `start`: before them.
-        running: [B] bool. sampling: [B] bool, the rows that are asked for a token.
-        capacity: T, scalar int64. capacity32: the same as int32.
+        total: [B] int32, how many tokens each row has after this call's inputs.
+        start: [B] int32, the same before them.
+        running: [B] bool.
+        sampling: [B] bool, the rows that have to emit a token.
+        capacity: T, scalar int64.
+        capacity32: the same as int32.
     """
 
     def __init__(self, interface: Interface, inputs: Mapping[str, Tensor]) -> None:
@@ -70,3 +73,31 @@ class Call:
     def position(self) -> Tensor:
         """Where each row's next token is decided, at most T - 1: [B] int32."""
         return op("Min", self.total, self.capacity32 - 1)
+
+    def history(self, length: Tensor) -> Tensor:
+        """Ids of every token of each row, this call's inputs included: [B, length + S] int64, padded with duplicates.
+
+        Args:
+            length: int64, how many columns of `tokens` to read: at least the largest `start` that matters.
+        """
+        start, lengths = self.start.unsqueeze(), self["input_lengths"].unsqueeze()
+        ids = self["input_ids"]
+        filler = ids.columns(0, 1)
+        old = where(start > 0, self["tokens"].columns(0, length).to(INT64), filler)
+        new = where(count_up(size(ids, 1)) < lengths, ids, filler)
+        return concat(old, new)
+
+    def row_tokens(self) -> Tensor:
+        """Each row's tokens in their places, this call's inputs included: [B, T] int64."""
+        start, lengths = self.start.unsqueeze(), self["input_lengths"].unsqueeze()
+        tokens, ids = self["tokens"], self["input_ids"]
+        offset = count_up(size(tokens, 1)) - start
+        inside = (offset >= 0) & (offset < lengths)
+        # Clip of int32 has no kernel on CUDA.
+        columns = maximum(minimum(offset, size(ids, 1).to(INT32) - 1), 0).to(INT64)
+        return where(inside, ids.gather(columns), tokens.to(INT64))
+
+
+def count_up(count: Tensor) -> Tensor:
+    """0, 1, … count - 1: [count] int32. count: [1] int64."""
+    return op("Range", 0, op("Squeeze", count), 1).to(INT32)

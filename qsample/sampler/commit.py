@@ -5,37 +5,23 @@ from __future__ import annotations
 import numpy as np
 
 from qsample.contract import INVALID_LOGITS, LENGTH, RUNNING, STOPPED
-from qsample.sampler import filters, history
-from qsample.sampler.call import Call, Columns
+from qsample.sampler import filters
+from qsample.sampler.call import Call, Columns, count_up
 from qsample.sampler.draw import Draw
-from qsample.sampler.tensor import FLOAT, INT64, Tensor, Tensors, constant, minimum, op, where
+from qsample.sampler.tensor import FLOAT, INT32, INT64, Tensor, concat, constant, minimum, op, size, where
 
 
 def next_states(call: Call, draw: Draw) -> dict[str, Tensor]:
-    """By the states' names. A row that does not run, or finds no token, stays as it is but for its status."""
+    """By the states' names. A row that does not run, or finds no token, keeps everything but its status."""
     emitted = draw.emitted
     advance = op("Xor", call.running, op("Xor", call.sampling, emitted))  # runs, and is not asked in vain
     lengths = where(advance, call.total, call.start)
     new = advance & call.start.equals(0)
 
     column = emitted.unsqueeze()
-
-    def writes(new: Tensor | None) -> Tensors:
-        start, total, after = (value.unsqueeze() for value in (call.start, call.total, lengths))
-        begins = None if new is None else new.unsqueeze()
-        return history.writes(
-            call["tokens"],
-            call.capacity32,
-            start,
-            total,
-            after,
-            call["input_ids"],
-            draw.token,
-            emitted.unsqueeze(),
-            begins,
-        )
-
-    positions, written = call.branch(new, lambda: writes(new), lambda: writes(None))
+    positions, written = call.branch(
+        new, lambda: _writes(call, draw, lengths, new), lambda: _writes(call, draw, lengths, None)
+    )
     states = {
         "lengths": lengths,
         "status": next_status(call, draw),
@@ -48,6 +34,40 @@ def next_states(call: Call, draw: Draw) -> dict[str, Tensor]:
         changes = draw.random & (call["mirostat_tau"] > 0)
         states["mirostat_mu"] = where(changes, mu.squeeze(), call["mirostat_mu"])
     return states
+
+
+def _writes(call: Call, draw: Draw, lengths: Tensor, new: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The scatter into `tokens`: this call's inputs, sampled tokens, and into a new row's tail its first token.
+
+    One scatter, so that `tokens` may be updated in place. Every column writes something: those with nothing to record
+    write the row's first token to position 0, where it stands already.
+
+    Args:
+        call: the inputs.
+        draw: the sampled tokens, which emitting rows record.
+        lengths: [B] int32, `call.total` in rows that record their inputs, else `call.start`.
+        new: [B] bool, rows that record inputs from position 0 on; None: no row does.
+
+    Returns:
+        Positions, int64, and tokens, int32: [B, S + 1], or [B, S + 1 + T] with new rows.
+    """
+    tokens, ids = call["tokens"], call["input_ids"]
+    start, total, after = (value.unsqueeze() for value in (call.start, call.total, lengths))
+    begins = None if new is None else new.unsqueeze()
+    emitted = draw.emitted.unsqueeze()
+    first = tokens.columns(0, 1)
+    positions = start + count_up(size(ids, 1))
+    recorded = concat(positions < after, emitted)
+    positions = concat(positions, total)
+    values = concat(ids, draw.token).to(INT32)
+    if begins is not None:
+        first = where(begins, values.columns(0, 1), first)
+        tail = after + emitted.to(INT32) + count_up(size(tokens, 1))
+        positions = concat(positions, tail)
+        recorded = concat(recorded, begins & (tail >= 0))
+        values = concat(values, op("Expand", first, op("Shape", tokens)))
+    recorded = recorded & (positions < call.capacity32)
+    return where(recorded, positions, 0).to(INT64), where(recorded, values, first)
 
 
 def next_status(call: Call, draw: Draw) -> Tensor:

@@ -35,13 +35,13 @@ from qsample.sampler.tensor import FLOAT, Tensor, Tensors, branch, constants, lo
 
 
 class Draw(NamedTuple):
-    """What a step found for each row.
+    """The results of a step's draw for each row.
 
     Attributes:
         token: [B, 1] int64, 0 in rows that emit none.
         emitted: [B] bool.
         random: [B] bool, rows that drew their token.
-        probs: [B, V] float32, what random rows drew from; None unless it is an output.
+        probs: [B, V] float32, the distribution of random rows; None unless it is an output.
         surprise: [B, 1] float32, -log2 of the drawn token's probability; None without Mirostat.
     """
 
@@ -53,7 +53,7 @@ class Draw(NamedTuple):
 
 
 def draw(call: Call, adjusted: Tensor, num_candidates: int) -> Draw:
-    """The token of each row that is asked for one.
+    """The token of each row that has to emit a token.
 
     Args:
         call: the inputs.
@@ -124,7 +124,7 @@ class _RandomRows:
         def not_tried() -> Tensors:
             return *self._no_results(), self._random, *self._left_to_do(self._random)
 
-        # A row goes unchanged through filters that another one needs.
+        # A row goes unchanged through filters that another row needs.
         *results, unsettled, with_top_k, with_filters, plain = branch(tried.any(), tried_first, not_tried)
         found = tuple(results)
         without_top_k = [step for step in self._filters if step is not filters.top_k]
@@ -160,7 +160,7 @@ class _RandomRows:
         return self._greedy, *probs, *surprise
 
     def _left_to_do(self, unsettled: Tensor) -> Tensors:
-        """Whether an unsettled row has top-k; otherwise, whether one has filters; otherwise, whether there is one."""
+        """Whether an unsettled row has top-k; else, whether one has filters; else, whether any row is unsettled."""
         filtered = self._narrowed if self._extra is None else self._narrowed | self._extra
         some_top_k = (unsettled & self._has_top_k).any()
         some_filtered = (unsettled & filtered).any()
@@ -178,7 +178,7 @@ class _RandomRows:
         return pool
 
     def _total(self) -> Tensors:
-        """The weight of the whole vocabulary where top-p needs it, [B, 1]."""
+        """The weight of the whole vocabulary, for top-p: [B, 1]."""
         return (self._before(filters.top_k).total(),)
 
     def _any_number(self) -> Tensors:
@@ -234,7 +234,7 @@ class _RandomRows:
         return dict(zip(streams, numbers, strict=True))
 
     def _add_shared_numbers(self) -> None:
-        """Numbers that filters read besides a row's parameters, and that are the same for both pools."""
+        """Numbers that filters read in addition to a row's parameters, and that are the same for both pools."""
         call, numbers = self._call, self._numbers
         if call.uses("xtc"):
             numbers["xtc_uniform"] = self._uniform(XTC_NOISE)

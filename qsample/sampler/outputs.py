@@ -16,7 +16,7 @@ _MASKED: Final = -math.inf  # the log-probability of a token that cannot be draw
 
 
 def results(call: Call, draw: Draw, pad_token_id: int) -> dict[str, Tensor]:
-    """`next_ids` and the outputs that were asked for, by name."""
+    """`next_ids` and the outputs of the features, by name."""
     chosen, emitted = call.features, draw.emitted.unsqueeze()
     # A row that emits nothing has token 0.
     found = {"next_ids": draw.token if pad_token_id == 0 else where(emitted, draw.token, pad_token_id)}
@@ -50,7 +50,7 @@ class Normalizer(NamedTuple):
 
 
 def normalizer(split: Blocks) -> Normalizer:
-    """What turns logits into log-probabilities."""
+    """The numbers that turn logits into log-probabilities."""
     maximum = split.maxima.max()
     sums = blocks.block_sums(exp(split.values - maximum.unsqueeze()))
     return Normalizer(maximum, log(blocks.total(sums)))
@@ -60,8 +60,8 @@ def logprobs(logits: Tensor, normalizer: Normalizer, next_ids: Tensor, emitted: 
     """The model's own log-probability of each row's token, [B, 1] float32; 0 for a row that emitted nothing.
 
     "The model's own": log-softmax of the logits as they came, before masks, biases, penalties, temperature and filters.
-    It is what vLLM reports by default (`logprobs_mode="raw_logprobs"`) and what scores a text independently of how it
-    was sampled; the distribution that was sampled from is the output `probs`.
+    vLLM reports it by default (`logprobs_mode="raw_logprobs"`), and it scores a text independently of how it was
+    sampled; the distribution that was sampled from is the output `probs`.
 
     Args:
         logits: [B, V] float32, of the model.

@@ -4,15 +4,15 @@ Enter: seeds, and positions or a capacity. Leave: the uniforms of the contract. 
 2**-24, x word t mod 4 of counter (t div 4, s, 0, 0) under key (seed mod 2**32, seed div 2**32).
 
 There are two forms. `noise_buffer` computes whole buffers with int64 words and BitwiseXor, which only the CPU has.
-`uniforms` computes one number of each row inside a decode step, with operators that CUDA and WebGPU have as well; a
-whole buffer would take it more than ten times as long.
+`uniforms` computes a single number of each row inside a decode step, with operators that CUDA and WebGPU have as well;
+a whole buffer would take it more than ten times as long.
 
-`uniforms` holds words as hexadecimal digits, one element each. A matrix multiplies both words of a round and adds up
-the partial products: the sum at each digit and, as a fraction, what a group of five digits carries into it. Floor makes
-carries of the fractions, and a second matrix adds those that come from the group below. The third leaves each digit of
-the product behind the digits that it is XORed with: an index into a table of 16**3 results.
+`uniforms` holds words as hexadecimal digits, an element each. A matrix multiplies both words of a round and adds up
+the partial products: the sum at each digit and, as a fraction, the carry of a group of five digits into it. Floor makes
+carries of the fractions, and a second matrix adds those that come from the group below. The third puts each digit of
+the product next to the digits that it is XORed with: an index into a table of 16**3 results.
 
-All of that is exact. Whatever is added up first, a sum has at most 24 bits. The operands of MatMul and Gemm have at
+All of that is exact. In any order of additions, a sum has at most 24 bits. The operands of MatMul and Gemm have at
 most 11, because CUDA rounds those of float32 to TF32 if it is not told otherwise.
 """
 
@@ -41,7 +41,7 @@ _MULTIPLIER_DIGITS: Final = ((3, 5, -1, 2, 1, 5, 2, -3, 1), (-9, 6, -3, 9, -2, -
 _AGAIN: Final = 2 * _DIGITS
 _OTHERS: Final = 4 * _DIGITS
 _STATE: Final = 6 * _DIGITS
-_PASSED: Final = 16**3  # where in the table of XORs the digits 0 to 15 stand for themselves
+_PASSED: Final = 16**3  # the place in the table of XORs from which the digits 0 to 15 stand for themselves
 
 
 def noise_buffer(seed: Tensor, capacity: Tensor, stream: int) -> Tensor:
@@ -88,10 +88,10 @@ def _multiply(word: Tensor, multiplier: int) -> tuple[Tensor, Tensor]:
 
 
 def uniforms(seed: Tensor, position: Tensor, streams: Sequence[int] = (0,)) -> Tensors:
-    """One number of each row from each stream. All streams share their nodes: each adds B rows.
+    """A number of each row from each stream. All streams share their nodes: each adds B rows.
 
     Args:
-        seed: [B] int64, any value. Only what takes its digits apart computes in int64.
+        seed: [B] int64, any value. Only the split into digits computes in int64.
         position: [B] int32 >= 0.
         streams: 0 to 15 each.
 
@@ -119,8 +119,8 @@ def uniforms(seed: Tensor, position: Tensor, streams: Sequence[int] = (0,)) -> T
 
 
 class _Columns(NamedTuple):
-    """Where the elements of a row of sums stand: two numbers' digits, what is carried into those above the lowest, and
-    `others` that only pass through."""
+    """The columns of a row of sums: two numbers' digits, the carries into those above the lowest, and `others` that
+    only pass through."""
 
     digits: int
     carries: int
@@ -137,7 +137,7 @@ class _Columns(NamedTuple):
         return 2 * self.digits + number * self.carries + place - 1
 
     def with_fractions(self, digits: Array) -> Array:
-        """[K, 2 * digits] -> [K, 2 * (digits + carries)]: what the digits of each group below a place carry into it."""
+        """[K, 2 * digits] -> [K, 2 * (digits + carries)]: the carries into a place by the digits of the group below."""
         fractions = np.zeros((2 * self.digits, 2 * self.carries))
         for number in range(2):
             for place in range(1, self.carries + 1):
@@ -157,7 +157,7 @@ class _Columns(NamedTuple):
         return matrix
 
     def leave_digit(self, matrix: Array, number: int, place: int, column: int, weight: int) -> None:
-        """Let `matrix` add one digit of a number, after all carries, to a column of what it leaves."""
+        """Let `matrix` add a digit of a number, after all carries, to a column of its result."""
         matrix[self.digit(number, place), column] = weight
         if place > 0:
             matrix[self.carry(number, place), column] = weight
@@ -199,7 +199,7 @@ def _product_matrix() -> Array:
 
 
 def _index_matrix() -> Array:
-    """[78, 48]: from the sums of a round to indices into the table, but for what its key adds."""
+    """[78, 48]: from the sums of a round to indices into the table, without the summands of its key."""
     matrix = np.zeros((_PRODUCTS.width, _STATE))
     for number in range(2):
         for place in range(_DIGITS):
@@ -220,11 +220,11 @@ def _position_digits(position: Tensor, streams: int) -> Tensor:
 
 
 def _keys(seed: Tensor, streams: Sequence[int]) -> Tensors:
-    """What each round adds to its indices, [streams * B, 48]: mostly 256 times the digits of its key."""
-    # Behind the digits comes the seed mod 1: a place for the stream.
+    """The summands of each round's indices, [streams * B, 48]: mostly 256 times the digits of its key."""
+    # After the digits comes the seed mod 1: a place for the stream.
     units = _constant([16**place for place in range(2 * _DIGITS)] + [1], np.int64)
     seeds = seed.unsqueeze()
-    quotients = (seeds - op("Mod", seeds, units)) / units  # exact: Div would round negative ones up
+    quotients = (seeds - op("Mod", seeds, units)) / units  # exact: Div would round negative numbers up
     digits = op("Mod", quotients, _constant([16] * 2 * _DIGITS + [1], np.int64)).to(FLOAT)
 
     increments = np.zeros((_ROUNDS, len(streams), 1, 2 * _DIGITS + 1))

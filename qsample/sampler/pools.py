@@ -1,7 +1,7 @@
-"""Where a row's token is drawn from: the K likeliest tokens, or the whole vocabulary.
+"""Pools from which a row's token is drawn: the K likeliest tokens, or the whole vocabulary.
 
 A pool holds its tokens' shifted logits x = l - max and their weights, unnormalized probabilities. A filter takes
-tokens away. What it asks of the pool, sums, thresholds and the draw, the two kinds find in their own ways.
+tokens away. The two kinds find sums, thresholds and the draw in their own ways.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _ROUNDS_TO_8_BITS = 1.5 * 2.0**15  # added to a number below 1 and taken off aga
 
 
 class Pool(ABC):
-    """Tokens to draw from, and what the filters have left of them.
+    """Tokens to draw from, less those that filters took away.
 
     Attributes:
         x: float32, l - max of each token, at most 0.
@@ -198,7 +198,7 @@ class Candidates(Pool):
         if keys is not None:
             descending, order = top(keys, axis_size(keys, 1))
             weights = weights.gather(order)
-        # Of tied tokens the first decides for all: what precedes it is exactly the weight of the strictly larger ones.
+        # Of tied tokens the first decides for all: the weight of the strictly larger tokens precedes it exactly.
         before = weights.cumsum(exclusive=True)
         limit = where(share < 1, share * self.total(), _NO_LIMIT)
         return where(before < limit, descending, descending.columns(0, 1)).min()
@@ -262,8 +262,8 @@ class Vocabulary(Pool):
         """In two levels: a block, then a token of that block.
 
         u times the total needs more than the 24 bits of a float32. So block sums are split into a high part, whose sums
-        are exact in any order, and a low one; u is split into its first 8 bits and the other 16. The difference between
-        u times the total and the blocks before each is then off by about 2e-10 of the total.
+        are exact in any order, and a low part; u is split into its first 8 bits and the other 16. The difference
+        between u times the total and the blocks before each is then off by about 2e-10 of the total.
         """
         high, low = _split(blocks.aligned(blocks.block_sums(self.weights)))
         u = minimum(uniform, _LARGEST_UNIFORM)
@@ -272,7 +272,7 @@ class Vocabulary(Pool):
         target_low = (u - u_high) * total_high + u * low.sum()
         beyond = (u_high * total_high - high.cumsum(exclusive=True)) + (target_low - low.cumsum(exclusive=True))
 
-        # The last block that begins at or before the target: one of weight 0 begins where the next one does.
+        # The last block that begins at or before the target: a block of weight 0 begins together with the next.
         block = maximum((beyond >= 0).to(FLOAT).sum() - 1.0, 0.0).to(INT64)
         inside = blocks.take_block(self.weights, block, replayed=self._replayed).cumsum()
         # Rounding may leave the remainder just outside the block; its last token of positive weight is meant then.
@@ -285,7 +285,7 @@ class Vocabulary(Pool):
 
 
 def _split(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Two parts that sum to the values [B, n] exactly: multiples of about 2**-15 of their sum, and what is left.
+    """Two parts that sum to the values [B, n] exactly: multiples of about 2**-15 of their sum, and the rest.
 
     Adding a number rounds to its last bit, and taking it off again is exact: Rump, Ogita and Oishi, "Accurate
     floating-point summation", SIAM J. Sci. Comput. 31(1), 2008.

@@ -1,4 +1,4 @@
-"""What depends on repeated sequences: DRY, no_repeat_ngram_size and bad_words_ids.
+"""Penalties and bans of repeated sequences: DRY, no_repeat_ngram_size and bad_words_ids.
 
 A row's tokens so far are compared with its own end: m(i), for each position i before the last, is how many tokens up to
 i are those up to the end. A repetition of length m(i) would go on with the token at i + 1.
@@ -44,21 +44,21 @@ class Past:
 
         Args:
             count: how many.
-            ahead: how many columns come before the newest token; what they hold means nothing.
+            ahead: how many columns come before the newest token; their content means nothing.
         """
         back = indices(count) if isinstance(count, int) else op("Range", 0, count, 1)
         places = self.lengths - 1 + ahead - back.unsqueeze(0)
         return self.tokens.gather(op("Clip", places, 0, op("Squeeze", size(self.tokens, 1)) - 1)), places >= 0
 
     def matches(self, longest: Tensor) -> Tensor:
-        """m(i), [B, h] float32: 0 at the newest token and behind it.
+        """m(i), [B, h] float32: 0 from the newest token on.
 
         Args:
             longest: [B, 1] int64, the most tokens of the end that may be compared, at most LONGEST_MATCH.
         """
         end, there = self.end(LONGEST_MATCH)
         wanted = there & (indices(LONGEST_MATCH) < longest)
-        # [B, h, LONGEST_MATCH]: the token that many before each position; before the first one, none.
+        # [B, h, LONGEST_MATCH]: the token that many before each position; before the first position, none.
         places = self.positions.unsqueeze() - indices(LONGEST_MATCH)
         shape = op("Concat", op("Shape", self.tokens), [LONGEST_MATCH], axis=0)
         flat = op("Expand", maximum(places, 0), shape).reshape(0, -1)
@@ -69,7 +69,7 @@ class Past:
         return where(self.positions < self.lengths - 1, found, 0.0)
 
     def followers(self) -> Tensor:
-        """The token behind each position, [B, h] int64; of the last column, itself."""
+        """The token after each position, [B, h] int64; of the last column, itself."""
         following = minimum(self.positions + 1, size(self.tokens, 1) - 1)
         return self.tokens.gather(op("Expand", following, op("Shape", self.tokens)))
 
@@ -138,7 +138,7 @@ def forbid_bad_words(logits: Tensor, past: Past, bad_words: Tensor) -> Tensor:
     """
     newest_first = op("Slice", bad_words.to(INT64), [-1], [-(2**31)], [2], [-1])  # [B, Q, L]
     completing = op("Slice", newest_first, [0], [1], [2])
-    # In place of the token that would complete the sequence, one that fits.
+    # In place of the token that would complete the sequence, any token fits.
     end, there = past.end(op("Squeeze", size(bad_words, 2)), ahead=1)
     fits = (newest_first.equals(end.unsqueeze(1)) & there.unsqueeze(1)) | (newest_first < 0)
     ahead = op("Range", 0, op("Squeeze", size(bad_words, 2)), 1) < 1

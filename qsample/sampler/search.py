@@ -1,11 +1,11 @@
 """Thresholds beyond the candidates: selection by weight or by count, without a sort of the vocabulary.
 
-The threshold of top-p is a weighted quantile of the logits: the smallest one whose strictly larger ones weigh less than
-p of the whole. That of top-k is a quantile by count. A pivot is compared with all keys in one pass; the weight above it
-tells on which side of it the threshold lies.
+The threshold of top-p is a weighted quantile of the logits: the smallest logit whose strictly larger logits weigh less
+than p of the whole. That of top-k is a quantile by count. A pivot is compared with all keys in a single pass; the
+weight above it tells on which side of it the threshold lies.
 
 With control flow (`_interpolate`), as Floyd and Rivest select ("Expected time bounds for selection", CACM 18(3), 1975):
-two pivots from a sorted sample, then pivots where the weight would be if it were spread evenly over the bracket, with
+two pivots from a sorted sample, then pivots at the place of the weight if it were spread evenly over the bracket, with
 the Illinois rule (Dowell and Jarratt, "A modified regula falsi method", BIT 11, 1971); and as soon as no more keys are
 left than there are candidates, those are sorted. A vocabulary of 150,000 takes about 6 passes.
 
@@ -42,7 +42,7 @@ from qsample.sampler.tensor import (
 
 _PIVOTS, _PASSES = 32, 6
 _MOST_PIVOTS, _MOST_STEPS = 10, 400
-_SAMPLE_MARGIN = 32  # ranks of the sample between a pivot and where the threshold is expected
+_SAMPLE_MARGIN = 32  # ranks of the sample between a pivot and the expected threshold
 _FAR = 3e38  # from every key
 EVERYTHING = -3.4e38  # a threshold that every finite key passes
 
@@ -99,7 +99,7 @@ def _with_more_blocks(values: Tensor, filler: float) -> Tensor:
 
 
 class _Bracket:
-    """Keys, their weights, and where the threshold must be.
+    """Keys, their weights, and the interval of the threshold.
 
     Attributes:
         keys: [B, 1, n, C] float32.
@@ -180,7 +180,7 @@ def _interpolate(bracket: _Bracket, searched: Tensor) -> Tensor:
 def _narrow(bracket: _Bracket, searched: Tensor) -> Tensors:
     """Move the ends until few keys are between them: low, high, the excess at high, and whether few are: [B, 1] each.
 
-    The threshold is above low and at most high then, unless low was where the bracket began.
+    The threshold is above low and at most high then, unless low is the bracket's own.
     """
     first, second = _sample_pivots(bracket)
 
@@ -198,7 +198,7 @@ def _narrow(bracket: _Bracket, searched: Tensor) -> Tensors:
         count_high: Tensor,
         moved: Tensor,
     ) -> tuple[Tensor, Tensors]:
-        # moved: 1 if the last step moved high, -1 if low. If one end moves twice, the other's excess counts half.
+        # moved: 1 if the last step moved high, -1 if low. If an end moves twice, the other's excess counts half.
         pivot = high - (high - low) * (at_high / (at_high - at_low))
         pivot = where(number.equals(0), first, where(number.equals(1), second, pivot))
         # A row with few keys left stays as it is while others go on: it rounds identically in any batch.
@@ -226,7 +226,7 @@ def _narrow(bracket: _Bracket, searched: Tensor) -> Tensors:
 
 
 def _sample_pivots(bracket: _Bracket) -> tuple[Tensor, Tensor]:
-    """Two numbers that likely have the threshold between them, the upper one first: from the first key of a block."""
+    """Two numbers that likely have the threshold between them, the upper first: from the first key of each block."""
     first = op("Slice", bracket.keys, [0], [1], [3]).reshape(0, -1)
     keys, order = top(first, axis_size(first, 1))
     if bracket.weights is None:
@@ -256,7 +256,7 @@ def _sort(bracket: _Bracket, low: Tensor, high: Tensor, excess_high: Tensor) -> 
 
 
 def _step_through(bracket: _Bracket, low: Tensor, high: Tensor, searched: Tensor) -> Tensor:
-    """The threshold, by halving the bracket with its ends at keys that there are, until it is one key: [B, 1]."""
+    """The threshold, by halving the bracket with its ends at existing keys, until it is a single key: [B, 1]."""
 
     def step(number: Tensor, low: Tensor, high: Tensor) -> tuple[Tensor, Tensors]:
         excess, above, below = bracket.measure(_inside(low + (high - low) * 0.5, low, high))
@@ -271,7 +271,7 @@ def _step_through(bracket: _Bracket, low: Tensor, high: Tensor, searched: Tensor
 
 
 def _inside(pivots: Tensor, low: Tensor, high: Tensor) -> Tensor:
-    """The pivots, at least `low` and below `high`: the next number below one that is not positive."""
+    """The pivots, at least `low` and below `high`: at most the next number below `high`, which is not positive."""
     return maximum(minimum(pivots, high * (1 + 2.0**-23) - 2.0**-126), low)
 
 

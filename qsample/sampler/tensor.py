@@ -136,7 +136,7 @@ class Tensor:
         return op("CumSum", self, len(self.shape) - 1, exclusive=int(exclusive))
 
     def reshape(self, *sizes: int) -> Tensor:
-        """0 keeps an axis, and one -1 stands for the rest."""
+        """0 keeps an axis, and a single -1 stands for the rest."""
         return op("Reshape", self, list(sizes))
 
     def unsqueeze(self, axis: int = -1) -> Tensor:
@@ -155,7 +155,7 @@ class Tensor:
         return op("Slice", self, [-1], [_END], [-1])
 
     def gather(self, indices: Tensor, axis: int = 1) -> Tensor:
-        """For each index along `axis` the element there, in every other axis at the index's own place."""
+        """For each index along `axis` that element, in every other axis at the index's own place."""
         return op("GatherElements", self, indices, axis=axis)
 
     def rows(self, indices: Tensor) -> Tensor:
@@ -167,13 +167,13 @@ class Tensor:
 
 
 def op(op_type: str, *inputs: Any, domain: str = "", **attributes: Any) -> Tensor:
-    """One node with one output. Inputs: tensors, numbers, lists of numbers, arrays."""
+    """A node with a single output. Inputs: tensors, numbers, lists of numbers, arrays."""
     (result,) = operator(op_type, *inputs, outputs=1, **attributes)
     return result
 
 
 def operator(op_type: str, *inputs: Any, outputs: int, **attributes: Any) -> Tensors:
-    """One node with several outputs."""
+    """A node with several outputs."""
     builder = _builder.get()
     given = [_operand(value) for value in inputs]
     result = builder.call_op(op_type, given, attributes, version=builder.op.version, outputs=outputs)
@@ -188,7 +188,7 @@ def _operand(value: Any) -> Any:
 
 
 def constant(array: np.ndarray[Any, Any]) -> Tensor:
-    """A constant; equal ones become one when the graph is finished."""
+    """A constant; equal constants are merged when the graph is finished."""
     builder = _builder.get()
     name = f"constant_{len(builder.root.graph.initializers)}"
     return Tensor(builder.initializer(ir.tensor(array, name=name), name, qualify=False))
@@ -213,12 +213,12 @@ def absolute(x: Tensor) -> Tensor:
 
 
 def maximum(x: Tensor, y: Operand) -> Tensor:
-    """The larger one, element by element."""
+    """The larger number, element by element."""
     return op("Max", x, y)
 
 
 def minimum(x: Tensor, y: Operand) -> Tensor:
-    """The smaller one, element by element."""
+    """The smaller number, element by element."""
     return op("Min", x, y)
 
 
@@ -239,7 +239,7 @@ def top(values: Tensor, count: int, *, largest: bool = True) -> tuple[Tensor, Te
 
 
 def constants(like: Tensor, value: float) -> Tensor:
-    """`value` in the shape of `like`, whatever numbers that holds."""
+    """`value` in the shape of `like`."""
     flags = like if like.dtype == BOOL else like.equals(like)
     return where(flags, value, value)
 
@@ -262,7 +262,7 @@ def size(tensor: Tensor, axis: int) -> Tensor:
 
 
 def branch(condition: Tensor, then: Callable[[], Tensors], otherwise: Callable[[], Tensors]) -> Tensors:
-    """`then()` if `condition` (scalar bool) holds, else `otherwise()`: an `If`, of which one side is computed."""
+    """`then()` if `condition` (scalar bool) holds, else `otherwise()`: an `If`, which computes only that side."""
     sides = [_subgraph(name, function) for name, function in (("then", then), ("else", otherwise))]
     attributes = {"then_branch": sides[0], "else_branch": sides[1]}
     results = operator("If", condition, outputs=len(sides[0].outputs), **attributes)
@@ -277,7 +277,7 @@ def loop(most: int, condition: Tensor, states: Tensors, step: Callable[..., tupl
     Args:
         most: the largest number of repetitions.
         condition: for the first repetition; false: the states stay as they are.
-        states: what a repetition changes.
+        states: the values that a repetition changes.
         step: gets the number of the repetition (scalar int64) and the states, and gives the next condition and states.
     """
     number = ir.Value(name="number", type=ir.TensorType(INT64), shape=ir.Shape([]))

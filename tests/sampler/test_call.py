@@ -1,4 +1,4 @@
-"""The retained tokens: what a step reads of them, what it writes, and where."""
+"""The retained tokens: the ones that a step reads, the ones that it writes, and their places."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 
 from qsample.contract import LENGTH
 from qsample.interface import Interface
-from qsample.sampler import history
+from qsample.sampler.call import Call
 from qsample.sampler.tensor import Tensor, Tensors
 from tests.helpers.computed import computed
 from tests.helpers.sampler_cases import PAD, interface, make_inputs, sampler
@@ -66,12 +66,13 @@ def test_prompt_up_to_the_last_position(face: Interface) -> None:
 def test_what_a_step_reads() -> None:
     """Ids with duplicates for penalties, as far as some row needs them; and each row's tokens in their places."""
     tokens = np.array([[5, 6, 7, 5, 5], [8, 9, 9, 9, 8], [1, 2, 3, 4, 5]], np.int32)
-    start, lengths = np.array([[3], [0], [4]], np.int32), np.array([[2], [1], [1]], np.int32)
+    start, lengths = np.array([3, 0, 4], np.int32), np.array([2, 1, 1], np.int32)
     ids = np.array([[10, 11], [20, 21], [30, 31]])
 
     def function(tokens: Tensor, start: Tensor, ids: Tensor, lengths: Tensor, most: Tensor) -> Tensors:
-        read = history.history_ids(tokens, start, ids, lengths, most)
-        return read, history.row_tokens(tokens, start, ids, lengths)
+        inputs = {"tokens": tokens, "lengths": start, "input_ids": ids, "input_lengths": lengths}
+        call = Call(interface(300), inputs | {"status": start, "emit": start > 0})
+        return call.history(most), call.row_tokens()
 
     read, rows = computed(function, tokens, start, ids, lengths, np.array(4))
     assert read.tolist() == [[5, 6, 7, 5, 10, 11], [20] * 6, [1, 2, 3, 4, 30, 30]]
