@@ -9,8 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
-from functools import partial
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 from qsample.contract import EXTRA_PARAMETERS, LONGEST_MATCH
 from qsample.errors import Refusal, shown, unknown, without_refused
@@ -64,13 +63,21 @@ _ONLY_IF_SAMPLING: Final = ("top_h",)  # transformers ignores these in a greedy 
 _TOTALS: Final = {"max_length": "max_new_tokens", "min_length": "min_new_tokens"}
 
 
-def _number(default: Any, least: float, most: float, accepted: str, *, is_valid: Any = is_number) -> Any:
+def _number(
+    default: Any, least: float, most: float, accepted: str, is_valid: Any = is_number, kind: type = float
+) -> Any:
     """A field for a number from `least` to `most`, or None if that is the default. accepted: the limits in words."""
-    return _checked(default, partial(_check_number, least, most, accepted, is_valid=is_valid, optional=default is None))
+
+    def check(name: str, value: Any) -> Any:
+        if value is None and default is None:
+            return None
+        return kind(value) if is_valid(value, least, most) else _refuse(name, value, accepted)
+
+    return _checked(default, check)
 
 
 def _integer(default: Any, least: int, most: int, accepted: str) -> Any:
-    return _number(default, least, most, accepted, is_valid=is_integer)
+    return _number(default, least, most, accepted, is_integer, int)
 
 
 def _checked(default: Any, check: Callable[[str, Any], Any], *, hashed: bool = True) -> Any:
@@ -78,33 +85,16 @@ def _checked(default: Any, check: Callable[[str, Any], Any], *, hashed: bool = T
     return field(default=default, hash=hashed, metadata={"check": check})
 
 
-def _check_number(
-    least: float,
-    most: float,
-    accepted: str,
-    name: str,
-    value: Any,
-    *,
-    is_valid: Any = is_number,
-    optional: bool = False,
-) -> Any:
-    if value is None and optional:
-        return None
-    if not is_valid(value, least, most):
-        raise ValueError(f"{name} is {shown(value)}; give {accepted}")
-    return int(value) if is_valid is is_integer else float(value)
+def _refuse(name: str, value: Any, accepted: str) -> NoReturn:
+    raise ValueError(f"{name} is {shown(value)}; give {accepted}")
 
 
 def _mirostat(name: str, value: Any) -> int:
-    version: int = _check_number(0, 2, accepted := "0 (off) or 2 (Mirostat 2.0)", name, value, is_valid=is_integer)
-    if version == 1:
-        raise ValueError(f"{name} is 1; give {accepted}")
-    return version
+    return int(value) if is_integer(value) and value in (0, 2) else _refuse(name, value, "0 (off) or 2 (Mirostat 2.0)")
 
 
 def _token_id(name: str, value: Any, accepted: str) -> int:
-    token: int = _check_number(0, INT32_MAX, accepted, name, value, is_valid=is_integer)
-    return token
+    return int(value) if is_integer(value, 0, INT32_MAX) else _refuse(name, value, accepted)
 
 
 def _token_ids(name: str, value: Any) -> tuple[int, ...] | None:
@@ -123,38 +113,34 @@ def _ids_or_texts(name: str, value: Any) -> tuple[int | str, ...] | None:
 
 def _texts(name: str, value: Any) -> tuple[str, ...] | None:
     items = _items(name, value, accepted := f"a list of texts of 1 to {LONGEST_TEXT} characters, or None")
-    if not all(map(_is_text, items)):
-        raise ValueError(f"{name} is {shown(value)}; give {accepted}")
-    return tuple(dict.fromkeys(items)) or None
+    return tuple(dict.fromkeys(items)) or None if all(map(_is_text, items)) else _refuse(name, value, accepted)
 
 
 def _id_sequences(name: str, value: Any) -> tuple[tuple[int, ...], ...] | None:
     accepted = f"a list of lists of 1 to {LONGEST_MATCH} token ids, or None"
     sequences = [_items(name, item, accepted) for item in _items(name, value, accepted)]
     if not all(1 <= len(sequence) <= LONGEST_MATCH for sequence in sequences):
-        raise ValueError(f"{name} is {shown(value)}; give {accepted}")
+        _refuse(name, value, accepted)
     checked = (tuple(_token_id(name, item, accepted) for item in sequence) for sequence in sequences)
     return tuple(dict.fromkeys(checked)) or None
 
 
 def _bias(name: str, value: Any) -> dict[int, float] | None:
-    if value is None:
-        return None
-    if not isinstance(value, Mapping):
-        raise ValueError(f"{name} is {shown(value)}; give a mapping of token ids to numbers, or None")
+    if value is not None and not isinstance(value, Mapping):
+        _refuse(name, value, "a mapping of token ids to numbers, or None")
     checked = {}
-    for token, amount in value.items():
+    for token, amount in (value or {}).items():
         token = _token_id(f"{name} (token id)", token, "an integer >= 0")
-        least = amount if amount == -math.inf else -FLOAT32_MAX
-        accepted = "a finite number, or -inf to forbid the token"
-        checked[token] = _check_number(least, FLOAT32_MAX, accepted, f"{name} of token {token}", amount)
+        if not is_number(amount, -FLOAT32_MAX, FLOAT32_MAX) and amount != -math.inf:
+            _refuse(f"{name} of token {token}", amount, "a finite number, or -inf to forbid the token")
+        checked[token] = float(amount)
     return checked or None
 
 
 def _items(name: str, value: Any, accepted: str) -> list[Any]:
     """The items of a list, a tuple or an array; None has no items."""
     if value is not None and not _is_list(value):
-        raise ValueError(f"{name} is {shown(value)}; give {accepted}")
+        _refuse(name, value, accepted)
     return [] if value is None else [plain(item) for item in value]
 
 
@@ -168,7 +154,7 @@ def _is_text(value: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How to choose the tokens of one row. The defaults sample from the model's own distribution.
+    """How to choose the tokens of a row. The defaults sample from the model's own distribution.
 
     Args:
         temperature: >= 0; 0 = greedy.

@@ -23,7 +23,7 @@ from qsample.cli.common import context_full, read_text
 from qsample.cli.errors import AlreadyPrintedError
 from qsample.cli.terminal import finite, note, progress
 from qsample.errors import QsampleError
-from qsample.sampling_params import SAMPLING_FIELDS, SEEDS, SamplingParams
+from qsample.sampling_params import SAMPLING_FIELDS, SEEDS, SamplingParams, layered
 
 if TYPE_CHECKING:
     from qsample.runtime import CausalLM, RequestOutput
@@ -168,11 +168,8 @@ def _merge(options: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]
         dropped |= {*SAMPLING_FIELDS, "do_sample"}
     elif any(own.get(name) is not None for name in SAMPLING_FIELDS):
         dropped.add("do_sample")
-    for total, new in (("max_length", "max_new_tokens"), ("min_length", "min_new_tokens")):
-        if total in own:
-            dropped.add(new)
     dropped.add("seed")  # of row 0; each has its own
-    return {name: value for name, value in options.items() if name not in dropped} | dict(own)
+    return layered({name: value for name, value in options.items() if name not in dropped}, own)
 
 
 def check_output(output: Path | None, source: Path) -> None:

@@ -24,7 +24,7 @@ _SCALARS: Final[dict[Any, str]] = {
     type(None): "null",
 }
 _NAMES: Final[dict[Any, str]] = _SCALARS | {list: "array", tuple: "array", dict: "object"}
-_SECTIONS: Final = ("Args:", "Returns:", "Raises:")
+_HEADING: Final = re.compile(r"^[ \t]*(Args|Returns|Raises):[ \t]*$", re.MULTILINE)
 _ARGUMENT: Final = re.compile(r"(\w+)(?:\s*\([^)]*\))?:\s*(.*)")
 _CHOICES: Final = re.compile(r"\(choices:\s*(.*?)\)\s*$", re.IGNORECASE)
 
@@ -40,7 +40,7 @@ def tool_schema(tool: Any) -> Mapping[str, Any]:
     if not documentation:
         raise ValueError(f"the tool {name} has no docstring; describe it in a docstring, or give a JSON schema")
     sections = _sections(documentation)
-    told = _arguments(sections["Args:"])
+    told = _arguments(sections["Args"])
     try:
         hints = get_type_hints(tool)
     except Exception as error:
@@ -63,7 +63,7 @@ def tool_schema(tool: Any) -> Mapping[str, Any]:
         parameters["required"] = required
     function: dict[str, Any] = {"name": name, "description": sections[""], "parameters": parameters}
     if "return" in hints:
-        function |= _returned(hints["return"], sections["Returns:"])
+        function |= _returned(hints["return"], sections["Returns"])
     return {"type": "function", "function": function}
 
 
@@ -100,7 +100,7 @@ def _schema(what: str, hint: Any) -> dict[str, Any]:
     if origin is list and arguments:
         return {"type": "array", "items": _schema(what, arguments[0])}
     if origin is tuple and len(arguments) > 1 and ... not in arguments:
-        return {"type": "array", "prefixItems": [_schema(what, one) for one in arguments]}
+        return {"type": "array", "prefixItems": [_schema(what, item) for item in arguments]}
     if origin is dict:
         return {"type": "object"} | ({"additionalProperties": _schema(what, arguments[1])} if arguments else {})
     if origin is Union or origin is types.UnionType:
@@ -119,7 +119,7 @@ def _values(what: str, values: list[Any]) -> dict[str, Any]:
 
 
 def _union(what: str, arguments: tuple[Any, ...]) -> dict[str, Any]:
-    members = [_schema(what, one) for one in arguments if one is not type(None)]
+    members = [_schema(what, item) for item in arguments if item is not type(None)]
     schema: dict[str, Any]
     if len(members) == 1:
         schema = members[0]
@@ -133,17 +133,9 @@ def _union(what: str, arguments: tuple[Any, ...]) -> dict[str, Any]:
 
 def _sections(documentation: str) -> dict[str, str]:
     """The text before the first section under "", and that of each section under its heading."""
-    sections: dict[str, list[str]] = {name: [] for name in ("", *_SECTIONS)}
-    heading = ""
-    for line in documentation.splitlines():
-        if line.strip() in _SECTIONS:
-            heading = line.strip()
-        else:
-            sections[heading].append(line)
-    return {
-        name: "\n".join(lines).rstrip() if name == "Args:" else "\n".join(lines).strip()
-        for name, lines in sections.items()
-    }
+    start, *rest = _HEADING.split(documentation)
+    found = dict(zip(rest[::2], rest[1::2], strict=True))
+    return {"": start.strip(), "Args": found.get("Args", ""), "Returns": found.get("Returns", "").strip()}
 
 
 def _arguments(text: str) -> dict[str, str]:
