@@ -1,11 +1,23 @@
-"""Rows of parameters: the contract's names, dtypes and shapes."""
+"""Parameters as the arrays that the graph reads: names, dtypes and shapes; the filters of an export, from each door."""
 
 from __future__ import annotations
 
-from qsample.runtime import SamplingParams
-from qsample.runtime.parameters import parameter_row
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer as _Tokenizer
+from tokenizers import models, pre_tokenizers
+
+from qsample.contract import EXTRA_PARAMETERS, NOISE_STREAMS
+from qsample.runtime import CausalLM, Engine, SamplingParams
+from qsample.runtime.decode.inputs import uniforms
+from qsample.runtime.decode.slots import Slots
+from qsample.runtime.parameters import for_package, parameter_row
+from qsample.text.tokenizer import Tokenizer
 from tests.helpers.fake_package import fake_interface
-from tests.helpers.filters import FILTERS
+from tests.helpers.filters import ASKED, FILTERS, assert_read, read_by_the_graph, record_parameters
 
 
 def test_a_row_follows_the_contract() -> None:
@@ -38,3 +50,123 @@ def test_a_row_follows_the_contract() -> None:
 def test_no_stop_ids_is_one_column_of_padding() -> None:
     row = parameter_row(fake_interface(), SamplingParams(eos_token_id=()), 1, 10, default_stops=(2,))
     assert row["stop_ids"].tolist() == [-1]
+
+
+READ = read_by_the_graph()
+SHORT = {"max_new_tokens": 4, "eos_token_id": (), "seed": 3}
+
+
+def test_each_door_reaches_the_graph(fake_model: Callable[..., CausalLM], monkeypatch: pytest.MonkeyPatch) -> None:
+    model = fake_model(filters=FILTERS)
+    asking = fake_model(filters=FILTERS, generation_config={"do_sample": True, "top_k": 0, **ASKED})
+    begun = record_parameters(monkeypatch)
+    model.generate("In", SamplingParams(**ASKED, **SHORT))
+    model.generate("In", **ASKED, **SHORT)
+    asking.generate("In", **SHORT)
+    with Engine(model, slots=1) as engine:
+        engine.add_request("In", **ASKED, **SHORT).result(60)
+    assert len(begun) == 4
+    for row in begun:
+        assert_read(row, READ)
+
+
+def test_what_is_off_is_read_as_the_contract_says(fake_model: Callable[..., CausalLM]) -> None:
+    model = fake_model(filters=FILTERS)
+    row = parameter_row(model.interface, SamplingParams(), 1, 9)
+    for specs in EXTRA_PARAMETERS.values():
+        for spec in specs:
+            assert row[spec.name].dtype == spec.dtype
+            assert (row[spec.name] == np.array(spec.off, spec.dtype)).all(), spec.name
+
+
+@pytest.mark.parametrize(
+    ("field", "name"),
+    [("typical_p", "typical_p"), ("xtc_probability", "xtc"), ("bad_words", "bad_words_ids"), ("mirostat", "mirostat")],
+)
+def test_a_filter_that_the_package_lacks(field: str, name: str, fake_model: Callable[..., CausalLM]) -> None:
+    message = (
+        rf"{field} is .*, and the package was exported with filters=\['dry'\]; export the model again with "
+        rf"filters=\['dry', '{name}'\] \(--filter\), or give {field}=.* to go without"
+    )
+    with pytest.raises(ValueError, match=message):
+        fake_model(filters=("dry",)).generate("In", **{field: ASKED[field]})
+    config = {"do_sample": True, field: ASKED[field]}
+    with pytest.raises(ValueError, match=rf"{field} is .* exported with no filters; .*filters=\['{name}'\]"):
+        fake_model(generation_config=config).generate("In")
+    assert fake_model(generation_config=config).generate("In", **{field: None}, **SHORT).token_ids
+
+
+def test_texts_that_are_no_tokens_of_the_model(fake_model: Callable[..., CausalLM]) -> None:
+    model = fake_model(filters=FILTERS)
+    for options, message in (
+        ({"dry_sequence_breakers": ["ab"]}, "dry_sequence_breakers has 'ab', which is 2 tokens; give texts of one"),
+        ({"dry_sequence_breakers": [400]}, "dry_sequence_breakers has token id 400; the model's ids"),
+        ({"bad_words_ids": [[5], [6, 400]]}, "bad_words_ids has token id 400; the model's ids are 0 to 319"),
+        ({"bad_words": ["x" * 65]}, "bad_words_ids is .*; give a list of lists of 1 to 64 token ids"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            model.generate("In", **options)
+    with pytest.raises(ValueError, match="bad_words has texts, and the package has no tokenizer; give token ids"):
+        fake_model(filters=FILTERS, tokenizer=False).generate([[5]], bad_words=["a"])
+
+
+def test_a_word_is_forbidden_behind_a_space_too_if_that_is_other_tokens() -> None:
+    vocab = {"a": 0, "Ġ": 1, "Ġa": 2, "b": 3, "Ġab": 4}
+    backend = _Tokenizer(models.BPE(vocab=vocab, merges=[("Ġ", "a"), ("Ġa", "b")]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    params = SamplingParams(bad_words=(" a", "b", "ab"), bad_words_ids=((3, 3),))
+    face = fake_interface(filters=("bad_words_ids",))
+    row = parameter_row(face, for_package(face, params, Tokenizer(backend)), 1, 9)
+    assert row["bad_words_ids"].tolist() == [[3, 3], [-1, 0], [-1, 2], [-1, 3], [0, 3], [-1, 4]]
+
+
+@pytest.mark.parametrize("seed_input", [False, True])
+def test_states_of_a_row_that_begins_moves_and_ends(seed_input: bool, fake_model: Callable[..., CausalLM]) -> None:
+    """The fake graph counts a row's tokens in `mirostat_mu`."""
+    model = fake_model(filters=FILTERS, seed=seed_input)
+    slots = Slots(model.sessions, 3, 32)
+
+    def begin(slot: int, seed: int, **options: Any) -> None:
+        params = SamplingParams(max_new_tokens=20, eos_token_id=(), **options)
+        prompt = np.array([5, 6], dtype=np.int64)
+        slots.begin(
+            slot,
+            prompt,
+            seed,
+            parameter_row(model.interface, for_package(model.interface, params, model.tokenizer), 2, 32),
+        )
+        slots.prefill(slot, prompt, emit=True)
+
+    def check(slot: int, seed: int, tokens: int, read: dict[str, Any]) -> None:
+        assert slots._state["mirostat_mu"].read()[slot] == tokens
+        rows = {name: buffer.read()[slot] for name, buffer in slots._parameters.buffers.items()}
+        assert_read(rows, read)
+        if seed_input:
+            assert rows["seed"] == seed
+            assert not {"noise", "xtc_noise"} & slots._state.inputs().keys()
+        else:
+            for name, stream in NOISE_STREAMS.items():
+                assert (slots._state[name].read()[slot] == uniforms(seed, 32, stream)).all()
+
+    begin(1, 2**62 + 1, **ASKED)
+    slots.decode(), slots.decode()
+    check(1, 2**62 + 1, 3, READ)
+    begin(0, 8, bad_words_ids=[[7, 8, 9], [5], [6]])  # wider: four sequences of four tokens from now on
+    wide = {**READ, "bad_words_ids": [[-1, -1, *row] for row in READ["bad_words_ids"]] + [[-1] * 4] * 2}
+    check(1, 2**62 + 1, 3, wide)
+    check(0, 8, 1, {"bad_words_ids": [[-1, 7, 8, 9], [-1, -1, -1, 5], [-1, -1, -1, 6], [-1] * 4], "mirostat_tau": 0})
+    slots.decode()
+    slots.move(1, 2, 0)
+    check(2, 2**62 + 1, 4, wide)
+    slots.stop(2)
+    begin(2, 9)
+    check(2, 9, 1, {"typical_p": 1, "dry_sequence_breakers": [-1, -1], "bad_words_ids": [[-1] * 4] * 4})
+
+
+def test_a_seed_input_gives_a_row_its_tokens_wherever_it_runs(fake_model: Callable[..., CausalLM]) -> None:
+    model = fake_model(seed=True)
+    options: dict[str, Any] = {"temperature": 0.9, "max_new_tokens": 6, "eos_token_id": ()}
+    prompts = [[5, 6], [8, 9]]
+    alone = [model.generate([prompt], seed=7, **options).token_ids[0] for prompt in prompts]
+    assert model.generate(prompts[::-1], seed=[7, 7], **options).token_ids == alone[::-1]
+    assert model.generate(prompts[:1], seed=8, **options).token_ids != alone[:1]

@@ -1,9 +1,21 @@
-"""The seeds of the rows of a call."""
+"""The rows of a call: their seeds, and several rows of one prompt."""
 
 from __future__ import annotations
 
-from qsample.runtime import CausalLM, SamplingParams
-from tests.helpers.fake_cases import PROMPTS
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from qsample.runtime import CausalLM, Engine, QueueFullError, Request, RequestFailedError, SamplingParams, load
+from qsample.runtime.decode.slots import Slots
+from tests.helpers.fake_package import compilation
+from tests.helpers.requests import ENDLESS, FREE, expected, outcome, wait_for_token
+
+PROMPTS = [[5, 6, 7], [9, 200, 31, 4, 5, 6, 7, 8, 9, 10, 11], [40] * 8]
 
 
 def test_where_seeds_come_from(model: CausalLM) -> None:
@@ -18,3 +30,207 @@ def test_where_seeds_come_from(model: CausalLM) -> None:
     half = model.generate(PROMPTS[:2], [seeded, short]).seeds
     assert half[0] == 9
     assert len({*half, *model.generate(PROMPTS[:2], short).seeds}) == 4
+
+
+PENALISED = SamplingParams(
+    temperature=0.9, repetition_penalty=1.3, frequency_penalty=0.4, max_new_tokens=12, eos_token_id=range(40, 60)
+)
+
+
+@pytest.fixture
+def fed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many prompt tokens every row of every call has, from now on."""
+    tokens: list[int] = []
+    plain = Slots.prefill
+
+    def prefill(self: Slots, slot: int, *ids: np.ndarray, emit: bool) -> None:
+        tokens.extend(len(row) for row in ids)
+        plain(self, slot, *ids, emit=emit)
+
+    monkeypatch.setattr(Slots, "prefill", prefill)
+    return tokens
+
+
+@pytest.mark.parametrize("sampler", [True, False])
+def test_generate(sampler: bool, fake_model: Callable[..., CausalLM], fed: list[int]) -> None:
+    """The rows of a prompt one after another, as transformers has them, and the seed counting on over all of them."""
+    model = fake_model(sampler=sampler)
+    output = model.generate(PROMPTS, PENALISED, seed=20, num_return_sequences=3)
+    rows = [prompt for prompt in PROMPTS for _ in range(3)]
+    wanted = [expected(prompt, PENALISED, 20 + row) for row, prompt in enumerate(rows)]
+    assert list(zip(output.token_ids, output.finish_reasons, strict=True)) == wanted
+    assert output.seeds == list(range(20, 29))
+    assert output.prompt_lengths == [len(prompt) for prompt in rows]
+    assert len({tuple(tokens) for tokens in output.token_ids}) > 3
+    assert output.sequences[:, :11].tolist() == [[0] * (11 - len(prompt)) + prompt for prompt in rows]
+    # The first is shorter than a piece, and its rows cost less together; of the last piece, two tokens at most.
+    assert fed == [3, 3, 3, 4, 4, 3, 2, 2, 4, 4, 2, 2]
+
+
+@pytest.mark.parametrize("double_buffering", [False, True])
+@pytest.mark.parametrize("flush_every", [1, 4])
+def test_more_rows_than_a_package_takes_wait(
+    flush_every: int, double_buffering: bool, fake_model: Callable[..., CausalLM], fed: list[int]
+) -> None:
+    model = fake_model(compilation=compilation(batch_size=2, ctx_len=48))
+    output = model.generate(
+        PROMPTS[1], FREE, seed=3, num_return_sequences=5, flush_every=flush_every, double_buffering=double_buffering
+    )
+    assert output.token_ids == [expected(PROMPTS[1], FREE, 3 + row)[0] for row in range(5)]
+    assert fed == [4, 4, 3, 2, 2, 2, 2]
+
+
+def test_what_the_rows_take_their_seeds_and_parameters_from(model: CausalLM) -> None:
+    rows = [SamplingParams(temperature=1.2, max_new_tokens=6, seed=70), SamplingParams(max_new_tokens=9, seed=3)]
+    output = model.generate(PROMPTS[:2], rows, num_return_sequences=2)
+    assert output.seeds == [70, 71, 3, 4]
+    wanted = [expected(PROMPTS[row // 2], rows[row // 2], seed)[0] for row, seed in enumerate(output.seeds)]
+    assert output.token_ids == wanted
+    assert model.generate(PROMPTS[:2], rows, seed=[9, 8, 7, 6], num_return_sequences=2).seeds == [9, 8, 7, 6]
+    fresh = model.generate(PROMPTS[0], do_sample=True, num_return_sequences=4, max_new_tokens=2).seeds
+    assert len(set(fresh)) == 4
+
+
+def test_what_the_model_asks_for(fake_model: Callable[..., CausalLM]) -> None:
+    settings = {"do_sample": True, "top_k": 0, "num_return_sequences": 2, "max_new_tokens": 3}
+    model = fake_model(generation_config=settings)
+    assert len(model.generate(PROMPTS).token_ids) == 6
+    assert len(model.generate(PROMPTS, num_return_sequences=1).token_ids) == 3
+    assert len(model.generate(PROMPTS, num_return_sequences=None).token_ids) == 3
+    assert len(model.generate(PROMPTS, generation_config={"num_return_sequences": 3}).token_ids) == 9
+    assert len(model.generate(PROMPTS, FREE).token_ids) == 3
+    with Engine(model, slots=2) as engine:
+        assert isinstance(engine.add_request(PROMPTS[0]), Request)
+
+
+@pytest.mark.parametrize("wrong", [0, -1, 2.0, True, "2"])
+def test_what_is_no_number_of_rows(wrong: Any, model: CausalLM) -> None:
+    with pytest.raises(ValueError, match=r"num_return_sequences is .*; give an integer >= 1, or None for 1"):
+        model.generate(PROMPTS, FREE, num_return_sequences=wrong)
+
+
+def test_greedy_rows_would_all_be_the_same(model: CausalLM) -> None:
+    message = "num_return_sequences is 2 and prompt 1 is continued greedily"
+    with pytest.raises(ValueError, match=message):
+        model.generate(PROMPTS[:2], [FREE, SamplingParams(temperature=0)], num_return_sequences=2)
+    with pytest.raises(ValueError, match="prompt 0 is continued greedily"):
+        model.generate(PROMPTS[:2], do_sample=False, num_return_sequences=2)
+    assert len(model.generate(PROMPTS[0], do_sample=False, num_return_sequences=1, max_new_tokens=2).token_ids) == 1
+
+
+@pytest.mark.parametrize("model_type", ["llama", pytest.param("mamba", marks=pytest.mark.slow)])
+def test_an_exported_graph(model_type: str, exported: Callable[..., Path], fed: list[int]) -> None:
+    """Real attention; and recurrent states, which are there at the end of a common piece only."""
+    generator = np.random.default_rng(4)
+    prompts = [generator.integers(4, 250, length).tolist() for length in (70, 30)]
+    model = load(exported(model_type))
+    params = SamplingParams(temperature=1.0, max_new_tokens=8, eos_token_id=())
+    wanted = [model.generate(prompts[row // 3], params, seed=row).token_ids[0] for row in range(6)]
+    fed.clear()
+    assert model.generate(prompts, params, seed=0, num_return_sequences=3).token_ids == wanted
+    assert sum(fed) == (70 + 2 + 2 + 30 + 2 + 2 if model_type == "llama" else 64 + 3 * 6 + 3 * 30)
+    with Engine(model, slots=2) as engine:
+        requests = [
+            engine.add_requests(prompt, params, num_return_sequences=3, seed=3 * row)
+            for row, prompt in enumerate(prompts)
+        ]
+        assert [outcome(request)[0] for rows in requests for request in rows] == wanted
+
+
+# In an engine.
+
+
+@pytest.mark.parametrize("slots", [1, 2, 8])
+def test_an_engine(slots: int, model: CausalLM, fed: list[int]) -> None:
+    with Engine(model, slots=slots) as engine:
+        rows = [
+            engine.add_requests(prompt, PENALISED, num_return_sequences=4, seed=10 * index)
+            for index, prompt in enumerate(PROMPTS)
+        ]
+        for index, (prompt, requests) in enumerate(zip(PROMPTS, rows, strict=True)):
+            assert [request.seed for request in requests] == [10 * index + row for row in range(4)]
+            for request in requests:
+                assert outcome(request) == expected(prompt, PENALISED, request.seed)
+        usage = [request.result().usage.cached_tokens for request in rows[1]]
+        assert usage == [0, 9, 9, 9]
+    assert sum(fed) <= 4 * 3 + (11 + 3 * 2) + (8 + 3 * 2)
+
+
+def test_a_row_that_leaves_takes_no_other_with_it(model: CausalLM, gate: threading.Semaphore) -> None:
+    with Engine(model, slots=3) as engine:
+        first, *others = engine.add_requests(PROMPTS[1], FREE, num_return_sequences=5, seed=0)
+        wait_for_token(first)
+        first.cancel()
+        others[2].cancel()  # it waits
+        gate.release(1000)
+        assert first.result(60).finish_reason == others[2].result(60).finish_reason == "cancelled"
+        for row in (1, 2, 4):
+            assert outcome(others[row - 1]) == expected(PROMPTS[1], FREE, row)
+
+
+def test_all_of_them_or_none(model: CausalLM, gate: threading.Semaphore) -> None:
+    with Engine(model, slots=2, max_waiting=3) as engine:
+        running = engine.add_requests([5], ENDLESS, num_return_sequences=2, seed=0)
+        with pytest.raises(QueueFullError, match="2 requests run and 3 wait"):
+            engine.add_requests(PROMPTS[0], FREE, num_return_sequences=4, seed=0, timeout=0)
+        waiting = engine.add_requests(PROMPTS[0], FREE, num_return_sequences=3, seed=0, timeout=0)
+        with pytest.raises(QueueFullError):
+            engine.add_request(PROMPTS[0], FREE, timeout=0)
+        with pytest.raises(ValueError, match="num_return_sequences is 6 and this engine takes 5; raise max_waiting"):
+            engine.add_requests(PROMPTS[0], FREE, num_return_sequences=6)
+        for request in running:
+            request.cancel()
+        gate.release(1000)
+        for seed, request in enumerate(waiting):
+            assert outcome(request) == expected(PROMPTS[0], FREE, seed)
+
+
+def test_what_is_wrong_with_them(model: CausalLM) -> None:
+    with Engine(model, slots=2) as engine:
+        for wrong, message in (
+            ((PROMPTS, FREE), "3 prompts were given; add them one by one"),
+            ((PROMPTS[0], SamplingParams(temperature=0)), "continued greedily"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                engine.add_requests(*wrong, num_return_sequences=2)
+        with pytest.raises(ValueError, match="num_return_sequences is 0"):
+            engine.add_requests(PROMPTS[0], FREE, num_return_sequences=0)
+        with pytest.raises(ValueError, match="add_request adds one request; add_requests takes num_return_sequences"):
+            engine.add_request(PROMPTS[0], FREE, num_return_sequences=2)
+        assert outcome(engine.add_requests(PROMPTS[0], FREE, num_return_sequences=1, seed=5)[0]) == expected(
+            PROMPTS[0], FREE, 5
+        )
+
+
+class Counting:
+    """Allows row r only the tokens 100 + 10 r to 109 + 10 r, and raises once, after some token."""
+
+    def __init__(self, last: int = 10**6) -> None:
+        self.tokens, self.last = 0, last
+
+    def __call__(self, step: Any, mask: np.ndarray) -> None:
+        self.tokens += 0 if step is None else int(step.emitted.sum())
+        if self.tokens > self.last:
+            self.last = 10**6
+            raise LookupError("enough")
+        mask[:] = 0
+        for row in range(len(mask)):
+            for token in range(100 + 10 * row, 110 + 10 * row):
+                mask[row].view(np.uint32)[token // 32] |= np.uint32(1 << token % 32)
+
+
+def test_a_function_for_their_masks(fake_model: Callable[..., CausalLM]) -> None:
+    model = fake_model(allowed_tokens=True)
+    wanted = model.generate(PROMPTS[1], FREE, seed=2, num_return_sequences=3, allowed_tokens=Counting()).token_ids
+    assert [{token // 10 for token in row} for row in wanted] == [{10}, {11}, {12}]
+    with Engine(model, slots=2) as engine:
+        other = engine.add_request(PROMPTS[0], FREE, seed=1)
+        options: dict[str, Any] = {"num_return_sequences": 3, "seed": 2}
+        rows = engine.add_requests(PROMPTS[1], FREE, allowed_tokens=Counting(), **options)
+        assert [outcome(request)[0] for request in rows] == wanted
+        failing = engine.add_requests(PROMPTS[1], FREE, allowed_tokens=Counting(4), **options)
+        for request in failing:
+            with pytest.raises(RequestFailedError, match="raised LookupError"):
+                request.result(60)
+        assert outcome(other) == expected(PROMPTS[0], FREE, 1)
+        assert outcome(engine.add_request(PROMPTS[2], FREE, seed=9)) == expected(PROMPTS[2], FREE, 9)

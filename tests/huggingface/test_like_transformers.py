@@ -1,4 +1,4 @@
-"""generate() beside transformers' own, over a table of inputs: the same sequences, pads and all."""
+"""generate() compared with transformers' own, over a table of inputs: the same sequences, pads and all."""
 
 from __future__ import annotations
 
@@ -141,14 +141,15 @@ def test_padding_on_the_right_is_not_read(masked: bool, original: Any, packaged:
         assert output.sequences[row].tolist() == [*ids[row].tolist(), *alone]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", ["mistral", "gpt2"])
 def test_a_model_with_a_window_and_one_with_learned_positions(
-    checkpoint: Callable[[str], Path], exported: Callable[..., Path]
+    model_type: str, checkpoint: Callable[[str], Path], exported: Callable[..., Path]
 ) -> None:
-    for model_type in ("mistral", "gpt2"):
-        original = transformers.AutoModelForCausalLM.from_pretrained(
-            checkpoint(model_type), dtype=torch.float32, attn_implementation="eager"
-        ).eval()
-        packaged = load(exported(model_type))
-        for case in ("no mask, left pads", "mask over tokens that are no pads", "max_length counts pads"):
-            arguments = {**GREEDY, **TABLE[case]}
-            assert packaged.generate(**arguments)[:].tolist() == original.generate(**in_torch(arguments)).tolist()
+    original = transformers.AutoModelForCausalLM.from_pretrained(
+        checkpoint(model_type), dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    packaged = load(exported(model_type))
+    for case in ("no mask, left pads", "mask over tokens that are no pads", "max_length counts pads"):
+        arguments = {**GREEDY, **TABLE[case]}
+        assert packaged.generate(**arguments)[:].tolist() == original.generate(**in_torch(arguments)).tolist()
