@@ -236,7 +236,7 @@ def test_another_vocabulary(tmp_path: Path, fake: Callable[..., Package]) -> Non
 
 def test_logits_that_are_no_numbers(tmp_path: Path) -> None:
     package = fake_package(tmp_path / "package")
-    with pytest.raises(QsampleError, match=r"package gives logits that are not numbers, at scored token 3 "):
+    with pytest.raises(QsampleError, match=r"package gives logits that are not numbers, at scored token 3;"):
         evaluate(package, [5, 6, 7, POISON, 8])
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,6 @@ from qsample.runtime import (
     Engine,
     EngineClosedError,
     SamplingParams,
-    load,
 )
 from qsample.runtime.decode.slots import Slots
 from tests.helpers.fake_package import PIECE_SIZE, compilation
@@ -60,36 +58,6 @@ def test_requests_from_many_threads_in_any_order(sampler: bool, fake_model: Call
         for thread in threads:
             thread.join(60)
     assert [outcomes[index] for index in range(40)] == [expected(*case) for case in cases]
-
-
-def test_an_exported_graph(llama_package: Path) -> None:
-    """Real attention and the real sampler, float32: neighbours, slots, chunks and reused prefixes change no token."""
-    model = load(llama_package)
-    generator = random.Random(6)
-    prompts = [[generator.randrange(4, 260) for _ in range(generator.randrange(1, 30))] for _ in range(24)]
-    params = [
-        SamplingParams(
-            temperature=generator.choice([0, 0.8, 1.2]),
-            top_k=generator.choice([0, 20]),
-            top_p=generator.choice([1.0, 0.9]),
-            repetition_penalty=generator.choice([1.0, 1.2]),
-            frequency_penalty=generator.choice([0.0, 0.2]),
-            max_new_tokens=generator.randrange(2, 30),
-            eos_token_id=tuple(range(100, 120)),
-        )
-        for _ in prompts
-    ]
-    alone = [model.generate(*row, seed=seed) for seed, row in enumerate(zip(prompts, params, strict=True))]
-    prompts += [[*prompt, *output.token_ids[0][:5], 9] for prompt, output in zip(prompts, alone, strict=True)]
-    params *= 2
-    alone += [model.generate(prompts[seed], params[seed], seed=seed) for seed in range(24, 48)]
-    for slots, chunk, flush_every in ((8, 8, 1), (3, 5, 4)):
-        with Engine(model, slots=slots, prefill_chunk_size=chunk, flush_every=flush_every) as engine:
-            requests = [
-                engine.add_request(*row, seed=seed) for seed, row in enumerate(zip(prompts, params, strict=True))
-            ]
-            for request, output in zip(requests, alone, strict=True):
-                assert outcome(request) == (output.token_ids[0], output.finish_reasons[0])
 
 
 @pytest.mark.parametrize("reuse_sampled_tokens", [False, True])

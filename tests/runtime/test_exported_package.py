@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from qsample import AutoModelForCausalLM
 from qsample.runtime import CausalLM, Engine, SamplingParams, load
 from qsample.runtime.decode.slots import Slots
 from tests.helpers.filters import FILTERS
+from tests.helpers.requests import outcome
 
 PROMPTS = [np.random.default_rng(n).integers(4, 260, n).tolist() for n in (3, 17, 9, 1)]
 PARAMS = [
@@ -35,7 +37,7 @@ def test_chunking_changes_nothing(chunk: int, model: CausalLM) -> None:
     assert got.finish_reasons == wanted.finish_reasons
 
 
-@pytest.mark.parametrize("sampler", [True, False])
+@pytest.mark.parametrize("sampler", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_prompts_in_one_run_give_the_same_tokens_as_alone(sampler: bool, exported: Callable[..., Path]) -> None:
     model = load(exported("llama") if sampler else exported("llama", include_sampler=False))
     prompts = [np.random.default_rng(row).integers(4, 260, 20).tolist() for row in range(4)]
@@ -83,27 +85,54 @@ def filtered_rows(count: int) -> list[SamplingParams]:
     return [SamplingParams(max_new_tokens=count, eos_token_id=(), **row) for row in FILTERED]  # type: ignore[arg-type]
 
 
-def test_filters_in_every_kind_of_package_and_batch(exported: Callable[..., Path], model: CausalLM) -> None:
-    """Each changes its row and no other, wherever that row runs and whoever makes its random numbers."""
-    made = load(exported("llama", filters=FILTERS))
+def test_filters_in_every_batch(exported: Callable[..., Path], model: CausalLM, tmp_path: Path) -> None:
+    """Each changes its row and no other, wherever that row runs."""
+    portable = AutoModelForCausalLM.from_pretrained(exported("llama", filters=FILTERS))
     prompts, rows = [[7, 8, 9]] * len(FILTERED), filtered_rows(40)
-    wanted = made.generate(prompts, rows, seed=3).token_ids
+    wanted = portable.generate(prompts, rows, seed=3).token_ids
     plain = model.generate(prompts, [rows[-1]] * len(rows), seed=3).token_ids
     assert [ours == theirs for ours, theirs in zip(wanted, plain, strict=True)] == [False] * 5 + [True]
     assert len({*wanted[3], 7, 8, 9}) == 43
     assert not {*wanted[3]} & {*range(100, 200)}
-    for features in ({"include_sampler": False}, {"seed_input": True}):
-        assert load(exported("llama", filters=FILTERS, **features)).generate(prompts, rows, seed=3).token_ids == wanted
-    with Engine(made, slots=4) as engine:  # rows join and move
+    portable.compile(tmp_path / "cpu", ctx_len=64)
+    with Engine(load(tmp_path / "cpu"), slots=4) as engine:  # rows join and move
         requests = [engine.add_request(prompts[:1], row, seed=seed) for seed, row in enumerate(rows, start=3)]
         assert [request.result(60).token_ids for request in requests] == wanted
+
+
+@pytest.mark.slow
+def test_filters_in_every_kind_of_package(exported: Callable[..., Path]) -> None:
+    """Whoever samples, and whoever makes the random numbers; the other order of filters gives other tokens."""
+    prompts, rows = [[7, 8, 9]] * len(FILTERED), filtered_rows(40)
+    wanted = load(exported("llama", filters=FILTERS)).generate(prompts, rows, seed=3).token_ids
+    for features in ({"include_sampler": False}, {"seed_input": True}):
+        assert load(exported("llama", filters=FILTERS, **features)).generate(prompts, rows, seed=3).token_ids == wanted
     last = load(exported("llama", filters=FILTERS, filter_order="llama.cpp")).generate(prompts, rows, seed=3).token_ids
     assert last[3] == wanted[3]
     assert last[0] != wanted[0]
 
 
-def test_a_compiled_package_has_the_filters(exported: Callable[..., Path], tmp_path: Path) -> None:
-    portable = AutoModelForCausalLM.from_pretrained(exported("llama", filters=FILTERS))
-    compiled = portable.compile(tmp_path / "cpu", ctx_len=64)
-    prompts, rows = [[7, 8, 9]] * len(FILTERED), filtered_rows(20)
-    assert compiled.generate(prompts, rows, seed=3).token_ids == portable.generate(prompts, rows, seed=3).token_ids
+def test_an_engine_gives_the_tokens_of_generate(model: CausalLM) -> None:
+    """Neighbours, slots, chunks and reused prefixes change no token."""
+    generator = random.Random(6)
+    prompts = [[generator.randrange(4, 260) for _ in range(generator.randrange(1, 30))] for _ in range(12)]
+    params = [
+        SamplingParams(
+            temperature=generator.choice([0, 0.8, 1.2]),
+            top_k=generator.choice([0, 20]),
+            top_p=generator.choice([1.0, 0.9]),
+            repetition_penalty=generator.choice([1.0, 1.2]),
+            frequency_penalty=generator.choice([0.0, 0.2]),
+            max_new_tokens=generator.randrange(2, 30),
+            eos_token_id=tuple(range(100, 120)),
+        )
+        for _ in prompts
+    ]
+    alone = [model.generate(*row, seed=seed) for seed, row in enumerate(zip(prompts, params, strict=True))]
+    prompts += [[*prompt, *output.token_ids[0][:5], 9] for prompt, output in zip(prompts, alone, strict=True)]
+    params *= 2
+    alone += [model.generate(prompts[seed], params[seed], seed=seed) for seed in range(12, 24)]
+    with Engine(model, slots=3, prefill_chunk_size=5, flush_every=4) as engine:
+        requests = [engine.add_request(*row, seed=seed) for seed, row in enumerate(zip(prompts, params, strict=True))]
+        for request, output in zip(requests, alone, strict=True):
+            assert outcome(request) == (output.token_ids[0], output.finish_reasons[0])

@@ -23,7 +23,7 @@ CTX_LEN = 256
 SAMPLED = SamplingParams(temperature=1.0, max_new_tokens=7, eos_token_id=())
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=7, eos_token_id=())
 # Recurrences alone, and beside attention; and convolutions beside attention.
-KINDS = ["mamba", "qwen3_5_text", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("mamba2", "lfm2"))]
+KINDS = ["qwen3_5_text", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("mamba", "mamba2", "lfm2"))]
 
 
 @pytest.fixture(scope="module", params=KINDS)
