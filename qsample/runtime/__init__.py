@@ -21,43 +21,29 @@ if TYPE_CHECKING:
     from qsample.text.generated_text import TextStreamer
 
 __all__ = [
-    "AllowedTokensFn",
-    "CausalLM",
-    "Delta",
-    "Engine",
-    "EngineClosedError",
-    "EngineStats",
-    "GenerateOutput",
-    "QueueFullError",
-    "Request",
-    "RequestFailedError",
-    "RequestOutput",
-    "SamplingParams",
-    "Step",
-    "TextStreamer",
+    "AllowedTokensFn", "CausalLM", "Delta", "Engine", "EngineClosedError", "EngineStats", "GenerateOutput",
+    "QueueFullError", "Request", "RequestFailedError", "RequestOutput", "SamplingParams", "Step", "TextStreamer",
     "load",
-]
+]  # fmt: skip
 
-_LAZY = {
-    "AllowedTokensFn": "qsample.runtime.guided_decoding",
-    "CausalLM": "qsample.runtime.causal_lm",
-    "Engine": "qsample.runtime.engine",
-    "EngineClosedError": "qsample.errors",
-    "GenerateOutput": "qsample.runtime.output",
-    "QueueFullError": "qsample.errors",
-    "RequestFailedError": "qsample.errors",
-    "SamplingParams": "qsample.sampling_params",
-    "Step": "qsample.runtime.guided_decoding",
-    "TextStreamer": "qsample.text.generated_text",
-    "load": "qsample.runtime.causal_lm",
+_MODULES = {
+    "qsample.errors": ("EngineClosedError", "QueueFullError", "RequestFailedError"),
+    "qsample.runtime.causal_lm": ("CausalLM", "load"),
+    "qsample.runtime.engine": ("Engine",),
+    "qsample.runtime.guided_decoding": ("AllowedTokensFn", "Step"),
+    "qsample.runtime.output": ("GenerateOutput",),
+    "qsample.runtime.request": ("Delta", "EngineStats", "Request", "RequestOutput"),
+    "qsample.sampling_params": ("SamplingParams",),
+    "qsample.text.generated_text": ("TextStreamer",),
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name in __all__:
-        from importlib import import_module
+    from importlib import import_module
 
-        return getattr(import_module(_LAZY.get(name, "qsample.runtime.request")), name)
+    for module, names in _MODULES.items():
+        if name in names:
+            return getattr(import_module(module), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

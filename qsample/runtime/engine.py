@@ -12,7 +12,7 @@ import threading
 import time
 from collections import abc, deque
 from dataclasses import replace
-from typing import Any, Final, Literal, overload
+from typing import Any, Final
 
 from qsample.call import Call
 from qsample.errors import EngineClosedError, Failure, QsampleError, QueueFullError, RequestFailedError, shown
@@ -192,30 +192,6 @@ class Engine:
         named = {"seed": seed, "stop_strings": stop_strings, "allowed_tokens": allowed_tokens}
         call = self._model.read(inputs, params, **options, **named, num_return_sequences=num_return_sequences)
         return self.add(call, timeout=timeout, priority=priority, cancel_if_abandoned=cancel_if_abandoned)
-
-    @overload
-    def map(
-        self,
-        prompts: abc.Iterable[Any],
-        params: SamplingParams | None = ...,
-        *,
-        each: abc.Iterable[abc.Mapping[str, Any]] | None = ...,
-        seed: int | None = ...,
-        return_errors: Literal[False] = ...,
-        **options: Any,
-    ) -> abc.Iterator[RequestOutput]: ...
-
-    @overload
-    def map(
-        self,
-        prompts: abc.Iterable[Any],
-        params: SamplingParams | None = ...,
-        *,
-        each: abc.Iterable[abc.Mapping[str, Any]] | None = ...,
-        seed: int | None = ...,
-        return_errors: bool,
-        **options: Any,
-    ) -> abc.Iterator[RequestOutput | Exception]: ...
 
     def map(
         self,
