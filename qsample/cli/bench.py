@@ -29,7 +29,7 @@ def bench(
     batch: Annotated[list[int] | None, typer.Option(min=1, help="Rows; may be repeated. (default: 1)")] = None,
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Length of every prompt.")] = 64,
     new_tokens: Annotated[int, typer.Option(min=1, help="Decode steps to time.")] = 64,
-    repetitions: Annotated[int, typer.Option(min=1, help="Generations to time, after one to warm up.")] = 3,
+    repetitions: Annotated[int, typer.Option(min=1, help="Generations to time, after a warm-up.")] = 3,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     top_k: Annotated[int, typer.Option(help="0 is off.")] = 0,
     top_p: Annotated[float, typer.Option(help="1 is off.")] = 1.0,

@@ -9,25 +9,17 @@ from typing import Annotated, Final
 import typer
 
 from qsample.cli.common import (
-    AllowedTokens,
-    FilterOrder,
-    Filters,
-    IncludeSampler,
-    LogitBias,
-    Logprobs,
+    FEATURE_FLAGS,
     Overwrite,
-    ReturnPdfs,
-    SeedInput,
-    TopLogprobs,
-    filter_names,
+    feature_options,
     is_package,
     open_model,
     quieten,
     read_text,
+    with_flags,
 )
 from qsample.cli.inspect import figures_in_words, quantization_in_words
 from qsample.cli.terminal import format_size, note, progress
-from qsample.contract import HUGGING_FACE
 from qsample.package import Package
 
 EXPORT_EXAMPLES: Final = (
@@ -48,20 +40,15 @@ BAKE_EXAMPLES: Final = (
     "qsample bake ./genai-folder out --logprobs"
 )
 
+_FEATURES: Final = {"include_sampler": "sampler", "return_pdfs": "probs", "seed_input": "seed"}  # names in `Features`
 
+
+@with_flags(FEATURE_FLAGS)
 def export(
+    ctx: typer.Context,
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Hub id or checkpoint folder.")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write the package to.")],
-    include_sampler: IncludeSampler = True,
-    return_pdfs: ReturnPdfs = False,
     dtype: Annotated[str, typer.Option(help="Of weights and cache: float32 or float16.")] = "float32",
-    logprobs: Logprobs = False,
-    top_logprobs: TopLogprobs = 0,
-    logit_bias: LogitBias = False,
-    allowed_tokens: AllowedTokens = False,
-    filters: Filters = None,
-    filter_order: FilterOrder = HUGGING_FACE,
-    seed_input: SeedInput = False,
     tokenizer: Annotated[
         str, typer.Option(metavar="FOLDER|ID|none", help="Replaces the model's own; none takes token ids only.")
     ] = "auto",
@@ -69,7 +56,7 @@ def export(
     adapter: Annotated[str | None, typer.Option(help="LoRA adapter to merge: a folder or hub id.")] = None,
     overwrite: Overwrite = False,
 ) -> None:
-    """Export a Hugging Face model to a portable package: one ONNX graph with the sampler in it."""
+    """Export a Hugging Face model to a portable package: an ONNX graph with the sampler in it."""
     from qsample.auto_model import AutoModelForCausalLM, is_decoder
     from qsample.models import CheckpointModel
 
@@ -83,15 +70,7 @@ def export(
     quieten(model)
     source = AutoModelForCausalLM.from_pretrained(
         model,
-        include_sampler=include_sampler,
-        return_pdfs=return_pdfs,
-        logit_bias=logit_bias,
-        allowed_tokens=allowed_tokens,
-        logprobs=logprobs,
-        top_logprobs=top_logprobs,
-        filters=filter_names(filters),
-        filter_order=filter_order,
-        seed_input=seed_input,
+        **feature_options(ctx.params),
         dtype=dtype,
         tokenizer=None if tokenizer == "none" else tokenizer,
         revision=revision,
@@ -107,7 +86,7 @@ def compile(
     package: Annotated[str, typer.Argument(metavar="PACKAGE", help="A portable package, or a model to export first.")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write the device package to.")],
     provider: Annotated[str, typer.Option(help="cpu, cuda, openvino, tensorrt, or a target of your own.")] = "cpu",
-    batch_size: Annotated[int | None, typer.Option(min=1, help="Most rows of one call. (default: any)")] = None,
+    batch_size: Annotated[int | None, typer.Option(min=1, help="Most rows of a call. (default: any)")] = None,
     ctx_len: Annotated[
         int | None, typer.Option(min=2, help="Tokens that a row holds. (default: the model's, at most 4096)")
     ] = None,
@@ -141,7 +120,7 @@ def compile(
     ] = None,
     overwrite: Overwrite = False,
 ) -> None:
-    """Compile a package for one device: fused, its shapes bounded, tested there."""
+    """Compile a package for a device: fused, its shapes bounded, tested there."""
     from qsample.compiler.options import CompileOptions
 
     options = CompileOptions(
@@ -162,8 +141,10 @@ def compile(
     _written(compiled.package)
 
 
+@with_flags(FEATURE_FLAGS)
 def bake(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="An .onnx file, a folder with one, or a hub id.")],
+    ctx: typer.Context,
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="An .onnx file, its folder, or a hub id.")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write the package to.")],
     file: Annotated[
         str | None, typer.Option(metavar="FILE", help="Chooses from several: onnx/model_q4.onnx, for instance.")
@@ -177,15 +158,6 @@ def bake(
     reference: Annotated[
         str | None, typer.Option(metavar="ID|FOLDER", help="Compare with this checkpoint in transformers, too.")
     ] = None,
-    include_sampler: IncludeSampler = True,
-    return_pdfs: ReturnPdfs = False,
-    logprobs: Logprobs = False,
-    top_logprobs: TopLogprobs = 0,
-    logit_bias: LogitBias = False,
-    allowed_tokens: AllowedTokens = False,
-    filters: Filters = None,
-    filter_order: FilterOrder = HUGGING_FACE,
-    seed_input: SeedInput = False,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")] = None,
     overwrite: Overwrite = False,
 ) -> None:
@@ -197,23 +169,13 @@ def bake(
         raise typer.BadParameter(f"{model} is a package already; `qsample compile` takes it from here")
     _check_revision(model, revision)
     quieten(model)
-    features = Features(
-        sampler=include_sampler,
-        logit_bias=logit_bias,
-        allowed_tokens=allowed_tokens,
-        logprobs=logprobs,
-        top_logprobs=top_logprobs,
-        probs=return_pdfs,
-        filters=filter_names(filters),
-        filter_order=filter_order,
-        seed=seed_input,
-    )
+    features = {_FEATURES.get(name, name): value for name, value in feature_options(ctx.params).items()}
     with progress() as report:
         baked = bake_file(
             model,
             out,
             file=file,
-            features=features,
+            features=Features(**features),
             tokenizer=None if tokenizer == "none" else tokenizer,
             rope=rope,
             reference=reference,

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from qsample.cli.common import (
+    SAMPLING_FLAGS,
     CtxLen,
     Provider,
     System,
@@ -26,7 +27,7 @@ from qsample.cli.common import (
     check_jinja,
     open_exported,
     sampling_options,
-    with_sampling_flags,
+    with_flags,
 )
 from qsample.cli.terminal import note, progress
 from qsample.errors import QsampleError
@@ -47,18 +48,18 @@ _HELP: Final = '''\
 /reset            forget the conversation, not the system prompt
 /retry            answer the last message again
 /save FILE        write the conversation as JSON, {"messages": [...]}
-/load FILE        go on with a saved one
+/load FILE        continue a saved conversation
 /stats            tokens and speed so far
 /help             this
 /exit             end, as ctrl-D does
-A line that ends with \\ goes on in the next one; """ begins and ends a text of several lines.
-ctrl-C stops an answer and keeps what it has.'''
+A line that ends with \\ goes on in the next; """ begins and ends a text of several lines.
+ctrl-C stops an answer and keeps its text.'''
 _COMMAND: Final = re.compile(r"/([a-z?]+)(?:\s+(.*))?$", re.DOTALL)
 _QUOTES: Final = '"""'
 _PROMPT, _MORE = ">>> ", "... "
 
 
-@with_sampling_flags
+@with_flags(SAMPLING_FLAGS)
 def chat(
     ctx: typer.Context,
     model: Annotated[str, typer.Argument(metavar="PACKAGE_OR_MODEL", help="Package, checkpoint or hub id.")],
@@ -96,7 +97,7 @@ def _check_template(model: CausalLM, system: str | None, template: dict[str, Any
     """Refuse a package that cannot chat before the first question, and return remarks about options that its template
     ignores."""
     if model.tokenizer is None:
-        raise QsampleError("the package has no tokenizer, so it cannot chat; export the model with one")
+        raise QsampleError("the package has no tokenizer, so it cannot chat; export the model with its tokenizer")
     tokenizer, remarks = model.tokenizer, []
     messages = [{"role": "user", "content": "hello"}]
     if system is not None:
@@ -205,7 +206,7 @@ class Conversation:
             return None
         return (
             f"the conversation has {count} tokens and the context {self.engine.capacity}, so this was not added: say "
-            "less, or /reset starts anew (/save keeps this one); --ctx-len of compile gives more"
+            "less, or /reset starts anew (/save keeps it); --ctx-len of compile gives more"
         )
 
     def _model_says_how_long(self) -> bool:
@@ -428,7 +429,7 @@ class Screen:
         self._talk.messages = messages
         self._file = path
         last = messages[-1]["role"]
-        note(f"{len(messages)} messages" + ("" if last == "assistant" else "; /retry answers the last one"))
+        note(f"{len(messages)} messages" + ("" if last == "assistant" else "; /retry answers the last"))
 
     def _path(self, text: str) -> Path:
         if not text:

@@ -1,4 +1,4 @@
-"""Options of more than one command, and the models that commands open."""
+"""Options of several commands, and the models that commands open."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import inspect
 import json
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
 
 import typer
 
 from qsample.cli.terminal import progress
-from qsample.contract import EXTRA_PARAMETERS, FILTER_ORDERS
+from qsample.contract import EXTRA_PARAMETERS, FILTER_ORDERS, HUGGING_FACE
 from qsample.errors import unknown
 from qsample.sampling_params import FILTER_FIELDS, OFF, SamplingParams
 
@@ -21,10 +21,8 @@ if TYPE_CHECKING:
     from qsample.models import CheckpointModel, ForeignModel, PackagedModel
 
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it is a package.")]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON document for a script to read.")]
-Provider = Annotated[
-    str | None, typer.Option(help="Execution provider. (default: the one it was compiled for, else cpu)")
-]
+Json = Annotated[bool, typer.Option("--json", help="Print a JSON document for a script to read.")]
+Provider = Annotated[str | None, typer.Option(help="Execution provider. (default: its compile target, else cpu)")]
 Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads. (default: the cores that this process may use)")]
 CtxLen = Annotated[
     int | None,
@@ -33,7 +31,7 @@ CtxLen = Annotated[
 System = Annotated[str | None, typer.Option(help="System prompt, in front of every conversation.")]
 Template = Annotated[
     str | None,
-    typer.Option("--chat-template", metavar="FILE", help="Jinja file, or the name of one of the package's templates."),
+    typer.Option("--chat-template", metavar="FILE", help="Jinja file, or the name of a template in the package."),
 ]
 TemplateArguments = Annotated[
     str | None,
@@ -42,29 +40,55 @@ TemplateArguments = Annotated[
 Thinking = Annotated[
     bool | None, typer.Option("--thinking/--no-thinking", help="enable_thinking, for templates that read it.")
 ]
-IncludeSampler = Annotated[bool, typer.Option("--sampler/--no-sampler", help="Bake the sampler in, or return logits.")]
-ReturnPdfs = Annotated[bool, typer.Option("--return-pdfs", help="Also return the sampled distribution, `probs`.")]
-Logprobs = Annotated[bool, typer.Option("--logprobs", help="Also return each token's log-probability.")]
-TopLogprobs = Annotated[int, typer.Option(min=0, metavar="M", help="Also return the M likeliest tokens.")]
-LogitBias = Annotated[bool, typer.Option("--logit-bias", help="Take a bias on chosen tokens.")]
-AllowedTokens = Annotated[bool, typer.Option("--allowed-tokens", help="Take a token mask (guided decoding).")]
-Filters = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--filter", metavar="NAME", help=f"Also have {', '.join(EXTRA_PARAMETERS)}; may be repeated, or a,b,c."
+
+
+class Flag(NamedTuple):
+    """An option that `with_flags` adds to a command: its type with its text, and its default."""
+
+    annotation: Any
+    default: Any = None
+
+
+FEATURE_FLAGS: Final[Mapping[str, Flag]] = {
+    "include_sampler": Flag(
+        Annotated[bool, typer.Option("--sampler/--no-sampler", help="Bake the sampler in, or return logits.")], True
     ),
-]
-FilterOrder = Annotated[
-    str, typer.Option(metavar="|".join(FILTER_ORDERS), help="Temperature before all filters, or last.")
-]
-SeedInput = Annotated[bool, typer.Option("--seed-input", help="Take each row's seed in place of a noise buffer.")]
+    "return_pdfs": Flag(
+        Annotated[bool, typer.Option("--return-pdfs", help="Also return the sampled distribution, `probs`.")], False
+    ),
+    "logprobs": Flag(
+        Annotated[bool, typer.Option("--logprobs", help="Also return each token's log-probability.")], False
+    ),
+    "top_logprobs": Flag(
+        Annotated[int, typer.Option(min=0, metavar="M", help="Also return the M likeliest tokens.")], 0
+    ),
+    "logit_bias": Flag(Annotated[bool, typer.Option("--logit-bias", help="Take a bias on chosen tokens.")], False),
+    "allowed_tokens": Flag(
+        Annotated[bool, typer.Option("--allowed-tokens", help="Take a token mask (guided decoding).")], False
+    ),
+    "filters": Flag(
+        Annotated[
+            list[str] | None,
+            typer.Option(
+                "--filter", metavar="NAME", help=f"Also have {', '.join(EXTRA_PARAMETERS)}; may be repeated, or a,b,c."
+            ),
+        ]
+    ),
+    "filter_order": Flag(
+        Annotated[str, typer.Option(metavar="|".join(FILTER_ORDERS), help="Temperature before all filters, or last.")],
+        HUGGING_FACE,
+    ),
+    "seed_input": Flag(
+        Annotated[bool, typer.Option("--seed-input", help="Take each row's seed in place of a noise buffer.")], False
+    ),
+}
 
 
-def _sampling(kind: Any, text: str, *names: str, panel: str = "Sampling", **settings: Any) -> Any:
-    return Annotated[kind, typer.Option(*names, help=text, rich_help_panel=panel, **settings)]
+def _sampling(kind: Any, text: str, *names: str, panel: str = "Sampling", **settings: Any) -> Flag:
+    return Flag(Annotated[kind, typer.Option(*names, help=text, rich_help_panel=panel, **settings)])
 
 
-def _filter_flag(name: str) -> Any:
+def _filter_flag(name: str) -> Flag:
     """The option of a field of FILTER_FIELDS: a number, explained as in the contract unless _FILTER_FLAGS differs."""
     text = _MEANINGS.get(name, "")
     kind, text, *names = _FILTER_FLAGS.get(name) or (type(OFF[name]) | None, f"{text[:1].upper()}{text[1:]}.")
@@ -76,14 +100,14 @@ _MEANINGS: Final = {spec.name: spec.meaning for specs in EXTRA_PARAMETERS.values
 _FILTER_FLAGS: Final[Mapping[str, tuple[Any, ...]]] = {
     "dry_sequence_breakers": (
         _TEXTS,
-        "Text of one token that ends a repetition; may be repeated.",
+        "Text of a single token that ends a repetition; may be repeated.",
         "--dry-sequence-breaker",
     ),
     "bad_words": (_TEXTS, "Text that must not come; may be repeated. (bad_words_ids)", "--bad-word"),
     "mirostat": (int | None, "2 is Mirostat 2.0; 0 is off."),
     "mirostat_tau": (float | None, "Its target surprise, in bits."),
 }
-SAMPLING_FLAGS: Final[Mapping[str, Any]] = {
+SAMPLING_FLAGS: Final[Mapping[str, Flag]] = {
     "max_new_tokens": _sampling(int | None, "Stop after this many.", min=1),
     "temperature": _sampling(float | None, "0 is greedy."),
     "top_k": _sampling(int | None, "Keep the k likeliest tokens; 0 is off."),
@@ -95,30 +119,32 @@ SAMPLING_FLAGS: Final[Mapping[str, Any]] = {
     "min_new_tokens": _sampling(int | None, "No stop token before this many.", min=0),
     "stop_id": _sampling(list[int] | None, "Token id that ends a row, replacing the model's own; may be repeated."),
     "stop_string": _sampling(_TEXTS, "Text that ends a row, cut off with the text after it; may be repeated."),
-    "seed": _sampling(int | None, "Same seed, same tokens. (default: a fresh one, shown)"),
-    "greedy": _sampling(bool, "Always take the likeliest token.", "--greedy"),
+    "seed": _sampling(int | None, "Same seed, same tokens. (default: fresh, and shown)"),
+    "greedy": _sampling(bool, "Always take the likeliest token.", "--greedy")._replace(default=False),
     **{name: _filter_flag(name) for name in FILTER_FIELDS if name != "bad_words_ids"},
 }
 _OTHER_NAMES: Final = {"stop_id": "eos_token_id", "stop_string": "stop_strings"}  # of `generate`
 
 
-def with_sampling_flags(command: Callable[..., None]) -> Callable[..., None]:
-    """`command` with SAMPLING_FLAGS after its own options; `sampling_options` reads them from its context."""
-    own = inspect.signature(command, eval_str=True).parameters
+def with_flags(flags: Mapping[str, Flag]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Add `flags` after the own options of a command, which reads them from its context."""
 
-    def wrapped(**given: Any) -> None:
-        command(**{name: given[name] for name in own})
+    def add(command: Callable[..., None]) -> Callable[..., None]:
+        own = inspect.signature(command, eval_str=True).parameters
 
-    keyword = inspect.Parameter.KEYWORD_ONLY
-    flags = [
-        inspect.Parameter(name, keyword, default=False if name == "greedy" else None, annotation=flag)
-        for name, flag in SAMPLING_FLAGS.items()
-    ]
-    parameters = [*(parameter.replace(kind=keyword) for parameter in own.values()), *flags]
-    wrapped.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    wrapped.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    wrapped.__name__, wrapped.__doc__ = command.__name__, command.__doc__
-    return wrapped
+        def wrapped(**given: Any) -> None:
+            command(**{name: given[name] for name in own})
+
+        keyword = inspect.Parameter.KEYWORD_ONLY
+        parameters = [parameter.replace(kind=keyword) for parameter in own.values()]
+        for name, flag in flags.items():
+            parameters.append(inspect.Parameter(name, keyword, default=flag.default, annotation=flag.annotation))
+        wrapped.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        wrapped.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        wrapped.__name__, wrapped.__doc__ = command.__name__, command.__doc__
+        return wrapped
+
+    return add
 
 
 def sampling_options(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -143,12 +169,18 @@ def sampling_options(given: Mapping[str, Any]) -> dict[str, Any]:
     return options | ({} if stops is None else {"stop_strings": check_stop_strings(stops)})
 
 
-def filter_names(given: Sequence[str] | None) -> tuple[str, ...]:
-    """The names in every --filter, which may have several with commas between them."""
-    names = tuple(name.strip() for item in given or () for name in item.split(","))
+def feature_options(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The features of a package in a command line, as arguments of `from_pretrained`.
+
+    Args:
+        given: as for `sampling_options`. A --filter may have several names with commas between them.
+
+    Raises typer.BadParameter for an unknown filter.
+    """
+    names = tuple(name.strip() for item in given["filters"] or () for name in item.split(","))
     if unknown_names := [name for name in names if name not in EXTRA_PARAMETERS]:
         raise typer.BadParameter(unknown("--filter names", unknown_names[0], EXTRA_PARAMETERS))
-    return names
+    return {**{name: given[name] for name in FEATURE_FLAGS}, "filters": names}
 
 
 def chat_options(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -174,7 +206,7 @@ def read_template(template: str) -> str:
     path = Path(template)
     if not os.path.isfile(path):
         if path.suffix or "/" in template or "{" in template or os.path.exists(path):
-            raise typer.BadParameter(f"--chat-template {template:.60} is not a file; give one, or a template's name")
+            raise typer.BadParameter(f"--chat-template {template:.60} is not a file; give a file, or a template's name")
         return template
     try:
         return path.read_text(encoding="utf-8")

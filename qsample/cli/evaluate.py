@@ -43,7 +43,7 @@ def evaluate(
     batch_size: Annotated[int, typer.Option(min=1, help="Windows in a batch.")] = 8,
     confidence: Annotated[float, typer.Option(help="Of the intervals, between 0 and 1.")] = 0.95,
     seed: Annotated[int, typer.Option(min=0, help="Of the intervals' resamples.")] = 0,
-    step_time: Annotated[bool, typer.Option("--step-time", help="Time decode steps of one row, too.")] = False,
+    step_time: Annotated[bool, typer.Option("--step-time", help="Time decode steps of a row, too.")] = False,
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Draw size, step time and KL: a .png or .svg file.")
     ] = None,

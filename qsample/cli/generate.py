@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from qsample.cli.common import (
+    SAMPLING_FLAGS,
     Json,
     Provider,
     System,
@@ -26,7 +27,7 @@ from qsample.cli.common import (
     context_full,
     open_exported,
     sampling_options,
-    with_sampling_flags,
+    with_flags,
 )
 from qsample.cli.errors import AlreadyPrintedError
 from qsample.cli.prompt_file import check_output, generate_file, read_rows, with_fingerprints
@@ -47,7 +48,7 @@ EXAMPLES: Final = (
 )
 
 
-@with_sampling_flags
+@with_flags(SAMPLING_FLAGS)
 def generate(
     ctx: typer.Context,
     model: Annotated[
@@ -95,16 +96,16 @@ def generate(
     ] = None,
     double_buffering: Annotated[
         bool,
-        typer.Option("--double-buffering/--no-double-buffering", help="Read a token while the next one is computed."),
+        typer.Option("--double-buffering/--no-double-buffering", help="Read a token while the next is computed."),
     ] = True,
     as_json: Json = False,
 ) -> None:
-    """Generate text. One prompt streams; several form one batch. The model has the defaults."""
+    """Generate text. A single prompt streams; several form a batch. The model has the defaults."""
     from qsample.runtime import load
 
     options, chat_settings = sampling_options(ctx.params), chat_options(ctx.params)
     if prompt_file is not None and prompt:
-        raise typer.BadParameter("--prompt and --prompt-file were given; give one")
+        raise typer.BadParameter("--prompt and --prompt-file were given; give either")
     for name, value in (("--output", output), ("--slots", slots)):
         if value is not None and prompt_file is None:
             raise typer.BadParameter(f"{name} goes with --prompt-file")
@@ -178,7 +179,7 @@ def _read_stdin() -> str:
             f"standard input is not valid {error.encoding.upper()} from byte {error.start} on; convert it, or give -p"
         ) from None
     if not text:
-        raise typer.BadParameter("no prompt; give one with -p, or on standard input")
+        raise typer.BadParameter("no prompt; give -p, or standard input")
     return text
 
 

@@ -69,7 +69,7 @@ def read_rows(
     as_json, text = path.suffix.lower() in _JSON_LINES, read_text(path, "--prompt-file")
     if as_json and _is_array(text):
         raise typer.BadParameter(
-            f"--prompt-file {path} is one JSON array; give its objects a line each, as `jq -c '.[]'` writes them"
+            f"--prompt-file {path} is a JSON array; give its objects a line each, as `jq -c '.[]'` writes them"
         )
     for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
@@ -135,11 +135,11 @@ def _parse(line: str) -> tuple[dict[str, Any], str | None]:
     if len(given) != 1:
         return (
             named,
-            f"the line has {' and '.join(given) or 'neither prompt nor messages'}; give one of prompt, messages",
+            f"the line has {' and '.join(given) or 'neither prompt nor messages'}; give either prompt or messages",
         )
     prompt, messages = content.get("prompt"), content.get("messages", [])
     if given == ["prompt"] and not isinstance(prompt, str) and not _are_ids(prompt):
-        return named, f"prompt is {prompt!r:.60}; give one text, or token ids"
+        return named, f"prompt is {prompt!r:.60}; give a text, or token ids"
     if given == ["messages"] and not (isinstance(messages, list) and messages and all(map(_is_object, messages))):
         return named, f'messages is {messages!r:.60}; give [{{"role": "user", "content": "..."}}]'
     known = {"id", "metadata", "prompt", "messages", "do_sample", "stop_strings"}
@@ -177,14 +177,14 @@ def check_output(output: Path | None, source: Path) -> None:
     if output is None:
         return
     if output.exists() and output.samefile(source):
-        raise typer.BadParameter("--output and --prompt-file are one file; give another")
+        raise typer.BadParameter("--output and --prompt-file are the same file; give another")
     if not output.parent.is_dir():
         raise typer.BadParameter(
             f"cannot write --output {output}: the folder {output.parent} does not exist; give another file"
         )
     if output.exists() and not output.is_file():  # only a file's lines can be read again
         raise typer.BadParameter(
-            f"cannot write --output {output}: it is not a plain file; give one, or leave it out for standard output"
+            f"cannot write --output {output}: it is not a plain file; give another, or leave it out for standard output"
         )
 
 

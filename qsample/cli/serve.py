@@ -37,15 +37,15 @@ def serve(
         str | None, typer.Option(help="The name of PACKAGE for clients. (default: its folder's)")
     ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is all of them.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free port.")] = 8000,
     slots: Annotated[
         int | None, typer.Option(min=1, help="Requests that run at once. (default: the package's batch, or 8)")
     ] = None,
-    max_waiting: Annotated[int, typer.Option(min=0, help="Requests that wait; the next one gets 429.")] = 256,
+    max_waiting: Annotated[int, typer.Option(min=0, help="Requests that wait; the next gets 429.")] = 256,
     ctx_len: CtxLen = None,
     prefill_chunk_size: Annotated[
         int | None,
-        typer.Option(min=1, help="Prompt tokens between two steps of other requests. (default: one piece)"),
+        typer.Option(min=1, help="Prompt tokens between two steps of other requests. (default: all of a prompt)"),
     ] = None,
     api_key: Annotated[
         list[str] | None,
@@ -78,7 +78,7 @@ def serve(
     ] = 30.0,
     max_body_bytes: Annotated[int, typer.Option(min=1, help="Bytes of a request.")] = 4 * 2**20,
     spinning: Annotated[
-        bool, typer.Option("--spinning", help="Threads wait busily: faster for one stream, slower for many.")
+        bool, typer.Option("--spinning", help="Threads wait busily: faster for a single stream, slower for many.")
     ] = False,
     log_level: Annotated[str, typer.Option(help="critical, error, warning, info, debug or trace.")] = "info",
     provider: Provider = None,

@@ -1,6 +1,6 @@
 """qsample on a Ray cluster: batches with Ray Data, a server with Ray Serve. Needs the extra `ray`.
 
-Ray distributes, retries and scales; what runs in each of its processes is one `Engine`.
+Ray distributes, retries and scales; each of its processes runs an `Engine`.
 """
 
 from qsample.ray.processor import QsampleProcessorConfig, build_processor

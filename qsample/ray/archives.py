@@ -23,7 +23,10 @@ _TRIES: Final = 3
 
 
 def pack(package: str | Path) -> bytes:
-    """A package's folder as an uncompressed tar archive: weights do not compress. Raises PackageError for other folders."""
+    """A package's folder as an uncompressed tar archive: weights do not compress.
+
+    Raises PackageError for other folders.
+    """
     opened = read_package(package)
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w") as archive:

@@ -34,13 +34,13 @@ class QsampleProcessorConfig:
     """How the rows of a dataset are continued; names are those of `ray.data.llm` if it has them.
 
     Args:
-        package: a package's folder, or a tar archive of one, on a path that every machine sees.
+        package: a package's folder, or its tar archive, on a path that every machine sees.
         send_package: read it on this machine and send it with the job instead.
         concurrency: actors, each with an engine and a copy of the model; or (least, most) of them.
         batch_size: rows of a batch.
         max_concurrent_batches: batches of an actor at once, which keep its engine full while the last rows of a batch
             end.
-        num_cpus, num_gpus: of an actor. It has as many threads as CPUs, at least one.
+        num_cpus, num_gpus: of an actor. It has as many threads as CPUs, at least 1.
         slots, prefill_chunk_size: as in `Engine`.
         provider, ctx_len: as in `load`.
         sampling_params: fields of `SamplingParams` and options of `generate`; rows may override them.
@@ -294,8 +294,8 @@ def seed_of(row: Row, id_column: str) -> int:
     given = _number(row.get(id_column))
     if given is None:
         raise ValueError(
-            f"a row has no seed and no {id_column!r}; give it one, so that it comes out the same if it runs again, or "
-            "name another id_column"
+            f"a row has no seed and no {id_column!r}; give it either, so that it comes out the same if it runs again, "
+            "or name another id_column"
         )
     text = json.dumps(_plain(given), sort_keys=True, default=str)
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") % SEEDS

@@ -30,7 +30,7 @@ def serve_app(
     """An application for `ray.serve.run`: OpenAI's API, streams included, over replicas.
 
     Args:
-        settings: of each replica's server; `threads` defaults to a replica's CPUs, at least one.
+        settings: of each replica's server; `threads` defaults to a replica's CPUs, at least 1.
         num_replicas: how many; None = 1, or the range of `autoscaling_config`; "auto" = Ray Serve's own range.
         autoscaling_config: Ray Serve's; its `target_ongoing_requests` defaults to the settings' slots, so that a
             replica is added when requests begin to wait.

@@ -147,7 +147,7 @@ class ChatChoice(Choice):
         return thoughts, before + rest, calls
 
     def _thoughts(self, text: str) -> dict[str, Any]:
-        """Thoughts in vLLM's field, and in its former one, which many clients read."""
+        """Thoughts in vLLM's field, and in its former field, which many clients read."""
         return {"reasoning": text, "reasoning_content": text} if text and self._show_reasoning else {}
 
     def _chunk(self, delta: dict[str, Any]) -> dict[str, Any]:

@@ -39,7 +39,7 @@ class Form(NamedTuple):
 
 
 class Grammars:
-    """Compiled grammars of a model; the most recent ones are kept."""
+    """Compiled grammars of a model; the most recent are kept."""
 
     def __init__(self, model: CausalLM) -> None:
         self._model = model
@@ -66,7 +66,7 @@ class Grammars:
         compiling = self._kept[grammar]
         try:
             compiled = await asyncio.shield(compiling)  # others may wait for it
-        except BaseException:  # after a failure, the next request tries again; a cancelled one leaves it to the others
+        except BaseException:  # the next request tries again; a cancelled request leaves it to the others
             failed = compiling.done() and (compiling.cancelled() or compiling.exception() is not None)
             if failed and self._kept.get(grammar) is compiling:
                 del self._kept[grammar]

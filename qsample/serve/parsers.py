@@ -143,7 +143,7 @@ def _hermes(text: str, tools: Mapping[str, Any]) -> list[Call]:
 def _json(text: str, tools: Mapping[str, Any]) -> list[Call]:
     """{"name": ..., "parameters": {...}}, of Llama 3; or a list of {"name": ..., "arguments": ...}, of Mistral.
 
-    Several objects follow one another, or stand with semicolons between them. [TOOL_CALLS]name{...} too.
+    Several objects follow each other, perhaps with semicolons between them. [TOOL_CALLS]name{...} too.
     """
     text = text.strip().removeprefix("<|python_tag|>").removeprefix("[TOOL_CALLS]").strip()
     calls: list[Call] = []

@@ -225,7 +225,7 @@ class GenerationRequest(FilterFields):
         return fields | ({"logit_bias": biases} if biases else {})  # which not every package takes
 
     def seeds(self) -> list[int]:
-        """A seed for each answer to a prompt: `seed` and its successors, negative ones counted from the end."""
+        """A seed for each answer to a prompt: `seed` and its successors, negative seeds counted from the end."""
         first = secrets.randbelow(SEEDS) if self.seed is None else self.seed
         return [(first + index) % SEEDS for index in range(self.choices)]
 
@@ -264,7 +264,7 @@ class GenerationRequest(FilterFields):
 
 
 def _check_prompt(value: Any) -> Any:
-    """Texts or token ids, one or several. By hand: pydantic takes seconds to try the types of a union on a million
+    """A text or token ids, or several of either. By hand: pydantic takes seconds to try a union's types on a million
     ids."""
     if isinstance(value, str) or _are_ids(value) or (isinstance(value, list) and all(map(_are_ids, value))):
         return value
@@ -288,8 +288,8 @@ Prompt = Annotated[
 class CompletionRequest(GenerationRequest):
     """`/v1/completions`.
 
-    prompt: texts or token ids, one or several; "" begins a text. logprobs: log-probabilities, with that many of the
-    likeliest tokens. echo: the prompt before its continuation.
+    prompt: a text or token ids, or several of either; "" begins a text. logprobs: log-probabilities, with that many of
+    the likeliest tokens. echo: the prompt before its continuation.
     """
 
     refusals = COMPLETIONS
@@ -311,12 +311,12 @@ class CompletionRequest(GenerationRequest):
         if self.suffix:
             raise ValueError("suffix is not done here: the model writes the continuation of a prompt")
         if self.echo and self.logprobs is not None:
-            raise ValueError("echo with logprobs needs those of the prompt, which are not computed; leave one out")
+            raise ValueError("echo with logprobs needs those of the prompt, which are not computed; leave out either")
         return self
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:
-        """The prompts, one or several."""
+        """The prompts as a list."""
         prompt: Any = self.prompt
         if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
             return [prompt]
@@ -455,7 +455,7 @@ class ChatCompletionRequest(ChatPrompt, GenerationRequest):
         if not self.demands_calls:
             return form
         if form is not None:
-            raise ApiError(400, "response_format and tool_choice both constrain the answer; give one")
+            raise ApiError(400, "response_format and tool_choice both constrain the answer; give either")
         if self.demanded_function is not None:
             return Form("json_schema", self.tool_parameters[self.demanded_function])
         calls = [

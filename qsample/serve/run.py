@@ -1,4 +1,4 @@
-"""A server as a process: uvicorn, which on SIGTERM and SIGINT takes no more requests and finishes the running ones."""
+"""A server as a process: uvicorn, which on SIGTERM and SIGINT takes no more requests and finishes those that run."""
 
 from __future__ import annotations
 

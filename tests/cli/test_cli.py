@@ -55,7 +55,7 @@ def test_version(run: Any) -> None:
         (["generate", "-p", "x", "--temperature", "-1"], "--temperature is -1"),
         (["generate", "-p", "x", "--temperature", "nan"], "--temperature is nan"),
         (["generate", "-p", "x", "--greedy", "--top-k", "5"], "--greedy chooses greedily, yet --top-k 5 is given"),
-        (["generate", "-p", "x", "--chat", "--chat-template", "{{ x }}" + " " * 300], "is not a file; give one"),
+        (["generate", "-p", "x", "--chat", "--chat-template", "{{ x }}" + " " * 300], "is not a file; give a file"),
     ],
 )
 def test_wrong_usage_is_one_line_and_status_2(run: Any, arguments: list[str], message: str) -> None:

@@ -87,12 +87,12 @@ def test_a_line_of_text_is_a_prompt(run: Any, package: Package, tmp_path: Path) 
 
 def test_an_error_is_its_row_s_own(run: Any, package: Package, tmp_path: Path) -> None:
     bad: list[tuple[Any, str]] = [
-        ({"prompt": 3, "id": "z"}, "prompt is 3; give one text, or token ids"),
+        ({"prompt": 3, "id": "z"}, "prompt is 3; give a text, or token ids"),
         ("not json", "the line is not valid JSON"),
         ("[" * 100_000, "the line is not valid JSON"),
         ([1], "not a JSON object"),
         ({"prompt": "x", "temprature": 1}, "temprature, which is not a parameter"),
-        ({"prompt": "x", "messages": []}, "prompt and messages; give one"),
+        ({"prompt": "x", "messages": []}, "prompt and messages; give either"),
         ({"id": 1}, "neither prompt nor messages"),
         ({"messages": "hi"}, "messages is 'hi'"),
         ({"messages": []}, "messages is []"),
@@ -162,14 +162,14 @@ def test_files_of_something_else_are_refused_and_kept(run: Any, package: Package
     output.write_bytes(content[:-5] + b"}")
     assert run(*command, *SETTINGS)[0] == 0
     assert output.read_bytes() == content, "a torn line, whatever it ends with, is written again"
-    refused("are one file", *command[:5], source, *SETTINGS)
+    refused("are the same file", *command[:5], source, *SETTINGS)
     refused("cannot write --output", *command[:5], tmp_path, *SETTINGS)
     refused("cannot write --output", *command[:5], tmp_path / "no" / "folder", *SETTINGS)
     refused("cannot read --prompt-file", *command[:3], tmp_path / "missing", *SETTINGS)
     refused("is empty", *command[:3], written(tmp_path / "empty.txt", [""]), *SETTINGS)
     array = written(tmp_path / "array.json", [json.dumps(ROWS, indent=1)])
-    refused("is one JSON array; give its objects a line each", *command[:3], array, *SETTINGS)
-    refused("give one", *command, "-p", "x")
+    refused("is a JSON array; give its objects a line each", *command[:3], array, *SETTINGS)
+    refused("give either", *command, "-p", "x")
     refused("--output goes with --prompt-file", "generate", package.path, "--output", output)
 
 
@@ -182,7 +182,7 @@ def test_a_file_is_read_before_a_checkpoint_is_exported(
         (["--prompt-file", tmp_path / "missing"], "cannot read --prompt-file"),
         (["--prompt-file", source, "--output", tmp_path / "no" / "folder"], "cannot write --output"),
         (["--prompt-file", source, "--output", tmp_path], "cannot write --output"),
-        (["--prompt-file", source, "--output", source], "are one file"),
+        (["--prompt-file", source, "--output", source], "are the same file"),
         (
             ["--prompt-file", source, "--output", os.devnull],
             f"cannot write --output {os.devnull}: it is not a plain file",
