@@ -80,15 +80,21 @@ def checkpoint(shared_folder: Path) -> Callable[[str], Path]:
 
 @pytest.fixture(scope="session")
 def exported(checkpoint: Callable[[str], Path], shared_folder: Path) -> Callable[..., Path]:
-    """(model_type, **features) → a portable package of that model; features as `from_pretrained` takes them."""
+    """(model_type, **features) → a portable package of that model; features as `from_pretrained` takes them.
+
+    A model type is traced once: its other features are joined to the graph of the package without them.
+    """
     from qsample import AutoModelForCausalLM
+    from qsample.package import read_package
+    from tests.helpers.tiny_models import with_features
 
     def make(model_type: str = "llama", **features: object) -> Path:
         name = "-".join([model_type, *(f"{key}={value}" for key, value in sorted(features.items()))])
-        return made_once(
-            shared_folder / f"{name}-package",
-            lambda path: AutoModelForCausalLM.from_pretrained(checkpoint(model_type), **features).export(path),
-        )
+        model = AutoModelForCausalLM.from_pretrained(checkpoint(model_type), **features)
+        if not features:
+            return made_once(shared_folder / f"{name}-package", model.export)
+        plain = read_package(make(model_type))
+        return made_once(shared_folder / f"{name}-package", lambda path: with_features(plain, path, model.features))
 
     return make
 

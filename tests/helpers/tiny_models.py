@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +12,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from qsample.exporters.export import export_model
+from qsample.exporters.portable import write_graphs
+from qsample.graph.join import cut_at_logits
+from qsample.graph.weights import load_graph
 from qsample.interface import Features
-from qsample.package import Package
+from qsample.package import MANIFEST_NAME, Package, write_package
 
 VOCAB_SIZE = 320  # 256 bytes, four special tokens and some that no text encodes to
 SPECIAL_TOKENS = ["<pad>", "<s>", "</s>", "<unk>"]
@@ -105,3 +110,15 @@ def save_checkpoint(folder: Path, model_type: str, **overrides: Any) -> Path:
 def export_without_sampler(model: PreTrainedModel, path: Path, **options: Any) -> Package:
     """Export `model`, for tests that the sampler does not matter to: tracing it takes most of the time."""
     return export_model(model, byte_tokenizer(), path, Features(sampler=False), model_id="tiny", **options)
+
+
+def with_features(source: Package, path: Path, features: Features) -> None:
+    """Write the package that an export with `features` makes of the model in `source`, without another trace."""
+    interface = replace(source.interface, features=features)
+    model = cut_at_logits(load_graph(source.file("decoder.onnx")), source.interface)
+    with write_package(path) as writer:
+        for file in source.path.glob("*.json"):
+            shutil.copyfile(file, writer.directory / file.name)
+        (writer.directory / MANIFEST_NAME).unlink()
+        write_graphs(model, interface, source.manifest.token_ids.pad, writer.directory)
+        writer.finish(replace(source.manifest, interface=interface))
