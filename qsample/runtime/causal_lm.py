@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import time
 import warnings
 from collections import abc
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal, overload
+
+import numpy as np
 
 from qsample.call import Call
 from qsample.errors import PackageError
@@ -18,13 +22,12 @@ from qsample.interface import Interface
 from qsample.ort.options import SessionOptions
 from qsample.ort.session import Sessions, open_sessions
 from qsample.package import Package, read_package, use_package
-from qsample.runtime.batch import run_batch
 from qsample.runtime.callbacks import BatchEnd, LogitsProcessors
-from qsample.runtime.decode.loop import choose_flush_every
+from qsample.runtime.decode.loop import DecodeLoop, choose_flush_every
 from qsample.runtime.decode.scheduler import Scheduler, SchedulerConfig
 from qsample.runtime.decode.slots import Slots
 from qsample.runtime.guided_decoding import Guide
-from qsample.runtime.output import GenerateOutput, make_output
+from qsample.runtime.output import GenerateOutput, Timing, make_output
 from qsample.runtime.prepare import make_sequences
 from qsample.runtime.sequence import Sequence
 from qsample.sampling_params import SamplingParams
@@ -228,15 +231,10 @@ class CausalLM(ModelMethods):
         capacity = self.capacity(max(sequence.max_length for sequence in sequences))
         device = self._take_slots(slots, capacity)
         device.process_logits = processors
-        timing = run_batch(
-            device,
-            Scheduler(slots, config),
-            sequences,
-            double_buffering=double_buffering,
-            streamer=streamer,
-            guide=guide,
-            end=end,
-        )
+        # A `BatchEnd` takes the tokens, so that none is handed on after the end.
+        deliver = partial(_stream, streamer, None) if end is None else lambda sequence: None
+        loop = DecodeLoop(device, Scheduler(slots, config), deliver, double_buffering=double_buffering)
+        timing = _run(loop, sequences, streamer, guide, end)
         if self.sessions.replays is not None:
             device.stop(slice(None))
             self._captured[slots, capacity] = device
@@ -295,6 +293,38 @@ class CausalLM(ModelMethods):
         rounded = -(-tokens // _CAPACITY_STEP) * _CAPACITY_STEP
         limit = self.package.manifest.max_position_embeddings
         return rounded if limit is None else min(rounded, limit)
+
+
+def _run(
+    loop: DecodeLoop, sequences: list[Sequence], streamer: Streamer | None, guide: Guide | None, end: BatchEnd | None
+) -> Timing:
+    """Run every sequence to its end. streamer: gets the only sequence. guide: writes masks between steps. end: ends
+    sequences before the graph does."""
+    if streamer is not None:
+        streamer.put(sequences[0].given[None])
+    started, prefilled = time.perf_counter(), None
+    with loop:
+        for sequence in sequences:
+            loop.add(sequence)
+        while loop.busy:
+            loop.step()
+            if prefilled is None and all(sequence.started for sequence in sequences):
+                prefilled = time.perf_counter()
+            if guide is not None and loop.busy and not loop.prefilling:
+                guide.update(loop.set_parameter)
+            if end is not None:
+                end.update(loop.leave, partial(_stream, streamer, 1))
+    ended = time.perf_counter()
+    if streamer is not None:
+        streamer.end()
+    prefilled = prefilled or ended
+    return Timing(prefilled - started, ended - prefilled, loop.steps)
+
+
+def _stream(streamer: Streamer | None, most: int | None, sequence: Sequence) -> None:
+    for token in sequence.take(most)[0]:
+        if streamer is not None:
+            streamer.put(np.array([token], dtype=np.int64))
 
 
 def _check_ctx_len(package: Package, ctx_len: int | None) -> None:
