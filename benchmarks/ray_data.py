@@ -50,10 +50,10 @@ def in_process(package: Path, rows: Rows, threads: int, slots: int) -> Tokens:
 
     config = {"session.intra_op.allow_spinning": "0"}  # like an actor
     model = load(package, intra_op_num_threads=threads, session_config=config)
-    with Engine(model, slots=slots, max_waiting=len(rows)) as engine:
-        asked = [request_of(row, {"eos_token_id": ()}, "id") for row in rows]
-        requests = [engine.add_request(inputs, **options) for inputs, options in asked]
-        return {row["id"]: request.result().token_ids for row, request in zip(rows, requests, strict=True)}
+    prompts, each = zip(*(request_of(row, {"eos_token_id": ()}, "id") for row in rows), strict=True)
+    with Engine(model, slots=slots) as engine:
+        outputs = engine.map(prompts, each=each)
+        return {row["id"]: output.token_ids for row, output in zip(rows, outputs, strict=True)}
 
 
 def with_actors(package: Path, rows: Rows, actors: int, cpus: int, slots: int, batch_size: int) -> Tokens:
