@@ -21,7 +21,7 @@ from common import FLAT
 from gpu_report import Reports
 from gpu_systems import MIXES, Files, Variant
 
-from qsample.compiler.passes.opset import lower_opset
+from qsample.compiler.passes.capture import lower_opset
 from qsample.contract import CANDIDATES, SEARCHED_ROWS
 from qsample.interface import Interface
 from qsample.ort.options import session_options

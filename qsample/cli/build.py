@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from pathlib import Path
 from typing import Annotated, Final
 
 import typer
+from rich.markup import escape
 
 from qsample.cli.common import (
     FEATURE_FLAGS,
@@ -19,7 +21,7 @@ from qsample.cli.common import (
     with_flags,
 )
 from qsample.cli.inspect import figures_in_words, quantization_in_words
-from qsample.cli.terminal import format_size, note, progress
+from qsample.cli.terminal import console, format_size, note, progress, table
 from qsample.package import Package
 
 EXPORT_EXAMPLES: Final = (
@@ -118,6 +120,10 @@ def compile(
         str | None,
         typer.Option(metavar="float16|bfloat16", help="Of weights and cache, on a GPU. (default: as exported)"),
     ] = None,
+    debug_dump: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="New folder for the graph after each phase, with its node counts."),
+    ] = None,
     overwrite: Overwrite = False,
 ) -> None:
     """Compile a package for a device: fused, its shapes bounded, tested there."""
@@ -134,10 +140,13 @@ def compile(
         calibration_text=[read_text(path, "--calibration-text") for path in calibration_text or ()] or None,
         kv_cache_dtype=kv_cache_dtype,
         max_divergence=max_divergence,
+        debug_dump=debug_dump,
     )
     source = open_model(package)
     with progress() as report:
         compiled = source.compile(out, options=options, overwrite=overwrite, progress=report)
+    if debug_dump is not None:
+        _show_phases(debug_dump)
     _written(compiled.package)
 
 
@@ -200,3 +209,18 @@ def _written(package: Package) -> None:
         note(f"divergence from the float model: {figures_in_words(compilation.quantization['divergence'])}")
     note(f"{package.manifest.kind} package of {package.manifest.source.model_id}, {format_size(size)}, written to")
     print(package.path)
+
+
+def _show_phases(folder: Path) -> None:
+    """Print on stderr the nodes of the graph after each phase that is dumped in `folder`, and the changes of each."""
+    from qsample.compiler.debug_dump import read_counts
+
+    shown = table(f"Phases, in {folder}", "file", "nodes", "operators")
+    before: Counter[str] = Counter()
+    for entry in read_counts(folder):
+        operators = Counter(entry["operators"])
+        changes = {name: operators[name] - before[name] for name in operators | before}
+        listed = ", ".join(f"{name} {change:+}" for name, change in sorted(changes.items()) if change and before)
+        shown.add_row(escape(entry["file"]), str(entry["nodes"]), escape(listed))
+        before = operators
+    console(stderr=True).print(shown)

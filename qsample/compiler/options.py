@@ -1,12 +1,14 @@
-"""What a caller may ask of compile: `CompileOptions`. Importing it loads neither onnx nor torch."""
+"""`CompileOptions`: the options of compile, checked. Importing it loads neither onnx nor torch."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Collection
 from dataclasses import dataclass, field, fields, replace
+from os import PathLike
 from typing import Any, Final
 
+from qsample.compiler.quantize.methods import METHODS
 from qsample.contract import KV_CACHE_DTYPES, MODEL_DTYPES
 from qsample.errors import CompileError
 from qsample.graph.operators import BLOCK_SIZES
@@ -14,41 +16,42 @@ from qsample.values import is_integer, is_number
 
 WEIGHT_BITS: Final = {"int4": 4, "int8": 8, "int4_mixed": 4}
 MIXED: Final = "int4_mixed"
-CALIBRATED: Final = "gptq"
-QUANTIZATION_METHODS: Final = ("rtn", "k_quant", "hqq", CALIBRATED)
 DEFAULT_CTX_LEN: Final = 4096
 _INT32_MAX: Final = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompileOptions:
-    """What a device package is compiled for. Every field has a default; None leaves the choice to the package.
+    """The options of compile. Every field has a default; None leaves the choice to the package.
 
-    provider: the target: "cpu", "cuda", "openvino", "tensorrt", or one of your own (`targets.target_names`).
-    batch_size: most rows of one call, 1 to 2**31 - 1; None = any number.
-    ctx_len: tokens that the state of a row holds, 2 to the model's max_position_embeddings; None = the smaller of that
-        and 4,096.
-    dtype: of the compiled model: "float16" or "bfloat16" for cuda, "float16" for tensorrt, the package's own for cpu
-        and openvino; None = as exported.
-    weights: "int4" or "int8" to quantize every matrix that a token is multiplied by, and the embedding, but no table of
-        positions; weights that the checkpoint brought quantized stay as they are. "int4_mixed": int4, with 8 bits for
-        the head and for the first and the last layer, which suffer most. "float16", for cpu: float32 ones are stored in
-        half the space, and are float32 again once they are loaded. None, or the package's own dtype = as exported.
-    block_size: quantized weights that share a scale: 16, 32, 64, 128 or 256. A matrix whose inputs it does not divide
-        gets the largest smaller one that does.
-    quantization_method: "rtn" rounds to the nearest level; "k_quant" and "hqq" search each block's offset, slower and
-        closer; "gptq" fits the levels to `calibration_text`, for cpu; see `quantize.rounding.WeightQuantization`.
-    calibration_text: for "gptq": a text like those that the model will see, a list of them, or token ids of the same
-        form; 128 tokens at least, of which 65,536 are read. Not the text that it is evaluated on.
-    kv_cache_dtype: "int8" to hold keys and values with a scale a channel, measured on the model's own text: a quarter
-        of float32's memory, faster steps over long contexts, slower long prompts. None, or the package's own dtype =
-        as exported.
-    max_divergence: in nats a token, at least 0: quantized weights that are further off are refused; see
-        `divergence.Divergence`. 4 bits put the bundled model 0.06 off and 8 bits 0.0006; at 1 a token is on average e
-        times less likely.
+    Attributes:
+        provider: the target: "cpu", "cuda", "openvino", "tensorrt", or an installed one (`targets.target_names`).
+        batch_size: most rows of one call, 1 to 2**31 - 1; None = any number.
+        ctx_len: tokens that the state of a row holds, 2 to the model's max_position_embeddings; None = the smaller of
+            that and 4,096.
+        dtype: of the compiled model: "float16" or "bfloat16" for cuda, "float16" for tensorrt, the package's own for
+            cpu and openvino; None = as exported.
+        weights: "int4" or "int8" quantizes every matrix that a token is multiplied by, and the embedding, but no table
+            of positions; weights that are quantized in the checkpoint stay as they are. "int4_mixed" is int4 with 8
+            bits for the head, the first and the last layer, which suffer most. "float16", for cpu, stores float32
+            weights in half the space; loaded, they are float32 again. None, or the package's own dtype = as exported.
+        block_size: quantized weights that share a scale: 16, 32, 64, 128 or 256. A matrix whose inputs it does not
+            divide gets the largest smaller size that does.
+        quantization_method: "rtn" rounds to the nearest level; "k_quant" and "hqq" search each block's offset, slower
+            and closer; "gptq" fits the levels to `calibration_text`, for cpu; see `quantize.methods`.
+        calibration_text: for "gptq": a text like those that the model will read, a list of them, or token ids of the
+            same form; 128 tokens at least, of which 65,536 are read. Not the text of an evaluation.
+        kv_cache_dtype: "int8" holds keys and values with a scale a channel, measured on the model's own text: a quarter
+            of float32's memory, faster steps over long contexts, slower long prompts. None, or the package's own dtype
+            = as exported.
+        max_divergence: in nats a token, at least 0: compile refuses quantized weights that are further off; see
+            `divergence.Divergence`. 4 bits put the bundled model 0.06 off and 8 bits 0.0006; at 1 a token is on average
+            e times less likely.
+        debug_dump: a new or empty folder that gets the graph after each phase of the pipeline, without large weights,
+            and the number of its nodes; see `compiler.debug_dump`. None = no dump.
 
-    Raises CompileError, naming the field, where a value is outside its range. What depends on the package or the target
-    is checked when they are known.
+    Raises CompileError, naming the field, if a value is outside its range. Checks that depend on the package or the
+    target follow when these are known.
 
     >>> CompileOptions(provider="cuda", dtype="bfloat16", ctx_len=2048)
     """
@@ -63,6 +66,7 @@ class CompileOptions:
     calibration_text: Any = field(default=None, repr=False)
     kv_cache_dtype: str | None = None
     max_divergence: float = 1.0
+    debug_dump: str | PathLike[str] | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.provider, str):
@@ -79,33 +83,37 @@ class CompileOptions:
         _check_choice("dtype", self.dtype, MODEL_DTYPES, optional=True)
         _check_choice("weights", self.weights, (*WEIGHT_BITS, *MODEL_DTYPES), optional=True)
         _check_choice("block_size", self.block_size, BLOCK_SIZES)
-        _check_choice("quantization_method", self.quantization_method, QUANTIZATION_METHODS)
+        _check_choice("quantization_method", self.quantization_method, METHODS)
         _check_choice("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES, optional=True)
-        self._check_calibration()
         self._check_quantization()
-        limit = self.max_divergence
-        if not is_number(limit, 0):
-            raise CompileError(f"max_divergence is {limit!r}; give a number of nats a token, at least 0")
+        if not is_number(self.max_divergence, 0):
+            raise CompileError(f"max_divergence is {self.max_divergence!r}; give a number of nats a token, at least 0")
+        if self.debug_dump is not None and not isinstance(self.debug_dump, str | PathLike):
+            raise CompileError(f"debug_dump is {self.debug_dump!r}; give the path of a new or empty folder, or None")
 
-    def _check_calibration(self) -> None:
-        method = self.quantization_method
-        if method == CALIBRATED and self.weights in WEIGHT_BITS and self.calibration_text is None:
-            raise CompileError("quantization_method='gptq' fits the weights to a text; give it as calibration_text=")
-        if self.calibration_text is not None and (method != CALIBRATED or self.weights not in WEIGHT_BITS):
-            raise CompileError(
-                "calibration_text is only read with weights='int4', 'int4_mixed' or 'int8' and "
-                "quantization_method='gptq'; leave it out, or give these"
-            )
+    @property
+    def calibrated(self) -> bool:
+        """Whether weights are fitted to `calibration_text`."""
+        return self.weights in WEIGHT_BITS and METHODS[self.quantization_method].calibrated
 
     def _check_quantization(self) -> None:
-        if self.weights in WEIGHT_BITS:
-            return
+        if self.calibrated and self.calibration_text is None:
+            raise CompileError(
+                f"quantization_method={self.quantization_method!r} fits the weights to a text; give it as "
+                "calibration_text="
+            )
+        if self.calibration_text is not None and not self.calibrated:
+            methods = " or ".join(repr(name) for name, method in METHODS.items() if method.calibrated)
+            raise CompileError(
+                "calibration_text is only read with weights='int4', 'int4_mixed' or 'int8' and "
+                f"quantization_method={methods}; leave it out, or give these"
+            )
         own = {entry.name: entry.default for entry in fields(self)}
         for name in ("block_size", "quantization_method"):
-            if getattr(self, name) != own[name]:
+            if self.weights not in WEIGHT_BITS and getattr(self, name) != own[name]:
                 raise CompileError(
-                    f"{name} is {getattr(self, name)!r}, which is only read where weights are quantized (int4, "
-                    "int4_mixed or int8); leave it out, or give weights="
+                    f"{name} is {getattr(self, name)!r}, which is only read if weights are quantized (int4, int4_mixed "
+                    "or int8); leave it out, or give weights="
                 )
 
     def override(self, **changes: Any) -> CompileOptions:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from qsample.compiler.options import CALIBRATED, DEFAULT_CTX_LEN, MIXED, WEIGHT_BITS, CompileOptions
-from qsample.compiler.quantize.rounding import WeightQuantization
+from qsample.compiler.options import DEFAULT_CTX_LEN, MIXED, WEIGHT_BITS, CompileOptions
+from qsample.compiler.quantize.methods import WeightQuantization
 from qsample.errors import CompileError
 from qsample.evaluation.texts import documents_of
 from qsample.interface import Interface
@@ -22,13 +21,17 @@ _MOST_CALIBRATION: Final = 2**16
 
 @dataclass(frozen=True, slots=True)
 class CompilePlan:
-    """What becomes of one package.
+    """The result of a package and options, before any work.
 
-    source: the portable package. options: as they were asked for. interface: of the compiled package. ctx_len: capacity
-    T of the state buffers, in tokens. dtype: of the model and, unless kv_cache_dtype is "int8", of its cache. weights:
-    how to quantize them; None = not. store_float16: whether float32 weights are stored in float16. kv_cache_dtype:
-    "int8", or None for the model's own. cache_ranges: for an int8 cache, once they are measured, the largest absolute
-    value of each channel of each cache state, [H, D] by the state's name.
+    Attributes:
+        source: the portable package.
+        options: as the caller gave them.
+        interface: of the compiled package.
+        ctx_len: capacity T of the state buffers, in tokens.
+        dtype: of the model and, unless kv_cache_dtype is "int8", of its cache.
+        weights: how to quantize them; None = not.
+        store_float16: whether float32 weights are stored in float16.
+        kv_cache_dtype: "int8", or None for the model's own.
     """
 
     source: Package
@@ -39,7 +42,6 @@ class CompilePlan:
     weights: WeightQuantization | None = None
     store_float16: bool = False
     kv_cache_dtype: str | None = None
-    cache_ranges: Mapping[str, Array] | None = None
 
     @property
     def decoder(self) -> Path:
@@ -56,21 +58,26 @@ class CompilePlan:
         return self.source.manifest.token_ids.pad
 
     @property
+    def calibrated(self) -> bool:
+        """Whether quantized weights are fitted to a text."""
+        return self.weights is not None and self.options.calibrated
+
+    @property
     def packed_weights(self) -> bool:
-        """Whether the portable graph holds weights that the checkpoint brought quantized; they stay so."""
+        """Whether the portable graph holds weights that were quantized in the checkpoint; they stay so."""
         return self.source.manifest.packed_weights is not None
 
     @property
     def quantized(self) -> bool:
-        """Whether the model computes something else than the portable graph, beyond rounding. Packed weights do: their
+        """Whether the model computes other numbers than the portable graph, beyond rounding. Packed weights do: their
         fast kernels take activations in 8 bits."""
         return self.weights is not None or self.store_float16 or self.kv_cache_dtype is not None or self.packed_weights
 
 
 def make_plan(source: Package, options: CompileOptions) -> CompilePlan:
-    """Work `options` out for `source`; the interface is still the portable one, which the target changes.
+    """The plan of `options` for `source`. Its interface is still the portable package's, which the target changes.
 
-    Raises CompileError where they do not fit each other.
+    Raises CompileError if they do not fit each other.
     """
     own = source.interface.dtype
     if source.manifest.kind != "portable":
@@ -105,24 +112,24 @@ def _weights(source: Package, options: CompileOptions) -> WeightQuantization | N
     if weights not in WEIGHT_BITS:
         choices = [*WEIGHT_BITS, *(["float16"] if own == "float32" else []), own]
         raise CompileError(f"weights is {weights!r} and the package holds {own}; choose one of {', '.join(choices)}")
-    if options.quantization_method == CALIBRATED and options.provider != "cpu":
-        raise CompileError(
-            f"quantization_method='gptq' runs the graph that is compiled, on the CPU, and provider is "
-            f"{options.provider!r}; take 'hqq'"
-        )
     return WeightQuantization(
         WEIGHT_BITS[weights], options.block_size, options.quantization_method, mixed=weights == MIXED
     )
 
 
-def calibration_sequences(source: Package, options: CompileOptions, ctx_len: int) -> list[Array]:
-    """What `options.calibration_text` says in token ids: [n] int64 each, n at most the context or 2,048, and 65,536 in
-    all, from the whole of a longer text. Raises CompileError where it is too short or cannot be read."""
+def calibration_sequences(plan: CompilePlan) -> list[Array]:
+    """The token ids of the calibration text, for gptq.
+
+    Returns:
+        Sequences [n] int64, n at most the context or 2,048; 65,536 tokens in all, from the whole of a longer text.
+
+    Raises CompileError if the text is too short or cannot be read.
+    """
     try:
-        documents = documents_of(options.calibration_text, [source])
+        documents = documents_of(plan.options.calibration_text, [plan.source])
     except ValueError as error:
         raise CompileError(f"calibration_{error}") from error
-    length = min(ctx_len - 1, _CALIBRATION_LENGTH)
+    length = min(plan.ctx_len - 1, _CALIBRATION_LENGTH)
     pieces = [ids[at : at + length] for ids in documents for at in range(0, len(ids), length)]
     tokens = sum(map(len, pieces))
     if tokens < _LEAST_CALIBRATION:

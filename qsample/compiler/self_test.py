@@ -66,13 +66,13 @@ def run_self_test(plan: CompilePlan, published: Package, target: Target) -> Self
     """
     source = plan.source
     rows = min(plan.batch_size or 2, 2)
-    width = min(_PROMPT, plan.ctx_len - 1) if _steps_over_graph(plan) else 1
+    width = min(_PROMPT, plan.ctx_len - 1) if target.self_contained else 1
     prompt = np.random.default_rng(0).integers(0, source.interface.vocab_size, (rows, width))
     prompt_lengths = np.array([width, 1] if rows == 2 else [max(1, width - 1)])
     wanted = _own_tokens(plan, prompt, prompt_lengths)
     mapped = plan.weights is None and not plan.packed_weights
     device = (
-        _runner(plan, published.path, weights_mapped=mapped) if _steps_over_graph(plan) else _Published(published, rows)
+        _runner(plan, published.path, weights_mapped=mapped) if target.self_contained else _Published(published, rows)
     )
     agreeing = total = 0
     for parameters, tokens in zip(_PARAMETERS, wanted, strict=True):
@@ -150,11 +150,6 @@ def _own_tokens(plan: CompilePlan, prompt: Array, prompt_lengths: Array) -> list
             ids, lengths = tokens[-1][:, None], np.ones(rows, np.int32)
         wanted.append(tokens)
     return wanted
-
-
-def _steps_over_graph(plan: CompilePlan) -> bool:
-    """Whether the compiled graph runs by itself, as the portable one does; otherwise in the sessions of `load`."""
-    return plan.options.provider == "cpu"
 
 
 def _runner(plan: CompilePlan, folder: Path, *, weights_mapped: bool) -> GraphRunner:

@@ -69,6 +69,11 @@ def reshape_target(graph: ir.Graph, sizes: Sequence[int]) -> ir.Value:
     return initializer(graph, "shape_" + "_".join(map(str, sizes)), np.array(sizes, dtype=np.int64))
 
 
+def suffixed(node: ir.Node, suffix: str) -> str | None:
+    """The name of a node that takes the place of `node`; None if that has no name, because names are unique."""
+    return f"{node.name}_{suffix}" if node.name else None
+
+
 def replace_node(old: ir.Node, new: Sequence[ir.Node]) -> None:
     """Put `new` where `old` is: the output of the last of them takes over name, type, shape and uses of its one."""
     output, replacement = old.outputs[0], new[-1].outputs[0]

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from importlib.metadata import entry_points
 from typing import Any, Final
 
-from qsample.errors import PackageError
+from qsample.errors import PackageError, QsampleError
 from qsample.ort.providers import CPU, CUDA, DEVICE, OPENVINO, TENSORRT, execution_providers
 from qsample.package import Package
 
@@ -40,7 +40,7 @@ def check_manifest_options(package: Package, provider: object, chosen: Mapping[s
     if compilation is None:
         return
     allowed = {name: dict(options) for name, options in ALLOWED_OPTIONS.items()}
-    for name in _named_by(provider):
+    for name in _named_by(provider, compilation.provider):
         allowed.setdefault(name, {})
     unknown = [name for name in compilation.execution_providers if name not in allowed]
     first = next(iter(compilation.execution_providers), "")
@@ -70,10 +70,18 @@ def _refused(given: Mapping[str, str], allowed: Mapping[str, str], chosen: Mappi
     ]
 
 
-def _named_by(provider: Any) -> tuple[str, ...]:
+def _named_by(provider: Any, target: str) -> tuple[str, ...]:
+    """The execution providers that the caller names; none for the name of a target that ONNX Runtime does not know."""
     if provider is None:
         return ()
-    return execution_providers(provider) if isinstance(provider, str) else tuple(provider)
+    if not isinstance(provider, str):
+        return tuple(provider)
+    try:
+        return execution_providers(provider)
+    except QsampleError:
+        if provider != target:
+            raise
+        return ()
 
 
 def _of_installed_target(name: str) -> tuple[tuple[str, ...], Mapping[str, str]]:

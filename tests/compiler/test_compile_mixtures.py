@@ -9,8 +9,8 @@ import onnx_ir as ir
 import pytest
 
 from qsample import AutoModelForCausalLM, cli
-from qsample.compiler.quantize.experts import _ExpertMatrices
-from qsample.compiler.quantize.rounding import Levels
+from qsample.compiler.quantize.blocks import QuantizedWeight
+from qsample.compiler.quantize.methods import Levels
 from qsample.errors import CompileError
 from qsample.exporters.export import export_model
 from qsample.interface import Features
@@ -86,12 +86,13 @@ def test_stored_in_half_the_space_they_compute_the_same(portable: PackagedModel,
 def test_the_divergence_finds_experts_in_another_order(
     portable: PackagedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = _ExpertMatrices.quantize
+    original = QuantizedWeight.quantize
 
-    def rolled(matrices: _ExpertMatrices) -> Levels:
-        levels, scales, zero_points = (np.roll(array, 1, axis=0) for array in original(matrices))
+    def rolled(weight: QuantizedWeight) -> Levels:
+        shift = int(weight.experts is not None)
+        levels, scales, zero_points = (np.roll(array, shift, axis=0) for array in original(weight))
         return levels, scales, zero_points
 
-    monkeypatch.setattr(_ExpertMatrices, "quantize", rolled)
+    monkeypatch.setattr(QuantizedWeight, "quantize", rolled)
     with pytest.raises(CompileError, match="change the model too much"):
         portable.compile(tmp_path / "compiled", ctx_len=64, weights="int8", max_divergence=0.05)

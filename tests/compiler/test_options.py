@@ -46,7 +46,7 @@ def test_values_out_of_range(field: str, value: Any, message: str) -> None:
 @pytest.mark.parametrize("weights", [None, "float16"])
 @pytest.mark.parametrize(("field", "value"), [("block_size", 64), ("quantization_method", "hqq")])
 def test_what_only_quantized_weights_have(field: str, value: Any, weights: str | None) -> None:
-    with pytest.raises(CompileError, match=f"{field} is {value!r}, which is only read where weights are "):
+    with pytest.raises(CompileError, match=f"{field} is {value!r}, which is only read if weights are "):
         CompileOptions(weights=weights, **{field: value})
     assert getattr(CompileOptions(weights="int8", **{field: value}), field) == value
 

@@ -25,7 +25,7 @@ def package(**changes: Any) -> Package:
 def test_defaults_come_from_the_package() -> None:
     plan = make_plan(package(), CompileOptions())
     assert (plan.ctx_len, plan.dtype, plan.batch_size, plan.pad_token_id) == (4096, "float32", None, 0)
-    assert (plan.weights, plan.kv_cache_dtype, plan.cache_ranges) == (None, None, None)
+    assert (plan.weights, plan.kv_cache_dtype, plan.calibrated) == (None, None, False)
     assert not plan.quantized
     assert plan.interface == plan.source.interface
     assert make_plan(package(max_position_embeddings=512), CompileOptions()).ctx_len == 512

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 from qsample.compiler import self_test
 from qsample.compiler.compile import compile_package
 from qsample.compiler.options import CompileOptions
+from qsample.compiler.pipeline import graph_pass
 from qsample.compiler.targets import cpu
 from qsample.errors import CompileError
 from qsample.graph.edit import insert
@@ -22,9 +24,13 @@ from qsample.package import Package, read_package
 from tests.helpers.capturing import CapturingSession, compile_captured
 
 
-def test_self_test_refuses_a_wrong_graph(llama_package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = cpu.lean_passes
+def plant(monkeypatch: pytest.MonkeyPatch, bug: Callable[[ir.Model], bool]) -> None:
+    """Have `bug` change every graph after the lean phases of the CPU target."""
+    real = cpu.lean_phases
+    monkeypatch.setattr(cpu, "lean_phases", lambda *given: [*real(*given), graph_pass(bug)])
 
+
+def test_self_test_refuses_a_wrong_graph(llama_package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def negate_first_norm(model: ir.Model) -> bool:
         """Plant a bug: the first norm of the model has the wrong sign."""
         norm = next(node for node in model.graph if node.op_type == "SimplifiedLayerNormalization")
@@ -34,7 +40,7 @@ def test_self_test_refuses_a_wrong_graph(llama_package: Path, tmp_path: Path, mo
         weight.const_value = ir.tensor(-weight.const_value.numpy())
         return True
 
-    monkeypatch.setattr(cpu, "lean_passes", lambda *given: (*real(*given), negate_first_norm))
+    plant(monkeypatch, negate_first_norm)
     with pytest.raises(CompileError, match=r"self-test failed: .* times of 32"):
         compile_package(read_package(llama_package), tmp_path / "device", CompileOptions(ctx_len=64))
     assert os.listdir(tmp_path) == []
@@ -43,8 +49,6 @@ def test_self_test_refuses_a_wrong_graph(llama_package: Path, tmp_path: Path, mo
 def test_self_test_refuses_a_graph_that_reads_padding(
     llama_package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = cpu.lean_passes
-
     def forget_padding(model: ir.Model) -> bool:
         """Plant a bug: every row is as long as the longest."""
         lengths = next(value for value in model.graph.inputs if value.name == "input_lengths")
@@ -56,7 +60,7 @@ def test_self_test_refuses_a_graph_that_reads_padding(
                 node.replace_input_with(index, alike)
         return True
 
-    monkeypatch.setattr(cpu, "lean_passes", lambda *given: (*real(*given), forget_padding))
+    plant(monkeypatch, forget_padding)
     with pytest.raises(CompileError, match=r"self-test failed: .* times of 32"):
         compile_package(read_package(llama_package), tmp_path / "device", CompileOptions(ctx_len=64))
 

@@ -141,14 +141,14 @@ def write_with_safetensors(folder: Path) -> None:
 
 
 def write_with_onnxruntime(folder: Path) -> None:
-    from qsample.compiler.ort import optimize_offline, ort
+    from qsample.compiler.publish import optimize_file, ort
     from tests.helpers.fake_package import fake_package
 
     source = folder.parent / "source"
     if not source.exists():
         fake_package(source)
     level = ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
-    optimize_offline(source / "decoder.onnx", folder / "optimized.onnx", ["CPUExecutionProvider"], level)
+    optimize_file(source / "decoder.onnx", folder / "optimized.onnx", ["CPUExecutionProvider"], level)
 
 
 @pytest.mark.parametrize("write_file", [write_with_numpy, write_with_safetensors, write_with_onnxruntime])

@@ -313,7 +313,7 @@ def check_asked_space(portable: PackagedModel, folder: Path, monkeypatch: pytest
         raise PackageError(f"{what} needs about {space.format_bytes(needed)}")
 
     with monkeypatch.context() as patched:
-        patched.setattr(import_module("qsample.compiler.compile"), "check_free", full)
+        patched.setattr(import_module("qsample.compiler.pipeline"), "check_free", full)
         with pytest.raises(PackageError, match="the package needs about"):
             portable.compile(folder / "full", ctx_len=64, weights="int4")
     assert 2 * numbers * 0.5 < asked[0] < 2 * numbers * 0.75 + 500_000

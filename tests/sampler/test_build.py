@@ -15,8 +15,7 @@ import onnxruntime as ort
 import pytest
 from hypothesis import given, settings
 
-from qsample.compiler.passes.no_host_copies import host_data, remove_host_copies
-from qsample.compiler.passes.opset import lower_opset
+from qsample.compiler.passes.capture import host_data, lower_opset, remove_host_copies
 from qsample.contract import EXTRA_PARAMETERS, FILTER_ORDERS, INVALID_LOGITS
 from qsample.graph.operators import OPSET
 from qsample.interface import Features, Interface

@@ -1,1 +1,1 @@
-"""Graph passes, one file each; the targets list them in order."""
+"""Graph passes: functions that change a model in place and say whether they did. Targets list them as phases."""

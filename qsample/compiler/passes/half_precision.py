@@ -1,8 +1,8 @@
-"""Converts a float32 decode graph to float16 or bfloat16, all but its logits.
+"""Converts a float32 decode graph to float16 or bfloat16, except for its logits.
 
-What depends on positions alone, the angles of a rotary embedding above all, stays float32: half precision counts
-positions exactly to 2,048 (float16) or 256 (bfloat16) only. So do the memory of a recurrent layer and its decay: errors
-there add up over all tokens. Norms keep their sums in float32 by themselves.
+Values that depend on positions alone, above all the angles of a rotary embedding, stay float32: half precision counts
+positions exactly to 2,048 (float16) or 256 (bfloat16) only. So do the memory of a recurrent layer and its decay,
+because their errors add up over all tokens. Norms keep their sums in float32 by themselves.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from qsample.compiler.quantize.report import QuantizationReport, report_quantization
+from qsample.compiler.quantize.blocks import QuantizationReport, report_quantization
 from qsample.compiler.quantize.weights import matrix_of
 from qsample.graph import moe
 from qsample.graph.edit import lazy_initializer, with_loop_bodies

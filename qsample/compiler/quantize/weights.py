@@ -1,32 +1,38 @@
 """Quantizes weights to blocks of 4 or 8 bits.
 
 Every constant matrix that a MatMul multiplies by becomes the operand of a MatMulNBits, and embedding tables become the
-operand of a GatherBlockQuantized; a tied table is quantized once and both read it. The numbers come from ONNX Runtime's
-own quantizer, one matrix at a time and only when the graph is saved: weights may stay mapped from their files, and no
-more than one of them is in memory.
+operand of a GatherBlockQuantized; a tied table is quantized once for both. The numbers come from ONNX Runtime's own
+quantizer, one matrix at a time and only when the graph is saved: weights may stay mapped from their files, and no more
+than one of them is in memory.
+
+A mixed quantization holds the matrices that quantization harms most for their size in 8 bits: the head, and those of
+the first and the last layer. onnxruntime-genai's k_quant_mixed and llama.cpp's Q4_K_M keep them, or some of them,
+finer too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
-import numpy as np
 import onnx_ir as ir
 
-from qsample.compiler.quantize.calibration import Wanted
-from qsample.compiler.quantize.precision import WIDE_BITS, head_products, sensitive_products
-from qsample.compiler.quantize.report import (
+from qsample.compiler.quantize.blocks import (
+    NewestResult,
     QuantizationReport,
+    QuantizedWeight,
+    added_up,
     float_bytes,
     quantization_report,
     report_quantization,
 )
-from qsample.compiler.quantize.rounding import Levels, NewestResult, WeightQuantization, quantize_matrix
-from qsample.contract import INPUT_IDS, LENGTHS
+from qsample.compiler.quantize.gptq import Wanted
+from qsample.compiler.quantize.methods import Levels, WeightQuantization
+from qsample.contract import INPUT_IDS, LENGTHS, LOGITS
+from qsample.errors import CompileError
 from qsample.graph import moe
-from qsample.graph.edit import drop_unread, initializer, lazy_initializer, replace_node, with_loop_bodies
+from qsample.graph.edit import ancestors, drop_unread, replace_node, reshape_target, suffixed, with_loop_bodies
 from qsample.graph.evaluate import inputs_of
 from qsample.graph.operators import (
     BLOCK_SIZES,
@@ -34,9 +40,10 @@ from qsample.graph.operators import (
     INT8_ACTIVATIONS,
     MATMUL_NBITS,
     is_matmul_nbits,
-    pack_bits,
 )
-from qsample.tensors import Array
+
+WIDE_BITS: Final = 8
+_STATE: Final = "past_key_values."
 
 Calibrate = Callable[[ir.Model, Sequence[Wanted]], Mapping[ir.Value, Levels]]
 """The levels of matrices of a model, for the inputs that they meet."""
@@ -59,28 +66,29 @@ def quantize_weights(
 
     Returns whether there was one; `quantization_report` has the figures.
     """
-    quantized: dict[ir.Value, _QuantizedMatrix] = {}
-    newest = NewestResult()
-    experts = quantization_report(model) or QuantizationReport(0, 0, 0)
-    before, after = experts.bytes_before, experts.bytes_after
-    found = _ways(model.graph, quantization, pads)
-    levels = {} if calibrate is None else calibrate(model, _to_calibrate(model.graph, found))
+    graph, newest = model.graph, NewestResult()
+    quantized: dict[ir.Value, QuantizedWeight] = {}
+    found = _ways(graph, quantization, pads)
+    levels = {} if calibrate is None else calibrate(model, _to_calibrate(graph, found))
     for node, (matrix, way) in found.items():
-        blocks = quantized.setdefault(matrix.value, _QuantizedMatrix(matrix, way, newest, levels.get(matrix.value)))
-        if blocks.matrix.transposed == matrix.transposed:
-            (_gather if node.op_type == "Gather" else _matmul)(model.graph, node, blocks)
-    for blocks in quantized.values():
-        blocks.register(model.graph)
-        before, after = before + blocks.matrix.tensor.nbytes, after + blocks.nbytes
-    drop_unread(model.graph, quantized)
+        known = levels.get(matrix.value)
+        new = QuantizedWeight(matrix.value, way, newest, outputs_first=matrix.transposed, levels=known)
+        weight = quantized.setdefault(matrix.value, new)
+        if weight.outputs_first == matrix.transposed:
+            (_lookup if node.op_type == "Gather" else _product)(graph, node, weight)
+    for weight in quantized.values():
+        weight.register(graph)
+    drop_unread(graph, quantized)
     model.opset_imports.setdefault(CONTRIB_DOMAIN, 1)
+    experts = quantization_report(model) or QuantizationReport(0, 0, 0)
+    before, after = added_up(quantized.values())
     report = replace(
         experts,
         matrices=len(quantized),
-        wide_matrices=sum(blocks.quantization.bits > quantization.bits for blocks in quantized.values()),
-        block_sizes=tuple(sorted({blocks.quantization.block_size for blocks in quantized.values()})),
-        bytes_before=before,
-        bytes_after=after,
+        wide_matrices=sum(weight.quantization.bits > quantization.bits for weight in quantized.values()),
+        block_sizes=tuple(sorted({weight.quantization.block_size for weight in quantized.values()})),
+        bytes_before=experts.bytes_before + before,
+        bytes_after=experts.bytes_after + after,
         float_bytes=float_bytes(model),
     )
     report_quantization(model, report)
@@ -112,74 +120,6 @@ class _Matrix(NamedTuple):
     @property
     def output_size(self) -> int:
         return int(self.tensor.shape.numpy()[0 if self.transposed else 1])
-
-
-class _QuantizedMatrix:
-    """A matrix as N rows of K / block_size blocks, the last filled up, and the initializers that hold it."""
-
-    def __init__(
-        self, matrix: _Matrix, quantization: WeightQuantization, newest: NewestResult, levels: Levels | None = None
-    ) -> None:
-        """levels: where they are known already."""
-        self.matrix, self._levels = matrix, levels
-        self.quantization = quantization
-        self.output_size, self.input_size = matrix.output_size, matrix.input_size
-        self.block_count = -(-self.input_size // quantization.block_size)
-        self._newest = newest
-        self._initializers: dict[str, ir.Value] = {}
-
-    @property
-    def nbytes(self) -> int:
-        return sum(value.const_value.nbytes for value in self._initializers.values() if value.const_value is not None)
-
-    @property
-    def blocks(self) -> ir.Value:
-        """uint8 [N, K / block_size, block_size * bits / 8]."""
-        size = self.quantization.block_size * self.quantization.bits // 8
-        return self._initializer("blocks", 0, (self.output_size, self.block_count, size), ir.DataType.UINT8)
-
-    def scales(self, *, by_block: bool) -> ir.Value:
-        """[N * K / block_size], dtype of the weight; by_block: [N, K / block_size, 1]."""
-        count = self.output_size * self.block_count
-        shape = (self.output_size, self.block_count, 1) if by_block else (count,)
-        return self._initializer("block_scales" if by_block else "scales", 1, shape, self.matrix.tensor.dtype)
-
-    def zero_points(self, *, by_block: bool) -> ir.Value | None:
-        """uint8, for MatMulNBits in bits like the blocks; by_block: one byte each, [N, K / block_size, 1].
-
-        None for levels that are symmetric around the middle one.
-        """
-        if self.quantization.method == "rtn":
-            return None
-        row_bytes = -(-self.block_count * self.quantization.bits // 8)
-        shape = (self.output_size, self.block_count, 1) if by_block else (self.output_size * row_bytes,)
-        return self._initializer("block_zero_points" if by_block else "zero_points", 2, shape, ir.DataType.UINT8)
-
-    def quantize(self) -> Levels:
-        if self._levels is not None:
-            return self._levels
-        weight = self.matrix.tensor.numpy()
-        weight = weight.T if self.matrix.transposed else weight
-        missing = self.block_count * self.quantization.block_size - self.input_size
-        return quantize_matrix(np.pad(weight, ((0, missing), (0, 0))) if missing else weight, self.quantization)
-
-    def register(self, graph: ir.Graph) -> None:
-        """Put the initializers in a row, so that saving them quantizes the matrix once."""
-        for value in self._initializers.values():
-            graph.register_initializer(value)
-
-    def _initializer(self, kind: str, index: int, shape: tuple[int, ...], dtype: ir.DataType) -> ir.Value:
-        """index: 0 for blocks, 1 for scales, 2 for zero points."""
-
-        def part() -> Array:
-            array = self._newest.of(self.quantize)[index]
-            if kind == "zero_points":
-                array = pack_bits(array, self.quantization.bits)
-            return array.reshape(shape)
-
-        if kind not in self._initializers:
-            self._initializers[kind] = lazy_initializer(f"{self.matrix.value.name}_{kind}", shape, dtype, part)
-        return self._initializers[kind]
 
 
 def _ways(
@@ -260,37 +200,101 @@ def _constant(value: ir.Value | None, *, transposed: bool) -> _Matrix | None:
     return _Matrix(value, tensor, transposed) if len(tensor.shape) == 2 and tensor.dtype in floats else None
 
 
-def _matmul(graph: ir.Graph, node: ir.Node, weight: _QuantizedMatrix) -> None:
-    inputs = [node.inputs[0], weight.blocks, weight.scales(by_block=False), weight.zero_points(by_block=False)]
+def _product(graph: ir.Graph, node: ir.Node, weight: QuantizedWeight) -> None:
+    rows, blocks = weight.rows, weight.row_blocks
+    operands = weight.operands(
+        (rows, blocks, weight.block_bytes), (rows * blocks,), (rows * weight.packed_zero_points,)
+    )
     attributes = {
-        "K": weight.input_size,
-        "N": weight.output_size,
+        "K": weight.inputs,
+        "N": rows,
         "bits": weight.quantization.bits,
         "block_size": weight.quantization.block_size,
         "accuracy_level": INT8_ACTIVATIONS,
     }
-    new = [_node(MATMUL_NBITS, node, inputs, attributes)]
+    new = [_node(MATMUL_NBITS, node, [node.inputs[0], *operands], attributes)]
     if node.op_type == "Gemm" and len(node.inputs) > 2 and node.inputs[2] is not None:
-        new.append(ir.Node("", "Add", [new[-1].outputs[0], node.inputs[2]], name=f"{node.name}_bias"))
+        new.append(ir.Node("", "Add", [new[-1].outputs[0], node.inputs[2]], name=suffixed(node, "bias")))
     replace_node(node, new)
 
 
-def _gather(graph: ir.Graph, node: ir.Node, table: _QuantizedMatrix) -> None:
+def _lookup(graph: ir.Graph, node: ir.Node, table: QuantizedWeight) -> None:
     """The lookup reads the blocks that MatMulNBits reads: a table [N, blocks, block size], of which it takes rows."""
-    inputs = [table.blocks, node.inputs[1], table.scales(by_block=True), table.zero_points(by_block=True)]
+    rows, blocks = table.rows, table.row_blocks
+    levels, scales, zero_points = table.operands((rows, blocks, table.block_bytes), (rows, blocks, 1))
     attributes = {
         "bits": table.quantization.bits,
         "block_size": table.quantization.block_size,
         "gather_axis": 0,
         "quantize_axis": 2,
     }
-    lookup = _node("GatherBlockQuantized", node, inputs, attributes)
+    lookup = _node("GatherBlockQuantized", node, [levels, node.inputs[1], scales, zero_points], attributes)
     rank = len(node.inputs[1].shape)  # type: ignore[union-attr,arg-type]
-    rows = initializer(graph, f"{node.name}_rows", np.array([0] * rank + [table.input_size], np.int64))
-    replace_node(node, [lookup, ir.Node("", "Reshape", [lookup.outputs[0], rows], name=f"{node.name}_rows")])
+    sizes = reshape_target(graph, [0] * rank + [table.inputs])
+    replace_node(node, [lookup, ir.Node("", "Reshape", [lookup.outputs[0], sizes], name=suffixed(node, "rows"))])
 
 
 def _node(op_type: str, old: ir.Node, inputs: list[ir.Value | None], attributes: dict[str, int]) -> ir.Node:
     while inputs[-1] is None:
         inputs.pop()
-    return ir.node(op_type, inputs, attributes, domain=CONTRIB_DOMAIN, name=f"{old.name}_quantized")
+    return ir.node(op_type, inputs, attributes, domain=CONTRIB_DOMAIN, name=suffixed(old, "quantized"))
+
+
+def head_products(graph: ir.Graph, products: Collection[ir.Node]) -> set[ir.Node]:
+    """Those of `products`, nodes of `graph` that multiply by a weight, that the logits come from without another one
+    between."""
+    logits = [value for node in graph for value in node.outputs if value.name == LOGITS.name]
+    return _directly_behind(logits, products)
+
+
+def sensitive_products(graph: ir.Graph, products: Collection[ir.Node]) -> set[ir.Node]:
+    """Those of `products`, nodes of `graph` that multiply by a weight, that belong to the head or to the first or last
+    layer. A layer is what lies between the states that its attention, convolution or recurrence reads."""
+    order = {node: place for place, node in enumerate(graph)}
+    wide, mixers = head_products(graph, products), _mixers(graph)
+    if mixers:
+        own = [node for node in products if node in order]
+        second = mixers[1] if len(mixers) > 1 else None
+        of_second = _directly_behind(second.inputs, own) if second is not None else set()
+        wide |= {node for node in own if second is None or order[node] < order[second]} - of_second
+        wide |= {node for node in own if order[node] > order[mixers[-1]]} | _directly_behind(mixers[-1].inputs, own)
+    return wide
+
+
+def _mixers(graph: ir.Graph) -> list[ir.Node]:
+    """The node of each layer that reads the layer's first state, in the graph's order."""
+    readers: dict[str, ir.Node] = {}
+    for node in graph:
+        for value in node.inputs:
+            name = str(value.name) if value is not None and value.is_graph_input() else ""
+            if name.startswith(_STATE) and node.op_type != "Shape":
+                readers.setdefault(name.removeprefix(_STATE).split(".")[0], node)
+    return list(readers.values())
+
+
+def _directly_behind(values: Collection[ir.Value | None], products: Collection[ir.Node]) -> set[ir.Node]:
+    """Those of `products` from which `values` come without another one between."""
+    reached = ancestors(values, set(products))
+    sources = [*values, *(value for node in reached for value in node.inputs)]
+    producers = {value.producer() for value in sources if value is not None}
+    return {node for node in products if node in producers}
+
+
+def check_quantized(model: ir.Model, quantization: WeightQuantization) -> None:
+    """Raise CompileError where neither a matrix nor an expert of `model` was quantized."""
+    report = quantization_report(model)
+    if report is not None and (report.matrices or report.experts):
+        return
+    nodes = list(with_loop_bodies(model.graph))
+    sizes = {matrix.input_size for node in nodes if (matrix := matrix_of(node)) is not None}
+    if sizes:
+        smallest = f"{BLOCK_SIZES[0]}, the smallest block"
+        why = f"none of their input sizes ({', '.join(map(str, sorted(sizes)))}) is a multiple of {smallest}"
+    else:
+        why = "it multiplies by no constant matrix of float32, float16 or bfloat16"
+        if any(is_matmul_nbits(node) for node in nodes):
+            why += " besides those that the checkpoint brought quantized, which stay as they are"
+    raise CompileError(
+        f"{quantization.bits}-bit weights were asked for and no matrix of the model can be quantized: {why}; "
+        "leave weights out"
+    )

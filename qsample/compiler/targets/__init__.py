@@ -1,80 +1,74 @@
-"""The registry of compile targets: one module a target, found by its name.
+"""Compile targets: the base class, and the registry that finds a target by its name.
 
-A target is a module of this package, or an entry point in the group `qsample.targets` of an installed distribution,
-with an attribute `TARGET` that follows `Target`. Everything that is particular to it stands in that module.
+A target is one file: a module of this package, or an entry point in the group `qsample.targets` of an installed
+distribution, with an instance of `Target` as its attribute `TARGET`. It declares everything that is particular to it.
 """
 
 from __future__ import annotations
 
 import pkgutil
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from importlib import import_module
 from importlib.metadata import entry_points
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-import onnx_ir as ir
-
-from qsample.compiler.placement import Placement
+from qsample.compiler.pipeline import Phase
 from qsample.compiler.plan import CompilePlan
-from qsample.compiler.recipe import Pass
+from qsample.contract import BATCH
 from qsample.errors import CompileError, QsampleError
 from qsample.interface import Interface
 from qsample.ort.providers import check_available
 from qsample.ort.trusted_options import TARGETS
 
 
-class Target(Protocol):
-    """Turns a portable decode graph into one for a device.
+class Target(ABC):
+    """Turns portable decode graphs into graphs for a device.
 
-    name: what `CompileOptions.provider` says. execution_providers: ONNX Runtime's names, the one that compiles for the
-    device first. provider_options: of that one, in the session that runs the package. splits_at_logits: whether the
-    passes see the model up to its logits, and `publish` gets the sampler apart; otherwise both see the whole graph.
-    bundled_options: fields of CompileOptions that the bundled model needs there.
-
-    A target may also have expert_block_sizes, those that its provider's QMoE takes (without them, it takes any), and
-    pads_blocks, whether its MatMulNBits takes a last block that is not full (without it, it does not).
+    Attributes:
+        name: the value of `CompileOptions.provider`.
+        execution_providers: ONNX Runtime's names, the one that compiles for the device first.
+        provider_options: of the first provider, in the session that runs the package. The manifest names them; a
+            session takes them if `ort.trusted_options` lists them for that provider, or if this target is installed.
+        bundled_options: fields of CompileOptions that the bundled model needs for this target.
+        calibrates: whether the graph can be run on the CPU before it is quantized, to fit weights to a text.
+        self_contained: whether the compiled graph runs on the CPU without the options of a session. The self-test then
+            drives it with its weights mapped, as they may be larger than the memory, and with padded prompts.
     """
 
     name: str
     execution_providers: tuple[str, ...]
-    provider_options: Mapping[str, str]
-    splits_at_logits: bool
-    bundled_options: Mapping[str, Any]
+    provider_options: Mapping[str, str] = {}
+    bundled_options: Mapping[str, Any] = {}
+    calibrates = False
+    self_contained = False
 
     def check(self, plan: CompilePlan) -> None:
-        """Raise CompileError, before any work, where the target cannot serve this package or these options."""
-        ...
+        """Raise CompileError, before any work, if the target cannot serve this package or these options.
+
+        A graph is tested on the device that it is for, so the providers have to be installed.
+        """
+        try:
+            check_available(self.execution_providers)
+        except QsampleError as error:
+            raise CompileError(str(error)) from error
 
     def interface(self, plan: CompilePlan) -> Interface:
-        """The interface of the compiled package; `plan.interface` is the portable one's."""
-        ...
+        """The interface of the compiled package; `plan.interface` is the portable package's."""
+        return replace(plan.interface, kv_cache_dtype=plan.kv_cache_dtype)
 
     def fixed_axes(self, plan: CompilePlan) -> Mapping[str, int]:
-        """The size of each named axis that the graph fixes, besides the capacity."""
-        ...
+        """The size of each named axis that the graph fixes, in addition to the capacity."""
+        return {BATCH: 1} if plan.batch_size == 1 else {}
 
-    def passes(self, plan: CompilePlan) -> Sequence[Pass]:
-        """The passes, in order; quantization follows them."""
-        ...
+    @abstractmethod
+    def phases(self, plan: CompilePlan) -> Sequence[Phase]:
+        """Everything that is done to a graph, in order; see `pipeline`.
 
-    def publish(self, model: ir.Model, sampler: ir.Model | None, plan: CompilePlan, folder: Path) -> Placement:
-        """Write `decoder.onnx`, with its data and what other graphs the package needs, into `folder`; return where its
-        nodes run.
-
-        model: after `passes` and quantization. sampler: the portable graph's, to join behind it; None where the target
-        does not split, and for a package that samples on the host.
+        The first phase gets the portable graph, the sampler in it. After the last, the package's folder has
+        `decoder.onnx` with its data, and the build knows its placement.
         """
-        ...
-
-
-def check_providers(providers: Sequence[str]) -> None:
-    """Raise CompileError, with what to install, unless this installation has all of them: a graph is tested where it
-    will run."""
-    try:
-        check_available(providers)
-    except QsampleError as error:
-        raise CompileError(str(error)) from error
 
 
 def target_names() -> list[str]:
@@ -84,7 +78,7 @@ def target_names() -> list[str]:
 
 
 def find_target(name: str) -> Target:
-    """The target called `name`; CompileError lists the names that exist."""
+    """The target called `name`. Raises CompileError, with the names that exist, if there is none."""
     for point in entry_points(group=TARGETS):
         if point.name == name:
             installed: Target = point.load().TARGET

@@ -1,7 +1,7 @@
 """TensorRT: a decode graph whose parts TensorRT has built into engines for one GPU, kept as EPContext nodes.
 
 TensorRT takes no GroupQueryAttention. It stays on ONNX Runtime's CUDA provider, which updates the cache in place, and
-what lies between two attentions is one engine. An engine is built ahead of time for fixed shapes: one row, and one
+the graph between two attentions is one engine. An engine is built ahead of time for fixed shapes: one row, and one
 token a call, so a prompt is read token by token. An engine belongs to the GPU and the TensorRT version that built it.
 """
 
@@ -9,32 +9,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
-from pathlib import Path
 from typing import Any
 
-import onnx_ir as ir
-
-from qsample.compiler.ep_context import publish_compiled
+from qsample.compiler.passes.capture import fix_total_length
 from qsample.compiler.passes.half_precision import convert_to_half
-from qsample.compiler.passes.no_host_copies import fix_total_length
-from qsample.compiler.placement import Placement
+from qsample.compiler.pipeline import Phase, fixed_sizes, graph_pass, quantization_phases, split_sampler, step
 from qsample.compiler.plan import CompilePlan
-from qsample.compiler.recipe import Pass
-from qsample.compiler.targets import check_providers
+from qsample.compiler.publish import ahead_of_time_phases
+from qsample.compiler.targets import Target
 from qsample.contract import BATCH, SEQUENCE
 from qsample.errors import CompileError
 from qsample.interface import Interface
 from qsample.ort.providers import CPU, CUDA, TENSORRT
 
 
-class TensorRtTarget:
+class TensorRtTarget(Target):
     """NVIDIA GPUs, for one row at a time."""
 
     name = "tensorrt"
     execution_providers: tuple[str, ...] = (TENSORRT, CUDA, CPU)
     provider_options: Mapping[str, str] = {"trt_fp16_enable": "1"}
-    splits_at_logits = True  # the sampler stays on ONNX Runtime's own provider
     bundled_options: Mapping[str, Any] = {"dtype": "float16", "batch_size": 1}
 
     def check(self, plan: CompilePlan) -> None:
@@ -53,7 +47,7 @@ class TensorRtTarget:
                 "TensorRT has none of ONNX Runtime's quantized operators; leave weights and kv_cache_dtype out, or "
                 "compile for cuda"
             )
-        check_providers(self.execution_providers)
+        super().check(plan)
 
     def interface(self, plan: CompilePlan) -> Interface:
         return replace(plan.interface, dtype=plan.dtype)
@@ -61,16 +55,17 @@ class TensorRtTarget:
     def fixed_axes(self, plan: CompilePlan) -> Mapping[str, int]:
         return {BATCH: 1, SEQUENCE: 1}
 
-    def passes(self, plan: CompilePlan) -> Sequence[Pass]:
-        """In ONNX's own operators, but for the attention."""
+    def phases(self, plan: CompilePlan) -> Sequence[Phase]:
+        """In ONNX's own operators, except for the attention."""
         states = {state.name for state in plan.interface.cache_states}
-        return (
-            partial(fix_total_length, capacity=plan.ctx_len),
-            partial(convert_to_half, dtype=plan.dtype, states=states),
-        )
-
-    def publish(self, model: ir.Model, sampler: ir.Model | None, plan: CompilePlan, folder: Path) -> Placement:
-        return publish_compiled(model, sampler, plan, folder, self.execution_providers, self.provider_options)
+        return [
+            fixed_sizes(plan, self.fixed_axes(plan)),
+            step(split_sampler),
+            graph_pass(fix_total_length, capacity=plan.ctx_len),
+            graph_pass(convert_to_half, dtype=plan.dtype, states=states),
+            *quantization_phases(plan),
+            *ahead_of_time_phases(self.execution_providers, self.provider_options),
+        ]
 
 
 TARGET = TensorRtTarget()

@@ -9,10 +9,10 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 
-from qsample.compiler.quantize import experts as module
+from qsample.compiler.quantize import blocks as module
+from qsample.compiler.quantize.blocks import float_bytes, quantization_report
 from qsample.compiler.quantize.experts import quantize_experts
-from qsample.compiler.quantize.report import float_bytes, quantization_report
-from qsample.compiler.quantize.rounding import WeightQuantization
+from qsample.compiler.quantize.methods import WeightQuantization
 from qsample.graph import moe
 from qsample.tensors import Array
 from tests.helpers.mixtures import experts_reference
@@ -84,7 +84,7 @@ def saved(model: ir.Model, folder: Path) -> tuple[ort.InferenceSession, dict[str
 
 def dequantized(stored: dict[str, Array], name: str, way: WeightQuantization) -> Array:
     """float64 [E, N, K], from what is stored; written from the operator's documentation."""
-    levels = unpacked(stored[f"{name}_packed"], way.bits)
+    levels = unpacked(stored[f"{name}_blocks"], way.bits)
     scales = stored[f"{name}_scales"].astype(np.float64).reshape(*levels.shape[:2], -1)
     blocks = scales.shape[2]
     middle = np.full(scales.shape, 2 ** (way.bits - 1))

@@ -9,8 +9,8 @@ import onnx_ir as ir
 import pytest
 
 from qsample import AutoModelForCausalLM
+from qsample.compiler.quantize.blocks import QuantizationReport, quantization_report
 from qsample.compiler.quantize.float16 import store_as_float16
-from qsample.compiler.quantize.report import QuantizationReport, quantization_report
 from qsample.graph.edit import initializer
 from tests.helpers.small_graphs import loop_graph, normal, operators, results, small_graph
 

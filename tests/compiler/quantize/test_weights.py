@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,11 +14,13 @@ import pytest
 from qsample import AutoModelForCausalLM
 from qsample.compiler.compile import compile_package
 from qsample.compiler.options import CompileOptions
-from qsample.compiler.quantize.report import quantization_report
-from qsample.compiler.quantize.rounding import WeightQuantization
-from qsample.compiler.quantize.weights import quantize_weights
+from qsample.compiler.quantize import weights
+from qsample.compiler.quantize.blocks import quantization_report
+from qsample.compiler.quantize.methods import WeightQuantization
+from qsample.compiler.quantize.weights import check_quantized, head_products, quantize_weights, sensitive_products
 from qsample.errors import CompileError
 from qsample.graph import edit
+from qsample.graph.edit import initializer
 from qsample.package import read_package
 from tests.helpers.small_graphs import loop_graph, normal, small_graph
 
@@ -42,8 +45,8 @@ def small_model(weights: dict[str, np.ndarray], odd: int = ODD) -> ir.Model:
     """ids → Gather(table) → lookup; x → MatMul(matrix) → product; x → FusedMatMul(table transposed) → scores;
     part → MatMul(odd) → rest. odd: the width of part."""
     initializers = {name: value(name, list(array.shape)) for name, array in weights.items()}
-    for name, initializer in initializers.items():
-        initializer.const_value = ir.Tensor(weights[name], name=name)
+    for name, constant in initializers.items():
+        constant.const_value = ir.Tensor(weights[name], name=name)
     ids, x, part = (
         value("ids", ["B", "S"], ir.DataType.INT64),
         value("x", ["B", "S", HIDDEN]),
@@ -317,3 +320,163 @@ def test_the_packages_own_dtype_is_no_quantization(llama_package: Path, tmp_path
     )
     assert compiled.manifest.compilation is not None
     assert compiled.manifest.compilation.quantization is None
+
+
+def decoder(layers: int) -> ir.Model:
+    """Layers of qkv → mix → out → up → down; then the head."""
+    states = "".join(f", float[1,4] state{layer}" for layer in range(layers))
+    body, value = [], "x"
+    for i in range(layers):
+        body += [f"n{i} = Relu({value})", f"qkv{i} = MatMul(n{i}, w)", f"mix{i} = Add(qkv{i}, state{i})"]
+        body += [f"out{i} = MatMul(mix{i}, w)", f"r{i} = Add({value}, out{i})", f"up{i} = MatMul(r{i}, w)"]
+        body += [f"down{i} = MatMul(up{i}, w)", f"s{i} = Add(r{i}, down{i})"]
+        value = f"s{i}"
+    body += [f"norm = Relu({value})", "logits = MatMul(norm, w)"]
+    model = small_graph(f"g (float[1,4] x, float[4,4] w{states}) => (float[1,4] logits) {{ {chr(10).join(body)} }}")
+    for layer, state in enumerate(model.graph.inputs[2:]):
+        state.name = f"past_key_values.{layer}.key"
+    return model
+
+
+@pytest.mark.parametrize(("layers", "kept"), [(1, []), (2, []), (3, [1]), (5, [1, 2, 3])])
+def test_the_head_and_the_outer_layers(layers: int, kept: list[int]) -> None:
+    model = decoder(layers)
+    products = [node for node in model.graph if node.op_type == "MatMul"]
+    wide = sensitive_products(model.graph, products)
+    narrow = {node.outputs[0].name for node in products if node not in wide}
+    assert narrow == {f"{part}{layer}" for layer in kept for part in ("qkv", "out", "up", "down")}
+    assert [node.outputs[0].name for node in head_products(model.graph, products)] == ["logits"]
+
+
+def products(*sizes: int, dtype: ir.DataType = ir.DataType.FLOAT, packed: bool = False) -> ir.Model:
+    """A product for each input size; packed: by weights that came quantized."""
+    graph = ir.Graph([], [], nodes=[], opset_imports={"": 20, "com.microsoft": 1}, name="products")
+    for index, size in enumerate(sizes):
+        x = ir.Value(name=f"x{index}", shape=ir.Shape(["B", size]), type=ir.TensorType(dtype))
+        graph.inputs.append(x)
+        if packed:
+            levels = [
+                initializer(graph, f"b{index}", np.zeros((8, size // 32, 16), np.uint8)),
+                initializer(graph, f"s{index}", np.ones(size // 4, dtype.numpy())),
+            ]
+            node = ir.node("MatMulNBits", [x, *levels], {"K": size, "N": 8, "block_size": 32}, domain="com.microsoft")
+        else:
+            node = ir.node("MatMul", [x, initializer(graph, f"w{index}", np.ones((size, 8), dtype.numpy()))])
+        graph.append(node)
+        graph.outputs.append(node.outputs[0])
+    return ir.Model(graph, ir_version=10)
+
+
+@pytest.mark.parametrize(
+    ("model", "block_size", "message"),
+    [
+        (products(20, 9), 16, r"none of their input sizes \(9, 20\) is a multiple of 16, the smallest block; leave"),
+        (
+            products(40, 1000),
+            256,
+            r"none of their input sizes \(40, 1000\) is a multiple of 16, the smallest block",
+        ),
+        (products(64, dtype=ir.DataType.DOUBLE), 16, "by no constant matrix of float32, float16 or bfloat16; leave"),
+        (
+            products(64, packed=True),
+            16,
+            "no constant matrix .* brought quantized, which stay as they are; leave weights",
+        ),
+    ],
+    ids=lambda value: None if isinstance(value, ir.Model) else str(value)[:20],
+)
+def test_nothing_to_quantize(model: ir.Model, block_size: int, message: str) -> None:
+    way = WeightQuantization(4, block_size)
+    assert not quantize_weights(model, way)
+    with pytest.raises(
+        CompileError, match=f"4-bit weights were asked for and no matrix .* can be quantized: .*{message}"
+    ):
+        check_quantized(model, way)
+
+
+@pytest.mark.parametrize("dtype", [ir.DataType.FLOAT, ir.DataType.BFLOAT16])
+def test_one_matrix_is_enough(dtype: ir.DataType) -> None:
+    model = products(20, 64, dtype=dtype)
+    assert quantize_weights(model, WeightQuantization(8, 64))
+    check_quantized(model, WeightQuantization(8, 64))
+
+
+def test_a_package_of_which_nothing_is_quantized(
+    llama_package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its hidden size is 64, its inner size 96."""
+    monkeypatch.setattr(weights, "BLOCK_SIZES", (256,))
+    with pytest.raises(CompileError, match=r"no matrix of the model can be quantized: .*input sizes \(64, 96\)"):
+        compile_package(
+            read_package(llama_package), tmp_path / "out", CompileOptions(ctx_len=32, weights="int4", block_size=256)
+        )
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("method", ["rtn", "k_quant"])
+@pytest.mark.parametrize(("asked", "inputs", "got"), [(128, 2880, 64), (256, 48, 16), (32, 80, 16), (64, 96, 32)])
+def test_inputs_that_the_block_does_not_divide(asked: int, inputs: int, got: int, method: str, tmp_path: Path) -> None:
+    """The largest smaller block that divides them is taken: for 2,880, gpt-oss's width, and 128 that is 64."""
+    weights = {"table": normal(VOCAB, HIDDEN, seed=3), "matrix": normal(HIDDEN, 8, seed=4), "odd": normal(inputs, 24)}
+    model, way = small_model(weights, odd=inputs), WeightQuantization(4, asked, method)
+    assert quantize_weights(model, way)
+    report = quantization_report(model)
+    assert report is not None
+    assert (report.matrices, report.float_bytes) == (3, 0)
+    assert report.block_sizes == tuple(sorted({got, min(asked, HIDDEN)}))
+    ir.save(model, tmp_path / "m.onnx", external_data="m.data")
+
+    taken = replace(way, block_size=got)
+    expected = dequantized(tmp_path, "odd", taken)
+    assert expected.shape == (24, inputs)
+    error = np.abs(expected - weights["odd"].T).reshape(24, -1, got).mean(-1)
+    assert (error < np.abs(weights["odd"].T).reshape(24, -1, got).max(-1) / 14).all()  # half of a level
+    feeds = {"ids": np.zeros((1, 1), np.int64), "x": np.zeros((1, 1, HIDDEN), np.float32)}
+    rest = ort.InferenceSession(tmp_path / "m.onnx").run(["rest"], feeds | {"part": np.eye(inputs, dtype=np.float32)})
+    np.testing.assert_allclose(rest[0].T, expected, rtol=0.01, atol=1e-3)
+
+
+@pytest.mark.parametrize("way", [WAYS[0], WAYS[5], WAYS[6]], ids=str)
+@pytest.mark.parametrize("inputs", [40, 1000])
+def test_inputs_that_no_block_divides(inputs: int, way: WeightQuantization, tmp_path: Path) -> None:
+    """The last block of a row is filled up, where the device takes that."""
+    weights = {"table": normal(VOCAB, HIDDEN, seed=3), "matrix": normal(HIDDEN, 8, seed=4), "odd": normal(inputs, 24)}
+    model = small_model(weights, odd=inputs)
+    assert quantize_weights(model, way, pads=True)
+    report = quantization_report(model)
+    assert report is not None
+    assert (report.matrices, report.float_bytes) == (3, 0)
+    ir.save(model, tmp_path / "m.onnx", external_data="m.data")
+
+    taken = replace(way, block_size=min(way.block_size, 32 if inputs == 40 else 64))
+    expected = dequantized(tmp_path, "odd", taken)[:, :inputs]
+    error = np.abs(expected - weights["odd"].T)
+    assert error.mean() < np.abs(weights["odd"]).max() / (2**way.bits - 2)
+    session = ort.InferenceSession(tmp_path / "m.onnx")
+    for rows in (1, 5):
+        x = normal(rows, inputs, seed=5)
+        feeds = {"ids": np.zeros((1, 1), np.int64), "x": np.zeros((1, 1, HIDDEN), np.float32), "part": x}
+        exact = x @ expected.T
+        # Activations are rounded to int8.
+        assert np.abs(session.run(["rest"], feeds)[0] - exact).max() < 0.02 * np.abs(exact).max()
+
+
+def test_what_is_not_filled_up() -> None:
+    """Rows that are looked up, inputs of less than a block, and a device that does not take it."""
+    for changed, pads in (({"table": normal(VOCAB, 40)}, True), ({"odd": normal(9, 8)}, True), ({}, False)):
+        arrays = make_weights() | changed
+        model = small_model(arrays, odd=len(arrays["odd"]))
+        quantize_weights(model, WeightQuantization(4, 32), pads=pads)
+        assert next(iter(changed), "odd") in model.graph.initializers
+
+
+def test_a_packages_block_sizes(llama_package: Path, tmp_path: Path) -> None:
+    """Its hidden size is 64, its inner size 96. The manifest says both what was asked for and what was taken."""
+    compile_package(
+        read_package(llama_package), tmp_path / "out", CompileOptions(ctx_len=32, weights="int8", block_size=128)
+    )
+    compilation = read_package(tmp_path / "out").manifest.compilation
+    assert compilation is not None
+    assert compilation.quantization is not None
+    assert compilation.quantization["block_size"] == 128
+    assert compilation.quantization["block_sizes"] == [32, 64]

@@ -6,15 +6,14 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-import onnx_ir as ir
 import pytest
 
-from qsample.compiler.compile import optimize
 from qsample.compiler.options import CompileOptions
 from qsample.compiler.plan import make_plan
 from qsample.compiler.targets.cpu import TARGET
 from qsample.graph.join import cut_at_logits
 from qsample.package import read_package
+from tests.helpers.building import build
 
 CAPACITY = 48
 LAYERS = 2  # of every tiny model
@@ -38,7 +37,6 @@ def test_operators_of_a_layer(
 ) -> None:
     package = read_package(exported(model_type))
     plan = make_plan(package, CompileOptions(batch_size=4, ctx_len=CAPACITY))
-    TARGET.publish(*optimize(plan, TARGET), plan, tmp_path)
-    decoder = cut_at_logits(ir.load(tmp_path / "decoder.onnx"), package.interface)
+    decoder = cut_at_logits(build(plan, TARGET, tmp_path).model, package.interface)
     found = Counter(node.op_type for node in decoder.graph)
     assert found == Counter({operator: LAYERS * count for operator, count in layer.items()}) + ONCE

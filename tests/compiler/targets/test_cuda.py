@@ -21,10 +21,10 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 
-from qsample.compiler.compile import compile_package, optimize
+from qsample.compiler.compile import compile_package
 from qsample.compiler.options import WEIGHT_BITS, CompileOptions
 from qsample.compiler.plan import CompilePlan, make_plan
-from qsample.compiler.quantize.report import quantization_report
+from qsample.compiler.quantize.blocks import quantization_report
 from qsample.compiler.targets.cuda import CudaTarget, capture_problems
 from qsample.errors import CompileError
 from qsample.graph.edit import constant
@@ -35,6 +35,7 @@ from qsample.ort.session import check_interface
 from qsample.package import Package, read_package
 from qsample.runtime import load
 from qsample.tensors import DTYPES
+from tests.helpers.building import build
 from tests.helpers.capturing import capturing, compile_captured
 from tests.helpers.cuda_kernels import KERNELS, VALUES_OF_WHERE, has_kernel
 from tests.helpers.plain_host import OFF, PlainHost
@@ -54,17 +55,14 @@ def planned(package: Package, dtype: str, **options: Any) -> CompilePlan:
     return replace(plan, interface=CudaTarget().interface(plan))
 
 
-def build(plan: CompilePlan) -> ir.Model:
+def published(plan: CompilePlan, folder: Path) -> ir.Model:
     """The graph as it is published."""
-    target = CudaTarget()
-    model, sampler = optimize(plan, target)
-    target.join(model, sampler, plan)
-    return model
+    return build(plan, CudaTarget(), folder, until="check-capture").model
 
 
 @pytest.fixture(scope="module")
-def bfloat16(exported: Callable[..., Path]) -> ir.Model:
-    return build(planned(read_package(exported("qwen3")), "bfloat16"))
+def bfloat16(exported: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> ir.Model:
+    return published(planned(read_package(exported("qwen3")), "bfloat16"), tmp_path_factory.mktemp("bfloat16"))
 
 
 def test_nothing_forbids_replay(bfloat16: ir.Model) -> None:
@@ -134,10 +132,12 @@ def test_weights_and_states_are_in_half_precision(bfloat16: ir.Model) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "weights"), [("float16", "int4"), ("bfloat16", "int4"), ("bfloat16", "int8")])
-def test_quantized_weights_keep_scales_in_half_precision(dtype: str, weights: str, llama_package: Path) -> None:
+def test_quantized_weights_keep_scales_in_half_precision(
+    dtype: str, weights: str, llama_package: Path, tmp_path: Path
+) -> None:
     """And they are the model's: what the head stands for, which no pass joins with others."""
     bits = WEIGHT_BITS[weights]
-    model = build(planned(read_package(llama_package), dtype, weights=weights))
+    model = published(planned(read_package(llama_package), dtype, weights=weights), tmp_path)
     packed = [node for node in model.graph if node.op_type == "MatMulNBits"]
     assert len(packed) == 4 * LAYERS + 1
     scales = {node.inputs[2].dtype for node in packed if node.inputs[2] is not None}
@@ -163,7 +163,7 @@ def test_quantized_weights_keep_scales_in_half_precision(dtype: str, weights: st
 def test_float16_logits_are_close(llama_package: Path, tmp_path: Path) -> None:
     plan = planned(read_package(llama_package), "float16")
     interface = plan.interface
-    model = cut_at_logits(build(plan), interface)
+    model = cut_at_logits(published(plan, tmp_path), interface)
     from qsample.exporters.portable import build_initial_state
 
     ir.save(build_initial_state(interface), tmp_path / "initial_state.onnx")

@@ -9,23 +9,25 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 
-from qsample.compiler.compile import compile_package, optimize
+from qsample.compiler.compile import compile_package
 from qsample.compiler.options import CompileOptions
 from qsample.compiler.plan import make_plan
-from qsample.compiler.quantize.report import quantization_report
+from qsample.compiler.quantize.blocks import quantization_report
 from qsample.compiler.targets.openvino import OpenVinoTarget
 from qsample.ort.providers import is_plugin, plugin_devices
 from qsample.package import Package
 from qsample.runtime import load
+from tests.helpers.building import build
 from tests.helpers.sampling_cases import generate
 
 CAPACITY = 48
 CONTROL_FLOW = {"If", "Loop", "Scan"}
 
 
-def test_openvino_is_given_the_model_without_the_sampler(llama: Package) -> None:
+def test_openvino_is_given_the_model_without_the_sampler(llama: Package, tmp_path: Path) -> None:
     target = OpenVinoTarget()
-    model, _ = optimize(make_plan(llama, CompileOptions(provider="openvino", ctx_len=CAPACITY)), target)
+    plan = make_plan(llama, CompileOptions(provider="openvino", ctx_len=CAPACITY))
+    model = build(plan, target, tmp_path, until="check-states").model
     assert quantization_report(model) is None
     assert not CONTROL_FLOW & {node.op_type for node in model.graph.all_nodes()}
     assert [value.name for value in model.graph.inputs[:3]] == ["input_ids", "input_lengths", "lengths"]

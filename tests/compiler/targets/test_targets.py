@@ -1,19 +1,23 @@
-"""The registry of targets, and what all of them refuse before any work."""
+"""The registry of targets, their refusals before any work, and a target of somebody else in one file."""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from qsample.compiler import targets
+from qsample import AutoModelForCausalLM, cli
 from qsample.compiler.compile import compile_package
 from qsample.compiler.options import CompileOptions
-from qsample.compiler.targets import cpu, find_target, target_names
-from qsample.errors import CompileError
+from qsample.compiler.targets import Target, find_target, target_names
+from qsample.errors import CompileError, PackageError
+from qsample.models import PackagedModel
 from qsample.ort.providers import available_providers
 from qsample.package import Package, read_package
+from qsample.runtime import load
+from tests.helpers.fake_package import fake_package
 
 
 def test_the_targets_are_found_by_name() -> None:
@@ -62,13 +66,83 @@ def test_unknown_provider_lists_the_targets(llama_package: Path, tmp_path: Path)
         compile_package(read_package(llama_package), tmp_path / "device", CompileOptions(provider="tpu"))
 
 
-def test_an_entry_point_adds_a_target(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Point:
-        name = "mine"
+TOY = """
+from qsample.compiler.pipeline import fixed_sizes, graph_pass, quantization_phases, save, step
+from qsample.compiler.targets import Target
 
-        def load(self) -> Any:
-            return cpu
+def count_nodes(model):
+    counted.append(len(model.graph))
+    return False
 
-    monkeypatch.setattr(targets, "entry_points", lambda group: [Point()] if group == "qsample.targets" else [])
-    assert targets.target_names() == ["cpu", "cuda", "mine", "openvino", "tensorrt"]
-    assert targets.find_target("mine") is cpu.TARGET
+def place(build):
+    build.placement = {"CPUExecutionProvider": {"everything": len(build.model.graph)}}
+
+class Toy(Target):
+    name = "toy"
+    execution_providers = ("CPUExecutionProvider",)
+    provider_options = {"toy_option": "1"}  # which no package but one for this target may have
+
+    def phases(self, plan):
+        return [
+            fixed_sizes(plan, self.fixed_axes(plan)),
+            graph_pass(count_nodes),
+            *quantization_phases(plan),
+            step(save),
+            step(place),
+        ]
+
+counted = []
+TARGET = Toy()
+"""
+
+
+@pytest.fixture
+def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A distribution with a target, installed: one module, and the entry point that names it."""
+    site = tmp_path / "site"
+    (site / "toy_target-1.0.dist-info").mkdir(parents=True)
+    (site / "toy_target-1.0.dist-info" / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: toy-target\nVersion: 1.0\n"
+    )
+    (site / "toy_target-1.0.dist-info" / "entry_points.txt").write_text("[qsample.targets]\ntoy = toy_target\n")
+    (site / "toy_target.py").write_text(TOY)
+    monkeypatch.syspath_prepend(site)
+    monkeypatch.delitem(sys.modules, "toy_target", raising=False)
+
+
+@pytest.mark.usefixtures("toy")
+def test_a_target_in_one_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    portable = fake_package(tmp_path / "portable")
+    assert "toy" in target_names()
+    assert isinstance(find_target("toy"), Target)
+
+    options: dict[str, Any] = {"max_new_tokens": 6, "seed": 3}
+    wanted = PackagedModel(portable).generate("abc", **options).token_ids
+    compiled = PackagedModel(portable).compile(tmp_path / "toy", provider="toy", ctx_len=32)
+    compilation = compiled.package.manifest.compilation
+    assert compilation is not None
+    assert (compilation.provider, dict(compilation.provider_options)) == ("toy", {"toy_option": "1"})
+    assert compilation.self_test["agreeing"] == compilation.self_test["tokens"]
+    assert compiled.generate("abc", **options).token_ids == wanted
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "toy").generate("abc", **options).token_ids == wanted
+
+    command = ["compile", str(portable.path), str(tmp_path / "quantized"), "--provider", "toy", "--ctx-len", "32"]
+    assert cli.run([*command, "--weights", "int8", "--debug-dump", str(tmp_path / "dump")]) == 0
+    assert (tmp_path / "dump" / "02-count-nodes.onnx").is_file()
+    capsys.readouterr()
+    assert cli.run(["generate", str(tmp_path / "toy"), "--provider", "toy", "-p", "abc", "--json"]) == 0
+    assert '"token_ids"' in capsys.readouterr().out
+
+    fitted: dict[str, Any] = {"weights": "int4", "quantization_method": "gptq", "calibration_text": "a text"}
+    with pytest.raises(CompileError, match=r"'gptq' runs the graph .* and provider is 'toy'; take 'hqq'"):
+        PackagedModel(portable).compile(tmp_path / "fitted", provider="toy", **fitted)
+
+
+def test_its_options_are_not_trusted_once_it_is_not_installed(
+    toy: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    portable = fake_package(tmp_path / "portable")
+    PackagedModel(portable).compile(tmp_path / "toy", provider="toy", ctx_len=32)
+    monkeypatch.undo()
+    with pytest.raises(PackageError, match="sets CPUExecutionProvider's option 'toy_option' to '1'"):
+        load(tmp_path / "toy")

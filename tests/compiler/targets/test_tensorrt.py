@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import onnx_ir as ir
 
-from qsample.compiler.compile import optimize
 from qsample.compiler.options import CompileOptions
 from qsample.compiler.plan import make_plan
 from qsample.compiler.targets.tensorrt import TensorRtTarget
 from qsample.package import Package
+from tests.helpers.building import build
 
 CAPACITY = 48
 CONTROL_FLOW = {"If", "Loop", "Scan"}
 
 
-def test_tensorrt_is_given_fixed_shapes_and_plain_operators(llama: Package) -> None:
+def test_tensorrt_is_given_fixed_shapes_and_plain_operators(llama: Package, tmp_path: Path) -> None:
     target = TensorRtTarget()
     plan = make_plan(llama, CompileOptions(provider="tensorrt", batch_size=1, ctx_len=CAPACITY, dtype="float16"))
     interface = target.interface(plan)
     assert (interface.dtype, interface.captured) == ("float16", False)
-    model, _ = optimize(plan, target)
+    model = build(plan, target, tmp_path, until="check-states").model
     assert not CONTROL_FLOW & {node.op_type for node in model.graph.all_nodes()}
     for value in model.graph.inputs:
         assert value.shape is not None

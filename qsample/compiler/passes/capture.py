@@ -1,9 +1,9 @@
-"""Removes copies from the host to the device, which forbid the capture of a CUDA graph.
+"""What the capture of a CUDA graph needs: no copies from the host to the device, and an opset that CUDA's kernels know.
 
-ONNX Runtime computes shapes on the host, and copies one to the device where a kernel there takes it for data. Such a
-copy forbids the capture (https://github.com/microsoft/onnxruntime/pull/16491: every node on CUDA, or on
-the CPU and no Memcpy). Where a graph calculates with a shape, it can cut that number out of a constant 0, 1, 2 … on the
-device instead: where to cut, the kernel reads on the host.
+ONNX Runtime computes shapes on the host, and copies a shape to the device if a kernel there takes it for data. Such a
+copy forbids the capture (https://github.com/microsoft/onnxruntime/pull/16491: every node on CUDA, or on the CPU and no
+Memcpy). A graph that calculates with a shape can cut that number out of a constant 0, 1, 2 … on the device instead:
+kernels read the position of the cut on the host.
 """
 
 from __future__ import annotations
@@ -12,11 +12,14 @@ from collections.abc import Collection
 from typing import Final, NamedTuple
 
 import numpy as np
+import onnx.defs
 import onnx_ir as ir
 
+from qsample.errors import CompileError
 from qsample.graph.edit import constant, initializer, insert
 from qsample.graph.gqa import OP_TYPE as ATTENTION
 from qsample.graph.gqa import Slot, attentions, set_inputs
+from qsample.graph.operators import CONTRIB_DOMAIN
 
 # Inputs that CUDA kernels read on the host: operator → their indices.
 _ON_HOST: Final[dict[str, Collection[int]]] = {
@@ -212,3 +215,46 @@ def _as(before: ir.Node, value: ir.Value, dtype: ir.DataType | None) -> ir.Value
 
 def _int64(graph: ir.Graph, number: int) -> ir.Value:
     return initializer(graph, f"int64_{number}", np.array([number], dtype=np.int64))
+
+
+# Gelu is of opset 20; ONNX Runtime had both of its forms before.
+_GELU: Final = {"none": "Gelu", "tanh": "FastGelu"}
+
+
+def lower_opset(model: ir.Model, opset: int) -> bool:
+    """Declare `model` to be of `opset`, in place, and rewrite what that opset writes differently.
+
+    Returns whether it was of another one. Raises CompileError for an operator, or an attribute of one, that the opset
+    does not have.
+    """
+    modified: bool = model.opset_imports.get("") != opset
+    for node in model.graph.all_nodes():
+        node.version = None
+        if node.domain == "":
+            _lower(node, opset)
+    model.opset_imports[""] = opset
+    return modified
+
+
+def _lower(node: ir.Node, opset: int) -> None:
+    if node.op_type == "Gelu":
+        approximate = node.attributes.pop("approximate", None)
+        node.op_type = _GELU["none" if approximate is None else approximate.as_string()]
+        node.domain = CONTRIB_DOMAIN
+        assert node.graph is not None
+        node.graph.opset_imports.setdefault(CONTRIB_DOMAIN, 1)
+        return
+    if node.op_type == "Cast":
+        node.attributes.pop("saturate", None)  # of casts to float8
+    if not onnx.defs.has(node.op_type, ""):
+        return  # ONNX Runtime's own, like SimplifiedLayerNormalization
+    try:
+        schema = onnx.defs.get_schema(node.op_type, opset, "")
+    except onnx.defs.SchemaError as error:
+        raise CompileError(f"{node.op_type} {node.name} is not in opset {opset}, which this provider takes") from error
+    unknown = [name for name in node.attributes if name not in schema.attributes]
+    if unknown:
+        raise CompileError(
+            f"{node.op_type} {node.name} has {', '.join(unknown)}, which opset {opset} lacks, and this provider takes "
+            "no newer one"
+        )

@@ -1,19 +1,20 @@
-"""The numbers of quantized weights: one matrix enters, its levels, scales and zero points leave.
+"""The registry of quantization methods: each turns a matrix into levels, scales and zero points.
 
-They come from ONNX Runtime's own quantizers.
+The numbers come from ONNX Runtime's own quantizers. A new method is a function here and its line in `METHODS`.
+
+Loads NumPy only: the options of compile are checked even if onnx is not installed.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
-from qsample.compiler.options import QUANTIZATION_METHODS
 from qsample.graph.operators import BLOCK_SIZES, pack_bits
 from qsample.tensors import Array
 
@@ -25,13 +26,13 @@ Levels = tuple[Array, Array, Array]
 
 @dataclass(frozen=True, slots=True)
 class WeightQuantization:
-    """bits: 4 or 8. block_size: weights of one row that share a scale, one of BLOCK_SIZES. method: one of
-    QUANTIZATION_METHODS. mixed: what `precision` names has 8 bits.
+    """How weights are quantized.
 
-    "rtn" rounds to the nearest symmetric level. "k_quant" searches each block's scale and offset, as llama.cpp does: in
-    NumPy, so slower, and closer. "hqq" solves for the offset that few large errors weigh least on (half-quadratic
-    quantization, https://mobiusml.github.io/hqq_blog), in torch. "gptq" fits the levels to a text (`gptq.py`), and
-    rounds as hqq does what is not multiplied by in the graph itself, and the head.
+    Attributes:
+        bits: 4 or 8.
+        block_size: weights of one row that share a scale, one of BLOCK_SIZES.
+        method: a name in METHODS.
+        mixed: whether the matrices that `weights.sensitive_products` names get 8 bits.
     """
 
     bits: int
@@ -42,30 +43,27 @@ class WeightQuantization:
     def __post_init__(self) -> None:
         if self.block_size not in BLOCK_SIZES:
             raise ValueError(f"block_size is {self.block_size}; choose one of {', '.join(map(str, BLOCK_SIZES))}")
-        if self.method not in QUANTIZATION_METHODS:
-            raise ValueError(f"quantization method is {self.method!r}; choose one of {', '.join(QUANTIZATION_METHODS)}")
+        if self.method not in METHODS:
+            raise ValueError(f"quantization method is {self.method!r}; choose one of {', '.join(METHODS)}")
 
-
-class NewestResult:
-    """The levels that were computed last: those of one matrix are several initializers, saved in a row."""
-
-    def __init__(self) -> None:
-        self._compute: Callable[[], Levels] | None = None
-        self._result: Levels | None = None
-
-    def of(self, compute: Callable[[], Levels]) -> Levels:
-        if self._result is None or self._compute != compute:
-            self._result = None  # before the next is in memory
-            self._result = compute()
-            self._compute = compute
-        return self._result
+    @property
+    def symmetric(self) -> bool:
+        """Whether levels are symmetric around the middle one, so that no zero points are stored."""
+        return METHODS[self.method].symmetric
 
 
 def quantize_matrix(weight: Array, quantization: WeightQuantization) -> Levels:
-    """weight: [K, N] of float32, float16 or bfloat16, K a multiple of the block size. Returns blocks [N, K / block
-    size, bytes], uint8; scales, one a block, dtype of the weight; zero points [N, K / block size], uint8, which mean
-    nothing where the method is "rtn"."""
-    quantize = {"rtn": _round_to_nearest, "k_quant": _k_quant, "hqq": _hqq, "gptq": _hqq}[quantization.method]
+    """Quantize one matrix.
+
+    Args:
+        weight: [K, N] of float32, float16 or bfloat16, K a multiple of the block size.
+        quantization: how.
+
+    Returns:
+        Blocks [N, K / block size, bytes], uint8; scales, one a block, dtype of the weight; zero points [N, K / block
+        size], uint8, which mean nothing if the levels are symmetric.
+    """
+    quantize = METHODS[quantization.method].quantize
     if weight.dtype in (np.float32, np.float16):
         return quantize(weight, quantization)
     blocks, scales, zero_points = quantize(weight.astype(np.float32), quantization)
@@ -80,13 +78,14 @@ def _levels_of(scales: Array, zero_points: Array, weight: Array, quantization: W
     8-bit levels by up to half a step.
     """
     steps, bits = scales.astype(np.float32).reshape(-1, 1), quantization.bits
-    zeros = 2.0 ** (bits - 1) if quantization.method == "rtn" else zero_points.astype(np.float32).reshape(-1, 1)
+    zeros = 2.0 ** (bits - 1) if quantization.symmetric else zero_points.astype(np.float32).reshape(-1, 1)
     blocks = np.array(weight.T, np.float32, order="C").reshape(-1, quantization.block_size)
     levels = np.round(blocks / np.where(steps == 0, 1, steps) + zeros)
     return pack_bits(np.clip(levels, 0, 2**bits - 1).astype(np.uint8), bits)
 
 
 def _round_to_nearest(weight: Array, quantization: WeightQuantization) -> Levels:
+    """The nearest symmetric levels."""
     with _quiet_import():
         from onnxruntime.quantization.matmul_nbits_quantizer import (
             DefaultWeightOnlyQuantConfig,
@@ -131,6 +130,7 @@ def _quiet_import() -> Iterator[None]:
 
 
 def _k_quant(weight: Array, quantization: WeightQuantization) -> Levels:
+    """A search of each block's scale and offset, as in llama.cpp: in NumPy, so slower, and closer."""
     with _quiet_import():
         from onnxruntime.quantization.neural_compressor.weight_only import quant_tensor_k_quant_cpu
 
@@ -142,8 +142,11 @@ def _k_quant(weight: Array, quantization: WeightQuantization) -> Levels:
 
 
 def _hqq(weight: Array, quantization: WeightQuantization) -> Levels:
-    """The library's scales and offsets, the offsets rounded: MatMulNBits multiplies by levels with fractional ones some
-    300 times slower."""
+    """The offset that few large errors weigh least on (half-quadratic quantization, https://mobiusml.github.io/hqq_blog),
+    in torch.
+
+    Offsets are rounded: MatMulNBits multiplies some 300 times slower by levels with fractional offsets.
+    """
     import torch
 
     with _quiet_import():
@@ -183,3 +186,24 @@ def _on_grids(
         scales.astype(weight.dtype).reshape(outputs, -1, 1),
         zero_points.astype(np.uint8).reshape(outputs, -1),
     )
+
+
+class Method(NamedTuple):
+    """A quantization method.
+
+    quantize: the function that `quantize_matrix` calls, with float32 or float16. symmetric: its levels are symmetric
+    around the middle one. calibrated: levels are fitted to a text (`gptq.py`); `quantize` is for the matrices that are
+    not: those in loops, the head and lookup tables.
+    """
+
+    quantize: Callable[[Array, WeightQuantization], Levels]
+    symmetric: bool = False
+    calibrated: bool = False
+
+
+METHODS: Final[Mapping[str, Method]] = {
+    "rtn": Method(_round_to_nearest, symmetric=True),
+    "k_quant": Method(_k_quant),
+    "hqq": Method(_hqq),
+    "gptq": Method(_hqq, calibrated=True),
+}

@@ -1,20 +1,168 @@
-"""Joint projections: the same numbers from one matrix, and no weight read on the way."""
+"""ONNX Runtime's fusions: for which providers, and whether there was anything to fuse."""
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import onnx_ir as ir
 import pytest
 
-from qsample.compiler.passes.joint_projections import join_projections
-from qsample.compiler.passes.ort_fusions import fuse_operators
-from qsample.compiler.recipe import run
-from qsample.graph.edit import initializer, lazy_initializer
+from qsample.compiler.passes.fusions import FUSION_PROVIDERS, fuse_operators, join_projections, replace_gemms
+from qsample.compiler.pipeline import apply, lean_phases
+from qsample.graph.edit import fix_axes, initializer, lazy_initializer
 from qsample.graph.operators import pack_bits
 from qsample.tensors import Array
+from tests.helpers.building import run_on
 from tests.helpers.small_graphs import loop_graph, normal, operators, results, small_graph
+
+
+def test_an_unknown_provider() -> None:
+    with pytest.raises(ValueError, match="no fusions for provider 'tpu'; choose one of cpu, cuda"):
+        fuse_operators(small_graph("nothing (float[B] x) => (float[B] y) { y = Neg (x) }"), "tpu")
+
+
+@pytest.mark.parametrize("provider", FUSION_PROVIDERS)
+def test_whether_anything_changed(provider: str, llama_package: Path) -> None:
+    assert not fuse_operators(small_graph("nothing (float[B] x) => (float[B] y) { y = Neg (x) }"), provider)
+    model = ir.load(llama_package / "decoder.onnx")
+    assert fuse_operators(model, provider)
+    assert {"SimplifiedLayerNormalization", "SkipSimplifiedLayerNormalization"} <= set(operators(model))
+
+
+NEAR_NUMBERS = """
+near (float[B,S,128] x) => (float[B,S,128] normed, double[B,S,128] drawn, float[B,S,128] shifted, float[B,S,128] same)
+    <float eps = {7.8125e-9}, float two = {2.0}, int64[1] last = {-1}, float[128] weight = {%s},
+     double below_one = {0.99999994}, float tiny = {1e-9}, float one = {1.0}, float zero = {0.0}>
+{
+    squares = Pow (x, two)
+    mean = ReduceMean <keepdims = 1, noop_with_empty_axes = 0> (squares, last)
+    safe = Add (mean, eps)
+    root = Sqrt (safe)
+    inverse = Reciprocal (root)
+    unit = Mul (x, inverse)
+    normed = Mul (unit, weight)
+    wide = Cast <to = 11> (x)
+    drawn = Mul (wide, below_one)
+    shifted = Add (x, tiny)
+    multiplied = Mul (x, one)
+    same = Add (multiplied, zero)
+}
+"""
+
+
+@pytest.mark.parametrize("with_transformers", [True, False])
+@pytest.mark.parametrize("provider", FUSION_PROVIDERS)
+def test_numbers_near_0_and_1_are_what_they_are(
+    provider: str, with_transformers: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A norm's eps keeps zeros from becoming NaN; the draw's factor keeps it below a sum. Nothing but 0 and 1 goes."""
+    if not with_transformers:
+        monkeypatch.setitem(sys.modules, "transformers.exporters.onnxruntime_fusions", None)
+    model = small_graph(NEAR_NUMBERS % ", ".join(["0.088"] * 128))
+    x = normal(2, 3, 128)
+    x[0, 0] = 0
+    before = results(model, {"x": x})
+    apply(model, lambda model: fuse_operators(model, provider))
+    assert [value.name for value in model.graph.inputs] == ["x"]
+    assert {"SimplifiedLayerNormalization", "Mul", "Add"} <= set(operators(model))
+    after = results(model, {"x": x})
+    np.testing.assert_allclose(after[0], before[0], rtol=1e-5)
+    assert all(np.array_equal(*pair) for pair in zip(after[1:], before[1:], strict=True))
+
+
+@pytest.mark.parametrize(
+    "model_type", ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt2", "gemma2", "olmo_hybrid"))]
+)
+def test_without_transformers_a_graph_gets_the_same_nodes(
+    model_type: str, exported: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lean() -> Counter[str]:
+        model = ir.load(exported(model_type, include_sampler=False) / "decoder.onnx")
+        fix_axes(model, {"T": 64})
+        run_on(model, lean_phases("cpu", 64))
+        return Counter(operators(model))
+
+    fused = lean()
+    monkeypatch.setitem(sys.modules, "transformers.exporters.onnxruntime_fusions", None)
+    assert lean() == fused
+
+
+GRAPH = """
+project (float[B,S,8] x, float[B,S,4] like) => (float[B,S,4] result)
+    <int64[2] rows = {-1, 8}, float[8,4] weight = {%s}, float[4] bias = {1, 2, 3, 4}>
+{
+    flat = Reshape (x, rows)
+    product = Gemm <%s> (flat, weight%s)
+    shape = Shape (like)
+    result = Reshape (product, shape)
+}
+"""
+NUMBERS = ", ".join(str(number) for number in range(32))
+
+
+def gemm(attributes: str = "alpha = 1.0", bias: str = ", bias", columns: int = 4) -> ir.Model:
+    model = small_graph(GRAPH % (NUMBERS, attributes, bias), {"flat": ["R", 8], "product": ["R", columns]})
+    weight = model.graph.initializers["weight"]
+    weight.shape = weight.const_value.shape  # type: ignore[union-attr,assignment]
+    return model
+
+
+@pytest.mark.parametrize("bias", ["", ", bias"], ids=["without bias", "with bias"])
+def test_it_multiplies_the_states_before_they_were_flattened(bias: str) -> None:
+    plain, replaced = gemm(bias=bias), gemm(bias=bias)
+    assert apply(replaced, replace_gemms)
+    added = ["Add"] if bias else []
+    assert operators(replaced) == ["MatMul", *added, "Reshape", "Shape", "Reshape"]
+    product = replaced.graph.node(0)
+    assert product.inputs[0] is replaced.graph.inputs[0]
+    assert list(product.outputs[0].shape or ()) == ["B", "S", 4]
+    feeds = {"x": normal(2, 3, 8), "like": np.zeros((2, 3, 4), np.float32)}
+    for got, wanted in zip(results(replaced, feeds), results(plain, feeds), strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=1e-5)
+    assert not replace_gemms(replaced)
+
+
+def test_what_is_added_may_be_flattened_too() -> None:
+    text = f"""
+        residual (float[B,S,8] x, float[B,S,4] y) => (float[rows,4] result)
+            <int64[2] rows = {{-1, 8}}, int64[2] few = {{-1, 4}}, float[8,4] weight = {{{NUMBERS}}}>
+        {{
+            flat = Reshape (x, rows)
+            added = Reshape (y, few)
+            product = Gemm (flat, weight, added)
+            result = Neg (product)
+        }}"""
+    plain, replaced = (small_graph(text, {"flat": ["R", 8], "product": ["R", 4]}) for _ in range(2))
+    weight = replaced.graph.initializers["weight"]
+    weight.shape = weight.const_value.shape  # type: ignore[union-attr,assignment]
+    assert apply(replaced, replace_gemms)
+    feeds = {"x": normal(2, 3, 8), "y": normal(2, 3, 4, seed=1)}
+    for got, wanted in zip(results(replaced, feeds), results(plain, feeds), strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=1e-5)
+
+
+@pytest.mark.parametrize("attributes", ["alpha = 2.0", "beta = 0.5", "transA = 1", "transB = 1"])
+def test_one_that_scales_or_transposes_stays(attributes: str) -> None:
+    assert not replace_gemms(gemm(attributes))
+
+
+def test_one_of_unknown_shape_stays() -> None:
+    model = gemm()
+    model.graph.node(1).outputs[0].shape = None
+    assert not replace_gemms(model)
+
+
+def test_one_that_the_graph_returns_stays() -> None:
+    model = gemm()
+    product = model.graph.node(1).outputs[0]
+    product.type = ir.TensorType(ir.DataType.FLOAT)
+    model.graph.outputs.append(product)
+    assert not replace_gemms(model)
+
 
 HIDDEN = 8
 WIDTHS = {"query": 6, "key": 3, "value": 5}
@@ -103,7 +251,7 @@ def quantized(bits: int, zero_points: tuple[bool, bool], orders: Orders | None =
 @pytest.mark.parametrize("zero_points", [(False, False), (True, True), (False, True)])
 def test_quantized_weights_are_joined_as_they_are(bits: int, zero_points: tuple[bool, bool]) -> None:
     plain, joint = (quantized(bits, zero_points) for _ in range(2))
-    assert run(joint, [join_projections])
+    assert apply(joint, join_projections)
     assert operators(joint) == ["Identity", "MatMulNBits", "Split"]
     assert len(joint.graph.initializers) == (4 if any(zero_points) else 3)
     feeds = {"x": normal(3, 48)}
@@ -114,7 +262,7 @@ def test_quantized_weights_are_joined_as_they_are(bits: int, zero_points: tuple[
 def test_projections_that_read_columns_in_one_order_are_joined() -> None:
     order = np.random.default_rng(2).permutation(48).tolist()
     plain, joint = (quantized(4, (False, False), (order, order)) for _ in range(2))
-    assert run(joint, [join_projections])
+    assert apply(joint, join_projections)
     assert operators(joint) == ["Identity", "Gather", "MatMulNBits", "Split"]
     feeds = {"x": normal(3, 48)}
     for got, wanted in zip(results(joint, feeds), results(plain, feeds), strict=True):
@@ -131,7 +279,7 @@ def test_of_lookups_in_one_order_the_first_in_the_graph_stays() -> None:
     gather.replace_input_with(0, None)
     gather.replace_input_with(0, states)
     joint.graph.node("second").attributes["accuracy_level"] = ir.AttrInt64("accuracy_level", 1)  # nor are they joined
-    assert run(joint, [join_projections])
+    assert apply(joint, join_projections)
     assert [node.name for node in joint.graph if node.op_type == "Gather"] == ["first_gather"]
     feeds = {"x": normal(3, 48)}
     for got, wanted in zip(results(joint, feeds), results(plain, feeds), strict=True):
@@ -140,7 +288,7 @@ def test_of_lookups_in_one_order_the_first_in_the_graph_stays() -> None:
 
 def test_projections_of_a_token_are_joined_in_its_loop() -> None:
     plain, joint = (loop_graph(normal(64, 32, seed=1), normal(64, 32, seed=2)) for _ in range(2))
-    assert run(joint, [join_projections])
+    assert apply(joint, join_projections)
     body = joint.graph.node(0).attributes["body"].as_graph()
     assert [node.op_type for node in body] == ["MatMul", "Split", "Mul", "Add", "Identity"]
     assert sorted(value.shape.numpy() for value in joint.graph.initializers.values()) == [(2,), (64, 64)]

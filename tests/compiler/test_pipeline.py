@@ -9,18 +9,18 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from qsample.compiler.passes.gemm_to_matmul import replace_gemms
-from qsample.compiler.recipe import lean_passes, run
+from qsample.compiler.pipeline import apply, lean_phases
 from qsample.graph.edit import fix_axes
 from qsample.graph.join import cut_at_logits
 from qsample.graph.runner import GraphRunner
 from qsample.package import read_package
 from qsample.tensors import Array
+from tests.helpers.building import run_on
 from tests.helpers.tiny_models import VOCAB_SIZE
 
 CAPACITY = 48
-PASSES = lean_passes("cpu", CAPACITY)
-FUSIONS, LEAN = PASSES[: PASSES.index(replace_gemms)], PASSES[PASSES.index(replace_gemms) :]
+PHASES = lean_phases("cpu", CAPACITY)
+FUSIONS, LEAN = PHASES[:2], PHASES[2:]
 
 
 def test_each_pass_meets_a_graph_without_unused_nodes() -> None:
@@ -36,10 +36,10 @@ def test_each_pass_meets_a_graph_without_unused_nodes() -> None:
         last.replace_input_with(0, x)
         return modified
 
-    assert run(model, [skip_negation, skip_negation])
+    assert apply(model, skip_negation, skip_negation)
     assert met == [["Neg", "Abs"], ["Abs"]]
-    assert not run(model, [skip_negation])
-    assert not run(model, [])
+    assert not apply(model, skip_negation)
+    assert not apply(model)
 
 
 @pytest.mark.parametrize(
@@ -61,12 +61,13 @@ def test_same_logits(exported: Callable[..., Path], model_type: str) -> None:
     for leaner in (False, True):
         model = cut_at_logits(ir.load(package.path / "decoder.onnx"), package.interface)
         fix_axes(model, {"T": CAPACITY})
-        run(model, FUSIONS)
+        run_on(model, FUSIONS)
         before = len(model.graph)
         if leaner:
-            assert run(model, LEAN)
-            assert len(model.graph) < before
-            assert not run(model, LEAN)
+            run_on(model, LEAN)
+            assert (after := len(model.graph)) < before
+            run_on(model, LEAN)
+            assert len(model.graph) == after
         initial = package.path / "initial_state.onnx"
         runners.append(GraphRunner(model, initial, package.interface, CAPACITY, folder=package.path))
     plain, lean = (generate(runner) for runner in runners)

@@ -10,14 +10,16 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 
-from qsample.compiler.passes.no_host_copies import (
+from qsample.compiler.passes.capture import (
     cut_splits,
     fix_total_length,
     host_data,
     host_nodes,
+    lower_opset,
     remove_host_copies,
 )
-from qsample.compiler.recipe import run
+from qsample.compiler.pipeline import apply
+from qsample.errors import CompileError
 from qsample.graph.gqa import Slot
 from tests.helpers.small_graphs import normal, operators, results, small_graph
 
@@ -49,7 +51,7 @@ def test_numbers_from_shapes_are_cut_out_on_the_device(number: str, offset: int)
     model = decoder(number)
     assert host_data(model.graph) == [f"Add of_result takes {number}"]  # and the kernel of Reshape reads on the host
     assert {node.op_type for node in host_nodes(model.graph)} == {"Shape", "Squeeze", "Sub", "Concat"}
-    assert run(model, [partial(remove_host_copies, limit=10)])
+    assert apply(model, partial(remove_host_copies, limit=10))
     assert host_data(model.graph) == []
     assert not remove_host_copies(model, 10)
     feeds = {"x": np.zeros((2, 7), np.float32), "lengths": np.array([3, 4])}
@@ -61,7 +63,7 @@ def test_numbers_from_shapes_are_cut_out_on_the_device(number: str, offset: int)
 def test_shapes_that_the_graph_fixes_become_constants() -> None:
     model = decoder(rows=2)
     model.graph.inputs[0].shape = ir.Shape([2, 7])
-    assert run(model, [partial(remove_host_copies, limit=10)])
+    assert apply(model, partial(remove_host_copies, limit=10))
     assert "Shape" not in operators(model)
     assert host_data(model.graph) == []
 
@@ -87,7 +89,7 @@ def test_every_attention_reads_one_constant_length() -> None:
         }
         """
     )
-    assert run(model, [partial(fix_total_length, capacity=8)])
+    assert apply(model, partial(fix_total_length, capacity=8))
     assert operators(model) == ["GroupQueryAttention"] * 2
     first, second = (node.inputs[Slot.TOTAL_SEQUENCE_LENGTH] for node in model.graph)
     assert first is second
@@ -118,3 +120,35 @@ def test_splits_into_unequal_parts_become_slices(sizes: list[int], axis: int, is
     wanted = np.split(x, np.cumsum(sizes)[:-1], axis=axis)
     for got, part in zip(results(model, {"x": x}), wanted, strict=True):
         np.testing.assert_array_equal(got, part)
+
+
+def model_of(nodes: list[ir.Node], x: ir.Value) -> ir.Model:
+    return ir.Model(ir.Graph([x], [], nodes=nodes, opset_imports={"": 20}), ir_version=10)
+
+
+def test_gelu_is_written_as_onnx_runtime_does() -> None:
+    x = ir.val("x", ir.DataType.FLOAT, [2])
+    model = model_of([ir.node("Gelu", [x], {"approximate": "tanh"}), ir.node("Gelu", [x])], x)
+    assert lower_opset(model, 18)
+    assert [(node.domain, node.op_type) for node in model.graph] == [
+        ("com.microsoft", "FastGelu"),
+        ("com.microsoft", "Gelu"),
+    ]
+    assert model.opset_imports == {"": 18, "com.microsoft": 1}
+    assert not lower_opset(model, 18)
+
+
+def test_a_cast_forgets_what_is_for_float8() -> None:
+    x = ir.val("x", ir.DataType.FLOAT, [2])
+    model = model_of([ir.node("Cast", [x], {"to": ir.DataType.FLOAT16, "saturate": 1})], x)
+    assert lower_opset(model, 18)
+    assert list(model.graph.node(0).attributes) == ["to"]
+
+
+def test_what_the_opset_lacks_is_refused() -> None:
+    text = ir.val("text", ir.DataType.STRING, [2])
+    with pytest.raises(CompileError, match=r"StringConcat .* is not in opset 18"):
+        lower_opset(model_of([ir.node("StringConcat", [text, text])], text), 18)
+    x = ir.val("x", ir.DataType.FLOAT, [2])
+    with pytest.raises(CompileError, match=r"Reshape .* has allowzero, which opset 13 lacks"):
+        lower_opset(model_of([ir.node("Reshape", [x, None], {"allowzero": 1})], x), 13)

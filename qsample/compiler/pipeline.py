@@ -1,0 +1,239 @@
+"""The pipeline of compile: everything that is done to a decode graph, as one list of named phases.
+
+A target lists its phases; the functions here make those that several targets have. `run` executes a list on a `Build`
+and, for `debug_dump`, writes the graph after each phase.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import onnx_ir as ir
+from onnx_ir.passes import common as common_passes
+
+from qsample.compiler.debug_dump import DebugDump
+from qsample.compiler.passes.attention import pack_qkv, remove_head_transposes, simplify_reshapes
+from qsample.compiler.passes.fusions import fuse_operators, join_projections, replace_gemms
+from qsample.compiler.passes.rope import absorb_rope, fuse_rope
+from qsample.compiler.plan import CompilePlan, calibration_sequences
+from qsample.compiler.quantize.experts import quantize_experts
+from qsample.compiler.quantize.gptq import Calibration, calibrated_levels
+from qsample.compiler.quantize.kv_cache import measure_ranges, quantize_kv_cache
+from qsample.compiler.quantize.weights import check_quantized, quantize_weights
+from qsample.contract import CAPACITY, ROW_AXES
+from qsample.disk.space import check_free
+from qsample.graph.edit import all_initializers, fix_axes
+from qsample.graph.join import split_at_logits
+from qsample.graph.operators import BLOCK_SIZES
+from qsample.graph.weights import load_graph, widen_weights
+from qsample.progress import Progress, Stages
+
+Placement = dict[str, dict[str, int]]
+"""Execution provider → operator type → how many nodes run there."""
+
+OPTIMISING: Final = "optimising the graph"
+MEASURING: Final = "measuring keys and values"
+FITTING: Final = "fitting weights to the text"
+WRITING: Final = "writing the graph"
+TESTING: Final = "self-test"
+COMPARING: Final = "measuring the divergence"
+PUBLISHING: Final = "publishing"
+
+
+def stages_of(plan: CompilePlan, progress: Progress | None) -> Stages:
+    """The stages of a whole compile that `progress` is notified of, with their shares of the time."""
+    shares = {
+        OPTIMISING: 2,
+        MEASURING: 2 if plan.kv_cache_dtype is not None else 0,
+        FITTING: 4 if plan.calibrated else 0,
+        WRITING: 2,
+        TESTING: 2,
+        COMPARING: 3 if plan.quantized else 0,
+        PUBLISHING: 1,
+    }
+    return Stages(progress, shares)
+
+
+Pass = Callable[[ir.Model], bool]
+"""Changes a model in place and returns whether there was anything to change. It may leave nodes that nothing reads."""
+
+
+@dataclass(slots=True)
+class Build:
+    """A decode graph on its way through the phases.
+
+    Attributes:
+        plan: what is compiled, and how.
+        stages: reports the progress.
+        folder: the package's, which has `decoder.onnx` at the end.
+        scratch: an empty folder on the same disk, for files that are read until the graph is written.
+        model: the graph as it is after the phases so far.
+        sampler: the sampler while it is apart from the model; None if it is part of the model, or not in the graph.
+        provider_of: node name → provider, as ONNX Runtime reported it when it optimised the graph.
+        placement: where the nodes run; None until the last phase has found out.
+    """
+
+    plan: CompilePlan
+    stages: Stages
+    folder: Path
+    scratch: Path
+    model: ir.Model
+    sampler: ir.Model | None = None
+    provider_of: Mapping[str, str] = field(default_factory=dict)
+    placement: Placement | None = None
+
+    @property
+    def decoder(self) -> Path:
+        """The file that the last phases write."""
+        return self.folder / "decoder.onnx"
+
+    def replace_model(self, path: Path) -> None:
+        """Go on with the model in `path`, which was made of this one; what passes reported is kept."""
+        meta = self.model.meta
+        self.model = ir.load(path)
+        self.model.meta.update(meta)
+
+
+class Phase(NamedTuple):
+    """One entry of a target's list: its name, and a function that changes a build in place."""
+
+    name: str
+    run: Callable[[Build], object]
+
+
+def step(function: Callable[..., object], **arguments: object) -> Phase:
+    """The phase that calls `function` with the build and `arguments`, named after it."""
+    return Phase(function.__name__.replace("_", "-"), partial(function, **arguments))
+
+
+def graph_pass(function: Callable[..., bool], **arguments: object) -> Phase:
+    """The phase that runs a `Pass`, `function` with `arguments`, on the build's model, named after it."""
+
+    def run_pass(build: Build) -> None:
+        apply(build.model, partial(function, **arguments))
+
+    return Phase(function.__name__.replace("_", "-"), run_pass)
+
+
+def apply(model: ir.Model, *passes: Pass) -> bool:
+    """Run `passes` on `model` in order, in place; each starts from a graph without unused nodes.
+
+    Returns:
+        Whether any of them changed it.
+    """
+    modified = False
+    for change in passes:
+        if change(model):
+            common_passes.RemoveUnusedNodesPass()(model)
+            modified = True
+    return modified
+
+
+def start(plan: CompilePlan, stages: Stages, folder: Path, scratch: Path) -> Build:
+    """The build of a package's portable decode graph, whose weights stay in their files."""
+    stages.begin(OPTIMISING)
+    model = load_graph(plan.decoder)
+    widen_weights(model)
+    return Build(plan, stages, folder, scratch, model)
+
+
+def run(build: Build, phases: Iterable[Phase], dump: DebugDump | None = None) -> None:
+    """Run `phases` on `build` in order, and let `dump` write the graph before the first and after each of them."""
+    if dump is not None:
+        dump.write("portable", build.model)
+    for phase in phases:
+        phase.run(build)
+        if dump is not None:
+            dump.write(phase.name, build.model)
+
+
+def fixed_sizes(plan: CompilePlan, sizes: Mapping[str, int] | None = None) -> Phase:
+    """Gives the capacity, and the further axes in `sizes`, their fixed size."""
+    return graph_pass(fix_axes, sizes={CAPACITY: plan.ctx_len, **(sizes or {})})
+
+
+def split_sampler(build: Build) -> None:
+    """Cut the sampler off the model, which ends with its logits then."""
+    build.model, build.sampler = split_at_logits(build.model, build.plan.source.interface)
+
+
+def lean_phases(provider: str, capacity: int) -> list[Phase]:
+    """Phases that make ONNX Runtime's own operators of a decode graph, as few a layer as they allow.
+
+    A Llama layer is left with ten nodes: two norms with their skips, four matrix products, the attention, and the three
+    of the gate.
+
+    Args:
+        provider: one of `fusions.FUSION_PROVIDERS`.
+        capacity: T, fixed in the graph.
+    """
+    return [
+        graph_pass(join_projections),  # as the fusions would, but without reading the weights
+        graph_pass(fuse_operators, provider=provider),
+        # From here on, each clears the way for the next.
+        graph_pass(replace_gemms),
+        graph_pass(fuse_rope),
+        graph_pass(remove_head_transposes),
+        graph_pass(simplify_reshapes),
+        graph_pass(absorb_rope, capacity=capacity),
+        graph_pass(pack_qkv),
+    ]
+
+
+def quantization_phases(
+    plan: CompilePlan, *, expert_block_sizes: Collection[int] = BLOCK_SIZES, pads_blocks: bool = False
+) -> list[Phase]:
+    """Phases that quantize the cache and the weights as the plan says, and check the result.
+
+    Args:
+        plan: says what is quantized, if anything.
+        expert_block_sizes: those that the device's QMoE takes.
+        pads_blocks: whether the device's MatMulNBits takes a last block that is not full.
+    """
+    phases = [step(quantize_cache)] if plan.kv_cache_dtype is not None else []
+    if plan.weights is not None:
+        phases += [
+            graph_pass(quantize_experts, quantization=plan.weights, block_sizes=expert_block_sizes),
+            step(quantize_matrices, pads=pads_blocks),
+        ]
+    return [*phases, step(check)]
+
+
+def quantize_cache(build: Build) -> None:
+    """Make the cache int8, with scales that are measured with the portable graph."""
+    source, progress = build.plan.source, build.stages.begin(MEASURING)
+    ranges = measure_ranges(source.path, source.interface, build.plan.ctx_len, progress)
+    apply(build.model, partial(quantize_kv_cache, ranges=ranges))
+
+
+def quantize_matrices(build: Build, pads: bool) -> None:
+    """Quantize the weights, fitted to the calibration text if the method does that."""
+    plan, calibrate = build.plan, None
+    assert plan.weights is not None
+    if plan.calibrated:
+        progress = build.stages.begin(FITTING)
+        axes = {**plan.source.interface.sizes, CAPACITY: plan.ctx_len, **dict.fromkeys(ROW_AXES, 1)}
+        calibration = Calibration(calibration_sequences(plan), axes, build.scratch, progress)
+        calibrate = partial(calibrated_levels, calibration=calibration)
+    apply(build.model, partial(quantize_weights, quantization=plan.weights, pads=pads, calibrate=calibrate))
+
+
+def check(build: Build) -> None:
+    """Refuse a model of which nothing was quantized though it should be, and a disk without room for the package."""
+    build.stages.begin(WRITING)
+    plan = build.plan
+    if plan.weights is not None:
+        check_quantized(build.model, plan.weights)
+    tensors = (value.const_value for value in all_initializers(build.model.graph))
+    size = sum(tensor.nbytes for tensor in tensors if tensor is not None)
+    # ONNX Runtime reads one graph and writes another.
+    check_free(build.folder, 2 * size + size // 2 * plan.store_float16, "the package")
+
+
+def save(build: Build) -> None:
+    """Write the model, whose lazy weights are computed meanwhile, as the package's decode graph."""
+    ir.save(build.model, build.decoder, external_data=f"{build.decoder.name}.data")

@@ -1,0 +1,122 @@
+"""Dumps of the graph after each phase: what they hold, and which folders they may be written to."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import onnx
+import onnx_ir as ir
+import pytest
+
+from qsample import cli
+from qsample.compiler.compile import compile_package
+from qsample.compiler.debug_dump import DebugDump, read_counts
+from qsample.compiler.options import CompileOptions
+from qsample.compiler.plan import make_plan
+from qsample.compiler.targets.cpu import TARGET
+from qsample.errors import CompileError
+from qsample.package import Package
+from tests.helpers.fake_package import fake_package
+
+
+@pytest.fixture(scope="module")
+def portable(tmp_path_factory: pytest.TempPathFactory) -> Package:
+    return fake_package(tmp_path_factory.mktemp("dumped") / "package")
+
+
+def test_a_file_and_counts_for_each_phase(portable: Package, tmp_path: Path) -> None:
+    options = CompileOptions(ctx_len=32, weights="int4", block_size=16, max_divergence=99, debug_dump=tmp_path / "dump")
+    compiled = compile_package(portable, tmp_path / "out", options)
+    phases = ["portable", *(phase.name for phase in TARGET.phases(make_plan(portable, options)))]
+    counts = read_counts(tmp_path / "dump")
+    assert [entry["phase"] for entry in counts] == phases
+    files = [f"{number:02}-{phase}.onnx" for number, phase in enumerate(phases)]
+    assert [entry["file"] for entry in counts] == files
+    assert sorted(path.name for path in (tmp_path / "dump").iterdir()) == sorted([*files, "counts.json"])
+    for entry in counts:
+        graph = onnx.load(tmp_path / "dump" / entry["file"], load_external_data=False).graph
+        assert len(graph.node) <= entry["nodes"] == sum(entry["operators"].values())
+        assert {value.name for value in graph.output} >= {"next_ids"}
+    quantized = next(entry for entry in counts if entry["phase"] == "quantize-matrices")
+    assert quantized["operators"]["com.microsoft::MatMulNBits"] == 2
+    last = onnx.load(tmp_path / "dump" / files[-1], load_external_data=False)
+    published = onnx.load(compiled.path / "decoder.onnx", load_external_data=False)
+    assert [node.name for node in last.graph.node] == [node.name for node in published.graph.node]
+
+
+def test_large_weights_are_left_out_and_small_ones_kept(portable: Package, tmp_path: Path) -> None:
+    compile_package(portable, tmp_path / "out", CompileOptions(ctx_len=32, debug_dump=tmp_path / "dump"))
+    for path in (tmp_path / "dump").glob("*.onnx"):
+        for tensor in onnx.load(path, load_external_data=False).graph.initializer:
+            size = onnx.numpy_helper.to_array(tensor).nbytes if not tensor.external_data else 0
+            assert size <= 1024
+            if tensor.external_data:
+                assert tensor.external_data[0].value == "weights-left-out"
+
+
+def test_an_earlier_dump_is_replaced(portable: Package, tmp_path: Path) -> None:
+    longer = DebugDump(tmp_path / "dump")
+    model = small_model()
+    for phase in ("one", "two", "three"):
+        longer.write(phase, model)
+    DebugDump(tmp_path / "dump").write("only", model)
+    assert sorted(path.name for path in (tmp_path / "dump").iterdir()) == ["00-only.onnx", "counts.json"]
+
+
+def small_model() -> ir.Model:
+    return ir.from_onnx_text('<ir_version: 10, opset_import: ["" : 20]> g (float[2] x) => (float[2] y) { y = Sin (x) }')
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"thesis.txt": "mine"},
+        {"counts.json": "{}"},
+        {"counts.json": '{"made_by": "somebody", "phases": []}', "00-one.onnx": ""},
+        {
+            "counts.json": '{"made_by": "qsample compile, debug_dump", "phases": [{"file": "thesis.txt"}]}',
+            "thesis.txt": "",
+        },
+        {"counts.json": '{"made_by": "qsample compile, debug_dump", "phases": []}', "00-mine.onnx": "mine"},
+    ],
+    ids=lambda files: "+".join(files),
+)
+def test_a_folder_with_other_files_is_refused_and_kept(
+    files: dict[str, str], portable: Package, tmp_path: Path
+) -> None:
+    folder = tmp_path / "dump"
+    folder.mkdir()
+    for name, text in files.items():
+        (folder / name).write_text(text)
+    with pytest.raises(
+        CompileError, match=r"debug_dump is '.*dump', which holds other files \(.*\); give a new or empty"
+    ):
+        compile_package(portable, tmp_path / "out", CompileOptions(ctx_len=32, debug_dump=folder))
+    assert {path.name: path.read_text() for path in folder.iterdir()} == files
+    assert not (tmp_path / "out").exists()
+
+
+def test_places_that_cannot_be(portable: Package, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for folder, message in (
+        (tmp_path / "file", r"cannot be written to \(File exists\)"),
+        (portable.path / "dump", "is in the package"),
+        (tmp_path / "out", "is in the package"),
+    ):
+        with pytest.raises(CompileError, match=message):
+            compile_package(portable, tmp_path / "out", CompileOptions(ctx_len=32, debug_dump=folder))
+    with pytest.raises(CompileError, match="debug_dump is 3; give the path of a new or empty folder"):
+        CompileOptions(debug_dump=3)  # type: ignore[arg-type]
+    assert not (portable.path / "dump").exists()
+
+
+def test_the_command_prints_a_table(portable: Package, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    dump = tmp_path / "dump"
+    command = ["compile", str(portable.path), str(tmp_path / "out"), "--ctx-len", "32", "--debug-dump", str(dump)]
+    assert cli.run(command) == 0
+    printed = capsys.readouterr()
+    assert printed.out == f"{tmp_path / 'out'}\n"
+    for entry in json.loads((dump / "counts.json").read_text())["phases"]:
+        assert entry["file"] in printed.err
+    assert cli.run([*command, "--overwrite"]) == 0

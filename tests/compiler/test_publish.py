@@ -1,0 +1,251 @@
+"""Placement: nodes counted by provider and operator, from a session's report and from a file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime as ort
+import pytest
+
+from qsample import AutoModelForCausalLM
+from qsample.compiler import compile as compile_module
+from qsample.compiler import publish as context
+from qsample.compiler.compile import compile_package
+from qsample.compiler.options import CompileOptions
+from qsample.compiler.plan import CompilePlan
+from qsample.compiler.publish import (
+    RECORD,
+    ahead_of_time_phases,
+    assigned_nodes,
+    placement_in_file,
+    placement_of,
+    share_equal_data,
+)
+from qsample.compiler.targets.openvino import OpenVinoTarget
+from qsample.errors import CompileError
+from qsample.ort.options import session_options
+from qsample.ort.providers import compile_context, open_session
+from qsample.package import Package
+from qsample.runtime import load
+from qsample.tensors import Array
+from tests.helpers.building import run_on
+from tests.helpers.sampling_cases import generate
+
+GRAPH = """
+<ir_version: 10, opset_import: ["" : 20]>
+three (float[N] x) => (float[N] y)
+{
+    a = Sin (x)
+    b = Sin (a)
+    y = Cos (b)
+}
+"""
+CPU = "CPUExecutionProvider"
+
+
+def saved(path: Path) -> Path:
+    model = ir.from_onnx_text(GRAPH)
+    for index, node in enumerate(model.graph):
+        node.name = f"node{index}"
+    ir.save(model, path)
+    return path
+
+
+def test_what_a_session_reports(tmp_path: Path) -> None:
+    session = open_session(saved(tmp_path / "graph.onnx"), session_options(RECORD), (CPU,))
+    assert placement_of(session) == {CPU: {"Cos": 1, "Sin": 2}}
+    assert {(provider, node.name) for provider, node in assigned_nodes(session)} == {
+        (CPU, f"node{index}") for index in range(3)
+    }
+
+
+def test_a_file_whose_nodes_a_session_has_reported(tmp_path: Path) -> None:
+    path = saved(tmp_path / "graph.onnx")
+    known = {"node0": "Other", "node2": CPU, "gone": CPU}
+    assert placement_in_file(path, known, default=CPU) == {"Other": {"Sin": 1}, CPU: {"Cos": 1, "Sin": 1}}
+
+
+def test_a_file_with_control_flow(tmp_path: Path) -> None:
+    model = ir.from_onnx_text("""
+        <ir_version: 10, opset_import: ["" : 20]>
+        branch (bool p, float[N] x) => (float[N] y)
+        {
+            y = If (p) <then_branch = less () => (float[N] a) { a = Neg (x) },
+                        else_branch = more () => (float[N] b) { b = Exp (x) }>
+        }""")
+    ir.save(model, tmp_path / "graph.onnx")
+    assert placement_in_file(tmp_path / "graph.onnx", {}, default=CPU) == {CPU: {"Exp": 1, "If": 1, "Neg": 1}}
+
+
+CAPACITY = 48
+
+
+class OnCpu(OpenVinoTarget):
+    """The same graphs, on the provider that is here."""
+
+    execution_providers = ("CPUExecutionProvider",)
+    provider_options: Mapping[str, str] = {}
+
+    def check(self, plan: CompilePlan) -> None:
+        return
+
+
+def write_unchanged(source: Path, destination: Path, *_: Any) -> None:
+    """In place of a compiler: the model as it was, with the domains that a build of ONNX Runtime adds."""
+    model = onnx.load(source)
+    model.opset_import.append(onnx.helper.make_opsetid("com.ms.internal.nhwc", 20))
+    onnx.save(model, destination, save_as_external_data=True, location=f"{destination.name}.data", size_threshold=0)
+
+
+@pytest.fixture
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compile_module, "find_target", lambda name: OnCpu())
+    monkeypatch.setattr(context, "compile_context", write_unchanged)
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_the_whole_sampler_follows_what_was_compiled(
+    llama: Package, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(context, "CONTEXT", "MatMul")  # what the stand-in leaves
+    package = compile_package(llama, tmp_path / "out", CompileOptions(provider="openvino", ctx_len=CAPACITY))
+    assert package.interface == llama.interface
+    assert {path.name for path in package.path.iterdir()} == {path.name for path in llama.path.iterdir()}
+    graph = onnx.load(package.file("decoder.onnx"), load_external_data=False)
+    assert {entry.domain for entry in graph.opset_import} == {"", "com.microsoft"}
+    assert any(node.op_type == "If" for node in graph.graph.node)
+    assert generate(load(package.path)) == generate(load(llama.path))
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_a_provider_that_compiles_nothing_is_refused(llama: Package, tmp_path: Path) -> None:
+    with pytest.raises(CompileError, match="compiled no part of this model"):
+        compile_package(llama, tmp_path / "out", CompileOptions(provider="openvino", ctx_len=CAPACITY))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_compiler_that_fails(llama: Package, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(compile_module, "find_target", lambda name: OnCpu())
+    monkeypatch.setattr(context, "compile_context", fail)
+    with pytest.raises(CompileError, match="CPUExecutionProvider cannot compile the model: no memory"):
+        compile_package(llama, tmp_path / "out", CompileOptions(provider="openvino", ctx_len=CAPACITY))
+    assert list(tmp_path.iterdir()) == []
+
+
+STATE_OF_ITS_OWN = """
+<ir_version: 10, opset_import: ["" : 20]>
+decode (float[B,4] past) => (float[B,4] logits, float[B,4] present)
+{
+    logits = Sin (past)
+    present = Cos (past)
+}
+"""
+
+
+def test_a_state_that_the_provider_would_write_is_refused() -> None:
+    model = ir.from_onnx_text(STATE_OF_ITS_OWN)
+    with pytest.raises(CompileError, match=r"would update 1 states of this model by itself \(present"):
+        run_on(model, ahead_of_time_phases(("CPUExecutionProvider",), {}))
+
+
+def test_a_kernel_provider_compiles_to_the_same_graph(tmp_path: Path) -> None:
+    """The call of ONNX Runtime's compiler itself: the CPU provider has nothing to compile ahead of time."""
+    model = ir.from_onnx_text(STATE_OF_ITS_OWN)
+    ir.save(model, tmp_path / "in.onnx")
+    compile_context(tmp_path / "in.onnx", tmp_path / "out.onnx", ("CPUExecutionProvider",), {})
+    compiled = onnx.load(tmp_path / "out.onnx")
+    assert sorted(node.op_type for node in compiled.graph.node) == ["Cos", "Sin"]
+
+
+SIZE = 20_000  # of each constant, in numbers
+
+
+def write(path: Path, arrays: dict[str, Array]) -> ir.Model:
+    """A graph that adds up its input and constants, each flat, written with a data file."""
+    total = ir.Value(name="x", shape=ir.Shape([SIZE]), type=ir.TensorType(ir.DataType.FLOAT))
+    inputs, nodes, constants = [total], [], []
+    flat = ir.Value(
+        name="flat", shape=ir.Shape([1]), type=ir.TensorType(ir.DataType.INT64), const_value=ir.tensor(np.array([-1]))
+    )
+    for name, array in arrays.items():
+        tensor = ir.tensor(array, name=name)
+        value = ir.Value(name=name, shape=tensor.shape, type=ir.TensorType(tensor.dtype), const_value=tensor)
+        nodes += [reshape := ir.node("Reshape", [value, flat]), ir.node("Add", [total, reshape.outputs[0]])]
+        constants.append(value)
+        total = nodes[-1].outputs[0]
+    total.name, total.type = "y", ir.TensorType(ir.DataType.FLOAT)
+    graph = ir.Graph(inputs, [total], nodes=nodes, initializers=[flat, *constants], opset_imports={"": 20}, name="g")
+    model = ir.Model(graph, ir_version=10)
+    ir.save(model, path, external_data=f"{path.name}.data", size_threshold_bytes=1024)
+    return model
+
+
+def run(path: Path) -> Array:
+    options = ort.SessionOptions()
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    session = ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    result: Array = session.run(None, {"x": np.arange(SIZE, dtype=np.float32)})[0]
+    return result
+
+
+def offsets(path: Path) -> dict[str, int]:
+    values = ir.load(path).graph.initializers.values()
+    tensors = {str(value.name): value.const_value for value in values}
+    return {name: tensor.offset or 0 for name, tensor in tensors.items() if isinstance(tensor, ir.ExternalTensor)}
+
+
+def test_equal_constants_have_one_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(context, "_PIECE", 7_000)
+    rng = np.random.default_rng(0)
+    one, other = rng.normal(size=(2, SIZE)).astype(np.float32)
+    nearly = one.copy()
+    nearly[-1] += 1
+    path = tmp_path / "graph.onnx"
+    arrays = {"a": one, "b": other, "c": one.reshape(100, -1), "d": nearly, "e": other.reshape(2, 2, -1), "f": one + 1}
+    write(path, arrays)
+    before, size = run(path), (tmp_path / "graph.onnx.data").stat().st_size
+    share_equal_data(path)
+    np.testing.assert_array_equal(run(path), before)
+    at = offsets(path)
+    assert at["a"] == at["c"]
+    assert at["b"] == at["e"]
+    assert len({at[name] for name in "abdf"}) == 4
+    assert all(offset % 4096 == 0 for offset in at.values())
+    saved = size - (tmp_path / "graph.onnx.data").stat().st_size
+    assert saved == pytest.approx(2 * one.nbytes, abs=6 * 4096)
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["graph.onnx", "graph.onnx.data"]
+
+
+def test_a_graph_without_such_stays_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "graph.onnx"
+    small = np.ones(SIZE, np.float32)
+    write(path, {"a": small, "b": small + 1})
+    before = {file: (file.read_bytes(), file.stat().st_ino) for file in tmp_path.iterdir()}
+    share_equal_data(path)
+    assert {file: (file.read_bytes(), file.stat().st_ino) for file in tmp_path.iterdir()} == before
+
+
+def test_a_tied_table_is_stored_once(bundled_package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its scales, which the head and the lookup want in other shapes; this model's are small."""
+    monkeypatch.setattr(context, "_LEAST", 1 << 12)
+    package = (
+        AutoModelForCausalLM.from_pretrained(bundled_package)
+        .compile(tmp_path / "int4", ctx_len=64, weights="int4")
+        .package
+    )
+    places: dict[tuple[int, int], list[str]] = {}
+    for value in ir.load(package.path / "decoder.onnx").graph.initializers.values():
+        tensor = value.const_value
+        if isinstance(tensor, ir.ExternalTensor) and tensor.nbytes >= 1 << 12:
+            places.setdefault((tensor.offset or 0, tensor.nbytes), []).append(str(value.name))
+    contents = {(package.path / "decoder.onnx.data").read_bytes()[at : at + size] for at, size in places}
+    assert len(contents) == len(places)
+    assert any(len(names) > 1 for names in places.values())
