@@ -48,14 +48,18 @@ from qsample.contract import (
 
 @dataclass(frozen=True, slots=True)
 class Features:
-    """What the exporter was asked to put into the graph; an absent feature adds no input, output or operator.
+    """The options of an export; an absent feature adds no input, output or operator.
 
-    sampler: the graph returns next-token ids; without it `decoder.onnx` returns logits and `sampler.onnx` samples.
-    logit_bias: inputs `logit_bias_ids`, `logit_bias`. allowed_tokens: input `allowed_tokens` (guided decoding).
-    logprobs: output `logprobs`. top_logprobs: M >= 0 alternatives in `top_logprob_ids`, `top_logprobs` (0: off).
-    probs: output `probs` (`return_pdfs`), the distribution that was sampled from.
-    filters: names of `EXTRA_PARAMETERS`, in its order: their inputs, and for some a state. filter_order: one of
-    FILTER_ORDERS. seed: an input `seed` in place of the state `noise`: the graph computes the random numbers itself.
+    Attributes:
+        sampler: the graph returns next-token ids; without it `decoder.onnx` returns logits and `sampler.onnx` samples.
+        logit_bias: inputs `logit_bias_ids`, `logit_bias`.
+        allowed_tokens: input `allowed_tokens` (guided decoding).
+        logprobs: output `logprobs`.
+        top_logprobs: M >= 0 alternatives in `top_logprob_ids`, `top_logprobs` (0: off).
+        probs: output `probs` (`return_pdfs`), the distribution that was sampled from.
+        filters: names of `EXTRA_PARAMETERS`, in its order: their inputs, and for some a state.
+        filter_order: from FILTER_ORDERS.
+        seed: an input `seed` in place of the state `noise`: the graph computes the random numbers itself.
     """
 
     sampler: bool = True
@@ -74,15 +78,16 @@ class Features:
             raise ValueError(f"filters is {given!r:.200}; give a list of {', '.join(known)}")
         if self.filter_order not in FILTER_ORDERS:
             raise ValueError(f"filter_order is {self.filter_order!r:.80}; choose one of {', '.join(FILTER_ORDERS)}")
-        # In one order, so that features that are the same compare as the same.
+        # In a fixed order: equal features compare as equal.
         object.__setattr__(self, "filters", tuple(name for name in known if name in given))
 
 
 @dataclass(frozen=True, slots=True)
 class KeyValueShape:
-    """The cache of one attention layer: `num_key_value_heads` (H) heads of `head_dim` (D).
+    """The cache of an attention layer: `num_key_value_heads` (H) heads of `head_dim` (D).
 
-    layer: the layer's number in the model; None: its position among the attention layers, which are all there are.
+    Attributes:
+        layer: the layer's number in the model; None: its position among the attention layers, if all layers are.
     """
 
     num_key_value_heads: int
@@ -94,8 +99,12 @@ class KeyValueShape:
 class RecurrentShape:
     """A state of fixed size that a recurrent or convolutional layer keeps.
 
-    layer: its number in the model. kind: "conv_state" or "recurrent_state". index: which of the layer's states of that
-    kind. shape: without the batch axis, which comes first. dtype: "float32" or the model's.
+    Attributes:
+        layer: its number in the model.
+        kind: "conv_state" or "recurrent_state".
+        index: of the state among those of its kind in the layer.
+        shape: without the batch axis, which comes first.
+        dtype: "float32" or the model's.
     """
 
     layer: int
@@ -106,15 +115,16 @@ class RecurrentShape:
 
     @property
     def name(self) -> str:
-        """`past_key_values.{layer}.{kind}`, and `.{index}` from the second one on."""
+        """`past_key_values.{layer}.{kind}`, and `.{index}` from the second state on."""
         return f"past_key_values.{self.layer}.{self.kind}" + (f".{self.index}" if self.index else "")
 
 
 @dataclass(frozen=True, slots=True)
 class GraphSpec:
-    """The interface of one ONNX file: call inputs, retained states and outputs, in graph order.
+    """The interface of an ONNX file: call inputs, retained states and outputs, in graph order.
 
-    The graph's inputs are `inputs` then `states`; its outputs are `outputs` then one per state that is not read-only.
+    The graph's inputs are `inputs` then `states`; its outputs are `outputs`, then the next value of each state that is
+    not read-only.
     """
 
     inputs: tuple[TensorSpec, ...]
@@ -131,7 +141,7 @@ class GraphSpec:
 
     @property
     def retained(self) -> dict[str, str]:
-        """State input name → the output that holds its next value; the pair may share one buffer."""
+        """State input name → the output that holds its next value; the pair may share a buffer."""
         return {spec.name: retained_name(spec.name) for spec in self.states if not spec.read_only}
 
 
@@ -139,10 +149,15 @@ class GraphSpec:
 class Interface:
     """The dimensions and features that fix a package's graphs.
 
-    key_values: one entry an attention layer, in layer order. dtype: of the model, one of MODEL_DTYPES. kv_cache_dtype:
-    of keys and values, one of KV_CACHE_DTYPES; None = the model's. captured: the decode graph has no control flow, so
-    that a device can capture and replay it, and has the input `searched_rows`. recurrent: one entry a state
-    of a recurrent or convolutional layer, in layer order.
+    Attributes:
+        vocab_size: V, at least 1.
+        key_values: an entry for each attention layer, in layer order.
+        dtype: of the model, from MODEL_DTYPES.
+        features: the options of the export.
+        kv_cache_dtype: of keys and values, from KV_CACHE_DTYPES; None = the model's.
+        captured: the decode graph has no control flow, so that a device can capture and replay it, and has the input
+            `searched_rows`.
+        recurrent: an entry for each state of a recurrent or convolutional layer, in layer order.
     """
 
     vocab_size: int
@@ -240,7 +255,7 @@ class Interface:
         """The model's part of the decode graph, up to the logits; all of `decoder.onnx` without the sampler.
 
         `lengths` and `status` are ordinary inputs here: the sampler advances them. A recurrent layer has to know which
-        rows run, because a token that does not count would change its state; a cache only grows behind `lengths`.
+        rows run, because a token that does not count would change its state; a cache only grows after `lengths`.
         """
         inputs: tuple[TensorSpec, ...] = (INPUT_IDS, INPUT_LENGTHS, LENGTHS)
         return GraphSpec(inputs + ((STATUS,) if self.recurrent else ()), self.cache_states, (LOGITS,))

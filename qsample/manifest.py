@@ -1,4 +1,4 @@
-"""What a package says of itself: `Manifest`, typed and checked, and its text in `qsample.json`."""
+"""The metadata of a package: `Manifest`, typed and checked, and its text in `qsample.json`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,13 @@ _CONTROL: Final = re.compile(r"[\x00-\x1f\x7f-\x9f]")  # a terminal may take the
 
 @dataclass(frozen=True, slots=True)
 class TokenIds:
-    """pad: what `next_ids` holds for a row that emitted nothing. eos: ids that end a row by default."""
+    """Special tokens.
+
+    Attributes:
+        pad: the content of `next_ids` for a row that emitted nothing.
+        bos: the first token of a text.
+        eos: ids that end a row by default.
+    """
 
     pad: int
     bos: int | None
@@ -44,12 +50,18 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Compilation:
-    """What a device package was compiled for.
+    """The device and the limits of a device package.
 
-    batch_size: most rows in one call; None = any number. ctx_len: capacity T. placement: execution provider → operator
-    → number of nodes. self_test: figures of the run that compared it with the portable graph. quantization: how
-    weights and cache were quantized, the bytes of the weights before and after, how many matrices came quantized, and
-    the figures of `exporters.compiler.divergence`; None = not at all.
+    Attributes:
+        provider: the target's name.
+        execution_providers: of ONNX Runtime, in order.
+        batch_size: most rows in a call; None = any number.
+        ctx_len: capacity T.
+        placement: execution provider → operator → number of nodes.
+        self_test: figures of the run that compared it with the portable graph.
+        provider_options: of the first execution provider.
+        quantization: of weights and cache, with the bytes of the weights before and after, the number of matrices that
+            came quantized, and the measured divergence; None = not quantized.
     """
 
     provider: str
@@ -72,12 +84,16 @@ class FileEntry:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """Everything that a package says of itself.
+    """The content of `qsample.json`.
 
-    versions: package name → version that made it. max_position_embeddings: longest context that the model knows;
-    None = unlimited. parity: figures of the export's comparison with the original model. compilation: device packages
-    only. files: name → entry; filled in by the writer. packed_weights: of a checkpoint that was quantized already: how
-    many matrices are quantized, their bits and block sizes, their bytes; None = none.
+    Attributes:
+        versions: package name → version that made it.
+        max_position_embeddings: longest context that the model knows; None = unlimited.
+        parity: figures of the export's comparison with the original model.
+        compilation: device packages only.
+        files: name → entry; filled in by the writer.
+        packed_weights: of a checkpoint that was quantized already: the number of quantized matrices, their bits, block
+            sizes and bytes; None = not quantized.
     """
 
     kind: Literal["portable", "device"]
@@ -138,7 +154,7 @@ def _numbers(version: str) -> list[int]:
 
 
 def _commands(data: Mapping[str, Any]) -> str:
-    """What makes a package of an older contract again, as far as its manifest tells, whose keys may be others."""
+    """The commands that make a package of an older contract again, as far as its manifest, of other keys, has them."""
 
     def told(name: str, key: str, otherwise: str) -> str:
         values = data.get(name)
@@ -178,7 +194,7 @@ def _shown(key: str) -> str:
 
 
 def _without_infinities(data: Any) -> Any:
-    """JSON has neither NaN nor infinities: a figure that is one becomes its name."""
+    """`data` with the names of NaN and infinities in their place, which JSON lacks."""
     if isinstance(data, dict):
         return {key: _without_infinities(value) for key, value in data.items()}
     if isinstance(data, list | tuple):

@@ -1,4 +1,4 @@
-"""Arrays on the host: what the contract's dtypes are for NumPy and ONNX Runtime, and zeros that take no memory yet.
+"""Arrays on the host: the contract's dtypes in NumPy and ONNX Runtime, and zeros that take no memory yet.
 
 NumPy and the standard library only: the runtime and the exporters read the same table.
 """
@@ -17,8 +17,13 @@ _OWN_MAPPING_FROM: Final = 1 << 22  # bytes; from here on NumPy asks for huge pa
 
 
 class Dtype(NamedTuple):
-    """onnx: the number of TensorProto.DataType. onnxruntime: the type of a session's input or output. numpy: what holds
-    its elements; NumPy has no bfloat16, so there it is an integer of the same bits."""
+    """A dtype of the contract.
+
+    Attributes:
+        onnx: the number of TensorProto.DataType.
+        onnxruntime: the type of a session's input or output.
+        numpy: the type of its elements; for bfloat16, which NumPy lacks, an integer of the same bits.
+    """
 
     onnx: int
     onnxruntime: str

@@ -22,20 +22,25 @@ _STATES = 8  # more than any layer keeps of one kind
 
 @dataclass(slots=True)
 class DecodeContext:
-    """What one call of the decoder shares with the modules inside the model, while that call is traced.
+    """The values that a call of the decoder shares with the modules inside the model, while that call is traced.
 
-    input_lengths: [B] int32, real tokens a row. positions: [B, S] int64, of the new tokens. seqlens_k: [B] int32, index
-    of the last key a row sees, counting its padding. total_length: scalar int32, GroupQueryAttention's
-    total_sequence_length. past: layer → its retained (key, value) buffers. present: layer → their next values. updated:
-    the layer whose keys and values were handed to the cache last, until its attention runs. given: layer → the new keys
-    and values that its attention was given.
+    `buffered` and `masked` are choices for the model as a whole, made before any call.
 
-    The same for layers that keep states of another kind: states, next_states: (layer, kind, index) → its value.
-    running: [B] bool, rows that advance. module: id of the recurrent layer that runs. states_of: that id → the states
-    that it keeps.
-
-    Two choices hold for the model as a whole, and are made before any call. buffered: its own attention runs over
-    buffers; otherwise the attention interface does. masked: layers that GroupQueryAttention cannot express.
+    Attributes:
+        input_lengths: [B] int32, real tokens of each row.
+        positions: [B, S] int64, of the new tokens.
+        seqlens_k: [B] int32, index of the last key that a row sees, counting its padding.
+        total_length: scalar int32, GroupQueryAttention's total_sequence_length.
+        past: layer → its retained (key, value) buffers.
+        present: layer → their next values.
+        updated: the layer whose keys and values were handed to the cache last, until its attention runs.
+        given: layer → the new keys and values of its attention.
+        buffered: the model's own attention runs over buffers; otherwise the attention interface does.
+        masked: layers that GroupQueryAttention cannot express.
+        states, next_states: (layer, kind, index) → a state of another kind.
+        running: [B] bool, rows that advance.
+        module: id of the recurrent layer that runs.
+        states_of: that id → the states that it keeps.
     """
 
     input_lengths: Tensor | None = None
@@ -83,7 +88,7 @@ class DecodeContext:
 class PassThroughLayer(LinearAttentionLayer, CacheLayerMixin):  # type: ignore[no-untyped-call, override]
     """One layer of the cache; `update` returns the new keys and values unchanged.
 
-    Convolutional and recurrent states are kept as transformers keeps them, and noted when a layer makes one. Only the
+    Convolutional and recurrent states are kept as transformers keeps them, and noted when a layer makes them. Only the
     shape probe does so: in a decoder call such layers have a cache of their own, `recurrent.StepCache`.
     """
 
@@ -139,7 +144,7 @@ class BufferedLayer(PassThroughLayer):  # type: ignore[no-untyped-call]
 
 
 class RetainedCache(Cache):
-    """A `transformers` cache of `layers` layers over the buffers of `context`; it grows when one more is used."""
+    """A `transformers` cache of `layers` layers over the buffers of `context`; it grows when another layer is used."""
 
     def __init__(self, context: DecodeContext, layers: int) -> None:
         kind = BufferedLayer if context.buffered else PassThroughLayer
@@ -167,7 +172,7 @@ def write_to_buffers(context: DecodeContext, layer: int, key: Tensor, value: Ten
 
 
 def read_buffers(context: DecodeContext, layer: int) -> tuple[Tensor, Tensor]:
-    """The keys and values of `layer`, [B, H, T, D], 0 where a row has no token.
+    """The keys and values of `layer`, [B, H, T, D], 0 at positions without a token.
 
     Memory beyond a row's tokens may hold anything, and a NaN would get through a mask.
     """

@@ -1,9 +1,8 @@
-"""Weights that take no memory: a float32 tensor without pages, and a function that computes its numbers when they are
-needed.
+"""Weights that take no memory: a float32 tensor without pages, and a function that computes its numbers on demand.
 
 Such a placeholder is an ordinary tensor on the CPU, of zeros that the system never hands out, so transformers loads it
-and torch traces it like any other. It is told by its address. Numbers come in where `computing` is open, one operation
-at a time; what is read past torch's operators, by NumPy say, is zeros.
+and torch traces it like any other. It is identified by its address. While `computing` is open, each operation gets the
+numbers; anything else that reads a placeholder, such as NumPy, gets zeros.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from qsample.tensors import sparse_zeros
 # Exporters fold constants of up to 8,192 numbers, and compare them: these have to be there.
 SMALLEST: Final = 1 << 14
 _CHUNK: Final = 1 << 24  # numbers that `chunks` computes at a time
-# What gives the same in any dtype that the numbers are exact in.
+# Operations with the same result in any dtype that holds the numbers exactly.
 _MOVES: Final = ("aten::stack", "aten::cat", "aten::clone", "aten::_unsafe_view", "aten::index", "aten::index_select")
 _EQUAL: Final = "aten::equal"
 _KEPT: Final = 2  # computed tensors that are kept for the next operation: both matrices of a layer's experts
@@ -35,11 +34,13 @@ _placeholders: dict[int, Deferred] = {}
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Deferred:
-    """What a placeholder stands for.
+    """The meaning of a placeholder.
 
-    stored: computes its numbers, contiguous, in a dtype that they are exact in. dtype: the one that `stored` returns.
-    place: where the same numbers lie in files, in that dtype, as whoever made the placeholder says it, or as `Joined`
-        of such; None = nowhere.
+    Attributes:
+        stored: computes its numbers, contiguous, in a dtype that holds them exactly.
+        dtype: of the result of `stored`.
+        place: of the same numbers in files, in that dtype: any object of the placeholder's maker, or `Joined` of such
+            objects; None: in no file.
     """
 
     stored: Callable[[], Tensor]
@@ -49,8 +50,7 @@ class Deferred:
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """The place of tensors that were put together: what lies at `places`, seen as of `shapes`, one behind the other
-    along `axis`."""
+    """The place of tensors that were put together: the numbers at `places`, in `shapes`, in a row along `axis`."""
 
     places: tuple[Any, ...]
     shapes: tuple[tuple[int, ...], ...]
@@ -70,7 +70,7 @@ def defer(
 
 
 def deferred(tensor: Tensor) -> Deferred | None:
-    """What `tensor`, or the tensor that it is a view of, stands for; None where it holds its numbers itself."""
+    """The meaning of `tensor`, or of the tensor that it is a view of; None: it holds its numbers itself."""
     if not _placeholders or type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.device.type != "cpu":
         return None
     return _placeholders.get(tensor.untyped_storage().data_ptr())
@@ -107,7 +107,7 @@ def computing() -> Iterator[None]:
 
 @contextmanager
 def deferring() -> Iterator[None]:
-    """While open, what is computed of placeholders becomes a placeholder itself, where it is large."""
+    """While open, large results of operations on placeholders become placeholders themselves."""
     with _Deferring():  # type: ignore[no-untyped-call]
         yield
 
@@ -125,13 +125,13 @@ class _Computing(TorchDispatchMode):  # type: ignore[no-untyped-call]
             table = _viewed(self._stored(found.pop(0)), flat[0])
             rest = [numbers(value) if isinstance(value, Tensor) else value for value in flat[1:]]
             return func(table, *rest).to(flat[0].dtype)
-        for index, one in found.items():
-            flat[index] = _viewed(self._stored(one), flat[index]).to(flat[index].dtype)
+        for index, placeholder in found.items():
+            flat[index] = _viewed(self._stored(placeholder), flat[index]).to(flat[index].dtype)
         args, kwargs = tree_unflatten(flat, spec)
         return func(*args, **kwargs)
 
     def _stored(self, found: Deferred) -> Tensor:
-        """Numbers that lie in a file are mapped; others are kept a while, because experts are looked at one by one."""
+        """Numbers in a file are mapped; others are kept a while, because experts are read in turn."""
         if found.place is not None and not isinstance(found.place, Joined):
             return found.stored()
         if found not in self._newest:
@@ -147,18 +147,18 @@ class _Deferring(TorchDispatchMode):  # type: ignore[no-untyped-call]
         flat, spec, found = _flatten(args, kwargs)
         if not found or func.is_view or _filled(func, flat, found):
             return func(*args, **(kwargs or {}))
-        # What gives a number (whether two weights are equal, say) has nothing to compute it from without them.
+        # An operation that returns a number, such as whether two weights are equal, needs theirs at once.
         gives_tensors = any("Tensor" in str(value.type) for value in func._schema.returns)
         known_later = gives_tensors and not func._schema.is_mutable
         result = func(*tree_map(_on_meta, args), **tree_map(_on_meta, kwargs or {})) if known_later else None
         floats = {i for i, value in enumerate(flat) if isinstance(value, Tensor) and value.is_floating_point()}
-        kinds = {one.dtype for one in found.values()}
+        kinds = {placeholder.dtype for placeholder in found.values()}
         moves = func._schema.name in (*_MOVES, _EQUAL) and len(kinds) == 1 and floats == found.keys()
 
         def compute() -> Any:
             filled = list(flat)
-            for index, one in found.items():
-                view = stored_view(flat[index], one)
+            for index, placeholder in found.items():
+                view = stored_view(flat[index], placeholder)
                 filled[index] = view if moves else view.to(flat[index].dtype)
             given, named = tree_unflatten(filled, spec)
             return func(*given, **named)
@@ -167,34 +167,33 @@ class _Deferring(TorchDispatchMode):  # type: ignore[no-untyped-call]
             computed = compute()
             return computed.to(result.dtype) if isinstance(result, Tensor) else computed
         if func is torch.ops.aten._to_copy.default and result.dtype in kinds and flat[0].is_contiguous():
-            one = found[0]  # back in the dtype that it is stored in
-            place = one.place if _is_whole(flat[0]) else None
-            return defer(result.shape, result.dtype, lambda: stored_view(flat[0], one), result.dtype, place)
+            whole = found[0]  # back in the dtype that it is stored in
+            place = whole.place if _is_whole(flat[0]) else None
+            return defer(result.shape, result.dtype, lambda: stored_view(flat[0], whole), result.dtype, place)
         kept_in = kinds.pop() if moves else result.dtype
         place = _joined(func, args, result.ndim) if moves else None
         return defer(result.shape, result.dtype, lambda: compute().contiguous(), kept_in, place)
 
 
 def _flatten(args: Any, kwargs: Any) -> tuple[list[Any], Any, dict[int, Deferred]]:
-    """The arguments flat, how to put them together, and which of them are placeholders."""
+    """The arguments flat, their tree, and the placeholders among them by index."""
     flat, spec = tree_flatten((args, kwargs or {}))
-    found = {i: one for i, value in enumerate(flat) if isinstance(value, Tensor) and (one := deferred(value))}
+    found = {i: known for i, value in enumerate(flat) if isinstance(value, Tensor) and (known := deferred(value))}
     return flat, spec, found
 
 
 def _filled(func: Any, flat: list[Any], found: dict[int, Deferred]) -> bool:
-    """Whether `func` writes to a placeholder, which gets memory and its numbers, then, and is one no more."""
+    """Whether `func` writes to a placeholder, which then gets memory and its numbers, and is a plain tensor."""
     if not func._schema.is_mutable or 0 not in found:
         return False
-    written, one = flat[0], found[0]
-    stored = one.stored().reshape(-1)
+    written, stored = flat[0], found[0].stored().reshape(-1)
     torch.as_strided(written, (stored.numel(),), (1,), 0).copy_(stored)
     _placeholders.pop(written.untyped_storage().data_ptr(), None)
     return len(found) == 1
 
 
 def _joined(func: Any, args: Any, rank: int) -> Joined | None:
-    """The place of what `func`, a stack or a concatenation, makes of whole placeholders that lie somewhere."""
+    """The place of the result of `func`, a stack or a concatenation of whole placeholders that have a place."""
     if func not in (torch.ops.aten.stack.default, torch.ops.aten.cat.default):
         return None
     tensors, axis = args[0], (args[1] if len(args) > 1 else 0) % rank

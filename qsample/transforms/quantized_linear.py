@@ -22,10 +22,13 @@ _BLOCKS, _SCALES, _ZERO_POINTS, _ORDER = "packed_blocks", "packed_scales", "pack
 class QuantizedWeight:
     """A weight of N outputs and K inputs in blocks along K, laid out as ONNX Runtime's MatMulNBits reads it.
 
-    bits: 4 or 8, of one stored level. block_size: levels that share a scale and a zero point; it divides K. blocks:
-    [N, K / block_size, block_size * bits / 8] uint8, the first level in the low bits. scales: [N * K / block_size], of
-    the layer's dtype. zero_points: [N * ceil(K / block_size * bits / 8)] uint8, packed like the levels; None =
-    2^(bits - 1). order: [K] int64, the input that each column belongs to; None = they are in order.
+    Attributes:
+        bits: 4 or 8, of a stored level.
+        block_size: levels that share a scale and a zero point; it divides K.
+        blocks: [N, K / block_size, block_size * bits / 8] uint8, the first level in the low bits.
+        scales: [N * K / block_size], of the layer's dtype.
+        zero_points: [N * ceil(K / block_size * bits / 8)] uint8, packed like the levels; None = 2^(bits - 1).
+        order: [K] int64, the input that each column belongs to; None = they are in order.
     """
 
     bits: int
@@ -50,7 +53,7 @@ def set_quantized_weight(layer: nn.Module, weight: QuantizedWeight) -> None:
     """Let `layer`, a Linear or a Conv1D of transformers, be traced with `weight` in place of its float weight."""
     tensors = {_BLOCKS: weight.blocks, _SCALES: weight.scales, _ZERO_POINTS: weight.zero_points, _ORDER: weight.order}
     for name, tensor in tensors.items():
-        layer.register_buffer(name, tensor, persistent=False)  # so that a state_dict stays what it was
+        layer.register_buffer(name, tensor, persistent=False)  # a state_dict stays the same
     setattr(layer, _ATTRIBUTE, weight)
     layer.forward = functools.partial(_forward, layer)
 

@@ -57,7 +57,7 @@ def test_candidates_and_vocabulary_agree() -> None:
     rng = np.random.default_rng(17)
     face = interface(997, WITH_PROBS)
     many, few = sampler(face, num_candidates=200), sampler(face, num_candidates=1)
-    for _ in range(40):
+    for _ in range(15):
         logits, inputs = random_step(rng, face, 16, sequence=1)
         inputs["top_k"] = np.where(inputs["top_k"] <= 200, 0, inputs["top_k"])  # of those, ties are kept or not
         a, b = many(logits, inputs), few(logits, inputs)
@@ -111,11 +111,11 @@ def test_a_row_is_the_same_alone_and_in_any_batch(vocab: int, captured: bool) ->
 def test_rows_with_a_seed(captured: bool) -> None:
     """Those of the reference, and the same in any batch."""
     face = Interface(1187, (), features=Features(filters=("xtc",), seed=True), captured=captured)
-    check_batches(face, 1, 3)
+    check_batches(face, 1, 2)
     rng = np.random.default_rng(2)
-    seeds, lengths = rng.integers(-(2**63), 2**63, 300), rng.integers(0, 16, 300)
-    inputs = make_inputs(face, 300, seed=seeds, lengths=lengths, xtc_probability=0.5, xtc_threshold=0.005)
-    assert check_rows(face, rng.normal(size=(300, 1187)).astype(np.float32), inputs) <= 3
+    seeds, lengths = rng.integers(-(2**63), 2**63, 100), rng.integers(0, 16, 100)
+    inputs = make_inputs(face, 100, seed=seeds, lengths=lengths, xtc_probability=0.5, xtc_threshold=0.005)
+    assert check_rows(face, rng.normal(size=(100, 1187)).astype(np.float32), inputs) <= 1
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +137,7 @@ def test_a_captured_graph_draws_what_control_flow_draws(order: str, recorded: Ar
     face = Interface(recorded.shape[1], (), features=replace(EVERYTHING, filter_order=order))
     other = replace(face, captured=True)
     rows = 0
-    for _ in range(25):
+    for _ in range(12):
         _, inputs = random_step(rng, face, 6, sequence=2)
         logits = recorded[rng.integers(0, len(recorded), 6)]
         searched = rng.permutation(6)
@@ -148,7 +148,7 @@ def test_a_captured_graph_draws_what_control_flow_draws(order: str, recorded: Ar
             else:
                 np.testing.assert_array_equal(values, b[name], err_msg=name)
         rows += int((a["lengths_RetainedState"] > inputs["lengths"]).sum())
-    assert rows > 60
+    assert rows > 25
 
 
 # On the CPU, ONNX Runtime before 1.32 gives reductions over no rows a wrong shape.
@@ -242,7 +242,7 @@ def test_u_is_that_of_the_position() -> None:
         assert (got["probs"][:, 0] == 0).all()
 
 
-ROWS, CALLS = 32_768, 32  # 1,048,576 draws
+ROWS, CALLS = 32_768, 8  # 262,144 draws
 # Seeds are fixed, so this never fails by chance; a fresh seed would fail once in ten thousand runs.
 P_VALUE = 1e-4
 # How many of 16 tokens are candidates: enough to settle a row with filters, or so few that the vocabulary does.
@@ -262,7 +262,7 @@ MIN_P = {"temperature": 1.5, "top_p": 0.95, "min_p": 0.02}
     ],
 )
 def test_frequencies(num_candidates: int, parameters: dict[str, float]) -> None:
-    """Chi-square over a million draws against the exact distribution."""
+    """Chi-square over a quarter of a million draws against the exact distribution."""
     vocab = 16
     rng = np.random.default_rng(3)
     logits = rng.permutation(np.linspace(-2, 2, vocab)).astype(np.float32)

@@ -132,8 +132,9 @@ DIFFERENT: list[tuple[dict[str, float], Any, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("captured", [False, True])
-@pytest.mark.parametrize("num_candidates", [64, 1])
+@pytest.mark.parametrize(
+    ("num_candidates", "captured"), [(64, False), (1, False), (1, True), pytest.param(64, True, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("order", FILTER_ORDERS)
 def test_by_hand(order: str, num_candidates: int, captured: bool) -> None:
     """All cases as one batch. Of one candidate, few cases are settled by it."""
@@ -181,7 +182,7 @@ def test_one_filter_in_the_graph(name: str, order: str) -> None:
 @pytest.mark.parametrize("order", FILTER_ORDERS)
 def test_all_filters_in_the_graph(order: str, captured: bool) -> None:
     features = Features(probs=True, filters=ALL_FILTERS, filter_order=order)
-    check_steps(Interface(1000, (), features=features, captured=captured), 2, 50)
+    check_steps(Interface(1000, (), features=features, captured=captured), 2, 30)
 
 
 def test_each_order_has_every_filter_once() -> None:

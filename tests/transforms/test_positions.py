@@ -124,11 +124,27 @@ def test_longrope_in_a_package(tmp_path: Path) -> None:
         np.testing.assert_allclose(alone(compiled, ids, context), wanted[len(ids)], atol=1e-4)
 
 
-def test_dynamic_scaling_in_a_package(tmp_path: Path) -> None:
-    """Up to the positions that a model knows, it has one set of frequencies: those of transformers, whose own module
-    asks how long the longest row is."""
+def dynamic_model() -> PreTrainedModel:
     scaling = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
-    model = random_model("llama", rope_parameters=scaling, max_position_embeddings=48)
+    return random_model("llama", rope_parameters=scaling, max_position_embeddings=48)
+
+
+def test_the_frequencies_of_dynamic_scaling_never_change() -> None:
+    """Up to the positions that a model knows, they are transformers' own; a longer row does not change them."""
+    model, context, x = dynamic_model(), DecodeContext(), torch.zeros(1)
+    rotary, positions = model.model.rotary_emb, torch.tensor([[3, 47]])
+    expected = [angles[:, [3, 47]] for angles in rotary(x, torch.arange(48)[None])]
+    use_rope_of_capacity(model, context)
+    longer = rotary(x, torch.arange(60)[None])
+    assert not torch.allclose(longer[0][:, [47]], expected[0][:, [1]])
+    context.positions, context.past = positions, {0: (torch.zeros(1, 1, 48, 1),) * 2}
+    for got, wanted in zip(rotary(x, positions), expected, strict=True):
+        torch.testing.assert_close(got, wanted)
+
+
+@pytest.mark.slow
+def test_dynamic_scaling_in_a_package(tmp_path: Path) -> None:
+    model = dynamic_model()
     ids = np.random.default_rng(0).integers(3, 300, 47)
     with torch.no_grad():
         wanted = model(torch.tensor(ids[None])).logits[0, -1].numpy()
