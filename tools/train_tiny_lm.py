@@ -49,14 +49,14 @@ class Recipe:
     steps: int
     minutes: float | None
     seed: int
-    batch: int = 4  # windows of CONTEXT tokens in one step
+    batch: int = 4  # windows of CONTEXT tokens per step
     learning_rate: float = 7e-3
     weight_decay: float = 0.1
     warmup: float = 0.03  # share of the run
 
 
 def kjv_documents() -> list[str]:
-    """Return one document per chapter: a line such as `Genesis 1`, then one verse per line."""
+    """Return a document per chapter: a line such as `Genesis 1`, then a verse per line."""
     if shutil.which("bible") is None:
         raise SystemExit("error: no `bible` program: run `apt-get install bible-kjv`, or name a text with --text FILE")
     command = ["bible", "-l", "100000", "Gen1:1-Rev22:21"]  # so wide that no verse is broken into lines
@@ -89,7 +89,7 @@ def text_documents(path: Path, size: int = 4000) -> list[str]:
 
 
 def split(documents: Sequence[str], seed: int, share: float = 0.02) -> tuple[list[str], list[str]]:
-    """Return (training, held-out) documents in a seeded random order; at least one is held out."""
+    """Return (training, held-out) documents in a seeded random order; the latter are never empty."""
     order = random.Random(seed).sample(documents, len(documents))
     held_out = max(1, round(len(order) * share))
     return order[held_out:], order[:held_out]
@@ -122,7 +122,7 @@ def train_tokenizer(documents: Sequence[str]) -> PreTrainedTokenizerFast:
 
 @dataclass(frozen=True)
 class Stream:
-    """Documents as one run of token ids, each `<s>` ... `</s>`, and the places where a line begins."""
+    """Documents as a stream of token ids, each `<s>` ... `</s>`, and the beginnings of lines."""
 
     ids: torch.Tensor
     line_starts: torch.Tensor
@@ -149,7 +149,7 @@ class Stream:
                 yield torch.stack([self.window(int(start)) for start in chosen])
 
     def window(self, start: int) -> torch.Tensor:
-        """Return `<s>` and the CONTEXT ids from the line that begins at `start`, or the last ones of the stream."""
+        """Return `<s>` and the CONTEXT ids from the line that begins at `start`, or the last ids of the stream."""
         first = start + int(self.ids[start] == self.ids[0])
         first = max(0, min(first, len(self.ids) - CONTEXT))
         return torch.cat([self.ids[:1], self.ids[first : first + CONTEXT]])
@@ -192,7 +192,7 @@ class Muon(torch.optim.Optimizer):
     """Muon (Jordan, 2024): momentum whose singular values are all made about 1, for weight matrices.
 
     It reaches a loss in fewer steps than AdamW does here. torch.optim.Muon computes in bfloat16, one matrix at a time,
-    which is slow on a CPU; this one computes in float32 on stacks of the matrices of one shape.
+    which is slow on a CPU; this class computes in float32 on stacks of matrices of equal shape.
     """
 
     def __init__(self, matrices: Sequence[torch.nn.Parameter], lr: float, weight_decay: float) -> None:
@@ -215,7 +215,7 @@ class Muon(torch.optim.Optimizer):
                 square = update @ update.mT
                 update = 3.4445 * update + (2.0315 * square @ square - 4.7750 * square) @ update
             update = update.mT if tall else update
-            size = 0.2 * math.sqrt(max(update.shape[1:]))  # entries as large as AdamW's, so both share one rate
+            size = 0.2 * math.sqrt(max(update.shape[1:]))  # entries as large as AdamW's, so both share a rate
             for weight, change in zip(weights, update, strict=True):
                 weight.mul_(1 - rate * group["weight_decay"]).sub_(change, alpha=rate * size)
 
@@ -271,7 +271,7 @@ def train(
 
 
 def sample(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, prompt: str, seed: int) -> str:
-    """Return `prompt` and what the model adds to it with the settings that are saved beside it."""
+    """Return `prompt` and the model's continuation, with the settings that are saved with it."""
     torch.manual_seed(seed)
     ids = model.generate(**tokenizer(prompt, return_tensors="pt", return_token_type_ids=False))
     return tokenizer.decode(ids[0], skip_special_tokens=True).strip()
@@ -283,7 +283,7 @@ def model_card(source: str, recipe: Recipe, facts: dict[str, str], samples: Sequ
     shown = "\n\n".join(f"```text\n{text}\n```" for text in samples)
     return f"""# Tiny language model
 
-A very small Llama that continues a text in the style of what it was trained on. It is a demonstration and test
+A very small Llama that continues a text in the style of its training text. It is a demonstration and test
 model: it downloads nothing and runs anywhere.
 
 ## Data
@@ -305,7 +305,7 @@ for training. Tensors are stored as float16 and load as float32.
 
 ## Limits
 
-It knows one text only, keeps a thread for a sentence or two, and sometimes invents words. Nothing that it writes is
+It knows a single text, keeps a thread for a sentence or two, and sometimes invents words. Nothing that it writes is
 a quotation or a statement of fact, and other languages or styles come out as noise.
 """
 
@@ -314,7 +314,7 @@ def check_output(out: Path) -> None:
     """Refuse a place that holds anything but an earlier result, because it will be replaced."""
     ours = {"README", "config", "generation_config", "model", "tokenizer", "tokenizer_config"}
     if out.exists() and not (out.is_dir() and {entry.stem for entry in out.iterdir()} <= ours):
-        raise SystemExit(f"error: {out} exists and is no earlier result of this script")
+        raise SystemExit(f"error: {out} exists and is not an earlier result of this script")
 
 
 def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, card: str, out: Path) -> None:
@@ -366,7 +366,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     model = build_model(tokenizer)
     steps, seconds, train_loss = train(model, training, held_out, recipe, console)
 
-    model.half().float().eval()  # measure what float16 keeps
+    model.half().float().eval()  # measure the stored precision
     loss = evaluate(model, held_out)
     bits = loss * (len(held_out.ids) - 1) / math.log(2) / sum(len(document.encode()) for document in parts[1])
     facts = {

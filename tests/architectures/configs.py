@@ -12,7 +12,7 @@ VOCAB_SIZE = 320
 WINDOW = 6  # of sliding and chunked attention: shorter than the prompts
 LARGEST_LOGIT = 10.0
 
-# Field → tiny value, for every config, nested ones included, that has the field.
+# Field → tiny value, for every config (also nested configs) with the field.
 SIZES: dict[str, Any] = {
     **dict.fromkeys(("hidden_size", "d_model", "n_embd", "dim", "emb_dim", "embedding_size"), 64),
     **dict.fromkeys(("input_embedding_size", "output_embedding_size", "lru_width", "attention_hidden_size"), 64),
@@ -100,7 +100,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
 
 
 def tiny_config(model_type: str) -> PreTrainedConfig:
-    """A config of `model_type` with tiny sizes and, in two layers where that is enough, one layer of every kind."""
+    """A config of `model_type` with tiny sizes and a layer of every kind, in two layers if that is enough."""
     config_class = CONFIG_MAPPING[model_type]
     return config_class(**_tiny_fields(config_class(), OVERRIDES.get(model_type, {})))
 

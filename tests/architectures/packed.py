@@ -1,4 +1,4 @@
-"""A portable package enters; what compiling it in four bits packs, and what it leaves in float, leaves."""
+"""Compiles a portable package in four bits, and counts the packed and the float weights."""
 
 from __future__ import annotations
 
@@ -18,15 +18,14 @@ from qsample.package import Package
 from qsample.runtime import SamplingParams, load
 from tests.architectures.configs import VOCAB_SIZE
 
-BLOCK = 16  # which divides every size of a tiny model that a real one's blocks would divide
+BLOCK = 16  # divides every size of a tiny model if a real model's blocks divide the real size
 PROMPT_LENGTHS = (3, 11, 9)
 NEW_TOKENS = 6
 
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """matrices, experts: how many are packed. unpacked: what could be and is not. float_bytes, bytes: of the
-    parameters that are float, and of all."""
+    """Counts of packed matrices and experts, needlessly unpacked names, and bytes of float and of all parameters."""
 
     matrices: int
     experts: int
@@ -40,7 +39,7 @@ class Packed:
 
 
 def compile_packed(package: Package, path: Path) -> Packed:
-    """Compile `package` to `path`. AssertionError where a row of a ragged batch gets other tokens than alone."""
+    """Compile `package` to `path`. AssertionError if a row of a ragged batch gets other tokens than alone."""
     options = CompileOptions(ctx_len=64, weights="int4", block_size=BLOCK, max_divergence=math.inf)
     compiled = compile_package(package, path, options)
     check_rows(path)
@@ -53,8 +52,7 @@ def compile_packed(package: Package, path: Path) -> Packed:
 
 
 def unpacked(graph: ir.Graph) -> int:
-    """Float matrices of a decoder and its experts that blocks of `BLOCK` divide; what scores experts and tables of
-    positions are not counted."""
+    """Float matrices of a decoder and its experts that `BLOCK` divides, without routers and position tables."""
     kept, found = moe.routers(graph), set()
     for node in with_loop_bodies(graph):
         matrix = matrix_of(node)
@@ -72,7 +70,7 @@ def check_rows(path: Path) -> None:
     rng = np.random.default_rng(1)
     prompts = [rng.integers(3, VOCAB_SIZE, n).tolist() for n in PROMPT_LENGTHS]
     model = load(path)
-    # Parameters of our own: what a model's generation_config asks for may be more than a decoder does.
+    # Explicit parameters: a model's generation_config may request unsupported features.
     params = SamplingParams(temperature=0, max_new_tokens=NEW_TOKENS, eos_token_id=())
     together = model.generate(prompts, params).token_ids
     for prompt, row in zip(prompts, together, strict=True):

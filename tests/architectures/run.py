@@ -1,4 +1,4 @@
-"""A model type enters; what came of exporting a tiny random model of it leaves, as a `Row` of the table.
+"""Exports a tiny random model of a type; the result is a `Row` of the table.
 
 The parity gate of the export itself compares the graph's logits with the eager model's: a ragged batch of prompts,
 decode steps over retained state, a prompt in chunks. Then the runtime samples from the package with fixed seeds, and
@@ -32,10 +32,10 @@ from tests.architectures.configs import VOCAB_SIZE, tiny_model
 from tests.architectures.packed import compile_packed
 from tests.helpers import reference
 
-MAX_ERROR = 2e-4  # of a logit, where the largest is of order 10
+MAX_ERROR = 2e-4  # of a logit; the largest is of order 10
 NEW_TOKENS = 12
 TIMEOUT = 600  # seconds a type, on a machine that may be busy with something else
-PROMPT_LENGTHS = (3, 11, 9)  # the first is read alone, the others in one run
+PROMPT_LENGTHS = (3, 11, 9)  # the first is read alone, the others together
 SEED = 5
 PARAMS = (
     {"temperature": 1.0},
@@ -48,8 +48,11 @@ MARGIN = 1e-4
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One model type. result: "passed", or the stage that failed. error: of a logit. operators: those on the cache.
-    int4: what four bits pack, and what they leave."""
+    """The result of a model type.
+
+    `result` is "passed" or the stage that failed, `error` that of a logit, `operators` counts those on the cache, and
+    `int4` describes the packed and the float weights.
+    """
 
     model_type: str
     result: str
@@ -70,8 +73,7 @@ class Row:
 
 
 def run(model_type: str, *, compiled: bool = True) -> Row:
-    """Make, export and sample from a model of `model_type`, and compile it if `compiled`; never raises for what the
-    model does."""
+    """Make, export and sample from a model of `model_type`, and compile it if `compiled`; errors become the result."""
     started = time.perf_counter()
 
     def row(result: str, reason: object = "", **figures: object) -> Row:

@@ -1,4 +1,4 @@
-"""The decode benchmark: what its report computes from rounds, and a run of it on a model of a few bytes."""
+"""The decode benchmark: the figures of its report, and a run on a tiny model."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_systems_take_turns_and_one_that_ends_is_out(turns: ModuleType, monkeypa
         failed=lambda name, error: failures.append(name),
         after_round=lambda: log.append("round"),
     )
-    # The one that goes first changes; the round that warms up reads a short prompt.
+    # The first system changes; the round that warms up reads a short prompt.
     assert log[:5] == ["qsample 64 4", "genai 64 4", "genai 1024 24", "qsample 1024 24", "round"]
     assert log[5:] == ["qsample 1024 24", "genai 1024 24", "round", "qsample 1024 24", "round"]
     assert failures == ["genai"]

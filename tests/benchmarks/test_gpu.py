@@ -1,4 +1,4 @@
-"""The GPU benchmark: what its report makes of measurements and failures, and a run of it on the CPU."""
+"""The GPU benchmark: its report of measurements and failures, and a run on the CPU."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_cells_are_compared(gpu: Callable[[str], ModuleType]) -> None:
 def test_builders_get_the_packages_of_their_own_interpreter(
     gpu: Callable[[str], ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """This interpreter's may lie in PYTHONPATH alone; another one's do not."""
+    """The packages of this interpreter may be in PYTHONPATH only; those of another interpreter are not."""
     gpu("gpu_report")  # the folder of the benchmarks is importable
     run_quietly = importlib.import_module("checkpoints").run_quietly
     monkeypatch.setenv("PYTHONPATH", "somewhere")
@@ -98,7 +98,7 @@ def test_builders_get_the_packages_of_their_own_interpreter(
 
 
 class Sending:
-    """The end of a pipe that keeps what is sent."""
+    """The end of a pipe that keeps all messages."""
 
     def __init__(self, sent: list[tuple[str, ...]]) -> None:
         self._sent = sent
@@ -140,7 +140,7 @@ def test_where_cuda_does_not_run_it_says_why_and_ends(
 
 
 def test_the_sampler_is_checked_over_logits_of_every_kind(gpu: Callable[[str], ModuleType]) -> None:
-    """The CPU's kernels against the CPU's: two graphs, of which only one has control flow. A wrong argmax is found."""
+    """Two graphs, with and without control flow, on the CPU. A wrong argmax is found."""
     sampler = gpu("gpu_checks")
     sent: list[tuple[str, ...]] = []
     reports = gpu("gpu_report").Reports(Sending(sent))
@@ -151,7 +151,7 @@ def test_the_sampler_is_checked_over_logits_of_every_kind(gpu: Callable[[str], M
     choose, sessions = sampler._choose, []
 
     def one_later(session: Any, inputs: Any) -> Any:
-        """The first session that is asked takes the last one of equal logits, as a kernel might."""
+        """The first session takes the last of equal logits, as a kernel might."""
         sessions.append(session)
         got = choose(session, inputs)
         if session is sessions[0] and (inputs["logits"] == 1).all():

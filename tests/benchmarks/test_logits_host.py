@@ -35,7 +35,7 @@ def test_what_is_drawn_from(host: ModuleType, mixes: Mapping[str, Mapping[str, f
     rng = np.random.default_rng(0)
     logits = (4 * rng.standard_normal((3, 300))).astype(np.float32)
     history = rng.integers(0, 300, (3, 20))
-    # The likeliest tokens were seen: two in the prompt, one sampled twice.
+    # The likeliest tokens were seen: two in the prompt, and a token that was sampled twice.
     for row, likely in enumerate(np.argsort(-logits, axis=-1)[:, :3]):
         history[row, [0, 1, 8, 9]] = [likely[0], likely[1], likely[2], likely[2]]
     expected = []

@@ -1,4 +1,4 @@
-"""The benchmark of long histories: what its report computes, who takes part, and a run of it on a tiny model."""
+"""The benchmark of long histories: the figures of its report, the participants, and a run on a tiny model."""
 
 from __future__ import annotations
 

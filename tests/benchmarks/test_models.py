@@ -35,7 +35,7 @@ def test_tables(report: ModuleType, tmp_path: Path) -> None:
         "onnxruntime-genai does not run it: The checkpoint model / is not supported"
     ]
 
-    # 2 MB at 4 GB/s take 0.5 ms; half as fast in the second round, where the step takes twice as long.
+    # 2 MB at 4 GB/s take 0.5 ms; half as fast in the second round, in which the step takes twice as long.
     results.set_active("tiny", 64, 2_000_000)
     results.add_speed("tiny", 64, [4e9, 2e9])
     assert report.floor_rows(results)[1] == [["tiny", "64", "2.0", "3.0", "0.67", "1.50", "2.00"]]

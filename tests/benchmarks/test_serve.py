@@ -1,4 +1,4 @@
-"""The benchmark of servers: what a run goes on with, its figures and its page, and the client that asks servers."""
+"""The benchmark of servers: resumed runs, figures, the page, and the client."""
 
 from __future__ import annotations
 

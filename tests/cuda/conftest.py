@@ -1,8 +1,8 @@
 """CUDA without a GPU: ONNX Runtime's real CUDA provider over libraries that compute nothing; see scripts/check_cuda.
 
-It loads, places every node by its own kernels, captures and replays. The stubs refuse what CUDA forbids in a capture
-and write down what happens; the puppet has the CPU compute the numbers. None of it shows a CUDA kernel's numbers, a
-missing synchronisation, or speed.
+It loads, places every node by its own kernels, captures and replays. The stubs refuse calls that CUDA forbids in
+a capture and record all calls; the puppet has the CPU compute the numbers. None of it shows a CUDA kernel's numbers,
+a missing synchronisation, or speed.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ ASKED = "QSAMPLE_CUDA_STUBS" in os.environ
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
-    """Only scripts/check_cuda has what these tests need."""
+    """Only scripts/check_cuda provides the libraries of these tests."""
     return True if not ASKED and collection_path.is_relative_to(HERE) else None
 
 
 @pytest.fixture(scope="session", autouse=True)
 def stubs(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Sessions on CUDA get their numbers from the CPU, and leave a trace of what they do."""
-    assert puppet.CUDA in ort.get_available_providers(), "QSAMPLE_CUDA_STUBS is set, and this is no onnxruntime-gpu"
+    """Sessions on CUDA get their numbers from the CPU, and leave a trace of their calls."""
+    assert puppet.CUDA in ort.get_available_providers(), "QSAMPLE_CUDA_STUBS is set, but this is not onnxruntime-gpu"
     # The stubs open the file at the first call of any of them.
     os.environ[TRACE] = str(tmp_path_factory.mktemp("trace") / "calls")
     # The stub of cuDNN builds no graphs, which its attention would want.

@@ -1,10 +1,10 @@
-"""Lets the CPU provider compute what the stubbed CUDA provider does not, so that programs for CUDA run to their end.
+"""Lets the CPU provider compute the results of the stubbed CUDA provider, so that programs for CUDA run to their end.
 
     python -m tests.cuda.puppet SCRIPT.py ARGUMENTS ...        (or: -m MODULE ARGUMENTS ...)
 
 The stubs' device memory is the host's. The CUDA session runs first, with all of its placement, bindings, captures and
 replays. Then its inputs are put back, for it may have written over them, and a CPU session of the same file runs: three
-times for a run that captures, and over the memory of the capture for one that replays, whatever is bound, as ONNX
+times for a run that captures, and over the memory of the capture for a replay, whatever is bound, as ONNX
 Runtime does (inference_session.cc, cuda_execution_provider.cc). Float16 has CPU kernels, bfloat16 has not.
 """
 
@@ -49,7 +49,7 @@ _NUMBERS = {
 
 _ROW_0 = np.zeros(1, np.int64)
 
-Bound = tuple[int, tuple[int, ...], int, Any]  # element type, shape, address, what keeps the memory alive
+Bound = tuple[int, tuple[int, ...], int, Any]  # element type, shape, address, owner of the memory
 
 
 def _element(kind: Any) -> int:
@@ -76,7 +76,7 @@ class Binding:
         self.real = Original.io_binding(session)
         self.inputs: dict[str, Bound] = {}
         self.outputs: dict[str, Bound | None] = {}
-        self.computed: dict[str, Any] = {}  # the CPU's results where nobody gave memory
+        self.computed: dict[str, Any] = {}  # the CPU's results without bound memory
 
     def bind_input(
         self, name: str, device_type: str, device_id: int, element_type: Any, shape: Any, buffer_ptr: int
@@ -119,7 +119,7 @@ class Binding:
 
 
 class Session(Original):  # type: ignore[misc]
-    """An InferenceSession whose numbers are the CPU's where it runs on CUDA."""
+    """An InferenceSession that computes on the CPU if it runs on CUDA."""
 
     def __init__(
         self, model: Any, sess_options: Any = None, providers: Any = None, provider_options: Any = None, **more: Any
@@ -145,7 +145,7 @@ class Session(Original):  # type: ignore[misc]
 
     @property
     def twin(self) -> Any:
-        """The CPU's session, made when it is first asked for; None where the CPU lacks kernels, as for bfloat16."""
+        """The CPU's session, made on first use; None if the CPU lacks kernels, as for bfloat16."""
         with self._lock:
             if not self._twin:
                 twin = None
@@ -240,7 +240,7 @@ def _for_cpu(model: Any, proto: onnx.ModelProto, options: Any) -> tuple[Any, Any
     if not any(_norms(node) for node in proto.graph.node):
         return model, options
     separate_norms(proto)
-    if not isinstance(model, bytes):  # where its weights are
+    if not isinstance(model, bytes):  # the folder of its weights
         options = copy_options(options)
         options.add_session_config_entry(_WEIGHTS_FOLDER, str(Path(model).parent))
     return proto.SerializeToString(), options
@@ -265,7 +265,7 @@ def separate_norms(proto: onnx.ModelProto) -> None:
             heads, kv_heads = attributes["num_heads"].i, attributes["kv_num_heads"].i
             (size,) = sizes[weights[0]]
             names = list(node.input[:3])
-            if not names[1]:  # query, key and value in one
+            if not names[1]:  # query, key and value are joined
                 widths = onnx.numpy_helper.from_array(
                     np.array([heads, kv_heads, kv_heads]) * size, f"{node.name}_widths"
                 )

@@ -66,7 +66,7 @@ def test_the_benchmark_runs_to_its_end(tmp_path: Path) -> None:
     command += ["--work", tmp_path / "work", "--out", tmp_path / "out"]
     subprocess.run([str(part) for part in command], check=True, cwd=ROOT, timeout=3600)
     found = json.loads((tmp_path / "out" / "gpu.json").read_text())
-    # What the stubs lack: a driver, numbers in bfloat16, CUPTI; and what an environment may lack.
+    # The stubs lack a driver, numbers in bfloat16, and CUPTI; an environment may lack matplotlib.
     lacking = (
         "nvidia-smi:",
         "tiny, cuda-bfloat16: smoke test:",

@@ -119,7 +119,7 @@ def test_captured(
     model = load(package.path)
     trace.clear()
     run_slots(model, min(rows or 4, 4))
-    assert trace.captures() == 2  # one for each side of the buffers
+    assert trace.captures() == 2  # for each side of the buffers
     assert trace.captured_kernels() > 100
     assert not trace.problems()
     assert not trace.captured_reads_of_the_host()

@@ -48,7 +48,9 @@ def test_rows_move_alone_and_steps_move_nothing(package: Path, trace: Trace) -> 
     slots.stop(3)
     slots.begin(3, prompt, 99, parameters)
     own = 4 * (2 * CONTEXT + 1)  # noise, tokens, length
-    own += sum(np.asarray(values).nbytes for values in parameters.values()) * 2 + 4  # off, then what was given; status
+    own += (
+        sum(np.asarray(values).nbytes for values in parameters.values()) * 2 + 4
+    )  # off, then the given values; status
     assert own <= trace.bytes_from_host() <= own + 32
     assert trace.bytes_to_host() == 0
     trace.clear()

@@ -1,4 +1,4 @@
-"""The list of CUDA's kernels that the tests without onnxruntime-gpu go by, against what onnxruntime-gpu says itself."""
+"""The list of CUDA's kernels for tests without onnxruntime-gpu, compared with onnxruntime-gpu's own."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.helpers.cuda_kernels import KERNELS, VALUES_OF_WHERE, VERSIONS, has_k
 OPSET = 18
 NEWEST = 2**31 - 1  # the end of a kernel's versions that names none
 MAIN = ("T", "T1", "T2", "Tdata")  # the type parameter of the first input that computes
-# Of the condition, which is no type parameter of the kernel; of the scales.
+# Of the condition, which is not a type parameter of the kernel; of the scales.
 UNNAMED = {"Where", "And", "Or", "Not", "GatherBlockQuantized"}
 
 

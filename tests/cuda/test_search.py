@@ -1,4 +1,4 @@
-"""Wide nuclei and large top-k, settled in the captured graph: by kernels that are launched where rows are listed."""
+"""Wide nuclei and large top-k, settled in the captured graph: by kernels that are launched if rows are listed."""
 
 from __future__ import annotations
 

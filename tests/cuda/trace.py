@@ -1,4 +1,4 @@
-"""What the stubs wrote down: one line a call, `THREAD CALL DETAILS`; see stubs/stubs.c."""
+"""The records of the stubs: a line per call, `THREAD CALL DETAILS`; see stubs/stubs.c."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Trace:
         return [call for call in self.calls(" CAPTURED") if _HOST.match(call)]
 
     def problems(self) -> list[str]:
-        """What CUDA would have refused; replays that would read what the host's memory holds by then."""
+        """Calls that CUDA would have refused, and replays that would read changed memory of the host."""
         return [call for call in self.calls() if call.startswith(("REFUSED", "STALE"))]
 
     def bytes_from_host(self) -> int:

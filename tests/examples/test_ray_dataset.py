@@ -1,4 +1,4 @@
-"""The example of a dataset prints what `generate` gives with the seeds of its rows."""
+"""The example of a dataset prints the texts of `generate` with the seeds of its rows."""
 
 from __future__ import annotations
 

@@ -232,7 +232,7 @@ def test_an_earlier_result_is_replaced_and_other_folders_are_not(
 
     (out / "thesis.txt").write_text("Not to be lost.", encoding="utf-8")
     for place in (out, text):
-        with pytest.raises(SystemExit, match="no earlier result"):
+        with pytest.raises(SystemExit, match="not an earlier result"):
             quick.main(["--text", str(text), "--out", str(place)])
     assert (out / "thesis.txt").exists()
 
