@@ -32,7 +32,7 @@ class Call:
         stopping_criteria: see `BatchEnd`.
         logits_processor: see `LogitsProcessors`.
         max_time: seconds until the rows end; None = any.
-        num_return_sequences: rows of each prompt, one after another.
+        num_return_sequences: adjacent rows of each prompt.
         return_dict: False = `generate` returns an array of the sequences alone.
     """
 

@@ -98,7 +98,7 @@ def _token_id(name: str, value: Any, accepted: str) -> int:
 
 
 def _token_ids(name: str, value: Any) -> tuple[int, ...] | None:
-    """Token ids, each once; a single id is a list of one id. None stays None."""
+    """Token ids, each once; a single id counts as a list. None stays None."""
     if value is None:
         return None
     accepted = "a token id >= 0, or a list of them"
@@ -106,7 +106,7 @@ def _token_ids(name: str, value: Any) -> tuple[int, ...] | None:
 
 
 def _ids_or_texts(name: str, value: Any) -> tuple[int | str, ...] | None:
-    accepted = f"a list of token ids, and of texts up to {LONGEST_TEXT} characters that are one token, or None"
+    accepted = f"a list of token ids, and of texts up to {LONGEST_TEXT} characters that are a single token, or None"
     items = _items(name, value, accepted)
     return tuple(dict.fromkeys(item if _is_text(item) else _token_id(name, item, accepted) for item in items)) or None
 
@@ -166,7 +166,7 @@ class SamplingParams:
         min_length, max_length: total tokens, prompt included.
         min_new_tokens, max_new_tokens: sampled tokens. They win over min_length and max_length, as in transformers. A
             row always ends when its buffers are full.
-        eos_token_id: an id or several; sampling one of them ends the row. Before min_length none of them can be
+        eos_token_id: an id or several; sampling any of them ends the row. Before min_length none of them can be
             sampled. None = the model's own; () = none.
         seed: in [0, 2**63); the same seed gives the same tokens. None = a fresh seed, reported in the output.
         logit_bias: token id → a number added to its logit (-inf forbids the token); for packages that were exported
@@ -211,7 +211,7 @@ class SamplingParams:
     max_length: int | None = _integer(None, 1, INT32_MAX, "an integer >= 1, or None")
     max_new_tokens: int | None = _integer(None, 1, INT32_MAX, "an integer >= 1, or None")
     eos_token_id: tuple[int, ...] | None = _checked(None, _token_ids)
-    seed: int | None = _integer(None, 0, SEEDS - 1, "an integer from 0 to 2**63 - 1, or None for a fresh one")
+    seed: int | None = _integer(None, 0, SEEDS - 1, "an integer from 0 to 2**63 - 1, or None for a fresh seed")
     logit_bias: Mapping[int, float] | None = _checked(None, _bias, hashed=False)
     typical_p: float = _number(1.0, _TINY, 1, "a number > 0 and <= 1 (1 = off)")
     top_a: float = _number(0.0, 0, 1, "a number from 0 to 1 (0 = off)")
@@ -310,7 +310,7 @@ class SamplingParams:
             prompt_length, padding: as for `total_length`.
             capacity: tokens of the row's buffers. max_length is cut to it: such a row ends with finish reason "length".
 
-        Raises ValueError if not even one token fits.
+        Raises ValueError if not even a single token fits.
         """
         if prompt_length >= capacity:
             raise ValueError(
@@ -363,7 +363,7 @@ def settings_of(config: Any) -> dict[str, Any]:
 
 
 def layered(*layers: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings of several layers, the later ones on top of the earlier ones, field by field as in transformers.
+    """Settings of several layers, each on top of the layers before it, field by field as in transformers.
 
     A total length beats the number of new tokens of an earlier layer, although within a layer the number counts.
     """
@@ -387,7 +387,7 @@ def _do_sample(settings: Mapping[str, Any], overrides: Mapping[str, Any]) -> boo
         sampling = {name: value for name, value in sampling.items() if value not in SAMPLING_FIELDS[name]}
     if given is False and sampling and not greedy:
         listed = ", ".join(f"{name}={shown(value)}" for name, value in sampling.items())
-        raise ValueError(f"do_sample=False chooses greedily, yet {listed} is given; drop one or the other")
+        raise ValueError(f"do_sample=False chooses greedily, yet {listed} is given; drop either")
     if given is True and greedy:
         raise ValueError("do_sample=True and temperature=0 contradict each other; temperature 0 is greedy")
     if greedy:

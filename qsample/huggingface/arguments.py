@@ -48,7 +48,7 @@ def read_call(
         config, params = params, None
     given = {} if config is None else read_generation_config(config)
     if given and params is not None:
-        raise ValueError("params and generation_config were given; put everything into one of them")
+        raise ValueError("params and generation_config were given; put everything into either")
     without_refused(GENERATE, {name: given[name] for name in _OUTPUTS if name in given})
     rest = without_refused(GENERATE, rest)
     for name in ("pad_token_id", "bos_token_id"):
@@ -98,7 +98,9 @@ def _sampling_params(
         raise ValueError(f"params and {', '.join(keywords)} were given; put everything into params, or leave it out")
     rows = [params] if isinstance(params, SamplingParams) else params
     if not isinstance(rows, Sequence) or not all(isinstance(row, SamplingParams) for row in rows):
-        raise ValueError(f"params is {shown(params)}; give a SamplingParams, or a list with one for each prompt")
+        raise ValueError(
+            f"params is {shown(params)}; give a SamplingParams, or a list of them, for each prompt its own"
+        )
     return params  # type: ignore[no-any-return]
 
 
@@ -106,7 +108,7 @@ def _inputs(inputs: Any, keywords: dict[str, Any]) -> tuple[Any, Any]:
     """The prompts and their mask, in whichever of the ways they are given."""
     named, mask = keywords.pop("input_ids", None), keywords.pop("attention_mask", None)
     if inputs is not None and named is not None:
-        raise ValueError("inputs and input_ids were given, which are two names of one argument; give one")
+        raise ValueError("inputs and input_ids were given, which are two names of the same argument; give either")
     inputs = named if inputs is None else inputs
     if isinstance(inputs, Mapping) and "input_ids" in inputs:
         others = without_refused(GENERATE, inputs).keys() - {"input_ids", "attention_mask"}
@@ -133,7 +135,7 @@ def _token_id(name: str, value: Any, vocab_size: int) -> int | None:
     if value is None:
         return None
     if not is_integer(value, 0, vocab_size - 1):
-        raise ValueError(f"{name} is {shown(value)}; give one of the model's token ids, 0 to {vocab_size - 1}")
+        raise ValueError(f"{name} is {shown(value)}; give a token id of the model, 0 to {vocab_size - 1}")
     return int(value)
 
 

@@ -59,7 +59,7 @@ def read_generation_config(given: Any) -> dict[str, Any]:
 
 
 def as_generation_config(given: Any) -> GenerationConfig:
-    """`given` itself if it is a GenerationConfig; otherwise one with the fields of `read_generation_config`."""
+    """`given` itself if it is a GenerationConfig; otherwise the result of `read_generation_config` as such."""
     return given if isinstance(given, GenerationConfig) else GenerationConfig(read_generation_config(given))
 
 

@@ -12,7 +12,7 @@ _NAMES: Final = frozenset({"float64", "float32", "float16", "bfloat16"})
 
 
 def is_dtype(value: Any) -> bool:
-    """Whether `value` is a dtype of torch or NumPy, or a string that names one."""
+    """Whether `value` is a dtype of torch or NumPy, or the name of such a dtype."""
     return _name(value) in _NAMES
 
 
@@ -23,7 +23,7 @@ def dtype_name(value: Any) -> str:
     """
     name = _name(value)
     if name is None:
-        raise ValueError(f'dtype is {shown(value, 60)}; give "float32", "float16", "auto", or torch\'s object for one')
+        raise ValueError(f'dtype is {shown(value, 60)}; give "float32", "float16", "auto", or a dtype of torch')
     return name
 
 
@@ -42,7 +42,7 @@ def check_export_dtype(name: str) -> str:
         way = (
             ' give "float32", which holds bfloat16 weights exactly, and compile for CUDA with dtype="bfloat16"'
             if name == "bfloat16"
-            else " choose one of these"
+            else " choose among these"
         )
         raise UnsupportedModelError(
             f"dtype is {name}, and a checkpoint is exported as {', '.join(EXPORTED)}, which the CPU can check;{way}"

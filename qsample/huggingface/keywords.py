@@ -54,7 +54,7 @@ GENERATE: Final[Mapping[str, Refusal]] = {
         "prefix_allowed_tokens_fn",
         "export with allowed_tokens=True and give allowed_tokens a function, which writes the mask of every next token",
     ),
-    **refusals("synced_gpus", "a package runs in one process; leave it out", False),
+    **refusals("synced_gpus", "a package runs in a single process; leave it out", False),
     **refusals("negative_prompt_ids negative_prompt_attention_mask", _NO_GUIDANCE),
     **refusals("custom_generate", "the decode loop is qsample's own; leave it out"),
     **refusals("trust_remote_code", "a package runs no code of its model; give it to from_pretrained", False),
@@ -75,7 +75,7 @@ _WEIGHTS: Final = "weights stay mapped from their files, during the export and l
 _DEVICE: Final = "provider= chooses the device that generate runs on; compile() makes a package for it"
 _QUANTIZED: Final = 'quantize when you compile: model.compile(weights="int4") or "int8"'
 _KERNELS: Final = "attention runs through ONNX Runtime's operators; leave it out"
-_ONE_DEVICE: Final = "a package runs on one device; leave it out"
+_ONE_DEVICE: Final = "a package runs on a single device; leave it out"
 _DOWNLOAD: Final = "download the repository first (huggingface_hub.snapshot_download) and give its folder"
 _SAFE: Final = "weights are read from safetensors, or by transformers if a checkpoint has none; leave it out"
 _TRANSFORMERS: Final = "qsample loads the model itself; give the folder or hub id of a checkpoint that has it already"
@@ -118,7 +118,7 @@ def check_from_pretrained(given: Mapping[str, Any], own: Collection[str]) -> Non
         given: the keywords.
         own: the names of those that it has.
 
-    Raises ValueError for a keyword of transformers that asks for something, TypeError for an unknown one.
+    Raises ValueError for a keyword of transformers that asks for something, TypeError for an unknown keyword.
     """
     rest = without_refused(FROM_PRETRAINED, given)
     if rest:

@@ -133,7 +133,7 @@ def _copies(processors: list[_Callback]) -> list[_Callback]:
         return [replace(processor, function=copy.deepcopy(processor.function)) for processor in processors]
     except Exception as error:
         raise ValueError(
-            f"logits_processor cannot be copied for every row ({error}); generate the prompts one by one"
+            f"logits_processor cannot be copied for every row ({error}); generate each prompt on its own"
         ) from error
 
 
@@ -147,14 +147,15 @@ def _check_order(sequences: abc.Sequence[Sequence], interface: Interface) -> Non
         if any(np.any(np.asarray(value) != off) for value in values):
             raise ValueError(
                 f"logits_processor and {name} were given: transformers applies {name} first, and the graph after it; "
-                "leave one out, or let a processor do both"
+                "leave either out, or let a processor do both"
             )
 
 
 class BatchEnd:
     """Ends rows at a caller's criteria, or when time is up: token by token, for the whole batch at once.
 
-    The criteria see prompts and tokens as one array. Tokens that were sampled after a criterion was met are left out.
+    The criteria see prompts and tokens as a single array. Tokens that were sampled after a criterion was met are left
+    out.
 
     Args:
         criteria: a callable of ([B, n] token ids, None), prompts and padding included, that returns a bool, or a bool
@@ -176,7 +177,7 @@ class BatchEnd:
         self._pad = pad
 
     def update(self, leave: Callable[[Sequence], None], deliver: Callable[[Sequence], None]) -> None:
-        """Look at the tokens that were sampled since the last call, one token of every row at a time.
+        """Look at the tokens that were sampled since the last call, a token of every row at a time.
 
         leave: takes a sequence out of the loop. deliver: takes the next token of a sequence.
         """
@@ -204,7 +205,7 @@ class BatchEnd:
             answer = criterion(ids, None)
             if answer.dtype != bool or answer.size not in (1, len(rows)):
                 raise ValueError(
-                    f"a stopping criterion returned {answer!r:.60}; it must return a bool, or one for each of the "
+                    f"a stopping criterion returned {answer!r:.60}; it must return a bool, or a bool for each of the "
                     f"{len(rows)} rows"
                 )
             rows |= answer.reshape(-1)

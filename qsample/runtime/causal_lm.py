@@ -54,7 +54,7 @@ def load(
     Args:
         path: the package's folder.
         provider: "cpu", "cuda" or another of ONNX Runtime's providers by its short name (see
-            `session.providers.execution_providers`), or a list of ONNX Runtime's full names; None = the one that a
+            `session.providers.execution_providers`), or a list of ONNX Runtime's full names; None = the provider that a
             device package was compiled for, otherwise "cpu".
         ctx_len: capacity of every row in tokens, for portable packages; None = what each generation needs, up to the
             model's max_position_embeddings.
@@ -104,7 +104,7 @@ class CausalLM(ModelMethods):
         compilation = package.manifest.compilation
         self._ctx_len = compilation.ctx_len if compilation else ctx_len
         self.batch_size = compilation.batch_size if compilation else None
-        # Captured graphs belong to the memory of one batch, and cost more to make than many steps.
+        # Captured graphs belong to the memory of a batch, and cost more to make than many steps.
         self._captured: dict[tuple[int, int], Slots] = {}
         self._loaded_with = loaded_with
 
@@ -162,7 +162,7 @@ class CausalLM(ModelMethods):
         return_dict_in_generate: bool | None = None,
         **options: Any,
     ) -> Any:
-        """Continue one prompt or a batch of prompts of different lengths.
+        """Continue a prompt, or a batch of prompts of different lengths.
 
         Args:
             inputs: a text, token ids, a list of either, a 2-D integer array, or chat messages; see `parse_prompts`.
@@ -179,7 +179,7 @@ class CausalLM(ModelMethods):
                 faster. A prompt is read in `sessions.pieces` in any case.
             flush_every: decode steps between two reads of the sampled tokens; None = 1 on the CPU, 4 elsewhere. It
                 changes no token, only how many come at once.
-            double_buffering: start the next step while the last one's tokens are read and streamed; False waits.
+            double_buffering: start the next step while the tokens of the last step are read and streamed; False waits.
             stop_strings: texts that end a row. `texts` is cut off before the first complete stop string;
                 `token_ids` goes on to the token that completes it. None = those of the generation_config.
             return_dict_in_generate: False = an array of the `sequences` alone.
@@ -187,12 +187,12 @@ class CausalLM(ModelMethods):
                 `SamplingParams.from_generation_config`. With chat messages also tools, documents, chat_template,
                 chat_template_kwargs, add_generation_prompt and continue_final_message, see `ChatOptions`. And
                 transformers' own: input_ids, for inputs; generation_config, an object, a mapping or a path, on top of
-                the model's; pad_token_id; bos_token_id; tokenizer, for a package without one; max_time, in seconds;
+                the model's; pad_token_id; bos_token_id; tokenizer, if the package has none; max_time, in seconds;
                 stopping_criteria, see `BatchEnd`; logits_processor, see `LogitsProcessors`; num_return_sequences, rows
-                of each prompt, one after another, from one reading of it. docs/transformers.md has the others.
+                of each prompt, next to each other, from a single reading of it. docs/transformers.md has the others.
 
         A row ends at a stop token, at its maximum length (256 new tokens if neither the model nor the caller gives
-        one), or if the context length is full.
+        it), or if the context length is full.
 
         Returns:
             The output of all rows; or an array [B, P + N] int64, its `sequences`, if return_dict_in_generate is False.
@@ -359,8 +359,8 @@ def _reopen(path: Path, wanted: str, arguments: Mapping[str, Any], generation_co
         ) from error
     if _fingerprint(package) != wanted:
         raise PackageError(
-            f"{path} is another package than when this model was pickled; put that one back, or load this one and "
-            "pickle it"
+            f"{path} is another package than when this model was pickled; put the old package back, or load the new "
+            "package and pickle it"
         )
     model = load(path, **arguments)
     model.generation_config = generation_config

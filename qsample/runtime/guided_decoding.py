@@ -31,7 +31,7 @@ class Step:
 
 
 class AllowedTokensFn(Protocol):
-    """Guided decoding: writes the mask of every next token into one array, which keeps its values between calls."""
+    """Guided decoding: writes the mask of every next token into an array, which keeps its values between calls."""
 
     def __call__(self, step: Step | None, mask: Array) -> None:
         """Called before each token while some row runs; the masks of rows that have ended are ignored.

@@ -111,7 +111,7 @@ def for_package(interface: Interface, params: SamplingParams, tokenizer: Tokeniz
     for text, tokens in ids.items():
         if len(tokens) != 1:
             raise ValueError(
-                f"dry_sequence_breakers has {shown(text)}, which is {len(tokens)} tokens; give texts of one token "
+                f"dry_sequence_breakers has {shown(text)}, which is {len(tokens)} tokens; give texts of a single token "
                 "each, or token ids"
             )
     forbidden = list(params.bad_words_ids or ())

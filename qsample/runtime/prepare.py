@@ -28,7 +28,7 @@ from qsample.values import plain
 def make_sequences(
     call: Call, interface: Interface, token_ids: TokenIds, tokenizer: Tokenizer | None, capacity: Callable[[int], int]
 ) -> tuple[list[Sequence], Guide | None]:
-    """A sequence for each prompt, or `num_return_sequences` one after another; and the guide that writes their masks,
+    """A sequence for each prompt, or `num_return_sequences` adjacent sequences; and the guide that writes their masks,
     if allowed_tokens is a function.
 
     Args:
@@ -42,11 +42,11 @@ def make_sequences(
     prompts = parse_prompts(call, tokenizer, interface.vocab_size, bos, holes=not interface.recurrent)
     params = _params_of_prompts(call.params, len(prompts))
     count = call.num_return_sequences
-    for index, one in enumerate(params):
-        if count > 1 and one.temperature == 0:
+    for index, own in enumerate(params):
+        if count > 1 and own.temperature == 0:
             raise ValueError(
-                f"num_return_sequences is {count} and prompt {index} is continued greedily, which gives one sequence "
-                "only; give do_sample=True or a temperature, or leave num_return_sequences out"
+                f"num_return_sequences is {count} and prompt {index} is continued greedily, which gives a single "
+                "sequence; give do_sample=True or a temperature, or leave num_return_sequences out"
             )
     seeds = choose_seeds(call.seed, call.params, len(prompts), count)
     stops = check_stop_strings(call.stop_strings)
@@ -55,17 +55,18 @@ def make_sequences(
             "stop_strings are found in the text, and the package has no tokenizer; give eos_token_id, or tokenizer"
         )
     masks = _masks(call.allowed_tokens, len(seeds), interface.sizes[MASK_WORDS])
-    room = capacity(max(one.total_length(len(p.ids), p.padding) for one, p in zip(params, prompts, strict=True)))
-    distinct = {id(one): one for one in params}  # most prompts share their parameters
-    fitted = {key: for_package(interface, one, tokenizer) for key, one in distinct.items()}
+    pairs = zip(params, prompts, strict=True)
+    room = capacity(max(own.total_length(len(prompt.ids), prompt.padding) for own, prompt in pairs))
+    distinct = {id(own): own for own in params}  # most prompts share their parameters
+    fitted = {key: for_package(interface, own, tokenizer) for key, own in distinct.items()}
     guided = callable(call.allowed_tokens)
     sequences = []
     for row, seed in enumerate(seeds):
-        prompt, one = prompts[row // count], fitted[id(params[row // count])]
+        prompt, own = prompts[row // count], fitted[id(params[row // count])]
         mask = None if masks is None else masks[row]
         try:
             parameters = parameter_row(
-                interface, one, len(prompt.ids), room, token_ids.eos, padding=prompt.padding, allowed_tokens=mask
+                interface, own, len(prompt.ids), room, token_ids.eos, padding=prompt.padding, allowed_tokens=mask
             )
         except ValueError as error:
             raise ValueError(f"prompt {row // count}: {error}" if len(prompts) > 1 else str(error)) from None
@@ -81,7 +82,9 @@ def _params_of_prompts(params: SamplingParams | abc.Sequence[SamplingParams], pr
     if isinstance(params, SamplingParams):
         return [params] * prompts
     if len(params) != prompts:
-        raise ValueError(f"{len(params)} SamplingParams were given for {prompts} prompts; give one, or one for each")
+        raise ValueError(
+            f"{len(params)} SamplingParams were given for {prompts} prompts; give a single object, or a list of that length"
+        )
     return list(params)
 
 
@@ -95,7 +98,7 @@ def _masks(allowed_tokens: Any, rows: int, words: int) -> Array | None:
     if mask.dtype != np.int32 or mask.shape not in ((words,), (rows, words)):
         raise ValueError(
             f"allowed_tokens is {mask.dtype} {mask.shape}; give an int32 bitmask [{words}] or [{rows}, {words}], "
-            "bit i of word w for token 32 w + i, or a function that writes one"
+            "bit i of word w for token 32 w + i, or a function that writes the masks"
         )
     return np.array(np.broadcast_to(mask, (rows, words)), order="C")
 
@@ -106,17 +109,19 @@ def choose_seeds(
     """A seed for each row: from `seed`, otherwise from `params`, otherwise fresh.
 
     Args:
-        seed: of the first row, or a list with one for each row.
+        seed: of the first row, or a list with the seed of each row.
         params: of all prompts, or of each prompt.
         prompts: their number.
-        count: rows of each prompt, one after another; their seeds count on from that of its first row.
+        count: adjacent rows of each prompt; their seeds count on from that of its first row.
 
     Raises ValueError for a wrong seed, and a list of another length.
     """
     rows, seed = prompts * count, plain(seed)
     if isinstance(seed, abc.Sequence) and not isinstance(seed, str | bytes):
         if len(seed) != rows:
-            raise ValueError(f"{len(seed)} seeds were given for {rows} rows; give one, or one for each")
+            raise ValueError(
+                f"{len(seed)} seeds were given for {rows} rows; give a single seed, or a seed for each row"
+            )
         if None in seed:
             raise ValueError("a seed of the list is None; give an integer")
         return [SamplingParams(seed=value).seed for value in seed]  # type: ignore[misc]
@@ -125,5 +130,5 @@ def choose_seeds(
         if first is not None:
             return [(first + row) % SEEDS for row in range(rows)]
         return [secrets.randbelow(SEEDS) for _ in range(rows)]
-    firsts = [secrets.randbelow(SEEDS) if one.seed is None else one.seed for one in params]
+    firsts = [secrets.randbelow(SEEDS) if own.seed is None else own.seed for own in params]
     return [(first + index) % SEEDS for first in firsts for index in range(count)]

@@ -55,7 +55,7 @@ def parse_prompts(
         inputs = inputs["input_ids"]
     items = _items(inputs)
     if not len(items):
-        raise ValueError("no prompt was given; give at least one")
+        raise ValueError("no prompt was given; give at least a single prompt")
     rows = [_row(index, item, tokenizer, call.chat) for index, item in enumerate(items)]
     texts = [isinstance(item, str) or _is_chat(item) for item in items]
     if attention_mask is not None:
@@ -84,11 +84,11 @@ def parse_prompts(
 
 
 def _items(inputs: Any) -> Sequence[Any]:
-    """The prompts as they were given, one by one."""
+    """Each prompt as it was given."""
     if hasattr(inputs, "__array__"):
         ids = _as_array(inputs)
         if ids.ndim not in (1, 2):
-            raise ValueError(f"input ids have shape {ids.shape}; give [rows, tokens], or one row")
+            raise ValueError(f"input ids have shape {ids.shape}; give [rows, tokens], or a single row [tokens]")
         return list(np.atleast_2d(ids))
     if isinstance(inputs, str) or _is_chat(inputs) or _is_ids(inputs):
         return [inputs]

@@ -91,7 +91,7 @@ class ChatOptions:
             )
         if self.add_generation_prompt and self.continue_final_message:
             raise ValueError(
-                "add_generation_prompt starts another message, continue_final_message does not; give one of them"
+                "add_generation_prompt starts another message, continue_final_message does not; give either"
             )
 
     @classmethod
@@ -148,7 +148,7 @@ class ChatTemplates:
                 names = ", ".join(sorted(self.templates)) or "none"
                 raise ValueError(
                     f"chat_template is {chat_template!r:.60}, which is neither Jinja nor a template of the package (it "
-                    f"has {names}); give one of them, or the template's text"
+                    f"has {names}); give such a name, or the template's text"
                 )
             return self.templates.get(chat_template, chat_template)
         if not self.templates:
@@ -161,7 +161,7 @@ class ChatTemplates:
         if _DEFAULT not in self.templates:
             names = ", ".join(sorted(self.templates))
             raise ValueError(
-                f"the package has several chat templates and no default; name one with chat_template: {names}"
+                f"the package has several chat templates and no default; give chat_template a name: {names}"
             )
         return self.templates[_DEFAULT]
 

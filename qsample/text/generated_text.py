@@ -90,7 +90,7 @@ class IncrementalDecoder:
 
 
 class GeneratedText:
-    """The text of one row as its tokens come, cut off before its first stop string."""
+    """The text of a row as its tokens come, cut off before its first stop string."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = (), stop_strings: Sequence[str] = ()) -> None:
         """prompt: as for `IncrementalDecoder`."""
@@ -134,7 +134,7 @@ class Streamer(Protocol):
 def check_streamer(streamer: object, rows: int) -> None:
     """Raise ValueError if `streamer` lacks the protocol's methods, or there are several rows."""
     if rows != 1:
-        raise ValueError(f"a streamer follows one prompt, and {rows} were given; generate them one by one")
+        raise ValueError(f"a streamer follows a single prompt, and {rows} were given; generate each on its own")
     if not (callable(getattr(streamer, "put", None)) and callable(getattr(streamer, "end", None))):
         raise ValueError(f"streamer is {shown(streamer)}; give an object with put(value) and end()")
 

@@ -61,7 +61,7 @@ class _Automaton:
         self.complete[state] = string
 
     def _link(self) -> None:
-        """Fill in `_shorter`, short states first: each one's follows from its predecessor's."""
+        """Fill in `_shorter`, short states first, because each follows from that of its predecessor."""
         queue = deque(self.next[0].values())
         while queue:
             state = queue.popleft()

@@ -41,7 +41,7 @@ class Tokenizer:
 
     @classmethod
     def of(cls, package: Package) -> Tokenizer | None:
-        """The package's tokenizer; None if it was exported without one.
+        """The package's tokenizer; None if it was exported without a tokenizer.
 
         Raises PackageError if the file cannot be read, or has more tokens than the model.
         """
@@ -160,13 +160,13 @@ class Tokenizer:
             chat_template_kwargs=kwargs,
         )
         batched = isinstance(conversation, list | tuple) and conversation and isinstance(conversation[0], list | tuple)
-        texts = [self._chat_templates.render(one, options) for one in (conversation if batched else [conversation])]
+        texts = [self._chat_templates.render(chat, options) for chat in (conversation if batched else [conversation])]
         if not tokenize:
             return texts if batched else texts[0]
         ids: Any = [self.encode(text, add_special_tokens=False) for text in texts]
         if return_tensors is not None:
             if len({*map(len, ids)}) > 1:
-                raise ValueError("return_tensors needs conversations of one length; leave it out for lists")
+                raise ValueError("return_tensors needs conversations of the same length; leave it out for lists")
             ids = np.array(ids, dtype=np.int64)
         elif not batched:
             ids = ids[0]

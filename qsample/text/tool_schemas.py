@@ -113,7 +113,7 @@ def _schema(what: str, hint: Any) -> dict[str, Any]:
 
 def _values(what: str, values: list[Any]) -> dict[str, Any]:
     if not values or any(type(value) not in _SCALARS for value in values):
-        raise ValueError(f"{what} is one of {shown(values)}; the values must be int, float, str, bool or None")
+        raise ValueError(f"{what} has the values {shown(values)}; they must be int, float, str, bool or None")
     kinds = list(dict.fromkeys(_SCALARS[type(value)] for value in values))
     return {"type": kinds[0] if len(kinds) == 1 else kinds, "enum": values}
 

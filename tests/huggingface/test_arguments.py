@@ -119,7 +119,7 @@ def test_the_pad_token_fills_what_is_around_a_row(fake_model: Callable[..., Caus
         tail = output.sequences[row, width + len(output.token_ids[row]) :]
         assert set(tail.tolist()) <= {wanted}
     for wrong in (-1, VOCAB, 1.5, "0", True):
-        with pytest.raises(ValueError, match=r"pad_token_id is .*; give one of the model's token ids, 0 to 319"):
+        with pytest.raises(ValueError, match=r"pad_token_id is .*; give a token id of the model, 0 to 319"):
             fake_model().generate(PROMPTS, pad_token_id=wrong, **FREE)
     with pytest.raises(ValueError, match="bos_token_id is"):
         fake_model().generate(PROMPTS, bos_token_id=-1, **FREE)

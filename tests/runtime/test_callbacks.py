@@ -144,7 +144,7 @@ def test_an_engine_and_a_processor_that_cannot_be_copied(host: CausalLM) -> None
             return scores
 
     assert host.generate(PROMPTS[0], logits_processor=Single(), **FREE).token_ids
-    with pytest.raises(ValueError, match=r"there is only one.*generate the prompts one by one"):
+    with pytest.raises(ValueError, match=r"there is only one.*generate each prompt on its own"):
         host.generate(PROMPTS, logits_processor=Single(), **FREE)
 
 
@@ -231,7 +231,7 @@ def test_every_form_of_a_criterion_and_of_its_answer(model: CausalLM) -> None:
         output = model.generate(PROMPTS, stopping_criteria=criteria, **TWELVE)
         assert [len(row) for row in output.token_ids] == [2] * 4
     for answer in (None, "yes", [True] * 3, 1, np.zeros(4)):
-        with pytest.raises(ValueError, match=r"a stopping criterion returned .*one for each of the 4 rows"):
+        with pytest.raises(ValueError, match=r"a stopping criterion returned .*a bool for each of the 4 rows"):
             model.generate(PROMPTS, stopping_criteria=lambda ids, scores, answer=answer: answer, **TWELVE)
     with pytest.raises(ZeroDivisionError):
         model.generate(PROMPTS, stopping_criteria=lambda ids, scores: 1 // 0, **TWELVE)

@@ -191,7 +191,7 @@ def test_device_package(fake_model: Callable[..., CausalLM]) -> None:
         ({"allowed_tokens": np.zeros(10, np.int32)}, "allowed_tokens needs a package"),
         ({"eos_token_id": VOCAB}, f"eos_token_id has token id {VOCAB}; the model's ids are 0 to {VOCAB - 1}"),
         ({"max_length": 3}, "max_length is 3 and the prompt already has 3 tokens"),
-        ({"streamer": object()}, "a streamer follows one prompt, and 2 were given"),
+        ({"streamer": object()}, "a streamer follows a single prompt, and 2 were given"),
     ],
 )
 def test_wrong_arguments(options: dict[str, Any], message: str, model: CausalLM) -> None:

@@ -99,7 +99,10 @@ def test_a_filter_that_the_package_lacks(field: str, name: str, fake_model: Call
 def test_texts_that_are_no_tokens_of_the_model(fake_model: Callable[..., CausalLM]) -> None:
     model = fake_model(filters=FILTERS)
     for options, message in (
-        ({"dry_sequence_breakers": ["ab"]}, "dry_sequence_breakers has 'ab', which is 2 tokens; give texts of one"),
+        (
+            {"dry_sequence_breakers": ["ab"]},
+            "dry_sequence_breakers has 'ab', which is 2 tokens; give texts of a single",
+        ),
         ({"dry_sequence_breakers": [400]}, "dry_sequence_breakers has token id 400; the model's ids"),
         ({"bad_words_ids": [[5], [6, 400]]}, "bad_words_ids has token id 400; the model's ids are 0 to 319"),
         ({"bad_words": ["x" * 65]}, "bad_words_ids is .*; give a list of lists of 1 to 64 token ids"),

@@ -130,7 +130,7 @@ def test_the_forms_that_apply_chat_template_returns() -> None:
     for name in ("input_ids", "attention_mask"):
         assert np.array_equal(arrays[name], expected[name])
         assert arrays[name].dtype == np.int64
-    with pytest.raises(ValueError, match="conversations of one length"):
+    with pytest.raises(ValueError, match="conversations of the same length"):
         mine.apply_chat_template(pair, return_tensors="np")
 
 
@@ -146,7 +146,7 @@ def test_the_forms_that_apply_chat_template_returns() -> None:
         ({"chat_template": 3}, "chat_template is 3; give a text"),
         ({"chat_template": "tool_us"}, "is neither Jinja nor a template of the package .it has default"),
         ({"add_generation_prompt": 1}, "add_generation_prompt is 1; give True or False"),
-        ({"add_generation_prompt": True, "continue_final_message": True}, "give one"),
+        ({"add_generation_prompt": True, "continue_final_message": True}, "give either"),
         ({"thing": object()}, "chat_template_kwargs holds a object"),
     ],
 )
@@ -171,7 +171,7 @@ def test_which_of_several_templates(name: str | None, given: Any) -> None:
 
 
 def test_several_templates_without_a_default() -> None:
-    with pytest.raises(ValueError, match="several chat templates and no default; name one with chat_template: a, b"):
+    with pytest.raises(ValueError, match="several chat templates and no default; give chat_template a name: a, b"):
         templates(a="A{{ 1 }}", b="B").render([USER])
     assert templates(a="A{{ 1 }}", b="B").render([USER], ChatOptions(chat_template="b")) == "B"
 
