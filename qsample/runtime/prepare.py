@@ -82,9 +82,7 @@ def _params_of_prompts(params: SamplingParams | abc.Sequence[SamplingParams], pr
     if isinstance(params, SamplingParams):
         return [params] * prompts
     if len(params) != prompts:
-        raise ValueError(
-            f"{len(params)} SamplingParams were given for {prompts} prompts; give a single object, or a list of that length"
-        )
+        raise ValueError(f"{len(params)} SamplingParams were given for {prompts} prompts; give one, or {prompts}")
     return list(params)
 
 
