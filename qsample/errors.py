@@ -9,7 +9,8 @@
     ├── EngineClosedError        an engine is closed
     └── RequestFailedError       a function that came with a request raised
 
-Wrong arguments raise ValueError or TypeError. A message says what was given, what is accepted and what to do.
+Wrong arguments raise ValueError (ArgumentError, which names the argument) or TypeError. A message says what was given,
+what is accepted and what to do.
 """
 
 from __future__ import annotations
@@ -52,6 +53,14 @@ class EngineClosedError(QsampleError):
 
 class RequestFailedError(QsampleError):
     """A function that came with the request raised, which is the cause, or its text could not be decoded."""
+
+
+class ArgumentError(ValueError):
+    """A value that an argument does not accept. argument: the name, for doors that have another name for it."""
+
+    def __init__(self, message: str, argument: str | None = None) -> None:
+        super().__init__(message)
+        self.argument = argument
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Final, NoReturn
 
 from qsample.contract import EXTRA_PARAMETERS, LONGEST_MATCH
-from qsample.errors import Refusal, shown, unknown, without_refused
+from qsample.errors import ArgumentError, Refusal, shown, unknown, without_refused
 from qsample.values import is_integer, is_number, plain
 
 DEFAULT_NEW_TOKENS: Final = 256  # if neither the model nor the caller says how much to generate
@@ -86,7 +86,7 @@ def _checked(default: Any, check: Callable[[str, Any], Any], *, hashed: bool = T
 
 
 def _refuse(name: str, value: Any, accepted: str) -> NoReturn:
-    raise ValueError(f"{name} is {shown(value)}; give {accepted}")
+    raise ArgumentError(f"{name} is {shown(value)}; give {accepted}", name.partition(" ")[0])
 
 
 def _mirostat(name: str, value: Any) -> int:
@@ -239,7 +239,7 @@ class SamplingParams:
             object.__setattr__(self, entry.name, entry.metadata["check"](entry.name, getattr(self, entry.name)))
         least, most = self.min_new_tokens, self.max_new_tokens
         if least is not None and most is not None and least > most:
-            raise ValueError(f"min_new_tokens is {least}, more than max_new_tokens ({most})")
+            raise ArgumentError(f"min_new_tokens is {least}, more than max_new_tokens ({most})", "min_new_tokens")
 
     @classmethod
     def from_generation_config(cls, config: Mapping[str, Any] | Any = None, **overrides: Any) -> SamplingParams:

@@ -9,7 +9,7 @@ import threading
 from numbers import Integral, Real
 from typing import Any, TypeGuard
 
-from qsample.errors import shown
+from qsample.errors import ArgumentError, shown
 
 
 def is_integer(value: Any, least: float = -math.inf, most: float = math.inf) -> TypeGuard[int]:
@@ -29,7 +29,7 @@ def _is_a(kind: type, value: Any) -> bool:
 def check_count(name: str, value: Any, least: int = 1) -> None:
     """Raise ValueError unless `value` is an integer of at least `least`, or None."""
     if value is not None and not is_integer(value, least):
-        raise ValueError(f"{name} is {shown(value)}; give an integer >= {least}, or None")
+        raise ArgumentError(f"{name} is {shown(value)}; give an integer >= {least}, or None", name)
 
 
 def checked_timeout(timeout: Any) -> float | None:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from qsample.contract import EXTRA_PARAMETERS
+from qsample.errors import ArgumentError
 from qsample.sampling_params import DEFAULT_NEW_TOKENS, SamplingParams, layered
 
 
@@ -163,8 +164,9 @@ def test_the_message_shows_what_was_given() -> None:
 
 
 def test_contradicting_lengths() -> None:
-    with pytest.raises(ValueError, match=r"min_new_tokens is 5, more than max_new_tokens \(4\)"):
+    with pytest.raises(ArgumentError, match=r"min_new_tokens is 5, more than max_new_tokens \(4\)") as raised:
         SamplingParams(min_new_tokens=5, max_new_tokens=4)
+    assert raised.value.argument == "min_new_tokens"
 
 
 def test_eos_ids_are_a_tuple_without_repeats() -> None:

@@ -10,7 +10,7 @@ from typing import Any, Final
 import numpy as np
 
 from qsample.contract import ALLOWED_TOKENS, MASK_WORDS, PAD_STOP_ID, SEED
-from qsample.errors import shown
+from qsample.errors import ArgumentError, shown
 from qsample.interface import Interface
 from qsample.runtime.prompts import check_token_ids
 from qsample.sampling_params import OFF, SamplingParams
@@ -84,10 +84,11 @@ def check_filters(interface: Interface, params: SamplingParams) -> None:
     there = interface.features.filters
     for name, field in params.filters.items():
         if name not in there:
-            raise ValueError(
+            raise ArgumentError(
                 f"{field} is {shown(getattr(params, field))}, and the package was exported with "
                 f"{f'filters={[*there]}' if there else 'no filters'}; export the model again with "
-                f"filters={[*there, name]} (--filter), or give {field}={OFF[field]} to go without"
+                f"filters={[*there, name]} (--filter), or give {field}={OFF[field]} to go without",
+                field,
             )
 
 

@@ -10,7 +10,7 @@ from functools import cached_property, lru_cache
 from typing import Any, Final
 
 from qsample.call import Call
-from qsample.errors import QsampleError
+from qsample.errors import ArgumentError, QsampleError
 from qsample.runtime import CausalLM, Engine, QueueFullError, Request, load
 from qsample.runtime.parameters import check_filters
 from qsample.sampling_params import FILTER_FIELDS, SamplingParams
@@ -27,6 +27,7 @@ _OF_CONFIG: Final = (
     *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens"),
     *FILTER_FIELDS,
 )
+_PARAMS: Final = {"min_new_tokens": "min_tokens", "max_new_tokens": "max_tokens"}  # names in requests
 _MARK_TOKENS: Final = 32  # more than the longest mark around thoughts has, even in single characters
 _BYTE_TOKEN: Final = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _UNKNOWN: Final = "\ufffd"
@@ -128,9 +129,8 @@ class ServedModel:
         try:
             params = SamplingParams(**fields)
             check_filters(self.model.interface, params)
-        except ValueError as error:
-            name = str(error).partition(" ")[0]
-            raise ApiError(400, str(error), param=name if name in type(request).model_fields else None) from None
+        except ArgumentError as error:
+            raise ApiError(400, str(error), param=_PARAMS.get(error.argument or "", error.argument)) from None
         return params
 
     def check_logprobs(self, top: int, param: str) -> None:

@@ -163,6 +163,8 @@ def test_filters_reach_the_graph(kind: str, tmp_path: Path, monkeypatch: pytest.
             error = client.post(PATHS[kind], json=GOOD[kind] | {name: value}).json()["error"]
             assert error["param"] == name, error
             assert error["message"].startswith(message)
+        error = client.post(PATHS[kind], json=GOOD[kind] | {"min_tokens": 9}).json()["error"]
+        assert (error["param"], error["message"][:19]) == ("min_tokens", "min_new_tokens is 9")
         twice = client.post(PATHS[kind], json=GOOD[kind] | {"repeat_penalty": 1.5, "repetition_penalty": 1.5})
         assert (twice.status_code, twice.json()["error"]["param"]) == (400, "repeat_penalty")
 
