@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from qsample.call import Call
     from qsample.errors import EngineClosedError, QueueFullError, RequestFailedError
     from qsample.runtime.causal_lm import CausalLM, load
     from qsample.runtime.engine import Engine
@@ -21,12 +22,13 @@ if TYPE_CHECKING:
     from qsample.text.generated_text import TextStreamer
 
 __all__ = [
-    "AllowedTokensFn", "CausalLM", "Delta", "Engine", "EngineClosedError", "EngineStats", "GenerateOutput",
+    "AllowedTokensFn", "Call", "CausalLM", "Delta", "Engine", "EngineClosedError", "EngineStats", "GenerateOutput",
     "QueueFullError", "Request", "RequestFailedError", "RequestOutput", "SamplingParams", "Step", "TextStreamer",
     "load",
 ]  # fmt: skip
 
 _MODULES = {
+    "qsample.call": ("Call",),
     "qsample.errors": ("EngineClosedError", "QueueFullError", "RequestFailedError"),
     "qsample.runtime.causal_lm": ("CausalLM", "load"),
     "qsample.runtime.engine": ("Engine",),
