@@ -38,6 +38,14 @@ def building(graph: ir.Graph) -> Iterator[None]:
         _builder.reset(token)
 
 
+Binary: TypeAlias = "Callable[[Tensor, Operand], Tensor]"
+
+
+def _binary(op_type: str) -> tuple[Binary, Binary]:
+    """The method of an operator with two operands, and the same with the operands swapped."""
+    return lambda self, other: op(op_type, self, other), lambda self, other: op(op_type, other, self)
+
+
 class Tensor:
     """A value of the graph. Comparisons give bool tensors; `&`, `|` and `~` combine them."""
 
@@ -56,53 +64,17 @@ class Tensor:
         assert self.value.shape is not None
         return self.value.shape
 
-    def __add__(self, other: Operand) -> Tensor:
-        return op("Add", self, other)
-
-    def __radd__(self, other: float) -> Tensor:
-        return op("Add", other, self)
-
-    def __sub__(self, other: Operand) -> Tensor:
-        return op("Sub", self, other)
-
-    def __rsub__(self, other: float) -> Tensor:
-        return op("Sub", other, self)
-
-    def __mul__(self, other: Operand) -> Tensor:
-        return op("Mul", self, other)
-
-    def __rmul__(self, other: float) -> Tensor:
-        return op("Mul", other, self)
-
-    def __truediv__(self, other: Operand) -> Tensor:
-        return op("Div", self, other)
-
-    def __rtruediv__(self, other: float) -> Tensor:
-        return op("Div", other, self)
+    __add__, __radd__ = _binary("Add")
+    __sub__, __rsub__ = _binary("Sub")
+    __mul__, __rmul__ = _binary("Mul")
+    __truediv__, __rtruediv__ = _binary("Div")
+    __lt__, __gt__ = _binary("Less")[0], _binary("Greater")[0]
+    __le__, __ge__ = _binary("LessOrEqual")[0], _binary("GreaterOrEqual")[0]
+    __and__, __or__ = _binary("And")[0], _binary("Or")[0]
+    equals = _binary("Equal")[0]
 
     def __neg__(self) -> Tensor:
         return op("Neg", self)
-
-    def __lt__(self, other: Operand) -> Tensor:
-        return op("Less", self, other)
-
-    def __le__(self, other: Operand) -> Tensor:
-        return op("LessOrEqual", self, other)
-
-    def __gt__(self, other: Operand) -> Tensor:
-        return op("Greater", self, other)
-
-    def __ge__(self, other: Operand) -> Tensor:
-        return op("GreaterOrEqual", self, other)
-
-    def equals(self, other: Operand) -> Tensor:
-        return op("Equal", self, other)
-
-    def __and__(self, other: Tensor) -> Tensor:
-        return op("And", self, other)
-
-    def __or__(self, other: Tensor) -> Tensor:
-        return op("Or", self, other)
 
     def __invert__(self) -> Tensor:
         return op("Not", self)
