@@ -40,6 +40,7 @@ def computed(function: Callable[..., Tensor | Tensors], *arrays: Array) -> list[
     """What `function` gives for `arrays`."""
     settings = ort.SessionOptions()
     settings.intra_op_num_threads = 2
+    settings.add_session_config_entry("session.intra_op.allow_spinning", "0")
     proto = ir.to_proto(graph_of(function, *arrays))
     onnx.checker.check_model(proto, full_check=True)
     session = ort.InferenceSession(proto.SerializeToString(), settings, providers=["CPUExecutionProvider"])

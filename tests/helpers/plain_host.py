@@ -30,6 +30,7 @@ class PlainHost:
         self.manifest: dict[str, Any] = json.loads((package / "qsample.json").read_text("utf-8"))
         options = ort.SessionOptions()
         options.log_severity_level = 4
+        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         self._decoder = ort.InferenceSession(package / "decoder.onnx", options, providers=["CPUExecutionProvider"])
         self._initial = ort.InferenceSession(
             package / "initial_state.onnx", options, providers=["CPUExecutionProvider"]

@@ -74,11 +74,17 @@ def graph(face: Interface, **options: int) -> ir.Model:
     return build_sampler(face, PAD, **options)
 
 
-@functools.cache
-def session(face: Interface, **options: int) -> ort.InferenceSession:
+def opened(model: ir.Model) -> ort.InferenceSession:
+    """A session of two threads, which do not spin while they wait: other test processes need the processors."""
     settings = ort.SessionOptions()
     settings.intra_op_num_threads = 2
-    return ort.InferenceSession(ir.to_proto(graph(face, **options)).SerializeToString(), settings)
+    settings.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    return ort.InferenceSession(ir.to_proto(model).SerializeToString(), settings)
+
+
+@functools.cache
+def session(face: Interface, **options: int) -> ort.InferenceSession:
+    return opened(graph(face, **options))
 
 
 @functools.cache

@@ -31,6 +31,7 @@ from tests.helpers.sampler_cases import (
     graph,
     interface,
     make_inputs,
+    opened,
     random_step,
     sampler,
 )
@@ -298,7 +299,7 @@ def test_half_precision_ties(parameters: dict[str, float]) -> None:
 
 @functools.cache
 def draw_session(face: Interface) -> ort.InferenceSession:
-    return ort.InferenceSession(ir.to_proto(build_draw(face, PAD)).SerializeToString())
+    return opened(build_draw(face, PAD))
 
 
 def draw(face: Interface, logits: Array, inputs: Mapping[str, Array]) -> dict[str, Array]:

@@ -7,7 +7,16 @@ import pytest
 
 from qsample.interface import Features, Interface
 from qsample.sampler import build_sampler
-from tests.helpers.sampler_cases import ALL_FEATURES, PAD, check_rows, interface, make_inputs, random_step, sampler
+from tests.helpers.sampler_cases import (
+    ALL_FEATURES,
+    PAD,
+    check_rows,
+    interface,
+    make_inputs,
+    opened,
+    random_step,
+    sampler,
+)
 
 
 @pytest.mark.parametrize("captured", [False, True])
@@ -48,11 +57,8 @@ def test_rows_that_emit_nothing_report_nothing(captured: bool) -> None:
 @pytest.mark.parametrize("pad", [0, 3])
 def test_the_pad_token(pad: int) -> None:
     """Of rows that emit nothing. The graph is loaded here: it is not the one of the other tests."""
-    import onnx_ir as ir
-    import onnxruntime as ort
-
     face = interface(4)
-    session = ort.InferenceSession(ir.to_proto(build_sampler(face, pad)).SerializeToString())
+    session = opened(build_sampler(face, pad))
     feeds = {"logits": np.zeros((2, 4), np.float32), **make_inputs(face, 2, emit=[False, True], noise=0.3)}
     assert session.run(["next_ids"], feeds)[0].tolist() == [[pad], [1]]
 
