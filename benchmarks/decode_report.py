@@ -190,7 +190,7 @@ def write(results: Results, output: Path, title: str, script: str, systems: str 
         f"# {title}",
         "",
         f"{results.data['machine']}. Made by `python benchmarks/{script}`, whose docstring describes the method;",
-        "`benchmarks/peers.txt` lists every package that the other systems need.",
+        "`pip install -r benchmarks/peers.txt` installs the other systems with all their packages.",
         "For each system: ms until every row has its first token (TTFT), and ms per later step, medians of the rounds;",
         "in brackets the multiple of qsample's time, the median of the ratios within each round.",
         systems,

@@ -311,7 +311,7 @@ def write(results: Cells, output: Path) -> None:
         "",
         f"{results.data['machine']}.",
         "Made by `python benchmarks/long_context.py`, whose docstring describes the method;",
-        "`benchmarks/peers.txt` lists every package that the other systems need.",
+        "`pip install -r benchmarks/peers.txt` installs the other systems with all their packages.",
         "4-bit weights in blocks of 32, greedy. The time to the first token is the time to read the whole history;",
         "it is missing if rows were filled or copied. The time of a step is the median of the rounds. Its multiple is",
         "the median of the rounds' ratios, if the systems took turns. Memory is the process's own, without mapped",

@@ -255,7 +255,7 @@ def write(results: ModelResults, output: Path) -> None:
         "# Hybrids and mixtures of experts",
         "",
         f"{results.data['machine']}. Made by `python benchmarks/models.py`, whose docstring describes the method;",
-        "`benchmarks/peers.txt` lists every package that the other systems need.",
+        "`pip install -r benchmarks/peers.txt` installs the other systems with all their packages.",
         "Milliseconds, medians of the rounds; in brackets the multiple of qsample's time, the median of the ratios",
         "within each round. Greedy, random weights; all systems except transformers (float32) have 4-bit weights in",
         "blocks of 32.",

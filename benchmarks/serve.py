@@ -59,8 +59,9 @@ NEEDED = {
 }
 OFF = {"top_p": 1.0, "min_p": 0.0, "top_k": 0}
 EXPLANATION = f"""\
-Made by `python benchmarks/serve.py`; `benchmarks/peers.txt` lists every package that the other systems need. Each
-stream has its own prompt; tokens are sampled at temperature 0.8 from the whole distribution, and no stream ends early.
+Made by `python benchmarks/serve.py`; `pip install -r benchmarks/peers.txt` installs the other systems with all their
+packages. Each stream has its own prompt; tokens are sampled at temperature 0.8 from the whole distribution, and no
+stream ends early.
 `{ENGINE}` is qsample's engine, read by coroutines without a server; "over the engine's" compares the server's processor
 time per token with the engine's.
 
