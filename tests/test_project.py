@@ -53,28 +53,28 @@ def code_blocks(text: str, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
 
 
-@pytest.mark.parametrize("module", ["qsample", "qsample.cli", "qsample.bundled"])
-def test_importing_loads_nothing_heavy(module: str) -> None:
+def test_importing_loads_nothing_heavy() -> None:
     heavy = [*HEAVY, "onnxruntime", "numpy", "tokenizers"]
-    assert python(f"import sys, {module}; print([name for name in {heavy} if name in sys.modules])") == "[]\n"
+    code = (
+        f"import sys, qsample, qsample.cli, qsample.bundled; print([name for name in {heavy} if name in sys.modules])"
+    )
+    assert python(code) == "[]\n"
 
 
-@pytest.mark.parametrize(
-    "module", ["qsample.runtime", "qsample.package", "qsample.auto_model", "qsample.cli", "qsample.evaluation"]
-)
-def test_the_runtime_side_imports_where_the_export_side_is_missing(module: str) -> None:
+def import_without(missing: list[str], modules: str) -> None:
     # None in sys.modules makes an import of that name fail, as if it were not installed.
-    assert python(f"import sys; sys.modules.update(dict.fromkeys({HEAVY})); import {module}; print('fine')") == "fine\n"
-
-
-@pytest.mark.parametrize(
-    "module",
-    ["exporters.portable", "exporters.parity", "compiler.compile", "compiler.targets.cuda"],
-)
-def test_graphs_are_made_where_torch_is_missing(module: str) -> None:
-    missing = ["torch", "transformers", "safetensors"]
-    code = f"import sys; sys.modules.update(dict.fromkeys({missing})); import qsample.{module}; print('fine')"
+    code = f"import sys; sys.modules.update(dict.fromkeys({missing})); import {modules}; print('fine')"
     assert python(code) == "fine\n"
+
+
+def test_the_runtime_side_imports_where_the_export_side_is_missing() -> None:
+    import_without(HEAVY, "qsample.runtime, qsample.package, qsample.auto_model, qsample.cli, qsample.evaluation")
+    import_without(HEAVY, "qsample.runtime.engine, qsample.runtime.causal_lm, qsample.ort.session")
+
+
+def test_graphs_are_made_where_torch_is_missing() -> None:
+    modules = "exporters.portable", "exporters.parity", "compiler.compile", "compiler.targets.cuda"
+    import_without(["torch", "transformers", "safetensors"], ", ".join(f"qsample.{name}" for name in modules))
 
 
 def test_the_public_names_are_listed_and_found() -> None:
