@@ -149,7 +149,7 @@ def test_rows_that_are_moved(sampler: bool, fake_model: Callable[..., CausalLM])
         int, tuple[int, list[int], SamplingParams, bool]
     ] = {}  # slot → seed, prompt, parameters, whether it runs
     moves = 0
-    for turn in range(80):
+    for turn in range(40):
         slot = generator.randrange(5)
         if slot not in rows or not rows[slot][3] or generator.random() < 0.3:
             if slot in rows and rows[slot][3]:
@@ -180,7 +180,7 @@ def test_rows_that_are_moved(sampler: bool, fake_model: Callable[..., CausalLM])
             if generator.random() < 0.3:
                 slots.stop(one)
                 rows[one] = seed, prompt, params, False
-    assert moves > 25
+    assert moves > 8
 
 
 def test_graphs_over_ever_other_rows_are_let_go(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
