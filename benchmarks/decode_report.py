@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import Kept, import_pyplot, markdown, print_table
+from common import Kept, import_pyplot, markdown, print_table, save_figure
 from rich.console import Console
 from turns import Cell, Worker, size_of, without_folders
 
@@ -233,5 +233,4 @@ def _plot(results: Results, path: Path) -> None:
             axis.grid(axis="y", alpha=0.3)
         line[0].set_ylabel(f"tokens/s, prompt of {prompt}")
     axes[0][-1].legend(fontsize=7)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
+    save_figure(figure, path)

@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from common import import_pyplot, markdown
+from common import import_pyplot, markdown, save_figure
 
 CAPTURED = "captured"  # the system that is compared with all others; see gpu_systems.py
 DONE = "done"
@@ -139,9 +139,7 @@ class Results:
                     axis.plot(*zip(*sorted(points), strict=True), marker="o", label=system)
             axis.set(title=f"{shape}, {mix}", xlabel="rows", ylabel="tokens/s", xscale="log", yscale="log")
             axis.legend(fontsize=7)
-        figure.tight_layout()
-        figure.savefig(self._folder / "gpu.png", dpi=120)
-        plt.close(figure)
+        save_figure(figure, self._folder / "gpu.png")
         self.save()
 
 

@@ -38,6 +38,7 @@ from common import (
     markdown,
     print_table,
     rotated,
+    save_figure,
 )
 from rich.console import Console
 from turns import PAUSE, PEERS, Worker, size_of, without_folders
@@ -343,9 +344,7 @@ def _plot(results: Cells, path: Path) -> None:
         axis.grid(alpha=0.3)
     axes[0][0].set_ylabel("ms a step")
     axes[0][0].legend(fontsize=7)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    save_figure(figure, path)
 
 
 def main() -> None:

@@ -29,7 +29,7 @@ from typing import Any, Final, TypeAlias
 
 import numpy as np
 from checkpoints import SHAPES, make_checkpoint, make_genai_model, make_gguf, make_package
-from common import add_peer_options, describe_machine, import_pyplot, make_parser, markdown, print_table
+from common import add_peer_options, describe_machine, import_pyplot, make_parser, markdown, print_table, save_figure
 from decode import build_each, note_failure, start
 from decode_report import OWN, Results
 from memory_speed import active_bytes, measure
@@ -297,9 +297,7 @@ def _plot(results: ModelResults, shapes: list[str], path: Path) -> None:
         axis.set_xticklabels(shapes, fontsize=7)
         axis.grid(axis="y", alpha=0.3)
     axes[0][0].legend(fontsize=7)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    save_figure(figure, path)
 
 
 def main() -> None:

@@ -27,6 +27,7 @@ from common import (
     make_parser,
     markdown,
     print_table,
+    save_figure,
     write_json,
 )
 from rich.console import Console
@@ -236,8 +237,7 @@ def write(results: list[dict[str, object]], output: Path, threads: int) -> None:
         axis.grid(alpha=0.3)
     axes[0][0].set_ylabel("ms a step")
     axes[0][-1].legend(fontsize=7)
-    figure.tight_layout()
-    figure.savefig(output.with_suffix(".png"), dpi=130)
+    save_figure(figure, output.with_suffix(".png"))
 
 
 def main() -> None:

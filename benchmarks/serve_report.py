@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import Kept, import_pyplot, markdown
+from common import Kept, import_pyplot, markdown, save_figure
 
 ENGINE = "engine alone"
 HEADER = [
@@ -155,6 +155,4 @@ def _plot(results: ServeResults, path: Path) -> None:
         axis.set(xscale="log", yscale="log", xlabel="streams", title=title)
         axis.grid(alpha=0.3)
     axes[0].legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+    save_figure(figure, path)

@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 from checkpoints import make_checkpoint, make_genai_model, make_package
-from common import Kept, add_output, describe_machine, import_pyplot, make_parser, markdown, print_table
+from common import Kept, add_output, describe_machine, import_pyplot, make_parser, markdown, print_table, save_figure
 from rich.console import Console
 
 LABELS = {"continuous": "qsample, continuous", "static": "qsample, static", "genai": "onnxruntime-genai, static"}
@@ -119,8 +119,7 @@ def plot(load: Load, moments: dict[str, list[list[float]]], path: Path) -> None:
         axis.grid(alpha=0.3)
     axes[2].set_xscale("log")
     axes[0].legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
+    save_figure(figure, path)
 
 
 def same_tokens(package: Path, slots: int, threads: int, requests: int, new_tokens: int = 32) -> Rows:
