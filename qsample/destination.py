@@ -1,4 +1,4 @@
-"""Folders to write a package to: a caller's, or a temporary one; and one for what is only needed meanwhile."""
+"""Folders to write to: a caller's or a temporary folder for a package, and scratch folders for everything else."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from qsample.errors import PackageError
 
 
 class Destination:
-    """Where a package is written to: the caller's path, or one in a temporary folder that `keep` hands over."""
+    """The folder of a new package: the caller's path, or a path in a temporary folder that `keep` hands over."""
 
     def __init__(self, path: str | Path | None) -> None:
         self._folder = ScratchFolder(Path(tempfile.gettempdir())) if path is None else None
@@ -31,16 +31,21 @@ class Destination:
 
 
 def scratch_folder(path: Path) -> ScratchFolder:
-    """A scratch folder on the disk that `path` will be on: that of temporary files is often in memory.
+    """A scratch folder on the future disk of `path`: that of temporary files is often in memory.
 
-    Raises PackageError where that takes no folder.
+    Raises:
+        PackageError: If no folder can be made there.
     """
     parent = next(
         (folder for folder in path.absolute().parents if folder.is_dir() and os.access(folder, os.W_OK)), None
     )
-    parent = parent or Path(tempfile.gettempdir())
+    return scratch_in(parent or Path(tempfile.gettempdir()))
+
+
+def scratch_in(parent: Path, target: Path | None = None) -> ScratchFolder:
+    """A scratch folder in `parent`, for `target`; PackageError if it cannot be made."""
     try:
         with full_disk_named(parent):
-            return ScratchFolder(parent)
+            return ScratchFolder(parent, target)
     except OSError as error:
         raise PackageError(f"cannot write to {parent}: {error.strerror}; choose another folder") from error

@@ -15,8 +15,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
+from qsample.destination import scratch_in
 from qsample.disk.publish import flush, publish
-from qsample.disk.scratch import ScratchFolder
 from qsample.disk.source_files import SourceFiles, Version, version_of
 from qsample.disk.space import check_free, full_disk_named
 from qsample.disk.untrusted import read_json, read_text, referenced_files
@@ -154,7 +154,10 @@ def write_package(path: str | Path, *, overwrite: bool = False, required_bytes: 
     check_target(target, target, overwrite)
     created = _make_parents(target.parent)
     try:
-        with _scratch_folder(target) as scratch, full_disk_named(target.parent, required_bytes, "the package"):
+        with (
+            scratch_in(target.parent, target) as scratch,
+            full_disk_named(target.parent, required_bytes, "the package"),
+        ):
             staging = scratch.new
             check_free(target.parent, required_bytes, "the package")
             writer = PackageWriter(staging)
@@ -168,14 +171,6 @@ def write_package(path: str | Path, *, overwrite: bool = False, required_bytes: 
             with suppress(OSError):
                 folder.rmdir()
         raise
-
-
-def _scratch_folder(target: Path) -> ScratchFolder:
-    try:
-        with full_disk_named(target.parent):
-            return ScratchFolder(target.parent, target)
-    except OSError as error:
-        raise PackageError(f"cannot write to {target.parent}: {error.strerror}; choose another folder") from error
 
 
 def read_package(path: str | Path, verify: bool = True) -> Package:

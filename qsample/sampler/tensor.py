@@ -138,7 +138,7 @@ class Tensor:
         return op("ScatterElements", self, indices, updates, axis=axis, reduction=reduction)
 
 
-def op(op_type: str, *inputs: Any, domain: str = "", **attributes: Any) -> Tensor:
+def op(op_type: str, *inputs: Any, **attributes: Any) -> Tensor:
     """A node with a single output. Inputs: tensors, numbers, lists of numbers, arrays."""
     (result,) = operator(op_type, *inputs, outputs=1, **attributes)
     return result
