@@ -17,7 +17,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from qsample.errors import QsampleError
+from qsample.errors import ArgumentError, QsampleError
 from qsample.runtime import EngineClosedError, QueueFullError, RequestFailedError
 
 Scope = MutableMapping[str, Any]
@@ -35,6 +35,8 @@ _TYPES: Final = {
     413: "invalid_request_error",
     429: "rate_limit_error",
 }
+# Arguments of the Python API → fields of requests with another name.
+_FIELDS: Final = {"min_new_tokens": "min_tokens", "max_new_tokens": "max_tokens", "stop_strings": "stop"}
 _WITHOUT_A_KEY: Final = ("/", "/health", "/metrics", "/docs", "/openapi.json", "/redoc", "/favicon.ico")
 _UNION_TYPES: Final = {"str", "int", "float", "bool", "dict", "list"}  # parts of pydantic's paths
 _LOG: Final = logging.getLogger("uvicorn.error")  # the server's own
@@ -101,6 +103,8 @@ def as_api_error(error: BaseException) -> ApiError:
         return ApiError(500, str(error), code="request_failed")
     if isinstance(error, EngineClosedError):
         return ApiError(500, str(error), code="engine_closed")
+    if isinstance(error, ArgumentError):
+        return ApiError(400, str(error), param=_FIELDS.get(error.argument or "", error.argument))
     if isinstance(error, ValueError):
         return ApiError(400, str(error))
     if isinstance(error, QsampleError):

@@ -10,7 +10,7 @@ from functools import cached_property, lru_cache
 from typing import Any, Final
 
 from qsample.call import Call
-from qsample.errors import ArgumentError, QsampleError
+from qsample.errors import QsampleError
 from qsample.runtime import CausalLM, Engine, QueueFullError, Request, load
 from qsample.runtime.parameters import check_filters
 from qsample.sampling_params import FILTER_FIELDS, SamplingParams
@@ -27,7 +27,6 @@ _OF_CONFIG: Final = (
     *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens"),
     *FILTER_FIELDS,
 )
-_PARAMS: Final = {"min_new_tokens": "min_tokens", "max_new_tokens": "max_tokens"}  # names in requests
 _MARK_TOKENS: Final = 32  # more than the longest mark around thoughts has, even in single characters
 _BYTE_TOKEN: Final = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _UNKNOWN: Final = "\ufffd"
@@ -53,6 +52,7 @@ class ServedModel:
         if (tokenizer := self.model.tokenizer) is not None and settings.chat_template is not None:
             tokenizer.chat_template = tokenizer.get_chat_template(settings.chat_template)
             compile_template(tokenizer.chat_template)  # a mistake in it ends the start
+        self.interface = self.model.interface
         self.created = int(time.time())
         self.ends = self.model.package.manifest.token_ids.eos
         self.defaults = {"temperature": 1.0}
@@ -60,11 +60,11 @@ class ServedModel:
             config = self.model.generation_config
             self.defaults |= {name: config[name] for name in _OF_CONFIG if config.get(name) is not None}
         # So does a mistake in the generation_config, and a filter that the package lacks.
-        check_filters(self.model.interface, SamplingParams(**self.defaults))  # type: ignore[arg-type]
+        check_filters(self.interface, SamplingParams(**self.defaults))  # type: ignore[arg-type]
         self.tool_format = find_tool_format(settings.tool_call_parser, self._template)
         self._reasoning_format = find_reasoning_format(settings.reasoning_parser, self._is_shown)
         self.grammars = Grammars(self.model)
-        if self.model.interface.features.logprobs and self.model.tokenizer is not None:
+        if self.interface.features.logprobs and self.model.tokenizer is not None:
             _ = self.token_texts  # now: a large tokenizer.json takes half a second, and every request would wait
         self.engine = Engine(  # last: it has a thread
             self.model,
@@ -116,8 +116,7 @@ class ServedModel:
     def sampling_params(self, request: GenerationRequest) -> SamplingParams:
         """The sampling parameters of every answer: the request's fields on top of `defaults`.
 
-        Raises ApiError for a value out of its range, for fields that contradict each other, and for a filter that the
-        package lacks.
+        Raises ArgumentError for a value out of its range, and for fields that contradict each other.
         """
         fields = {**self.defaults, **request.sampling_fields()}
         if "max_new_tokens" not in fields:
@@ -126,12 +125,7 @@ class ServedModel:
         if request.ignore_eos or request.stop_token_ids:
             ends = () if request.ignore_eos else self.ends
             fields["eos_token_id"] = (*ends, *(request.stop_token_ids or ()))
-        try:
-            params = SamplingParams(**fields)
-            check_filters(self.model.interface, params)
-        except ArgumentError as error:
-            raise ApiError(400, str(error), param=_PARAMS.get(error.argument or "", error.argument)) from None
-        return params
+        return SamplingParams(**fields)
 
     def check_logprobs(self, top: int, param: str) -> None:
         """Raise ApiError if the package does not return these log-probabilities.
@@ -140,7 +134,7 @@ class ServedModel:
             top: alternatives of each token.
             param: the field that asks for them.
         """
-        features = self.model.interface.features
+        features = self.interface.features
         if not features.logprobs:
             raise ApiError(400, "this package was exported without logprobs; export it with --logprobs", param=param)
         if self.model.tokenizer is None:
@@ -181,7 +175,7 @@ class ServedModel:
 
     def check_ids(self, ids: Sequence[int]) -> None:
         """Raise ApiError for a token id that is not the model's."""
-        most = self.model.interface.vocab_size
+        most = self.interface.vocab_size
         wrong = next((token for token in ids if token >= most), None)
         if wrong is not None:
             raise ApiError(400, f"{wrong} is not a token of this model, which has 0 to {most - 1}", param="prompt")

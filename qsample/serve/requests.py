@@ -370,7 +370,7 @@ class ChatPrompt(Body):
     @property
     def template_messages(self) -> list[dict[str, Any]]:
         """The messages as templates take them: the arguments of calls are objects, in OpenAI's API texts."""
-        return [with_objects(message) for message in self.messages]
+        return [with_objects(message) if "tool_calls" in message else message for message in self.messages]
 
     def template_options(self, *, with_tools: bool = True) -> dict[str, Any]:
         """The fields as `ChatOptions` takes them."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +35,9 @@ def everything(checkpoint: Any, shared_folder: Path) -> Path:
         # What is there already is replaced only when that is asked for.
         out.mkdir()
         (out / "qsample.json").write_text("{}")
-        refused = qsample("export", checkpoint("llama"), out)
-        assert refused.returncode == 1
-        assert "already holds a package" in refused.stderr
+        with redirect_stderr(io.StringIO()) as refused:
+            assert cli.run(["export", str(checkpoint("llama")), str(out)]) == 1
+        assert "already holds a package" in refused.getvalue()
         done = qsample("export", checkpoint("llama"), out, "--overwrite", *features)
         assert done.returncode == 0, done.stderr
         assert done.stdout == f"{out}\n"

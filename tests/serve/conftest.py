@@ -49,7 +49,7 @@ def start_server(served_package: Path, chat_template: Path) -> Callable[..., Ser
     return start
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def server(start_server: Callable[..., ServerProcess]) -> Iterator[ServerProcess]:
     with start_server("--slots", "4", "--max-waiting", "64") as running:
         yield running

@@ -1,0 +1,60 @@
+"""A server as a process: its address, and its end."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+from collections.abc import Callable
+
+import httpx
+import pytest
+
+from qsample.errors import QsampleError
+from qsample.runtime import CausalLM, SamplingParams
+from qsample.serve.run import run
+from qsample.serve.settings import ServeSettings
+from tests.helpers.servers import ServerProcess
+
+COMPLETIONS = "/v1/completions"
+LONG = {"prompt": "In the beginning", "max_tokens": 400, "ignore_eos": True}
+
+
+def test_a_taken_port_and_an_unknown_host_are_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(QsampleError, match=rf"port {port} \(Address already in use\); give another"):
+            run(ServeSettings(models={"tiny": "nowhere"}), port=port)
+    with pytest.raises(QsampleError, match=r"cannot listen on no\.such\.host\.invalid, port 8000 \((?!Unknown error)"):
+        run(ServeSettings(models={"tiny": "nowhere"}), "no.such.host.invalid")
+
+
+def test_sigterm_lets_answers_end(start_server: Callable[..., ServerProcess], served_model: CausalLM) -> None:
+    body = {**LONG, "max_tokens": 300, "seed": 3, "stream": True}
+    with start_server() as server:
+        text, status = "", None
+        with httpx.stream("POST", server.url + COMPLETIONS, json=body, timeout=120) as answer:
+            for line in answer.iter_lines():
+                if status is None:
+                    server.process.send_signal(signal.SIGTERM)
+                    status = True
+                if line.startswith("data: {"):
+                    text += json.loads(line.removeprefix("data: "))["choices"][0]["text"]
+        server.process.wait(60)
+    params = SamplingParams(max_new_tokens=300, eos_token_id=())
+    output = served_model.generate("In the beginning", params, seed=3)
+    assert output.texts is not None
+    assert text == output.texts[0]
+
+
+def test_what_runs_after_the_drain_timeout_is_told_so(start_server: Callable[..., ServerProcess]) -> None:
+    with start_server("--slots", "1", "--drain-timeout", "0.2") as server:
+        with httpx.stream("POST", server.url + COMPLETIONS, json={**LONG, "n": 30, "stream": True}) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            server.process.send_signal(signal.SIGTERM)
+            told = [line for line in lines if line]
+        assert json.loads(told[-2].removeprefix("data: "))["error"]["code"] == "server_shutdown"
+        assert told[-1] == "data: [DONE]"
+        server.process.wait(60)
+    assert "Traceback" not in "".join(server.log)
