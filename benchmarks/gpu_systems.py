@@ -6,7 +6,6 @@ batch and mix, and closed before the next: a GPU holds a single model at a time,
 
 from __future__ import annotations
 
-import json
 import shutil
 import sys
 import time
@@ -19,6 +18,8 @@ import numpy as np
 from checkpoints import SHAPES, make_checkpoint, make_genai_model, prompt_ids
 from common import EVERYTHING
 from common import MIXES as PLAIN_MIXES
+from decode_worker import Genai as Generator
+from decode_worker import Request
 
 import qsample
 from qsample.package import read_package
@@ -249,25 +250,12 @@ class Genai:
     """onnxruntime-genai's generator."""
 
     def __init__(self, folder: Path) -> None:
-        import onnxruntime_genai as og
-
-        self._og, self._model = og, og.Model(str(folder))
-        self._vocab_size = json.loads((folder / "genai_config.json").read_text())["model"]["vocab_size"]
+        self._system = Generator(folder, None)
 
     def warm_up(self, rows: int, new_tokens: int) -> None:
         self.seconds(rows, "greedy", new_tokens)
 
     def seconds(self, rows: int, mix: str, new_tokens: int) -> float:
-        length = PROMPT_TOKENS + new_tokens
-        params = self._og.GeneratorParams(self._model)
-        options: dict[str, Any] = {"batch_size": rows, "max_length": length, "min_length": length}
-        options |= {"do_sample": mix != "greedy", **({} if mix == "greedy" else {"top_k": 0} | MIXES[mix])}
-        params.set_search_options(**options)
-        generator = self._og.Generator(self._model, params)
-        generator.append_tokens(prompt_ids(rows, PROMPT_TOKENS, self._vocab_size).astype(np.int32))
-        for step in range(new_tokens):
-            if step == FIRST_TIMED:
-                start = time.perf_counter()
-            generator.generate_next_token()
-            generator.get_next_tokens()
-        return (time.perf_counter() - start) / (new_tokens - FIRST_TIMED)
+        prompts = prompt_ids(rows, PROMPT_TOKENS, self._system.vocab_size)
+        moments, _ = self._system.generate(prompts, Request(rows, PROMPT_TOKENS, new_tokens, MIXES[mix]))
+        return (moments[-1] - moments[FIRST_TIMED]) / (new_tokens - FIRST_TIMED)
