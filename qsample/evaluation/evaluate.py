@@ -145,7 +145,7 @@ def evaluate(
     windows = cut_windows(documents, max_length, stride)
     if not windows:
         raise ValueError("text has no token to score: a document needs at least 2 tokens; give a longer text")
-    rows = min([batch_size, len(windows), *(rows for one in models if (rows := _most_rows(one)) is not None)])
+    rows = min([batch_size, len(windows), *(most for one in models if (most := _compiled_for(one)[1]) is not None)])
     # Sessions that wait would take the processors from the session that runs.
     options = SessionOptions(intra_op_num_threads, config=NO_SPINNING)
     scores = _Scores(models, pairs, sum(window.scored for window in windows))
@@ -153,7 +153,7 @@ def evaluate(
     for index, one in enumerate(models):
         report(f"loading {one.path.name}", 0.05 * index / len(models))
         sessions = open_sessions(one, options=options, logits=True)
-        steppers.append(Stepper(sessions, rows, _capacity(one, max_length), logits=True))
+        steppers.append(Stepper(sessions, rows, _compiled_for(one)[0] or max_length, logits=True))
     for done in _run(steppers, windows, rows, scores):
         report("reading the text", 0.05 + (0.75 if step_time else 0.95) * done / scores.tokens)
     del steppers
@@ -272,21 +272,15 @@ def _window_size(models: Sequence[Package], max_length: int | None, stride: int 
     return max_length, stride
 
 
+def _compiled_for(package: Package) -> tuple[int | None, int | None]:
+    """T, and the most rows; None = any number, as in a portable package."""
+    compilation = package.manifest.compilation
+    return (None, None) if compilation is None else (compilation.ctx_len, compilation.batch_size)
+
+
 def _longest_context(package: Package) -> int | None:
     """The most tokens of a row; None = any number."""
-    compilation = package.manifest.compilation
-    return compilation.ctx_len if compilation is not None else package.manifest.max_position_embeddings
-
-
-def _most_rows(package: Package) -> int | None:
-    compilation = package.manifest.compilation
-    return None if compilation is None else compilation.batch_size
-
-
-def _capacity(package: Package, max_length: int) -> int:
-    """T: fixed in a device package."""
-    compilation = package.manifest.compilation
-    return max_length if compilation is None else compilation.ctx_len
+    return _compiled_for(package)[0] or package.manifest.max_position_embeddings
 
 
 def _label(package: Package) -> str:

@@ -1,4 +1,4 @@
-"""Where prompts are cut."""
+"""Beginnings of prompts: their cuts, the tokens that two share, and the states that are saved, used and given away."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from qsample.runtime.decode.prefixes import LATE, Pieces, SavedStates
+from qsample.runtime.decode.prefixes import LATE, Pieces, SavedStates, reusable_prefix, shared_prefix
 from qsample.runtime.decode.scheduler import Copy, Read, Save, Scheduler, SchedulerConfig
 from tests.runtime.decode.test_scheduler import admitted, chunk, request
 
@@ -42,6 +42,59 @@ def test_a_chunk_is_whole_pieces_and_at_least_one(start: int, tokens: int, end: 
 )
 def test_a_late_chunk_too(start: int, tokens: int, end: int) -> None:
     assert CPU.end(start, tokens) == end
+
+
+@pytest.mark.parametrize(
+    ("kept", "prompt", "shared"),
+    [
+        ([], [1, 2], 0),
+        ([1, 2, 3], [1, 2, 3], 3),
+        ([1, 2, 3], [1, 2], 2),
+        ([1, 2], [1, 2, 3], 2),
+        ([1, 5, 3], [1, 2], 1),
+    ],
+)
+def test_shared_prefix(kept: list[int], prompt: list[int], shared: int) -> None:
+    assert shared_prefix(np.array(kept, dtype=np.int64), np.array(prompt, dtype=np.int64)) == shared
+
+
+@pytest.mark.parametrize(
+    ("start", "end", "cut"),
+    [
+        (0, 4, [range(4)]),
+        (0, 1, [range(1)]),
+        (0, 9, [range(4), range(4, 8), range(8, 9)]),
+        (4, 9, [range(4, 8), range(8, 9)]),
+        (6, 9, [range(6, 8), range(8, 9)]),
+        (6, 8, [range(6, 8)]),
+    ],
+)
+def test_pieces(start: int, end: int, cut: list[range]) -> None:
+    assert Pieces(4).cut(start, end) == tuple(cut)
+
+
+@pytest.mark.parametrize(
+    ("held", "prompt", "whole", "tail"),
+    [
+        ([], [1, 2], 0, 0),
+        ([1, 2, 3], [1, 2, 3, 4, 5], 0, 0),
+        ([1, 2, 3, 4], [1, 2, 3, 4, 5], 4, 4),
+        ([1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5], 4, 4),
+        ([1, 2, 3, 4, 9, 9, 9, 9], [1, 2, 3, 4, 5, 6, 7, 8], 4, 4),
+        ([1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 5, 6], 4, 4),  # it was read as part of a longer piece
+        ([1, 2, 3], [1, 2, 3], 0, 1),  # and here the pieces end alike
+        ([1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 6], 4, 4),
+        ([1, 2, 3, 4, 5, 6, 7], [1, 2, 3, 4, 5, 6, 7], 4, 5),
+        ([1, 2, 3, 4, 5, 6, 7, 8, 9], [1, 2, 3, 4, 5, 6, 7, 8], 4, 6),
+        ([1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4], 0, 2),
+        ([1, 2, 3, 4, 5], [1, 2, 3, 4, 5], 4, 4),  # its last piece has one token
+        ([1], [1], 0, 0),
+    ],
+)
+def test_reusable_prefix(held: list[int], prompt: list[int], whole: int, tail: int) -> None:
+    arrays = np.array(held, dtype=np.int64), np.array(prompt, dtype=np.int64)
+    assert reusable_prefix(*arrays, Pieces(4), None) == whole
+    assert reusable_prefix(*arrays, Pieces(4), 2) == tail
 
 
 def tokens(*values: int) -> np.ndarray:

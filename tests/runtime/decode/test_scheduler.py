@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from qsample.runtime.decode import scheduler as scheduler_module
-from qsample.runtime.decode.prefixes import Pieces, reusable_prefix, shared_prefix
+from qsample.runtime.decode.prefixes import Pieces
 from qsample.runtime.decode.scheduler import Admission, Copy, Move, Read, SchedulerConfig, Window, joined_slots
 from qsample.runtime.sequence import Sequence
 
@@ -37,59 +37,6 @@ def request(prompt: list[int], most: int = 10, *, guided: bool = False) -> Seque
 def read(scheduler: Scheduler, wanted: Sequence) -> None:
     """Pretend that the whole prompt was fed and the first token sampled."""
     wanted.consumed, wanted.issued = len(wanted.prompt), 1
-
-
-@pytest.mark.parametrize(
-    ("kept", "prompt", "shared"),
-    [
-        ([], [1, 2], 0),
-        ([1, 2, 3], [1, 2, 3], 3),
-        ([1, 2, 3], [1, 2], 2),
-        ([1, 2], [1, 2, 3], 2),
-        ([1, 5, 3], [1, 2], 1),
-    ],
-)
-def test_shared_prefix(kept: list[int], prompt: list[int], shared: int) -> None:
-    assert shared_prefix(np.array(kept, dtype=np.int64), np.array(prompt, dtype=np.int64)) == shared
-
-
-@pytest.mark.parametrize(
-    ("start", "end", "cut"),
-    [
-        (0, 4, [range(4)]),
-        (0, 1, [range(1)]),
-        (0, 9, [range(4), range(4, 8), range(8, 9)]),
-        (4, 9, [range(4, 8), range(8, 9)]),
-        (6, 9, [range(6, 8), range(8, 9)]),
-        (6, 8, [range(6, 8)]),
-    ],
-)
-def test_pieces(start: int, end: int, cut: list[range]) -> None:
-    assert Pieces(4).cut(start, end) == tuple(cut)
-
-
-@pytest.mark.parametrize(
-    ("held", "prompt", "whole", "tail"),
-    [
-        ([], [1, 2], 0, 0),
-        ([1, 2, 3], [1, 2, 3, 4, 5], 0, 0),
-        ([1, 2, 3, 4], [1, 2, 3, 4, 5], 4, 4),
-        ([1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5], 4, 4),
-        ([1, 2, 3, 4, 9, 9, 9, 9], [1, 2, 3, 4, 5, 6, 7, 8], 4, 4),
-        ([1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 5, 6], 4, 4),  # it was read as part of a longer piece
-        ([1, 2, 3], [1, 2, 3], 0, 1),  # and here the pieces end alike
-        ([1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 6], 4, 4),
-        ([1, 2, 3, 4, 5, 6, 7], [1, 2, 3, 4, 5, 6, 7], 4, 5),
-        ([1, 2, 3, 4, 5, 6, 7, 8, 9], [1, 2, 3, 4, 5, 6, 7, 8], 4, 6),
-        ([1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4], 0, 2),
-        ([1, 2, 3, 4, 5], [1, 2, 3, 4, 5], 4, 4),  # its last piece has one token
-        ([1], [1], 0, 0),
-    ],
-)
-def test_reusable_prefix(held: list[int], prompt: list[int], whole: int, tail: int) -> None:
-    arrays = np.array(held, dtype=np.int64), np.array(prompt, dtype=np.int64)
-    assert reusable_prefix(*arrays, Pieces(4), None) == whole
-    assert reusable_prefix(*arrays, Pieces(4), 2) == tail
 
 
 def test_first_come_first_served() -> None:
