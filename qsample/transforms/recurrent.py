@@ -132,23 +132,31 @@ def _run_whole(module: nn.Module, call: LayerCall) -> Any:
     return _forward(module, chunk)(module, hidden_states=hidden, **call.options, **{call.cache: cache})
 
 
-class ChunkCache:
-    """The cache of one recurrent layer for one call, which has no previous state to show."""
+class LayerCache:
+    """The methods of transformers' caches that a recurrent layer calls to read its previous states."""
 
-    def __init__(self, call: LayerCall, chunk: Chunk) -> None:
-        self._call, self._chunk = call, chunk
+    def __init__(self, states: dict[StateKey, Tensor]) -> None:
+        self.states = states
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
-        return False
+        return bool(self.states)
 
     def is_recording_past(self, layer_idx: int) -> bool:
         return False
 
-    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
-        return None
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        return self.states.get((layer_idx, "conv_state", state_idx))
 
-    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> None:
-        return None
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        return self.states.get((layer_idx, "recurrent_state", state_idx))
+
+
+class ChunkCache(LayerCache):
+    """The cache of a recurrent layer for all tokens of a call: it shows no previous state."""
+
+    def __init__(self, call: LayerCall, chunk: Chunk) -> None:
+        super().__init__({})
+        self._call, self._chunk = call, chunk
 
     def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **unused: Any) -> Tensor:
         """conv_states: [B, C, S], the convolution's input. The row's new state ends at its last real token."""
@@ -186,24 +194,12 @@ def _forward(module: nn.Module, chunk: Chunk) -> FunctionType:
     return forward
 
 
-class StepCache:
+class StepCache(LayerCache):
     """The cache of a recurrent layer for a single token: it has every state that the layer reads."""
 
     def __init__(self, states: dict[StateKey, Tensor]) -> None:
         # Copies: a layer may write into its state.
-        self.states = {key: state.clone() for key, state in states.items()}
-
-    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
-        return True
-
-    def is_recording_past(self, layer_idx: int) -> bool:
-        return False
-
-    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        return self.states.get((layer_idx, "conv_state", state_idx))
-
-    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        return self.states.get((layer_idx, "recurrent_state", state_idx))
+        super().__init__({key: state.clone() for key, state in states.items()})
 
     def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **unused: Any) -> Tensor:
         key = (layer_idx, "conv_state", state_idx)
