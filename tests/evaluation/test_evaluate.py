@@ -205,7 +205,7 @@ def test_a_package_against_itself(tmp_path: Path) -> None:
             evaluate(first, TEXT, against=against)
 
 
-def test_packages_that_do_not_go_together(llama_package: Path, tmp_path: Path) -> None:
+def test_packages_that_do_not_go_together(tmp_path: Path) -> None:
     first = fake_package(tmp_path / "first")
     bare = fake_package(tmp_path / "bare", tokenizer=False)
     with pytest.raises(QsampleError, match=r"bare has no tokenizer, and a text was given"):

@@ -6,7 +6,7 @@ from __future__ import annotations
 import mmap
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -15,7 +15,7 @@ import pytest
 
 from qsample.ort import linux_memory, session
 from qsample.ort.linux_memory import HUGE_PAGE, in_huge_pages, release_pages
-from qsample.package import read_package
+from qsample.package import Package
 
 PAGES = 8
 MAPPED_PAGES = 64
@@ -96,7 +96,7 @@ def test_switched_off_by_the_administrator(monkeypatch: pytest.MonkeyPatch, tmp_
     assert not linux_memory._allowed()
 
 
-def test_the_decoder_is_loaded_into_them(llama_package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_decoder_is_loaded_into_them(fake: Callable[..., Package], monkeypatch: pytest.MonkeyPatch) -> None:
     entered: list[str] = []
 
     @contextmanager
@@ -106,7 +106,7 @@ def test_the_decoder_is_loaded_into_them(llama_package: Path, monkeypatch: pytes
         entered.append("left")
 
     monkeypatch.setattr(session, "in_huge_pages", record)
-    session.open_sessions(read_package(llama_package), "cpu")
+    session.open_sessions(fake(), "cpu")
     assert entered == ["entered", "left"]
 
 
