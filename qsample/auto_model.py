@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from qsample.checkpoints.checkpoint import Checkpoint
 
 _DECODER: Final = ".onnx"
-_WEIGHTS: Final = {".safetensors", ".bin"}  # of a checkpoint, which is exported instead
+_WEIGHTS: Final = {".safetensors", ".bin"}  # of a checkpoint, which is exported
 
 
 class AutoModelForCausalLM:

@@ -1,8 +1,7 @@
 """The small model of the quick start, `assets/tiny_lm`: compiled once for this user and provider, and cached.
 
-A cache entry is named after everything that it was made from: the checkpoint's files, this package's code, the
-provider and the version of ONNX Runtime. It is written aside and renamed into place, so two processes may make the
-same one at the same time.
+The name of a cache entry is a hash of its sources: the checkpoint's files, this package's code, the provider and the
+version of ONNX Runtime. It is written elsewhere and renamed into place, so two processes may make it at the same time.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ def bundled_model(provider: str = "cpu", progress: Progress | None = None) -> Pa
             return model
         except QsampleError:  # damaged since: make it again
             shutil.rmtree(entry, ignore_errors=True)
-    # Imported here, because opening what is cached needs neither onnx nor torch.
+    # Imported here, because a cached model needs neither onnx nor torch.
     from qsample.compiler.options import CompileOptions
     from qsample.compiler.targets import find_target
 
@@ -63,7 +62,7 @@ def bundled_model(provider: str = "cpu", progress: Progress | None = None) -> Pa
         folder = ScratchFolder(entry.parent)
     except OSError as error:
         raise QsampleError(
-            f"cannot write to {entry.parent}, where the bundled model is kept ({error.strerror}); set {CACHE_VARIABLE} "
+            f"cannot write to {entry.parent}, the folder of the bundled model ({error.strerror}); set {CACHE_VARIABLE} "
             "to another folder"
         ) from error
     with folder as scratch:
@@ -99,7 +98,7 @@ def _runtime_version() -> str:
 
 
 def _forget_old_entries(folder: Path) -> None:
-    """Delete all but the newest entries: each change of the code makes a new one."""
+    """Delete all but the newest entries: each change of the code makes a new entry."""
     entries = [path for path in folder.iterdir() if _ENTRY.fullmatch(path.name)]
     entries.sort(key=lambda path: path.stat().st_mtime, reverse=True)
     for entry in entries[KEPT_ENTRIES:]:

@@ -47,7 +47,7 @@ from qsample.transforms.decoder import apply_transforms, state_shapes
 from qsample.transforms.deferred import deferring, numbers
 
 _IN_BLOCKS: Final = "the copy of the quantized weights in blocks"
-# What a layer raises that meets a cache of another kind than its own; a missing value raises other errors.
+# Errors of a layer that meets a cache of another kind than its own; a missing value raises others.
 _OF_THE_MODEL: Final = (AttributeError, ValueError)
 
 
@@ -122,7 +122,7 @@ class Checkpoint:
 
         Raises:
             UnsupportedModelError: for a model type that transformers does not know.
-            QsampleError: if there is no such checkpoint, or its configuration cannot be read.
+            QsampleError: if the checkpoint does not exist, or its configuration cannot be read.
         """
         check_exists(self.model_id, self.hub)
         with self._config_errors():
@@ -151,7 +151,7 @@ class Checkpoint:
             return GenerationConfig.from_pretrained(self.model_id, **options)
         except OSError as error:
             damage: Exception = error
-            if not isinstance(error.__context__, ValueError):  # there is no such file
+            if not isinstance(error.__context__, ValueError):  # the file is missing
                 return GenerationConfig.from_pretrained(
                     self.model_id, config_file_name=CONFIG, _from_model_config=True, **options
                 )
@@ -284,7 +284,7 @@ class Checkpoint:
                 assert outline.kind is not None
                 weights = mapped_weights(files) if quantized is None else quantized.weights
                 options["config"] = copy.deepcopy(outline.model_config)
-                with deferring(), loading_in_this_thread():  # what transformers merges is computed when it is needed
+                with deferring(), loading_in_this_thread():  # merged weights are computed when needed
                     loaded = outline.kind.from_pretrained(None, state_dict=weights, **options)
         model: PreTrainedModel = loaded[0]
         info: dict[str, Any] = loaded[1]

@@ -1,9 +1,9 @@
-"""Reads a checkpoint with GPTQ or AWQ weights: what its layers mean in float, computed when it is needed, and the same
-integers in blocks for the layers of the loaded model.
+"""Reads a checkpoint with GPTQ or AWQ weights: as float, computed when it is needed, and the same integers in blocks
+for the layers of the loaded model.
 
 Neither the library that quantized the checkpoint nor a GPU is needed. A float weight is a placeholder
-(`transforms.deferred`), by which its layer is known wherever transformers puts it. What transformers merges or an
-adapter changes stays float.
+(`transforms.deferred`), which identifies its layer wherever transformers puts it. Weights that transformers merges, or
+an adapter changes, stay float.
 """
 
 from __future__ import annotations
@@ -39,9 +39,13 @@ _DEQUANTIZED: Final = ("fp8", "mxfp4")  # transformers turns these into float if
 
 
 def quantization_of(config: PretrainedConfig, model_id: str) -> Quantization | None:
-    """The quantization that `config` states; None = none, or one that transformers undoes: `config` then asks for that.
+    """The quantization that `config` states.
 
-    Raises UnsupportedModelError for a method, a format or a number of bits that cannot be read.
+    Returns:
+        None for float weights, and for a quantization that transformers undoes: `config` then asks for that.
+
+    Raises:
+        UnsupportedModelError: for a method, a format or a number of bits that cannot be read.
     """
     stated = getattr(config, "quantization_config", None)
     if stated is None:
@@ -62,7 +66,7 @@ def quantization_of(config: PretrainedConfig, model_id: str) -> Quantization | N
         return None
     if method not in BITS:
         raise UnsupportedModelError(
-            f"{model_id} is quantized with {method}; what can be read is float weights, gptq and awq (and "
+            f"{model_id} is quantized with {method}; only float weights, gptq and awq can be read (and "
             f"{' and '.join(_DEQUANTIZED)}, which become float); {ADVICE}"
         )
     version = _format_version(options, method)
@@ -75,7 +79,7 @@ def quantization_of(config: PretrainedConfig, model_id: str) -> Quantization | N
             if options.get(name) is not None
         }
         raise UnsupportedModelError(
-            f"{model_id} is quantized with {method} in a form that cannot be read ({given}); what can is {known}; "
+            f"{model_id} is quantized with {method} in a form that cannot be read ({given}); accepted is {known}; "
             f"{ADVICE}"
         )
     group_size = _integer(options, ("group_size", "q_group_size"), 128, model_id)
@@ -91,7 +95,7 @@ def quantization_of(config: PretrainedConfig, model_id: str) -> Quantization | N
 
 
 def _integer(options: Mapping[str, Any], names: tuple[str, ...], default: int, model_id: str) -> int:
-    """The first of `names` that `options` hold; UnsupportedModelError where it is no integer."""
+    """The first of `names` that `options` hold; UnsupportedModelError if it is not an integer."""
     name = next((name for name in names if name in options), names[0])
     value = options.get(name, default)
     if not is_integer(value):
@@ -113,8 +117,8 @@ def _format_version(options: Mapping[str, Any], method: str) -> int | None:
 class BlockStore:
     """Quantized weights in safetensors files of a folder, each under a name.
 
-    Filled by `add`, then `flush`; what `read` returns stays mapped from its file, the large parts as placeholders that
-    a graph can refer to.
+    Filled by `add`, then `flush`. Weights that `read` returns stay mapped from their file, the large parts as
+    placeholders that a graph can refer to.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -136,7 +140,7 @@ class BlockStore:
             self.flush()
 
     def flush(self) -> None:
-        """Write what is still in memory; called once more after the last weight."""
+        """Write the pending weights; called once more after the last weight."""
         if self._pending:
             file = self._folder / f"blocks-{len(set(self._files.values())):05}.safetensors"
             save_file(self._pending, file)
@@ -161,9 +165,12 @@ class BlockStore:
 class QuantizedCheckpoint:
     """A quantized checkpoint as float, and the blocks of its layers.
 
-    weights: every tensor by name, quantized ones as placeholders. layers: those of the quantized layers, with their
-    names. without_blocks: names of those that no block size fits, which stay float. biases: names of the layers'
-    biases, but for zeros, which some tools write everywhere. blocks: of the other layers, by name.
+    Attributes:
+        weights: every tensor by name; a quantized tensor is a placeholder.
+        layers: the placeholders of the quantized layers, with their names.
+        without_blocks: names of the layers that no block size fits, which stay float.
+        biases: names of the layers' biases, but for zeros, which some tools write everywhere.
+        blocks: of the other layers, by name.
     """
 
     weights: dict[str, Tensor]
@@ -175,7 +182,7 @@ class QuantizedCheckpoint:
     def attach(self, model: PreTrainedModel) -> int:
         """Give each layer of `model` whose weight was read from blocks those blocks, which stay mapped from their file.
 
-        Warns of what stays float. Returns how many layers have blocks.
+        Warns of layers that stay float. Returns how many layers have blocks.
         """
         attached = 0
         for layer in model.modules():
@@ -204,11 +211,11 @@ class QuantizedCheckpoint:
         return attached
 
     def check_loaded(self, missing: Collection[str], unexpected: Collection[str]) -> None:
-        """Raise QsampleError where the model has weights that the checkpoint does not hold, or the other way round."""
+        """Raise QsampleError if the model has weights that the checkpoint lacks, or the other way round."""
         lost = sorted(set(unexpected) & ({f"{layer}.weight" for layer in self.layers.values()} | self.biases))
         if missing or lost:
-            what = f"lacks {listed(missing)}" if missing else f"has {listed(lost)}, which the model does not know"
-            raise QsampleError(f"the quantized checkpoint {what}; it is damaged, or of another model than it says")
+            problem = f"lacks {listed(missing)}" if missing else f"has {listed(lost)}, which the model does not know"
+            raise QsampleError(f"the quantized checkpoint {problem}; it is damaged, or of another model than it says")
 
 
 def read_checkpoint(
@@ -241,7 +248,7 @@ def read_checkpoint(
     with ExitStack() as stack:
         opened = {file: stack.enter_context(open_weights(file)) for file in files}
         file_of = {name: file for file, tensors in opened.items() for name in tensors.keys()}  # noqa: SIM118
-        where = {name: place for file in files for name, place in places(file).items()}
+        places_of = {name: place for file in files for name, place in places(file).items()}
         quantized = {name.removesuffix(".qweight") for name in file_of if name.endswith(".qweight")}
         _check_names(file_of, quantized, files[0].parent)
         for name, file in file_of.items():
@@ -250,7 +257,7 @@ def read_checkpoint(
                 tensor = opened[file].get_tensor(name)
                 if layer in quantized and part == "bias" and tensor.any():
                     biases.add(name)
-                weights[name] = in_float32(tensor, where[name])
+                weights[name] = in_float32(tensor, places_of[name])
             elif part == "qweight":
                 names = {part: f"{layer}.{part}" for part in _STORED_PARTS if f"{layer}.{part}" in file_of}
                 stored = {part: opened[file_of[name]].get_tensor(name) for part, name in names.items()}
@@ -272,7 +279,7 @@ def read_checkpoint(
 
 
 def bytes_in_blocks(files: list[Path], quantization: Quantization, dtype: torch.dtype) -> int:
-    """What `read_checkpoint` writes of the quantized layers in `files`, about: it follows from their shapes."""
+    """About how many bytes `read_checkpoint` writes for the quantized layers in `files`, by their shapes."""
     total = 0
     for file in files:
         with open_weights(file) as tensors:
@@ -300,7 +307,7 @@ def _float_weight(
     sizes: tuple[int, ...],
     turned: bool,
 ) -> Tensor:
-    """A placeholder for what a layer's integers mean. sizes: N, K. turned: the model has it as [K, N]."""
+    """A placeholder for the float weight of a layer. sizes: N, K. turned: the model has it as [K, N]."""
 
     def compute() -> Tensor:
         weight = torch.from_numpy(dequantize(read_layer(layer, stored, quantization))).to(dtype)
@@ -315,7 +322,7 @@ def conv1d_names(model: nn.Module) -> frozenset[str]:
 
 
 def _check_shape(layer: str, weight: Tensor, shapes: Mapping[str, torch.Size]) -> None:
-    """shapes: of the model's weights, by name. What transformers renames is not there, and left to its loading."""
+    """shapes: of the model's weights, by name; without those that transformers renames, which its loading checks."""
     wanted = shapes.get(f"{layer}.weight")
     if wanted is not None and weight.shape != wanted:
         raise QsampleError(
@@ -325,7 +332,7 @@ def _check_shape(layer: str, weight: Tensor, shapes: Mapping[str, torch.Size]) -
 
 
 def _check_names(names: Collection[str], layers: set[str], source: Path) -> None:
-    """What belongs to quantized weights must be known: a scale that nobody applies would go unnoticed."""
+    """Every part of quantized weights must be known: a scale that nobody applies would go unnoticed."""
     incomplete = sorted(layer for layer in layers if f"{layer}.scales" not in names)
     known = {f"{layer}.{part}" for layer in layers for part in _STORED_PARTS}
     strays = sorted(name for name in names if name.rpartition(".")[2] in _STORED_PARTS and name not in known)

@@ -1,4 +1,4 @@
-"""One linear layer of a checkpoint with GPTQ or AWQ weights: from its stored tensors, checked, to integers, scales and
+"""A linear layer of a checkpoint with GPTQ or AWQ weights: from its stored tensors, checked, to integers, scales and
 zero points, and from those to its float weight and to the blocks of MatMulNBits.
 
 GPTQ: Frantar et al., "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers", ICLR 2023.
@@ -29,7 +29,7 @@ BITS: Final = {"gptq": (2, 3, 4, 8), "awq": (4,)}
 WORD: Final = 32  # bits of a stored integer
 # AWQ's "gemm" layout: four bits number i of a word belong to column _AWQ_ORDER[i] of its eight.
 _AWQ_ORDER: Final = (0, 2, 4, 6, 1, 3, 5, 7)
-# Zero points minus one, as GPTQ's first format stores them, were subtracted from whole words; so a one is added back to
+# Zero points minus one, as GPTQ's first format stores them, were subtracted from whole words; so 1 is added back to
 # every field of a word, carries included. GPTQModel does the same (gptqmodel/utils/model.py, v1 to v2).
 _ONES: Final = {2: 0x55555555, 4: 0x11111111, 8: 0x01010101}
 _WORDS: Final = (torch.int32,)
@@ -73,7 +73,7 @@ class GroupedWeight:
 
 
 def read_layer(layer: str, parts: Parts, quantization: Quantization) -> GroupedWeight:
-    """The integers of one layer.
+    """Read the integers of a layer.
 
     GPTQ stores qweight [K * bits / 32, N] int32, the levels of a column from the low bits up; qzeros [G, N * bits / 32]
     int32, along N; scales [G, N]; and g_idx [K], the group of each input, in order by default. AWQ's "gemm" layout has
@@ -103,7 +103,7 @@ def read_layer(layer: str, parts: Parts, quantization: Quantization) -> GroupedW
 
 
 def dequantize(weight: GroupedWeight) -> npt.NDArray[np.float32]:
-    """[N, K]: the weight in float32, which holds it exactly where the scales are of half precision."""
+    """[N, K]: the weight in float32, which is exact if the scales are of half precision."""
     result: npt.NDArray[np.float32] = weight.levels.astype(np.float32)
     zero_points, scales = weight.zero_points, weight.scales
     size, rest = divmod(len(weight.groups), scales.shape[1])
@@ -118,7 +118,7 @@ def dequantize(weight: GroupedWeight) -> npt.NDArray[np.float32]:
 
 
 def to_blocks(weight: GroupedWeight, dtype: torch.dtype) -> QuantizedWeight | None:
-    """The same integers as MatMulNBits reads them, scales in `dtype`; None where no block size fits the groups.
+    """The same integers as MatMulNBits reads them, scales in `dtype`; None if no block size fits the groups.
 
     Inputs that are not in the order of their groups (GPTQ's act-order) are put in order. A group that is larger than a
     block repeats its scale; levels of 2 or 3 bits are stored in 4.
@@ -150,7 +150,7 @@ def to_blocks(weight: GroupedWeight, dtype: torch.dtype) -> QuantizedWeight | No
 
 
 def _unpack(words: Array, bits: int) -> Bytes:
-    """[R, W] int32 as [R, W * 32 / bits]: a row is one stream of bits, lowest first, also for 3."""
+    """[R, W] int32 as [R, W * 32 / bits]: a row is a stream of bits, lowest first, also for 3."""
     rows = np.ascontiguousarray(words, dtype="<i4").view(np.uint8).reshape(len(words), -1)
     if bits == 8:
         return rows
@@ -199,8 +199,9 @@ def _uniform(blocks: Array) -> bool:
 
 
 def _check_layer(parts: Parts, quantization: Quantization) -> int:
-    """The bits of a level: those of the configuration, unless g_idx and qweight agree on another number, which some
-    checkpoints mix. Raises ValueError, naming the tensor, what it is and what it must be, before anything is unpacked.
+    """The bits of a level: those of the configuration, unless g_idx and qweight agree on another number, as in mixed
+    checkpoints. Raises ValueError before anything is unpacked, with the tensor's name, dtype and shape, and the
+    accepted dtype and shape.
     """
     _check("qweight", parts["qweight"], _WORDS, (None, None), "words by outputs")
     _check("scales", parts["scales"], _SCALES, (None, None), "groups by outputs")
@@ -264,7 +265,7 @@ def _bits(rows: int, inputs: int, parts: Parts, quantization: Quantization) -> i
 
 
 def _check_groups(g_idx: torch.Tensor, groups: int, group_size: int) -> None:
-    """Each group must have `group_size` inputs, but for the one that gets the rest of them."""
+    """Each group must have `group_size` inputs, but for the group of the rest."""
     low, high = int(g_idx.min()), int(g_idx.max())
     if not 0 <= low <= high < groups:
         raise ValueError(f"its g_idx holds {low} to {high}, and must hold the groups 0 to {groups - 1}")

@@ -45,15 +45,15 @@ _READ: Final = (
     "bias",
     "init_lora_weights",
 )
-# What a merge does not ask for: who trained what on what, how, and which layers, which the tensors' names say too.
-# fan_in_fan_out is what the layer itself says.
+# Fields that a merge does not need: the training, and the layers, which the names of the tensors also give.
+# fan_in_fan_out follows from the layer itself.
 _WITHOUT_EFFECT: Final = (
     *("peft_version", "task_type", "auto_mapping", "base_model_name_or_path", "base_model_class", "parent_library"),
     *("revision", "inference_mode", "runtime_config", "megatron_core", "qalora_group_size"),
     *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "fan_in_fan_out"),
     *("lora_dropout", "loftq_config", "eva_config", "corda_config", "lora_ga_config", "velora_config"),
 )
-# Initialisations that leave the model's own weights alone. The others put what they take from the weight into A and B,
+# Initialisations that leave the model's own weights alone. The others move a part of the weight into A and B,
 # so a file of trained A and B means nothing without that weight.
 _INITIALISATIONS: Final = (True, False, "gaussian", "eva", "orthogonal", "mica")
 
@@ -70,18 +70,18 @@ class LoraConfig:
     rank_stabilised: bool
 
     def rank_of(self, path: str) -> int:
-        """Of the module at `path`."""
+        """The rank in the module at `path`."""
         return self.ranks.get(_first_match(self.ranks, path), self.rank)
 
     def scale_of(self, path: str) -> float:
-        """What the product of B and A is multiplied by, in the module at `path`."""
+        """The factor of the product of B and A in the module at `path`."""
         alpha, rank = self.alphas.get(_first_match(self.alphas, path), self.alpha), self.rank_of(path)
         return alpha / (math.sqrt(rank) if self.rank_stabilised else rank)
 
 
 class _Change(NamedTuple):
-    """What is added to the weight of the module at `path`: scale * b a. a: [rank, in]. b: [out, rank]. base: the weight
-    itself, where the adapter has a copy of it, which peft saves with the LoRA of an embedding."""
+    """The change of the weight of the module at `path`: scale * b a. a: [rank, in]. b: [out, rank]. base: the
+    weight itself, if the adapter has a copy of it, which peft saves with the LoRA of an embedding."""
 
     path: str
     a: Tensor | None
@@ -91,10 +91,8 @@ class _Change(NamedTuple):
 
 
 def find_adapter(adapter: str, hub: HubOptions) -> tuple[Path, Path]:
-    """The configuration and the weights of `adapter`, a folder or a hub id; QsampleError where one is missing.
-
-    hub: how the adapter is read.
-    """
+    """The files of the configuration and the weights of `adapter`, a folder or a hub id; QsampleError if one is
+    missing. hub: how the adapter is read."""
     paths = []
     for name in (ADAPTER, WEIGHTS):
         try:
@@ -113,10 +111,11 @@ def find_adapter(adapter: str, hub: HubOptions) -> tuple[Path, Path]:
 def merge_adapter(model: PreTrainedModel, config_path: Path, weights_path: Path) -> int:
     """Add the adapter to `model`'s weights, in their dtype, and return how many matrices it changed.
 
-    A weight that is tied to another module's is untied: the adapter was trained for one of them.
+    A weight that is tied to another module's is untied: the adapter was trained for only one of them.
 
-    Raises UnsupportedModelError for an adapter that is not plain LoRA, QsampleError for one that cannot be read or is
-    of another model; the model is then as it was.
+    Raises:
+        UnsupportedModelError: for an adapter that is not plain LoRA.
+        QsampleError: for an adapter that cannot be read or is of another model; the model is unchanged then.
     """
     config = read_config(config_path)
     modules = dict(model.named_modules())
@@ -130,13 +129,13 @@ def merge_adapter(model: PreTrainedModel, config_path: Path, weights_path: Path)
 
 
 def _changes(config: LoraConfig, weights_path: Path) -> list[_Change]:
-    """What the file holds, whatever the model; QsampleError where a tensor is no part of a pair, or of another rank."""
+    """The changes in the file; QsampleError if a tensor does not belong to a pair, or is of another rank."""
     parts: dict[str, dict[str, Tensor]] = {}
     for name, tensor in sorted(_read(weights_path).items()):
         match = _PART.fullmatch(name)
         if match is None:
             raise UnsupportedModelError(
-                f"{weights_path} holds {name}, which is no part of a pair of LoRA matrices; {_ADVICE}"
+                f"{weights_path} holds {name}, which does not belong to a pair of LoRA matrices; {_ADVICE}"
             )
         part = match["linear"] or match["embedding"] or "base"
         parts.setdefault(match["path"], {})[part] = tensor
@@ -173,11 +172,14 @@ def _check_fits(module: nn.Module | None, change: _Change, model: PreTrainedMode
     if module is None or not isinstance(weight, nn.Parameter):
         raise QsampleError(f"the adapter changes {change.path}, which {type(model).__name__} does not have")
     shape = list(weight.shape)
-    for what, given in (("makes a change of shape", _shape(module, change)), ("holds a weight of shape", change.base)):
+    for kind, given in (
+        ("makes a change of shape", _shape(module, change)),
+        ("holds a weight of shape", change.base),
+    ):
         given_shape = list(given.shape) if isinstance(given, Tensor) else given
         if given_shape is not None and given_shape != shape:
             raise QsampleError(
-                f"{weights_path}: {change.path} {what} {given_shape} and the model's has {shape}; give the adapter of "
+                f"{weights_path}: {change.path} {kind} {given_shape} and the model's has {shape}; give the adapter of "
                 "this very model"
             )
 
@@ -200,7 +202,7 @@ def _apply(model: PreTrainedModel, module: nn.Module, change: _Change) -> None:
     old, transposed = weight.data, _is_transposed(module)
 
     def merged() -> Tensor:
-        """A new tensor, because a loaded one may be a file that is mapped."""
+        """A new tensor, because a loaded tensor may be a mapped file."""
         result = (numbers(old) if change.base is None else change.base).to(torch.float32)
         if change.a is not None and change.b is not None:
             product = change.scale * (change.b.to(torch.float32) @ change.a.to(torch.float32))
@@ -217,13 +219,14 @@ def _apply(model: PreTrainedModel, module: nn.Module, change: _Change) -> None:
 def read_config(path: Path) -> LoraConfig:
     """The configuration at `path`.
 
-    Raises QsampleError where it is none or a value is out of its range, UnsupportedModelError where it asks for more
-    than plain LoRA.
+    Raises:
+        QsampleError: if it is not a configuration, or a value is out of its range.
+        UnsupportedModelError: if it asks for more than plain LoRA.
     """
     try:
         options = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise QsampleError(f"{path} is no JSON ({error}); download the adapter again") from error
+        raise QsampleError(f"{path} is not valid JSON ({error}); download the adapter again") from error
     if not isinstance(options, dict):
         raise QsampleError(
             f"{path} holds {shown(options, 60)}, and must hold an object; give the folder of a LoRA adapter"
@@ -239,7 +242,7 @@ def read_config(path: Path) -> LoraConfig:
 
 
 def _first_match(patterns: Mapping[str, Any], path: str) -> str:
-    """The first of `patterns` that a path ends with, at a dot; `path` itself where there is none, as peft has it."""
+    """The first of `patterns` that a path ends with, at a dot; `path` itself if none matches, as in peft."""
     return next((pattern for pattern in patterns if re.match(rf"(.*\.)?({pattern})$", path)), path)
 
 
@@ -269,7 +272,9 @@ def _patterns(options: Mapping[str, Any], kind: str, path: Path) -> list[tuple[s
         try:
             re.compile(rf"(.*\.)?({pattern})$")
         except (re.error, RecursionError, OverflowError) as error:
-            raise QsampleError(f"{path}: {name} holds {pattern!r}, which is no regular expression: {error}") from error
+            raise QsampleError(
+                f"{path}: {name} holds {pattern!r}, which is not a regular expression: {error}"
+            ) from error
     return list(patterns.items())
 
 

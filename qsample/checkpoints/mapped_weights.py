@@ -29,7 +29,7 @@ _LARGEST_HEADER: Final = 100 << 20  # safetensors' own limit
 
 
 class Place(NamedTuple):
-    """Where the numbers of a tensor lie: from byte `offset` of a file on, `length` of them."""
+    """The place of a tensor's numbers: `length` bytes of a file, from byte `offset` on."""
 
     path: Path
     offset: int
@@ -37,9 +37,9 @@ class Place(NamedTuple):
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a checkpoint folder that transformers reads; [] where it reads another format.
+    """The safetensors files of a checkpoint folder that transformers reads; [] if it reads another format.
 
-    QsampleError where there is an index of them that says nothing.
+    Raises QsampleError for an index of them without any file.
     """
     if (folder / SINGLE).is_file():
         return [folder / SINGLE]
@@ -52,14 +52,14 @@ def weight_files(folder: Path) -> list[Path]:
         return [folder / name for name in sorted(names)]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise QsampleError(
-            f"{folder / INDEX} is no index of weights, an object whose weight_map gives the file of each tensor "
+            f"{folder / INDEX} is not an index of weights, an object whose weight_map gives the file of each tensor "
             f"({error!r}); download the checkpoint again"
         ) from error
 
 
 def places(file: Path) -> dict[str, Place]:
-    """Where each tensor of a safetensors file lies in it (https://huggingface.co/docs/safetensors)."""
-    real = file.resolve()  # what ONNX Runtime is to open lies where it says, behind the links of the hub's cache
+    """The place of each tensor of a safetensors file (https://huggingface.co/docs/safetensors)."""
+    real = file.resolve()  # ONNX Runtime opens no links, such as those of the hub's cache
     with real.open("rb") as opened:
         length = int.from_bytes(opened.read(_LENGTH_BYTES), "little")
         header: dict[str, Any] = json.loads(opened.read(min(length, _LARGEST_HEADER)))
@@ -70,7 +70,7 @@ def places(file: Path) -> dict[str, Place]:
 
 
 def open_weights(file: Path) -> Any:
-    """A safetensors file, opened. OSError, which names it, where it is missing, cut off or none."""
+    """A safetensors file, opened. Raises OSError, with its name, if it is missing, cut off or of another format."""
     try:
         return safe_open(file, "pt")
     except FileNotFoundError as error:
@@ -88,9 +88,9 @@ def mapped_weights(files: list[Path]) -> dict[str, Tensor]:
     weights: dict[str, Tensor] = {}
     for file in files:
         with open_weights(file) as tensors:
-            where = places(file)
+            places_of = places(file)
             for name in tensors.keys():  # noqa: SIM118 - it is no mapping
-                weights[name] = in_float32(tensors.get_tensor(name), where[name])
+                weights[name] = in_float32(tensors.get_tensor(name), places_of[name])
     return weights
 
 

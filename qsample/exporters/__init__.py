@@ -1,1 +1,1 @@
-"""Export, a Hugging Face model as a portable package, and compile, a portable package as one for a device."""
+"""Export: a Hugging Face model, or a decoder file of another exporter, becomes a portable package."""

@@ -55,13 +55,16 @@ def export_model(
     Args:
         model: a causal LM in eval mode on the CPU, its weights float32 or float16. It is transformed in place.
         tokenizer: saved into the package; None makes a package of token ids only.
-        features: what the graph shall have.
-        model_id, revision: where the model came from, for the manifest.
+        features: of the graph.
+        model_id, revision: the origin of the model, for the manifest.
         sources: the files that its placeholders refer to.
         progress: called with a stage's name and the fraction of the whole export done, in [0, 1].
 
-    Raises UnsupportedModelError before any long work, ParityError where the graph does not match the model,
-    PackageError where `path` cannot be written, QsampleError where `sources` changed meanwhile.
+    Raises:
+        UnsupportedModelError: before any long work, for a model that cannot be exported.
+        ParityError: if the graph does not match the model.
+        PackageError: if `path` cannot be written.
+        QsampleError: if `sources` changed meanwhile.
     """
     report = progress or unreported
     _check_dtype(model)
@@ -89,7 +92,7 @@ def export_beside_checkpoint(
 ) -> package.Unpublished:
     """As `export_model`, for `compile` alone: its weights stay in the checkpoint's files, which the graph refers to.
 
-    folder: a new one, in scratch space. The package is neither hashed nor published, and lives as long as both.
+    folder: a new folder, in scratch space. The package is neither hashed nor published, and lives as long as both.
     """
     report = progress or unreported
     _check_dtype(model)
@@ -155,7 +158,7 @@ def _check_dtype(model: PreTrainedModel) -> str:
     dtype = dtype_name(model.dtype)
     if dtype not in EXPORT_DTYPES:
         raise UnsupportedModelError(
-            f"the model is loaded as {dtype}; load it with dtype= one of {', '.join(EXPORT_DTYPES)} "
+            f"the model is loaded as {dtype}; load it with dtype= {', '.join(EXPORT_DTYPES)} "
             "(the CPU that checks the export has no attention kernel for others)"
         )
     return dtype
@@ -184,7 +187,7 @@ def _stored_bytes(weight: torch.Tensor) -> int:
 
 
 def _quantized_weights(model: PreTrainedModel) -> dict[str, Any] | None:
-    """What the manifest says of weights that came quantized."""
+    """The manifest's figures of weights that came quantized."""
     weights = [weight for _, weight in quantized_layers(model)]
     if not weights:
         return None
@@ -228,7 +231,7 @@ def _token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None
         warnings.warn(f"eos_token_id {left_out} is left out: the model's ids are 0 to {vocab_size - 1}", stacklevel=3)
         if model.generation_config is not None:
             model.generation_config.eos_token_id = [*eos_ids] or None
-    # Where there are several, the first begins a text, and pads.
+    # The first of several begins a text, and pads.
     bos, pad = (
         next((i for i in find(name) or () if 0 <= i < vocab_size), None) for name in ("bos_token_id", "pad_token_id")
     )

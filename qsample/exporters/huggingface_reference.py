@@ -55,7 +55,7 @@ def longest_context(config: Any) -> int | None:
 
 
 def _logits(model: PreTrainedModel, row: list[int], prompt_length: int) -> Array:
-    """[DECODE_STEPS + 1, V] float32: after the prompt, and after each token behind it."""
+    """[DECODE_STEPS + 1, V] float32: after the prompt, and after each token that follows."""
     with torch.no_grad():
         output = model(input_ids=torch.tensor([row]), use_cache=False).logits[0, prompt_length - 1 :]
     logits: Array = output.to(torch.float32).numpy()
@@ -81,8 +81,8 @@ def _windows(config: Any) -> list[int]:
 
 
 def _narrowed(model: PreTrainedModel, expected: Reference, windows: Mapping[int, int]) -> Narrowed | None:
-    """The last row of `expected` with smaller `windows`; None where `model` computes the same without them, because no
-    layer has one or because it took them from its configuration when it was made, and where it fails."""
+    """The last row of `expected` with smaller `windows`; None if `model` computes the same without them, because no
+    layer has a window or because it took them from its configuration when it was made, and if it fails."""
     prompt, continuation, whole = expected.prompts[-1], expected.continuations[-1], expected.logits[-1]
     try:
         with _with_windows(model, windows):
@@ -125,7 +125,7 @@ def compare_with_checkpoint(
     """Compare a baked graph with its checkpoint in transformers, as an export is compared.
 
     Args:
-        checkpoint: what the decoder file was made from.
+        checkpoint: the origin of the decoder file.
         folder: of decoder.onnx and initial_state.onnx.
         interface: of the graph.
         tolerance: largest difference per unit of the largest logit; None = any, for quantized weights.

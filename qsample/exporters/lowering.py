@@ -2,11 +2,11 @@
 
 1. `fill_placeholders`: weights of which torch had only placeholders (`transforms.deferred`) refer to their place in
    files, or are computed when the graph is saved.
-2. `outline_scans`: a trace has the code of one step of a loop in line. A `ScanBegin` marker (`transforms.recurrent`)
-   gives the states and one token of each input. The nodes that depend on it, up to its `ScanEnd`, move into the body
+2. `outline_scans`: a trace has the code of a loop's step in line. A `ScanBegin` marker (`transforms.recurrent`)
+   gives the states and a token of each input. The nodes that depend on it, up to its `ScanEnd`, move into the body
    of a Scan. The rest stays outside and is computed once.
 3. `lower_experts`: ONNX Runtime's MoE reads its weights in one layout: outputs before inputs, gate and up in turns.
-   They are arranged when the graph is saved, one matrix of all experts of a layer at a time, so that a checkpoint's
+   They are arranged when the graph is saved, a matrix of all experts of a layer at a time, so that a checkpoint's
    weights stay mapped from their files; if only the order of whole rows changes, a graph that refers to these files
    can do it (`JoinedTensor`).
 4. `align_row_sums`: ONNX Runtime's CPU adds several aligned numbers at a time. In a tensor [B, 10], every other row
@@ -48,12 +48,12 @@ from qsample.transforms.markers import MARKER_DOMAIN, NUM_STATES, SCAN_BEGIN, SC
 
 _INPUTS = 7  # of a marker, those that are absent included
 _ALIGNED: Final = 16  # float32 of the widest registers
-_MOST: Final = 256  # numbers a row; more are no routing weights, and would take a copy that costs something
+_MOST: Final = 256  # numbers a row; more are not routing weights, and would take an expensive copy
 
 
 def fill_placeholders(model: ir.Model) -> bool:
-    """Give each constant of `model` that is a placeholder, or a view of one, its numbers; in place. Returns whether
-    there was one."""
+    """Give each constant of `model` that is a placeholder, or a view of it, its numbers; in place. Returns whether
+    anything changed."""
     modified = False
     for value in all_initializers(model.graph):
         view = _view(getattr(value.const_value, "raw", None))
@@ -80,7 +80,7 @@ def _view(raw: Any) -> Tensor | None:
 
 
 def _stored(view: Tensor, found: Deferred, name: str) -> ir.TensorProtocol:
-    """The numbers of `view`: in float32 a StoredTensor, in other dtypes one that is computed."""
+    """The numbers of `view`: in float32 a StoredTensor, in other dtypes computed."""
     if view.dtype != torch.float32:
         return _in_files(view, found, name) or _computed(view, found, view.dtype, name)
     turned = view.ndim == 2 and not view.is_contiguous() and view.T.is_contiguous()
@@ -90,7 +90,7 @@ def _stored(view: Tensor, found: Deferred, name: str) -> ir.TensorProtocol:
 
 
 def _in_files(view: Tensor, found: Deferred, name: str) -> ir.TensorProtocol | None:
-    """The numbers of `view` where they lie; None where they lie nowhere, or in another order."""
+    """The numbers of `view` in their files; None if they are in no file, or in another order."""
     if found.place is None or not view.is_contiguous():
         return None
     if not isinstance(found.place, Joined):
@@ -124,7 +124,7 @@ def _computed(view: Tensor, found: Deferred, dtype: torch.dtype, name: str) -> i
 
 
 def outline_scans(model: ir.Model) -> bool:
-    """Turn every pair of loop markers into a `Scan` over axis 1, in place. Returns whether there was one."""
+    """Turn every pair of loop markers into a `Scan` over axis 1, in place. Returns whether anything changed."""
     graph = model.graph
     ends = [node for node in graph if node.domain == MARKER_DOMAIN and node.op_type == SCAN_END]
     for number, end in enumerate(ends):
@@ -151,7 +151,7 @@ def _outline_scan(graph: ir.Graph, end: ir.Node, name: str) -> None:
 
 
 def _loop(graph: ir.Graph, end: ir.Node) -> tuple[ir.Node, list[ir.Node]]:
-    """The marker that `end` belongs to, and the nodes of one step in graph order."""
+    """The marker that `end` belongs to, and the nodes of a step in graph order."""
     needed = ancestors(end.inputs)
     (begin,) = (node for node in needed if node.op_type == SCAN_BEGIN)  # earlier loops are Scan nodes by now
     per_token = {*begin.outputs}
@@ -164,7 +164,7 @@ def _loop(graph: ir.Graph, end: ir.Node) -> tuple[ir.Node, list[ir.Node]]:
 
 
 def _body_graph(begin: ir.Node, steps: Sequence[ir.Node], end: ir.Node, name: str) -> ir.Graph:
-    """The body of a Scan: copies of the nodes of one step, between the outputs of `begin` and the inputs of `end`."""
+    """The body of a Scan: copies of the nodes of a step, between the outputs of `begin` and the inputs of `end`."""
     copies = {
         value: ir.Value(name=f"{value.name}_{name}", type=value.type, shape=value.shape) for value in begin.outputs
     }
@@ -190,7 +190,7 @@ def _identity(source: ir.Value, like: ir.Value, name: str) -> ir.Node:
 
 def lower_experts(model: ir.Model) -> bool:
     """Turn every marker into an MoE, in place, and every other lookup of experts' parameters into a plain Gather, which
-    weight quantization knows and CUDA replays. Returns whether there was anything to do."""
+    weight quantization knows and CUDA replays. Returns whether anything changed."""
     graph = model.graph
     found = [node for node in graph if node.domain == markers.MARKER_DOMAIN and node.op_type == markers.EXPERTS]
     for marker in found:
@@ -242,9 +242,9 @@ def _lower(graph: ir.Graph, marker: ir.Node) -> None:
 
 
 class _Matrices:
-    """One matrix [N, K] an expert, put together from parameters of the graph.
+    """A matrix [N, K] for each expert, put together from parameters of the graph.
 
-    Each is [E, N, K], or [E, K, N] where `transposed`. Its first two axes may be merged, and it may have more experts.
+    Each is [E, N, K], or [E, K, N] if `transposed`. Its first two axes may be merged, and it may have more experts.
     """
 
     def __init__(self, graph: ir.Graph, parts: list[ir.Value | None], experts: int, transposed: bool) -> None:
@@ -253,8 +253,8 @@ class _Matrices:
         self._tensors = [_parameter(part) for part in self._parts]
 
     def initializer(self, *, in_turns: bool) -> ir.Value:
-        """[E, N, K], N the outputs of all parts. in_turns: they are in the wanted order; otherwise they are gate and
-        up, one behind the other, and become one and one in turns."""
+        """[E, N, K], N the outputs of all parts. in_turns: they are in the wanted order; otherwise the rows of up
+        follow all rows of gate, and both are put in turns."""
         shapes = [self._shape(tensor) for tensor in self._tensors]
         shape = (self._experts, sum(outputs for outputs, _ in shapes), shapes[0][1])
         if in_turns and not self._transposed and self._tensors[0].shape.numpy() == shape:
@@ -284,13 +284,13 @@ def _bias_in_turns(graph: ir.Graph, bias: ir.Value) -> ir.Value:
 
 
 def _take_turns(parts: list[Array]) -> Array:
-    """Gate and up, apart or one behind the other along the second axis, in turns along it."""
+    """Gate and up, apart or concatenated along the second axis, in turns along it."""
     gate, up = parts if len(parts) == 2 else np.split(parts[0], 2, axis=1)
     return np.stack([gate, up], axis=2).reshape(gate.shape[0], -1, *gate.shape[2:])
 
 
 def _parameter(value: ir.Value) -> ir.TensorProtocol:
-    assert value.const_value is not None, f"{value.name} is no parameter"
+    assert value.const_value is not None, f"{value.name} is not a parameter"
     return value.const_value
 
 
@@ -302,7 +302,7 @@ def _arranged(
     *,
     take_turns: bool = False,
 ) -> ir.Value:
-    """The initializer that holds what `arrange` makes of the numbers of `parts`, in their place; layers that share
+    """The initializer of the result of `arrange` on the numbers of `parts`, in their place; layers that share
     parameters share it. take_turns: `arrange` is `_take_turns`, of parts [E, N, K]."""
     name = f"{parts[0].name}_arranged"
     if name not in graph.initializers:
@@ -315,7 +315,7 @@ def _arranged(
 
 
 def _is_lookup(node: ir.Node) -> bool:
-    """Whether `node` is a GatherND that looks constants up by one index each."""
+    """Whether `node` is a GatherND that looks constants up by a single index."""
     if node.op_type != "GatherND" or node.attributes.get_int("batch_dims", 0) != 0 or constant(node.inputs[0]) is None:
         return False
     indices = node.inputs[1]
@@ -327,14 +327,14 @@ def _is_lookup(node: ir.Node) -> bool:
 
 
 def _replace_and_drop(graph: ir.Graph, old: ir.Node, new: ir.Node) -> None:
-    """Put `new` where `old` is, and drop the constants that nothing reads any more."""
+    """Put `new` in the place of `old`, and drop the constants that nothing reads any more."""
     read = list(old.inputs)
     replace_node(old, [new])
     drop_unread(graph, read)
 
 
 def align_row_sums(model: ir.Model) -> None:
-    """Pad what is summed over the last axis with zeros, in place, to a length at which every row is aligned alike."""
+    """Pad rows that are summed with zeros, in place, to a length at which every row is aligned alike."""
     for node in list(model.graph):
         length = _summed_length(node)
         if length is not None and length % _ALIGNED and length & (length - 1):
@@ -349,7 +349,7 @@ def align_row_sums(model: ir.Model) -> None:
 
 
 def _summed_length(node: ir.Node) -> int | None:
-    """How many numbers `node` sums in each row, where they are few, known, and the last axis alone."""
+    """How many numbers `node` sums in each row, if they are few, known, and the last axis alone."""
     source = node.inputs[0] if node.op_type == "ReduceSum" and len(node.inputs) == 2 else None
     if source is None or source.shape is None or node.inputs[1] is None:
         return None

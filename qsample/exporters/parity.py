@@ -1,10 +1,9 @@
-"""A decode graph and the logits of the model that it was made from enter; the measured difference leaves, or a
-ParityError.
+"""A decode graph and the logits of its original model enter; the measured difference leaves, or a ParityError.
 
 The gate runs before a package is published. Teacher-forced, it compares every logit of a ragged batch of prompts and of
-the decode steps after them, of one prompt fed in chunks, padded ones among them, and (with a sampler) greedy tokens
-with the argmax. Attention windows that no prompt here is longer than are made smaller, in the model and in the graph
-alike. It knows arrays and graphs only: where the reference comes from is the caller's business.
+the decode steps after them, of a prompt fed in chunks, padded ones among them, and (with a sampler) greedy tokens
+with the argmax. Attention windows that are longer than all prompts are made smaller, in the model and in the graph
+alike. It knows arrays and graphs only: the caller makes the reference.
 """
 
 from __future__ import annotations
@@ -36,8 +35,12 @@ _LONGEST_WINDOW: Final = 640  # from here on the prompt would cost too much, in 
 
 @dataclass(frozen=True, slots=True)
 class Narrowed:
-    """What the original model computes with smaller attention windows. windows: each, and what it was replaced by.
-    prompt, continuation, logits: one row of a `Reference`."""
+    """Logits of the original model with smaller attention windows.
+
+    Attributes:
+        windows: each window, and its replacement.
+        prompt, continuation, logits: a row of a `Reference`.
+    """
 
     windows: Mapping[int, int]
     prompt: list[int]
@@ -47,11 +50,15 @@ class Narrowed:
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """What the original model computes: prompts, the tokens fed after them, and the logits after each.
+    """Logits of the original model: after prompts, and after each of the tokens that follow.
 
-    prompts: token ids, a row each. continuations: [rows, DECODE_STEPS]. logits: a row each, [DECODE_STEPS + 1, V].
-    narrowed: the same for windows that are too long for a prompt; None = there are none, or the model does not let them
-    be made smaller. windows: in words, how the model's attention windows are compared.
+    Attributes:
+        prompts: token ids, a row each.
+        continuations: [rows, DECODE_STEPS].
+        logits: a row each, [DECODE_STEPS + 1, V].
+        narrowed: the same for windows that are too long for a prompt; None = no such window, or the model does not
+            let them be made smaller.
+        windows: in words, how the model's attention windows are compared.
     """
 
     prompts: list[list[int]]
@@ -78,20 +85,20 @@ class Parity:
 
 
 class Compared(NamedTuple):
-    """Logits of one call of the graph, and the model's: [V] or [rows, V]."""
+    """Logits of a call of the graph, and the model's: [V] or [rows, V]."""
 
     got: Array
     wanted: Array
 
     @property
     def error(self) -> float:
-        """The largest difference; NaN where either holds one that is no number. Equal infinities do not differ."""
+        """The largest difference; NaN if either side holds a NaN. Equal infinities do not differ."""
         with np.errstate(invalid="ignore"):
             return float(np.where(self.got == self.wanted, 0.0, np.abs(self.got - self.wanted)).max())
 
 
 class Difference(NamedTuple):
-    """error: the largest. scale: the largest finite |logit|. tolerance: what `error` may be."""
+    """error: the largest. scale: the largest finite |logit|. tolerance: the largest accepted `error`."""
 
     error: float
     scale: float
@@ -101,7 +108,9 @@ class Difference(NamedTuple):
 def reference_lengths(context: int | None, windows: Iterable[int]) -> tuple[list[int], list[int]]:
     """The lengths of the prompts to compute a `Reference` on, in order, and those of `windows` that the last runs past.
 
-    context: the positions that the model knows; None = any number. windows: the sizes of its attention windows.
+    Args:
+        context: the positions that the model knows; None = any number.
+        windows: the sizes of its attention windows.
     """
     longest = (context or 2**20) - DECODE_STEPS - 1
     passed = [size for size in windows if size < _LONGEST_WINDOW and size + _BEYOND <= longest]
@@ -119,13 +128,19 @@ def check(
     tolerance: float | None = None,
     original: str = "the eager model",
 ) -> Parity:
-    """Compare the decode graph at `decoder` with `expected`. Its logits are read even where it does not return them.
+    """Compare the decode graph at `decoder` with `expected`. Its logits are read even if it does not return them.
 
-    plain_attention_layers: how many layers attend through plain operators. tolerance: largest difference per unit of
-    the largest logit; None = that of the graph's dtype. original: what `expected` comes from, for the message.
+    Args:
+        decoder, initial_state: the files.
+        interface: of the graph.
+        expected: the logits of the original.
+        plain_attention_layers: how many layers attend through plain operators.
+        tolerance: largest difference per unit of the largest logit; None = the default of the graph's dtype.
+        original: the name of the original in messages.
 
-    Raises ParityError with the figures where a logit differs by more than the tolerance, where a greedy token is not
-    the argmax, or where there is not exactly one GroupQueryAttention per other attention layer.
+    Raises:
+        ParityError: with the figures, if a logit differs by more than the tolerance, if a greedy token is not the
+            argmax, or unless each other attention layer has exactly one GroupQueryAttention.
     """
     model = _returning_logits(load_graph(decoder))
     attentions = len(gqa.attentions(model.graph))
@@ -174,8 +189,14 @@ def compare(
 ) -> Difference:
     """How far the graph's logits are from the original's, over all calls of all `parts` by name.
 
-    dtype: the graph's, one of TOLERANCES; tolerance: another one in its place. Raises ParityError where one differs by
-    more than the tolerance.
+    Args:
+        parts: the calls.
+        dtype: of the graph, a key of TOLERANCES.
+        tolerance: in place of that of the dtype.
+        original: the name of the original in messages.
+
+    Raises:
+        ParityError: if a logit differs by more than the tolerance.
     """
     wanted = np.concatenate([np.abs(call.wanted).ravel() for calls in parts.values() for call in calls])
     scale = float(np.max(wanted, initial=0.0, where=np.isfinite(wanted)))
@@ -201,7 +222,7 @@ def _returning_logits(model: ir.Model) -> ir.Model:
 
 
 def _prompts_then_steps(runner: GraphRunner, expected: Reference) -> list[Compared]:
-    """[rows, V] after the prompts, fed as one ragged batch, and after each token."""
+    """[rows, V] after the prompts, fed as a ragged batch, and after each token."""
     lengths = np.array([len(prompt) for prompt in expected.prompts])
     ids = np.array([prompt + [0] * (max(lengths) - len(prompt)) for prompt in expected.prompts])
     state = runner.start(len(ids))
@@ -221,7 +242,7 @@ def _in_chunks(runner: GraphRunner, expected: Reference) -> list[Compared]:
     ends = [len(prompt) // 2, len(prompt), len(prompt) + 3, len(prompt) + 4, len(tokens)]
     state, start, compared = runner.start(1), 0, []
     for end, padding in zip(ends, (0, 3, 2, 3, 0), strict=True):
-        if end == start:  # half of a prompt of one token
+        if end == start:  # half of a prompt of a single token
             continue
         ids = np.zeros((1, end - start + padding), np.int64)
         ids[0, : end - start] = tokens[start:end]
@@ -233,7 +254,7 @@ def _in_chunks(runner: GraphRunner, expected: Reference) -> list[Compared]:
 
 
 def _beyond_windows(runner: GraphRunner, expected: Narrowed) -> list[Compared]:
-    """[V] after the prompt, after one more token, and after the others in one chunk."""
+    """[V] after the prompt, after another token, and after the rest in a single chunk."""
     state = runner.start(1)
     pieces = [expected.prompt, expected.continuation[:1], expected.continuation[1:]]
     logits = [_logits(runner, np.array([piece]), np.array([len(piece)]), state)[0] for piece in pieces]
@@ -241,7 +262,7 @@ def _beyond_windows(runner: GraphRunner, expected: Narrowed) -> list[Compared]:
 
 
 def _logits(runner: GraphRunner, ids: Array, lengths: Array, state: dict[str, Array]) -> Array:
-    """[rows, V]; ParityError where a sampler in the graph does not take the largest. A NaN is left to `compare`."""
+    """[rows, V]; ParityError if a sampler in the graph does not take the largest. A NaN is left to `compare`."""
     results = runner.step(ids, lengths, state)
     logits = results[LOGITS.name]
     is_greedy = "next_ids" not in results or np.array_equal(results["next_ids"][:, 0], logits.argmax(-1))

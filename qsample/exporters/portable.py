@@ -35,7 +35,7 @@ Sizes = Mapping[str, Tensor | list[int]]
 def write_graphs(
     model: ir.Model, interface: Interface, pad_token_id: int, folder: Path, *, refer: bool = False
 ) -> None:
-    """Write every ONNX file of `interface.graphs` into `folder`, and the weights of `model` beside `decoder.onnx`.
+    """Write every ONNX file of `interface.graphs` into `folder`, and the weights of `model` next to `decoder.onnx`.
 
     Args:
         model: its inputs and outputs are those of `interface.model`. With a sampler among the features it is changed in
@@ -66,7 +66,7 @@ def portable_manifest(
     packed_weights: Mapping[str, Any] | None = None,
     libraries: Sequence[str] = (),
 ) -> Manifest:
-    """What a portable package says of itself; `package.PackageWriter.finish` adds its files.
+    """The manifest of a portable package; `package.PackageWriter.finish` adds its files.
 
     libraries: distributions, besides qsample, onnxruntime and onnx, whose versions it shall name. The rest is as in
     `Manifest`.

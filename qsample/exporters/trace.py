@@ -24,11 +24,11 @@ from qsample.graph.operators import OPSET
 from qsample.interface import GraphSpec
 
 # Every dynamic axis is traced at two or more: torch.export specialises an axis of size 1. They all differ, so that two
-# axes that merely look alike are not taken for one.
+# axes that merely look alike are kept apart.
 _TRACE_SIZES: Final = {BATCH: 2, SEQUENCE: 3, CAPACITY: 32}
 _REASON = 400  # characters of the exporter's message
 _FLOAT, _BFLOAT16 = ir.DataType.FLOAT, ir.DataType.BFLOAT16
-# What ONNX Runtime's CPU does to bfloat16.
+# The operators that ONNX Runtime's CPU has for bfloat16.
 _OF_BFLOAT16: Final = ("Cast", "Reshape", "Squeeze", "Unsqueeze", "Flatten", "Identity", "Transpose")
 _ROUNDS: Final = 2  # a rule makes constants, and folding these makes work for rules
 
@@ -89,8 +89,11 @@ def trace(module: nn.Module, spec: GraphSpec, sizes: Mapping[str, int]) -> ir.Mo
             name of `spec.output_names`.
         sizes: the size of each named axis that the model fixes (`Interface.sizes`).
 
-    Returns the model with the weights still in the torch module's memory. Raises UnsupportedModelError where the module
-    does what no static graph can express.
+    Returns:
+        The model, with the weights still in the torch module's memory.
+
+    Raises:
+        UnsupportedModelError: if no static graph can express the module.
     """
     inputs = {tensor.name: _example(tensor, sizes) for tensor in (*spec.inputs, *spec.states)}
     dims = {axis: torch.export.Dim(axis) for axis in _TRACE_SIZES}
@@ -126,8 +129,8 @@ def trace(module: nn.Module, spec: GraphSpec, sizes: Mapping[str, int]) -> ir.Mo
 
 
 def compute_in_float32(model: ir.Model) -> bool:
-    """Let what `model` computes in bfloat16, which the CPU has no kernels for, be computed in float32 and rounded, in
-    place: Falcon's biases by distance, of a float32 model. Returns whether there was any."""
+    """Compute in float32, and round, the values that `model` computes in bfloat16, for which the CPU has no kernels; in
+    place: Falcon's biases by distance, of a float32 model. Returns whether anything changed."""
     modified = False
     for node in list(model.graph.all_nodes()):
         values = [value for value in (*node.inputs, *node.outputs) if value is not None]
@@ -158,7 +161,7 @@ def _cast(value: ir.Value, dtype: ir.DataType) -> ir.Node:
 
 @contextmanager
 def _without_torchvision_notice() -> Iterator[None]:
-    """The exporter says for each of torchvision's operators that it is not installed. No language model has one."""
+    """The exporter reports each of torchvision's operators as not installed. Language models use none of them."""
 
     def wanted(record: logging.LogRecord) -> bool:
         return not record.getMessage().startswith("torchvision is not installed")
@@ -173,8 +176,8 @@ def _without_torchvision_notice() -> Iterator[None]:
 
 @contextmanager
 def _without_graphs_of_failures() -> Iterator[None]:
-    """Before it raises, torch prints the code of what it traced: thousands of lines, of a model that is refused in
-    one."""
+    """Before it raises, torch prints the code of its trace: thousands of lines, of a model that is refused in a
+    single line."""
     import torch.export._trace as module
 
     logger = logging.getLogger("torch.fx.experimental.symbolic_shapes")
@@ -189,14 +192,14 @@ def _without_graphs_of_failures() -> Iterator[None]:
 
 
 def _example(spec: TensorSpec, sizes: Mapping[str, int]) -> Tensor:
-    """A tensor of the spec's dtype and shape: an empty cache, or ones, which every id, length and scale accepts."""
+    """A tensor of the spec's dtype and shape: an empty cache, or all 1, which every id, length and scale accepts."""
     shape = spec.shape({**_TRACE_SIZES, **sizes})
     value = 0 if CAPACITY in spec.axes else 1
     return torch.full(shape, value, dtype=getattr(torch, spec.dtype))
 
 
 def simplify(model: ir.Model, output_names: list[str]) -> None:
-    """Fold constants and remove what computes nothing, in place; the outputs are given their names.
+    """Fold constants and remove nodes that compute nothing, in place; the outputs get their names.
 
     The names come last: an output that is an input, or another output, gets a node of its own on the way.
     """

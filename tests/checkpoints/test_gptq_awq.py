@@ -360,9 +360,9 @@ def test_a_model_holds_its_temporary_folder(tmp_path: Path, monkeypatch: pytest.
     [
         ("model.safetensors", b"", "cannot load the weights of"),
         ("model.safetensors", b"\xff" * 200, "cannot load the weights of"),
-        ("model.safetensors.index.json", b"{", "is no index of weights"),
-        ("model.safetensors.index.json", b"[]", "is no index of weights"),
-        ("model.safetensors.index.json", b'{"weight_map": {"a": 3}}', "is no index of weights"),
+        ("model.safetensors.index.json", b"{", "is not an index of weights"),
+        ("model.safetensors.index.json", b"[]", "is not an index of weights"),
+        ("model.safetensors.index.json", b'{"weight_map": {"a": 3}}', "is not an index of weights"),
         (
             "model.safetensors.index.json",
             b'{"weight_map": {"a": "gone.safetensors"}}',
@@ -387,17 +387,17 @@ def config(**options: Any) -> Any:
     [
         (
             {"quant_method": "bitsandbytes", "load_in_4bit": True},
-            "quantized with bitsandbytes; what can be read is float",
+            "quantized with bitsandbytes; only float weights, gptq and awq can",
         ),
         (
             {"quant_method": "compressed-tensors"},
             "quantized with compressed-tensors; .* compile that with weights='int4'",
         ),
-        ({"quant_method": "gptq", "bits": 5}, r"with gptq in a form .*'bits': 5.*; what can is gptq or gptq_v2"),
+        ({"quant_method": "gptq", "bits": 5}, r"with gptq in a form .*'bits': 5.*; accepted is gptq or gptq_v2"),
         ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "'checkpoint_format': 'marlin'"),
         ({"quant_method": "gptq", "bits": 4, "is_marlin_format": True}, "'is_marlin_format': True"),
         ({"quant_method": "gptq", "bits": 4, "pack_dtype": "int16"}, "'pack_dtype': 'int16'"),
-        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "'version': 'gemv'.* what can is gemm, with 4 bits"),
+        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "'version': 'gemv'.* accepted is gemm, with 4 bits"),
         ({"quant_method": "awq", "bits": 8, "version": "gemm"}, "'bits': 8"),
     ],
 )

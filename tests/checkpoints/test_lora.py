@@ -108,10 +108,10 @@ A, B = (f"base_model.model.{LAYER}.lora_{part}.weight" for part in "AB")
         ({B: torch.full((96, 4), torch.nan)}, "must be a matrix of finite floats"),
         (
             {f"base_model.model.{LAYER}.lora_magnitude_vector": torch.ones(96)},
-            "lora_magnitude_vector, which is no",
+            "lora_magnitude_vector, which does not",
         ),
-        ({f"base_model.model.{LAYER}.lora_B.bias": torch.ones(96)}, r"lora_B\.bias, which is no part"),
-        ({f"{LAYER}.lora_A.weight": torch.ones(4, 64)}, "which is no part of a pair"),
+        ({f"base_model.model.{LAYER}.lora_B.bias": torch.ones(96)}, r"lora_B\.bias, which does not belong"),
+        ({f"{LAYER}.lora_A.weight": torch.ones(4, 64)}, "which does not belong to a pair"),
         ({f"base_model.model.{LAYER}.base_layer.weight": torch.ones(3, 3)}, r"holds a weight of shape \[3, 3\]"),
         ({A: None, B: None}, "holds no LoRA matrices"),
     ],
@@ -378,8 +378,8 @@ def test_initialisations_that_leave_the_model_alone(init: Any, tmp_path: Path) -
         ({"rank_pattern": {"q_proj": -1}}, r"rank_pattern\['q_proj'\] is -1"),
         ({"rank_pattern": ["q_proj"]}, "rank_pattern is .'q_proj'.; it must be an object"),
         ({"alpha_pattern": {"q_proj": None}}, r"alpha_pattern\['q_proj'\] is None"),
-        ({"alpha_pattern": {"q_(proj": 2}}, r"alpha_pattern holds 'q_\(proj', which is no regular expression"),
-        ({"rank_pattern": {"*": 2}}, r"rank_pattern holds '\*', which is no regular expression"),
+        ({"alpha_pattern": {"q_(proj": 2}}, r"alpha_pattern holds 'q_\(proj', which is not a regular expression"),
+        ({"rank_pattern": {"*": 2}}, r"rank_pattern holds '\*', which is not a regular expression"),
     ],
 )
 def test_values_that_are_none(options: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -390,10 +390,10 @@ def test_values_that_are_none(options: dict[str, Any], message: str, tmp_path: P
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "is no JSON"),
-        (b"{'r': 8}", "is no JSON"),
-        (b"\xff\xfe", "is no JSON"),
-        (b"[" * 100_000, "is no JSON"),
+        (b"", "is not valid JSON"),
+        (b"{'r': 8}", "is not valid JSON"),
+        (b"\xff\xfe", "is not valid JSON"),
+        (b"[" * 100_000, "is not valid JSON"),
         (b"[1, 2]", r"holds \[1, 2\], and must hold an object"),
         (b"null", "holds None, and must hold an object"),
     ],

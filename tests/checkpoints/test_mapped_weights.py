@@ -182,7 +182,10 @@ def forget(folder: Path) -> None:
         (cut, r"cannot load the weights of .*-of-0000\d\.safetensors is cut off, or no safetensors file.*again"),
         (lambda folder: last(folder).unlink(), r"-of-0000\d\.safetensors is missing; download the checkpoint again"),
         (lambda folder: last(folder).write_bytes(b"<html>"), r"-of-0000\d\.safetensors is cut off, or no safetensors"),
-        (lambda folder: (folder / INDEX).write_text('{"weight_map": {}}'), "is no index of weights.*lists no tensor"),
+        (
+            lambda folder: (folder / INDEX).write_text('{"weight_map": {}}'),
+            "is not an index of weights.*lists no tensor",
+        ),
         (forget, r"holds no model\.norm\.weight, which LlamaForCausalLM needs"),
     ],
 )

@@ -34,14 +34,14 @@ _PRODUCTS: Final = ("MatMul", "FusedMatMul")
 _REPEATS: Final = ("Unsqueeze", "Expand", "Reshape", "Transpose", "Cast", "Identity", "Mul", "Div", "Tile")
 _ELEMENTWISE: Final = ("Add", "Sub", "Where", "Mul", "Div", "Cast", "Tanh", "Identity", "Max", "Clip")
 _WEIGHTS: Final = ("Cast", "Identity", "Dropout", "Where", "Reshape")
-_HIDDEN_SCORE: Final = -1e4  # a key with a smaller one is hidden
+_HIDDEN_SCORE: Final = -1e4  # a key with a smaller score is hidden
 _SHORT: Final = 9  # tokens of a first prompt, to see the mask of
 # How far scores may be from the fitted rule, of the largest: float16 has 11 bits.
 _FIT: Final = {ir.DataType.FLOAT: 1e-3, ir.DataType.FLOAT16: 2e-2}
 
 
 def check_attentions(foreign: ForeignGraph) -> None:
-    """Raise UnsupportedModelError for attention that is no causal one over a float cache."""
+    """Raise UnsupportedModelError for attention that is not causal, or not over a float cache."""
     for layer in foreign.layers:
         node = layer.attention
         assert node is not None
@@ -98,7 +98,7 @@ def unfuse_norms(foreign: ForeignGraph) -> bool:
 
 
 def _separate(node: ir.Node, layer: Layer, nodes: Nodes, heads: int) -> tuple[ir.Value, ir.Value, ir.Value]:
-    """Queries, keys and values [B, S, heads * D], cut out of one tensor where they are packed."""
+    """Queries, keys and values [B, S, heads * D], cut out of a single tensor if they are packed."""
     query, key, value = (get_input(node, slot) for slot in (Slot.QUERY, Slot.KEY, Slot.VALUE))
     assert query is not None
     if key is not None and value is not None:
@@ -111,10 +111,10 @@ def _separate(node: ir.Node, layer: Layer, nodes: Nodes, heads: int) -> tuple[ir
 
 
 def drop_causal_biases(foreign: ForeignGraph, longest: int) -> None:
-    """Take biases away that say no more than the attention does by itself: causal, with its window; in place.
+    """Take biases away that only repeat the attention's own mask: causal, with its window; in place.
 
-    longest: how many tokens a cache can hold. Told by running the file on a few tokens, and on one behind a full cache.
-    Raises UnsupportedModelError for a bias that says more.
+    longest: the capacity of a cache, in tokens. The file is run on a few tokens, and on a token after a full
+    cache. Raises UnsupportedModelError for any other bias.
     """
     biases = {layer.number: bias for layer in foreign.layers if (bias := _bias(layer)) is not None}
     if not biases:
@@ -127,14 +127,16 @@ def drop_causal_biases(foreign: ForeignGraph, longest: int) -> None:
             if layer.number in biases:
                 window = layer.attention.attributes.get_int("local_window_size", -1) if layer.attention else -1
                 if not _is_causal(results[str(biases[layer.number].name)], past, window):
-                    raise refusal(foreign.path, f"layer {layer.number} adds an attention bias that is no causal mask")
+                    raise refusal(
+                        foreign.path, f"layer {layer.number} adds an attention bias that is not a causal mask"
+                    )
     for layer in foreign.layers:
         if layer.attention is not None and layer.number in biases:
             set_inputs(layer.attention, {Slot.ATTENTION_BIAS: None})
 
 
 def _is_causal(bias: Array, past: int, window: int) -> bool:
-    """Whether `bias` [1, heads or 1, S, past + S] hides what a causal attention with this window hides, or less."""
+    """Whether `bias` [1, heads or 1, S, past + S] hides the same keys as causal attention with the window, or fewer."""
     query, key = np.arange(past, past + bias.shape[-2])[:, None], np.arange(bias.shape[-1])
     seen = key <= query
     if window > 0:
@@ -151,7 +153,7 @@ def use_rows(foreign: ForeignGraph, rows: Rows) -> None:
         assert node is not None
         set_inputs(node, {Slot.SEQLENS_K: rows.seqlens_k, Slot.TOTAL_SEQUENCE_LENGTH: rows.total_sequence_length})
         for slot in (Slot.POSITION_IDS, _QUERY_SEQLENS):
-            if get_input(node, slot) is not None:  # they say what the lengths say
+            if get_input(node, slot) is not None:  # they repeat the lengths
                 node.replace_input_with(slot, None)
         node.attributes.pop("sliding_window_cache", None)
         while node.inputs[-1] is None:
@@ -164,8 +166,15 @@ def _bias(layer: Layer) -> ir.Value | None:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """Values of one layer. query: [B, heads, S, D], as it is multiplied with the keys. scores: what the softmax reads.
-    cap: the soft cap where there is one, as a constant or a computed value. output: [B, heads, S, D]."""
+    """Values of a layer.
+
+    Attributes:
+        layer: its cache.
+        query: [B, heads, S, D], as it is multiplied with the keys.
+        scores: the input of the softmax.
+        cap: the soft cap, if any, as a constant or a computed value.
+        output: [B, heads, S, D].
+    """
 
     layer: Layer
     query: ir.Value
@@ -176,7 +185,7 @@ class Match:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What a layer computes: GroupQueryAttention's attributes. window: None = all tokens. softcap: 0 = none."""
+    """The attributes of a layer's GroupQueryAttention. window: None = all tokens. softcap: 0 = none."""
 
     heads: int
     scale: float
@@ -228,24 +237,24 @@ def _new_part(present: ir.Value) -> ir.Value:
 
 
 def match(foreign: ForeignGraph, layer: Layer) -> Match:
-    """The attention of `layer`. Raises UnsupportedModelError where it is not of this form."""
-    where = f"layer {layer.number}"
+    """The attention of `layer`. Raises UnsupportedModelError if it is not of this form."""
+    name = f"layer {layer.number}"
     with_values = _products_with(layer.present_value)
     with_keys = _products_with(layer.present_key)
     if len(with_values) != 1 or len(with_keys) != 1:
-        raise refusal(foreign.path, f"the attention of {where} is not Softmax(query keys) values, one product each")
+        raise refusal(foreign.path, f"the attention of {name} is not Softmax(query keys) values, one product each")
     product, output = with_keys[0], with_values[0]
     weights = output.inputs[0]
     softmax = next((node for node in _above(weights, _WEIGHTS) if node.op_type == "Softmax"), None)
     if softmax is None or softmax.inputs[0] is None:
-        raise refusal(foreign.path, f"the attention of {where} has no Softmax before its values (a sink, or a sigmoid)")
+        raise refusal(foreign.path, f"the attention of {name} has no Softmax before its values (a sink, or a sigmoid)")
     between = list(_above(softmax.inputs[0], _ELEMENTWISE))
     if product not in between or product.inputs[0] is None:
-        raise refusal(foreign.path, f"the scores of {where} are not made of query keys by numbers and a mask alone")
+        raise refusal(foreign.path, f"the scores of {name} are not made of query keys by numbers and a mask alone")
     caps = [node for node in between if node.op_type == "Tanh" and product in _above(node.inputs[0], _ELEMENTWISE)]
     cap = _factor_behind(caps[0]) if caps else None
     if len(caps) > 1 or (caps and cap is None):
-        raise refusal(foreign.path, f"the scores of {where} pass a Tanh that is no soft cap")
+        raise refusal(foreign.path, f"the scores of {name} pass a Tanh that is not a soft cap")
     return Match(layer, product.inputs[0], softmax.inputs[0], cap, output.outputs[0])
 
 
@@ -290,9 +299,9 @@ def _factor_behind(tanh: ir.Node) -> ir.Value | None:
 
 
 def measure(foreign: ForeignGraph, matches: list[Match], longest: int) -> list[Rule]:
-    """The rule of each layer, off two runs: a short prompt, and one token behind a full cache of random numbers.
+    """Measure the rule of each layer in two runs: a short prompt, and a token after a full cache of random numbers.
 
-    longest: how many tokens a cache can hold. Raises UnsupportedModelError for one that GroupQueryAttention lacks.
+    longest: how many tokens a cache can hold. Raises UnsupportedModelError for a rule that GroupQueryAttention lacks.
     """
     extra = [value for match in matches for value in (match.query, match.scores, *match.layer.presents)]
     extra += [match.cap for match in matches if match.cap is not None and constant(match.cap) is None]
@@ -304,11 +313,11 @@ def measure(foreign: ForeignGraph, matches: list[Match], longest: int) -> list[R
 
 
 def _rule(foreign: ForeignGraph, match: Match, short: Mapping[str, Array], late: Mapping[str, Array]) -> Rule:
-    layer, where = match.layer, f"layer {match.layer.number}"
+    layer, name = match.layer, f"layer {match.layer.number}"
     heads = short[str(match.query.name)].shape[1]
     shapes = {late[str(value.name)].ndim for value in (match.query, match.scores)}
     if shapes != {4} or heads % layer.heads or short[str(match.query.name)].shape[-1] != layer.head_dim:
-        raise refusal(foreign.path, f"the attention of {where} is not over [B, heads, S, size]")
+        raise refusal(foreign.path, f"the attention of {name} is not over [B, heads, S, size]")
     cap = 0.0
     if match.cap is not None:
         number = constant(match.cap)
@@ -316,7 +325,7 @@ def _rule(foreign: ForeignGraph, match: Match, short: Mapping[str, Array], late:
     seen = [_seen(results[str(match.scores.name)]) for results in (short, late)]
     window = _window(seen[1])
     if window is None or not np.array_equal(seen[0], _causal(_SHORT, window)):
-        raise refusal(foreign.path, f"the mask of {where} is not causal, with or without a window")
+        raise refusal(foreign.path, f"the mask of {name} is not causal, with or without a window")
     scale = _scale(foreign, match, (short, late), seen, cap)
     return Rule(heads, scale, None if window >= seen[1].shape[-1] else window, cap)
 
@@ -328,7 +337,7 @@ def _seen(scores: Array) -> Array:
 
 
 def _window(late: Array) -> int | None:
-    """How many keys the last token sees, all of them the last ones; None where it sees others."""
+    """How many keys the last token sees, if they are the last keys; None if it sees others."""
     count = int(late[-1].sum())
     return count if count and late[-1, -count:].all() else None
 
@@ -357,7 +366,7 @@ def _scale(
     if scale <= 0 or not np.abs(wanted - y).max() <= _FIT[foreign.dtype] * max(1.0, float(np.abs(y).max())):
         raise refusal(
             foreign.path,
-            f"the scores of layer {match.layer.number} are no multiple of query keys: it adds a bias that follows the "
-            "distance (ALiBi), or norms them; export the checkpoint with `qsample export`",
+            f"the scores of layer {match.layer.number} are not a multiple of query keys: it adds a bias that follows "
+            "the distance (ALiBi), or norms them; export the checkpoint with `qsample export`",
         )
     return scale

@@ -41,14 +41,14 @@ from qsample.graph.operators import INT8_ACTIVATIONS, is_matmul_nbits
 from qsample.interface import Features, Interface
 from qsample.progress import Progress, unreported
 
-# What is compared besides: the folder of the unpublished package, its interface, the tolerance (None: weights are
+# A further comparison: the folder of the unpublished package, its interface, the tolerance (None: weights are
 # quantized) → figures for the manifest.
 Comparison = Callable[[Path, Interface, float | None], Mapping[str, Any]]
-_UNLIMITED: Final = 8192  # tokens behind which a window is looked for where nothing says how many a model knows
+_UNLIMITED: Final = 8192  # the context of a model that does not state it; windows are searched up to it
 _LONGEST: Final = 32768
 _COS_OF_ROTARY: Final = 2  # the index of RotaryEmbedding's table of cosines
-# Largest difference per unit of the largest logit, by what the file computes with. Activations that are rounded to 8
-# bits jump by 1/127 of a block where an attention's sum differs in its last bit.
+# Largest difference per unit of the largest logit, by the arithmetic of the file. Activations that are rounded to 8
+# bits jump by 1/127 of a block if an attention's sum differs in its last bit.
 _TOLERANCES: Final = {"float32": 1e-4, "8-bit activations": 2e-2, "float16": 3e-2}
 
 
@@ -68,16 +68,22 @@ def bake(
     """Bake the sampler into the decoder at `path`, and return the portable package at `out`.
 
     Args:
-        path: an .onnx file, a folder with one, or a hub id. file: which one, where there are several.
-        features: what the graph shall have.
-        tokenizer: "auto" for the one beside the decoder, another folder, or None for a package of token ids only.
-        rope: which rotary table to keep, where the file has two: "short" (the default) or "long".
+        path: an .onnx file, a folder with one, or a hub id.
+        out: the folder of the package.
+        features: of the graph.
+        file: which decoder of several.
+        tokenizer: "auto" for the tokenizer next to the decoder, another folder, or None for a package of token ids
+            only.
+        rope: which rotary table to keep, if the file has two: "short" (the default) or "long".
         hub: how the hub is read; None = `HubOptions()`.
-        compare: what the baked graph is compared with besides the file itself.
+        overwrite: replace a package at `out`.
+        compare: a further comparison of the baked graph, next to that with the file itself.
         progress: called with a stage's name and the fraction done, in [0, 1].
 
-    Raises UnsupportedModelError, in one line, for a file that cannot be baked, ParityError where the baked graph does
-    not compute what the file does, PackageError where `out` cannot be written. `out` is as before then.
+    Raises:
+        UnsupportedModelError: in a single line, for a file that cannot be baked.
+        ParityError: if the baked graph does not compute the same as the file.
+        PackageError: if `out` cannot be written.
     """
     report = progress or unreported
     report("finding the decoder", 0.0)
@@ -146,13 +152,13 @@ def _gate(folder: Path, baked: Baked, tolerance: float) -> parity.Parity:
         raise
     except Exception as error:  # onnxruntime's own kinds
         raise ParityError(
-            f"the baked graph does not run, which the file itself does ({' '.join(str(error).split())!s:.400})"
+            f"the baked graph does not run, although the file does ({' '.join(str(error).split())!s:.400})"
         ) from error
 
 
 @dataclass(frozen=True, slots=True)
 class Baked:
-    """A rewritten graph, up to its logits. expected: what the file computes. limit: the positions that it knows; None =
+    """A rewritten graph, up to its logits. expected: the file's own logits. limit: the positions that it knows; None =
     any number."""
 
     model: ir.Model
@@ -162,7 +168,7 @@ class Baked:
 
 
 def rewrite(foreign: ForeignGraph, features: Features, settings: Settings, rope: str | None, report: Progress) -> Baked:
-    """`foreign` on the contract, in place, and what the file computes as its authors run it.
+    """Rewrite `foreign` to the contract, in place, after a run of the file as its authors run it.
 
     Raises UnsupportedModelError for a graph that cannot be rewritten.
     """
@@ -210,7 +216,7 @@ def rewrite(foreign: ForeignGraph, features: Features, settings: Settings, rope:
 
 
 def arithmetic_of(model: ir.Model) -> str:
-    """What decides how far two ways of computing the same may be apart: a key of _TOLERANCES."""
+    """The arithmetic of the graph, which decides its tolerance: a key of _TOLERANCES."""
     nodes = list(model.graph.all_nodes())
     halves = any(value.dtype == ir.DataType.FLOAT16 for node in nodes for value in node.outputs)
     if halves or any(value.dtype == ir.DataType.FLOAT16 for value in model.graph.inputs):
@@ -232,13 +238,13 @@ def _rotary_tables(foreign: ForeignGraph) -> list[int]:
 
 
 def _warn_of_windows(foreign: ForeignGraph, settings: Settings, windows: list[int], limit: int | None) -> None:
-    """Say so where the graph's windows are not its configuration's: then the file itself is not that model."""
+    """Warn if the graph's windows are not those of its configuration: then the file itself is not that model."""
     stated, found = settings.window, sorted({window for window in windows if window > 0})
     if stated is not None and stated < (limit or _UNLIMITED) and stated not in found:
         has = f"of {', '.join(map(str, found))}" if found else "none: it attends to all tokens"
         warnings.warn(
             f"{foreign.path}: its configuration states an attention window of {stated} tokens, and the graph has "
-            f"{has}; what is baked computes what the file does, which is not that model beyond the window",
+            f"{has}; the baked graph computes the same as the file, which is not that model beyond the window",
             stacklevel=5,
         )
 
@@ -261,7 +267,7 @@ def _source(location: Location, settings: Settings, foreign: ForeignGraph) -> pa
 
 
 def _packed_weights(model: ir.Model) -> dict[str, Any] | None:
-    """What the manifest says of weights that came quantized."""
+    """The manifest's figures of weights that came quantized."""
     packed = [node for node in model.graph.all_nodes() if is_matmul_nbits(node)]
     weights = {value: node for node in packed for value in node.inputs[1:4] if value is not None}
     sizes = [value.const_value.nbytes for value in weights if value.const_value is not None]

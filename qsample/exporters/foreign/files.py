@@ -30,19 +30,25 @@ GENAI_CONFIG: Final = "genai_config.json"
 ONNX_FOLDER: Final = "onnx"  # of transformers.js
 _SUFFIX: Final = ".onnx"
 _HUB_ID: Final = re.compile(r"[\w.-]+/[\w.-]+")
-_SMALL: Final = (".json", ".jinja")  # what is downloaded besides
+_SMALL: Final = (".json", ".jinja")  # further files to download
 _LARGEST: Final = 1 << 23  # bytes of a configuration
 _CONFIG: Final = "config.json"
 _TOKENIZER_FILES: Final = (TOKENIZER_FILE, TOKENIZER_CONFIG_FILE, "special_tokens_map.json", TEMPLATE_FILE)
 _CONTEXT: Final = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length", "context_length")
-# Of a genai_config.json's "search", under generation_config.json's names.
+# Fields of a genai_config.json's "search", under generation_config.json's names.
 _SEARCH: Final = ("do_sample", "temperature", "top_k", "top_p", "repetition_penalty")
 
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """file: the decoder. folders: where its configuration and tokenizer may lie, the nearest first. name: as it was
-    given. data: its external data."""
+    """A decoder file and its surroundings.
+
+    Attributes:
+        file: the decoder.
+        folders: of its configuration and tokenizer, the nearest first.
+        name: as it was given.
+        data: its external data.
+    """
 
     file: Path
     folders: tuple[Path, ...]
@@ -59,7 +65,7 @@ class Location:
         return next((folder / name for folder in self.folders if (folder / name).is_file()), None)
 
     def read(self, name: str) -> dict[str, Any]:
-        """The JSON object in a file that belongs to the decoder; {} where there is none."""
+        """The JSON object in a file that belongs to the decoder; {} if the file is missing."""
         path = self.find(name)
         if path is None:
             return {}
@@ -81,7 +87,7 @@ def locate(path: str | Path, file: str | None = None, *, hub: HubOptions | None 
         hub: how the hub is read; None = `HubOptions()`.
 
     Raises:
-        QsampleError: if there is no such file, or more than one.
+        QsampleError: if the decoder is missing, or not the only one.
     """
     given = Path(path)
     if given.is_file():
@@ -99,8 +105,8 @@ def locate(path: str | Path, file: str | None = None, *, hub: HubOptions | None 
 
 
 def without_links(location: Location, folder: Path) -> Location:
-    """`location` with the decoder and its data copied into `folder`, an empty one: the hub's cache has links where
-    external data has to lie beside its graph.
+    """Copy the decoder and its data into `folder`, an empty folder: external data must lie next to its graph, and the
+    hub's cache has links.
 
     Raises QsampleError for a link that leads elsewhere than into the decoder's folder or the hub's cache.
     """
@@ -117,14 +123,14 @@ def without_links(location: Location, folder: Path) -> Location:
 
 
 def _allowed(location: Location) -> list[Path]:
-    """Where links may lead: below the folders of the decoder, and to the hub's files beside its snapshots."""
+    """The targets of accepted links: below the folders of the decoder, and the hub's files next to its snapshots."""
     cached = [parent.parent.parent / "blobs" for parent in location.file.parents if parent.parent.name == "snapshots"]
     return [Path(os.path.realpath(folder)) for folder in (*location.folders, *cached)]
 
 
 def _located(file: Path, folders: tuple[Path, ...], name: str) -> Location:
     if file.suffix != _SUFFIX:
-        raise QsampleError(f"{file} is no {_SUFFIX} file; give one, a folder with one, or a hub id")
+        raise QsampleError(f"{file} is not an {_SUFFIX} file; give an {_SUFFIX} file, a folder with one, or a hub id")
     try:
         referenced = sorted(referenced_files(file))
     except (OSError, ValueError) as error:
@@ -133,7 +139,7 @@ def _located(file: Path, folders: tuple[Path, ...], name: str) -> Location:
         if problem := problem_of_name(entry):
             raise refusal(file, f"it refers to {entry!r:.120}, {problem}")
         if not (file.parent / entry).is_file():
-            raise refusal(file, f"its data, {entry}, is missing beside it; download that file, too")
+            raise refusal(file, f"its data, {entry}, is missing next to it; download that file, too")
     return Location(file, folders, name, tuple(file.parent / entry for entry in referenced))
 
 
@@ -147,7 +153,7 @@ def _names(folder: Path) -> list[str]:
 
 
 def _choose(given: str, names: Sequence[str], file: str | None, genai_file: Callable[[str], str | None]) -> str:
-    """The decoder among the files `names`. genai_file: reads what a genai_config.json names."""
+    """The decoder among the files `names`. genai_file: reads the name in a genai_config.json."""
     decoders = [name for name in names if name.endswith(_SUFFIX)]
     if file is not None:
         if file not in decoders:
@@ -203,15 +209,21 @@ def _download(repository: str, file: str | None, hub: HubOptions) -> Path:
         raise
     except Exception as error:  # of the hub and of the network
         raise QsampleError(
-            f"{repository} is no folder here, and the hub does not give it ({' '.join(str(error).split())!s:.300})"
+            f"{repository} is not a folder here, and the hub does not give it ({' '.join(str(error).split())!s:.300})"
         ) from error
     return decoder.parents[chosen.count("/")]
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What the files beside a decoder say; None = nothing. config: config.json, of a text model. genai: the "model" of
-    genai_config.json."""
+    """The configurations next to a decoder; properties are None if no file states them.
+
+    Attributes:
+        config: config.json, of a text model.
+        generation: generation_config.json.
+        genai: the "model" of genai_config.json.
+        search: the "search" of genai_config.json.
+    """
 
     config: dict[str, Any]
     generation: dict[str, Any]
@@ -271,7 +283,7 @@ class Settings:
 
 
 def read_settings(location: Location) -> Settings:
-    """The configurations beside the decoder. Raises QsampleError for one that cannot be read."""
+    """Read the configurations next to the decoder. Raises QsampleError if a file cannot be read."""
     config = location.read(_CONFIG)
     text = config.get("text_config")
     genai = location.read(GENAI_CONFIG)
@@ -289,7 +301,7 @@ def write_files(
 ) -> None:
     """Copy configurations and tokenizer into `folder`.
 
-    tokenizer: "auto" for the one beside the decoder, another folder, or None for a package of token ids only. Raises
+    tokenizer: "auto" for that next to the decoder, another folder, or None for a package of token ids only. Raises
     QsampleError for a tokenizer that does not fit.
     """
     if (config := location.find(_CONFIG)) is not None:
@@ -319,7 +331,7 @@ def write_files(
 
 
 def _generation_config(settings: Settings, token_ids: TokenIds) -> dict[str, Any]:
-    """generation_config.json: its own, else what genai_config.json says in its place."""
+    """generation_config.json: its own, or made of genai_config.json."""
     own = dict(settings.generation)
     if not own and settings.search.get("do_sample"):
         own = {name: settings.search[name] for name in _SEARCH if settings.search.get(name) is not None}

@@ -1,4 +1,4 @@
-"""A decoder file enters; what its inputs and outputs are for leaves, or one line that says why it cannot be baked."""
+"""A decoder file enters; the meaning of its inputs and outputs leaves, or a line that says why it cannot be baked."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _REFUSED_INPUTS: Final = {
     "export the checkpoint with `qsample export`",
 }
 _DYNAMIC: Final = (
-    "it quantizes activations with one scale per tensor ({}), so that a row would depend on the others of its batch"
+    "it quantizes activations with a single scale per tensor ({}), so that a row would depend on the rest of its batch"
 )
 _REFUSED_OPERATORS: Final = {
     "MatMulInteger": _DYNAMIC,
@@ -61,10 +61,10 @@ _REFUSED_OPERATORS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """The cache of one attention layer: graph inputs and outputs, [B, heads, tokens, head_dim].
+    """The cache of an attention layer: graph inputs and outputs, [B, heads, tokens, head_dim].
 
-    number: the layer's in the names. ring: tokens that the file keeps; None = all. attention: the operator, None =
-    plain ones.
+    number: the layer's in the names. ring: tokens that the file keeps; None = all. attention: the operator; None =
+    plain operators.
     """
 
     number: int
@@ -88,7 +88,8 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class ForeignGraph:
-    """A decoder file, read. dtype: of the cache. changed: whether `model` takes others than the file does."""
+    """A decoder file, read. dtype: of the cache. changed: whether the inputs of `model` differ from
+    those of the file."""
 
     path: Path
     model: ir.Model
@@ -107,7 +108,7 @@ class ForeignGraph:
 
 
 def load(path: Path) -> ir.Model:
-    """The model in `path`, without functions, its constants as initializers; weights beside it stay mapped."""
+    """The model in `path`, without functions, its constants as initializers; weights next to it stay mapped."""
     try:
         model = ir.load(path)
     except Exception as error:  # protobuf has its own kinds
@@ -122,16 +123,16 @@ def load(path: Path) -> ir.Model:
 def recognise(
     path: Path, model: ir.Model, *, head_dim: int | None = None, vocab_size: int | None = None
 ) -> ForeignGraph:
-    """What `model`, the file at `path`, takes and returns. head_dim, vocab_size: as the configuration says.
+    """Recognise the inputs and outputs of `model`, the file at `path`. head_dim, vocab_size: by its configuration.
 
-    Raises UnsupportedModelError, in one line, where it cannot be baked.
+    Raises UnsupportedModelError, in a single line, if it cannot be baked.
     """
     _check_inputs(path, model)
     _check_operators(path, model)
     graph = model.graph
     opset = graph.opset_imports.get("", 0)
     if not _OLDEST <= opset <= _NEWEST:
-        raise refusal(path, f"its opset is {opset}; export it with one of {_OLDEST} to {_NEWEST}")
+        raise refusal(path, f"its opset is {opset}; export it with {_OLDEST} to {_NEWEST}")
     named = {str(value.name): value for value in graph.outputs}
     if LOGITS not in named:
         raise refusal(
@@ -145,7 +146,7 @@ def recognise(
         )
     odd = [str(value.name) for value in caches if value.shape is None or len(value.shape) != 4]
     if odd:
-        raise refusal(path, f"its input {odd[0]} is neither a known one nor keys or values [B, heads, tokens, size]")
+        raise refusal(path, f"its input {odd[0]} is neither a known input nor keys or values [B, heads, tokens, size]")
     attentions = gqa.attentions(graph)
     changed = _narrow_caches(graph, caches)
     layers = _operator_layers(path, graph, attentions, head_dim) if attentions else _plain_layers(path, graph)
@@ -158,7 +159,7 @@ def recognise(
         raise refusal(path, f"its cache is {found}; this machine's CPU checks float32 and float16 caches")
     size = _vocab_size(graph, named[LOGITS], vocab_size)
     if size is None:
-        raise refusal(path, "nothing says how many tokens its vocabulary has; put its config.json beside it")
+        raise refusal(path, "no file states the size of its vocabulary; put its config.json next to it")
     dtype = next(iter(dtypes))
     assert dtype is not None
     ordered = tuple(sorted(layers, key=lambda layer: layer.number))
@@ -166,8 +167,8 @@ def recognise(
 
 
 def _narrow_caches(graph: ir.Graph, caches: Iterable[ir.Value]) -> bool:
-    """Take caches in half precision that are cast to it behind their inputs and back before their outputs, in place;
-    nothing is lost, for the numbers are half-precision ones. Returns whether there were any."""
+    """Take caches in half precision that are cast to it after their inputs and back before their outputs, in place; the
+    numbers themselves are of half precision, so nothing is lost. Returns whether anything changed."""
     narrowed = False
     for past in caches:
         casts = [node for node, _ in past.uses()]
@@ -196,7 +197,7 @@ def _casts_to(node: ir.Node, dtype: ir.DataType) -> bool:
 
 
 def refusal(path: Path, why: str) -> UnsupportedModelError:
-    """One line: the file, and why it cannot be baked."""
+    """An error of a single line: the file, and why it cannot be baked."""
     return UnsupportedModelError(f"{path} cannot be baked: {why}")
 
 
@@ -222,13 +223,13 @@ def _check_operators(path: Path, model: ir.Model) -> None:
 
 
 def _other_files(path: Path) -> str:
-    """Which files beside `path` to take instead of one with dynamic quantization."""
-    beside = [
+    """Advice: the files next to `path` without dynamic quantization."""
+    others = [
         file.name
         for file in sorted(path.parent.glob("*.onnx"))
         if file != path and not re.search("quantized|int8|uint8", file.name)
     ]
-    return f"; take {', '.join(beside[:4])}" if beside else "; take its q4, fp16 or fp32 file"
+    return f"; take {', '.join(others[:4])}" if others else "; take its q4, fp16 or fp32 file"
 
 
 def _operator_layers(path: Path, graph: ir.Graph, attentions: list[ir.Node], head_dim: int | None) -> list[Layer]:
@@ -243,7 +244,7 @@ def _operator_layers(path: Path, graph: ir.Graph, attentions: list[ir.Node], hea
         size = _head_dim(node, key) or head_dim
         if size is None:
             raise refusal(
-                path, "nothing says how large its heads are; put its config.json or genai_config.json beside it"
+                path, "no file states the size of its heads; put its config.json or genai_config.json next to it"
             )
         heads = node.attributes.get_int("kv_num_heads", 0)
         is_ring = node.attributes.get_int("sliding_window_cache", 0)
@@ -254,7 +255,7 @@ def _operator_layers(path: Path, graph: ir.Graph, attentions: list[ir.Node], hea
 
 
 def _head_dim(node: ir.Node, past: ir.Value) -> int | None:
-    """D of a GroupQueryAttention, read off its cache, its rotary table or what it multiplies."""
+    """D of a GroupQueryAttention, by its cache, its rotary table or its input."""
     assert past.shape is not None
     if isinstance(size := past.shape[3], int):
         return size
@@ -275,7 +276,7 @@ def _head_dim(node: ir.Node, past: ir.Value) -> int | None:
 
 
 def _plain_layers(path: Path, graph: ir.Graph) -> list[Layer]:
-    """Caches that grow by a Concat; which are keys is told by their names."""
+    """Caches that grow by a Concat; their names distinguish keys from values."""
     outputs = set(graph.outputs)
     keys: dict[int, tuple[ir.Value, ir.Value]] = {}
     values: dict[int, tuple[ir.Value, ir.Value]] = {}
@@ -294,7 +295,7 @@ def _plain_layers(path: Path, graph: ir.Graph) -> list[Layer]:
         elif "value" in name.replace("key_values", ""):
             kind = values
         else:
-            raise refusal(path, f"whether {name} holds keys or values cannot be told")
+            raise refusal(path, f"the name {name} says neither key nor value")
         kind[layer_number(past, index // 2)] = (past, grown[0].outputs[0])
     if keys.keys() != values.keys():
         raise refusal(path, "it has not as many caches of keys as of values")
@@ -309,7 +310,7 @@ def _plain_layers(path: Path, graph: ir.Graph) -> list[Layer]:
 
 
 def layer_number(value: ir.Value, index: int) -> int:
-    """The number in a cache's name; `index` where it has none."""
+    """The number in a cache's name; `index` if it has none."""
     found = re.search(r"\d+", str(value.name))
     return int(found.group()) if found else index
 

@@ -53,7 +53,7 @@ def interface_of(foreign: ForeignGraph, features: Features) -> Interface:
 def use_contract_names(foreign: ForeignGraph, logits: ir.Value, rows: Rows, interface: Interface) -> ir.Model:
     """The model up to its logits, as `Interface.model` has it; in place.
 
-    Raises UnsupportedModelError where an input of the file is still used that the contract does not have.
+    Raises UnsupportedModelError if an input of the file is still used that the contract does not have.
     """
     model, graph = foreign.model, foreign.graph
     ids = foreign.input(IDS)
@@ -89,7 +89,7 @@ def use_contract_names(foreign: ForeignGraph, logits: ir.Value, rows: Rows, inte
 
 
 def _free_names(graph: ir.Graph, names: set[str], kept: set[ir.Value]) -> None:
-    """Give what has one of the contract's names another: the sampler's own values will have them."""
+    """Rename values with names of the contract, which the sampler's own values will have."""
     values = [value for node in graph.all_nodes() for value in node.outputs]
     constants = [value for part in (graph, *graph.subgraphs()) for value in part.initializers.values()]
     for value in [*values, *constants, *graph.inputs]:
@@ -134,7 +134,7 @@ def _raise_opset(foreign: ForeignGraph) -> None:
 def record_shapes(model: ir.Model, folder: Path) -> int:
     """Give every value of the main graph its shape and dtype, in place; return how many became constants.
 
-    model: of `Interface.model`. folder: where its external data is.
+    model: of `Interface.model`. folder: of its external data.
     """
     runs = [_run(model, folder, dict(zip((BATCH, SEQUENCE, CAPACITY), each, strict=True))) for each in _SIZES]
     from_shapes = _from_shapes(model.graph)
@@ -159,7 +159,7 @@ def record_shapes(model: ir.Model, folder: Path) -> int:
 
 
 class _Found(NamedTuple):
-    """What a run found. numbers: None = too many."""
+    """A value in a run. numbers: None = too many."""
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
@@ -194,7 +194,7 @@ def _from_constants(graph: ir.Graph) -> set[ir.Value]:
 
 
 def _from_shapes(graph: ir.Graph) -> set[ir.Value]:
-    """Values that shapes alone decide, not what the inputs hold."""
+    """Values that shapes alone decide, not the contents of inputs."""
     found: set[ir.Value] = set()
     for node in graph:
         read = [value for value in node.inputs if value is not None]
@@ -206,7 +206,7 @@ def _from_shapes(graph: ir.Graph) -> set[ir.Value]:
 
 
 def _always(found: Sequence[_Found]) -> Array | None:
-    """The numbers that all runs found; None where they differ."""
+    """The numbers of all runs; None if they differ."""
     first = found[0].numbers
     if first is None or any(other.numbers is None or not np.array_equal(first, other.numbers) for other in found[1:]):
         return None
@@ -214,7 +214,7 @@ def _always(found: Sequence[_Found]) -> Array | None:
 
 
 def _shape(found: Sequence[_Found]) -> ir.Shape | None:
-    """Named axes where the sizes are theirs in all runs."""
+    """The shape, with the names of axes whose sizes it has in all runs."""
     if len({len(each.shape) for each in found}) > 1:
         return None
     named = dict(zip(zip(*_SIZES, strict=True), (BATCH, SEQUENCE, CAPACITY), strict=True))

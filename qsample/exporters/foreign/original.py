@@ -1,7 +1,7 @@
 """A decoder file as its authors run it: one row, no padding, a mask of ones, a cache that grows token by token.
 
-What it computes so is what a baked graph is compared with; and with further values for outputs it says what the file's
-own arithmetic makes of positions, masks and scores.
+A baked graph is compared with its logits. With further outputs it shows the positions, masks and scores of the file's
+own arithmetic.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from qsample.tensors import Array
 
 
 class Original:
-    """A session on the file. Caches by the names of their inputs; `past` of a call is what the last one returned."""
+    """A session on the file. Caches are by the names of their inputs; a call takes the cache that the last returned."""
 
     def __init__(self, foreign: ForeignGraph, extra: Iterable[ir.Value] = (), *, rewritten: bool = False) -> None:
         """extra: values of `foreign` that are outputs as well. rewritten: run the model in memory, not its file."""
@@ -66,7 +66,7 @@ class Original:
         return {name: generator.standard_normal(shape).astype(self.dtype) for name, shape in shapes.items()}
 
     def run(self, ids: Sequence[int], past: Mapping[str, Array], done: int) -> dict[str, Array]:
-        """Every output by name, for `ids` behind the `done` tokens of `past`."""
+        """Every output by name, for `ids` after the `done` tokens of `past`."""
         total = done + len(ids)
         feeds: dict[str, Any] = {
             IDS: np.array([ids], np.int64),
@@ -98,7 +98,7 @@ class Original:
 
 
 def reference(original: Original, vocab_size: int, limit: int | None, windows: Iterable[int]) -> Reference:
-    """What the file computes on random prompts of different lengths (seeded), one past its attention windows.
+    """The file's logits on random prompts of different lengths (seeded), the longest beyond its attention windows.
 
     limit: the positions that it knows; None = any number.
     """

@@ -29,12 +29,12 @@ Dims = Iterable[Any]
 _INT32: Final = ir.DataType.INT32
 _INT64: Final = ir.DataType.INT64
 _BOOL: Final = ir.DataType.BOOL
-# What a position is computed by, from the length of the past, the mask or the number of new tokens.
+# Operators that compute a position from the length of the past, the mask or the number of new tokens.
 _COUNTING: Final = (
     *("Range", "Add", "Sub", "Cast", "CumSum", "Unsqueeze", "Squeeze", "Reshape", "Slice", "Expand", "Where", "Gather"),
     *("Mul", "Clip", "Min", "Max", "Identity", "Flatten", "Concat"),
 )
-_PROBES: Final = ((0, 5), (6, 3), (4, 1))  # tokens in the cache, new ones
+_PROBES: Final = ((0, 5), (6, 3), (4, 1))  # tokens in the cache, new tokens
 _PRODUCTS: Final = ("MatMul", "Gemm", "MatMulNBits", "MatMulBnb4", "FusedMatMul", "MatMulFpQ4")
 _ALONG: Final = ("Cast", "Mul", "Div", "Add", "Sub", "Tanh", "Identity", "Neg", "Clip", "Where")
 _SHAPES: Final = ("Reshape", "Unsqueeze", "Squeeze", "Slice", "Gather", "Identity")
@@ -43,7 +43,7 @@ CHOICES: Final = ("short", "long")
 
 
 class Nodes:
-    """What is put into `graph`; every name starts with PREFIX, which no other exporter uses."""
+    """New nodes of `graph`; every name starts with PREFIX, which no other exporter uses."""
 
     def __init__(self, graph: ir.Graph) -> None:
         self.graph = graph
@@ -138,7 +138,7 @@ def add_rows(foreign: ForeignGraph, nodes: Nodes) -> Rows:
     steps = nodes("Range", [nodes.integer(0), count, nodes.integer(1)], _INT64, ["S"])
     start = nodes("Unsqueeze", [nodes("Cast", [lengths], _INT64, ["B"], to=_INT64), one], _INT64, ["B", 1])
     counted = nodes("Add", [start, steps], _INT64, ["B", "S"])
-    # A row that has ended stays where it is; its positions would leave the tables otherwise.
+    # A row that has ended does not move; its positions would leave the tables otherwise.
     positions = nodes("Min", [counted, nodes("Sub", [capacity, one], _INT64, [1])], _INT64, ["B", "S"])
 
     before_last = nodes("Cast", [nodes("Sub", [sequence, one], _INT64, [1])], _INT32, [1], to=_INT32)
@@ -159,7 +159,7 @@ def add_rows(foreign: ForeignGraph, nodes: Nodes) -> Rows:
 def counted_positions(foreign: ForeignGraph) -> list[ir.Value]:
     """Values [1, S] that hold the positions of the new tokens, in a graph that counts them itself.
 
-    Told by running the file: what equals past, past + 1, ... for several pasts and numbers of tokens.
+    They are found in runs of the file: values that equal past, past + 1, ... for several pasts and numbers of tokens.
     """
     candidates = _counting_values(foreign)
     if not candidates:
@@ -199,14 +199,14 @@ def _counting_values(foreign: ForeignGraph) -> list[ir.Value]:
 
 
 def use_row_positions(foreign: ForeignGraph, rows: Rows, counted: Iterable[ir.Value]) -> None:
-    """Let what reads position_ids, or positions that the graph counts, read the rows' own."""
+    """Replace position_ids, and positions that the graph counts, by those of the rows."""
     given = foreign.input(POSITIONS)
     for value in (*([given] if given is not None else []), *counted):
         value.replace_all_uses_with(rows.positions)
 
 
 def check_free_of_sizes(foreign: ForeignGraph) -> None:
-    """Raise UnsupportedModelError where the graph still computes with the mask, or with the length of its cache, which
+    """Raise UnsupportedModelError if the graph still computes with the mask, or with the length of its cache, which
     is the capacity of a buffer now."""
     mask = foreign.input(MASK)
     if mask is not None and mask.uses():
@@ -237,11 +237,11 @@ def select_last(foreign: ForeignGraph, rows: Rows, nodes: Nodes) -> ir.Value:
     """
     graph, old = foreign.graph, foreign.logits
     dims = ["B", foreign.vocab_size]
-    head, behind = _head(old)
+    head, following = _head(old)
     if head is None:
         flat = nodes("GatherND", [old, rows.last], old.dtype, dims, batch_dims=1)
     else:
-        for node in behind:
+        for node in following:
             if node.op_type in _SHAPES:  # they are of [B, S, V]
                 _bypass(foreign, node)
         hidden = _hidden(head.inputs[0])
@@ -250,7 +250,7 @@ def select_last(foreign: ForeignGraph, rows: Rows, nodes: Nodes) -> ir.Value:
         if head.op_type != "Gemm":
             row = nodes("Unsqueeze", [row, nodes.integers(1)], hidden.dtype, ["B", 1, size])
         head.replace_input_with(0, row)
-        for node in (head, *behind):
+        for node in (head, *following):
             node.outputs[0].shape = None
         last = next(value for value in graph.outputs if value is foreign.logits or value.name == LOGITS.name)
         flat = nodes("Reshape", [last, nodes.integers(-1, foreign.vocab_size)], last.dtype, dims)
@@ -264,22 +264,21 @@ def select_last(foreign: ForeignGraph, rows: Rows, nodes: Nodes) -> ir.Value:
 
 
 def _head(logits: ir.Value) -> tuple[ir.Node | None, list[ir.Node]]:
-    """The product that makes the logits, and the nodes behind it, the last first; None where there is no such
-    product."""
-    behind: list[ir.Node] = []
+    """The product that makes the logits, and the nodes after it, the last first; None = no such product."""
+    following: list[ir.Node] = []
     node = logits.producer()
     while node is not None and node.op_type not in _PRODUCTS:
         computed = [value for value in node.inputs if value is not None and inputs_of([value])]
         along = node.op_type in _ALONG and len(computed) == 1
         if not along and not (node.op_type in _SHAPES and computed and computed[0] is node.inputs[0]):
             return None, []
-        behind.append(node)
+        following.append(node)
         node = computed[0].producer()
-    return node, behind
+    return node, following
 
 
 def _hidden(value: ir.Value | None) -> ir.Value:
-    """[B, S, size] that `value` was cut from or flattened from; `value` itself where it was not."""
+    """[B, S, size] of which `value` is a slice or a flattened form; `value` itself if it is neither."""
     assert value is not None
     top, found = value, value
     while (node := top.producer()) is not None and node.op_type in _SHAPES and node.inputs[0] is not None:
@@ -308,8 +307,8 @@ def _bypass(foreign: ForeignGraph, node: ir.Node) -> None:
 
 
 def choose_table(foreign: ForeignGraph, rope: str | None) -> int | None:
-    """Put one table in the place of each If that chooses between two, in place. Returns the tokens up to which the file
-    itself takes the short one, or the long table's rows; None where there is no such If.
+    """Put a single table in the place of each If that chooses between two, in place. Returns the tokens up to which the
+    file itself takes the short table, or the rows of the long table; None if the graph has no such If.
 
     rope: "short" or "long"; None = "short". Raises QsampleError for a `rope` that the file cannot follow, and
     UnsupportedModelError for an If that chooses anything but constants.
@@ -320,7 +319,7 @@ def choose_table(foreign: ForeignGraph, rope: str | None) -> int | None:
             raise QsampleError(f"{foreign.path} has one rotary table, not a short and a long one; leave rope out")
         return None
     if rope not in (None, *CHOICES):
-        raise QsampleError(f"rope is {rope!r}; choose one of {', '.join(CHOICES)}")
+        raise QsampleError(f"rope is {rope!r}; choose {', '.join(CHOICES)}")
     limits = []
     for node in choices:
         condition = node.inputs[0]

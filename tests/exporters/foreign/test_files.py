@@ -134,7 +134,9 @@ def test_a_repository_that_the_hub_does_not_give(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", fail)
-    with pytest.raises(QsampleError, match=r"some/model is no folder here, and the hub does not give it \(no route to"):
+    with pytest.raises(
+        QsampleError, match=r"some/model is not a folder here, and the hub does not give it \(no route to"
+    ):
         locate("some/model")
 
 

@@ -92,7 +92,7 @@ def mask_used_elsewhere(model: ir.Model) -> None:
         (with_input("cache_position", ["s"]), "positions of its own"),
         (with_input("encoder_hidden_states", ["b", "s", 8]), "not a language model of tokens alone"),
         (with_input("per_layer_inputs", ["b", "s", 8]), "per_layer_inputs is neither"),
-        (with_operator("MatMulInteger", ""), "one scale per tensor.*take its q4, fp16 or fp32 file"),
+        (with_operator("MatMulInteger", ""), "a single scale per tensor.*take its q4, fp16 or fp32 file"),
         (with_operator("PagedAttention"), "paged"),
         (with_operator("MultiHeadAttention"), "attends through MultiHeadAttention"),
         (with_operator("LinearAttention"), "recurrent layers"),
@@ -115,7 +115,9 @@ def test_one_line_says_why(edit: Edit, why: str, decoder: Decoder, tmp_path: Pat
 
 def test_dynamic_quantization_names_the_files_beside_it(decoder: Decoder, tmp_path: Path) -> None:
     folder, _ = decoder("community_gqa/onnx/model.onnx")
-    with pytest.raises(UnsupportedModelError, match=r"one scale per tensor.*; take model\.onnx, model_bnb4\.onnx, "):
+    with pytest.raises(
+        UnsupportedModelError, match=r"a single scale per tensor.*; take model\.onnx, model_bnb4\.onnx, "
+    ):
         qsample.bake(folder, tmp_path / "out", file="onnx/model_quantized.onnx")
     assert not (tmp_path / "out").exists()
 
@@ -154,8 +156,8 @@ def half_of_the_keys(model: ir.Model) -> None:
 @pytest.mark.parametrize(
     ("edit", "why"),
     [
-        (alibi, "no multiple of query keys.*ALiBi"),
-        (half_of_the_keys, "no multiple of query keys"),
+        (alibi, "not a multiple of query keys.*ALiBi"),
+        (half_of_the_keys, "not a multiple of query keys"),
     ],
 )
 def test_plain_attention_that_the_operator_lacks(edit: Edit, why: str, decoder: Decoder, tmp_path: Path) -> None:
