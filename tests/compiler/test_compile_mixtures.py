@@ -41,7 +41,7 @@ def check_rows(model: PackagedModel) -> None:
             assert alone == [together[row]]
 
 
-@pytest.mark.parametrize("weights", ["int4", "int8"])
+@pytest.mark.parametrize("weights", ["int4", pytest.param("int8", marks=pytest.mark.slow)])
 def test_everything_is_packed(
     weights: str, portable: PackagedModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -72,6 +72,7 @@ def test_in_float_it_chooses_the_same_tokens(portable: PackagedModel, tmp_path: 
     assert first == second
 
 
+@pytest.mark.slow
 def test_stored_in_half_the_space_they_compute_the_same(portable: PackagedModel, tmp_path: Path) -> None:
     compiled = portable.compile(tmp_path / "compiled", ctx_len=64, weights="float16")
     constants = ir.load(compiled.package.path / "decoder.onnx").graph.initializers

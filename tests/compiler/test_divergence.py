@@ -19,7 +19,7 @@ from qsample.compiler.divergence import ROWS, measure_divergence
 from qsample.compiler.options import CompileOptions
 from qsample.errors import CompileError
 from qsample.graph.runner import GraphRunner
-from qsample.package import read_package
+from qsample.package import Package, read_package
 
 
 def test_divergence_of_equal_and_of_different_graphs(llama_package: Path, tmp_path: Path) -> None:
@@ -44,9 +44,7 @@ def test_divergence_of_equal_and_of_different_graphs(llama_package: Path, tmp_pa
     assert other.quantized_perplexity > other.perplexity
 
 
-def test_the_gates_open_one_graph_at_a_time(
-    llama_package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_gates_open_one_graph_at_a_time(small: Package, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A checkpoint fills the memory of a machine that its package will run on: both do not fit."""
     opened: list[tuple[Path, weakref.ref[GraphRunner]]] = []
 
@@ -61,17 +59,14 @@ def test_the_gates_open_one_graph_at_a_time(
 
     monkeypatch.setattr(divergence, "logits_runner", watched(divergence.logits_runner, 0))
     monkeypatch.setattr(self_test, "_runner", watched(self_test._runner, 1))
-    package = read_package(llama_package)
-    compile_package(package, tmp_path / "out", CompileOptions(ctx_len=24, weights="int8"))
-    assert [path == package.path for path, _ in opened] == [True, False, True, False]
+    compile_package(small, tmp_path / "out", CompileOptions(ctx_len=24, weights="int8"))
+    assert [path == small.path for path, _ in opened] == [True, False, True, False]
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])
-def test_a_package_for_few_rows_is_measured_on_as_many_tokens(
-    batch_size: int, llama_package: Path, tmp_path: Path
-) -> None:
+def test_a_package_for_few_rows_is_measured_on_as_many_tokens(batch_size: int, small: Package, tmp_path: Path) -> None:
     options = CompileOptions(batch_size=batch_size, ctx_len=24, weights="int8")
-    package = compile_package(read_package(llama_package), tmp_path / "out", options)
+    package = compile_package(small, tmp_path / "out", options)
     assert package.manifest.compilation is not None
     assert package.manifest.compilation.quantization is not None
     figures = package.manifest.compilation.quantization["divergence"]

@@ -47,7 +47,7 @@ def test_self_test_refuses_a_wrong_graph(llama_package: Path, tmp_path: Path, mo
 
 
 def test_self_test_refuses_a_graph_that_reads_padding(
-    llama_package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    small: Package, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def forget_padding(model: ir.Model) -> bool:
         """Plant a bug: every row is as long as the longest."""
@@ -62,7 +62,7 @@ def test_self_test_refuses_a_graph_that_reads_padding(
 
     plant(monkeypatch, forget_padding)
     with pytest.raises(CompileError, match=r"self-test failed: .* times of 32"):
-        compile_package(read_package(llama_package), tmp_path / "device", CompileOptions(ctx_len=64))
+        compile_package(small, tmp_path / "device", CompileOptions(ctx_len=64))
 
 
 class ReplaysNothing(CapturingSession):

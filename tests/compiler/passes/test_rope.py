@@ -307,7 +307,7 @@ def test_rotary_of_odd_sizes_stays() -> None:
 @pytest.mark.parametrize(
     ("model_type", "interleaved", "rotated"),
     [
-        ("gpt_neox", 0, 16),
+        pytest.param("gpt_neox", 0, 16, marks=pytest.mark.slow),
         ("glm", 1, 16),
         pytest.param("cohere", 1, 16, marks=pytest.mark.slow),
         ("llama", 0, 16),

@@ -14,7 +14,7 @@ from qsample.compiler.compile import compile_package
 from qsample.compiler.options import CompileOptions
 from qsample.compiler.quantize.kv_cache import measure_ranges, quantize_kv_cache
 from qsample.errors import CompileError
-from qsample.package import read_package
+from qsample.package import Package, read_package
 
 HEADS, KV_HEADS, SIZE, CAPACITY = 4, 2, 16, 24
 ATTENTION = f"""
@@ -123,14 +123,13 @@ def test_ranges_are_those_of_the_cache(llama_package: Path) -> None:
         assert (largest > 0).all()
 
 
-def test_bad_options(llama_package: Path, tmp_path: Path) -> None:
-    package = read_package(llama_package)
+def test_bad_options(small: Package, tmp_path: Path) -> None:
     with pytest.raises(CompileError, match=r"kv_cache_dtype is 'int4'; choose one of .*int8, or None"):
         CompileOptions(ctx_len=32, kv_cache_dtype="int4")
     half = CompileOptions(ctx_len=32, kv_cache_dtype="float16")
     with pytest.raises(CompileError, match=r"kv_cache_dtype is 'float16' and the package holds float32; .* 'int8'"):
-        compile_package(package, tmp_path / "out", half)
+        compile_package(small, tmp_path / "out", half)
     strict = CompileOptions(ctx_len=32, kv_cache_dtype="int8", max_divergence=1e-12)
     with pytest.raises(CompileError, match=r"an int8 cache change the model too much: .*own dtype for the cache"):
-        compile_package(package, tmp_path / "out", strict)
+        compile_package(small, tmp_path / "out", strict)
     assert not (tmp_path / "out").exists()

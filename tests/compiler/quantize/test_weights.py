@@ -21,7 +21,7 @@ from qsample.compiler.quantize.weights import check_quantized, head_products, qu
 from qsample.errors import CompileError
 from qsample.graph import edit
 from qsample.graph.edit import initializer
-from qsample.package import read_package
+from qsample.package import Package, read_package
 from tests.helpers.small_graphs import loop_graph, normal, small_graph
 
 VOCAB, HIDDEN, ODD = 48, 64, 40
@@ -283,10 +283,10 @@ def test_a_quantized_package(int8: Path, llama_package: Path) -> None:
     assert np.mean(same) > 0.7
 
 
-def test_too_far_off_is_refused(llama_package: Path, tmp_path: Path) -> None:
+def test_too_far_off_is_refused(small: Package, tmp_path: Path) -> None:
     with pytest.raises(CompileError, match=r"nats a token .*at most 1e-09.* perplexity .*k_quant"):
         compile_package(
-            read_package(llama_package),
+            small,
             tmp_path / "out",
             CompileOptions(ctx_len=32, weights="int4", max_divergence=1e-9),
         )
@@ -308,16 +308,14 @@ def test_too_far_off_is_refused(llama_package: Path, tmp_path: Path) -> None:
         ({"weights": "int4", "quantization_method": "awq"}, "method is 'awq'; choose one of rtn, k_quant, hqq, gptq"),
     ],
 )
-def test_bad_options(options: dict[str, object], message: str, llama_package: Path, tmp_path: Path) -> None:
+def test_bad_options(options: dict[str, object], message: str, small: Package, tmp_path: Path) -> None:
     with pytest.raises(CompileError, match=message):
-        compile_package(read_package(llama_package), tmp_path / "out", CompileOptions(**options))  # type: ignore[arg-type]
+        compile_package(small, tmp_path / "out", CompileOptions(**options))  # type: ignore[arg-type]
     assert not (tmp_path / "out").exists()
 
 
-def test_the_packages_own_dtype_is_no_quantization(llama_package: Path, tmp_path: Path) -> None:
-    compiled = compile_package(
-        read_package(llama_package), tmp_path / "out", CompileOptions(ctx_len=32, weights="float32")
-    )
+def test_the_packages_own_dtype_is_no_quantization(small: Package, tmp_path: Path) -> None:
+    compiled = compile_package(small, tmp_path / "out", CompileOptions(ctx_len=32, weights="float32"))
     assert compiled.manifest.compilation is not None
     assert compiled.manifest.compilation.quantization is None
 
@@ -402,14 +400,11 @@ def test_one_matrix_is_enough(dtype: ir.DataType) -> None:
 
 
 def test_a_package_of_which_nothing_is_quantized(
-    llama_package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    small: Package, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its hidden size is 64, its inner size 96."""
     monkeypatch.setattr(weights, "BLOCK_SIZES", (256,))
-    with pytest.raises(CompileError, match=r"no matrix of the model can be quantized: .*input sizes \(64, 96\)"):
-        compile_package(
-            read_package(llama_package), tmp_path / "out", CompileOptions(ctx_len=32, weights="int4", block_size=256)
-        )
+    with pytest.raises(CompileError, match=r"no matrix of the model can be quantized: .*input sizes \(16\)"):
+        compile_package(small, tmp_path / "out", CompileOptions(ctx_len=32, weights="int4", block_size=256))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -470,13 +465,11 @@ def test_what_is_not_filled_up() -> None:
         assert next(iter(changed), "odd") in model.graph.initializers
 
 
-def test_a_packages_block_sizes(llama_package: Path, tmp_path: Path) -> None:
-    """Its hidden size is 64, its inner size 96. The manifest says both what was asked for and what was taken."""
-    compile_package(
-        read_package(llama_package), tmp_path / "out", CompileOptions(ctx_len=32, weights="int8", block_size=128)
-    )
+def test_a_packages_block_sizes(small: Package, tmp_path: Path) -> None:
+    """Its hidden size is 16. The manifest has both the block size of the options and those that were used."""
+    compile_package(small, tmp_path / "out", CompileOptions(ctx_len=32, weights="int8", block_size=128))
     compilation = read_package(tmp_path / "out").manifest.compilation
     assert compilation is not None
     assert compilation.quantization is not None
     assert compilation.quantization["block_size"] == 128
-    assert compilation.quantization["block_sizes"] == [32, 64]
+    assert compilation.quantization["block_sizes"] == [16]

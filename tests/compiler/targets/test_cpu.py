@@ -31,7 +31,10 @@ ONCE = Counter(
 GLM_LAYER = LLAMA_LAYER + Counter(Add=1)
 
 
-@pytest.mark.parametrize(("model_type", "layer"), [("llama", LLAMA_LAYER), ("qwen3", QWEN3_LAYER), ("glm", GLM_LAYER)])
+@pytest.mark.parametrize(
+    ("model_type", "layer"),
+    [("llama", LLAMA_LAYER), ("qwen3", QWEN3_LAYER), pytest.param("glm", GLM_LAYER, marks=pytest.mark.slow)],
+)
 def test_operators_of_a_layer(
     exported: Callable[..., Path], tmp_path: Path, model_type: str, layer: Counter[str]
 ) -> None:

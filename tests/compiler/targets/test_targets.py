@@ -15,7 +15,7 @@ from qsample.compiler.targets import Target, find_target, target_names
 from qsample.errors import CompileError, PackageError
 from qsample.models import PackagedModel
 from qsample.ort.providers import available_providers
-from qsample.package import Package, read_package
+from qsample.package import Package
 from qsample.runtime import load
 from tests.helpers.fake_package import fake_package
 
@@ -37,10 +37,10 @@ def test_the_targets_are_found_by_name() -> None:
     ],
 )
 def test_refused_before_any_work(
-    provider: str, options: dict[str, Any], message: str, llama: Package, tmp_path: Path
+    provider: str, options: dict[str, Any], message: str, small: Package, tmp_path: Path
 ) -> None:
     with pytest.raises(CompileError, match=message):
-        compile_package(llama, tmp_path / "out", CompileOptions(provider=provider, ctx_len=32, **options))
+        compile_package(small, tmp_path / "out", CompileOptions(provider=provider, ctx_len=32, **options))
     assert not (tmp_path / "out").exists()
 
 
@@ -52,18 +52,18 @@ def test_refused_before_any_work(
     ],
 )
 def test_a_provider_that_is_not_installed(
-    provider: str, options: dict[str, Any], message: str, llama: Package, tmp_path: Path
+    provider: str, options: dict[str, Any], message: str, small: Package, tmp_path: Path
 ) -> None:
     if find_target(provider).execution_providers[0] in available_providers():
         pytest.skip("it is installed here")
     with pytest.raises(CompileError, match=message):
-        compile_package(llama, tmp_path / "out", CompileOptions(provider=provider, ctx_len=32, **options))
+        compile_package(small, tmp_path / "out", CompileOptions(provider=provider, ctx_len=32, **options))
     assert not (tmp_path / "out").exists()
 
 
-def test_unknown_provider_lists_the_targets(llama_package: Path, tmp_path: Path) -> None:
+def test_unknown_provider_lists_the_targets(small: Package, tmp_path: Path) -> None:
     with pytest.raises(CompileError, match=r"no compile target 'tpu'; choose one of .*cpu"):
-        compile_package(read_package(llama_package), tmp_path / "device", CompileOptions(provider="tpu"))
+        compile_package(small, tmp_path / "device", CompileOptions(provider="tpu"))
 
 
 TOY = """
