@@ -66,11 +66,9 @@ _TOTALS: Final = {"max_length": "max_new_tokens", "min_length": "min_new_tokens"
 def _number(
     default: Any, least: float, most: float, accepted: str, is_valid: Any = is_number, kind: type = float
 ) -> Any:
-    """A field for a number from `least` to `most`, or None if that is the default. accepted: the limits in words."""
+    """A field for a number from `least` to `most`. accepted: the limits in words."""
 
     def check(name: str, value: Any) -> Any:
-        if value is None and default is None:
-            return None
         return kind(value) if is_valid(value, least, most) else _refuse(name, value, accepted)
 
     return _checked(default, check)
@@ -81,7 +79,7 @@ def _integer(default: Any, least: int, most: int, accepted: str) -> Any:
 
 
 def _checked(default: Any, check: Callable[[str, Any], Any], *, hashed: bool = True) -> Any:
-    """A field that keeps the result of `check(name, value)`."""
+    """A field that keeps the default, or the result of `check(name, value)` for another value."""
     return field(default=default, hash=hashed, metadata={"check": check})
 
 
@@ -97,10 +95,8 @@ def _token_id(name: str, value: Any, accepted: str) -> int:
     return int(value) if is_integer(value, 0, INT32_MAX) else _refuse(name, value, accepted)
 
 
-def _token_ids(name: str, value: Any) -> tuple[int, ...] | None:
-    """Token ids, each once; a single id counts as a list. None stays None."""
-    if value is None:
-        return None
+def _token_ids(name: str, value: Any) -> tuple[int, ...]:
+    """Token ids, each once; a single id counts as a list."""
     accepted = "a token id >= 0, or a list of them"
     return tuple(dict.fromkeys(_token_id(name, item, accepted) for item in (value if _is_list(value) else (value,))))
 
@@ -126,10 +122,10 @@ def _id_sequences(name: str, value: Any) -> tuple[tuple[int, ...], ...] | None:
 
 
 def _bias(name: str, value: Any) -> dict[int, float] | None:
-    if value is not None and not isinstance(value, Mapping):
+    if not isinstance(value, Mapping):
         _refuse(name, value, "a mapping of token ids to numbers, or None")
     checked = {}
-    for token, amount in (value or {}).items():
+    for token, amount in value.items():
         token = _token_id(f"{name} (token id)", token, "an integer >= 0")
         if not is_number(amount, -FLOAT32_MAX, FLOAT32_MAX) and amount != -math.inf:
             _refuse(f"{name} of token {token}", amount, "a finite number, or -inf to forbid the token")
@@ -138,10 +134,8 @@ def _bias(name: str, value: Any) -> dict[int, float] | None:
 
 
 def _items(name: str, value: Any, accepted: str) -> list[Any]:
-    """The items of a list, a tuple or an array; None has no items."""
-    if value is not None and not _is_list(value):
-        _refuse(name, value, accepted)
-    return [] if value is None else [plain(item) for item in value]
+    """The items of a list, a tuple or an array."""
+    return [plain(item) for item in value] if _is_list(value) else _refuse(name, value, accepted)
 
 
 def _is_list(value: Any) -> bool:
@@ -236,7 +230,9 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         for entry in fields(self):
-            object.__setattr__(self, entry.name, entry.metadata["check"](entry.name, getattr(self, entry.name)))
+            value = getattr(self, entry.name)
+            if value is not entry.default:
+                object.__setattr__(self, entry.name, entry.metadata["check"](entry.name, value))
         least, most = self.min_new_tokens, self.max_new_tokens
         if least is not None and most is not None and least > most:
             raise ArgumentError(f"min_new_tokens is {least}, more than max_new_tokens ({most})", "min_new_tokens")
