@@ -32,7 +32,7 @@ def alone(host: PlainHost) -> list[list[int]]:
 @pytest.mark.parametrize("padding", [0, 259, -1])
 @pytest.mark.parametrize("width", [12, 15])
 def test_first_pieces_are_read_together(padding: int, width: int, host: PlainHost, alone: list[list[int]]) -> None:
-    if padding < 0:  # any ids: another one in each place
+    if padding < 0:  # any ids: a different id in each place
         padding = np.random.default_rng(1).integers(0, 260, width)  # type: ignore[assignment]
     ids = np.broadcast_to(padding, (2, width)).copy()
     ids[0, :12], ids[1, :7] = LONG, SHORT
@@ -53,7 +53,7 @@ def test_a_later_piece_is_read_alone(host: PlainHost, alone: list[list[int]]) ->
 
 @pytest.mark.parametrize("ahead", [[5, 5], [0, 5], [5, 0]])
 def test_later_pieces_of_several_rows_are_refused(ahead: list[int], host: PlainHost) -> None:
-    """They would be read as first ones, over the rows' own beginnings."""
+    """They would be read as first pieces, over the rows' own beginnings."""
     state = host.start([0, 1], T)
     state["lengths"][:] = ahead
     with pytest.raises(Exception, match="batch_size must be 1"):
@@ -70,7 +70,7 @@ def test_padding_needs_room(host: PlainHost) -> None:
 
 
 def used_state(host: PlainHost, seed: int) -> dict[str, Any]:
-    """That of one row after LONG and seven tokens behind it."""
+    """That of a row after LONG and seven more tokens."""
     state = host.start([seed], T)
     ids: Any = [LONG]
     for _ in range(8):

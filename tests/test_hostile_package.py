@@ -59,7 +59,7 @@ def device(tmp_path_factory: pytest.TempPathFactory) -> Package:
 
 
 def attempt(folder: Path, text: bytes | str) -> Package | None:
-    """Read a package with this manifest; None where it was refused, and as it should be."""
+    """Read a package with this manifest; None if it was refused, as it should be."""
     content = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
     (folder / MANIFEST_NAME).write_bytes(content)
     try:
@@ -384,7 +384,7 @@ def test_tokenizers(text: str, tmp_path: Path) -> None:
 
 
 def test_tokenizers_that_fail_on_a_text(tmp_path: Path) -> None:
-    """One has no token for what it does not know, one cuts off more than there is, one has ids beyond the model's."""
+    """They lack a token for unknown texts, cut off more than the text, or have ids beyond the model's."""
     words = {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "z"}
     cut = {"type": "Strip", "content": "a", "start": 1, "stop": 1}
     beyond = json.loads(byte_level())["model"]

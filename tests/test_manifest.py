@@ -1,4 +1,4 @@
-"""Manifests: written and read back the same, and refused where anything about them is wrong."""
+"""Manifests: written and read back the same, and refused if anything about them is wrong."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Packages on disk: written whole or not at all, read back verified, and every way in which one can be wrong."""
+"""Packages on disk: written whole or not at all, read back verified, and every way in which they can be wrong."""
 
 from __future__ import annotations
 

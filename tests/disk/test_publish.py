@@ -1,4 +1,4 @@
-"""Publishing a folder under a name that others want too, with real processes: one wins, and nothing is lost."""
+"""Publishing under a name that others want too, with real processes: a single process wins, and nothing is lost."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ both_ways = pytest.mark.parametrize("atomic", [True, False], ids=["exchange", "t
 
 @pytest.fixture
 def file_system(atomic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that can exchange two names, or one that answers as NFS does."""
+    """A file system that can exchange two names, or answers as NFS does."""
     if not atomic:
         monkeypatch.setattr("qsample.disk.publish._exchange", lambda first, second: errno.EINVAL)
 
@@ -61,7 +61,7 @@ def test_writers_that_overwrite_all_succeed(tmp_path: Path) -> None:
 @both_ways
 @pytest.mark.parametrize("overwrite", [0, 1])
 def test_killed_at_some_steps(atomic: bool, overwrite: int, tmp_path: Path) -> None:
-    """Old or new is there, or will be; and the next writer finds what was left. The first step differs in each case."""
+    """Old or new is there, or will be; and the next writer finds the remains. The first step differs in each case."""
     seen, _ = run("kill", tmp_path, 13 * overwrite + 7 * atomic, 31, overwrite, atomic=atomic)
     assert seen["old" if overwrite else "new"] > 0
     if atomic:
@@ -92,7 +92,7 @@ def test_many_readers_while_a_package_is_replaced(tmp_path: Path) -> None:
     assert result == [0, 0, 0], errors
 
 
-# What appears while a package is being made.
+# Files and folders that appear while a package is being made.
 
 
 def a_file(target: Path) -> None:
@@ -234,7 +234,7 @@ def test_a_mount_point_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert os.listdir(tmp_path) == ["volume"]
 
 
-# Through links, and over what is almost a package.
+# Through links, and over folders that are almost a package.
 
 
 @both_ways

@@ -1,4 +1,4 @@
-"""Scratch folders: gone with their process, or found by the next one; and nothing that is not surely one of them."""
+"""Scratch folders: gone with their process, or removed by the next process; and nothing else is touched."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def kill(process: subprocess.Popen[str]) -> None:
 
 @pytest.fixture
 def abandoned(tmp_path: Path) -> Path:
-    """What a killed process left, in a folder of its own."""
+    """The remains of a killed process, in a folder of its own."""
     with living(tmp_path) as (process, folder):
         kill(process)
     assert folder.is_dir()
@@ -143,7 +143,7 @@ def test_links_are_deleted_and_not_followed(abandoned: Path) -> None:
     assert os.listdir(abandoned.parent) == ["mine"]
 
 
-# What is not surely ours, or not surely dead.
+# Folders of unknown owners, or of processes that may live.
 
 
 def other_digits(folder: Path) -> None:
@@ -246,7 +246,7 @@ def test_killed_before_it_had_said_whose_it_is(content: bytes | None, tmp_path: 
 
 
 def test_a_folder_that_is_taken_away_while_it_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By another process that takes it for an abandoned one, at each of the steps."""
+    """By another process that takes it for abandoned, at each of the steps."""
     real_open, real_lock, taken = module._open, module._lock, []
 
     def open_later(path: Path, flags: int = 0) -> Any:

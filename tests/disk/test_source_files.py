@@ -1,4 +1,4 @@
-"""Files that change while they are in use: said where the work fails, and before anything is published."""
+"""Files that change while they are in use: reported if the work fails, and before anything is published."""
 
 from __future__ import annotations
 

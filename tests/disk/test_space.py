@@ -1,4 +1,4 @@
-"""Full disks: whoever notices, in whatever words, the user reads one line that names the disk."""
+"""Full disks: any library, in any words, ends in a single line that names the disk."""
 
 from __future__ import annotations
 

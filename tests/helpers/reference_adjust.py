@@ -71,7 +71,7 @@ def repeated_ngrams(n: int, history: Array) -> list[int]:
 
 
 def dry_penalties(row: Row, history: Array) -> dict[int, float]:
-    """What DRY takes from the logit of each token that would go on with a repetition."""
+    """The DRY penalty of the logit of each token that would go on with a repetition."""
     multiplier, base = float(row["dry_multiplier"]), float(row["dry_base"])
     allowed, last_n = int(row["dry_allowed_length"]), int(row["dry_penalty_last_n"])
     past = history.tolist() if last_n < 0 else history.tolist()[max(0, len(history) - last_n) :]

@@ -1,4 +1,4 @@
-"""Step 3 of the contract in plain NumPy float64: one function a filter, and the two orders."""
+"""Step 3 of the contract in plain NumPy float64: a function for each filter, and the two orders."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Survivors:
 
 
 def top_n_sigma(s: Survivors, row: Row) -> None:
-    """x >= -n sigma. It is the first filter of both orders, so what is left is what is not masked."""
+    """x >= -n sigma. It is the first filter of both orders, so all unmasked tokens are left."""
     if (n := float(row["top_n_sigma"])) > 0:
         reach = n * float(np.std(s.x[s.left]))
         s.close_calls(-s.x[s.left], reach)
@@ -71,7 +71,7 @@ def top_n_sigma(s: Survivors, row: Row) -> None:
 
 
 def temperature(s: Survivors, row: Row) -> None:
-    """Set the temperature: the row's, or with dynatemp one that follows the entropy of what is left."""
+    """Set the temperature: the row's, or with dynatemp one that follows the entropy of the tokens that are left."""
     t = float(row["temperature"])
     count = int(s.left.sum())
     if (r := float(row.get("dynatemp_range", 0))) > 0 and count > 1:
@@ -85,7 +85,7 @@ def temperature(s: Survivors, row: Row) -> None:
 
 
 def top_k(s: Survivors, row: Row) -> None:
-    """The k-th largest and what is not below it; at most 64 tokens if k is not larger than that."""
+    """The k-th largest and all that are not below it; at most 64 tokens if k is not larger than that."""
     k = int(row["top_k"])
     if not 0 < k < s.left.sum():
         return
@@ -135,7 +135,7 @@ def typical_p(s: Survivors, row: Row) -> None:
         s.close_calls(before[1:], p)
         kept = max(1, int(np.searchsorted(before, p)))
         last = order[kept - 1]
-        if kept < len(order):  # float32 may see the next value, on the other side of the entropy, as the closer one
+        if kept < len(order):  # float32 may see the next value, on the other side of the entropy, as closer
             gap = distances[order[kept]] - distances[last]
             s.edge = min(s.edge, gap / max(s.entropy() + surprises[last], 1e-30))
         s.left[s.left] = (distances <= distances[last])[groups]
@@ -152,7 +152,7 @@ def eta_cutoff(s: Survivors, row: Row) -> None:
 
 
 def xtc(s: Survivors, row: Row) -> None:
-    """Of the tokens with at least this probability only the least likely one stays, and its ties."""
+    """Of the tokens with at least this probability only the least likely token stays, and its ties."""
     threshold = float(row["xtc_threshold"])
     if row["xtc_uniform"] < row["xtc_probability"] and threshold <= 0.5:
         p = s.probs()

@@ -99,7 +99,7 @@ def sampler(face: Interface, **options: int) -> Step:
     return step
 
 
-# How random_step draws the inputs of the extra filters; a filter's first one is off in most rows.
+# How random_step draws the inputs of the extra filters; a filter's first input is off in most rows.
 EXTRA_VALUES: dict[str, Callable[[np.random.Generator, int], Array]] = {
     "typical_p": lambda rng, n: rng.uniform(0.05, 0.97, n),
     "top_a": lambda rng, n: rng.uniform(0.02, 1, n),
@@ -182,7 +182,7 @@ def random_step(rng: np.random.Generator, face: Interface, batch: int, sequence:
             # DRY needs a repetition, and that neither is banned.
             on = rng.random(batch) < (0.6 if first.name == "dry_multiplier" else 0.25)
             values[first.name] = np.where(on, EXTRA_VALUES[first.name](rng, batch), first.off)
-    if face.features.filters:  # an extra filter finds little to do behind those of every graph
+    if face.features.filters:  # an extra filter finds little to do after those of every graph
         alone = rng.random(batch) < 0.5
         values |= {name: np.where(alone, off, values[name]) for name, off in (("top_k", 0), ("top_p", 1), ("min_p", 0))}
     values |= {name: draw(rng, batch) for name, draw in EXTRA_VALUES.items() if name not in values}
@@ -199,7 +199,7 @@ def random_step(rng: np.random.Generator, face: Interface, batch: int, sequence:
     return logits.astype(np.float32), inputs
 
 
-# A token may differ from the float64 oracle's only where u lies this close to a boundary of the cumulative
+# A token may differ from the float64 oracle's only if u lies this close to a boundary of the cumulative
 # distribution: the float32 weights are off by a few 2**-24 relative, their arguments by 2**-24 * |l - max| / t.
 BOUNDARY = 1e-5
 # A filter may decide otherwise than the oracle only if its closest call is this close, relative to the threshold.
@@ -218,13 +218,13 @@ def compare_step(got: Mapping[str, Array], expected: Mapping[str, Array], row: i
         g, e = got[name][row], expected[name][row]
         if name == "top_logprob_ids":  # the order of ties is free; the values are compared
             continue
-        if name == "adjusted_logits" and np.isnan(e).any():  # of a row that samples nothing, or of an invalid one
+        if name == "adjusted_logits" and np.isnan(e).any():  # of a row that samples nothing, or of an invalid row
             continue
         same = np.allclose(g, e, rtol=5e-5, atol=1e-6) if g.dtype.kind == "f" else np.array_equal(g, e)
         if not same:
             wrong.append(name)
     if "probs" in got:
-        # A weight below float32's smallest normal number may be zero in one and not in the other.
+        # A weight below float32's smallest normal number may be zero on one side only.
         g, e = got["probs"][row], expected["probs"][row]
         if np.any((g > 0) & (e == 0)) or np.any((g == 0) & (e > 1e-37)):
             wrong.append("support")

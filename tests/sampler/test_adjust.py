@@ -17,7 +17,7 @@ FACES = [Interface(4, (), features=FEATURES, captured=captured) for captured in 
 
 
 def check(logits: list[float], expected: list[float], **values: Any) -> None:
-    """Assert what a row's logits become, in both kinds of graph, alone and beside one with every parameter."""
+    """Assert the new logits of a row, in both kinds of graph, alone and next to a row with every parameter."""
     for face in FACES:
         inputs = make_inputs(face, **values)
         got = sampler(face)(np.float32([logits]), inputs)["adjusted_logits"]
@@ -83,7 +83,7 @@ def test_repetition_penalty_applies_once_per_distinct_id() -> None:
     """r = 2: token 0 (l = 4) is in the history three times, token 3 (l = -1) once: 4 / 2 = 2 and -1 * 2 = -2."""
     check([4, 2, 1, -1], [2, 2, 1, -2], sequence=4, input_ids=[[0, 0, 0, 3]], repetition_penalty=2)
     check([4, 2, 1, -1], [2, 2, 1, -1], sequence=4, input_ids=[[0, 0, 0, 3]], input_lengths=2, repetition_penalty=2)
-    # What a row held before counts, and nothing behind that.
+    # The row's earlier tokens count, and nothing after them.
     tokens = [[1, 2] + [1] * 14]
     check([4, 2, 1, -1], [2, 1, 0.5, -1], lengths=2, tokens=tokens, input_ids=0, repetition_penalty=2)
     check([4, 2, 1, -1], [2, 2, 1, -1], tokens=tokens, input_ids=0, repetition_penalty=2)  # a new row: not read
@@ -118,7 +118,7 @@ def test_min_length_forbids_stops(stop_ids: list[list[int]], min_length: int, ex
 
 @pytest.mark.parametrize("captured", [False, True])
 def test_bans_and_repetitions(captured: bool) -> None:
-    """Each alone in its call, over what the row held before and this call's inputs: 0 1 2, and 0 1."""
+    """Each alone in its call, over the row's earlier tokens and this call's inputs: 0 1 2, and 0 1."""
     filters = ("bad_words_ids", "no_repeat_ngram_size", "dry")
     face = Interface(4, (), features=Features(filters=filters), captured=captured)
     state = {"lengths": 3, "tokens": [[0, 1, 2] + [0] * 13], "sequence": 2, "input_ids": [[0, 1]], "bad_words": (1, 2)}

@@ -27,7 +27,7 @@ def logits_of(vocab: int, kind: str, rows: int = 6) -> Array:
     [(1, 16, 1), (50, 16, 50), (300, 16, 5), (300, 16, 64), (320, 64, 64), (997, 16, 62), (2000, 80, 3)],
 )
 def test_selection_equals_a_stable_sort(vocab: int, block: int, count: int, kind: str, replayed: bool) -> None:
-    """Of ties the lowest ids, in order; masked tokens are as likely as each other, but less than any other one."""
+    """Of ties the lowest ids, in order; masked tokens are as likely as each other, but less than any other token."""
 
     def select(logits: Tensor) -> Tensors:
         split = blocks.split(logits, vocab, block)
@@ -87,7 +87,7 @@ def test_an_invalid_logit_is_noticed_anywhere(value: float) -> None:
     ],
 )
 def test_block_sizes(vocab: int, size: int) -> None:
-    """Multiples of 16 that cut the vocabulary without a rest, if there is one from 64 to 256."""
+    """Multiples of 16 that cut the vocabulary without a rest, if a number from 64 to 256 does."""
     assert block_size(vocab) == size
 
 

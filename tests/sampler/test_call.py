@@ -1,4 +1,4 @@
-"""The retained tokens: the ones that a step reads, the ones that it writes, and their places."""
+"""The retained tokens: those that a step reads, those that it writes, and their places."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_first_call_fills_the_tail_with_the_first_token(face: Interface) -> None
 
 @pytest.mark.parametrize("face", FACES)
 def test_later_calls_write_their_tokens(face: Interface) -> None:
-    """Beside a new row, one that records inputs only, one of status 1 and a full one."""
+    """Next to a new row, a row that records inputs only, a row of status 1 and a full row."""
     tokens = np.repeat([[4, 5, 6] + [4] * 13], 5, 0)
     ids, lengths, status = [[7, 8]] * 5, [3, 0, 3, 3, 15], [0, 0, 0, 1, 0]
     emit, counts = [True, True, False, True, True], [2, 1, 2, 2, 1]
@@ -84,7 +84,7 @@ def test_what_a_step_reads() -> None:
 
 
 def test_a_new_row_has_no_past() -> None:
-    """What its buffer held before is not penalized."""
+    """The old content of its buffer is not penalized."""
     for face in FACES:
         tokens = np.repeat([[299] * 16], 2, 0)
         result = step(face, 2, tokens=tokens, input_ids=[[5], [5]], lengths=[0, 9], repetition_penalty=100)

@@ -108,7 +108,7 @@ def test_random_states(captured: bool) -> None:
 def run(
     step: Callable[..., dict[str, Array]], logits: Array, state: dict[str, Array], steps: int
 ) -> list[dict[str, Array]]:
-    """`steps` steps from a prompt of two tokens with separate buffers: what each returns."""
+    """`steps` steps from a prompt of two tokens with separate buffers, and the results of each."""
     outcomes = []
     for t in range(steps):
         result = step(logits[t], state)

@@ -1,4 +1,4 @@
-"""Which rows the candidates settle and which the vocabulary, whatever other rows there are; and what is drawn."""
+"""Rows that the candidates settle or the vocabulary, next to any other rows; and the drawn tokens."""
 
 from __future__ import annotations
 
@@ -205,7 +205,7 @@ def test_rows_that_have_to_be_listed(listed: bool, row: dict[str, Any]) -> None:
     ],
 )
 def test_any_temperature(num_candidates: int, captured: bool, order: str) -> None:
-    """From one that leaves one token to one that leaves all alike; a masked one is not among them."""
+    """From temperatures that leave a single token to those that leave all alike, without the masked token."""
     temperatures = [0, 1e-45, 1e-38, 1e-30, 1e-6, 0.05, 1, 40, 1e4, 1e30, 1e36, 3e38]
     rows = [(t, p) for t in temperatures for p in ({}, {"top_p": 0.5}, {"min_p": 0.3}, {"typical_p": 0.2, "top_k": 99})]
     face = Interface(

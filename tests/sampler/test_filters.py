@@ -1,4 +1,4 @@
-"""Every filter on four tokens and a masked one, worked out by hand, in both orders and from both pools; and random rows
+"""Every filter on four tokens and a masked token, by hand, in both orders and from both pools; and random rows
 against the reference, with each filter alone and with all of them."""
 
 from __future__ import annotations
@@ -113,11 +113,12 @@ DIFFERENT: list[tuple[dict[str, float], Any, Any]] = [
     ({"temperature": 0.5, "typical_p": 0.2}, ONE, [0, 1, 0, 0]),
     ({"temperature": 0.5, "xtc_probability": 1, "xtc_threshold": 0.2}, [16, 4, 1, 1], [0, 4, 1, 1]),
     ({"temperature": 2, "xtc_probability": 1, "xtc_threshold": 0.26}, [0, 2**0.5, 1, 1], [2, 2**0.5, 1, 1]),
-    # top_n_sigma comes before the temperature in both; only what follows differs.
+    # top_n_sigma comes before the temperature in both; only the later filters differ.
     ({"temperature": 0.5, "top_n_sigma": 1.3, "top_p": 0.7}, ONE, [4, 1, 0, 0]),
     # top_p leaves tokens 0 and 1, the first of which is the more typical; or typical_p leaves 1 and 0.
     ({"top_p": 0.7, "typical_p": 0.3}, ONE, TWO),
-    # Without its likeliest token, a temperature that leaves e ** (x / t) nothing if x is not taken from the new one.
+    # Without its likeliest token, a temperature that leaves e ** (x / t) nothing unless x is taken from the new
+    # likeliest.
     ({"temperature": 0.001, "typical_p": 0.2}, ONE, [0, 1, 0, 0]),
     ({"typical_p": 0.5, "top_a": 0.7}, ONE, TWO),  # 1/4 and 0.7 of it, or of 2/3 and 1/3: 0.311
     # min_p after typical_p has taken the likeliest: 1/4, and 1/8 is half of it.
@@ -141,7 +142,7 @@ def test_by_hand(order: str, num_candidates: int, captured: bool) -> None:
     place = 1 + FILTER_ORDERS.index(order)
     cases = [*SAME_IN_BOTH_ORDERS, *((case[0], case[place]) for case in DIFFERENT)]
     face = Interface(5, (), features=Features(probs=True, filters=ALL_FILTERS, filter_order=order), captured=captured)
-    # Values of parameters that a case leaves out: off, or else the usual ones.
+    # Values of parameters that a case leaves out: off, or else the usual values.
     usual = {spec.name: spec.off for specs in EXTRA_PARAMETERS.values() for spec in specs if len(spec.axes) == 1}
     usual |= {"temperature": 1, "top_k": 0, "top_p": 1, "min_p": 0, "mirostat_mu": 0}
     values = {name: [parameters.get(name, value) for parameters, _ in cases] for name, value in usual.items()}

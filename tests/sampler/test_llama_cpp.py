@@ -20,7 +20,7 @@ RECORDED = json.loads((Path(__file__).parents[1] / "fixtures" / "llama_cpp_sampl
 OFF = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "dynatemp_exponent": 1.0, "min_length": 0}
 OFF |= {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 Case = dict[str, Any]
-VOCAB = 64  # at least that of any case; what it lacks is masked
+VOCAB = 64  # at least that of any case; the rest is masked
 FEATURES = Features(
     probs=True, filters=("top_n_sigma", "typical_p", "xtc", "dry", "dynatemp", "mirostat"), filter_order=LLAMA_CPP
 )
@@ -43,7 +43,7 @@ def dense(values: dict[str, float], otherwise: Any) -> np.ndarray:
 
 
 def graphs(case: Case, **values: Any) -> list[dict[str, np.ndarray]]:
-    """What each of GRAPHS gives for the case's logits and parameters, and the `values` of other inputs."""
+    """The results of each of GRAPHS for the case's logits and parameters, and the `values` of other inputs."""
     logits = np.full((1, VOCAB), -np.inf, np.float32)
     logits[0, : len(case["logits"])] = case["logits"]
     parameters = {name: [value] for name, value in case["parameters"].items()}

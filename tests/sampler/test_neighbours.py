@@ -1,4 +1,4 @@
-"""What a row gets does not depend on the rows beside it, whatever these hold."""
+"""A row's results do not depend on the other rows, whatever these hold."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BESIDE = {"ended": ("status", 1), "silent": ("emit", 0), "greedy": ("temperature
 @pytest.mark.parametrize("order", FILTER_ORDERS)
 @pytest.mark.parametrize("beside", BESIDE)
 def test_beside_a_row_that_draws_nothing(beside: str, order: str, shift: float) -> None:
-    """Row 0 draws from the whole vocabulary, row 1 what min_p leaves; row 2 has a filter that is not computed."""
+    """Row 0 draws from the whole vocabulary, row 1 from the tokens that min_p leaves; row 2 has an idle filter."""
     face = interface(300, Features(filters=tuple(EXTRA_PARAMETERS), filter_order=order))
     step, drawing = sampler(face), {"min_p": [0, 0.01]}
     logits = np.random.default_rng(0).normal(shift, 1, (3, 300)).astype(np.float32)

@@ -1,4 +1,4 @@
-"""next_ids, log-probabilities and the sampled distribution: what is reported, and of which rows."""
+"""next_ids, log-probabilities and the sampled distribution: the reported values, and their rows."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.helpers.sampler_cases import (
 
 @pytest.mark.parametrize("captured", [False, True])
 def test_logprobs_are_those_of_the_model(captured: bool) -> None:
-    """Raw log-softmax: penalties, temperature, filters and masks change what is drawn, not what is reported."""
+    """Raw log-softmax: penalties, temperature, filters and masks change the draw, not the report."""
     features = Features(logprobs=True, top_logprobs=3, logit_bias=True)
     face = Interface(4, (), features=features, captured=captured)
     logits = np.log(np.array([[4, 2, 1, 1]], np.float32)) + 50
@@ -34,7 +34,7 @@ def test_logprobs_are_those_of_the_model(captured: bool) -> None:
 
 
 def test_small_log_probabilities_keep_their_digits() -> None:
-    """(l - max) - log sum: where the maximum is large, its sum with the logarithm would lose them."""
+    """(l - max) - log sum: if the maximum is large, its sum with the logarithm would lose them."""
     logits = np.float32([[4000, 3999.5, 3990, -1e35, -np.inf]])
     face = interface(5, Features(logprobs=True, top_logprobs=5))
     result = sampler(face)(logits, make_inputs(face, temperature=0))
@@ -56,7 +56,7 @@ def test_rows_that_emit_nothing_report_nothing(captured: bool) -> None:
 
 @pytest.mark.parametrize("pad", [0, 3])
 def test_the_pad_token(pad: int) -> None:
-    """Of rows that emit nothing. The graph is loaded here: it is not the one of the other tests."""
+    """Of rows that emit nothing. The graph is loaded here: it is not that of the other tests."""
     face = interface(4)
     session = opened(build_sampler(face, pad))
     feeds = {"logits": np.zeros((2, 4), np.float32), **make_inputs(face, 2, emit=[False, True], noise=0.3)}

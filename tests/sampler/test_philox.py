@@ -55,8 +55,8 @@ def step_graph(streams: Sequence[int]) -> ir.Graph:
 def some_rows(count: int) -> dict[str, Array]:
     rng = np.random.default_rng(0)
     seeds = [*SEEDS, 0, 0, *rng.integers(-(2**63), 2**63 - 1, count, endpoint=True)]
-    # The last two, with seed 0: of 200,000 blocks the only ones where a carry out of the first group decides one out of
-    # the second.
+    # The last two, with seed 0: of 200,000 blocks the only blocks in which a carry out of the first group decides a
+    # carry out of the second.
     first = [0, 1, 2, 3, 2**20, 2**20 - 1, 4, 5, 6, 7, 2**31 - 1, 239004, 667080]
     positions = [*first, *rng.integers(0, 2**20, count, endpoint=True)]
     return {"seed": np.array(seeds[:count]), "position": np.array(positions[:count], np.int32)}
@@ -111,7 +111,7 @@ def test_operators_of_every_provider() -> None:
 
 
 def test_products_are_exact_in_tf32(tmp_path: Path) -> None:
-    """CUDA rounds the operands of float32 products to 11 bits by default, and a Gemm's bias where there is one row."""
+    """CUDA rounds the operands of float32 products to 11 bits by default, and a Gemm's bias for a single row."""
     graph = step_graph((0, 15))
     operands = {value for node in graph if node.op_type in ("MatMul", "Gemm") for value in node.inputs if value}
     sums = {node.outputs[0]: node.inputs[1] for node in graph if node.op_type == "MatMul"}

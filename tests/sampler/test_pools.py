@@ -1,4 +1,4 @@
-"""Both pools over the same tokens: what filters ask of them, against NumPy, and the draw."""
+"""Both pools over the same tokens: sums and thresholds against NumPy, and the draw."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PROBES = np.array([[9], [8], [7], [6], [102], [4]])  # tokens that are left in t
 def ask_both(
     function: Callable[[Pool, Callable[[Array], Tensor]], Tensors], x: Array = X, *, captured: bool = False
 ) -> list[list[Array]]:
-    """What `function` gives for each pool over x [B, V], and a function that brings [B, V] into the pool's form."""
+    """The results of `function` for each pool over x [B, V], and a function that brings [B, V] into the pool's form."""
     order = np.argsort(-x, axis=1, kind="stable")
     blocks = (-1, x.shape[1] // SIZE, SIZE)
 
@@ -111,7 +111,7 @@ def test_what_a_pool_knows(heated: bool) -> None:
 
 @pytest.mark.parametrize("captured", [False, True])
 def test_thresholds(captured: bool) -> None:
-    """top-k before the temperature, a nucleus of logits and one of other keys after it; 0 and 1 are off."""
+    """top-k before the temperature, nuclei of logits and of other keys after it; 0 and 1 are off."""
     k = np.array([[3], [1], [0], [70], [2], [320]], np.int32)
     shares = [
         np.float32([[0.5], [0.9], [1], [0.01], [0.6], [0.3]]),

@@ -228,7 +228,7 @@ def test_close_calls(parameters: dict[str, float], threshold: float) -> None:
 
 @pytest.mark.parametrize("order", FILTER_ORDERS)
 def test_random_cases_use_every_input(order: str) -> None:
-    """What random_step draws for each filter changes the distribution of some rows."""
+    """The values of random_step for each filter change the distribution of some rows."""
     face, rng = interface(300, Features(filters=ALL_FILTERS)), np.random.default_rng(0)
     changed = dict.fromkeys(ALL_FILTERS, 0)
     for _ in range(100):

@@ -19,7 +19,7 @@ FACES = [Interface(26, (), features=FEATURES, captured=captured) for captured in
 
 
 def changed(text: str, **values: Any) -> dict[str, float]:
-    """Letter → what is taken from its logit after `text`, in both kinds of graph."""
+    """Letter → the penalty of its logit after `text`, in both kinds of graph."""
     ids = [[ord(c) - ord("a") for c in text]]
     values = {"capacity": 128, "breakers": 2, **values}
     found = []
@@ -119,7 +119,7 @@ def test_bad_words(text: str, words: list[str], banned: str) -> None:
 
 
 def test_the_tokens_of_a_row_are_its_own() -> None:
-    """Those that it held before and this call's inputs, and nothing behind them."""
+    """The row's earlier tokens and this call's inputs, and nothing after them."""
     tokens = np.zeros((1, 16), int)
     tokens[0, :8] = [3, 1, 2, 5, 5, 5, 5, 5]  # of the first three, the rest was another row's
     given = {"capacity": 16, "lengths": 3, "tokens": tokens, "no_repeat_ngram_size": 2, "input_lengths": 3}

@@ -34,7 +34,7 @@ KINDS: dict[str, Callable[[np.random.Generator, tuple[int, ...]], Array]] = {
     "heavy above": lambda rng, shape: rng.exponential(size=shape),
     "heavy below": lambda rng, shape: -rng.exponential(size=shape),
     "two values": lambda rng, shape: np.where(rng.random(shape) < 0.2, 1.0, 0.5),
-    # Float32 has no number between -1 and the next ones.
+    # Float32 has no number between -1 and its neighbours.
     "neighbours": lambda rng, shape: rng.choice([0, -1 + 2**-24, -1, -1 - 2**-23], shape, p=[0.01, 0.33, 0.33, 0.33]),
     # Order and weights that mislead a sample of each block's first element.
     "sorted": lambda rng, shape: np.broadcast_to(np.linspace(-3, 3, shape[-1]), shape),
@@ -50,7 +50,7 @@ def in_blocks(values: Array) -> Array:
 
 
 def threshold_of(keys: Array, weights: Array, wanted: Array) -> tuple[Array, Array]:
-    """The smallest key whose strictly larger ones weigh less than `wanted` [ROWS], and the closest call, relative."""
+    """The smallest key whose strictly larger keys weigh less than `wanted` [ROWS], and the closest call, relative."""
     found, close = [], []
     for row, weight, limit in zip(keys, weights.astype(np.float64), wanted, strict=True):
         values, groups = np.unique(-row, return_inverse=True)
@@ -109,7 +109,7 @@ def test_by_count(kind: str, listed: list[int] | None) -> None:
 
 
 def test_a_nucleus_that_ends_exactly_at_its_weight() -> None:
-    """600 keys of weight 1 and 1,200 of weight 1/2: the larger ones weigh what is wanted, which is not less than it."""
+    """600 keys of weight 1 and 1,200 of weight 1/2: the larger keys weigh exactly the wanted weight, not less."""
     weights = np.ones((1, 1920), np.float32)
     weights[0, np.random.default_rng(6).permutation(1920)] = np.repeat([0, 1, 0.5], [120, 600, 1200])
     keys = np.where(weights == 0, -np.inf, weights - 1).astype(np.float32)

@@ -1,4 +1,4 @@
-"""Python's operators and the functions on tensors: the nodes that they add compute what NumPy does."""
+"""Python's operators and the functions on tensors: their nodes compute the same as NumPy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What rows are drawn from, against transformers' own processors on the same logits, in Hugging Face's order."""
+"""The distributions of rows, against transformers' own processors on the same logits, in Hugging Face's order."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def test_a_model_that_uses_the_interface_in_its_own_way_gets_its_attention_back(
 
 @pytest.mark.parametrize("head_dim", [20, pytest.param(4, marks=pytest.mark.slow)])
 def test_heads_of_a_size_that_the_operator_does_not_take(head_dim: int, tmp_path: Path) -> None:
-    """They get zeros behind them; the parity gate compares what is exported, and this the cache in 8 bits."""
+    """They get zeros after them; the parity gate compares the export, and this the cache in 8 bits."""
     model = random_model("llama", head_dim=head_dim)
     package = export_without_sampler(model, tmp_path / "package")
     assert package.interface.key_values == (KeyValueShape(2, -(-head_dim // 8) * 8),) * 2

@@ -1,4 +1,4 @@
-"""Retained buffers of ragged rows: what is written where, and what is read."""
+"""Retained buffers of ragged rows: the places of writes, and the reads."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from qsample.transforms.cache import DecodeContext, read_buffers, write_to_buffe
 
 
 def test_ragged_rows_write_at_their_own_positions() -> None:
-    """Row 0 has 3 tokens and gets 2, row 1 has none and gets 1; what no token has written reads as 0."""
+    """Row 0 has 3 tokens and gets 2, row 1 has none and gets 1; positions without a token read as 0."""
     context = DecodeContext(
         input_lengths=torch.tensor([2, 1], dtype=torch.int32), positions=torch.tensor([[3, 4], [0, 1]])
     )

@@ -106,7 +106,7 @@ def test_there_and_back_it_is_as_it_was_stored(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("mode", [computing, deferring])
 def test_what_gives_a_number_is_computed_at_once(mode: Callable[[], object]) -> None:
-    """transformers asks whether a head and the table that it is tied to are equal, where a checkpoint has both."""
+    """transformers asks whether a head and the table that it is tied to are equal, if a checkpoint has both."""
     weight, same, other = placeholder(), placeholder(), defer(WIDE.shape, torch.float32, lambda: -STORED, STORED.dtype)
     with mode():  # type: ignore[attr-defined]
         assert torch.equal(weight, same)

@@ -103,7 +103,7 @@ def test_the_frequencies_of_longrope_follow_the_capacity(capacity: int, last: in
 
 
 def test_longrope_in_a_package(tmp_path: Path) -> None:
-    """A row has the model's logits whoever is beside it, however its prompt is cut, and once compiled."""
+    """A row has the model's logits in any batch, however its prompt is cut, and once compiled."""
     model = longrope_model()
     rng = np.random.default_rng(0)
     long, short = rng.integers(3, 300, 48), rng.integers(3, 300, 9)
@@ -157,7 +157,7 @@ def test_dynamic_scaling_in_a_package(tmp_path: Path) -> None:
 
 
 def test_queries_of_llama_4_are_scaled_by_the_rows_own_positions(tmp_path: Path) -> None:
-    """The parity gate compares rows of several lengths, steps behind them and pieces. A Llama 4 of the hub has a
+    """The parity gate compares rows of several lengths, steps after them and pieces. A Llama 4 of the hub has a
     floor_scale of 8,192 tokens, which its prompts do not reach."""
     model = random_model(
         "llama4_text",

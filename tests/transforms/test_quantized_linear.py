@@ -1,4 +1,4 @@
-"""Layers with a quantized weight: run eagerly they are what they were, traced they multiply by the blocks."""
+"""Layers with a quantized weight: run eagerly they are unchanged, traced they multiply by the blocks."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_traced_layer_multiplies_by_its_blocks(kind: str, zero_points: bool, o
     weight, meaning = quantized(zero_points=zero_points, order=order)
     set_quantized_weight(layer, weight)
     with torch.no_grad():
-        layer.weight.zero_()  # the float weight is not what is traced
+        layer.weight.zero_()  # the float weight is not traced
     graph = trace(Model(layer), SPEC, {})
     assert [node.op_type for node in graph.graph if node.op_type in ("MatMulNBits", "MatMul", "Gemm")] == [
         "MatMulNBits"

@@ -46,7 +46,7 @@ class Rows:
         return {(s.layer, s.kind, s.index): torch.full((3, *s.shape), value) for s in self.shapes}
 
     def layer(self, index: int, hidden: Tensor, lengths: list[int], start: list[int], states: States) -> Any:
-        """What one layer makes of `hidden`, [3, S, hidden], and the states that it leaves."""
+        """The results of a layer on `hidden`, [3, S, hidden], and the states that it leaves."""
         context, module = self.context, self.layers[index]
         context.input_lengths = torch.tensor(lengths, dtype=torch.int32)
         context.positions = torch.tensor(start)[:, None] + torch.arange(hidden.shape[1])
@@ -88,8 +88,8 @@ def test_states_of_ragged_rows(rows: Rows) -> None:
     other_output, other = rows.layer(0, padded, LENGTHS, START, before)
     assert whole.keys() == {key for key in before if key[0] == rows.shapes[0].layer}
     for key, state in whole.items():
-        assert torch.equal(clean[key][:2], state[:2])  # a row that begins does not see what its states were
-        assert torch.equal(other[key], state)  # nor does it matter what the padding is
+        assert torch.equal(clean[key][:2], state[:2])  # a row that begins does not see its old states
+        assert torch.equal(other[key], state)  # nor does the padding matter
         assert torch.equal(state[2], before[key][2])
         assert not torch.equal(state[0], before[key][0])
     for row, length in enumerate(LENGTHS[:2]):

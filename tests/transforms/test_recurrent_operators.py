@@ -150,7 +150,7 @@ def test_causal_convolution(length: int, bias: bool, silu: bool) -> None:
     np.testing.assert_allclose(output, wanted, rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(eager.numpy(), wanted, rtol=1e-5, atol=1e-5)
     alone = {name: array[1:] if name in ("x", "past") else array for name, array in feeds.items()}
-    np.testing.assert_array_equal(run.run(None, alone)[0], output[1:])  # and one row as it is among others
+    np.testing.assert_array_equal(run.run(None, alone)[0], output[1:])  # and a row alone as among others
 
 
 def test_a_convolution_in_pieces_is_the_same_to_the_bit() -> None:
