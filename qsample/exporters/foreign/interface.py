@@ -266,13 +266,8 @@ def _head_dim(node: ir.Node, past: ir.Value) -> int | None:
         return None
     if source.shape is not None and len(source.shape) == 3 and isinstance(width := source.shape[2], int):
         return width // parts
-    product = source.producer()
-    if product is not None and product.op_type == "MatMulNBits":
-        return product.attributes.get_int("N", 0) // parts or None
-    weight = product.inputs[1] if product is not None and product.op_type == "MatMul" else None
-    if weight is not None and weight.shape is not None and isinstance(width := weight.shape[-1], int):
-        return width // parts
-    return None
+    columns = _columns(source.producer())
+    return None if columns is None else columns // parts or None
 
 
 def _plain_layers(path: Path, graph: ir.Graph) -> list[Layer]:
@@ -323,9 +318,15 @@ def _vocab_size(graph: ir.Graph, logits: ir.Value, stated: int | None) -> int | 
     while node is not None and node.op_type in ("Cast", "Mul", "Div", "Tanh", "Identity"):
         computed = [value for value in node.inputs if value is not None and value.const_value is None]
         node = computed[0].producer() if computed else None
-    if node is not None and node.op_type == "MatMulNBits":
-        return node.attributes.get_int("N", 0) or None
-    weight = node.inputs[1] if node is not None and len(node.inputs) > 1 else None
-    if weight is not None and weight.shape is not None and isinstance(size := weight.shape[-1], int):
-        return size
-    return stated
+    return _columns(node) or stated
+
+
+def _columns(product: ir.Node | None) -> int | None:
+    """N of a product [..., K] x [K, N]; None = unknown."""
+    if product is not None and product.op_type == "MatMulNBits":
+        return product.attributes.get_int("N", 0) or None
+    weight = product.inputs[1] if product is not None and product.op_type in ("MatMul", "FusedMatMul", "Gemm") else None
+    if product is None or weight is None or weight.shape is None or len(weight.shape) != 2:
+        return None
+    size = weight.shape[0 if product.attributes.get_int("transB", 0) else 1]
+    return size if isinstance(size, int) else None
