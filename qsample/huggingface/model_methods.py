@@ -9,7 +9,7 @@ from qsample.huggingface.dtypes import dtype_name, is_dtype
 
 
 class Device(str):
-    """Where a model runs: "cpu" or "cuda", with torch's attributes."""
+    """The device of a model, "cpu" or "cuda", with torch's attributes."""
 
     __slots__ = ()
 

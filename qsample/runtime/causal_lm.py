@@ -56,7 +56,7 @@ def load(
         provider: "cpu", "cuda" or another of ONNX Runtime's providers by its short name (see
             `session.providers.execution_providers`), or a list of ONNX Runtime's full names; None = the provider that a
             device package was compiled for, otherwise "cpu".
-        ctx_len: capacity of every row in tokens, for portable packages; None = what each generation needs, up to the
+        ctx_len: capacity of every row in tokens, for portable packages; None = as many as each call needs, up to the
             model's max_position_embeddings.
         intra_op_num_threads: threads of an operator; None = ONNX Runtime's choice, the machine's cores, or as many as
             this process may use if its affinity or a control group's quota leaves it fewer.

@@ -69,7 +69,9 @@ def make_sequences(
                 interface, own, len(prompt.ids), room, token_ids.eos, padding=prompt.padding, allowed_tokens=mask
             )
         except ValueError as error:
-            raise ValueError(f"prompt {row // count}: {error}" if len(prompts) > 1 else str(error)) from None
+            if len(prompts) == 1:
+                raise
+            raise ValueError(f"prompt {row // count}: {error}") from None
         text = None if tokenizer is None else GeneratedText(tokenizer, prompt.ids.tolist(), stops)
         sequences.append(Sequence(prompt.ids, parameters, seed, guided, text, prompt.given, max_time=call.max_time))
     if not guided:

@@ -1,7 +1,7 @@
 """The text of tokens as they come: whole characters at a time, cut off before a stop string, written to a file.
 
 `tokenizers.decoders.DecodeStream` does not fit: if a prompt ends inside a character, or with U+FFFD, it repeats the
-prompt, and it has no call for the end, where an incomplete character becomes U+FFFD.
+prompt, and it has no call for the end, at which an incomplete character becomes U+FFFD.
 """
 
 from __future__ import annotations
