@@ -254,7 +254,9 @@ class CheckpointModel(ExportableModel):
 
     @property
     def device(self) -> Device:
-        return Device("cuda" if self._provider in ("cuda", "tensorrt") else "cpu")
+        from qsample.ort.providers import device_of, execution_providers
+
+        return Device(device_of(execution_providers(self._provider or "cpu")))
 
     @property
     def dtype(self) -> str:

@@ -51,6 +51,11 @@ def execution_providers(name: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys((provider, *_FALLBACKS.get(provider, ()), CPU)))
 
 
+def device_of(providers: Sequence[str]) -> str:
+    """The device of the buffers of a session on `providers`: "cuda" or "cpu"."""
+    return "cuda" if CUDA in providers else "cpu"
+
+
 def available_providers() -> list[str]:
     """The providers of this installation: ONNX Runtime's own and those of installed plugins."""
     own: list[str] = ort.get_available_providers()

@@ -17,7 +17,7 @@ from qsample.interface import GraphSpec, Interface
 from qsample.ort.bound_graph import Replays
 from qsample.ort.linux_memory import in_huge_pages, release_pages
 from qsample.ort.options import FOLDER_OF_WEIGHTS, SessionOptions, most_shares, session_options
-from qsample.ort.providers import CPU, CUDA, check_available, execution_providers, open_session
+from qsample.ort.providers import CPU, check_available, device_of, execution_providers, open_session
 from qsample.ort.small_graphs import one_more_output
 from qsample.ort.trusted_options import check_manifest_options
 from qsample.package import Package
@@ -86,7 +86,7 @@ def open_sessions(
     options = options or SessionOptions()
     providers = _providers(package, provider)
     check_manifest_options(package, provider, options.provider_options)
-    device = "cuda" if CUDA in providers else "cpu"
+    device = device_of(providers)
     number = str(options.provider_options.get("device_id", "0"))
     if device == "cuda" and number != "0":
         raise QsampleError(
