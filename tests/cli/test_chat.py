@@ -210,7 +210,7 @@ def test_a_saved_conversation_that_waits_for_an_answer(say: Any, package: Packag
     saved = tmp_path / "talk.json"
     saved.write_text(json.dumps([user("hello")]))
     _, out, err = say(f"/load {saved}\n/retry\n")
-    assert "1 messages; /retry answers the last one" in err
+    assert "1 messages; /retry answers the last" in err
     assert out == answer(load(package.path), [user("hello")]) + "\n"
 
 

@@ -30,13 +30,18 @@ def test_generate_streams_one_prompt(llama_package: Path) -> None:
     assert re.fullmatch(r"8 tokens in [\d.]+ s, \d+ a second; seed 3\n", done.stderr)
 
 
-def test_generate_reads_the_prompt_from_standard_input(llama_package: Path) -> None:
-    piped = qsample("generate", llama_package, *GENERATE, text="Hello\n")
-    given = qsample("generate", llama_package, "-p", "Hello", *GENERATE)
-    assert (piped.returncode, piped.stdout) == (0, given.stdout)
-    empty = qsample("generate", llama_package, *GENERATE, text="")
-    assert empty.returncode == 2
-    assert "no prompt" in empty.stderr
+def test_generate_reads_the_prompt_from_standard_input(
+    run: Any, llama_package: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def piped(text: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+        result: tuple[int, str, str] = run("generate", llama_package, *GENERATE)
+        return result
+
+    assert piped("Hello\n")[:2] == run("generate", llama_package, "-p", "Hello", *GENERATE)[:2]
+    status, out, err = piped("")
+    assert (status, out) == (2, "")
+    assert "no prompt" in err
 
 
 def test_standard_input_of_another_encoding(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
