@@ -1,4 +1,4 @@
-"""A portable package enters; a device package, optimised for one execution provider and self-tested, leaves.
+"""A portable package enters; a device package, optimised for a target and self-tested, leaves.
 
 Stages: plan → the target's phases (`pipeline`) → self-test → divergence → publish.
 """
@@ -45,7 +45,7 @@ def compile_package(
     Args:
         source: the portable package.
         path: the folder to write the device package to.
-        options: what to compile for.
+        options: those of the compile.
         overwrite: replace a package that is already there.
         progress: called with a stage's name and the fraction done, in [0, 1].
 
@@ -89,7 +89,7 @@ def compile_package(
 def _build(
     plan: CompilePlan, target: Target, folder: Path, stages: Stages, dump: DebugDump | None
 ) -> tuple[Placement, QuantizationReport | None]:
-    """Write the decode graph into `folder`. Returns where its nodes run, and what was quantized."""
+    """Write the decode graph into `folder`. Returns where its nodes run, and the report of its quantization."""
     with ScratchFolder(folder.parent) as scratch:
         build = pipeline.start(plan, stages, folder, scratch.new)
         pipeline.run(build, target.phases(plan), dump)

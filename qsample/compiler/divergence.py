@@ -1,8 +1,9 @@
-"""Two decode graphs of one model enter, the second with quantized weights; how far its distributions are off leaves.
+"""Two decode graphs of one model enter, the second with quantized weights; the distance of their distributions leaves.
 
-The text is the first graph's own, sampled at temperature 1 from random first tokens: what the model itself finds
-natural, for any model and without a corpus. Both graphs read the same tokens, the first all of them before the second
-begins: together their weights may not fit into the memory, and each step would read those of the first from the disk.
+The text is the first graph's own, sampled at temperature 1 from random first tokens: a text that the model itself
+finds natural, for any model and without a corpus. Both graphs read the same tokens, the first all of them before the
+second begins: together their weights may not fit into the memory, and each step would read those of the first from the
+disk.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ class Divergence:
     """Means over `tokens` tokens of the float graph's own text.
 
     kl: Kullback-Leibler divergence of the quantized from the float distribution, nats a token. agreement: share of
-    tokens where both have the same argmax. perplexity, quantized_perplexity: exp of the mean negative log-likelihood.
+    tokens for which both have the same argmax. perplexity, quantized_perplexity: exp of the mean negative
+    log-likelihood.
     """
 
     tokens: int
@@ -51,11 +53,11 @@ def measure_divergence(
     *,
     rows: int | None = None,
 ) -> Divergence:
-    """Compare the logits of two folders with `decoder.onnx` and `initial_state.onnx` each; only what is quantized may
-    differ.
+    """Compare the logits of two folders with `decoder.onnx` and `initial_state.onnx` each; they differ in their
+    quantization alone.
 
-    capacity: tokens of state a row, at least 2. providers: what runs the quantized graph. progress: called with the
-    fraction done, in [0, 1]. rows: of a call, where the quantized graph has it fixed: 1, 2, 4 or 8; None = it is free.
+    capacity: tokens of state a row, at least 2. providers: those of the quantized graph. progress: called with the
+    fraction done, in [0, 1]. rows: of a call, if the quantized graph has it fixed: 1, 2, 4 or 8; None = it is free.
     """
     rows = rows or ROWS
     batches, steps = ROWS // rows, min(STEPS, capacity - 1)
@@ -102,7 +104,7 @@ def measure_divergence(
 def _own_text(
     runner: GraphRunner, first: Array, steps: int, rng: np.random.Generator, note_call: Callable[[], None]
 ) -> tuple[list[Array], list[Array]]:
-    """`steps` + 1 times ids [rows, 1], sampled behind the ids `first`, and `steps` times the logits [rows, V] after
+    """`steps` + 1 times ids [rows, 1], sampled after the ids `first`, and `steps` times the logits [rows, V] after
     each."""
     state = runner.start(len(first))
     ids, logits = [first], []

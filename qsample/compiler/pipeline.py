@@ -1,4 +1,4 @@
-"""The pipeline of compile: everything that is done to a decode graph, as one list of named phases.
+"""The pipeline of compile: everything that is done to a decode graph, as a list of named phases.
 
 A target lists its phases; the functions here make those that several targets have. `run` executes a list on a `Build`
 and, for `debug_dump`, writes the graph after each phase.
@@ -67,7 +67,7 @@ class Build:
     """A decode graph on its way through the phases.
 
     Attributes:
-        plan: what is compiled, and how.
+        plan: the package, and how it is compiled.
         stages: reports the progress.
         folder: the package's, which has `decoder.onnx` at the end.
         scratch: an empty folder on the same disk, for files that are read until the graph is written.
@@ -92,14 +92,14 @@ class Build:
         return self.folder / "decoder.onnx"
 
     def replace_model(self, path: Path) -> None:
-        """Go on with the model in `path`, which was made of this one; what passes reported is kept."""
+        """Go on with the model in `path`, which was made of the present model; reports of passes are kept."""
         meta = self.model.meta
         self.model = ir.load(path)
         self.model.meta.update(meta)
 
 
 class Phase(NamedTuple):
-    """One entry of a target's list: its name, and a function that changes a build in place."""
+    """An entry of a target's list: its name, and a function that changes a build in place."""
 
     name: str
     run: Callable[[Build], object]
@@ -168,7 +168,7 @@ def lean_phases(provider: str, capacity: int) -> list[Phase]:
     of the gate.
 
     Args:
-        provider: one of `fusions.FUSION_PROVIDERS`.
+        provider: a member of `fusions.FUSION_PROVIDERS`.
         capacity: T, fixed in the graph.
     """
     return [
@@ -190,7 +190,7 @@ def quantization_phases(
     """Phases that quantize the cache and the weights as the plan says, and check the result.
 
     Args:
-        plan: says what is quantized, if anything.
+        plan: has the quantization, if there is any.
         expert_block_sizes: those that the device's QMoE takes.
         pads_blocks: whether the device's MatMulNBits takes a last block that is not full.
     """
@@ -230,7 +230,7 @@ def check(build: Build) -> None:
         check_quantized(build.model, plan.weights)
     tensors = (value.const_value for value in all_initializers(build.model.graph))
     size = sum(tensor.nbytes for tensor in tensors if tensor is not None)
-    # ONNX Runtime reads one graph and writes another.
+    # ONNX Runtime reads a graph and writes another.
     check_free(build.folder, 2 * size + size // 2 * plan.store_float16, "the package")
 
 

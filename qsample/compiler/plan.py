@@ -14,7 +14,7 @@ from qsample.interface import Interface
 from qsample.package import Package
 from qsample.tensors import Array
 
-_CALIBRATION_LENGTH: Final = 2048  # tokens that are read as one text
+_CALIBRATION_LENGTH: Final = 2048  # tokens that are read as a text
 _LEAST_CALIBRATION: Final = 128
 _MOST_CALIBRATION: Final = 2**16
 

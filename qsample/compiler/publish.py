@@ -32,7 +32,7 @@ from qsample.tensors import Array
 CONTEXT: Final = "EPContext"
 RECORD: Final = {"session.record_ep_graph_assignment_info": "1"}
 """The session configuration without which ONNX Runtime does not report where its nodes run."""
-_LEAST: Final = 1 << 16  # bytes; smaller ones are not worth a look
+_LEAST: Final = 1 << 16  # bytes; smaller tensors are not worth a look
 _PAGE: Final = 4096
 _PIECE: Final = 1 << 24  # bytes that are compared at once
 

@@ -1,4 +1,4 @@
-"""The self-test of compile: the compiled graph chooses tokens where the portable one chose its own.
+"""The self-test of compile: the compiled graph chooses tokens after the same prompts as the portable graph.
 
 One after the other: together their weights may not fit into the memory.
 """
@@ -56,13 +56,13 @@ class SelfTest:
 
 def run_self_test(plan: CompilePlan, published: Package, target: Target) -> SelfTest:
     """Let the portable graph generate, greedily and sampled, feed its tokens to the compiled graph of `published`, and
-    count how many times that one chooses the same token.
+    count how many times it chooses the same token.
 
     The compiled graph runs in the sessions that `load` opens, with the target's options, and is captured and replayed
-    where it will be. Only for the CPU its weights stay mapped, as they may be larger than the memory, and its first
+    as it will be later. Only for the CPU its weights stay mapped, as they may be larger than the memory, and its first
     call reads prompts of different lengths, with padding.
 
-    Raises CompileError where they agree too rarely. How close a quantized model is, is for the divergence to say.
+    Raises CompileError if they agree too rarely. The divergence says how close a quantized model is.
     """
     source = plan.source
     rows = min(plan.batch_size or 2, 2)
@@ -138,7 +138,7 @@ class _Published:
 
 
 def _own_tokens(plan: CompilePlan, prompt: Array, prompt_lengths: Array) -> list[list[Array]]:
-    """For each of `_PARAMETERS` the tokens [rows] that the portable graph chooses behind `prompt`, step by step."""
+    """For each of `_PARAMETERS` the tokens [rows] that the portable graph chooses after `prompt`, step by step."""
     portable = _runner(plan, plan.source.path, weights_mapped=True)
     rows, width = prompt.shape
     wanted = []
@@ -163,6 +163,6 @@ def _runner(plan: CompilePlan, folder: Path, *, weights_mapped: bool) -> GraphRu
 
 
 def _chosen(results: Mapping[str, Array]) -> Array:
-    """[rows]: the tokens of one step, or the argmax where the graph returns logits."""
+    """[rows]: the tokens of one step, or the argmax if the graph returns logits."""
     chosen: Array = results["next_ids"][:, 0] if "next_ids" in results else results["logits"].argmax(-1)
     return chosen

@@ -6,9 +6,9 @@ so the first transpose moves after them, to meet the second. Each remaining pair
 step for nothing; onnxscript's MaterializeReshapeShape stops at two symbolic axes, and the hidden states of a decode
 graph have two, B and S.
 
-One matrix product makes queries, keys and values, and the operator takes its result whole, so nothing has to be cut.
-onnxscript's PackedQKVForGQAFusion drops the attributes scale and local_window_size, and does not take biases. On CUDA,
-the operator also applies the norms of queries and keys.
+A single matrix product makes queries, keys and values, and the operator takes its result whole, so nothing has to be
+cut. onnxscript's PackedQKVForGQAFusion drops the attributes scale and local_window_size, and does not take biases. On
+CUDA, the operator also applies the norms of queries and keys.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ _NORMS = ("SimplifiedLayerNormalization", "LayerNormalization", "RMSNormalizatio
 
 
 def remove_head_transposes(model: ir.Model) -> bool:
-    """Move transposes of [B, S, heads, D] behind what reads heads either way, and drop those that cancel; in place.
+    """Move transposes of [B, S, heads, D] after nodes that read heads either way, and drop those that cancel; in place.
 
-    1. A norm over D, a RotaryEmbedding and a Split of D read what was transposed; their results are transposed.
+    1. A norm over D, a RotaryEmbedding and a Split of D read the value before the transpose; their results are
+       transposed.
     2. A transpose of a transposed value goes.
-    3. Outputs of the graph stay what they are, and so does what computes them.
+    3. Outputs of the graph stay as they are, and so do the nodes that compute them.
 
     Heads and D have recorded sizes. Returns whether anything changed.
     """
@@ -60,7 +61,8 @@ def _is_swap(node: ir.Node) -> bool:
 
 
 def _swapped(value: ir.Value | None) -> ir.Value | None:
-    """What `value` [B, heads, S, D] was transposed from, [B, S, heads, D] with known heads and D; else None."""
+    """The source of the transpose that gives `value` [B, heads, S, D]: [B, S, heads, D] with known heads and D; else
+    None."""
     node = producer(value)
     if node is None or not _is_swap(node):
         return None
@@ -113,9 +115,9 @@ def _rotated(node: ir.Node, source: ir.Value) -> ir.Value:
 def simplify_reshapes(model: ir.Model) -> bool:
     """Merge chains of reshapes, drop those that change nothing and give the rest a constant target; in place.
 
-    1. Of two reshapes in a row, the second reads what the first read: only the last shape counts.
+    1. Of two reshapes in a row, the second reads the input of the first: only the last shape counts.
     2. A reshape to the shape that its input has already goes.
-    3. A computed target becomes a constant where at most one of its axes is neither known nor the input's.
+    3. A computed target becomes a constant if at most one of its axes is neither known nor the input's.
 
     Only recorded shapes are trusted: a reshape whose shapes are unknown stays. Returns whether anything changed.
     """
@@ -128,7 +130,7 @@ def simplify_reshapes(model: ir.Model) -> bool:
 
 
 def _skip_earlier_reshape(graph: ir.Graph, node: ir.Node) -> bool:
-    """Read what an earlier reshape read: only the last shape counts. A 0 in the old target meant an axis of the
+    """Read the input of an earlier reshape: only the last shape counts. A 0 in the old target meant an axis of the
     earlier one's result, so the target is named anew."""
     source = node.inputs[0]
     earlier = producer(source)
@@ -173,12 +175,12 @@ def _set_target(graph: ir.Graph, node: ir.Node, sizes: list[int]) -> None:
 
 
 def _known(value: ir.Value) -> bool:
-    """True where every axis has a size or a name: two unnamed axes are not known to be equal."""
+    """Whether every axis has a size or a name: two unnamed axes are not known to be equal."""
     return value.shape is not None and all(isinstance(dim, int) or dim.value is not None for dim in value.shape)
 
 
 def _relative_sizes(source: ir.Value, result: ir.Value) -> list[int] | None:
-    """The sizes of `result` as a reshape of `source` would name them, or None where more than one is unknown."""
+    """The sizes of `result` as a reshape of `source` would name them, or None if more than one is unknown."""
     if source.shape is None or result.shape is None:
         return None
     sizes = []
@@ -195,8 +197,8 @@ def _relative_sizes(source: ir.Value, result: ir.Value) -> list[int] | None:
 def pack_qkv(model: ir.Model) -> bool:
     """Give each GroupQueryAttention the value that its queries, keys and values were cut from; in place.
 
-    1. The three are a Split or Slices of one value, in order, and all of it.
-    2. All of them have a constant bias added, or none; the biases become one, added before.
+    1. The three are a Split or Slices of the same value, in order, and all of it.
+    2. All of them have a constant bias added, or none; the biases are joined and added before.
 
     Returns whether anything changed.
     """
@@ -237,7 +239,7 @@ def _is_vector(bias: ir.Value, part: _Part) -> bool:
 
 
 def _covers(parts: list[_Part]) -> bool:
-    """True where the parts are all of one value, one behind the other, and either all or none have a bias."""
+    """Whether the parts are all of the same value, in order, and either all or none have a bias."""
     source = parts[0].source
     edges = [0, *(part.stop for part in parts)]
     return (
@@ -276,7 +278,7 @@ def absorb_qk_norms(model: ir.Model) -> bool:
     """Give each GroupQueryAttention the norms before its queries and keys; in place. Returns whether anything changed.
 
     1. The attention rotates by itself (see rope_into_attention): it norms before that, as models with such norms do.
-    2. Both norms are RMS norms over whole heads, between a reshape that splits the heads and one that merges them.
+    2. Both norms are RMS norms over whole heads, between a reshape that splits the heads and another that merges them.
     3. Both have the same epsilon.
     """
     modified = False
@@ -306,6 +308,6 @@ def _norm(value: ir.Value | None) -> _Norm | None:
 
 
 def _reshape(value: ir.Value | None) -> ir.Node | None:
-    """The reshape that gives `value`, if one does."""
+    """The reshape that gives `value`, if there is any."""
     node = producer(value)
     return node if node is not None and node.op_type == "Reshape" else None

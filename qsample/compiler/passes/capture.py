@@ -48,7 +48,7 @@ def host_nodes(graph: ir.Graph) -> set[ir.Node]:
 
 
 def host_data(graph: ir.Graph) -> list[str]:
-    """Where a value from the host is data on the device: "OPERATOR NODE takes VALUE"."""
+    """The uses of values from the host as data on the device: "OPERATOR NODE takes VALUE"."""
     host = _host_values(graph)
     return [
         f"{node.op_type} {node.name} takes {value.name}"
@@ -90,10 +90,10 @@ def remove_host_copies(model: ir.Model, limit: int) -> bool:
 
 
 def cut_splits(model: ir.Model) -> bool:
-    """Cut what a Split into unequal parts gives out by Slices, in place: CUDA's Split copies the sizes from the host in
+    """Replace a Split into unequal parts by Slices, in place: CUDA's Split copies the sizes from the host in
     each run, unless there are three along the last axis. Returns whether there was one.
 
-    One part is cut by a Gather: ONNX Runtime would make a Split of Slices alone.
+    A Gather cuts the smallest of them: ONNX Runtime would make a Split of Slices alone.
     """
     graph = model.graph
     splits = [node for node in graph if node.op_type == "Split" and len(node.inputs) > 1]
@@ -132,14 +132,14 @@ def fix_total_length(model: ir.Model, capacity: int) -> bool:
 
 
 class _Host(NamedTuple):
-    """values: what is computed on the host. nodes: the nodes that do it."""
+    """values: those that are computed on the host. nodes: the nodes that do it."""
 
     values: set[ir.Value | None]
     nodes: set[ir.Node]
 
 
 def _host_values(graph: ir.Graph) -> _Host:
-    """Shapes, and what is computed from them and constants alone.
+    """Shapes, and the values that are computed from them and constants alone.
 
     As ONNX Runtime places it: a node whose kernel for the device reads its input on the host runs on the device.
     """
@@ -189,7 +189,7 @@ def _number(before: ir.Node, value: ir.Value, limit: int) -> ir.Value:
 
 
 def _behind(value: ir.Value) -> ir.Node:
-    """The node before which what follows from `value` has to be put."""
+    """The node right after the producer of `value`."""
     producer = value.producer()
     assert producer is not None
     assert producer.graph is not None
@@ -222,7 +222,7 @@ _GELU: Final = {"none": "Gelu", "tanh": "FastGelu"}
 
 
 def lower_opset(model: ir.Model, opset: int) -> bool:
-    """Declare `model` to be of `opset`, in place, and rewrite what that opset writes differently.
+    """Declare `model` to be of `opset`, in place, and rewrite the operators that the opset writes differently.
 
     Returns whether it was of another one. Raises CompileError for an operator, or an attribute of one, that the opset
     does not have.
@@ -256,5 +256,5 @@ def _lower(node: ir.Node, opset: int) -> None:
     if unknown:
         raise CompileError(
             f"{node.op_type} {node.name} has {', '.join(unknown)}, which opset {opset} lacks, and this provider takes "
-            "no newer one"
+            "no newer opset"
         )

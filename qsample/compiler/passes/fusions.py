@@ -1,4 +1,4 @@
-"""Fuses a graph into ONNX Runtime's own operators for one provider, and joins its matrix products.
+"""Fuses a graph into ONNX Runtime's own operators for a provider, and joins its matrix products.
 
 This is the only module that uses transformers' private fusion passes, which is why transformers is pinned to 5.23. If
 it is not installed, onnxscript's fusions of norms, activations and transposed products run instead, which is all that
@@ -6,9 +6,9 @@ a decode graph is left to gain from; transformers' also cover attention that a m
 onnxscript's optimizer, which takes a number for 0 within 1e-8 and for 1 within 1e-5 and drops additions and products
 with it: a norm's eps, a scale close to 1, the factor below 1 of the sampler's draw. These numbers are hidden from it.
 
-Query, key and value projections become one MatMul, gate and up another: fewer and longer kernels. Quantized weights,
-the operands of MatMulNBits, are joined as they are. The joint matrix is put together when it is read, so that weights
-stay mapped from their files; ONNX Runtime's own fusion would read them.
+Query, key and value projections become a single MatMul, gate and up another: fewer and longer kernels. Quantized
+weights, the operands of MatMulNBits, are joined as they are. The joint matrix is put together when it is read, so that
+weights stay mapped from their files; ONNX Runtime's own fusion would read them.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ _FUSIONS: Final[tuple[Callable[[ir.Model], Any], ...]] = (
     fuse_gelu,
     fuse_bias_gelu,
 )
-# What onnxscript's patterns take for a number, unless they say otherwise.
+# The tolerances of numbers in onnxscript's patterns, unless they give others.
 _RELATIVE, _ABSOLUTE = 1e-5, 1e-8
 
 
 def fuse_operators(model: ir.Model, provider: str) -> bool:
-    """Fuse norms, skip-norms, rotary embeddings and projections of one input, in place. Returns whether the graph has
-    other nodes than before.
+    """Fuse norms, skip-norms, rotary embeddings and projections of the same input, in place. Returns whether the graph
+    has other nodes than before.
 
     provider: one of FUSION_PROVIDERS; ValueError otherwise.
     """
@@ -110,7 +110,7 @@ def _near_numbers_hidden(model: ir.Model) -> Iterator[None]:
 
 
 def _near_number(value: ir.Value) -> Array | None:
-    """The number of a scalar that the optimizer would take for another one; None for any other value."""
+    """The number of a scalar that the optimizer would take for 0 or 1; None for any other value."""
     if value.dtype is None or not value.dtype.is_floating_point() or value.shape is None or len(value.shape):
         return None
     number = constant(value)
@@ -123,11 +123,11 @@ def _near_number(value: ir.Value) -> Array | None:
 def replace_gemms(model: ir.Model) -> bool:
     """Turn each Gemm by a constant matrix into MatMul and Add, in place. Returns whether there was one.
 
-    A MatMul keeps [B, S, N] as it is where a Gemm needs flattened rows, and weight quantization reads only MatMuls.
+    A MatMul keeps [B, S, N] as it is, but a Gemm needs flattened rows, and weight quantization reads only MatMuls.
 
     1. The Gemm neither scales nor transposes, its weight is an initializer, its input and output have recorded shapes,
        and the output is none of the graph.
-    2. Where a reshape flattens the states before it, the MatMul reads them unflattened, unless what is added to its
+    2. If a reshape flattens the states before it, the MatMul reads them unflattened, unless what is added to its
        result is flattened, too.
     """
     modified = False
@@ -150,7 +150,7 @@ def _is_plain(node: ir.Node) -> bool:
 
 
 def _matmul(node: ir.Node) -> ir.Value:
-    """What `node` computes, [rows, N], from the states before they were flattened where a reshape did that."""
+    """The result of `node`, [rows, N], from the states before a reshape flattened them, if one did."""
     source, weight, bias, *_ = [*node.inputs, None]
     result = node.outputs[0]
     assert node.graph is not None
@@ -177,7 +177,8 @@ _FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16)
 
 
 class _Projection(NamedTuple):
-    """A MatMul by a constant [K, N] or a MatMulNBits. kind: those of one can be joined. operands: its constants."""
+    """A MatMul by a constant [K, N] or a MatMulNBits. kind: projections of the same kind can be joined. operands: its
+    constants."""
 
     node: ir.Node
     output_size: int
@@ -186,13 +187,13 @@ class _Projection(NamedTuple):
 
 
 def join_projections(model: ir.Model) -> bool:
-    """Join the projections that read one value, in place: in `model`'s graph, and within the body of a Scan, whose
+    """Join the projections that read the same value, in place: in `model`'s graph, and within the body of a Scan, whose
     weights are constants of `model`'s graph. Returns whether there were any.
 
     1. MatMuls by initializers [K, N] are joined if their dtype is one.
     2. MatMulNBits are joined if bits, block size, accuracy and dtype are; a MatMulNBits without zero points gets them
        if another has them.
-    3. MatMulNBits that read a value's columns in one order (act-order) read the same Gather first.
+    3. MatMulNBits that read a value's columns in the same order (act-order) read the same Gather first.
     """
     graph, modified = model.graph, _share_orders(model.graph)
     parts = (graph, *graph.subgraphs())
@@ -210,7 +211,7 @@ def join_projections(model: ir.Model) -> bool:
 
 
 def _share_orders(graph: ir.Graph) -> bool:
-    """Let projections with one order of one value's columns, as act-order makes it, read the same Gather."""
+    """Let projections with the same order of a value's columns, as act-order makes it, read the same Gather."""
     modified = False
     first: defaultdict[Hashable, list[tuple[ir.Node, Array]]] = defaultdict(list)
     for node in list(graph):
@@ -283,7 +284,7 @@ def _weight(graph: ir.Graph, name: str, siblings: list[_Projection]) -> list[ir.
 
 
 def _quantized_operands(graph: ir.Graph, name: str, siblings: list[_Projection]) -> list[ir.Value]:
-    """Blocks, scales and, where one of them has any, zero points: a row of the joint matrix is one of a part's."""
+    """Blocks, scales and, if any of them has these, zero points: a row of the joint matrix is a row of a part."""
     joined = [
         _joined(graph, f"{name}_{kind}", [sibling.operands[index] for sibling in siblings], axis=0)
         for index, kind in enumerate(("blocks", "scales"))

@@ -22,7 +22,7 @@ HALF_DTYPES: Final = ("float16", "bfloat16")
 _WITHOUT_BFLOAT16: Final = ("Pad", "TopK")
 # Operators over the states of recurrent layers, and which of their inputs are such a state or decide its future.
 _RECURRENCES: Final = {"LinearAttention": (3, 4, 5), "CausalConvWithState": (3,)}
-# What may stand between such an input and the products that it comes from.
+# The operators that may stand between such an input and the products that it comes from.
 _ELEMENTWISE: Final = (
     *("Add", "Cast", "Clip", "Div", "Exp", "Greater", "Identity", "Mul", "Neg", "Sigmoid", "Softplus", "Sub", "Where"),
     *("Concat", "GatherElements", "Reshape", "Slice", "Unsqueeze"),
@@ -30,12 +30,13 @@ _ELEMENTWISE: Final = (
 
 
 def convert_to_half(model: ir.Model, dtype: str, states: Collection[str]) -> bool:
-    """Convert every weight and hidden value of `model`, and the inputs in `states`, to `dtype`, one of HALF_DTYPES.
+    """Convert every weight and hidden value of `model`, and the inputs in `states`, to `dtype`, a member of
+    HALF_DTYPES.
 
     1. `model` is a decode graph up to its logits. They stay float32.
-    2. Values that the positions alone decide stay float32, and are cast where others read them.
-    3. So do recurrences, and what decides their states and decays.
-    4. Weights are converted one at a time, when the model is saved.
+    2. Values that the positions alone decide stay float32, and are cast for others that read them.
+    3. So do recurrences, and the values that decide their states and decays.
+    4. Weights are converted in turn, when the model is saved.
 
     In place. Returns whether anything else was float32.
     """
@@ -143,7 +144,7 @@ def _rounded(graph: ir.Graph, value: ir.Value, half: ir.DataType) -> ir.Value:
 
 
 def _cast(value: ir.Value, dtype: ir.DataType) -> ir.Value:
-    """`value` as `dtype`, right behind where it is computed."""
+    """`value` as `dtype`, right after it is computed."""
     node = ir.node("Cast", [value], attributes={"to": dtype})
     node.outputs[0].shape, node.outputs[0].dtype = value.shape, dtype
     producer = value.producer()
@@ -154,7 +155,7 @@ def _cast(value: ir.Value, dtype: ir.DataType) -> ir.Value:
 
 
 def _run_in_float32(node: ir.Node, half: ir.DataType) -> None:
-    """Cast what `node` reads to float32, and its results back: exact, where it only chooses or moves values."""
+    """Cast the inputs of `node` to float32, and its results back: exact, because it only chooses or moves values."""
     assert node.graph is not None
     for index, value in enumerate(node.inputs):
         if value is not None and value.dtype == half:

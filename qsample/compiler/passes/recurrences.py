@@ -21,7 +21,7 @@ def branch_where_rows_begin(model: ir.Model) -> bool:
 
     1. A recurrence is a LinearAttention whose state, an input of the graph, is replaced by 0 for some rows, in a Where
        that nothing else reads. Both move into one side of an If, the operator alone into the other.
-    2. A row begins where its length is 0 and it runs. What the others' states are makes no difference there.
+    2. A row begins if its length is 0 and it runs. The states of other rows make no difference then.
 
     Returns whether there was one.
     """

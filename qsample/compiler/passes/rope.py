@@ -27,7 +27,7 @@ from qsample.tensors import Array
 
 _AXES: Final = {BATCH: 2, SEQUENCE: 3}  # for trying things out
 _NUMBERS: Final = 2039  # a prime; float16 holds integers up to 2,048
-_MOST_NODES: Final = 24  # of a `turn`; what is longer is none
+_MOST_NODES: Final = 24  # of a `turn`; a longer chain is none
 
 
 class _Rotation(NamedTuple):
@@ -46,7 +46,7 @@ def fuse_rope(model: ir.Model) -> bool:
     1. A rotation is x * cos + turn(x) * sin, with x [B, heads, S, size], and cos and sin [B, 1, S, size].
     2. turn(x) is (-b, a) for each pair (a, b) of x: neighbours, or numbers half a size apart.
     3. Positions alone decide cos and sin, and both of a pair have the same.
-    4. Where x is the first part of each head, and the rest is only put behind it, the node takes whole heads.
+    4. If x is the first part of each head, and the rest is only appended to it, the node takes whole heads.
     """
     content = _content(model.graph)
     angles: dict[tuple[ir.Value, ir.Value, bool], list[ir.Value]] = {}
@@ -68,7 +68,7 @@ def fuse_rope(model: ir.Model) -> bool:
 
 
 def _rotate(node: ir.Node, x: ir.Value, angles: Sequence[ir.Value | None], attributes: Mapping[str, Any]) -> None:
-    """Replace `node`, which rotates `x`, and what puts the result back into heads, by a RotaryEmbedding."""
+    """Replace `node`, which rotates `x`, and the nodes that put the result back into heads, by a RotaryEmbedding."""
     last, whole = _whole_heads(node, x)
     assert whole.shape is not None
     merged = {**attributes, "num_heads": whole.shape[1]}
@@ -89,7 +89,7 @@ def _is_of_a_part(node: ir.Node) -> bool:
 
 
 def _content(graph: ir.Graph) -> set[ir.Value]:
-    """What depends on more than the positions of the tokens: on token ids, or on what the cache holds."""
+    """The values that depend on more than the positions of the tokens: on token ids, or on the cache."""
     content = {value for value in graph.inputs if value.name != LENGTHS.name}
     for node in graph:
         if node.op_type != "Shape" and not content.isdisjoint(reads(node)):
@@ -114,7 +114,7 @@ def _rotation(model: ir.Model, node: ir.Node, content: set[ir.Value]) -> _Rotati
 
 
 def _product(value: ir.Value | None, content: set[ir.Value]) -> tuple[ir.Value, ir.Value] | None:
-    """(states, angles) where `value` is their product."""
+    """(states, angles) if `value` is their product."""
     node = producer(value)
     if node is None or node.op_type != "Mul":
         return None
@@ -177,7 +177,7 @@ def _split(angles: Array, *, interleaved: bool) -> tuple[Array, Array]:
 
 
 def _whole_heads(node: ir.Node, x: ir.Value) -> tuple[ir.Node, ir.Value]:
-    """The last node of the rotation, and what it is a rotation of: where `x` is the first part of each head and `node`
+    """The last node of the rotation, and the value that it rotates: if `x` is the first part of each head and `node`
     is put in front of the rest, that and the whole heads."""
     part, uses = part_of(x), node.outputs[0].uses()
     user = next(iter(uses))[0] if len(uses) == 1 else None
@@ -193,7 +193,8 @@ def _whole_heads(node: ir.Node, x: ir.Value) -> tuple[ir.Node, ir.Value]:
 
 
 def _angles(before: ir.Node, rotation: _Rotation) -> list[ir.Value]:
-    """RotaryEmbedding's further inputs: [B, S] rows of the two tables behind it, [B * S, size / 2]: a token each."""
+    """RotaryEmbedding's further inputs: [B, S] rows of the two tables that follow it, [B * S, size / 2]: a token
+    each."""
     assert before.graph is not None
     assert rotation.x.shape is not None
     batch, _, length, size = rotation.x.shape
@@ -229,7 +230,7 @@ _TOLERANCE: Final = 1e-6
 
 
 def absorb_rope(model: ir.Model, capacity: int) -> bool:
-    """Let each GroupQueryAttention rotate its queries and keys where the graph does it by position; in place.
+    """Let each GroupQueryAttention rotate its queries and keys if the graph does it by position; in place.
 
     1. Queries and keys come from RotaryEmbedding nodes over merged heads, both with the same cosines and sines.
     2. The head size and the rotated part of it are multiples of 16, as the operator takes them.
@@ -273,7 +274,7 @@ class _Rotary(NamedTuple):
 
 
 def _rotary(value: ir.Value | None) -> _Rotary | None:
-    """The rotation that made `value`, if it is one over merged heads with nothing else about it."""
+    """The rotation that made `value`, if it is a plain rotation of merged heads."""
     node = producer(value)
     if node is None or not is_contrib(node, "RotaryEmbedding"):
         return None
@@ -302,7 +303,7 @@ def _rotate_inside(node: ir.Node, query: _Rotary, key: _Rotary, tables: tuple[ir
 
 
 def _tables(model: ir.Model, angles: tuple[ir.Value | None, ...], capacity: int) -> tuple[ir.Value, ir.Value] | None:
-    """Initializers [T, rotary_size / 2] with the cosines and sines of positions 0 to T - 1; None where those of the
+    """Initializers [T, rotary_size / 2] with the cosines and sines of positions 0 to T - 1; None if those of the
     graph depend on anything but the position."""
     compute = _position_angles(model, angles)
     if compute is None:
@@ -326,7 +327,7 @@ def _tables(model: ir.Model, angles: tuple[ir.Value | None, ...], capacity: int)
 
 @dataclass(frozen=True, slots=True)
 class _PositionAngles:
-    """The part of a graph that computes the angles of its tokens. most_rows: 1 where the graph's batch is fixed at
+    """The part of a graph that computes the angles of its tokens. most_rows: 1 if the graph's batch is fixed at
     that."""
 
     part: GraphPart
@@ -340,7 +341,7 @@ class _PositionAngles:
 
 
 def _position_angles(model: ir.Model, angles: tuple[ir.Value | None, ...]) -> _PositionAngles | None:
-    """None where hidden states, and not the positions alone, decide the angles."""
+    """None if hidden states, and not the positions alone, decide the angles."""
     wanted = [value for value in angles if value is not None]
     lengths = inputs_of(wanted).get(LENGTHS.name)
     if lengths is None or any(node.domain == CONTRIB_DOMAIN for node in ancestors(wanted)):

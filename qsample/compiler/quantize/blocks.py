@@ -1,4 +1,5 @@
-"""Weights in blocks as initializers of a graph, computed when the graph is saved; and what was quantized of it."""
+"""Weights in blocks as initializers of a graph, computed when the graph is saved; and the report of a graph's
+quantization."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ _FLOATS: Final = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 
 
 class NewestResult:
-    """The levels that were computed last: those of one weight are several initializers, saved in a row."""
+    """The levels that were computed last: those of a weight are several initializers, saved in a row."""
 
     def __init__(self) -> None:
         self._compute: Callable[[], Levels] | None = None
@@ -36,7 +37,7 @@ class NewestResult:
 
 
 class QuantizedWeight:
-    """A constant matrix, or one of each expert, in blocks, and the initializers that hold it.
+    """A constant matrix, or the same matrix of each expert, in blocks, and the initializers that hold it.
 
     Attributes:
         tensor: the float weights.
@@ -104,7 +105,7 @@ class QuantizedWeight:
             zero_points: of the zero points, uint8, in as many bits as levels; None = a byte each, like the scales.
 
         Returns:
-            Levels, scales and zero points; None for the last if levels are symmetric around the middle one.
+            Levels, scales and zero points; None for the last if levels are symmetric around the middle level.
         """
         prefix = "" if zero_points is not None else "block_"
         found: list[ir.Value | None] = [
@@ -166,7 +167,7 @@ def added_up(weights: Iterable[QuantizedWeight]) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class QuantizationReport:
-    """What was quantized, and what was not.
+    """The quantized weights of a graph, and those that stayed float.
 
     Attributes:
         matrices: how many, without those of experts.

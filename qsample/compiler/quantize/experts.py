@@ -3,8 +3,8 @@
 Experts that no MoE takes, because of their gate, are looked up by GatherBlockQuantized: the weights of each row's
 expert are made float again, and multiplied by as before.
 
-Levels are computed when the graph is saved, one expert after another; those of one matrix of all experts of a layer are
-in memory then.
+Levels are computed when the graph is saved, expert by expert; those of a matrix of all experts of a layer are in memory
+then.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ def quantize_experts(
 ) -> bool:
     """Quantize the experts of `model`, in place.
 
-    block_sizes: those that the device's QMoE takes. Of them the largest is taken that divides the inputs and is at most
-    `quantization.block_size`, or else the smallest that divides them; where it does not divide the hidden units, zeros
-    are added to them, which changes no result. Experts whose inputs none divides stay float.
+    block_sizes: those that the device's QMoE takes. Experts get the largest that divides the inputs and is at most
+    `quantization.block_size`, or else the smallest that divides them; if it does not divide the hidden units, zeros
+    are added to them, which changes no result. Experts whose inputs no size divides stay float.
 
     Returns whether there were any; `quantization_report` has the figures.
     """
@@ -91,7 +91,7 @@ def _mixture(
     if chosen is None:
         return None
     way = replace(quantization, block_size=chosen)
-    # One block a row would be read as a row of another layout if zero points are packed.
+    # A single block a row would be read as a row of another layout if zero points are packed.
     padded = max(-(-size // chosen), 2 if _packs_zero_points(way) else 1) * chosen
     first = QuantizedWeight(fc1, way, newest, outputs_first=True, rows=2 * padded)
     second = QuantizedWeight(fc2, way, newest, outputs_first=True, columns=padded)
@@ -135,8 +135,7 @@ def _packs_zero_points(quantization: WeightQuantization) -> bool:
 
 
 def _block_size(hidden: int, size: int, quantization: WeightQuantization, block_sizes: Collection[int]) -> int | None:
-    """One that divides both, if there is one, else one that divides `hidden`; the nearest to what is asked for, smaller
-    ones first."""
+    """A size that divides both, or else `hidden` alone; the nearest to that of the options, smaller sizes first."""
     asked = quantization.block_size
     least = 2 if _packs_zero_points(quantization) else 1  # blocks a row
     nearest = sorted(block_sizes, key=lambda block: (block > asked, abs(block - asked)))
@@ -146,7 +145,7 @@ def _block_size(hidden: int, size: int, quantization: WeightQuantization, block_
 
 
 def _padded_bias(graph: ir.Graph, bias: ir.Value, columns: int) -> ir.Value:
-    """The constant [E, N] with zeros behind each row, up to `columns`."""
+    """The constant [E, N] with zeros after each row, up to `columns`."""
     tensor = bias.const_value
     assert tensor is not None
     assert bias.dtype is not None
@@ -164,11 +163,11 @@ def _padded_bias(graph: ir.Graph, bias: ir.Value, columns: int) -> ir.Value:
 def _lookup(
     node: ir.Node, quantization: WeightQuantization, newest: NewestResult, quantized: dict[ir.Value, QuantizedWeight]
 ) -> int | None:
-    """Turn a lookup of experts' matrices into one of their levels; arguments and result as those of `_mixture`."""
+    """Turn a lookup of experts' matrices into a lookup of their levels; arguments and result as those of `_mixture`."""
     weights = moe.gather_of_weights(node)
     if weights is None:
         return None
-    # The inputs are what a MatMul sums over: the last axis of its first operand, the first of its second.
+    # The inputs are the axis that a MatMul sums over: the last axis of its first operand, the first of its second.
     inputs_first = any(user.op_type == "MatMul" and index == 1 for user, index in node.outputs[0].uses())
     assert weights.const_value is not None
     experts, *sizes = (int(dim) for dim in weights.const_value.shape.numpy())

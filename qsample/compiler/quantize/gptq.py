@@ -40,7 +40,7 @@ _SHRINKS: Final = tuple(1 - 0.05 * step for step in range(5))  # of a block's ra
 
 def gptq(weight: Array, moments: Array, quantization: WeightQuantization) -> Levels:
     """weight: [K, N] of float32 or float16, K a multiple of the block size. moments: [K, K] float64, the sum of x xᵀ
-    over inputs x. Returns what `methods.quantize_matrix` returns; scales have the weight's dtype."""
+    over inputs x. Returns the same as `methods.quantize_matrix`; scales have the weight's dtype."""
     import torch
 
     size, bits = quantization.block_size, quantization.bits
@@ -94,7 +94,7 @@ def _inverse_root(moments: Array) -> Tensor:
 def _grid(blocks: Tensor, bits: int) -> tuple[Any, Any]:
     """Scale and zero point, [N] each, for `blocks` [N, size]: of the ranges tried, that with the least squared error.
 
-    A zero point is a level itself, so a range reaches to 0 where all weights have one sign.
+    A zero point is a level itself, so a range reaches to 0 if all weights have the same sign.
     """
     import torch
 
@@ -129,8 +129,8 @@ class Wanted(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """What to run a graph on. sequences: token ids, [n] int64 each. axes: the sizes of the graph's other named axes.
-    folder: a scratch folder that outlives the levels. progress: called with the fraction done."""
+    """The inputs that a graph is run on. sequences: token ids, [n] int64 each. axes: the sizes of the graph's other
+    named axes. folder: a scratch folder that outlives the levels. progress: called with the fraction done."""
 
     sequences: Sequence[Array]
     axes: Mapping[str, int]
@@ -141,7 +141,7 @@ class Calibration:
 def calibrated_levels(model: ir.Model, matrices: Sequence[Wanted], calibration: Calibration) -> dict[ir.Value, Levels]:
     """The levels of each of `matrices`, all in `model`'s own graph, mapped from files. `model` stays as it is.
 
-    Raises PackageError, before the work, where the scratch folder's disk has no room for it and the package behind it.
+    Raises PackageError, before the work, if the scratch folder's disk has no room for it and the package after it.
     """
     check_free(calibration.folder, _disk_bytes(matrices, calibration.sequences), "fitting the weights to the text")
     walk = _Walk(model, matrices, calibration)
@@ -159,7 +159,7 @@ def calibrated_levels(model: ir.Model, matrices: Sequence[Wanted], calibration: 
 class _Walk:
     """A graph that is run part by part.
 
-    groups: the matrices by what they multiply, in the order in which that is computed.
+    groups: the matrices by the value that they multiply, in the order in which the values are computed.
     """
 
     def __init__(self, model: ir.Model, matrices: Sequence[Wanted], calibration: Calibration) -> None:
@@ -176,7 +176,7 @@ class _Walk:
         self._position = 0
         self._quantized: dict[ir.Value, tuple[Wanted, Levels]] = {}
         self._names = count()
-        self._held: dict[ir.Value, list[Path]] = {}  # what later parts read, for each sequence
+        self._held: dict[ir.Value, list[Path]] = {}  # values that later parts read, for each sequence
 
     def inputs_of(self, value: ir.Value) -> Array:
         """The moments [K, K] float64 of `value`, over all tokens of all sequences."""
@@ -217,7 +217,7 @@ class _Walk:
         return array
 
     def _run(self, nodes: Sequence[ir.Node], value: ir.Value) -> None:
-        """Compute what `nodes` compute for later ones, and `value`; and let go what no later one reads."""
+        """Compute the outputs of `nodes` that later nodes read, and `value`; drop those that no later node reads."""
         later = {read for node in self._nodes[self._position :] for read in reads(node)} | {value}
         made = {output for node in nodes for output in node.outputs}
         wanted = [output for node in nodes for output in node.outputs if output in later]
@@ -264,8 +264,8 @@ class _Walk:
 
 
 def _disk_bytes(matrices: Sequence[Wanted], sequences: Sequence[Array]) -> int:
-    """What lies on the disk at once, about: all levels, beside what two parts hand on of each token, which is a
-    residual and the input of a matrix; and later, in place of that, the package and what it is written from."""
+    """The bytes on the disk at once, about: all levels, plus the values that two parts hand on for each token,
+    a residual and the input of a matrix; and later, in place of these, the package and its source."""
     levels, inputs = 0, [0]
     for wanted in matrices:
         assert wanted.value.const_value is not None

@@ -1,7 +1,7 @@
 """Quantizes the cache of keys and values to int8.
 
 A key or value x of channel c is held as round(x / scale[c]), with scale[c] fixed at compile time: GroupQueryAttention
-quantizes what it writes and reads it back by itself. A quarter of float32's memory, and of its traffic a step.
+quantizes new keys and values and reads them back by itself. A quarter of float32's memory, and of its traffic a step.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from qsample.graph.gqa import Slot, attentions, set_inputs
 from qsample.interface import Interface
 from qsample.tensors import Array
 
-# Room above the largest value measured. What still lies beyond is clipped; the divergence shows whether that matters.
+# Room above the largest value measured. Larger values are clipped; the divergence shows whether that matters.
 _MARGIN: Final = 1.2
 _LARGEST: Final = 127
 _ROWS: Final = 4

@@ -21,7 +21,7 @@ from qsample.tensors import Array
 _AT_ONCE: Final = 2**22  # weights that are looked at together
 
 Levels = tuple[Array, Array, Array]
-"""Blocks, scales and zero points of one matrix, or of the same matrix of several experts."""
+"""Blocks, scales and zero points of a matrix, or of the same matrix of several experts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class WeightQuantization:
 
     Attributes:
         bits: 4 or 8.
-        block_size: weights of one row that share a scale, one of BLOCK_SIZES.
+        block_size: weights of a row that share a scale, a member of BLOCK_SIZES.
         method: a name in METHODS.
         mixed: whether the matrices that `weights.sensitive_products` names get 8 bits.
     """
@@ -48,12 +48,12 @@ class WeightQuantization:
 
     @property
     def symmetric(self) -> bool:
-        """Whether levels are symmetric around the middle one, so that no zero points are stored."""
+        """Whether levels are symmetric around the middle level, so that no zero points are stored."""
         return METHODS[self.method].symmetric
 
 
 def quantize_matrix(weight: Array, quantization: WeightQuantization) -> Levels:
-    """Quantize one matrix.
+    """Quantize a matrix.
 
     Args:
         weight: [K, N] of float32, float16 or bfloat16, K a multiple of the block size.
@@ -100,8 +100,8 @@ def _round_to_nearest(weight: Array, quantization: WeightQuantization) -> Levels
 
 
 def _keep_exact_blocks(weight: Array, block_size: int, blocks: Array, scales: Array) -> None:
-    """Put levels and scales into `blocks` and `scales`, in place, where some lose nothing: where all weights of a block
-    are less than 128 steps of a power of two. MXFP4's are (OCP Microscaling Formats 1.0): 12 halves of their scale at
+    """Put levels and scales into `blocks` and `scales`, in place, for blocks that lose nothing: those whose weights are
+    all less than 128 steps of a power of two. MXFP4's are (OCP Microscaling Formats 1.0): 12 halves of their scale at
     most."""
     inputs, outputs = weight.shape
     all_levels, all_scales = blocks.reshape(outputs, -1), scales.reshape(outputs, -1)
@@ -165,9 +165,9 @@ def _on_grids(
 ) -> Levels:
     """The nearest levels of `blocks` [n, size] on the grids that a library found, [n, 1] each.
 
-    Its grid misses a block where the weights have one sign and lie far from 0, because a zero point is a level itself;
-    where all weights are one number; and where they are small: hqq's smallest step is 1 / 20,000. Such a block gets a
-    grid from its smallest weight, or 0, to its largest.
+    Its grid misses a block if the weights have the same sign and are far from 0, because a zero point is a level
+    itself; if all weights are the same number; and if they are small: hqq's smallest step is 1 / 20,000. Such a block
+    gets a grid from its smallest weight, or 0, to its largest.
     """
     bits, largest = quantization.bits, 2**quantization.bits - 1
     low, high = np.minimum(blocks.min(-1, keepdims=True), 0), np.maximum(blocks.max(-1, keepdims=True), 0)
@@ -192,8 +192,8 @@ class Method(NamedTuple):
     """A quantization method.
 
     quantize: the function that `quantize_matrix` calls, with float32 or float16. symmetric: its levels are symmetric
-    around the middle one. calibrated: levels are fitted to a text (`gptq.py`); `quantize` is for the matrices that are
-    not: those in loops, the head and lookup tables.
+    around the middle level. calibrated: levels are fitted to a text (`gptq.py`); `quantize` is for the matrices that
+    are not: those in loops, the head and lookup tables.
     """
 
     quantize: Callable[[Array, WeightQuantization], Levels]

@@ -56,15 +56,16 @@ def quantize_weights(
 
     1. A weight is a constant matrix of floats that a MatMul or a Gemm multiplies by or a Gather looks rows up in, in
        the graph or in the body of a Scan.
-    2. Its blocks are those asked for, or the largest smaller ones that divide its input size. Where none does, the last
-       block of each row is filled up with zeros, or it stays as it is: without `pads`, and where rows are looked up.
-    3. Those that score experts stay as they are: a thousandth of a mixture's weights, and what they round off decides
+    2. Its blocks have the size of the options, or the largest smaller size that divides its inputs. If no size does,
+       the last block of each row is filled up with zeros, or it stays as it is: without `pads`, and if rows are looked
+       up.
+    3. Those that score experts stay as they are: a thousandth of a mixture's weights, and their rounding would decide
        which experts run. So do tables that are looked up by position, sines say.
-    4. `precision` says which have 8 bits of a mixed quantization.
+    4. `sensitive_products` says which have 8 bits in a mixed quantization.
     5. The numbers are computed when the model is saved; before, by `calibrate`, those of the matrices in the graph
-       itself, but for the head and what is looked rows up in.
+       itself, except for the head and lookup tables.
 
-    Returns whether there was one; `quantization_report` has the figures.
+    Returns whether there was a weight; `quantization_report` has the figures.
     """
     graph, newest = model.graph, NewestResult()
     quantized: dict[ir.Value, QuantizedWeight] = {}
@@ -125,7 +126,7 @@ class _Matrix(NamedTuple):
 def _ways(
     graph: ir.Graph, quantization: WeightQuantization, pads: bool
 ) -> dict[ir.Node, tuple[_Matrix, WeightQuantization]]:
-    """What is quantized: the nodes, their matrix and how, the same for all nodes of one matrix."""
+    """The nodes to quantize, with their matrix and its quantization, the same for all nodes of a matrix."""
     kept, found = moe.routers(graph), {}
     for node in with_loop_bodies(graph):
         matrix = matrix_of(node)
@@ -144,7 +145,7 @@ def _ways(
 
 
 def looks_up_positions(node: ir.Node) -> bool:
-    """Whether the rows that `node` looks up are told by where a token stands, and not by its id."""
+    """Whether `node` looks rows up by the position of a token, and not by its id."""
     if node.op_type != "Gather" or node.inputs[1] is None:
         return False
     told_by = inputs_of([node.inputs[1]])
@@ -164,7 +165,7 @@ def _to_calibrate(graph: ir.Graph, found: Mapping[ir.Node, tuple[_Matrix, Weight
 
 
 def _fitting(quantization: WeightQuantization, matrix: _Matrix, pads: bool) -> WeightQuantization | None:
-    """`quantization` in the blocks that `matrix` gets; None where it stays float."""
+    """`quantization` in the blocks that `matrix` gets; None if it stays float."""
     inputs = matrix.input_size
     sizes = [size for size in BLOCK_SIZES if size <= min(quantization.block_size, inputs)]
     dividing = [size for size in sizes if inputs % size == 0]
@@ -241,15 +242,15 @@ def _node(op_type: str, old: ir.Node, inputs: list[ir.Value | None], attributes:
 
 
 def head_products(graph: ir.Graph, products: Collection[ir.Node]) -> set[ir.Node]:
-    """Those of `products`, nodes of `graph` that multiply by a weight, that the logits come from without another one
-    between."""
+    """Those of `products`, nodes of `graph` that multiply by a weight, that the logits come from without another of
+    them between."""
     logits = [value for node in graph for value in node.outputs if value.name == LOGITS.name]
     return _directly_behind(logits, products)
 
 
 def sensitive_products(graph: ir.Graph, products: Collection[ir.Node]) -> set[ir.Node]:
     """Those of `products`, nodes of `graph` that multiply by a weight, that belong to the head or to the first or last
-    layer. A layer is what lies between the states that its attention, convolution or recurrence reads."""
+    layer. A layer extends between the states that its attention, convolution or recurrence reads."""
     order = {node: place for place, node in enumerate(graph)}
     wide, mixers = head_products(graph, products), _mixers(graph)
     if mixers:
@@ -273,7 +274,7 @@ def _mixers(graph: ir.Graph) -> list[ir.Node]:
 
 
 def _directly_behind(values: Collection[ir.Value | None], products: Collection[ir.Node]) -> set[ir.Node]:
-    """Those of `products` from which `values` come without another one between."""
+    """Those of `products` from which `values` come without another of them between."""
     reached = ancestors(values, set(products))
     sources = [*values, *(value for node in reached for value in node.inputs)]
     producers = {value.producer() for value in sources if value is not None}
@@ -281,7 +282,7 @@ def _directly_behind(values: Collection[ir.Value | None], products: Collection[i
 
 
 def check_quantized(model: ir.Model, quantization: WeightQuantization) -> None:
-    """Raise CompileError where neither a matrix nor an expert of `model` was quantized."""
+    """Raise CompileError if neither a matrix nor an expert of `model` was quantized."""
     report = quantization_report(model)
     if report is not None and (report.matrices or report.experts):
         return

@@ -28,7 +28,7 @@ class Target(ABC):
 
     Attributes:
         name: the value of `CompileOptions.provider`.
-        execution_providers: ONNX Runtime's names, the one that compiles for the device first.
+        execution_providers: ONNX Runtime's names, first the provider that compiles for the device.
         provider_options: of the first provider, in the session that runs the package. The manifest names them; a
             session takes them if `ort.trusted_options` lists them for that provider, or if this target is installed.
         bundled_options: fields of CompileOptions that the bundled model needs for this target.

@@ -18,7 +18,7 @@ from qsample.errors import CompileError
 from qsample.ort.providers import CPU
 
 _DTYPES: Final = ("float32", "float16")  # GroupQueryAttention's CPU kernels
-# EXTENDED holds what every CPU of the architecture runs; ALL adds layouts of the very machine that compiles.
+# EXTENDED makes graphs that every CPU of the architecture runs; ALL adds layouts of the very machine that compiles.
 _LEVEL: Final = ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
 
 
@@ -26,7 +26,7 @@ class CpuTarget(Target):
     """Plain x86-64 and Arm CPUs.
 
     The capacity is fixed. The batch is fixed at 1 or else only bounded, because a row of a batch is prefilled alone, as
-    a batch of one over its slice of the buffers. ONNX Runtime optimises model and sampler as one graph.
+    a batch of 1 over its slice of the buffers. ONNX Runtime optimises model and sampler together.
     """
 
     name = "cpu"

@@ -1,6 +1,6 @@
 """CUDA: a decode graph that is captured once and replayed, the sampler included, in float16 or bfloat16.
 
-Replay forbids control flow, so the sampler's graph is one without: docs/contract.md has its input `searched_rows`.
+Replay forbids control flow, so the sampler's graph has none: docs/contract.md has its input `searched_rows`.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ from qsample.ort.options import session_options
 from qsample.ort.providers import CPU, CUDA, open_session
 from qsample.sampler import build_sampler
 
-# A kernel without an end to its versions serves the operator's version that it names and no later one, and CUDA's for
-# Equal, ReduceMax, Pad and ConstantOfShape name those of 13, 18, 18 and 9; newer ones would run on the host
+# A kernel without an end to its versions serves the operator's version that it names and no later version, and CUDA's
+# for Equal, ReduceMax, Pad and ConstantOfShape name those of 13, 18, 18 and 9; newer versions would run on the host
 # (https://github.com/microsoft/onnxruntime/issues/26065).
 _OPSET: Final = 18
 _CONTROL_FLOW: Final = ("If", "Loop", "Scan")
-# Kernels that copy between host and device, or draw anew from one seed, at every replay.
+# Kernels that copy between host and device, or draw anew from the same seed, at every replay.
 _NOT_REPLAYABLE: Final = ("NonZero", "RandomUniform", "RandomUniformLike", "Multinomial")
 # https://github.com/microsoft/onnxruntime/blob/main/docs/contrib_ops/cuda/moe_qmoe.md
 _EXPERT_BLOCK_SIZES: Final = (64, 128)
 
 
 class CudaTarget(Target):
-    """NVIDIA GPUs. Rows and new tokens stay free: one session runs prefill as it is and replays decode."""
+    """NVIDIA GPUs. Rows and new tokens stay free: the same session runs prefill as it is and replays decode."""
 
     name = "cuda"
     execution_providers: tuple[str, ...] = (CUDA, CPU)

@@ -1,8 +1,9 @@
-"""TensorRT: a decode graph whose parts TensorRT has built into engines for one GPU, kept as EPContext nodes.
+"""TensorRT: a decode graph whose parts TensorRT has built into engines for a particular GPU, kept as EPContext nodes.
 
 TensorRT takes no GroupQueryAttention. It stays on ONNX Runtime's CUDA provider, which updates the cache in place, and
-the graph between two attentions is one engine. An engine is built ahead of time for fixed shapes: one row, and one
-token a call, so a prompt is read token by token. An engine belongs to the GPU and the TensorRT version that built it.
+the graph between two attentions is an engine. An engine is built ahead of time for fixed shapes: a single row,
+and a single token a call, so a prompt is read token by token. An engine belongs to the GPU and the TensorRT version
+that built it.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from qsample.ort.providers import CPU, CUDA, TENSORRT
 
 
 class TensorRtTarget(Target):
-    """NVIDIA GPUs, for one row at a time."""
+    """NVIDIA GPUs, for a single row at a time."""
 
     name = "tensorrt"
     execution_providers: tuple[str, ...] = (TENSORRT, CUDA, CPU)
