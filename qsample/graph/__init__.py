@@ -1,1 +1,1 @@
-"""What export and compile both do to ONNX graphs: edit, join, run."""
+"""Operations on ONNX graphs that export and compile share: edit, join, run."""

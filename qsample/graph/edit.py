@@ -45,7 +45,7 @@ def insert(
     attributes: dict[str, Any] | None = None,
     domain: str = "",
 ) -> ir.Value:
-    """Put a node with one output of `shape`, and of the first input's dtype, before `before`; return that output."""
+    """Put a node with an output of `shape`, and of the first input's dtype, before `before`; return that output."""
     node = ir.node(op_type, inputs, attributes, domain=domain)
     output = node.outputs[0]
     output.shape = ir.Shape(list(shape))
@@ -75,7 +75,8 @@ def suffixed(node: ir.Node, suffix: str) -> str | None:
 
 
 def replace_node(old: ir.Node, new: Sequence[ir.Node]) -> None:
-    """Put `new` where `old` is: the output of the last of them takes over name, type, shape and uses of its one."""
+    """Put `new` in the place of `old`: the output of the last of them takes over the name, type, shape and uses of its
+    output."""
     output, replacement = old.outputs[0], new[-1].outputs[0]
     replacement.shape, replacement.type = output.shape, output.type
     assert old.graph is not None
@@ -102,7 +103,7 @@ def drop_unread(graph: ir.Graph, values: Iterable[ir.Value | None]) -> None:
 
 
 def constant(value: ir.Value | None) -> Array | None:
-    """The numbers of a constant, None for what is computed."""
+    """The numbers of a constant, None for a computed value."""
     tensor = None if value is None else ir.convenience.get_const_tensor(value)
     return None if tensor is None else tensor.numpy()
 
@@ -116,7 +117,8 @@ class Part(NamedTuple):
 
 
 def part_of(value: ir.Value | None) -> Part | None:
-    """What `value` was cut from by a Split or Slice of the last axis at constant indices; None for anything else."""
+    """The part that `value` is, cut by a Split or Slice of the last axis at constant indices; None for anything
+    else."""
     node = producer(value)
     source = node.inputs[0] if node is not None and node.inputs else None
     if value is None or node is None or source is None or source.shape is None:
@@ -138,7 +140,7 @@ def part_of(value: ir.Value | None) -> Part | None:
 
 
 def reads(node: ir.Node) -> list[ir.Value]:
-    """What a node reads: its inputs, and what the graphs inside it (of an If or a Scan) read."""
+    """The values that a node reads: its inputs, and those of the graphs inside it (of an If or a Scan)."""
     values = [value for value in node.inputs if value is not None]
     for attribute in node.attributes.values():
         if attribute.type == ir.AttributeType.GRAPH:
@@ -147,7 +149,7 @@ def reads(node: ir.Node) -> list[ir.Value]:
 
 
 def producer(value: ir.Value | None) -> ir.Node | None:
-    """The node that computes `value`; None for inputs, constants and what is absent."""
+    """The node that computes `value`; None for inputs, constants and absent values."""
     return None if value is None else value.producer()
 
 
@@ -198,8 +200,8 @@ def copy_node(node: ir.Node, copies: dict[ir.Value, ir.Value], suffix: str) -> i
 
 
 def fix_axes(model: ir.Model, sizes: Mapping[str, int]) -> bool:
-    """Give the named axes in `sizes` their size, in every shape of the graph; in place. Returns whether anything had
-    one of them.
+    """Give the named axes in `sizes` their size, in every shape of the graph; in place. Returns whether any shape
+    had such an axis.
 
     Sizes computed from several axes lose their recorded name: shape inference finds them again.
     """

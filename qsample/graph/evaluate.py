@@ -23,7 +23,7 @@ class GraphPart:
         wanted, self._given = list(wanted), list(given)
         self.inputs = inputs_of(wanted, self._given)
         part = ir.convenience.extract(model.graph, [*self._given, *self.inputs.values()], wanted)
-        for value in part.initializers.values():  # a model given as bytes has no files beside it
+        for value in part.initializers.values():  # a model given as bytes has no files next to it
             if value.const_value is not None:
                 value.const_value = ir.tensor(value.const_value.numpy(), name=value.name)
         self._session = ort.InferenceSession(
@@ -33,7 +33,7 @@ class GraphPart:
         )
 
     def __call__(self, feeds: Mapping[str, Array], axes: Mapping[str, int]) -> list[Array]:
-        """The values wanted. feeds: values by name; inputs of the graph that are not there are zeros. axes: the size
+        """The values wanted. feeds: values by name; missing inputs of the graph are zeros. axes: the size
         of each named axis."""
         rest = {name: zeros(value, axes) for name, value in self.inputs.items() if name not in feeds}
         wanted = {str(value.name) for value in self._given} | self.inputs.keys()
@@ -64,7 +64,7 @@ def sizes(value: ir.Value, axes: Mapping[str, int]) -> list[int]:
 
 
 def inputs_of(values: Iterable[ir.Value], given: Iterable[ir.Value] = ()) -> dict[str, ir.Value]:
-    """The inputs of the graph that `values` are computed from, where `given` are known, by name."""
+    """The inputs of the graph that `values` are computed from, if `given` are known, by name."""
     inputs: dict[str, ir.Value] = {}
     waiting, seen = list(values), set(given)
     while waiting:

@@ -45,7 +45,7 @@ def attentions(graph: ir.Graph) -> list[ir.Node]:
 
 
 def get_input(attention: ir.Node, slot: int) -> ir.Value | None:
-    """The input in a slot; None where `attention` has none."""
+    """The input in a slot; None if `attention` lacks it."""
     return attention.inputs[slot] if len(attention.inputs) > slot else None
 
 
@@ -62,7 +62,7 @@ _ARITHMETIC: Final = ("Add", "Sub", "Div", "Mod", "Less", "LessOrEqual", "Greate
 
 
 def narrow_windows(model: ir.Model, windows: Mapping[int, int]) -> int:
-    """Replace each window that is a key of `windows` by its value, in place. Returns how many places had one."""
+    """Replace each window that is a key of `windows` by its value, in place. Returns the number of places."""
     numbers = {sign * window: sign * narrow for window, narrow in windows.items() for sign in (1, -1)}
     places = 0
     for attention in attentions(model.graph):

@@ -1,4 +1,4 @@
-"""Joins a model's graph and the sampler behind its logits into one decode graph, and cuts the sampler off again."""
+"""Joins a model's graph and the sampler after its logits into a decode graph, and cuts the sampler off again."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ PREFIX = "sampler."
 
 
 def append_sampler(decoder: ir.Model, sampler: ir.Model, spec: GraphSpec) -> ir.Model:
-    """Put `sampler` behind `decoder`, in place; the result has the inputs and outputs of `spec`, in its order.
+    """Append `sampler` to `decoder`, in place; the result has the inputs and outputs of `spec`, in its order.
 
-    Where the sampler has an input that the decoder has or computes as an output (the logits), the two become one;
+    An input of the sampler that the decoder has or computes as an output (the logits) is joined with it;
     whatever is inside the sampler gets `PREFIX` before its name, if it has not got it yet. `sampler` is used up.
     """
     graph, tail = decoder.graph, sampler.graph
@@ -52,8 +52,8 @@ def _prefixed(name: str | None) -> str:
 
 
 def split_at_logits(decoder: ir.Model, interface: Interface) -> tuple[ir.Model, ir.Model | None]:
-    """The model up to its logits, which is `decoder` itself from now on, and the sampler behind it, as `append_sampler`
-    takes them; None where there is none, and the graph returns its logits."""
+    """The model up to its logits, which is `decoder` itself from now on, and the sampler after it, as `append_sampler`
+    takes them; None if the graph has no sampler and returns its logits."""
     if not interface.features.sampler:
         return decoder, None
     graph, spec = decoder.graph, interface.sampler
@@ -84,6 +84,6 @@ def cut_at_logits(model: ir.Model, interface: Interface) -> ir.Model:
 
 
 def _values(graph: ir.Graph) -> list[ir.Value]:
-    """Every value that a graph or one of its subgraphs defines, inputs aside."""
+    """Every value that a graph or a subgraph of it defines, inputs aside."""
     constants = [value for part in (graph, *graph.subgraphs()) for value in part.initializers.values()]
     return constants + [value for node in graph.all_nodes() for value in node.outputs]

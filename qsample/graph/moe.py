@@ -1,7 +1,7 @@
 """MoE and QMoE, ONNX Runtime's operators for mixtures of experts: their inputs by name, and how qsample uses them.
 
-Every row goes through one expert, the one that its `ROUTER` row is largest for, with weight 1: k is 1, and the weights
-of the chosen are normalised. What a token's experts weigh is applied behind the operator.
+Every row goes through a single expert, that with the largest value in its `ROUTER` row, with weight 1: k is 1, and the
+weights of the chosen are normalised. The weights of a token's experts are applied after the operator.
 
 Source: https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperators.md#com.microsoft.QMoE
 """
@@ -72,7 +72,7 @@ def gather_of_weights(node: ir.Node) -> ir.Value | None:
 
 
 def routers(graph: ir.Graph) -> set[ir.Node]:
-    """The products that score the experts: those nearest to what chooses them."""
+    """The products that score the experts: those nearest to the values that choose them."""
     choices = [node.inputs[Slot.ROUTER] for node in graph if is_contrib(node, OP_TYPE, QUANTIZED_OP_TYPE)]
     choices += [node.inputs[1] for node in graph if gather_of_weights(node) is not None]
     products = {node for node in graph if node.op_type in _PRODUCTS}

@@ -22,14 +22,14 @@ CONTRIB_DOMAIN: Final = "com.microsoft"  # ONNX Runtime calls its own operators 
 
 
 def is_contrib(node: ir.Node, *operators: str) -> bool:
-    """Whether `node` is one of these operators of ONNX Runtime's own."""
+    """Whether `node` is an ONNX Runtime operator of these types."""
     return node.domain == CONTRIB_DOMAIN and node.op_type in operators
 
 
 Bytes = npt.NDArray[np.uint8]
 MATMUL_NBITS: Final = "MatMulNBits"
 BLOCK_SIZES: Final = (16, 32, 64, 128, 256)
-# The attribute accuracy_level: activations are rounded to int8 a block, which is what the fast CPU kernels take.
+# The attribute accuracy_level: activations are rounded to int8 a block, as the fast CPU kernels take them.
 INT8_ACTIVATIONS: Final = 4
 
 
@@ -48,6 +48,6 @@ def pack_bits(levels: Bytes, bits: int) -> Bytes:
 
 
 def middle_zero_points(rows: int, blocks: int, bits: int) -> Bytes:
-    """The zero points that MatMulNBits takes where it is given none, 2 ** (bits - 1) each: packed, for `rows` rows of
+    """The zero points that MatMulNBits takes if it has no such input, 2 ** (bits - 1) each: packed, for `rows` rows of
     `blocks` blocks, flat."""
     return np.full(rows * -(-blocks * bits // 8), 0x88 if bits == 4 else 0x80, np.uint8)

@@ -1,7 +1,7 @@
 """Runs a decode graph step by step, fed by name: for the parity gate, the self-test and measurements.
 
 It copies every state but the cache in and out: simple enough to trust, and independent of the runtime's loop. The cache
-is written in place, in memory that the system hands out page by page, so a few tokens of a long one cost little.
+is written in place, in memory that the system hands out page by page, so a few tokens of a long cache cost little.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from qsample.tensors import DTYPES, OF_ONNXRUNTIME, Array, sparse_zeros
 
 
 class GraphRunner:
-    """`decoder.onnx` and `initial_state.onnx` on one execution provider, with `capacity` tokens of state a row."""
+    """`decoder.onnx` and `initial_state.onnx` on an execution provider, with `capacity` tokens of state a row."""
 
     def __init__(
         self,
@@ -40,13 +40,14 @@ class GraphRunner:
         folder: Path | None = None,
         weights_mapped: bool = False,
     ) -> None:
-        """folder: where a decoder that is given as a model has its external data; tensors that have folders of their
+        """folder: that of the external data of a decoder that is given as a model; tensors that have folders of their
         own are opened there. weights_mapped: leave the weights in the mapped file, which costs speed; otherwise the
         kernels make copies in a layout of their own. Quantized weights always get those: without them, each call would
         dequantize every matrix."""
         model = decoder if isinstance(decoder, ir.Model) else load_graph(decoder)
         options = session_options(NO_PREPACKING if weights_mapped and not _has_quantized_weights(model) else None)
-        # One block for all that a call computes takes twice what lives at a time, such as weights that are cast.
+        # A single block for all values of a call takes twice the memory that is in use at a time, such as weights that
+        # are cast.
         options.enable_mem_pattern = not weights_mapped
         # It would copy a weight that is cast, or transpose a tied head's table.
         disabled = ["ConstantFolding"] if weights_mapped else None
@@ -129,7 +130,7 @@ class GraphRunner:
 
 
 def _refers_elsewhere(model: ir.Model, folder: Path) -> bool:
-    """Whether a weight of `model` lies outside of `folder`, behind links say, where ONNX Runtime does not open it."""
+    """Whether a weight of `model` lies outside of `folder`, through links say, which ONNX Runtime does not open."""
     real = Path(os.path.realpath(folder))
     return any(real not in Path(os.path.realpath(tensor.path)).parents for tensor in _external(model))
 
@@ -140,7 +141,8 @@ def _external(model: ir.Model) -> list[ir.ExternalTensor]:
 
 
 def _serialized(model: ir.Model, folder: Path) -> tuple[bytes, Path]:
-    """`model` as bytes, and the folder that its external data are named from: `folder`, or one that holds them all."""
+    """`model` as bytes, and the folder that its external data are named from: `folder`, or a folder that holds them
+    all."""
     values = [value for value in all_initializers(model.graph) if isinstance(value.const_value, ir.ExternalTensor)]
     tensors = _external(model)
     if tensors:

@@ -23,11 +23,11 @@ from qsample.graph.edit import all_initializers, constant, initializer
 from qsample.tensors import Array
 
 _JOINED: Final = "_joined"  # of the name of a Concat that `write_joined` made
-_RESHAPED: Final = "_reshaped"  # of the Reshape behind it
+_RESHAPED: Final = "_reshaped"  # of the Reshape after it
 
 
 class JoinedTensor(ir.LazyTensor):
-    """Tensors of one dtype, one behind the other along `axis`, seen as of another shape with as many numbers. It is
+    """Tensors of the same dtype, concatenated along `axis`, seen as of another shape with as many numbers. It is
     computed whenever it is read."""
 
     __slots__ = ("axis", "parts")
@@ -60,8 +60,8 @@ def lies_in_files(tensor: ir.TensorProtocol | None) -> bool:
 
 
 def in_turns(tensors: Sequence[ir.TensorProtocol], name: str) -> JoinedTensor | None:
-    """Two tensors [E, N, K] as one [E, 2 * N, K] that has their rows in turns; or one [E, 2 * N, K] with its halves in
-    turns. None where not all of it lies in files."""
+    """Two tensors [E, N, K] as a tensor [E, 2 * N, K] that has their rows in turns; or a tensor [E, 2 * N, K] with its
+    halves in turns. None unless all of it lies in files."""
     if not all(map(lies_in_files, tensors)):
         return None
     halves = tensors if len(tensors) == 2 else _halves(tensors[0])
@@ -131,7 +131,7 @@ def write_joined(graph: ir.Graph, tensor: JoinedTensor, name: str) -> tuple[ir.V
 
 def read_joined(graph: ir.Graph) -> bool:
     """The inverse of `write_joined`: an initializer in place of each chain of its nodes. Returns whether there was
-    one."""
+    a weight."""
     joins = [node for node in graph if node.op_type == "Concat" and str(node.name).endswith(_JOINED)]
     modified = False
     for node in joins:  # a part comes before the whole
@@ -152,7 +152,7 @@ def read_joined(graph: ir.Graph) -> bool:
 
 
 def _replace_chain(graph: ir.Graph, nodes: list[ir.Node], tensor: JoinedTensor) -> None:
-    """An initializer in place of what `nodes`, one behind the other, compute of constants."""
+    """An initializer in place of the result of the chain `nodes`, which reads constants alone."""
     output = nodes[-1].outputs[0]
     read = {value for node in nodes for value in node.inputs if value is not None and value.is_initializer()}
     value = ir.Value(
@@ -176,7 +176,7 @@ def _joined_shape(parts: Sequence[ir.TensorProtocol], axis: int) -> tuple[int, .
 
 
 HALF: Final = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
-SUFFIX: Final = "_stored"  # of the name of the initializer behind a Cast
+SUFFIX: Final = "_stored"  # of the name of the initializer before a Cast
 _INLINE: Final = 1024  # bytes of a constant that stays in the graph's own file
 _FLOAT: Final = int(ir.DataType.FLOAT)
 _MOST_PARTS: Final = 45_000  # ONNX Runtime maps each on its own, and Linux gives a process 65,530 maps
@@ -209,8 +209,10 @@ def rearranged(
     arrange: Callable[[list[Array]], Array],
     name: str,
 ) -> ir.TensorProtocol:
-    """What `arrange` makes of the numbers of `tensors`, of `shape`, whenever it is read. It only moves them, so that
-    they stay in the dtype that all of them are stored in, if there is one."""
+    """The result of `arrange` for the numbers of `tensors`, of `shape`, computed whenever it is read.
+
+    It only moves them, so they stay in the dtype that they are stored in if that is the same for all of them.
+    """
     stored = [tensor for tensor in tensors if isinstance(tensor, StoredTensor) and tensor.stored.dtype in HALF]
     fixed = ir.Shape(shape)
     if len(stored) == len(tensors) and len({tensor.stored.dtype for tensor in stored}) == 1:
@@ -228,7 +230,7 @@ def rearranged(
 
 
 def rows_in_turns(tensors: Sequence[ir.TensorProtocol], name: str) -> ir.TensorProtocol | None:
-    """`joined.in_turns` of what `tensors` are stored as, which stays in its files."""
+    """`in_turns` of the stored forms of `tensors`, which stay in their files."""
     if any(isinstance(tensor, StoredTensor) and tensor.transposed for tensor in tensors):
         return None
     wide = {isinstance(tensor, StoredTensor) for tensor in tensors}
@@ -240,11 +242,11 @@ def rows_in_turns(tensors: Sequence[ir.TensorProtocol], name: str) -> ir.TensorP
 
 
 def narrow_weights(model: ir.Model, *, as_they_lie: bool = False) -> bool:
-    """Write each weight of `model` that is stored in half precision so, with a Cast behind it; in place.
+    """Write each weight of `model` that is stored in half precision so, with a Cast after it; in place.
 
-    Rows that a Gather looks up are cast behind it. as_they_lie: also leave each weight that lies in files as it lies
-    there, with a Concat in front where these are several, and a Transpose behind it where the graph has it the other
-    way round; otherwise it is written anew. Returns whether there was one.
+    Rows that a Gather looks up are cast after it. as_they_lie: also leave each weight that lies in files as it lies
+    there, with a Concat if the files are several, and a Transpose if the graph has it the other way round; otherwise
+    it is written anew. Returns whether there was such a weight.
     """
     found = [value for value in all_initializers(model.graph) if isinstance(value.const_value, StoredTensor)]
     few = sum(len(list(parts_in_files(_as_stored(value.const_value)))) for value in found) <= _MOST_PARTS
@@ -297,7 +299,7 @@ def _narrow(value: ir.Value, *, as_they_lie: bool) -> None:
         value.replace_all_uses_with(last, replace_graph_outputs=True)
         last.name, last.shape, last.type = name, value.shape, ir.TensorType(ir.DataType.FLOAT)
     # ONNX Runtime goes back from the last node, and from each to that of its inputs which is last in the file. So these
-    # stand before all others: then what a product reads beside its weight comes first, and the float32 weight is made
+    # stand before all others: then the other inputs of a product come first, and the float32 weight is made
     # for that product alone. Elsewhere, all of them are made before the first product runs.
     graph.insert_before(graph[0], nodes)
 
@@ -376,10 +378,10 @@ def relocated(tensor: ir.ExternalTensor, location: str, folder: str | Path) -> i
 
 
 def save_beside(model: ir.Model, folder: Path, name: str) -> None:
-    """Write `model` to `name` in `folder`, what lies in files elsewhere as references to them: by absolute paths, which
+    """Write `model` to `name` in `folder`, weights in files elsewhere as references to these: by absolute paths, which
     nothing but `load_graph` opens. Other weights go to `name` and `.data`.
 
-    Nothing is left elsewhere where that is on several drives, which have no folder in common to ONNX Runtime.
+    Nothing is left elsewhere if that is on several drives, which have no folder in common to ONNX Runtime.
     """
     lies = _are_on_one_drive(model, folder)
     narrow_weights(model, as_they_lie=lies)
@@ -438,7 +440,7 @@ def _initializer(graph: ir.Graph, name: str, tensor: ir.TensorProtocol) -> ir.Va
 
 
 def _cast_behind(node: ir.Node, table: ir.Value) -> None:
-    """Let `node`, a Gather of float32, look up in `table`, and cast what it finds."""
+    """Let `node`, a Gather of float32, look up in `table`, and cast the result."""
     old = node.outputs[0]
     graph = node.graph
     assert graph is not None
@@ -462,6 +464,6 @@ def _is_cast(node: ir.Node) -> bool:
 
 
 def _only_cast(node: ir.Node) -> ir.Node | None:
-    """The Cast to float32 that alone reads what `node` computes."""
+    """The Cast to float32 that alone reads the output of `node`."""
     users = [user for user, _ in node.outputs[0].uses()]
     return users[0] if len(users) == 1 and _is_cast(users[0]) else None

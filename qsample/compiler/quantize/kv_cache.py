@@ -20,7 +20,7 @@ from qsample.graph.gqa import Slot, attentions, set_inputs
 from qsample.interface import Interface
 from qsample.tensors import Array
 
-# Room above the largest value measured. Larger values are clipped; the divergence shows whether that matters.
+# Room above the largest measured value. Larger values are clipped; the divergence shows whether that matters.
 _MARGIN: Final = 1.2
 _LARGEST: Final = 127
 _ROWS: Final = 4
