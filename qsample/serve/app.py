@@ -61,8 +61,8 @@ def make_app(settings: ServeSettings, models: ServedModels | None = None) -> Fas
     app.add_middleware(BodyLimit, most=settings.max_body_bytes)
     if settings.api_keys:
         app.add_middleware(ApiKeys, keys=settings.api_keys)
+    app.add_middleware(UnknownErrors)
     if settings.cors_origins:
-        app.add_middleware(UnknownErrors)
         app.add_middleware(
             CORSMiddleware,
             allow_origins=list(settings.cors_origins),

@@ -121,13 +121,10 @@ def logged_api_error(error: Exception) -> ApiError:
 
 
 def add_error_handlers(app: FastAPI) -> None:
-    """Answer every error of `app` in OpenAI's form."""
+    """Answer the expected errors of `app` in OpenAI's form; `UnknownErrors` does it for the others."""
 
     async def known(request: Request, error: Exception) -> Response:
         return logged_api_error(error).response()
-
-    async def unknown(request: Request, error: Exception) -> Response:
-        return as_api_error(error).response()  # Starlette raises it again, and uvicorn logs it
 
     async def http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
@@ -148,7 +145,6 @@ def add_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(ValueError, known)
     app.add_exception_handler(HTTPException, http)
     app.add_exception_handler(RequestValidationError, invalid)
-    app.add_exception_handler(Exception, unknown)
 
 
 def _of_validation(error: RequestValidationError) -> ApiError:
@@ -211,8 +207,8 @@ class ApiKeys:
 class UnknownErrors:
     """Answers unexpected exceptions, and raises them again for the server's log.
 
-    Starlette does so outside of every other middleware; a page of another origin cannot read such an answer, because
-    it lacks the headers of the CORS middleware.
+    Starlette's own handler is outside of every other middleware: its answers lack the headers of the CORS middleware,
+    so a page of another origin could not read them.
     """
 
     def __init__(self, app: App) -> None:

@@ -61,7 +61,7 @@ class Body(BaseModel):
         if not isinstance(value, dict):
             return value
         given = {name: content for name, content in value.items() if content is not None}
-        for name in given.keys() & cls.refusals.keys():
+        for name in [name for name in given if name in cls.refusals]:
             if cls.refusals[name].applies_to(given.pop(name)):
                 raise PydanticCustomError(
                     "unsupported_parameter",

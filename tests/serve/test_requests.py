@@ -138,6 +138,7 @@ def test_what_asks_for_something_that_is_not_done_is_named(kind: str, post: Post
         assert (error["param"], error["code"]) == (path, "unsupported_parameter")
         assert error["message"].startswith(f"{path} is not done here; ")
         assert instead in error["message"]
+    assert post(kind, {"min_keep": 2, "cache_salt": "x"}).json()["error"]["param"] == "min_keep"  # the first
     answer = post(kind, {"temprature": 1})
     assert answer.json()["error"]["message"] == "temprature is not known here; leave it out"
 
