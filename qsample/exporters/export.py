@@ -158,7 +158,7 @@ def _check_dtype(model: PreTrainedModel) -> str:
     dtype = dtype_name(model.dtype)
     if dtype not in EXPORT_DTYPES:
         raise UnsupportedModelError(
-            f"the model is loaded as {dtype}; load it with dtype= {', '.join(EXPORT_DTYPES)} "
+            f"the model is loaded as {dtype}; load it with dtype={' or '.join(EXPORT_DTYPES)} "
             "(the CPU that checks the export has no attention kernel for others)"
         )
     return dtype

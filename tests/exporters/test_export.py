@@ -250,7 +250,7 @@ SIZES = {"hidden_size": 192, "intermediate_size": 512, "vocab_size": 1000, "num_
 
 def large_checkpoint(folder: Path, dtype: torch.dtype = torch.bfloat16, **changes: object) -> CheckpointModel:
     random_model("llama", **SIZES | changes).to(dtype).save_pretrained(folder, max_shard_size="1MB")  # type: ignore[arg-type]
-    model = AutoModelForCausalLM.from_pretrained(folder, tokenizer=None)
+    model = AutoModelForCausalLM.from_pretrained(folder, tokenizer=None, include_sampler=False)
     assert isinstance(model, CheckpointModel)
     return model
 
