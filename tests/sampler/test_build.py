@@ -193,7 +193,7 @@ def test_steps_equal_the_reference_at_length(seed: int, face: Interface) -> None
     check_steps(face, 100 + seed, 400)
 
 
-@pytest.mark.parametrize("vocab", [32_000, 151_936, 262_145])
+@pytest.mark.parametrize("vocab", [32_000, 151_936, pytest.param(262_145, marks=slow)])
 def test_large_vocabularies(vocab: int) -> None:
     """A few rows of each way to settle a row, from logits with and without ties."""
     rng = np.random.default_rng(vocab)
@@ -340,7 +340,7 @@ def test_positions_of_a_sequence_can_be_rows_of_one_call() -> None:
     """Row j has the tokens, counts and length after j steps; its token is that of step j + 1."""
     face = interface(300, replace(EVERYTHING, filters=tuple(name for name in ALL_FILTERS if name != "mirostat")))
     rng, steps = np.random.default_rng(4), 6
-    for _ in range(4):
+    for _ in range(2):
         logits, state = random_step(rng, face, steps, sequence=1)
         for array in state.values():
             array[:] = array[:1]  # the parameters and the state of one sequence
