@@ -17,9 +17,8 @@ from qsample.tensors import Array
 def initializer(graph: ir.Graph, name: str, array: Array) -> ir.Value:
     """The initializer `name` of `graph`, made from `array` unless it is there already."""
     if name not in graph.initializers:
-        tensor = ir.tensor(np.asarray(array, order="C"), name=name)  # ascontiguousarray gives a scalar an axis
-        value = ir.Value(name=name, shape=ir.Shape(array.shape), type=ir.TensorType(tensor.dtype), const_value=tensor)
-        graph.register_initializer(value)
+        # ascontiguousarray gives a scalar an axis
+        graph.register_initializer(constant_value(name, ir.tensor(np.asarray(array, order="C"), name=name)))
     return graph.initializers[name]
 
 
@@ -28,13 +27,17 @@ def lazy_initializer(name: str, shape: Iterable[int], dtype: ir.DataType, comput
 
     compute: returns an array of `shape` and `dtype`; it is not kept.
     """
-    fixed = ir.Shape(shape)
 
     def tensor() -> ir.TensorProtocol:
         return ir.Tensor(compute(), dtype=dtype, name=name)
 
-    lazy = ir.LazyTensor(tensor, dtype=dtype, shape=fixed, name=name)
-    return ir.Value(name=name, shape=fixed, type=ir.TensorType(dtype), const_value=lazy)
+    return constant_value(name, ir.LazyTensor(tensor, dtype=dtype, shape=ir.Shape(shape), name=name))
+
+
+def constant_value(name: str, tensor: ir.TensorProtocol) -> ir.Value:
+    """A value with the numbers, dtype and shape of `tensor`, for a graph to register."""
+    shape, dtype = ir.Shape(tensor.shape.numpy()), ir.TensorType(tensor.dtype)
+    return ir.Value(name=name, shape=shape, type=dtype, const_value=tensor)
 
 
 def insert(

@@ -19,7 +19,7 @@ import numpy as np
 import onnx_ir as ir
 
 from qsample.disk.space import check_free
-from qsample.graph.edit import all_initializers, constant, initializer
+from qsample.graph.edit import all_initializers, constant, constant_value, initializer
 from qsample.tensors import Array
 
 _JOINED: Final = "_joined"  # of the name of a Concat that `write_joined` made
@@ -114,9 +114,7 @@ def write_joined(graph: ir.Graph, tensor: JoinedTensor, name: str) -> tuple[ir.V
             value, inner = write_joined(graph, part, part_name)
             nodes += inner
         else:
-            value = ir.Value(
-                name=part_name, shape=ir.Shape(part.shape.numpy()), type=ir.TensorType(part.dtype), const_value=part
-            )
+            value = constant_value(part_name, part)
             graph.register_initializer(value)
         inputs.append(value)
     nodes.append(ir.Node("", "Concat", inputs, [ir.AttrInt64("axis", tensor.axis)], name=f"{name}{_JOINED}"))
@@ -155,9 +153,7 @@ def _replace_chain(graph: ir.Graph, nodes: list[ir.Node], tensor: JoinedTensor) 
     """An initializer in place of the result of the chain `nodes`, which reads constants alone."""
     output = nodes[-1].outputs[0]
     read = {value for node in nodes for value in node.inputs if value is not None and value.is_initializer()}
-    value = ir.Value(
-        name=output.name, shape=ir.Shape(tensor.shape.numpy()), type=ir.TensorType(tensor.dtype), const_value=tensor
-    )
+    value = constant_value(str(output.name), tensor)
     output.replace_all_uses_with(value, replace_graph_outputs=True)
     graph.remove(nodes, safe=True)
     for one in read:
@@ -279,7 +275,8 @@ def _narrow(value: ir.Value, *, as_they_lie: bool) -> None:
         value.const_value = stored
         return
     else:
-        base = _initializer(graph, f"{name}{SUFFIX}", stored)
+        base = constant_value(f"{name}{SUFFIX}", stored)
+        graph.register_initializer(base)
     uses = list(value.uses())
     if half and not transposed:
         lookups = [(node, index) for node, index in uses if _is_lookup(node, index)]
@@ -429,14 +426,6 @@ def _swapped(tensor: StoredTensor, name: str) -> ir.TensorProtocol:
         return ir.Tensor(np.ascontiguousarray(tensor.in_own_dtype()), dtype=tensor.stored.dtype, name=name)
 
     return ir.LazyTensor(swapped, tensor.stored.dtype, ir.Shape(tensor.shape), name=name)
-
-
-def _initializer(graph: ir.Graph, name: str, tensor: ir.TensorProtocol) -> ir.Value:
-    value = ir.Value(
-        name=name, shape=ir.Shape(tensor.shape.numpy()), type=ir.TensorType(tensor.dtype), const_value=tensor
-    )
-    graph.register_initializer(value)
-    return value
 
 
 def _cast_behind(node: ir.Node, table: ir.Value) -> None:
