@@ -11,7 +11,7 @@ from typing import Any, Final
 from qsample.errors import QsampleError
 
 DEBUG_VARIABLE: Final = "QSAMPLE_DEBUG"
-Flags = Mapping[str, tuple[str, str | None]]  # Python's name → the option, and the option that switches it off
+Options = Mapping[str, tuple[str, str | None]]  # Python's name → the option, and the option that switches it off
 
 # Module → the extra that brings it; "export" brings all others.
 _EXTRAS: Final = {
@@ -48,7 +48,7 @@ def report(error: Exception, arguments: Sequence[str], commands: Mapping[str, An
     """
     usage = getattr(error, "exit_code", 1) == 2  # the parser's errors have a status of their own
     status = 2 if usage else 1
-    text = with_flags(_message(error), flags_of(arguments, commands))
+    text = name_options(_message(error), options_of(arguments, commands), getattr(error, "argument", None))
     if text or not usage:  # without a command, the help was printed
         running = _running(arguments, commands)
         hint = f"; see qsample {f'{running} ' if running else ''}--help" if usage else ""
@@ -60,35 +60,35 @@ def report(error: Exception, arguments: Sequence[str], commands: Mapping[str, An
     return status
 
 
-def flags_of(arguments: Sequence[str], commands: Mapping[str, Any]) -> Flags:
+def options_of(arguments: Sequence[str], commands: Mapping[str, Any]) -> Options:
     """The options of the running command, and those of the others whose names cannot be plain words."""
     running = _running(arguments, commands)
-    flags: dict[str, tuple[str, str | None]] = {}
+    options: dict[str, tuple[str, str | None]] = {}
     for name, command in sorted(commands.items(), key=lambda item: item[0] == running):
         for parameter in command.params:
             if parameter.param_type_name == "option" and (name == running or "_" in parameter.name):
-                flags[parameter.name] = max(parameter.opts, key=len), (parameter.secondary_opts or [None])[0]
-    return flags | {name: flags[option] for name, option in _OTHER_NAMES.items() if option in flags}
+                options[parameter.name] = max(parameter.opts, key=len), (parameter.secondary_opts or [None])[0]
+    return options | {name: options[option] for name, option in _OTHER_NAMES.items() if option in options}
 
 
 def _running(arguments: Sequence[str], commands: Mapping[str, Any]) -> str | None:
     return next((name for name in arguments if name in commands), None)
 
 
-def with_flags(text: str, flags: Flags) -> str:
+def name_options(text: str, options: Options, argument: str | None = None) -> str:
     """A message of the Python API with options in place of Python's arguments.
 
-    A plain word, such as temperature, is an argument only in front of "is" or with a value.
+    A plain word, such as temperature, names an argument if it is `argument`, in front of "is" or with a value.
     """
 
     def flag(match: re.Match[str]) -> str:
         name, value = match["name"], match["value"]
-        if (name, value, "greedy" in flags) == ("do_sample", "False", True):
+        if (name, value, "greedy" in options) == ("do_sample", "False", True):
             return "--greedy"
-        certain = value or match["equals"] or "_" in name or text.startswith(" is ", match.end())
-        if name not in flags or not certain:
+        certain = name == argument or value or match["equals"] or "_" in name or text.startswith(" is ", match.end())
+        if name not in options or not certain:
             return match[0]
-        option, off = flags[name]
+        option, off = options[name]
         if value == "False":
             return off or f"no {option}"
         return option if value in (None, "True") else f"{option} {'none' if value == 'None' else value}"

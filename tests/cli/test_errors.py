@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from qsample import cli
-from qsample.cli.errors import flags_of, report, with_flags
+from qsample.cli.errors import name_options, options_of, report
 from tests.helpers.fake_package import POISON, fake_package
 
 
@@ -35,7 +35,13 @@ from tests.helpers.fake_package import POISON, fake_package
     ],
 )  # fmt: skip
 def test_messages_name_options(command: str, text: str, expected: str) -> None:
-    assert with_flags(text, flags_of([command], cli.commands())) == expected
+    assert name_options(text, options_of([command], cli.commands())) == expected
+
+
+def test_an_error_that_names_its_argument_names_the_option() -> None:
+    options = options_of(["generate"], cli.commands())
+    assert name_options("slots exceeds 4", options) == "slots exceeds 4"
+    assert name_options("slots exceeds 4", options, "slots") == "--slots exceeds 4"
 
 
 def test_a_message_of_the_python_api_names_options(run: Any, tmp_path: Path) -> None:
