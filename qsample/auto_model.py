@@ -1,4 +1,4 @@
-"""Opens a hub id, checkpoint, decoder file or package as a model with one set of verbs: export, compile, generate.
+"""Opens a hub id, checkpoint, decoder file or package as a model with the same verbs: export, compile, generate.
 
 Torch and transformers are imported only if a checkpoint is exported.
 """
@@ -81,7 +81,7 @@ class AutoModelForCausalLM:
             seed_input: the graph takes the seed of each row and makes the random numbers itself, in place of a buffer
                 `noise`; the tokens are the same.
             dtype: of the weights and the cache: "float32" (the default), "float16", or "auto" for the checkpoint's own
-                if it is one of these; torch's and NumPy's objects are accepted, too.
+                if it is float32 or float16; torch's and NumPy's objects are accepted, too.
             torch_dtype: the older name of dtype.
             tokenizer: "auto", another id or folder, or None for a package of token ids only.
             provider: the execution provider that generate() runs on; None = the provider that a device package was
@@ -164,13 +164,13 @@ def bake(
     """Bake the sampler into a decoder of another exporter; neither torch nor transformers is needed.
 
     Args:
-        path: an .onnx file, a folder with one, or a hub id, of which only the decoder's files are downloaded.
+        path: an .onnx file, a folder with such a file, or a hub id, of which only the decoder's files are downloaded.
         out: the folder of the package; None = a temporary folder that lives as long as the result.
         file: which decoder of several, relative to the folder or repository: "onnx/model_q4.onnx".
         features: of the graph, see `interface.Features`; None = the sampler and no more.
         tokenizer: "auto" for the tokenizer next to the decoder, another folder, or None for a package of token ids
             only.
-        rope: "short" or "long", for a file with two rotary tables (longrope), of which one is kept: by default the
+        rope: "short" or "long", for a file with two rotary tables (longrope), of which a single table is kept: by default the
             short table, which limits the context to the length at which the file itself would change over.
         reference: a hub id or folder of the checkpoint, to compare with transformers as well, which needs the extra
             `export`. The manifest gets the figures; a float file that differs is refused.
@@ -179,10 +179,10 @@ def bake(
         progress: called with a stage's name and the fraction done, in [0, 1].
 
     Returns:
-        The portable package. Nothing is left behind after an error.
+        The portable package. Nothing remains after an error.
 
     Raises:
-        UnsupportedModelError: for a file that cannot be baked; one line says why and what to take instead.
+        UnsupportedModelError: for a file that cannot be baked; a line says why, and the alternative.
         ParityError: if the baked graph does not compute what the file does.
         PackageError: if `out` cannot be written.
 

@@ -1,4 +1,4 @@
-"""Models with one set of verbs, export, compile, generate: packages, checkpoints, decoder files of other exporters."""
+"""Models with the same verbs, export, compile, generate: packages, checkpoints, decoder files of other exporters."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class Model(ModelMethods):
                 block_size, quantization_method, calibration_text, kv_cache_dtype, max_divergence.
 
         Returns:
-            The device package. Nothing is left behind after an error.
+            The device package. Nothing remains after an error.
 
         Raises:
             CompileError: if an option does not fit, the self-test fails or quantized weights are too far off.
@@ -206,7 +206,7 @@ class ExportableModel(Model):
             progress: called with a stage's name and the fraction done, in [0, 1].
 
         Returns:
-            The package. Nothing is left behind after an error.
+            The package. Nothing remains after an error.
 
         Raises:
             UnsupportedModelError: for a model that cannot be exported.

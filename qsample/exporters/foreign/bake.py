@@ -68,7 +68,7 @@ def bake(
     """Bake the sampler into the decoder at `path`, and return the portable package at `out`.
 
     Args:
-        path: an .onnx file, a folder with one, or a hub id.
+        path: an .onnx file, a folder with such a file, or a hub id.
         out: the folder of the package.
         features: of the graph.
         file: which decoder of several.

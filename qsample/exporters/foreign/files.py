@@ -82,12 +82,12 @@ def locate(path: str | Path, file: str | None = None, *, hub: HubOptions | None 
     """Find the decoder of `path`.
 
     Args:
-        path: an .onnx file, a folder with one, or a hub id.
+        path: an .onnx file, a folder with such a file, or a hub id.
         file: which decoder of several, relative to the folder or repository.
         hub: how the hub is read; None = `HubOptions()`.
 
     Raises:
-        QsampleError: if the decoder is missing, or not the only one.
+        QsampleError: if the decoder is missing, or if there are several.
     """
     given = Path(path)
     if given.is_file():

@@ -1,4 +1,4 @@
-"""A decoder file as its authors run it: one row, no padding, a mask of ones, a cache that grows token by token.
+"""A decoder file as its authors run it: a single row, no padding, a mask of 1, a cache that grows token by token.
 
 A baked graph is compared with its logits. With further outputs it shows the positions, masks and scores of the file's
 own arithmetic.
