@@ -229,7 +229,12 @@ def added(pa: Any) -> dict[str, Any]:
 
 
 @pytest.fixture
-def actor(bundled_package: Path) -> Iterator[EngineActor]:
+def pa() -> Any:
+    return pytest.importorskip("pyarrow")
+
+
+@pytest.fixture
+def actor(pa: Any, bundled_package: Path) -> Iterator[EngineActor]:
     config = QsampleProcessorConfig(
         package=str(bundled_package), slots=2, sampling_params={"max_new_tokens": 3}, should_continue_on_error=True
     )
@@ -246,8 +251,7 @@ def run_batch(actor: EngineActor, batch: Any) -> Any:
     return table
 
 
-def test_columns_stay_as_they_are(actor: EngineActor) -> None:
-    pa = pytest.importorskip("pyarrow")
+def test_columns_stay_as_they_are(pa: Any, actor: EngineActor) -> None:
     columns = added(pa)
     batch = pa.table(
         {
@@ -271,9 +275,8 @@ def test_columns_stay_as_they_are(actor: EngineActor) -> None:
 
 
 @pytest.mark.parametrize("rows", [0, 2])
-def test_types_do_not_depend_on_the_rows(actor: EngineActor, rows: int) -> None:
+def test_types_do_not_depend_on_the_rows(pa: Any, actor: EngineActor, rows: int) -> None:
     """A batch without rows, and one whose rows all fail."""
-    pa = pytest.importorskip("pyarrow")
     columns = added(pa)
     done = run_batch(actor, pa.table({"text": pa.array(["x"] * rows, pa.string())}))
     assert done.num_rows == rows
