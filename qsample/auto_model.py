@@ -170,8 +170,8 @@ def bake(
         features: of the graph, see `interface.Features`; None = the sampler and no more.
         tokenizer: "auto" for the tokenizer next to the decoder, another folder, or None for a package of token ids
             only.
-        rope: "short" or "long", for a file with two rotary tables (longrope), of which a single table is kept: by default the
-            short table, which limits the context to the length at which the file itself would change over.
+        rope: "short" or "long", for a file with two rotary tables (longrope), of which a single table is kept: by
+            default the short table, which limits the context to the length at which the file itself would change over.
         reference: a hub id or folder of the checkpoint, to compare with transformers as well, which needs the extra
             `export`. The manifest gets the figures; a float file that differs is refused.
         revision, cache_dir, token, local_files_only: of the hub, as in transformers.
