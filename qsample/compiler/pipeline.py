@@ -6,7 +6,7 @@ and, for `debug_dump`, writes the graph after each phase.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -31,6 +31,7 @@ from qsample.graph.join import split_at_logits
 from qsample.graph.operators import BLOCK_SIZES
 from qsample.graph.weights import load_graph, widen_weights
 from qsample.progress import Progress, Stages
+from qsample.tensors import Array
 
 Placement = dict[str, dict[str, int]]
 """Execution provider → operator type → how many nodes run there."""
@@ -72,6 +73,7 @@ class Build:
         folder: the package's, which has `decoder.onnx` at the end.
         scratch: an empty folder on the same disk, for files that are read until the graph is written.
         model: the graph as it is after the phases so far.
+        texts: token ids that weights are fitted to, [n] int64 each; none unless the plan says so.
         sampler: the sampler while it is apart from the model; None if it is part of the model, or not in the graph.
         provider_of: node name → provider, as ONNX Runtime reported it when it optimised the graph.
         placement: where the nodes run; None until the last phase has found out.
@@ -82,6 +84,7 @@ class Build:
     folder: Path
     scratch: Path
     model: ir.Model
+    texts: Sequence[Array] = ()
     sampler: ir.Model | None = None
     provider_of: Mapping[str, str] = field(default_factory=dict)
     placement: Placement | None = None
@@ -136,9 +139,10 @@ def apply(model: ir.Model, *passes: Pass) -> bool:
 def start(plan: CompilePlan, stages: Stages, folder: Path, scratch: Path) -> Build:
     """The build of a package's portable decode graph, whose weights stay in their files."""
     stages.begin(OPTIMISING)
+    texts = calibration_sequences(plan) if plan.calibrated else []  # before the work: it may be refused
     model = load_graph(plan.decoder)
     widen_weights(model)
-    return Build(plan, stages, folder, scratch, model)
+    return Build(plan, stages, folder, scratch, model, texts=texts)
 
 
 def run(build: Build, phases: Iterable[Phase], dump: DebugDump | None = None) -> None:
@@ -217,7 +221,7 @@ def quantize_matrices(build: Build, pads: bool) -> None:
     if plan.calibrated:
         progress = build.stages.begin(FITTING)
         axes = {**plan.source.interface.sizes, CAPACITY: plan.ctx_len, **dict.fromkeys(ROW_AXES, 1)}
-        calibration = Calibration(calibration_sequences(plan), axes, build.scratch, progress)
+        calibration = Calibration(build.texts, axes, build.scratch, progress)
         calibrate = partial(calibrated_levels, calibration=calibration)
     apply(build.model, partial(quantize_weights, quantization=plan.weights, pads=pads, calibrate=calibrate))
 
