@@ -328,7 +328,10 @@ def test_on_a_terminal(terminal: Terminal, tmp_path: Path) -> None:
     count = int(re.findall(r"(\d+) tokens, ", shown)[-1])
     assert 0 < count < 200
     terminal.until(prompt)
-    terminal.send("half a line\x03")  # at the prompt
+    terminal.send("half a line")
+    terminal.until(r"half a line")
+    time.sleep(0.5)  # a signal that comes before the terminal is read again waits for the next key
+    terminal.send("\x03")  # at the prompt
     terminal.until(r"ctrl-D or /exit ends the chat")
     terminal.until(prompt)
     saved = tmp_path / "talk.json"
