@@ -105,10 +105,12 @@ class Model(ModelMethods):
         >>> model.compile("qwen3-cpu", provider="cpu", ctx_len=2048, weights="int4")
         """
         from qsample.compiler.compile import compile_package
+        from qsample.compiler.targets import find_target
 
         if is_dtype(changes.get("dtype")):
             changes["dtype"] = dtype_name(changes["dtype"])
         options = (options or CompileOptions()).override(**changes)
+        find_target(options.provider).check_installed()  # an export may take minutes
         if path is not None:
             check_not_source(path, *self._sources)
         exporting, compiling = part(progress, 0.0, self._export_share), part(progress, self._export_share, 1.0)

@@ -3,11 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from enum import StrEnum
 from itertools import accumulate
-from typing import Final
 
 Progress = Callable[[str, float], None]  # the name of a stage, and the fraction of the whole that is done, in [0, 1]
-DONE: Final = "done"  # the last report of the whole
+
+
+class Stage(StrEnum):
+    """The stages of long work, in the words that a progress bar shows."""
+
+    STARTING = "starting"
+    CHECKING = "checking the model"
+    TRACING = "tracing the decode graph"
+    WRITING_WEIGHTS = "writing the weights"
+    COMPARING_WITH_MODEL = "comparing with the Hugging Face model"
+
+    FINDING = "finding the decoder"
+    READING = "reading the decoder"
+    RUNNING = "running the decoder as it is"
+    REWRITING = "rewriting"
+    COMPARING_WITH_DECODER = "comparing with the decoder as it is"
+    COMPARING_WITH_CHECKPOINT = "comparing with the checkpoint"
+
+    OPTIMISING = "optimising the graph"
+    MEASURING_CACHE = "measuring keys and values"
+    FITTING = "fitting weights to the text"
+    WRITING_GRAPH = "writing the graph"
+    TESTING = "self-test"
+    DIVERGENCE = "measuring the divergence"
+    PUBLISHING = "publishing"
+
+    LOADING = "loading"
+    READING_TEXT = "reading the text"
+    TIMING = "timing"
+    DONE = "done"  # the last report of the whole
 
 
 def unreported(stage: str, fraction: float) -> None:
@@ -21,7 +50,7 @@ def part(progress: Progress | None, start: float, end: float) -> Progress:
     """
 
     def report(stage: str, fraction: float) -> None:
-        if progress is not None and (stage != DONE or end == 1.0):
+        if progress is not None and (stage != Stage.DONE or end == 1.0):
             progress(stage, start + (end - start) * fraction)
 
     return report
@@ -30,10 +59,10 @@ def part(progress: Progress | None, start: float, end: float) -> Progress:
 class Stages:
     """The stages of long work, in order, reported to a callback: the fraction done rises from 0 to 1 once.
 
-    >>> stages = Stages(progress, {"tracing": 8, "comparing": 2})
-    >>> stages.begin("tracing")
-    >>> advance = stages.begin("comparing")
-    >>> advance(0.5)  # reports ("comparing", 0.9)
+    >>> stages = Stages(progress, {Stage.TESTING: 8, Stage.PUBLISHING: 2})
+    >>> stages.begin(Stage.TESTING)
+    >>> advance = stages.begin(Stage.PUBLISHING)
+    >>> advance(0.5)  # reports ("publishing", 0.9)
     >>> stages.finish()
     """
 
@@ -61,4 +90,4 @@ class Stages:
 
     def finish(self) -> None:
         """Report the end of the whole."""
-        self._report(DONE, 1.0)
+        self._report(Stage.DONE, 1.0)

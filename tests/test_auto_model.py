@@ -13,7 +13,7 @@ import pytest
 
 import qsample
 from qsample import AutoModelForCausalLM
-from qsample.errors import PackageError, QsampleError
+from qsample.errors import CompileError, PackageError, QsampleError
 from qsample.interface import Features
 from qsample.models import CheckpointModel, PackagedModel
 from tests.helpers.fake_package import fake_package
@@ -213,6 +213,17 @@ def test_a_checkpoint_takes_its_changed_settings_along(tmp_path: Path) -> None:
     with pytest.raises(QsampleError, match=r"generation_config cannot be exported"):
         model.export(tmp_path / "another")
     assert not (tmp_path / "another").exists()
+
+
+@pytest.mark.parametrize(("provider", "message"), [("tpu", "no compile target 'tpu'"), ("tensorrt", "onnxruntime")])
+def test_a_target_that_is_not_there_fails_before_the_export(
+    checkpoint: Callable[[str], Path], provider: str, message: str
+) -> None:
+    stages: list[tuple[str, float]] = []
+    model = AutoModelForCausalLM.from_pretrained(checkpoint("llama"))
+    with pytest.raises(CompileError, match=message):
+        model.compile(provider=provider, progress=lambda *stage: stages.append(stage))
+    assert not stages
 
 
 def test_a_mistyped_name_fails_when_it_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,6 +31,7 @@ from qsample.cli.common import (
 )
 from qsample.cli.terminal import note, progress
 from qsample.errors import QsampleError
+from qsample.progress import Stage
 from qsample.sampling_params import SAMPLING_FIELDS, SamplingParams
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ def chat(
     check_jinja()
     opened = open_exported(model, provider)  # a temporary export lives as long as this
     with progress() as report:
-        report("loading", 0.0)
+        report(Stage.LOADING, 0.0)
         loaded = load(opened.package.path, provider, ctx_len=ctx_len, intra_op_num_threads=threads, verify=False)
         remarks = _check_template(loaded, system, template)
     for remark in remarks:

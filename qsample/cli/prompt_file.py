@@ -23,6 +23,7 @@ from qsample.cli.common import context_full, read_text
 from qsample.cli.errors import AlreadyPrintedError
 from qsample.cli.terminal import finite, note, progress
 from qsample.errors import QsampleError
+from qsample.progress import Stage
 from qsample.sampling_params import SAMPLING_FIELDS, SEEDS, SamplingParams, layered
 
 if TYPE_CHECKING:
@@ -250,7 +251,7 @@ def _run(
 
     summary, todo = Summary(), rows[done:]
     with progress(hidden=write is _print and sys.stdout.isatty()) as report:
-        report("loading", 0.0)
+        report(Stage.LOADING, 0.0)
         model, started = load(), time.perf_counter()
         try:
             with Engine(model, slots=slots, max_waiting=_WAITING, **settings) as engine:

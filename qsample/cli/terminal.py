@@ -14,7 +14,7 @@ from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as ProgressBar
 from rich.table import Table
 
-from qsample.progress import Progress
+from qsample.progress import Progress, Stage
 
 
 def no_escapes() -> bool:
@@ -51,7 +51,7 @@ def progress(*, hidden: bool = False) -> Iterator[Progress]:
     hidden = hidden or not shown.is_terminal or shown.is_dumb_terminal
     # Rich would redirect stdout to the bar's terminal, although it may be a file.
     with ProgressBar(*columns, console=shown, transient=True, disable=hidden, redirect_stdout=False) as bar:
-        task = bar.add_task("starting", total=1.0)
+        task = bar.add_task(Stage.STARTING, total=1.0)
         yield lambda stage, fraction: bar.update(task, description=stage, completed=fraction)
 
 

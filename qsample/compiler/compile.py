@@ -29,7 +29,7 @@ from qsample.contract import BATCH
 from qsample.disk.scratch import ScratchFolder
 from qsample.errors import CompileError
 from qsample.exporters.portable import build_initial_state
-from qsample.progress import Progress, Stages
+from qsample.progress import Progress, Stage, Stages
 
 
 def compile_package(
@@ -64,6 +64,7 @@ def compile_package(
             f"provider is {options.provider!r}; take 'hqq'"
         )
     target.check(plan)
+    target.check_installed()
     for name in source.interface.graphs:
         source.check_graph(name)
     plan = replace(plan, interface=target.interface(plan))
@@ -73,13 +74,13 @@ def compile_package(
         folder = writer.directory
         placement, quantization = _build(plan, target, folder, stages, dump)
         _add_other_files(plan, folder)
-        stages.begin(pipeline.TESTING)
+        stages.begin(Stage.TESTING)
         manifest = partial(_manifest, plan, target, placement)
         self_test = run_self_test(plan, _unsealed(folder, manifest()), target)
         divergence = None
         if plan.quantized:
-            divergence = _measure_divergence(plan, target, folder, stages.begin(pipeline.COMPARING))
-        stages.begin(pipeline.PUBLISHING)
+            divergence = _measure_divergence(plan, target, folder, stages.begin(Stage.DIVERGENCE))
+        stages.begin(Stage.PUBLISHING)
         source.check_not_replaced()
         writer.finish(manifest(asdict(self_test), _figures(plan, quantization, divergence)))
     stages.finish()

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import onnx_ir as ir
 from onnx_ir.passes import common as common_passes
@@ -30,31 +30,23 @@ from qsample.graph.edit import all_initializers, fix_axes
 from qsample.graph.join import split_at_logits
 from qsample.graph.operators import BLOCK_SIZES
 from qsample.graph.weights import load_graph, widen_weights
-from qsample.progress import Progress, Stages
+from qsample.progress import Progress, Stage, Stages
 from qsample.tensors import Array
 
 Placement = dict[str, dict[str, int]]
 """Execution provider → operator type → how many nodes run there."""
 
-OPTIMISING: Final = "optimising the graph"
-MEASURING: Final = "measuring keys and values"
-FITTING: Final = "fitting weights to the text"
-WRITING: Final = "writing the graph"
-TESTING: Final = "self-test"
-COMPARING: Final = "measuring the divergence"
-PUBLISHING: Final = "publishing"
-
 
 def stages_of(plan: CompilePlan, progress: Progress | None) -> Stages:
     """The stages of a whole compile that `progress` is notified of, with their shares of the time."""
-    shares = {
-        OPTIMISING: 2,
-        MEASURING: 2 if plan.kv_cache_dtype is not None else 0,
-        FITTING: 4 if plan.calibrated else 0,
-        WRITING: 2,
-        TESTING: 2,
-        COMPARING: 3 if plan.quantized else 0,
-        PUBLISHING: 1,
+    shares: dict[str, float] = {
+        Stage.OPTIMISING: 2,
+        Stage.MEASURING_CACHE: 2 if plan.kv_cache_dtype is not None else 0,
+        Stage.FITTING: 4 if plan.calibrated else 0,
+        Stage.WRITING_GRAPH: 2,
+        Stage.TESTING: 2,
+        Stage.DIVERGENCE: 3 if plan.quantized else 0,
+        Stage.PUBLISHING: 1,
     }
     return Stages(progress, shares)
 
@@ -138,7 +130,7 @@ def apply(model: ir.Model, *passes: Pass) -> bool:
 
 def start(plan: CompilePlan, stages: Stages, folder: Path, scratch: Path) -> Build:
     """The build of a package's portable decode graph, whose weights stay in their files."""
-    stages.begin(OPTIMISING)
+    stages.begin(Stage.OPTIMISING)
     texts = calibration_sequences(plan) if plan.calibrated else []  # before the work: it may be refused
     model = load_graph(plan.decoder)
     widen_weights(model)
@@ -209,7 +201,7 @@ def quantization_phases(
 
 def quantize_cache(build: Build) -> None:
     """Make the cache int8, with scales that are measured with the portable graph."""
-    source, progress = build.plan.source, build.stages.begin(MEASURING)
+    source, progress = build.plan.source, build.stages.begin(Stage.MEASURING_CACHE)
     ranges = measure_ranges(source.path, source.interface, build.plan.ctx_len, progress)
     apply(build.model, partial(quantize_kv_cache, ranges=ranges))
 
@@ -219,7 +211,7 @@ def quantize_matrices(build: Build, pads: bool) -> None:
     plan, calibrate = build.plan, None
     assert plan.weights is not None
     if plan.calibrated:
-        progress = build.stages.begin(FITTING)
+        progress = build.stages.begin(Stage.FITTING)
         axes = {**plan.source.interface.sizes, CAPACITY: plan.ctx_len, **dict.fromkeys(ROW_AXES, 1)}
         calibration = Calibration(build.texts, axes, build.scratch, progress)
         calibrate = partial(calibrated_levels, calibration=calibration)
@@ -228,7 +220,7 @@ def quantize_matrices(build: Build, pads: bool) -> None:
 
 def check(build: Build) -> None:
     """Refuse a model of which nothing was quantized though it should be, and a disk without room for the package."""
-    build.stages.begin(WRITING)
+    build.stages.begin(Stage.WRITING_GRAPH)
     plan = build.plan
     if plan.weights is not None:
         check_quantized(build.model, plan.weights)

@@ -23,7 +23,7 @@ from qsample.ort.options import NO_SPINNING, SessionOptions
 from qsample.ort.session import open_sessions
 from qsample.ort.stepper import Stepper
 from qsample.package import Package, read_package
-from qsample.progress import Progress, unreported
+from qsample.progress import Progress, Stage, unreported
 from qsample.tensors import Array
 from qsample.values import check_count, is_number
 
@@ -151,14 +151,14 @@ def evaluate(
     scores = _Scores(models, pairs, sum(window.scored for window in windows))
     steppers = []
     for index, one in enumerate(models):
-        report(f"loading {one.path.name}", 0.05 * index / len(models))
+        report(f"{Stage.LOADING} {one.path.name}", 0.05 * index / len(models))
         sessions = open_sessions(one, options=options, logits=True)
         steppers.append(Stepper(sessions, rows, _compiled_for(one)[0] or max_length, logits=True))
     for done in _run(steppers, windows, rows, scores):
-        report("reading the text", 0.05 + (0.75 if step_time else 0.95) * done / scores.tokens)
+        report(Stage.READING_TEXT, 0.05 + (0.75 if step_time else 0.95) * done / scores.tokens)
     del steppers
     times = [_step_time(one, intra_op_num_threads, report) if step_time else None for one in models]
-    report("done", 1.0)
+    report(Stage.DONE, 1.0)
     return Evaluation(
         tokens=scores.tokens,
         documents=len(documents),
@@ -303,7 +303,7 @@ def _step_time(package: Package, threads: int | None, report: Progress) -> float
     from qsample.runtime.bench import measure
     from qsample.runtime.causal_lm import load
 
-    report(f"timing {package.path.name}", 0.8)
+    report(f"{Stage.TIMING} {package.path.name}", 0.8)
     longest = _longest_context(package) or 2 * _TIMED_TOKENS
     tokens = max(1, min(_TIMED_TOKENS, (longest - 8) // 2))  # less those that warm up
     model = load(package.path, intra_op_num_threads=threads, verify=False)

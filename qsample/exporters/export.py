@@ -27,7 +27,7 @@ from qsample.exporters.trace import trace
 from qsample.huggingface.configs import GENERATION_CONFIG_FILE
 from qsample.huggingface.dtypes import dtype_name
 from qsample.interface import Features, Interface
-from qsample.progress import Progress, unreported
+from qsample.progress import Progress, Stage, unreported
 from qsample.transforms.cache import DecodeContext
 from qsample.transforms.decoder import Decoder, LastTokenHead, apply_transforms, state_shapes
 from qsample.transforms.deferred import chunks, computing, deferred
@@ -72,10 +72,10 @@ def export_model(
     size = _weight_bytes(model)
     with sources, package.write_package(path, overwrite=overwrite, required_bytes=size) as writer:
         manifest = _export(model, tokenizer, writer.directory, features, model_id, revision, report)
-        report("publishing", 0.9)
+        report(Stage.PUBLISHING, 0.9)
         sources.check()
         writer.finish(manifest)
-    report("done", 1.0)
+    report(Stage.DONE, 1.0)
     return package.read_package(path, verify=False)
 
 
@@ -101,7 +101,7 @@ def export_beside_checkpoint(
         folder.mkdir()
         manifest = _export(model, tokenizer, folder, features, model_id, revision, report, publish=False)
     files = {path.name: package.FileEntry("", path.stat().st_size) for path in folder.iterdir()}
-    report("done", 1.0)
+    report(Stage.DONE, 1.0)
     return package.Unpublished(folder.absolute(), replace(manifest, files=files), sources=sources)
 
 
@@ -118,7 +118,7 @@ def _export(
 ) -> package.Manifest:
     """Write all of a package but its manifest into `folder`, and return that."""
     context = DecodeContext()
-    report("checking the model", 0.0)
+    report(Stage.CHECKING, 0.0)
     with computing():
         expected = reference(model)
         apply_transforms(model, context)
@@ -128,17 +128,17 @@ def _export(
     token_ids = _token_ids(model, tokenizer)
     _check_vocabulary(tokenizer, vocab_size)
 
-    report("tracing the decode graph", 0.05)
+    report(Stage.TRACING, 0.05)
     traced = trace(Decoder(model, context, interface), interface.model, interface.sizes)
     fill_placeholders(traced)
     outline_scans(traced)
     lower_experts(traced)
     align_row_sums(traced)
-    report("writing the weights", 0.55)
+    report(Stage.WRITING_WEIGHTS, 0.55)
     write_graphs(traced, interface, token_ids.pad, folder, refer=not publish)
     del traced
 
-    report("comparing with the Hugging Face model", 0.7)
+    report(Stage.COMPARING_WITH_MODEL, 0.7)
     plain = len(interface.key_values) if context.buffered else len(context.masked)
     files = folder / "decoder.onnx", folder / "initial_state.onnx"
     try:

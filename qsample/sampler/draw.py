@@ -95,7 +95,7 @@ class _RandomRows:
         self._filters = [step for step in filters.ORDERS[call.features.filter_order] if step.__name__ in chosen]
         # Before top-k, the entropy is that of the vocabulary, which the candidates do not have.
         self._dynamic_first = call.uses("dynatemp") and call.features.filter_order == HUGGING_FACE
-        self._small = _has_small_top_k(call, num_candidates)
+        self._small = filters.has_small_top_k(call, num_candidates)
         self._has_top_k = call["top_k"] > 0
         self._narrowed = (call["top_p"] < 1) | (call["min_p"] > 0)
         if call.uses("top_n_sigma"):
@@ -271,19 +271,12 @@ class _RandomRows:
         return functools.reduce(operator.or_, on) if on else None
 
 
-def _has_small_top_k(call: Call, num_candidates: int) -> Tensor:
-    """Whether the candidates hold all that top-k keeps: [B] bool."""
-    if num_candidates >= call.vocab:
-        return call["top_k"].equals(call["top_k"])
-    return (call["top_k"] > 0) & (call["top_k"] <= num_candidates)
-
-
 def _needs_search(call: Call, num_candidates: int) -> Tensor:
     """Whether a row's parameters ask for a search of the vocabulary, [B] bool."""
     thresholds = (call["top_p"] < 1) | (call["top_k"] > 0)
     if call.uses("typical_p"):
         thresholds = thresholds | (call["typical_p"] < 1)
-    return (call["temperature"] > 0) & ~_has_small_top_k(call, num_candidates) & thresholds
+    return (call["temperature"] > 0) & ~filters.has_small_top_k(call, num_candidates) & thresholds
 
 
 def _is_listed(call: Call) -> Tensor:

@@ -14,6 +14,7 @@ from typing import Final
 
 from qsample.contract import HUGGING_FACE, LLAMA_CPP
 from qsample.sampler.blocks import FLOOR
+from qsample.sampler.call import Call
 from qsample.sampler.pools import Pool
 from qsample.sampler.tensor import FLOAT, Tensor, absolute, exp, log, maximum, minimum, op, where
 
@@ -41,8 +42,16 @@ def dynamic_temperature(pool: Pool, row: Parameters) -> Tensor:
 
 
 def top_k(pool: Pool, row: Parameters) -> None:
-    """The k likeliest tokens and their ties: Fan et al. 2018, arXiv:1805.04833."""
+    """The k likeliest tokens and their ties, among candidates those ties that are in the pool: Fan et al. 2018,
+    arXiv:1805.04833."""
     pool.keep(pool.x >= pool.kth_largest(row["top_k"]))
+
+
+def has_small_top_k(call: Call, num_candidates: int) -> Tensor:
+    """Whether top-k is applied to the candidates, however many ties it has, instead of the vocabulary: [B] bool."""
+    if num_candidates >= call.vocab:
+        return call["top_k"].equals(call["top_k"])
+    return (call["top_k"] > 0) & (call["top_k"] <= num_candidates)
 
 
 def top_p(pool: Pool, row: Parameters) -> None:

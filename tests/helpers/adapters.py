@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from qsample.checkpoints.hub import HubOptions
-from qsample.checkpoints.lora import find_adapter
+from qsample.checkpoints.merge_lora import find_adapter
 
 CONFIG = {"peft_type": "LORA", "r": 4, "lora_alpha": 12, "bias": "none"}
 

@@ -28,13 +28,12 @@ def package(tmp_path: Path, *providers: str, name: str = "cpu", **options: str) 
     return fake_package(tmp_path / "package", compilation=made)
 
 
-@pytest.mark.parametrize("name", ["cpu", "cuda", "openvino", "tensorrt"])
+@pytest.mark.parametrize("name", target_names())
 def test_what_our_own_targets_write_is_taken(name: str, tmp_path: Path) -> None:
     target = find_target(name)
     made = package(tmp_path, *target.execution_providers, name=name, **target.provider_options)
     check_manifest_options(made, None, {})
     check_manifest_options(made, name, {})
-    assert set(target_names()) == {"cpu", "cuda", "openvino", "tensorrt"}
 
 
 REFUSED = [

@@ -44,11 +44,11 @@ class Target(ABC):
     calibrates = False
     self_contained = False
 
-    def check(self, plan: CompilePlan) -> None:
-        """Raise CompileError, before any work, if the target cannot serve this package or these options.
+    def check(self, plan: CompilePlan) -> None:  # noqa: B027  # a target may take everything
+        """Raise CompileError, before any work, if the target cannot serve this package or these options."""
 
-        A graph is tested on the device that it is for, so the providers have to be installed.
-        """
+    def check_installed(self) -> None:
+        """Raise CompileError if a provider is missing: a graph is tested on the device that it is for."""
         try:
             check_available(self.execution_providers)
         except QsampleError as error:

@@ -78,7 +78,6 @@ class CudaTarget(Target):
                 f"the package is {own} and cannot become {plan.dtype} without another rounding; export the model as "
                 "float32 first"
             )
-        super().check(plan)
 
     def interface(self, plan: CompilePlan) -> Interface:
         """In half precision, and captured if it has the sampler."""

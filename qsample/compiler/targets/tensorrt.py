@@ -48,7 +48,6 @@ class TensorRtTarget(Target):
                 "TensorRT has none of ONNX Runtime's quantized operators; leave weights and kv_cache_dtype out, or "
                 "compile for cuda"
             )
-        super().check(plan)
 
     def interface(self, plan: CompilePlan) -> Interface:
         return replace(plan.interface, dtype=plan.dtype)

@@ -39,7 +39,7 @@ from qsample.exporters.portable import portable_manifest, write_graphs
 from qsample.graph import gqa
 from qsample.graph.operators import INT8_ACTIVATIONS, is_matmul_nbits
 from qsample.interface import Features, Interface
-from qsample.progress import Progress, unreported
+from qsample.progress import Progress, Stage, unreported
 
 # A further comparison: the folder of the unpublished package, its interface, the tolerance (None: weights are
 # quantized) → figures for the manifest.
@@ -86,7 +86,7 @@ def bake(
         PackageError: if `out` cannot be written.
     """
     report = progress or unreported
-    report("finding the decoder", 0.0)
+    report(Stage.FINDING, 0.0)
     location = locate(path, file, hub=hub)
     package.check_not_source(out, location.file.parent)
     if not location.is_linked:
@@ -111,7 +111,7 @@ def _bake(
     report: Progress,
 ) -> package.Package:
     settings = read_settings(location)
-    report("reading the decoder", 0.05)
+    report(Stage.READING, 0.05)
     foreign = recognise(location.file, load(location.file), head_dim=settings.head_dim, vocab_size=settings.vocab_size)
     source = _source(location, settings, foreign)
     size = sum(file.stat().st_size for file in (location.file, *location.data))
@@ -120,11 +120,11 @@ def _bake(
         write_files(location, settings, token_ids, foreign.vocab_size, tokenizer, writer.directory)
         baked = rewrite(foreign, features, settings, rope, report)
         del foreign
-        report("writing the weights", 0.5)
+        report(Stage.WRITING_WEIGHTS, 0.5)
         packed = _packed_weights(baked.model)
         arithmetic = arithmetic_of(baked.model)
         write_graphs(baked.model, baked.interface, token_ids.pad, writer.directory)
-        report("comparing with the decoder as it is", 0.7)
+        report(Stage.COMPARING_WITH_DECODER, 0.7)
         figures = _gate(writer.directory, baked, _TOLERANCES[arithmetic])
         manifest = portable_manifest(
             baked.interface,
@@ -135,12 +135,12 @@ def _bake(
             packed_weights=packed,
         )
         if compare is not None:
-            report("comparing with the checkpoint", 0.8)
+            report(Stage.COMPARING_WITH_CHECKPOINT, 0.8)
             others = compare(writer.directory, baked.interface, None if packed else _TOLERANCES[arithmetic])
             manifest = replace(manifest, parity={**asdict(figures), **others})
-        report("publishing", 0.9)
+        report(Stage.PUBLISHING, 0.9)
         writer.finish(manifest)
-    report("done", 1.0)
+    report(Stage.DONE, 1.0)
     return package.read_package(out, verify=False)
 
 
@@ -179,7 +179,7 @@ def rewrite(foreign: ForeignGraph, features: Features, settings: Settings, rope:
     is_unfused, rotates = False, False
     matches: list[attention.Match] = []
     rules: list[attention.Rule] = []
-    report("running the decoder as it is", 0.1)
+    report(Stage.RUNNING, 0.1)
     if is_grouped:
         attention.check_attentions(foreign)
         is_unfused = attention.unfuse_norms(foreign)
@@ -192,12 +192,12 @@ def rewrite(foreign: ForeignGraph, features: Features, settings: Settings, rope:
         windows = [rule.window or -1 for rule in rules]
     counted = [] if rotates or foreign.input(POSITIONS) is not None else counted_positions(foreign)
     original = Original(foreign, rewritten=foreign.changed or is_unfused or rope == "long")
-    report("running the decoder as it is", 0.2)
+    report(Stage.RUNNING, 0.2)
     expected = reference(original, foreign.vocab_size, limit, windows)
     del original  # its session holds the weights
     _warn_of_windows(foreign, settings, windows, limit)
 
-    report("rewriting", 0.4)
+    report(Stage.REWRITING, 0.4)
     nodes = Nodes(foreign.graph)
     rows = add_rows(foreign, nodes)
     if is_grouped:
