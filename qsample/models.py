@@ -110,7 +110,8 @@ class Model(ModelMethods):
         if is_dtype(changes.get("dtype")):
             changes["dtype"] = dtype_name(changes["dtype"])
         options = (options or CompileOptions()).override(**changes)
-        find_target(options.provider).check_installed()  # an export may take minutes
+        if self._export_share:  # an export may take minutes
+            find_target(options.provider).check_installed()
         if path is not None:
             check_not_source(path, *self._sources)
         exporting, compiling = part(progress, 0.0, self._export_share), part(progress, self._export_share, 1.0)

@@ -41,7 +41,7 @@ def pytest_collection_finish() -> None:
     """Keep libraries and tests out of garbage collections, which took 15 % of the time of tests that trace."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(20_000, 20, 50)
+    gc.set_threshold(50_000, 50, 100)
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:

@@ -55,7 +55,7 @@ def perplexity_of(log_p: Array, targets: Array) -> float:
     [
         ("llama", 16, 5),
         ("llama", 20, 20),
-        ("olmo_hybrid", 24, 10),
+        ("qwen3_5_text", 24, 10),
         pytest.param("gemma2", 32, 16, marks=pytest.mark.slow),
         pytest.param("gpt2", 96, 96, marks=pytest.mark.slow),
     ],
@@ -78,8 +78,8 @@ def test_divergence_and_agreement_are_those_of_transformers_logits(
 ) -> None:
     """Of two different models, each against the other: the divergence is not symmetric."""
     log_p, targets = log_probabilities(checkpoint("llama"), [IDS], 24, 12)
-    log_q, _ = log_probabilities(checkpoint("olmo_hybrid"), [IDS], 24, 12)
-    llama, hybrid = exported("llama"), exported("olmo_hybrid")
+    log_q, _ = log_probabilities(checkpoint("qwen3_5_text"), [IDS], 24, 12)
+    llama, hybrid = exported("llama"), exported("qwen3_5_text")
     found = evaluate([llama, hybrid], IDS, against=[llama, hybrid], max_length=24, stride=12)
     assert [one.path for one in found.packages] == [str(llama), str(hybrid)]
     for one, (own, other) in zip(found.packages, ((log_p, log_q), (log_q, log_p)), strict=True):

@@ -164,6 +164,7 @@ def test_a_convolution_in_pieces_is_the_same_to_the_bit() -> None:
     np.testing.assert_array_equal(np.concatenate(parts, axis=-1), wanted)
 
 
+@pytest.mark.slow
 def test_a_null_vector_of_a_released_model_s_size_has_a_norm(tmp_path: Path) -> None:
     """The export drops constants below 1e-8, and padding is null: the parity gate would see infinities."""
     model = random_model(
