@@ -100,6 +100,7 @@ class Kept:
 
     def __init__(self, path: Path, data: dict[str, Any], same: Sequence[str] = ("machine",)) -> None:
         self._path, self.data = path, data
+        path.parent.mkdir(parents=True, exist_ok=True)  # for the page and the plot next to it, too
         if path.exists():
             earlier = json.loads(path.read_text())
             if all(earlier.get(name) == data[name] for name in same):
