@@ -82,6 +82,10 @@ def test_without_transformers_a_graph_gets_the_same_nodes(
 ) -> None:
     def lean() -> Counter[str]:
         model = ir.load(exported(model_type, include_sampler=False) / "decoder.onnx")
+        for value in model.graph.initializers.values():  # biases of 0, as random models have them, are left out
+            zeros = value.const_value
+            if zeros is not None and zeros.dtype == ir.DataType.FLOAT and zeros.size > 1 and not zeros.numpy().any():
+                value.const_value = ir.tensor(np.linspace(-1, 1, zeros.size, dtype=np.float32).reshape(zeros.shape))
         fix_axes(model, {"T": 64})
         run_on(model, lean_phases("cpu", 64))
         return Counter(operators(model))
