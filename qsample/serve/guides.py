@@ -6,16 +6,18 @@ import asyncio
 import importlib.util
 import json
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from queue import SimpleQueue
 from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 
 from qsample.runtime import CausalLM, Step
 from qsample.serve.http import ApiError
+from qsample.serve.trial import TokenizerArguments, Trial
 from qsample.tensors import Array
 
 _KEPT: Final = 64  # grammars
@@ -46,16 +48,21 @@ class Grammars:
         self._tokenizer: Any = None
         self._reading = threading.Lock()
         self._kept: OrderedDict[str, asyncio.Future[_Compiled]] = OrderedDict()
+        self._waiting: Counter[str] = Counter()  # requests, by grammar
+        self._tried: dict[str, Trial] = {}  # by the grammar that each works on
+        self._trials: SimpleQueue[Trial] = SimpleQueue()  # the idle ones
+        for _ in range(_THREADS):
+            self._trials.put(Trial(self._tokenizer_arguments))
         # A pool apart from asyncio.to_thread's: slow grammars must not delay the encoding of prompts.
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="qsample-grammar")
 
     async def guide(self, grammar: str) -> GrammarGuide:
-        """A guide for an answer, compiled on another thread within about a second, once for simultaneous requests.
+        """A guide for an answer, compiled on another thread, once for simultaneous requests, for as long as one waits.
 
         Args:
             grammar: see `grammar_of`.
 
-        Raises ApiError if the grammar is invalid, and if no answer can follow it.
+        Raises ApiError if the grammar is invalid, takes too much to compile, or no answer can follow it.
         """
         if grammar not in self._kept:
             loop = asyncio.get_running_loop()
@@ -64,43 +71,51 @@ class Grammars:
         while len(self._kept) > _KEPT:
             self._kept.popitem(last=False)
         compiling = self._kept[grammar]
+        self._waiting[grammar] += 1
         try:
             compiled = await asyncio.shield(compiling)  # others may wait for it
         except BaseException:  # the next request tries again; a cancelled request leaves it to the others
             failed = compiling.done() and (compiling.cancelled() or compiling.exception() is not None)
-            if failed and self._kept.get(grammar) is compiling:
+            left = not compiling.done() and self._waiting[grammar] == 1
+            if (failed or left) and self._kept.get(grammar) is compiling:
                 del self._kept[grammar]
+            if left:
+                compiling.cancel()
+                if (trial := self._tried.get(grammar)) is not None:
+                    trial.stop()
             raise
+        finally:
+            self._waiting[grammar] -= 1
+            self._waiting += Counter()  # without zeros
         return GrammarGuide(compiled)
 
     def _compile(self, grammar: str) -> _Compiled:
-        from llguidance import LLMatcher
-
-        if grammar.startswith(_GBNF):
-            grammar = _from_gbnf(grammar.removeprefix(_GBNF))
-        matcher = LLMatcher(self._llguidance_tokenizer(), grammar, log_level=0)
-        _check(matcher)
-        words = (self._model.interface.vocab_size + 31) // 32
-        mask = np.zeros((1, words), dtype=np.int32)
-        _fill(matcher, mask)  # the same for every answer, and often the slowest
-        if not mask.any():
-            raise _refused("no text follows it")
-        return _Compiled(matcher, mask)
+        trial = self._trials.get()
+        try:
+            self._tried[grammar] = trial
+            reason = trial.refusal(grammar)
+        finally:
+            del self._tried[grammar]
+            self._trials.put(trial)
+        if reason is not None:
+            raise _refused(reason)
+        return compile_grammar(grammar, self._llguidance_tokenizer(), self._model.interface.vocab_size)
 
     def _llguidance_tokenizer(self) -> Any:
         from llguidance import LLTokenizer
 
         with self._reading:
             if self._tokenizer is None:
-                assert self._model.tokenizer is not None  # see `check_possible`
-                ends = list(self._model.package.manifest.token_ids.eos)
                 try:
-                    self._tokenizer = LLTokenizer(
-                        self._model.tokenizer.to_json(), n_vocab=self._model.interface.vocab_size, eos_token=ends
-                    )
+                    self._tokenizer = LLTokenizer(**self._tokenizer_arguments()._asdict())
                 except ValueError as error:
                     raise ApiError(400, f"this model's tokenizer cannot follow a grammar: {error!s:.200}") from None
             return self._tokenizer
+
+    def _tokenizer_arguments(self) -> TokenizerArguments:
+        assert self._model.tokenizer is not None  # see `check_possible`
+        ends = list(self._model.package.manifest.token_ids.eos)
+        return TokenizerArguments(self._model.tokenizer.to_json(), self._model.interface.vocab_size, ends)
 
     def check_possible(self) -> None:
         """Raise ApiError if answers of this model cannot be constrained."""
@@ -126,6 +141,28 @@ class Grammars:
     def close(self) -> None:
         """Compile no more."""
         self._threads.shutdown(wait=False, cancel_futures=True)
+        for trial in list(self._tried.values()):
+            trial.stop()
+        while not self._trials.empty():
+            self._trials.get().stop()
+
+
+def compile_grammar(grammar: str, tokenizer: Any, vocab_size: int) -> _Compiled:
+    """Compile `grammar` (see `grammar_of`) for llguidance's `tokenizer`.
+
+    Raises ApiError if the grammar is invalid, and if no answer can follow it.
+    """
+    from llguidance import LLMatcher
+
+    if grammar.startswith(_GBNF):
+        grammar = _from_gbnf(grammar.removeprefix(_GBNF))
+    matcher = LLMatcher(tokenizer, grammar, log_level=0)
+    _check(matcher)
+    mask = np.zeros((1, (vocab_size + 31) // 32), dtype=np.int32)
+    _fill(matcher, mask)  # the same for every answer, and often the slowest
+    if not mask.any():
+        raise _refused("no text follows it")
+    return _Compiled(matcher, mask)
 
 
 @dataclass(frozen=True, slots=True)

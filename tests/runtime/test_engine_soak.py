@@ -349,4 +349,4 @@ def test_requests_with_random_faults(count: int, fake_model: Callable[..., Causa
     # A leak of one object in each request would be count / 2 between the two readings. Blocks come and go a little.
     assert objects < count / 4
     assert blocks < count / 2 + 400
-    assert memory < 8e6
+    assert memory < 12e6

@@ -14,6 +14,7 @@ import pytest
 from qsample.runtime import CausalLM, Step
 from qsample.serve.guides import Form, GrammarGuide, Grammars, grammar_of
 from qsample.serve.http import ApiError
+from tests.serve.test_trial import SLOW, chained
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +128,7 @@ def test_a_grammar_is_compiled_once_and_elsewhere(served_model: CausalLM, monkey
     monkeypatch.setattr(Grammars, "_compile", compile_)
 
     async def run() -> None:
-        asked = [grammars.guide(grammar_of(Form("regex", "[a-z]+"))) for _ in range(20)]
+        asked = [asyncio.ensure_future(grammars.guide(grammar_of(Form("regex", "[a-z]+")))) for _ in range(20)]
         cancelled = asyncio.ensure_future(grammars.guide(grammar_of(Form("regex", "[a-z]+"))))
         await asyncio.sleep(0)
         cancelled.cancel()
@@ -143,3 +144,34 @@ def test_a_grammar_is_compiled_once_and_elsewhere(served_model: CausalLM, monkey
     assert len(threads) == 1 + 2 + 70
     assert threading.get_ident() not in threads
     assert len(grammars._kept) == 64
+
+
+def test_a_grammar_ends_with_its_last_client(grammars: Grammars) -> None:
+    async def run() -> None:
+        await grammars.guide(grammar_of(Form("regex", "[a-y]+")))  # the process has begun
+        asked = [asyncio.ensure_future(grammars.guide(grammar_of(Form("regex", SLOW)))) for _ in range(2)]
+        while not grammars._tried:
+            await asyncio.sleep(0.01)
+        asked[0].cancel()
+        await asyncio.sleep(0.1)
+        assert len(grammars._tried) == 1, "the other waits"
+        asked[1].cancel()
+        for _ in range(200):
+            if not grammars._tried:
+                break
+            await asyncio.sleep(0.01)
+        assert not grammars._tried
+        assert not grammars._waiting
+
+    asyncio.run(run())
+
+
+def test_what_would_end_the_process_is_refused(grammars: Grammars) -> None:
+    """llguidance overflows the stack; the next grammar is compiled as ever."""
+
+    async def run() -> GrammarGuide:
+        with pytest.raises(ApiError, match="too large or nested too deep"):
+            await grammars.guide(grammar_of(Form("json_schema", chained(5000))))
+        return await grammars.guide(grammar_of(Form("json_schema", chained(5))))
+
+    assert asyncio.run(run())._compiled.mask.any()
