@@ -16,7 +16,8 @@ from starlette.types import Receive, Scope, Send
 
 import qsample
 from qsample.serve.answers import Answers, ChatChoice, CompletionChoice
-from qsample.serve.guides import Form, GrammarGuide, grammar_of
+from qsample.serve.grammar import Form, grammar_of
+from qsample.serve.guides import GrammarGuide
 from qsample.serve.http import ApiError, ApiKeys, BodyLimit, UnknownErrors, add_error_handlers, json_response
 from qsample.serve.metrics import Metrics
 from qsample.serve.models import ServedModel, ServedModels

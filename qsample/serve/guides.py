@@ -1,43 +1,23 @@
-"""Answers that follow a JSON schema, a regular expression, a choice or a grammar, by llguidance's masks."""
+"""Guides: they let answers follow their grammars, by llguidance's masks."""
 
 from __future__ import annotations
 
 import asyncio
 import importlib.util
-import json
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import Any, Final, Literal, NamedTuple
-
-import numpy as np
+from typing import Any, Final
 
 from qsample.runtime import CausalLM, Step
+from qsample.serve.grammar import Compiled, check_matcher, compile_grammar, fill_mask, refused
 from qsample.serve.http import ApiError
 from qsample.serve.trial import TokenizerArguments, Trial
 from qsample.tensors import Array
 
 _KEPT: Final = 64  # grammars
 _THREADS: Final = 2  # that compile
-# The prefix of a grammar in GBNF: its translation takes long, so the compiling thread does it.
-_GBNF: Final = "\0GBNF:"
-# Blanks as json.dumps writes them. A model that may write any number of them may never stop doing so.
-_JSON: Final[Any] = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-
-
-class Form(NamedTuple):
-    """The form that an answer has to follow.
-
-    kind: "json_schema" (value: a schema, true for any JSON, or a schema's text), "regex" (value: an expression of
-    Rust's regex crate, for the whole answer), "choice" (value: a list of texts) or "grammar" (value: Lark's notation as
-    llguidance reads it, or llama.cpp's GBNF).
-    """
-
-    kind: Literal["json_schema", "regex", "choice", "grammar"]
-    value: Any
 
 
 class Grammars:
@@ -47,7 +27,7 @@ class Grammars:
         self._model = model
         self._tokenizer: Any = None
         self._reading = threading.Lock()
-        self._kept: OrderedDict[str, asyncio.Future[_Compiled]] = OrderedDict()
+        self._kept: OrderedDict[str, asyncio.Future[Compiled]] = OrderedDict()
         self._waiting: Counter[str] = Counter()  # requests, by grammar
         self._tried: dict[str, Trial] = {}  # by the grammar that each works on
         self._trials: SimpleQueue[Trial] = SimpleQueue()  # the idle ones
@@ -89,7 +69,7 @@ class Grammars:
             self._waiting += Counter()  # without zeros
         return GrammarGuide(compiled)
 
-    def _compile(self, grammar: str) -> _Compiled:
+    def _compile(self, grammar: str) -> Compiled:
         trial = self._trials.get()
         try:
             self._tried[grammar] = trial
@@ -98,7 +78,7 @@ class Grammars:
             del self._tried[grammar]
             self._trials.put(trial)
         if reason is not None:
-            raise _refused(reason)
+            raise refused(reason)
         return compile_grammar(grammar, self._llguidance_tokenizer(), self._model.interface.vocab_size)
 
     def _llguidance_tokenizer(self) -> Any:
@@ -107,7 +87,7 @@ class Grammars:
         with self._reading:
             if self._tokenizer is None:
                 try:
-                    self._tokenizer = LLTokenizer(**self._tokenizer_arguments()._asdict())
+                    self._tokenizer = LLTokenizer(**self._tokenizer_arguments())
                 except ValueError as error:
                     raise ApiError(400, f"this model's tokenizer cannot follow a grammar: {error!s:.200}") from None
             return self._tokenizer
@@ -115,7 +95,9 @@ class Grammars:
     def _tokenizer_arguments(self) -> TokenizerArguments:
         assert self._model.tokenizer is not None  # see `check_possible`
         ends = list(self._model.package.manifest.token_ids.eos)
-        return TokenizerArguments(self._model.tokenizer.to_json(), self._model.interface.vocab_size, ends)
+        return TokenizerArguments(
+            tokenizer=self._model.tokenizer.to_json(), n_vocab=self._model.interface.vocab_size, eos_token=ends
+        )
 
     def check_possible(self) -> None:
         """Raise ApiError if answers of this model cannot be constrained."""
@@ -147,32 +129,6 @@ class Grammars:
             self._trials.get().stop()
 
 
-def compile_grammar(grammar: str, tokenizer: Any, vocab_size: int) -> _Compiled:
-    """Compile `grammar` (see `grammar_of`) for llguidance's `tokenizer`.
-
-    Raises ApiError if the grammar is invalid, and if no answer can follow it.
-    """
-    from llguidance import LLMatcher
-
-    if grammar.startswith(_GBNF):
-        grammar = _from_gbnf(grammar.removeprefix(_GBNF))
-    matcher = LLMatcher(tokenizer, grammar, log_level=0)
-    _check(matcher)
-    mask = np.zeros((1, (vocab_size + 31) // 32), dtype=np.int32)
-    _fill(matcher, mask)  # the same for every answer, and often the slowest
-    if not mask.any():
-        raise _refused("no text follows it")
-    return _Compiled(matcher, mask)
-
-
-@dataclass(frozen=True, slots=True)
-class _Compiled:
-    """matcher: at the start of an answer; copied for each. mask: [1, W] int32, of the first token."""
-
-    matcher: Any
-    mask: Array
-
-
 class GrammarGuide:
     """Writes the mask of each next token of an answer; the `allowed_tokens` of a request.
 
@@ -181,7 +137,7 @@ class GrammarGuide:
     two steps. llguidance releases Python's lock meanwhile, so the event loop goes on.
     """
 
-    def __init__(self, compiled: _Compiled) -> None:
+    def __init__(self, compiled: Compiled) -> None:
         self._compiled = compiled
         self._matcher: Any = None
 
@@ -193,95 +149,5 @@ class GrammarGuide:
             self._matcher = self._compiled.matcher.deep_copy()
         if step.emitted[0]:
             self._matcher.consume_token(int(step.tokens[0]))
-            _check(self._matcher)
-            _fill(self._matcher, mask)
-
-
-def _fill(matcher: Any, mask: Array) -> None:
-    from llguidance import numpy
-
-    numpy.fill_next_token_bitmask(matcher, mask, 0)
-    _check(matcher)
-
-
-def _check(matcher: Any) -> None:
-    """Raise ApiError for an invalid grammar, and for a grammar that became too complex for llguidance on the way."""
-    if matcher.is_error():
-        raise _refused(matcher.get_error())
-
-
-def grammar_of(form: Form) -> str:
-    """The text of a form's grammar, for `Grammars.guide`. Needs llguidance.
-
-    Raises ApiError if the form is invalid.
-    """
-    from llguidance import LLMatcher
-
-    kind, value = form
-    if kind == "regex":
-        return _made(LLMatcher.grammar_from_regex, value)
-    if kind == "grammar":
-        return _GBNF + value if "::=" in value else _made(LLMatcher.grammar_from_lark, value)
-    if kind == "choice":
-        if "" in value:
-            raise ApiError(400, "a choice is empty; give texts of at least a character")
-        texts = (json.dumps(choice, ensure_ascii=False) for choice in value)
-        return _made(LLMatcher.grammar_from_lark, "start: " + " | ".join(texts))
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except (ValueError, RecursionError) as error:
-            raise ApiError(400, f"the schema is not valid JSON: {error}") from None
-    if value is not True and not isinstance(value, dict):
-        raise ApiError(400, f"the schema is {json.dumps(value):.60}; give an object, or true for any JSON")
-    schema = {} if value is True else value
-    return _made(lambda: LLMatcher.grammar_from_json_schema(json.dumps(schema), defaults=_JSON))
-
-
-def _from_gbnf(grammar: str) -> str:
-    from llguidance import LLMatcher, gbnf_to_lark
-
-    try:
-        lark = gbnf_to_lark.gbnf_to_lark(grammar)
-    except Exception as error:
-        raise ApiError(400, f"the grammar is not valid GBNF: {error!s:.200}") from None
-    return _made(LLMatcher.grammar_from_lark, lark)
-
-
-def _made(make: Callable[..., str], *value: str) -> str:
-    try:
-        return make(*value)
-    except (ValueError, RecursionError) as error:
-        raise _refused(str(error)) from None
-
-
-def _refused(reason: str) -> ApiError:
-    text = " ".join(reason.split())
-    return ApiError(400, f"no answer can follow that form: {text:.300}", code="invalid_grammar")
-
-
-def moved_schema(name: str, schema: Any, place: str) -> Any:
-    """A JSON schema as a part of another schema: its references to its own parts follow it.
-
-    Args:
-        name: the function whose arguments it describes, for the error.
-        schema: the schema, or a part of it.
-        place: its place in the other schema, "#/items" for instance.
-
-    Raises ApiError if it is nested too deep.
-    """
-
-    def moved(part: Any) -> Any:
-        if isinstance(part, list):
-            return [moved(item) for item in part]
-        if not isinstance(part, dict):
-            return part
-        changed = {key: moved(value) for key, value in part.items()}
-        if isinstance(reference := changed.get("$ref"), str) and reference.startswith("#"):
-            changed["$ref"] = place + reference[1:]
-        return changed
-
-    try:
-        return moved(schema)
-    except RecursionError:
-        raise ApiError(400, f"the parameters of {name} are nested too deep; give less", param="tools") from None
+            check_matcher(self._matcher)
+            fill_mask(self._matcher, mask)

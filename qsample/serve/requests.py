@@ -23,7 +23,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from qsample.sampling_params import FILTER_FIELDS, OFF, SEEDS, SMALLEST_TOP_P
-from qsample.serve.guides import Form, moved_schema
+from qsample.serve.grammar import Form, moved_schema
 from qsample.serve.http import ApiError
 from qsample.serve.parsers import with_objects
 from qsample.serve.refusals import CHAT, COMPLETIONS, STRUCTURED_OUTPUTS, Refusals

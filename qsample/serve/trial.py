@@ -11,14 +11,17 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, TypedDict
+
+from qsample.serve.grammar import compile_grammar
+from qsample.serve.http import ApiError
 
 SECONDS: Final = 10.0  # for a grammar
 _MEMORY: Final = 1 << 30  # bytes, in addition to those of the tokenizer
 _STACK: Final = 4 << 20  # bytes; the server's threads have twice as much
 
 
-class TokenizerArguments(NamedTuple):
+class TokenizerArguments(TypedDict):
     """Of llguidance.LLTokenizer: the content of tokenizer.json, the model's vocabulary, ids of its stop tokens."""
 
     tokenizer: str
@@ -73,7 +76,7 @@ class Trial:
             stderr=subprocess.DEVNULL,
             text=True,
         )
-        self._ask(process, self._tokenizer()._asdict())
+        self._ask(process, self._tokenizer())
         return process
 
     @staticmethod
@@ -96,17 +99,14 @@ def _serve() -> None:
     """
     from llguidance import LLTokenizer
 
-    from qsample.serve.guides import compile_grammar
-    from qsample.serve.http import ApiError
-
-    arguments = TokenizerArguments(**json.loads(sys.stdin.readline()))
-    tokenizer = LLTokenizer(**arguments._asdict())
+    arguments: TokenizerArguments = json.loads(sys.stdin.readline())
+    tokenizer = LLTokenizer(**arguments)
     print("null", flush=True)
     _limit()
     for line in sys.stdin:
         reason = None
         try:
-            compile_grammar(json.loads(line), tokenizer, arguments.n_vocab)
+            compile_grammar(json.loads(line), tokenizer, arguments["n_vocab"])
         except ApiError:
             pass
         except MemoryError:

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from qsample.runtime import CausalLM, Step
-from qsample.serve.guides import Form, GrammarGuide, Grammars, grammar_of
+from qsample.serve.grammar import Form, grammar_of
+from qsample.serve.guides import GrammarGuide, Grammars
 from qsample.serve.http import ApiError
 from tests.serve.test_trial import SLOW, chained
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from qsample.runtime import CausalLM
-from qsample.serve.guides import Form, grammar_of
+from qsample.serve.grammar import Form, grammar_of
 from qsample.serve.trial import TokenizerArguments, Trial
 
 SLOW = "(ab)?" * 100_000  # as a regular expression: minutes, and gigabytes
@@ -24,7 +24,9 @@ def chained(count: int) -> dict[str, Any]:
 def trial(served_model: CausalLM) -> Iterator[Trial]:
     tokenizer = served_model.tokenizer
     assert tokenizer is not None
-    arguments = TokenizerArguments(tokenizer.to_json(), served_model.interface.vocab_size, [2])
+    arguments = TokenizerArguments(
+        tokenizer=tokenizer.to_json(), n_vocab=served_model.interface.vocab_size, eos_token=[2]
+    )
     made = Trial(lambda: arguments, seconds=0.5)
     yield made
     made.stop()
