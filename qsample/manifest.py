@@ -15,6 +15,7 @@ from qsample.contract import CONTRACT_VERSION
 from qsample.disk.untrusted import colliding_name, parse_json, problem_of_name
 from qsample.errors import PackageError
 from qsample.interface import Interface
+from qsample.timing import StageCost
 
 MANIFEST_NAME: Final = "qsample.json"
 FORMAT_VERSION: Final = 1
@@ -94,6 +95,7 @@ class Manifest:
         files: name → entry; filled in by the writer.
         packed_weights: of a checkpoint that was quantized already: the number of quantized matrices, their bits, block
             sizes and bytes; None = not quantized.
+        timing: the stages before the publishing, which ends with this manifest; empty = not measured.
     """
 
     kind: Literal["portable", "device"]
@@ -108,6 +110,7 @@ class Manifest:
     files: Mapping[str, FileEntry] = field(default_factory=dict)
     format_version: int = FORMAT_VERSION
     packed_weights: Mapping[str, Any] | None = None
+    timing: tuple[StageCost, ...] = ()
 
     def __post_init__(self) -> None:
         if (self.kind == "device") != (self.compilation is not None):

@@ -18,7 +18,8 @@ from qsample.huggingface.dtypes import dtype_name, is_dtype
 from qsample.huggingface.model_methods import Device, ModelMethods
 from qsample.interface import Features, Interface
 from qsample.package import Package, check_not_source, copy_package
-from qsample.progress import Progress, part
+from qsample.progress import Progress, Stage, unreported
+from qsample.timing import metered
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -114,10 +115,11 @@ class Model(ModelMethods):
             find_target(options.provider).check_installed()
         if path is not None:
             check_not_source(path, *self._sources)
-        exporting, compiling = part(progress, 0.0, self._export_share), part(progress, self._export_share, 1.0)
-        with Destination(path) as destination, self._portable(options.dtype, destination.path, exporting) as source:
-            compiled = compile_package(source, destination.path, options, overwrite=overwrite, progress=compiling)
-            return PackagedModel(compiled, options.provider, destination.keep())
+        with metered(progress) as meter, Destination(path) as destination:
+            exporting, compiling = meter.part(0.0, self._export_share), meter.part(self._export_share, 1.0)
+            with self._portable(options.dtype, destination.path, exporting) as source:
+                compiled = compile_package(source, destination.path, options, overwrite=overwrite, progress=compiling)
+                return PackagedModel(compiled, options.provider, destination.keep())
 
     @property
     @abstractmethod
@@ -218,8 +220,8 @@ class ExportableModel(Model):
         """
         if path is not None:
             check_not_source(path, *self._sources)
-        with Destination(path) as destination:
-            package = self._write(destination.path, overwrite, progress)
+        with metered(progress) as meter, Destination(path) as destination:
+            package = self._write(destination.path, overwrite, meter)
             return PackagedModel(package, self._provider, destination.keep())
 
     save_pretrained = export
@@ -277,7 +279,8 @@ class CheckpointModel(ExportableModel):
         from qsample.exporters.export import export_model
 
         with scratch_folder(path) as scratch:
-            return export_model(path=path, overwrite=overwrite, progress=progress, **self._load(None, scratch.new))
+            model = self._load(None, scratch.new, progress)
+            return export_model(path=path, overwrite=overwrite, progress=progress, **model)
 
     @contextmanager
     def _portable(self, dtype: str | None, destination: Path, progress: Progress | None) -> Iterator[Package]:
@@ -290,18 +293,19 @@ class CheckpointModel(ExportableModel):
 
         with scratch_folder(destination) as scratch:
             package = export_beside_checkpoint(
-                **self._load(dtype if dtype in EXPORT_DTYPES else None, scratch.new),
+                **self._load(dtype if dtype in EXPORT_DTYPES else None, scratch.new, progress),
                 folder=scratch.path / "portable",
                 progress=progress,
             )
             with package.sources:
                 yield package
 
-    def _load(self, dtype: str | None, scratch: Path) -> dict[str, Any]:
+    def _load(self, dtype: str | None, scratch: Path, progress: Progress | None) -> dict[str, Any]:
         """The arguments of an export. dtype, scratch: as `Checkpoint.load` takes them."""
         from qsample.checkpoints.checkpoint import transformers_generation_config
         from qsample.disk.source_files import SourceFiles
 
+        (progress or unreported)(Stage.OPENING, 0.0)
         checkpoint = self._checkpoint
         _ = checkpoint.config, checkpoint.adapter_files  # do they exist?
         changed = self._generation_config

@@ -13,6 +13,7 @@ class Stage(StrEnum):
     """The stages of long work, in the words that a progress bar shows."""
 
     STARTING = "starting"
+    OPENING = "opening the checkpoint"
     CHECKING = "checking the model"
     TRACING = "tracing the decode graph"
     WRITING_WEIGHTS = "writing the weights"

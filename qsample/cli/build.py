@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Final
 
 import typer
 from rich.markup import escape
+from rich.table import Table
 
 from qsample.cli.common import (
     FEATURE_FLAGS,
+    Json,
     Overwrite,
     feature_options,
     is_package,
@@ -23,6 +29,7 @@ from qsample.cli.common import (
 from qsample.cli.inspect import figures_in_words, quantization_in_words
 from qsample.cli.terminal import console, format_size, note, progress, table
 from qsample.package import Package
+from qsample.timing import Meter, StageCost, metered, total
 
 EXPORT_EXAMPLES: Final = (
     "[bold]Examples[/bold]\n\n"
@@ -42,6 +49,9 @@ BAKE_EXAMPLES: Final = (
     "qsample bake ./genai-folder out --logprobs"
 )
 
+Timing = Annotated[bool, typer.Option("--timing", help="Show what each stage took, on stderr.")]
+
+_WIDTH_OF_A_FILE: Final = 120
 _FEATURES: Final = {"include_sampler": "sampler", "return_pdfs": "probs", "seed_input": "seed"}  # names in `Features`
 
 
@@ -57,6 +67,8 @@ def export(
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")] = None,
     adapter: Annotated[str | None, typer.Option(help="LoRA adapter to merge: a folder or hub id.")] = None,
     overwrite: Overwrite = False,
+    timing: Timing = False,
+    as_json: Json = False,
 ) -> None:
     """Export a Hugging Face model to a portable package: an ONNX graph with the sampler in it."""
     from qsample.auto_model import AutoModelForCausalLM, is_decoder
@@ -70,18 +82,19 @@ def export(
         )
     _check_revision(model, revision)
     quieten(model)
-    source = AutoModelForCausalLM.from_pretrained(
-        model,
-        **feature_options(ctx.params),
-        dtype=dtype,
-        tokenizer=None if tokenizer == "none" else tokenizer,
-        revision=revision,
-        adapter=adapter,
-    )
-    assert isinstance(source, CheckpointModel)
-    with progress() as report:
-        exported = source.export(out, overwrite=overwrite, progress=report)
-    _written(exported.package)
+    features = feature_options(ctx.params)
+    with _metered_progress() as meter:
+        source = AutoModelForCausalLM.from_pretrained(
+            model,
+            **features,
+            dtype=dtype,
+            tokenizer=None if tokenizer == "none" else tokenizer,
+            revision=revision,
+            adapter=adapter,
+        )
+        assert isinstance(source, CheckpointModel)
+        exported = source.export(out, overwrite=overwrite, progress=meter)
+    _written(exported.package, meter.costs, timing, as_json)
 
 
 def compile(
@@ -125,6 +138,8 @@ def compile(
         typer.Option(metavar="DIR", help="New folder for the graph after each phase, with its node counts."),
     ] = None,
     overwrite: Overwrite = False,
+    timing: Timing = False,
+    as_json: Json = False,
 ) -> None:
     """Compile a package for a device: fused, its shapes bounded, tested there."""
     from qsample.compiler.options import CompileOptions
@@ -142,12 +157,11 @@ def compile(
         max_divergence=max_divergence,
         debug_dump=debug_dump,
     )
-    source = open_model(package)
-    with progress() as report:
-        compiled = source.compile(out, options=options, overwrite=overwrite, progress=report)
+    with _metered_progress() as meter:
+        compiled = open_model(package).compile(out, options=options, overwrite=overwrite, progress=meter)
     if debug_dump is not None:
         _show_phases(debug_dump)
-    _written(compiled.package)
+    _written(compiled.package, meter.costs, timing, as_json)
 
 
 @with_flags(FEATURE_FLAGS)
@@ -169,6 +183,8 @@ def bake(
     ] = None,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")] = None,
     overwrite: Overwrite = False,
+    timing: Timing = False,
+    as_json: Json = False,
 ) -> None:
     """Give the sampler to a decoder file that somebody else exported (onnxruntime-genai, onnx-community, optimum)."""
     from qsample.auto_model import bake as bake_file
@@ -179,7 +195,7 @@ def bake(
     _check_revision(model, revision)
     quieten(model)
     features = {_FEATURES.get(name, name): value for name, value in feature_options(ctx.params).items()}
-    with progress() as report:
+    with _metered_progress() as meter:
         baked = bake_file(
             model,
             out,
@@ -190,9 +206,9 @@ def bake(
             reference=reference,
             revision=revision,
             overwrite=overwrite,
-            progress=report,
+            progress=meter,
         )
-    _written(baked.package)
+    _written(baked.package, meter.costs, timing, as_json)
 
 
 def _check_revision(model: str, revision: str | None) -> None:
@@ -200,15 +216,47 @@ def _check_revision(model: str, revision: str | None) -> None:
         raise typer.BadParameter(f"--revision belongs to a hub id, and {model} is on this machine; leave it out")
 
 
-def _written(package: Package) -> None:
-    """Print remarks about a new package on stderr, and its path on stdout."""
+@contextmanager
+def _metered_progress() -> Iterator[Meter]:
+    """A progress bar, and the costs of the stages that it shows; the first has the imports of the libraries."""
+    with progress() as report, metered(report) as meter:
+        yield meter
+
+
+def _written(package: Package, costs: Sequence[StageCost], timing: bool, as_json: bool) -> None:
+    """Print remarks about a new package on stderr, and its path, or a JSON document, on stdout."""
     size = sum(entry.bytes for entry in package.manifest.files.values())
     compilation = package.manifest.compilation
     if compilation is not None and compilation.quantization is not None:
         note(quantization_in_words(compilation.quantization))
         note(f"divergence from the float model: {figures_in_words(compilation.quantization['divergence'])}")
-    note(f"{package.manifest.kind} package of {package.manifest.source.model_id}, {format_size(size)}, written to")
-    print(package.path)
+    if timing:
+        console(stderr=True, width_of_a_file=_WIDTH_OF_A_FILE).print(_timing_table(costs))
+    name = f"{package.manifest.kind} package of {package.manifest.source.model_id}"
+    if not as_json:
+        note(f"{name}, {format_size(size)}, written to")
+        print(package.path)
+        return
+    document = {
+        "path": str(package.path),
+        "kind": package.manifest.kind,
+        "model": package.manifest.source.model_id,
+        "bytes": size,
+        "timing": [asdict(cost) for cost in costs],
+        "total": asdict(total(costs)),
+    }
+    print(json.dumps(document, indent=2))
+
+
+def _timing_table(costs: Sequence[StageCost]) -> Table:
+    shown = table("Timing", "stage")
+    for column in ("seconds", "CPU seconds", "read", "written", "memory", "anonymous"):
+        shown.add_column(column, justify="right", no_wrap=True)
+    for cost in (*costs, total(costs)):
+        figures = cost.bytes_read, cost.bytes_written, cost.peak_resident_bytes, cost.peak_anonymous_bytes
+        sizes = ("?" if figure is None else format_size(figure) for figure in figures)
+        shown.add_row(cost.stage, f"{cost.seconds:.1f}", f"{cost.cpu_seconds:.1f}", *sizes, end_section=cost is costs[-1])
+    return shown
 
 
 def _show_phases(folder: Path) -> None:

@@ -30,6 +30,7 @@ from qsample.disk.scratch import ScratchFolder
 from qsample.errors import CompileError
 from qsample.exporters.portable import build_initial_state
 from qsample.progress import Progress, Stage, Stages
+from qsample.timing import metered
 
 
 def compile_package(
@@ -69,8 +70,8 @@ def compile_package(
         source.check_graph(name)
     plan = replace(plan, interface=target.interface(plan))
     dump = None if options.debug_dump is None else DebugDump(options.debug_dump, kept=(source.path, Path(path)))
-    stages = pipeline.stages_of(plan, progress)
-    with package.write_package(path, overwrite=overwrite) as writer:
+    with metered(progress) as meter, package.write_package(path, overwrite=overwrite) as writer:
+        stages = pipeline.stages_of(plan, meter)
         folder = writer.directory
         placement, quantization = _build(plan, target, folder, stages, dump)
         _add_other_files(plan, folder)
@@ -82,7 +83,8 @@ def compile_package(
             divergence = _measure_divergence(plan, target, folder, stages.begin(Stage.DIVERGENCE))
         stages.begin(Stage.PUBLISHING)
         source.check_not_replaced()
-        writer.finish(manifest(asdict(self_test), _figures(plan, quantization, divergence)))
+        made = manifest(asdict(self_test), _figures(plan, quantization, divergence))
+        writer.finish(replace(made, timing=meter.costs))
     stages.finish()
     return package.read_package(path, verify=False)
 

@@ -27,7 +27,8 @@ from qsample.exporters.trace import trace
 from qsample.huggingface.configs import GENERATION_CONFIG_FILE
 from qsample.huggingface.dtypes import dtype_name
 from qsample.interface import Features, Interface
-from qsample.progress import Progress, Stage, unreported
+from qsample.progress import Progress, Stage
+from qsample.timing import metered
 from qsample.transforms.cache import DecodeContext
 from qsample.transforms.decoder import Decoder, LastTokenHead, apply_transforms, state_shapes
 from qsample.transforms.deferred import chunks, computing, deferred
@@ -66,15 +67,18 @@ def export_model(
         PackageError: if `path` cannot be written.
         QsampleError: if `sources` changed meanwhile.
     """
-    report = progress or unreported
     _check_dtype(model)
     sources = sources or SourceFiles()
     size = _weight_bytes(model)
-    with sources, package.write_package(path, overwrite=overwrite, required_bytes=size) as writer:
+    with (
+        metered(progress) as report,
+        sources,
+        package.write_package(path, overwrite=overwrite, required_bytes=size) as writer,
+    ):
         manifest = _export(model, tokenizer, writer.directory, features, model_id, revision, report)
         report(Stage.PUBLISHING, 0.9)
         sources.check()
-        writer.finish(manifest)
+        writer.finish(replace(manifest, timing=report.costs))
     report(Stage.DONE, 1.0)
     return package.read_package(path, verify=False)
 
@@ -94,10 +98,9 @@ def export_beside_checkpoint(
 
     folder: a new folder, in scratch space. The package is neither hashed nor published, and lives as long as both.
     """
-    report = progress or unreported
     _check_dtype(model)
     sources = sources or SourceFiles()
-    with sources, full_disk_named(folder.parent):
+    with metered(progress) as report, sources, full_disk_named(folder.parent):
         folder.mkdir()
         manifest = _export(model, tokenizer, folder, features, model_id, revision, report, publish=False)
     files = {path.name: package.FileEntry("", path.stat().st_size) for path in folder.iterdir()}

@@ -7,6 +7,7 @@ import time
 import warnings
 from collections import abc
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal, overload
@@ -342,8 +343,8 @@ def _check_ctx_len(package: Package, ctx_len: int | None) -> None:
 
 
 def _fingerprint(package: Package) -> str:
-    """sha256 of a package's manifest, which has the hashes of all files."""
-    return hashlib.sha256(package.manifest.to_json().encode()).hexdigest()
+    """sha256 of a package's manifest, which has the hashes of all files, without the time that its making took."""
+    return hashlib.sha256(replace(package.manifest, timing=()).to_json().encode()).hexdigest()
 
 
 def _reopen(path: Path, wanted: str, arguments: Mapping[str, Any], generation_config: Mapping[str, Any]) -> CausalLM:

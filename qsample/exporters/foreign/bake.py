@@ -39,7 +39,8 @@ from qsample.exporters.portable import portable_manifest, write_graphs
 from qsample.graph import gqa
 from qsample.graph.operators import INT8_ACTIVATIONS, is_matmul_nbits
 from qsample.interface import Features, Interface
-from qsample.progress import Progress, Stage, unreported
+from qsample.progress import Progress, Stage
+from qsample.timing import Meter, metered
 
 # A further comparison: the folder of the unpublished package, its interface, the tolerance (None: weights are
 # quantized) → figures for the manifest.
@@ -85,19 +86,19 @@ def bake(
         ParityError: if the baked graph does not compute the same as the file.
         PackageError: if `out` cannot be written.
     """
-    report = progress or unreported
-    report(Stage.FINDING, 0.0)
-    location = locate(path, file, hub=hub)
-    package.check_not_source(out, location.file.parent)
-    if not location.is_linked:
-        return _bake(location, out, features, tokenizer, rope, overwrite, compare, report)
-    with scratch_folder(Path(out)) as scratch:
-        plain_files = without_links(location, scratch.new)
-        try:
-            return _bake(plain_files, out, features, tokenizer, rope, overwrite, compare, report)
-        except QsampleError as error:
-            named = str(error).replace(str(plain_files.file.parent), str(location.file.parent))
-            raise type(error)(named) from error
+    with metered(progress) as report:
+        report(Stage.FINDING, 0.0)
+        location = locate(path, file, hub=hub)
+        package.check_not_source(out, location.file.parent)
+        if not location.is_linked:
+            return _bake(location, out, features, tokenizer, rope, overwrite, compare, report)
+        with scratch_folder(Path(out)) as scratch:
+            plain_files = without_links(location, scratch.new)
+            try:
+                return _bake(plain_files, out, features, tokenizer, rope, overwrite, compare, report)
+            except QsampleError as error:
+                named = str(error).replace(str(plain_files.file.parent), str(location.file.parent))
+                raise type(error)(named) from error
 
 
 def _bake(
@@ -108,7 +109,7 @@ def _bake(
     rope: str | None,
     overwrite: bool,
     compare: Comparison | None,
-    report: Progress,
+    report: Meter,
 ) -> package.Package:
     settings = read_settings(location)
     report(Stage.READING, 0.05)
@@ -139,7 +140,7 @@ def _bake(
             others = compare(writer.directory, baked.interface, None if packed else _TOLERANCES[arithmetic])
             manifest = replace(manifest, parity={**asdict(figures), **others})
         report(Stage.PUBLISHING, 0.9)
-        writer.finish(manifest)
+        writer.finish(replace(manifest, timing=report.costs))
     report(Stage.DONE, 1.0)
     return package.read_package(out, verify=False)
 
