@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 from qsample.checkpoints.hub import ADAPTER, HubOptions, check_exists
 from qsample.contract import HUGGING_FACE
 from qsample.errors import QsampleError
+from qsample.garbage import young_collections
 from qsample.huggingface.dtypes import check_export_dtype, choose_dtype
 from qsample.huggingface.keywords import check_from_pretrained
 from qsample.interface import Features
@@ -215,7 +216,8 @@ def _checkpoint(
     if adapter is not None:
         check_exists(adapter, file=ADAPTER)
     try:
-        from qsample.checkpoints.checkpoint import Checkpoint
+        with young_collections():
+            from qsample.checkpoints.checkpoint import Checkpoint
     except ModuleNotFoundError:
         if not is_here:  # a mistyped package needs nothing that is not installed
             check_exists(model_id, hub)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Final
 
 from qsample.disk.scratch import ScratchFolder
 from qsample.errors import QsampleError
+from qsample.garbage import young_collections
 from qsample.progress import Progress
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "qsample"
 
 
+@young_collections()
 def bundled_model(provider: str = "cpu", progress: Progress | None = None) -> PackagedModel:
     """The bundled model compiled for `provider`: from the cache, or exported into it first (about half a minute).
 

@@ -13,6 +13,7 @@ from qsample.compiler.options import CompileOptions
 from qsample.destination import Destination, scratch_folder
 from qsample.disk.scratch import ScratchFolder
 from qsample.errors import QsampleError
+from qsample.garbage import young_collections
 from qsample.huggingface.configs import GENERATION_CONFIG_FILE, GenerationConfig, ModelConfig, as_generation_config
 from qsample.huggingface.dtypes import dtype_name, is_dtype
 from qsample.huggingface.model_methods import Device, ModelMethods
@@ -77,6 +78,7 @@ class Model(ModelMethods):
         """Generate text or tokens; see `runtime.CausalLM.generate`."""
         return self.runtime.generate(inputs, params, **options)
 
+    @young_collections()
     def compile(
         self,
         path: str | Path | None = None,
@@ -200,6 +202,7 @@ class ExportableModel(Model):
         self.features = features
         self._exported: PackagedModel | None = None
 
+    @young_collections()
     def export(
         self, path: str | Path | None = None, *, overwrite: bool = False, progress: Progress | None = None
     ) -> PackagedModel:

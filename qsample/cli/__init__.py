@@ -9,6 +9,7 @@ done, 1 error, 2 wrong usage, 130 interrupted, 143 terminated.
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -110,6 +111,7 @@ def main() -> None:
         with suppress(OSError):  # the terminal may be closed
             print(f"qsample: ended by {end.name}; nothing half-written is left", file=sys.stderr)
         raise
+    gc.freeze()  # the interpreter's end would look at every object, which takes seconds after an export
     sys.exit(status)
 
 

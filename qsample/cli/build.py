@@ -255,7 +255,9 @@ def _timing_table(costs: Sequence[StageCost]) -> Table:
     for cost in (*costs, total(costs)):
         figures = cost.bytes_read, cost.bytes_written, cost.peak_resident_bytes, cost.peak_anonymous_bytes
         sizes = ("?" if figure is None else format_size(figure) for figure in figures)
-        shown.add_row(cost.stage, f"{cost.seconds:.1f}", f"{cost.cpu_seconds:.1f}", *sizes, end_section=cost is costs[-1])
+        shown.add_row(
+            cost.stage, f"{cost.seconds:.1f}", f"{cost.cpu_seconds:.1f}", *sizes, end_section=cost is costs[-1]
+        )
     return shown
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -87,13 +89,23 @@ def test_a_folder_has_no_revision(command: str, run: Any, checkpoint: Any, tmp_p
     assert not (tmp_path / "p").exists()
 
 
-def test_compile_takes_a_package(run: Any, llama_package: Path, tmp_path: Path) -> None:
-    out = tmp_path / "cpu"
-    status, printed, err = run("compile", llama_package, out, "--ctx-len", "64", "--batch-size", "2")
-    assert (status, printed) == (0, f"{out}\n"), err
-    compilation = read_package(out).manifest.compilation
+def test_compile_takes_a_package_and_shows_what_it_took(run: Any, llama_package: Path, tmp_path: Path) -> None:
+    sizes = ("--ctx-len", "64", "--batch-size", "2")
+    status, printed, err = run("compile", llama_package, tmp_path / "cpu", *sizes, "--timing", "--json")
+    assert status == 0, err
+    shown, package = json.loads(printed), read_package(tmp_path / "cpu")
+    compilation = package.manifest.compilation
     assert compilation is not None
     assert (compilation.provider, compilation.batch_size, compilation.ctx_len) == ("cpu", 2, 64)
+    assert (shown["path"], shown["kind"]) == (str(package.path), "device")
+    assert shown["bytes"] == sum(entry.bytes for entry in package.manifest.files.values())
+
+    stages = [cost["stage"] for cost in shown["timing"]]
+    assert (stages[0], stages[-1]) == ("starting", "publishing")
+    assert [cost.stage for cost in package.manifest.timing] == stages[:-1], "without those of the export"
+    assert shown["total"]["seconds"] == pytest.approx(sum(cost["seconds"] for cost in shown["timing"]), abs=0.002)
+    for name in (*stages, "total"):
+        assert re.search(rf"^ *{name} +\d", err, re.MULTILINE), name
 
 
 def test_compile_for_an_unknown_target(run: Any, llama_package: Path, tmp_path: Path) -> None:
