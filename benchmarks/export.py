@@ -301,8 +301,8 @@ def write(results: Kept, output: Path) -> None:
         "",
         f"{results.data['machine']}. Made by `python benchmarks/export.py`, whose docstring describes the method.",
         "A checkpoint of random bfloat16 weights becomes an ONNX model. Medians of the rounds; the multiple of",
-        "qsample's time is the median of the ratios within each round. Memory is the largest of the process:",
-        "anonymous, and resident with the pages of mapped files, which the system takes back if others need the memory.",
+        "qsample's time is the median of the ratios within each round. Memory is the largest of the process: anonymous,",
+        "and with the pages of mapped files, which the system takes back if others need the memory.",
         "",
     ]
     shapes = {shape: known for shape, known in results.data["shapes"].items() if known["turns"].get(OWN)}

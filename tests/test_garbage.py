@@ -13,11 +13,13 @@ from qsample.garbage import young_collections
 
 @pytest.fixture
 def small_heap() -> Iterator[None]:
-    """A heap without the objects of the libraries, so that a few objects bring about collections of all of them."""
+    """Python's own setting, and a heap without the libraries' objects: a few new ones bring about full collections."""
+    before = gc.get_threshold()  # of the suite
     gc.freeze()
     gc.collect()
+    gc.set_threshold(700, 10, 10)
     yield
-    gc.unfreeze()
+    gc.set_threshold(*before)
 
 
 def collections_of(generation: int) -> int:
