@@ -301,7 +301,7 @@ def write(results: Kept, output: Path) -> None:
         "",
         f"{results.data['machine']}. Made by `python benchmarks/export.py`, whose docstring describes the method.",
         "A checkpoint of random bfloat16 weights becomes an ONNX model. Medians of the rounds; the multiple of",
-        "qsample's time is the median of the ratios within each round. Memory is the largest of the process: anonymous,",
+        "qsample's time is the median of the ratios within each round. Memory is the largest of the process, anonymous",
         "and with the pages of mapped files, which the system takes back if others need the memory.",
         "",
     ]
