@@ -303,7 +303,7 @@ class CheckpointModel(ExportableModel):
             with package.sources:
                 yield package
 
-    def _load(self, dtype: str | None, scratch: Path, progress: Progress | None) -> dict[str, Any]:
+    def _load(self, dtype: str | None, scratch: Path, progress: Progress | None = None) -> dict[str, Any]:
         """The arguments of an export. dtype, scratch: as `Checkpoint.load` takes them."""
         from qsample.checkpoints.checkpoint import transformers_generation_config
         from qsample.disk.source_files import SourceFiles
