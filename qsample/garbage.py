@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
-_NEVER: Final = 1 << 30  # collections of the middle generation, for one of the oldest
+_NEVER: Final = 1 << 30  # middle collections, before a full collection
 
 _lock = threading.Lock()
 _users = 0

@@ -1,4 +1,4 @@
-"""What each stage of long work took, in time, storage and memory: `Meter`, a progress callback that measures."""
+"""The cost of each stage of long work, in time, storage and memory: `Meter`, a progress callback, measures it."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ Figure = int | None  # bytes; None = unknown
 
 @dataclass(frozen=True, slots=True)
 class StageCost:
-    """What a stage took. None = this system does not say; Linux does.
+    """The cost of a stage. None = unknown: Linux alone reports bytes and memory.
 
     Attributes:
         stage: its name.
         seconds: of the clock.
         cpu_seconds: of all threads of the process.
-        bytes_read, bytes_written: from and to storage; what the system still holds in memory costs no read.
+        bytes_read, bytes_written: from and to storage; files that the system still holds in memory cost no read.
         peak_resident_bytes: the most memory of the process, pages of mapped files included, as samples found it.
         peak_anonymous_bytes: without them.
     """

@@ -1,4 +1,4 @@
-"""What stages took: against clocks, memory and storage that the test measures itself."""
+"""The costs of stages: against clocks, memory and storage that the test measures itself."""
 
 from __future__ import annotations
 

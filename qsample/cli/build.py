@@ -49,7 +49,7 @@ BAKE_EXAMPLES: Final = (
     "qsample bake ./genai-folder out --logprobs"
 )
 
-Timing = Annotated[bool, typer.Option("--timing", help="Show what each stage took, on stderr.")]
+Timing = Annotated[bool, typer.Option("--timing", help="Show the cost of each stage, on stderr.")]
 
 _WIDTH_OF_A_FILE: Final = 120
 _FEATURES: Final = {"include_sampler": "sampler", "return_pdfs": "probs", "seed_input": "seed"}  # names in `Features`
