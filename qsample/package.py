@@ -120,9 +120,22 @@ class PackageWriter:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.manifest: Manifest | None = None
+        self._known: dict[Path, tuple[Version | None, str]] = {}
+
+    def hashed(self, name: str, sha256: str) -> None:
+        """Note the sha256, in hexadecimal, of a file of the package, from whoever wrote it: it is not read again unless
+        it changes before the body ends."""
+        path = self.directory / name
+        self._known[path] = version_of(path), sha256
+
+    def sha256_of(self, path: Path) -> str:
+        """Of a file of the package, in hexadecimal."""
+        version, sha256 = self._known.get(path, (None, ""))
+        return sha256 if version is not None and version == version_of(path) else sha256_of(path)
 
     def finish(self, manifest: Manifest) -> None:
-        """Describe the package. `manifest.files` is ignored: the files on disk are hashed when the body ends."""
+        """Describe the package. `manifest.files` is ignored: the files on disk are hashed when the body ends, those
+        that are not `hashed` already."""
         self.manifest = manifest
 
 
@@ -164,7 +177,7 @@ def write_package(path: str | Path, *, overwrite: bool = False, required_bytes: 
             yield writer
             if writer.manifest is None:
                 raise PackageError("nothing was published: the writer's finish(manifest) was not called")
-            _seal(staging, writer.manifest)
+            _seal(staging, writer.manifest, writer.sha256_of)
             publish(staging, target, scratch.replaced, lambda path: check_target(path, target, overwrite))
     except BaseException:
         for folder in created:
@@ -287,15 +300,15 @@ def _make_parents(parent: Path) -> list[Path]:
     return missing
 
 
-def _seal(staging: Path, manifest: Manifest) -> None:
-    """Hash every file, write the manifest last, and flush all of it to the disk."""
+def _seal(staging: Path, manifest: Manifest, sha256: Callable[[Path], str]) -> None:
+    """Hash every file, write the manifest last, and flush all of it to the disk. sha256: of a file, in hexadecimal."""
     paths = sorted(path for path in staging.rglob("*") if not path.is_dir())
     for path in paths:
         if path.is_symlink() or not path.is_file():
             raise PackageError(f"{path.relative_to(staging)} is not a plain file; a package holds plain files only")
     files = {}
     for path in paths:
-        files[path.relative_to(staging).as_posix()] = FileEntry(sha256_of(path), path.stat().st_size)
+        files[path.relative_to(staging).as_posix()] = FileEntry(sha256(path), path.stat().st_size)
     files.pop(MANIFEST_NAME, None)
     text = replace(manifest, files=files).to_json()
     Manifest.from_json(text)  # a published package can be read back

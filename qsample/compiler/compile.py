@@ -73,7 +73,9 @@ def compile_package(
     with metered(progress) as meter, package.write_package(path, overwrite=overwrite) as writer:
         stages = pipeline.stages_of(plan, meter)
         folder = writer.directory
-        placement, quantization = _build(plan, target, folder, stages, dump)
+        placement, quantization, weights_sha256 = _build(plan, target, folder, stages, dump)
+        if weights_sha256 is not None:
+            writer.hashed(pipeline.WEIGHTS, weights_sha256)
         _add_other_files(plan, folder)
         stages.begin(Stage.TESTING)
         manifest = partial(_manifest, plan, target, placement)
@@ -91,13 +93,14 @@ def compile_package(
 
 def _build(
     plan: CompilePlan, target: Target, folder: Path, stages: Stages, dump: DebugDump | None
-) -> tuple[Placement, QuantizationReport | None]:
-    """Write the decode graph into `folder`. Returns where its nodes run, and the report of its quantization."""
+) -> tuple[Placement, QuantizationReport | None, str | None]:
+    """Write the decode graph into `folder`. Returns where its nodes run, the report of its quantization, and the sha256
+    of its weights if they have a file."""
     with ScratchFolder(folder.parent) as scratch:
         build = pipeline.start(plan, stages, folder, scratch.new)
         pipeline.run(build, target.phases(plan), dump)
         assert build.placement is not None, f"the last phase of {target.name} sets the placement"
-        return build.placement, quantization_report(build.model)
+        return build.placement, quantization_report(build.model), build.weights_sha256
 
 
 def _add_other_files(plan: CompilePlan, folder: Path) -> None:

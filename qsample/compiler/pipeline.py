@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import onnx_ir as ir
 from onnx_ir.passes import common as common_passes
@@ -29,10 +29,13 @@ from qsample.disk.space import check_free
 from qsample.graph.edit import all_initializers, fix_axes
 from qsample.graph.join import split_at_logits
 from qsample.graph.operators import BLOCK_SIZES
+from qsample.graph.save import save_graph
 from qsample.graph.weights import load_graph, widen_weights
 from qsample.progress import Progress, Stage, Stages
 from qsample.tensors import Array
 
+DECODER: Final = "decoder.onnx"
+WEIGHTS: Final = f"{DECODER}.data"
 Placement = dict[str, dict[str, int]]
 """Execution provider → operator type → how many nodes run there."""
 
@@ -69,6 +72,7 @@ class Build:
         sampler: the sampler while it is apart from the model; None if it is part of the model, or not in the graph.
         provider_of: node name → provider, as ONNX Runtime reported it when it optimised the graph.
         placement: where the nodes run; None until the last phase has found out.
+        weights_sha256: of the file of the decode graph's weights, once it is written and if there is one.
     """
 
     plan: CompilePlan
@@ -80,11 +84,18 @@ class Build:
     sampler: ir.Model | None = None
     provider_of: Mapping[str, str] = field(default_factory=dict)
     placement: Placement | None = None
+    weights_sha256: str | None = None
 
     @property
     def decoder(self) -> Path:
         """The file that the last phases write."""
-        return self.folder / "decoder.onnx"
+        return self.folder / DECODER
+
+    def publish_weights(self, written: Path, sha256: str | None) -> None:
+        """Move the file `written`, if there is one, to where the weights of the decode graph lie."""
+        if written.exists():
+            written.replace(self.folder / WEIGHTS)
+        self.weights_sha256 = sha256
 
     def replace_model(self, path: Path) -> None:
         """Go on with the model in `path`, which was made of the present model; reports of passes are kept."""
@@ -232,4 +243,4 @@ def check(build: Build) -> None:
 
 def save(build: Build) -> None:
     """Write the model, whose lazy weights are computed meanwhile, as the package's decode graph."""
-    ir.save(build.model, build.decoder, external_data=f"{build.decoder.name}.data")
+    build.weights_sha256 = save_graph(build.model, build.decoder)

@@ -38,6 +38,11 @@ class JoinedTensor(ir.LazyTensor):
         super().__init__(self._computed, parts[0].dtype, ir.Shape(shape), name=name)
         self.parts, self.axis = tuple(parts), axis
 
+    @property
+    def joined_shape(self) -> tuple[int, ...]:
+        """The shape of the parts next to each other."""
+        return _joined_shape(self.parts, self.axis)
+
     def _computed(self) -> ir.TensorProtocol:
         array = np.concatenate([part.numpy() for part in self.parts], self.axis)
         return ir.Tensor(array.reshape(self.shape.numpy()), dtype=self.dtype, name=self.name)
@@ -118,7 +123,7 @@ def write_joined(graph: ir.Graph, tensor: JoinedTensor, name: str) -> tuple[ir.V
             graph.register_initializer(value)
         inputs.append(value)
     nodes.append(ir.Node("", "Concat", inputs, [ir.AttrInt64("axis", tensor.axis)], name=f"{name}{_JOINED}"))
-    if _joined_shape(tensor.parts, tensor.axis) != tensor.shape.numpy():
+    if tensor.joined_shape != tensor.shape.numpy():
         nodes[-1].outputs[0].name = f"{name}{_JOINED}"
         sizes = initializer(graph, f"{name}_sizes", np.array(tensor.shape.numpy(), np.int64))
         nodes.append(ir.Node("", "Reshape", [nodes[-1].outputs[0], sizes], name=f"{name}{_RESHAPED}"))

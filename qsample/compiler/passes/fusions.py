@@ -36,13 +36,15 @@ from onnxscript.rewriter.ort_fusions.skip_normalization import (
 from qsample.graph.edit import (
     all_initializers,
     constant,
+    constant_value,
     drop_unread,
     initializer,
     insert,
-    lazy_initializer,
     reshape_target,
 )
 from qsample.graph.operators import is_matmul_nbits, middle_zero_points
+from qsample.graph.rewriting import operators_first
+from qsample.graph.weights import JoinedTensor
 from qsample.tensors import Array
 
 FUSION_PROVIDERS = ("cpu", "cuda")
@@ -67,14 +69,15 @@ def fuse_operators(model: ir.Model, provider: str) -> bool:
     if provider not in FUSION_PROVIDERS:
         raise ValueError(f"no fusions for provider {provider!r}; choose one of {', '.join(FUSION_PROVIDERS)}")
     nodes = list(model.graph)
-    fuse_rms_normalization(model)  # before its eps is hidden
-    with _near_numbers_hidden(model):
-        try:
-            from transformers.exporters.onnxruntime_fusions import fuse_for_onnxruntime
-        except ImportError:
-            fuse_without_transformers(model)
-        else:
-            fuse_for_onnxruntime(model, provider)
+    with operators_first():
+        fuse_rms_normalization(model)  # before its eps is hidden
+        with _near_numbers_hidden(model):
+            try:
+                from transformers.exporters.onnxruntime_fusions import fuse_for_onnxruntime
+            except ImportError:
+                fuse_without_transformers(model)
+            else:
+                fuse_for_onnxruntime(model, provider)
     return list(model.graph) != nodes
 
 
@@ -302,12 +305,9 @@ def _zero_points(sibling: _Projection) -> ir.TensorProtocol:
 
 
 def _joined(graph: ir.Graph, name: str, parts: list[ir.TensorProtocol], axis: int) -> ir.Value:
-    def join() -> Array:
-        return np.concatenate([part.numpy() for part in parts], axis=axis)
-
     shape = list(parts[0].shape.numpy())
     shape[axis] = sum(part.shape.numpy()[axis] for part in parts)
-    joined = lazy_initializer(name, shape, parts[0].dtype, join)
+    joined = constant_value(name, JoinedTensor(parts, axis, shape, name))
     graph.register_initializer(joined)
     return joined
 

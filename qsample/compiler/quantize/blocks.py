@@ -3,8 +3,9 @@ quantization."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -12,28 +13,14 @@ import onnx_ir as ir
 
 from qsample.compiler.quantize.methods import Levels, WeightQuantization, quantize_matrix
 from qsample.graph import gqa, moe
-from qsample.graph.edit import lazy_initializer
+from qsample.graph.edit import constant_value
 from qsample.graph.operators import is_contrib, is_matmul_nbits, pack_bits
+from qsample.graph.pieces import PIECE, Piece, PiecewiseTensor, read, readable
 from qsample.tensors import Array
 
 Shape = tuple[int, ...]
 _REPORT: Final = "qsample.quantization"
 _FLOATS: Final = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
-
-
-class NewestResult:
-    """The levels that were computed last: those of a weight are several initializers, saved in a row."""
-
-    def __init__(self) -> None:
-        self._compute: Callable[[], Levels] | None = None
-        self._result: Levels | None = None
-
-    def of(self, compute: Callable[[], Levels]) -> Levels:
-        if self._result is None or self._compute != compute:
-            self._result = None  # before the next is in memory
-            self._result = compute()
-            self._compute = compute
-        return self._result
 
 
 class QuantizedWeight:
@@ -52,7 +39,6 @@ class QuantizedWeight:
         self,
         value: ir.Value,
         quantization: WeightQuantization,
-        newest: NewestResult,
         *,
         outputs_first: bool,
         rows: int | None = None,
@@ -62,7 +48,6 @@ class QuantizedWeight:
         """
         Args:
             value: the initializer of the float weights.
-            newest: shared by all weights of a graph.
             rows, columns: see above; by default, columns are added up to a whole block.
             levels: if they are known already.
         """
@@ -73,8 +58,9 @@ class QuantizedWeight:
         outputs, self.inputs = (first, second) if outputs_first else (second, first)
         size = quantization.block_size
         self.rows, self.columns = rows or outputs, columns or -(-self.inputs // size) * size
-        self._name, self._newest, self._levels = str(value.name), newest, levels
+        self._name, self._levels = str(value.name), levels
         self._initializers: dict[str, ir.Value] = {}
+        self._steps: tuple[Array, Array] | None = None
 
     @property
     def row_blocks(self) -> int:
@@ -107,54 +93,92 @@ class QuantizedWeight:
         Returns:
             Levels, scales and zero points; None for the last if levels are symmetric around the middle level.
         """
-        prefix = "" if zero_points is not None else "block_"
+        names = ("scales", "zero_points") if zero_points is not None else ("block_scales", "block_zero_points")
         found: list[ir.Value | None] = [
-            self._initializer("blocks", levels, ir.DataType.UINT8, lambda parts: parts[0]),
-            self._initializer(f"{prefix}scales", scales, self.tensor.dtype, lambda parts: parts[1]),
+            self._initializer("blocks", levels, ir.DataType.UINT8, lambda: self.quantize()[0]),
+            self._initializer(names[0], scales, self.tensor.dtype, lambda: self._take_steps(names[0])[0]),
         ]
         if self.quantization.symmetric:
             return [*found, None]
 
-        def zeros(parts: Levels) -> Array:
+        def zeros() -> Array:
+            numbers = self._take_steps(names[1])[1]
             if zero_points is None:
-                return parts[2]
-            return pack_bits(parts[2].reshape(-1, self.row_blocks), self.quantization.bits)
+                return numbers
+            return pack_bits(numbers.reshape(-1, self.row_blocks), self.quantization.bits)
 
-        return [*found, self._initializer(f"{prefix}zero_points", zero_points or scales, ir.DataType.UINT8, zeros)]
+        return [*found, self._initializer(names[1], zero_points or scales, ir.DataType.UINT8, zeros)]
 
     def register(self, graph: ir.Graph) -> None:
-        """Add the initializers to `graph` in a row, so that saving them quantizes the weight once."""
+        """Add the initializers to `graph` in a row, levels first, so that saving them quantizes the weight once."""
         for value in self._initializers.values():
             graph.register_initializer(value)
 
-    def _initializer(self, kind: str, shape: Shape, dtype: ir.DataType, part: Callable[[Levels], Array]) -> ir.Value:
+    def _initializer(self, kind: str, shape: Shape, dtype: ir.DataType, compute: Callable[[], Array]) -> ir.Value:
         if kind not in self._initializers:
-            self._initializers[kind] = lazy_initializer(
-                f"{self._name}_{kind}", shape, dtype, lambda: part(self._newest.of(self.quantize)).reshape(shape)
+            name = f"{self._name}_{kind}"
+
+            def whole() -> ir.TensorProtocol:
+                return ir.Tensor(compute().reshape(shape), dtype=dtype, name=name)
+
+            pieces = kind == "blocks" and self._levels is None and self.quantization.by_rows
+            lazy = (
+                PiecewiseTensor(whole, self._pieces, dtype, shape, name)
+                if pieces
+                else ir.LazyTensor(whole, dtype, ir.Shape(shape), name=name)
             )
+            self._initializers[kind] = constant_value(name, lazy)
         return self._initializers[kind]
 
     def quantize(self) -> Levels:
-        """Blocks, scales and zero points of the matrix, or of each expert's along a first axis."""
+        """Blocks, scales and zero points of the matrix, or of all experts' one after the other."""
         if self._levels is not None:
             return self._levels
-        numbers = self.tensor.numpy()
-        if self.experts is None:
-            return self._quantize_one(numbers)
-        whole: list[Array] = []
-        for expert, matrix in enumerate(numbers):
-            parts = self._quantize_one(matrix)
-            whole = whole or [np.empty((self.experts, *part.shape), part.dtype) for part in parts]
-            for array, part in zip(whole, parts, strict=True):
-                array[expert] = part
-        return whole[0], whole[1], whole[2]
+        blocks = np.concatenate([piece() for piece in self._pieces()])
+        assert self._steps is not None
+        return blocks, *self._steps
 
-    def _quantize_one(self, matrix: Array) -> Levels:
+    def _take_steps(self, kind: str) -> tuple[Array, Array]:
+        """Scales and zero points for the initializer `kind`. They are those of the levels that were computed last, and
+        kept until the last initializer has them."""
+        if self._levels is not None:
+            return self._levels[1:]
+        steps = self._steps or self.quantize()[1:]
+        if kind == list(self._initializers)[-1]:
+            self._steps = None
+        return steps
+
+    def _pieces(self) -> Iterator[Piece]:
+        """Computes blocks [rows, row_blocks, block_bytes] of some rows each, and notes their scales and zero points."""
+        rows, blocks = (self.experts or 1) * self.rows, self.row_blocks
+        dtype = self.tensor.dtype.numpy()
+        self._steps = np.empty((rows, blocks), dtype), np.empty((rows, blocks), np.uint8)
+        source = readable(self.tensor)
+        at_once = max(1, PIECE // self.columns) if self.quantization.by_rows else self.rows
+        for expert in range(self.experts or 1):
+            for start in range(0, self.rows, at_once):
+                place = expert * self.rows + start
+                stop = min(start + at_once, self.rows)
+                yield partial(self._quantize_rows, source, expert, slice(start, stop), place, self._steps)
+
+    def _quantize_rows(
+        self, source: ir.TensorProtocol, expert: int, rows: slice, place: int, steps: tuple[Array, Array]
+    ) -> Array:
+        """The blocks of some rows of an expert's matrix, or of the only one; scales and zero points go to `steps`, from
+        row `place` on."""
+        first = () if self.experts is None else (slice(expert, expert + 1),)
+        index = (rows, slice(None)) if self.outputs_first else (slice(None), rows)
+        numbers = read(source, *first, *index)
+        matrix = numbers if self.experts is None else numbers[0]
         matrix = matrix.T if self.outputs_first else matrix
         inputs, outputs = matrix.shape
-        if (inputs, outputs) != (self.columns, self.rows):
-            matrix = np.pad(matrix, ((0, self.columns - inputs), (0, self.rows - outputs)))
-        return quantize_matrix(matrix, self.quantization)
+        count = rows.stop - rows.start
+        if (inputs, outputs) != (self.columns, count):
+            matrix = np.pad(matrix, ((0, self.columns - inputs), (0, count - outputs)))
+        blocks, scales, zero_points = quantize_matrix(matrix, self.quantization)
+        steps[0][place : place + count] = scales.reshape(count, -1)
+        steps[1][place : place + count] = zero_points.reshape(count, -1)
+        return blocks.reshape(count, self.row_blocks, -1)
 
 
 def added_up(weights: Iterable[QuantizedWeight]) -> tuple[int, int]:

@@ -17,7 +17,6 @@ import numpy as np
 import onnx_ir as ir
 
 from qsample.compiler.quantize.blocks import (
-    NewestResult,
     QuantizationReport,
     QuantizedWeight,
     added_up,
@@ -44,14 +43,14 @@ def quantize_experts(
 
     Returns whether there were any; `quantization_report` has the figures.
     """
-    graph, newest = model.graph, NewestResult()
+    graph = model.graph
     quantized: dict[ir.Value, QuantizedWeight] = {}
     experts: dict[ir.Value | None, int] = {}  # the value that chooses them → how many
     for node in list(graph):
         if is_contrib(node, moe.OP_TYPE):
-            choice, found = node.inputs[Slot.ROUTER], _mixture(node, quantization, block_sizes, newest, quantized)
+            choice, found = node.inputs[Slot.ROUTER], _mixture(node, quantization, block_sizes, quantized)
         elif moe.gather_of_weights(node) is not None:
-            choice, found = node.inputs[1], _lookup(node, quantization, newest, quantized)
+            choice, found = node.inputs[1], _lookup(node, quantization, quantized)
         else:
             continue
         if found is not None:
@@ -78,7 +77,6 @@ def _mixture(
     node: ir.Node,
     quantization: WeightQuantization,
     block_sizes: Collection[int],
-    newest: NewestResult,
     quantized: dict[ir.Value, QuantizedWeight],
 ) -> int | None:
     """Turn an MoE into a QMoE, and add its weights to `quantized`. Returns the number of experts; None if they stay."""
@@ -93,8 +91,8 @@ def _mixture(
     way = replace(quantization, block_size=chosen)
     # A single block a row would be read as a row of another layout if zero points are packed.
     padded = max(-(-size // chosen), 2 if _packs_zero_points(way) else 1) * chosen
-    first = QuantizedWeight(fc1, way, newest, outputs_first=True, rows=2 * padded)
-    second = QuantizedWeight(fc2, way, newest, outputs_first=True, columns=padded)
+    first = QuantizedWeight(fc1, way, outputs_first=True, rows=2 * padded)
+    second = QuantizedWeight(fc2, way, outputs_first=True, columns=padded)
     assert node.graph is not None
     listed: dict[QuantizedSlot, ir.Value | None] = {
         QuantizedSlot.INPUT: inputs[Slot.INPUT],
@@ -160,9 +158,7 @@ def _padded_bias(graph: ir.Graph, bias: ir.Value, columns: int) -> ir.Value:
     return graph.initializers[name]
 
 
-def _lookup(
-    node: ir.Node, quantization: WeightQuantization, newest: NewestResult, quantized: dict[ir.Value, QuantizedWeight]
-) -> int | None:
+def _lookup(node: ir.Node, quantization: WeightQuantization, quantized: dict[ir.Value, QuantizedWeight]) -> int | None:
     """Turn a lookup of experts' matrices into a lookup of their levels; arguments and result as those of `_mixture`."""
     weights = moe.gather_of_weights(node)
     if weights is None:
@@ -175,7 +171,7 @@ def _lookup(
     if not nearest:
         return None
     way = replace(quantization, block_size=max(nearest))
-    weight = quantized.setdefault(weights, QuantizedWeight(weights, way, newest, outputs_first=not inputs_first))
+    weight = quantized.setdefault(weights, QuantizedWeight(weights, way, outputs_first=not inputs_first))
     blocks = weight.rows * weight.row_blocks
     levels, scales, zero_points = weight.operands((experts, blocks, weight.block_bytes), (experts, blocks, 1))
     operands = [levels, node.inputs[1], scales, *([] if zero_points is None else [zero_points])]

@@ -1,6 +1,6 @@
 """The registry of quantization methods: each turns a matrix into levels, scales and zero points.
 
-The numbers come from ONNX Runtime's own quantizers. A new method is a function here and its line in `METHODS`.
+The numbers are those of ONNX Runtime's own quantizers. A new method is a function here and its line in `METHODS`.
 
 Loads NumPy only: the options of compile are checked even if onnx is not installed.
 """
@@ -15,6 +15,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
+from qsample.compiler.quantize.rounding import round_to_nearest
 from qsample.graph.operators import BLOCK_SIZES, pack_bits
 from qsample.tensors import Array
 
@@ -51,6 +52,11 @@ class WeightQuantization:
         """Whether levels are symmetric around the middle level, so that no zero points are stored."""
         return METHODS[self.method].symmetric
 
+    @property
+    def by_rows(self) -> bool:
+        """Whether a part of a matrix's outputs gets the same levels on its own."""
+        return METHODS[self.method].by_rows
+
 
 def quantize_matrix(weight: Array, quantization: WeightQuantization) -> Levels:
     """Quantize a matrix.
@@ -86,17 +92,13 @@ def _levels_of(scales: Array, zero_points: Array, weight: Array, quantization: W
 
 def _round_to_nearest(weight: Array, quantization: WeightQuantization) -> Levels:
     """The nearest symmetric levels."""
-    with _quiet_import():
-        from onnxruntime.quantization.matmul_nbits_quantizer import (
-            DefaultWeightOnlyQuantConfig,
-            DefaultWeightOnlyQuantizer,
-        )
-
-    config = DefaultWeightOnlyQuantConfig(block_size=quantization.block_size, is_symmetric=True, bits=quantization.bits)
-    blocks, scales, zero_points = DefaultWeightOnlyQuantizer(config).qbits_block_quant(np.ascontiguousarray(weight))
-    if quantization.bits == 8:
-        _keep_exact_blocks(weight, quantization.block_size, blocks, scales)
-    return blocks, scales, zero_points
+    inputs, outputs = weight.shape
+    size, bits = quantization.block_size, quantization.bits
+    levels, scales = round_to_nearest(weight.T, bits, size)
+    blocks = levels.reshape(outputs, inputs // size, -1)
+    if bits == 8:
+        _keep_exact_blocks(weight, size, blocks, scales)
+    return blocks, scales, np.zeros((outputs, inputs // size), np.uint8)
 
 
 def _keep_exact_blocks(weight: Array, block_size: int, blocks: Array, scales: Array) -> None:
@@ -193,17 +195,19 @@ class Method(NamedTuple):
 
     quantize: the function that `quantize_matrix` calls, with float32 or float16. symmetric: its levels are symmetric
     around the middle level. calibrated: levels are fitted to a text (`gptq.py`); `quantize` is for the matrices that
-    are not: those in loops, the head and lookup tables.
+    are not: those in loops, the head and lookup tables. by_rows: outputs of a matrix are quantized independently, so
+    that a part of them gets the same levels on its own.
     """
 
     quantize: Callable[[Array, WeightQuantization], Levels]
     symmetric: bool = False
     calibrated: bool = False
+    by_rows: bool = False
 
 
 METHODS: Final[Mapping[str, Method]] = {
-    "rtn": Method(_round_to_nearest, symmetric=True),
-    "k_quant": Method(_k_quant),
+    "rtn": Method(_round_to_nearest, symmetric=True, by_rows=True),
+    "k_quant": Method(_k_quant, by_rows=True),
     "hqq": Method(_hqq),
     "gptq": Method(_hqq, calibrated=True),
 }

@@ -19,7 +19,6 @@ from typing import Final, NamedTuple
 import onnx_ir as ir
 
 from qsample.compiler.quantize.blocks import (
-    NewestResult,
     QuantizationReport,
     QuantizedWeight,
     added_up,
@@ -67,13 +66,13 @@ def quantize_weights(
 
     Returns whether there was a weight; `quantization_report` has the figures.
     """
-    graph, newest = model.graph, NewestResult()
+    graph = model.graph
     quantized: dict[ir.Value, QuantizedWeight] = {}
     found = _ways(graph, quantization, pads)
     levels = {} if calibrate is None else calibrate(model, _to_calibrate(graph, found))
     for node, (matrix, way) in found.items():
         known = levels.get(matrix.value)
-        new = QuantizedWeight(matrix.value, way, newest, outputs_first=matrix.transposed, levels=known)
+        new = QuantizedWeight(matrix.value, way, outputs_first=matrix.transposed, levels=known)
         weight = quantized.setdefault(matrix.value, new)
         if weight.outputs_first == matrix.transposed:
             (_lookup if node.op_type == "Gather" else _product)(graph, node, weight)

@@ -10,7 +10,7 @@ import onnxruntime as ort
 from qsample.compiler.passes.recurrences import branch_where_rows_begin
 from qsample.compiler.pipeline import Phase, fixed_sizes, graph_pass, lean_phases, quantization_phases, save, step
 from qsample.compiler.plan import CompilePlan
-from qsample.compiler.publish import optimize_offline, place_optimized, share_equal_data
+from qsample.compiler.publish import optimize_offline, place_optimized
 from qsample.compiler.quantize.float16 import store_as_float16
 from qsample.compiler.quantize.weights import round_activations
 from qsample.compiler.targets import Target
@@ -62,7 +62,6 @@ class CpuTarget(Target):
             graph_pass(branch_where_rows_begin),
             step(optimize_offline, providers=self.execution_providers, level=_LEVEL, final=not halved),
             *halved,
-            Phase("share-equal-data", lambda build: share_equal_data(build.decoder)),
             step(place_optimized, default=self.execution_providers[0]),
         ]
 
