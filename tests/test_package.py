@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 import shutil
 import subprocess
@@ -48,6 +49,23 @@ def test_hashes_are_those_of_another_program(package: Package) -> None:
     for name, entry in package.manifest.files.items():
         result = subprocess.run(["sha256sum", package.path / name], capture_output=True, text=True, check=True)
         assert result.stdout.split()[0] == entry.sha256
+
+
+def test_a_hash_from_the_writer_is_taken_unless_the_file_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[str] = []
+    own = package_module.sha256_of
+    monkeypatch.setattr(package_module, "sha256_of", lambda path: read.append(path.name) or own(path))
+    with write_package(tmp_path / "package") as writer:
+        for name, content in FILES.items():
+            (writer.directory / name).parent.mkdir(exist_ok=True)
+            (writer.directory / name).write_bytes(content)
+            writer.hashed(name, hashlib.sha256(content).hexdigest())
+        (writer.directory / "decoder.onnx").write_bytes(FILES["decoder.onnx"] + b" ")
+        writer.finish(manifest())
+    assert read == ["decoder.onnx"]
+    assert read_package(tmp_path / "package").manifest.files.keys() == FILES.keys()
 
 
 def test_only_files_of_the_manifest_are_part_of_the_package(package: Package) -> None:

@@ -157,12 +157,8 @@ def place_compiled(build: Build, providers: Sequence[str], provider_options: Map
 
 
 def place_optimized(build: Build, default: str) -> None:
-    """Count where the nodes of the optimised graph run, those of both sides of an If included.
-
-    default: the provider of nodes that ONNX Runtime's report, of the graph before its last fusions, lacks.
-    """
-    nodes = build.model.graph.all_nodes()
-    build.placement = _count((build.provider_of.get(node.name or "", default), node.op_type) for node in nodes)
+    """Count where the nodes of the optimised graph run. default: the provider of nodes that the report lacks."""
+    build.placement = placement_in_graph(build.model, build.provider_of, default)
 
 
 def assigned_nodes(session: ort.InferenceSession) -> list[tuple[str, Any]]:
@@ -173,6 +169,18 @@ def assigned_nodes(session: ort.InferenceSession) -> list[tuple[str, Any]]:
 def placement_of(session: ort.InferenceSession) -> Placement:
     """The placement of the nodes of `session`, opened with `RECORD`."""
     return _count((provider, node.op_type) for provider, node in assigned_nodes(session))
+
+
+def placement_in_graph(model: ir.Model, provider_of: Mapping[str, str], default: str) -> Placement:
+    """The placement of the nodes of a graph, those of both sides of an If included.
+
+    Args:
+        model: the graph.
+        provider_of: node name → provider, as a session reported it before its last fusions.
+        default: the provider of nodes that `provider_of` lacks.
+    """
+    nodes = model.graph.all_nodes()
+    return _count((provider_of.get(node.name or "", default), node.op_type) for node in nodes)
 
 
 def _count(nodes: Iterable[tuple[str, str]]) -> Placement:

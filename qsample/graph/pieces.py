@@ -93,11 +93,12 @@ def read(tensor: ir.TensorProtocol, *index: slice) -> Array:
         return first.reshape(len(first), *shape[1:])[(slice(None), *index[1:])]
     index = (*index, *[slice(None)] * (tensor.axis + 1 - len(index)))
     start, stop, _ = index[tensor.axis].indices(shape[tensor.axis])
-    found, before = [], 0
+    found: list[Array] = []
+    before = 0
     for part in tensor.parts:
         size = int(part.shape.numpy()[tensor.axis])
-        own = slice(max(start - before, 0), min(stop - before, size))
-        if own.start < own.stop:
+        own = slice(min(max(start - before, 0), size), max(min(stop - before, size), 0))
+        if own.start < own.stop or (not found and part is tensor.parts[-1]):  # an empty part has a shape, too
             found.append(read(part, *index[: tensor.axis], own, *index[tensor.axis + 1 :]))
         before += size
     return found[0] if len(found) == 1 else np.concatenate(found, tensor.axis)

@@ -77,8 +77,13 @@ class WeightFile(AbstractContextManager["WeightFile"]):
         return self._digest.hexdigest()
 
     def take(self, model: ir.Model) -> None:
-        """Move the weights of `model` of more than INLINE bytes here, in place; those that are here already stay."""
-        values = [value for value in all_initializers(model.graph) if self._is_to_take(value.const_value)]
+        """Move the weights of `model` of more than INLINE bytes here, and smaller ones in files to the graph, in place;
+        those that are here already stay."""
+        values = [value for value in all_initializers(model.graph) if not self._has(value.const_value)]
+        for value in values:
+            if isinstance(value.const_value, ir.ExternalTensor) and value.const_value.nbytes <= INLINE:
+                value.const_value = _in_memory(value.const_value)
+        values = [value for value in values if _is_large(value.const_value)]
         with ThreadPoolExecutor(_processors(), "qsample-weights") as pool:
             jobs = _jobs(values)
             try:
@@ -89,12 +94,8 @@ class WeightFile(AbstractContextManager["WeightFile"]):
                 pool.shutdown(cancel_futures=True)
                 raise
 
-    def _is_to_take(self, tensor: ir.TensorProtocol | None) -> bool:
-        if tensor is None or tensor.nbytes <= INLINE or tensor.dtype == ir.DataType.STRING:
-            return False
-        return not (
-            isinstance(tensor, ir.ExternalTensor) and os.path.abspath(tensor.path) == os.path.abspath(self.path)
-        )
+    def _has(self, tensor: ir.TensorProtocol | None) -> bool:
+        return isinstance(tensor, ir.ExternalTensor) and os.path.abspath(tensor.path) == os.path.abspath(self.path)
 
     def _reference(self, value: ir.Value, place: Place) -> ir.ExternalTensor:
         tensor = value.const_value
@@ -149,6 +150,14 @@ class WeightFile(AbstractContextManager["WeightFile"]):
                     return other
         others.append(offset)
         return None
+
+
+def _is_large(tensor: ir.TensorProtocol | None) -> bool:
+    return tensor is not None and tensor.dtype != ir.DataType.STRING and tensor.nbytes > INLINE
+
+
+def _in_memory(tensor: ir.ExternalTensor) -> ir.TensorProtocol:
+    return ir.Tensor(tensor.numpy().copy(), dtype=tensor.dtype, name=tensor.name)  # the file may go
 
 
 def _equal(data: Array, one: int, other: int, length: int) -> bool:

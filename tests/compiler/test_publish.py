@@ -1,38 +1,38 @@
-"""Placement: nodes counted by provider and operator, from a session's report and from a file."""
+"""Placement: nodes counted by provider and operator, from a session's report and from a graph."""
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import onnx
 import onnx_ir as ir
-import onnxruntime as ort
 import pytest
 
 from qsample import AutoModelForCausalLM
+from qsample import package as package_module
 from qsample.compiler import compile as compile_module
 from qsample.compiler import publish as context
 from qsample.compiler.compile import compile_package
 from qsample.compiler.options import CompileOptions
+from qsample.compiler.pipeline import WEIGHTS
 from qsample.compiler.plan import CompilePlan
 from qsample.compiler.publish import (
     RECORD,
     ahead_of_time_phases,
     assigned_nodes,
-    placement_in_file,
+    placement_in_graph,
     placement_of,
-    share_equal_data,
 )
 from qsample.compiler.targets.openvino import OpenVinoTarget
-from qsample.errors import CompileError
+from qsample.errors import CompileError, PackageError
+from qsample.graph import save
 from qsample.ort.options import session_options
 from qsample.ort.providers import compile_context, open_session
-from qsample.package import Package
+from qsample.package import Package, read_package
 from qsample.runtime import load
-from qsample.tensors import Array
 from tests.helpers.building import run_on
 from tests.helpers.sampling_cases import generate
 
@@ -64,13 +64,13 @@ def test_what_a_session_reports(tmp_path: Path) -> None:
     }
 
 
-def test_a_file_whose_nodes_a_session_has_reported(tmp_path: Path) -> None:
+def test_a_graph_whose_nodes_a_session_has_reported(tmp_path: Path) -> None:
     path = saved(tmp_path / "graph.onnx")
     known = {"node0": "Other", "node2": CPU, "gone": CPU}
-    assert placement_in_file(path, known, default=CPU) == {"Other": {"Sin": 1}, CPU: {"Cos": 1, "Sin": 1}}
+    assert placement_in_graph(ir.load(path), known, default=CPU) == {"Other": {"Sin": 1}, CPU: {"Cos": 1, "Sin": 1}}
 
 
-def test_a_file_with_control_flow(tmp_path: Path) -> None:
+def test_a_graph_with_control_flow() -> None:
     model = ir.from_onnx_text("""
         <ir_version: 10, opset_import: ["" : 20]>
         branch (bool p, float[N] x) => (float[N] y)
@@ -78,8 +78,40 @@ def test_a_file_with_control_flow(tmp_path: Path) -> None:
             y = If (p) <then_branch = less () => (float[N] a) { a = Neg (x) },
                         else_branch = more () => (float[N] b) { b = Exp (x) }>
         }""")
-    ir.save(model, tmp_path / "graph.onnx")
-    assert placement_in_file(tmp_path / "graph.onnx", {}, default=CPU) == {CPU: {"Exp": 1, "If": 1, "Neg": 1}}
+    assert placement_in_graph(model, {}, default=CPU) == {CPU: {"Exp": 1, "If": 1, "Neg": 1}}
+
+
+def test_weights_are_hashed_while_they_are_written(
+    small: Package, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are not read again, and a byte that changes later is found."""
+    read: list[str] = []
+    own = package_module.sha256_of
+    monkeypatch.setattr(package_module, "sha256_of", lambda path: read.append(path.name) or own(path))
+    package = compile_package(small, tmp_path / "out", CompileOptions(ctx_len=16))
+    assert "decoder.onnx" in read
+    assert WEIGHTS not in read
+    weights = package.path / WEIGHTS
+    assert read_package(package.path).manifest.files[WEIGHTS].bytes == weights.stat().st_size
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    with pytest.raises(PackageError, match=r"decoder.onnx.data was altered"):
+        read_package(package.path)
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()])
+def test_a_full_disk_or_an_interruption_while_weights_are_written(
+    error: BaseException, small: Package, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: save.WeightFile, data: bytes | memoryview) -> None:
+        raise error
+
+    monkeypatch.setattr(save.WeightFile, "_append", fail)
+    with pytest.raises((PackageError, KeyboardInterrupt)) as caught:
+        compile_package(small, tmp_path / "out", CompileOptions(ctx_len=16))
+    assert isinstance(error, KeyboardInterrupt) or "is full; nothing was written" in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
 
 
 CAPACITY = 48
@@ -165,77 +197,9 @@ def test_a_kernel_provider_compiles_to_the_same_graph(tmp_path: Path) -> None:
     assert sorted(node.op_type for node in compiled.graph.node) == ["Cos", "Sin"]
 
 
-SIZE = 20_000  # of each constant, in numbers
-
-
-def write(path: Path, arrays: dict[str, Array]) -> ir.Model:
-    """A graph that adds up its input and constants, each flat, written with a data file."""
-    total = ir.Value(name="x", shape=ir.Shape([SIZE]), type=ir.TensorType(ir.DataType.FLOAT))
-    inputs, nodes, constants = [total], [], []
-    flat = ir.Value(
-        name="flat", shape=ir.Shape([1]), type=ir.TensorType(ir.DataType.INT64), const_value=ir.tensor(np.array([-1]))
-    )
-    for name, array in arrays.items():
-        tensor = ir.tensor(array, name=name)
-        value = ir.Value(name=name, shape=tensor.shape, type=ir.TensorType(tensor.dtype), const_value=tensor)
-        nodes += [reshape := ir.node("Reshape", [value, flat]), ir.node("Add", [total, reshape.outputs[0]])]
-        constants.append(value)
-        total = nodes[-1].outputs[0]
-    total.name, total.type = "y", ir.TensorType(ir.DataType.FLOAT)
-    graph = ir.Graph(inputs, [total], nodes=nodes, initializers=[flat, *constants], opset_imports={"": 20}, name="g")
-    model = ir.Model(graph, ir_version=10)
-    ir.save(model, path, external_data=f"{path.name}.data", size_threshold_bytes=1024)
-    return model
-
-
-def run(path: Path) -> Array:
-    options = ort.SessionOptions()
-    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-    session = ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
-    result: Array = session.run(None, {"x": np.arange(SIZE, dtype=np.float32)})[0]
-    return result
-
-
-def offsets(path: Path) -> dict[str, int]:
-    values = ir.load(path).graph.initializers.values()
-    tensors = {str(value.name): value.const_value for value in values}
-    return {name: tensor.offset or 0 for name, tensor in tensors.items() if isinstance(tensor, ir.ExternalTensor)}
-
-
-def test_equal_constants_have_one_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(context, "_PIECE", 7_000)
-    rng = np.random.default_rng(0)
-    one, other = rng.normal(size=(2, SIZE)).astype(np.float32)
-    nearly = one.copy()
-    nearly[-1] += 1
-    path = tmp_path / "graph.onnx"
-    arrays = {"a": one, "b": other, "c": one.reshape(100, -1), "d": nearly, "e": other.reshape(2, 2, -1), "f": one + 1}
-    write(path, arrays)
-    before, size = run(path), (tmp_path / "graph.onnx.data").stat().st_size
-    share_equal_data(path)
-    np.testing.assert_array_equal(run(path), before)
-    at = offsets(path)
-    assert at["a"] == at["c"]
-    assert at["b"] == at["e"]
-    assert len({at[name] for name in "abdf"}) == 4
-    assert all(offset % 4096 == 0 for offset in at.values())
-    saved = size - (tmp_path / "graph.onnx.data").stat().st_size
-    assert saved == pytest.approx(2 * one.nbytes, abs=6 * 4096)
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["graph.onnx", "graph.onnx.data"]
-
-
-def test_a_graph_without_such_stays_as_it_is(tmp_path: Path) -> None:
-    path = tmp_path / "graph.onnx"
-    small = np.ones(SIZE, np.float32)
-    write(path, {"a": small, "b": small + 1})
-    before = {file: (file.read_bytes(), file.stat().st_ino) for file in tmp_path.iterdir()}
-    share_equal_data(path)
-    assert {file: (file.read_bytes(), file.stat().st_ino) for file in tmp_path.iterdir()} == before
-
-
 def test_a_tied_table_is_stored_once(bundled_package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its scales, which the head and the lookup want in other shapes; this model's are small."""
-    monkeypatch.setattr(context, "_LEAST", 1 << 12)
+    monkeypatch.setattr(save, "_LEAST", 1 << 12)
     package = (
         AutoModelForCausalLM.from_pretrained(bundled_package)
         .compile(tmp_path / "int4", ctx_len=64, weights="int4")
