@@ -17,7 +17,7 @@ from onnx_ir.passes import common as common_passes
 
 from qsample.compiler.debug_dump import DebugDump
 from qsample.compiler.passes.attention import pack_qkv, remove_head_transposes, simplify_reshapes
-from qsample.compiler.passes.fusions import fuse_operators, join_projections, replace_gemms
+from qsample.compiler.passes.fusions import fold_constants, fuse_operators, join_projections, replace_gemms
 from qsample.compiler.passes.rope import absorb_rope, fuse_rope
 from qsample.compiler.plan import CompilePlan, calibration_sequences
 from qsample.compiler.quantize.experts import quantize_experts
@@ -166,6 +166,12 @@ def fixed_sizes(plan: CompilePlan, sizes: Mapping[str, int] | None = None) -> Ph
 def split_sampler(build: Build) -> None:
     """Cut the sampler off the model, which ends with its logits then."""
     build.model, build.sampler = split_at_logits(build.model, build.plan.source.interface)
+
+
+def fold_sampler(build: Build) -> None:
+    """Compute what depends on constants alone in the sampler that was cut off: there is nothing in it to fuse."""
+    if build.sampler is not None:
+        fold_constants(build.sampler)
 
 
 def lean_phases(provider: str, capacity: int) -> list[Phase]:

@@ -92,6 +92,20 @@ def fuse_without_transformers(model: ir.Model) -> None:
     common_passes.CommonSubexpressionEliminationPass()(model)
 
 
+def fold_constants(model: ir.Model) -> None:
+    """Compute what depends on constants alone, in place. A constant is stored once then, and in no graph inside."""
+    with _near_numbers_hidden(model):
+        optimizer.fold_constants_ir(model, onnx_shape_inference=True)
+        common_passes.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
+        common_passes.LiftSubgraphInitializersToMainGraphPass()(model)
+        common_passes.DeduplicateInitializersPass()(model)
+
+
+def merge_equal_nodes(model: ir.Model) -> bool:
+    """Compute once what several nodes compute of the same values, in place. Returns whether there was such a thing."""
+    return bool(common_passes.CommonSubexpressionEliminationPass()(model).modified)
+
+
 @contextmanager
 def _near_numbers_hidden(model: ir.Model) -> Iterator[None]:
     """While open, scalars that are almost 0 or 1 are inputs of the graph, which no rewrite knows the numbers of."""

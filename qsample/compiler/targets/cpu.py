@@ -7,10 +7,21 @@ from typing import Final
 
 import onnxruntime as ort
 
+from qsample.compiler.passes.fusions import merge_equal_nodes
 from qsample.compiler.passes.recurrences import branch_where_rows_begin
-from qsample.compiler.pipeline import Phase, fixed_sizes, graph_pass, lean_phases, quantization_phases, save, step
+from qsample.compiler.pipeline import (
+    Phase,
+    fixed_sizes,
+    fold_sampler,
+    graph_pass,
+    lean_phases,
+    quantization_phases,
+    save,
+    split_sampler,
+    step,
+)
 from qsample.compiler.plan import CompilePlan
-from qsample.compiler.publish import optimize_offline, place_optimized
+from qsample.compiler.publish import join_sampler, optimize_offline, place_optimized
 from qsample.compiler.quantize.float16 import store_as_float16
 from qsample.compiler.quantize.weights import round_activations
 from qsample.compiler.targets import Target
@@ -56,7 +67,11 @@ class CpuTarget(Target):
         halved = [graph_pass(store_as_float16), step(save)] if plan.store_float16 else []
         return [
             fixed_sizes(plan, self.fixed_axes(plan)),
+            step(split_sampler),  # the fusions would look at its nodes over and over
+            step(fold_sampler),
             *lean_phases("cpu", plan.ctx_len),
+            step(join_sampler),
+            graph_pass(merge_equal_nodes),  # model and sampler ask whether a row begins
             graph_pass(round_activations),
             *quantization_phases(plan, pads_blocks=True),
             graph_pass(branch_where_rows_begin),
