@@ -102,8 +102,11 @@ def fold_constants(model: ir.Model) -> None:
 
 
 def merge_equal_nodes(model: ir.Model) -> bool:
-    """Compute once what several nodes compute of the same values, in place. Returns whether there was such a thing."""
-    return bool(common_passes.CommonSubexpressionEliminationPass()(model).modified)
+    """Keep one of several small constants that are equal, and of several nodes that compute the same, in place. Returns
+    whether there were any."""
+    constants = common_passes.DeduplicateInitializersPass()(model)
+    nodes = common_passes.CommonSubexpressionEliminationPass()(model)
+    return constants.modified or nodes.modified
 
 
 @contextmanager
