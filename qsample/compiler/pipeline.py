@@ -198,7 +198,11 @@ def lean_phases(provider: str, capacity: int) -> list[Phase]:
 
 
 def quantization_phases(
-    plan: CompilePlan, *, expert_block_sizes: Collection[int] = BLOCK_SIZES, pads_blocks: bool = False
+    plan: CompilePlan,
+    *,
+    expert_block_sizes: Collection[int] = BLOCK_SIZES,
+    pads_blocks: bool = False,
+    copies: int = 1,
 ) -> list[Phase]:
     """Phases that quantize the cache and the weights as the plan says, and check the result.
 
@@ -206,6 +210,7 @@ def quantization_phases(
         plan: has the quantization, if there is any.
         expert_block_sizes: those that the device's QMoE takes.
         pads_blocks: whether the device's MatMulNBits takes a last block that is not full.
+        copies: how often the later phases write the weights.
     """
     phases = [step(quantize_cache)] if plan.kv_cache_dtype is not None else []
     if plan.weights is not None:
@@ -213,7 +218,7 @@ def quantization_phases(
             graph_pass(quantize_experts, quantization=plan.weights, block_sizes=expert_block_sizes),
             step(quantize_matrices, pads=pads_blocks),
         ]
-    return [*phases, step(check)]
+    return [*phases, step(check, copies=copies)]
 
 
 def quantize_cache(build: Build) -> None:
@@ -235,7 +240,7 @@ def quantize_matrices(build: Build, pads: bool) -> None:
     apply(build.model, partial(quantize_weights, quantization=plan.weights, pads=pads, calibrate=calibrate))
 
 
-def check(build: Build) -> None:
+def check(build: Build, copies: int) -> None:
     """Refuse a model of which nothing was quantized though it should be, and a disk without room for the package."""
     build.stages.begin(Stage.WRITING_GRAPH)
     plan = build.plan
@@ -243,8 +248,7 @@ def check(build: Build) -> None:
         check_quantized(build.model, plan.weights)
     tensors = (value.const_value for value in all_initializers(build.model.graph))
     size = sum(tensor.nbytes for tensor in tensors if tensor is not None)
-    # ONNX Runtime reads a graph and writes another.
-    check_free(build.folder, 2 * size + size // 2 * plan.store_float16, "the package")
+    check_free(build.folder, copies * size + size // 2 * plan.store_float16, "the package")
 
 
 def save(build: Build) -> None:

@@ -39,7 +39,7 @@ class OpenVinoTarget(Target):
             fixed_sizes(plan, self.fixed_axes(plan)),
             step(split_sampler),
             *lean_phases("cpu", plan.ctx_len),
-            *quantization_phases(plan),
+            *quantization_phases(plan, copies=2),  # a provider reads a graph and writes another
             *ahead_of_time_phases(self.execution_providers, self.provider_options),
         ]
 

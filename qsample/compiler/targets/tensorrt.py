@@ -63,7 +63,7 @@ class TensorRtTarget(Target):
             step(split_sampler),
             graph_pass(fix_total_length, capacity=plan.ctx_len),
             graph_pass(convert_to_half, dtype=plan.dtype, states=states),
-            *quantization_phases(plan),
+            *quantization_phases(plan, copies=2),  # a provider reads a graph and writes another
             *ahead_of_time_phases(self.execution_providers, self.provider_options),
         ]
 
