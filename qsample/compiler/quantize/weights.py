@@ -2,8 +2,8 @@
 
 Every constant matrix that a MatMul multiplies by becomes the operand of a MatMulNBits, and embedding tables become the
 operand of a GatherBlockQuantized; a tied table is quantized once for both. The numbers are those of ONNX Runtime's own
-quantizer, and are computed only when the graph is saved, some rows of a matrix at a time: weights stay mapped from their
-files, and a matrix is in memory only if the method has to see all of it.
+quantizer, and are computed only when the graph is saved, some rows of a matrix at a time: weights stay mapped from
+their files, and a matrix is in memory only if the method has to see all of it.
 
 A mixed quantization holds the matrices that quantization harms most for their size in 8 bits: the head, and those of
 the first and the last layer. onnxruntime-genai's k_quant_mixed and llama.cpp's Q4_K_M keep them, or some of them,
