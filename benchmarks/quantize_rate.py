@@ -7,7 +7,8 @@ A file of bfloat16 matrices, of the shape of an 8 B model's, is read through the
 was just downloaded, and a graph's weights are written from it. Compared are the compiler's own road, ONNX Runtime's
 quantizer for a whole matrix at once, which the compiler used before, and a copy of the file by the same writer, which
 hashes and computes nothing: about as fast as the disk takes it. Each runs in a process of its own, on the given number
-of processors, some times in turns; the median is printed, with the largest anonymous memory of the process.
+of processors, some times in turns. The median is printed, also per second of processor time, which says more on a busy
+machine, and the largest anonymous memory of the process.
 """
 
 from __future__ import annotations
@@ -133,14 +134,14 @@ def largest_memory() -> Iterator[list[float]]:
 
 
 def measure(system: str, checkpoint: Path, bits: int) -> None:
-    """Print seconds and megabytes: the work of the process that `main` starts."""
+    """Print seconds, those of processors, and megabytes: the work of the process that `main` starts."""
     weights = open_checkpoint(checkpoint)
     for tensor in weights:
         tensor.numpy().view(np.uint16).max()  # it is in the page cache then
     with tempfile.TemporaryDirectory(dir=checkpoint.parent) as folder, largest_memory() as largest:
-        start = time.perf_counter()
+        start, busy = time.perf_counter(), time.process_time()
         SYSTEMS[system](weights, bits, Path(folder))
-        print(time.perf_counter() - start, largest[0])
+        print(time.perf_counter() - start, time.process_time() - busy, largest[0])
 
 
 def main() -> None:
@@ -163,7 +164,7 @@ def main() -> None:
         checkpoint = Path(folder) / "weights.bin"
         make_checkpoint(checkpoint, matrices)
         cases = [(system, count) for count in options.processors for system in SYSTEMS]
-        results: dict[tuple[str, int], list[tuple[float, float]]] = {case: [] for case in cases}
+        results: dict[tuple[str, int], list[list[float]]] = {case: [] for case in cases}
         for _ in range(options.repetitions):
             for system, count in cases:
                 command = [sys.executable, __file__, "--bits", str(options.bits), "--measure", system, str(checkpoint)]
@@ -174,14 +175,13 @@ def main() -> None:
                     check=True,
                     preexec_fn=lambda count=count: os.sched_setaffinity(0, own[:count]),  # type: ignore[misc]
                 )
-                seconds, megabytes = map(float, done.stdout.split())
-                results[system, count].append((seconds, megabytes))
+                results[system, count].append([float(number) for number in done.stdout.split()])
     size = matrices * _MATRIX_BYTES / 1e9
     print(f"{size:.2f} GB of bfloat16 to {options.bits} bits in blocks of {BLOCK}")
     for (system, count), found in results.items():
-        seconds = statistics.median(seconds for seconds, _ in found)
-        memory = max(memory for _, memory in found)
-        print(f"{system:12} {count} processors  {size / seconds:6.2f} GB/s  {memory:6.0f} MB anonymous")
+        seconds, busy, _ = (statistics.median(column) for column in zip(*found, strict=True))
+        rates = f"{size / seconds:6.2f} GB/s  {size / busy:6.2f} GB per processor second"
+        print(f"{system:12} {count} processors  {rates}  {max(memory for *_, memory in found):6.0f} MB anonymous")
 
 
 if __name__ == "__main__":
