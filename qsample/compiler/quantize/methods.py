@@ -20,6 +20,7 @@ from qsample.graph.operators import BLOCK_SIZES, pack_bits
 from qsample.tensors import Array
 
 _AT_ONCE: Final = 2**22  # weights that are looked at together
+_FIRST: Final = 4  # weights of a block that are looked at before all of it
 
 Levels = tuple[Array, Array, Array]
 """Blocks, scales and zero points of a matrix, or of the same matrix of several experts."""
@@ -113,9 +114,12 @@ def _keep_exact_blocks(weight: Array, block_size: int, blocks: Array, scales: Ar
         weights = np.ascontiguousarray(weight[:, part].T).reshape(-1, block_size)
         _, exponents = np.frexp(np.abs(weights).max(axis=1, keepdims=True))
         steps = np.ldexp(np.ones_like(weights[:, :1]), exponents - 7)
-        levels = weights / np.where(steps == 0, 1, steps)
-        exact = (steps[:, 0] > 0) & (levels == np.round(levels)).all(axis=1)
-        all_levels[part].reshape(-1, block_size)[exact] = (levels[exact] + 128).astype(np.uint8)
+        exact = np.flatnonzero(steps[:, 0] > 0)
+        for count in (_FIRST, block_size):  # a few weights rule out nearly all blocks
+            levels = weights[exact, :count] / steps[exact]
+            whole = (levels == np.round(levels)).all(axis=1)
+            exact, levels = exact[whole], levels[whole]
+        all_levels[part].reshape(-1, block_size)[exact] = (levels + 128).astype(np.uint8)
         all_scales[part].reshape(-1)[exact] = steps[exact, 0]
 
 
