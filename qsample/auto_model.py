@@ -22,6 +22,7 @@ from qsample.interface import Features
 from qsample.models import CheckpointModel, ForeignModel, PackagedModel
 from qsample.package import MANIFEST_NAME, check_features, read_package
 from qsample.progress import Progress
+from qsample.values import DEFAULT
 
 if TYPE_CHECKING:
     from qsample.checkpoints.checkpoint import Checkpoint
@@ -160,6 +161,7 @@ def bake(
     token: str | None = None,
     local_files_only: bool = False,
     overwrite: bool = False,
+    verify: str = DEFAULT,
     progress: Progress | None = None,
 ) -> PackagedModel:
     """Bake the sampler into a decoder of another exporter; neither torch nor transformers is needed.
@@ -177,6 +179,8 @@ def bake(
             `export`. The manifest gets the figures; a float file that differs is refused.
         revision, cache_dir, token, local_files_only: of the hub, as in transformers.
         overwrite: replace a package at `out`.
+        verify: how much of the graph is compared with the file: "default", or "full", which takes several times
+            as long.
         progress: called with a stage's name and the fraction done, in [0, 1].
 
     Returns:
@@ -193,7 +197,7 @@ def bake(
     model = ForeignModel(
         path, features or Features(), file=file, tokenizer=tokenizer, rope=rope, reference=reference, hub=hub
     )
-    return model.export(out, overwrite=overwrite, progress=progress)
+    return model.export(out, overwrite=overwrite, verify=verify, progress=progress)
 
 
 def is_decoder(path: Path) -> bool:

@@ -16,6 +16,7 @@ from qsample.disk.untrusted import colliding_name, parse_json, problem_of_name
 from qsample.errors import PackageError
 from qsample.interface import Interface
 from qsample.timing import StageCost
+from qsample.values import FULL
 
 MANIFEST_NAME: Final = "qsample.json"
 FORMAT_VERSION: Final = 1
@@ -63,6 +64,7 @@ class Compilation:
         provider_options: of the first execution provider.
         quantization: of weights and cache, with the bytes of the weights before and after, the number of matrices that
             came quantized, and the measured divergence; None = not quantized.
+        verify: how much was compared: "default" or "full".
     """
 
     provider: str
@@ -73,6 +75,7 @@ class Compilation:
     self_test: Mapping[str, int]
     provider_options: Mapping[str, str] = field(default_factory=dict)
     quantization: Mapping[str, Any] | None = None
+    verify: str = FULL  # of packages that are older than the choice
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, overload
 
@@ -21,6 +22,7 @@ from qsample.interface import Features, Interface
 from qsample.package import Package, check_not_source, copy_package
 from qsample.progress import Progress, Stage, unreported
 from qsample.timing import metered
+from qsample.values import DEFAULT, check_verify
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -96,7 +98,7 @@ class Model(ModelMethods):
             overwrite: replace a package at `path`.
             progress: called with a stage's name and the fraction done, in [0, 1].
             changes: fields of `CompileOptions`, on top of `options`: provider, batch_size, ctx_len, dtype, weights,
-                block_size, quantization_method, calibration_text, kv_cache_dtype, max_divergence.
+                block_size, quantization_method, calibration_text, kv_cache_dtype, max_divergence, verify.
 
         Returns:
             The device package. Nothing remains after an error.
@@ -119,7 +121,7 @@ class Model(ModelMethods):
             check_not_source(path, *self._sources)
         with metered(progress) as meter, Destination(path) as destination:
             exporting, compiling = meter.part(0.0, self._export_share), meter.part(self._export_share, 1.0)
-            with self._portable(options.dtype, destination.path, exporting) as source:
+            with self._portable(options, destination.path, exporting) as source:
                 compiled = compile_package(source, destination.path, options, overwrite=overwrite, progress=compiling)
                 return PackagedModel(compiled, options.provider, destination.keep())
 
@@ -134,9 +136,10 @@ class Model(ModelMethods):
 
     @abstractmethod
     def _portable(
-        self, dtype: str | None, destination: Path, progress: Progress | None
+        self, options: CompileOptions, destination: Path, progress: Progress | None
     ) -> AbstractContextManager[Package]:
-        """The portable package to compile for `destination`, exported first if need be, in `dtype` if possible."""
+        """The portable package to compile for `destination`, exported first if need be, in the dtype of `options` if
+        possible."""
 
 
 class PackagedModel(Model):
@@ -187,7 +190,7 @@ class PackagedModel(Model):
         return GenerationConfig(self.package.read_json(GENERATION_CONFIG_FILE))
 
     def _portable(
-        self, dtype: str | None, destination: Path, progress: Progress | None
+        self, options: CompileOptions, destination: Path, progress: Progress | None
     ) -> AbstractContextManager[Package]:
         return nullcontext(self.package)
 
@@ -204,13 +207,20 @@ class ExportableModel(Model):
 
     @young_collections()
     def export(
-        self, path: str | Path | None = None, *, overwrite: bool = False, progress: Progress | None = None
+        self,
+        path: str | Path | None = None,
+        *,
+        overwrite: bool = False,
+        verify: str = DEFAULT,
+        progress: Progress | None = None,
     ) -> PackagedModel:
         """Export to a portable package.
 
         Args:
             path: the folder of the package; None = a temporary folder that lives as long as the result.
             overwrite: replace a package at `path`.
+            verify: how much of the graph is compared with the model: "default", or "full", which takes several times as
+                long; docs/architecture.md has what each proves.
             progress: called with a stage's name and the fraction done, in [0, 1].
 
         Returns:
@@ -221,10 +231,11 @@ class ExportableModel(Model):
             ParityError: if the graph does not compute what the model computes.
             PackageError: if `path` cannot be written.
         """
+        check_verify(verify)
         if path is not None:
             check_not_source(path, *self._sources)
         with metered(progress) as meter, Destination(path) as destination:
-            package = self._write(destination.path, overwrite, meter)
+            package = self._write(destination.path, overwrite, verify, meter)
             return PackagedModel(package, self._provider, destination.keep())
 
     save_pretrained = export
@@ -244,7 +255,7 @@ class ExportableModel(Model):
         return self._exported
 
     @abstractmethod
-    def _write(self, path: Path, overwrite: bool, progress: Progress | None) -> Package:
+    def _write(self, path: Path, overwrite: bool, verify: str, progress: Progress | None) -> Package:
         """Write the package to `path`."""
 
 
@@ -278,15 +289,15 @@ class CheckpointModel(ExportableModel):
     def _own_generation_config(self) -> GenerationConfig:
         return as_generation_config(self._checkpoint.generation_config)
 
-    def _write(self, path: Path, overwrite: bool, progress: Progress | None) -> Package:
+    def _write(self, path: Path, overwrite: bool, verify: str, progress: Progress | None) -> Package:
         from qsample.exporters.export import export_model
 
         with scratch_folder(path) as scratch:
             model = self._load(None, scratch.new, progress)
-            return export_model(path=path, overwrite=overwrite, progress=progress, **model)
+            return export_model(path=path, overwrite=overwrite, verify=verify, progress=progress, **model)
 
     @contextmanager
-    def _portable(self, dtype: str | None, destination: Path, progress: Progress | None) -> Iterator[Package]:
+    def _portable(self, options: CompileOptions, destination: Path, progress: Progress | None) -> Iterator[Package]:
         """In a scratch folder, with its weights in the checkpoint's files.
 
         float16 is set before the export, because transformers itself decides which parts of a model stay in float32;
@@ -296,8 +307,9 @@ class CheckpointModel(ExportableModel):
 
         with scratch_folder(destination) as scratch:
             package = export_beside_checkpoint(
-                **self._load(dtype if dtype in EXPORT_DTYPES else None, scratch.new, progress),
+                **self._load(options.dtype if options.dtype in EXPORT_DTYPES else None, scratch.new, progress),
                 folder=scratch.path / "portable",
+                verify=options.verify,
                 progress=progress,
             )
             with package.sources:
@@ -366,11 +378,11 @@ class ForeignModel(ExportableModel):
         return self._packaged.generation_config
 
     @contextmanager
-    def _portable(self, dtype: str | None, destination: Path, progress: Progress | None) -> Iterator[Package]:
-        exported = self.export(progress=progress)
+    def _portable(self, options: CompileOptions, destination: Path, progress: Progress | None) -> Iterator[Package]:
+        exported = self.export(verify=options.verify, progress=progress)
         yield exported.package  # whose folder lives as long as `exported`
 
-    def _write(self, path: Path, overwrite: bool, progress: Progress | None) -> Package:
+    def _write(self, path: Path, overwrite: bool, verify: str, progress: Progress | None) -> Package:
         try:
             from qsample.exporters.foreign.bake import bake as bake_file
         except ModuleNotFoundError as error:
@@ -383,16 +395,17 @@ class ForeignModel(ExportableModel):
             self.features,
             hub=self._hub,
             overwrite=overwrite,
-            compare=None if self._reference is None else self._compare,
+            compare=None if self._reference is None else partial(self._compare, verify),
+            verify=verify,
             progress=progress,
             **self._options,
         )
 
-    def _compare(self, folder: Path, interface: Interface, tolerance: float | None) -> Mapping[str, Any]:
+    def _compare(self, verify: str, folder: Path, interface: Interface, tolerance: float | None) -> Mapping[str, Any]:
         """See `exporters.foreign.bake.Comparison`."""
         from qsample.checkpoints.checkpoint import Checkpoint
         from qsample.exporters.huggingface_reference import compare_with_checkpoint
 
         assert self._reference is not None
         checkpoint = Checkpoint(self._reference, hub=self._hub.for_another_repository())
-        return compare_with_checkpoint(checkpoint, folder, interface, tolerance)
+        return compare_with_checkpoint(checkpoint, folder, interface, tolerance, verify)

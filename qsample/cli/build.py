@@ -30,6 +30,7 @@ from qsample.cli.inspect import figures_in_words, quantization_in_words
 from qsample.cli.terminal import console, format_size, note, progress, table
 from qsample.package import Package
 from qsample.timing import Meter, StageCost, metered, total
+from qsample.values import DEFAULT
 
 EXPORT_EXAMPLES: Final = (
     "[bold]Examples[/bold]\n\n"
@@ -49,6 +50,10 @@ BAKE_EXAMPLES: Final = (
     "qsample bake ./genai-folder out --logprobs"
 )
 
+Verify = Annotated[
+    str,
+    typer.Option(metavar="default|full", help="Gates before anything is published; full takes several times as long."),
+]
 Timing = Annotated[bool, typer.Option("--timing", help="Show the cost of each stage, on stderr.")]
 
 _WIDTH_OF_A_FILE: Final = 120
@@ -66,6 +71,7 @@ def export(
     ] = "auto",
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")] = None,
     adapter: Annotated[str | None, typer.Option(help="LoRA adapter to merge: a folder or hub id.")] = None,
+    verify: Verify = DEFAULT,
     overwrite: Overwrite = False,
     timing: Timing = False,
     as_json: Json = False,
@@ -93,7 +99,7 @@ def export(
             adapter=adapter,
         )
         assert isinstance(source, CheckpointModel)
-        exported = source.export(out, overwrite=overwrite, progress=meter)
+        exported = source.export(out, overwrite=overwrite, verify=verify, progress=meter)
     _written(exported.package, meter.costs, timing, as_json)
 
 
@@ -129,6 +135,7 @@ def compile(
     max_divergence: Annotated[
         float, typer.Option(min=0, help="Refuse quantized weights that diverge further, in nats a token.")
     ] = 1.0,
+    verify: Verify = DEFAULT,
     dtype: Annotated[
         str | None,
         typer.Option(metavar="float16|bfloat16", help="Of weights and cache, on a GPU. (default: as exported)"),
@@ -155,6 +162,7 @@ def compile(
         calibration_text=[read_text(path, "--calibration-text") for path in calibration_text or ()] or None,
         kv_cache_dtype=kv_cache_dtype,
         max_divergence=max_divergence,
+        verify=verify,
         debug_dump=debug_dump,
     )
     with _metered_progress() as meter:
@@ -182,6 +190,7 @@ def bake(
         str | None, typer.Option(metavar="ID|FOLDER", help="Compare with this checkpoint in transformers, too.")
     ] = None,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")] = None,
+    verify: Verify = DEFAULT,
     overwrite: Overwrite = False,
     timing: Timing = False,
     as_json: Json = False,
@@ -206,6 +215,7 @@ def bake(
             reference=reference,
             revision=revision,
             overwrite=overwrite,
+            verify=verify,
             progress=meter,
         )
     _written(baked.package, meter.costs, timing, as_json)

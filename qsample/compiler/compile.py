@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
 
@@ -124,14 +125,15 @@ def _measure_divergence(
         target.execution_providers,
         progress,
         rows=target.fixed_axes(plan).get(BATCH),
+        verify=plan.options.verify,
     )
-    if not divergence.kl <= plan.options.max_divergence:  # NaN must not pass
+    if not all(kl <= plan.options.max_divergence for kl in (divergence.kl, divergence.kept_kl)):  # NaN must not pass
         raise _too_far_off(divergence, plan)
     return divergence
 
 
 def _too_far_off(divergence: Divergence, plan: CompilePlan) -> CompileError:
-    causes, advice = [], []
+    causes, advice, furthest = [], [], np.max([divergence.kl, divergence.kept_kl])  # NaN, if any is
     if plan.weights is not None:
         causes.append(f"{plan.options.weights} weights in blocks of {plan.weights.block_size} ({plan.weights.method})")
         advice.append("int8, smaller blocks, or quantization_method='k_quant', 'hqq' or 'gptq'")
@@ -145,7 +147,7 @@ def _too_far_off(divergence: Divergence, plan: CompilePlan) -> CompileError:
         causes.append("activations in 8 bits, for the weights that came packed,")
         advice.append("the unquantized checkpoint")
     return CompileError(
-        f"{' and '.join(causes)} change the model too much: {divergence.kl:.3f} nats a token from the float "
+        f"{' and '.join(causes)} change the model too much: {furthest:.3f} nats a token from the float "
         f"distribution (at most {plan.options.max_divergence:g}), perplexity {divergence.quantized_perplexity:.4g} "
         f"instead of {divergence.perplexity:.4g}; take {', or '.join(advice)}; max_divergence= moves the limit"
     )
@@ -197,5 +199,6 @@ def _manifest(
             self_test=self_test or {},
             provider_options=target.provider_options,
             quantization=quantization,
+            verify=plan.options.verify,
         ),
     )

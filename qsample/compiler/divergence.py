@@ -1,9 +1,11 @@
 """Two decode graphs of one model enter, the second with quantized weights; the distance of their distributions leaves.
 
-The text is the first graph's own, sampled at temperature 1 from random first tokens: a text that the model itself
-finds natural, for any model and without a corpus. Both graphs read the same tokens, the first all of them before the
-second begins: together their weights may not fit into the memory, and each step would read those of the first from the
-disk.
+The text is sampled at temperature 1 from random first tokens: a text for any model, without a corpus. By default the
+quantized graph writes it, in cheap steps, and the first graph reads all of it in a single call, which passes over its
+weights once. With verify="full" the first graph writes it, token by token, and the quantized graph reads it.
+
+One after the other: together their weights may not fit into the memory, and each step would read those of the first
+from the disk.
 """
 
 from __future__ import annotations
@@ -11,36 +13,48 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
 from qsample.contract import LOGITS
-from qsample.graph.join import cut_at_logits
+from qsample.graph.join import cut_at_logits, return_all_logits
 from qsample.graph.runner import GraphRunner
 from qsample.graph.weights import load_graph
 from qsample.interface import Interface
 from qsample.ort.providers import CPU
 from qsample.tensors import Array
+from qsample.values import DEFAULT, FULL
 
 ROWS: Final = 8
 STEPS: Final = 32
+_WRITING: Final = 0.6  # of the time, where a single call reads
 
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """Means over `tokens` tokens of the float graph's own text.
+    """Means over `tokens` tokens of the text.
 
-    kl: Kullback-Leibler divergence of the quantized from the float distribution, nats a token. agreement: share of
-    tokens for which both have the same argmax. perplexity, quantized_perplexity: exp of the mean negative
-    log-likelihood.
+    kl: Kullback-Leibler divergence of the quantized from the float distribution, nats a token. kept_kl: the same over
+    those parts that the float model could have written, too. agreement: share of tokens for which both have the same
+    argmax. perplexity, quantized_perplexity: exp of the mean negative log-likelihood that tokens drawn from the float
+    distribution have in each.
     """
 
     tokens: int
     kl: float
+    kept_kl: float
     agreement: float
     perplexity: float
     quantized_perplexity: float
+
+
+class Text(NamedTuple):
+    """What a graph wrote. ids: [rows, steps + 1], the first of a row not its own. logits: [rows, steps, V], after each
+    but the last."""
+
+    ids: Array
+    logits: Array
 
 
 def measure_divergence(
@@ -52,67 +66,112 @@ def measure_divergence(
     progress: Callable[[float], None] | None = None,
     *,
     rows: int | None = None,
+    verify: str = DEFAULT,
 ) -> Divergence:
     """Compare the logits of two folders with `decoder.onnx` and `initial_state.onnx` each; they differ in their
     quantization alone.
 
     capacity: tokens of state a row, at least 2. providers: those of the quantized graph. progress: called with the
     fraction done, in [0, 1]. rows: of a call, if the quantized graph has it fixed: 1, 2, 4 or 8; None = it is free.
+    verify: as in `CompileOptions`.
     """
-    rows = rows or ROWS
-    batches, steps = ROWS // rows, min(STEPS, capacity - 1)
-    done = 0
-
-    def note_call() -> None:
-        nonlocal done
-        done += 1
-        if progress is not None:
-            progress(done / (2 * batches * steps))
-
-    runner = logits_runner(reference, interface, capacity, weights_mapped=True)
     rng = np.random.default_rng(0)
-    texts = [
-        _own_text(runner, rng.integers(0, interface.vocab_size, (rows, 1)), steps, rng, note_call)
-        for _ in range(batches)
-    ]
-    del runner  # before the next opens its session
+    rows, steps = rows or ROWS, min(STEPS, capacity - 1)
+    first = [rng.integers(0, interface.vocab_size, (rows, 1)) for _ in range(ROWS // rows)]
+    full = verify == FULL
+    advance = _Steps(progress, 2 * len(first) * steps if full else round(len(first) * steps / _WRITING))
     # Only the quantized graph needs its kernels' own layout: without it, each call would unpack the weights.
-    runner = logits_runner(quantized, interface, capacity, providers)
-    kl = likelihood = quantized_likelihood = 0.0
-    same = 0
-    for ids, logits in texts:
-        state = runner.start(rows)
+    if full:
+        written = _write(logits_runner(reference, interface, capacity, weights_mapped=True), first, steps, rng, advance)
+        reader = logits_runner(quantized, interface, capacity, providers)
+        return _score(written, _read(reader, written.ids, rows, advance), written.logits)
+    written = _write(logits_runner(quantized, interface, capacity, providers), first, steps, rng, advance)
+    return _score(written, written.logits, _read_at_once(reference, interface, capacity, written.ids))
+
+
+class _Steps:
+    """Reports the fraction that is done of `total` calls, each time that it is called."""
+
+    def __init__(self, progress: Callable[[float], None] | None, total: int) -> None:
+        self._progress, self._total, self._done = progress, total, 0
+
+    def __call__(self) -> None:
+        self._done += 1
+        if self._progress is not None:
+            self._progress(self._done / self._total)
+
+
+def _write(
+    runner: GraphRunner, first: list[Array], steps: int, rng: np.random.Generator, advance: Callable[[], None]
+) -> Text:
+    """`steps` tokens after each of the ids `first`, [rows, 1] each, sampled at temperature 1."""
+    ids = np.repeat(np.concatenate(first), steps + 1, axis=1)
+    logits = np.empty((len(ids), steps, runner.vocab_size), np.float32)
+    rows = len(first[0])
+    for start in range(0, len(ids), rows):
+        batch, state = slice(start, start + rows), runner.start(rows)
         for step in range(steps):
-            log_p = log_softmax(logits[step])
-            log_q = log_softmax(runner.step(ids[step], np.ones(rows), state)[LOGITS.name])
-            p = np.exp(log_p)
-            kl += float(np.where(p > 0, p * (log_p - log_q), 0.0).sum())
-            same += int((log_p.argmax(-1) == log_q.argmax(-1)).sum())
-            likelihood += float(np.take_along_axis(log_p, ids[step + 1], -1).sum())
-            quantized_likelihood += float(np.take_along_axis(log_q, ids[step + 1], -1).sum())
-            note_call()
-    tokens = batches * steps * rows
+            logits[batch, step] = runner.step(ids[batch, step, None], np.ones(rows), state)[LOGITS.name]
+            ids[batch, step + 1, None] = sample(log_softmax(logits[batch, step]), rng)
+            advance()
+    return Text(ids, logits)
+
+
+def _read(runner: GraphRunner, ids: Array, rows: int, advance: Callable[[], None]) -> Array:
+    """[n, steps, V] after each of `ids` [n, steps + 1] but the last, `rows` rows at a time, token by token."""
+    steps = ids.shape[1] - 1
+    logits = np.empty((len(ids), steps, runner.vocab_size), np.float32)
+    for start in range(0, len(ids), rows):
+        batch, state = slice(start, start + rows), runner.start(rows)
+        for step in range(steps):
+            logits[batch, step] = runner.step(ids[batch, step, None], np.ones(rows), state)[LOGITS.name]
+            advance()
+    return logits
+
+
+def _read_at_once(folder: Path, interface: Interface, capacity: int, ids: Array) -> Array:
+    """As `_read`, in a single call, if the graph in `folder` has the logits of all positions."""
+    model = cut_at_logits(load_graph(folder / "decoder.onnx"), interface)
+    has_all = return_all_logits(model)
+    runner = GraphRunner(model, folder / "initial_state.onnx", interface, capacity, folder=folder, weights_mapped=True)
+    rows, steps = len(ids), ids.shape[1] - 1
+    if not has_all:
+        return _read(runner, ids, rows, lambda: None)
+    results = runner.step(ids[:, :-1], np.full(rows, steps), runner.start(rows))
+    logits: Array = results[LOGITS.name].reshape(rows, steps, -1)
+    return logits
+
+
+def _score(text: Text, quantized: Array, reference: Array) -> Divergence:
+    """quantized, reference: the logits of both graphs along `text`, [rows, steps, V]; the writer's are those of `text`.
+
+    A text that the quantized graph wrote may hide its errors: if it repeats a token over and over, the float graph
+    soon expects that, too. In `kept_kl` each place is weighted by the probability that the float graph would have kept
+    all tokens before it, by the rule of speculative decoding (https://arxiv.org/abs/2211.17192): a token with
+    min(1, p / q), which makes the kept text the float graph's own.
+    """
+    rows, steps, _ = quantized.shape
+    kl, entropy, kept = np.empty((rows, steps)), np.empty((rows, steps)), np.ones((rows, steps))
+    same = 0
+    for step in range(steps):
+        log_p, log_q = log_softmax(reference[:, step]), log_softmax(quantized[:, step])
+        p = np.exp(log_p)
+        with np.errstate(invalid="ignore"):  # 0 * -inf, which `where` leaves out
+            kl[:, step] = np.where(p > 0, p * (log_p - log_q), 0.0).sum(-1)
+            entropy[:, step] = -np.where(p > 0, p * log_p, 0.0).sum(-1)
+        same += int((log_p.argmax(-1) == log_q.argmax(-1)).sum())
+        if step + 1 < steps and text.logits is quantized:
+            chosen = text.ids[:, step + 1, None]
+            ratio = np.take_along_axis(log_p, chosen, -1) - np.take_along_axis(log_q, chosen, -1)
+            kept[:, step + 1] = kept[:, step] * np.exp(np.minimum(ratio[:, 0], 0))
     return Divergence(
-        tokens=tokens,
-        kl=kl / tokens,
-        agreement=same / tokens,
-        perplexity=float(np.exp(-likelihood / tokens)),
-        quantized_perplexity=float(np.exp(-quantized_likelihood / tokens)),
+        tokens=rows * steps,
+        kl=float(kl.mean()),
+        kept_kl=float(np.average(kl, weights=kept)),
+        agreement=same / (rows * steps),
+        perplexity=float(np.exp(entropy.mean())),
+        quantized_perplexity=float(np.exp(entropy.mean() + kl.mean())),
     )
-
-
-def _own_text(
-    runner: GraphRunner, first: Array, steps: int, rng: np.random.Generator, note_call: Callable[[], None]
-) -> tuple[list[Array], list[Array]]:
-    """`steps` + 1 times ids [rows, 1], sampled after the ids `first`, and `steps` times the logits [rows, V] after
-    each."""
-    state = runner.start(len(first))
-    ids, logits = [first], []
-    for _ in range(steps):
-        logits.append(runner.step(ids[-1], np.ones(len(first)), state)[LOGITS.name])
-        ids.append(sample(log_softmax(logits[-1]), rng))
-        note_call()
-    return ids, logits
 
 
 def logits_runner(

@@ -12,7 +12,7 @@ from qsample.compiler.quantize.methods import METHODS
 from qsample.contract import KV_CACHE_DTYPES, MODEL_DTYPES
 from qsample.errors import CompileError
 from qsample.graph.operators import BLOCK_SIZES
-from qsample.values import is_integer, is_number
+from qsample.values import DEFAULT, VERIFY_LEVELS, is_integer, is_number
 
 WEIGHT_BITS: Final = {"int4": 4, "int8": 8, "int4_mixed": 4}
 MIXED: Final = "int4_mixed"
@@ -47,6 +47,8 @@ class CompileOptions:
         max_divergence: in nats a token, at least 0: compile refuses quantized weights that are further off; see
             `divergence.Divergence`. 4 bits put the bundled model 0.06 off and 8 bits 0.0006; at 1 a token is on average
             e times less likely.
+        verify: how much is compared before the package is published: "default", or "full", which takes several times as
+            long; docs/architecture.md has what each proves.
         debug_dump: a new or empty folder that gets the graph after each phase of the pipeline, without large weights,
             and the number of its nodes; see `compiler.debug_dump`. None = no dump.
 
@@ -66,6 +68,7 @@ class CompileOptions:
     calibration_text: Any = field(default=None, repr=False)
     kv_cache_dtype: str | None = None
     max_divergence: float = 1.0
+    verify: str = DEFAULT
     debug_dump: str | PathLike[str] | None = None
 
     def __post_init__(self) -> None:
@@ -85,6 +88,7 @@ class CompileOptions:
         _check_choice("block_size", self.block_size, BLOCK_SIZES)
         _check_choice("quantization_method", self.quantization_method, METHODS)
         _check_choice("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES, optional=True)
+        _check_choice("verify", self.verify, VERIFY_LEVELS)
         self._check_quantization()
         if not is_number(self.max_divergence, 0):
             raise CompileError(f"max_divergence is {self.max_divergence!r}; give a number of nats a token, at least 0")

@@ -34,7 +34,7 @@ from qsample.transforms.decoder import Decoder, LastTokenHead, apply_transforms,
 from qsample.transforms.deferred import chunks, computing, deferred
 from qsample.transforms.positions import RowPositions
 from qsample.transforms.quantized_linear import quantized_layers
-from qsample.values import is_integer
+from qsample.values import DEFAULT, is_integer
 
 EXPORT_DTYPES: Final = ("float32", "float16")
 
@@ -49,6 +49,7 @@ def export_model(
     revision: str | None = None,
     sources: SourceFiles | None = None,
     overwrite: bool = False,
+    verify: str = DEFAULT,
     progress: Progress | None = None,
 ) -> package.Package:
     """Export `model` to a portable package at `path` and return it.
@@ -59,6 +60,7 @@ def export_model(
         features: of the graph.
         model_id, revision: the origin of the model, for the manifest.
         sources: the files that its placeholders refer to.
+        verify: how much is compared with the model: "default" or "full".
         progress: called with a stage's name and the fraction of the whole export done, in [0, 1].
 
     Raises:
@@ -75,7 +77,7 @@ def export_model(
         sources,
         package.write_package(path, overwrite=overwrite, required_bytes=size) as writer,
     ):
-        manifest = _export(model, tokenizer, writer.directory, features, model_id, revision, report)
+        manifest = _export(model, tokenizer, writer.directory, features, model_id, revision, verify, report)
         report(Stage.PUBLISHING, 0.9)
         sources.check()
         writer.finish(replace(manifest, timing=report.costs))
@@ -92,6 +94,7 @@ def export_beside_checkpoint(
     model_id: str,
     revision: str | None = None,
     sources: SourceFiles | None = None,
+    verify: str = DEFAULT,
     progress: Progress | None = None,
 ) -> package.Unpublished:
     """As `export_model`, for `compile` alone: its weights stay in the checkpoint's files, which the graph refers to.
@@ -102,7 +105,7 @@ def export_beside_checkpoint(
     sources = sources or SourceFiles()
     with metered(progress) as report, sources, full_disk_named(folder.parent):
         folder.mkdir()
-        manifest = _export(model, tokenizer, folder, features, model_id, revision, report, publish=False)
+        manifest = _export(model, tokenizer, folder, features, model_id, revision, verify, report, publish=False)
     files = {path.name: package.FileEntry("", path.stat().st_size) for path in folder.iterdir()}
     report(Stage.DONE, 1.0)
     return package.Unpublished(folder.absolute(), replace(manifest, files=files), sources=sources)
@@ -115,6 +118,7 @@ def _export(
     features: Features,
     model_id: str,
     revision: str | None,
+    verify: str,
     report: Progress,
     *,
     publish: bool = True,
@@ -123,7 +127,7 @@ def _export(
     context = DecodeContext()
     report(Stage.CHECKING, 0.0)
     with computing():
-        expected = reference(model)
+        expected = reference(model, verify)
         apply_transforms(model, context)
     vocab_size = int(expected.logits[0].shape[-1])
     key_values, recurrent = state_shapes(model, context)
@@ -145,7 +149,7 @@ def _export(
     plain = len(interface.key_values) if context.buffered else len(context.masked)
     files = folder / "decoder.onnx", folder / "initial_state.onnx"
     try:
-        figures = parity.check(*files, interface, expected, plain_attention_layers=plain)
+        figures = parity.check(*files, interface, expected, plain_attention_layers=plain, verify=verify)
     except (QsampleError, OSError, MemoryError):
         raise
     except Exception as error:  # onnxruntime's own kinds

@@ -18,6 +18,7 @@ from qsample.exporters import parity
 from qsample.exporters.parity import DECODE_STEPS, Narrowed, Reference, reference_lengths
 from qsample.interface import Interface
 from qsample.tensors import Array
+from qsample.values import DEFAULT, FULL
 
 NARROW: Final = 6  # the length at which a window is compared that is too long for a prompt
 _WINDOWS: Final = (
@@ -30,8 +31,11 @@ _WINDOWS: Final = (
 )
 
 
-def reference(model: PreTrainedModel) -> Reference:
-    """Run `model` eagerly, without a cache, on random prompts of different lengths (seeded)."""
+def reference(model: PreTrainedModel, verify: str = DEFAULT) -> Reference:
+    """Run `model` eagerly, without a cache, on random prompts of different lengths (seeded).
+
+    verify: as for `parity.check`; the default runs the short prompts as a batch, which reads the weights once.
+    """
     config = model.config.get_text_config(decoder=True)
     generator = np.random.default_rng(0)
     # Models that number positions themselves skip padding, which a prompt does not contain.
@@ -41,10 +45,14 @@ def reference(model: PreTrainedModel) -> Reference:
     long = [size for size in windows if size not in short]
     rows = [generator.choice(allowed, n + DECODE_STEPS).tolist() for n in lengths]
     model.set_attn_implementation("eager")
-    logits = [_logits(model, row, n) for row, n in zip(rows, lengths, strict=True)]
+    batches = [[row] for row in rows] if verify == FULL else _batches(rows)
+    logits = [
+        of_row[n - 1 :]
+        for of_row, n in zip((row for batch in batches for row in _logits(model, batch)), lengths, strict=True)
+    ]
     prompts = [row[:n] for row, n in zip(rows, lengths, strict=True)]
     expected = Reference(prompts, [row[n:] for row, n in zip(rows, lengths, strict=True)], logits)
-    narrowed = _narrowed(model, expected, dict.fromkeys(long, NARROW)) if long else None
+    narrowed = _narrowed(model, expected, batches[-1], dict.fromkeys(long, NARROW)) if long else None
     return replace(expected, narrowed=narrowed, windows=_what_is_compared(config, short, long, narrowed))
 
 
@@ -54,12 +62,25 @@ def longest_context(config: Any) -> int | None:
     return stated if stated > 0 else None
 
 
-def _logits(model: PreTrainedModel, row: list[int], prompt_length: int) -> Array:
-    """[DECODE_STEPS + 1, V] float32: after the prompt, and after each token that follows."""
+def _batches(rows: list[list[int]]) -> list[list[list[int]]]:
+    """`rows`, in order of their lengths, in batches; a row that is much longer than those before it begins another."""
+    batches = [rows[:1]]
+    for row in rows[1:]:
+        if len(row) <= 2 * len(batches[-1][0]):
+            batches[-1].append(row)
+        else:
+            batches.append([row])
+    return batches
+
+
+def _logits(model: PreTrainedModel, rows: list[list[int]]) -> list[Array]:
+    """[n, V] float32 of each row of n tokens, after each of them. Shorter rows are filled with tokens of their own,
+    which those before do not see."""
+    longest = max(map(len, rows))
+    ids = torch.tensor([(row * longest)[:longest] for row in rows])
     with torch.no_grad():
-        output = model(input_ids=torch.tensor([row]), use_cache=False).logits[0, prompt_length - 1 :]
-    logits: Array = output.to(torch.float32).numpy()
-    return logits
+        output = model(input_ids=ids, use_cache=False).logits.to(torch.float32).numpy()
+    return [logits[: len(row)] for logits, row in zip(output, rows, strict=True)]
 
 
 def _vocab_size(model: PreTrainedModel) -> int:
@@ -80,13 +101,18 @@ def _windows(config: Any) -> list[int]:
     return sorted(int(size) for size in stated if isinstance(size, int) and size > 0)
 
 
-def _narrowed(model: PreTrainedModel, expected: Reference, windows: Mapping[int, int]) -> Narrowed | None:
-    """The last row of `expected` with smaller `windows`; None if `model` computes the same without them, because no
-    layer has a window or because it took them from its configuration when it was made, and if it fails."""
+def _narrowed(
+    model: PreTrainedModel, expected: Reference, batch: list[list[int]], windows: Mapping[int, int]
+) -> Narrowed | None:
+    """The last row of `expected`, and of the `batch` that it was computed in, with smaller `windows`.
+
+    None if `model` computes the same without them, because no layer has a window or because it took them from its
+    configuration when it was made, and if it fails.
+    """
     prompt, continuation, whole = expected.prompts[-1], expected.continuations[-1], expected.logits[-1]
     try:
         with _with_windows(model, windows):
-            logits = _logits(model, prompt + continuation, len(prompt))
+            logits = _logits(model, batch)[-1][len(prompt) - 1 :]
     except (RuntimeError, ValueError, IndexError):  # weights whose shape is the window's
         return None
     return None if np.array_equal(logits, whole) else Narrowed(windows, prompt, continuation, logits)
@@ -120,7 +146,7 @@ def _what_is_compared(config: Any, short: list[int], long: list[int], narrowed: 
 
 
 def compare_with_checkpoint(
-    checkpoint: Checkpoint, folder: Path, interface: Interface, tolerance: float | None
+    checkpoint: Checkpoint, folder: Path, interface: Interface, tolerance: float | None, verify: str = DEFAULT
 ) -> Mapping[str, Any]:
     """Compare a baked graph with its checkpoint in transformers, as an export is compared.
 
@@ -129,6 +155,7 @@ def compare_with_checkpoint(
         folder: of decoder.onnx and initial_state.onnx.
         interface: of the graph.
         tolerance: largest difference per unit of the largest logit; None = any, for quantized weights.
+        verify: as for `parity.check`.
 
     Returns:
         The figures for the manifest.
@@ -140,8 +167,9 @@ def compare_with_checkpoint(
         folder / "decoder.onnx",
         folder / "initial_state.onnx",
         interface,
-        reference(checkpoint.load()),
+        reference(checkpoint.load(), verify),
         tolerance=math.inf if tolerance is None else tolerance,
+        verify=verify,
         original=f"the checkpoint {checkpoint.model_id}",
     )
     return {

@@ -1,9 +1,12 @@
 """A decode graph and the logits of its original model enter; the measured difference leaves, or a ParityError.
 
-The gate runs before a package is published. Teacher-forced, it compares every logit of a ragged batch of prompts and of
-the decode steps after them, of a prompt fed in chunks, padded ones among them, and (with a sampler) greedy tokens
-with the argmax. Attention windows that are longer than all prompts are made smaller, in the model and in the graph
-alike. It knows arrays and graphs only: the caller makes the reference.
+The gate runs before a package is published. Teacher-forced, it compares every logit of a ragged batch of prompts, of a
+padded later chunk and of decode steps, and (with a sampler) greedy tokens with the argmax. Attention windows that are
+longer than all prompts are made smaller, in the model and in the graph alike. It knows arrays and graphs only: the
+caller makes the reference.
+
+By default it takes three calls, because each reads all weights, and compares the states that they leave with those of
+the same tokens in one piece. With verify="full" it compares eight steps and four chunks.
 """
 
 from __future__ import annotations
@@ -16,14 +19,16 @@ from typing import Final, NamedTuple
 import numpy as np
 import onnx_ir as ir
 
-from qsample.contract import LOGITS
+from qsample.contract import CAPACITY, LOGITS
 from qsample.errors import ParityError
 from qsample.graph import gqa
 from qsample.graph.gqa import narrow_windows
+from qsample.graph.join import return_logits
 from qsample.graph.runner import GraphRunner
 from qsample.graph.weights import load_graph
 from qsample.interface import Interface
 from qsample.tensors import Array
+from qsample.values import DEFAULT, FULL
 
 DECODE_STEPS: Final = 8
 # Largest difference per unit of the largest logit. Rounding alone stays a factor of several below (float32: 1e-5).
@@ -31,6 +36,8 @@ TOLERANCES: Final = {"float32": 1e-4, "float16": 3e-2}
 _PROMPT_LENGTHS: Final = (9, 4, 14)
 _BEYOND: Final = 3  # tokens that a prompt is longer than a window, which is seen to work there only
 _LONGEST_WINDOW: Final = 640  # from here on the prompt would cost too much, in attention that is quadratic here
+_CHUNK: Final = 3  # tokens of the padded later chunk of the default, and its padding
+_PADDING: Final = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +78,7 @@ class Reference:
 @dataclass(frozen=True, slots=True)
 class Parity:
     """The figures of a passed gate. Errors are absolute differences of logits; `scale` is the largest |logit|.
-    windows: as in `Reference`."""
+    windows: as in `Reference`. verify: the level that was passed."""
 
     max_error: float
     scale: float
@@ -82,6 +89,7 @@ class Parity:
     attention_layers: int
     plain_attention_layers: int
     windows: str
+    verify: str = DEFAULT
 
 
 class Compared(NamedTuple):
@@ -127,6 +135,7 @@ def check(
     plain_attention_layers: int = 0,
     tolerance: float | None = None,
     original: str = "the eager model",
+    verify: str = DEFAULT,
 ) -> Parity:
     """Compare the decode graph at `decoder` with `expected`. Its logits are read even if it does not return them.
 
@@ -137,12 +146,13 @@ def check(
         plain_attention_layers: how many layers attend through plain operators.
         tolerance: largest difference per unit of the largest logit; None = the default of the graph's dtype.
         original: the name of the original in messages.
+        verify: how much is compared: "default" or "full".
 
     Raises:
-        ParityError: with the figures, if a logit differs by more than the tolerance, if a greedy token is not the
-            argmax, or unless each other attention layer has exactly one GroupQueryAttention.
+        ParityError: with the figures, if a logit or a state differs by more than the tolerance, if a greedy token is
+            not the argmax, or unless each other attention layer has exactly one GroupQueryAttention.
     """
-    model = _returning_logits(load_graph(decoder))
+    model = return_logits(load_graph(decoder))
     attentions = len(gqa.attentions(model.graph))
     layers = len(interface.key_values) - plain_attention_layers
     if attentions != layers:
@@ -156,27 +166,33 @@ def check(
         capacity = longest + DECODE_STEPS + 2
         return GraphRunner(model, initial_state, interface, capacity, folder=decoder.parent, weights_mapped=True)
 
-    runner = run(model)
-    parts = {
-        "by step (prefill first)": _prompts_then_steps(runner, expected),
-        "prompt in chunks": _in_chunks(runner, expected),
-    }
+    runner, full = run(model), verify == FULL
+    states: dict[str, Compared] = {}
+    if full:
+        parts = {
+            "by step (prefill first)": _prompts_then_steps(runner, expected),
+            "prompt in chunks": _in_chunks(runner, expected),
+        }
+    else:
+        parts, states = _in_few_calls(runner, interface, expected)
     del runner  # before the next opens its session
     if expected.narrowed is not None:
         narrow_windows(model, expected.narrowed.windows)
         sizes = " and ".join(f"{window} made {narrow}" for window, narrow in expected.narrowed.windows.items())
-        parts[f"with a window of {sizes}"] = _beyond_windows(run(model), expected.narrowed)
+        parts[f"with a window of {sizes}"] = _beyond_windows(run(model), expected.narrowed, full)
     error, scale, most = compare(parts, interface.dtype, tolerance=tolerance, original=original)
+    _compare_states(states, TOLERANCES[interface.dtype] if tolerance is None else tolerance)
     return Parity(
         error,
         scale,
         most,
         rows=len(expected.prompts),
-        decode_steps=DECODE_STEPS,
+        decode_steps=DECODE_STEPS if full else 1,
         longest_prompt=longest,
         attention_layers=attentions,
         plain_attention_layers=plain_attention_layers,
         windows=expected.windows,
+        verify=verify,
     )
 
 
@@ -213,22 +229,66 @@ def compare(
     return Difference(error, scale, most)
 
 
-def _returning_logits(model: ir.Model) -> ir.Model:
-    """`model` with its logits among the outputs, in place."""
-    graph = model.graph
-    if all(output.name != LOGITS.name for output in graph.outputs):
-        graph.outputs.append(next(value for node in graph for value in node.outputs if value.name == LOGITS.name))
-    return model
+def _in_few_calls(
+    runner: GraphRunner, interface: Interface, expected: Reference
+) -> tuple[dict[str, list[Compared]], dict[str, Compared]]:
+    """The calls of the default, by name: the prompts as a ragged batch, a padded later chunk of the longest, and a step
+    of every row. And each state of the longest after them, beside that of a further row of the batch, which read the
+    same tokens in one piece: a wrong state that no logit has shown yet, such as a step's that is not kept, shows there.
+    """
+    longest, continued = expected.prompts[-1], expected.continuations[-1]
+    prompts = [*expected.prompts, longest + continued[: _CHUNK + 1]]
+    state = runner.start(len(prompts))
+    logits = _logits(runner, *_ragged(prompts), state)
+    prefill = Compared(logits, np.stack([*(row[0] for row in expected.logits), expected.logits[-1][_CHUNK + 1]]))
+    in_one_piece = {name: values[-1:].copy() for name, values in state.items()}
+
+    row = {name: values[-2:-1].copy() for name, values in state.items()}
+    logits = _logits(runner, *_ragged([continued[:_CHUNK]], _PADDING), row)
+    chunk = Compared(logits, expected.logits[-1][None, _CHUNK])
+
+    state = {name: np.concatenate([values[:-2], row[name]]) for name, values in state.items()}
+    done = [0] * (len(expected.prompts) - 1) + [_CHUNK]  # tokens of each continuation
+    tokens = [[row[count]] for row, count in zip(expected.continuations, done, strict=True)]
+    logits = _logits(runner, *_ragged(tokens), state)
+    step = Compared(logits, np.stack([row[count + 1] for row, count in zip(expected.logits, done, strict=True)]))
+
+    states = {}
+    for spec in interface.cache_states:
+        written = (slice(None), slice(None), slice(len(prompts[-1]))) if CAPACITY in spec.axes else ()
+        got, wanted = (
+            values[written].astype(np.float32) for values in (state[spec.name][-1:], in_one_piece[spec.name])
+        )
+        states[spec.name] = Compared(got, wanted)
+    return {"by step (prefill first)": [prefill, step], "prompt in chunks": [chunk]}, states
+
+
+def _compare_states(states: Mapping[str, Compared], relative: float) -> None:
+    """Raise ParityError if one of the `states` by name differs by more than `relative` of its largest number."""
+    for name, state in states.items():
+        most = relative * float(np.abs(state.wanted).max(initial=0.0))
+        if not state.error <= most:  # NaN must not pass
+            raise ParityError(
+                f"the exported graph's state {name} after a prompt, a padded chunk and a step differs by "
+                f"{state.error:.3g} from that of the same tokens in one piece, more than {most:.3g}"
+            )
+
+
+def _ragged(rows: Sequence[Sequence[int]], padding: int = 0) -> tuple[Array, Array]:
+    """Token ids [rows, S], filled with 0 up to the longest row and `padding` more, and lengths [rows]."""
+    lengths = np.array([len(row) for row in rows])
+    ids = np.zeros((len(rows), max(lengths) + padding), np.int64)
+    for filled, row in zip(ids, rows, strict=True):
+        filled[: len(row)] = row
+    return ids, lengths
 
 
 def _prompts_then_steps(runner: GraphRunner, expected: Reference) -> list[Compared]:
     """[rows, V] after the prompts, fed as a ragged batch, and after each token."""
-    lengths = np.array([len(prompt) for prompt in expected.prompts])
-    ids = np.array([prompt + [0] * (max(lengths) - len(prompt)) for prompt in expected.prompts])
-    state = runner.start(len(ids))
-    logits = [_logits(runner, ids, lengths, state)]
+    state = runner.start(len(expected.prompts))
+    logits = [_logits(runner, *_ragged(expected.prompts), state)]
     for column in np.array(expected.continuations).T:
-        logits.append(_logits(runner, column[:, None], np.ones(len(ids)), state))
+        logits.append(_logits(runner, *_ragged(column[:, None].tolist()), state))
     return list(map(Compared, logits, np.stack(expected.logits, axis=1)))
 
 
@@ -238,26 +298,24 @@ def _in_chunks(runner: GraphRunner, expected: Reference) -> list[Compared]:
     Every later chunk but the last is padded, as wide as the row's tokens allow: padding takes positions, too, and a
     model knows a limited number.
     """
-    prompt, tokens = expected.prompts[-1], np.array(expected.prompts[-1] + expected.continuations[-1])
+    prompt, tokens = expected.prompts[-1], expected.prompts[-1] + expected.continuations[-1]
     ends = [len(prompt) // 2, len(prompt), len(prompt) + 3, len(prompt) + 4, len(tokens)]
     state, start, compared = runner.start(1), 0, []
     for end, padding in zip(ends, (0, 3, 2, 3, 0), strict=True):
         if end == start:  # half of a prompt of a single token
             continue
-        ids = np.zeros((1, end - start + padding), np.int64)
-        ids[0, : end - start] = tokens[start:end]
-        logits = _logits(runner, ids, np.array([end - start]), state)
+        logits = _logits(runner, *_ragged([tokens[start:end]], padding), state)
         if end >= len(prompt):
             compared.append(Compared(logits[0], expected.logits[-1][end - len(prompt)]))
         start = end
     return compared
 
 
-def _beyond_windows(runner: GraphRunner, expected: Narrowed) -> list[Compared]:
-    """[V] after the prompt, after another token, and after the rest in a single chunk."""
+def _beyond_windows(runner: GraphRunner, expected: Narrowed, full: bool) -> list[Compared]:
+    """[V] after the prompt, after another token, and, if `full`, after the rest in a single chunk."""
     state = runner.start(1)
-    pieces = [expected.prompt, expected.continuation[:1], expected.continuation[1:]]
-    logits = [_logits(runner, np.array([piece]), np.array([len(piece)]), state)[0] for piece in pieces]
+    pieces = [expected.prompt, expected.continuation[:1], *([expected.continuation[1:]] if full else [])]
+    logits = [_logits(runner, *_ragged([piece]), state)[0] for piece in pieces]
     return list(map(Compared, logits, expected.logits[[0, 1, DECODE_STEPS]]))
 
 

@@ -1,11 +1,16 @@
-"""Joins a model's graph and the sampler after its logits into a decode graph, and cuts the sampler off again."""
+"""Joins a model's graph and the sampler after its logits into a decode graph, cuts the sampler off again, and lets a
+graph return the logits of all positions."""
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Iterator
+
 import onnx_ir as ir
 
-from qsample.contract import LOGITS, retained_name
-from qsample.graph.edit import ancestors, reads
+from qsample.contract import INPUT_LENGTHS, LOGITS, retained_name
+from qsample.graph.edit import ancestors, insert, reads, reshape_target
+from qsample.graph.evaluate import inputs_of
 from qsample.interface import GraphSpec, Interface
 
 PREFIX = "sampler."
@@ -58,6 +63,7 @@ def split_at_logits(decoder: ir.Model, interface: Interface) -> tuple[ir.Model, 
         return decoder, None
     graph, spec = decoder.graph, interface.sampler
     logits = next(value for node in graph for value in node.outputs if value.name == LOGITS.name)
+    logits.dtype = ir.DataType.FLOAT  # by the contract, also if the graph does not record it
     inputs = [logits, *(value for value in graph.inputs if value.name in spec.input_names)]
     outputs = [value for value in graph.outputs if value.name in spec.output_names]
     tail = ir.convenience.extract(graph, inputs, outputs)
@@ -81,6 +87,61 @@ def cut_at_logits(model: ir.Model, interface: Interface) -> ir.Model:
     for name in [name for name, value in graph.initializers.items() if value not in read]:
         del graph.initializers[name]
     return model
+
+
+def return_logits(model: ir.Model) -> ir.Model:
+    """`model`, a decode graph, with its logits among the outputs; in place."""
+    graph = model.graph
+    if all(output.name != LOGITS.name for output in graph.outputs):
+        graph.outputs.append(next(value for node in graph for value in node.outputs if value.name == LOGITS.name))
+    return model
+
+
+def return_all_logits(model: ir.Model) -> bool:
+    """Let `model`, cut at its logits, return those after each token of a call: [B * S, V], row by row; in place.
+
+    Every position becomes a row of its own behind the choice of the last one, so the head may be anything.
+
+    Returns:
+        Whether it does; False, with nothing changed, if more than a single choice leads from the tokens to the logits.
+    """
+    graph = model.graph
+    logits = next(value for value in graph.outputs if value.name == LOGITS.name)
+    choice = next((node for node in _upwards(logits) if _chooses_a_position(node)), None)
+    if choice is None or inputs_of([logits], choice.outputs):
+        return False
+    for value in (value for node in ancestors([logits], {choice}) for value in node.outputs):
+        value.shape = None  # B is the number of positions from here on
+    states, chosen = choice.inputs[0], choice.outputs[0]
+    assert states is not None
+    flat = insert(choice, "Flatten", [states], [None, None], {"axis": 2})
+    if choice.op_type == "GatherElements":
+        flat = insert(choice, "Unsqueeze", [flat, reshape_target(graph, [1])], [None, 1, None])
+    chosen.replace_all_uses_with(flat, replace_graph_outputs=True)
+    if chosen is logits:
+        chosen.name, flat.name = None, LOGITS.name
+    graph.remove(choice, safe=True)
+    return True
+
+
+def _upwards(value: ir.Value) -> Iterator[ir.Node]:
+    """The nodes that `value` comes from, the nearest first."""
+    waiting, seen = deque([value.producer()]), set()
+    while waiting:
+        node = waiting.popleft()
+        if node is not None and node not in seen:
+            seen.add(node)
+            yield node
+            waiting.extend(source.producer() for source in node.inputs if source is not None)
+
+
+def _chooses_a_position(node: ir.Node) -> bool:
+    """Whether `node` takes, of states [B, S, n], those at each row's last token."""
+    along_positions = (node.op_type == "GatherElements" and node.attributes.get_int("axis", 0) == 1) or (
+        node.op_type == "GatherND" and node.attributes.get_int("batch_dims", 0) == 1
+    )
+    index = node.inputs[1] if along_positions else None
+    return index is not None and INPUT_LENGTHS.name in inputs_of([index])
 
 
 def _values(graph: ir.Graph) -> list[ir.Value]:

@@ -20,7 +20,7 @@ from qsample.graph.edit import all_initializers, ancestors
 from qsample.graph.moe import QUANTIZED_OP_TYPE
 from qsample.graph.operators import is_matmul_nbits
 from qsample.graph.weights import load_graph, relocated
-from qsample.interface import Interface
+from qsample.interface import GraphSpec, Interface
 from qsample.ort.options import FOLDER_OF_WEIGHTS, NO_PREPACKING, session_options
 from qsample.ort.providers import CPU, open_session
 from qsample.tensors import DTYPES, OF_ONNXRUNTIME, Array, sparse_zeros
@@ -39,11 +39,13 @@ class GraphRunner:
         *,
         folder: Path | None = None,
         weights_mapped: bool = False,
+        spec: GraphSpec | None = None,
     ) -> None:
         """folder: that of the external data of a decoder that is given as a model; tensors that have folders of their
         own are opened there. weights_mapped: leave the weights in the mapped file, which costs speed; otherwise the
         kernels make copies in a layout of their own. Quantized weights always get those: without them, each call would
-        dequantize every matrix."""
+        dequantize every matrix. spec: of `decoder`, if it is a part of the decode graph, such as `interface.sampler`,
+        which takes its further inputs from the state; None = `interface.decoder`."""
         model = decoder if isinstance(decoder, ir.Model) else load_graph(decoder)
         options = session_options(NO_PREPACKING if weights_mapped and not _has_quantized_weights(model) else None)
         # A single block for all values of a call takes twice the memory that is in use at a time, such as weights that
@@ -67,28 +69,35 @@ class GraphRunner:
         self._dtypes = {node.name: OF_ONNXRUNTIME[node.type].numpy for node in self._decoder.get_inputs()}
         self._caches_are_bfloat16 = any(node.type == "tensor(bfloat16)" for node in self._decoder.get_inputs())
         self._interface = interface
+        self._spec = spec or interface.decoder
+        self._caches = [cache for cache in interface.cache_states if cache.name in self._input_names]
         self._capacity = capacity
+
+    @property
+    def vocab_size(self) -> int:
+        return self._interface.vocab_size
 
     def start(self, rows: int) -> dict[str, Array]:
         """The starting state of `rows` rows, row i with seed i."""
-        caches = {spec.name: spec for spec in self._interface.cache_states}
         names = [output.name for output in self._initial_state.get_outputs()]
         feeds = {"seed": np.arange(rows, dtype=np.int64), "capacity": np.array(self._capacity, np.int64)}
         state = dict(zip(names, self._initial_state.run(names, feeds), strict=True))
         sizes = {**self._interface.sizes, BATCH: rows, CAPACITY: self._capacity}
-        return state | {name: sparse_zeros(spec.shape(sizes), self._dtypes[name]) for name, spec in caches.items()}
+        return state | {
+            cache.name: sparse_zeros(cache.shape(sizes), self._dtypes[cache.name]) for cache in self._caches
+        }
 
     def step(
-        self, ids: Array, lengths: Array, state: dict[str, Array], parameters: Mapping[str, float] | None = None
+        self, ids: Array, lengths: Array, state: dict[str, Array], parameters: Mapping[str, Any] | None = None
     ) -> dict[str, Array]:
         """Run once and move `state` on.
 
-        ids: [rows, S]. lengths: [rows], the real tokens. parameters: sampling parameters for every row by input name;
-        those not given are off, and temperature is 0. Returns every output by name; the cache's are overwritten by the
-        next step.
+        ids: [rows, S]. lengths: [rows], the real tokens. parameters: sampling parameters by input name, a number for
+        every row or [rows]; those not given are off, and temperature is 0. Returns every output by name; the cache's
+        are overwritten by the next step.
         """
         feeds = self._feeds(ids, lengths, state, {"emit": True, "temperature": 0.0} | dict(parameters or {}))
-        in_place = {retained_name(spec.name): feeds[spec.name] for spec in self._interface.cache_states}
+        in_place = {retained_name(cache.name): feeds[cache.name] for cache in self._caches}
         binding = self._decoder.io_binding()
         for name, array in feeds.items():
             binding.bind_input(name, "cpu", 0, self._element(array), array.shape, array.ctypes.data)
@@ -111,14 +120,14 @@ class GraphRunner:
         return DTYPES["bfloat16"].onnx if array.dtype == np.uint16 and self._caches_are_bfloat16 else array.dtype.type
 
     def _feeds(
-        self, ids: Array, lengths: Array, state: Mapping[str, Array], parameters: Mapping[str, float]
+        self, ids: Array, lengths: Array, state: Mapping[str, Array], parameters: Mapping[str, Any]
     ) -> dict[str, Array]:
-        spec, rows = self._interface.decoder, len(ids)
+        rows = len(ids)
         sizes = {**self._interface.sizes, BATCH: rows, CAPACITY: self._capacity, **dict.fromkeys(ROW_AXES, 1)}
         given = {**state, "input_ids": ids.astype(np.int64), "input_lengths": lengths.astype(np.int32)}
         given["searched_rows"] = given[SEED.name] = np.arange(rows, dtype=np.int64)
         feeds: dict[str, Array] = {}
-        for tensor in (*spec.inputs, *spec.states):
+        for tensor in (*self._spec.inputs, *self._spec.states):
             if tensor.name not in self._input_names:  # a graph cut off at its logits has fewer
                 continue
             if tensor.name in given:

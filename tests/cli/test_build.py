@@ -11,6 +11,7 @@ import pytest
 
 from qsample.interface import Features
 from qsample.package import read_package
+from qsample.values import check_verify
 
 
 def test_export_writes_a_package_with_what_was_asked_for(everything: Path) -> None:
@@ -66,6 +67,24 @@ def test_bake_passes_filters(run: Any, monkeypatch: pytest.MonkeyPatch, tmp_path
 def test_a_filter_that_there_is_not(command: str, run: Any, tmp_path: Path) -> None:
     status, _, err = run(command, "some/model", tmp_path / "p", "--filter", "xtc,tpyical_p")
     assert (status, "--filter names 'tpyical_p'; did you mean 'typical_p'?" in err) == (2, True), err
+
+
+@pytest.mark.parametrize("command", ["export", "bake"])
+def test_the_level_of_the_gates(command: str, run: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    seen: list[Any] = []
+
+    def spy(*paths: Any, verify: str, **options: Any) -> None:
+        check_verify(verify)
+        seen.append(verify)
+        raise ValueError("seen")
+
+    monkeypatch.setattr("qsample.models.ExportableModel.export", spy)
+    for given in ((), ("--verify", "full")):
+        run(command, tmp_path, tmp_path / "p", *given)
+    assert seen == ["default", "full"]
+    assert (
+        "verify is 'fast'; choose one of default, full" in run(command, tmp_path, tmp_path / "p", "--verify", "fast")[2]
+    )
 
 
 def test_export_of_a_package_is_wrong_usage(run: Any, llama_package: Path, tmp_path: Path) -> None:

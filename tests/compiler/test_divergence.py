@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import weakref
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,14 +19,18 @@ from qsample.compiler.options import CompileOptions
 from qsample.errors import CompileError
 from qsample.graph.runner import GraphRunner
 from qsample.package import Package, read_package
+from qsample.values import VERIFY_LEVELS
 
 
-def test_divergence_of_equal_and_of_different_graphs(llama_package: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("verify", VERIFY_LEVELS)
+def test_divergence_of_equal_and_of_different_graphs(verify: str, llama_package: Path, tmp_path: Path) -> None:
     package = read_package(llama_package)
-    same = measure_divergence(package.path, package.path, package.interface, 32)
-    assert (same.kl, same.agreement) == (0.0, 1.0)
-    assert same.perplexity == same.quantized_perplexity
-    # The model's own text has its entropy as the mean negative log-likelihood, and no token is worse than uniform.
+    same = measure_divergence(package.path, package.path, package.interface, 32, verify=verify)
+    assert same.kl == pytest.approx(0.0, abs=1e-9)
+    assert same.kept_kl == pytest.approx(0.0, abs=1e-9)
+    assert same.agreement == 1.0
+    assert same.perplexity == pytest.approx(same.quantized_perplexity)
+    # No token is worse than uniform.
     assert 1 < same.perplexity < package.interface.vocab_size
 
     model = ir.load(package.file("decoder.onnx"))
@@ -39,8 +42,9 @@ def test_divergence_of_equal_and_of_different_graphs(llama_package: Path, tmp_pa
     head.inputs[1].const_value = ir.Tensor(tensor.numpy() * np.float32(3), name=tensor.name)  # type: ignore[union-attr]
     ir.save(model, tmp_path / "decoder.onnx", external_data="decoder.onnx.data")
     shutil.copy(package.file("initial_state.onnx"), tmp_path)
-    other = measure_divergence(package.path, tmp_path, package.interface, 32)
+    other = measure_divergence(package.path, tmp_path, package.interface, 32, verify=verify)
     assert other.kl > 0.1
+    assert other.kept_kl > 0.1
     assert other.quantized_perplexity > other.perplexity
 
 
@@ -48,19 +52,42 @@ def test_the_gates_open_one_graph_at_a_time(small: Package, tmp_path: Path, monk
     """A checkpoint fills the memory of a machine that its package will run on: both do not fit."""
     opened: list[tuple[Path, weakref.ref[GraphRunner]]] = []
 
-    def watched(make: Callable[..., GraphRunner], at: int) -> Callable[..., GraphRunner]:
-        def open_alone(*arguments: Any, **options: Any) -> GraphRunner:
-            assert [path for path, runner in opened if runner() is not None] == []
-            runner = make(*arguments, **options)
-            opened.append((arguments[at], weakref.ref(runner)))
-            return runner
+    def open_alone(*arguments: Any, **options: Any) -> GraphRunner:
+        assert [path for path, runner in opened if runner() is not None] == []
+        runner = GraphRunner(*arguments, **options)
+        opened.append((options["folder"], weakref.ref(runner)))
+        return runner
 
-        return open_alone
+    for gate in (divergence, self_test):
+        monkeypatch.setattr(gate, "GraphRunner", open_alone)
+    for verify, of_source in (("default", [False, True, False, True]), ("full", [True, False, True, False])):
+        opened.clear()
+        options = CompileOptions(ctx_len=24, weights="int8", verify=verify)
+        compilation = compile_package(small, tmp_path / verify, options).manifest.compilation
+        assert compilation is not None
+        assert compilation.verify == verify
+        assert [path == small.path for path, _ in opened] == of_source
 
-    monkeypatch.setattr(divergence, "logits_runner", watched(divergence.logits_runner, 0))
-    monkeypatch.setattr(self_test, "_runner", watched(self_test._runner, 1))
-    compile_package(small, tmp_path / "out", CompileOptions(ctx_len=24, weights="int8"))
-    assert [path == small.path for path, _ in opened] == [True, False, True, False]
+
+def test_a_graph_that_leads_its_text_astray() -> None:
+    """It nearly always writes token 0, after which the float graph writes that, too: only the first place shows it."""
+    ids, steps = np.zeros((8, 33), int), 32
+    reference, quantized = np.zeros((8, steps, 50), np.float32), np.zeros((8, steps, 50), np.float32)
+    reference[:, 1:, 0] = quantized[:, :, 0] = 8.0
+    figures = divergence._score(divergence.Text(ids, quantized), quantized, reference)
+    assert figures.kl < 0.3
+    assert figures.kept_kl > 2
+    assert divergence._score(divergence.Text(ids, reference), quantized, reference).kept_kl == figures.kl
+
+
+def test_a_graph_that_has_the_logits_of_its_last_token_only_is_read_token_by_token(
+    small: Package, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at_once = measure_divergence(small.path, small.path, small.interface, 24)
+    monkeypatch.setattr(divergence, "return_all_logits", lambda model: False)
+    by_token = measure_divergence(small.path, small.path, small.interface, 24)
+    assert by_token.perplexity == pytest.approx(at_once.perplexity)
+    assert by_token.kl == 0.0
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])

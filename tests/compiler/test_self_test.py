@@ -41,9 +41,46 @@ def test_self_test_refuses_a_wrong_graph(llama_package: Path, tmp_path: Path, mo
         return True
 
     plant(monkeypatch, negate_first_norm)
-    with pytest.raises(CompileError, match=r"self-test failed: .* times of 32"):
+    with pytest.raises(CompileError, match=r"self-test failed: .* times of 16"):
         compile_package(read_package(llama_package), tmp_path / "device", CompileOptions(ctx_len=64))
     assert os.listdir(tmp_path) == []
+
+
+def test_self_test_refuses_a_weight_that_moves_no_token(
+    llama_package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def change_one_weight(model: ir.Model) -> bool:
+        """Plant a bug: a single weight of the head is a little larger."""
+        head = next(node for node in reversed(list(model.graph)) if node.op_type == "MatMul").inputs[1]
+        assert head is not None
+        assert head.const_value is not None
+        weights = head.const_value.numpy().copy()
+        weights[3, 40] += 0.02
+        head.const_value = ir.tensor(weights)
+        return True
+
+    plant(monkeypatch, change_one_weight)
+    with pytest.raises(CompileError, match="self-test failed: the compiled graph's logits differ from the portable"):
+        compile_package(read_package(llama_package), tmp_path / "device", CompileOptions(ctx_len=64))
+
+
+@pytest.mark.parametrize("options", [{}, {"batch_size": 1}, {"weights": "int8"}])
+def test_a_sampler_that_is_off_is_refused(
+    options: dict[str, Any], llama_package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def invert_greedy(model: ir.Model) -> bool:
+        """Plant a bug: the sampler reads the logits with the wrong sign."""
+        logits = next(value for node in model.graph for value in node.outputs if value.name == "logits")
+        negative = ir.node("Neg", [logits])
+        negative.outputs[0].type, negative.outputs[0].shape = logits.type, logits.shape
+        logits.replace_all_uses_with(negative.outputs[0])
+        negative.replace_input_with(0, logits)
+        model.graph.insert_after(logits.producer(), negative)  # type: ignore[arg-type]
+        return True
+
+    plant(monkeypatch, invert_greedy)
+    with pytest.raises(CompileError, match=r"self-test failed: .* times of (16|8)"):
+        compile_package(read_package(llama_package), tmp_path / "device", CompileOptions(ctx_len=64, **options))
 
 
 def test_self_test_refuses_a_graph_that_reads_padding(
@@ -61,7 +98,7 @@ def test_self_test_refuses_a_graph_that_reads_padding(
         return True
 
     plant(monkeypatch, forget_padding)
-    with pytest.raises(CompileError, match=r"self-test failed: .* times of 32"):
+    with pytest.raises(CompileError, match=r"self-test failed: .* times of 16"):
         compile_package(small, tmp_path / "device", CompileOptions(ctx_len=64))
 
 

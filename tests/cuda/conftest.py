@@ -68,7 +68,7 @@ def without_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     from qsample.compiler.self_test import SelfTest
 
     def measured(*_: Any, **__: Any) -> Divergence:
-        return Divergence(kl=0.0, perplexity=1.0, quantized_perplexity=1.0, agreement=1.0, tokens=1)
+        return Divergence(kl=0.0, kept_kl=0.0, perplexity=1.0, quantized_perplexity=1.0, agreement=1.0, tokens=1)
 
     monkeypatch.setattr(compile_module, "run_self_test", lambda *_: SelfTest(tokens=0, agreeing=0))
     monkeypatch.setattr(compile_module, "measure_divergence", measured)

@@ -53,7 +53,7 @@ def test_a_published_graph_passes_and_stays_as_it_is(package: Package, expected:
     assert package.file("decoder.onnx").read_bytes() == before
 
 
-@pytest.mark.parametrize(("row", "step"), [(0, 0), (1, parity.DECODE_STEPS)])
+@pytest.mark.parametrize(("row", "step"), [(0, 0), (1, 1), (2, 4)])
 def test_one_logit_that_differs(row: int, step: int, package: Package, expected: parity.Reference) -> None:
     logits = [array.copy() for array in expected.logits]
     logits[row][step, 17] += 2e-4 * max(1.0, np.abs(logits).max())
@@ -206,7 +206,7 @@ def test_parity_gate_refuses_padding_that_a_later_chunk_does_not_count(
         return real(context, *args, **options)
 
     monkeypatch.setattr(attention, "_group_query_attention", planted)
-    with pytest.raises(ParityError, match=r"differ from .* prompt in chunks: [\d.]+(, [\d.e+-]+){3}"):
+    with pytest.raises(ParityError, match=r"differ from .* prompt in chunks: [\d.]+$"):
         export_without_sampler(random_model("llama", num_hidden_layers=1), tmp_path / "package")
     assert os.listdir(tmp_path) == []
 

@@ -41,6 +41,7 @@ from qsample.graph.operators import INT8_ACTIVATIONS, is_matmul_nbits
 from qsample.interface import Features, Interface
 from qsample.progress import Progress, Stage
 from qsample.timing import Meter, metered
+from qsample.values import DEFAULT
 
 # A further comparison: the folder of the unpublished package, its interface, the tolerance (None: weights are
 # quantized) → figures for the manifest.
@@ -64,6 +65,7 @@ def bake(
     hub: HubOptions | None = None,
     overwrite: bool = False,
     compare: Comparison | None = None,
+    verify: str = DEFAULT,
     progress: Progress | None = None,
 ) -> package.Package:
     """Bake the sampler into the decoder at `path`, and return the portable package at `out`.
@@ -79,6 +81,7 @@ def bake(
         hub: how the hub is read; None = `HubOptions()`.
         overwrite: replace a package at `out`.
         compare: a further comparison of the baked graph, next to that with the file itself.
+        verify: how much is compared with the file: "default" or "full".
         progress: called with a stage's name and the fraction done, in [0, 1].
 
     Raises:
@@ -91,11 +94,11 @@ def bake(
         location = locate(path, file, hub=hub)
         package.check_not_source(out, location.file.parent)
         if not location.is_linked:
-            return _bake(location, out, features, tokenizer, rope, overwrite, compare, report)
+            return _bake(location, out, features, tokenizer, rope, overwrite, compare, verify, report)
         with scratch_folder(Path(out)) as scratch:
             plain_files = without_links(location, scratch.new)
             try:
-                return _bake(plain_files, out, features, tokenizer, rope, overwrite, compare, report)
+                return _bake(plain_files, out, features, tokenizer, rope, overwrite, compare, verify, report)
             except QsampleError as error:
                 named = str(error).replace(str(plain_files.file.parent), str(location.file.parent))
                 raise type(error)(named) from error
@@ -109,6 +112,7 @@ def _bake(
     rope: str | None,
     overwrite: bool,
     compare: Comparison | None,
+    verify: str,
     report: Meter,
 ) -> package.Package:
     settings = read_settings(location)
@@ -126,7 +130,7 @@ def _bake(
         arithmetic = arithmetic_of(baked.model)
         write_graphs(baked.model, baked.interface, token_ids.pad, writer.directory)
         report(Stage.COMPARING_WITH_DECODER, 0.7)
-        figures = _gate(writer.directory, baked, _TOLERANCES[arithmetic])
+        figures = _gate(writer.directory, baked, _TOLERANCES[arithmetic], verify)
         manifest = portable_manifest(
             baked.interface,
             source,
@@ -145,10 +149,11 @@ def _bake(
     return package.read_package(out, verify=False)
 
 
-def _gate(folder: Path, baked: Baked, tolerance: float) -> parity.Parity:
+def _gate(folder: Path, baked: Baked, tolerance: float, verify: str) -> parity.Parity:
     files = folder / "decoder.onnx", folder / "initial_state.onnx"
+    interface, expected = baked.interface, baked.expected
     try:
-        return parity.check(*files, baked.interface, baked.expected, tolerance=tolerance, original="the file")
+        return parity.check(*files, interface, expected, tolerance=tolerance, original="the file", verify=verify)
     except QsampleError:
         raise
     except Exception as error:  # onnxruntime's own kinds
