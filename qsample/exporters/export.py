@@ -136,7 +136,8 @@ def _export(
     _check_vocabulary(tokenizer, vocab_size)
 
     report(Stage.TRACING, 0.05)
-    traced = trace(Decoder(model, context, interface), interface.model, interface.sizes)
+    decoder = Decoder(model, context, interface)
+    traced = trace(decoder, interface.model, interface.sizes, decoder.layers)
     fill_placeholders(traced)
     outline_scans(traced)
     lower_experts(traced)

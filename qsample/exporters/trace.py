@@ -6,6 +6,8 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, Final
 
 import onnx_ir as ir
@@ -20,11 +22,15 @@ from torch.onnx import OnnxExporterError
 
 from qsample.contract import BATCH, CAPACITY, SEQUENCE, TensorSpec
 from qsample.errors import UnsupportedModelError
+from qsample.exporters.repetition import NotRepeatedError, Repetition, open_weights, repeat_layers
 from qsample.graph.operators import OPSET
 from qsample.interface import GraphSpec
+from qsample.transforms.repeated_layers import DecoderLayers, find_repeated_layers
+from qsample.transforms.stand_ins import standing_in
 
 # Every dynamic axis is traced at two or more: torch.export specialises an axis of size 1. They all differ, so that two
 # axes that merely look alike are kept apart.
+_logger = logging.getLogger(__name__)
 _TRACE_SIZES: Final = {BATCH: 2, SEQUENCE: 3, CAPACITY: 32}
 _REASON = 400  # characters of the exporter's message
 _FLOAT, _BFLOAT16 = ir.DataType.FLOAT, ir.DataType.BFLOAT16
@@ -69,25 +75,32 @@ _RULES: Final = (
 
 
 class _InOrder(nn.Module):
-    """Calls a module that maps names to tensors and returns its results in graph order."""
+    """Calls a module that maps names to tensors and returns its results in graph order.
 
-    def __init__(self, module: nn.Module, output_names: list[str]) -> None:
+    copied: names of inputs that are no inputs here → the input whose tensor they get.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
-        self._output_names = output_names
+        self.output_names: list[str] = []
+        self.copied: Mapping[str, str] = {}
 
     def forward(self, inputs: dict[str, Tensor]) -> tuple[Tensor, ...]:
-        results = self.module(inputs)
-        return tuple(results[name] for name in self._output_names)
+        results = self.module({**inputs, **{name: inputs[like] for name, like in self.copied.items()}})
+        return tuple(results[name] for name in self.output_names)
 
 
-def trace(module: nn.Module, spec: GraphSpec, sizes: Mapping[str, int]) -> ir.Model:
+def trace(
+    module: nn.Module, spec: GraphSpec, sizes: Mapping[str, int], layers: DecoderLayers | None = None
+) -> ir.Model:
     """Export `module` to an ONNX model whose inputs and outputs are those of `spec`.
 
     Args:
         module: its `forward(inputs)` takes a dict with every name of `spec.input_names` and returns a dict with every
             name of `spec.output_names`.
         sizes: the size of each named axis that the model fixes (`Interface.sizes`).
+        layers: the module's layers; of equal ones, only the first is traced. None: everything is traced.
 
     Returns:
         The model, with the weights still in the torch module's memory.
@@ -95,6 +108,47 @@ def trace(module: nn.Module, spec: GraphSpec, sizes: Mapping[str, int]) -> ir.Mo
     Raises:
         UnsupportedModelError: if no static graph can express the module.
     """
+    root = _InOrder(module).eval()
+    model = None if layers is None else _trace_first_layers(root, spec, sizes, layers)
+    if model is None:
+        model = _export(root, spec, sizes)
+        simplify(model)
+    finish(model, spec.output_names)
+    compute_in_float32(model)
+    return model
+
+
+def _trace_first_layers(
+    root: _InOrder, spec: GraphSpec, sizes: Mapping[str, int], layers: DecoderLayers
+) -> ir.Model | None:
+    """The whole graph, from a trace of the first of equal layers; None: no layer is a copy of another."""
+    groups = find_repeated_layers(root, layers)
+    if not groups:
+        return None
+    weights = root.named_parameters(remove_duplicate=False), root.named_buffers(remove_duplicate=False)
+    repetition = Repetition(groups, layers, {name: tensor for named in weights for name, tensor in named})
+    copied = repetition.copied_states()
+    traced = replace(spec, states=tuple(state for state in spec.states if state.name not in copied))
+    try:
+        with standing_in(root, groups, layers.context) as stand_ins:
+            model = _export(root, traced, sizes, copied)
+        if stand_ins.difference is not None:
+            raise NotRepeatedError(stand_ins.difference)
+        opened = open_weights(model, repetition)
+        simplify(model)
+        repeat_layers(model, repetition, opened, traced, spec)
+    except (NotRepeatedError, UnsupportedModelError) as error:
+        _logger.debug("every layer is traced: %s", error)
+        return None
+    optimizer.fold_constants_ir(model, onnx_shape_inference=False)  # what depends on weights alone
+    return model
+
+
+def _export(
+    root: _InOrder, spec: GraphSpec, sizes: Mapping[str, int], copied: Mapping[str, str] = MappingProxyType({})
+) -> ir.Model:
+    """The graph of `root` as torch writes it. copied: as in `_InOrder`."""
+    root.output_names, root.copied = spec.output_names, copied
     inputs = {tensor.name: _example(tensor, sizes) for tensor in (*spec.inputs, *spec.states)}
     dims = {axis: torch.export.Dim(axis) for axis in _TRACE_SIZES}
     shapes = {
@@ -105,7 +159,7 @@ def trace(module: nn.Module, spec: GraphSpec, sizes: Mapping[str, int]) -> ir.Mo
         warnings.simplefilter("ignore")  # the exporter warns of its own deprecations, which no user can act on
         try:
             program = torch.onnx.export(
-                _InOrder(module, spec.output_names).eval(),
+                root,
                 kwargs={"inputs": inputs},
                 dynamo=True,
                 dynamic_shapes={"inputs": shapes},
@@ -123,8 +177,6 @@ def trace(module: nn.Module, spec: GraphSpec, sizes: Mapping[str, int]) -> ir.Mo
             ) from error
     if program is None:  # only the legacy exporter returns None
         raise RuntimeError("torch.onnx.export returned no program")
-    simplify(program.model, spec.output_names)
-    compute_in_float32(program.model)
     return program.model
 
 
@@ -198,11 +250,8 @@ def _example(spec: TensorSpec, sizes: Mapping[str, int]) -> Tensor:
     return torch.full(shape, value, dtype=getattr(torch, spec.dtype))
 
 
-def simplify(model: ir.Model, output_names: list[str]) -> None:
-    """Fold constants and remove nodes that compute nothing, in place; the outputs get their names.
-
-    The names come last: an output that is an input, or another output, gets a node of its own on the way.
-    """
+def simplify(model: ir.Model) -> None:
+    """Fold constants and remove nodes that compute nothing, in place."""
     passes.InlinePass()(model)
     rewrite = RewritePass(RewriteRuleSet([*_exact_no_ops(), *_RULES]))
     for _ in range(_ROUNDS):
@@ -211,7 +260,15 @@ def simplify(model: ir.Model, output_names: list[str]) -> None:
         passes.RemoveUnusedNodesPass()(model)
         if not folded and not rewritten:
             break
+
+
+def finish(model: ir.Model, output_names: list[str]) -> None:
+    """Make constants initializers, and equal constants and nodes one, in place; the outputs get their names.
+
+    The names come last: an output that is an input, or another output, gets a node of its own on the way.
+    """
     ir.passes.Sequential(
+        passes.RemoveUnusedNodesPass(),
         passes.RemoveUnusedFunctionsPass(),  # type: ignore[no-untyped-call]
         passes.RemoveUnusedOpsetsPass(),
         passes.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0),

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from qsample.contract import RUNNING, retained_name
+from qsample.contract import RUNNING, TensorSpec, retained_name
 from qsample.errors import UnsupportedModelError
 from qsample.huggingface.dtypes import dtype_name
 from qsample.interface import Interface, KeyValueShape, RecurrentShape
@@ -31,6 +31,7 @@ from qsample.transforms.positions import (
     use_row_windows,
 )
 from qsample.transforms.recurrent import retain_recurrent_states
+from qsample.transforms.repeated_layers import DecoderLayers
 
 
 def apply_transforms(model: PreTrainedModel, context: DecodeContext) -> None:
@@ -176,7 +177,11 @@ def run_model(
 
 
 def _cache(model: PreTrainedModel, context: DecodeContext) -> RetainedCache:
-    return RetainedCache(context, int(model.config.get_text_config(decoder=True).num_hidden_layers))
+    return RetainedCache(context, _count_layers(model))
+
+
+def _count_layers(model: PreTrainedModel) -> int:
+    return int(model.config.get_text_config(decoder=True).num_hidden_layers)
 
 
 def _takes_positions(model: PreTrainedModel) -> bool:
@@ -207,6 +212,11 @@ class Decoder(nn.Module):
         names = [spec.name for spec in interface.cache_states]
         self._cache_names = names[: len(names) - len(self._recurrent)]
         self._layers = interface.cache_layers
+        owners = [*(layer for layer in self._layers for _ in range(2)), *(state.layer for state in self._recurrent)]
+        states: dict[int, list[TensorSpec]] = {}
+        for layer, state in zip(owners, interface.cache_states, strict=True):
+            states.setdefault(layer, []).append(state)
+        self.layers = DecoderLayers(_count_layers(model), states, context)
 
     def forward(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """One call.

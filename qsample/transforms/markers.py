@@ -22,3 +22,10 @@ LIMIT: Final = "limit"
 INTERLEAVED: Final = "interleaved"
 GATE_TRANSPOSED: Final = "gate_transposed"
 DOWN_TRANSPOSED: Final = "down_transposed"
+
+# `transforms.stand_ins`; inputs and outputs: a layer's hidden states, then its retained states.
+LAYER_BEGIN: Final = "LayerBegin"
+LAYER_END: Final = "LayerEnd"
+REPEATED_LAYER: Final = "RepeatedLayer"
+GROUP: Final = "group"
+LAYER: Final = "layer"
