@@ -150,10 +150,14 @@ class _Description:
         return type(module), weights, absent, self._attributes(attributes)
 
     def _attributes(self, attributes: dict[str, Any]) -> Any:
-        return tuple(
-            (name, "its own" if name in _INDICES and value == self.index else self._value(value))
-            for name, value in sorted(attributes.items())
-        )
+        return tuple((name, self._attribute(name, value)) for name, value in sorted(attributes.items()))
+
+    def _attribute(self, name: str, value: Any) -> Any:
+        if name in _INDICES and value == self.index:
+            return "its own"
+        if "hooks" in name and isinstance(value, dict):
+            value = list(value.values())  # the keys count all hooks of the process
+        return self._value(value)
 
     def _value(self, value: Any) -> Any:
         if isinstance(value, _PLAIN):
