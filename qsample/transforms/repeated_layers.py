@@ -70,7 +70,8 @@ def find_repeated_layers(root: nn.Module, layers: DecoderLayers) -> list[Repeate
 
     Equal layers have modules of the same classes, weights of the same names, shapes and dtypes, states of the same
     shapes and dtypes, and the same attributes. Attributes of a few names may hold the layer's index. Objects that are
-    neither numbers nor collections are the same if they are one object.
+    neither numbers nor collections are the same if they are one object. A layer that shares parameters with another
+    module is equal to none: it may choose among them by its index.
     """
     groups = []
     for path, modules in _layer_lists(root, layers.count):
@@ -80,7 +81,8 @@ def find_repeated_layers(root: nn.Module, layers: DecoderLayers) -> list[Repeate
             description = _Description(module, index, owners)
             states = tuple((state.dtype, state.axes) for state in layers.states.get(index, ()))
             kind = (description.modules(), states, index in layers.context.masked)
-            kinds.setdefault(kind, []).append(description)
+            if not description.shares_parameters:
+                kinds.setdefault(kind, []).append(description)
         groups += [
             RepeatedLayers(path, first.index, tuple(other.index for other in others), first.own_names)
             for first, *others in kinds.values()
@@ -133,6 +135,7 @@ class _Description:
             for name, tensor in _tensors(module).items()
         ]
         self.own_names = tuple(name for name, tensor in named if owners[id(tensor)] == {index})
+        self.shares_parameters = any(owners[id(tensor)] != {index} for tensor in layer.parameters())
         self._own = {id(tensor): name for name, tensor in reversed(named) if owners[id(tensor)] == {index}}
         self._open: list[int] = []  # functions that are being described: they may refer to themselves
 

@@ -111,10 +111,10 @@ def _run_first(record: StandIns, group: int, index: int, own: Any, *args: Any, *
 
     results, result_layout = tree_flatten(result)
     tensors = _tensors(results)
-    if len(tensors) != 1 or written != _own(context, index):
-        record.note(f"layer {index} returns {len(tensors)} tensors and writes {sorted(written)}")
+    if not tensors or written != _own(context, index):
+        record.note(f"layer {index} returns no tensor, or writes the states {sorted(written)}")
         return result
-    output = tensors[0]
+    output = tensors[0]  # others, such as attention weights, are those of this layer: nothing may read them
     after = _read(context, index, context.present, context.next_states)
     ended = _marker(LAYER_END, [results[output], *after], {GROUP: group})
     _assign(context, index, ended[1:], context.present, context.next_states)

@@ -86,10 +86,6 @@ def tie_to_head(model: Model) -> None:
     model.layers[1].inner.weight = model.head.weight  # type: ignore[union-attr]
 
 
-def tie_to_neighbour(model: Model) -> None:
-    model.layers[1].inner.weight = model.layers[0].inner.weight  # type: ignore[union-attr]
-
-
 @pytest.mark.parametrize(
     "change",
     [
@@ -110,12 +106,18 @@ def test_everything_else_that_differs_makes_another_kind_of_layer(change: Callab
     assert groups(model) == [(0, (2,))]
 
 
-def test_weights_that_layers_share_are_no_layers_own() -> None:
+def test_layers_that_share_parameters_are_equal_to_none() -> None:
     model = Model()
-    tie_to_neighbour(model)
+    model.layers[0].inner.weight = model.layers[1].inner.weight  # type: ignore[union-attr]
+    assert groups(model) == []
+
+
+def test_a_buffer_of_several_layers_is_no_layers_own() -> None:
+    model = Model()
+    for layer in model.layers:
+        layer.offset = model.layers[0].offset
     (group,) = find_repeated_layers(model, DecoderLayers(3, {}, DecodeContext()))
-    assert (group.first, group.others) == (0, (1,))
-    assert sorted(group.weights) == ["inner.bias", "offset"]
+    assert sorted(group.weights) == ["inner.bias", "inner.weight"]
 
 
 def test_layers_of_other_states_are_of_another_kind() -> None:
