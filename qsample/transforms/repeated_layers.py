@@ -119,8 +119,12 @@ def _owners(root: nn.Module, layers: nn.ModuleList) -> dict[int, set[int | None]
 
 def _tensors(module: nn.Module) -> dict[str, Tensor]:
     """The parameters and buffers of a module itself."""
-    named = {**module._parameters, **module._buffers}
-    return {name: tensor for name, tensor in named.items() if tensor is not None}
+    return {name: tensor for name, tensor in _registered(module).items() if tensor is not None}
+
+
+def _registered(module: nn.Module) -> dict[str, Tensor | None]:
+    """The parameters and buffers of a module itself, with None for those that it lacks."""
+    return {**vars(module)["_parameters"], **vars(module)["_buffers"]}
 
 
 class _Description:
@@ -149,7 +153,7 @@ class _Description:
         )
         registries = ("_parameters", "_buffers", "_modules")
         attributes = {name: value for name, value in vars(module).items() if name not in registries}
-        absent = tuple(name for name, tensor in {**module._parameters, **module._buffers}.items() if tensor is None)
+        absent = tuple(name for name, tensor in _registered(module).items() if tensor is None)
         return type(module), weights, absent, self._attributes(attributes)
 
     def _attributes(self, attributes: dict[str, Any]) -> Any:

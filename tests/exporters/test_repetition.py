@@ -28,32 +28,24 @@ from qsample.transforms.decoder import Decoder, apply_transforms, state_shapes
 from qsample.transforms.repeated_layers import DecoderLayers
 from tests.helpers.tiny_models import export_without_sampler, random_model
 
-# Models with layers of two kinds, in turns.
-KINDS: dict[str, tuple[str, str]] = {
-    "gemma3_text": ("sliding_attention", "full_attention"),
-    "lfm2": ("conv", "full_attention"),
-    "qwen3_5_text": ("linear_attention", "full_attention"),
-    "olmo_hybrid": ("linear_attention", "full_attention"),
+# Models with layers of two kinds, in turns; None: without `layer_types`.
+KINDS: dict[str, list[str] | None] = {
+    "lfm2": ["conv", "full_attention"],
+    "gemma2": None,
+    "gpt_oss": None,
+    "gemma3_text": ["sliding_attention", "full_attention"],
+    "qwen3_5_text": ["linear_attention", "full_attention"],
+    "olmo_hybrid": ["linear_attention", "full_attention"],
 }
-SLOW = (
-    "qwen3",
-    "gemma2",
-    "gpt2",
-    "gpt_oss",
-    "mixtral",
-    "qwen3_moe",
-    "mamba2",
-    "phi3",
-    "lfm2",
-    "qwen3_5_text",
-    "olmo_hybrid",
-)
+FAST = ("llama", "lfm2")
+TYPES = ("llama", "qwen3", "gpt2", "mixtral", "qwen3_moe", "mamba2", "phi3", *KINDS)
 
 
 def decoder_of(model_type: str) -> tuple[Decoder, Interface]:
     options: dict[str, Any] = {"num_hidden_layers": 3}
     if model_type in KINDS:
-        options = {"num_hidden_layers": 4, "layer_types": [*KINDS[model_type]] * 2}
+        kinds = KINDS[model_type]
+        options = {"num_hidden_layers": 4} | ({} if kinds is None else {"layer_types": kinds * 2})
     if model_type == "gpt2":
         options = {"n_layer": 3}
     model, context = random_model(model_type, **options), DecodeContext()
@@ -88,7 +80,9 @@ def lowered(model: ir.Model) -> ir.Model:
     return model
 
 
-@pytest.mark.parametrize("model_type", ["llama", "gemma3_text", *SLOW])
+@pytest.mark.parametrize(
+    "model_type", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in TYPES]
+)
 def test_copies_are_what_a_trace_of_all_layers_has(model_type: str) -> None:
     decoder, interface = decoder_of(model_type)
     once = lowered(trace(decoder, interface.model, interface.sizes, decoder.layers))
