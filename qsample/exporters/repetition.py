@@ -22,6 +22,9 @@ from qsample.interface import GraphSpec
 from qsample.transforms.markers import GROUP, LAYER, LAYER_BEGIN, LAYER_END, MARKER_DOMAIN, REPEATED_LAYER
 from qsample.transforms.repeated_layers import DecoderLayers, RepeatedLayers
 
+# A number of a tensor becomes a size, which torch may reason about: JetMoE's rows of each expert.
+_TORCH_NODE, _SCALAR = "pkg.torch.onnx.fx_node", "_local_scalar_dense"
+
 
 class NotRepeatedError(Exception):
     """No copy of a layer can take the place of another."""
@@ -174,6 +177,8 @@ def _nodes(
             raise NotRepeatedError(f"{node.name} is outside of a layer and reads what is computed inside")
         if any(attribute.type == ir.AttributeType.GRAPH for attribute in node.attributes.values()):
             raise NotRepeatedError(f"{node.name} has a graph of its own")
+        if _SCALAR in node.metadata_props.get(_TORCH_NODE, ""):
+            raise NotRepeatedError(f"{node.name} computes a size from numbers")
         inside.update(node.outputs)
         nodes.append(node)
     shared = {value for node in (*nodes, end) for value in node.inputs if value not in inside}
