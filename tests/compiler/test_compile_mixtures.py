@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import onnx_ir as ir
 import pytest
 
 from qsample import AutoModelForCausalLM, cli
 from qsample.compiler.quantize.blocks import QuantizedWeight
-from qsample.compiler.quantize.methods import Levels
 from qsample.errors import CompileError
 from qsample.exporters.export import export_model
 from qsample.interface import Features
 from qsample.models import PackagedModel
+from qsample.tensors import Array
 from tests.helpers.mixtures import mixture
 
 PROMPTS = [[5, 9, 31, 7, 120, 44, 3, 260, 12], [44, 3], [7, 8, 9, 10, 11, 12]]
@@ -87,13 +87,11 @@ def test_stored_in_half_the_space_they_compute_the_same(portable: PackagedModel,
 def test_the_divergence_finds_experts_in_another_order(
     portable: PackagedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = QuantizedWeight.quantize
+    original = QuantizedWeight._quantize_rows
 
-    def rolled(weight: QuantizedWeight) -> Levels:
-        shift = int(weight.experts is not None)
-        levels, scales, zero_points = (np.roll(array, shift, axis=0) for array in original(weight))
-        return levels, scales, zero_points
+    def rolled(weight: QuantizedWeight, source: ir.TensorProtocol, expert: int, *rest: Any) -> Array:
+        return original(weight, source, (expert + 1) % (weight.experts or 1), *rest)
 
-    monkeypatch.setattr(QuantizedWeight, "quantize", rolled)
+    monkeypatch.setattr(QuantizedWeight, "_quantize_rows", rolled)
     with pytest.raises(CompileError, match="change the model too much"):
         portable.compile(tmp_path / "compiled", ctx_len=64, weights="int8", max_divergence=0.05)
