@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -47,7 +48,7 @@ def decoder_of(model_type: str) -> tuple[Decoder, Interface]:
         kinds = KINDS[model_type]
         options = {"num_hidden_layers": 4} | ({} if kinds is None else {"layer_types": kinds * 2})
     if model_type == "gpt2":
-        options = {"n_layer": 3}
+        options |= {"n_layer": 3}
     model, context = random_model(model_type, **options), DecodeContext()
     with torch.no_grad():
         for parameter in model.parameters():  # norms, which are 1 otherwise
@@ -87,7 +88,7 @@ def test_copies_are_what_a_trace_of_all_layers_has(model_type: str) -> None:
     decoder, interface = decoder_of(model_type)
     once = lowered(trace(decoder, interface.model, interface.sizes, decoder.layers))
     every = lowered(trace(decoder, interface.model, interface.sizes))
-    copied = {str(node.name).rpartition("_layer")[2] for node in once.graph if "_layer" in str(node.name)}
+    copied = {number for node in once.graph for number in re.findall(r"_layer(\d+)", str(node.name))}
     assert copied == ({"2", "3"} if model_type in KINDS else {"1", "2"})
     counts = [Counter(node.op_type for node in model.graph.all_nodes()) for model in (once, every)]
     assert counts[0] == counts[1]
