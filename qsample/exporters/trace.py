@@ -115,6 +115,8 @@ def trace(
         simplify(model)
     finish(model, spec.output_names)
     compute_in_float32(model)
+    # torch's notes on each node are most of the file, and name folders of this machine.
+    passes.ClearMetadataAndDocStringPass()(model)
     return model
 
 
