@@ -112,7 +112,7 @@ def _write(
         batch, state = slice(start, start + rows), runner.start(rows)
         for step in range(steps):
             logits[batch, step] = runner.step(ids[batch, step, None], np.ones(rows), state)[LOGITS.name]
-            ids[batch, step + 1, None] = sample(log_softmax(logits[batch, step]), rng)
+            ids[batch, step + 1, None] = sample(softmax(logits[batch, step]), rng)
             advance()
     return Text(ids, logits)
 
@@ -154,15 +154,19 @@ def _score(text: Text, quantized: Array, reference: Array) -> Divergence:
     kl, entropy, kept = np.empty((rows, steps)), np.empty((rows, steps)), np.ones((rows, steps))
     same = 0
     for step in range(steps):
-        log_p, log_q = log_softmax(reference[:, step]), log_softmax(quantized[:, step])
-        p = np.exp(log_p)
+        x, y = reference[:, step], quantized[:, step]
+        of_x, of_y = softmax(x), softmax(y)
         with np.errstate(invalid="ignore"):  # 0 * -inf, which `where` leaves out
-            kl[:, step] = np.where(p > 0, p * (log_p - log_q), 0.0).sum(-1)
-            entropy[:, step] = -np.where(p > 0, p * log_p, 0.0).sum(-1)
-        same += int((log_p.argmax(-1) == log_q.argmax(-1)).sum())
+            likely = of_x.p > 0
+            expected = np.where(likely, of_x.p * x, 0).sum(-1, dtype=np.float64)
+            difference = np.where(likely, of_x.p * (x - y), 0).sum(-1, dtype=np.float64)
+        # Rounding may end below 0.
+        kl[:, step] = np.maximum(difference - (of_x.normalizer - of_y.normalizer)[:, 0], 0)
+        entropy[:, step] = of_x.normalizer[:, 0] - expected
+        same += int((x.argmax(-1) == y.argmax(-1)).sum())
         if step + 1 < steps and text.logits is quantized:
             chosen = text.ids[:, step + 1, None]
-            ratio = np.take_along_axis(log_p, chosen, -1) - np.take_along_axis(log_q, chosen, -1)
+            ratio = np.take_along_axis(x - y, chosen, -1) - (of_x.normalizer - of_y.normalizer)
             kept[:, step + 1] = kept[:, step] * np.exp(np.minimum(ratio[:, 0], 0))
     return Divergence(
         tokens=rows * steps,
@@ -190,16 +194,27 @@ def logits_runner(
     )
 
 
-def sample(log_p: Array, rng: np.random.Generator) -> Array:
-    """[rows, 1]: a token of each row by inverse CDF. log_p: [rows, V] log-probabilities."""
-    cumulative = np.exp(log_p).cumsum(-1)
-    chosen = (cumulative < rng.random((len(log_p), 1)) * cumulative[:, -1:]).sum(-1, keepdims=True)
-    tokens: Array = np.minimum(chosen, log_p.shape[-1] - 1)
+class Distribution(NamedTuple):
+    """Of `softmax`. p: [rows, V] float32 probabilities. normalizer: [rows, 1] float64; a logit less it is the
+    logarithm of the probability."""
+
+    p: Array
+    normalizer: Array
+
+
+def softmax(logits: Array) -> Distribution:
+    """The distribution of [rows, V] float32 logits. Its numbers are float32, which NumPy computes ten times as fast as
+    float64, and their sums float64."""
+    largest = logits.max(-1, keepdims=True)
+    weights = np.exp(logits - largest)
+    total = weights.sum(-1, keepdims=True, dtype=np.float64)
+    weights /= total.astype(np.float32)
+    return Distribution(weights, largest + np.log(total))
+
+
+def sample(distribution: Distribution, rng: np.random.Generator) -> Array:
+    """[rows, 1]: a token of each row by inverse CDF."""
+    cumulative = distribution.p.cumsum(-1, dtype=np.float64)
+    chosen = (cumulative < rng.random((len(cumulative), 1)) * cumulative[:, -1:]).sum(-1, keepdims=True)
+    tokens: Array = np.minimum(chosen, cumulative.shape[-1] - 1)
     return tokens
-
-
-def log_softmax(logits: Array) -> Array:
-    """float64 log-probabilities of [rows, V] logits."""
-    shifted = logits.astype(np.float64) - logits.max(-1, keepdims=True)
-    result: Array = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
-    return result

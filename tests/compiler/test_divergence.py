@@ -14,7 +14,7 @@ import pytest
 
 from qsample.compiler import divergence, self_test
 from qsample.compiler.compile import compile_package
-from qsample.compiler.divergence import ROWS, measure_divergence
+from qsample.compiler.divergence import ROWS, measure_divergence, softmax
 from qsample.compiler.options import CompileOptions
 from qsample.errors import CompileError
 from qsample.graph.runner import GraphRunner
@@ -26,8 +26,8 @@ from qsample.values import VERIFY_LEVELS
 def test_divergence_of_equal_and_of_different_graphs(verify: str, llama_package: Path, tmp_path: Path) -> None:
     package = read_package(llama_package)
     same = measure_divergence(package.path, package.path, package.interface, 32, verify=verify)
-    assert same.kl == pytest.approx(0.0, abs=1e-9)
-    assert same.kept_kl == pytest.approx(0.0, abs=1e-9)
+    assert same.kl == pytest.approx(0.0, abs=1e-7)
+    assert same.kept_kl == pytest.approx(0.0, abs=1e-7)
     assert same.agreement == 1.0
     assert same.perplexity == pytest.approx(same.quantized_perplexity)
     # No token is worse than uniform.
@@ -46,6 +46,15 @@ def test_divergence_of_equal_and_of_different_graphs(verify: str, llama_package:
     assert other.kl > 0.1
     assert other.kept_kl > 0.1
     assert other.quantized_perplexity > other.perplexity
+
+
+def test_a_distribution_is_that_of_float64() -> None:
+    logits = np.random.default_rng(0).normal(0, 9, (3, 5000)).astype(np.float32)
+    logits[:, ::7] = -np.inf
+    exact = np.exp(logits.astype(np.float64))
+    found = softmax(logits)
+    np.testing.assert_allclose(found.p, exact / exact.sum(-1, keepdims=True), rtol=1e-5)
+    np.testing.assert_allclose(found.normalizer, np.log(exact.sum(-1, keepdims=True)), rtol=1e-7)
 
 
 def test_the_gates_open_one_graph_at_a_time(small: Package, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

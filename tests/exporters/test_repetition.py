@@ -38,7 +38,7 @@ KINDS: dict[str, list[str] | None] = {
     "qwen3_5_text": ["linear_attention", "full_attention"],
     "olmo_hybrid": ["linear_attention", "full_attention"],
 }
-FAST = ("llama", "lfm2")
+FAST = ("lfm2",)  # convolutions and attention in turns
 TYPES = ("llama", "qwen3", "gpt2", "mixtral", "qwen3_moe", "mamba2", "phi3", *KINDS)
 
 

@@ -13,7 +13,7 @@ from typing import Final
 import numpy as np
 import onnx_ir as ir
 
-from qsample.compiler.divergence import log_softmax, logits_runner, sample
+from qsample.compiler.divergence import logits_runner, sample, softmax
 from qsample.contract import LOGITS, retained_name
 from qsample.graph.edit import initializer
 from qsample.graph.gqa import Slot, attentions, set_inputs
@@ -42,7 +42,7 @@ def measure_ranges(
     ids = rng.integers(0, interface.vocab_size, (_ROWS, 1))
     steps = min(_STEPS, capacity - 1)
     for step in range(steps):
-        ids = sample(log_softmax(runner.step(ids, np.ones(_ROWS), state)[LOGITS.name]), rng)
+        ids = sample(softmax(runner.step(ids, np.ones(_ROWS), state)[LOGITS.name]), rng)
         if progress is not None:
             progress((step + 1) / steps)
     return {spec.name: np.abs(state[spec.name][:, :, :steps]).max(axis=(0, 2)) for spec in interface.cache_states}
