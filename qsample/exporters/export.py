@@ -7,7 +7,11 @@ into place at the end, so a refused, failed or interrupted export leaves nothing
 from __future__ import annotations
 
 import hashlib
+import threading
 import warnings
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -135,31 +139,32 @@ def _export(
     token_ids = _token_ids(model, tokenizer)
     _check_vocabulary(tokenizer, vocab_size)
 
-    report(Stage.TRACING, 0.05)
-    decoder = Decoder(model, context, interface)
-    traced = trace(decoder, interface.model, interface.sizes, decoder.layers)
-    fill_placeholders(traced)
-    outline_scans(traced)
-    lower_experts(traced)
-    align_row_sums(traced)
-    report(Stage.WRITING_WEIGHTS, 0.55)
-    write_graphs(traced, interface, token_ids.pad, folder, refer=not publish)
-    del traced
+    with _hashed_meanwhile(model) as weight_digest:
+        report(Stage.TRACING, 0.05)
+        decoder = Decoder(model, context, interface)
+        traced = trace(decoder, interface.model, interface.sizes, decoder.layers)
+        fill_placeholders(traced)
+        outline_scans(traced)
+        lower_experts(traced)
+        align_row_sums(traced)
+        report(Stage.WRITING_WEIGHTS, 0.55)
+        write_graphs(traced, interface, token_ids.pad, folder, refer=not publish)
+        del traced
 
-    report(Stage.COMPARING_WITH_MODEL, 0.7)
-    plain = len(interface.key_values) if context.buffered else len(context.masked)
-    files = folder / "decoder.onnx", folder / "initial_state.onnx"
-    try:
-        figures = parity.check(*files, interface, expected, plain_attention_layers=plain, verify=verify)
-    except (QsampleError, OSError, MemoryError):
-        raise
-    except Exception as error:  # onnxruntime's own kinds
-        raise ParityError(
-            f"onnxruntime cannot run the exported graph ({' '.join(str(error).split())!s:.400}); docs/architectures.md "
-            "lists the model types that were exported"
-        ) from error
-    _save_model_files(model, tokenizer, folder)
-    return _manifest(model, interface, token_ids, model_id, revision, figures)
+        report(Stage.COMPARING_WITH_MODEL, 0.7)
+        plain = len(interface.key_values) if context.buffered else len(context.masked)
+        files = folder / "decoder.onnx", folder / "initial_state.onnx"
+        try:
+            figures = parity.check(*files, interface, expected, plain_attention_layers=plain, verify=verify)
+        except (QsampleError, OSError, MemoryError):
+            raise
+        except Exception as error:  # onnxruntime's own kinds
+            raise ParityError(
+                f"onnxruntime cannot run the exported graph ({' '.join(str(error).split())!s:.400}); "
+                "docs/architectures.md lists the model types that were exported"
+            ) from error
+        _save_model_files(model, tokenizer, folder)
+        return _manifest(model, interface, token_ids, model_id, revision, figures, weight_digest.result())
 
 
 def _check_dtype(model: PreTrainedModel) -> str:
@@ -265,13 +270,14 @@ def _manifest(
     model_id: str,
     revision: str | None,
     figures: parity.Parity,
+    weight_digest: str,
 ) -> package.Manifest:
     source = package.Source(
         model_id=model_id,
         revision=revision,
         model_type=model.config.model_type,
         architecture=type(model).__name__,
-        weight_hash=weight_hash(model),
+        weight_hash=weight_digest,
     )
     return portable_manifest(
         interface,
@@ -294,12 +300,34 @@ def _unwrapped(name: str, inside: list[str]) -> str:
 
 def weight_hash(model: PreTrainedModel) -> str:
     """sha256 over the weights as loaded: name, dtype, shape and bytes of each, in order of their names."""
-    digest = hashlib.sha256()
+    return _hash(_named_weights(model), threading.Event())
+
+
+@contextmanager
+def _hashed_meanwhile(model: PreTrainedModel) -> Iterator[Future[str]]:
+    """The `weight_hash` of `model`, which another thread computes: tracing leaves a processor idle."""
+    named, left = _named_weights(model), threading.Event()  # tracing changes modules for a while
+    with ThreadPoolExecutor(1, thread_name_prefix="qsample-hash") as pool:
+        try:
+            yield pool.submit(_hash, named, left)
+        finally:
+            left.set()
+
+
+def _named_weights(model: PreTrainedModel) -> list[tuple[str, torch.Tensor]]:
     wrappers = {LastTokenHead: "head", RowPositions: "embedding"}
     inside = [f"{name}.{wrappers[type(module)]}." for name, module in model.named_modules() if type(module) in wrappers]
-    named = {_unwrapped(name, inside): tensor for name, tensor in model.state_dict().items()}
-    for name, tensor in sorted(named.items()):
+    named = {_unwrapped(name, inside): tensor.detach() for name, tensor in model.state_dict().items()}
+    return sorted(named.items())
+
+
+def _hash(named: list[tuple[str, torch.Tensor]], left: threading.Event) -> str:
+    """See `weight_hash`. left: ends the work early; the result means nothing then."""
+    digest = hashlib.sha256()
+    for name, tensor in named:
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        for part in chunks(tensor.detach()):
+        for part in chunks(tensor):
+            if left.is_set():
+                break
             digest.update(part.contiguous().view(torch.uint8).numpy().data)
     return digest.hexdigest()
