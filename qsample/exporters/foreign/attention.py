@@ -1,13 +1,13 @@
 """The attention of a foreign graph becomes GroupQueryAttention on the contract's lengths, over whole caches.
 
 GroupQueryAttention of another exporter keeps only what the CPU's kernel has. Attention of plain operators, over a cache
-that grows by Concat, is matched loosely: Softmax(f(query keys^T)) values. A run of the file shows what f is (a scale, a
+that grows by Concat, is matched loosely: Softmax(f(query keys^T)) values. Runs of the file show what f is (a scale, a
 soft cap, a causal mask, a window), and anything else is refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -15,7 +15,7 @@ import numpy as np
 import onnx_ir as ir
 
 from qsample.exporters.foreign.interface import ForeignGraph, Layer, refusal
-from qsample.exporters.foreign.original import Original
+from qsample.exporters.foreign.original import Original, probes
 from qsample.exporters.foreign.rows import Nodes, Rows
 from qsample.graph.edit import constant, producer
 from qsample.graph.gqa import OP_TYPE, Slot, get_input, set_inputs
@@ -35,7 +35,6 @@ _REPEATS: Final = ("Unsqueeze", "Expand", "Reshape", "Transpose", "Cast", "Ident
 _ELEMENTWISE: Final = ("Add", "Sub", "Where", "Mul", "Div", "Cast", "Tanh", "Identity", "Max", "Clip")
 _WEIGHTS: Final = ("Cast", "Identity", "Dropout", "Where", "Reshape")
 _HIDDEN_SCORE: Final = -1e4  # a key with a smaller score is hidden
-_SHORT: Final = 9  # tokens of a first prompt, to see the mask of
 # How far scores may be from the fitted rule, of the largest: float16 has 11 bits.
 _FIT: Final = {ir.DataType.FLOAT: 1e-3, ir.DataType.FLOAT16: 2e-2}
 
@@ -113,15 +112,14 @@ def _separate(node: ir.Node, layer: Layer, nodes: Nodes, heads: int) -> tuple[ir
 def drop_causal_biases(foreign: ForeignGraph, longest: int) -> None:
     """Take biases away that only repeat the attention's own mask: causal, with its window; in place.
 
-    longest: the capacity of a cache, in tokens. The file is run on a few tokens, and on a token after a full
-    cache. Raises UnsupportedModelError for any other bias.
+    longest: the capacity of a cache, in tokens. Raises UnsupportedModelError for any other bias.
     """
     biases = {layer.number: bias for layer in foreign.layers if (bias := _bias(layer)) is not None}
     if not biases:
         return
     original = Original(foreign, biases.values())
     generator = np.random.default_rng(0)
-    for past, tokens in ((0, 9), (longest - 1, 1)):
+    for past, tokens in probes(longest):
         results = original.run([1] * tokens, original.filled(past, generator), past)
         for layer in foreign.layers:
             if layer.number in biases:
@@ -299,58 +297,59 @@ def _factor_behind(tanh: ir.Node) -> ir.Value | None:
 
 
 def measure(foreign: ForeignGraph, matches: list[Match], longest: int) -> list[Rule]:
-    """Measure the rule of each layer in two runs: a short prompt, and a token after a full cache of random numbers.
+    """Measure the rule of each layer in the calls of `probes`, over caches of random numbers.
 
     longest: how many tokens a cache can hold. Raises UnsupportedModelError for a rule that GroupQueryAttention lacks.
     """
-    extra = [value for match in matches for value in (match.query, match.scores, *match.layer.presents)]
+    extra = [value for match in matches for value in (match.query, match.scores, match.layer.present_key)]
     extra += [match.cap for match in matches if match.cap is not None and constant(match.cap) is None]
     original = Original(foreign, extra)
     generator = np.random.default_rng(0)
-    short = original.run(generator.integers(0, foreign.vocab_size, _SHORT).tolist(), original.start(), 0)
-    late = original.run([1], original.filled(longest - 1, generator), longest - 1)
-    return [_rule(foreign, match, short, late) for match in matches]
+    runs = []
+    for past, tokens in probes(longest):
+        ids = generator.integers(0, foreign.vocab_size, tokens).tolist()
+        runs.append(original.run(ids, original.filled(past, generator), past))
+    return [_rule(foreign, match, runs) for match in matches]
 
 
-def _rule(foreign: ForeignGraph, match: Match, short: Mapping[str, Array], late: Mapping[str, Array]) -> Rule:
+def _rule(foreign: ForeignGraph, match: Match, runs: Sequence[Mapping[str, Array]]) -> Rule:
     layer, name = match.layer, f"layer {match.layer.number}"
-    heads = short[str(match.query.name)].shape[1]
-    shapes = {late[str(value.name)].ndim for value in (match.query, match.scores)}
-    if shapes != {4} or heads % layer.heads or short[str(match.query.name)].shape[-1] != layer.head_dim:
+    heads = runs[0][str(match.query.name)].shape[1]
+    shapes = {run[str(value.name)].ndim for run in runs for value in (match.query, match.scores)}
+    if shapes != {4} or heads % layer.heads or runs[0][str(match.query.name)].shape[-1] != layer.head_dim:
         raise refusal(foreign.path, f"the attention of {name} is not over [B, heads, S, size]")
-    cap = 0.0
+    caps = {0.0}
     if match.cap is not None:
         number = constant(match.cap)
-        cap = float(np.ravel(number if number is not None else short[str(match.cap.name)])[0])
-    seen = [_seen(results[str(match.scores.name)]) for results in (short, late)]
-    window = _window(seen[1])
-    if window is None or not np.array_equal(seen[0], _causal(_SHORT, window)):
+        found = [number] if number is not None else [run[str(match.cap.name)] for run in runs]
+        caps = set(np.concatenate([np.ravel(value) for value in found]).astype(float).tolist())
+    if len(caps) != 1:
+        raise refusal(foreign.path, f"the soft cap of {name} is not a number")
+    cap = caps.pop()
+    seen = [_seen(run[str(match.scores.name)]) for run in runs]
+    window = int(seen[-1][-1].sum())
+    if not window or not all(np.array_equal(keys, _causal(keys.shape[0], keys.shape[1], window)) for keys in seen):
         raise refusal(foreign.path, f"the mask of {name} is not causal, with or without a window")
-    scale = _scale(foreign, match, (short, late), seen, cap)
-    return Rule(heads, scale, None if window >= seen[1].shape[-1] else window, cap)
+    scale = _scale(foreign, match, runs, seen, cap)
+    return Rule(heads, scale, None if window >= seen[-1].shape[-1] else window, cap)
 
 
 def _seen(scores: Array) -> Array:
-    """[S, T]: which keys a query sees; the same in every head."""
+    """[S, T]: which keys a query sees; none unless all heads see the same."""
     seen = scores[0] > _HIDDEN_SCORE
     return seen[0] if (seen == seen[:1]).all() else np.zeros_like(seen[0])
 
 
-def _window(late: Array) -> int | None:
-    """How many keys the last token sees, if they are the last keys; None if it sees others."""
-    count = int(late[-1].sum())
-    return count if count and late[-1, -count:].all() else None
-
-
-def _causal(tokens: int, window: int) -> Array:
-    query, key = np.arange(tokens)[:, None], np.arange(tokens)
+def _causal(tokens: int, total: int, window: int) -> Array:
+    """[tokens, total]: the keys that the last of `total` tokens see."""
+    query, key = np.arange(total - tokens, total)[:, None], np.arange(total)
     return (key <= query) & (key > query - window)
 
 
 def _scale(
-    foreign: ForeignGraph, match: Match, runs: tuple[Mapping[str, Array], ...], seen: list[Array], cap: float
+    foreign: ForeignGraph, match: Match, runs: Sequence[Mapping[str, Array]], seen: list[Array], cap: float
 ) -> float:
-    """S of scores = s query keys, or cap tanh(s query keys / cap); fitted over both runs."""
+    """S of scores = s query keys, or cap tanh(s query keys / cap); fitted over all runs."""
     products, scores = [], []
     for results, visible in zip(runs, seen, strict=True):
         query = results[str(match.query.name)][0].astype(np.float64)

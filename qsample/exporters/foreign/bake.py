@@ -196,7 +196,7 @@ def rewrite(foreign: ForeignGraph, features: Features, settings: Settings, rope:
         matches = [attention.match(foreign, layer) for layer in foreign.layers]
         rules = attention.measure(foreign, matches, longest)
         windows = [rule.window or -1 for rule in rules]
-    counted = [] if rotates or foreign.input(POSITIONS) is not None else counted_positions(foreign)
+    counted = [] if rotates or foreign.input(POSITIONS) is not None else counted_positions(foreign, longest)
     original = Original(foreign, rewritten=foreign.changed or is_unfused or rope == "long")
     report(Stage.RUNNING, 0.2)
     expected = reference(original, foreign.vocab_size, limit, windows)

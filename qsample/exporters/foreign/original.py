@@ -97,6 +97,17 @@ class Original:
         return logits, {name: results[present] for name, present in self._presents.items()}
 
 
+def probes(longest: int) -> list[tuple[int, int]]:
+    """Calls, as tokens in the cache and new tokens, that show the use of positions in a file; the last fills a cache
+    of `longest` tokens.
+
+    Neighbours tell a window from a chunk, which both end with the keys before a token: from a token to the next, a
+    window moves and a chunk grows. A depth in between shows what changes with the depth.
+    """
+    depths = (0, longest * 5 // 8, longest - 2)
+    return [(max(depth, 0), min(count, longest)) for depth, count in zip(depths, (9, 2, 2), strict=True)]
+
+
 def reference(original: Original, vocab_size: int, limit: int | None, windows: Iterable[int]) -> Reference:
     """The file's logits on random prompts of different lengths (seeded), the longest beyond its attention windows.
 

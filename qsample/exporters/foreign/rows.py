@@ -18,7 +18,7 @@ from onnx_ir.passes import common as common_passes
 from qsample.contract import INPUT_LENGTHS, LENGTHS, LOGITS
 from qsample.errors import QsampleError
 from qsample.exporters.foreign.interface import IDS, MASK, POSITIONS, ForeignGraph, refusal
-from qsample.exporters.foreign.original import Original
+from qsample.exporters.foreign.original import Original, probes
 from qsample.graph.edit import constant, initializer
 from qsample.graph.evaluate import inputs_of
 from qsample.tensors import Array
@@ -34,7 +34,6 @@ _COUNTING: Final = (
     *("Range", "Add", "Sub", "Cast", "CumSum", "Unsqueeze", "Squeeze", "Reshape", "Slice", "Expand", "Where", "Gather"),
     *("Mul", "Clip", "Min", "Max", "Identity", "Flatten", "Concat"),
 )
-_PROBES: Final = ((0, 5), (6, 3), (4, 1))  # tokens in the cache, new tokens
 _PRODUCTS: Final = ("MatMul", "Gemm", "MatMulNBits", "MatMulBnb4", "FusedMatMul", "MatMulFpQ4")
 _ALONG: Final = ("Cast", "Mul", "Div", "Add", "Sub", "Tanh", "Identity", "Neg", "Clip", "Where")
 _SHAPES: Final = ("Reshape", "Unsqueeze", "Squeeze", "Slice", "Gather", "Identity")
@@ -156,17 +155,18 @@ def add_rows(foreign: ForeignGraph, nodes: Nodes) -> Rows:
     return Rows(positions, seqlens_k, total, last, lengths, input_lengths)
 
 
-def counted_positions(foreign: ForeignGraph) -> list[ir.Value]:
+def counted_positions(foreign: ForeignGraph, longest: int) -> list[ir.Value]:
     """Values [1, S] that hold the positions of the new tokens, in a graph that counts them itself.
 
-    They are found in runs of the file: values that equal past, past + 1, ... for several pasts and numbers of tokens.
+    They are found in runs of the file: values that equal past, past + 1, ... for several pasts, up to `longest` tokens,
+    and numbers of tokens.
     """
     candidates = _counting_values(foreign)
     if not candidates:
         return []
     original = Original(foreign, candidates)
     generator, found = np.random.default_rng(0), set(candidates)
-    for past, tokens in _PROBES:
+    for past, tokens in probes(longest):
         results = original.run([1] * tokens, original.filled(past, generator), past)
         wanted = np.arange(past, past + tokens)[None]
         found = {value for value in found if _equal(results[str(value.name)], wanted)}

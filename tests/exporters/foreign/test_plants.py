@@ -104,7 +104,7 @@ def test_positions(
 def test_positions_that_the_graph_counts_itself(
     decoder: Decoder, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(bake, "counted_positions", lambda foreign: [])
+    monkeypatch.setattr(bake, "counted_positions", lambda foreign, longest: [])
     refused("optimum_gemma3", decoder, tmp_path)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,7 +12,9 @@ import pytest
 
 import qsample
 from qsample.errors import QsampleError, UnsupportedModelError
-from tests.helpers.foreign import edited
+from qsample.exporters.foreign import attention
+from qsample.graph.gqa import Slot
+from tests.helpers.foreign import edited, read
 
 Decoder = Callable[[str], tuple[Path, str | None]]
 Edit = Callable[[ir.Model], None]
@@ -122,49 +125,115 @@ def test_dynamic_quantization_names_the_files_beside_it(decoder: Decoder, tmp_pa
     assert not (tmp_path / "out").exists()
 
 
-def alibi(model: ir.Model) -> None:
+class Before:
+    """New nodes before `node`; arrays become constants."""
+
+    def __init__(self, graph: ir.Graph, node: ir.Node) -> None:
+        self.graph, self.node, self.constants = graph, node, 0
+
+    def __call__(self, op_type: str, *inputs: ir.Value | np.ndarray | None, **attributes: int) -> ir.Value:
+        values = [self.constant(value) if isinstance(value, np.ndarray) else value for value in inputs]
+        made = ir.node(op_type, values, attributes)
+        self.graph.insert_before(self.node, made)
+        return made.outputs[0]
+
+    def constant(self, array: np.ndarray) -> ir.Value:
+        self.constants += 1
+        name = f"test.{self.constants}"
+        value = ir.Value(name=name, const_value=ir.tensor(array, name=name))
+        self.graph.register_initializer(value)
+        return value
+
+    def places(self, values: ir.Value) -> tuple[ir.Value, ir.Value]:
+        """The positions of keys [T] and queries [S, 1]; values: [..., S, T]."""
+        zero, one = np.array(0), np.array(1)
+        total = self("Squeeze", self("Shape", values, start=3, end=4))
+        count = self("Squeeze", self("Shape", values, start=2, end=3))
+        queries = self("Range", self("Sub", total, count), total, one)
+        return self("Range", zero, total, one), self("Unsqueeze", queries, np.array([1]))
+
+
+def with_scores(change: Callable[[Before, ir.Value], ir.Value]) -> Edit:
+    """Other scores in the first layer."""
+
+    def edit(model: ir.Model) -> None:
+        softmax = next(node for node in model.graph if node.op_type == "Softmax")
+        assert softmax.inputs[0] is not None
+        softmax.replace_input_with(0, change(Before(model.graph, softmax), softmax.inputs[0]))
+
+    return edit
+
+
+def alibi(op: Before, scores: ir.Value) -> ir.Value:
     """Scores that fall with the distance."""
-    graph = model.graph
-    softmax = next(node for node in graph if node.op_type == "Softmax")
-    scores = softmax.inputs[0]
-    length = ir.node("Shape", [scores], {"start": 3, "end": 4})
-    one = ir.Value(name="alibi.one", const_value=ir.tensor(np.array(1, np.int64), name="alibi.one"))
-    zero = ir.Value(name="alibi.zero", const_value=ir.tensor(np.array(0, np.int64), name="alibi.zero"))
-    slope = ir.Value(name="alibi.slope", const_value=ir.tensor(np.array(0.1, np.float32), name="alibi.slope"))
-    for value in (one, zero, slope):
-        graph.register_initializer(value)
-    count = ir.node("Squeeze", [length.outputs[0]])
-    places = ir.node("Range", [zero, count.outputs[0], one])
-    cast = ir.node("Cast", [places.outputs[0]], {"to": 1})
-    bias = ir.node("Mul", [cast.outputs[0], slope])
-    added = ir.node("Add", [scores, bias.outputs[0]])
-    graph.insert_before(softmax, [length, count, places, cast, bias, added])
-    softmax.replace_input_with(0, added.outputs[0])
+    keys, _ = op.places(scores)
+    return op("Add", scores, op("Mul", op("Cast", keys, to=1), np.array(0.1, np.float32)))
 
 
-def half_of_the_keys(model: ir.Model) -> None:
-    """Scores that are clipped, which no scale says."""
-    graph = model.graph
-    softmax = next(node for node in graph if node.op_type == "Softmax")
-    most = ir.Value(name="most", const_value=ir.tensor(np.array(0.05, np.float32), name="most"))
-    graph.register_initializer(most)
-    clipped = ir.node("Clip", [softmax.inputs[0], None, most])
-    graph.insert_before(softmax, clipped)
-    softmax.replace_input_with(0, clipped.outputs[0])
+def clipped(op: Before, scores: ir.Value) -> ir.Value:
+    return op("Clip", scores, None, np.array(0.05, np.float32))
+
+
+def chunks(op: Before, scores: ir.Value, size: int = 640) -> ir.Value:
+    """Llama 4's: a token sees those of its own chunk, which at a chunk's last token looks like a window."""
+    keys, queries = op.places(scores)
+    same = op("Equal", op("Div", keys, np.array(size)), op("Div", queries, np.array(size)))
+    return op("Where", same, scores, np.array(-1e9, np.float32))
+
+
+def window_for_late_tokens(op: Before, scores: ir.Value) -> ir.Value:
+    """A window that only tokens from 1,000 on have."""
+    keys, queries = op.places(scores)
+    near = op("Less", op("Sub", queries, keys), np.array(700))
+    return op("Where", op("Or", near, op("Less", queries, np.array(1000))), scores, np.array(-1e9, np.float32))
+
+
+def smaller_for_late_tokens(op: Before, scores: ir.Value) -> ir.Value:
+    """Scores that are scaled from a depth on that no prompt of the parity gate reaches."""
+    _, queries = op.places(scores)
+    late = op("Cast", op("GreaterOrEqual", queries, np.array(400)), to=1)
+    return op("Mul", scores, op("Sub", np.array(1, np.float32), op("Mul", late, np.array(0.5, np.float32))))
 
 
 @pytest.mark.parametrize(
-    ("edit", "why"),
+    ("change", "why"),
     [
         (alibi, "not a multiple of query keys.*ALiBi"),
-        (half_of_the_keys, "not a multiple of query keys"),
+        (clipped, "not a multiple of query keys"),
+        (smaller_for_late_tokens, "not a multiple of query keys"),
+        (chunks, "mask of layer 0 is not causal, with or without a window"),
+        (window_for_late_tokens, "mask of layer 0 is not causal, with or without a window"),
     ],
 )
-def test_plain_attention_that_the_operator_lacks(edit: Edit, why: str, decoder: Decoder, tmp_path: Path) -> None:
-    folder = edited(decoder("optimum_llama_18")[0], tmp_path / "edited", edit)
+def test_plain_attention_that_the_operator_lacks(
+    change: Callable[[Before, ir.Value], ir.Value], why: str, decoder: Decoder, tmp_path: Path
+) -> None:
+    folder = edited(decoder("optimum_llama_18")[0], tmp_path / "edited", with_scores(change))
+    with_context(folder, 1280)
     with pytest.raises(UnsupportedModelError, match=why):
         qsample.bake(folder, tmp_path / "out", tokenizer=None)
     assert not (tmp_path / "out").exists()
+
+
+def with_context(folder: Path, tokens: int) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"max_position_embeddings": tokens}))
+
+
+def test_a_bias_of_chunks_is_not_taken_for_a_window(decoder: Decoder, tmp_path: Path) -> None:
+    def edit(model: ir.Model) -> None:
+        node = next(node for node in model.graph if node.op_type == "GroupQueryAttention")
+        op = Before(model.graph, node)
+        new = op("Shape", model.graph.inputs[0], start=1, end=2)
+        total = op("Add", new, op("Shape", node.inputs[Slot.PAST_KEY], start=2, end=3))
+        node.attributes["local_window_size"] = ir.AttrInt64("local_window_size", 32)
+        node.resize_inputs(max(len(node.inputs), Slot.ATTENTION_BIAS + 1))
+        sizes = op("Concat", np.array([1, 1]), new, total, axis=0)
+        node.replace_input_with(Slot.ATTENTION_BIAS, chunks(op, op("ConstantOfShape", sizes), 32))
+
+    folder = edited(decoder("genai_cpu_fp32")[0], tmp_path / "edited", edit)
+    with pytest.raises(UnsupportedModelError, match="layer 0 adds an attention bias that is not a causal mask"):
+        attention.drop_causal_biases(read(folder), 128)
 
 
 def test_a_package_that_is_there_stays(decoder: Decoder, tmp_path: Path) -> None:
