@@ -19,7 +19,7 @@ from qsample.destination import scratch_in
 from qsample.disk.publish import flush, publish
 from qsample.disk.source_files import SourceFiles, Version, version_of
 from qsample.disk.space import check_free, full_disk_named
-from qsample.disk.untrusted import read_json, read_text, referenced_files
+from qsample.disk.untrusted import leads_out, read_json, read_text, referenced_files
 from qsample.errors import PackageError, QsampleError
 from qsample.interface import Features, Interface
 from qsample.manifest import MANIFEST_NAME, Compilation, FileEntry, Manifest, Source, TokenIds
@@ -384,7 +384,7 @@ def check_file(folder: Path, name: str, entry: FileEntry) -> None:
     try:
         if not path.is_file():  # a pipe or a device would block
             raise PackageError(f"{path} is missing; export or download the package again")
-        if not _lies_in(folder, path):
+        if leads_out(path, [folder]):
             raise PackageError(
                 f"{path} is a link that leads out of the package; copy the file into the package if you trust it"
             )
@@ -397,14 +397,6 @@ def check_file(folder: Path, name: str, entry: FileEntry) -> None:
             f"{path} is {problem}: it has {size} bytes and the manifest says {entry.bytes}; export or download "
             "the package again"
         )
-
-
-def _lies_in(folder: Path, path: Path) -> bool:
-    """Whether links lead from `path` to a file below `folder`, or into `blobs` next to `snapshots`: the Hugging Face
-    hub's cache keeps the files of all its snapshots there."""
-    whole, real = Path(os.path.realpath(folder)), Path(os.path.realpath(path))
-    cached = whole.parent.parent / "blobs" if whole.parent.name == "snapshots" else whole
-    return real.is_relative_to(whole) or real.parent == cached
 
 
 def check_references(folder: Path, name: str, listed: Collection[str]) -> None:

@@ -9,16 +9,20 @@ from __future__ import annotations
 import difflib
 import os
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Final, get_type_hints
 
+from qsample.disk.untrusted import leads_out
 from qsample.errors import QsampleError
 
 CONFIG: Final = "config.json"
 ADAPTER: Final = "adapter_config.json"
 _HUB_ID: Final = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _LONGEST_ID: Final = 96  # characters, of huggingface_hub
+# Weights may lie on another disk: nothing else than numbers is read of them.
+_WEIGHTS: Final = (".safetensors", ".bin", ".pt", ".pth")
 _SECONDS: Final = 10  # to wait for the hub
 
 
@@ -79,12 +83,14 @@ def check_exists(name: str, hub: HubOptions | None = None, *, file: str = CONFIG
         file: the file that the repository must have.
 
     Raises:
-        QsampleError: if the name is neither.
+        QsampleError: if the name is neither, or if a file of the folder, other than weights, is a link that leads out.
     """
     path = Path(name)
     if os.path.isdir(path):
         if file == CONFIG and not (path / file).is_file():
             raise QsampleError(f"{name} has neither a {file} (a checkpoint) nor a qsample.json (a package)")
+        entries = sorted([*path.iterdir(), *path.glob("*/*.jinja")])
+        check_links((entry for entry in entries if entry.suffix not in _WEIGHTS), [path])
         return
     if os.path.exists(path):
         raise QsampleError(f"{name} is a file; give the folder that it is in, or a hub id")
@@ -94,6 +100,17 @@ def check_exists(name: str, hub: HubOptions | None = None, *, file: str = CONFIG
         raise QsampleError(f"{missing}; give {accepted}")
     if hub is not None:
         _ask_hub(name, missing, accepted, hub, file)
+
+
+def check_links(paths: Iterable[Path], folders: Iterable[Path]) -> None:
+    """Raise QsampleError for a link that leads out of `folders`: a stranger's checkpoint could put any file of this
+    machine into a package."""
+    for path in paths:
+        if path.is_symlink() and leads_out(path, folders):
+            raise QsampleError(
+                f"{path} is a link that leads out of its folder, to {os.path.realpath(path)}; copy the file there if "
+                "you trust it"
+            )
 
 
 def _similar(path: Path) -> str:

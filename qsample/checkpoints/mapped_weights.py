@@ -17,6 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from qsample.disk.untrusted import problem_of_name, read_json
 from qsample.errors import QsampleError
 from qsample.transforms.deferred import SMALLEST, defer
 
@@ -46,9 +47,12 @@ def weight_files(folder: Path) -> list[Path]:
     if not (folder / INDEX).is_file():
         return []
     try:
-        names = set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values())
+        names = set(read_json(folder / INDEX)["weight_map"].values())
         if not names:
             raise ValueError("it lists no tensor")
+        for name in sorted(names):
+            if problem := problem_of_name(name):
+                raise ValueError(f"it names the file {name!r:.120}, {problem}")
         return [folder / name for name in sorted(names)]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise QsampleError(

@@ -1,4 +1,4 @@
-"""Input from strangers: names of files, JSON, and the files that an ONNX file refers to.
+"""Input from strangers: names of files, links, JSON, and the files that an ONNX file refers to.
 
 Names must mean the same on every system, and nothing outside of their folder on any. JSON that RFC 8259 leaves open is
 refused, and so is JSON that would take too much memory or stack. Protobuf is read without the package onnx, which a
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import mmap
+import os
 import re
 import unicodedata
 from collections.abc import Iterable
@@ -71,6 +72,15 @@ def colliding_name(names: Iterable[str]) -> tuple[str, str] | None:
                 return seen[folder], name
             folders.setdefault(folder, name)
     return None
+
+
+def leads_out(path: Path, folders: Iterable[Path]) -> bool:
+    """Whether links lead from `path` to something outside of `folders`. The Hugging Face hub's cache, whose snapshots
+    are links to `models--NAME/blobs`, counts as inside."""
+    real = Path(os.path.realpath(path))
+    if real.parent.name == "blobs" and real.parent.parent.name.startswith("models--"):
+        return False
+    return not any(real.is_relative_to(os.path.realpath(folder)) for folder in folders)
 
 
 LARGEST_FILE: Final = 1 << 26  # bytes; a tokenizer's configuration with 100,000 added tokens has a quarter of that

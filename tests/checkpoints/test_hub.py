@@ -191,3 +191,28 @@ def test_what_is_there(tmp_path: Path) -> None:
     (cached / "snapshots" / "abc").mkdir(parents=True)
     (cached / "snapshots" / "abc" / "config.json").touch()
     check_exists("some/model", HubOptions(local_files_only=True, cache_dir=tmp_path))
+
+
+@pytest.mark.parametrize("name", ["chat_template.jinja", "vocab.txt", "additional_chat_templates/rag.jinja"])
+def test_links_that_lead_out_of_a_checkpoint(name: str, tmp_path: Path) -> None:
+    """What a stranger's folder links to would be copied into the package."""
+    folder = tmp_path / "model"
+    (folder / name).parent.mkdir(parents=True)
+    (folder / "config.json").touch()
+    (tmp_path / "secret").touch()
+    (folder / name).symlink_to(tmp_path / "secret")
+    with pytest.raises(QsampleError, match=rf"{name} is a link that leads out of its folder, to .*/secret; copy"):
+        check_exists(str(folder))
+
+
+def test_links_that_stay(tmp_path: Path) -> None:
+    """Inside of the folder, to files of the hub's cache, and weights on another disk."""
+    blobs = tmp_path / "hub" / "models--me--model" / "blobs"
+    targets = {"config.json": blobs / "1", "vocab.txt": Path("moved"), "model.safetensors": tmp_path / "disk"}
+    (tmp_path / "model").mkdir()
+    blobs.mkdir(parents=True)
+    for name, target in targets.items():
+        (tmp_path / "model" / target).touch()
+        (tmp_path / "model" / name).symlink_to(target)
+    (tmp_path / "link").symlink_to("model")
+    check_exists(str(tmp_path / "link"))

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from qsample import AutoModelForCausalLM
 from qsample.checkpoints.checkpoint import Checkpoint
 from qsample.checkpoints.hub import HubOptions
-from qsample.checkpoints.mapped_weights import INDEX
+from qsample.checkpoints.mapped_weights import INDEX, weight_files
 from qsample.errors import QsampleError
 from qsample.transforms.deferred import computing, deferred, numbers
 from tests.helpers.mixtures import mixture
@@ -251,3 +251,17 @@ def test_all_that_is_mapped_is_watched(shards: Path, tmp_path: Path) -> None:
         with pytest.raises(QsampleError, match=file.name):
             sources.check()
         os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ('{"weight_map": {"a": "../model.safetensors"}}', "'../model.safetensors', which lies outside"),
+        ('{"weight_map": {"a": 5}}', "is not an index of weights"),
+        ("[" * 100_000, "nested more than"),
+    ],
+)
+def test_an_index_of_a_stranger(text: str, why: str, tmp_path: Path) -> None:
+    (tmp_path / INDEX).write_text(text)
+    with pytest.raises(QsampleError, match=why):
+        weight_files(tmp_path)

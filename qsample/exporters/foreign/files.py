@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from tokenizers import Tokenizer
 
-from qsample.checkpoints.hub import HubOptions
+from qsample.checkpoints.hub import HubOptions, check_links
 from qsample.disk.untrusted import problem_of_name, read_json, referenced_files
 from qsample.errors import QsampleError
 from qsample.exporters.foreign.interface import refusal
@@ -61,8 +61,11 @@ class Location:
         return any(path.is_symlink() or path.stat().st_nlink > 1 for path in (self.file, *self.data))
 
     def find(self, name: str) -> Path | None:
-        """A file that belongs to the decoder."""
-        return next((folder / name for folder in self.folders if (folder / name).is_file()), None)
+        """A file that belongs to the decoder. Raises QsampleError for a link to something else."""
+        path = next((folder / name for folder in self.folders if (folder / name).is_file()), None)
+        if path is not None:
+            check_links([path], self.folders)
+        return path
 
     def read(self, name: str) -> dict[str, Any]:
         """The JSON object in a file that belongs to the decoder; {} if the file is missing."""
@@ -111,21 +114,13 @@ def without_links(location: Location, folder: Path) -> Location:
     Raises QsampleError for a link that leads elsewhere than into the decoder's folder or the hub's cache.
     """
     files = []
+    check_links((location.file, *location.data), location.folders)
     for path in (location.file, *location.data):
-        real = Path(os.path.realpath(path))
-        if path.is_symlink() and not any(real.is_relative_to(allowed) for allowed in _allowed(location)):
-            raise QsampleError(f"{path} is a link that leads out of its folder; copy the file there if you trust it")
         target = folder / path.relative_to(location.file.parent)
         target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(real, target)  # onnx_ir takes neither links nor files with a second name
+        shutil.copyfile(path, target)  # onnx_ir takes neither links nor files with a second name
         files.append(target)
     return replace(location, file=files[0], data=tuple(files[1:]))
-
-
-def _allowed(location: Location) -> list[Path]:
-    """The targets of accepted links: below the folders of the decoder, and the hub's files next to its snapshots."""
-    cached = [parent.parent.parent / "blobs" for parent in location.file.parents if parent.parent.name == "snapshots"]
-    return [Path(os.path.realpath(folder)) for folder in (*location.folders, *cached)]
 
 
 def _located(file: Path, folders: tuple[Path, ...], name: str) -> Location:

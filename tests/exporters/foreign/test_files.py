@@ -171,10 +171,12 @@ def test_files_with_several_names(decoder: Decoder, tmp_path: Path) -> None:
     assert (folder / "model.onnx.data").samefile(tmp_path / "backup")
 
 
-def test_links_that_lead_elsewhere(decoder: Decoder, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["model.onnx.data", "config.json", "tokenizer.json", "chat_template.jinja"])
+def test_links_that_lead_elsewhere(name: str, decoder: Decoder, tmp_path: Path) -> None:
     folder = edited(decoder("genai_cpu_fp32")[0], tmp_path / "model", lambda model: None)
-    (folder / "model.onnx.data").rename(tmp_path / "secret")
-    (folder / "model.onnx.data").symlink_to(tmp_path / "secret")
-    with pytest.raises(QsampleError, match=r"model\.onnx\.data is a link that leads out of its folder"):
+    (folder / name).touch()
+    (folder / name).rename(tmp_path / "secret")
+    (folder / name).symlink_to(tmp_path / "secret")
+    with pytest.raises(QsampleError, match=rf"{name} is a link that leads out of its folder, to .*/secret"):
         qsample.bake(folder, tmp_path / "out")
     assert not (tmp_path / "out").exists()
