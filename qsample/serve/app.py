@@ -281,4 +281,5 @@ def _described(model: ServedModel) -> dict[str, Any]:
         "created": model.created,
         "owned_by": "qsample",
         "max_model_len": model.max_model_len,
+        "capabilities": {"completion_chat": model.takes_chats},  # as in Mistral's list of models
     }

@@ -99,6 +99,11 @@ class ServedModel:
             return templates.get("tool_use") or templates.get("default", "")
         return templates or ""
 
+    @property
+    def takes_chats(self) -> bool:
+        """Whether there is a chat template for messages."""
+        return bool(self._template)
+
     def reasoning_reader(self, prompt: Sequence[int]) -> ReasoningReader | None:
         """Splits the thoughts off an answer to that prompt; None = they stay in the answer."""
         if self._reasoning_format is None:
