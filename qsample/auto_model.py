@@ -49,6 +49,7 @@ class AutoModelForCausalLM:
         allowed_tokens: bool = False,
         logprobs: bool = False,
         top_logprobs: int = 0,
+        for_serving: bool = False,
         filters: Sequence[str] = (),
         filter_order: str | None = None,
         seed_input: bool = False,
@@ -76,6 +77,7 @@ class AutoModelForCausalLM:
             return_pdfs: also return the distribution that each token was sampled from, `probs` [B, V] float32.
             logit_bias, allowed_tokens, logprobs, top_logprobs: further features, off by default and then absent from
                 the graph; see `interface.Features`.
+            for_serving: all four, with 20 top_logprobs: everything that a request to `qsample serve` may ask for.
             filters: further sampling parameters of the graph: names of `contract.EXTRA_PARAMETERS`, for example
                 ["typical_p", "xtc", "dry"].
             filter_order: "huggingface" (the default), the temperature before all filters, or "llama.cpp", the
@@ -115,6 +117,8 @@ class AutoModelForCausalLM:
             filter_order=filter_order or HUGGING_FACE,
             seed=seed_input,
         )
+        if for_serving:
+            features = features.for_serving()
         hub = HubOptions(
             revision=revision,
             cache_dir=cache_dir,

@@ -38,15 +38,21 @@ def cache_folder() -> Path:
 
 
 @young_collections()
-def bundled_model(provider: str = "cpu", progress: Progress | None = None) -> PackagedModel:
+def bundled_model(
+    provider: str = "cpu", progress: Progress | None = None, *, for_serving: bool = False
+) -> PackagedModel:
     """The bundled model compiled for `provider`: from the cache, or exported into it first (about half a minute).
 
-    progress: called with a stage's name and the fraction done, in [0, 1].
+    Args:
+        provider: to compile for.
+        progress: called with a stage's name and the fraction done, in [0, 1].
+        for_serving: with all that a server's requests may ask for.
     """
     from qsample.auto_model import AutoModelForCausalLM
     from qsample.models import PackagedModel
 
-    entry = cache_folder() / f"tiny_lm-{provider}-{_content_hash(provider)[:16]}"
+    kind = f"{provider}_for_serving" if for_serving else provider
+    entry = cache_folder() / f"tiny_lm-{kind}-{_content_hash(provider)[:16]}"
     if entry.is_dir():
         try:
             model = AutoModelForCausalLM.from_pretrained(entry, provider=provider)
@@ -68,7 +74,7 @@ def bundled_model(provider: str = "cpu", progress: Progress | None = None) -> Pa
             "to another folder"
         ) from error
     with folder as scratch:
-        checkpoint = AutoModelForCausalLM.from_pretrained(TINY_LM, local_files_only=True)
+        checkpoint = AutoModelForCausalLM.from_pretrained(TINY_LM, local_files_only=True, for_serving=for_serving)
         checkpoint.compile(scratch.new / "package", options=options, progress=progress)
         try:
             (scratch.new / "package").rename(entry)

@@ -7,7 +7,8 @@ read names, dtypes and shapes from here.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Final
 
 from qsample.contract import (
     ADJUSTED_LOGITS,
@@ -45,6 +46,8 @@ from qsample.contract import (
     retained_name,
 )
 
+MOST_TOP_LOGPROBS: Final = 20  # alternatives of a token that OpenAI's requests may ask for
+
 
 @dataclass(frozen=True, slots=True)
 class Features:
@@ -80,6 +83,11 @@ class Features:
             raise ValueError(f"filter_order is {self.filter_order!r:.80}; choose one of {', '.join(FILTER_ORDERS)}")
         # In a fixed order: equal features compare as equal.
         object.__setattr__(self, "filters", tuple(name for name in known if name in given))
+
+    def for_serving(self) -> Features:
+        """These, with all that a request of OpenAI's API may ask of a graph: biases, masks, log-probabilities."""
+        most = max(self.top_logprobs, MOST_TOP_LOGPROBS)
+        return replace(self, logit_bias=True, allowed_tokens=True, logprobs=True, top_logprobs=most)
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,6 +35,11 @@ from transformers.utils.logging import disable_progress_bar
 BOS, EOS, PAD = "<s>", "</s>", "<pad>"
 VOCAB_SIZE = 2048
 CONTEXT = 512  # tokens
+# Of a model that was not trained for conversations: each message is a line of the text, and so is the answer.
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}{{ message['content'] }}"
+    "{% if add_generation_prompt or not loop.last %}{{ '\\n' }}{% endif %}{% endfor %}"
+)
 PROMPTS = ("And the LORD spake unto", "In the beginning", "Psalms 151\n")
 SAMPLING = {"do_sample": True, "temperature": 0.8, "top_p": 0.9, "top_k": 0, "max_new_tokens": 120}
 KJV_CHAPTERS = 1189
@@ -116,6 +121,7 @@ def train_tokenizer(documents: Sequence[str]) -> PreTrainedTokenizerFast:
         model_max_length=CONTEXT,
         padding_side="left",
         clean_up_tokenization_spaces=False,
+        chat_template=CHAT_TEMPLATE,
         **names,
     )
 
@@ -305,14 +311,15 @@ for training. Tensors are stored as float16 and load as float32.
 
 ## Limits
 
-It knows a single text, keeps a thread for a sentence or two, and sometimes invents words. Nothing that it writes is
-a quotation or a statement of fact, and other languages or styles come out as noise.
+It was not trained for conversations: its chat template puts each message on a line of its own, and the answer is the
+next line of the text. It knows a single text, keeps a thread for a sentence or two, and sometimes invents words.
+Nothing that it writes is a quotation or a statement of fact, and other languages or styles come out as noise.
 """
 
 
 def check_output(out: Path) -> None:
     """Refuse a place that holds anything but an earlier result, because it will be replaced."""
-    ours = {"README", "config", "generation_config", "model", "tokenizer", "tokenizer_config"}
+    ours = {"README", "config", "generation_config", "model", "tokenizer", "tokenizer_config", "chat_template"}
     if out.exists() and not (out.is_dir() and {entry.stem for entry in out.iterdir()} <= ours):
         raise SystemExit(f"error: {out} exists and is not an earlier result of this script")
 

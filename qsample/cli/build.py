@@ -35,7 +35,7 @@ from qsample.values import DEFAULT
 EXPORT_EXAMPLES: Final = (
     "[bold]Examples[/bold]\n\n"
     "qsample export Qwen/Qwen3-0.6B qwen3\n\n"
-    "qsample export ./my-checkpoint out --dtype float16 --logprobs --top-logprobs 5\n\n"
+    "qsample export ./my-checkpoint out --dtype float16 --for-serving\n\n"
     "qsample export ./my-checkpoint out --filter xtc --filter dry --filter-order llama.cpp"
 )
 COMPILE_EXAMPLES: Final = (
@@ -203,13 +203,15 @@ def bake(
         raise typer.BadParameter(f"{model} is a package already; `qsample compile` takes it from here")
     _check_revision(model, revision)
     quieten(model)
-    features = {_FEATURES.get(name, name): value for name, value in feature_options(ctx.params).items()}
+    options = feature_options(ctx.params)
+    for_serving = options.pop("for_serving")
+    features = Features(**{_FEATURES.get(name, name): value for name, value in options.items()})
     with _metered_progress() as meter:
         baked = bake_file(
             model,
             out,
             file=file,
-            features=Features(**features),
+            features=features.for_serving() if for_serving else features,
             tokenizer=None if tokenizer == "none" else tokenizer,
             rope=rope,
             reference=reference,

@@ -66,6 +66,15 @@ FEATURE_FLAGS: Final[Mapping[str, Flag]] = {
     "allowed_tokens": Flag(
         Annotated[bool, typer.Option("--allowed-tokens", help="Take a token mask (guided decoding).")], False
     ),
+    "for_serving": Flag(
+        Annotated[
+            bool,
+            typer.Option(
+                "--for-serving", help="All four, with 20 likeliest tokens: what qsample serve may be asked for."
+            ),
+        ],
+        False,
+    ),
     "filters": Flag(
         Annotated[
             list[str] | None,
@@ -260,8 +269,10 @@ def open_model(model: str, provider: str | None = None) -> CheckpointModel | For
     return AutoModelForCausalLM.from_pretrained(model, provider=provider)
 
 
-def open_exported(model: str | None, provider: str | None) -> PackagedModel:
+def open_exported(model: str | None, provider: str | None, *, for_serving: bool = False) -> PackagedModel:
     """A package as it is; a checkpoint or decoder file exported to a temporary folder; None = the bundled model.
+
+    for_serving: what is exported gets all that a server's requests may ask for.
 
     The temporary folder lives as long as the returned object.
     """
@@ -271,9 +282,13 @@ def open_exported(model: str | None, provider: str | None) -> PackagedModel:
     with progress() as report:
         if model is None:
             quieten(str(TINY_LM))
-            return bundled_model(provider or "cpu", report)
+            return bundled_model(provider or "cpu", report, for_serving=for_serving)
         opened = open_model(model, provider)
-        return opened if isinstance(opened, PackagedModel) else opened.export(progress=report)
+        if isinstance(opened, PackagedModel):
+            return opened
+        if for_serving:
+            opened.features = opened.features.for_serving()
+        return opened.export(progress=report)
 
 
 def context_full(limit: int, consequence: str) -> str:

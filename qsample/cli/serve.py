@@ -151,4 +151,4 @@ def _named(package: str | None, named: list[str], name: str | None) -> dict[str,
 
 def _exported(named: dict[str, str], package: str | None, provider: str | None) -> PackagedModel | None:
     """PACKAGE, exported if it is a checkpoint; None = every model has a --model of its own."""
-    return open_exported(package, provider) if (package or "") in named.values() else None
+    return open_exported(package, provider, for_serving=True) if (package or "") in named.values() else None

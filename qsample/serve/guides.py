@@ -106,7 +106,7 @@ class Grammars:
             raise ApiError(
                 400,
                 "this package was exported without allowed_tokens, which an answer that follows a schema needs; export "
-                "it with --allowed-tokens",
+                "it with --for-serving, which brings all that requests ask for, or with --allowed-tokens",
             )
         if self._model.tokenizer is None:
             raise ApiError(400, "this package has no tokenizer, which an answer that follows a schema needs")

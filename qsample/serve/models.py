@@ -30,6 +30,7 @@ _OF_CONFIG: Final = (
 _MARK_TOKENS: Final = 32  # more than the longest mark around thoughts has, even in single characters
 _BYTE_TOKEN: Final = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _UNKNOWN: Final = "\ufffd"
+_EXPORT_AGAIN: Final = "export it with --for-serving, which brings all that requests ask for, or with"
 
 
 class ServedModel:
@@ -127,6 +128,9 @@ class ServedModel:
         if "max_new_tokens" not in fields:
             limit = request.default_limit
             fields |= {"max_length": self.max_model_len} if limit is None else {"max_new_tokens": limit}
+        if "logit_bias" in fields and not self.interface.features.logit_bias:
+            text = f"this package was exported without logit_bias; {_EXPORT_AGAIN} --logit-bias"
+            raise ApiError(400, text, param="logit_bias")
         if request.ignore_eos or request.stop_token_ids:
             ends = () if request.ignore_eos else self.ends
             fields["eos_token_id"] = (*ends, *(request.stop_token_ids or ()))
@@ -141,7 +145,7 @@ class ServedModel:
         """
         features = self.interface.features
         if not features.logprobs:
-            raise ApiError(400, "this package was exported without logprobs; export it with --logprobs", param=param)
+            raise ApiError(400, f"this package was exported without logprobs; {_EXPORT_AGAIN} --logprobs", param=param)
         if self.model.tokenizer is None:
             text = "log-probabilities come with the texts of tokens, and this package has no tokenizer; leave them out"
             raise ApiError(400, text, param=param)

@@ -33,6 +33,7 @@ def test_export_passes_every_option(run: Any, monkeypatch: pytest.MonkeyPatch, t
         "allowed_tokens": False,
         "logprobs": False,
         "top_logprobs": 0,
+        "for_serving": False,
         "filters": (),
         "filter_order": "huggingface",
         "seed_input": False,
@@ -49,6 +50,8 @@ def test_export_passes_every_option(run: Any, monkeypatch: pytest.MonkeyPatch, t
     run("export", "some/model", tmp_path / "p", *filters)
     chosen = {"filters": ("xtc", "dry", "typical_p"), "filter_order": "llama.cpp", "seed_input": True}
     assert seen == {**defaults, **chosen, "model": "some/model"}
+    run("export", "some/model", tmp_path / "p", "--for-serving")
+    assert seen == {**defaults, "for_serving": True, "model": "some/model"}
 
 
 def test_bake_passes_filters(run: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -61,6 +64,8 @@ def test_bake_passes_filters(run: Any, monkeypatch: pytest.MonkeyPatch, tmp_path
     monkeypatch.setattr("qsample.auto_model.bake", spy)
     run("bake", "some/model", tmp_path / "p", "--filter", "mirostat", "--filter-order", "llama.cpp", "--seed-input")
     assert seen["features"] == Features(filters=("mirostat",), filter_order="llama.cpp", seed=True)
+    run("bake", "some/model", tmp_path / "p", "--for-serving", "--top-logprobs", "3")
+    assert seen["features"] == Features(logit_bias=True, allowed_tokens=True, logprobs=True, top_logprobs=20)
 
 
 @pytest.mark.parametrize("command", ["export", "bake"])

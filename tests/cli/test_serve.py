@@ -41,7 +41,7 @@ def test_a_timeout_in_which_nothing_can_be_answered(run: Any, tmp_path: Path) ->
 def test_settings_are_checked_before_a_checkpoint_is_exported(
     arguments: list[str], told: str, run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("qsample.cli.serve.open_exported", lambda *given: pytest.fail("it was exported"))
+    monkeypatch.setattr("qsample.cli.serve.open_exported", lambda *given, **options: pytest.fail("it was exported"))
     status, _, err = run("serve", "checkpoint", *arguments)
     assert status in (1, 2)
     assert told in err

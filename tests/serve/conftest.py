@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,14 @@ from tests.helpers.servers import TOOL_TEMPLATE, ServerProcess
 
 
 @pytest.fixture(scope="session")
-def served_package(shared_folder: Path) -> Path:
-    bundled = Path(qsample.__file__).parent / "assets" / "tiny_lm"
+def served_package(shared_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Without a chat template."""
+    bundled, checkpoint = Path(qsample.__file__).parent / "assets" / "tiny_lm", tmp_path_factory.mktemp("x") / "tiny_lm"
+    shutil.copytree(bundled, checkpoint, ignore=shutil.ignore_patterns("chat_template.jinja"))
     features = {"allowed_tokens": True, "logprobs": True, "top_logprobs": 5, "logit_bias": True}
     return made_once(
         shared_folder / "tiny_lm-served-package",
-        lambda path: AutoModelForCausalLM.from_pretrained(bundled, **features).export(path),
+        lambda path: AutoModelForCausalLM.from_pretrained(checkpoint, **features).export(path),
     )
 
 

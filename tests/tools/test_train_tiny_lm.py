@@ -21,6 +21,7 @@ SCRIPT = ROOT / "tools" / "train_tiny_lm.py"
 BUNDLED = ROOT / "qsample" / "assets" / "tiny_lm"
 FILES = {
     "README.md",
+    "chat_template.jinja",
     "config.json",
     "generation_config.json",
     "model.safetensors",
@@ -237,9 +238,13 @@ def test_an_earlier_result_is_replaced_and_other_folders_are_not(
     assert (out / "thesis.txt").exists()
 
 
-def test_the_bundled_folder_is_complete_and_small() -> None:
+def test_the_bundled_folder_is_complete_and_small(bundled: tuple[Any, Any]) -> None:
     assert {path.name for path in BUNDLED.iterdir()} == FILES
     assert sum(path.stat().st_size for path in BUNDLED.iterdir()) <= 3_000_000
+    messages = [{"role": "user", "content": "In the"}, {"role": "assistant", "content": "beginning"}]
+    assert bundled[1].apply_chat_template(messages, tokenize=False) == "<s>In the\nbeginning"
+    asked = bundled[1].apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert asked == "<s>In the\nbeginning\n"
     config = json.loads((BUNDLED / "config.json").read_text(encoding="utf-8"))
     assert config["vocab_size"] == 2048
     assert config["max_position_embeddings"] == 512
