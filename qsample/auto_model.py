@@ -55,6 +55,7 @@ class AutoModelForCausalLM:
         seed_input: bool = False,
         dtype: Any = None,
         torch_dtype: Any = None,
+        device_map: Any = None,
         tokenizer: str | None = "auto",
         provider: str | None = None,
         revision: str | None = None,
@@ -87,6 +88,7 @@ class AutoModelForCausalLM:
             dtype: of the weights and the cache: "float32" (the default), "float16", or "auto" for the checkpoint's own
                 if it is float32 or float16; torch's and NumPy's objects are accepted, too.
             torch_dtype: the older name of dtype.
+            device_map: as in transformers; a device has to be that of the provider, which chooses it.
             tokenizer: "auto", another id or folder, or None for a package of token ids only.
             provider: the execution provider that generate() runs on; None = the provider that a device package was
                 compiled for, otherwise "cpu".
@@ -134,13 +136,14 @@ class AutoModelForCausalLM:
             if filter_order is None:
                 features = replace(features, filter_order=package.interface.features.filter_order)
             check_features(package, features, None if chosen == "auto" else chosen)
-            return PackagedModel(package, provider)
+            return PackagedModel(package, provider).place(device_map)
         if file is not None or is_decoder(path):
             if adapter is not None or chosen is not None:
                 given = "adapter" if adapter is not None else "dtype"
                 raise QsampleError(f"{path} is a decoder file, whose weights are as they are; leave {given} out")
             warnings.warn(f"{path} holds a decoder file; it is used as `qsample bake` writes it", stacklevel=2)
-            return ForeignModel(path, features, provider, file=file, tokenizer=tokenizer, hub=hub)
+            model = ForeignModel(path, features, provider, file=file, tokenizer=tokenizer, hub=hub)
+            return model.place(device_map)
         checkpoint = _checkpoint(
             str(pretrained_model_name_or_path),
             dtype=chosen or "float32",
@@ -148,7 +151,7 @@ class AutoModelForCausalLM:
             adapter=None if adapter is None else str(adapter),
             hub=hub,
         )
-        return CheckpointModel(checkpoint, features, provider)
+        return CheckpointModel(checkpoint, features, provider).place(device_map)
 
 
 def bake(

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
     from qsample.checkpoints.checkpoint import Checkpoint
     from qsample.runtime import CausalLM, GenerateOutput
-    from qsample.tensors import Array
 
 
 class Model(ModelMethods):
@@ -48,11 +47,14 @@ class Model(ModelMethods):
 
     @property
     def device(self) -> Device:
-        return self.runtime.device
+        from qsample.ort.providers import device_of, execution_providers
+
+        return Device(device_of(execution_providers(self._provider or "cpu")))
 
     @property
+    @abstractmethod
     def dtype(self) -> str:
-        return self.runtime.dtype
+        """The dtype of the weights and the cache, "float32" for example."""
 
     @property
     def generation_config(self) -> GenerationConfig:
@@ -69,7 +71,7 @@ class Model(ModelMethods):
     @overload
     def generate(
         self, inputs: Any = ..., params: Any = ..., *, return_dict_in_generate: Literal[False], **options: Any
-    ) -> Array: ...
+    ) -> Any: ...
 
     @overload
     def generate(
@@ -154,6 +156,7 @@ class PackagedModel(Model):
         """
         super().__init__(provider)
         self.package = package
+        self.features = package.interface.features
         self._folder = folder
         self._runtime: CausalLM | None = None
 
@@ -161,6 +164,13 @@ class PackagedModel(Model):
     def config(self) -> ModelConfig:
         """The model's config.json."""
         return ModelConfig(self.package.read_json("config.json"))
+
+    @property
+    def device(self) -> Device:
+        from qsample.ort.providers import device_of
+
+        compilation = self.package.manifest.compilation
+        return Device(device_of(compilation.execution_providers)) if compilation else super().device
 
     @property
     def dtype(self) -> str:
@@ -270,12 +280,6 @@ class CheckpointModel(ExportableModel):
     def config(self) -> PretrainedConfig:
         """The checkpoint's configuration, as transformers reads it."""
         return self._checkpoint.config
-
-    @property
-    def device(self) -> Device:
-        from qsample.ort.providers import device_of, execution_providers
-
-        return Device(device_of(execution_providers(self._provider or "cpu")))
 
     @property
     def dtype(self) -> str:

@@ -153,9 +153,8 @@ def test_a_script_of_transformers_runs(llama_package: Path, checkpoint: Callable
 @pytest.mark.parametrize(
     ("keywords", "error", "message"),
     [
-        ({"device_map": "auto"}, ValueError, "device_map is 'auto'.*provider="),
-        ({"low_cpu_mem_usage": True}, ValueError, "low_cpu_mem_usage is True.*mapped"),
-        ({"attn_implementation": "flash_attention_2"}, ValueError, "attn_implementation is 'flash_attention_2'"),
+        ({"device_map": "cuda:0"}, ValueError, 'cannot move to .cuda:0.; model.compile.provider="cuda".'),
+        ({"max_memory": {0: "10GiB"}}, ValueError, "max_memory is .*mapped"),
         ({"load_in_4bit": True}, ValueError, 'load_in_4bit is True.*weights="int4"'),
         ({"include_samplers": True}, TypeError, "no argument 'include_samplers'; did you mean 'include_sampler'"),
         ({"dtype": "int8"}, QsampleError, "dtype is int8"),

@@ -42,6 +42,8 @@ class GenerationConfig(dict[str, Any]):
     def to_dict(self) -> dict[str, Any]:
         return dict(self)
 
+    to_diff_dict = to_dict  # a file has what differs from transformers' defaults
+
 
 def read_generation_config(given: Any) -> dict[str, Any]:
     """The fields that are set in `given`: a mapping, an object with to_dict() such as transformers.GenerationConfig,

@@ -1,7 +1,8 @@
 """Keywords of transformers that mean nothing here.
 
 `GENERATE` has those of `generate`, among them fields of a GenerationConfig and the further results of a tokenizer;
-`sampling_params.UNSUPPORTED` has those that would change the tokens. `FROM_PRETRAINED` has those of `from_pretrained`.
+`sampling_params.UNSUPPORTED` has those that would change the tokens. `FROM_PRETRAINED` and `IGNORED` have those of
+`from_pretrained`.
 """
 
 from __future__ import annotations
@@ -72,32 +73,22 @@ GENERATE: Final[Mapping[str, Refusal]] = {
 BOOKKEEPING: Final = ("transformers_version", "_from_model_config", "_commit_hash", "_original_object_hash")
 
 _WEIGHTS: Final = "weights stay mapped from their files, during the export and later; leave it out"
-_DEVICE: Final = "provider= chooses the device that generate runs on; compile() makes a package for it"
 _QUANTIZED: Final = 'quantize when you compile: model.compile(weights="int4") or "int8"'
-_KERNELS: Final = "attention runs through ONNX Runtime's operators; leave it out"
 _ONE_DEVICE: Final = "a package runs on a single device; leave it out"
 _DOWNLOAD: Final = "download the repository first (huggingface_hub.snapshot_download) and give its folder"
-_SAFE: Final = "weights are read from safetensors, or by transformers if a checkpoint has none; leave it out"
 _TRANSFORMERS: Final = "qsample loads the model itself; give the folder or hub id of a checkpoint that has it already"
 
 FROM_PRETRAINED: Final[Mapping[str, Refusal]] = {
-    **refusals("device_map", _DEVICE),
-    **refusals("low_cpu_mem_usage", _WEIGHTS, False),
-    **refusals("max_memory offload_folder", _WEIGHTS),
-    **refusals("offload_buffers offload_state_dict disable_mmap", _WEIGHTS, False),
-    **refusals("attn_implementation experts_implementation", _KERNELS, "eager"),
-    **refusals("use_kernels allow_all_kernels use_flash_attention_2", _KERNELS, False),
-    **refusals("kernel_config", _KERNELS),
+    **refusals("max_memory", _WEIGHTS),
+    **refusals("disable_mmap", _WEIGHTS, False),
     **refusals("quantization_config", _QUANTIZED),
     **refusals("load_in_8bit load_in_4bit", _QUANTIZED, False),
     **refusals("tp_plan tp_size device_mesh distributed_config", _ONE_DEVICE),
     **refusals("subfolder", _DOWNLOAD, ""),
     **refusals("force_download", _DOWNLOAD, False),
     **refusals("variant gguf_file code_revision mirror", _DOWNLOAD),
-    **refusals("resume_download", "downloads always resume; leave it out", True, False),
     **refusals("proxies", "set HTTPS_PROXY in the environment"),
     **refusals("use_auth_token", "it is called token here, as in transformers today"),
-    **refusals("use_safetensors weights_only", _SAFE, True),
     **refusals("from_tf from_flax", "save it with transformers as safetensors first", False),
     **refusals("config state_dict key_mapping fusion_config model_kwargs", _TRANSFORMERS),
     **refusals("ignore_mismatched_sizes", "weights that do not fit are refused; leave it out", False),
@@ -105,10 +96,17 @@ FROM_PRETRAINED: Final[Mapping[str, Refusal]] = {
     **refusals("return_unused_kwargs", "unknown keywords are refused; leave it out", False),
     **refusals("adapter_name adapter_kwargs", "give adapter= the folder or hub id of the LoRA adapter", "default", {}),
     **refusals("generation_config", "give it to generate, or change model.generation_config"),
-    **refusals("use_cache", "the graph always keeps its cache; leave it out", True),
     **refusals("tqdm_class", "export and compile take progress=, a function; leave it out"),
     **refusals("max_length max_new_tokens temperature top_k top_p do_sample", "give it to generate"),
 }
+
+# These choose how transformers loads and computes, never what: any value is met by a graph with kernels and a cache of
+# its own, whose weights stay mapped from safetensors.
+IGNORED: Final = frozenset(
+    {"attn_implementation", "experts_implementation", "use_flash_attention_2", "use_kernels", "allow_all_kernels"}
+    | {"kernel_config", "low_cpu_mem_usage", "offload_folder", "offload_buffers", "offload_state_dict", "use_cache"}
+    | {"use_safetensors", "weights_only", "resume_download"}
+)
 
 
 def check_from_pretrained(given: Mapping[str, Any], own: Collection[str]) -> None:
@@ -120,6 +118,6 @@ def check_from_pretrained(given: Mapping[str, Any], own: Collection[str]) -> Non
 
     Raises ValueError for a keyword of transformers that asks for something, TypeError for an unknown keyword.
     """
-    rest = without_refused(FROM_PRETRAINED, given)
+    rest = without_refused(FROM_PRETRAINED, given).keys() - IGNORED
     if rest:
         raise TypeError(unknown("from_pretrained has no argument", next(iter(rest)), own))

@@ -2,10 +2,49 @@
 
 from __future__ import annotations
 
+import logging
+import re
 from abc import ABC, abstractmethod
-from typing import Any, Self
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Self
 
+from qsample.errors import shown
 from qsample.huggingface.dtypes import dtype_name, is_dtype
+from qsample.interface import Features
+
+_ADAPTERS: Final = "adapters are merged before the export: open the checkpoint with from_pretrained(..., adapter=)"
+_LAYERS: Final = (
+    "it is an ONNX graph, without layers of torch. Train or change the checkpoint in transformers and export it again; "
+    "from_pretrained(..., adapter=) merges a LoRA adapter into a checkpoint"
+)
+
+
+# The log of transformers for classes outside of it, which a pipeline uses all the same.
+_FALSE_ALARM: Final = re.compile(
+    "The model '(PackagedModel|CheckpointModel|ForeignModel|CausalLM)' is not supported for text-generation"
+)
+
+
+def _keeps(record: logging.LogRecord) -> bool:
+    return not _FALSE_ALARM.match(record.getMessage())
+
+
+def _absent(names: str, why: str) -> dict[str, str]:
+    return dict.fromkeys(names.split(), why)
+
+
+_ABSENT: Final[Mapping[str, str]] = {
+    **_absent("load_adapter add_adapter set_adapter enable_adapters disable_adapters delete_adapter", _ADAPTERS),
+    **_absent("active_adapters get_adapter_state_dict merge_and_unload", _ADAPTERS),
+    **_absent("parameters named_parameters buffers named_buffers state_dict load_state_dict", _LAYERS),
+    **_absent("modules named_modules children named_children get_submodule apply model lm_head", _LAYERS),
+    **_absent("get_input_embeddings get_output_embeddings resize_token_embeddings tie_weights", _LAYERS),
+    **_absent("gradient_checkpointing_enable enable_input_require_grads zero_grad", _LAYERS),
+    "forward": "its graph is compiled already, and generate runs it; leave torch.compile out",
+    "push_to_hub": "upload its folder with huggingface_hub.upload_folder",
+}
+# Ways to spread a model over the devices that are there, in place of a device.
+_SPREAD: Final = ("auto", "balanced", "balanced_low_0", "sequential")
 
 
 class Device(str):
@@ -26,6 +65,11 @@ class ModelMethods(ABC):
     """Methods of transformers' models. They return the model if they would change nothing; otherwise they say how to
     make another graph."""
 
+    features: Features  # of the graph
+    main_input_name: ClassVar = "input_ids"
+    input_modalities: ClassVar = ("text",)
+    output_modalities: ClassVar = ("text",)
+
     @property
     @abstractmethod
     def device(self) -> Device:
@@ -36,9 +80,28 @@ class ModelMethods(ABC):
     def dtype(self) -> str:
         """The dtype of the weights and the cache, "float32" for example."""
 
+    def can_generate(self) -> bool:
+        """True. transformers' pipelines ask it, and would then log an error about a class that they do not know."""
+        logging.getLogger("transformers.pipelines.base").addFilter(_keeps)
+        return True
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Raises TypeError: a graph returns tokens, not logits."""
-        raise TypeError("the model cannot be called, as its graph returns tokens in place of logits; use generate")
+        """Raises TypeError: a graph keeps its cache, and returns what `generate` needs."""
+        if self.features.sampler:
+            returns, instead = "tokens", "export with logprobs=True, top_logprobs=M or return_pdfs=True"
+        else:
+            returns, instead = "the last logits of each row", "give generate a function as logits_processor"
+        raise TypeError(
+            f"the model cannot be called, as its graph keeps the cache and returns {returns}; use generate. To see "
+            f"probabilities, {instead}; for logits of a whole text, call the checkpoint's model in transformers"
+        )
+
+    if not TYPE_CHECKING:  # which would take any name for present
+
+        def __getattr__(self, name: str) -> Any:
+            if name in _ABSENT:
+                raise AttributeError(f"a model of qsample has no {name}: {_ABSENT[name]}")
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def eval(self) -> Self:
         """The model itself, which is never in training."""
@@ -57,7 +120,6 @@ class ModelMethods(ABC):
     def to(self, *args: Any, **kwargs: Any) -> Self:
         """The model itself, if it has that device and dtype. Raises ValueError otherwise."""
         for wanted in (*args, *kwargs.values()):
-            kind = getattr(wanted, "type", wanted)
             if wanted is None or isinstance(wanted, bool):
                 continue
             if is_dtype(wanted):
@@ -66,18 +128,39 @@ class ModelMethods(ABC):
                         f"the model is {self.dtype} and cannot become {dtype_name(wanted)}; give dtype= to "
                         "from_pretrained or to compile"
                     )
-            elif not isinstance(kind, str) or kind.split(":")[0] != self.device:
-                raise ValueError(
-                    f"the model runs on {str(self.device)!r} and cannot move to {str(wanted)!r}; give provider= when "
-                    "you load it, or compile it for that device"
-                )
+            else:
+                self._check_device(wanted)
         return self
+
+    def place(self, device_map: Any) -> Self:
+        """The model itself, if `device_map`, as `from_pretrained` of transformers takes it, asks for no other device
+        than the model's; None, "auto" and the like ask for none. Raises ValueError otherwise."""
+        if device_map is not None and not (isinstance(device_map, str) and device_map in _SPREAD):
+            for wanted in device_map.values() if isinstance(device_map, Mapping) else [device_map]:
+                self._check_device(wanted)
+        return self
+
+    def _check_device(self, wanted: Any) -> None:
+        """wanted: "cuda:0", torch.device("cuda"), or a GPU's number. Raises ValueError if it is another."""
+        name = getattr(wanted, "type", wanted)
+        name = "cuda" if isinstance(name, int) else name.split(":")[0] if isinstance(name, str) else shown(wanted)
+        if name == self.device:
+            return
+        here = f"the model runs on {str(self.device)!r} and cannot move to {str(wanted)!r}"
+        if name == "cuda":
+            raise ValueError(
+                f'{here}; model.compile(provider="cuda") makes one for the GPU. Or leave the device out; a pipeline of '
+                'transformers takes device="cpu"'
+            )
+        if name == "cpu":
+            raise ValueError(f'{here}; compile the checkpoint or the portable package with provider="cpu"')
+        raise ValueError(f"{here}; docs/devices.md has the devices, which compile and from_pretrained call provider=")
 
     def cpu(self) -> Self:
         return self.to("cpu")
 
     def cuda(self, device: Any = None) -> Self:
-        return self.to("cuda")
+        return self.to("cuda" if device is None else device)
 
     def float(self) -> Self:
         return self.to(dtype="torch.float32")

@@ -32,7 +32,6 @@ from qsample.runtime.output import GenerateOutput, Timing, make_output
 from qsample.runtime.prepare import make_sequences
 from qsample.runtime.sequence import Sequence
 from qsample.sampling_params import SamplingParams
-from qsample.tensors import Array
 from qsample.text.generated_text import Streamer, check_streamer
 from qsample.text.tokenizer import Tokenizer
 from qsample.values import check_count
@@ -98,6 +97,7 @@ class CausalLM(ModelMethods):
     ) -> None:
         """loaded_with: the arguments of `load` but the path; None = the model cannot be pickled."""
         self.package = package
+        self.features = package.interface.features
         self.tokenizer = Tokenizer.of(package)
         self.config = ModelConfig(package.read_json("config.json"))
         self._generation_config = GenerationConfig(package.read_json(GENERATION_CONFIG_FILE))
@@ -140,7 +140,7 @@ class CausalLM(ModelMethods):
     @overload
     def generate(
         self, inputs: Any = ..., params: Any = ..., *, return_dict_in_generate: Literal[False], **options: Any
-    ) -> Array: ...
+    ) -> Any: ...
 
     @overload
     def generate(
@@ -183,7 +183,7 @@ class CausalLM(ModelMethods):
             double_buffering: start the next step while the tokens of the last step are read and streamed; False waits.
             stop_strings: texts that end a row. `texts` is cut off before the first complete stop string;
                 `token_ids` goes on to the token that completes it. None = those of the generation_config.
-            return_dict_in_generate: False = an array of the `sequences` alone.
+            return_dict_in_generate: False = the `sequences` alone, without the attributes of the output.
             options: fields of SamplingParams, or do_sample, in place of `params`; as in
                 `SamplingParams.from_generation_config`. With chat messages also tools, documents, chat_template,
                 chat_template_kwargs, add_generation_prompt and continue_final_message, see `ChatOptions`. And
@@ -196,7 +196,8 @@ class CausalLM(ModelMethods):
         it), or if the context length is full.
 
         Returns:
-            The output of all rows; or an array [B, P + N] int64, its `sequences`, if return_dict_in_generate is False.
+            The token ids of all rows, [B, P + N] int64, with further attributes: a tensor if the prompts were given as
+            a tensor, an array otherwise. If return_dict_in_generate is False, its `sequences` alone.
 
         Raises:
             ValueError: an argument is wrong.
@@ -239,7 +240,8 @@ class CausalLM(ModelMethods):
         if self.sessions.replays is not None:
             device.stop(slice(None))
             self._captured[slots, capacity] = device
-        output = make_output(self.interface, sequences, pad, timing)
+        prompts = options.get("input_ids") if inputs is None else inputs
+        output = make_output(self.interface, sequences, pad, timing, prompts)
         invalid = [row for row, reason in enumerate(output.finish_reasons) if reason == "invalid"]
         if invalid:
             warnings.warn(

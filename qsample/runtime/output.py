@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import functools
+import sys
 from collections import abc
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -34,17 +37,18 @@ class Timing:
     steps: int
 
 
-@dataclass(frozen=True, slots=True)
 class GenerateOutput:
     """The result of `generate`; row i belongs to prompt i, or, with num_return_sequences n, to prompt i // n.
 
-    Indexed, measured or iterated over, it is its `sequences`, as transformers returns no more unless a caller asks for
-    more: `tokenizer.decode(output[0])`, `output[:, input_ids.shape[1] :]`.
+    It is its `sequences`, with further attributes: a tensor of torch on the device of the prompts if these were given
+    as a tensor, and a NumPy array otherwise. So everything that takes the result of transformers takes it:
+    `tokenizer.batch_decode(output)`, `output[:, input_ids.shape[1] :]`, `torch.cat([output, more], dim=1)`. Rows,
+    slices and results of computations are plain tensors or arrays.
 
-    Args:
-        sequences: [B, P + N] int64 in transformers' layout: the prompts in P columns, padding included, and from column
-            P on the new tokens, then the pad id. The padding of a prompt stays on its side; prompts of different
-            lengths get the pad id on their left.
+    Attributes:
+        sequences: [B, P + N] int64 in transformers' layout, a plain tensor or array: the prompts in P columns, padding
+            included, and from column P on the new tokens, then the pad id. The padding of a prompt stays on its side;
+            prompts of different lengths get the pad id on their left.
         token_ids: the sampled tokens, a stop token included.
         texts: their text, a continuation of the prompt; None if the package has no tokenizer.
         finish_reasons: "stop" (a stop token, a stop string or a stopping criterion), "length", "time" (max_time), or
@@ -52,14 +56,14 @@ class GenerateOutput:
         seeds: each reproduces its row.
         prompt_lengths: in tokens, without padding.
         timing: of the whole batch.
-        logprobs: [B, N] float32, for packages with the feature, like those below; N = most new tokens of a row; NaN
-            after a row's end.
+        logprobs: [B, N] float32, an array for packages with the feature, like those below; N = most new tokens of a
+            row; NaN after a row's end.
         top_logprob_ids: [B, N, M] int32; -1 after a row's end.
         top_logprobs: [B, N, M] float32; NaN after a row's end.
         probs: [B, N, V] float32; 0 after a row's end.
     """
 
-    sequences: Array
+    sequences: Any
     token_ids: list[list[int]]
     texts: list[str] | None
     finish_reasons: list[str]
@@ -71,50 +75,102 @@ class GenerateOutput:
     top_logprobs: Array | None = None
     probs: Array | None = None
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.sequences.shape
+    if TYPE_CHECKING:  # of both kinds
+        shape: Any
 
-    def __len__(self) -> int:
-        return len(self.sequences)
+        def __len__(self) -> int: ...
+        def tolist(self) -> list[list[int]]: ...
 
-    def __iter__(self) -> Iterator[Array]:
+    def __iter__(self) -> Iterator[Any]:
         return iter(self.sequences)
 
     def __getitem__(self, index: Any) -> Any:
         """An item of the sequences; a field, if `index` is its name, as in transformers' ModelOutput."""
         if isinstance(index, str):
-            if index not in self.__slots__:
-                raise KeyError(f"{index!r}; the fields are {', '.join(self.__slots__)}")
+            if index not in GenerateOutput.__annotations__:
+                raise KeyError(f"{index!r}; the fields are {', '.join(GenerateOutput.__annotations__)}")
             return getattr(self, index)
         return self.sequences[index]
 
     def __getattr__(self, name: str) -> Any:
         # Only called for a name without a field: for those of transformers' outputs, it says what to do instead.
         refusal = GENERATE.get(f"output_{name}", GENERATE.get(name))
-        raise AttributeError(f"generate returns no {name}" + (f": {refusal.instead}" if refusal else ""))
+        why = f": {refusal.instead}" if refusal else ""
+        if refusal is None and isinstance(self, np.ndarray):
+            why = ", a NumPy array here; give the prompts as a tensor, and it is a tensor"
+        raise AttributeError(f"generate returns no {name}{why}")
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
-        return np.array(self.sequences, dtype=dtype, copy=copy)
+    def __repr__(self) -> str:
+        return f"GenerateOutput({self.sequences!r}, texts={self.texts!r}, finish_reasons={self.finish_reasons!r})"
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return _output, (self.sequences, vars(self))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> GenerateOutput:
+        return _output(*copy.deepcopy((self.sequences, vars(self)), memo))
 
 
-def make_output(interface: Interface, sequences: list[Sequence], pad: int, timing: Timing) -> GenerateOutput:
-    """The output of sequences that have ended. pad: token id after the shorter rows."""
+class _ArrayOutput(GenerateOutput, np.ndarray):  # type: ignore[misc]  # each has its own __getitem__
+    def __array_finalize__(self, source: Any) -> None:
+        vars(self).update(vars(source) if isinstance(source, GenerateOutput) else {})
+
+    def __array_wrap__(self, result: Array, context: Any = None, return_scalar: bool = False) -> Any:
+        plain = np.asarray(result)
+        return plain[()] if return_scalar else plain
+
+
+@functools.cache
+def _tensor_output(torch: Any) -> Any:
+    # Functions of torch that get one return plain tensors.
+    plain = {"__torch_function__": torch._C._disabled_torch_function_impl, "__module__": __name__}
+    return type("_TensorOutput", (GenerateOutput, torch.Tensor), plain)
+
+
+def _output(sequences: Any, attributes: Mapping[str, Any]) -> GenerateOutput:
+    """sequences: an array or a tensor."""
+    if isinstance(sequences, np.ndarray):
+        output: GenerateOutput = sequences.view(_ArrayOutput)
+    else:
+        output = sequences.as_subclass(_tensor_output(sys.modules["torch"]))
+    vars(output).update(attributes, sequences=sequences)
+    return output
+
+
+def make_output(
+    interface: Interface, sequences: list[Sequence], pad: int, timing: Timing, prompts: Any = None
+) -> GenerateOutput:
+    """The output of sequences that have ended.
+
+    Args:
+        pad: token id after the shorter rows.
+        prompts: as the caller gave them; a tensor if the output has to be a tensor.
+    """
     texts = []
     for sequence in sequences:
         if sequence.text is not None:
             sequence.text.end()
             texts.append(sequence.text.whole)
-    return GenerateOutput(
-        sequences=sequences_array(sequences, pad),
-        token_ids=[sequence.token_ids for sequence in sequences],
-        texts=texts if len(texts) == len(sequences) else None,
-        finish_reasons=[sequence.finish_reason for sequence in sequences],
-        seeds=[sequence.seed for sequence in sequences],
-        prompt_lengths=[len(sequence.prompt) for sequence in sequences],
-        timing=timing,
+    attributes = {
+        "token_ids": [sequence.token_ids for sequence in sequences],
+        "texts": texts if len(texts) == len(sequences) else None,
+        "finish_reasons": [sequence.finish_reason for sequence in sequences],
+        "seeds": [sequence.seed for sequence in sequences],
+        "prompt_lengths": [len(sequence.prompt) for sequence in sequences],
+        "timing": timing,
         **_optional_outputs(interface, sequences),
-    )
+    }
+    return _output(_like(prompts, sequences_array(sequences, pad)), attributes)
+
+
+def _like(prompts: Any, array: Array) -> Any:
+    """`array` as a tensor on the device of `prompts`, if these are a tensor, or None in a process that uses torch."""
+    torch: Any = sys.modules.get("torch")  # which a tensor has loaded
+    if isinstance(prompts, Mapping):
+        prompts = prompts.get("input_ids")
+    if torch is None or not (prompts is None or isinstance(prompts, torch.Tensor)):
+        return array
+    tensor = torch.from_numpy(array)
+    return tensor if prompts is None else tensor.to(prompts.device)
 
 
 def _optional_outputs(interface: Interface, sequences: list[Sequence]) -> dict[str, Array]:

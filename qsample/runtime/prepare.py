@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import sys
 from collections import abc
 from collections.abc import Callable
 from typing import Any
@@ -129,6 +130,12 @@ def choose_seeds(
         first = SamplingParams(seed=params.seed if seed is None else seed).seed  # type: ignore[union-attr]
         if first is not None:
             return [(first + row) % SEEDS for row in range(rows)]
-        return [secrets.randbelow(SEEDS) for _ in range(rows)]
-    firsts = [secrets.randbelow(SEEDS) if own.seed is None else own.seed for own in params]
+        return [_fresh_seed() for _ in range(rows)]
+    firsts = [_fresh_seed() if own.seed is None else own.seed for own in params]
     return [(first + index) % SEEDS for first in firsts for index in range(count)]
+
+
+def _fresh_seed() -> int:
+    """A random seed; from torch in a process that uses it, for scripts that call torch.manual_seed or set_seed."""
+    torch: Any = sys.modules.get("torch")
+    return secrets.randbelow(SEEDS) if torch is None else int(torch.randint(SEEDS - 1, ()))

@@ -11,7 +11,7 @@ import pytest
 
 from qsample.errors import unknown, without_refused
 from qsample.huggingface.arguments import KEYWORDS, SAMPLING
-from qsample.huggingface.keywords import FROM_PRETRAINED, GENERATE, check_from_pretrained
+from qsample.huggingface.keywords import FROM_PRETRAINED, GENERATE, IGNORED, check_from_pretrained
 
 
 @pytest.mark.parametrize(("table", "name"), [(table, name) for table in (GENERATE, FROM_PRETRAINED) for name in table])
@@ -57,10 +57,12 @@ def test_every_keyword_of_transformers_from_pretrained_is_known() -> None:
     names |= set(re.findall(r'kwargs\.pop\("([a-z]\w*)"', inspect.getsource(load)))
     assert "device_map" in names
     own = set(inspect.signature(AutoModelForCausalLM.from_pretrained).parameters)
-    assert names - own - FROM_PRETRAINED.keys() == set()
+    assert names - own - FROM_PRETRAINED.keys() - IGNORED == set()
 
 
 def test_keywords_that_nobody_knows() -> None:
     with pytest.raises(TypeError, match="from_pretrained has no argument 'reversion'; did you mean 'revision'"):
-        check_from_pretrained({"device_map": None, "reversion": "main"}, {"revision", "dtype"})
+        check_from_pretrained(
+            {"max_memory": None, "attn_implementation": "sdpa", "reversion": "main"}, {"revision", "dtype"}
+        )
     assert unknown("no such", "xyzzy", {"b", "a"}) == "no such 'xyzzy'; choose from a, b"

@@ -11,9 +11,11 @@ import pytest
 from qsample.errors import UnsupportedModelError
 from qsample.huggingface.dtypes import check_export_dtype, choose_dtype, dtype_name, is_dtype
 from qsample.huggingface.model_methods import Device, ModelMethods
+from qsample.interface import Features
 
 
 class Model(ModelMethods):
+    features = Features()
     device = Device("cpu")  # type: ignore[assignment]
     dtype = "float32"  # type: ignore[assignment]
 
@@ -39,7 +41,7 @@ def test_what_changes_nothing_returns_the_model() -> None:
     [
         (Model.train, "cannot be trained"),
         (Model.requires_grad_, "cannot be trained"),
-        (Model.cuda, "runs on 'cpu' and cannot move to 'cuda'; give provider="),
+        (Model.cuda, r"runs on 'cpu' and cannot move to 'cuda'; model\.compile\(provider=.cuda.\) makes"),
         (asks("cuda:1"), "cannot move to 'cuda:1'"),
         (asks(0), "cannot move to '0'"),
         (Model.half, "is float32 and cannot become float16; give dtype="),
@@ -52,9 +54,39 @@ def test_what_would_change_a_graph_says_what_to_do(change: Callable[[Model], Any
         change(Model())
 
 
-def test_a_call_says_what_to_do() -> None:
-    with pytest.raises(TypeError, match="returns tokens in place of logits; use generate"):
-        Model()([[5]])
+@pytest.mark.parametrize(
+    ("sampler", "message"),
+    [(True, "returns tokens; use generate.*export with logprobs=True"), (False, "last logits.*as logits_processor")],
+)
+def test_a_call_says_what_to_do(sampler: bool, message: str) -> None:
+    model = Model()
+    model.features = Features(sampler=sampler)
+    with pytest.raises(TypeError, match=message):
+        model(input_ids=[[5]])
+
+
+def test_parts_of_a_model_of_torch_are_absent_with_a_remedy() -> None:
+    for name, remedy in {
+        "load_adapter": r"from_pretrained\(\.\.\., adapter=\)",
+        "named_modules": r"without layers of torch.*adapter=",
+        "forward": "leave torch.compile out",
+    }.items():
+        with pytest.raises(AttributeError, match=f"a model of qsample has no {name}: .*{remedy}"):
+            getattr(Model(), name)
+    with pytest.raises(AttributeError, match="'Model' object has no attribute 'hf_device_map'"):
+        _ = Model().hf_device_map  # type: ignore[attr-defined]
+
+
+def test_a_device_map_asks_for_nothing_or_for_the_device_of_the_model() -> None:
+    torch = pytest.importorskip("torch")
+    model = Model()
+    for harmless in (None, "auto", "sequential", "cpu", torch.device("cpu"), {"": "cpu"}):
+        assert model.place(harmless) is model
+    for other in ("cuda", 0, torch.device("cuda:1"), {"": "cpu", "lm_head": 0}):
+        with pytest.raises(ValueError, match=r'cannot move.*compile\(provider="cuda"\).*a pipeline of'):
+            model.place(other)
+    with pytest.raises(ValueError, match=r"cannot move to 'mps'; docs/devices.md"):
+        model.to("mps")
 
 
 def test_a_device_is_a_text_that_torch_takes() -> None:

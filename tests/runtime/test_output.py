@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 
-from qsample.runtime import CausalLM, SamplingParams
+from qsample.runtime import CausalLM, GenerateOutput, SamplingParams
 from tests.helpers import fake_reference
 from tests.helpers.fake_cases import PROMPTS, RANDOM, mixed
 from tests.helpers.fake_package import PAD, VOCAB
@@ -25,6 +28,27 @@ def test_the_output(model: CausalLM) -> None:
     assert output.timing.prefill_seconds > 0
     assert output.timing.decode_seconds > 0
     assert output.logprobs is output.top_logprobs is output.top_logprob_ids is output.probs is None
+
+
+@pytest.mark.parametrize("kind", ["array", "tensor"])
+def test_it_is_of_the_kind_of_the_prompts(kind: str, model: CausalLM) -> None:
+    torch = pytest.importorskip("torch")
+    plain = torch.Tensor if kind == "tensor" else np.ndarray
+    prompts: Any = torch.tensor([[5, 6, 7]]) if kind == "tensor" else np.array([[5, 6, 7]])
+    output = model.generate(prompts, do_sample=False, max_new_tokens=3)
+    assert isinstance(output, plain)
+    for copied in (copy.copy(output), copy.deepcopy(output), pickle.loads(pickle.dumps(output))):
+        assert isinstance(copied, GenerateOutput)
+        assert (copied.texts, copied.tolist()) == (output.texts, output.tolist())
+    for part in (output.sequences, output[0], output[:, 1:], output + 1, output == 5, next(iter(output))):
+        assert type(part) is plain
+    assert model.generate(prompts, return_dict_in_generate=False, max_new_tokens=3).__class__ is plain
+    assert repr(output).startswith(f"GenerateOutput({kind}([[5, 6, 7,")
+    if kind == "array":
+        with pytest.raises(AttributeError, match="no cpu, a NumPy array here; give the prompts as a tensor"):
+            output.cpu()
+    else:
+        assert torch.cat([output, prompts], dim=1).tolist() == [output.tolist()[0] + [5, 6, 7]]
 
 
 def test_features(fake_model: Callable[..., CausalLM]) -> None:
