@@ -43,7 +43,7 @@ def test_it_is_of_the_kind_of_the_prompts(kind: str, model: CausalLM) -> None:
     for part in (output.sequences, output[0], output[:, 1:], output + 1, output == 5, next(iter(output))):
         assert type(part) is plain
     assert model.generate(prompts, return_dict_in_generate=False, max_new_tokens=3).__class__ is plain
-    assert repr(output).startswith(f"GenerateOutput({kind}([[5, 6, 7,")
+    assert repr(output).startswith(f"GenerateOutput({kind}([[ ")
     if kind == "array":
         with pytest.raises(AttributeError, match="no cpu, a NumPy array here; give the prompts as a tensor"):
             output.cpu()
