@@ -16,7 +16,7 @@ Options = Mapping[str, tuple[str, str | None]]  # Python's name → the option, 
 # Module → the extra that brings it; "export" brings all others.
 _EXTRAS: Final = {
     "onnxruntime": "cpu' or 'gpu",
-    **dict.fromkeys(("fastapi", "starlette", "pydantic", "uvicorn", "prometheus_client"), "serve"),
+    **dict.fromkeys(("fastapi", "starlette", "pydantic", "uvicorn", "httptools", "prometheus_client"), "serve"),
     "llguidance": "guided",
     "matplotlib": "plot",
     "ray": "ray",

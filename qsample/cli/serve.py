@@ -80,6 +80,7 @@ def serve(
     spinning: Annotated[
         bool, typer.Option("--spinning", help="Threads wait busily: faster for a single stream, slower for many.")
     ] = False,
+    access_log: Annotated[bool, typer.Option("--access-log/--no-access-log", help="Log each HTTP request.")] = True,
     log_level: Annotated[str, typer.Option(help="critical, error, warning, info, debug or trace.")] = "info",
     provider: Provider = None,
     threads: Threads = None,
@@ -93,26 +94,30 @@ def serve(
     template = None if chat_template is None else read_template(chat_template)
     keys = api_key or [key for key in [os.environ.get(KEY_VARIABLE)] if key]
     named = _named(package, model or [], served_model_name)
-    settings = ServeSettings(  # checked here, before a checkpoint is exported
-        models=named,
-        provider=provider,
-        ctx_len=ctx_len,
-        threads=threads,
-        spinning=spinning,
-        slots=slots,
-        max_waiting=max_waiting,
-        prefill_chunk_size=prefill_chunk_size,
-        api_keys=tuple(keys),
-        cors_origins=tuple(cors_origin or ()),
-        chat_template=template,
-        trust_request_chat_template=trust_request_chat_template,
-        generation_config=generation_config,  # type: ignore[arg-type]  # ServeSettings checks it
-        tool_call_parser=tool_call_parser,
-        reasoning_parser=reasoning_parser,
-        max_body_bytes=max_body_bytes,
-        request_timeout=request_timeout,
-        drain_timeout=drain_timeout,
-    )
+    try:
+        settings = ServeSettings(  # checked here, before a checkpoint is exported
+            models=named,
+            provider=provider,
+            ctx_len=ctx_len,
+            threads=threads,
+            spinning=spinning,
+            slots=slots,
+            max_waiting=max_waiting,
+            prefill_chunk_size=prefill_chunk_size,
+            api_keys=tuple(keys),
+            cors_origins=tuple(cors_origin or ()),
+            chat_template=template,
+            trust_request_chat_template=trust_request_chat_template,
+            generation_config=generation_config,  # type: ignore[arg-type]  # ServeSettings checks it
+            tool_call_parser=tool_call_parser,
+            reasoning_parser=reasoning_parser,
+            max_body_bytes=max_body_bytes,
+            request_timeout=request_timeout,
+            drain_timeout=drain_timeout,
+            access_log=access_log,
+        )
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
     opened = _exported(named, package, provider)  # a temporary export lives as long as this
     if opened is not None:
         settings = replace(settings, models={**named, next(iter(named)): str(opened.package.path)})

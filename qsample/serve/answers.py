@@ -54,11 +54,13 @@ class Choice(ABC):
 
     def _end(self, output: RequestOutput) -> dict[str, Any]:
         """OpenAI's finish reason, "length" after a timeout, too; and vLLM's stop reason: the stop string or token that
-        ended the answer, None for the model's own end of text."""
+        ended the answer, None for the model's own end of text; and "timeout"."""
         stopped = output.finish_reason == "stop"
         reason: str | int | None = output.stop_string if stopped else None
         if stopped and reason is None and output.token_ids and output.token_ids[-1] not in self._model.ends:
             reason = output.token_ids[-1]
+        if output.finish_reason == "time":
+            reason = "timeout"
         return {"finish_reason": "stop" if stopped else "length", "stop_reason": reason}
 
 
@@ -297,7 +299,7 @@ class Answers:
         async with _Watch(self, receive) as watch:
             outputs = [self._checked(await request) for request in self._requests]
         if watch.client_left:
-            raise ApiError(499, "the client closed the connection")
+            raise ApiError(499, "the client closed the connection", code="client_disconnected")
         choices = [self._make_choice(index).whole(output) for index, output in enumerate(outputs)]
         head = {**self._head, "object": self._kind, **self._more}
         return {**head, "choices": choices, "usage": self._usage(outputs)}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
@@ -10,15 +12,17 @@ from pathlib import Path
 from typing import Any, Final
 
 from fastapi import FastAPI, Request
+from fastapi.openapi.docs import get_swagger_ui_html
 from starlette.middleware.cors import CORSMiddleware
-from starlette.responses import HTMLResponse, Response
+from starlette.responses import FileResponse, HTMLResponse, Response
+from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 import qsample
 from qsample.serve.answers import Answers, ChatChoice, CompletionChoice
 from qsample.serve.grammar import Form, grammar_of
 from qsample.serve.guides import GrammarGuide
-from qsample.serve.http import ApiError, ApiKeys, BodyLimit, UnknownErrors, add_error_handlers, json_response
+from qsample.serve.http import ApiError, ApiKeys, BodyLimit, Exchanges, JsonRoute, add_error_handlers, json_response
 from qsample.serve.metrics import Metrics
 from qsample.serve.models import ServedModel, ServedModels
 from qsample.serve.parsers import DemandedCalls, ToolReader
@@ -33,7 +37,10 @@ from qsample.serve.settings import ServeSettings
 from qsample.text.chat import ChatOptions
 from qsample.text.tokenizer import LONG_TEXT
 
+ACCESS_LOG: Final = "qsample.access"  # the logger of a line for each request
 _PAGE: Final = Path(__file__).parent / "page.html"
+_LONG_TEXTS: Final = 2  # that are encoded at once
+_DOCS_PACKAGE: Final = "fastapi_offline"  # it brings Swagger UI's files, which FastAPI loads from the internet
 
 
 def make_app(settings: ServeSettings, models: ServedModels | None = None) -> FastAPI:
@@ -56,20 +63,26 @@ def make_app(settings: ServeSettings, models: ServedModels | None = None) -> Fas
         await asyncio.to_thread(served.close)
 
     server = _Server(settings)
-    app = FastAPI(title="qsample", version=qsample.__version__, lifespan=lifespan, docs_url="/docs", redoc_url=None)
+    app = FastAPI(title="qsample", version=qsample.__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
+    app.router.route_class = JsonRoute
     server.add_routes(app)
     add_error_handlers(app)
     app.add_middleware(BodyLimit, most=settings.max_body_bytes)
     if settings.api_keys:
         app.add_middleware(ApiKeys, keys=settings.api_keys)
-    app.add_middleware(UnknownErrors)
+    app.add_middleware(
+        Exchanges,
+        paths=frozenset(route.path for route in app.routes if isinstance(route, Route)),
+        count=server.count_exchange,
+        log=logging.getLogger(ACCESS_LOG) if settings.access_log else None,
+    )
     if settings.cors_origins:
         app.add_middleware(
             CORSMiddleware,
             allow_origins=list(settings.cors_origins),
             allow_methods=["*"],
             allow_headers=["*"],
-            expose_headers=["Retry-After"],
+            expose_headers=["Retry-After", "X-Request-Id"],
         )
     app.state.server = server
     return app
@@ -82,13 +95,20 @@ class _Server:
         self._settings = settings
         self.models: ServedModels | None = None
         self._metrics = Metrics(lambda: self.models or ())
+        self.count_exchange = self._metrics.count_exchange
+        # A long text takes some hundred times its size while it is encoded.
+        self._encoding = asyncio.Semaphore(_LONG_TEXTS)
 
     def add_routes(self, app: FastAPI) -> None:
         app.add_api_route("/", self.page, include_in_schema=False)
+        app.add_api_route("/docs", self.docs, include_in_schema=False)
+        app.add_api_route("/docs/{name}", self.docs_file, include_in_schema=False)
         app.add_api_route("/health", self.health, methods=["GET"])
         app.add_api_route("/metrics", self.metrics, methods=["GET"])
         app.add_api_route("/v1/models", self.list_models, methods=["GET"])
         app.add_api_route("/v1/models/{name:path}", self.show_model, methods=["GET"])
+        for path, endpoint in (("/", self.page), ("/health", self.health), ("/v1/models", self.list_models)):
+            app.add_api_route(path, endpoint, methods=["HEAD"], include_in_schema=False)  # load balancers ask so
         app.add_api_route("/v1/completions", self.complete, methods=["POST"])
         app.add_api_route("/v1/chat/completions", self.chat, methods=["POST"])
         app.add_api_route("/tokenize", self.tokenize, methods=["POST"])
@@ -97,6 +117,31 @@ class _Server:
     async def page(self) -> Response:
         """A page to try the model."""
         return HTMLResponse(_PAGE.read_text(encoding="utf-8"))
+
+    async def docs(self) -> Response:
+        """The endpoints, to read and to try, without files from the internet."""
+        self._docs_folder()
+        return get_swagger_ui_html(
+            openapi_url="openapi.json",  # relative: the server may be behind a prefix
+            title="qsample",
+            swagger_js_url="docs/swagger-ui-bundle.js",
+            swagger_css_url="docs/swagger-ui.css",
+            swagger_favicon_url="docs/favicon.png",
+        )
+
+    async def docs_file(self, name: str) -> Response:
+        """A file of /docs."""
+        folder = self._docs_folder()
+        if name not in ("swagger-ui-bundle.js", "swagger-ui.css", "favicon.png"):
+            raise ApiError(404, f"/docs/{name:.60} does not exist here")
+        return FileResponse(folder / "static" / name)
+
+    def _docs_folder(self) -> Path:
+        found = importlib.util.find_spec(_DOCS_PACKAGE)
+        if found is None or found.origin is None:
+            text = "this server lacks fastapi-offline, which /docs needs; install qsample[serve]; or see /openapi.json"
+            raise ApiError(501, text, code="missing_module")
+        return Path(found.origin).parent
 
     async def health(self) -> Response:
         """200 if every model answers, 503 if an engine has ended."""
@@ -131,6 +176,8 @@ class _Server:
         params = model.sampling_params(body)
         prompts = body.prompts
         model.check_count(len(prompts) * body.choices)  # before a million of them are encoded
+        for prompt in prompts:
+            model.check_length(prompt)  # before a text that is much too long is encoded
         rows = await self._encode(model, prompts, body.add_special_tokens)
         for row in rows:
             model.check_room(row)
@@ -159,7 +206,7 @@ class _Server:
         make_guide = self._guide(model, form)
         params = model.sampling_params(body)
         model.check_count(body.choices)
-        prompt = await self._encode_chat(model, body, body.offers_tools)
+        prompt = await self._encode_chat(model, body, body.offers_tools, check=model.check_length)
         model.check_room(prompt)
         # A constrained answer contains no thoughts, and a message that is continued is past them.
         thinks = form is None and not body.continue_final_message
@@ -222,9 +269,15 @@ class _Server:
         for prompt in prompts:
             if not isinstance(prompt, str):
                 model.check_ids(prompt)
-        return await asyncio.to_thread(encode) if sum(map(len, prompts)) > LONG_TEXT else encode()
+        if sum(len(prompt) for prompt in prompts if isinstance(prompt, str)) <= LONG_TEXT:
+            return encode()
+        async with self._encoding:
+            return await asyncio.to_thread(encode)
 
-    async def _encode_chat(self, model: ServedModel, body: ChatPrompt, with_tools: bool) -> list[int]:
+    async def _encode_chat(
+        self, model: ServedModel, body: ChatPrompt, with_tools: bool, check: Callable[[str], object] = str
+    ) -> list[int]:
+        """check: looks at the text of the conversation before it is encoded."""
         template = body.chat_template or ""
         if "{" in template and not self._settings.trust_request_chat_template:
             text = (
@@ -232,12 +285,14 @@ class _Server:
             )
             raise ApiError(400, text + "with --trust-request-chat-template", param="chat_template")
         options = ChatOptions(**body.template_options(with_tools=with_tools))
-        encode = partial(model.tokenizer.encode_chat, body.template_messages, options)
+        render = partial(model.render_chat, body.template_messages, options)
         # A template is a program of the model; on the event loop, a slow template would delay everybody.
         try:
-            return await asyncio.to_thread(encode)
+            text = await asyncio.to_thread(render)
         except ImportError as error:  # jinja2 is missing, or too old to be safe
             raise ApiError(501, f"this server cannot take messages: {error}", code="missing_module") from None
+        check(text)
+        return (await self._encode(model, [text], False))[0]  # the template spells the special tokens out
 
     def _guide(self, model: ServedModel, form: Form | None) -> Callable[[], Awaitable[GrammarGuide]] | None:
         """A function that makes the guide of an answer; None = any text. Raises ApiError if the model cannot follow the

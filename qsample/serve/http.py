@@ -1,19 +1,28 @@
-"""HTTP around the endpoints: JSON, errors in OpenAI's form, API keys, and the limit of a body.
+"""HTTP around the endpoints: JSON, errors in OpenAI's form, ids and a log of requests, API keys, limits of bodies.
 
 The middleware is plain ASGI: Starlette's @middleware("http") adds half as much time to each event of a stream.
 """
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import hashlib
 import hmac
 import json
 import logging
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+import re
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, MutableMapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
+from pydantic import BaseModel, ValidationError
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
@@ -41,14 +50,24 @@ _WITHOUT_A_KEY: Final = ("/", "/health", "/metrics", "/docs", "/openapi.json", "
 _UNION_TYPES: Final = {"str", "int", "float", "bool", "dict", "list"}  # parts of pydantic's paths
 _LOG: Final = logging.getLogger("uvicorn.error")  # the server's own
 _RETRY_AFTER: Final = {"Retry-After": "1"}  # seconds; a slot is free again after some tokens
+# JSON leaves these as they are, and clients that read a stream with a function such as Python's splitlines end a line
+# at them.
+_LINE_ENDS: Final = str.maketrans({character: f"\\u{ord(character):04x}" for character in "\x85\u2028\u2029"})
+_LONG_BODY: Final = 2**16  # bytes; parsing more takes milliseconds
+_BODIES_AT_ONCE: Final = 32  # of the largest size
+_REQUEST_ID: Final = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
+_SHOWN_PATH: Final = 200  # characters
+_REASON: Final = "qsample.reason"  # why a request is refused; in its scope
 
 
 def json_bytes(value: Any) -> bytes:
-    """`value` as compact JSON in UTF-8. A lone surrogate, which UTF-8 cannot hold, is written as its escape.
+    """`value` as compact JSON in UTF-8, on a line. A lone surrogate, which UTF-8 cannot hold, is written as its escape.
 
     Raises ValueError for NaN and infinities, which JSON lacks.
     """
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    if not text.isascii():
+        text = text.translate(_LINE_ENDS)
     return text.encode("utf-8", "backslashreplace")
 
 
@@ -88,7 +107,20 @@ class ApiError(QsampleError):
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
     def response(self) -> Response:
-        return json_response(self.body(), self.status, self.headers)
+        return _ErrorResponse(self)
+
+
+class _ErrorResponse(Response):
+    """An error as an answer; `Exchanges` counts it by its code, or its type."""
+
+    def __init__(self, error: ApiError) -> None:
+        body = error.body()
+        super().__init__(json_bytes(body), error.status, error.headers, "application/json")
+        self._reason = str(body["error"]["code"] or body["error"]["type"])
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope[_REASON] = self._reason
+        await super().__call__(scope, receive, send)
 
 
 def as_api_error(error: BaseException) -> ApiError:
@@ -138,8 +170,8 @@ def add_error_handlers(app: FastAPI) -> None:
         return ApiError(error.status_code, text, headers=error.headers).response()
 
     async def invalid(request: Request, error: Exception) -> Response:
-        assert isinstance(error, RequestValidationError)
-        return _of_validation(error).response()
+        assert isinstance(error, RequestValidationError)  # `JsonRoute` finds all but a body that is not JSON
+        return _of_validation(error.errors()[0], ("body",)).response()
 
     app.add_exception_handler(QsampleError, known)
     app.add_exception_handler(ValueError, known)
@@ -147,14 +179,11 @@ def add_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(RequestValidationError, invalid)
 
 
-def _of_validation(error: RequestValidationError) -> ApiError:
-    """The first problem that pydantic found in a body."""
-    first = error.errors()[0]
+def _of_validation(first: Mapping[str, Any], prefix: Sequence[str] = ()) -> ApiError:
+    """The first problem that pydantic found in a body. prefix: of its place."""
     kind, context = first["type"], first.get("ctx", {})
-    path = [str(part) for part in first["loc"][1:] if not _is_a_type(part)]
+    path = [str(part) for part in first["loc"][len(prefix) :] if not _is_a_type(part)]
     message = str(first["msg"]).removeprefix("Value error, ")
-    if kind == "json_invalid":
-        return ApiError(400, f"the body is not valid JSON: {context.get('error', message)}")
     if kind == "unsupported_parameter":  # of `requests.Body`
         name = ".".join([*path, context["name"]])
         return ApiError(400, f"{name} is {message}", param=name, code=kind)
@@ -178,6 +207,60 @@ def _is_a_type(part: Any) -> bool:
     return isinstance(part, str) and (not part.replace("_", "").isalnum() or part in _UNION_TYPES)
 
 
+class JsonRoute(APIRoute):
+    """A route that reads its body by itself: a long body on a thread, so that the event loop goes on, and the first of
+    its errors only. FastAPI lists all of them, for half a minute if a body of 4 MB has two million."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handler = super().get_route_handler()
+        field = self.body_field
+        if field is None:
+            return handler
+        model: type[BaseModel] = field.field_info.annotation  # type: ignore[assignment]
+
+        async def handle(request: Request) -> Response:
+            return await handler(_JsonRequest(request.scope, request.receive, model))
+
+        return handle
+
+
+class _JsonRequest(Request):
+    def __init__(self, scope: Scope, receive: Receive, model: type[BaseModel]) -> None:
+        super().__init__(scope, receive)
+        self._model = model
+
+    async def json(self) -> BaseModel:
+        """The body, checked: FastAPI passes an instance of its model on as it is. Raises ApiError."""
+        body = await self.body()
+        if len(body) < _LONG_BODY:
+            return _parsed(body, self._model)
+        # On a single thread: the parser holds Python's lock, and the event loop gets it after each body.
+        return await asyncio.get_running_loop().run_in_executor(_PARSER, _parsed, body, self._model)
+
+
+_PARSER: Final = ThreadPoolExecutor(1, thread_name_prefix="qsample-json")  # its thread begins with the first body
+
+
+def _parsed(body: bytes, model: type[BaseModel]) -> BaseModel:
+    collects = gc.isenabled()
+    gc.disable()  # a million lists start it again and again, which takes ten times as long as to parse them
+    try:
+        content = json.loads(body, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        raise ApiError(400, f"the body is not valid JSON: {error!s:.200}") from None
+    finally:
+        if collects:
+            gc.enable()
+    try:
+        return model.model_validate(content)
+    except ValidationError as error:
+        raise _of_validation(error.errors(include_url=False)[0]) from None
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"JSON has no {name}")
+
+
 class ApiKeys:
     """Lets requests pass that come with a valid key, `Authorization: Bearer KEY`.
 
@@ -191,7 +274,8 @@ class ApiKeys:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = str(scope.get("path", "")).removeprefix(scope.get("root_path", "")) or "/"
-        if scope["type"] == "http" and path not in _WITHOUT_A_KEY and scope["method"] != "OPTIONS":
+        free = path in _WITHOUT_A_KEY or path.startswith("/docs/")
+        if scope["type"] == "http" and not free and scope["method"] != "OPTIONS":
             given = dict(scope["headers"]).get(b"authorization", b"")
             kind, _, key = given.partition(b" ")
             hashed = hashlib.sha256(key.strip()).digest()
@@ -204,39 +288,69 @@ class ApiKeys:
         await self._app(scope, receive, send)
 
 
-class UnknownErrors:
-    """Answers unexpected exceptions, and raises them again for the server's log.
+class Exchanges:
+    """Gives each request an id, counts and logs its end, and answers unexpected exceptions, which it raises again for
+    the server's log.
 
-    Starlette's own handler is outside of every other middleware: its answers lack the headers of the CORS middleware,
-    so a page of another origin could not read them.
+    The id is the client's X-Request-Id, if it is short and plain; the answer has it, too. Starlette's own handler of
+    exceptions is outside of every other middleware: its answers lack the headers of the CORS middleware, so a page of
+    another origin could not read them.
     """
 
-    def __init__(self, app: App) -> None:
-        self._app = app
+    def __init__(
+        self, app: App, paths: frozenset[str], count: Callable[[str, int, str], object], log: logging.Logger | None
+    ) -> None:
+        """Prepare it.
+
+        Args:
+            app: answers.
+            paths: that are counted by their names; others are "other".
+            count: called with a path, a status and a reason; "" = no error.
+            log: gets a line for each request; None = no lines.
+        """
+        self._app, self._paths, self._count, self._log = app, paths, count, log
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        begun = scope["type"] != "http"
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = Headers(scope=scope).get("x-request-id", "")
+        request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+        began, status = time.monotonic(), 0
 
         async def noted(message: Message) -> None:
-            nonlocal begun
-            begun = True
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                MutableHeaders(scope=message)["X-Request-Id"] = request_id
             await send(message)
 
         try:
             await self._app(scope, receive, noted)
         except Exception as error:
-            if not begun:
-                await as_api_error(error).response()(scope, receive, send)
+            if not status:
+                await as_api_error(error).response()(scope, receive, noted)
             raise
+        finally:
+            path = scope["path"].removeprefix(scope.get("root_path", "")) or "/"
+            self._count(path if path in self._paths else "other", status, scope.get(_REASON, ""))
+            if self._log is not None and self._log.isEnabledFor(logging.INFO):
+                client = ":".join(map(str, scope.get("client") or ("-",)))
+                shown = ascii(scope["path"][:_SHOWN_PATH])[1:-1]  # without the query, which may hold a secret
+                seconds = time.monotonic() - began
+                request = f'"{scope["method"]} {shown}"'
+                self._log.info("%s %s %d %.3fs %s", client, request, status, seconds, request_id)
 
 
 class BodyLimit:
-    """Refuses larger bodies: before they are read if their length is announced, otherwise while they come."""
+    """Refuses larger bodies: before they are read if their length is announced, otherwise while they come; and others
+    while those that are held take too much memory together."""
 
     def __init__(self, app: App, most: int) -> None:
         """most: bytes."""
         self._app = app
         self._most = most
+        self._held = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -246,17 +360,27 @@ class BodyLimit:
         if length.isdigit() and int(length) > self._most:
             await self._error().response()(scope, receive, send)
             return
-        left = self._most
+        read = 0
 
         async def counted() -> Message:
-            nonlocal left
+            nonlocal read
             message = await receive()
-            left -= len(message.get("body", b""))
-            if left < 0:
+            size = len(message.get("body", b""))
+            read += size
+            self._held += size
+            if read > self._most:
                 raise self._error()
+            if self._held > self._most * _BODIES_AT_ONCE:
+                text = "the server holds as many long requests as it can; try again later"
+                raise ApiError(429, text, code="rate_limit_exceeded", headers=_RETRY_AFTER)
             return message
 
-        await self._app(scope, counted, send)
+        try:
+            await self._app(scope, counted, send)
+        finally:
+            self._held -= read
 
     def _error(self) -> ApiError:
-        return ApiError(413, f"the body has more than {self._most} bytes, this server's limit")
+        return ApiError(
+            413, f"the body has more than {self._most} bytes, this server's limit", code="request_too_large"
+        )

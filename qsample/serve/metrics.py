@@ -39,6 +39,12 @@ class Metrics:
         self._queried_tokens = counter("prefix_cache_queries", "Prompt tokens that were looked for in slots.")
         self._ended = counter("request_success", "Requests that ended, by why.", "finished_reason")
         self._failed = counter("request_failure", "Requests that ended with an error.")
+        self._exchanges = Counter(
+            "qsample:http_requests",
+            "HTTP requests by path, status (0 = the client left before) and error; none has an empty reason.",
+            ["handler", "status", "reason"],
+            registry=registry,
+        )
         self._first = histogram("time_to_first_token_seconds", "Seconds to the first token.")
         self._queue = histogram("request_queue_time_seconds", "Seconds to a slot.")
         self._whole = histogram("e2e_request_latency_seconds", "Seconds to the end.")
@@ -53,6 +59,10 @@ class Metrics:
         """Count a request's tokens as they come, and the request when it ends, for whatever reason."""
         self._tokens.follow(model, request)
         request.add_done_callback(partial(self._count, model))
+
+    def count_exchange(self, path: str, status: int, reason: str) -> None:
+        """Count an HTTP request. reason: of a refusal, "rate_limit_exceeded" for instance; "" = none."""
+        self._exchanges.labels(path, str(status), reason).inc()
 
     def text(self) -> bytes:
         """All metrics in Prometheus' text form."""

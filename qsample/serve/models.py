@@ -19,7 +19,7 @@ from qsample.serve.http import ApiError
 from qsample.serve.parsers import ReasoningReader, find_reasoning_format, find_tool_format
 from qsample.serve.requests import GenerationRequest
 from qsample.serve.settings import ServeSettings
-from qsample.text.chat import compile_template
+from qsample.text.chat import ChatOptions, compile_template
 from qsample.text.tokenizer import Tokenizer
 
 # Fields that a model's generation_config decides with generation_config="auto".
@@ -65,6 +65,7 @@ class ServedModel:
         self.tool_format = find_tool_format(settings.tool_call_parser, self._template)
         self._reasoning_format = find_reasoning_format(settings.reasoning_parser, self._is_shown)
         self.grammars = Grammars(self.model)
+        self._longest_token = None if self.model.tokenizer is None else self.model.tokenizer.characters_per_token()
         if self.interface.features.logprobs and self.model.tokenizer is not None:
             _ = self.token_texts  # now: a large tokenizer.json takes half a second, and every request would wait
         self.engine = Engine(  # last: it has a thread
@@ -181,6 +182,32 @@ class ServedModel:
                 param="prompt",
                 code="context_length_exceeded",
             )
+
+    def check_length(self, prompt: str | Sequence[int]) -> None:
+        """Raise ApiError for a text that has no room in a slot, whatever its tokens are: encoding it takes long."""
+        if not isinstance(prompt, str) or self._longest_token is None:
+            return
+        most = self._longest_token * self.max_model_len
+        if len(prompt) > most:
+            raise ApiError(
+                400,
+                f"the prompt has {len(prompt)} characters, and this model's context of {self.max_model_len} tokens "
+                f"{most} at most; give less",
+                param="prompt",
+                code="context_length_exceeded",
+            )
+
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], options: ChatOptions) -> str:
+        """The text of a conversation. Messages of OpenAI's role "developer" have the role "system" for a template that
+        does not know it, as OpenAI does for its earlier models. Raises ValueError as `Tokenizer.render_chat` does."""
+        if any(message.get("role") == "developer" for message in messages):
+            source = self.tokenizer.get_chat_template(options.chat_template, tools=options.tools)
+            if "developer" not in source:
+                messages = [
+                    {**message, "role": "system"} if message.get("role") == "developer" else message
+                    for message in messages
+                ]
+        return self.tokenizer.render_chat(messages, options)
 
     def check_ids(self, ids: Sequence[int]) -> None:
         """Raise ApiError for a token id that is not the model's."""

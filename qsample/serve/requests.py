@@ -33,6 +33,11 @@ MOST_TOKENS: Final = 2**31 - 1
 # Stop tokens, and biases: a step reads as many for each row as the widest row has.
 MOST_STOPS: Final = 1024
 MOST_BIASES: Final = 1024
+# OpenAI takes 4 stop strings, and vLLM any number; each character takes some hundred bytes while the request runs.
+MOST_STOP_STRINGS: Final = 64
+MOST_STOP_CHARACTERS: Final = 2048  # of all of them
+MOST_PROMPTS: Final = 4096  # of a request; a server that takes more at once gets several requests
+MOST_FIELDS: Final = 256  # of an object; pydantic notes an error for each that is not known
 # Fields that have the same name in `SamplingParams`.
 _SAME_NAME: Final = (
     *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
@@ -44,6 +49,11 @@ _LEAST: Final = {"top_k": 0, "top_n_sigma": 0, "top_p": SMALLEST_TOP_P}
 Number = StrictFloat | StrictInt
 TokenId = Annotated[StrictInt, Field(ge=0, le=MOST_TOKENS)]
 Count = Annotated[StrictInt, Field(ge=1, le=MOST_TOKENS)]
+# Lists end with their first error: noting each of a million takes seconds, and only the first is shown.
+Texts = Annotated[list[StrictStr], Field(fail_fast=True)]
+Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
+# Beyond, a logit times or over the penalty is no number of float32.
+Penalty = Annotated[Number, Field(ge=1e-6, le=1e6)]
 
 
 class Body(BaseModel):
@@ -60,6 +70,8 @@ class Body(BaseModel):
     def _without_nulls_and_refusals(cls, value: Any) -> Any:
         if not isinstance(value, dict):
             return value
+        if len(value) > MOST_FIELDS:
+            raise ValueError(f"an object has {len(value)} fields; give at most {MOST_FIELDS}")
         given = {name: content for name, content in value.items() if content is not None}
         for name in [name for name in given if name in cls.refusals]:
             if cls.refusals[name].applies_to(given.pop(name)):
@@ -109,7 +121,7 @@ class StructuredOutputs(Body):
 
     json_: dict[str, Any] | StrictStr | None = Field(None, alias="json")
     regex: StrictStr | None = None
-    choice: list[StrictStr] | None = Field(None, min_length=1)
+    choice: Texts | None = Field(None, min_length=1)
     grammar: StrictStr | None = None
     json_object: StrictBool | None = None
 
@@ -144,7 +156,7 @@ class GenerationRequest(FilterFields):
     frequency_penalty: Annotated[Number, Field(ge=-2, le=2)] | None = None
     n: Annotated[StrictInt, Field(ge=1, le=MOST_CHOICES)] | None = None
     seed: StrictInt | None = None
-    stop: StrictStr | list[StrictStr] | None = None
+    stop: StrictStr | Texts | None = None
     logit_bias: dict[str, Number] | None = None
     max_tokens: Count | None = None
     stream: StrictBool | None = None
@@ -153,16 +165,16 @@ class GenerationRequest(FilterFields):
 
     top_k: Annotated[StrictInt, Field(ge=-1, le=MOST_TOKENS)] | None = None
     min_p: Annotated[Number, Field(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[Number, Field(gt=0)] | None = Field(
+    repetition_penalty: Penalty | None = Field(
         None, validation_alias=AliasChoices("repetition_penalty", "repeat_penalty")
     )
     min_tokens: Annotated[StrictInt, Field(ge=0, le=MOST_TOKENS)] | None = None
-    stop_token_ids: list[TokenId] | None = Field(None, max_length=MOST_STOPS)
+    stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True)] | None = Field(None, max_length=MOST_STOPS)
     ignore_eos: StrictBool = False
     structured_outputs: StructuredOutputs | None = None
     guided_json: dict[str, Any] | StrictStr | None = None
     guided_regex: StrictStr | None = None
-    guided_choice: list[StrictStr] | None = Field(None, min_length=1)
+    guided_choice: Texts | None = Field(None, min_length=1)
     guided_grammar: StrictStr | None = None
     return_token_ids: StrictBool = False
     priority: StrictInt = 0
@@ -177,11 +189,28 @@ class GenerationRequest(FilterFields):
     prompt_cache_key: StrictStr | None = None
     prompt_cache_retention: StrictStr | None = None
 
+    @field_validator("stop")
+    @classmethod
+    def _check_stop(cls, stop: str | list[str] | None) -> str | list[str] | None:
+        strings = [stop] if isinstance(stop, str) else stop or []
+        characters = sum(map(len, strings))
+        if len(strings) > MOST_STOP_STRINGS or characters > MOST_STOP_CHARACTERS:
+            raise ValueError(
+                f"it has {len(strings)} strings of {characters} characters in all; give at most {MOST_STOP_STRINGS} of "
+                f"{MOST_STOP_CHARACTERS}"
+            )
+        return stop
+
+    @field_validator("logit_bias", mode="before")
+    @classmethod
+    def _count_biases(cls, bias: Any) -> Any:
+        if isinstance(bias, dict) and len(bias) > MOST_BIASES:
+            raise ValueError(f"it has {len(bias)} tokens; give at most {MOST_BIASES}")
+        return bias
+
     @field_validator("logit_bias")
     @classmethod
     def _check_bias(cls, bias: dict[str, float] | None) -> dict[str, float] | None:
-        if bias is not None and len(bias) > MOST_BIASES:
-            raise ValueError(f"it has {len(bias)} tokens; give at most {MOST_BIASES}")
         for token, amount in (bias or {}).items():
             if not (token.isascii() and token.isdigit()) or len(token) > 10:
                 raise ValueError(f"the key {token!r:.40} is not a token id")
@@ -266,6 +295,8 @@ class GenerationRequest(FilterFields):
 def _check_prompt(value: Any) -> Any:
     """A text or token ids, or several of either. By hand: pydantic takes seconds to try a union's types on a million
     ids."""
+    if isinstance(value, list) and len(value) > MOST_PROMPTS and not isinstance(value[0], int):
+        raise ValueError(f"it has {len(value)} prompts; give at most {MOST_PROMPTS} in a request")
     if isinstance(value, str) or _are_ids(value) or (isinstance(value, list) and all(map(_are_ids, value))):
         return value
     if isinstance(value, list) and all(isinstance(item, str) for item in value):
@@ -358,11 +389,11 @@ class NamedTool(Body):
 class ChatPrompt(Body):
     """A conversation and its chat template's options; `chat_template` and the fields after it are vLLM's."""
 
-    messages: list[dict[str, Any]] = Field(min_length=1)
-    tools: list[Tool] | None = None
+    messages: Objects = Field(min_length=1)
+    tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
     chat_template: StrictStr | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    documents: list[dict[str, Any]] | None = None
+    documents: Objects | None = None
     add_generation_prompt: StrictBool | None = None
     continue_final_message: StrictBool = False
     reasoning_effort: StrictStr | None = None
@@ -406,7 +437,7 @@ class ChatCompletionRequest(ChatPrompt, GenerationRequest):
     parallel_tool_calls: StrictBool | None = None
     include_reasoning: StrictBool = True
 
-    modalities: list[Literal["text"]] | None = None
+    modalities: Annotated[list[Literal["text"]], Field(fail_fast=True)] | None = None
     verbosity: StrictStr | None = None
     prediction: dict[str, Any] | None = None
     prompt_cache_options: dict[str, Any] | None = None
@@ -481,7 +512,7 @@ class TokenizeRequest(ChatPrompt):
 
     model: StrictStr | None = None
     prompt: StrictStr | None = None
-    messages: list[dict[str, Any]] | None = None  # type: ignore[assignment]
+    messages: Objects | None = None  # type: ignore[assignment]
     add_special_tokens: StrictBool = True
     return_token_strs: StrictBool = False
 
@@ -490,4 +521,4 @@ class DetokenizeRequest(Body):
     """`/detokenize`: token ids."""
 
     model: StrictStr | None = None
-    tokens: list[TokenId]
+    tokens: Annotated[list[TokenId], Field(fail_fast=True)]

@@ -41,6 +41,7 @@ class ServeSettings:
         max_body_bytes: of a request.
         request_timeout: seconds that a whole answer may take; None = no limit.
         drain_timeout: seconds that running requests get when the server ends.
+        access_log: log a line for each HTTP request.
         session_config: more settings of ONNX Runtime's sessions, by its keys.
 
     Raises ValueError for a wrong value.
@@ -64,6 +65,7 @@ class ServeSettings:
     max_body_bytes: int = 4 * 2**20
     request_timeout: float | None = None
     drain_timeout: float = 30.0
+    access_log: bool = True
     session_config: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

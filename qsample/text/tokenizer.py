@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
 from tokenizers import Tokenizer as _Tokenizer
+from tokenizers.pre_tokenizers import ByteLevel
 
 from qsample.errors import PackageError, refusals, shown, without_refused
 from qsample.package import Package
@@ -16,6 +18,8 @@ TOKENIZER_FILE: Final = "tokenizer.json"
 # Characters, or tokens, that take long. Python's lock is held for a single text and not for a batch, which makes the
 # library print a warning in forks.
 LONG_TEXT: Final = 20_000
+_COMPOSED: Final = 4  # characters that composing may make a single one of
+_KEEPING: Final = {"NFC", "NFD", "NFKC", "NFKD", "Lowercase", "Prepend", "ByteLevel", "Metaspace", "Digits"}
 # Of transformers' apply_chat_template.
 _REFUSED: Final = {
     **refusals("sanitize_control_tokens truncation return_assistant_tokens_mask", "leave it out", False),
@@ -120,7 +124,32 @@ class Tokenizer:
         Raises ValueError without a chat template, and if the messages do not fit it.
         """
         # The template spells the special tokens out.
-        return self.encode(self._chat_templates.render(messages, options), add_special_tokens=False)
+        return self.encode(self.render_chat(messages, options), add_special_tokens=False)
+
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], options: ChatOptions | None = None) -> str:
+        """The text of a conversation; raises as `encode_chat` does."""
+        return self._chat_templates.render(messages, options)
+
+    def characters_per_token(self) -> int | None:
+        """The most characters of a text that a token of it takes the place of; None = any number.
+
+        It exists if every character of a text ends up in a token. That is certain of a byte-level or byte-fallback BPE
+        whose normalizer and pre-tokenizer remove nothing. Composing (NFC, NFKC) makes a character of at most four: no
+        character's canonical decomposition has more (https://unicode.org/reports/tr15/#Design_Goals).
+        """
+        description = json.loads(self._tokenizer.to_str())
+        model, added = description["model"], description["added_tokens"]
+        vocabulary = model.get("vocab") or {}
+        steps = [*_steps(description.get("normalizer")), *_steps(description.get("pre_tokenizer"))]
+        kinds = [step["type"] for step in steps]
+        has_bytes = ("ByteLevel" in kinds and all(piece in vocabulary for piece in ByteLevel.alphabet())) or (
+            model.get("byte_fallback") and all(f"<0x{byte:02X}>" in vocabulary for byte in range(256))
+        )
+        strips = any(token["lstrip"] or token["rstrip"] for token in added)  # any number of blanks
+        if model["type"] != "BPE" or not has_bytes or strips or not all(map(_keeps_all, steps)):
+            return None
+        longest: int = max(map(len, [*vocabulary, *(token["content"] for token in added)]))
+        return longest * (_COMPOSED if {"NFC", "NFKC"} & {*kinds} else 1)
 
     def apply_chat_template(
         self,
@@ -174,6 +203,25 @@ class Tokenizer:
             return ids
         ones = np.ones_like(ids) if return_tensors else [[1] * len(row) for row in ids] if batched else [1] * len(ids)
         return {"input_ids": ids, "attention_mask": ones}
+
+
+def _steps(description: dict[str, Any] | None) -> list[dict[str, Any]]:
+    """The parts of a normalizer or a pre-tokenizer, in order."""
+    if description is None:
+        return []
+    if description["type"] != "Sequence":
+        return [description]
+    parts = description.get("normalizers") or description.get("pretokenizers") or []
+    return [step for part in parts for step in _steps(part)]
+
+
+def _keeps_all(step: dict[str, Any]) -> bool:
+    """Whether a normalizer or a pre-tokenizer removes no character of a text, but for composing some."""
+    kind = step["type"]
+    if kind == "Replace":
+        old, new = step["pattern"].get("String"), step["content"]
+        return old is not None and len(new) >= len(old)
+    return kind in _KEEPING or (kind in ("Split", "Punctuation") and step["behavior"] != "Removed")
 
 
 def choose_tokenizer(own: Tokenizer | None, given: Any, vocab_size: int) -> Tokenizer | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import re
 import socket
 import threading
 import time
@@ -14,9 +15,10 @@ from typing import Any
 
 import httpx
 import pytest
+from starlette.testclient import TestClient
 
 from qsample.runtime import CausalLM, SamplingParams
-from qsample.serve.http import ApiKeys
+from qsample.serve.http import ApiKeys, json_bytes
 from tests.helpers.requests import wait_until
 from tests.helpers.servers import ServerProcess, post_all
 
@@ -51,6 +53,16 @@ LONG = {"prompt": "In the beginning", "max_tokens": 400, "ignore_eos": True}
         ({"prompt": "x", "logit_bias": {str(n): 1 for n in range(1025)}}, 400, "it has 1025 tokens; give at most"),
         ({"prompt": "x", "stop_token_ids": [5] * 1025}, 400, "stop_token_ids: list should have at most 1024 items"),
         ({"prompt": "x", "stop_token_ids": [99999]}, 400, "99999"),
+        (
+            {"prompt": "x", "stop": ["ab"] * 65},
+            400,
+            "stop: it has 65 strings of 130 characters in all; give at most 64 of",
+        ),
+        ({"prompt": "x", "stop": "a" * 2049}, 400, "stop: it has 1 strings of 2049 characters in all"),
+        ({"prompt": "x", "repetition_penalty": 1.18e-38}, 400, "repetition_penalty"),
+        ({f"k{n}": 0 for n in range(257)}, 400, "an object has 257 fields; give at most 256"),
+        ({"prompt": [[5]] * 4097}, 400, "prompt: it has 4097 prompts; give at most 4096"),
+        ({"prompt": "x" * 100_000}, 400, "the prompt has 100000 characters"),
         ({"prompt": "x", "logit_bias": {"99999": 1}}, 400, "logit_bias"),
         ({"prompt": "x", "stop": [""]}, 400, "stop"),
         ({"prompt": "x", "min_tokens": 9, "max_tokens": 4}, 400, "min_new_tokens is 9"),
@@ -160,6 +172,52 @@ def test_large_bodies_hold_up_nobody(server: ServerProcess) -> None:
     assert many.json()["error"]["code"] == "context_length_exceeded"
 
 
+def test_bodies_of_a_million_errors_hold_up_nobody(server: ServerProcess) -> None:
+    """Each is half a body of 4 MB; noting all errors took half a minute, in which nobody was answered."""
+    million = "[" + ",".join("0" for _ in range(1_000_000)) + "]"
+    for path, body, param in (
+        (COMPLETIONS, f'{{"stop": {million}}}', "stop"),
+        (COMPLETIONS, f'{{"guided_choice": {million}}}', "guided_choice.0"),
+        (CHAT, f'{{"messages": {million}}}', "messages.0"),
+        (CHAT, f'{{"messages": [{{}}], "documents": {million}, "tools": {million}}}', "tools.0"),
+    ):
+        began = time.monotonic()
+        answer = httpx.post(server.url + path, content=body, headers={"Content-Type": "application/json"}, timeout=120)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+        assert time.monotonic() - began < 5
+
+
+def test_heads_and_ids(server: ServerProcess) -> None:
+    for path in ("/", "/health", "/v1/models"):
+        answer = httpx.head(server.url + path)
+        assert (answer.status_code, answer.content) == (200, b"")
+    assert httpx.get(server.url + "/health", headers={"X-Request-Id": "a-1"}).headers["x-request-id"] == "a-1"
+    for given in ("x" * 129, "a b", "a;b", ""):
+        own = httpx.get(server.url + "/v1/nothing", headers={"X-Request-Id": given}).headers["x-request-id"]
+        assert own != given
+        assert len(own) == 32
+    assert any(re.search(r'^\d{4}-\S+ \S+ INFO 127\S+ "GET /health" 200 0\.\d+s a-1$', line) for line in server.log)
+
+
+def test_docs_without_the_internet(local_app: Callable[..., TestClient]) -> None:
+    pytest.importorskip("fastapi_offline", reason="it brings the files of /docs: pip install fastapi-offline")
+    with local_app() as client:
+        page = client.get("/docs").text
+        links = re.findall(r'(?:src|href)="([^"]+)"', page)
+        assert len(links) == 3
+        for link in [*links, "openapi.json"]:
+            assert client.get("/" + link).status_code == 200
+        assert "http" not in page.replace("http-equiv", "")
+        assert client.get("/docs/core.py").status_code == 404
+
+
+def test_a_stream_has_no_line_ends_within_an_event() -> None:
+    """Python's splitlines, and clients that use it, end a line at these characters."""
+    text = "a\x85b\u2028c\u2029d\x1ce\x0bf"
+    assert len(json_bytes({"text": text}).decode().splitlines()) == 1
+    assert json.loads(json_bytes({"text": text})) == {"text": text}
+
+
 def test_the_page_and_the_description(server: ServerProcess) -> None:
     assert "<textarea" in httpx.get(server.url).text
     assert CHAT in httpx.get(server.url + "/openapi.json").json()["paths"]
@@ -208,7 +266,7 @@ def test_keys_origins_and_large_bodies(start_server: Callable[..., ServerProcess
         allowed = {"Authorization": "Bearer one", "Origin": "https://a.example"}
         headers = httpx.post(url, json=body, headers=allowed).headers
         assert headers["access-control-allow-origin"] == "https://a.example"
-        assert headers["access-control-expose-headers"] == "Retry-After"
+        assert headers["access-control-expose-headers"] == "Retry-After, X-Request-Id"
         assert (
             "access-control-allow-origin"
             not in httpx.get(server.url + "/health", headers={"Origin": "https://b.example"}).headers
@@ -222,7 +280,15 @@ def test_keys_origins_and_large_bodies(start_server: Callable[..., ServerProcess
 
         chunked = httpx.post(url, content=pieces(), headers={**allowed, "Content-Type": "application/json"})
         assert chunked.status_code == 413
-    assert "-15" in str(server.process.returncode) or server.process.returncode == 143
+        text = httpx.get(server.url + "/metrics").text
+        for path, status, reason, count in (
+            (COMPLETIONS, 401, "invalid_api_key", 3),
+            ("/v1/models", 401, "invalid_api_key", 1),
+            (COMPLETIONS, 413, "request_too_large", 2),
+            (COMPLETIONS, 200, "", 3),
+        ):
+            labels = f'handler="{path}",reason="{reason}",status="{status}"'
+            assert f"qsample:http_requests_total{{{labels}}} {count:.1f}\n" in text
 
 
 def test_forty_at_once_on_eight_places(start_server: Callable[..., ServerProcess]) -> None:
@@ -232,12 +298,14 @@ def test_forty_at_once_on_eight_places(start_server: Callable[..., ServerProcess
         full = next(answer for answer in answers if answer.status_code == 429)
         assert int(full.headers["Retry-After"]) >= 1
         assert full.json()["error"]["type"] == "rate_limit_error"
+        labels = f'handler="{COMPLETIONS}",reason="rate_limit_exceeded",status="429"'
+        assert f"qsample:http_requests_total{{{labels}}} 32.0\n" in httpx.get(server.url + "/metrics").text
 
 
 def test_what_takes_too_long_ends_with_what_it_has(start_server: Callable[..., ServerProcess]) -> None:
     with start_server("--request-timeout", "0.05", "--slots", "1") as server:
         answer = httpx.post(server.url + COMPLETIONS, json={**LONG, "max_tokens": 500}, timeout=60).json()
-        assert answer["choices"][0]["finish_reason"] == "length"
+        assert (answer["choices"][0]["finish_reason"], answer["choices"][0]["stop_reason"]) == ("length", "timeout")
         assert answer["usage"]["completion_tokens"] < 500
 
 

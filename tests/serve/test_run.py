@@ -10,6 +10,7 @@ from collections.abc import Callable
 import httpx
 import pytest
 
+from qsample.cli import run as main
 from qsample.errors import QsampleError
 from qsample.runtime import CausalLM, SamplingParams
 from qsample.serve.run import run
@@ -29,6 +30,10 @@ def test_a_taken_port_and_an_unknown_host_are_named() -> None:
         run(ServeSettings(models={"tiny": "nowhere"}), "no.such.host.invalid")
 
 
+def test_a_wrong_setting_is_wrong_usage() -> None:
+    assert main(["serve", "nowhere", "--tool-call-parser", "foo"]) == 2
+
+
 def test_sigterm_lets_answers_end(start_server: Callable[..., ServerProcess], served_model: CausalLM) -> None:
     body = {**LONG, "max_tokens": 300, "seed": 3, "stream": True}
     with start_server() as server:
@@ -40,7 +45,8 @@ def test_sigterm_lets_answers_end(start_server: Callable[..., ServerProcess], se
                     status = True
                 if line.startswith("data: {"):
                     text += json.loads(line.removeprefix("data: "))["choices"][0]["text"]
-        server.process.wait(60)
+        assert server.process.wait(60) == 0
+        assert "half-written" not in "".join(server.log)
     params = SamplingParams(max_new_tokens=300, eos_token_id=())
     output = served_model.generate("In the beginning", params, seed=3)
     assert output.texts is not None
