@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from qsample.contract import LOGPROBS, TOP_LOGPROB_OUTPUTS
 from qsample.runtime import Delta, Request, RequestOutput
+from qsample.runtime.request import RequestTiming, Usage
 from qsample.sampling_params import SamplingParams
 from qsample.serve.guides import GrammarGuide
 from qsample.serve.http import ApiError, json_bytes, logged_api_error
@@ -18,10 +19,12 @@ from qsample.serve.metrics import Metrics
 from qsample.serve.models import ServedModel, TokenTexts
 from qsample.serve.parsers import DemandedCalls, ReasoningReader, ToolReader
 from qsample.serve.requests import GenerationRequest
+from qsample.serve.scoring import ForcedTokens, PromptScores, scoring_params
 from qsample.tensors import Array
 
 Receive = Callable[[], Awaitable[Any]]
 
+_CHAT: Final = "chat.completion"  # OpenAI's name of a whole answer
 _DONE: Final = b"data: [DONE]\n\n"
 _LEAST_LOGPROB: Final = -9999.0  # OpenAI's number for an impossible token; JSON has no infinity
 _TOP_IDS, _TOP_VALUES = (spec.name for spec in TOP_LOGPROB_OUTPUTS)
@@ -35,6 +38,7 @@ class Choice(ABC):
         self._index = index
         self._model = model
         self._top = top_logprobs
+        self.scores: PromptScores | None = None  # of its prompt, before its opening
 
     @abstractmethod
     def opening(self) -> dict[str, Any] | None:
@@ -169,7 +173,14 @@ class CompletionChoice(Choice):
     """A choice of `/v1/completions`."""
 
     def __init__(
-        self, index: int, model: ServedModel, *, logprobs: int | None, echo: str, prompt_ids: Sequence[int] | None
+        self,
+        index: int,
+        model: ServedModel,
+        *,
+        logprobs: int | None,
+        echo: str | None,
+        prompt_ids: Sequence[int] | None,
+        prompt_logprobs: int | None,
     ) -> None:
         """Prepare it.
 
@@ -177,23 +188,26 @@ class CompletionChoice(Choice):
             index: among the choices.
             model: answers.
             logprobs: alternatives of each token; None = no log-probabilities.
-            echo: the text before the answer.
+            echo: the prompt's text before the answer, None = without it.
             prompt_ids: returned next to the answer's token ids; None = no token ids.
+            prompt_logprobs: alternatives of each token of the prompt, in vLLM's form; None = no log-probabilities.
         """
         super().__init__(index, model, logprobs)
         self._echo = echo
         self._prompt_ids = prompt_ids
-        self._offset = len(echo)
+        self._prompt_top = prompt_logprobs
+        self._offset = len(echo or "")
 
     def opening(self) -> dict[str, Any] | None:
         ids = {} if self._prompt_ids is None else {"prompt_token_ids": self._prompt_ids, "token_ids": []}
-        return self._choice(self._echo) | ids if self._echo or ids else None
+        logprobs = self._of_prompt()
+        return self._choice(self._echo or "") | {"logprobs": logprobs} | ids if self._echo or ids or logprobs else None
 
     def piece(self, delta: Delta) -> dict[str, Any] | None:
         choice = self._choice(delta.text or "")
         if self._top is not None and delta.token_ids:
             choice["logprobs"] = self._logprobs(delta.token_ids, delta.outputs)
-            self._offset += sum(map(len, choice["logprobs"]["tokens"]))
+            self._offset += sum(map(self._model.token_texts.width, delta.token_ids))
         if self._prompt_ids is not None:
             choice["token_ids"] = delta.token_ids
         return choice if choice["text"] or choice["logprobs"] or choice.get("token_ids") else None
@@ -202,9 +216,12 @@ class CompletionChoice(Choice):
         return [self._choice("") | self._end(output)]
 
     def whole(self, output: RequestOutput) -> dict[str, Any]:
-        choice = self._choice(self._echo + (output.text or ""))
+        choice = self._choice((self._echo or "") + (output.text or ""))
         if self._top is not None:
-            choice["logprobs"] = self._logprobs(output.token_ids, output.outputs)
+            logprobs, own = self._of_prompt(), self._logprobs(output.token_ids, output.outputs)
+            choice["logprobs"] = own if logprobs is None else _joined(logprobs, own)
+        if self._prompt_top is not None and self.scores is not None:
+            choice["prompt_logprobs"] = prompt_logprobs(self._model.token_texts, self.scores, self._prompt_top)
         if self._prompt_ids is not None:
             choice |= {"prompt_token_ids": self._prompt_ids, "token_ids": output.token_ids}
         return choice | self._end(output)
@@ -214,6 +231,20 @@ class CompletionChoice(Choice):
 
     def _logprobs(self, tokens: Sequence[int], outputs: Any) -> dict[str, Any]:
         return _completion_logprobs(self._model.token_texts, tokens, outputs, self._top or 0, self._offset)
+
+    def _of_prompt(self) -> dict[str, Any] | None:
+        """The log-probabilities of the prompt in front of the answer's; the first token has none."""
+        if self._top is None or self._echo is None or self.scores is None or not self.scores.token_ids:
+            return None
+        texts, (first, *others) = self._model.token_texts, self.scores.token_ids
+        none = [None] if self._top else None
+        start = {
+            "tokens": [texts.of(first)[0]],
+            "token_logprobs": [None],
+            "top_logprobs": none,
+            "text_offset": [0],
+        }
+        return _joined(start, _completion_logprobs(texts, others, self.scores.outputs, self._top, texts.width(first)))
 
 
 class Answers:
@@ -253,6 +284,9 @@ class Answers:
         self._make_choice = make_choice
         self._more = dict(more or {})
         self._requests: list[Request] = []
+        self._scoring: list[Request] = []  # of each prompt with at least two tokens
+        self._prompts: Sequence[Sequence[int]] = ()
+        self._seeds: list[int] = []
         self._given_up = False  # the client has gone
 
     async def start(
@@ -273,20 +307,32 @@ class Answers:
         Raises ApiError, QueueFullError or ValueError.
         """
         body, model = self._body, self._model
-        count = len(prompts) * body.choices
+        self._prompts = prompts
+        count = 0 if body.limit == 0 else len(prompts) * body.choices
         guides = [await make_guide() for _ in range(count)] if make_guide is not None else [None] * count
-        seeds = [seed for _ in prompts for seed in body.seeds()]  # without a given seed, each prompt gets its own
+        # Without a given seed, each prompt gets its own.
+        self._seeds = [seed for _ in prompts for seed in body.seeds()]
         rows = [prompt for prompt in prompts for _ in range(body.choices)]
-        model.check_places(count)  # otherwise some would be added and cancelled, and occupy places meanwhile
+        scored = [prompt for prompt in prompts if body.scores_prompt and len(prompt) > 1]
+        # Otherwise some would be added and cancelled, and occupy places meanwhile.
+        model.check_places(count + len(scored))
+        options: Any = {"priority": body.priority, "max_time": max_time}
         try:
-            for row, seed, guide in zip(rows, seeds, guides, strict=True):
-                options: Any = {"stop_strings": body.stop, "priority": body.priority, "max_time": max_time}
-                self._requests.append(model.add(row, params, seed=seed, allowed_tokens=guide, **options))
+            for prompt in scored:
+                guide = ForcedTokens(prompt[1:])
+                self._scoring.append(
+                    model.add(prompt[:1], scoring_params(len(prompt)), allowed_tokens=guide, **options)
+                )
+            for row, seed, own in zip(rows, self._seeds, guides, strict=False):  # there are no guides without requests
+                request = model.add(row, params, seed=seed, allowed_tokens=own, stop_strings=body.stop, **options)
+                self._requests.append(request)
         except BaseException:
             self._cancel()
             raise
         for request in self._requests:
             self._metrics.follow(model.name, request)
+        for request in self._scoring:
+            self._metrics.follow_scoring(model.name, request)
 
     async def whole(self, receive: Receive) -> dict[str, Any]:
         """The finished answers.
@@ -297,11 +343,14 @@ class Answers:
         Raises ApiError if an answer failed, or if the client has gone.
         """
         async with _Watch(self, receive) as watch:
-            outputs = [self._checked(await request) for request in self._requests]
+            scores = await self._scores()
+            outputs = [self._checked(await request) for request in self._requests] or self._empty_outputs()
         if watch.client_left:
             raise ApiError(499, "the client closed the connection", code="client_disconnected")
-        choices = [self._make_choice(index).whole(output) for index, output in enumerate(outputs)]
+        choices = [choice.whole(output) for choice, output in zip(self._choices(scores), outputs, strict=True)]
         head = {**self._head, "object": self._kind, **self._more}
+        if self._kind == _CHAT and self._body.prompt_logprobs is not None:
+            head["prompt_logprobs"] = prompt_logprobs(self._model.token_texts, scores[0], self._body.prompt_logprobs)
         return {**head, "choices": choices, "usage": self._usage(outputs)}
 
     async def events(self, receive: Receive) -> AsyncIterator[bytes]:
@@ -322,7 +371,7 @@ class Answers:
 
     async def _events(self) -> AsyncIterator[bytes]:
         with_usage, always = self._body.usage_in_stream
-        kind = "chat.completion.chunk" if self._kind == "chat.completion" else self._kind
+        kind = "chat.completion.chunk" if self._kind == _CHAT else self._kind
         head = json_bytes({**self._head, "object": kind}).removesuffix(b"}")  # once, not for every event
         more = b"".join(b"," + json_bytes({name: value})[1:-1] for name, value in self._more.items())
         counts = [0] * len(self._requests)
@@ -336,11 +385,16 @@ class Answers:
             more = b""
             return b"".join(parts)
 
-        choices = [self._make_choice(index) for index in range(len(self._requests))]
+        choices = self._choices(await self._scores())
         for choice in choices:
             if (opening := choice.opening()) is not None:
                 yield event([opening])
         outputs: list[RequestOutput | None] = [None] * len(choices)
+        if not self._requests:
+            outputs = [*self._empty_outputs()]
+            for choice, output in zip(choices, self._empty_outputs(), strict=True):
+                for part in choice.ending(output):
+                    yield event([part])
         async for index, delta in _merged(self._requests):
             if delta is not None:
                 counts[index] += len(delta.token_ids)
@@ -352,6 +406,32 @@ class Answers:
                 yield event([part])
         if with_usage:
             yield event([], self._usage([output for output in outputs if output is not None]))
+
+    def _choices(self, scores: Sequence[PromptScores]) -> list[Choice]:
+        choices = [self._make_choice(index) for index in range(len(self._seeds))]
+        if self._body.scores_prompt:
+            for index, choice in enumerate(choices):
+                choice.scores = scores[index // self._body.choices]
+        return choices
+
+    async def _scores(self) -> list[PromptScores]:
+        """Of each prompt, if the request asks for them."""
+        left = iter(self._scoring)
+        found = []
+        for prompt in self._prompts if self._body.scores_prompt else ():
+            output = self._checked(await next(left)) if len(prompt) > 1 else None
+            if output is not None and output.finish_reason == "time":
+                raise ApiError(504, "the prompt was not scored in the time that an answer may take", code="timeout")
+            found.append(PromptScores(prompt, {} if output is None else output.outputs))
+        return found
+
+    def _empty_outputs(self) -> list[RequestOutput]:
+        """Answers of no tokens, which the engine is not asked for."""
+        prompts = [prompt for prompt in self._prompts for _ in range(self._body.choices)]
+        return [
+            RequestOutput([], "", "length", None, seed, Usage(len(prompt), 0, 0), RequestTiming(None, None, 0.0), {})
+            for prompt, seed in zip(prompts, self._seeds, strict=True)
+        ]
 
     def _checked(self, output: RequestOutput) -> RequestOutput:
         """Raise ApiError for a failed answer."""
@@ -377,7 +457,7 @@ class Answers:
         self._cancel()
 
     def _cancel(self) -> None:
-        for request in self._requests:
+        for request in (*self._requests, *self._scoring):
             request.cancel()
 
 
@@ -471,11 +551,11 @@ def _completion_logprobs(
 ) -> dict[str, Any]:
     """An object for all tokens, as in completions. The alternatives include the sampled token, even if it is not among
     the `top` likeliest. offset: of the first token's text in the answer."""
-    strings = [texts.of(int(token))[0] for token in tokens]
+    strings = [texts.of(token)[0] for token in tokens]
     values = [_finite(outputs[LOGPROBS.name][index, 0]) for index in range(len(tokens))]
     offsets = [offset]
-    for string in strings:
-        offsets.append(offsets[-1] + len(string))
+    for token in tokens:
+        offsets.append(offsets[-1] + texts.width(token))
     alternatives: list[dict[str, float]] | None = None
     if top:
         alternatives = [
@@ -492,6 +572,24 @@ def _completion_logprobs(
         "top_logprobs": alternatives,
         "text_offset": offsets[:-1],
     }
+
+
+def _joined(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
+    """Two results of `_completion_logprobs` as one."""
+    return {name: None if entry is None else entry + second[name] for name, entry in first.items()}
+
+
+def prompt_logprobs(texts: TokenTexts, scores: PromptScores, top: int) -> list[dict[str, Any] | None]:
+    """As in vLLM's answers: for each token of a prompt its alternatives and itself by token id, None for the first."""
+    return [
+        None
+        if entry is None
+        else {
+            str(token): {"logprob": _finite(value), "rank": rank, "decoded_token": texts.of(token)[0]}
+            for token, (value, rank) in entry.items()
+        }
+        for entry in scores.entries(top)
+    ]
 
 
 def _finite(value: float) -> float:

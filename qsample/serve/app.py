@@ -172,15 +172,19 @@ class _Server:
         model = self._served().find(body.model)
         if body.logprobs is not None:
             model.check_logprobs(body.logprobs, "logprobs")
+        if body.scores_prompt:
+            model.check_scoring(
+                body.prompt_logprobs or 0, "echo" if body.prompt_logprobs is None else "prompt_logprobs"
+            )
         make_guide = self._guide(model, body.form)
         params = model.sampling_params(body)
         prompts = body.prompts
-        model.check_count(len(prompts) * body.choices)  # before a million of them are encoded
+        model.check_count(len(prompts) * body.requests)  # before a million of them are encoded
         for prompt in prompts:
             model.check_length(prompt)  # before a text that is much too long is encoded
         rows = await self._encode(model, prompts, body.add_special_tokens)
         for row in rows:
-            model.check_room(row)
+            model.check_room(row, 0 if body.limit == 0 else 1)
         echoes = [
             prompt if isinstance(prompt, str) else model.tokenizer.decode(prompt) for prompt in prompts if body.echo
         ]
@@ -190,8 +194,9 @@ class _Server:
                 index,
                 model,
                 logprobs=body.logprobs,
-                echo=echoes[index // body.choices] if body.echo else "",
+                echo=echoes[index // body.choices] if body.echo else None,
                 prompt_ids=rows[index // body.choices] if body.return_token_ids else None,
+                prompt_logprobs=body.prompt_logprobs,
             )
 
         answers = Answers(model, body, self._metrics, prefix="cmpl", kind="text_completion", make_choice=choice)
@@ -203,9 +208,11 @@ class _Server:
         model, form = self._served().find(body.model), body.form
         if body.logprobs:
             model.check_logprobs(body.top_logprobs or 0, "top_logprobs")
+        if body.prompt_logprobs is not None:
+            model.check_scoring(body.prompt_logprobs, "prompt_logprobs")
         make_guide = self._guide(model, form)
         params = model.sampling_params(body)
-        model.check_count(body.choices)
+        model.check_count(body.requests)
         prompt = await self._encode_chat(model, body, body.offers_tools, check=model.check_length)
         model.check_room(prompt)
         # A constrained answer contains no thoughts, and a message that is continued is past them.

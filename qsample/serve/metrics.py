@@ -37,6 +37,7 @@ class Metrics:
         self._prompt_tokens = counter("prompt_tokens", "Prompt tokens that were read or found, of requests that ended.")
         self._cached_tokens = counter("prefix_cache_hits", "Prompt tokens that a slot held already.")
         self._queried_tokens = counter("prefix_cache_queries", "Prompt tokens that were looked for in slots.")
+        self._scored_tokens = counter("prompt_tokens_scored", "Prompt tokens whose log-probability was computed.")
         self._ended = counter("request_success", "Requests that ended, by why.", "finished_reason")
         self._failed = counter("request_failure", "Requests that ended with an error.")
         self._exchanges = Counter(
@@ -63,6 +64,10 @@ class Metrics:
     def count_exchange(self, path: str, status: int, reason: str) -> None:
         """Count an HTTP request. reason: of a refusal, "rate_limit_exceeded" for instance; "" = none."""
         self._exchanges.labels(path, str(status), reason).inc()
+
+    def follow_scoring(self, model: str, request: Request) -> None:
+        """Count the tokens of a request that scores a prompt; it samples none of them."""
+        request.add_done_callback(lambda ended: self._scored_tokens.labels(model).inc(ended.completion_tokens))
 
     def text(self) -> bytes:
         """All metrics in Prometheus' text form."""

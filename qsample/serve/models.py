@@ -158,6 +158,13 @@ class ServedModel:
                 param=param,
             )
 
+    def check_scoring(self, top: int, param: str) -> None:
+        """Raise ApiError if the package does not tell log-probabilities of prompts. Arguments: of `check_logprobs`."""
+        self.check_logprobs(top, param)
+        if not self.interface.features.allowed_tokens:
+            text = f"log-probabilities of a prompt need a package with allowed_tokens; {_EXPORT_AGAIN} --allowed-tokens"
+            raise ApiError(400, text, param=param)
+
     def check_count(self, count: int) -> None:
         """Raise ApiError if that many answers can never have places at once."""
         most = self.engine.slots + self.engine.max_waiting
@@ -172,13 +179,14 @@ class ServedModel:
         if taken + count > most:
             raise QueueFullError(f"{taken} of {most} places are taken and {count} were requested; try again later")
 
-    def check_room(self, prompt: Sequence[int]) -> None:
-        """Raise ApiError unless a slot has room for a prompt and a token."""
-        if len(prompt) >= self.max_model_len:
+    def check_room(self, prompt: Sequence[int], tokens: int = 1) -> None:
+        """Raise ApiError unless a slot has room for a prompt and so many tokens of an answer."""
+        most = self.max_model_len - tokens
+        if len(prompt) > most:
             raise ApiError(
                 400,
                 f"the prompt has {len(prompt)} tokens and this model's context {self.max_model_len}; give at most "
-                f"{self.max_model_len - 1}",
+                f"{most}",
                 param="prompt",
                 code="context_length_exceeded",
             )
@@ -287,6 +295,10 @@ class TokenTexts:
         # Some decoders drop a blank at the start of a text; so a token is shown as it is after another token.
         self._anchor = next((token for token in pieces if token not in self._added and self._decode([token])), None)
         self.of = lru_cache(maxsize=2**16)(self._of)
+
+    def width(self, token: int) -> int:
+        """Characters of a token in a text, which contains no special tokens."""
+        return 0 if self._tokenizer.is_skipped(token) else len(self.of(token)[0])
 
     def _of(self, token: int) -> tuple[str, bytes]:
         """The text of a token, and its bytes, which may be a part of a character."""

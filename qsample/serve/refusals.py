@@ -27,7 +27,6 @@ _BOTH: Final[Refusals] = {
     "spaces_between_special_tokens": Refusal(_LEAVE_OUT, (True, False)),  # answers contain no special tokens
     "include_stop_str_in_output": Refusal("stop_reason has the stop string", (False,)),
     "truncate_prompt_tokens": Refusal("cut the prompt yourself; /tokenize counts its tokens"),
-    "prompt_logprobs": Refusal("logprobs has those of the answer", (False,)),
     "allowed_token_ids": Refusal("guided_choice, guided_regex and guided_grammar constrain an answer"),
     "logits_processors": Refusal("a server runs no programs of its clients", ([],)),
     "return_tokens_as_token_ids": Refusal("return_token_ids returns them next to the text", (False,)),

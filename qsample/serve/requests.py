@@ -177,6 +177,7 @@ class GenerationRequest(FilterFields):
     guided_choice: Texts | None = Field(None, min_length=1)
     guided_grammar: StrictStr | None = None
     return_token_ids: StrictBool = False
+    prompt_logprobs: Annotated[StrictInt, Field(ge=0)] | None = None
     priority: StrictInt = 0
     request_id: StrictStr | None = None
     best_of: StrictInt | None = None
@@ -208,6 +209,11 @@ class GenerationRequest(FilterFields):
             raise ValueError(f"it has {len(bias)} tokens; give at most {MOST_BIASES}")
         return bias
 
+    @field_validator("prompt_logprobs", mode="before")
+    @classmethod
+    def _false_is_none(cls, value: Any) -> Any:  # as `logprobs` in a chat completion
+        return None if value is False else value
+
     @field_validator("logit_bias")
     @classmethod
     def _check_bias(cls, bias: dict[str, float] | None) -> dict[str, float] | None:
@@ -222,6 +228,8 @@ class GenerationRequest(FilterFields):
     def _check_together(self) -> GenerationRequest:
         if not self.stream and self.stream_options is not None and any(self.stream_options.model_dump().values()):
             raise ValueError("stream_options is for streams; leave it out, or give stream: true")
+        if self.stream and self.prompt_logprobs is not None:
+            raise ValueError("prompt_logprobs come with a whole answer; leave out stream, or give echo and logprobs")
         if self.best_of is not None and self.best_of != self.choices:
             raise ValueError("best_of is not done here; give n alone")
         return self
@@ -237,6 +245,16 @@ class GenerationRequest(FilterFields):
         return self.max_tokens
 
     @property
+    def requests(self) -> int:
+        """How many requests of an engine each prompt makes."""
+        return (0 if self.limit == 0 else self.choices) + self.scores_prompt
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether the answer needs the log-probabilities of its prompt."""
+        return self.prompt_logprobs is not None
+
+    @property
     def usage_in_stream(self) -> tuple[bool, bool]:
         """Whether a last event counts the tokens, and whether every event does."""
         options = self.stream_options or StreamOptions()
@@ -246,7 +264,7 @@ class GenerationRequest(FilterFields):
         """The fields of `SamplingParams` that the request sets; stop tokens and seeds are not among them."""
         fields = {name: value for name in _SAME_NAME if (value := getattr(self, name)) is not None}
         fields |= {name: max(fields[name], least) for name, least in _LEAST.items() if name in fields}
-        if self.limit is not None:
+        if self.limit:
             fields["max_new_tokens"] = self.limit
         if self.min_tokens:
             fields["min_new_tokens"] = self.min_tokens
@@ -320,13 +338,15 @@ class CompletionRequest(GenerationRequest):
     """`/v1/completions`.
 
     prompt: a text or token ids, or several of either; "" begins a text. logprobs: log-probabilities, with that many of
-    the likeliest tokens. echo: the prompt before its continuation.
+    the likeliest tokens. echo: the prompt before its continuation, with its log-probabilities if the request asks for
+    `logprobs`. max_tokens: 0 writes nothing.
     """
 
     refusals = COMPLETIONS
     default_limit = 16  # OpenAI's
 
     prompt: Prompt = ""
+    max_tokens: Annotated[StrictInt, Field(ge=0, le=MOST_TOKENS)] | None = None
     logprobs: Annotated[StrictInt, Field(ge=0)] | None = None
     echo: StrictBool = False
     suffix: StrictStr | None = None
@@ -334,16 +354,20 @@ class CompletionRequest(GenerationRequest):
 
     @field_validator("logprobs", mode="before")
     @classmethod
-    def _false_is_none(cls, value: Any) -> Any:  # as in a chat completion
+    def _no_logprobs(cls, value: Any) -> Any:  # as in a chat completion
         return None if value is False else value
 
     @model_validator(mode="after")
     def _check_completion(self) -> CompletionRequest:
         if self.suffix:
             raise ValueError("suffix is not done here: the model writes the continuation of a prompt")
-        if self.echo and self.logprobs is not None:
-            raise ValueError("echo with logprobs needs those of the prompt, which are not computed; leave out either")
+        if self.max_tokens == 0 and self.min_tokens:
+            raise ValueError(f"min_tokens is {self.min_tokens} and max_tokens 0; leave out either")
         return self
+
+    @property
+    def scores_prompt(self) -> bool:
+        return (self.echo and self.logprobs is not None) or self.prompt_logprobs is not None
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:

@@ -33,7 +33,7 @@ LONG = {"prompt": "In the beginning", "max_tokens": 400, "ignore_eos": True}
         ({"prompt": "x", "temperature": "hot"}, 400, "temperature"),
         ({"prompt": "x", "temprature": 1}, 400, "temprature is not known here"),
         ({"prompt": "x", "n": 0}, 400, "n: "),
-        ({"prompt": "x", "max_tokens": 0}, 400, "max_tokens"),
+        ({"prompt": "x", "max_tokens": -1}, 400, "max_tokens"),
         ({"prompt": "x", "top_p": 1.5}, 400, "top_p"),
         ({"prompt": "x", "model": "gpt"}, 404, "'gpt' does not exist here; there is 'tiny'"),
         ({"prompt": []}, 400, "prompt is an empty list"),

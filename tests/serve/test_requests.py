@@ -63,7 +63,7 @@ REFUSED: dict[str, dict[str, tuple[Any, str]]] = {
     "both": {
         "use_beam_search": (True, "without beams"), "length_penalty": (0.5, "without beams"),
         "skip_special_tokens": (False, "return_token_ids"), "include_stop_str_in_output": (True, "stop_reason"),
-        "truncate_prompt_tokens": (5, "/tokenize"), "prompt_logprobs": (0, "logprobs has those"),
+        "truncate_prompt_tokens": (5, "/tokenize"),
         "allowed_token_ids": ([5], "guided_choice"), "repeat_last_n": (64, "to all tokens of a row"),
         "samplers": (["top_k"], "--filter-order"), "min_keep": (2, "keeps at least a token"),
         "logits_processors": (["x"], "no programs"), "return_tokens_as_token_ids": (True, "return_token_ids"),
