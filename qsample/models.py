@@ -20,7 +20,7 @@ from qsample.huggingface.dtypes import dtype_name, is_dtype
 from qsample.huggingface.model_methods import Device, ModelMethods
 from qsample.interface import Features, Interface
 from qsample.package import Package, check_not_source, copy_package
-from qsample.progress import Progress, Stage, unreported
+from qsample.progress import Progress, Stage, shown, unreported
 from qsample.timing import metered
 from qsample.values import DEFAULT, check_verify
 
@@ -98,7 +98,7 @@ class Model(ModelMethods):
             path: the folder of the package; None = a temporary folder that lives as long as the result.
             options: what to compile for; None = `CompileOptions()`, the CPU.
             overwrite: replace a package at `path`.
-            progress: called with a stage's name and the fraction done, in [0, 1].
+            progress: called with a stage's name and the fraction done, in [0, 1]; None = a bar, on a terminal.
             changes: fields of `CompileOptions`, on top of `options`: provider, batch_size, ctx_len, dtype, weights,
                 block_size, quantization_method, calibration_text, kv_cache_dtype, max_divergence, verify.
 
@@ -121,7 +121,7 @@ class Model(ModelMethods):
             find_target(options.provider).check_installed()
         if path is not None:
             check_not_source(path, *self._sources)
-        with metered(progress) as meter, Destination(path) as destination:
+        with shown(progress) as report, metered(report) as meter, Destination(path) as destination:
             exporting, compiling = meter.part(0.0, self._export_share), meter.part(self._export_share, 1.0)
             with self._portable(options, destination.path, exporting) as source:
                 compiled = compile_package(source, destination.path, options, overwrite=overwrite, progress=compiling)
@@ -231,7 +231,7 @@ class ExportableModel(Model):
             overwrite: replace a package at `path`.
             verify: how much of the graph is compared with the model: "default", or "full", which takes several times as
                 long; docs/architecture.md has what each proves.
-            progress: called with a stage's name and the fraction done, in [0, 1].
+            progress: called with a stage's name and the fraction done, in [0, 1]; None = a bar, on a terminal.
 
         Returns:
             The package. Nothing remains after an error.
@@ -244,7 +244,7 @@ class ExportableModel(Model):
         check_verify(verify)
         if path is not None:
             check_not_source(path, *self._sources)
-        with metered(progress) as meter, Destination(path) as destination:
+        with shown(progress) as report, metered(report) as meter, Destination(path) as destination:
             package = self._write(destination.path, overwrite, verify, meter)
             return PackagedModel(package, self._provider, destination.keep())
 

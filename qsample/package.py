@@ -45,6 +45,7 @@ T = TypeVar("T")
 LARGEST_MANIFEST: Final = 1 << 23  # bytes; that of a model of a hundred layers has 50 kB
 _CRUMBS: Final = (".DS_Store", "Thumbs.db", "desktop.ini")  # that a system's file browser leaves in any folder
 _DAMAGED: Final = (".json", ".jinja", ".onnx", ".onnx.data")  # files of a package whose manifest cannot be read
+_SLOW_FROM: Final = 100_000_000  # bytes of a portable package, whose user is told to compile it
 _READINGS: Final = 50  # of a package that is replaced while it is read; on a busy machine 10 of them may fail in a row
 
 
@@ -335,10 +336,24 @@ def check_features(package: Package, wanted: Features, dtype: str | None) -> Non
     missing += [f"the filter {name}" for name in wanted.filters if name not in present.filters]
     if missing:
         raise QsampleError(f"{package.path} was exported without {', '.join(missing)}; export it again with them")
-    if dtype not in (None, package.interface.dtype):
-        raise QsampleError(
-            f"{package.path} holds {package.interface.dtype}, not {dtype}; export it again with that dtype"
+    held = package.interface.dtype
+    if dtype not in (None, held):
+        way = (
+            'compile it with provider="cuda", dtype="bfloat16"' if dtype == "bfloat16" else "export it again with that"
         )
+        raise QsampleError(f"{package.path} holds {held}, not {dtype}; leave dtype out, or {way}")
+
+
+def faster_way(package: Package) -> str | None:
+    """How to make a package faster, in a sentence, if it is portable and of a size at which that matters."""
+    size = sum(entry.bytes for entry in package.manifest.files.values())
+    if package.manifest.compilation is not None or size < _SLOW_FROM:
+        return None
+    return (
+        f"{package.path} is portable, and about as fast as transformers; compile makes it faster, several times with "
+        f'weights in 4 bits: `qsample compile {package.path} OUT --weights int4`, or model.compile("OUT", '
+        'weights="int4") in Python'
+    )
 
 
 def check_target(path: Path, target: Path, overwrite: bool) -> None:

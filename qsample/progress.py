@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from enum import StrEnum
 from itertools import accumulate
+from typing import Any
 
 Progress = Callable[[str, float], None]  # the name of a stage, and the fraction of the whole that is done, in [0, 1]
 
@@ -42,6 +46,33 @@ class Stage(StrEnum):
 
 def unreported(stage: str, fraction: float) -> None:
     """The callback of a caller who gave none."""
+
+
+@contextmanager
+def shown(progress: Progress | None) -> Iterator[Progress]:
+    """`progress`; for callers without one, a bar on a terminal or in a notebook, as transformers shows when it loads.
+
+    It needs tqdm, which comes with transformers. HF_HUB_DISABLE_PROGRESS_BARS hides it, too.
+    """
+    try:
+        from tqdm.auto import tqdm as bar_class
+    except ModuleNotFoundError:
+        bar_class = None
+    notebook = "ipykernel" in sys.modules
+    in_sight = notebook or (sys.stderr is not None and sys.stderr.isatty())
+    if progress is not None or bar_class is None or not in_sight or os.environ.get("HF_HUB_DISABLE_PROGRESS_BARS"):
+        yield progress or unreported
+        return
+    bar: Any
+    with bar_class(total=1.0, leave=False, bar_format="{desc}: {percentage:3.0f}%|{bar}| {elapsed}") as bar:
+
+        def report(stage: str, fraction: float) -> None:
+            bar.set_description_str(str(stage), refresh=False)
+            bar.n = fraction
+            bar.refresh()
+
+        report(Stage.STARTING, 0.0)
+        yield report
 
 
 def part(progress: Progress | None, start: float, end: float) -> Progress:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from qsample.progress import Progress, Stages, part
+import io
+import sys
+
+import pytest
+
+from qsample.progress import Progress, Stages, part, shown, unreported
 
 
 def work(progress: Progress | None) -> None:
@@ -33,3 +38,28 @@ def test_parts_make_one_whole_that_is_done_once() -> None:
     assert (fractions[0], fractions[-1]) == (0.0, 1.0)
     assert [stage for stage, _ in seen].count("done") == 1
     work(part(None, 0.0, 0.5))
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_bar_for_callers_without_a_callback_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("tqdm")
+    terminal, file = Terminal(), io.StringIO()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    with shown(None) as report:
+        report("tracing", 0.25)
+        assert "tracing:  25%|" in terminal.getvalue().split("\r")[-1]
+    assert not terminal.getvalue().split("\r")[-1].strip()  # it is gone at the end
+    monkeypatch.setenv("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    with shown(None) as report:
+        assert report is unreported
+    monkeypatch.delenv("HF_HUB_DISABLE_PROGRESS_BARS")
+    monkeypatch.setattr(sys, "stderr", file)
+    with shown(None) as report:
+        report("tracing", 0.25)
+    with shown(print) as report:
+        assert report is print
+    assert file.getvalue() == ""

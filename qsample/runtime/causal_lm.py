@@ -22,7 +22,7 @@ from qsample.huggingface.model_methods import Device, ModelMethods
 from qsample.interface import Interface
 from qsample.ort.options import SessionOptions
 from qsample.ort.session import Sessions, open_sessions
-from qsample.package import Package, read_package, use_package
+from qsample.package import Package, faster_way, read_package, use_package
 from qsample.runtime.callbacks import BatchEnd, LogitsProcessors
 from qsample.runtime.decode.loop import DecodeLoop, choose_flush_every
 from qsample.runtime.decode.scheduler import Scheduler, SchedulerConfig
@@ -108,6 +108,7 @@ class CausalLM(ModelMethods):
         # Captured graphs belong to the memory of a batch, and cost more to make than many steps.
         self._captured: dict[tuple[int, int], Slots] = {}
         self._loaded_with = loaded_with
+        self._advice = faster_way(package)  # for the first call
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self._loaded_with is None:
@@ -202,6 +203,9 @@ class CausalLM(ModelMethods):
         Raises:
             ValueError: an argument is wrong.
         """
+        if self._advice is not None:
+            warnings.warn(self._advice, stacklevel=2)
+            self._advice = None
         named = {"attention_mask": attention_mask, "seed": seed, "allowed_tokens": allowed_tokens}
         named |= {"stop_strings": stop_strings, "return_dict_in_generate": return_dict_in_generate}
         call = self.read(inputs, params, **options, **named)

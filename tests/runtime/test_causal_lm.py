@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -211,3 +212,18 @@ def test_wrong_bias_and_mask_for_a_package_that_has_them(fake_model: Callable[..
 def test_a_prompt_longer_than_the_model_knows(model: CausalLM) -> None:
     with pytest.raises(ValueError, match="prompt has 300 tokens and the context length is 256"):
         model.generate([[5] * 300], max_new_tokens=5)
+
+
+def test_a_large_portable_package_says_once_that_compile_makes_it_faster(
+    fake: Callable[..., Package], monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    load(fake().path).generate([5], max_new_tokens=1)
+    assert not recwarn.list
+    monkeypatch.setattr("qsample.package._SLOW_FROM", 1000)
+    load(fake(compilation=compilation()).path).generate([5], max_new_tokens=1)
+    assert not recwarn.list
+    model = load(fake().path)
+    for _ in range(2):
+        model.generate([5], max_new_tokens=1)
+    (shown,) = recwarn.list
+    assert re.search("package is portable.*`qsample compile .* OUT --weights int4`", str(shown.message))
