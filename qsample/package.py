@@ -5,7 +5,9 @@ A package is a folder with `qsample.json`, the manifest, which lists every other
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import itertools
 import os
 import shutil
 from collections.abc import Callable, Collection, Iterator
@@ -17,6 +19,7 @@ from typing import Any, Final, TypeVar
 
 from qsample.destination import scratch_in
 from qsample.disk.publish import flush, publish
+from qsample.disk.scratch import outside_scratch
 from qsample.disk.source_files import SourceFiles, Version, version_of
 from qsample.disk.space import check_free, full_disk_named
 from qsample.disk.untrusted import leads_out, read_json, read_text, referenced_files
@@ -116,12 +119,23 @@ class Unpublished(Package):
 
 
 class PackageWriter:
-    """The argument of `write_package`'s body: write files below `directory`, then call `finish` once."""
+    """The argument of `write_package`'s body: write files below `directory`, then call `finish` once. `target` is the
+    place of the package."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, target: Path) -> None:
         self.directory = directory
+        self.target = target
         self.manifest: Manifest | None = None
         self._known: dict[Path, tuple[Version | None, str]] = {}
+
+    def put_aside(self) -> Path | None:
+        """Publish to a free name next to the target, which stays as it is, and return that; None if the target itself
+        is temporary."""
+        if outside_scratch(self.target) != self.target:
+            return None
+        names = (f"{self.target.name}.rejected{number or ''}" for number in itertools.count())
+        self.target = next(path for name in names if not os.path.lexists(path := self.target.with_name(name)))
+        return self.target
 
     def hashed(self, name: str, sha256: str) -> None:
         """Note the sha256, in hexadecimal, of a file of the package, from whoever wrote it: it is not read again unless
@@ -174,12 +188,13 @@ def write_package(path: str | Path, *, overwrite: bool = False, required_bytes: 
         ):
             staging = scratch.new
             check_free(target.parent, required_bytes, "the package")
-            writer = PackageWriter(staging)
+            writer = PackageWriter(staging, target)
             yield writer
             if writer.manifest is None:
                 raise PackageError("nothing was published: the writer's finish(manifest) was not called")
             _seal(staging, writer.manifest, writer.sha256_of)
-            publish(staging, target, scratch.replaced, lambda path: check_target(path, target, overwrite))
+            place = writer.target
+            publish(staging, place, scratch.replaced, lambda path: check_target(path, place, overwrite))
     except BaseException:
         for folder in created:
             with suppress(OSError):
@@ -358,7 +373,11 @@ def faster_way(package: Package) -> str | None:
 
 def check_target(path: Path, target: Path, overwrite: bool) -> None:
     """Raise PackageError if the file or folder at `path`, which is or was `target`, must not be replaced."""
-    if not os.path.lexists(path):
+    try:
+        os.lstat(path)
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            raise PackageError(f"cannot write to {target!s:.200}…: the name is too long; choose another") from error
         return
     if path.is_symlink() or not path.is_dir():
         raise PackageError(f"{target} is a file; give a folder for the package")

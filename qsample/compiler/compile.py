@@ -24,6 +24,7 @@ from qsample.compiler.options import CompileOptions
 from qsample.compiler.pipeline import Placement
 from qsample.compiler.plan import CompilePlan, make_plan
 from qsample.compiler.quantize.blocks import QuantizationReport, quantization_report
+from qsample.compiler.quantize.methods import METHODS
 from qsample.compiler.self_test import run_self_test
 from qsample.compiler.targets import Target, find_target
 from qsample.contract import BATCH
@@ -55,7 +56,8 @@ def compile_package(
         The device package.
 
     Raises CompileError if an option does not fit, the self-test fails or quantized weights are too far off, and
-    PackageError if `path` cannot be written. Nothing is left behind then.
+    PackageError if `path` cannot be written. Nothing is left behind then, except for a package that is merely too far
+    off: it is put aside, and the message names it.
     """
     package.check_not_source(path, source.path)
     target = find_target(options.provider)
@@ -81,13 +83,20 @@ def compile_package(
         stages.begin(Stage.TESTING)
         manifest = partial(_manifest, plan, target, placement)
         self_test = run_self_test(plan, _unsealed(folder, manifest()), target)
-        divergence = None
+        divergence = refused = None
         if plan.quantized:
             divergence = _measure_divergence(plan, target, folder, stages.begin(Stage.DIVERGENCE))
+            if not _is_close(divergence, plan):
+                kept = writer.put_aside() if np.isfinite([divergence.kl, divergence.kept_kl]).all() else None
+                refused = _too_far_off(divergence, plan, kept)
+                if kept is None:
+                    raise refused
         stages.begin(Stage.PUBLISHING)
         source.check_not_replaced()
         made = manifest(asdict(self_test), _figures(plan, quantization, divergence))
         writer.finish(replace(made, timing=meter.costs))
+    if refused is not None:
+        raise refused
     stages.finish()
     return package.read_package(path, verify=False)
 
@@ -117,7 +126,7 @@ def _add_other_files(plan: CompilePlan, folder: Path) -> None:
 def _measure_divergence(
     plan: CompilePlan, target: Target, folder: Path, progress: Callable[[float], None]
 ) -> Divergence:
-    divergence = measure_divergence(
+    return measure_divergence(
         plan.source.path,
         folder,
         plan.source.interface,
@@ -127,16 +136,18 @@ def _measure_divergence(
         rows=target.fixed_axes(plan).get(BATCH),
         verify=plan.options.verify,
     )
-    if not all(kl <= plan.options.max_divergence for kl in (divergence.kl, divergence.kept_kl)):  # NaN must not pass
-        raise _too_far_off(divergence, plan)
-    return divergence
 
 
-def _too_far_off(divergence: Divergence, plan: CompilePlan) -> CompileError:
+def _is_close(divergence: Divergence, plan: CompilePlan) -> bool:
+    return all(kl <= plan.options.max_divergence for kl in (divergence.kl, divergence.kept_kl))  # NaN is not
+
+
+def _too_far_off(divergence: Divergence, plan: CompilePlan, kept: Path | None) -> CompileError:
     causes, advice, furthest = [], [], np.max([divergence.kl, divergence.kept_kl])  # NaN, if any is
     if plan.weights is not None:
         causes.append(f"{plan.options.weights} weights in blocks of {plan.weights.block_size} ({plan.weights.method})")
-        advice.append("int8, smaller blocks, or quantization_method='k_quant', 'hqq' or 'gptq'")
+        methods = [repr(name) for name in METHODS if name != plan.weights.method]
+        advice.append(f"int8, smaller blocks, or another quantization_method ({', '.join(methods)})")
     if plan.store_float16:
         causes.append("float16 weights")
         advice.append("weights='float32'")
@@ -150,6 +161,7 @@ def _too_far_off(divergence: Divergence, plan: CompilePlan) -> CompileError:
         f"{' and '.join(causes)} change the model too much: {furthest:.3f} nats a token from the float "
         f"distribution (at most {plan.options.max_divergence:g}), perplexity {divergence.quantized_perplexity:.4g} "
         f"instead of {divergence.perplexity:.4g}; take {', or '.join(advice)}; max_divergence= moves the limit"
+        + (f". The package is kept as {kept}: rename it if it is good enough for you, or delete it" if kept else "")
     )
 
 

@@ -22,6 +22,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from qsample import package
 from qsample.disk.source_files import SourceFiles
 from qsample.disk.space import full_disk_named
+from qsample.disk.untrusted import parse_json, read_json
 from qsample.errors import ParityError, QsampleError, UnsupportedModelError
 from qsample.exporters import parity
 from qsample.exporters.huggingface_reference import longest_context, reference
@@ -32,6 +33,7 @@ from qsample.huggingface.configs import GENERATION_CONFIG_FILE
 from qsample.huggingface.dtypes import dtype_name
 from qsample.interface import Features, Interface
 from qsample.progress import Progress, Stage
+from qsample.text.chat import TOKENIZER_CONFIG_FILE
 from qsample.timing import metered
 from qsample.transforms.cache import DecodeContext
 from qsample.transforms.decoder import Decoder, LastTokenHead, apply_transforms, state_shapes
@@ -130,6 +132,7 @@ def _export(
     """Write all of a package but its manifest into `folder`, and return that."""
     context = DecodeContext()
     report(Stage.CHECKING, 0.0)
+    _check_settings(model)
     with computing():
         expected = reference(model, verify)
         apply_transforms(model, context)
@@ -177,6 +180,16 @@ def _check_dtype(model: PreTrainedModel) -> str:
     return dtype
 
 
+def _check_settings(model: PreTrainedModel) -> None:
+    """Raise QsampleError for a generation_config that could not be read from the package."""
+    try:
+        parse_json(
+            "{}" if model.generation_config is None else model.generation_config.to_json_string(), infinities=True
+        )
+    except ValueError as error:
+        raise QsampleError(f"the model's generation_config cannot be stored: {error}; correct it") from error
+
+
 def _check_vocabulary(tokenizer: PreTrainedTokenizerBase | None, vocab_size: int) -> None:
     if tokenizer is not None and len(tokenizer) > vocab_size:
         raise QsampleError(
@@ -219,6 +232,12 @@ def _save_model_files(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
         model.generation_config.to_json_file(folder / GENERATION_CONFIG_FILE)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
+        try:
+            read_json(folder / TOKENIZER_CONFIG_FILE, infinities=True)
+        except ValueError as error:
+            raise QsampleError(
+                f"the tokenizer's {TOKENIZER_CONFIG_FILE} cannot be stored: {error}; correct it"
+            ) from error
         if not (folder / "tokenizer.json").exists():
             raise UnsupportedModelError(
                 f"{type(tokenizer).__name__} has no tokenizer.json form, which the runtime reads; "

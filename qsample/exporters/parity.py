@@ -20,7 +20,7 @@ import numpy as np
 import onnx_ir as ir
 
 from qsample.contract import CAPACITY, LOGITS
-from qsample.errors import ParityError
+from qsample.errors import ParityError, UnsupportedModelError
 from qsample.graph import gqa
 from qsample.graph.gqa import narrow_windows
 from qsample.graph.join import return_logits
@@ -119,8 +119,15 @@ def reference_lengths(context: int | None, windows: Iterable[int]) -> tuple[list
     Args:
         context: the positions that the model knows; None = any number.
         windows: the sizes of its attention windows.
+
+    Raises UnsupportedModelError for a context that has no room for a prompt and the tokens after it.
     """
     longest = (context or 2**20) - DECODE_STEPS - 1
+    if longest < 1:
+        raise UnsupportedModelError(
+            f"the model knows {context} positions (max_position_embeddings); it needs {DECODE_STEPS + 2} to be "
+            "compared with its graph. Correct its config.json"
+        )
     passed = [size for size in windows if size < _LONGEST_WINDOW and size + _BEYOND <= longest]
     beyond = [max(passed) + _BEYOND] if passed else []
     return sorted({min(length, longest) for length in (*_PROMPT_LENGTHS, *beyond)}), passed

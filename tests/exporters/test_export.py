@@ -147,6 +147,15 @@ def test_a_temperature_of_a_model_that_does_not_sample(tmp_path: Path) -> None:
     assert {name: saved[name] for name in settings} == settings | {"eos_token_id": [2]}
 
 
+def test_a_number_that_json_lacks(tmp_path: Path) -> None:
+    """The package could not be opened."""
+    model = random_model("llama")
+    model.generation_config.temperature = float("nan")
+    with pytest.raises(QsampleError, match="the model's generation_config cannot be stored: NaN is not JSON; correct"):
+        export_without_sampler(model, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize(
     ("given", "kept"), [(5, 5), ([5, 6], 5), ([400, 6], 6), ([], None), (True, ...), ("5", ...), ([5.0], ...)]
 )

@@ -10,7 +10,7 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -32,6 +32,7 @@ _SUFFIX: Final = ".onnx"
 _HUB_ID: Final = re.compile(r"[\w.-]+/[\w.-]+")
 _SMALL: Final = (".json", ".jinja")  # further files to download
 _LARGEST: Final = 1 << 23  # bytes of a configuration
+_LARGEST_SIZE: Final = 2**31 - 1  # token ids and lengths are int32 in the contract
 _CONFIG: Final = "config.json"
 _TOKENIZER_FILES: Final = (TOKENIZER_FILE, TOKENIZER_CONFIG_FILE, "special_tokens_map.json", TEMPLATE_FILE)
 _CONTEXT: Final = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length", "context_length")
@@ -228,21 +229,19 @@ class Settings:
     @property
     def context(self) -> int | None:
         """The positions that the model knows, at most."""
-        stated = [owner.get(name) for owner in (self.config, self.genai) for name in _CONTEXT]
-        sizes = [size for size in stated if isinstance(size, int) and size > 0]
-        return min(sizes) if sizes else None
+        owners = (_CONFIG, self.config), (GENAI_CONFIG, self.genai)
+        sizes = [_size(file, owner, name) for file, owner in owners for name in _CONTEXT]
+        return min(filter(None, sizes), default=None)
 
     @property
     def head_dim(self) -> int | None:
-        size = self.config.get("head_dim") or (self.genai.get("decoder") or {}).get("head_size")
-        if not size and self.config.get("hidden_size") and self.config.get("num_attention_heads"):
-            size = self.config["hidden_size"] // self.config["num_attention_heads"]
-        return size if isinstance(size, int) and size > 0 else None
+        size = _size(_CONFIG, self.config, "head_dim") or _size(GENAI_CONFIG, self._decoder, "head_size")
+        width, heads = (_size(_CONFIG, self.config, name) for name in ("hidden_size", "num_attention_heads"))
+        return size or (width // heads or None if width and heads else None)
 
     @property
     def vocab_size(self) -> int | None:
-        size = self.config.get("vocab_size") or self.genai.get("vocab_size")
-        return size if isinstance(size, int) and size > 0 else None
+        return _size(_CONFIG, self.config, "vocab_size") or _size(GENAI_CONFIG, self.genai, "vocab_size")
 
     @property
     def model_type(self) -> str:
@@ -251,13 +250,17 @@ class Settings:
     @property
     def window(self) -> int | None:
         """The attention window that some layer has; None = none, or not stated."""
-        config = self.config
-        layers = config.get("layer_types")
-        is_used = config.get("use_sliding_window", True) and (layers is None or "sliding_attention" in layers)
-        sliding = (self.genai.get("decoder") or {}).get("sliding_window") or {}
-        stated = config.get("sliding_window") if is_used else None
-        size = stated or (sliding.get("window_size") if isinstance(sliding, dict) else None)
-        return size if isinstance(size, int) and size > 0 else None
+        layers = self.config.get("layer_types")
+        if not isinstance(layers, list | None):
+            raise _wrong(_CONFIG, "layer_types", layers, "a list with the type of each layer")
+        is_used = self.config.get("use_sliding_window", True) and (layers is None or "sliding_attention" in layers)
+        sliding = _object(GENAI_CONFIG, self._decoder, "sliding_window")
+        stated = _size(_CONFIG, self.config, "sliding_window") if is_used else None
+        return stated or _size(GENAI_CONFIG, sliding, "window_size")
+
+    @property
+    def _decoder(self) -> dict[str, Any]:
+        return _object(GENAI_CONFIG, self.genai, "decoder")
 
     def token_ids(self, vocab_size: int) -> TokenIds:
         """From generation_config.json, genai_config.json, config.json; ids that the vocabulary lacks are left out."""
@@ -279,16 +282,37 @@ class Settings:
 
 def read_settings(location: Location) -> Settings:
     """Read the configurations next to the decoder. Raises QsampleError if a file cannot be read."""
-    config = location.read(_CONFIG)
-    text = config.get("text_config")
-    genai = location.read(GENAI_CONFIG)
-    model, search = genai.get("model"), genai.get("search")
+    config, genai = location.read(_CONFIG), location.read(GENAI_CONFIG)
     return Settings(
-        config | text if isinstance(text, dict) else config,
+        config | _object(_CONFIG, config, "text_config"),
         location.read(GENERATION_CONFIG_FILE),
-        model if isinstance(model, dict) else {},
-        search if isinstance(search, dict) else {},
+        _object(GENAI_CONFIG, genai, "model"),
+        _object(GENAI_CONFIG, genai, "search"),
     )
+
+
+def _object(file: str, owner: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """An object in a configuration; {} if it is missing or null."""
+    value = owner.get(name)
+    if not isinstance(value, dict | None):
+        raise _wrong(file, name, value, "an object")
+    return value or {}
+
+
+def _size(file: str, owner: Mapping[str, Any], name: str) -> int | None:
+    """A size in a configuration; None if it is missing, null, or not above 0, which says none."""
+    value = owner.get(name)
+    if value is None or value is False:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or value % 1 != 0:
+        raise _wrong(file, name, value, "an integer")
+    if value > _LARGEST_SIZE:
+        raise _wrong(file, name, value, f"at most {_LARGEST_SIZE}")
+    return int(value) if value > 0 else None
+
+
+def _wrong(file: str, name: str, value: Any, accepted: str) -> QsampleError:
+    return QsampleError(f"{file}: {name} is {value!r:.60}; it must be {accepted}. Correct it, or download it again")
 
 
 def write_files(
@@ -322,6 +346,7 @@ def write_files(
     for name in _TOKENIZER_FILES:
         if (path := source.find(name)) is not None:
             shutil.copyfile(path, folder / name)
+    source.read(TOKENIZER_CONFIG_FILE)  # is it one?
     _check_tokenizer(folder / TOKENIZER_FILE, vocab_size)
 
 

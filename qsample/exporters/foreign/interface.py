@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Final
 
@@ -26,6 +27,7 @@ KEEP: Final = ("num_logits_to_keep", "logits_to_keep")
 _CALLS: Final = (IDS, MASK, POSITIONS, *KEEP)
 _OLDEST: Final = 14
 _NEWEST: Final = 23
+_MOST_NODES: Final = 200_000  # a graph of 100 layers has a tenth of that
 
 _REFUSED_INPUTS: Final = {
     r"use_cache_branch": "it is a merged decoder, two graphs under one If; take decoder_with_past_model.onnx, or a "
@@ -114,10 +116,33 @@ def load(path: Path) -> ir.Model:
     except Exception as error:  # protobuf has its own kinds
         raise UnsupportedModelError(f"{path} is not an ONNX file ({type(error).__name__}: {error!s:.200})") from error
     if model.functions:
-        common_passes.InlinePass()(model)
+        _inline(path, model)
     common_passes.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
     common_passes.RemoveUnusedNodesPass()(model)
     return model
+
+
+def _inline(path: Path, model: ir.Model) -> None:
+    """Put the bodies of functions in place of their calls."""
+    calls = {
+        name: Counter(node.op_identifier() for node in function.all_nodes())
+        for name, function in model.functions.items()
+    }
+    sizes: dict[ir.OperatorIdentifier, int] = {}
+    try:
+        for name in TopologicalSorter(
+            {name: called.keys() & calls.keys() for name, called in calls.items()}
+        ).static_order():
+            sizes[name] = sum(count * sizes.get(called, 1) for called, count in calls[name].items())
+    except CycleError:
+        raise refusal(path, "its functions call one another in a circle") from None
+    total = sum(sizes.get(node.op_identifier(), 1) for node in model.graph.all_nodes())
+    if total > _MOST_NODES:
+        raise refusal(path, f"its functions stand for {total} nodes, and bake reads at most {_MOST_NODES}")
+    try:
+        common_passes.InlinePass()(model)
+    except ValueError as error:
+        raise refusal(path, f"its functions cannot be inlined ({' '.join(str(error).split())!s:.200})") from error
 
 
 def recognise(

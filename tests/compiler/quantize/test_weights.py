@@ -283,14 +283,17 @@ def test_a_quantized_package(int8: Path, llama_package: Path) -> None:
     assert np.mean(same) > 0.7
 
 
-def test_too_far_off_is_refused(small: Package, tmp_path: Path) -> None:
-    with pytest.raises(CompileError, match=r"nats a token .*at most 1e-09.* perplexity .*k_quant"):
-        compile_package(
-            small,
-            tmp_path / "out",
-            CompileOptions(ctx_len=32, weights="int4", max_divergence=1e-9),
-        )
-    assert not (tmp_path / "out").exists()
+def test_too_far_off_is_refused_and_put_aside(small: Package, tmp_path: Path) -> None:
+    """What took hours to compile is not thrown away, and nothing that was there is replaced."""
+    (tmp_path / "out.rejected").write_text("mine")
+    options = CompileOptions(ctx_len=32, weights="int4", max_divergence=1e-9)
+    why = r"nats a token .*at most 1e-09.* perplexity .*another quantization_method \('k_quant'.* kept as .*rejected1: "
+    with pytest.raises(CompileError, match=why):
+        compile_package(small, tmp_path / "out", options)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.rejected", "out.rejected1"]
+    kept = read_package(tmp_path / "out.rejected1").manifest.compilation
+    assert kept is not None
+    assert kept.quantization["divergence"]["kl"] > 1e-9
 
 
 @pytest.mark.parametrize(

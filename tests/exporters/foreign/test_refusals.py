@@ -125,6 +125,41 @@ def test_dynamic_quantization_names_the_files_beside_it(decoder: Decoder, tmp_pa
     assert not (tmp_path / "out").exists()
 
 
+def with_functions(*bodies: list[str]) -> Edit:
+    """Functions f0, f1, ..., each of a chain of calls; the graph calls the first."""
+
+    def edit(model: ir.Model) -> None:
+        model.graph.opset_imports["test"] = 1
+        for number, body in enumerate(bodies):
+            first = value = ir.Value(name="a")
+            nodes = []
+            for op_type in body:
+                nodes.append(ir.node(op_type, [value], domain="test" if op_type.startswith("f") else ""))
+                value = nodes[-1].outputs[0]
+            imports = {"": 17, "test": 1}
+            graph = ir.Graph([first], [value], nodes=nodes, opset_imports=imports)
+            function = ir.Function("test", f"f{number}", "", graph=graph, attributes=[])
+            model.functions[function.identifier()] = function
+        with_operator("f0", "test")(model)
+
+    return edit
+
+
+@pytest.mark.parametrize(
+    ("bodies", "why"),
+    [
+        ([["f0"]], "its functions call one another in a circle"),
+        ([["f1"], ["f0"]], "its functions call one another in a circle"),
+        ([*([f"f{number}"] * 2 for number in range(1, 60)), ["Identity"]], r"stand for \d+ nodes, .* at most 200000"),
+        ([["Identity"]], "functions cannot be inlined .*Opset mismatch"),
+    ],
+)
+def test_functions_that_cannot_be_inlined(bodies: list[list[str]], why: str, decoder: Decoder, tmp_path: Path) -> None:
+    folder = edited(decoder("genai_cpu_fp32")[0], tmp_path / "edited", with_functions(*bodies))
+    with pytest.raises(UnsupportedModelError, match=why):
+        qsample.bake(folder, tmp_path / "out", tokenizer=None)
+
+
 class Before:
     """New nodes before `node`; arrays become constants."""
 
@@ -234,6 +269,36 @@ def test_a_bias_of_chunks_is_not_taken_for_a_window(decoder: Decoder, tmp_path: 
     folder = edited(decoder("genai_cpu_fp32")[0], tmp_path / "edited", edit)
     with pytest.raises(UnsupportedModelError, match="layer 0 adds an attention bias that is not a causal mask"):
         attention.drop_causal_biases(read(folder), 128)
+
+
+@pytest.mark.parametrize(
+    ("file", "changes", "why"),
+    [
+        ("config.json", {"layer_types": 5}, "config.json: layer_types is 5; it must be a list"),
+        ("config.json", {"vocab_size": 2**40}, "config.json: vocab_size is 1099511627776; it must be at most"),
+        ("config.json", {"hidden_size": "160"}, "config.json: hidden_size is '160'; it must be an integer"),
+        ("config.json", {"max_position_embeddings": float("inf")}, "max_position_embeddings is inf; it must be an int"),
+        ("config.json", {"max_position_embeddings": 9}, "knows 9 positions .* needs 10 to be"),
+        ("config.json", {"text_config": [1]}, r"config.json: text_config is \[1\]; it must be an object"),
+        (
+            "genai_config.json",
+            {"model": {"decoder": [1]}},
+            r"genai_config.json: decoder is \[1\]; it must be an object",
+        ),
+        ("tokenizer_config.json", None, "tokenizer_config.json is not a JSON object"),
+        ("genai_config.json", {"search": 1}, "genai_config.json: search is 1; it must be an object"),
+    ],
+)
+def test_settings_of_another_kind(
+    file: str, changes: dict[str, object] | None, why: str, decoder: Decoder, tmp_path: Path
+) -> None:
+    folder = edited(decoder("genai_cpu_fp32")[0], tmp_path / "edited", lambda model: None)
+    path = folder / file
+    before = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps(changes if changes is None else before | changes))
+    with pytest.raises(QsampleError, match=why):
+        qsample.bake(folder, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_package_that_is_there_stays(decoder: Decoder, tmp_path: Path) -> None:
