@@ -40,6 +40,7 @@ class Stage(StrEnum):
 
     LOADING = "loading"
     READING_TEXT = "reading the text"
+    READING_PROMPT = "reading the prompt"
     TIMING = "timing"
     DONE = "done"  # the last report of the whole
 

@@ -1,4 +1,4 @@
-"""The command line: `qsample export | compile | bake | generate | chat | serve | evaluate | bench | inspect`.
+"""The command line: `qsample export | compile | bake | generate | chat | serve | prefix | evaluate | bench | inspect`.
 
 Each command is a module; build.py has export, compile and bake. prompt_file.py has the prompt files of generate,
 common.py shared options, terminal.py tables and the progress bar, errors.py messages. Heavy modules are imported inside
@@ -20,7 +20,7 @@ from typing import Annotated, Any, Final
 import typer
 
 import qsample
-from qsample.cli import bench, build, chat, evaluate, generate, inspect, serve
+from qsample.cli import bench, build, chat, evaluate, generate, inspect, prefix, serve
 from qsample.cli.errors import DEBUG_VARIABLE, report
 from qsample.cli.terminal import no_escapes
 
@@ -71,6 +71,7 @@ app.command(epilog=build.BAKE_EXAMPLES)(build.bake)
 app.command(epilog=generate.EXAMPLES)(generate.generate)
 app.command(epilog=chat.EXAMPLES)(chat.chat)
 app.command(epilog=serve.EXAMPLES)(serve.serve)
+app.command(epilog=prefix.EXAMPLES)(prefix.prefix)
 app.command(epilog=evaluate.EXAMPLES)(evaluate.evaluate)
 app.command(epilog=bench.EXAMPLES)(bench.bench)
 app.command(epilog=inspect.EXAMPLES)(inspect.inspect)

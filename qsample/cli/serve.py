@@ -70,6 +70,14 @@ def serve(
             help="Format of thoughts: deepseek_r1, qwen3, glm45, seed_oss, granite. (default: they stay in the answer)"
         ),
     ] = None,
+    prefix: Annotated[
+        list[str] | None,
+        typer.Option(metavar="FILE", help="Prompts may begin with this file of `qsample prefix`; may be repeated."),
+    ] = None,
+    prefix_cache_dir: Annotated[
+        str | None, typer.Option(metavar="DIR", help="Keep the prompts of ended requests here, also for a restart.")
+    ] = None,
+    prefix_cache_bytes: Annotated[int, typer.Option(min=1, help="Most bytes of that folder.")] = 8 << 30,
     request_timeout: Annotated[
         float | None, typer.Option(min=0, help="Seconds an answer may take; then it is cut off. (default: any)")
     ] = None,
@@ -112,6 +120,9 @@ def serve(
             tool_call_parser=tool_call_parser,
             reasoning_parser=reasoning_parser,
             max_body_bytes=max_body_bytes,
+            prefixes=tuple(prefix or ()),
+            prefix_cache_dir=prefix_cache_dir,
+            prefix_cache_bytes=prefix_cache_bytes,
             request_timeout=request_timeout,
             drain_timeout=drain_timeout,
             access_log=access_log,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Final
@@ -123,6 +123,37 @@ class Buffer:
         else:
             copy_on_device(of.rows(source), self.rows(target))
 
+    def read_row(self, row: int) -> Array:
+        """The values of a row: on the CPU its memory itself, otherwise a copy; bfloat16 as integers of its bits."""
+        if self.device == "cpu" and self.dtype != "bfloat16":
+            values: Array = self.owner.numpy()[row]
+            return values
+        plain = self._as_plain()
+        copied = plain._like_a_row()
+        copy_on_device(plain.rows(row), copied)
+        result: Array = copied.read()[0]
+        return result.view(DTYPES[self.dtype].numpy)
+
+    def write_columns(self, row: int, parts: Iterable[tuple[slice, Array]]) -> None:
+        """Write `values` to the columns, along the second axis of a row, of each (columns, values). The other columns
+        may become anything. Values are as in `read_row`."""
+        if self.device == "cpu" and self.dtype != "bfloat16":
+            for columns, values in parts:
+                self.owner.numpy()[row][:, columns] = values
+            return
+        plain = self._as_plain()
+        whole = np.zeros((1, *self.shape[1:]), DTYPES[self.dtype].numpy)
+        for columns, values in parts:
+            whole[0][:, columns] = values
+        copy_on_device(Buffer.of(whole.view(DTYPES[plain.dtype].numpy), self.device), plain.rows(row))
+
+    def _as_plain(self) -> Buffer:
+        """The same memory, in a dtype of the same size that NumPy has: a copy does not look at the bits."""
+        return replace(self, dtype="float16") if self.dtype == "bfloat16" else self
+
+    def _like_a_row(self) -> Buffer:
+        return Buffer.of(np.zeros((1, *self.shape[1:]), DTYPES[self.dtype].numpy), self.device)
+
     def swap_rows(self, one: int, other: int, columns: tuple[int, int] | None = None) -> None:
         """Swap two rows, on the CPU. columns: how many of each, from the start of its second axis; None = all."""
         values = self.owner.numpy()
@@ -220,6 +251,10 @@ class SavedRows:
         states = self._state.inputs()
         for name, saved in self._saved.items():
             saved.copy_row(row, place, of=states[name])
+
+    def read(self, place: int) -> dict[str, Array]:
+        """A copy of the values of a place, by name."""
+        return {name: saved.read_row(place).copy() for name, saved in self._saved.items()}
 
     def restore(self, place: int, row: int) -> None:
         """Write the values of a place over the current values of a row."""

@@ -23,13 +23,17 @@ from qsample.interface import Interface
 from qsample.ort.options import SessionOptions
 from qsample.ort.session import Sessions, open_sessions
 from qsample.package import Package, faster_way, read_package, use_package
+from qsample.progress import Progress, Stage, Stages
 from qsample.runtime.callbacks import BatchEnd, LogitsProcessors
 from qsample.runtime.decode.loop import DecodeLoop, choose_flush_every
+from qsample.runtime.decode.prefix_file import signature_of, write_prefix
+from qsample.runtime.decode.prefixes import Pieces, shared_prefix
 from qsample.runtime.decode.scheduler import Scheduler, SchedulerConfig
 from qsample.runtime.decode.slots import Slots
 from qsample.runtime.guided_decoding import Guide
 from qsample.runtime.output import GenerateOutput, Timing, make_output
 from qsample.runtime.prepare import make_sequences
+from qsample.runtime.prompts import is_chat, parse_prompts
 from qsample.runtime.sequence import Sequence
 from qsample.sampling_params import SamplingParams
 from qsample.text.generated_text import Streamer, check_streamer
@@ -283,6 +287,72 @@ class CausalLM(ModelMethods):
             self.tokenizer,
             self.capacity if capacity is None else lambda needed: capacity,
         )
+
+    def save_prefix(self, inputs: Any, path: str | Path, *, progress: Progress | None = None, **options: Any) -> int:
+        """Read a prompt, and write its keys, values and recurrent states to a file, for `Engine(prefixes=[...])`.
+
+        A prompt that begins with the same tokens continues from there, in any process, and gets the tokens that it gets
+        without the file. Prompts are read in pieces (`sessions.piece_size` tokens), and whole pieces are saved.
+
+        Args:
+            inputs: a text, token ids, or chat messages. Of messages, that is the beginning of all conversations which
+                begin with them: their common tokens, whatever comes next.
+            path: of the file, in safetensors' format; a file of that name is replaced.
+            progress: called with a stage's name and the fraction done, in [0, 1].
+            options: of chat messages, as in `generate`.
+
+        Returns:
+            The number of tokens in the file.
+
+        Raises:
+            ValueError: If the prompt is not valid, shorter than a piece, or longer than the model's context.
+            PackageError: If the file cannot be written.
+        """
+        path = Path(path)
+        if path.is_dir() or not path.absolute().parent.is_dir():
+            raise PackageError(f"cannot write {path}; give the path of a file in an existing folder")
+        tokens = self._common_beginning(inputs, options)
+        pieces = Pieces.of(self.sessions)
+        count = pieces.begin(len(tokens))
+        if not count:
+            raise ValueError(
+                f"the prompt has {len(tokens)} tokens that are the same in every conversation, and {pieces.size} are "
+                "the least that can be saved; give a longer prompt"
+            )
+        capacity = self.capacity(count + 1)
+        if count >= capacity:
+            raise ValueError(f"the prompt has {len(tokens)} tokens, and a row of this package holds {capacity}")
+        slots = Slots(self.sessions, 1, capacity)
+        slots.begin(0, tokens, 0, {})
+        stages = Stages(progress, {Stage.READING_PROMPT: 1.0})
+        advance = stages.begin(Stage.READING_PROMPT)
+        for piece in pieces.cut(0, count):
+            advance(piece.start / count)
+            slots.prefill(0, tokens[piece.start : piece.stop], emit=False)
+        write_prefix(path, signature_of(self.package, self.sessions), tokens[:count], slots.unload(0, 0, count))
+        stages.finish()
+        return count
+
+    def _common_beginning(self, inputs: Any, options: Mapping[str, Any]) -> Array:
+        """The tokens of a prompt, [n] int64; of chat messages, those that do not depend on the messages after them."""
+
+        def tokens(inputs: Any, **more: Any) -> Array:
+            call = self.read(inputs, max_new_tokens=1, **options, **more)
+            prompts = parse_prompts(
+                call, self.tokenizer, self.interface.vocab_size, self.package.manifest.token_ids.bos
+            )
+            if len(prompts) != 1:
+                raise ValueError(f"{len(prompts)} prompts were given; save them one by one")
+            return prompts[0].ids
+
+        if not is_chat(inputs):
+            return tokens(inputs)
+        role = "assistant" if inputs[-1].get("role") == "user" else "user"
+        # Of any two texts that begin with different letters.
+        one, other = (
+            tokens([*inputs, {"role": role, "content": text}], add_generation_prompt=False) for text in ("A", "7")
+        )
+        return one[: shared_prefix(one, other)]
 
     def _take_slots(self, count: int, capacity: int) -> Slots:
         """Slots that were captured before, or new slots."""

@@ -12,6 +12,7 @@ import threading
 import time
 from collections import abc, deque
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Final
 
 from qsample.call import Call
@@ -21,6 +22,7 @@ from qsample.runtime.causal_lm import CausalLM
 from qsample.runtime.decode.loop import DecodeLoop, choose_flush_every
 from qsample.runtime.decode.scheduler import Scheduler, SchedulerConfig
 from qsample.runtime.decode.slots import Slots
+from qsample.runtime.decode.stored_prefixes import DEFAULT_BYTES, StoredPrefixes
 from qsample.runtime.guided_decoding import Guide
 from qsample.runtime.request import (
     CANCELLED,
@@ -65,6 +67,9 @@ class Engine:
         double_buffering: bool = True,
         saved_states: int | None = None,
         reuse_sampled_tokens: bool = False,
+        prefixes: abc.Sequence[str | Path] = (),
+        prefix_cache_dir: str | Path | None = None,
+        prefix_cache_bytes: int = DEFAULT_BYTES,
     ) -> None:
         """Allocate the batch's memory and start the thread.
 
@@ -79,8 +84,13 @@ class Engine:
             saved_states: copies of recurrent states to keep, for prompts that begin alike; None = two a slot.
             reuse_sampled_tokens: continue from sampled tokens, too, if a prompt repeats them. Tokens then depend on
                 earlier requests: sampling a token runs other kernels than reading it does.
+            prefixes: files of `CausalLM.save_prefix`: prompts that begin with their tokens are not read again.
+            prefix_cache_dir: a folder that keeps the prompts of requests that ended, for this and other processes of
+                the machine; made if it is missing. None = slots alone keep them.
+            prefix_cache_bytes: most bytes of that folder; the prompts that were used longest ago go.
 
-        Raises ValueError for a wrong argument.
+        Raises ValueError for a wrong argument, PackageError for a prefix that is damaged or of another package, and for
+        a folder that cannot be written to.
         """
         check_count("slots", slots)
         check_count("max_waiting", max_waiting, 0)
@@ -89,6 +99,17 @@ class Engine:
         most = model.batch_size
         if slots is not None and most is not None and slots > most:
             raise ValueError(f"slots is {slots} and the package was compiled for {most} rows at most; compile it again")
+        if prefix_cache_dir is not None and reuse_sampled_tokens:
+            raise ValueError(
+                "prefix_cache_dir keeps tokens that were read, and reuse_sampled_tokens continues from sampled tokens, "
+                "which may give others; leave either out"
+            )
+        stored = None
+        if prefixes or prefix_cache_dir is not None:
+            if isinstance(prefixes, str | Path):
+                raise ValueError(f"prefixes is {shown(prefixes)}; give a list of files")
+            stored = StoredPrefixes(model.package, model.sessions, prefixes, prefix_cache_dir, prefix_cache_bytes)
+        self._stored = stored
         self.slots = slots or most or DEFAULT_SLOTS
         self.max_waiting = max_waiting
         self.capacity = model.capacity(_CTX_LEN)
@@ -102,7 +123,9 @@ class Engine:
             reuse_sampled=reuse_sampled_tokens,
         )
         device = Slots(model.sessions, self.slots, self.capacity, saved_states=saved_states)
-        loop = DecodeLoop(device, Scheduler(self.slots, config), self._deliver, double_buffering=double_buffering)
+        loop = DecodeLoop(
+            device, Scheduler(self.slots, config), self._deliver, double_buffering=double_buffering, stored=stored
+        )
         self._prefixes = loop.prefixes
         self._changed = threading.Condition()  # guards the next six
         self._requests: dict[Sequence, Request] = {}  # those that have not ended
@@ -377,6 +400,8 @@ class Engine:
         for sequence in list(self._requests):
             self._end(sequence, self._failure or CANCELLED)
         self._loop = None
+        if self._stored is not None:
+            self._stored.close()
 
     def _take_changes(self, loop: DecodeLoop) -> bool:
         """Wait for something to do, and bring the loop up to date. False if the engine is to end."""

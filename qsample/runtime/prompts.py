@@ -57,7 +57,7 @@ def parse_prompts(
     if not len(items):
         raise ValueError("no prompt was given; give at least a single prompt")
     rows = [_row(index, item, tokenizer, call.chat) for index, item in enumerate(items)]
-    texts = [isinstance(item, str) or _is_chat(item) for item in items]
+    texts = [isinstance(item, str) or is_chat(item) for item in items]
     if attention_mask is not None:
         masks = _masks(attention_mask, rows, texts)
     else:
@@ -90,7 +90,7 @@ def _items(inputs: Any) -> Sequence[Any]:
         if ids.ndim not in (1, 2):
             raise ValueError(f"input ids have shape {ids.shape}; give [rows, tokens], or a single row [tokens]")
         return list(np.atleast_2d(ids))
-    if isinstance(inputs, str) or _is_chat(inputs) or _is_ids(inputs):
+    if isinstance(inputs, str) or is_chat(inputs) or _is_ids(inputs):
         return [inputs]
     if isinstance(inputs, Mapping | bytes) or not isinstance(inputs, Sequence):
         raise ValueError(f"inputs is a {type(inputs).__name__}; {_ACCEPTED}")
@@ -99,13 +99,13 @@ def _items(inputs: Any) -> Sequence[Any]:
 
 def _row(index: int, item: Any, tokenizer: Tokenizer | None, chat: ChatOptions | None) -> Array:
     """The token ids of a prompt, [n] int64."""
-    is_chat = _is_chat(item)
-    if chat is not None and not is_chat:
+    conversation = is_chat(item)
+    if chat is not None and not conversation:
         raise ValueError(f"{', '.join(chat.given)} go with chat messages, and another kind of prompt was given")
-    if isinstance(item, str) or is_chat:
+    if isinstance(item, str) or conversation:
         if tokenizer is None:
             raise ValueError("the package has no tokenizer, so it takes no text; give token ids")
-        return np.array(tokenizer.encode_chat(item, chat) if is_chat else tokenizer.encode(item), dtype=np.int64)
+        return np.array(tokenizer.encode_chat(item, chat) if conversation else tokenizer.encode(item), dtype=np.int64)
     if hasattr(item, "__array__"):
         array = _as_array(item)
         if array.ndim == 1:
@@ -119,7 +119,8 @@ def _row(index: int, item: Any, tokenizer: Tokenizer | None, chat: ChatOptions |
     raise ValueError(f"prompt {index} is {shown(item)}; {_ACCEPTED}")
 
 
-def _is_chat(value: Any) -> bool:
+def is_chat(value: Any) -> bool:
+    """Whether `value` is a conversation: a list of messages."""
     return isinstance(value, list | tuple) and len(value) > 0 and all(isinstance(item, Mapping) for item in value)
 
 

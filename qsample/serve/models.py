@@ -73,6 +73,9 @@ class ServedModel:
             slots=settings.slots,
             max_waiting=settings.max_waiting,
             prefill_chunk_size=settings.prefill_chunk_size,
+            prefixes=settings.prefixes,
+            prefix_cache_dir=settings.prefix_cache_dir,
+            prefix_cache_bytes=settings.prefix_cache_bytes,
         )
 
     @property

@@ -9,6 +9,7 @@ from typing import Final, Literal
 
 from qsample.errors import shown
 from qsample.ort.options import NO_SPINNING
+from qsample.runtime.decode.stored_prefixes import DEFAULT_BYTES
 from qsample.serve.parsers import REASONING_FORMATS, TOOL_FORMATS
 from qsample.values import check_count
 
@@ -39,6 +40,7 @@ class ServeSettings:
         trust_request_chat_template: accept chat templates of clients, which are programs, and not only names of the
             package's templates.
         max_body_bytes: of a request.
+        prefixes, prefix_cache_dir, prefix_cache_bytes: as in `Engine`; prefixes are for a server of a single model.
         request_timeout: seconds that a whole answer may take; None = no limit.
         drain_timeout: seconds that running requests get when the server ends.
         access_log: log a line for each HTTP request.
@@ -66,6 +68,9 @@ class ServeSettings:
     request_timeout: float | None = None
     drain_timeout: float = 30.0
     access_log: bool = True
+    prefixes: tuple[str, ...] = ()
+    prefix_cache_dir: str | None = None
+    prefix_cache_bytes: int = DEFAULT_BYTES
     session_config: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -74,6 +79,8 @@ class ServeSettings:
         if "" in self.models:
             raise ValueError("models has an empty name; give NAME=PACKAGE")
         check_count("max_body_bytes", self.max_body_bytes, 1)
+        if self.prefixes and len(self.models) > 1:
+            raise ValueError("prefixes are of one package, and several are served; give prefix_cache_dir, or one model")
         for name in ("request_timeout", "drain_timeout"):
             value = getattr(self, name)
             if value is not None and not (isinstance(value, int | float) and 0 <= value < math.inf):

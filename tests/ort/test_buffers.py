@@ -14,6 +14,7 @@ from qsample.contract import BATCH, CAPACITY, SAMPLER_STATES, TensorSpec
 from qsample.ort.buffers import Buffer, RetainedState, SavedRows, copy_on_device, run_on_device
 from qsample.ort.small_graphs import columns_behind
 from qsample.runtime import CausalLM
+from qsample.tensors import DTYPES
 from tests.helpers.fake_package import fake_interface
 
 SIZES = fake_interface().sizes | {BATCH: 3, CAPACITY: 12}
@@ -27,6 +28,20 @@ def test_every_dtype_of_the_contract_has_memory(dtype: str) -> None:
     assert buffer.owner.tensor_size_in_bytes() == 36 * width
     assert [buffer.rows(i).address - buffer.address for i in range(3)] == [0, 12 * width, 24 * width]
     assert (buffer.rows(2).shape, buffer.rows(1, 2).shape) == ((1, 12), (2, 12))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int8", "bfloat16"])
+def test_rows_are_written_and_read_in_columns(dtype: str) -> None:
+    """bfloat16, which NumPy lacks, goes the way of a device's memory."""
+    numpy = DTYPES[dtype].numpy
+    buffer = Buffer.allocate(TensorSpec("x", dtype, (BATCH, 2, CAPACITY, 4), ""), SIZES, "cpu")
+    first, rest = (np.arange(2 * n * 4).reshape(2, n, 4).astype(numpy) for n in (5, 4))
+    buffer.write_columns(1, [(slice(5, 9), rest), (slice(0, 5), first)])
+    row = buffer.read_row(1)
+    assert (row.dtype, row.shape) == (numpy, (2, 12, 4))
+    np.testing.assert_array_equal(row[:, :9], np.concatenate([first, rest], axis=1))
+    assert not buffer.read_row(0).any()
+    assert not buffer.read_row(2).any()
 
 
 def test_of_copies() -> None:

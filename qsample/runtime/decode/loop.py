@@ -19,6 +19,7 @@ from qsample.ort.bound_graph import DeviceThread
 from qsample.ort.session import Sessions
 from qsample.runtime.decode.scheduler import Admission, Copy, Read, Save, Scheduler, Window, slot_of
 from qsample.runtime.decode.slots import Slots, Snapshot
+from qsample.runtime.decode.stored_prefixes import Held, StoredPrefixes
 from qsample.runtime.sequence import PrefixStats, Sequence
 from qsample.tensors import Array
 from qsample.values import check_count
@@ -61,8 +62,10 @@ class DecodeLoop:
         deliver: Callable[[Sequence], None],
         *,
         double_buffering: bool,
+        stored: StoredPrefixes | None = None,
     ) -> None:
         self._slots = slots
+        self._stored = stored
         self._scheduler = scheduler
         self._deliver = deliver
         self._device = DeviceThread("qsample-device") if double_buffering else None
@@ -76,12 +79,15 @@ class DecodeLoop:
         return self
 
     def __exit__(self, *exception: object) -> None:
+        if exception[0] is None and self._stored is not None:
+            self._stop_left()  # which keeps their prompts
         self.close()
 
     @property
     def busy(self) -> bool:
-        """Whether a sequence waits, or is in a slot."""
-        return bool(self._scheduler.waiting or self._scheduler.in_slots)
+        """Whether a sequence waits or is in a slot, or the prompt of a sequence is still to be kept."""
+        to_keep = self._stored is not None and self._left
+        return bool(self._scheduler.waiting or self._scheduler.in_slots or to_keep)
 
     @property
     def prefilling(self) -> bool:
@@ -105,13 +111,8 @@ class DecodeLoop:
 
     def step(self) -> None:
         """Run a job on the device, and deliver the tokens that were read."""
-        for slot in self._left:
-            save = self._scheduler.save_answer(slot, self._slots.tokens_in_states)
-            if save is not None:
-                self._save(save)()
-            self._slots.stop(slot)
-        self._left.clear()
-        for admission in self._scheduler.admit():
+        self._stop_left()
+        for admission in self._scheduler.admit(None if self._stored is None else self._stored.held):
             self._begin(admission)
         if self._slots.narrows and (move := self._scheduler.next_move()) is not None:
             self._slots.move(move.source, move.target, move.kept)  # with its unread tokens
@@ -131,6 +132,18 @@ class DecodeLoop:
         else:
             self._overlap(self._device, job)
 
+    def _stop_left(self) -> None:
+        """Make the slots idle that were left since the last job."""
+        for slot in self._left:
+            save = self._scheduler.save_answer(slot, self._slots.tokens_in_states)
+            if save is not None:
+                self._save(save)()
+            if self._stored is not None and self._stored.keeps:
+                tokens, place = self._scheduler.to_store(slot)
+                self._stored.keep(tokens, partial(self._slots.unload, slot, place=place))
+            self._slots.stop(slot)
+        self._left.clear()
+
     def _begin(self, admission: Admission) -> None:
         """Get the slot ready that a sequence was given."""
         sequence, copy = admission.sequence, admission.copy
@@ -138,11 +151,22 @@ class DecodeLoop:
         sequence.admitted_at = time.perf_counter()
         if admission.moved is not None:
             self._slots.copy(slot, *admission.moved)
-        self._slots.begin(slot, sequence.prompt, sequence.seed, sequence.parameters, copy.tokens)
+        if isinstance(admission.stored, Held):
+            self._load(sequence, slot, admission.stored)
+        self._slots.begin(slot, sequence.prompt, sequence.seed, sequence.parameters, sequence.reused)
         if copy.source != slot:
             self._copy(copy)()
         elif copy.place is not None:
             self._slots.saved.restore(copy.place, slot)
+
+    def _load(self, sequence: Sequence, slot: int, held: Held) -> None:
+        """Load the beginning of a prompt into its slot; if it is gone, the prompt will be read."""
+        assert self._stored is not None
+        parts = self._stored.read(held, sequence.reused)
+        if parts:
+            self._slots.load(slot, parts)
+        else:
+            sequence.reused = sequence.consumed = 0
 
     def close(self) -> None:
         """Wait for the device and end its thread."""

@@ -11,11 +11,11 @@ their saved copies.
 from __future__ import annotations
 
 from bisect import insort
-from collections import deque
+from collections import abc, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import numpy as np
 
@@ -82,6 +82,13 @@ class SchedulerConfig:
         )
 
 
+class Stored(Protocol):
+    """The beginning of a prompt that is kept outside of the slots, with the states after it."""
+
+    @property
+    def tokens(self) -> Array: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Copy:
     """The first `tokens` tokens of `sequence`, which the slot `source` holds, for its own slot. place: of the saved
@@ -101,11 +108,13 @@ class Admission:
         sequence: with its new slot.
         copy: the beginning of its prompt, which a slot holds, maybe its own.
         moved: another slot, which gets the tokens that its slot kept so far, and these tokens; None = nothing is moved.
+        stored: has the beginning of its prompt in place of a slot: all of `copy.tokens`.
     """
 
     sequence: Sequence
     copy: Copy
     moved: tuple[int, Array] | None
+    stored: Stored | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,9 +222,10 @@ class Scheduler:
         """Let it wait, after those of its own priority."""
         insort(self._waiting, sequence, key=lambda one: one.priority)
 
-    def admit(self) -> list[Admission]:
-        """Give free slots to those who waited longest."""
+    def admit(self, held: Callable[[], abc.Sequence[Stored]] | None = None) -> list[Admission]:
+        """Give free slots to those who waited longest. held: returns the beginnings that can be loaded into a slot."""
         admitted: list[Admission] = []
+        stored = held() if held is not None and self._waiting and self._free else ()
         while self._waiting and self._free:
             sequence = self._waiting.popleft()
             reusable = {slot: self._reusable(self._kept[slot], sequence.prompt) for slot in self._free}
@@ -224,14 +234,19 @@ class Scheduler:
             # Of equals, the first.
             slot = min(self._free, key=lambda slot: (rows[slot], -reusable[slot]))
             source = max([slot, *self._free], key=reusable.__getitem__)
-            sequence.slot, sequence.reused = slot, reusable[source]
-            sequence.consumed = sequence.reused
-            place = self._saved.use(sequence.prompt[: sequence.reused])
-            moved = self._make_room(slot, source, sequence.prompt, sequence.reused)
+            tokens = reusable[source]
+            found = max(stored, key=lambda one: self._loadable(one.tokens, sequence.prompt), default=None)
+            if found is not None and (loadable := self._loadable(found.tokens, sequence.prompt)) > tokens:
+                source, tokens = slot, loadable
+            else:
+                found = None
+            sequence.slot, sequence.reused, sequence.consumed = slot, tokens, tokens
+            place = None if found else self._saved.use(sequence.prompt[:tokens])
+            moved = self._make_room(slot, source, sequence.prompt, 0 if found else tokens)
             self._free.remove(slot)
             del self._kept[slot]
             self._in_slots.append(sequence)
-            admitted.append(Admission(sequence, Copy(sequence, source, sequence.reused, place), moved))
+            admitted.append(Admission(sequence, Copy(sequence, source, tokens, place), moved, found))
         return admitted
 
     def _make_room(self, slot: int, source: int, prompt: Array, reused: int) -> tuple[int, Array] | None:
@@ -394,6 +409,22 @@ class Scheduler:
         if self._config.reuse_sampled:
             return shared_prefix(held, prompt[:-1])
         return reusable_prefix(held, prompt, self._pieces, self._config.tail_size)
+
+    def _loadable(self, stored: Array, prompt: Array) -> int:
+        """The number of tokens of `prompt` that need not be read after `stored`, which is whole pieces."""
+        if self._config.recurrent:  # the states are those after all of it
+            return len(stored) if shared_prefix(stored, prompt[:-1]) == len(stored) else 0
+        return reusable_prefix(stored, prompt, self._pieces, self._config.tail_size)
+
+    def to_store(self, slot: int) -> tuple[Array, int | None]:
+        """The whole pieces of a prompt that a slot that was just left keeps, and the place of the recurrent states
+        after them, if there are any; no tokens if their states are not there."""
+        tokens = self._kept[slot]
+        tokens = tokens[: self._pieces.begin(len(tokens))]
+        if not self._config.recurrent or not len(tokens):
+            return tokens, None
+        place = self._saved.use(tokens)
+        return (tokens, place) if place is not None else (_NOTHING, None)
 
     def _joined(self, sequence: Sequence) -> tuple[Sequence, ...]:
         """`sequence`, of which nothing was read, and those whose prompts are read with its own, by slot."""

@@ -7,6 +7,7 @@ that take turns, so that they can be copied while the next step runs.
 
 from __future__ import annotations
 
+from collections import abc
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -217,6 +218,32 @@ class Slots:
         if place is not None:
             self.saved.restore(place, slot)
         self._write_history(slot, prompt)
+
+    def load(self, slot: int, parts: abc.Sequence[tuple[int, int, Mapping[str, Array]]]) -> None:
+        """Write states from elsewhere to an idle slot, before `begin`.
+
+        Args:
+            slot: the slot.
+            parts: (start, stop, states): of the tokens [start, stop), keys and values [H, stop - start or more, D] by
+                name; the other states are those of the first part, after `prompt`.
+        """
+        for spec in self._interface.cache_states:
+            if CAPACITY in spec.axes:
+                columns = [(slice(start, stop), states[spec.name][:, : stop - start]) for start, stop, states in parts]
+                self._state[spec.name].write_columns(slot, columns)
+            else:
+                self._state[spec.name].write_at(slot, parts[0][2][spec.name])
+
+    def unload(self, slot: int, start: int, stop: int, place: int | None = None) -> dict[str, Array]:
+        """A copy of the states of a slot's tokens [start, stop) by name, as `load` takes them. place: of the other
+        states, saved; None = the slot has them now."""
+        saved = {} if place is None else self.saved.read(place)
+        for spec in self._interface.cache_states:
+            if CAPACITY in spec.axes:
+                saved[spec.name] = self._state[spec.name].read_row(slot)[:, start:stop].copy()
+            elif place is None:
+                saved[spec.name] = self._state[spec.name].read_row(slot).copy()
+        return saved
 
     @property
     def narrows(self) -> bool:

@@ -1,0 +1,206 @@
+"""A prefix on disk: the keys, values and recurrent states after the first tokens of a prompt, in a safetensors file.
+
+The file has a tensor for each cache state of `Interface.cache_states`, without the batch axis: keys and values
+[H, n, D] of the tokens from `start` on, other states after the last token. `tokens` [start + n] int64 has all tokens
+from the first. Its metadata name the package, the kernels and the sizes of the pieces in which the tokens were read:
+only if these are the same, a prefix gives the tokens that reading the prompt gives.
+
+The format is https://huggingface.co/docs/safetensors; a file is mapped, and copied straight into a slot.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import onnxruntime as ort
+
+from qsample.contract import BATCH, CAPACITY
+from qsample.destination import scratch_in
+from qsample.disk.space import check_free, full_disk_named
+from qsample.errors import PackageError
+from qsample.interface import Interface
+from qsample.ort.session import Sessions
+from qsample.package import Package
+from qsample.runtime.decode.prefixes import Pieces
+from qsample.tensors import DTYPES, Array
+
+TOKENS: Final = "tokens"
+_FORMAT: Final = "qsample.prefix.1"
+_DTYPES: Final = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "int8": "I8", "int64": "I64"}
+_LENGTH_BYTES: Final = 8
+_LARGEST_HEADER: Final = 1 << 24
+_ALIGNMENT: Final = 8
+_SHA256: Final = "sha256"
+# Metadata key → its meaning in an error message.
+_SIGNATURE: Final = {
+    "package": "another package",
+    "execution_provider": "another execution provider",
+    "onnxruntime": "another version of ONNX Runtime",
+    "pieces": "other pieces of a prompt",
+}
+_AGAIN: Final = "save it again with `qsample prefix`"
+
+
+def signature_of(package: Package, sessions: Sessions) -> dict[str, str]:
+    """The metadata that a prefix file must have in common with a loaded package."""
+    files = sorted((name, entry.sha256) for name, entry in package.manifest.files.items())
+    pieces = Pieces.of(sessions)
+    return {
+        "package": hashlib.sha256(json.dumps(files).encode()).hexdigest(),
+        "execution_provider": sessions.decoder.get_providers()[0],
+        "onnxruntime": ort.__version__,
+        "pieces": f"{pieces.size} {pieces.late}",
+    }
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PrefixFile:
+    """An open prefix file.
+
+    Attributes:
+        path: of the file.
+        tokens: [end] int64, all tokens from the first.
+        start: the first token whose keys and values the file has; 0 = it is whole.
+        states: by name, of the file's memory: keys and values [H, end - start, D], recurrent states after `end` tokens.
+        sha256: of the numbers, as the header says.
+    """
+
+    path: Path
+    tokens: Array
+    start: int
+    states: Mapping[str, Array]
+    sha256: str
+
+    @classmethod
+    def open(cls, path: Path, signature: Mapping[str, str], interface: Interface) -> PrefixFile:
+        """Map a file and check its header; its numbers are not read.
+
+        Args:
+            path: of the file.
+            signature: of the package that is to use it.
+            interface: of that package.
+
+        Raises:
+            PackageError: If the file is missing, damaged, or of another package.
+        """
+        try:
+            metadata, tensors = _mapped(path)
+            tokens, start = tensors.pop(TOKENS), int(metadata["start"])
+            sha256 = metadata[_SHA256]
+            if metadata["format"] != _FORMAT:
+                raise ValueError(f"its format is {metadata['format']!r:.40}")
+        except OSError as error:
+            raise PackageError(f"cannot read the prefix {path}: {error.strerror or error}") from error
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise PackageError(f"{path} is damaged, or not a prefix ({error!s:.200}); {_AGAIN}") from error
+        for name, what in _SIGNATURE.items():
+            if metadata.get(name) != signature[name]:
+                raise PackageError(
+                    f"{path} was saved with {what} ({name} {metadata.get(name)!s:.60}, here {signature[name]:.60}), so "
+                    f"it may give other tokens; {_AGAIN}"
+                )
+        expected = {
+            spec.name: (*spec.shape({CAPACITY: len(tokens) - start, BATCH: 1}), DTYPES[spec.dtype].numpy)
+            for spec in interface.cache_states
+        }
+        found = {name: (1, *array.shape, array.dtype.name) for name, array in tensors.items()}
+        if found != expected or tokens.ndim != 1 or tokens.dtype != np.int64 or not 0 <= start < len(tokens):
+            raise PackageError(f"{path} is damaged: its tensors are not the states of this package; {_AGAIN}")
+        return cls(path, tokens, start, tensors, sha256)
+
+    def verify(self) -> None:
+        """Raise PackageError if the numbers are not those that were written."""
+        if _sha256([self.tokens, *self.states.values()]) != self.sha256:
+            raise PackageError(f"{self.path} is damaged: its sha256 is not that of its header; {_AGAIN}")
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the states."""
+        return sum(array.nbytes for array in self.states.values())
+
+
+def write_prefix(
+    path: Path, signature: Mapping[str, str], tokens: Array, states: Mapping[str, Array], start: int = 0
+) -> None:
+    """Write a prefix file: nobody sees a part of it, and a file of that name is replaced.
+
+    Args:
+        path: of the file; its folder exists.
+        signature, tokens, states, start: see `PrefixFile`.
+
+    Raises:
+        PackageError: If the disk is full, or the folder cannot be written to.
+    """
+    arrays = {TOKENS: np.ascontiguousarray(tokens, np.int64)}
+    arrays |= {name: np.ascontiguousarray(array) for name, array in states.items()}
+    metadata = {"format": _FORMAT, **signature, "start": str(start), _SHA256: _sha256(list(arrays.values()))}
+    header: dict[str, Any] = {"__metadata__": metadata}
+    offset = 0
+    for name, array in arrays.items():
+        dtype = "BF16" if array.dtype == np.uint16 else _DTYPES[array.dtype.name]
+        end = offset + array.nbytes
+        header[name] = {"dtype": dtype, "shape": list(array.shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header).encode()
+    text += b" " * (-(len(text) + _LENGTH_BYTES) % _ALIGNMENT)
+    with scratch_in(path.absolute().parent) as scratch, full_disk_named(path.parent, offset, "the prefix"):
+        check_free(path.absolute().parent, offset, "the prefix")
+        made = scratch.new / path.name
+        try:
+            with open(os.open(made, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:  # it has private texts
+                file.write(len(text).to_bytes(_LENGTH_BYTES, "little"))
+                file.write(text)
+                for array in arrays.values():
+                    file.write(_bytes(array))
+                file.flush()
+                os.fsync(file.fileno())
+            made.replace(path)
+        except OSError as error:
+            if error.errno is None or error.strerror is None:
+                raise
+            with full_disk_named(path.parent, offset, "the prefix"):
+                raise
+            raise PackageError(f"cannot write {path}: {error.strerror}; choose another path") from error
+
+
+def _mapped(path: Path) -> tuple[dict[str, str], dict[str, Array]]:
+    """The metadata and the tensors of a safetensors file, over its mapped memory."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+        if length > _LARGEST_HEADER:
+            raise ValueError("its header is too long")
+        header: dict[str, Any] = json.loads(file.read(length))
+        start, size = _LENGTH_BYTES + length, os.fstat(file.fileno()).st_size
+        data = np.memmap(file, np.uint8, "r") if size else np.empty(0, np.uint8)
+    metadata = header.pop("__metadata__")
+    numpy = {name: DTYPES[dtype].numpy for dtype, name in _DTYPES.items()}
+    tensors, expected = {}, 0
+    for name, entry in header.items():
+        begin, end = entry["data_offsets"]
+        if begin != expected or end < begin or start + end > size:
+            raise ValueError("it is cut off")
+        expected = end
+        tensors[name] = data[start + begin : start + end].view(numpy[entry["dtype"]]).reshape(entry["shape"])
+    if start + expected != size:
+        raise ValueError("it is too long")
+    return metadata, tensors
+
+
+def _sha256(arrays: list[Array]) -> str:
+    """The sha256 of the sha256 of each array in order; hashlib lets other threads run meanwhile."""
+    with ThreadPoolExecutor(max_workers=min(os.cpu_count() or 1, 8)) as threads:
+        digests = threads.map(lambda array: hashlib.sha256(_bytes(array)).digest(), arrays)
+        return hashlib.sha256(b"".join(digests)).hexdigest()
+
+
+def _bytes(array: Array) -> memoryview:
+    """The memory of a contiguous array."""
+    return array.reshape(-1).view(np.uint8).data

@@ -1,0 +1,263 @@
+"""Prompts that continue from files: the tokens of a fresh `generate`, whatever became of the files meanwhile."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from qsample.runtime import CausalLM, Engine, RequestOutput, SamplingParams, load
+from qsample.runtime.decode.prefix_file import PrefixFile, signature_of
+
+PIECE = 16
+CTX_LEN = 256
+SAMPLED = SamplingParams(temperature=1.0, max_new_tokens=6, eos_token_id=())
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen3_5_text", pytest.param("mamba", marks=pytest.mark.slow)])
+def model(request: pytest.FixtureRequest, exported: Callable[..., Path]) -> CausalLM:
+    """Attention, a hybrid, and recurrences alone; with short pieces, so that a short prompt has several."""
+    return with_short_pieces(exported(request.param, logprobs=True))
+
+
+@pytest.fixture(scope="module")
+def llama(exported: Callable[..., Path]) -> CausalLM:
+    return with_short_pieces(exported("llama", logprobs=True))
+
+
+def with_short_pieces(path: Path) -> CausalLM:
+    opened = load(path, ctx_len=CTX_LEN)
+    return CausalLM(opened.package, replace(opened.sessions, piece_size=PIECE), CTX_LEN)
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    return random.Random(seed).choices(range(3, 250), k=length)
+
+
+def ask(engine: Engine, model: CausalLM, tokens: list[int], seed: int = 0) -> int:
+    """The number of tokens that were not read; the answer is checked."""
+    output = engine.add_request(tokens, SAMPLED, seed=seed).result(120)
+    check(output, model, tokens, seed)
+    return output.usage.cached_tokens
+
+
+def check(output: RequestOutput, model: CausalLM, tokens: list[int], seed: int) -> None:
+    """It is what a fresh batch gives, log-probabilities included: hardly a token shows what a recurrence forgot."""
+    fresh = model.generate([tokens], SAMPLED, seed=seed)
+    assert output.token_ids == fresh.token_ids[0]
+    assert fresh.logprobs is not None
+    np.testing.assert_array_equal(output.outputs["logprobs"].ravel(), fresh.logprobs[0].ravel())
+
+
+def files(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.safetensors"), key=lambda path: path.stat().st_mtime_ns)
+
+
+def kept_in(folder: Path, model: CausalLM) -> list[tuple[int, int]]:
+    """(start, end) of the parts, those used longest ago first."""
+    signature = signature_of(model.package, model.sessions)
+    opened = [PrefixFile.open(path, signature, model.interface) for path in files(folder)]
+    for file in opened:
+        file.verify()
+    return [(file.start, len(file.tokens)) for file in opened]
+
+
+def test_prompts_continue_from_a_file(model: CausalLM, tmp_path: Path) -> None:
+    rules = prompt(1, 53)
+    assert model.save_prefix(rules, tmp_path / "rules") == 48
+    with Engine(model, slots=3, prefixes=[tmp_path / "rules"]) as engine:
+        requests = [engine.add_request([*rules[:48], *prompt(seed, 9)], SAMPLED, seed=seed) for seed in range(4)]
+        for seed, request in enumerate(requests):
+            output = request.result(120)
+            check(output, model, [*rules[:48], *prompt(seed, 9)], seed)
+            assert output.usage.cached_tokens == 48
+        assert ask(engine, model, prompt(2, 60)) == 0
+        # Of a prompt that leaves it earlier, attention's keys and values can be used; states are those of its end.
+        assert ask(engine, model, [*rules[:40], *prompt(3, 5)]) == (0 if model.interface.recurrent else 32)
+        (tmp_path / "rules").unlink()
+        assert ask(engine, model, [*rules[:48], *prompt(9, 5)]) == 48, "it is open"
+
+
+def test_a_conversation_goes_on_after_a_restart(model: CausalLM, tmp_path: Path) -> None:
+    folder, turns = tmp_path / "kept" / "here", prompt(4, 120)
+    cached, parts = [], []
+    for end in (40, 41, 90, 120):
+        with Engine(model, slots=2, prefix_cache_dir=folder) as engine:
+            cached.append(ask(engine, model, turns[:end], seed=end))
+        parts.append(sorted(kept_in(folder, model)))
+    assert cached == [0, 32, 32, 80]
+    assert parts == [[(0, 32)], [(0, 32)], [(0, 32), (32, 80)], [(0, 32), (32, 80), (80, 112)]]
+    assert folder.stat().st_mode & 0o777 == 0o700
+    with Engine(model, slots=2, prefix_cache_dir=folder) as engine:
+        fork = [*turns[:80], *prompt(5, 30)]
+        assert ask(engine, model, fork) == 80
+        assert ask(engine, model, turns) == 112
+    assert sorted(kept_in(folder, model))[-2:] == [(80, 96), (80, 112)]
+
+
+def test_another_engine_sees_a_prompt_once_its_request_ended(llama: CausalLM, tmp_path: Path) -> None:
+    turns = prompt(6, 60)
+    with Engine(llama, slots=1, prefix_cache_dir=tmp_path) as one, Engine(llama, prefix_cache_dir=tmp_path) as other:
+        ask(one, llama, turns)
+        deadline = time.monotonic() + 30
+        while not files(tmp_path) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert ask(other, llama, turns) == 48
+
+
+@pytest.mark.parametrize("damage", ["flipped", "cut", "missing"])
+@pytest.mark.parametrize("part", [0, 1])
+def test_a_damaged_part_is_read_again(
+    llama: CausalLM, tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str, part: int
+) -> None:
+    turns = prompt(7, 90)
+    for end in (40, 90):
+        with Engine(llama, slots=1, prefix_cache_dir=tmp_path) as engine:
+            ask(engine, llama, turns[:end])
+    (whole,) = (
+        path
+        for path in files(tmp_path)
+        if PrefixFile.open(path, signature_of(llama.package, llama.sessions), llama.interface).start == (0, 32)[part]
+    )
+    data = whole.read_bytes()
+    if damage == "missing":
+        whole.unlink()
+    else:
+        whole.write_bytes(data[:-1] + (b"" if damage == "cut" else bytes([data[-1] ^ 64])))
+    with caplog.at_level(logging.WARNING), Engine(llama, slots=1, prefix_cache_dir=tmp_path) as engine:
+        read = ask(engine, llama, turns)
+    assert read == (32 if part == 1 and damage != "flipped" else 0)
+    assert ("is not used" in caplog.text) == (damage != "missing")
+    with Engine(llama, slots=1, prefix_cache_dir=tmp_path) as engine:
+        assert ask(engine, llama, turns) == 80, "it was kept anew"
+
+
+def test_the_parts_used_longest_ago_make_room(llama: CausalLM, tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    with Engine(llama, slots=1, prefix_cache_dir=tmp_path) as engine:
+        ask(engine, llama, prompt(8, 40))
+    part = files(tmp_path)[0].stat().st_size
+    long = prompt(9, 100)
+    for end in (40, 70, 100):
+        with Engine(llama, slots=1, prefix_cache_dir=tmp_path, prefix_cache_bytes=4 * part) as engine:
+            ask(engine, llama, long[:end])
+    assert sorted(kept_in(tmp_path, llama)) == [(0, 32), (32, 64), (64, 96)], "the other conversation went"
+    with Engine(llama, slots=1, prefix_cache_dir=tmp_path, prefix_cache_bytes=2 * part + 5000) as engine:
+        assert ask(engine, llama, long) == 96
+        ask(engine, llama, prompt(10, 40))
+    assert sorted(kept_in(tmp_path, llama)) == [(0, 32), (0, 32)], "a conversation loses its latest parts first"
+    with Engine(llama, slots=1, prefix_cache_dir=tmp_path, prefix_cache_bytes=100) as engine:
+        ask(engine, llama, prompt(11, 40))
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+def test_a_full_disk_costs_no_answer(
+    llama: CausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    import shutil
+
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 10, 0))  # type: ignore[attr-defined]
+    with Engine(llama, slots=1, prefix_cache_dir=tmp_path) as engine:
+        ask(engine, llama, prompt(12, 40))
+    assert "a prefix is not kept" in caplog.text
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_wrong_arguments(llama: CausalLM, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for wrong, message in (
+        ({"prefixes": "rules"}, "give a list of files"),
+        ({"prefix_cache_dir": tmp_path, "reuse_sampled_tokens": True}, "leave either out"),
+        ({"prefix_cache_dir": tmp_path, "prefix_cache_bytes": 0}, "prefix_cache_bytes is 0"),
+        ({"prefix_cache_dir": tmp_path / "file"}, "cannot make"),
+        ({"prefixes": [tmp_path / "missing"]}, "cannot read the prefix"),
+    ):
+        with pytest.raises((ValueError, Exception), match=message):
+            Engine(llama, **wrong)  # type: ignore[arg-type]
+
+
+def test_two_engines_share_a_folder_that_loses_files(model: CausalLM, tmp_path: Path) -> None:
+    """Random conversations that share beginnings, and a third party that deletes and damages files."""
+    rng = random.Random(13)
+    trunks = [prompt(seed, 100) for seed in (20, 21)]
+    asked: list[list[int]] = [[*rng.choice(trunks)[: rng.randrange(1, 100)], *prompt(index, 12)] for index in range(24)]
+    done = threading.Event()
+
+    def disturb() -> None:
+        while not done.wait(0.02):
+            for path in tmp_path.glob("*.safetensors"):
+                if rng.random() < 0.2:
+                    path.unlink(missing_ok=True)
+
+    disturber = threading.Thread(target=disturb)
+    disturber.start()
+    try:
+        with Engine(model, slots=2, prefix_cache_dir=tmp_path) as one, Engine(model, prefix_cache_dir=tmp_path) as two:
+            requests = [rng.choice([one, two]).add_request(tokens, SAMPLED, seed=1) for tokens in asked]
+            outputs = [request.result(120) for request in requests]
+    finally:
+        done.set()
+        disturber.join()
+    for tokens, output in zip(asked, outputs, strict=True):
+        check(output, model, tokens, 1)
+
+
+KILLED = """
+import random, sys
+from qsample.runtime import Engine, load
+engine = Engine(load(sys.argv[1], ctx_len=256), slots=1, prefix_cache_dir=sys.argv[2])
+print("ready", flush=True)
+for seed in range(10**6):
+    engine.add_request(random.Random(seed).choices(range(3, 250), k=200), max_new_tokens=1, seed=1).result()
+"""
+
+
+@pytest.mark.slow
+def test_a_killed_process_leaves_whole_files(llama_package: Path, tmp_path: Path) -> None:
+    model = load(llama_package, ctx_len=256)
+    for delay in (0.05, 0.2, 0.5, 0.9):
+        child = subprocess.Popen(
+            [sys.executable, "-c", KILLED, llama_package, tmp_path], stdout=subprocess.PIPE, text=True
+        )
+        assert child.stdout is not None
+        assert child.stdout.readline() == "ready\n"
+        time.sleep(delay)
+        os.kill(child.pid, signal.SIGKILL)
+        child.wait()
+        child.stdout.close()
+        assert all(span == (0, 192) for span in kept_in(tmp_path, model))
+    with Engine(model, slots=1, prefix_cache_dir=tmp_path) as engine:
+        tokens = random.Random(0).choices(range(3, 250), k=200)
+        assert engine.add_request(tokens, max_new_tokens=1, seed=1).result(60).usage.cached_tokens == 192
+        engine.add_request(prompt(30, 200), max_new_tokens=1, seed=1).result(60)
+    assert not list(tmp_path.glob(".qsample-*")), "the next write removes what a killed one left"
+
+
+def test_chat_messages_give_the_beginning_of_all_conversations(exported: Callable[..., Path], tmp_path: Path) -> None:
+    from qsample import AutoModelForCausalLM
+
+    package = AutoModelForCausalLM.from_pretrained("qsample/assets/tiny_lm").export(tmp_path / "tiny").package
+    model = load(package.path, ctx_len=512)
+    template = (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+    )
+    system = {"role": "system", "content": "In the beginning God created the heaven and the earth. " * 8}
+    tokens = model.save_prefix([system], tmp_path / "system", chat_template=template)
+    messages = [system, {"role": "user", "content": "And the LORD spake"}]
+    with Engine(model, slots=1, prefixes=[tmp_path / "system"]) as engine:
+        request = engine.add_request(messages, max_new_tokens=8, seed=1, chat_template=template)
+        output = request.result(60)
+    assert output.usage.cached_tokens == tokens >= 64
+    fresh = model.generate([messages], max_new_tokens=8, seed=1, chat_template=template)
+    assert output.token_ids == fresh.token_ids[0]
