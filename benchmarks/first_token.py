@@ -4,18 +4,20 @@
     python benchmarks/first_token.py compiled                       # three minutes at 0.6 B parameters, two cores
     python benchmarks/first_token.py compiled --parts together
 
-Three parts, each in rounds in which its cases take turns:
+Four parts, each in rounds in which its cases take turns:
 
 pieces    a prompt read in pieces of several sizes; the runtime's own size is `piece_size` of its sessions.
 chunks    a prompt that arrives at an engine with other running rows, by `prefill_chunk_size`: the time to its first
           token, and the longest gap between the other rows' tokens.
 together  four prompts added to an engine at once, with two values of `prefill_chunk_size`, or each after the first
-token
-          of the previous prompt: the mean and the latest of their first tokens; with equal and different lengths.
+          token of the previous prompt: the mean and the latest of their first tokens; with equal and different lengths.
+saved     a prompt behind a prefix that it shares with earlier prompts: read anew, loaded from a file that the engine
+          opened when it started, and loaded from a folder by a new engine, which checks the file's sha256 first.
 """
 
 from __future__ import annotations
 
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -29,7 +31,8 @@ from rich.console import Console
 from rich.table import Table
 from serving_worker import load_package
 
-PARTS: Final = ("pieces", "chunks", "together")
+PARTS: Final = ("pieces", "chunks", "together", "saved")
+QUESTION: Final = 16  # tokens after a saved prefix
 PIECES: Final = (32, 64, 128, 256, 512, 1024)
 CHUNKS: Final = (64, 128, 256, 512, 1024)
 SLOTS: Final = 4
@@ -187,6 +190,39 @@ def together_table(model: Any, lengths: list[tuple[int, ...]], rounds: int) -> T
     return table
 
 
+def saved_table(model: Any, tokens: int, rounds: int) -> Table:
+    """Measure the first token behind a prefix of `tokens` tokens."""
+    from qsample.runtime import Engine, SamplingParams
+
+    make, params = Prompts(model.interface.vocab_size), SamplingParams(temperature=0.0, max_new_tokens=1)
+    prefix = make(tokens)
+
+    def case(**stored: Any) -> Callable[[], list[float]]:
+        def come() -> list[float]:
+            with Engine(model, slots=1, **stored) as engine:
+                start = time.perf_counter()
+                request = engine.add_request(np.concatenate([prefix, make(QUESTION)]), params)
+                output = request.result()
+                return [1e3 * (time.perf_counter() - start), output.usage.cached_tokens]
+
+        return come
+
+    with tempfile.TemporaryDirectory() as folder:
+        file, kept = Path(folder, "prefix"), Path(folder, "kept")
+        model.save_prefix(prefix, file)
+        case(prefix_cache_dir=kept)()
+        size = file.stat().st_size / 1e6
+        ways = {"read": {}, "from a file": {"prefixes": [file]}, "from a folder": {"prefix_cache_dir": kept}}
+        found = in_turns({name: case(**stored) for name, stored in ways.items()}, rounds)
+    title = f"{QUESTION} tokens behind a prefix of {tokens:,} tokens, {size:.0f} MB"
+    table = Table("the prefix", "first token, ms", "of reading", "tokens not read", title=title, title_justify="left")
+    for name, figures in found.items():
+        times, cached = np.median(figures, axis=0)
+        ratio = np.median(found["read"][:, 0] / figures[:, 0])
+        table.add_row(name, f"{times:.1f}", f"1 / {ratio:.1f}", f"{cached:.0f}")
+    return table
+
+
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("package", type=Path, help="compiled for the CPU")
@@ -199,7 +235,7 @@ def main() -> None:
     if options.rounds < 1 or min(options.prompt) < 2 or min(options.piece) < 2:
         parser.error("--rounds must be at least 1, --prompt and --piece at least 2")
     model = load_package(options.package, options.threads)
-    needed = max(options.prompt) + (520 if "chunks" in options.parts else 2)
+    needed = max(options.prompt) + (520 if "chunks" in options.parts else QUESTION + 1)
     if model.capacity(needed) < needed:
         parser.error(
             f"{options.package} takes {model.capacity(needed)} tokens per row; compile it with --ctx-len {needed}"
@@ -214,6 +250,9 @@ def main() -> None:
     if "together" in options.parts:
         lengths = [(64,) * 4, (16,) * 4, (13, 14, 15, 16)]
         console.print(together_table(model, lengths, options.rounds))
+    if "saved" in options.parts:
+        for tokens in options.prompt:
+            console.print(saved_table(model, tokens, options.rounds))
 
 
 if __name__ == "__main__":

@@ -129,7 +129,7 @@ class Buffer:
             values: Array = self.owner.numpy()[row]
             return values
         plain = self._as_plain()
-        copied = plain._like_a_row()
+        copied = Buffer.of(np.zeros((1, *self.shape[1:]), DTYPES[plain.dtype].numpy), self.device)
         copy_on_device(plain.rows(row), copied)
         result: Array = copied.read()[0]
         return result.view(DTYPES[self.dtype].numpy)
@@ -150,9 +150,6 @@ class Buffer:
     def _as_plain(self) -> Buffer:
         """The same memory, in a dtype of the same size that NumPy has: a copy does not look at the bits."""
         return replace(self, dtype="float16") if self.dtype == "bfloat16" else self
-
-    def _like_a_row(self) -> Buffer:
-        return Buffer.of(np.zeros((1, *self.shape[1:]), DTYPES[self.dtype].numpy), self.device)
 
     def swap_rows(self, one: int, other: int, columns: tuple[int, int] | None = None) -> None:
         """Swap two rows, on the CPU. columns: how many of each, from the start of its second axis; None = all."""

@@ -185,8 +185,8 @@ def test_what_was_moved_out_of_the_way_is_gone_on_from(double_buffering: bool, m
     moved: list[bool] = []
 
     class Watched(Scheduler):
-        def admit(self) -> list[Admission]:
-            admitted = super().admit()
+        def admit(self, held: Any = None) -> list[Admission]:
+            admitted = super().admit(held)
             moved.extend(admission.moved is not None for admission in admitted)
             return admitted
 
