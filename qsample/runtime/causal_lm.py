@@ -36,6 +36,7 @@ from qsample.runtime.prepare import make_sequences
 from qsample.runtime.prompts import is_chat, parse_prompts
 from qsample.runtime.sequence import Sequence
 from qsample.sampling_params import SamplingParams
+from qsample.tensors import Array
 from qsample.text.generated_text import Streamer, check_streamer
 from qsample.text.tokenizer import Tokenizer
 from qsample.values import check_count
