@@ -9,13 +9,14 @@ import os
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from qsample.checkpoints.hub import ADAPTER, HubOptions, check_exists
+from qsample.checkpoints.source import CheckpointSource, DecoderSource
 from qsample.contract import HUGGING_FACE
 from qsample.errors import QsampleError
-from qsample.garbage import young_collections
 from qsample.huggingface.dtypes import check_export_dtype, choose_dtype
 from qsample.huggingface.keywords import check_from_pretrained
 from qsample.interface import Features
@@ -23,9 +24,6 @@ from qsample.models import CheckpointModel, ForeignModel, PackagedModel
 from qsample.package import MANIFEST_NAME, check_features, read_package
 from qsample.progress import Progress
 from qsample.values import DEFAULT
-
-if TYPE_CHECKING:
-    from qsample.checkpoints.checkpoint import Checkpoint
 
 _DECODER: Final = ".onnx"
 _WEIGHTS: Final = {".safetensors", ".bin"}  # of a checkpoint, which is exported
@@ -142,7 +140,7 @@ class AutoModelForCausalLM:
                 given = "adapter" if adapter is not None else "dtype"
                 raise QsampleError(f"{path} is a decoder file, whose weights are as they are; leave {given} out")
             warnings.warn(f"{path} holds a decoder file; it is used as `qsample bake` writes it", stacklevel=2)
-            model = ForeignModel(path, features, provider, file=file, tokenizer=tokenizer, hub=hub)
+            model = ForeignModel(DecoderSource(str(path), file, tokenizer, hub=hub), features, provider)
             return model.place(device_map)
         checkpoint = _checkpoint(
             str(pretrained_model_name_or_path),
@@ -201,9 +199,8 @@ def bake(
     >>> package = qsample.bake("onnx-community/Qwen3-0.6B-ONNX", "qwen3", file="onnx/model_q4.onnx")
     """
     hub = HubOptions(revision=revision, cache_dir=cache_dir, token=token, local_files_only=local_files_only)
-    model = ForeignModel(
-        path, features or Features(), file=file, tokenizer=tokenizer, rope=rope, reference=reference, hub=hub
-    )
+    source = DecoderSource(str(path), file, tokenizer, rope, reference, hub)
+    model = ForeignModel(source, features or Features())
     return model.export(out, overwrite=overwrite, verify=verify, progress=progress)
 
 
@@ -218,19 +215,11 @@ def is_decoder(path: Path) -> bool:
 
 def _checkpoint(
     model_id: str, *, dtype: str, tokenizer: str | None, adapter: str | None, hub: HubOptions
-) -> Checkpoint:
+) -> CheckpointSource:
     """The checkpoint of a folder or hub id. Raises QsampleError if there is none, as far as that is known without the
-    hub, which is asked first if the extra `export` is missing."""
-    is_here = os.path.exists(Path(model_id))
-    if not is_here:
-        check_exists(model_id)
+    hub, which is asked if the extra `export` is missing."""
+    if not os.path.exists(model_id):  # a mistyped package needs nothing that is not installed
+        check_exists(model_id, hub if find_spec("transformers") is None else None)
     if adapter is not None:
         check_exists(adapter, file=ADAPTER)
-    try:
-        with young_collections():
-            from qsample.checkpoints.checkpoint import Checkpoint
-    except ModuleNotFoundError:
-        if not is_here:  # a mistyped package needs nothing that is not installed
-            check_exists(model_id, hub)
-        raise
-    return Checkpoint(model_id, check_export_dtype(dtype), tokenizer=tokenizer, adapter=adapter, hub=hub)
+    return CheckpointSource(model_id, check_export_dtype(dtype), tokenizer, adapter, hub)

@@ -5,11 +5,14 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from dataclasses import asdict
+from functools import cached_property, partial
+from io import FileIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, overload
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, overload
 
-from qsample.checkpoints.hub import HubOptions
+from qsample.cache import Recipe, open_cached
+from qsample.checkpoints.source import CheckpointSource, DecoderSource
 from qsample.compiler.options import CompileOptions
 from qsample.destination import Destination, scratch_folder
 from qsample.disk.scratch import ScratchFolder
@@ -147,17 +150,20 @@ class Model(ModelMethods):
 class PackagedModel(Model):
     """An exported or compiled package. Its sessions are loaded by the first `generate`."""
 
-    def __init__(self, package: Package, provider: str | None = None, folder: ScratchFolder | None = None) -> None:
+    def __init__(
+        self, package: Package, provider: str | None = None, holding: ScratchFolder | FileIO | None = None
+    ) -> None:
         """
         Args:
             package: verified.
             provider: the execution provider; None = the provider that the package was compiled for, otherwise "cpu".
-            folder: the temporary folder of the package, which is deleted with the last reference to it.
+            holding: goes with the last reference to this object: the temporary folder of the package, or the lock that
+                keeps it in the cache.
         """
         super().__init__(provider)
         self.package = package
         self.features = package.interface.features
-        self._folder = folder
+        self._holding = holding
         self._runtime: CausalLM | None = None
 
     @property
@@ -206,14 +212,18 @@ class PackagedModel(Model):
 
 
 class ExportableModel(Model):
-    """A model that becomes a package. `generate` exports into a temporary folder first, once."""
+    """A model that becomes a package. `generate` takes it from the user's cache, where it is made first, once."""
 
     _export_share = 0.5
 
-    def __init__(self, features: Features, provider: str | None) -> None:
+    _source: CheckpointSource | DecoderSource
+
+    def __init__(self, source: Any, features: Features, provider: str | None = None) -> None:
+        """source: the model, as a CheckpointModel or ForeignModel has it."""
         super().__init__(provider)
+        self._source = source
         self.features = features
-        self._exported: PackagedModel | None = None
+        self._package: PackagedModel | None = None
 
     @young_collections()
     def export(
@@ -250,19 +260,74 @@ class ExportableModel(Model):
 
     save_pretrained = export
 
+    @young_collections()
+    def cached(
+        self, *, weights: str | None = None, ctx_len: int | None = None, progress: Progress | None = None
+    ) -> PackagedModel:
+        """The package of this model in the user's cache, compiled for the model's provider; made first if need be.
+
+        A package that is there is found without the model's libraries, and is the same for all processes of the user.
+        It follows the model's files: if they change, another is made. docs/command-line.md describes the cache.
+
+        Args:
+            weights, ctx_len: as in `CompileOptions`; None = as the model has them.
+            progress: called with a stage's name and the fraction done, in [0, 1].
+
+        Raises:
+            QsampleError: if the cache cannot be written; and as `export` and `compile` do.
+        """
+        options = CompileOptions(weights=weights, ctx_len=ctx_len)  # checked first
+        provider = self._provider or options.provider
+        parts = {
+            "model": self._source.identity(),
+            "features": asdict(self.features),
+            "provider": provider,
+            "weights": weights,
+            "ctx_len": ctx_len,
+        }
+        package, holding = open_cached(
+            Recipe("-".join(filter(None, (Path(self._source.model_id).name, str(provider), weights))), parts),
+            partial(self._make, provider=provider, options=options, progress=progress),
+            progress,
+        )
+        return PackagedModel(package, self._provider, holding)
+
+    def _make(self, path: Path, *, provider: Any, options: CompileOptions, progress: Progress | None) -> None:
+        """Write the package of `cached` to `path`: compiled, or as exported for a provider that is no target."""
+        from qsample.compiler.targets import find_target, target_names
+        from qsample.ort.providers import execution_providers
+
+        if provider not in target_names():
+            execution_providers(provider)  # is there such a provider?
+            self._unchanged().export(path, progress=progress)
+            return
+        own = find_target(provider).default_options
+        if "dtype" in own and self._asked_dtype is not None:
+            own = {**own, "dtype": self._asked_dtype}
+        self._unchanged().compile(path, options=options.override(provider=provider, **own), progress=progress)
+
     @property
     def runtime(self) -> CausalLM:
-        """The loaded sessions of a temporary export, which is made by the first call."""
-        exported = self._packaged
+        """The loaded sessions of the package in the cache, which is made by the first call."""
+        package = self._packaged
         if self._generation_config is not None:
-            exported.generation_config = self._generation_config
-        return exported.runtime
+            package.generation_config = self._generation_config
+        return package.runtime
 
     @property
     def _packaged(self) -> PackagedModel:
-        if self._exported is None:
-            self._exported = self.export()
-        return self._exported
+        if self._package is None:
+            self._package = self.cached()
+        return self._package
+
+    @property
+    def _asked_dtype(self) -> str | None:
+        """The dtype that the caller chose for a device; None = what the device prefers."""
+        return None
+
+    def _unchanged(self) -> Self:
+        """The model as it is on the disk or at a commit of the hub, without settings that were changed since."""
+        return type(self)(self._source.pinned(), self.features, self._provider)
 
     @abstractmethod
     def _write(self, path: Path, overwrite: bool, verify: str, progress: Progress | None) -> Package:
@@ -270,11 +335,13 @@ class ExportableModel(Model):
 
 
 class CheckpointModel(ExportableModel):
-    """A Hugging Face checkpoint, opened once for all that is asked of it."""
+    """A Hugging Face checkpoint, opened once for all that is asked of it, and not before that."""
 
-    def __init__(self, checkpoint: Checkpoint, features: Features, provider: str | None = None) -> None:
-        super().__init__(features, provider)
-        self._checkpoint = checkpoint
+    _source: CheckpointSource
+
+    @cached_property
+    def _checkpoint(self) -> Checkpoint:
+        return self._source.open()
 
     @property
     def config(self) -> PretrainedConfig:
@@ -286,9 +353,13 @@ class CheckpointModel(ExportableModel):
         return self._checkpoint.dtype
 
     @property
+    def _asked_dtype(self) -> str | None:
+        return "float16" if self.dtype == "float16" else None
+
+    @property
     def _sources(self) -> tuple[str | Path, ...]:
-        checkpoint = self._checkpoint
-        return tuple(filter(None, (checkpoint.model_id, checkpoint.adapter, checkpoint.tokenizer_id)))
+        source = self._source
+        return tuple(filter(None, (source.model_id, source.adapter, source.tokenizer)))
 
     def _own_generation_config(self) -> GenerationConfig:
         return as_generation_config(self._checkpoint.generation_config)
@@ -346,24 +417,7 @@ class CheckpointModel(ExportableModel):
 class ForeignModel(ExportableModel):
     """A decoder file of another exporter, to be baked."""
 
-    def __init__(
-        self,
-        path: str | Path,
-        features: Features,
-        provider: str | None = None,
-        *,
-        file: str | None = None,
-        tokenizer: str | None = "auto",
-        rope: str | None = None,
-        reference: str | None = None,
-        hub: HubOptions | None = None,
-    ) -> None:
-        """The arguments are those of `bake`; provider: as in `PackagedModel`."""
-        super().__init__(features, provider)
-        self._path = path
-        self._reference = reference
-        self._hub = hub or HubOptions()
-        self._options = {"file": file, "tokenizer": tokenizer, "rope": rope}
+    _source: DecoderSource
 
     @property
     def config(self) -> ModelConfig:
@@ -376,7 +430,7 @@ class ForeignModel(ExportableModel):
 
     @property
     def _sources(self) -> tuple[str | Path, ...]:
-        return (self._path,)
+        return (self._source.model_id,)
 
     def _own_generation_config(self) -> GenerationConfig:
         return self._packaged.generation_config
@@ -393,16 +447,19 @@ class ForeignModel(ExportableModel):
             if error.name not in ("onnx", "onnx_ir"):
                 raise
             raise QsampleError(f"baking needs {error.name}; install it: pip install 'qsample[bake]'") from error
+        source = self._source
         return bake_file(
-            self._path,
+            source.model_id,
             path,
             self.features,
-            hub=self._hub,
+            file=source.file,
+            tokenizer=source.tokenizer,
+            rope=source.rope,
+            hub=source.hub,
             overwrite=overwrite,
-            compare=None if self._reference is None else partial(self._compare, verify),
+            compare=None if source.reference is None else partial(self._compare, verify),
             verify=verify,
             progress=progress,
-            **self._options,
         )
 
     def _compare(self, verify: str, folder: Path, interface: Interface, tolerance: float | None) -> Mapping[str, Any]:
@@ -410,6 +467,6 @@ class ForeignModel(ExportableModel):
         from qsample.checkpoints.checkpoint import Checkpoint
         from qsample.exporters.huggingface_reference import compare_with_checkpoint
 
-        assert self._reference is not None
-        checkpoint = Checkpoint(self._reference, hub=self._hub.for_another_repository())
+        assert self._source.reference is not None
+        checkpoint = Checkpoint(self._source.reference, hub=self._source.hub.for_another_repository())
         return compare_with_checkpoint(checkpoint, folder, interface, tolerance, verify)

@@ -17,6 +17,8 @@ class Stage(StrEnum):
     """The stages of long work, in the words that a progress bar shows."""
 
     STARTING = "starting"
+    WAITING = "waiting for another process that makes the same package"
+    MAKING_AGAIN = "the package in the cache is damaged and is made again"
     OPENING = "opening the checkpoint"
     CHECKING = "checking the model"
     TRACING = "tracing the decode graph"

@@ -66,6 +66,13 @@ def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="session", autouse=True)
+def own_cache(shared_folder: Path) -> None:
+    """Models that are given directly go into a cache of this run, not into the user's."""
+    os.environ["QSAMPLE_CACHE"] = str(shared_folder / "cache")
+    os.environ.pop("QSAMPLE_CACHE_LIMIT", None)
+
+
 def made_once(path: Path, make: Callable[[Path], object]) -> Path:
     """`path`, made by the first process that asks for it."""
     with FileLock(path.with_suffix(".lock")):

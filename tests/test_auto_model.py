@@ -195,7 +195,7 @@ def test_a_checkpoint_takes_its_changed_settings_along(tmp_path: Path) -> None:
     assert (model.config.model_type, model.generation_config.eos_token_id) == ("llama", 2)
     assert model.eval().to("cpu", dtype="float32") is model
     assert (model.device, model.dtype) == ("cpu", "float32")
-    assert model._exported is None  # nothing of that needs an export
+    assert model._package is None  # nothing of that needs an export
     model.generation_config.max_new_tokens = 3
     package = model.export(tmp_path / "package")
     assert package.generation_config.max_new_tokens == 3
@@ -203,7 +203,7 @@ def test_a_checkpoint_takes_its_changed_settings_along(tmp_path: Path) -> None:
     assert len(package.generate([[5, 6]], eos_token_id=None)[0]) == 5
     package.generation_config.max_new_tokens = 4
     assert len(package.generate([[5, 6]], eos_token_id=None)[0]) == 6
-    # generate makes an export of its own, which shares these settings.
+    # generate makes a package of its own, which shares these settings.
     assert (
         model.generate([[5, 6]], eos_token_id=None).token_ids
         == package.generate([[5, 6]], eos_token_id=None, max_new_tokens=3).token_ids
@@ -235,10 +235,12 @@ def test_a_mistyped_name_fails_when_it_is_opened(tmp_path: Path, monkeypatch: py
         AutoModelForCausalLM.from_pretrained(tmp_path, adapter="./no-adapter")
     # So does one that may be a hub id, where nothing is installed that could export it.
     monkeypatch.setitem(sys.modules, "qsample.checkpoints.checkpoint", None)
+    monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(QsampleError, match=r"tiny-cup does not exist .did you mean tiny-cpu\?.*local_files_only"):
         AutoModelForCausalLM.from_pretrained("tiny-cup", local_files_only=True)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)  # its package may be in the cache
     with pytest.raises(ModuleNotFoundError):
-        AutoModelForCausalLM.from_pretrained(tmp_path)
+        model.export()
 
 
 def test_a_folder_has_no_revision(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:

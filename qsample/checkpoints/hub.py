@@ -20,6 +20,7 @@ from qsample.errors import QsampleError
 CONFIG: Final = "config.json"
 ADAPTER: Final = "adapter_config.json"
 _HUB_ID: Final = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_COMMIT: Final = re.compile(r"[0-9a-f]{40}")
 _LONGEST_ID: Final = 96  # characters, of huggingface_hub
 # Weights may lie on another disk: nothing else than numbers is read of them.
 _WEIGHTS: Final = (".safetensors", ".bin", ".pt", ".pth")
@@ -111,6 +112,40 @@ def check_links(paths: Iterable[Path], folders: Iterable[Path]) -> None:
                 f"{path} is a link that leads out of its folder, to {os.path.realpath(path)}; copy the file there if "
                 "you trust it"
             )
+
+
+def downloaded_commit(name: str, hub: HubOptions, file: str = CONFIG) -> str | None:
+    """The commit of a hub id that was downloaded last; None if `file` of it was not. Asks nobody."""
+    from huggingface_hub import try_to_load_from_cache
+
+    if _COMMIT.fullmatch(hub.revision or ""):
+        return hub.revision
+    if len(name) > _LONGEST_ID or not _HUB_ID.fullmatch(name):
+        return None
+    found = try_to_load_from_cache(name, file, cache_dir=hub.cache_dir, revision=hub.revision)
+    return _commit_of(found) if isinstance(found, str) else None
+
+
+def newest_commit(name: str, hub: HubOptions, file: str = CONFIG) -> str:
+    """The commit of a hub id that the hub has now, which `downloaded_commit` finds from then on: `file` is downloaded.
+
+    If the hub cannot be reached, that which was downloaded last. Raises QsampleError if there is none.
+    """
+    check_exists(name, hub, file=file)
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return _commit_of(hf_hub_download(name, file, **hub.downloading()))
+    except Exception as error:  # of the hub and of the network
+        raise QsampleError(
+            f"the hub does not give {file} of {name} ({' '.join(str(error).split())!s:.300}); download the model to a "
+            "folder, or give a token if it is gated"
+        ) from error
+
+
+def _commit_of(path: str) -> str:
+    parts = Path(path).parts
+    return parts[len(parts) - parts[::-1].index("snapshots")]
 
 
 def _similar(path: Path) -> str:

@@ -1,10 +1,11 @@
-"""The command line: `qsample export | compile | bake | generate | chat | serve | prefix | evaluate | bench | inspect`.
+"""The command line: `qsample export | compile | bake | generate | chat | serve | prefix | evaluate | bench | inspect |
+pull | cache`.
 
-Each command is a module; build.py has export, compile and bake. prompt_file.py has the prompt files of generate,
-common.py shared options, terminal.py tables and the progress bar, errors.py messages. Heavy modules are imported inside
-the commands, so that `qsample --help` answers at once. Results go to stdout; progress, figures and errors to stderr;
-with --json an error also goes to stdout, as {"error": {"type": ..., "message": ..., "status": ...}}. Exit status: 0
-done, 1 error, 2 wrong usage, 130 interrupted, 143 terminated.
+Each command is a module; build.py has export, compile and bake, cache.py pull and cache. prompt_file.py has the prompt
+files of generate, common.py shared options, terminal.py tables and the progress bar, errors.py messages. Heavy modules
+are imported inside the commands, so that `qsample --help` answers at once. Results go to stdout; progress, figures and
+errors to stderr; with --json an error also goes to stdout, as {"error": {"type": ..., "message": ..., "status": ...}}.
+Exit status: 0 done, 1 error, 2 wrong usage, 130 interrupted, 143 terminated.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Annotated, Any, Final
 import typer
 
 import qsample
-from qsample.cli import bench, build, chat, evaluate, generate, inspect, prefix, serve
+from qsample.cli import bench, build, cache, chat, evaluate, generate, inspect, prefix, serve
 from qsample.cli.errors import DEBUG_VARIABLE, report
 from qsample.cli.terminal import no_escapes
 
@@ -75,6 +76,8 @@ app.command(epilog=prefix.EXAMPLES)(prefix.prefix)
 app.command(epilog=evaluate.EXAMPLES)(evaluate.evaluate)
 app.command(epilog=bench.EXAMPLES)(bench.bench)
 app.command(epilog=inspect.EXAMPLES)(inspect.inspect)
+app.command(epilog=cache.PULL_EXAMPLES)(cache.pull)
+app.add_typer(cache.app, name="cache", no_args_is_help=True)
 
 
 def commands() -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from qsample.cli.common import Json, Provider, Threads, open_exported
+from qsample.cli.common import Json, Provider, Threads, Weights, open_exported
 from qsample.cli.terminal import console, format_size, progress, table
 from qsample.package import Package
 
@@ -35,6 +35,7 @@ def bench(
     top_p: Annotated[float, typer.Option(help="1 is off.")] = 1.0,
     min_p: Annotated[float, typer.Option(help="0 is off.")] = 0.0,
     repetition_penalty: Annotated[float, typer.Option(help="1 is off.")] = 1.0,
+    weights: Weights = None,
     provider: Provider = None,
     threads: Threads = None,
     as_json: Json = False,
@@ -50,7 +51,7 @@ def bench(
         )
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
-    opened = open_exported(package, provider)  # a temporary export lives as long as this
+    opened = open_exported(package, provider, weights=weights)  # stays in the cache as long as this
     start = time.perf_counter()
     model = load(opened.package.path, provider, intra_op_num_threads=threads, verify=False)
     load_seconds = time.perf_counter() - start

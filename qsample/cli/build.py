@@ -29,6 +29,7 @@ from qsample.cli.common import (
 from qsample.cli.inspect import figures_in_words, quantization_in_words
 from qsample.cli.terminal import console, format_size, note, progress, table
 from qsample.package import Package
+from qsample.progress import Stage
 from qsample.timing import Meter, StageCost, metered, total
 from qsample.values import DEFAULT
 
@@ -230,8 +231,9 @@ def _check_revision(model: str, revision: str | None) -> None:
 
 @contextmanager
 def _metered_progress() -> Iterator[Meter]:
-    """A progress bar, and the costs of the stages that it shows; the first has the imports of the libraries."""
-    with progress() as report, metered(report) as meter:
+    """A progress bar or a line a stage, and the costs of the stages; the first has the imports of the libraries."""
+    with progress(logged=True) as report, metered(report) as meter:
+        report(Stage.STARTING, 0.0)
         yield meter
 
 

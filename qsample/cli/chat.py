@@ -23,6 +23,7 @@ from qsample.cli.common import (
     TemplateArguments,
     Thinking,
     Threads,
+    Weights,
     chat_options,
     check_jinja,
     open_exported,
@@ -69,6 +70,7 @@ def chat(
     chat_template_kwargs: TemplateArguments = None,
     thinking: Thinking = None,
     ctx_len: CtxLen = None,
+    weights: Weights = None,
     provider: Provider = None,
     threads: Threads = None,
 ) -> None:
@@ -78,7 +80,7 @@ def chat(
     options = sampling_options(ctx.params)
     template = chat_options(ctx.params)
     check_jinja()
-    opened = open_exported(model, provider)  # a temporary export lives as long as this
+    opened = open_exported(model, provider, weights=weights, ctx_len=ctx_len)  # stays in the cache as long as this
     with progress() as report:
         report(Stage.LOADING, 0.0)
         loaded = load(opened.package.path, provider, ctx_len=ctx_len, intra_op_num_threads=threads, verify=False)

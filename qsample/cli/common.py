@@ -6,19 +6,22 @@ import inspect
 import json
 import logging
 import os
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
 
 import typer
 
-from qsample.cli.terminal import progress
+from qsample.cli.terminal import format_size, note, progress
 from qsample.contract import EXTRA_PARAMETERS, FILTER_ORDERS, HUGGING_FACE
 from qsample.errors import unknown
+from qsample.progress import Stage
 from qsample.sampling_params import FILTER_FIELDS, OFF, SamplingParams
 
 if TYPE_CHECKING:
     from qsample.models import CheckpointModel, ForeignModel, PackagedModel
+    from qsample.package import Package
 
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it is a package.")]
 Json = Annotated[bool, typer.Option("--json", help="Print a JSON document for a script to read.")]
@@ -26,7 +29,17 @@ Provider = Annotated[str | None, typer.Option(help="Execution provider. (default
 Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads. (default: the cores that this process may use)")]
 CtxLen = Annotated[
     int | None,
-    typer.Option(min=2, help="Tokens that a row holds, for a portable package. (default: the model's, at most 4096)"),
+    typer.Option(
+        min=2,
+        help="Tokens that a row holds, for a portable package or a checkpoint. (default: the model's, at most 4096)",
+    ),
+]
+Weights = Annotated[
+    str | None,
+    typer.Option(
+        metavar="int4|int4_mixed|int8|float16",
+        help="Weights of a checkpoint given directly. (default: its own, float32)",
+    ),
 ]
 System = Annotated[str | None, typer.Option(help="System prompt, in front of every conversation.")]
 Template = Annotated[
@@ -248,6 +261,7 @@ def quieten(model: str) -> None:
     if os.path.isdir(model):
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     logging.getLogger("torch.onnx._internal.exporter").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", ".* holds a decoder file; ")  # of `from_pretrained`
 
 
 def is_package(model: str) -> bool:
@@ -269,26 +283,69 @@ def open_model(model: str, provider: str | None = None) -> CheckpointModel | For
     return AutoModelForCausalLM.from_pretrained(model, provider=provider)
 
 
-def open_exported(model: str | None, provider: str | None, *, for_serving: bool = False) -> PackagedModel:
-    """A package as it is; a checkpoint or decoder file exported to a temporary folder; None = the bundled model.
+def open_exported(
+    model: str | None,
+    provider: str | None,
+    *,
+    weights: str | None = None,
+    ctx_len: int | None = None,
+    for_serving: bool = False,
+) -> PackagedModel:
+    """A package as it is; a checkpoint or decoder file compiled, from the user's cache; None = the bundled model.
 
-    for_serving: what is exported gets all that a server's requests may ask for.
+    The package stays in the cache as long as the returned object.
 
-    The temporary folder lives as long as the returned object.
+    Args:
+        model: the package, checkpoint folder, hub id or decoder file.
+        provider: the execution provider; None = that of the package, otherwise the CPU.
+        weights, ctx_len: of the compiled package, as in `CompileOptions`; a package has its own.
+        for_serving: what is compiled gets all that a server's requests may ask for.
+
+    Raises typer.BadParameter for a package with `weights`.
     """
-    from qsample.bundled import TINY_LM, bundled_model
-    from qsample.models import PackagedModel
+    from qsample.bundled import TINY_LM
 
-    with progress() as report:
-        if model is None:
-            quieten(str(TINY_LM))
-            return bundled_model(provider or "cpu", report, for_serving=for_serving)
-        opened = open_model(model, provider)
-        if isinstance(opened, PackagedModel):
-            return opened
+    name = str(TINY_LM) if model is None else model
+    if is_package(name):
+        if weights is not None:
+            raise typer.BadParameter(
+                f"--weights is for a checkpoint, and {name} is a package; quantize it with `qsample compile {name} OUT "
+                f"--weights {weights}`"
+            )
+        from qsample.models import PackagedModel
+        from qsample.package import read_package
+
+        with progress():
+            return PackagedModel(read_package(name), provider)
+    with progress(logged=True) as shown:
+        stages = set[str]()
+
+        def report(stage: str, fraction: float) -> None:
+            stages.add(stage)
+            shown(stage, fraction)
+
+        from qsample.models import ExportableModel
+
+        opened = open_model(name, provider)
+        assert isinstance(opened, ExportableModel)
         if for_serving:
             opened.features = opened.features.for_serving()
-        return opened.export(progress=report)
+        packaged = opened.cached(weights=weights, ctx_len=ctx_len, progress=report)
+    if model is not None and Stage.PUBLISHING in stages:  # it was made here
+        _tell_about_the_cache(model, packaged.package, weights)
+    return packaged
+
+
+def _tell_about_the_cache(model: str, package: Package, weights: str | None) -> None:
+    """A remark on a package that has just been put into the cache."""
+    size = format_size(sum(entry.bytes for entry in package.manifest.files.values()))
+    better = ""
+    if weights is None and package.manifest.packed_weights is None and package.interface.dtype == "float32":
+        better = (
+            "; --weights int4 takes about a seventh and is faster, at some cost in quality. `qsample compile "
+            f"{model} OUT --weights int4` has more options"
+        )
+    note(f"{model} is in the cache now ({size}), later runs start at once{better}")
 
 
 def context_full(limit: int, consequence: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
@@ -10,11 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 from rich.markup import escape
 
-from qsample.cli.common import Json, Threads, read_text
+from qsample.cli.common import Json, Threads, Weights, is_package, open_exported, read_text
 from qsample.cli.terminal import console, finite, format_size, note, progress, table
 
 if TYPE_CHECKING:
     from qsample.evaluation import Comparison, Estimate, Evaluation
+    from qsample.models import PackagedModel
 
 _WIDTH_OF_A_FILE: Final = 160
 
@@ -26,13 +28,17 @@ EXAMPLES: Final = (
 
 
 def evaluate(
-    packages: Annotated[list[str], typer.Argument(metavar="PACKAGE...", help="Packages to score.")],
+    packages: Annotated[
+        list[str], typer.Argument(metavar="PACKAGE_OR_MODEL...", help="Packages, checkpoints or hub ids to score.")
+    ],
     text: Annotated[
         list[Path], typer.Option(metavar="FILE", help="Text in UTF-8, a document; may be repeated.", show_default=False)
     ],
     against: Annotated[
         list[str] | None,
-        typer.Option(metavar="PACKAGE", help="Reference for KL divergence and top-1 agreement; may be repeated."),
+        typer.Option(
+            metavar="PACKAGE_OR_MODEL", help="Reference for KL divergence and top-1 agreement; may be repeated."
+        ),
     ] = None,
     max_length: Annotated[
         int | None, typer.Option(min=2, help="Tokens of a window. (default: as many as all hold, at most 1024)")
@@ -47,6 +53,7 @@ def evaluate(
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Draw size, step time and KL: a .png or .svg file.")
     ] = None,
+    weights: Weights = None,
     threads: Threads = None,
     as_json: Json = False,
 ) -> None:
@@ -58,11 +65,14 @@ def evaluate(
         from qsample.evaluation.plot import check_plot
 
         check_plot(plot)
+    # Those of the cache stay there as long as these objects. Packages are opened by their names, and verified, below.
+    opened = {name: open_exported(name, None, weights=weights) for name in packages if not is_package(name)}
+    references = {name: open_exported(name, None) for name in against or () if not is_package(name)}
     with progress() as report:
         evaluation = score(
-            packages,
+            [_path(name, opened) for name in packages],
             documents,
-            against=against or (),
+            against=[_path(name, references) for name in against or ()],
             max_length=max_length,
             stride=stride,
             batch_size=batch_size,
@@ -81,6 +91,10 @@ def evaluate(
         typer.echo(json.dumps(finite(asdict(evaluation)), indent=2, ensure_ascii=False))
     else:
         _show(evaluation)
+
+
+def _path(name: str, opened: Mapping[str, PackagedModel]) -> str:
+    return str(opened[name].package.path) if name in opened else name
 
 
 def _show(evaluation: Evaluation) -> None:

@@ -22,6 +22,7 @@ from qsample.cli.common import (
     TemplateArguments,
     Thinking,
     Threads,
+    Weights,
     chat_options,
     check_jinja,
     context_full,
@@ -85,10 +86,11 @@ def generate(
         int | None,
         typer.Option(
             min=2,
-            help="Tokens that a row holds, for a portable package. (default: as many as it needs; for --prompt-file "
-            "the model's, at most 4096)",
+            help="Tokens that a row holds, for a portable package or a checkpoint. (default: as many as a portable "
+            "package needs, otherwise the model's, at most 4096)",
         ),
     ] = None,
+    weights: Weights = None,
     provider: Provider = None,
     threads: Threads = None,
     flush_every: Annotated[
@@ -119,7 +121,7 @@ def generate(
         check_jinja()
     running = {"flush_every": flush_every, "double_buffering": double_buffering}
     prompts = prompt or ([] if prompt_file else [_read_stdin()])
-    opened = open_exported(model, provider)  # a temporary export lives as long as this
+    opened = open_exported(model, provider, weights=weights, ctx_len=ctx_len)  # stays in the cache as long as this
 
     def loaded() -> CausalLM:
         return load(opened.package.path, provider, ctx_len=ctx_len, intra_op_num_threads=threads, verify=False)

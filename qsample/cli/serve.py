@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import Annotated, Final
 
 import typer
 
-from qsample.cli.common import CtxLen, Provider, Template, Threads, is_package, open_exported, read_template
-
-if TYPE_CHECKING:
-    from qsample.models import PackagedModel
+from qsample.cli.common import CtxLen, Provider, Template, Threads, Weights, is_package, open_exported, read_template
 
 KEY_VARIABLE: Final = "QSAMPLE_API_KEY"
 EXAMPLES: Final = (
@@ -90,6 +87,7 @@ def serve(
     ] = False,
     access_log: Annotated[bool, typer.Option("--access-log/--no-access-log", help="Log each HTTP request.")] = True,
     log_level: Annotated[str, typer.Option(help="critical, error, warning, info, debug or trace.")] = "info",
+    weights: Weights = None,
     provider: Provider = None,
     threads: Threads = None,
 ) -> None:
@@ -129,7 +127,9 @@ def serve(
         )
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
-    opened = _exported(named, package, provider)  # a temporary export lives as long as this
+    opened = None  # stays in the cache as long as this
+    if (package or "") in named.values():  # otherwise every model has a --model of its own
+        opened = open_exported(package, provider, weights=weights, ctx_len=ctx_len, for_serving=True)
     if opened is not None:
         settings = replace(settings, models={**named, next(iter(named)): str(opened.package.path)})
 
@@ -163,8 +163,3 @@ def _named(package: str | None, named: list[str], name: str | None) -> dict[str,
             )
         models[served] = path
     return models
-
-
-def _exported(named: dict[str, str], package: str | None, provider: str | None) -> PackagedModel | None:
-    """PACKAGE, exported if it is a checkpoint; None = every model has a --model of its own."""
-    return open_exported(package, provider, for_serving=True) if (package or "") in named.values() else None

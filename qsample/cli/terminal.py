@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,7 +15,7 @@ from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as ProgressBar
 from rich.table import Table
 
-from qsample.progress import Progress, Stage
+from qsample.progress import Progress, Stage, unreported
 
 
 def no_escapes() -> bool:
@@ -39,20 +40,40 @@ def note(text: str) -> None:
 
 
 @contextmanager
-def progress(*, hidden: bool = False) -> Iterator[Progress]:
-    """A progress bar on stderr, as a callback of stage and fraction done; hidden if that is not a terminal."""
+def progress(*, hidden: bool = False, logged: bool = False) -> Iterator[Progress]:
+    """A progress bar on stderr, as a callback of stage and fraction done.
+
+    Args:
+        hidden: no bar.
+        logged: a line for each stage if stderr is not a terminal, which shows nothing otherwise.
+    """
     shown = console(stderr=True)
+    if not shown.is_terminal or shown.is_dumb_terminal:
+        yield _log(shown) if logged and not hidden else unreported
+        return
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
         TextColumn("{task.percentage:3.0f}%"),
         TimeElapsedColumn(),
     )
-    hidden = hidden or not shown.is_terminal or shown.is_dumb_terminal
     # Rich would redirect stdout to the bar's terminal, although it may be a file.
     with ProgressBar(*columns, console=shown, transient=True, disable=hidden, redirect_stdout=False) as bar:
         task = bar.add_task(Stage.STARTING, total=1.0)
         yield lambda stage, fraction: bar.update(task, description=stage, completed=fraction)
+
+
+def _log(screen: Console) -> Progress:
+    """A callback that prints each stage when it begins, with the seconds since the first."""
+    began, current = time.monotonic(), ""
+
+    def report(stage: str, fraction: float) -> None:
+        nonlocal current
+        if stage not in (current, Stage.DONE):
+            current = stage
+            screen.print(f"{time.monotonic() - began:6.1f} s  {stage}", style="dim", markup=False, soft_wrap=True)
+
+    return report
 
 
 def table(title: str | None, *columns: str) -> Table:

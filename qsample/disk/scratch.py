@@ -14,7 +14,6 @@ import re
 import secrets
 import shutil
 import stat
-import sys
 import time
 import weakref
 from contextlib import suppress
@@ -22,10 +21,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Final
 
-if sys.platform == "win32":
-    import msvcrt
-else:
-    import fcntl
+from qsample.disk.locks import lock as _lock
 
 OWNER: Final = "owner"
 NEW: Final = "new"
@@ -33,7 +29,6 @@ REPLACED: Final = "replaced"
 _NAME: Final = re.compile(r"\.qsample-[0-9a-f]{16}")
 _FORMAT: Final = "qsample scratch folder of "
 _LONGEST: Final = 7 * 24 * 3600  # seconds that a process whose lock cannot be seen may live
-_LOCKED_BYTE: Final = 1 << 30  # Windows keeps others from reading a locked byte
 _own: set[Path] = set()  # of this process, which some file systems would let take its own lock
 
 
@@ -186,22 +181,6 @@ def _delete(folder: Path, lock: FileIO) -> None:
             lock.close()
         (folder / OWNER).unlink()
         folder.rmdir()
-
-
-def _lock(descriptor: int) -> bool | None:
-    """Lock a file without waiting. False: another process holds it. None: this file system has no locks."""
-    try:
-        if sys.platform == "win32":
-            os.lseek(descriptor, _LOCKED_BYTE, os.SEEK_SET)
-            msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)
-            os.lseek(descriptor, 0, os.SEEK_SET)
-        else:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):
-        return False
-    except OSError:
-        return None
-    return True
 
 
 def _is_ours(entry: os.DirEntry[str]) -> bool:

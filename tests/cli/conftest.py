@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,9 @@ def everything(checkpoint: Any, shared_folder: Path) -> Path:
         done = qsample("export", checkpoint("llama"), out, "--overwrite", *features)
         assert done.returncode == 0, done.stderr
         assert done.stdout == f"{out}\n"
-        assert done.stderr.count("\n") == 1, "the libraries' own notices are kept away"
+        *stages, written = done.stderr.splitlines()
+        assert all(re.fullmatch(r" *\d+\.\d s  [a-zA-Z -]+", line) for line in stages), "no notices of the libraries"
+        assert [stages[0].split("  ")[-1], stages[-1].split("  ")[-1]] == ["starting", "publishing"]
+        assert written.endswith("written to")
 
     return made_once(shared_folder / "everything", export)

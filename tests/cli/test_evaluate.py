@@ -75,7 +75,11 @@ def test_what_is_refused_before_anything_is_loaded(run: Any, text: Path, tmp_pat
     for arguments, status, message in (
         ((package,), 2, "--text"),
         ((package, "--text", tmp_path / "missing"), 2, "cannot read --text"),
-        ((tmp_path / "nowhere", "--text", text), 1, "nowhere is missing"),
+        (
+            (tmp_path / "nowhere", "--text", text),
+            1,
+            "nowhere does not exist; give a checkpoint folder, a package folder or a hub id",
+        ),
         ((package, "--text", text, "--plot", "quality.pdf"), 1, "--plot is 'quality.pdf'; give a file that ends in"),
         ((package, "--text", text, "--stride", 90, "--max-length", 80), 1, "--stride is 90 and --max-length 80"),
         ((package, "--text", text, "--confidence", 2), 1, "--confidence is 2"),
@@ -84,4 +88,4 @@ def test_what_is_refused_before_anything_is_loaded(run: Any, text: Path, tmp_pat
         assert (got, out) == (status, ""), arguments
         assert message in err
     status, out, _ = run("evaluate", tmp_path / "nowhere", "--text", text, "--json")
-    assert (status, json.loads(out)["error"]["type"]) == (1, "PackageError")
+    assert (status, json.loads(out)["error"]["type"]) == (1, "QsampleError")

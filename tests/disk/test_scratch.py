@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from qsample.disk import locks
 from qsample.disk import scratch as module
 from qsample.disk.scratch import NEW, OWNER, REPLACED, ScratchFolder, remove_abandoned
 from tests.helpers.writers import fork, status
@@ -222,7 +223,7 @@ def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyP
         raise OSError(errno.ENOLCK, "No locks available")
 
     with monkeypatch.context() as patch:
-        patch.setattr(module.fcntl, "flock", unsupported)
+        patch.setattr(locks.fcntl, "flock", unsupported)
         scratch = ScratchFolder(tmp_path)
         monkeypatch.setattr(module, "_own", set())
         remove_abandoned(tmp_path)

@@ -31,7 +31,7 @@ class Target(ABC):
         execution_providers: ONNX Runtime's names, first the provider that compiles for the device.
         provider_options: of the first provider, in the session that runs the package. The manifest names them; a
             session takes them if `ort.trusted_options` lists them for that provider, or if this target is installed.
-        bundled_options: fields of CompileOptions that the bundled model needs for this target.
+        default_options: fields of CompileOptions for a model that is given directly (`models.ExportableModel.cached`).
         calibrates: whether the graph can be run on the CPU before it is quantized, to fit weights to a text.
         self_contained: whether the compiled graph runs on the CPU without the options of a session. The self-test then
             drives it with its weights mapped, as they may be larger than the memory, and with padded prompts.
@@ -40,7 +40,7 @@ class Target(ABC):
     name: str
     execution_providers: tuple[str, ...]
     provider_options: Mapping[str, str] = {}
-    bundled_options: Mapping[str, Any] = {}
+    default_options: Mapping[str, Any] = {}
     calibrates = False
     self_contained = False
 

@@ -62,7 +62,7 @@ class CudaTarget(Target):
     execution_providers: tuple[str, ...] = (CUDA, CPU)
     # TF32 would round float32 products, the check of the logits among them, to ten bits.
     provider_options: Mapping[str, str] = {"enable_cuda_graph": "1", "use_tf32": "0"}
-    bundled_options: Mapping[str, Any] = {"dtype": "bfloat16"}
+    default_options: Mapping[str, Any] = {"dtype": "bfloat16"}
 
     def check(self, plan: CompilePlan) -> None:
         own = plan.source.interface.dtype

@@ -30,7 +30,7 @@ class TensorRtTarget(Target):
     name = "tensorrt"
     execution_providers: tuple[str, ...] = (TENSORRT, CUDA, CPU)
     provider_options: Mapping[str, str] = {"trt_fp16_enable": "1"}
-    bundled_options: Mapping[str, Any] = {"dtype": "float16", "batch_size": 1}
+    default_options: Mapping[str, Any] = {"dtype": "float16", "batch_size": 1}
 
     def check(self, plan: CompilePlan) -> None:
         own = plan.source.interface.dtype

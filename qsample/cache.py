@@ -1,0 +1,277 @@
+"""The user's cache of packages that were made of models given directly: each is made once, and found again.
+
+An entry is a package, in a folder named after its model and a hash of all that it follows from: the model's files (a
+model of the hub: its commit), its features and options, this package's code and ONNX Runtime. transformers is not among
+these, because an entry is found without it. A process makes an entry at a time, next to it and renamed into place; a
+user of an entry holds a shared lock on its manifest, and an entry that is locked is not removed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from io import FileIO
+from pathlib import Path
+from time import sleep
+from typing import Any, Final
+
+from qsample.destination import scratch_in
+from qsample.disk.locks import is_at, lock, release, taken_lock, waited_lock
+from qsample.errors import PackageError, QsampleError
+from qsample.manifest import MANIFEST_NAME, Manifest
+from qsample.package import Package, read_package
+from qsample.progress import Progress, Stage, unreported
+
+PACKAGE_ROOT: Final = Path(__file__).resolve().parent
+CACHE_VARIABLE: Final = "QSAMPLE_CACHE"
+LIMIT_VARIABLE: Final = "QSAMPLE_CACHE_LIMIT"
+DEFAULT_LIMIT: Final = 50 * 10**9  # bytes
+_ENTRY: Final = re.compile(r"[\w.+-]+-[0-9a-f]{16}")
+_SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)b?", re.IGNORECASE)
+_UNITS: Final = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """All that a cached package follows from.
+
+    Attributes:
+        name: of the model, a part of the entry's name; letters that a file name should not have are replaced.
+        parts: JSON-ready: what was read, features, options.
+    """
+
+    name: str
+    parts: dict[str, Any]
+
+    @property
+    def entry(self) -> str:
+        """The name of the entry's folder."""
+        text = json.dumps([self.parts, _code(), _runtime()], sort_keys=True, default=str)
+        name = re.sub(r"[^\w.+-]+", "-", self.name).strip("-.")[:100] or "model"
+        return f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A package in the cache.
+
+    Attributes:
+        last_used: seconds since the epoch.
+        in_use: whether a process has it open.
+    """
+
+    path: Path
+    manifest: Manifest
+    last_used: float
+    in_use: bool
+
+    @property
+    def bytes(self) -> int:
+        return sum(file.bytes for file in self.manifest.files.values())
+
+
+def cache_folder() -> Path:
+    """`$QSAMPLE_CACHE`, else `qsample` in the user's cache folder."""
+    chosen = os.environ.get(CACHE_VARIABLE)
+    if chosen:
+        return Path(chosen).absolute()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").absolute() / "qsample"
+
+
+def size_limit() -> int:
+    """`$QSAMPLE_CACHE_LIMIT` in bytes. Raises QsampleError if that is no size."""
+    text = os.environ.get(LIMIT_VARIABLE, "").strip()
+    if not text:
+        return DEFAULT_LIMIT
+    if not (match := _SIZE.fullmatch(text)):
+        raise QsampleError(f"{LIMIT_VARIABLE} is {text!r:.60}; give a size, such as 50GB or 800MB")
+    return int(float(match[1]) * _UNITS[match[2].lower()])
+
+
+def open_cached(
+    recipe: Recipe, make: Callable[[Path], object], progress: Progress | None = None
+) -> tuple[Package, FileIO]:
+    """The package of `recipe`: from the cache, or made by `make` and put there.
+
+    Least recently used entries go if the cache is larger than its limit, except this entry and those in use.
+
+    Args:
+        recipe: what the package follows from.
+        make: writes the package to a path, all of it or nothing.
+        progress: told if another process makes the package, which this process then waits for.
+
+    Returns:
+        The package, and the lock that keeps it from being removed as long as it is not closed.
+
+    Raises:
+        QsampleError: if the cache cannot be written. What `make` raises is passed on, and nothing remains.
+    """
+    report = progress or unreported
+    folder = cache_folder()
+    limit = size_limit()
+    path = folder / recipe.entry
+    if found := _use(path):
+        return found
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        making = folder / f".{path.name}.lock"
+        held = waited_lock(making, lambda: report(Stage.WAITING, 0.0))
+    except OSError as error:
+        raise QsampleError(
+            f"cannot write to {folder}, the cache of compiled models ({error.strerror}); set {CACHE_VARIABLE} to "
+            "another folder"
+        ) from error
+    try:
+        if not (found := _use(path)):  # otherwise another process was faster
+            if os.path.lexists(path):
+                report(Stage.MAKING_AGAIN, 0.0)
+                _delete(path)
+            report(Stage.STARTING, 0.0)  # libraries take seconds to import
+            make(path)
+            found = _use(path)
+        if not found:
+            raise PackageError(f"{path} was removed or damaged as soon as it was made; start again")
+        _trim(folder, limit)
+        return found
+    finally:
+        release(making, held)
+
+
+def entries() -> list[Entry]:
+    """The packages of the cache, the last used first. Folders that are no entries are left out."""
+    found = []
+    for path in _entry_folders(cache_folder()):
+        try:
+            manifest = Manifest.from_json((path / MANIFEST_NAME).read_text("utf-8"))
+            with FileIO(path / MANIFEST_NAME, "r") as file:
+                in_use = lock(file.fileno()) is False
+            found.append(Entry(path, manifest, path.stat().st_mtime, in_use))
+        except (OSError, ValueError, PackageError):  # of another version, or damaged: `remove` takes it all the same
+            continue
+    return sorted(found, key=lambda entry: entry.last_used, reverse=True)
+
+
+def remove(path: Path) -> bool:
+    """Remove an entry; False if a process has it open."""
+    try:
+        file = FileIO(path / MANIFEST_NAME, "r")
+    except OSError:
+        return True
+    with file:
+        if lock(file.fileno()) is False:
+            return False
+        if is_at(path / MANIFEST_NAME, file):  # otherwise it was removed or made again since
+            _delete(path)
+    return True
+
+
+def clear() -> tuple[int, int]:
+    """Remove all entries that no process has open; the number of those removed and of those kept."""
+    folder = cache_folder()
+    removed = [remove(path) for path in _entry_folders(folder)]
+    _sweep(folder)
+    return sum(removed), len(removed) - sum(removed)
+
+
+def _code() -> str:
+    """sha256 over this package's code, which makes the entries."""
+    digest = hashlib.sha256()
+    for path in sorted(PACKAGE_ROOT.rglob("*.py")):
+        digest.update(f"{path.relative_to(PACKAGE_ROOT)} {path.stat().st_size}\n".encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _runtime() -> str:
+    for distribution in ("onnxruntime", "onnxruntime-gpu", "onnxruntime-openvino"):
+        try:
+            return f"{distribution} {version(distribution)}"
+        except PackageNotFoundError:
+            continue
+    return "no onnxruntime"
+
+
+def _use(path: Path) -> tuple[Package, FileIO] | None:
+    """The verified package at `path` with its lock; None if it is missing or damaged."""
+    manifest = path / MANIFEST_NAME
+    try:
+        file = FileIO(manifest, "r")
+    except OSError:
+        return None
+    while (free := lock(file.fileno(), shared=True)) is False and is_at(manifest, file):
+        sleep(0.05)  # another process looks at it, or removes it
+    try:
+        if free is not False and is_at(manifest, file):
+            package = read_package(path)
+            with suppress(OSError):  # a cache that is only read
+                os.utime(path)
+            return package, file
+    except PackageError:
+        pass
+    file.close()
+    return None
+
+
+def _entry_folders(folder: Path) -> list[Path]:
+    """The entries in `folder`, damaged ones too; nothing else that may be there."""
+    try:
+        return [
+            Path(entry.path)
+            for entry in os.scandir(folder)
+            if _ENTRY.fullmatch(entry.name)
+            and entry.is_dir(follow_symlinks=False)
+            and os.path.isfile(os.path.join(entry.path, MANIFEST_NAME))
+        ]
+    except OSError:
+        return []
+
+
+def _delete(path: Path) -> None:
+    """Delete an entry: for others it is gone at once."""
+    with scratch_in(path.parent) as scratch:
+        try:
+            path.rename(scratch.new / "entry")
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            raise PackageError(f"cannot remove {path}: {error.strerror}; is it in use?") from error
+
+
+def _trim(folder: Path, limit: int) -> None:
+    """Remove entries that were not used for longest until `limit` holds; those in use stay."""
+    _sweep(folder)
+    total = 0
+    for path in sorted(_entry_folders(folder), key=_last_used, reverse=True):
+        size = sum(_size(file) for file in path.rglob("*"))
+        total += size
+        if total > limit and remove(path):
+            total -= size
+
+
+def _last_used(path: Path) -> float:
+    """The time of an entry's folder, 0 if it is gone."""
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def _size(path: Path) -> int:
+    """Of a file, 0 if it is gone."""
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
+def _sweep(folder: Path) -> None:
+    """Delete the lock files of killed processes."""
+    for path in folder.glob(".*.lock"):
+        if _ENTRY.fullmatch(path.name[1 : -len(".lock")]) and (file := taken_lock(path)):
+            release(path, file)
