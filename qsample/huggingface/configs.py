@@ -15,7 +15,7 @@ GENERATION_CONFIG_FILE: Final = "generation_config.json"
 _OWN: Final = ("do_sample", "pad_token_id", "bos_token_id", "return_dict_in_generate", "prefill_chunk_size")
 _FIELDS: Final = frozenset({*OFF, *UNSUPPORTED, *GENERATE, *BOOKKEEPING, *_OWN})
 # Fields that transformers' configurations always have.
-_ALWAYS: Final = ("pad_token_id", "bos_token_id", "eos_token_id")
+_ALWAYS: Final = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None, "is_encoder_decoder": False}
 
 
 class GenerationConfig(dict[str, Any]):
@@ -86,10 +86,12 @@ class ModelConfig(Mapping[str, Any]):
         if name in self._values:
             return self[name]
         if name in _ALWAYS:
-            return None
+            return _ALWAYS[name]
         raise AttributeError(unknown("the package's config.json has no field", name, self._values))
 
     def __setattr__(self, name: str, value: Any) -> None:
+        if name == "use_cache":  # for training; generate always keeps its cache
+            return
         raise AttributeError(
             f"config.{name} cannot be set: config describes the model that was exported; set generation_config.{name} "
             "if it is a setting of generate"

@@ -36,11 +36,15 @@ def _absent(names: str, why: str) -> dict[str, str]:
 _ABSENT: Final[Mapping[str, str]] = {
     **_absent("load_adapter add_adapter set_adapter enable_adapters disable_adapters delete_adapter", _ADAPTERS),
     **_absent("active_adapters get_adapter_state_dict merge_and_unload", _ADAPTERS),
-    **_absent("parameters named_parameters buffers named_buffers state_dict load_state_dict", _LAYERS),
+    "parameters": f"it has model.device and model.dtype; {_LAYERS}",
+    **_absent("named_parameters buffers named_buffers state_dict load_state_dict", _LAYERS),
     **_absent("modules named_modules children named_children get_submodule apply model lm_head", _LAYERS),
     **_absent("get_input_embeddings get_output_embeddings resize_token_embeddings tie_weights", _LAYERS),
     **_absent("gradient_checkpointing_enable enable_input_require_grads zero_grad", _LAYERS),
     "forward": "its graph is compiled already, and generate runs it; leave torch.compile out",
+    **_absent("get_memory_footprint num_parameters", "`qsample inspect` shows the sizes of its package"),
+    "compute_transition_scores": "export with logprobs=True: the output's logprobs are the scores of its tokens",
+    "generate_batch": "qsample.runtime.Engine does continuous batching; see docs/serving.md",
     "push_to_hub": "upload its folder with huggingface_hub.upload_folder",
 }
 # Ways to spread a model over the devices that are there, in place of a device.
@@ -67,7 +71,7 @@ class ModelMethods(ABC):
 
     features: Features  # of the graph
     main_input_name: ClassVar = "input_ids"
-    input_modalities: ClassVar = ("text",)
+    input_modalities: ClassVar = "text"
     output_modalities: ClassVar = ("text",)
 
     @property
@@ -86,7 +90,7 @@ class ModelMethods(ABC):
         return True
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Raises TypeError: a graph keeps its cache, and returns what `generate` needs."""
+        """Raises TypeError: a graph keeps its cache, and returns tokens or the last logits."""
         if self.features.sampler:
             returns, instead = "tokens", "export with logprobs=True, top_logprobs=M or return_pdfs=True"
         else:
@@ -149,7 +153,7 @@ class ModelMethods(ABC):
         here = f"the model runs on {str(self.device)!r} and cannot move to {str(wanted)!r}"
         if name == "cuda":
             raise ValueError(
-                f'{here}; model.compile(provider="cuda") makes one for the GPU. Or leave the device out; a pipeline of '
+                f'{here}; model.compile(provider="cuda") makes a model for it. Or leave the device out; a pipeline of '
                 'transformers takes device="cpu"'
             )
         if name == "cpu":

@@ -121,8 +121,8 @@ class _ArrayOutput(GenerateOutput, np.ndarray):  # type: ignore[misc]  # each ha
 
 @functools.cache
 def _tensor_output(torch: Any) -> Any:
-    # Functions of torch that get one return plain tensors.
-    plain = {"__torch_function__": torch._C._disabled_torch_function_impl, "__module__": __name__}
+    # As with a Parameter, the results of torch's functions are plain tensors.
+    plain = {"__torch_function__": torch.nn.Parameter.__torch_function__, "__module__": __name__}
     return type("_TensorOutput", (GenerateOutput, torch.Tensor), plain)
 
 

@@ -85,8 +85,10 @@ def test_a_model_config_by_attribute() -> None:
     assert config.to_dict()["rope_parameters"] == {"rope_theta": 1e4}
     with pytest.raises(AttributeError, match="has no field 'hiden_size'; did you mean 'hidden_size'"):
         _ = config.hiden_size
-    with pytest.raises(AttributeError, match=r"config\.use_cache cannot be set.*generation_config\.use_cache"):
-        config.use_cache = False
+    with pytest.raises(AttributeError, match=r"config\.pad_token_id cannot be set.*generation_config\.pad_token_id"):
+        config.pad_token_id = 0
+    config.use_cache = False  # for training, and without effect here
+    assert config.is_encoder_decoder is False
     for twin in (copy.copy(config), copy.deepcopy(config), pickle.loads(pickle.dumps(config))):
         assert twin == config
         assert twin.hidden_size == 64

@@ -128,7 +128,10 @@ def test_what_a_tokenizer_returns(original: Any, packaged: CausalLM) -> None:
         assert packaged.generate(**batch, **GREEDY).sequences.tolist() == wanted
         assert packaged.generate(batch, **GREEDY).sequences.tolist() == wanted
     assert packaged.generate(**tokenizer(texts), **GREEDY).sequences.tolist() == wanted
-    assert packaged.generate(texts, **GREEDY).sequences.tolist() == wanted
+    output = packaged.generate(texts, **GREEDY)
+    assert output.sequences.tolist() == wanted
+    assert tokenizer.batch_decode(output) == tokenizer.batch_decode(wanted)  # an array, as the prompts are no tensors
+    assert tokenizer.decode(output[0]) == tokenizer.decode(wanted[0])
 
 
 @pytest.mark.parametrize("masked", [True, False])

@@ -41,7 +41,7 @@ def test_what_changes_nothing_returns_the_model() -> None:
     [
         (Model.train, "cannot be trained"),
         (Model.requires_grad_, "cannot be trained"),
-        (Model.cuda, r"runs on 'cpu' and cannot move to 'cuda'; model\.compile\(provider=.cuda.\) makes"),
+        (Model.cuda, r"runs on 'cpu' and cannot move to 'cuda'; model\.compile\(provider=.cuda.\) "),
         (asks("cuda:1"), "cannot move to 'cuda:1'"),
         (asks(0), "cannot move to '0'"),
         (Model.half, "is float32 and cannot become float16; give dtype="),
