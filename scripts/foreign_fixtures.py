@@ -9,11 +9,15 @@ Each part needs different tools, so it runs in its own environment:
     pip install optimum-onnx==0.1.0 'transformers<4.58' onnx torch
     python scripts/foreign_fixtures.py optimum
 
+    pip install mobius-onnx==0.1.0 torch transformers
+    python scripts/foreign_fixtures.py mobius
+
     pip install onnxruntime onnx onnx_ir     # after the other parts: it converts their files
     python scripts/foreign_fixtures.py layouts
 
-The models are random, with two layers and 128 tokens. `tokens.json` in a genai folder has the greedy tokens of
-onnxruntime-genai itself. Names after the part select single files.
+The models are random, with two layers and 128 tokens. `tokens.json` has the greedy tokens of
+onnxruntime-genai itself in a genai folder, and those of transformers in a mobius folder. Names after the part select
+single files.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ from __future__ import annotations
 import gc
 import json
 import shutil
+import subprocess
 import sys
 import tarfile
 import tempfile
@@ -100,10 +105,53 @@ OPTIMUM: dict[str, tuple[str, int, dict[str, Any]]] = {
     ),
     "optimum_phi3": ("phi3", 14, {"sliding_window": None}),
 }
+# name → model type, mobius's options, changes of the configuration
+MOBIUS: dict[str, tuple[str, list[str], dict[str, Any]]] = {
+    "mobius_cpu_llama": ("llama", ["--ep", "cpu"], {}),
+    "mobius_gemma3": (
+        "gemma3_text",
+        [],
+        {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"], "query_pre_attn_scalar": 16},
+    ),
+    "mobius_cpu_gemma3": (  # without its window, which mobius forgets
+        "gemma3_text",
+        ["--ep", "cpu"],
+        {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"], "query_pre_attn_scalar": 16},
+    ),
+    "mobius_static_qwen3": ("qwen3", ["--static-cache", "--max-seq-len", "48"], {}),
+    "mobius_gpt_oss": (
+        "gpt_oss",
+        ["--ep", "onnx-standard"],
+        {
+            "sliding_window": 6,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 16,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+    ),
+    "mobius_qwen3_next": (
+        "qwen3_next",
+        [],
+        {
+            "layer_types": ["linear_attention", "full_attention"],
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "shared_expert_intermediate_size": 16,
+        },
+    ),
+}
 
 
-def checkpoint(folder: Path, model_type: str, changes: dict[str, Any]) -> Path:
-    """A random `model_type` and a tokenizer of single characters."""
+def checkpoint(folder: Path, model_type: str, changes: dict[str, Any], steps: int | None = None) -> Path:
+    """A random `model_type` and a tokenizer of single characters. steps: a unit, to which weights are rounded: then
+    they take little room; None = not at all."""
     import torch
     from tokenizers import Tokenizer, decoders, models
     from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
@@ -121,6 +169,10 @@ def checkpoint(folder: Path, model_type: str, changes: dict[str, Any]) -> Path:
         for parameter in model.parameters():
             if parameter.ndim > 1:
                 parameter.normal_(std=0.2)
+            if steps is not None:
+                parameter.copy_((parameter * steps).round() / steps)
+        if steps is not None:  # the embedding of padding, as it is in many checkpoints
+            model.get_input_embeddings().weight[0] = 0
     model.generation_config.eos_token_id = 2
     model.save_pretrained(folder)
     characters = [chr(code) for code in range(32, 127)]
@@ -202,6 +254,31 @@ def make_optimum(name: str, folder: Path) -> None:
             onnx_export_from_model(model, folder, **given)
         else:
             main_export(str(source), folder, **given)
+
+
+def make_mobius(name: str, folder: Path) -> None:
+    """Write a folder with mobius, and the greedy tokens of transformers for the same weights."""
+    model_type, options, changes = MOBIUS[name]
+    with tempfile.TemporaryDirectory() as scratch:
+        source = checkpoint(Path(scratch), model_type, changes, steps=16)
+        command = [sys.executable, "-m", "mobius", "build", "--config", str(source), str(folder), "--dtype", "f32"]
+        subprocess.run([*command, *options], check=True, capture_output=True)
+        (folder / "tokens.json").write_text(json.dumps(_transformers_tokens(source)))
+
+
+def _transformers_tokens(source: Path) -> dict[str, Any]:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(source, attn_implementation="eager").eval()
+    answers = []
+    for prompt in PROMPTS:
+        tokens = list(prompt)
+        while len(tokens) < len(prompt) + NEW_TOKENS:
+            with torch.no_grad():
+                tokens.append(int(model(torch.tensor([tokens]), use_cache=False).logits[0, -1].argmax()))
+        answers.append(tokens[len(prompt) :])
+    return {"prompts": PROMPTS, "new_tokens": answers}
 
 
 def make_layouts(name: str, folder: Path) -> None:
@@ -303,6 +380,7 @@ def _unpack(name: str, folder: Path) -> None:
 PARTS: dict[str, tuple[Callable[[str, Path], None], list[str]]] = {
     "genai": (make_genai, list(GENAI)),
     "optimum": (make_optimum, list(OPTIMUM)),
+    "mobius": (make_mobius, list(MOBIUS)),
     "layouts": (make_layouts, list(LAYOUTS)),
 }
 

@@ -34,6 +34,8 @@ PLAIN = (
     *("optimum_gpt2", "optimum_gemma2", "optimum_gemma2_eager", "optimum_gemma3", "optimum_phi3"),
     *(f"community_concat/onnx/{name}.onnx" for name in LAYOUTS),
 )
+# Of which tokens.json has the tokens of transformers.
+MOBIUS = ("mobius_cpu_llama", "mobius_gemma3", "mobius_static_qwen3", "mobius_gpt_oss", "mobius_qwen3_next")
 
 
 def unpack(name: str, folder: Path) -> Path:
@@ -95,8 +97,9 @@ def greedy_of_graph(
     return np.stack(made, axis=1).tolist()
 
 
-def tokens_of_genai(folder: Path) -> dict[str, Any]:
-    """Prompts, and what onnxruntime-genai generated when the fixture was made; stopped at the end of a text."""
+def recorded_tokens(folder: Path) -> dict[str, Any]:
+    """Prompts, and what onnxruntime-genai (stopped at the end of a text) or transformers generated when the fixture was
+    made."""
     made: dict[str, Any] = json.loads((folder / "tokens.json").read_text())
     return made
 

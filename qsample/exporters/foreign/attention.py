@@ -1,8 +1,8 @@
 """The attention of a foreign graph becomes GroupQueryAttention on the contract's lengths, over whole caches.
 
-GroupQueryAttention of another exporter keeps only what the CPU's kernel has. Attention of plain operators, over a cache
-that grows by Concat, is matched loosely: Softmax(f(query keys^T)) values. Runs of the file show what f is (a scale, a
-soft cap, a causal mask, a window), and anything else is refused.
+GroupQueryAttention of another exporter keeps only what the CPU's kernel has. ONNX's Attention, and attention of plain
+operators, is matched loosely: Softmax(f(query keys^T)) values, with or without a sink. Runs of the file show what f is
+(a scale, a soft cap, a causal mask, a window), and anything else is refused.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import Any, Final
 import numpy as np
 import onnx_ir as ir
 
-from qsample.exporters.foreign.interface import ForeignGraph, Layer, refusal
+from qsample.exporters.foreign.interface import ForeignGraph, Layer, is_onnx_attention, refusal
 from qsample.exporters.foreign.original import Original, probes
-from qsample.exporters.foreign.rows import Nodes, Rows
-from qsample.graph.edit import constant, producer
+from qsample.exporters.foreign.rows import PREFIX, Nodes, Rows
+from qsample.graph.edit import constant, initializer, producer
 from qsample.graph.gqa import OP_TYPE, Slot, get_input, set_inputs
 from qsample.graph.operators import CONTRIB_DOMAIN
 from qsample.tensors import Array
@@ -31,9 +31,12 @@ _REFUSED: Final = {
 }
 _FORBIDDEN_NUMBER: Final = -1e4  # a bias below it hides a key
 _PRODUCTS: Final = ("MatMul", "FusedMatMul")
+_KEYS, _VALUES, _SCORES = 1, 2, 3  # inputs of ONNX's Attention, and its output
+_SCORES_MODE: Final = "qk_matmul_output_mode"
+_WITH_CAP_AND_MASK: Final = 2
 _REPEATS: Final = ("Unsqueeze", "Expand", "Reshape", "Transpose", "Cast", "Identity", "Mul", "Div", "Tile")
 _ELEMENTWISE: Final = ("Add", "Sub", "Where", "Mul", "Div", "Cast", "Tanh", "Identity", "Max", "Clip")
-_WEIGHTS: Final = ("Cast", "Identity", "Dropout", "Where", "Reshape")
+_WEIGHTS: Final = ("Cast", "Identity", "Dropout", "Where", "Reshape", "Slice")
 _HIDDEN_SCORE: Final = -1e4  # a key with a smaller score is hidden
 # How far scores may be from the fitted rule, of the largest: float16 has 11 bits.
 _FIT: Final = {ir.DataType.FLOAT: 1e-3, ir.DataType.FLOAT16: 2e-2}
@@ -164,31 +167,36 @@ def _bias(layer: Layer) -> ir.Value | None:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """Values of a layer.
+    """Values of a layer; tensors of heads are [B, heads, S, D], or [B, S, heads * D] if `heads` is set.
 
     Attributes:
-        layer: its cache.
-        query: [B, heads, S, D], as it is multiplied with the keys.
-        scores: the input of the softmax.
+        layer: its cache, with its new keys and values.
+        query: as it is multiplied with the keys.
+        scores: what becomes weights, [B, heads, S, tokens].
         cap: the soft cap, if any, as a constant or a computed value.
-        output: [B, heads, S, D].
+        output: of the attention.
+        heads: of the query; None = by its shape.
+        sink: the score of no token, the same for all queries: [1, heads, S, 1].
     """
 
     layer: Layer
     query: ir.Value
     scores: ir.Value
-    cap: ir.Value | None
+    cap: ir.Value | float | None
     output: ir.Value
+    heads: int | None = None
+    sink: ir.Value | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """The attributes of a layer's GroupQueryAttention. window: None = all tokens. softcap: 0 = none."""
+    """The attributes of a layer's GroupQueryAttention. window: None = all tokens. softcap: 0 = none. sink: [heads]."""
 
     heads: int
     scale: float
     window: int | None
     softcap: float
+    sink: Array | None = None
 
 
 def put_operators(
@@ -198,11 +206,13 @@ def put_operators(
     graph, layers = foreign.graph, []
     for match, rule in zip(matches, rules, strict=True):
         layer, size = match.layer, match.layer.head_dim
-        new = [_new_part(value) for value in layer.presents]
-        flat = [
-            nodes.merged_heads(value, foreign.dtype, heads, size)
-            for value, heads in ((match.query, rule.heads), (new[0], layer.heads), (new[1], layer.heads))
-        ]
+
+        def flat(value: ir.Value, heads: int, is_flat: bool, size: int = size) -> ir.Value:
+            return value if is_flat else nodes.merged_heads(value, foreign.dtype, heads, size)
+
+        assert layer.new is not None
+        query = flat(match.query, rule.heads, match.heads is not None)
+        new = [flat(value, layer.heads, layer.new_is_flat) for value in layer.new]
         attributes: dict[str, Any] = {"num_heads": rule.heads, "kv_num_heads": layer.heads, "scale": rule.scale}
         if rule.window is not None:
             attributes["local_window_size"] = rule.window
@@ -211,58 +221,94 @@ def put_operators(
         cache = ["B", layer.heads, "T", size]
         outputs = nodes.several(
             OP_TYPE,
-            [*flat, *layer.pasts, rows.seqlens_k, rows.total_sequence_length],
+            [query, *new, *layer.pasts, rows.seqlens_k, rows.total_sequence_length],
             [(foreign.dtype, ["B", "S", rule.heads * size]), (foreign.dtype, cache), (foreign.dtype, cache)],
             domain=CONTRIB_DOMAIN,
             **attributes,
         )
-        split = nodes.reshaped(outputs[0], rule.heads, size)
-        by_head = nodes("Transpose", [split], foreign.dtype, ["B", rule.heads, "S", size], perm=[0, 2, 1, 3])
-        match.output.replace_all_uses_with(by_head)
+        node = outputs[0].producer()
+        assert node is not None
+        if rule.sink is not None:
+            name = f"{PREFIX}sink_{layer.number}"
+            sink = initializer(graph, name, rule.sink.astype(foreign.dtype.numpy()))
+            set_inputs(node, {Slot.HEAD_SINK: sink})
+        output = outputs[0]
+        if match.heads is None:
+            split = nodes.reshaped(output, rule.heads, size)
+            output = nodes("Transpose", [split], foreign.dtype, ["B", rule.heads, "S", size], perm=[0, 2, 1, 3])
+        match.output.replace_all_uses_with(output)
         for old, present in zip(layer.presents, outputs[1:], strict=True):
             graph.outputs[graph.outputs.index(old)] = present
             present.name, old.name = old.name, f"{old.name}.grown"
-        layers.append(replace(layer, present_key=outputs[1], present_value=outputs[2], attention=outputs[0].producer()))
+        layers.append(replace(layer, present_key=outputs[1], present_value=outputs[2], attention=node))
     return replace(foreign, layers=tuple(layers))
-
-
-def _new_part(present: ir.Value) -> ir.Value:
-    """The new tokens' keys or values, [B, heads, S, D]."""
-    node = present.producer()
-    assert node is not None
-    assert node.inputs[1] is not None
-    return node.inputs[1]
 
 
 def match(foreign: ForeignGraph, layer: Layer) -> Match:
     """The attention of `layer`. Raises UnsupportedModelError if it is not of this form."""
     name = f"layer {layer.number}"
-    with_values = _products_with(layer.present_value)
-    with_keys = _products_with(layer.present_key)
+    grown = producer(layer.present_key)
+    if grown is not None and is_onnx_attention(grown):
+        return _of_operator(foreign, layer, grown)
+    with_values = _products_with(layer.present_value, _VALUES)
+    with_keys = _products_with(layer.present_key, _KEYS)
     if len(with_values) != 1 or len(with_keys) != 1:
         raise refusal(foreign.path, f"the attention of {name} is not Softmax(query keys) values, one product each")
     product, output = with_keys[0], with_values[0]
+    if is_onnx_attention(product) and product is output:
+        return _of_operator(foreign, layer, product)
     weights = output.inputs[0]
     softmax = next((node for node in _above(weights, _WEIGHTS) if node.op_type == "Softmax"), None)
     if softmax is None or softmax.inputs[0] is None:
-        raise refusal(foreign.path, f"the attention of {name} has no Softmax before its values (a sink, or a sigmoid)")
-    between = list(_above(softmax.inputs[0], _ELEMENTWISE))
+        raise refusal(foreign.path, f"the attention of {name} has no Softmax before its values (a sigmoid)")
+    scores, sink = _without_sink(softmax.inputs[0])
+    between = list(_above(scores, _ELEMENTWISE))
     if product not in between or product.inputs[0] is None:
         raise refusal(foreign.path, f"the scores of {name} are not made of query keys by numbers and a mask alone")
     caps = [node for node in between if node.op_type == "Tanh" and product in _above(node.inputs[0], _ELEMENTWISE)]
     cap = _factor_behind(caps[0]) if caps else None
     if len(caps) > 1 or (caps and cap is None):
         raise refusal(foreign.path, f"the scores of {name} pass a Tanh that is not a soft cap")
-    return Match(layer, product.inputs[0], softmax.inputs[0], cap, output.outputs[0])
+    return Match(layer, product.inputs[0], scores, cap, output.outputs[0], sink=sink)
 
 
-def _products_with(value: ir.Value) -> list[ir.Node]:
-    """Products whose second factor is `value`, its heads repeated or its axes turned."""
+def _of_operator(foreign: ForeignGraph, layer: Layer, node: ir.Node) -> Match:
+    """The attention of ONNX's operator, which gets an output more: its scores with cap and mask."""
+    query = node.inputs[0]
+    assert query is not None
+    if len(node.outputs) > _SCORES:
+        raise refusal(foreign.path, f"{node.name} returns its scores; export it without qk_matmul_output")
+    first = len(node.outputs)
+    node.resize_outputs(_SCORES + 1)
+    for value in node.outputs[first:_SCORES]:
+        value.name = ""
+    scores = node.outputs[_SCORES]
+    scores.name, scores.type = f"{PREFIX}scores_{layer.number}", query.type
+    node.attributes[_SCORES_MODE] = ir.AttrInt64(_SCORES_MODE, _WITH_CAP_AND_MASK)
+    cap = node.attributes.get_float("softcap", 0.0) or None
+    return Match(layer, query, scores, cap, node.outputs[0], node.attributes.get_int("q_num_heads", 0) or None)
+
+
+def _without_sink(scores: ir.Value) -> tuple[ir.Value, ir.Value | None]:
+    """The scores of tokens, and that of the sink behind them; less their maximum, which a softmax does not change."""
+    node = producer(scores)
+    if node is not None and node.op_type == "Sub":
+        most = producer(node.inputs[1])
+        if most is not None and most.op_type == "ReduceMax" and most.inputs[0] is node.inputs[0]:
+            node = producer(node.inputs[0])
+    if node is None or node.op_type != "Concat" or len(node.inputs) != 2 or node.inputs[0] is None:
+        return scores, None
+    return node.inputs[0], node.inputs[1]
+
+
+def _products_with(value: ir.Value, slot: int) -> list[ir.Node]:
+    """Products whose second factor is `value`, its heads repeated or its axes turned; or ONNX's Attention with it in
+    `slot`."""
     found: dict[ir.Node, None] = {}
     waiting, seen = [value], {value}
     while waiting:
         for node, place in waiting.pop().uses():
-            if node.op_type in _PRODUCTS and place == 1:
+            if place == (slot if is_onnx_attention(node) else 1) and node.op_type in (*_PRODUCTS, "Attention"):
                 found[node] = None
             elif node.op_type in _REPEATS and node.outputs[0] not in seen and (place == 0 or node.op_type == "Mul"):
                 seen.add(node.outputs[0])
@@ -302,36 +348,59 @@ def measure(foreign: ForeignGraph, matches: list[Match], longest: int) -> list[R
     longest: how many tokens a cache can hold. Raises UnsupportedModelError for a rule that GroupQueryAttention lacks.
     """
     extra = [value for match in matches for value in (match.query, match.scores, match.layer.present_key)]
-    extra += [match.cap for match in matches if match.cap is not None and constant(match.cap) is None]
+    numbers = [value for match in matches for value in (match.cap, match.sink) if isinstance(value, ir.Value)]
+    extra += [value for value in numbers if constant(value) is None]
     original = Original(foreign, extra)
     generator = np.random.default_rng(0)
-    runs = []
-    for past, tokens in probes(longest):
+    calls, runs = probes(longest), []
+    for past, tokens in calls:
         ids = generator.integers(0, foreign.vocab_size, tokens).tolist()
         runs.append(original.run(ids, original.filled(past, generator), past))
-    return [_rule(foreign, match, runs) for match in matches]
+    return [_rule(foreign, match, calls, runs) for match in matches]
 
 
-def _rule(foreign: ForeignGraph, match: Match, runs: Sequence[Mapping[str, Array]]) -> Rule:
+def _rule(
+    foreign: ForeignGraph, match: Match, calls: Sequence[tuple[int, int]], runs: Sequence[Mapping[str, Array]]
+) -> Rule:
     layer, name = match.layer, f"layer {match.layer.number}"
-    heads = runs[0][str(match.query.name)].shape[1]
-    shapes = {run[str(value.name)].ndim for run in runs for value in (match.query, match.scores)}
-    if shapes != {4} or heads % layer.heads or runs[0][str(match.query.name)].shape[-1] != layer.head_dim:
+    query = _by_head(runs[0][str(match.query.name)], match.heads)
+    is_known = query.ndim == 3 and all(run[str(match.scores.name)].ndim == 4 for run in runs)
+    if not is_known or len(query) % layer.heads or query.shape[-1] != layer.head_dim:
         raise refusal(foreign.path, f"the attention of {name} is not over [B, heads, S, size]")
-    caps = {0.0}
-    if match.cap is not None:
-        number = constant(match.cap)
-        found = [number] if number is not None else [run[str(match.cap.name)] for run in runs]
-        caps = set(np.concatenate([np.ravel(value) for value in found]).astype(float).tolist())
+    caps = {0.0} if match.cap is None else {float(cap) for each in _numbers(match.cap, runs) for cap in each.ravel()}
     if len(caps) != 1:
         raise refusal(foreign.path, f"the soft cap of {name} is not a number")
     cap = caps.pop()
     seen = [_seen(run[str(match.scores.name)]) for run in runs]
     window = int(seen[-1][-1].sum())
-    if not window or not all(np.array_equal(keys, _causal(keys.shape[0], keys.shape[1], window)) for keys in seen):
+    is_causal = all(
+        np.array_equal(keys, _causal(call, keys.shape[1], window)) for call, keys in zip(calls, seen, strict=True)
+    )
+    if not window or not is_causal:
         raise refusal(foreign.path, f"the mask of {name} is not causal, with or without a window")
     scale = _scale(foreign, match, runs, seen, cap)
-    return Rule(heads, scale, None if window >= seen[-1].shape[-1] else window, cap)
+    sink = None
+    if match.sink is not None:
+        # [all queries, heads]
+        sinks = np.concatenate([each.reshape(len(query), -1).T for each in _numbers(match.sink, runs)])
+        sink = sinks[0]
+        if (sinks != sink).any():
+            raise refusal(foreign.path, f"the sink of {name} is not a number for each head")
+    return Rule(len(query), scale, None if window >= seen[-1].shape[-1] else window, cap, sink)
+
+
+def _numbers(value: ir.Value | float, runs: Sequence[Mapping[str, Array]]) -> list[Array]:
+    """A constant, or a value in all runs."""
+    if not isinstance(value, ir.Value):
+        return [np.array(value)]
+    number = constant(value)
+    return [run[str(value.name)] for run in runs] if number is None else [number]
+
+
+def _by_head(array: Array, heads: int | None) -> Array:
+    """A row's vectors, [1, heads, tokens, D] or [1, tokens, heads * D], as [heads, tokens, D]."""
+    row: Array = array[0]
+    return row if heads is None else row.reshape(len(row), heads, -1).transpose(1, 0, 2)
 
 
 def _seen(scores: Array) -> Array:
@@ -340,9 +409,10 @@ def _seen(scores: Array) -> Array:
     return seen[0] if (seen == seen[:1]).all() else np.zeros_like(seen[0])
 
 
-def _causal(tokens: int, total: int, window: int) -> Array:
-    """[tokens, total]: the keys that the last of `total` tokens see."""
-    query, key = np.arange(total - tokens, total)[:, None], np.arange(total)
+def _causal(call: tuple[int, int], size: int, window: int) -> Array:
+    """[S, size]: the keys that the new tokens see. call: tokens in the cache, and new ones. size: of the cache."""
+    past, tokens = call
+    query, key = np.arange(past, past + tokens)[:, None], np.arange(size)
     return (key <= query) & (key > query - window)
 
 
@@ -352,8 +422,9 @@ def _scale(
     """S of scores = s query keys, or cap tanh(s query keys / cap); fitted over all runs."""
     products, scores = [], []
     for results, visible in zip(runs, seen, strict=True):
-        query = results[str(match.query.name)][0].astype(np.float64)
-        keys = results[str(match.layer.present_key.name)][0].astype(np.float64)
+        query = _by_head(results[str(match.query.name)], match.heads).astype(np.float64)
+        keys = results[str(match.layer.present_key.name)].astype(np.float64)
+        keys = _by_head(keys, match.layer.heads if keys.ndim == 3 else None)
         repeated = np.repeat(keys, len(query) // len(keys), axis=0)
         products.append((query @ repeated.transpose(0, 2, 1))[:, visible].ravel())
         scores.append(results[str(match.scores.name)][0].astype(np.float64)[:, visible].ravel())

@@ -25,7 +25,9 @@ from qsample.exporters.foreign import attention
 from qsample.exporters.foreign.files import Location, Settings, locate, read_settings, without_links, write_files
 from qsample.exporters.foreign.interface import POSITIONS, ForeignGraph, load, recognise
 from qsample.exporters.foreign.names import interface_of, record_shapes, use_contract_names
+from qsample.exporters.foreign.opset import rotary_tables, use_own_operators
 from qsample.exporters.foreign.original import Original, reference
+from qsample.exporters.foreign.recurrent import keep_states
 from qsample.exporters.foreign.rows import (
     Nodes,
     add_rows,
@@ -180,7 +182,7 @@ def rewrite(foreign: ForeignGraph, features: Features, settings: Settings, rope:
     """
     table = choose_table(foreign, rope)
     limit = min(filter(None, (settings.context, table, *_rotary_tables(foreign))), default=None)
-    longest = min(limit or _UNLIMITED, _LONGEST)
+    longest = min(limit or _UNLIMITED, foreign.size or _LONGEST, _LONGEST)
     is_grouped = foreign.layers[0].attention is not None
     is_unfused, rotates = False, False
     matches: list[attention.Match] = []
@@ -199,25 +201,29 @@ def rewrite(foreign: ForeignGraph, features: Features, settings: Settings, rope:
     counted = [] if rotates or foreign.input(POSITIONS) is not None else counted_positions(foreign, longest)
     original = Original(foreign, rewritten=foreign.changed or is_unfused or rope == "long")
     report(Stage.RUNNING, 0.2)
-    expected = reference(original, foreign.vocab_size, limit, windows)
+    compared = min(filter(None, (limit, foreign.size)), default=None)
+    expected = reference(original, foreign.vocab_size, compared, windows)
     del original  # its session holds the weights
     _warn_of_windows(foreign, settings, windows, limit)
 
     report(Stage.REWRITING, 0.4)
     nodes = Nodes(foreign.graph)
     rows = add_rows(foreign, nodes)
+    if foreign.recurrences:
+        foreign = keep_states(foreign, nodes, rows)
     if is_grouped:
         attention.use_rows(foreign, rows)
     else:
         foreign = attention.put_operators(foreign, nodes, rows, matches, rules)
+    use_own_operators(foreign, nodes)
     use_row_positions(foreign, rows, counted)
     logits = select_last(foreign, rows, nodes)
     common_passes.RemoveUnusedNodesPass()(foreign.model)
     check_free_of_sizes(foreign)
     interface = interface_of(foreign, features)
     model = use_contract_names(foreign, logits, rows, interface)
-    if not is_grouped:
-        record_shapes(model, foreign.path.parent)
+    if not is_grouped or foreign.recurrences:
+        record_shapes(model, foreign.path.parent, limit)
     return Baked(model, interface, expected, limit)
 
 
@@ -237,7 +243,11 @@ def _rotary_tables(foreign: ForeignGraph) -> list[int]:
     slots: dict[str, int] = {gqa.OP_TYPE: gqa.Slot.COS_CACHE, "RotaryEmbedding": _COS_OF_ROTARY}
     sizes = []
     for node in foreign.graph:
-        table = gqa.get_input(node, slots[node.op_type]) if node.op_type in slots else None
+        if node.op_type == "RotaryEmbedding" and not node.domain:
+            tables = rotary_tables(node)
+            table = None if tables is None else tables[1]
+        else:
+            table = gqa.get_input(node, slots[node.op_type]) if node.op_type in slots else None
         if table is not None and table.shape is not None and isinstance(rows := table.shape[0], int):
             sizes.append(rows)
     return sizes

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import onnx_ir as ir
 from onnx_ir.passes import common as common_passes
@@ -17,6 +17,7 @@ from qsample.errors import UnsupportedModelError
 from qsample.graph import gqa
 from qsample.graph.edit import reads
 from qsample.graph.gqa import Slot
+from qsample.graph.operators import CONTRIB_DOMAIN, is_contrib
 
 IDS: Final = "input_ids"
 MASK: Final = "attention_mask"
@@ -24,11 +25,21 @@ POSITIONS: Final = "position_ids"
 LOGITS: Final = "logits"
 # How many logits a graph shall compute: 0 = all.
 KEEP: Final = ("num_logits_to_keep", "logits_to_keep")
-_CALLS: Final = (IDS, MASK, POSITIONS, *KEEP)
+# Of a cache of fixed size: where the new tokens are written, and how many tokens there are then; [B] each.
+WRITE: Final = "write_indices"
+FILLED: Final = "nonpad_kv_seqlen"
+_CALLS: Final = (IDS, MASK, POSITIONS, *KEEP, WRITE, FILLED)
 _OLDEST: Final = 14
-_NEWEST: Final = 23
+_NEWEST: Final = 24
 _MOST_NODES: Final = 200_000  # a graph of 100 layers has a tenth of that
 
+_FLAT, _BY_HEAD = 3, 4  # ranks of keys and values: [B, tokens, heads * size], [B, heads, tokens, size]
+_PAST_OF_ATTENTION: Final = (4, 5)  # inputs of ONNX's Attention; its outputs 1 and 2 are the new ones
+# Operators that keep a state: its name in the contract, and the index of the input.
+_STATES: Final = {"CausalConvWithState": "conv_state", "LinearAttention": "recurrent_state"}
+_STATE: Final = 3
+_FLOATS: Final = (ir.DataType.FLOAT, ir.DataType.FLOAT16)
+_OPERATORS: Final = (*_STATES, "SkipSimplifiedLayerNormalization", "SkipLayerNormalization", "MatMulNBits")
 _REFUSED_INPUTS: Final = {
     r"use_cache_branch": "it is a merged decoder, two graphs under one If; take decoder_with_past_model.onnx, or a "
     "file of a newer export, with GroupQueryAttention or without use_cache_branch",
@@ -39,11 +50,14 @@ _REFUSED_INPUTS: Final = {
     r"encoder_.*|pixel_values.*|audio_.*|input_features": "it is not a language model of tokens alone",
     r"cache_position": "it takes cache_position, positions of its own; export it for ONNX Runtime (optimum, "
     "onnxruntime-genai)",
-    r".*(conv|recurrent|ssm).*": "it has recurrent states, which a foreign graph updates for padding, too; "
-    "export the checkpoint with `qsample export`",
 }
+_RECURRENT: Final = r".*(conv|recurrent|ssm).*"  # names of states
 _DYNAMIC: Final = (
     "it quantizes activations with a single scale per tensor ({}), so that a row would depend on the rest of its batch"
+)
+_PER_TOKEN: Final = (
+    "it has a {} that may go through tokens; export it with ONNX Runtime's LinearAttention and CausalConvWithState "
+    "(mobius without --ep onnx-standard), or the checkpoint with `qsample export`"
 )
 _REFUSED_OPERATORS: Final = {
     "MatMulInteger": _DYNAMIC,
@@ -51,22 +65,28 @@ _REFUSED_OPERATORS: Final = {
     "MatMulIntegerToFloat": _DYNAMIC,
     "DynamicQuantizeLinear": _DYNAMIC,
     "PagedAttention": "its cache is paged ({}); export it without use_paged_attention",
-    "LinearAttention": "it has recurrent layers ({}); export the checkpoint with `qsample export`",
-    "CausalConvWithState": "it has recurrent layers ({}); export the checkpoint with `qsample export`",
-    "Loop": "it has a {} that may go through tokens; export the checkpoint with `qsample export`",
-    "Scan": "it has a {} that may go through tokens; export the checkpoint with `qsample export`",
+    "Loop": _PER_TOKEN,
+    "Scan": _PER_TOKEN,
 } | dict.fromkeys(
-    ("MultiHeadAttention", "DecoderMaskedMultiHeadAttention", "Attention", "SparseAttention", "DecoderAttention"),
-    "it attends through {}; only GroupQueryAttention and plain operators (MatMul, Softmax, MatMul) can be baked",
+    ("MultiHeadAttention", "DecoderMaskedMultiHeadAttention", "SparseAttention", "DecoderAttention", "Attention"),
+    "it attends through {}; only GroupQueryAttention, ONNX's own Attention and plain operators (MatMul, Softmax, "
+    "MatMul) can be baked",
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """The cache of an attention layer: graph inputs and outputs, [B, heads, tokens, head_dim].
+    """The cache of an attention layer: graph inputs and outputs.
 
-    number: the layer's in the names. ring: tokens that the file keeps; None = all. attention: the operator; None =
-    plain operators.
+    Attributes:
+        number: the layer's in the names.
+        past_key, past_value, present_key, present_value: [B, heads, tokens, head_dim], or [B, tokens, heads *
+            head_dim].
+        ring: tokens that the file keeps; None = all.
+        size: the tokens of a cache of fixed size; None = it grows.
+        attention: the GroupQueryAttention; None = another operator, or several.
+        new: keys and values of the new tokens, [B, heads, S, head_dim], if the file shows them.
+        new_is_flat: `new` are [B, S, heads * head_dim].
     """
 
     number: int
@@ -77,7 +97,16 @@ class Layer:
     heads: int
     head_dim: int
     ring: int | None = None
+    size: int | None = None
     attention: ir.Node | None = None
+    new: tuple[ir.Value, ir.Value] | None = None
+    new_is_flat: bool = False
+
+    def shape(self, tokens: int) -> tuple[int, ...]:
+        """Of the file's keys or values, a row of `tokens` tokens; of a cache of fixed size: all its tokens."""
+        tokens = tokens if self.size is None else self.size
+        is_flat = self.past_key.shape is not None and len(self.past_key.shape) == _FLAT
+        return (1, tokens, self.heads * self.head_dim) if is_flat else (1, self.heads, tokens, self.head_dim)
 
     @property
     def pasts(self) -> tuple[ir.Value, ir.Value]:
@@ -89,9 +118,25 @@ class Layer:
 
 
 @dataclass(frozen=True, slots=True)
+class Recurrence:
+    """A LinearAttention or CausalConvWithState, and its state: a graph input and output, [B, ...].
+
+    number, kind, shape: as in `interface.RecurrentShape`.
+    """
+
+    number: int
+    kind: str
+    shape: tuple[int, ...]
+    dtype: ir.DataType
+    node: ir.Node
+    past: ir.Value
+    present: ir.Value
+
+
+@dataclass(frozen=True, slots=True)
 class ForeignGraph:
     """A decoder file, read. dtype: of the cache. changed: whether the inputs of `model` differ from
-    those of the file."""
+    those of the file. recurrences: in the order of their layers."""
 
     path: Path
     model: ir.Model
@@ -100,6 +145,12 @@ class ForeignGraph:
     vocab_size: int
     dtype: ir.DataType
     changed: bool = False
+    recurrences: tuple[Recurrence, ...] = ()
+
+    @property
+    def size(self) -> int | None:
+        """The tokens of its caches; None = they grow."""
+        return min((layer.size for layer in self.layers if layer.size is not None), default=None)
 
     @property
     def graph(self) -> ir.Graph:
@@ -110,11 +161,17 @@ class ForeignGraph:
 
 
 def load(path: Path) -> ir.Model:
-    """The model in `path`, without functions, its constants as initializers; weights next to it stay mapped."""
+    """The model in `path`, without functions, its constants as initializers; weights next to it stay mapped.
+
+    A function may say what an operator of ONNX Runtime computes, for other runtimes: that stays an operator.
+    """
     try:
         model = ir.load(path)
     except Exception as error:  # protobuf has its own kinds
         raise UnsupportedModelError(f"{path} is not an ONNX file ({type(error).__name__}: {error!s:.200})") from error
+    for domain, name, overload in list(model.functions):
+        if domain == CONTRIB_DOMAIN and name in _OPERATORS:
+            del model.functions[domain, name, overload]
     if model.functions:
         _inline(path, model)
     common_passes.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
@@ -169,17 +226,34 @@ def recognise(
             path,
             "it has no cache; take the file with past_key_values among its inputs (optimum: text-generation-with-past)",
         )
-    odd = [str(value.name) for value in caches if value.shape is None or len(value.shape) != 4]
-    if odd:
-        raise refusal(path, f"its input {odd[0]} is neither a known input nor keys or values [B, heads, tokens, size]")
+    recurrences = _recurrences(path, graph)
+    states = {recurrence.past for recurrence in recurrences}
+    caches = [value for value in caches if value not in states]
+    for value in caches:
+        if re.fullmatch(_RECURRENT, str(value.name)):
+            raise refusal(
+                path,
+                f"it has recurrent states, and {value.name} is not that of a LinearAttention or CausalConvWithState "
+                "alone, so that padding would change it; export the checkpoint with `qsample export`",
+            )
+        rank = 0 if value.shape is None else len(value.shape)
+        if rank != _BY_HEAD and (rank != _FLAT or all(node.op_type != "TensorScatter" for node, _ in value.uses())):
+            raise refusal(
+                path, f"its input {value.name} is neither a known input nor keys or values [B, heads, tokens, size]"
+            )
+    if not caches:
+        raise refusal(path, "none of its layers attends; export the checkpoint with `qsample export`")
     attentions = gqa.attentions(graph)
     changed = _narrow_caches(graph, caches)
-    layers = _operator_layers(path, graph, attentions, head_dim) if attentions else _plain_layers(path, graph)
+    if attentions:
+        layers = _operator_layers(path, graph, attentions, head_dim)
+    else:
+        layers = _plain_layers(path, caches, set(graph.outputs))
     unused = {str(value.name) for value in caches} - {str(value.name) for layer in layers for value in layer.pasts}
     if unused:
         raise refusal(path, f"its input {min(unused)} is a state that no attention reads")
     dtypes = {value.dtype for value in caches}
-    if len(dtypes) > 1 or not dtypes <= {ir.DataType.FLOAT, ir.DataType.FLOAT16}:
+    if len(dtypes) > 1 or not dtypes <= {*_FLOATS}:
         found = ", ".join(sorted(str(dtype) for dtype in dtypes))
         raise refusal(path, f"its cache is {found}; this machine's CPU checks float32 and float16 caches")
     size = _vocab_size(graph, named[LOGITS], vocab_size)
@@ -188,7 +262,7 @@ def recognise(
     dtype = next(iter(dtypes))
     assert dtype is not None
     ordered = tuple(sorted(layers, key=lambda layer: layer.number))
-    return ForeignGraph(path, model, ordered, named[LOGITS], size, dtype, changed)
+    return ForeignGraph(path, model, ordered, named[LOGITS], size, dtype, changed, recurrences)
 
 
 def _narrow_caches(graph: ir.Graph, caches: Iterable[ir.Value]) -> bool:
@@ -237,7 +311,7 @@ def _check_inputs(path: Path, model: ir.Model) -> None:
 
 
 def _check_operators(path: Path, model: ir.Model) -> None:
-    counts = Counter(node.op_type for node in model.graph.all_nodes())
+    counts = Counter(node.op_type for node in model.graph.all_nodes() if not is_onnx_attention(node))
     for operator, why in _REFUSED_OPERATORS.items():
         if operator in counts:
             raise refusal(path, why.format(operator) + (_other_files(path) if why is _DYNAMIC else ""))
@@ -275,7 +349,8 @@ def _operator_layers(path: Path, graph: ir.Graph, attentions: list[ir.Node], hea
         is_ring = node.attributes.get_int("sliding_window_cache", 0)
         ring = node.attributes.get_int("local_window_size", -1) if is_ring else None
         number = layer_number(key, index)
-        layers.append(Layer(number, key, value, node.outputs[1], node.outputs[2], heads, size, ring, node))
+        states = key, value, node.outputs[1], node.outputs[2]
+        layers.append(Layer(number, *states, heads, size, ring=ring, attention=node))
     return layers
 
 
@@ -295,19 +370,40 @@ def _head_dim(node: ir.Node, past: ir.Value) -> int | None:
     return None if columns is None else columns // parts or None
 
 
-def _plain_layers(path: Path, graph: ir.Graph) -> list[Layer]:
-    """Caches that grow by a Concat; their names distinguish keys from values."""
-    outputs = set(graph.outputs)
-    keys: dict[int, tuple[ir.Value, ir.Value]] = {}
-    values: dict[int, tuple[ir.Value, ir.Value]] = {}
-    for index, past in enumerate(value for value in graph.inputs if value.name not in _CALLS):
-        grown = [
-            node for node, place in past.uses() if node.op_type == "Concat" and place == 0 and len(node.inputs) == 2
-        ]
-        if len(grown) != 1 or grown[0].outputs[0] not in outputs:
+def is_onnx_attention(node: ir.Node) -> bool:
+    """Whether `node` is ONNX's Attention, not ONNX Runtime's operator of that name."""
+    return node.op_type == "Attention" and not node.domain
+
+
+def _recurrences(path: Path, graph: ir.Graph) -> tuple[Recurrence, ...]:
+    """The operators whose states are inputs and outputs of the graph, by their layers."""
+    outputs, found = set(graph.outputs), []
+    for index, node in enumerate(node for node in graph if is_contrib(node, *_STATES)):
+        past = node.inputs[_STATE] if len(node.inputs) > _STATE else None
+        present = node.outputs[1] if len(node.outputs) > 1 else None
+        alone = past is not None and past.is_graph_input() and [user for user, _ in past.uses()] == [node]
+        if past is None or present is None or not alone or present not in outputs:
+            raise refusal(path, f"{node.name} does not keep a state of its own; export it with its states")
+        shape = tuple(size for size in list(past.shape or ())[1:] if isinstance(size, int))
+        if past.dtype not in _FLOATS or not shape or past.shape is None or len(shape) != len(past.shape) - 1:
+            raise refusal(path, f"its state {past.name} has no fixed shape, or is not float32 or float16")
+        kind, number = _STATES[node.op_type], layer_number(past, index)
+        found.append(Recurrence(number, kind, shape, past.dtype, node, past, present))
+    return tuple(sorted(found, key=lambda each: each.number))
+
+
+def _plain_layers(path: Path, pasts: Iterable[ir.Value], outputs: set[ir.Value]) -> list[Layer]:
+    """Caches that grow by a Concat or inside ONNX's Attention, or that TensorScatter writes into; their names
+    distinguish keys from values."""
+    keys: dict[int, _Cache] = {}
+    values: dict[int, _Cache] = {}
+    for index, past in enumerate(pasts):
+        cache = _cache(past)
+        if cache is None or cache.present not in outputs:
             raise refusal(
                 path,
-                f"its cache {past.name} neither grows by a Concat whose result it returns nor is GroupQueryAttention's",
+                f"its cache {past.name} is not one that a Concat or an attention operator makes longer, or that "
+                "TensorScatter writes into, and whose new value is an output",
             )
         name = str(past.name)
         if re.search(r"key(?!_values)", name):
@@ -316,17 +412,63 @@ def _plain_layers(path: Path, graph: ir.Graph) -> list[Layer]:
             kind = values
         else:
             raise refusal(path, f"the name {name} says neither key nor value")
-        kind[layer_number(past, index // 2)] = (past, grown[0].outputs[0])
+        kind[layer_number(past, index // 2)] = cache
     if keys.keys() != values.keys():
         raise refusal(path, "it has not as many caches of keys as of values")
     layers = []
-    for number, (past, present) in keys.items():
-        assert past.shape is not None
-        heads, size = past.shape[1], past.shape[3]
-        if not isinstance(heads, int) or not isinstance(size, int):
-            raise refusal(path, f"{past.name} has no fixed number and size of heads")
-        layers.append(Layer(number, past, values[number][0], present, values[number][1], heads, size))
+    for number, key in keys.items():
+        value = values[number]
+        assert key.past.shape is not None
+        width = key.past.shape[-1]
+        if len(key.past.shape) == _BY_HEAD:
+            heads, size = key.past.shape[1], width
+        else:
+            heads = _heads(key.present) or 0
+            size = width // heads if isinstance(width, int) and heads else width
+        if not isinstance(heads, int) or not isinstance(size, int) or not heads:
+            raise refusal(path, f"{key.past.name} has no fixed number and size of heads")
+        new = None if key.new is None or value.new is None else (key.new, value.new)
+        states = key.past, value.past, key.present, value.present
+        layers.append(Layer(number, *states, heads, size, size=key.size, new=new, new_is_flat=key.new_is_flat))
     return layers
+
+
+class _Cache(NamedTuple):
+    """Keys or values; the fields are those of `Layer`."""
+
+    past: ir.Value
+    present: ir.Value
+    new: ir.Value | None
+    new_is_flat: bool
+    size: int | None = None
+
+
+def _cache(past: ir.Value) -> _Cache | None:
+    """The cache that `past` is of; None if it is kept in no known way."""
+    assert past.shape is not None
+    is_flat = len(past.shape) == _FLAT
+    for node, place in past.uses():
+        if node.op_type == "Concat" and place == 0 and len(node.inputs) == 2:
+            return _Cache(past, node.outputs[0], node.inputs[1], is_flat)
+        if is_onnx_attention(node) and place in _PAST_OF_ATTENTION and len(node.outputs) > place - 3:
+            heads = node.attributes.get_int("q_num_heads", 0)
+            return _Cache(past, node.outputs[place - 3], node.inputs[place - 3], heads > 0)
+        if node.op_type == "TensorScatter" and place == 0:
+            tokens = 1 if is_flat else 2
+            axis = node.attributes.get_int("axis", -2)
+            start = node.inputs[2] if len(node.inputs) > 2 else None
+            is_linear = node.attributes.get_string("mode", "linear") == "linear"
+            size = past.shape[tokens]
+            is_known = start is not None and start.name == WRITE and (axis - tokens) % len(past.shape) == 0
+            if is_known and is_linear and isinstance(size, int):
+                return _Cache(past, node.outputs[0], node.inputs[1], is_flat, size)
+    return None
+
+
+def _heads(keys: ir.Value) -> int | None:
+    """The number of heads of `keys` [B, tokens, heads * size], by the attention that reads them."""
+    found = {node.attributes.get_int("kv_num_heads", 0) for node, _ in keys.uses() if is_onnx_attention(node)}
+    return found.pop() or None if len(found) == 1 else None
 
 
 def layer_number(value: ir.Value, index: int) -> int:

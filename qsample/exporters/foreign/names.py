@@ -6,23 +6,23 @@ inference does not follow sizes through Shape, Gather and Concat, and a fusion k
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import numpy as np
-import onnx
 import onnx_ir as ir
 import onnxruntime as ort
 from onnx_ir.passes import common as common_passes
 
 from qsample.contract import BATCH, CAPACITY, INPUT_LENGTHS, SEQUENCE, retained_name
 from qsample.exporters.foreign.interface import IDS, ForeignGraph, refusal
+from qsample.exporters.foreign.opset import set_opset
 from qsample.exporters.foreign.rows import Rows
 from qsample.graph.edit import constant, initializer, reads
 from qsample.graph.evaluate import with_outputs, zeros
-from qsample.graph.operators import CONTRIB_DOMAIN, OPSET
-from qsample.interface import Features, Interface, KeyValueShape
+from qsample.interface import Features, Interface, KeyValueShape, RecurrentShape
 from qsample.ort.options import FOLDER_OF_WEIGHTS, NO_PREPACKING, session_options
 from qsample.ort.providers import CPU
 from qsample.tensors import Array
@@ -30,11 +30,6 @@ from qsample.tensors import Array
 _IR_VERSION: Final = 10
 _AXES: Final = {"batch_size": "B", "sequence_length": "S"}
 _OURS: Final = ("B", "S", "T")
-_AXES_INPUT: Final = 18  # the opset from which reductions take their axes as an input, and Split says how many parts
-_REDUCTIONS: Final = (
-    *("ReduceMean", "ReduceMax", "ReduceMin", "ReduceProd", "ReduceL1", "ReduceL2", "ReduceLogSum", "ReduceLogSumExp"),
-    "ReduceSumSquare",
-)
 # No two axes have the same sizes in all of them; several rows with several tokens are a first prefill.
 _SIZES: Final = ((2, 3, 37), (3, 5, 41), (1, 1, 7), (1, 4, 300))
 _MOST_NUMBERS: Final = 16  # of a constant that comes from shapes
@@ -47,7 +42,14 @@ def interface_of(foreign: ForeignGraph, features: Features) -> Interface:
     in_order = [shape.layer for shape in shapes] == list(range(len(shapes)))
     if in_order:  # as an export writes them
         shapes = tuple(KeyValueShape(shape.num_key_value_heads, shape.head_dim) for shape in shapes)
-    return Interface(foreign.vocab_size, shapes, dtype, features)
+    counted: Counter[tuple[int, str]] = Counter()
+    recurrent = []
+    for each in foreign.recurrences:
+        index = counted[each.number, each.kind]
+        counted[each.number, each.kind] += 1
+        state_dtype = each.dtype.numpy().name
+        recurrent.append(RecurrentShape(each.number, each.kind, index, each.shape, state_dtype))
+    return Interface(foreign.vocab_size, shapes, dtype, features, recurrent=tuple(recurrent))
 
 
 def use_contract_names(foreign: ForeignGraph, logits: ir.Value, rows: Rows, interface: Interface) -> ir.Model:
@@ -61,16 +63,16 @@ def use_contract_names(foreign: ForeignGraph, logits: ir.Value, rows: Rows, inte
     ids.shape = ir.Shape(["B", "S"])
     _free_names(graph, {*interface.decoder.input_names, *interface.decoder.output_names}, {logits})
     inputs, outputs = [ids, rows.input_lengths, rows.lengths], [logits]
-    states = iter(interface.cache_states)
-    for layer in foreign.layers:
-        for past, present in zip(layer.pasts, layer.presents, strict=True):
-            spec = next(states)
-            for value, name in ((past, spec.name), (present, retained_name(spec.name))):
-                value.name = name
-                value.shape = ir.Shape(list(spec.axes))
-            present.type = ir.TensorType(foreign.dtype)
-            inputs.append(past)
-            outputs.append(present)
+    inputs += [] if rows.status is None else [rows.status]
+    pairs = [pair for layer in foreign.layers for pair in zip(layer.pasts, layer.presents, strict=True)]
+    pairs += [(each.past, each.present) for each in foreign.recurrences]
+    for spec, (past, present) in zip(interface.cache_states, pairs, strict=True):
+        for value, name in ((past, spec.name), (present, retained_name(spec.name))):
+            value.name = name
+            value.shape = ir.Shape(list(spec.axes))
+        present.type = past.type
+        inputs.append(past)
+        outputs.append(present)
     dropped = [value for value in graph.inputs if value not in inputs]
     graph.outputs[:] = outputs
     graph.inputs[:] = [*inputs, *dropped]
@@ -81,7 +83,7 @@ def use_contract_names(foreign: ForeignGraph, logits: ir.Value, rows: Rows, inte
     graph.inputs[:] = inputs
     _rename_axes(graph)
     graph.sort()
-    _raise_opset(foreign)
+    set_opset(foreign)
     model.ir_version = max(model.ir_version or _IR_VERSION, _IR_VERSION)
     common_passes.ClearMetadataAndDocStringPass()(model)
     model.producer_name, model.producer_version = "qsample", None
@@ -106,37 +108,13 @@ def _rename_axes(graph: ir.Graph) -> None:
                 value.shape = ir.Shape([dim if isinstance(dim, int) or dim in _OURS else None for dim in dims])
 
 
-def _raise_opset(foreign: ForeignGraph) -> None:
-    """To OPSET at least. Between opset 14 and that, reductions and equal splits alone came to be written
-    differently."""
-    model, graph = foreign.model, foreign.graph
-    have = graph.opset_imports[""]
-    target = max(have, OPSET)
-    for node in graph.all_nodes():
-        node.version = None
-        if node.domain or not onnx.defs.has(node.op_type, ""):
-            continue  # ONNX Runtime keeps some operators of its own in ONNX's domain
-        if have < _AXES_INPUT and node.op_type in _REDUCTIONS and "axes" in node.attributes:
-            axes = list(node.attributes.pop("axes").as_ints())
-            node.resize_inputs(2)
-            name = "axes_" + "_".join(map(str, axes))
-            node.replace_input_with(1, initializer(graph, f"qsample.{name}", np.array(axes, np.int64)))
-        if have < _AXES_INPUT and node.op_type == "Split" and (len(node.inputs) < 2 or node.inputs[1] is None):
-            node.attributes["num_outputs"] = ir.AttrInt64("num_outputs", len(node.outputs))
-        known = onnx.defs.get_schema(node.op_type, target, "").attributes
-        unknown = [name for name in node.attributes if name not in known]
-        if unknown:
-            raise refusal(foreign.path, f"its {node.op_type} has {unknown[0]}, which opset {target} lacks")
-    graph.opset_imports[""] = target
-    model.opset_imports.setdefault(CONTRIB_DOMAIN, 1)
-
-
-def record_shapes(model: ir.Model, folder: Path) -> int:
+def record_shapes(model: ir.Model, folder: Path, limit: int | None = None) -> int:
     """Give every value of the main graph its shape and dtype, in place; return how many became constants.
 
-    model: of `Interface.model`. folder: of its external data.
+    model: of `Interface.model`. folder: of its external data. limit: the positions that it knows; None = any number.
     """
-    runs = [_run(model, folder, dict(zip((BATCH, SEQUENCE, CAPACITY), each, strict=True))) for each in _SIZES]
+    sizes = [(rows, tokens, min(capacity, limit or capacity)) for rows, tokens, capacity in _SIZES]
+    runs = [_run(model, folder, dict(zip((BATCH, SEQUENCE, CAPACITY), each, strict=True))) for each in sizes]
     from_shapes = _from_shapes(model.graph)
     constants = 0
     for node in model.graph:
@@ -146,7 +124,7 @@ def record_shapes(model: ir.Model, folder: Path) -> int:
                 continue
             found = [run[name] for run in runs]
             value.type = ir.TensorType(ir.DataType.from_numpy(found[0].dtype))
-            value.shape = _shape(found)
+            value.shape = _shape(found, sizes)
             numbers = _always(found)
             if value in from_shapes and not value.is_graph_output() and numbers is not None:
                 value.replace_all_uses_with(initializer(model.graph, f"{name}.fixed", numbers))
@@ -213,11 +191,11 @@ def _always(found: Sequence[_Found]) -> Array | None:
     return first
 
 
-def _shape(found: Sequence[_Found]) -> ir.Shape | None:
-    """The shape, with the names of axes whose sizes it has in all runs."""
+def _shape(found: Sequence[_Found], sizes: Sequence[tuple[int, int, int]]) -> ir.Shape | None:
+    """The shape, with the names of axes whose `sizes` it has in all runs."""
     if len({len(each.shape) for each in found}) > 1:
         return None
-    named = dict(zip(zip(*_SIZES, strict=True), (BATCH, SEQUENCE, CAPACITY), strict=True))
+    named = dict(zip(zip(*sizes, strict=True), (BATCH, SEQUENCE, CAPACITY), strict=True))
     dims = list(zip(*(each.shape for each in found), strict=True))
     return ir.Shape([each[0] if len(set(each)) == 1 else named.get(each) for each in dims])
 

@@ -14,7 +14,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 
 from qsample.errors import UnsupportedModelError
-from qsample.exporters.foreign.interface import IDS, KEEP, LOGITS, MASK, POSITIONS, ForeignGraph
+from qsample.exporters.foreign.interface import FILLED, IDS, KEEP, LOGITS, MASK, POSITIONS, WRITE, ForeignGraph
 from qsample.exporters.parity import DECODE_STEPS, Reference, reference_lengths
 from qsample.graph.evaluate import with_outputs
 from qsample.ort.options import FOLDER_OF_WEIGHTS, session_options
@@ -31,13 +31,10 @@ class Original:
             str(past.name): str(present.name)
             for layer in foreign.layers
             for past, present in zip(layer.pasts, layer.presents, strict=True)
-        }
-        rings = [layer.ring or 0 for layer in foreign.layers]
-        self._empty = {
-            str(past.name): (1, layer.heads, ring, layer.head_dim)
-            for layer, ring in zip(foreign.layers, rings, strict=True)
-            for past in layer.pasts
-        }
+        } | {str(each.past.name): str(each.present.name) for each in foreign.recurrences}
+        self._empty = {str(past.name): layer.shape(layer.ring or 0) for layer in foreign.layers for past in layer.pasts}
+        self._shapes = {str(past.name): layer.shape for layer in foreign.layers for past in layer.pasts}
+        self._states = {str(each.past.name): (each.shape, each.dtype.numpy()) for each in foreign.recurrences}
         self.dtype = foreign.dtype.numpy()
         self._path = foreign.path
         extra = list(extra)
@@ -58,12 +55,15 @@ class Original:
 
     def start(self) -> dict[str, Array]:
         """The cache of no token."""
-        return {name: np.zeros(shape, self.dtype) for name, shape in self._empty.items()}
+        caches = {name: np.zeros(shape, self.dtype) for name, shape in self._empty.items()}
+        return caches | {name: np.zeros((1, *shape), dtype) for name, (shape, dtype) in self._states.items()}
 
     def filled(self, tokens: int, generator: np.random.Generator) -> dict[str, Array]:
         """A cache of `tokens` tokens of random numbers."""
-        shapes = {name: (1, heads, tokens, size) for name, (_, heads, _, size) in self._empty.items()}
-        return {name: generator.standard_normal(shape).astype(self.dtype) for name, shape in shapes.items()}
+        caches = {
+            name: generator.standard_normal(shape(tokens)).astype(self.dtype) for name, shape in self._shapes.items()
+        }
+        return self.start() | caches
 
     def run(self, ids: Sequence[int], past: Mapping[str, Array], done: int) -> dict[str, Array]:
         """Every output by name, for `ids` after the `done` tokens of `past`."""
@@ -72,6 +72,8 @@ class Original:
             IDS: np.array([ids], np.int64),
             MASK: np.ones((1, total), np.int64),
             POSITIONS: np.arange(done, total)[None],
+            WRITE: np.array([done], np.int64),
+            FILLED: np.array([total], np.int64),
             **dict.fromkeys(KEEP, np.array(0, np.int64)),
             **past,
         }

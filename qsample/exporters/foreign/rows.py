@@ -15,7 +15,7 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes import common as common_passes
 
-from qsample.contract import INPUT_LENGTHS, LENGTHS, LOGITS
+from qsample.contract import INPUT_LENGTHS, LENGTHS, LOGITS, STATUS
 from qsample.errors import QsampleError
 from qsample.exporters.foreign.interface import IDS, MASK, POSITIONS, ForeignGraph, refusal
 from qsample.exporters.foreign.original import Original, probes
@@ -54,10 +54,12 @@ class Nodes:
         inputs: Sequence[ir.Value | None],
         dtype: ir.DataType | None,
         shape: Dims | None = None,
+        *,
+        domain: str = "",
         **attributes: Any,
     ) -> ir.Value:
         """The only output of a new node. shape: None = unknown."""
-        return self.several(op_type, inputs, [(dtype, shape)], **attributes)[0]
+        return self.several(op_type, inputs, [(dtype, shape)], domain=domain, **attributes)[0]
 
     def several(
         self,
@@ -105,7 +107,8 @@ class Rows:
 
     positions: [B, S] int64, of the new tokens, padding included; less than T. seqlens_k: [B] int32 and
     total_sequence_length: int32 scalar, as GroupQueryAttention takes them. last: [B, 1] int64, the index of a row's
-    last real token. lengths, input_lengths: the contract's inputs.
+    last real token. lengths, input_lengths, status: the contract's inputs; status: None = the graph has none. steps:
+    [S] int64, 0 to S - 1.
     """
 
     positions: ir.Value
@@ -114,6 +117,8 @@ class Rows:
     last: ir.Value
     lengths: ir.Value
     input_lengths: ir.Value
+    steps: ir.Value
+    status: ir.Value | None = None
 
 
 def add_rows(foreign: ForeignGraph, nodes: Nodes) -> Rows:
@@ -125,13 +130,14 @@ def add_rows(foreign: ForeignGraph, nodes: Nodes) -> Rows:
     """
     ids = foreign.input(IDS)
     assert ids is not None
-    lengths, input_lengths = (
-        ir.Value(name=spec.name, shape=ir.Shape(["B"]), type=ir.TensorType(_INT32)) for spec in (LENGTHS, INPUT_LENGTHS)
+    lengths, input_lengths, status = (
+        ir.Value(name=spec.name, shape=ir.Shape(["B"]), type=ir.TensorType(_INT32))
+        for spec in (LENGTHS, INPUT_LENGTHS, STATUS)
     )
     zero, one = nodes.integers(0), nodes.integers(1)
     batch = nodes("Shape", [ids], _INT64, [1], start=0, end=1)
     sequence = nodes("Shape", [ids], _INT64, [1], start=1, end=2)
-    capacity = nodes("Shape", [foreign.layers[0].past_key], _INT64, [1], start=2, end=3)
+    capacity = nodes("Shape", [foreign.layers[0].past_key], _INT64, [1], start=2, end=3)  # of the contract's shape
 
     count = nodes("Squeeze", [sequence, zero], _INT64, [])
     steps = nodes("Range", [nodes.integer(0), count, nodes.integer(1)], _INT64, ["S"])
@@ -152,7 +158,8 @@ def add_rows(foreign: ForeignGraph, nodes: Nodes) -> Rows:
 
     real = nodes("Sub", [input_lengths, nodes.integers(1, dtype="int32")], _INT32, ["B"])
     last = nodes("Unsqueeze", [nodes("Cast", [real], _INT64, ["B"], to=_INT64), one], _INT64, ["B", 1])
-    return Rows(positions, seqlens_k, total, last, lengths, input_lengths)
+    has_status = bool(foreign.recurrences)
+    return Rows(positions, seqlens_k, total, last, lengths, input_lengths, steps, status=status if has_status else None)
 
 
 def counted_positions(foreign: ForeignGraph, longest: int) -> list[ir.Value]:

@@ -22,7 +22,7 @@ from qsample.exporters.foreign.original import Original
 from qsample.interface import Features
 from qsample.models import ForeignModel, PackagedModel
 from tests.conftest import made_once
-from tests.helpers.foreign import read, tokens_of_genai
+from tests.helpers.foreign import read, recorded_tokens
 from tests.helpers.reference import philox_uniforms, reference_step
 
 Decoder = Callable[[str], tuple[Path, str | None]]
@@ -99,7 +99,7 @@ def test_sampled_rows_are_the_reference_drawn_from_the_files_logits(baked: Packa
 
 
 def test_greedy_tokens_are_those_of_onnxruntime_genai(baked: PackagedModel, decoder: Decoder) -> None:
-    genai = tokens_of_genai(decoder("genai_cpu_int4")[0])
+    genai = recorded_tokens(decoder("genai_cpu_int4")[0])
     got = baked.generate(genai["prompts"], do_sample=False, max_new_tokens=24).token_ids
     assert [list(row) for row in got] == genai["new_tokens"]
 
@@ -133,7 +133,7 @@ def test_from_pretrained_opens_a_folder_of_decoders(decoder: Decoder) -> None:
     with pytest.warns(UserWarning, match="holds a decoder file; it is used as `qsample bake` writes it"):
         model = AutoModelForCausalLM.from_pretrained(folder)
     assert isinstance(model, ForeignModel)
-    genai = tokens_of_genai(folder)
+    genai = recorded_tokens(folder)
     assert [
         list(row) for row in model.generate(genai["prompts"], do_sample=False, max_new_tokens=24).token_ids
     ] == genai["new_tokens"]

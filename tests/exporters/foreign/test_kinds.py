@@ -8,23 +8,25 @@ from pathlib import Path
 import pytest
 
 from qsample.exporters.foreign import attention
+from qsample.graph.operators import OPSET
 from tests.helpers.foreign import (
     GROUPED,
+    MOBIUS,
     PLAIN,
     gate,
     greedy_of_file,
     greedy_of_graph,
     read,
+    recorded_tokens,
     rewritten,
     save,
-    tokens_of_genai,
 )
 
 Decoder = Callable[[str], tuple[Path, str | None]]
 PROMPTS = [[1, 17, 40, 23, 9], [1, 88], [1, 30, 31, 32, 33, 34, 35, 36, 37, 38, 39, 40]]
 TOKENS = 12
 # One of each way of keeping a cache and of choosing the last token; the others are slow together.
-QUICK = {"genai_cpu_int4_pruned", "genai_webgpu_int4", "optimum_gemma3"}
+QUICK = {"genai_cpu_int4_pruned", "genai_webgpu_int4", "optimum_gemma3", "mobius_static_qwen3", "mobius_qwen3_next"}
 KINDS = [
     pytest.param(kind, marks=[] if kind in QUICK else pytest.mark.slow, id=kind.replace("/onnx/", "/"))
     for kind in (*GROUPED, *PLAIN)
@@ -63,7 +65,7 @@ def test_a_ragged_batch_generates_what_each_row_does_in_the_file(kind: str, deco
 )
 def test_the_tokens_are_those_of_onnxruntime_genai(kind: str, decoder: Decoder, tmp_path: Path) -> None:
     folder, file = decoder(kind)
-    genai = tokens_of_genai(folder)
+    genai = recorded_tokens(folder)
     baked = rewritten(folder, file)
 
     got = greedy_of_graph(save(baked, tmp_path / "graph"), baked.interface, genai["prompts"], 24, capacity=48)
@@ -71,6 +73,25 @@ def test_the_tokens_are_those_of_onnxruntime_genai(kind: str, decoder: Decoder, 
     assert sum(map(len, genai["new_tokens"])) > 20
     for row, wanted in zip(got, genai["new_tokens"], strict=True):
         assert row[: len(wanted)] == wanted
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[] if kind in QUICK else pytest.mark.slow, id=kind) for kind in MOBIUS]
+)
+def test_the_tokens_are_those_of_transformers(kind: str, decoder: Decoder, tmp_path: Path) -> None:
+    folder, _ = decoder(kind)
+    wanted = recorded_tokens(folder)
+    baked = rewritten(folder)
+    figures = gate(baked, tmp_path / "gate")
+
+    got = greedy_of_graph(save(baked, tmp_path / "graph"), baked.interface, wanted["prompts"], 24, capacity=48)
+
+    assert got == wanted["new_tokens"]
+    assert figures.plain_attention_layers == 0
+    assert baked.model.opset_imports[""] == OPSET
+    assert not {"Attention", "RMSNormalization", "TensorScatter"} & {
+        node.op_type for node in baked.model.graph if not node.domain
+    }
 
 
 def test_the_long_table_is_another_model_than_the_short_one(decoder: Decoder, tmp_path: Path) -> None:
