@@ -30,7 +30,7 @@ from qsample.cli.common import (
     sampling_options,
     with_flags,
 )
-from qsample.cli.terminal import note, progress
+from qsample.cli.terminal import counted, note, progress
 from qsample.errors import QsampleError
 from qsample.progress import Stage
 from qsample.sampling_params import SAMPLING_FIELDS, SamplingParams
@@ -133,7 +133,8 @@ class Conversation:
     """Messages, the system prompt first, and an engine that answers them.
 
     options, template: of `Engine.add_request`. turns, tokens, seconds: of all answers. context: tokens after the last
-    answer.
+    answer. forgotten: the oldest messages after the system prompt that no longer fit into the context, and that the
+    model does not see.
     """
 
     model: CausalLM
@@ -145,6 +146,13 @@ class Conversation:
     tokens: int = 0
     seconds: float = 0.0
     context: int = 0
+    forgotten: int = 0
+
+    @property
+    def seen(self) -> list[dict[str, Any]]:
+        """The messages that the model sees."""
+        head = 0 if self.system is None else 1
+        return self.messages[:head] + self.messages[head + self.forgotten :]
 
     @property
     def system(self) -> str | None:
@@ -155,16 +163,21 @@ class Conversation:
         rest = self.messages[self.system is not None :]
         self.messages = ([] if text is None else [{"role": "system", "content": text}]) + rest
 
+    def start_with(self, messages: list[dict[str, Any]]) -> None:
+        self.messages, self.forgotten = messages, 0
+
     def reset(self) -> None:
-        self.messages = self.messages[: self.system is not None]
+        self.start_with(self.messages[: self.system is not None])
 
     def ask(self, text: str, show: Callable[[str], None]) -> RequestOutput:
         """Add the user's text, and answer it. Raises TurnError."""
+        forgotten = self.forgotten
         self.messages.append({"role": "user", "content": text})
         try:
             return self.answer(show)
         except BaseException:
             self.messages.pop()
+            self.forgotten = forgotten
             raise
 
     def answer(self, show: Callable[[str], None]) -> RequestOutput:
@@ -174,8 +187,9 @@ class Conversation:
         options = dict(self.options)
         if not {"max_new_tokens", "max_length"} & options.keys() and not self._model_says_how_long():
             options["max_length"] = self.engine.capacity
+        self._forget(options.get("max_new_tokens"))
         try:
-            request = self.engine.add_request(self.messages, **options, **self.template)
+            request = self.engine.add_request(self.seen, **options, **self.template)
         except EngineClosedError:
             raise
         except (ValueError, QsampleError) as error:
@@ -196,20 +210,38 @@ class Conversation:
         self.context = output.usage.prompt_tokens + len(output.token_ids)
         return output
 
-    def _too_long(self) -> str | None:
-        """The message for a conversation that does not fit; None if it does."""
+    def _forget(self, new_tokens: int | None) -> None:
+        """Leave the oldest turns out, as many as the context has no room for next to an answer of `new_tokens`, or of a
+        quarter of it. The last question stays."""
+        capacity = self.engine.capacity
+        room = min(new_tokens or capacity, capacity // 4)
+        count = self._count()
+        while count is not None and count + room > capacity:
+            seen = self.seen[self.system is not None :]
+            later = [place for place, message in enumerate(seen) if place and message["role"] == "user"]
+            if not later:
+                return
+            self.forgotten += later[0]
+            count = self._count()
+
+    def _count(self) -> int | None:
+        """The tokens of the messages that the model sees; None if its template does not take them."""
         from qsample.text.chat import ChatOptions
 
         assert self.model.tokenizer is not None
         try:
-            count = len(self.model.tokenizer.encode_chat(self.messages, ChatOptions(**self.template)))
+            return len(self.model.tokenizer.encode_chat(self.seen, ChatOptions(**self.template)))
         except ValueError:
             return None
-        if count < self.engine.capacity:
+
+    def _too_long(self) -> str | None:
+        """The message for a question that does not fit; None if it does."""
+        count = self._count()
+        if count is None or count < self.engine.capacity:
             return None
         return (
-            f"the conversation has {count} tokens and the context {self.engine.capacity}, so this was not added: say "
-            "less, or /reset starts anew (/save keeps it); --ctx-len of compile gives more"
+            f"the message has {count} tokens with its template and the context {self.engine.capacity}, so this was not "
+            "added: say less; --ctx-len of compile gives more"
         )
 
     def _model_says_how_long(self) -> bool:
@@ -357,10 +389,14 @@ class Screen:
             ended = text[-1:] or ended
             print(text, end="", flush=True)
 
+        forgotten = self._talk.forgotten
         output = ask(show)
         if ended != "\n" or not output.text:
             print(flush=True)
         note(self._figures(output))
+        if self._talk.forgotten > forgotten:
+            left_out = counted(self._talk.forgotten, "message")
+            note(f"the context is full: the model no longer sees the oldest {left_out}; /save keeps them all")
         if output.finish_reason == "cancelled" and not self._typed:
             raise KeyboardInterrupt
         if output.finish_reason == "invalid":
@@ -368,14 +404,15 @@ class Screen:
 
     def _figures(self, output: RequestOutput) -> str:
         count, capacity = len(output.token_ids), self._talk.engine.capacity
-        text = f"{count} tokens, {count / max(output.timing.total_seconds, 1e-9):.0f} a second, seed {output.seed}"
+        speed = count / max(output.timing.total_seconds, 1e-9)
+        text = f"{counted(count, 'token')}, {speed:.0f} a second, seed {output.seed}"
         text += f"; {self._talk.context} of {capacity} tokens of context"
         if output.finish_reason == "cancelled":
             return f"{text}; stopped"
         if output.finish_reason != "length":
             return text
         if self._talk.context >= capacity:
-            return f"{text}. The context is full, and the answer ends there: /reset starts anew; --ctx-len gives more"
+            return f"{text}. The context is full, and the answer ends there; --ctx-len gives more"
         return f"{text}. The answer was cut off: /set max_new_tokens gives more"
 
     def _reset(self, text: str) -> None:
@@ -398,8 +435,8 @@ class Screen:
         talk = self._talk
         speed = talk.tokens / max(talk.seconds, 1e-9)
         note(
-            f"{talk.turns} answers, {talk.tokens} tokens in {talk.seconds:.2f} s, {speed:.0f} a second; "
-            f"{talk.context} of {talk.engine.capacity} tokens of context"
+            f"{counted(talk.turns, 'answer')}, {counted(talk.tokens, 'token')} in {talk.seconds:.2f} s, "
+            f"{speed:.0f} a second; {talk.context} of {talk.engine.capacity} tokens of context"
         )
 
     def _save(self, text: str) -> None:
@@ -415,7 +452,7 @@ class Screen:
             temporary.unlink(missing_ok=True)
             raise TurnError(f"cannot write {path}: {error.strerror}") from None
         self._file = path
-        note(f"{len(self._talk.messages)} messages written to {path}")
+        note(f"{counted(len(self._talk.messages), 'message')} written to {path}")
 
     def _load(self, text: str) -> None:
         from qsample.text.chat import check_messages
@@ -429,10 +466,10 @@ class Screen:
             raise TurnError(f"cannot read {path}: {error.strerror}") from None
         except (ValueError, RecursionError) as error:
             raise TurnError(f"{path} does not hold a conversation: {error}") from None
-        self._talk.messages = messages
+        self._talk.start_with(messages)
         self._file = path
         last = messages[-1]["role"]
-        note(f"{len(messages)} messages" + ("" if last == "assistant" else "; /retry answers the last"))
+        note(counted(len(messages), "message") + ("" if last == "assistant" else "; /retry answers the last"))
 
     def _path(self, text: str) -> Path:
         if not text:

@@ -32,7 +32,7 @@ from qsample.cli.common import (
 )
 from qsample.cli.errors import AlreadyPrintedError
 from qsample.cli.prompt_file import check_output, generate_file, read_rows, with_fingerprints
-from qsample.cli.terminal import console, finite, note
+from qsample.cli.terminal import console, counted, finite, note
 from qsample.errors import QsampleError
 from qsample.package import MANIFEST_NAME
 
@@ -73,6 +73,9 @@ def generate(
             metavar="FILE", help="JSON lines for --prompt-file; rows in it are not done again. (default: stdout)"
         ),
     ] = None,
+    retry_errors: Annotated[
+        bool, typer.Option("--retry-errors", help="Do the rows again whose line in --output has an error.")
+    ] = False,
     slots: Annotated[
         int | None,
         typer.Option(min=1, help="Rows at once, for --prompt-file. (default: the number it was compiled for, else 8)"),
@@ -111,6 +114,8 @@ def generate(
     for name, value in (("--output", output), ("--slots", slots)):
         if value is not None and prompt_file is None:
             raise typer.BadParameter(f"{name} goes with --prompt-file")
+    if retry_errors and output is None:
+        raise typer.BadParameter("--retry-errors goes with --output")
     if (chat_settings or system is not None) and not (chat or prompt_file):
         raise typer.BadParameter("--system, --chat-template, --chat-template-kwargs and --thinking go with --chat")
     rows = []
@@ -138,7 +143,7 @@ def generate(
         "provider": provider,
         "ctx_len": ctx_len,
     }
-    generate_file(loaded, with_fingerprints(rows, settings), output, slots=slots, **running)
+    generate_file(loaded, with_fingerprints(rows, settings), output, slots=slots, retry_errors=retry_errors, **running)
 
 
 def _generate_prompts(
@@ -211,7 +216,9 @@ def _show(prompts: Sequence[str], output: GenerateOutput, *, with_prompt: bool) 
     screen = console()
     for row, prompt in enumerate(prompts):
         count, reason = len(output.token_ids[row]), output.finish_reasons[row]
-        screen.rule(f"{row + 1}: {count} tokens, {reason}, seed {output.seeds[row]}", align="left", style="dim")
+        screen.rule(
+            f"{row + 1}: {counted(count, 'token')}, {reason}, seed {output.seeds[row]}", align="left", style="dim"
+        )
         print((prompt if with_prompt else "") + (output.texts or [])[row])
 
 
@@ -220,4 +227,4 @@ def _figures(output: GenerateOutput) -> str:
     count, timing = sum(map(len, output.token_ids)), output.timing
     seconds = timing.prefill_seconds + timing.decode_seconds
     seeds = ", ".join(map(str, output.seeds))
-    return f"{count} tokens in {seconds:.2f} s, {count / seconds:.0f} a second; seed {seeds}"
+    return f"{counted(count, 'token')} in {seconds:.2f} s, {count / seconds:.0f} a second; seed {seeds}"

@@ -1,7 +1,7 @@
 """`--prompt-file` of `qsample generate`: rows enter; JSON lines leave in their order, a line for each row.
 
 Each line begins with its row's fingerprint: so an interrupted run continues after the last whole line, and a file of
-other prompts or settings is recognised.
+other prompts or settings is recognised. A line with an error may be done again, from a corrected prompt.
 """
 
 from __future__ import annotations
@@ -9,19 +9,23 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields, replace
+from functools import cache
+from io import FileIO
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import typer
 
 from qsample.cli.common import context_full, read_text
 from qsample.cli.errors import AlreadyPrintedError
-from qsample.cli.terminal import finite, note, progress
+from qsample.cli.terminal import counted, finite, note, progress
+from qsample.disk.scratch import ScratchFolder
 from qsample.errors import QsampleError
 from qsample.progress import Stage
 from qsample.sampling_params import SAMPLING_FIELDS, SEEDS, SamplingParams, layered
@@ -190,7 +194,13 @@ def check_output(output: Path | None, source: Path) -> None:
 
 
 def generate_file(
-    load: Callable[[], CausalLM], rows: list[Row], output: Path | None, slots: int | None, **settings: Any
+    load: Callable[[], CausalLM],
+    rows: list[Row],
+    output: Path | None,
+    slots: int | None,
+    *,
+    retry_errors: bool = False,
+    **settings: Any,
 ) -> None:
     """Generate the rows that `output` does not have yet.
 
@@ -198,23 +208,52 @@ def generate_file(
         load: loads the model.
         rows: with their fingerprints.
         output: a file; None = stdout.
+        retry_errors: do the rows again whose line in `output` has an error.
         slots, settings: of `Engine`.
 
     Raises QsampleError if rows have an error.
     """
+    load, summary = cache(load), Summary()
     if output is None:
-        summary = _run(load, rows, 0, _print, slots, settings)
+        _run(load, rows, 0, _print, slots, settings, summary)
     else:
-        with results_file(output, rows) as (done, failed, write):
-            if done:
-                note(f"{done} of {len(rows)} rows are in {output} already")
-            summary = _run(load, rows, done, write, slots, settings) if done < len(rows) else Summary()
-            summary.errors += failed
+        with results_file(output, rows, retry_errors=retry_errors) as results:
+            if results.done:
+                note(f"{results.done} of {len(rows)} rows are in {output} already")
+            if retry_errors and results.failed:
+                _retry(results, load, rows, slots, settings, summary)
+            else:
+                summary.errors += len(results.failed)
+            if results.done < len(rows):
+                _run(load, rows, results.done, results.write, slots, settings, summary)
+    if summary.rows:
+        note(
+            f"{counted(summary.rows, 'row')}, {counted(summary.tokens, 'token')} in {summary.seconds:.2f} s, "
+            f"{summary.speed:.0f} a second"
+        )
     if summary.full:
         note(context_full(summary.capacity, f"ended {summary.full} of {len(rows)} rows"))
     if summary.errors:
         kind = AlreadyPrintedError if output is None else QsampleError  # stdout has only the lines of rows
-        raise kind(f"{summary.errors} of {len(rows)} rows have an error, see their lines")
+        again = "" if output is None else "; --retry-errors does these again, also from corrected prompts"
+        raise kind(f"{summary.errors} of {len(rows)} rows have an error, see their lines{again}")
+
+
+def _retry(
+    results: Results,
+    load: Callable[[], CausalLM],
+    rows: list[Row],
+    slots: int | None,
+    settings: Mapping[str, Any],
+    summary: Summary,
+) -> None:
+    """Do the rows with an error again. Their lines are replaced at once, at the end or at an interruption."""
+    failed, lines = results.failed, list[str]()
+    note(f"{counted(len(failed), 'row')} with an error: done again")
+    try:
+        _run(load, [rows[number] for number in failed], 0, lines.append, slots, settings, summary)
+    finally:
+        results.replace(dict(zip(failed, lines, strict=False)))
 
 
 def _print(line: str) -> None:
@@ -245,34 +284,34 @@ def _run(
     write: Callable[[str], None],
     slots: int | None,
     settings: Mapping[str, Any],
-) -> Summary:
-    """Generate the rows from number `done` on in the slots of an engine, and write their records in order."""
+    summary: Summary,
+) -> None:
+    """Generate the rows from number `done` on in the slots of an engine, write their records in order, and count them
+    in `summary`."""
     from qsample.runtime import Engine
 
-    summary, todo = Summary(), rows[done:]
+    finished = 0
     with progress(hidden=write is _print and sys.stdout.isatty()) as report:
         report(Stage.LOADING, 0.0)
-        model, started = load(), time.perf_counter()
+        model, started, before = load(), time.perf_counter(), summary.seconds
         try:
             with Engine(model, slots=slots, max_waiting=_WAITING, **settings) as engine:
                 summary.capacity = engine.capacity
-                valid = [row for row in todo if row.error is None]
+                valid = [row for row in rows[done:] if row.error is None]
                 outputs = engine.map(
                     (row.inputs for row in valid), each=(row.options for row in valid), return_errors=True
                 )
-                for row in todo:
+                for row in rows[done:]:
                     record = _record(row, ValueError(row.error) if row.error is not None else next(outputs), summary)
                     write(json.dumps(record, ensure_ascii=False) + "\n")
-                    summary.rows += 1
-                    summary.seconds = time.perf_counter() - started
-                    stage = f"{done + summary.rows} of {len(rows)} rows, {summary.speed:.0f} tokens a second"
-                    report(stage, (done + summary.rows) / len(rows))
+                    finished, summary.rows = finished + 1, summary.rows + 1
+                    summary.seconds = before + time.perf_counter() - started
+                    stage = f"{done + finished} of {len(rows)} rows, {summary.speed:.0f} tokens a second"
+                    report(stage, (done + finished) / len(rows))
         except KeyboardInterrupt:
             if write is not _print:
-                note(f"{done + summary.rows} of {len(rows)} rows are done; the same command continues")
+                note(f"{done + finished} of {len(rows)} rows are done; the same command continues")
             raise
-    note(f"{summary.rows} rows, {summary.tokens} tokens in {summary.seconds:.2f} s, {summary.speed:.0f} a second")
-    return summary
 
 
 def _record(row: Row, output: RequestOutput | Exception, summary: Summary) -> dict[str, Any]:
@@ -301,59 +340,136 @@ def _record(row: Row, output: RequestOutput | Exception, summary: Summary) -> di
     return record | {name: finite(values.tolist()) for name, values in output.outputs.items() if name != "probs"}
 
 
-@contextmanager
-def results_file(path: Path, rows: list[Row]) -> Iterator[tuple[int, int, Callable[[str], None]]]:
-    """The file of the results: its number of rows, the number of rows with an error, and a function to append a line.
+class Results:
+    """The file of the results, opened and locked.
 
-    A torn last line is cut off. Raises typer.BadParameter, and changes nothing, if the file holds anything but the
-    first of these rows.
+    Attributes:
+        path: of the file; not a link.
+        done: its whole lines.
+        failed: the numbers of those with an error, from 0 on.
     """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.done = 0
+        self.failed: list[int] = []
+        self._file = _opened(path)
+
+    def check(self, rows: list[Row], *, any_error: bool) -> None:
+        """Count the lines, which must be the first of `rows`, and cut a torn last line off. any_error: a line with an
+        error may be that of another prompt. Raises typer.BadParameter, and changes nothing, for any other line."""
+        size = 0
+        with self.path.open("rb") as lines:
+            for line in lines:
+                if self.done == len(rows):
+                    raise typer.BadParameter(
+                        f"--output {self.path} has more lines than the prompts have rows; give another file"
+                    )
+                beginning = f'{{"fingerprint": "{rows[self.done].fingerprint}"'.encode()
+                if not line.endswith(b"\n") and (line.startswith(beginning) or beginning.startswith(line)):
+                    break
+                has_error = _has_error(line)
+                if has_error is None or not (line.startswith(beginning) or (has_error and any_error)):
+                    raise typer.BadParameter(self._other_line(has_error))
+                if has_error:
+                    self.failed.append(self.done)
+                self.done, size = self.done + 1, size + len(line)
+        os.ftruncate(self._file.fileno(), size)
+
+    def _other_line(self, has_error: bool | None) -> str:
+        where = f"line {self.done + 1} of --output {self.path}"
+        if has_error is None:
+            return f"{where} is no whole line of a result; give another file, or delete it and all lines after it"
+        if has_error:
+            return f"{where} has an error, and its prompt or the settings have changed; --retry-errors does it again"
+        return f"{where} comes from another prompt or other settings; give another file, or the command that wrote it"
+
+    def write(self, line: str) -> None:
+        """Append a line. Raises QsampleError, with whole lines in the file, if the disk does not take it."""
+        size = os.fstat(self._file.fileno()).st_size
+        try:
+            _write(self._file, line.encode("utf-8", "replace"))
+        except OSError as error:
+            with suppress(OSError):
+                os.ftruncate(self._file.fileno(), size)
+            raise QsampleError(
+                f"cannot write to --output {self.path}: {error.strerror}; the rows before are in it. Free some space, "
+                "and the same command continues"
+            ) from error
+
+    def replace(self, lines: Mapping[int, str]) -> None:
+        """Put other lines in the place of some, by number: all or, if the disk is full, none."""
+        if not lines:
+            return
+        try:
+            with ScratchFolder(self.path.parent) as scratch, self.path.open("rb") as old:
+                aside = scratch.new / self.path.name
+                new = _opened(aside)  # it is locked before it has the name
+                for number, line in enumerate(old):
+                    _write(new, lines[number].encode("utf-8", "replace") if number in lines else line)
+                os.fsync(new.fileno())
+                shutil.copymode(self.path, aside)
+                aside.replace(self.path)
+        except OSError as error:
+            raise QsampleError(
+                f"cannot write to the folder of --output {self.path}: {error.strerror}; the file is as it was. Free "
+                "some space, and the same command starts again"
+            ) from error
+        self._file.close()
+        self._file = new
+
+    def close(self) -> None:
+        self._file.close()
+
+
+@contextmanager
+def results_file(path: Path, rows: list[Row], *, retry_errors: bool = False) -> Iterator[Results]:
+    """The file of the results, of which a torn last line is cut off.
+
+    Raises typer.BadParameter, and changes nothing, if the file holds anything but the first of these rows.
+    retry_errors: lines with an error may be those of other prompts.
+    """
+    path = Path(os.path.realpath(path))
     created = not path.exists()
     try:
-        file = path.open("a+b")
+        results = Results(path)
     except OSError as error:
         raise typer.BadParameter(f"cannot write --output {path}: {error.strerror}; give another file") from None
+    try:
+        results.check(rows, any_error=retry_errors)
+        yield results
+    finally:
+        if created and path.stat().st_size == 0:  # no row was finished
+            path.unlink(missing_ok=True)
+        results.close()
 
-    def write(line: str) -> None:
-        file.write(line.encode("utf-8", "replace"))
-        file.flush()
 
-    with file:
+def _has_error(line: bytes) -> bool | None:
+    """Whether a line is that of a row with an error; None if it is no whole line of a result."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return "error" in record if isinstance(record, dict) and "fingerprint" in record else None
+
+
+def _opened(path: Path) -> FileIO:
+    """A file to append to, without a buffer, which would be written once more when a full disk is reported."""
+    file = FileIO(path, "a+")
+    try:
         _lock(file, path)
-        done, failed, size = _check(path, file, rows)
-        file.truncate(size)
-        try:
-            yield done, failed, write
-        finally:
-            if created and file.tell() == 0:  # no row was finished
-                path.unlink(missing_ok=True)
+    except BaseException:
+        file.close()
+        raise
+    return file
 
 
-def _check(path: Path, file: IO[bytes], rows: list[Row]) -> tuple[int, int, int]:
-    """The number of whole rows, of rows with an error, and of bytes of the whole rows."""
-    file.seek(0)
-    count = failed = size = 0
-    for line in file:
-        if count == len(rows):
-            raise typer.BadParameter(f"--output {path} has more rows than the prompts; give another file")
-        start = _beginning(rows[count])
-        if not line.startswith(start) and not (start.startswith(line) and not line.endswith(b"\n")):
-            raise typer.BadParameter(
-                f"line {count + 1} of --output {path} comes from another prompt or other settings; give another file, "
-                "or the command that wrote it"
-            )
-        if not line.endswith(b"\n"):
-            break
-        count, size = count + 1, size + len(line)
-        failed += b'"error": {' in line
-    return count, failed, size
+def _write(file: FileIO, content: bytes) -> None:
+    while content:
+        content = content[file.write(content) :]
 
 
-def _beginning(row: Row) -> bytes:
-    return f'{{"fingerprint": "{row.fingerprint}"'.encode()
-
-
-def _lock(file: IO[Any], path: Path) -> None:
+def _lock(file: FileIO, path: Path) -> None:
     """Keep a second run of the command from continuing with the same rows."""
     if os.name == "posix":
         import fcntl

@@ -90,6 +90,11 @@ def finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+def counted(number: int, noun: str) -> str:
+    """`1 row`, `2 rows`."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def format_size(count: int) -> str:
     """A number of bytes, such as `12.3 MB`."""
     for limit, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):

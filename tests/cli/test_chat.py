@@ -112,12 +112,10 @@ def test_options_reach_the_engine_and_the_template(say: Any, requests: list[Any]
 
 def test_an_answer_goes_on_to_the_end_of_the_context_unless_told(run: Any, tmp_path: Path, monkeypatch: Any) -> None:
     path = fake_package(tmp_path / "endless", generation_config={"eos_token_id": []}, manifest={}).path
-    saved = tmp_path / "talk.json"
-    monkeypatch.setattr("sys.stdin", io.StringIO(f"hello\nmore\n/save {saved}\n/reset\n"))
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"hello\n{'x' * 64}\n/reset\n"))
     status, _, err = run("chat", path, "--ctx-len", "64", "--stop-id", "299")
-    assert "64 of 64 tokens of context. The context is full, and the answer ends there: /reset starts anew" in err
-    assert re.search(r"the conversation has \d+ tokens and the context 64, so this was not added", err)
-    assert [message["role"] for message in json.loads(saved.read_text())["messages"]] == ["user", "assistant"]
+    assert "64 of 64 tokens of context. The context is full, and the answer ends there; --ctx-len gives more" in err
+    assert re.search(r"the message has \d+ tokens with its template and the context 64, so this was not added", err)
     assert "the conversation is empty" in err
     assert status == 1
     assert err.splitlines()[-1] == "qsample: lines of standard input that could not be answered: 1"
@@ -206,11 +204,35 @@ def test_texts_of_several_lines(say: Any, requests: list[Any]) -> None:
     ]
 
 
+def test_a_conversation_goes_on_when_the_context_is_full(
+    say: Any, package: Package, tmp_path: Path, requests: list[Any]
+) -> None:
+    """The oldest turns are left out, whole ones and no more than needed; the file has them all."""
+    saved, questions = tmp_path / "talk.json", [str(number) * 12 for number in range(8)]
+    status, out, err = say("\n".join([*questions, f"/save {saved}"]), "--system", "S", "--ctx-len", "128")
+    messages = json.loads(saved.read_text())["messages"]
+    assert [message["content"] for message in messages if message["role"] == "user"] == questions
+    sent = [messages for messages, _, _ in requests]
+    left_out = [2 * number + 2 - len(messages) for number, messages in enumerate(sent)]
+    assert left_out == sorted(left_out)
+    assert left_out[0] == 0 < left_out[-1]
+    model = load(package.path, ctx_len=128)
+    assert model.tokenizer is not None
+    for number, (seen, missing) in enumerate(zip(sent, left_out, strict=True)):
+        until = 2 * number + 2
+        assert seen == [messages[0], *messages[1 + missing : until]]
+        if missing:
+            more = [messages[0], *messages[missing - 1 : until]]
+            assert len(model.tokenizer.encode_chat(more)) + 9 > 128 >= len(model.tokenizer.encode_chat(seen)) + 9
+    assert (status, out.splitlines()[-1]) == (0, answer(model, sent[-1]).splitlines()[-1])
+    assert f"the model no longer sees the oldest {left_out[-1]} messages; /save keeps them all" in err
+
+
 def test_a_saved_conversation_that_waits_for_an_answer(say: Any, package: Package, tmp_path: Path) -> None:
     saved = tmp_path / "talk.json"
     saved.write_text(json.dumps([user("hello")]))
     _, out, err = say(f"/load {saved}\n/retry\n")
-    assert "1 messages; /retry answers the last" in err
+    assert "1 message; /retry answers the last" in err
     assert out == answer(load(package.path), [user("hello")]) + "\n"
 
 

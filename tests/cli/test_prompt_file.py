@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -129,7 +130,7 @@ def test_a_run_that_was_cut_off_goes_on(run: Any, package: Package, tmp_path: Pa
         assert "1 of 7 rows have an error" in err
         assert part.read_bytes() == content, size
         assert (f"{before} of 7 rows are in" in err) == (before > 0)
-        assert (f"{7 - before} rows, " in err) == (before < 7), "what is done is not done again"
+        assert (re.search(rf"^{7 - before} rows?, ", err, re.MULTILINE) is not None) == (before < 7), "done once"
     source.write_text(source.read_text() + '{"prompt": "one more"}\n')
     run(*command, part)
     assert part.read_bytes().startswith(content)
@@ -156,7 +157,7 @@ def test_files_of_something_else_are_refused_and_kept(run: Any, package: Package
     changed = written(tmp_path / "changed.jsonl", [*ROWS[:3], {"prompt": "y"}, *ROWS[4:]])
     refused("line 4 of --output", *command[:3], changed, *command[4:], *SETTINGS)
     fewer = written(tmp_path / "fewer.jsonl", ROWS[:2])
-    refused("more rows than the prompts", *command[:3], fewer, *command[4:], *SETTINGS)
+    refused("more lines than the prompts have rows", *command[:3], fewer, *command[4:], *SETTINGS)
     output.write_text("my notes")
     refused("line 1 of --output", *command, *SETTINGS)
     output.write_bytes(content[:-5] + b"}")
@@ -171,6 +172,75 @@ def test_files_of_something_else_are_refused_and_kept(run: Any, package: Package
     refused("is a JSON array; give its objects a line each", *command[:3], array, *SETTINGS)
     refused("give either", *command, "-p", "x")
     refused("--output goes with --prompt-file", "generate", package.path, "--output", output)
+
+
+def test_rows_with_an_error_are_done_again(run: Any, package: Package, tmp_path: Path) -> None:
+    """Also from corrected prompts; the other lines stay, byte by byte, and must be those of their prompts."""
+    bad = [{"prompt": "a", "id": {"error": {}}}, {"prompt": 3}, "broken", {"prompt": "b"}, {"prompt": "x" * 300}]
+    good = [bad[0], {"prompt": "c"}, "broken", bad[3], {"prompt": "x"}, {"prompt": "d"}]
+    source, output = written(tmp_path / "p.jsonl", bad), tmp_path / "out"
+    command: list[Any] = ["generate", package.path, "--prompt-file", source, "--output", output, *SETTINGS]
+    assert "3 of 5 rows have an error, see their lines; --retry-errors does these again" in run(*command)[2]
+    before = output.read_bytes().splitlines()
+
+    written(source, good)
+    status, _, err = run(*command)
+    assert (status, output.read_bytes().splitlines()) == (2, before)
+    assert "line 2 of --output" in err
+    assert "--retry-errors does it again" in err
+
+    os.chmod(output, 0o640)
+    link = tmp_path / "link"
+    link.symlink_to(output)
+    status, _, err = run(*command[:5], link, *SETTINGS, "--retry-errors")
+    after = output.read_bytes().splitlines()
+    assert (status, link.is_symlink(), output.stat().st_mode & 0o777) == (1, True, 0o640)
+    assert "1 of 6 rows have an error" in err
+    assert (after[0], after[3]) == (before[0], before[3])
+    whole = tmp_path / "whole"
+    run(*command[:5], whole, *SETTINGS)
+    assert after == whole.read_bytes().splitlines(), "as a single run of the corrected prompts"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "out", "p.jsonl", "package", "whole"]
+
+    written(source, [{"prompt": "another"}, *good[1:]])
+    status, _, err = run(*command, "--retry-errors")
+    assert (status, output.read_bytes().splitlines()) == (2, after)
+    assert "line 1 of --output" in err
+    assert "comes from another prompt" in err
+    assert "--retry-errors goes with --output" in run(*command[:4], "--retry-errors")[2]
+
+
+def test_a_line_that_was_cut_and_ended_is_no_row(run: Any, package: Package, tmp_path: Path) -> None:
+    source, output = written(tmp_path / "p.jsonl", ROWS[:2]), tmp_path / "out"
+    command: list[Any] = ["generate", package.path, "--prompt-file", source, "--output", output, *SETTINGS]
+    assert run(*command)[0] == 0
+    cut = output.read_bytes()[:40] + b"\n"
+    output.write_bytes(cut)
+    status, _, err = run(*command)
+    assert (status, output.read_bytes()) == (2, cut)
+    assert "line 1 of --output" in err
+    assert "is no whole line of a result" in err
+
+
+def test_a_full_disk_leaves_whole_lines(run: Any, package: Package, tmp_path: Path) -> None:
+    """A limit of the process, in place of a disk: the system takes a part of a line and then nothing."""
+    resource = pytest.importorskip("resource")
+    source, output = written(tmp_path / "p.jsonl", ROWS), tmp_path / "out"
+    command: list[Any] = ["generate", package.path, "--prompt-file", source, "--output", output, *SETTINGS]
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (500, limits[1]))
+        status, _, err = run(*command)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    content = output.read_bytes()
+    assert (status, content.endswith(b"\n"), 0 < content.count(b"\n") < 6) == (1, True, True)
+    assert f"cannot write to --output {output}: File too large; the rows before are in it. Free some space" in err
+    assert run(*command)[0] == 0
+    assert output.read_bytes().startswith(content)
+    assert output.read_bytes().count(b"\n") == 6
 
 
 def test_a_file_is_read_before_a_checkpoint_is_exported(
