@@ -62,8 +62,11 @@ def main() -> None:
     )
     initial_state = ort.InferenceSession(args.package / "initial_state.onnx", providers=PROVIDERS["cpu"])
 
+    kept = []  # before ONNX Runtime 1.30, an OrtValue does not keep its array alive
+
     def on_device(array: np.ndarray) -> ort.OrtValue:
-        return ort.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(array), args.provider)
+        kept.append(np.ascontiguousarray(array))
+        return ort.OrtValue.ortvalue_from_numpy(kept[-1], args.provider)
 
     # 1. The starting state: zeros, and the noise that follows from the seed. The CPU makes it, because CUDA lacks
     # kernels for it; it is copied once.

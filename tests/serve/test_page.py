@@ -253,6 +253,7 @@ def test_everything_can_be_seen_read_and_touched(
     assert seen["count"] > 25
     assert seen["text"][0] >= 4.5, seen["text"]
     assert seen["edge"][0] >= 3, seen["edge"]
+    page.evaluate("document.querySelector('#turns article').setAttribute('aria-busy', 'true')")  # as while it writes
     assert page.evaluate("document.getAnimations().length") == 0
     controls = page.locator("a, button, input, select, textarea, summary").locator("visible=true")
     names = set()
