@@ -17,14 +17,26 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 import traceback
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
+_CONTROL: Final = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
+
+
+def printable(text: str) -> str:
+    """`text` with its control characters as escapes: names in the files of strangers must not command a
+    terminal. Line feeds stay."""
+    return _CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode("ascii"), text)
+
 
 class QsampleError(Exception):
     """Base of all exceptions that qsample raises on purpose, except for those of wrong arguments."""
+
+    def __init__(self, *arguments: object) -> None:
+        super().__init__(*(printable(item) if isinstance(item, str) else item for item in arguments))
 
 
 class UnsupportedModelError(QsampleError):

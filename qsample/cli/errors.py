@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from qsample.errors import QsampleError
+from qsample.errors import QsampleError, printable
 
 DEBUG_VARIABLE: Final = "QSAMPLE_DEBUG"
 Options = Mapping[str, tuple[str, str | None]]  # Python's name → the option, and the option that switches it off
@@ -101,7 +101,7 @@ def _message(error: Exception) -> str:
         extra = _EXTRAS.get(error.name.partition(".")[0], "export")
         return f"this needs {error.name}, which is not installed; install qsample with its extra '{extra}'"
     parsed = getattr(error, "format_message", None)  # of the command line's parser
-    text = " ".join(_ESCAPE.sub("", str(parsed() if parsed else error)).split())
+    text = printable(" ".join(_ESCAPE.sub("", str(parsed() if parsed else error)).split()))
     if parsed:  # its sentences have a beginning and a stop, which ours lack
         text = text.removeprefix("Invalid value: ").removesuffix(".")
     if parsed or isinstance(error, QsampleError | ValueError | OSError | ImportError):

@@ -15,6 +15,7 @@ from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as ProgressBar
 from rich.table import Table
 
+from qsample.errors import printable
 from qsample.progress import Progress, Stage, unreported
 
 
@@ -36,7 +37,7 @@ def console(*, stderr: bool = False, width_of_a_file: int | None = None) -> Cons
 
 def note(text: str) -> None:
     """A remark on stderr, a line apart from the result."""
-    console(stderr=True).print(text, style="dim", markup=False, soft_wrap=True)
+    console(stderr=True).print(printable(text), style="dim", markup=False, soft_wrap=True)
 
 
 @contextmanager

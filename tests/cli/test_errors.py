@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from qsample import cli
+from qsample.cli import terminal
 from qsample.cli.errors import name_options, options_of, report
+from qsample.errors import QsampleError
 from tests.helpers.fake_package import POISON, fake_package
 
 
@@ -31,6 +33,7 @@ from tests.helpers.fake_package import POISON, fake_package
         ("generate", "the temperature of", "the temperature of"),
         ("inspect", "temperature is -1", "temperature is -1"),
         ("export", "logit_bias={5: 1} or give filters=['xtc']", "--logit-bias={5: 1} or give filters=['xtc']"),
+        ("compile", "a quantization_method ('hqq')", "a --quantization-method ('hqq')"),
         ("compile", "/a/batch_size/b has 'batch_size'", "/a/batch_size/b has 'batch_size'"),
     ],
 )  # fmt: skip
@@ -101,3 +104,12 @@ def test_a_missing_module_is_told_with_the_extra_that_brings_it(
 ) -> None:
     report(ModuleNotFoundError(f"No module named {module!r}", name=module), [], {})
     assert f"install qsample with its extra {extra}" in capsys.readouterr().err
+
+
+def test_a_name_in_a_file_does_not_command_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    name = "\x1b[2J\x1b]0;title\x07\x9b1m\u202e"
+    assert str(QsampleError(f"{name}\nb")) == r"\x1b[2J\x1b]0;title\x07\x9b1m\u202e" + "\nb"
+    for error in (QsampleError(name), ValueError(name), OSError(2, "gone", name), KeyError(name)):
+        report(error, ["inspect"], cli.commands())
+        terminal.note(name)
+        assert capsys.readouterr().err.replace("\n", "").isprintable()

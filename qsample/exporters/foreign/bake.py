@@ -19,7 +19,7 @@ from onnx_ir.passes import common as common_passes
 from qsample import package
 from qsample.checkpoints.hub import HubOptions
 from qsample.destination import scratch_folder
-from qsample.errors import ParityError, QsampleError
+from qsample.errors import ParityError, QsampleError, printable
 from qsample.exporters import parity
 from qsample.exporters.foreign import attention
 from qsample.exporters.foreign.files import Location, Settings, locate, read_settings, without_links, write_files
@@ -276,8 +276,8 @@ def _source(location: Location, settings: Settings, foreign: ForeignGraph) -> pa
     return package.Source(
         model_id=location.name,
         revision=None,
-        model_type=settings.model_type,
-        architecture=f"{location.file.name}, a decoder by {made_by}",
+        model_type=printable(settings.model_type),
+        architecture=printable(f"{location.file.name}, a decoder by {made_by}"),
         weight_hash=digest.hexdigest(),
     )
 

@@ -31,7 +31,7 @@ FILLED: Final = "nonpad_kv_seqlen"
 _CALLS: Final = (IDS, MASK, POSITIONS, *KEEP, WRITE, FILLED)
 _OLDEST: Final = 14
 _NEWEST: Final = 24
-_MOST_NODES: Final = 200_000  # a graph of 100 layers has a tenth of that
+_MOST_NODES: Final = 50_000  # a graph of 100 layers has half of that
 
 _FLAT, _BY_HEAD = 3, 4  # ranks of keys and values: [B, tokens, heads * size], [B, heads, tokens, size]
 _PAST_OF_ATTENTION: Final = (4, 5)  # inputs of ONNX's Attention; its outputs 1 and 2 are the new ones
@@ -297,7 +297,7 @@ def _casts_to(node: ir.Node, dtype: ir.DataType) -> bool:
 
 def refusal(path: Path, why: str) -> UnsupportedModelError:
     """An error of a single line: the file, and why it cannot be baked."""
-    return UnsupportedModelError(f"{path} cannot be baked: {why}")
+    return UnsupportedModelError(f"{path} cannot be baked: {' '.join(why.split())}")
 
 
 def _check_inputs(path: Path, model: ir.Model) -> None:
