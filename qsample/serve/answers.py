@@ -347,6 +347,10 @@ class Answers:
             outputs = [self._checked(await request) for request in self._requests] or self._empty_outputs()
         if watch.client_left:
             raise ApiError(499, "the client closed the connection", code="client_disconnected")
+        return self._document(outputs, scores)
+
+    def _document(self, outputs: Sequence[RequestOutput], scores: Sequence[PromptScores]) -> dict[str, Any]:
+        """The whole answer. scores: of each prompt, if the request asks for them."""
         choices = [choice.whole(output) for choice, output in zip(self._choices(scores), outputs, strict=True)]
         head = {**self._head, "object": self._kind, **self._more}
         if self._kind == _CHAT and self._body.prompt_logprobs is not None:
@@ -365,9 +369,17 @@ class Answers:
             except Exception as error:
                 self._cancel()
                 if not watch.client_left:
-                    yield b"data: " + json_bytes(logged_api_error(error).body()) + b"\n\n"
+                    yield self._failed(logged_api_error(error))
             if not watch.client_left:
-                yield _DONE
+                yield self._last()
+
+    def _failed(self, error: ApiError) -> bytes:
+        """The event of an error."""
+        return b"data: " + json_bytes(error.body()) + b"\n\n"
+
+    def _last(self) -> bytes:
+        """The event after the last."""
+        return _DONE
 
     async def _events(self) -> AsyncIterator[bytes]:
         with_usage, always = self._body.usage_in_stream

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.openapi.docs import get_swagger_ui_html
@@ -19,6 +19,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 import qsample
+from qsample.sampling_params import SamplingParams
 from qsample.serve.answers import Answers, ChatChoice, CompletionChoice
 from qsample.serve.grammar import Form, grammar_of
 from qsample.serve.guides import GrammarGuide
@@ -33,11 +34,26 @@ from qsample.serve.requests import (
     DetokenizeRequest,
     TokenizeRequest,
 )
+from qsample.serve.responses import ResponseAnswers, ResponseChoice, ResponsesRequest
 from qsample.serve.settings import ServeSettings
 from qsample.text.chat import ChatOptions
 from qsample.text.tokenizer import LONG_TEXT
 
 ACCESS_LOG: Final = "qsample.access"  # the logger of a line for each request
+_Choice = TypeVar("_Choice", bound=ChatChoice)
+# OpenAI's endpoints for other models, and for what is stored.
+_ABSENT: Final = (
+    *(
+        "embeddings",
+        "moderations",
+        "images/{rest:path}",
+        "audio/{rest:path}",
+        "videos{rest:path}",
+        "realtime{rest:path}",
+    ),
+    *("responses/{rest:path}", "conversations{rest:path}", "files{rest:path}", "batches{rest:path}"),
+    *("assistants{rest:path}", "threads{rest:path}", "vector_stores{rest:path}", "fine_tuning/{rest:path}"),
+)
 _PAGE: Final = Path(__file__).parent / "page.html"
 _LONG_TEXTS: Final = 2  # that are encoded at once
 _DOCS_PACKAGE: Final = "fastapi_offline"  # it brings Swagger UI's files, which FastAPI loads from the internet
@@ -111,6 +127,9 @@ class _Server:
             app.add_api_route(path, endpoint, methods=["HEAD"], include_in_schema=False)  # load balancers ask so
         app.add_api_route("/v1/completions", self.complete, methods=["POST"])
         app.add_api_route("/v1/chat/completions", self.chat, methods=["POST"])
+        app.add_api_route("/v1/responses", self.respond, methods=["POST"])
+        for path in _ABSENT:
+            app.add_api_route(f"/v1/{path}", self.absent, methods=["GET", "POST", "DELETE"], include_in_schema=False)
         app.add_api_route("/tokenize", self.tokenize, methods=["POST"])
         app.add_api_route("/detokenize", self.detokenize, methods=["POST"])
 
@@ -205,6 +224,42 @@ class _Server:
 
     async def chat(self, body: ChatCompletionRequest, request: Request) -> Response:
         """Answer a conversation."""
+
+        def answers(
+            model: ServedModel, prompt: list[int], params: SamplingParams, choice: Callable[[int], ChatChoice]
+        ) -> Answers:
+            more = {"prompt_token_ids": prompt} if body.return_token_ids else None  # as in vLLM's answers
+            kind = "chat.completion"
+            return Answers(model, body, self._metrics, prefix="chatcmpl", kind=kind, make_choice=choice, more=more)
+
+        return await self._converse(body, request, ChatChoice, answers)
+
+    async def respond(self, body: ResponsesRequest, request: Request) -> Response:
+        """Answer a conversation, in items. Nothing is stored."""
+
+        def answers(
+            model: ServedModel, prompt: list[int], params: SamplingParams, choice: Callable[[int], ResponseChoice]
+        ) -> Answers:
+            return ResponseAnswers(model, body, self._metrics, params, choice)
+
+        return await self._converse(body.chat, request, ResponseChoice, answers)
+
+    async def _converse(
+        self,
+        body: ChatCompletionRequest,
+        request: Request,
+        form_of_choice: type[_Choice],
+        make_answers: Callable[[ServedModel, list[int], SamplingParams, Callable[[int], _Choice]], Answers],
+    ) -> Response:
+        """Answer a conversation.
+
+        Args:
+            body: the conversation.
+            request: of HTTP.
+            form_of_choice: of each answer on the wire.
+            make_answers: makes the answers of a model to a prompt, with parameters, from a function that makes a choice
+                of its index.
+        """
         model, form = self._served().find(body.model), body.form
         if body.logprobs:
             model.check_logprobs(body.top_logprobs or 0, "top_logprobs")
@@ -224,8 +279,8 @@ class _Server:
             parallel = body.parallel_tool_calls is not False
             return ToolReader(model.tool_format, body.tool_parameters, parallel) if body.offers_tools else None
 
-        def choice(index: int) -> ChatChoice:
-            return ChatChoice(
+        def choice(index: int) -> _Choice:
+            return form_of_choice(
                 index,
                 model,
                 top_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
@@ -235,11 +290,18 @@ class _Server:
                 show_reasoning=body.include_reasoning,
             )
 
-        more = {"prompt_token_ids": prompt} if body.return_token_ids else None  # as in vLLM's answers
-        kind = "chat.completion"
-        answers = Answers(model, body, self._metrics, prefix="chatcmpl", kind=kind, make_choice=choice, more=more)
+        answers = make_answers(model, prompt, params, choice)
         await answers.start([prompt], params, make_guide, self._settings.request_timeout)
         return await self._answer(answers, body.stream, request)
+
+    async def absent(self, request: Request) -> Response:
+        """An endpoint of OpenAI's for another kind of model, or for what is stored."""
+        raise ApiError(
+            404,
+            f"{request.url.path:.80} is not done here: this server writes text and stores nothing; there are "
+            "/v1/completions, /v1/chat/completions and /v1/responses",
+            code="unsupported_endpoint",
+        )
 
     async def tokenize(self, body: TokenizeRequest) -> Response:
         """The token ids of a text or a conversation."""

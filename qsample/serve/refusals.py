@@ -55,6 +55,31 @@ CHAT: Final[Refusals] = {
     "add_special_tokens": Refusal("the chat template writes special tokens", (False,)),
 }
 COMPLETIONS: Final[Refusals] = {**_BOTH, "prompt_embeds": Refusal("give texts or token ids", ([],))}
+_NOTHING_STORED: Final = "nothing is stored here; send the whole conversation in input"
+RESPONSES: Final[Refusals] = {
+    **_BOTH,
+    "previous_response_id": Refusal(_NOTHING_STORED),
+    "conversation": Refusal(_NOTHING_STORED),
+    "store": Refusal("nothing is stored here; give store: false, and send the whole conversation each time", (False,)),
+    "background": Refusal("nothing is stored here; wait for the answer, or give stream: true", (False,)),
+    "background_options": Refusal(_LEAVE_OUT),
+    "prompt": Refusal("no prompts are stored here; give instructions and input"),
+    "max_tool_calls": Refusal("this server runs no tools itself; leave it out"),
+    "truncation": Refusal("cut the input yourself; /tokenize counts its tokens", ("disabled",)),
+    "context_management": Refusal("cut the input yourself; /tokenize counts its tokens", ([],)),
+    "moderation": Refusal(_LEAVE_OUT),
+    "access_programs": Refusal(_LEAVE_OUT),
+    "image": Refusal(_TEXT_ONLY),
+    "messages": Refusal("give input"),
+    "n": Refusal("send a request for each answer", (1,)),
+    "best_of": Refusal("send a request for each answer", (1,)),
+    "max_tokens": Refusal("give max_output_tokens"),
+    "max_completion_tokens": Refusal("give max_output_tokens"),
+    "response_format": Refusal("give text.format", ({"type": "text"},)),
+    "logprobs": Refusal('give include: ["message.output_text.logprobs"]', (False,)),
+    "prompt_logprobs": Refusal("/v1/chat/completions takes it", (False,)),
+    "return_token_ids": Refusal("/v1/chat/completions takes it", (False,)),
+}
 STRUCTURED_OUTPUTS: Final[Refusals] = {
     "disable_fallback": Refusal(_LEAVE_OUT, (True, False)),  # llguidance has no fallback
     "disable_any_whitespace": Refusal(_LEAVE_OUT, (True, False)),  # blanks are always as json.dumps writes them

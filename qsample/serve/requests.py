@@ -468,6 +468,10 @@ class ChatCompletionRequest(ChatPrompt, GenerationRequest):
 
     @model_validator(mode="after")
     def _check_chat(self) -> ChatCompletionRequest:
+        return self.checked()
+
+    def checked(self) -> ChatCompletionRequest:
+        """The request; raises ValueError if its fields contradict each other."""
         names = [tool.function.name for tool in self.tools or []]
         if len(names) != len(set(names)):
             raise ValueError("tools has two functions with the same name")

@@ -1,0 +1,254 @@
+"""`/v1/responses` with the real `openai` client; the oracle is the chat completion of the same conversation."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any, Literal
+
+import httpx
+import openai
+import pytest
+from openai.types.responses import ResponseFunctionToolCall, response_create_params
+from pydantic import BaseModel, Field
+from starlette.testclient import TestClient
+
+from qsample.serve.parsers import REASONING_FORMATS, TOOL_FORMATS, ReasoningReader, ToolReader
+from qsample.serve.responses import ResponseChoice, ResponsesRequest
+from tests.helpers.servers import ServerProcess
+
+RESPONSES = "/v1/responses"
+PROMPT = "And the LORD spake unto Moses"
+LOGPROBS: Any = ["message.output_text.logprobs"]
+WEATHER: Any = {
+    "type": "function",
+    "name": "get_weather",
+    "parameters": {
+        "type": "object",
+        "properties": {"city": {"type": "string", "pattern": "^[a-z]{3,8}$"}},
+        "required": ["city"],
+        "additionalProperties": False,
+    },
+    "strict": True,
+}
+
+
+class Verse(BaseModel):
+    book: Literal["Genesis", "Exodus"]
+    chapter: int = Field(ge=1, le=50)
+
+
+@pytest.fixture
+def client(server: ServerProcess) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+
+
+def messages(given: Any, **more: Any) -> list[dict[str, Any]]:
+    return ResponsesRequest.model_validate({"input": given, **more}).chat.messages
+
+
+def test_a_response_is_the_chat_completion(client: openai.OpenAI) -> None:
+    chat = client.chat.completions.create(
+        model="tiny",
+        messages=[{"role": "system", "content": "Be brief"}, {"role": "user", "content": PROMPT}],
+        max_completion_tokens=12,
+        temperature=0.8,
+        top_p=0.9,
+        seed=4,
+    )
+    options: Any = {"model": "tiny", "instructions": "Be brief", "max_output_tokens": 12, "extra_body": {"seed": 4}}
+    for given in (PROMPT, [{"role": "user", "content": [{"type": "input_text", "text": PROMPT}]}]):
+        answer = client.responses.create(input=given, temperature=0.8, top_p=0.9, **options)
+        assert answer.output_text == chat.choices[0].message.content
+        assert (answer.temperature, answer.top_p, answer.max_output_tokens) == (0.8, 0.9, 12)
+        assert (answer.status, answer.instructions) == ("incomplete", "Be brief")
+        assert answer.incomplete_details is not None
+        assert answer.incomplete_details.reason == "max_output_tokens"
+        assert answer.usage is not None
+        assert chat.usage is not None
+        assert (answer.usage.input_tokens, answer.usage.output_tokens) == (chat.usage.prompt_tokens, 12)
+
+
+def test_a_stream_has_openais_events(client: openai.OpenAI) -> None:
+    options: Any = {"model": "tiny", "input": PROMPT, "max_output_tokens": 12, "extra_body": {"seed": 4}}
+    chat = client.chat.completions.create(
+        model="tiny",
+        messages=[{"role": "user", "content": PROMPT}],
+        max_tokens=12,
+        seed=4,
+        logprobs=True,
+        top_logprobs=2,
+    )
+    events = list(client.responses.create(**options, include=LOGPROBS, top_logprobs=2, stream=True))
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    kinds = [event.type.removeprefix("response.") for event in events]
+    assert list(dict.fromkeys(kinds)) == [
+        "created", "in_progress", "output_item.added", "content_part.added", "output_text.delta", "output_text.done",
+        "content_part.done", "output_item.done", "incomplete",
+    ]  # fmt: skip
+    deltas: Any = [event for event in events if event.type == "response.output_text.delta"]
+    last: Any = events[-1]
+    assert "".join(event.delta for event in deltas) == last.response.output_text == chat.choices[0].message.content
+    (item,) = last.response.output
+    assert {event.item_id for event in deltas} == {item.id}
+    assert chat.choices[0].logprobs is not None
+    wanted = [entry.model_dump() for entry in chat.choices[0].logprobs.content or []]
+    assert [entry.model_dump() for entry in item.content[0].logprobs] == wanted
+    assert [entry.token for event in deltas for entry in event.logprobs] == [entry["token"] for entry in wanted]
+
+
+def test_json_of_a_schema(client: openai.OpenAI) -> None:
+    extra: Any = {"seed": 1, "temperature": 0.7}
+    answer = client.responses.parse(
+        model="tiny", input=PROMPT, text_format=Verse, max_output_tokens=900, extra_body=extra
+    )
+    assert isinstance(answer.output_parsed, Verse)
+    assert answer.status == "completed"
+    with client.responses.stream(
+        model="tiny", input=PROMPT, text_format=Verse, max_output_tokens=900, extra_body=extra
+    ) as stream:
+        assert stream.get_final_response().output_parsed == answer.output_parsed
+    form: Any = {"format": {"type": "json_object"}}
+    free = client.responses.create(model="tiny", input=PROMPT, text=form, max_output_tokens=8, extra_body=extra)
+    assert free.output_text.startswith("{")
+
+
+def test_functions(client: openai.OpenAI) -> None:
+    options: Any = {"model": "tiny", "tools": [WEATHER], "max_output_tokens": 200, "extra_body": {"seed": 2}}
+    chosen: Any = {"type": "function", "name": "get_weather"}
+    events = list(client.responses.create(input=PROMPT, tool_choice=chosen, stream=True, **options))
+    whole = client.responses.create(input=PROMPT, tool_choice="required", parallel_tool_calls=False, **options)
+    last: Any = events[-1]
+    assert [event.type.removeprefix("response.") for event in events[2:]] == [
+        "output_item.added", "function_call_arguments.delta", "function_call_arguments.done", "output_item.done",
+        "completed",
+    ]  # fmt: skip
+    for answer in (last.response, whole):
+        (call,) = answer.output
+        assert isinstance(call, ResponseFunctionToolCall)
+        assert (call.name, call.status, {*json.loads(call.arguments)}) == ("get_weather", "completed", {"city"})
+    # What came back is sent again, with the result.
+    sent = [{"role": "user", "content": PROMPT}, *(item.model_dump() for item in whole.output)]
+    result = {"type": "function_call_output", "call_id": whole.output[0].call_id, "output": "12 degrees"}  # type: ignore[union-attr]
+    assert client.responses.create(input=[*sent, result], **{**options, "max_output_tokens": 4}).output_text
+
+
+def test_items_become_messages() -> None:
+    calls = [
+        {"type": "function_call", "call_id": name, "name": name, "arguments": "{}", "id": "fc", "status": "completed"}
+        for name in ("a", "b")
+    ]
+    items = [
+        {"role": "developer", "content": "Be brief"},
+        {"type": "reasoning", "id": "rs", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "I look"}]},
+        *calls,
+        {"type": "function_call_output", "call_id": "a", "output": [{"type": "input_text", "text": "1"}]},
+        calls[1],
+    ]
+    tool_calls = [
+        {"id": name, "type": "function", "function": {"name": name, "arguments": "{}"}} for name in ("a", "b")
+    ]
+    assert messages(items, instructions="First") == [
+        {"role": "system", "content": "First"},
+        {"role": "developer", "content": "Be brief"},
+        {"role": "assistant", "content": "I look", "reasoning_content": "hm", "tool_calls": tool_calls},
+        {"role": "tool", "tool_call_id": "a", "content": "1"},
+        {"role": "assistant", "content": None, "tool_calls": tool_calls[1:]},
+    ]
+
+
+@pytest.mark.parametrize("size", [1, 3, 7, 200])
+def test_thoughts_text_and_calls_are_items_of_their_own(size: int) -> None:
+    text = '<think>why not</think>Hello <tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>'
+    choice = ResponseChoice(
+        0,
+        None,
+        top_logprobs=None,
+        tools=ToolReader(TOOL_FORMATS["hermes"], {"f": {}}),
+        return_token_ids=False,
+        reasoning=ReasoningReader(REASONING_FORMATS["qwen3"], ""),
+    )
+    output: Any = type("Output", (), {"finish_reason": "stop"})
+    events: list[dict[str, Any]] = []
+    for start in range(0, len(text), size):
+        events += json.loads(json.dumps([*choice.put(text[start : start + size], [], {})]))
+    events += choice.finish(output)
+    thoughts, message, call = choice.items
+    assert [item["type"] for item in choice.items] == ["reasoning", "message", "function_call"]
+    assert [thoughts["content"][0]["text"], message["content"][0]["text"]] == ["why not", "Hello "]
+    assert json.loads(call["arguments"]) == {"x": 1}
+    assert {item["status"] for item in choice.items} == {"completed"}
+    for place, kind in enumerate(("reasoning_text", "output_text")):
+        deltas = [event for event in events if event["type"] == f"response.{kind}.delta"]
+        assert "".join(event["delta"] for event in deltas) == choice.items[place]["content"][0]["text"]
+        assert {(event["item_id"], event["output_index"]) for event in deltas} == {(choice.items[place]["id"], place)}
+    done = [event["item"]["type"] for event in events if event["type"] == "response.output_item.done"]
+    assert done == ["reasoning", "message", "function_call"]
+
+
+def test_every_field_of_openais_is_known() -> None:
+    fields = {*response_create_params.ResponseCreateParamsBase.__annotations__, "stream"}
+    assert len(fields) > 25
+    assert fields - ResponsesRequest.model_fields.keys() - ResponsesRequest.refusals.keys() == set()
+    ResponsesRequest.model_validate({**dict.fromkeys(fields), "input": "x", "store": False, "background": False})
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "told"),
+    [
+        ({"previous_response_id": "resp_1"}, "previous_response_id", "send the whole conversation"),
+        ({"store": True}, "store", "give store: false"),
+        ({"background": True}, "background", "nothing is stored"),
+        ({"truncation": "auto"}, "truncation", "cut the input"),
+        ({"max_tokens": 5}, "max_tokens", "give max_output_tokens"),
+        ({"n": 2}, "n", "a request for each"),
+        ({"tools": [{"type": "web_search"}]}, "tools.0", "'web_search', and this server runs no tools"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "file_search"}}, "tool_choice", "this server runs no tools"),
+        ({"tool_choice": "required"}, None, "has no tools"),
+        ({"top_logprobs": 2}, None, "needs include"),
+        ({"text": {"format": {"type": "json_schema", "name": "x"}}}, None, "give schema"),
+        ({"input": []}, "input", "give a text, or a list of items"),
+        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input", "send the item itself"),
+        ({"input": [{"type": "web_search_call"}]}, "input", "item 0 is of type 'web_search_call'"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input", "text only"),
+        ({"input": [{"role": "tool", "content": "x"}]}, "input", "item 0 has no role"),
+        ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "input", "has no call_id"),
+        ({"reasoning": {"summary": "detailed"}}, "reasoning.summary", "auto"),
+    ],
+)
+def test_what_is_not_done_is_refused_by_name(
+    server: ServerProcess, fields: dict[str, Any], param: str | None, told: str
+) -> None:
+    answer = httpx.post(server.url + RESPONSES, json={"input": "x", **fields})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, param), error
+    assert told in error["message"]
+
+
+def test_what_other_models_do_is_refused_by_name(client: openai.OpenAI) -> None:
+    asked: list[Callable[[], object]] = [
+        lambda: client.embeddings.create(model="tiny", input="x"),
+        lambda: client.moderations.create(input="x"),
+        lambda: client.images.generate(prompt="x"),
+        lambda: client.audio.speech.create(model="tiny", voice="x", input="x"),
+        lambda: client.responses.retrieve("resp_1"),
+        lambda: client.files.list(),
+    ]
+    for ask in asked:
+        with pytest.raises(openai.NotFoundError, match=r"is not done here: .* /v1/responses") as refused:
+            ask()
+        assert refused.value.code == "unsupported_endpoint"
+
+
+def test_a_failure_within_a_stream(local_app: Callable[..., TestClient], monkeypatch: pytest.MonkeyPatch) -> None:
+    with local_app() as client:
+        monkeypatch.setattr(ResponseChoice, "put", lambda *given: 1 / 0)
+        answer = client.post(RESPONSES, json={"input": "x", "max_output_tokens": 3, "stream": True})
+        events = [json.loads(part.split("data: ")[1]) for part in answer.text.strip().split("\n\n")]
+        assert [event["type"] for event in events] == [
+            "response.created", "response.in_progress", "error", "response.failed",
+        ]  # fmt: skip
+        assert [event["sequence_number"] for event in events] == [0, 1, 2, 3]
+        assert events[2]["code"] == "internal_error"
+        assert events[3]["response"]["status"] == "failed"
