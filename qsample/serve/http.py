@@ -218,8 +218,10 @@ class JsonRoute(APIRoute):
             return handler
         model: type[BaseModel] = field.field_info.annotation  # type: ignore[assignment]
 
-        async def handle(request: Request) -> Response:
-            return await handler(_JsonRequest(request.scope, request.receive, model))
+        async def handle(given: Request) -> Response:
+            request = _JsonRequest(given.scope, given.receive, model)
+            await request.body()
+            return await _while_connected(request.receive, handler(request))
 
         return handle
 
@@ -236,6 +238,25 @@ class _JsonRequest(Request):
             return _parsed(body, self._model)
         # On a single thread: the parser holds Python's lock, and the event loop gets it after each body.
         return await asyncio.get_running_loop().run_in_executor(_PARSER, _parsed, body, self._model)
+
+
+async def _while_connected(receive: Receive, work: Coroutine[Any, Any, Response]) -> Response:
+    """The result of `work`, which is cancelled if the client leaves: a long text that waits to be encoded, or a grammar
+    that is compiled, for instance. Raises ApiError if it leaves."""
+
+    async def left() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    working, leaving = asyncio.create_task(work), asyncio.create_task(left())
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ApiError(499, "the client closed the connection", code="client_disconnected")
+        return await working
+    finally:
+        working.cancel()
+        leaving.cancel()
 
 
 _PARSER: Final = ThreadPoolExecutor(1, thread_name_prefix="qsample-json")  # its thread begins with the first body

@@ -36,7 +36,7 @@ MOST_BIASES: Final = 1024
 # OpenAI takes 4 stop strings, and vLLM any number; each character takes some hundred bytes while the request runs.
 MOST_STOP_STRINGS: Final = 64
 MOST_STOP_CHARACTERS: Final = 2048  # of all of them
-MOST_PROMPTS: Final = 4096  # of a request; a server that takes more at once gets several requests
+MOST_PROMPTS: Final = 2**16  # of a request; few servers take as many at once
 MOST_FIELDS: Final = 256  # of an object; pydantic notes an error for each that is not known
 # Fields that have the same name in `SamplingParams`.
 _SAME_NAME: Final = (

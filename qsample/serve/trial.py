@@ -17,7 +17,7 @@ from qsample.serve.grammar import compile_grammar
 from qsample.serve.http import ApiError
 
 SECONDS: Final = 10.0  # for a grammar
-_MEMORY: Final = 1 << 30  # bytes, in addition to those of the tokenizer
+_MEMORY: Final = 256 << 20  # bytes, in addition to those of the tokenizer
 _STACK: Final = 4 << 20  # bytes; the server's threads have twice as much
 
 
@@ -45,7 +45,10 @@ class Trial:
     def refusal(self, grammar: str) -> str | None:
         """Why `grammar` cannot be compiled, and None if it can. Blocks for `seconds` at most, and a start of the
         process."""
-        process = self._process = self._process or self._start()
+        process = self._process
+        if process is None:
+            process = self._process = self._start()  # `stop` ends it from here on
+            self._ask(process, self._tokenizer())
         late = threading.Timer(self._seconds, process.kill)
         late.start()
         try:
@@ -68,16 +71,15 @@ class Trial:
         if process is not None:
             process.kill()
 
-    def _start(self) -> subprocess.Popen[str]:
-        process = subprocess.Popen(
+    @staticmethod
+    def _start() -> subprocess.Popen[str]:
+        return subprocess.Popen(
             [sys.executable, "-m", __name__],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
         )
-        self._ask(process, self._tokenizer())
-        return process
 
     @staticmethod
     def _ask(process: subprocess.Popen[str], message: Any) -> str | None:

@@ -74,10 +74,10 @@ def test_without_llguidance_a_form_is_not_followed(
 
 
 def test_without_jinja2_no_messages_are_taken(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    def encode_chat(self: Tokenizer, *arguments: object) -> list[int]:
+    def render_chat(self: Tokenizer, *arguments: object) -> str:
         raise ImportError("chat templates need jinja2: install it")
 
-    monkeypatch.setattr(Tokenizer, "encode_chat", encode_chat)
+    monkeypatch.setattr(Tokenizer, "render_chat", render_chat)
     for path in (CHAT, "/tokenize"):
         answer = client.post(path, json={"messages": MESSAGES})
         assert (answer.status_code, answer.json()["error"]["code"]) == (501, "missing_module")
@@ -428,7 +428,7 @@ def test_many_prompts_hold_up_nobody(client: TestClient, monkeypatch: pytest.Mon
     assert not on_the_loop
     assert client.post(COMPLETIONS, json={"prompt": ["x", "y"], "max_tokens": 1}).status_code == 200
     assert on_the_loop == [True, True]
-    long = client.post(COMPLETIONS, json={"prompt": ["and " * 2000] * 3, "max_tokens": 1})
+    long = client.post(COMPLETIONS, json={"prompt": ["and " * 1750] * 3, "max_tokens": 1})
     assert long.json()["error"]["code"] == "context_length_exceeded"
     assert on_the_loop[2:] == [False] * 3
 

@@ -15,10 +15,12 @@ from typing import Any
 
 import httpx
 import pytest
+from fastapi import FastAPI
+from pydantic import BaseModel
 from starlette.testclient import TestClient
 
 from qsample.runtime import CausalLM, SamplingParams
-from qsample.serve.http import ApiKeys, json_bytes
+from qsample.serve.http import ApiKeys, JsonRoute, add_error_handlers, json_bytes
 from tests.helpers.requests import wait_until
 from tests.helpers.servers import ServerProcess, post_all
 
@@ -61,7 +63,7 @@ LONG = {"prompt": "In the beginning", "max_tokens": 400, "ignore_eos": True}
         ({"prompt": "x", "stop": "a" * 2049}, 400, "stop: it has 1 strings of 2049 characters in all"),
         ({"prompt": "x", "repetition_penalty": 1.18e-38}, 400, "repetition_penalty"),
         ({f"k{n}": 0 for n in range(257)}, 400, "an object has 257 fields; give at most 256"),
-        ({"prompt": [[5]] * 4097}, 400, "prompt: it has 4097 prompts; give at most 4096"),
+        ({"prompt": [[5]] * 65_537}, 400, "prompt: it has 65537 prompts; give at most 65536"),
         ({"prompt": "x" * 100_000}, 400, "the prompt has 100000 characters"),
         ({"prompt": "x", "logit_bias": {"99999": 1}}, 400, "logit_bias"),
         ({"prompt": "x", "stop": [""]}, 400, "stop"),
@@ -232,6 +234,42 @@ def test_a_client_that_goes_frees_its_slot(server: ServerProcess) -> None:
                 next(answer.iter_lines())
         wait_until(lambda: server.metric("num_requests_running") + server.metric("num_requests_waiting") == 0)
     assert server.metric("request_success_total") > 0
+
+
+def test_what_a_client_asked_for_ends_when_it_leaves() -> None:
+    """Before its answer begins, too: a grammar that is compiled for minutes, or a text that waits to be encoded."""
+
+    class Empty(BaseModel):
+        pass
+
+    ended: list[str] = []
+
+    async def endpoint(body: Empty) -> None:
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            ended.append("cancelled")
+            raise
+
+    app = FastAPI()
+    app.router.route_class = JsonRoute
+    app.add_api_route("/", endpoint, methods=["POST"])
+    add_error_handlers(app)
+    arriving = [{"type": "http.request", "body": b"{}", "more_body": False}, {"type": "http.disconnect"}]
+    sent: list[Any] = []
+
+    async def receive() -> Any:
+        await asyncio.sleep(0)
+        return arriving.pop(0)
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    headers = [(b"content-type", b"application/json")]
+    scope = {"type": "http", "method": "POST", "path": "/", "headers": headers, "query_string": b""}
+    asyncio.run(asyncio.wait_for(app(scope, receive, send), 10))
+    assert ended == ["cancelled"]
+    assert sent[0]["status"] == 499
 
 
 def test_a_slow_reader_holds_no_slot(server: ServerProcess) -> None:
