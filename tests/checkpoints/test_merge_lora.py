@@ -57,6 +57,19 @@ def test_weights_that_are_stored_transposed(tmp_path: Path) -> None:
     np.testing.assert_allclose(after - before, wanted(tensors, 3).T, atol=1e-5)
 
 
+def test_a_weight_that_comes_with_the_adapter_is_the_base(tmp_path: Path) -> None:
+    """peft saves the embeddings that were resized or trained as a whole."""
+    model = random_model("llama")
+    path = "model.layers.1.self_attn.q_proj"
+    before = model.get_submodule(path).weight.detach().numpy().copy()
+    tensors = lora_pair(path, 64, 64)
+    product, base = wanted(tensors, 3), torch.from_numpy(before) + 1
+    merge_adapter(
+        model, *save_adapter(tmp_path / "adapter", {**tensors, f"base_model.model.{path}.base_layer.weight": base})
+    )
+    np.testing.assert_allclose(model.get_submodule(path).weight.detach().numpy() - before, product + 1, atol=1e-5)
+
+
 def test_a_checkpoint_is_loaded_with_its_adapter(tmp_path: Path) -> None:
     checkpoint = str(save_checkpoint(tmp_path / "checkpoint", "llama"))
     save_adapter(tmp_path / "adapter", lora_pair("model.layers.0.mlp.up_proj", 96, 64))

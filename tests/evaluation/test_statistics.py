@@ -20,11 +20,13 @@ def autoregressive(n: int, rho: float, seed: int) -> Array:
 
 @pytest.mark.parametrize("rho", [0.3, 0.6, 0.8])
 def test_the_block_length_of_an_autoregressive_series(rho: float) -> None:
-    """sum |k| R(k) = 2 rho / (1 - rho)² and sum R(k) = (1 + rho) / (1 - rho) put into the published formula."""
+    """sum |k| R(k) = 2 rho / (1 - rho)² and sum R(k) = (1 + rho) / (1 - rho) put into the published formula.
+
+    A window without its flat top finds 0.76 to 0.91 of it."""
     n = 20_000
     ideal = (6 * rho**2 / (1 - rho**2) ** 2 * n) ** (1 / 3)
     found = np.median([block_length(autoregressive(n, rho, seed)) for seed in range(9)])
-    assert ideal / 1.5 < found < 1.5 * ideal
+    assert found == pytest.approx(ideal, rel=0.08)
 
 
 def test_blocks_of_numbers_that_are_not_correlated_are_short() -> None:

@@ -285,6 +285,9 @@ def test_gate_and_up_take_turns_wherever_they_lie(lying: Lying) -> None:
 def test_what_lies_in_no_file_is_not_joined(lying: Lying) -> None:
     gate = experts(lying, "gate")
     assert in_turns([gate, ir.Tensor(gate.numpy())], "fc1") is None
+    partly = JoinedTensor([*gate.parts[:-1], ir.Tensor(gate.parts[-1].numpy())], 0, gate.shape.numpy())
+    assert in_turns([gate, partly], "fc1") is None
+    assert (lies_in_files(partly), lies_in_files(gate), lies_in_files(None)) == (False, True, False)
     other = JoinedTensor([experts(lying, "two", 2), experts(lying, "six", 6)], 1, (EXPERTS, 8, COLUMNS))
     assert in_turns([other], "fc1") is None  # not halves
     wide = experts(lying, "wide", dtype=np.float32)

@@ -28,11 +28,13 @@ def test_a_request_ends_when_its_time_is_over(model: CausalLM, gate: threading.S
     with Engine(model, slots=1) as engine:
         other = engine.add_request([5], max_new_tokens=6) if waits else None
         request = engine.add_request([6], max_new_tokens=6, max_time=0.01)
+        later = engine.add_request([7], max_new_tokens=6, max_time=600)
         time.sleep(0.05)
         finish(gate)  # the thread looks at the time after the step that it is in
         output = request.result(60)
         assert output.finish_reason == "time"
         assert len(output.token_ids) < 6
+        assert later.result(60).finish_reason == "length"
         if other is not None:
             assert (other.result(60).finish_reason, output.token_ids) == ("length", [])
 

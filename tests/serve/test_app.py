@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 import shutil
 import sys
 import threading
@@ -18,9 +19,9 @@ import pytest
 from starlette.testclient import TestClient
 
 from qsample.call import Call
-from qsample.runtime import CausalLM, Engine, Request, SamplingParams, Step
+from qsample.runtime import CausalLM, Delta, Engine, Request, SamplingParams, Step
 from qsample.runtime.decode.loop import DecodeLoop
-from qsample.serve.answers import ChatChoice
+from qsample.serve.answers import ChatChoice, CompletionChoice
 from qsample.serve.app import _EventStream
 from qsample.serve.parsers import REASONING_FORMATS, ReasoningFormat
 from qsample.text.tokenizer import Tokenizer
@@ -312,6 +313,58 @@ def test_the_sampled_token_stands_among_the_likeliest(client: TestClient, stream
     assert len(entries) == 40
     assert all(top[token] == value for token, value, top in entries)
     assert {len(top) for *_, top in entries} == {1, 2}  # two where another one was the likeliest
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_offsets_of_tokens_in_the_text(client: TestClient, stream: bool) -> None:
+    """Also of tokens whose text is held, because it may be the beginning of a stop string."""
+    body = {"prompt": "In the", "max_tokens": 24, "seed": 1, "logprobs": 1}
+    text = client.post(COMPLETIONS, json=body).json()["choices"][0]["text"]
+    stop = [text[start : start + 20] + "#" for start in (0, 4, 22, 30)]
+    answer = client.post(COMPLETIONS, json={**body, "stop": stop, "stream": stream})
+    parts = [event["choices"][0]["logprobs"] for event in (events(answer.text) if stream else [answer.json()])]
+    pairs = [pair for part in filter(None, parts) for pair in zip(part["text_offset"], part["tokens"], strict=True)]
+    assert len(pairs) == 24
+    assert all(text[offset:].startswith(token) for offset, token in pairs)
+
+
+def test_impossible_tokens_have_the_least_number_of_openai(client: TestClient) -> None:
+    """JSON has no infinity."""
+    model = client.app.state.server.models.find("tiny")  # type: ignore[attr-defined]
+    outputs = {
+        "logprobs": np.array([[-np.inf], [-0.5]], np.float32),
+        "top_logprob_ids": np.array([[5, 6], [7, 8]]),
+        "top_logprobs": np.array([[-0.5, -np.inf], [-0.25, -1.0]], np.float32),
+    }
+    delta = Delta([4, 7], "xy", 0.0, outputs)
+    chat = ChatChoice(0, model, top_logprobs=2, tools=None, return_token_ids=False).piece(delta)
+    assert chat is not None
+    first, second = chat["logprobs"]["content"]
+    assert (first["logprob"], [top["logprob"] for top in first["top_logprobs"]]) == (-9999, [-0.5, -9999])
+    assert (second["logprob"], [top["logprob"] for top in second["top_logprobs"]]) == (-0.5, [-0.25, -1])
+    plain = CompletionChoice(0, model, logprobs=2, echo="", prompt_ids=None).piece(delta)
+    assert plain is not None
+    texts = [model.token_texts.of(token)[0] for token in range(9)]
+    assert plain["logprobs"]["token_logprobs"] == [-9999, -0.5]
+    assert plain["logprobs"]["top_logprobs"] == [
+        {texts[5]: -0.5, texts[6]: -9999, texts[4]: -9999},
+        {texts[7]: -0.5, texts[8]: -1},
+    ]
+
+
+def test_every_answer_follows_a_form_of_its_own(client: TestClient) -> None:
+    body = {
+        "prompt": "In the",
+        "n": 4,
+        "max_tokens": 60,
+        "seed": 1,
+        "temperature": 2,
+        "guided_regex": "[a-z]{1,9}[0-9]",
+    }
+    choices = client.post(COMPLETIONS, json=body).json()["choices"]
+    texts = [choice["text"] for choice in choices]
+    assert all(re.fullmatch("[a-z]{1,9}[0-9]", text) for text in texts), texts
+    assert len({*texts}) == 4
 
 
 @pytest.mark.parametrize("stream", [False, True])

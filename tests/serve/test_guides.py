@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from qsample.runtime import CausalLM, Step
-from qsample.serve.grammar import Form, grammar_of
+from qsample.serve.grammar import Form, grammar_of, moved_schema
 from qsample.serve.guides import GrammarGuide, Grammars
 from qsample.serve.http import ApiError
 from tests.serve.test_trial import SLOW, chained
@@ -111,6 +111,12 @@ def test_a_grammar_that_failed_is_tried_again(
         return await grammars.guide(grammar_of(Form("regex", regex)))
 
     assert asyncio.run(run())._compiled.mask.any()
+
+
+def test_references_follow_a_schema_into_another() -> None:
+    schema = {"$ref": "#", "items": [{"$ref": "#/$defs/a"}, {"$ref": "https://x.y/#/z"}], "enum": ["#"]}
+    moved = {"$ref": "#/at", "items": [{"$ref": "#/at/$defs/a"}, {"$ref": "https://x.y/#/z"}], "enum": ["#"]}
+    assert moved_schema("f", schema, "#/at") == moved
 
 
 def test_a_choice_may_look_like_a_grammar(grammars: Grammars) -> None:

@@ -195,6 +195,22 @@ def test_a_bias_of_nothing_needs_no_package_that_takes_biases(local_app: Callabl
             assert (model.sampling_params(request).logit_bias or None) == expected
 
 
+def test_stop_token_ids_are_added_to_the_models(local_app: Callable[..., TestClient]) -> None:
+    with local_app(slots=1) as client:
+        model = client.app.state.server.models.find("tiny")  # type: ignore[attr-defined]
+        ends = model.model.package.manifest.token_ids.eos
+        for options, expected in (
+            ({"stop_token_ids": [7, 9]}, {*ends, 7, 9}),
+            ({"stop_token_ids": [7], "ignore_eos": True}, {7}),
+            ({"ignore_eos": True}, set()),
+        ):
+            assert {*model.sampling_params(CompletionRequest(prompt="x", **options)).eos_token_id} == expected  # type: ignore[arg-type]
+        body = {"prompt": "In the", "max_tokens": 4, "stop_token_ids": [7]}
+        for bias, reason in (({str(ends[0]): 100}, None), ({"7": 100}, 7)):
+            choice = client.post("/v1/completions", json={**body, "logit_bias": bias}).json()["choices"][0]
+            assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", reason)
+
+
 def test_the_openai_client_writes_out_what_it_does_not_use(server: ServerProcess) -> None:
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
     options: dict[str, Any] = dict.fromkeys(names("chat") - {"messages", "model"})

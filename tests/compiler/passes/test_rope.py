@@ -295,12 +295,14 @@ def test_the_smallest_contexts(capacity: int) -> None:
     assert "RotaryEmbedding" not in {node.op_type for node in model.graph}
 
 
-def test_rotary_of_odd_sizes_stays() -> None:
-    """Heads of 8 are smaller than the operator's own rotation takes."""
+@pytest.mark.parametrize(("heads", "rotated"), [(2, 0), (1, 8)])
+def test_rotary_of_odd_sizes_stays(heads: int, rotated: int) -> None:
+    """Heads of 8, or a rotated part of 8, are smaller than the operator's own rotation takes."""
     model = rotary_graph(BY_POSITION)
     for node in model.graph:
         if node.op_type == "RotaryEmbedding":
-            node.attributes["num_heads"] = ir.AttrInt64("num_heads", 2 * node.attributes.get_int("num_heads", 0))
+            node.attributes["num_heads"] = ir.AttrInt64("num_heads", heads * node.attributes.get_int("num_heads", 0))
+            node.attributes["rotary_embedding_dim"] = ir.AttrInt64("rotary_embedding_dim", rotated)
     assert not absorb_rope(model, 32)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -14,6 +15,7 @@ from qsample.compiler.compile import compile_package
 from qsample.compiler.options import CompileOptions
 from qsample.compiler.quantize.kv_cache import measure_ranges, quantize_kv_cache
 from qsample.errors import CompileError
+from qsample.graph.runner import GraphRunner
 from qsample.package import Package, read_package
 
 HEADS, KV_HEADS, SIZE, CAPACITY = 4, 2, 16, 24
@@ -114,13 +116,28 @@ def test_generates_in_place_and_in_chunks(compiled: Path) -> None:
     assert model.generate(prompts, **options, prefill_chunk_size=7).token_ids[:2] == wanted[:2]
 
 
-def test_ranges_are_those_of_the_cache(llama_package: Path) -> None:
+def test_ranges_are_those_of_the_cache(llama_package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = read_package(llama_package)
-    ranges = measure_ranges(package.path, package.interface, 32)
+    states: list[Any] = []
+    plain = GraphRunner.start
+
+    def start(self: GraphRunner, rows: int) -> Any:
+        states.append(plain(self, rows))
+        return states[-1]
+
+    monkeypatch.setattr(GraphRunner, "start", start)
+    done: list[float] = []
+    ranges = measure_ranges(package.path, package.interface, 32, done.append)
     assert list(ranges) == [spec.name for spec in package.interface.cache_states]
+    (state,) = states
     for name, largest in ranges.items():
         assert largest.shape == (2, 16), name
         assert (largest > 0).all()
+        assert not state[name][:, :, 31].any(), "31 tokens were written"
+        # Of all rows and tokens: none is the whole of it.
+        np.testing.assert_array_equal(largest, np.abs(state[name]).max(axis=(0, 2)))
+        assert all((np.abs(row).max(axis=1) < largest).any() for row in state[name])
+    assert done == [step / 31 for step in range(1, 32)]
 
 
 def test_bad_options(small: Package, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 import qsample
 from qsample.checkpoints.hub import HubOptions
 from qsample.errors import QsampleError
-from qsample.exporters.foreign.files import locate
+from qsample.exporters.foreign.files import Settings, locate
 from qsample.interface import Features
 from tests.helpers.foreign import edited
 
@@ -150,6 +150,22 @@ def linked(folder: Path, cache: Path) -> Path:
         link.parent.mkdir(parents=True, exist_ok=True)
         link.symlink_to(os.path.relpath(blobs / str(number), link.parent))
     return snapshot
+
+
+def test_stop_tokens_are_those_of_the_generation_config() -> None:
+    """Chat models stop at more tokens than config.json has."""
+
+    def token_ids(generation: dict[str, Any], genai: dict[str, Any], config: dict[str, Any]) -> tuple[Any, ...]:
+        found = Settings(config, generation, genai, {}).token_ids(10)
+        return found.pad, found.bos, found.eos
+
+    ids = {"eos_token_id": 2, "bos_token_id": 1, "pad_token_id": 0}
+    more = {"eos_token_id": [3, 4, 10, None], "bos_token_id": 5, "pad_token_id": 10}
+    genai = {"eos_token_id": 6, "bos_token_id": 9, "pad_token_id": 8}
+    assert token_ids(more, genai, ids) == (3, 5, (3, 4))
+    assert token_ids({}, genai, ids) == (8, 9, (6,))
+    assert token_ids({"eos_token_id": None}, {}, ids) == (0, 1, (2,))
+    assert token_ids({}, {}, {"bos_token_id": -1}) == (0, None, ())
 
 
 def test_links_of_the_hubs_cache(decoder: Decoder, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import random
 import threading
 import time
@@ -14,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from qsample.contract import RUNNING, STATUS_NAMES
+from qsample.contract import INVALID_LOGITS, RUNNING, STATUS_NAMES, STOPPED
 from qsample.errors import QsampleError
 from qsample.runtime import CausalLM, SamplingParams
 from qsample.runtime.decode.loop import DecodeLoop
@@ -22,7 +23,7 @@ from qsample.runtime.decode.scheduler import Admission, Scheduler, SchedulerConf
 from qsample.runtime.decode.slots import Slots, Snapshot
 from qsample.runtime.sequence import Sequence
 from tests.helpers import fake_reference
-from tests.helpers.fake_package import MAX_POSITIONS, POISON
+from tests.helpers.fake_package import MAX_POSITIONS, PIECE_SIZE, POISON
 from tests.helpers.requests import make_sequence, random_params, random_prompt
 
 CAPACITY = 64
@@ -317,6 +318,26 @@ def test_a_row_with_invalid_logits_harms_no_other(model: CausalLM) -> None:
         assert tokens[1] == []
         for seed in (0, 2, 3):
             assert tokens[seed] == fake_reference.generate(prompts[seed], free, seed, CAPACITY)[0]
+
+
+@pytest.mark.parametrize(("status", "reused"), [(INVALID_LOGITS, 0), (STOPPED, PIECE_SIZE)])
+def test_an_invalid_rows_keys_and_values_are_not_reused(
+    status: int, reused: int, model: CausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever made its logits invalid after some tokens may lie in them."""
+    plain, reads = Slots.read, itertools.count(1)
+
+    def read(self: Slots, side: int | None = None, newest: int | None = None) -> Snapshot:
+        snapshot = plain(self, side, newest)
+        ended = np.full_like(snapshot.status, status) if next(reads) == 3 else snapshot.status
+        return Snapshot(ended, snapshot.lengths, snapshot.tokens, snapshot.outputs)
+
+    monkeypatch.setattr(Slots, "read", read)
+    params = SamplingParams(max_new_tokens=6, eos_token_id=())
+    first, again = (make_sequence(model, list(range(20, 30)), params, 0, CAPACITY) for _ in range(2))
+    tokens, _, _ = run(model, [first, again], 1)
+    assert (first.status, again.reused) == (status, reused)
+    assert tokens[1][:3] == tokens[0]
 
 
 def test_a_graph_that_never_ends_its_rows_is_an_error(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
