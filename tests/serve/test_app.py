@@ -342,7 +342,7 @@ def test_impossible_tokens_have_the_least_number_of_openai(client: TestClient) -
     first, second = chat["logprobs"]["content"]
     assert (first["logprob"], [top["logprob"] for top in first["top_logprobs"]]) == (-9999, [-0.5, -9999])
     assert (second["logprob"], [top["logprob"] for top in second["top_logprobs"]]) == (-0.5, [-0.25, -1])
-    plain = CompletionChoice(0, model, logprobs=2, echo="", prompt_ids=None).piece(delta)
+    plain = CompletionChoice(0, model, logprobs=2, echo="", prompt_ids=None, prompt_logprobs=None).piece(delta)
     assert plain is not None
     texts = [model.token_texts.of(token)[0] for token in range(9)]
     assert plain["logprobs"]["token_logprobs"] == [-9999, -0.5]

@@ -23,7 +23,7 @@ from qsample.runtime.decode.scheduler import Admission, Scheduler, SchedulerConf
 from qsample.runtime.decode.slots import Slots, Snapshot
 from qsample.runtime.sequence import Sequence
 from tests.helpers import fake_reference
-from tests.helpers.fake_package import MAX_POSITIONS, PIECE_SIZE, POISON
+from tests.helpers.fake_package import MAX_POSITIONS, POISON
 from tests.helpers.requests import make_sequence, random_params, random_prompt
 
 CAPACITY = 64
@@ -320,7 +320,7 @@ def test_a_row_with_invalid_logits_harms_no_other(model: CausalLM) -> None:
             assert tokens[seed] == fake_reference.generate(prompts[seed], free, seed, CAPACITY)[0]
 
 
-@pytest.mark.parametrize(("status", "reused"), [(INVALID_LOGITS, 0), (STOPPED, PIECE_SIZE)])
+@pytest.mark.parametrize(("status", "reused"), [(INVALID_LOGITS, 0), (STOPPED, 8)])
 def test_an_invalid_rows_keys_and_values_are_not_reused(
     status: int, reused: int, model: CausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -334,7 +334,7 @@ def test_an_invalid_rows_keys_and_values_are_not_reused(
 
     monkeypatch.setattr(Slots, "read", read)
     params = SamplingParams(max_new_tokens=6, eos_token_id=())
-    first, again = (make_sequence(model, list(range(20, 30)), params, 0, CAPACITY) for _ in range(2))
+    first, again = (make_sequence(model, list(range(20, 29)), params, 0, CAPACITY) for _ in range(2))
     tokens, _, _ = run(model, [first, again], 1)
     assert (first.status, again.reused) == (status, reused)
     assert tokens[1][:3] == tokens[0]
