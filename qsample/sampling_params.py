@@ -22,6 +22,7 @@ INT32_MAX: Final = 2**31 - 1
 FLOAT32_MAX: Final = 3.4028235e38
 SMALLEST_TOP_P: Final = 1.1754944e-38  # the least normal float32: the likeliest token alone, whatever its mass
 _TINY: Final = SMALLEST_TOP_P
+_STRONGEST: Final = 1e6  # of a penalty: far beyond all logits, and far from numbers that they overflow with
 LONGEST_TEXT: Final = 256  # characters: longer texts are neither tokens nor words to forbid
 
 # Fields of a generation_config that change the tokens and that qsample does not implement.
@@ -155,8 +156,8 @@ class SamplingParams:
         top_k: >= 0; 0 = off.
         top_p: in (0, 1]; 1 = off.
         min_p: in [0, 1]; 0 = off.
-        repetition_penalty: > 0; 1 = off. For prompt and sampled tokens.
-        presence_penalty, frequency_penalty: finite; 0 = off. For sampled tokens.
+        repetition_penalty: 1e-6 to 1e6; 1 = off. For prompt and sampled tokens.
+        presence_penalty, frequency_penalty: -1e6 to 1e6; 0 = off. For sampled tokens.
         min_length, max_length: total tokens, prompt included.
         min_new_tokens, max_new_tokens: sampled tokens. They win over min_length and max_length, as in transformers. A
             row always ends when its buffers are full.
@@ -197,9 +198,9 @@ class SamplingParams:
     top_k: int = _integer(0, 0, INT32_MAX, "an integer >= 0 (0 = off)")
     top_p: float = _number(1.0, SMALLEST_TOP_P, 1, "a number > 0 and <= 1 (1 = off)")
     min_p: float = _number(0.0, 0, 1, "a number from 0 to 1 (0 = off)")
-    repetition_penalty: float = _number(1.0, _TINY, FLOAT32_MAX, "a finite number > 0 (1 = off)")
-    presence_penalty: float = _number(0.0, -FLOAT32_MAX, FLOAT32_MAX, "a finite number (0 = off)")
-    frequency_penalty: float = _number(0.0, -FLOAT32_MAX, FLOAT32_MAX, "a finite number (0 = off)")
+    repetition_penalty: float = _number(1.0, 1 / _STRONGEST, _STRONGEST, "a number from 1e-6 to 1e6 (1 = off)")
+    presence_penalty: float = _number(0.0, -_STRONGEST, _STRONGEST, "a number from -1e6 to 1e6 (0 = off)")
+    frequency_penalty: float = _number(0.0, -_STRONGEST, _STRONGEST, "a number from -1e6 to 1e6 (0 = off)")
     min_length: int = _integer(0, 0, INT32_MAX, "an integer >= 0")
     min_new_tokens: int | None = _integer(None, 0, INT32_MAX, "an integer >= 0, or None")
     max_length: int | None = _integer(None, 1, INT32_MAX, "an integer >= 1, or None")

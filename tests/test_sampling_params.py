@@ -80,11 +80,13 @@ def test_accepted_values(field: str, value: Any) -> None:
         ("repetition_penalty", -1),
         ("repetition_penalty", math.inf),
         ("repetition_penalty", math.nan),
+        ("repetition_penalty", 1.2e-38),  # logits overflow with it
         ("repetition_penalty", 1e39),
         ("presence_penalty", math.nan),
         ("presence_penalty", -math.inf),
         ("frequency_penalty", math.nan),
         ("frequency_penalty", "1"),
+        ("frequency_penalty", -3e38),
         ("min_length", -1),
         ("min_length", None),
         ("min_new_tokens", -1),

@@ -65,12 +65,13 @@ def _texts(name: str, given: Any) -> dict[str, str]:
 def session_options(
     config: Mapping[str, str] | None = None, *, intra_op_num_threads: int | None = None
 ) -> ort.SessionOptions:
-    """ONNX Runtime's own options, without its warnings, which are about its own optimisations.
+    """ONNX Runtime's own options, without its log: warnings are about its own optimisations, errors are exceptions, and
+    both print names of the graph as they are, which could command a terminal.
 
     config, intra_op_num_threads: as in `SessionOptions`.
     """
     options = ort.SessionOptions()
-    options.log_severity_level = 3
+    options.log_severity_level = 4
     threads = chosen_threads(intra_op_num_threads)
     if threads is not None:
         options.intra_op_num_threads = threads

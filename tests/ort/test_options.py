@@ -19,7 +19,7 @@ def test_what_reaches_onnxruntime() -> None:
     options = session_options({"session.intra_op.allow_spinning": "0"}, intra_op_num_threads=3)
     assert options.intra_op_num_threads == 3
     assert options.get_session_config_entry("session.intra_op.allow_spinning") == "0"
-    assert options.log_severity_level == 3
+    assert options.log_severity_level == 4
 
 
 @pytest.mark.parametrize("value", [0, -1, True, 1.5, "2"])

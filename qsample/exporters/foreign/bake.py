@@ -23,7 +23,7 @@ from qsample.errors import ParityError, QsampleError, printable
 from qsample.exporters import parity
 from qsample.exporters.foreign import attention
 from qsample.exporters.foreign.files import Location, Settings, locate, read_settings, without_links, write_files
-from qsample.exporters.foreign.interface import POSITIONS, ForeignGraph, load, recognise
+from qsample.exporters.foreign.interface import POSITIONS, ForeignGraph, graph_errors, load, recognise
 from qsample.exporters.foreign.names import interface_of, record_shapes, use_contract_names
 from qsample.exporters.foreign.opset import rotary_tables, use_own_operators
 from qsample.exporters.foreign.original import Original, reference
@@ -119,13 +119,17 @@ def _bake(
 ) -> package.Package:
     settings = read_settings(location)
     report(Stage.READING, 0.05)
-    foreign = recognise(location.file, load(location.file), head_dim=settings.head_dim, vocab_size=settings.vocab_size)
+    with graph_errors(location.file):
+        model = load(location.file)
+        foreign = recognise(location.file, model, head_dim=settings.head_dim, vocab_size=settings.vocab_size)
+        del model
     source = _source(location, settings, foreign)
     size = sum(file.stat().st_size for file in (location.file, *location.data))
     with package.write_package(out, overwrite=overwrite, required_bytes=size) as writer:
         token_ids = settings.token_ids(foreign.vocab_size)
         write_files(location, settings, token_ids, foreign.vocab_size, tokenizer, writer.directory)
-        baked = rewrite(foreign, features, settings, rope, report)
+        with graph_errors(location.file):
+            baked = rewrite(foreign, features, settings, rope, report)
         del foreign
         report(Stage.WRITING_WEIGHTS, 0.5)
         packed = _packed_weights(baked.model)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -13,7 +15,7 @@ from typing import Final, NamedTuple
 import onnx_ir as ir
 from onnx_ir.passes import common as common_passes
 
-from qsample.errors import UnsupportedModelError
+from qsample.errors import QsampleError, UnsupportedModelError
 from qsample.graph import gqa
 from qsample.graph.edit import reads
 from qsample.graph.gqa import Slot
@@ -165,10 +167,14 @@ def load(path: Path) -> ir.Model:
 
     A function may say what an operator of ONNX Runtime computes, for other runtimes: that stays an operator.
     """
+    log = logging.getLogger("onnx_ir.serde")
+    before, log.disabled = log.disabled, True  # it prints names as they are; what is wrong is refused below
     try:
         model = ir.load(path)
     except Exception as error:  # protobuf has its own kinds
         raise UnsupportedModelError(f"{path} is not an ONNX file ({type(error).__name__}: {error!s:.200})") from error
+    finally:
+        log.disabled = before
     for domain, name, overload in list(model.functions):
         if domain == CONTRIB_DOMAIN and name in _OPERATORS:
             del model.functions[domain, name, overload]
@@ -177,6 +183,20 @@ def load(path: Path) -> ir.Model:
     common_passes.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
     common_passes.RemoveUnusedNodesPass()(model)
     return model
+
+
+@contextmanager
+def graph_errors(path: Path) -> Iterator[None]:
+    """Turn an error of the graph's libraries, or of a rewrite that meets an operator unlike its definition, into a
+    refusal of the file."""
+    try:
+        yield
+    except (QsampleError, OSError, MemoryError):
+        raise
+    except Exception as error:
+        raise refusal(
+            path, f"its graph is not as its operators are defined ({type(error).__name__}: {error!s:.200})"
+        ) from (error)
 
 
 def _inline(path: Path, model: ir.Model) -> None:

@@ -64,6 +64,12 @@ def not_causal(model: ir.Model) -> None:
             node.attributes["causal"] = ir.AttrInt64("causal", 0)
 
 
+def heads_as_text(model: ir.Model) -> None:
+    for node in model.graph:
+        if node.op_type == "GroupQueryAttention":
+            node.attributes["num_heads"] = ir.AttrString("num_heads", "\x1b[2J")
+
+
 def one_shared_cache(model: ir.Model) -> None:
     first, second = (node for node in model.graph if node.op_type == "GroupQueryAttention")
     second.replace_input_with(3, first.outputs[1])
@@ -106,6 +112,7 @@ def mask_used_elsewhere(model: ir.Model) -> None:
         (with_opset(13), "opset is 13.*14 to 24"),
         (with_opset(25), "opset is 25"),
         (not_causal, "not causal"),
+        (heads_as_text, "not as its operators are defined .*num_heads"),
         (one_shared_cache, "shares its cache"),
         (mask_used_elsewhere, "attention_mask is used beyond the attention, by ReduceMax"),
     ],
