@@ -271,7 +271,7 @@ class ExportableModel(Model):
 
         Args:
             weights, ctx_len: as in `CompileOptions`; None = as the model has them.
-            progress: called with a stage's name and the fraction done, in [0, 1].
+            progress: called with a stage's name and the fraction done, in [0, 1]; None = a bar, on a terminal.
 
         Raises:
             QsampleError: if the cache cannot be written; and as `export` and `compile` do.
@@ -285,11 +285,10 @@ class ExportableModel(Model):
             "weights": weights,
             "ctx_len": ctx_len,
         }
-        package, holding = open_cached(
-            Recipe("-".join(filter(None, (Path(self._source.model_id).name, str(provider), weights))), parts),
-            partial(self._make, provider=provider, options=options, progress=progress),
-            progress,
-        )
+        recipe = Recipe("-".join(filter(None, (Path(self._source.model_id).name, str(provider), weights))), parts)
+        with shown(progress) as report:
+            make = partial(self._make, provider=provider, options=options, progress=report)
+            package, holding = open_cached(recipe, make, report)
         return PackagedModel(package, self._provider, holding)
 
     def _make(self, path: Path, *, provider: Any, options: CompileOptions, progress: Progress | None) -> None:

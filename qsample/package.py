@@ -365,9 +365,9 @@ def faster_way(package: Package) -> str | None:
     if package.manifest.compilation is not None or size < _SLOW_FROM:
         return None
     return (
-        f"{package.path} is portable, and about as fast as transformers; compile makes it faster, several times with "
-        f'weights in 4 bits: `qsample compile {package.path} OUT --weights int4`, or model.compile("OUT", '
-        'weights="int4") in Python'
+        f"{package.path} is portable, and about as fast as transformers; compiled with weights in 4 bits it is several "
+        f'times as fast: `qsample compile {package.path} OUT --weights int4`, or model.compile("OUT", weights="int4") '
+        "in Python"
     )
 
 

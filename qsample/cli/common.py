@@ -313,10 +313,13 @@ def open_exported(
                 f"--weights {weights}`"
             )
         from qsample.models import PackagedModel
-        from qsample.package import read_package
+        from qsample.package import faster_way, read_package
 
         with progress():
-            return PackagedModel(read_package(name), provider)
+            package = read_package(name)
+        if advice := faster_way(package):
+            note(advice)
+        return PackagedModel(package, provider)
     with progress(logged=True) as shown:
         stages = set[str]()
 

@@ -186,6 +186,17 @@ def test_generate_from_a_package_without_the_sampler(run: Any, exported: Any, ll
     assert (host[0], host[1]) == (0, baked[1])
 
 
+def test_generate_tells_once_of_compile_for_a_large_portable_package(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = fake_package(tmp_path / "package").path
+    arguments = ("generate", package, "-p", "a", "--max-new-tokens", "1")
+    assert "qsample compile" not in run(*arguments)[2]
+    monkeypatch.setattr("qsample.package._SLOW_FROM", 1000)
+    status, _, err = run(*arguments)
+    assert (status, err.count(f"`qsample compile {package} OUT --weights int4`")) == (0, 1)
+
+
 def test_generate_with_an_unknown_provider(run: Any, llama_package: Path) -> None:
     status, _, err = run("generate", llama_package, "-p", "x", "--provider", "abacus")
     assert status == 1
