@@ -39,7 +39,7 @@ def build_sampler(interface: Interface, pad_token_id: int, *, num_candidates: in
     if num_candidates < 1:
         raise ValueError(f"num_candidates is {num_candidates}; it must be at least 1")
     spec = interface.sampler
-    graph, inputs = _graph(interface, spec)
+    graph, inputs = new_graph(interface, spec)
     with building(graph):
         call = Call(interface, inputs)
         adjusted = adjusted_logits(call)
@@ -47,8 +47,8 @@ def build_sampler(interface: Interface, pad_token_id: int, *, num_candidates: in
         states = {retained_name(name): state for name, state in next_states(call, drawn).items()}
         found = results(call, drawn, pad_token_id) | states | {ADJUSTED_LOGITS.name: adjusted}
         retained = [replace(state, name=retained_name(state.name)) for state in spec.states if not state.read_only]
-        _set_outputs(graph, interface, [*spec.outputs, *retained], found)
-    return _finished(graph)
+        set_outputs(graph, interface, [*spec.outputs, *retained], found)
+    return finished(graph)
 
 
 def build_draw(interface: Interface, pad_token_id: int) -> ir.Model:
@@ -63,17 +63,17 @@ def build_draw(interface: Interface, pad_token_id: int) -> ir.Model:
         A graph with the inputs of `interface.sampler`; its outputs are those of a step and `status_RetainedState`.
     """
     spec = interface.sampler
-    graph, inputs = _graph(interface, spec)
+    graph, inputs = new_graph(interface, spec)
     with building(graph):
         call = Call(interface, inputs)
         drawn = draw(call, adjusted_logits(call), CANDIDATES)
         status = replace(STATUS, name=retained_name(STATUS.name))
         found = results(call, drawn, pad_token_id) | {status.name: next_status(call, drawn)}
-        _set_outputs(graph, interface, [*interface.sampler_outputs, status], found)
-    return _finished(graph)
+        set_outputs(graph, interface, [*interface.sampler_outputs, status], found)
+    return finished(graph)
 
 
-def _graph(interface: Interface, spec: GraphSpec) -> tuple[ir.Graph, dict[str, Tensor]]:
+def new_graph(interface: Interface, spec: GraphSpec) -> tuple[ir.Graph, dict[str, Tensor]]:
     """A graph with the inputs of `spec` and no nodes, and these inputs by name."""
     values = [_value(interface, tensor) for tensor in (*spec.inputs, *spec.states)]
     graph = ir.Graph(values, [], nodes=[], opset_imports={"": OPSET}, name="sampler")
@@ -86,7 +86,7 @@ def _value(interface: Interface, spec: TensorSpec) -> ir.Value:
     return ir.Value(name=spec.name, shape=shape, type=ir.TensorType(dtype))
 
 
-def _set_outputs(
+def set_outputs(
     graph: ir.Graph, interface: Interface, outputs: Sequence[TensorSpec], found: Mapping[str, Tensor]
 ) -> None:
     """Let `found` be the graph's outputs, under their names, and give everything else a name of its own."""
@@ -108,7 +108,8 @@ def _set_outputs(
         value.name = spec.name
 
 
-def _finished(graph: ir.Graph) -> ir.Model:
+def finished(graph: ir.Graph) -> ir.Model:
+    """The model of a graph whose outputs are set, without what is there twice or for nothing."""
     model = ir.Model(graph, ir_version=_IR_VERSION, producer_name="qsample")
     common_passes.DeduplicateInitializersPass()(model)
     common_passes.CommonSubexpressionEliminationPass()(model)
