@@ -184,10 +184,13 @@ class ResponsesRequest(GenerationRequest):
     instructions: StrictStr | None = None
     max_output_tokens: Count | None = None
     text: TextOptions | None = None
-    tools: list[FunctionTool] | None = None
+    tools: Annotated[list[FunctionTool], Field(fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedFunctionTool | None = None
     parallel_tool_calls: StrictBool | None = None
-    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
+    include: (
+        Annotated[list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]], Field(fail_fast=True)]
+        | None
+    ) = None
     top_logprobs: Annotated[StrictInt, Field(ge=0, le=20)] | None = None
     reasoning: Reasoning | None = None
     chat_template: StrictStr | None = None

@@ -10,6 +10,7 @@ import pytest
 
 from qsample.serve.models import ServedModels
 from qsample.serve.settings import ServeSettings
+from qsample.text.chat import ChatOptions
 from tests.helpers.fake_package import fake_package
 
 
@@ -31,6 +32,19 @@ def test_a_chat_template_by_name_or_as_text(package: Path, template: str | None,
     try:
         tokenizer = models.find("tiny").tokenizer
         assert tokenizer.decode(tokenizer.encode_chat([{"role": "user", "content": "hello"}])) == prompt
+    finally:
+        models.close()
+
+
+def test_developer_messages_are_system_messages_for_templates_that_do_not_know_them(package: Path) -> None:
+    models = ServedModels(ServeSettings(models={"tiny": str(package)}, slots=1))
+    try:
+        for template, text in (
+            ("{{ messages[0].role }}", "system"),
+            ("{{ messages[0].role }}{# developer #}", "developer"),
+        ):
+            options = ChatOptions(chat_template=template)
+            assert models.find("tiny").render_chat([{"role": "developer", "content": "hello"}], options) == text
     finally:
         models.close()
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import unicodedata
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import tokenizers
 
 from qsample.errors import PackageError
 from qsample.runtime import CausalLM, load
@@ -65,3 +68,53 @@ def test_tokens_that_are_skipped_are_those_that_decode_leaves_out() -> None:
         for token in (0, 2, 3, 68, 259, 260, 10_000):
             left_out = tokenizer.decode([68, token, 68], skip_special_tokens=skip) == "aa"
             assert tokenizer.is_skipped(token, skip_special_tokens=skip) == left_out, token
+
+
+def changed(**parts: object) -> Tokenizer:
+    """The bytes' tokenizer with other parts of its tokenizer.json."""
+    description = json.loads(byte_tokenizer().to_str())
+    return Tokenizer(tokenizers.Tokenizer.from_str(json.dumps({**description, **parts})))
+
+
+SPLIT = {"type": "Split", "pattern": {"Regex": "x+"}, "invert": False}
+BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+ADDED = {"id": 0, "content": "<unk>", "single_word": False, "normalized": False, "special": True}
+
+
+@pytest.mark.parametrize("normalizer", [None, {"type": "NFC"}, {"type": "NFKC"}], ids=["none", "NFC", "NFKC"])
+def test_characters_that_a_token_takes_the_place_of(normalizer: object) -> None:
+    tokenizer = changed(normalizer=normalizer)
+    most = tokenizer.characters_per_token()
+    assert most is not None
+    texts = [chr(code) * 50 for code in range(0x20, 0x3000, 7)]
+    texts += [unicodedata.normalize("NFD", chr(code)) * 50 for code in (0x1F82, 0xAC01, 0x1E69, 0x0390)]
+    for text in texts:
+        assert len(text) <= most * len(tokenizer.encode(text, add_special_tokens=False)), ascii(text[:8])
+
+
+def test_characters_of_tokens_with_byte_fallback() -> None:
+    """Llama's kind: a character without a token is its bytes."""
+    vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"<unk>": 256, "\u2581": 257, "an": 258}
+    model = {"type": "BPE", "vocab": vocabulary, "merges": [], "byte_fallback": True, "unk_token": "<unk>"}
+    blanks = {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}
+    parts: dict[str, object] = {"pre_tokenizer": None, "normalizer": blanks, "added_tokens": []}
+    assert changed(model=model, post_processor=None, **parts).characters_per_token() == len("<0x00>")
+    del vocabulary["<0x80>"]
+    assert changed(model=model, post_processor=None, **parts).characters_per_token() is None
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"normalizer": {"type": "Strip", "strip_left": True, "strip_right": True}},
+        {"normalizer": {"type": "Replace", "pattern": {"Regex": " +"}, "content": " "}},
+        {"normalizer": {"type": "Replace", "pattern": {"String": "  "}, "content": " "}},
+        {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [{**SPLIT, "behavior": "Removed"}, BYTES]}},
+        {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [{"type": "WhitespaceSplit"}, BYTES]}},
+        {"pre_tokenizer": None},
+        {"added_tokens": [{**ADDED, "lstrip": True, "rstrip": False}]},
+    ],
+    ids=["Strip", "Regex", "shorter", "Removed", "WhitespaceSplit", "no bytes", "lstrip"],
+)
+def test_tokenizers_that_leave_characters_out_take_any_number(parts: dict[str, object]) -> None:
+    assert changed(**parts).characters_per_token() is None
