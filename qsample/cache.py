@@ -23,9 +23,10 @@ from typing import Any, Final
 
 from qsample.destination import scratch_in
 from qsample.disk.locks import is_at, lock, release, taken_lock, waited_lock
+from qsample.disk.space import full_disk_named
 from qsample.errors import PackageError, QsampleError
 from qsample.manifest import MANIFEST_NAME, Manifest
-from qsample.package import Package, read_package
+from qsample.package import Package, read_package, sha256_of
 from qsample.progress import Progress, Stage, unreported
 
 PACKAGE_ROOT: Final = Path(__file__).resolve().parent
@@ -33,6 +34,7 @@ CACHE_VARIABLE: Final = "QSAMPLE_CACHE"
 LIMIT_VARIABLE: Final = "QSAMPLE_CACHE_LIMIT"
 DEFAULT_LIMIT: Final = 50 * 10**9  # bytes
 _ENTRY: Final = re.compile(r"[\w.+-]+-[0-9a-f]{16}")
+_DIGEST: Final = "qsample.json.sha256"  # of the manifest, which has those of the other files
 _SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)b?", re.IGNORECASE)
 _UNITS: Final = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 
@@ -103,7 +105,7 @@ def open_cached(
 
     Args:
         recipe: what the package follows from.
-        make: writes the package to a path, all of it or nothing.
+        make: writes the package to a path.
         progress: told if another process makes the package, which this process then waits for.
 
     Returns:
@@ -133,7 +135,13 @@ def open_cached(
                 report(Stage.MAKING_AGAIN, 0.0)
                 _delete(path)
             report(Stage.STARTING, 0.0)  # libraries take seconds to import
-            make(path)
+            with (
+                full_disk_named(folder),
+                scratch_in(folder) as scratch,
+            ):  # compile would keep a refused package next to another place
+                make(made := scratch.new / path.name)
+                (made / _DIGEST).write_text(sha256_of(made / MANIFEST_NAME))
+                made.rename(path)
             found = _use(path)
         if not found:
             raise PackageError(f"{path} was removed or damaged as soon as it was made; start again")
@@ -208,11 +216,13 @@ def _use(path: Path) -> tuple[Package, FileIO] | None:
         sleep(0.05)  # another process looks at it, or removes it
     try:
         if free is not False and is_at(manifest, file):
+            if (path / _DIGEST).read_text() != sha256_of(manifest):
+                raise PackageError(f"{manifest} was altered")
             package = read_package(path)
             with suppress(OSError):  # a cache that is only read
                 os.utime(path)
             return package, file
-    except PackageError:
+    except (PackageError, OSError, ValueError):
         pass
     file.close()
     return None
@@ -246,12 +256,11 @@ def _delete(path: Path) -> None:
 def _trim(folder: Path, limit: int) -> None:
     """Remove entries that were not used for longest until `limit` holds; those in use stay."""
     _sweep(folder)
-    total = 0
-    for path in sorted(_entry_folders(folder), key=_last_used, reverse=True):
-        size = sum(_size(file) for file in path.rglob("*"))
-        total += size
+    sizes = {path: sum(map(_size, path.rglob("*"))) for path in _entry_folders(folder)}
+    total = sum(sizes.values())
+    for path in sorted(sizes, key=_last_used):
         if total > limit and remove(path):
-            total -= size
+            total -= sizes[path]
 
 
 def _last_used(path: Path) -> float:

@@ -1,0 +1,291 @@
+"""The cache of models given directly: made once by any number of processes, whole after any end, within its limit."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from qsample import cache
+from qsample.cache import LIMIT_VARIABLE, Recipe, entries, open_cached
+from qsample.checkpoints.hub import HubOptions
+from qsample.checkpoints.source import CheckpointSource, identity_of
+from qsample.errors import PackageError, QsampleError
+from qsample.package import Package
+
+ROOT = Path(__file__).resolve().parent.parent
+# Opens an entry that is copied from argv[1]. It says where it is, and goes on after each line that it reads.
+PROCESS = """
+import shutil, sys
+from pathlib import Path
+from qsample.cache import Recipe, open_cached
+
+def reached(place):
+    print(place, flush=True)
+    sys.stdin.readline()
+
+def make(path):
+    reached("locked")
+    path.mkdir()
+    files = sorted(Path(sys.argv[1]).iterdir())
+    for number, file in enumerate(files):
+        if number == len(files) // 2:
+            reached("half")
+        shutil.copy(file, path)
+    reached("whole")
+
+package, holding = open_cached(Recipe(sys.argv[2], {}), make, lambda stage, fraction: print(stage, flush=True))
+print(package.path, flush=True)
+sys.stdin.readline()
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(cache.CACHE_VARIABLE, str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def source(fake: Callable[..., Package]) -> Path:
+    return fake().path
+
+
+@contextmanager
+def process(source: Path, name: str = "model") -> Iterator[subprocess.Popen[str]]:
+    running = subprocess.Popen(
+        [sys.executable, "-c", PROCESS, str(source), name],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    with running:
+        try:
+            yield running
+        finally:
+            running.kill()
+
+
+def until(running: subprocess.Popen[str], place: str) -> list[str]:
+    """Let a process run until it says `place`; all that it said."""
+    assert running.stdin
+    assert running.stdout
+    said: list[str] = []
+    for line in running.stdout:
+        said.append(line.rstrip())
+        if said[-1].endswith(place):
+            return said
+        if said[-1] in ("locked", "half", "whole"):
+            running.stdin.write("\n")
+            running.stdin.flush()
+    raise AssertionError(said)
+
+
+def started_after(first: subprocess.Popen[str], place: str, source: Path) -> Any:
+    """Another process for the same entry, when the first has said `place`."""
+    until(first, place)
+    return process(source)
+
+
+def go_on(running: subprocess.Popen[str]) -> None:
+    assert running.stdin
+    running.stdin.write("\n")
+    running.stdin.flush()
+
+
+def opened(source: Path, name: str = "model", **parts: Any) -> tuple[Path, bool]:
+    """The path of an entry, which nobody holds any more, and whether it was made."""
+    made: list[Path] = []
+
+    def make(path: Path) -> None:
+        shutil.copytree(source, path)
+        made.append(path)
+
+    package, holding = open_cached(Recipe(name, parts), make)
+    holding.close()
+    return package.path, bool(made)
+
+
+def test_two_processes_make_one_entry_and_the_second_says_that_it_waits(folder: Path, source: Path) -> None:
+    with process(source) as first, started_after(first, "locked", source) as second:
+        assert until(second, "same package") == ["waiting for another process that makes the same package"]
+        go_on(first)
+        path = until(first, Recipe("model", {}).entry)[-1]
+        assert until(second, Recipe("model", {}).entry) == [path]
+        assert [path.name for path in folder.iterdir()] == [Recipe("model", {}).entry]
+        # Both hold it.
+        assert [entry.in_use for entry in entries()] == [True]
+        assert cache.clear() == (0, 1)
+    assert cache.clear() == (1, 0)
+    assert list(folder.iterdir()) == []
+
+
+@pytest.mark.parametrize("place", ["locked", "half", "whole"])
+def test_a_killed_process_leaves_nothing_that_the_next_does_not_mend(place: str, folder: Path, source: Path) -> None:
+    with process(source) as first, started_after(first, place, source) as second:
+        until(second, "same package")
+        first.kill()
+        assert "locked" in until(second, Recipe("model", {}).entry), "the one that waited makes it"
+    assert [path.name for path in folder.iterdir()] == [Recipe("model", {}).entry]
+    assert opened(source) == (folder / Recipe("model", {}).entry, False)
+
+
+def test_a_damaged_entry_is_made_again(folder: Path, source: Path) -> None:
+    path, _ = opened(source)
+    names = sorted(file.name for file in path.iterdir())
+    assert "qsample.json" in names
+    for name in names:
+        for damage in (lambda data: data[:-1], lambda data: bytes([data[0] ^ 1]) + data[1:], None):
+            if damage is None:
+                (path / name).unlink()
+            else:
+                (path / name).write_bytes(damage((path / name).read_bytes()))
+            assert opened(source) == (path, True), name
+            assert opened(source) == (path, False)
+    assert [entry.name for entry in folder.iterdir()] == [path.name]
+
+
+def test_a_process_keeps_the_damaged_entry_that_it_has_open(folder: Path, source: Path) -> None:
+    with process(source) as first:
+        path = Path(until(first, Recipe("model", {}).entry)[-1])
+        (path / "decoder.onnx").write_bytes(b"")
+        assert opened(source) == (path, True)
+        assert first.poll() is None
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError(28, "No space left on device"), PackageError("no")])
+def test_a_failed_export_leaves_the_cache_empty(error: Any, folder: Path) -> None:
+    def broken(path: Path) -> None:
+        path.mkdir()
+        (path / "decoder.onnx").write_bytes(b"half")
+        raise error
+
+    expected = KeyboardInterrupt if error is KeyboardInterrupt else PackageError  # that says that the disk is full
+    with pytest.raises(expected):
+        open_cached(Recipe("model", {}), broken)
+    assert list(folder.iterdir()) == []
+
+
+def test_the_least_recently_used_entries_go_except_those_in_use(
+    folder: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size = sum(file.stat().st_size for file in source.iterdir())
+    monkeypatch.setenv(LIMIT_VARIABLE, f"{4.5 * size / 1000:.3f} kB")
+    (folder / "mine-0123456789abcdef").mkdir(parents=True)  # no package: somebody else's
+    with process(source, "held") as running:
+        until(running, Recipe("held", {}).entry)
+        for number, name in enumerate(("a", "b", "c")):
+            path, _ = opened(source, name)
+            os.utime(path, (1000 + number, 1000 + number))
+        os.utime(folder / Recipe("held", {}).entry, (1, 1))
+        assert opened(source, "a") == (folder / Recipe("a", {}).entry, False)  # used again
+        opened(source, "d")
+        assert {path.name.split("-")[0] for path in folder.iterdir()} == {"mine", "held", "a", "c", "d"}
+    # A limit that no model fits: the newest stays, and is found again.
+    monkeypatch.setenv(LIMIT_VARIABLE, "1")
+    assert opened(source, "e") == (folder / Recipe("e", {}).entry, True)
+    assert opened(source, "e") == (folder / Recipe("e", {}).entry, False)
+    assert {path.name.split("-")[0] for path in folder.iterdir()} == {"mine", "e"}
+
+
+@pytest.mark.parametrize("given", ["much", "-1", "5 bananas", "GB"])
+def test_a_limit_that_is_no_size(given: str, folder: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(LIMIT_VARIABLE, given)
+    with pytest.raises(QsampleError, match=f"QSAMPLE_CACHE_LIMIT is '{given}'; give a size, such as 50GB"):
+        opened(source)
+    assert not folder.exists()
+
+
+def test_a_cache_that_cannot_be_written(source: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv(cache.CACHE_VARIABLE, str(tmp_path / "file"))
+    with pytest.raises(QsampleError, match=r"cannot write to .*file, .*set QSAMPLE_CACHE to another folder"):
+        opened(source)
+
+
+@pytest.mark.skipif(hasattr(os, "geteuid") and os.geteuid() == 0, reason="root may write everywhere")
+def test_a_cache_that_is_only_read(folder: Path, source: Path) -> None:
+    path, _ = opened(source)
+    folder.chmod(0o500)
+    try:
+        assert opened(source) == (path, False)
+        with pytest.raises(QsampleError, match=r"cannot write to .*set QSAMPLE_CACHE"):
+            opened(source, "another")
+    finally:
+        folder.chmod(0o700)
+
+
+def test_an_entry_follows_code_and_parts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    names = {Recipe(name, parts).entry for name in ("a", "b") for parts in ({}, {"x": 1}, {"x": 2}, {"x": "1"})}
+    assert len(names) == 8
+    assert Recipe("../a b/é", {}).entry.startswith("a-b-é-")
+    before = Recipe("a", {}).entry
+    root = shutil.copytree(cache.PACKAGE_ROOT, tmp_path / "qsample", ignore=shutil.ignore_patterns("assets"))
+    monkeypatch.setattr(cache, "PACKAGE_ROOT", root)
+    assert Recipe("a", {}).entry == before
+    with (root / "cache.py").open("a") as code:
+        code.write("\n")
+    assert Recipe("a", {}).entry != before
+
+
+def test_the_identity_of_a_folder_follows_its_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("qsample.checkpoints.source._READ_WHOLE", 1 << 17)
+    large, before = tmp_path / "model.safetensors", []
+    large.write_bytes(bytes(1 << 18))
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "onnx").mkdir()
+
+    def state() -> Any:
+        return identity_of(str(tmp_path), HubOptions())
+
+    def changed() -> bool:
+        before.append(state())
+        return before[-1] not in before[:-1]
+
+    assert changed()
+    (tmp_path / "README.md").write_text("x")
+    (tmp_path / ".git").write_text("x")
+    (tmp_path / "checkpoint-500").mkdir()
+    (tmp_path / "checkpoint-500" / "model.safetensors").write_text("x")
+    os.utime(tmp_path / "config.json", (1, 1))
+    assert not changed(), "files that are not read, and the times of small files, do not count"
+    os.utime(large, (1, 1))
+    assert changed()
+    large.write_bytes(b"\1" * (1 << 18))
+    os.utime(large, (1, 1))
+    assert changed(), "other weights with the same size and time"
+    (tmp_path / "config.json").write_text("[]")
+    assert changed()
+    (tmp_path / "onnx" / "model.onnx").write_text("x")
+    assert changed()
+    (tmp_path / "onnx" / "other.onnx").write_text("x")
+    assert changed()
+    files = [identity_of(str(tmp_path / "onnx" / name), HubOptions()) for name in ("model.onnx", "other.onnx")]
+    assert files[0] == files[1], "a file's own name is its source's, not its identity's"
+    (tmp_path / "config.json").write_text("{}")
+    assert identity_of(str(tmp_path / "onnx" / "model.onnx"), HubOptions()) != files[0]
+
+
+def test_a_hub_id_is_its_downloaded_commit(tmp_path: Path) -> None:
+    repository = tmp_path / "models--some--model"
+    for branch, commit in (("main", "a" * 40), ("v2", "b" * 40)):
+        (repository / "refs").mkdir(parents=True, exist_ok=True)
+        (repository / "refs" / branch).write_text(commit)
+        (repository / "snapshots" / commit).mkdir(parents=True)
+        (repository / "snapshots" / commit / "config.json").touch()
+    hub = HubOptions(cache_dir=tmp_path, local_files_only=True)
+    source = CheckpointSource("some/model", "float32", "auto", None, hub)
+    assert identity_of("some/model", hub) == ["some/model", "a" * 40]
+    assert source.pinned().hub.revision == "a" * 40
+    assert identity_of("some/model", HubOptions(cache_dir=tmp_path, revision="v2")) == ["some/model", "b" * 40]
+    assert identity_of("some/model", HubOptions(cache_dir=tmp_path, revision="c" * 40)) == ["some/model", "c" * 40]
+    with pytest.raises(QsampleError, match="other/model does not exist, was not downloaded"):
+        identity_of("other/model", hub)
