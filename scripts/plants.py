@@ -19,11 +19,13 @@ from __future__ import annotations
 
 import argparse
 import ast
+import bisect
 import contextlib
 import copy
 import datetime
 import gc
 import importlib
+import itertools
 import json
 import os
 import random
@@ -95,10 +97,10 @@ class _Planter(ast.NodeVisitor):
         self.found: list[tuple[str, str, int, int, int, str]] = []
 
     def start(self, node: Any) -> int:
-        return self.offsets[node.lineno - 1] + int(node.col_offset)
+        return self.offsets[int(node.lineno) - 1] + int(node.col_offset)
 
     def end(self, node: Any) -> int:
-        return self.offsets[node.end_lineno - 1] + int(node.end_col_offset)
+        return self.offsets[int(node.end_lineno) - 1] + int(node.end_col_offset)
 
     def add(self, kind: str, node: Any, text: str) -> None:
         self.add_between(kind, node, self.start(node), self.end(node), text)
@@ -269,34 +271,39 @@ class _Planter(ast.NodeVisitor):
 
 
 def possible_plants(module: str, source: bytes) -> list[Plant]:
-    """Every change that gives another valid program, in the order of the source."""
-    tree = ast.parse(source)
+    """Every change, in the order of the source. A few give no valid program, see `is_program`."""
     planter = _Planter(module, source)
-    planter.visit(tree)
-    original, lines = ast.dump(tree), source.decode().splitlines()
+    planter.visit(ast.parse(source))
+    lines = source.splitlines(keepends=True)
+    starts = [0, *itertools.accumulate(map(len, lines))]
     plants, repeated = [], Counter[tuple[str, str, str, str]]()
-    for found in sorted(set(planter.found), key=lambda found: (found[3], found[4], found[5])):
-        plant = Plant(module, *found)
-        changed = planted(source, plant)
-        try:
-            if ast.dump(ast.parse(changed)) == original:
-                continue
-        except SyntaxError:
-            continue
-        first = source[: plant.start].count(b"\n")
-        last = source[: plant.end].count(b"\n") + 1
-        longer = len(changed.decode().splitlines()) - len(lines)
-        old = "\n".join(line.strip() for line in lines[first:last])
-        new = "\n".join(line.strip() for line in changed.decode().splitlines()[first : last + longer])
-        repeated[(module, plant.function, old, new)] += 1
-        if (count := repeated[(module, plant.function, old, new)]) > 1:
-            new += f"  #{count}"
-        plants.append(Plant(module, *found, old, new))
+    for kind, function, line, start, end, text in sorted(set(planter.found), key=lambda found: found[3:]):
+        first, last = bisect.bisect_right(starts, start) - 1, bisect.bisect_left(starts, end)
+        before, after = source[starts[first] : start], source[end : starts[last]]
+        old = _stripped((before + source[start:end] + after).decode())
+        new = _stripped((before + text.encode() + after).decode())
+        key = (module, function, old, new)
+        repeated[key] += 1
+        if repeated[key] > 1:
+            new += f"  #{repeated[key]}"
+        plants.append(Plant(module, kind, function, line, start, end, text, old, new))
     return plants
+
+
+def _stripped(lines: str) -> str:
+    return "\n".join(line.strip() for line in lines.splitlines())
 
 
 def planted(source: bytes, plant: Plant) -> bytes:
     return source[: plant.start] + plant.text.encode() + source[plant.end :]
+
+
+def is_program(source: bytes) -> bool:
+    try:
+        ast.parse(source)
+    except SyntaxError:
+        return False
+    return True
 
 
 def tests_of(root: Path, module: str) -> list[str]:
@@ -307,30 +314,22 @@ def tests_of(root: Path, module: str) -> list[str]:
     if not found:
         found = list(folder.glob("test_*.py"))
     if not found:
-        raise SystemExit(f"{module}: neither tests/{'/'.join([*folders, f'test_{name}.py'])} nor tests beside it.")
+        raise SystemExit(f"{module} has no tests: neither {folder}/test_{name}.py nor others in that folder.")
     return sorted(str(path.relative_to(root)) for path in found)
 
 
 class Watch:
-    """A pytest plugin of the run without a bug: which test runs which lines of the modules, and how long it takes."""
+    """A pytest plugin of the run without a bug: which test runs which functions, and how long it takes."""
 
     def __init__(self, root: Path, modules: list[str]) -> None:
         self.files = {str(root / module): module for module in modules}
         self.test = ""
-        self.lines: dict[str, dict[str, set[int]]] = {module: defaultdict(set) for module in modules}
+        self.functions: dict[str, dict[str, set[str]]] = {module: defaultdict(set) for module in modules}
         self.seconds: Counter[str] = Counter()
 
-    def _call(self, frame: Any, event: str, argument: object) -> Any:
-        module = self.files.get(frame.f_code.co_filename)
-        if module is None:
-            return None
-        self.lines[module][self.test].add(frame.f_lineno)
-
-        def line(frame: Any, event: str, argument: object) -> Any:
-            self.lines[module][self.test].add(frame.f_lineno)
-            return line
-
-        return line
+    def _call(self, frame: Any, event: str, argument: object) -> None:
+        if (module := self.files.get(frame.f_code.co_filename)) is not None:
+            self.functions[module][self.test].add(frame.f_code.co_name)
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         self.test = nodeid
@@ -348,8 +347,10 @@ class Watch:
     def result(self, root: Path) -> dict[str, Any]:
         files = {name: str(getattr(module, "__file__", None) or "") for name, module in list(sys.modules.items())}
         libraries = [name for name, file in files.items() if "site-packages" in file]
-        lines = {module: {test: sorted(found) for test, found in tests.items()} for module, tests in self.lines.items()}
-        return {"lines": lines, "seconds": self.seconds, "libraries": libraries}
+        functions = {
+            module: {test: sorted(names) for test, names in tests.items()} for module, tests in self.functions.items()
+        }
+        return {"functions": functions, "seconds": self.seconds, "libraries": libraries}
 
 
 class Order:
@@ -436,9 +437,8 @@ class Field:
             copy_tree(root, place / "tree")
         self.root = folder / "original"
         shutil.copytree(self.folders[0] / "tree", self.root, symlinks=True)
-        self.lines: dict[str, dict[str, list[int]]] = {}
+        self.functions: dict[str, dict[str, list[str]]] = {}
         self.seconds: dict[str, float] = {}
-        self.wall: dict[tuple[str, ...], float] = {}
         self.tests: dict[str, list[str]] = {}
         self.planted = 0
 
@@ -454,7 +454,7 @@ class Field:
             output = (folder / "output").read_text(errors="replace")
             raise SystemExit(f"The tests fail without a bug, so they tell nothing:\n{output[-4000:]}")
         watched = json.loads((folder / "watched.json").read_text())
-        self.lines, self.seconds = watched["lines"], watched["seconds"]
+        self.functions, self.seconds = watched["functions"], watched["seconds"]
         for name in watched["libraries"]:
             if name != "__main__" and name not in sys.modules:
                 with contextlib.suppress(BaseException):
@@ -463,19 +463,10 @@ class Field:
         gc.freeze()
 
     def in_order(self, plant: Plant) -> list[str]:
-        """The tests that run the changed line, or lines of its function, the fastest first."""
-        source = (self.root / plant.module).read_text("utf-8")
-        first, last = plant.line, plant.line
-        for node in ast.walk(ast.parse(source)):
-            if (
-                isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-                and node.lineno <= plant.line <= node.end_lineno
-            ):  # type: ignore[operator]
-                first, last = node.body[0].lineno, int(node.end_lineno or node.lineno)
-        lines = self.lines[plant.module]
-        covering = [test for test, found in lines.items() if test and any(first <= line <= last for line in found)]
-        exactly = {test for test in covering if plant.line in lines[test]}
-        return sorted(covering, key=lambda test: (test not in exactly, self.seconds.get(test, 0.0)))
+        """The tests that run the changed function, the fastest first."""
+        name = plant.function.rpartition(".")[2]
+        found = [test for test, names in self.functions[plant.module].items() if test and name in names]
+        return sorted(found, key=lambda test: self.seconds.get(test, 0.0))
 
     def start(self, folder: Path, plant: Plant) -> tuple[int, float]:
         """Plant the bug and start the tests: (process, when it is ended)."""
@@ -487,7 +478,7 @@ class Field:
         usual = sum(
             seconds for test, seconds in self.seconds.items() if test.split("::")[0] in self.tests[plant.module]
         )
-        limit = self.limit if self.limit is not None else 30 + 4 * usual
+        limit = self.limit if self.limit is not None else 30 + 2 * usual
         arguments = ["-x", *self.tests[plant.module]]
         return fork_tests(folder, arguments, Order(self.in_order(plant))), time.monotonic() + limit
 
@@ -590,7 +581,9 @@ def try_area(field: Field, area: str, modules: list[str], arguments: argparse.Na
         places = "\n  ".join(f"{module}, in {function}: {old}" for module, function, old, _ in sorted(stale))
         raise SystemExit(f"Entries of {EQUAL} that fit no bug of their module any more:\n  {places}")
     wanted = [plant for plant in possible if arguments.only is None or re.search(arguments.only, str(plant))]
-    chosen = random.Random(f"{arguments.seed} {area}").sample(wanted, min(arguments.number, len(wanted)))
+    random.Random(f"{arguments.seed} {area}").shuffle(wanted)
+    programs = (plant for plant in wanted if is_program(planted((field.root / plant.module).read_bytes(), plant)))
+    chosen = list(itertools.islice(programs, arguments.number))
     counts = Counter(equal=sum(plant.key in equal for plant in chosen))
     chosen = [plant for plant in chosen if plant.key not in equal]
     if chosen:
@@ -619,7 +612,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the choice of bugs (0)")
     parser.add_argument("--only", metavar="PATTERN", help="only bugs whose printed form has this regular expression")
     parser.add_argument("--jobs", type=int, default=1, help="bugs at the same time (1)")
-    parser.add_argument("--limit", type=float, help="seconds for each bug (30, and 4 times those of the tests)")
+    parser.add_argument("--limit", type=float, help="seconds for each bug (30, and twice those of the tests)")
     parser.add_argument("--record", action="store_true", help=f"write the counts to {PAGE}")
     parser.add_argument("--verbose", action="store_true", help="print every bug, not only those that were missed")
     arguments = parser.parse_args()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.plants import planted, possible_plants
+from scripts.plants import is_program, planted, possible_plants
 
 SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "plants.py"
 TOY = """
@@ -70,6 +70,7 @@ def test_mean_in_a_process_of_its_own():
 )
 def test_every_change(source: str, changes: set[str]) -> None:
     made = {planted(source.encode(), plant).decode() for plant in possible_plants("m.py", source.encode())}
+    assert all(is_program(program.encode()) for program in made)
     assert len(made) == len(changes), made
     assert all(any(change in program for program in made) for change in changes), made
 

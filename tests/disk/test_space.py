@@ -85,6 +85,18 @@ def test_other_errors_pass(error: Exception, tmp_path: Path) -> None:
     assert caught.value is error
 
 
+def test_errors_on_a_disk_with_some_room_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = shutil.disk_usage(".")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=70_000))
+    with pytest.raises(Fail), full_disk_named(tmp_path):
+        raise UNCLEAR[0]
+
+
+def test_sizes_as_text() -> None:
+    sizes = (12_300_000, 99_940_000, 100_000_000, 3_000_000_000)
+    assert [space.format_bytes(size) for size in sizes] == ["12.3 MB", "99.9 MB", "0.1 GB", "3.0 GB"]
+
+
 def test_errors_on_a_disk_with_room_pass(tmp_path: Path) -> None:
     with pytest.raises(Fail), full_disk_named(tmp_path):
         raise UNCLEAR[0]

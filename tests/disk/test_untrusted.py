@@ -179,7 +179,8 @@ def nested(depth: int, location: str) -> onnx.NodeProto:
 def context(
     file: str, mode: int | None = 0, operator: str = "EPContext", domain: str = "com.microsoft"
 ) -> onnx.NodeProto:
-    attributes = {} if mode is None else {"embed_mode": mode}
+    attributes: dict[str, Any] = {} if mode is None else {"embed_mode": mode}
+    attributes |= {"fixed": 0.5, "doubles": onnx.numpy_helper.from_array(np.ones(1)), "zeros": [0.0]}
     return helper.make_node(operator, ["x"], ["y"], domain=domain, ep_cache_context=file, **attributes)
 
 

@@ -17,6 +17,7 @@ import pytest
 
 from qsample.errors import PackageError
 from qsample.graph import weights as stored
+from qsample.graph.edit import initializer
 from qsample.graph.weights import (
     JoinedTensor,
     StoredTensor,
@@ -292,6 +293,9 @@ def test_what_lies_in_no_file_is_not_joined(lying: Lying) -> None:
     assert in_turns([other], "fc1") is None  # not halves
     wide = experts(lying, "wide", dtype=np.float32)
     assert rows_in_turns([StoredTensor(gate, "gate"), StoredTensor(wide, "wide")], "fc1") is None
+    assert rows_in_turns([StoredTensor(gate, "gate"), gate], "fc1") is None
+    assert isinstance(rows_in_turns([gate, gate], "fc1"), JoinedTensor)
+    assert isinstance(rows_in_turns([StoredTensor(gate, "gate")] * 2, "fc1"), StoredTensor)
 
 
 def product(weight: ir.TensorProtocol) -> ir.Model:
@@ -364,3 +368,16 @@ def test_nodes_of_such_names_that_compute_stay() -> None:
     graph = ir.Graph([x], node.outputs, nodes=[node], opset_imports={"": 20}, name="g")
     assert not read_joined(graph)
     assert [node.op_type for node in graph] == ["Concat"]
+    # Constants under another name, and a Reshape that takes a size over from its input.
+    parts = [initializer(graph, name, np.ones((2, 3), np.float32)) for name in ("a", "b")]
+    sizes = initializer(graph, "sizes", np.array([0, 3], np.int64))
+    for name in ("plain", "y_joined"):
+        node = ir.Node("", "Concat", parts, [ir.AttrInt64("axis", 0)], name=name)
+        graph.extend([node, ir.Node("", "Reshape", [node.outputs[0], sizes], name=f"{name}_reshaped")])
+        node.outputs[0].name = name
+        graph.outputs.append(graph[-1].outputs[0])
+    assert read_joined(graph)
+    assert [node.op_type for node in graph] == ["Concat", "Concat", "Reshape", "Reshape"]
+    joined = graph.initializers["y_joined"].const_value
+    assert joined is not None
+    assert joined.numpy().shape == (4, 3)

@@ -109,6 +109,17 @@ def test_a_priority_is_an_integer(model: CausalLM, priority: object) -> None:
         engine.add_request([5], priority=priority)  # type: ignore[arg-type]
 
 
+def test_who_waits_for_room_learns_that_the_engine_was_closed(model: CausalLM, gate: threading.Semaphore) -> None:
+    with Engine(model, slots=1, max_waiting=0, saved_states=0) as engine:
+        engine.add_request([5], max_new_tokens=3)
+        closing = threading.Timer(0.2, engine.close)
+        closing.start()
+        with pytest.raises(EngineClosedError):
+            engine.add_request([5], max_new_tokens=3, timeout=60)
+        finish(gate)
+        closing.join()
+
+
 def test_drain_lets_requests_end_and_takes_no_more(model: CausalLM, gate: threading.Semaphore) -> None:
     with Engine(model, slots=1) as engine:
         requests = [engine.add_request([5], max_new_tokens=3) for _ in range(3)]

@@ -12,7 +12,7 @@ import pytest
 from qsample.contract import CANDIDATES, NOISE_STREAMS
 from qsample.exporters.portable import build_initial_state
 from qsample.interface import Features, Interface
-from qsample.runtime.decode.inputs import SearchedRows, uniforms
+from qsample.runtime.decode.inputs import PromptInputs, SearchedRows, uniforms
 from tests.helpers.reference import philox4x32, philox_uniforms
 
 INTERFACE = Interface(1000, (), features=Features(filters=("typical_p",)), captured=True)
@@ -70,9 +70,25 @@ def test_the_list_of_a_batch_has_a_length_that_is_a_power_of_two() -> None:
         sizes.append(rows.size)
         assert buffer.shape == (rows.size,)
     assert sizes == [1, 2, 4, 4, 8, 8, 8, 8, 11, 11, 11]
+    buffer.write_at(slice(1), [7])
+    assert rows.of_batch().read()[0] == 7, "what has not changed is not written again"
     rows.set("top_p", slice(3, None), 1.0)
     assert rows.of_batch().read()[: rows.size].tolist() == [0, 1, 2, 0]
     assert rows.of_rows(range(2, 5)).read()[:1].tolist() == [0]  # counted from the first of them
+
+
+def test_prompts_are_padded_with_a_token_of_their_own() -> None:
+    inputs = PromptInputs(3, 10, 4, "cpu")
+    for rows, expected in (
+        ([[5, 6]], [[5, 6, 5, 5]]),
+        ([[5, 6, 7, 8, 9], [4], [1, 2]], [[5, 6, 7, 8, 9], [4] * 5, [1, 2, 1, 1, 1]]),
+    ):
+        ids = inputs.write([np.array(row) for row in rows])
+        assert ids.shape == (len(rows), len(expected[0]))
+        assert ids.read().ravel()[: np.size(expected)].tolist() == np.ravel(expected).tolist()
+        lengths = inputs.of_rows(len(rows))["input_lengths"]
+        assert lengths.read()[: lengths.shape[0]].tolist() == [len(row) for row in rows]
+    assert inputs.of_rows(2)["input_ids"].shape == (2, 1)
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2**32 - 1, 2**32, 2**63 - 1, 0x0123456789ABCDEF])

@@ -110,11 +110,22 @@ def test_a_hundred_random_requests_give_the_tokens_of_the_reference(
 
 
 @pytest.mark.parametrize("double_buffering", [False, True])
-def test_tokens_come_a_window_at_a_time(double_buffering: bool, model: CausalLM) -> None:
+def test_tokens_come_a_window_at_a_time(
+    double_buffering: bool, model: CausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[bool] = []
+    plain = Slots.decode
+
+    def decode(self: Slots, rows: range, *, wait: bool = True) -> None:
+        waits.append(wait)
+        plain(self, rows, wait=wait)
+
+    monkeypatch.setattr(Slots, "decode", decode)
     params = SamplingParams(temperature=0.9, max_new_tokens=12, eos_token_id=())
     requests = [make_sequence(model, [5, 6, 7], params, 0, CAPACITY)]
     _, _, delivered = run(model, requests, 1, flush_every=4, double_buffering=double_buffering)
     assert delivered == [(1, RUNNING), (4, RUNNING), (4, RUNNING), (3, 2)]
+    assert waits == [*[False, False, False, True] * 2, False, False, True]  # the last step of a window
 
 
 @pytest.mark.parametrize("flush_every", [1, 3, 16])
