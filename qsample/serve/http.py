@@ -356,11 +356,14 @@ class Exchanges:
             path = scope["path"].removeprefix(scope.get("root_path", "")) or "/"
             self._count(path if path in self._paths else "other", status, scope.get(_REASON, ""))
             if self._log is not None and self._log.isEnabledFor(logging.INFO):
-                client = ":".join(map(str, scope.get("client") or ("-",)))
-                shown = ascii(scope["path"][:_SHOWN_PATH])[1:-1]  # without the query, which may hold a secret
-                seconds = time.monotonic() - began
-                request = f'"{scope["method"]} {shown}"'
-                self._log.info("%s %s %d %.3fs %s", client, request, status, seconds, request_id)
+                client = _shown(":".join(map(str, scope.get("client") or ("-",))))
+                request = f'"{scope["method"]} {_shown(scope["path"])}"'  # without the query, which may hold a secret
+                self._log.info("%s %s %d %.3fs %s", client, request, status, time.monotonic() - began, request_id)
+
+
+def _shown(text: str) -> str:
+    """A client's text on a line of a log: without control characters."""
+    return ascii(text[:_SHOWN_PATH])[1:-1]
 
 
 class BodyLimit:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import socket
 from collections.abc import Callable
@@ -64,6 +65,7 @@ def run(
             server_header=False,
             **options,
         )
+        logging.getLogger(ACCESS_LOG).setLevel(logging.getLogger("uvicorn.error").level)
         _raise_open_files()
         port = listening.getsockname()[1]
         ready(f"http://{f'[{host}]' if ':' in host else host}:{port}")

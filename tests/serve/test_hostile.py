@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
 import socket
@@ -22,7 +23,7 @@ from tests.serve.test_trial import SLOW, chained
 
 pytestmark = pytest.mark.slow
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-MOST_SECONDS = 1.0  # of /health; on a machine that has time for the server
+MOST_SECONDS = 1.0  # of /health, if each process has a core; otherwise longer in proportion
 MOST_MEMORY = 1536  # MiB
 
 
@@ -64,10 +65,11 @@ def watched(server: ServerProcess) -> Iterator[None]:
         yield
     finally:
         health.stop()
-    print(f"/health {health.longest:.2f} s, {health.memory} MiB")
+    most = MOST_SECONDS * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+    print(f"/health {health.longest:.2f} s of {most:.2f}, {health.memory} MiB")
     assert server.process.poll() is None
     assert health.failures == 0
-    assert health.longest < MOST_SECONDS
+    assert health.longest < most
     assert health.memory < MOST_MEMORY
 
 
