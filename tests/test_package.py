@@ -336,3 +336,12 @@ def test_a_package_is_never_written_over_its_source(tmp_path: Path, monkeypatch:
     for path in (package.path / "inside", "sourc", "source2", tmp_path / "b"):
         check_not_source(path, "a/hub-id", package.path)
     assert read_package(package.path).manifest == package.manifest
+
+
+def test_a_name_that_no_folder_can_have(tmp_path: Path) -> None:
+    """It is refused before the work, not when hours of it are to be published."""
+    with (
+        pytest.raises(PackageError, match="the name is too long; choose another"),
+        write_package(tmp_path / ("x" * 256)),
+    ):
+        pytest.fail("the work began")

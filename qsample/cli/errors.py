@@ -104,6 +104,6 @@ def _message(error: Exception) -> str:
     text = printable(" ".join(_ESCAPE.sub("", str(parsed() if parsed else error)).split()))
     if parsed:  # its sentences have a beginning and a stop, which ours lack
         text = text.removeprefix("Invalid value: ").removesuffix(".")
-    if parsed or isinstance(error, QsampleError | ValueError | OSError | ImportError):
+    if parsed or (text and isinstance(error, QsampleError | ValueError | OSError | ImportError | MemoryError)):
         return text
     return f"{type(error).__name__}: {text:.300} ({DEBUG_VARIABLE}=1 shows the traceback)"

@@ -7,6 +7,7 @@ into place at the end, so a refused, failed or interrupted export leaves nothing
 from __future__ import annotations
 
 import hashlib
+import re
 import threading
 import warnings
 from collections.abc import Iterator
@@ -42,6 +43,11 @@ from qsample.transforms.positions import RowPositions
 from qsample.transforms.quantized_linear import quantized_layers
 from qsample.values import DEFAULT, is_integer
 
+_NO_MEMORY: Final = re.compile(
+    "returned NULL without setting an exception|error return without exception set|allocate memory|bad allocation|"
+    "bad_alloc|enough memory|out of memory",
+    re.IGNORECASE,
+)
 EXPORT_DTYPES: Final = ("float32", "float16")
 
 
@@ -79,6 +85,7 @@ def export_model(
     sources = sources or SourceFiles()
     size = _weight_bytes(model)
     with (
+        _memory_named(),
         metered(progress) as report,
         sources,
         package.write_package(path, overwrite=overwrite, required_bytes=size) as writer,
@@ -109,12 +116,27 @@ def export_beside_checkpoint(
     """
     _check_dtype(model)
     sources = sources or SourceFiles()
-    with metered(progress) as report, sources, full_disk_named(folder.parent):
+    with _memory_named(), metered(progress) as report, sources, full_disk_named(folder.parent):
         folder.mkdir()
         manifest = _export(model, tokenizer, folder, features, model_id, revision, verify, report, publish=False)
     files = {path.name: package.FileEntry("", path.stat().st_size) for path in folder.iterdir()}
     report(Stage.DONE, 1.0)
     return package.Unpublished(folder.absolute(), replace(manifest, files=files), sources=sources)
+
+
+@contextmanager
+def _memory_named() -> Iterator[None]:
+    """Say that the memory was used up, which torch, ONNX Runtime and the interpreter report in words of their own."""
+    try:
+        yield
+    except (MemoryError, SystemError, OSError, RuntimeError, QsampleError) as error:
+        causes = [error, error.__cause__, error.__context__]
+        if not any(isinstance(cause, MemoryError) or _NO_MEMORY.search(str(cause)) for cause in causes if cause):
+            raise
+        raise MemoryError(
+            f"the export ran out of memory ({' '.join(str(error).split())!s:.200}); end other programs, raise the "
+            "limit of this process (ulimit -v), or take a machine with more"
+        ) from error
 
 
 def _export(

@@ -57,9 +57,12 @@ def reference(model: PreTrainedModel, verify: str = DEFAULT) -> Reference:
 
 
 def longest_context(config: Any) -> int | None:
-    """The positions that a text model knows; None = any number, which some configurations say with -1."""
-    stated = int(getattr(config, "max_position_embeddings", None) or 0)
-    return stated if stated > 0 else None
+    """The positions that a text model knows; None = any number, which some configurations say with -1.
+
+    Doge attends to all of keep_window_size tokens, and beyond that to the keys that it chooses, which a graph does not.
+    """
+    stated = [int(getattr(config, name, None) or 0) for name in ("max_position_embeddings", "keep_window_size")]
+    return min((size for size in stated if size > 0), default=None)
 
 
 def _batches(rows: list[list[int]]) -> list[list[list[int]]]:

@@ -374,3 +374,25 @@ def check_straight(folder: Path, **options: Any) -> int:
     assert straight.package.manifest.files[name] == there.package.manifest.files[name]
     assert straight.package.manifest.parity == there.package.manifest.parity
     return before
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        OSError(12, "Cannot allocate memory"),
+        SystemError("<function _find_and_load at 0x7f> returned NULL without setting an exception"),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:121] DefaultCPUAllocator: can't allocate memory: you tried to"),
+        ParityError("onnxruntime cannot run the exported graph (std::bad_alloc)"),
+    ],
+)
+def test_memory_that_is_used_up(error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is what an export under `ulimit -v` ended with."""
+
+    def fail(*arguments: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(export, "apply_transforms", fail)
+    with pytest.raises(MemoryError, match=r"the export ran out of memory .*; end other programs"):
+        export_without_sampler(random_model("llama"), tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []

@@ -69,3 +69,4 @@ def test_a_narrowed_window_is_that_of_a_model_made_with_it() -> None:
 def test_longest_context(stated: int | None, positions: int | None) -> None:
     assert longest_context(SimpleNamespace(max_position_embeddings=stated)) == positions
     assert longest_context(SimpleNamespace()) is None
+    assert longest_context(SimpleNamespace(max_position_embeddings=9000, keep_window_size=2048)) == 2048  # Doge
