@@ -47,6 +47,7 @@ class Terminal(io.StringIO):
 
 def test_a_bar_for_callers_without_a_callback_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("tqdm")
+    monkeypatch.delenv("HF_HUB_DISABLE_PROGRESS_BARS", raising=False)  # commands that other tests run here set it
     terminal, file = Terminal(), io.StringIO()
     monkeypatch.setattr(sys, "stderr", terminal)
     with shown(None) as report:

@@ -101,7 +101,7 @@ def export(
         )
         assert isinstance(source, CheckpointModel)
         exported = source.export(out, overwrite=overwrite, verify=verify, progress=meter)
-    _written(exported.package, meter.costs, timing, as_json)
+    _written(exported.package, out, meter.costs, timing, as_json)
 
 
 def compile(
@@ -170,7 +170,7 @@ def compile(
         compiled = open_model(package).compile(out, options=options, overwrite=overwrite, progress=meter)
     if debug_dump is not None:
         _show_phases(debug_dump)
-    _written(compiled.package, meter.costs, timing, as_json)
+    _written(compiled.package, out, meter.costs, timing, as_json)
 
 
 @with_flags(FEATURE_FLAGS)
@@ -221,7 +221,7 @@ def bake(
             verify=verify,
             progress=meter,
         )
-    _written(baked.package, meter.costs, timing, as_json)
+    _written(baked.package, out, meter.costs, timing, as_json)
 
 
 def _check_revision(model: str, revision: str | None) -> None:
@@ -237,8 +237,8 @@ def _metered_progress() -> Iterator[Meter]:
         yield meter
 
 
-def _written(package: Package, costs: Sequence[StageCost], timing: bool, as_json: bool) -> None:
-    """Print remarks about a new package on stderr, and its path, or a JSON document, on stdout."""
+def _written(package: Package, out: Path, costs: Sequence[StageCost], timing: bool, as_json: bool) -> None:
+    """Print remarks about a new package on stderr, and on stdout its path as the user gave it, or a JSON document."""
     size = sum(entry.bytes for entry in package.manifest.files.values())
     compilation = package.manifest.compilation
     if compilation is not None and compilation.quantization is not None:
@@ -249,7 +249,7 @@ def _written(package: Package, costs: Sequence[StageCost], timing: bool, as_json
     name = f"{package.manifest.kind} package of {package.manifest.source.model_id}"
     if not as_json:
         note(f"{name}, {format_size(size)}, written to")
-        print(package.path)
+        print(out)
         return
     document = {
         "path": str(package.path),

@@ -148,7 +148,7 @@ def quantization_in_words(figures: Any) -> str:
         blocks = f" in blocks of {sizes} ({figures['method']})" if "block_size" in figures else ""
         parts.append(
             f"{figures['dtype']} weights{blocks}, {figures['matrices']} matrices{_experts(figures)}, "
-            f"{mib_before:.1f} to {mib_after:.1f} MiB"
+            f"{mib_after:.1f} MiB, {mib_before:.1f} as float"
         )
         if figures.get("float_bytes"):
             parts.append(f"{figures['float_bytes'] / 2**20:.1f} MiB still float")

@@ -41,15 +41,16 @@ Placement = dict[str, dict[str, int]]
 
 
 def stages_of(plan: CompilePlan, progress: Progress | None) -> Stages:
-    """The stages of a whole compile that `progress` is notified of, with their shares of the time."""
+    """The stages of a whole compile that `progress` is notified of, with their shares of the time, as measured in
+    docs/benchmarks/export.md."""
     shares: dict[str, float] = {
-        Stage.OPTIMISING: 2,
+        Stage.OPTIMISING: 3,
         Stage.MEASURING_CACHE: 2 if plan.kv_cache_dtype is not None else 0,
         Stage.FITTING: 4 if plan.calibrated else 0,
-        Stage.WRITING_GRAPH: 2,
-        Stage.TESTING: 2,
-        Stage.DIVERGENCE: 3 if plan.quantized else 0,
-        Stage.PUBLISHING: 1,
+        Stage.WRITING_GRAPH: 3,
+        Stage.TESTING: 3,
+        Stage.DIVERGENCE: 9 if plan.quantized else 0,
+        Stage.PUBLISHING: 0.3,
     }
     return Stages(progress, shares)
 
