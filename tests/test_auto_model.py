@@ -49,6 +49,10 @@ def test_host_sampling_gives_the_tokens_of_the_sampler(exported: Callable[..., P
         ({"return_pdfs": True}, Features(probs=True)),
         ({"logit_bias": True, "top_logprobs": 3}, Features(logit_bias=True, top_logprobs=3)),
         ({"allowed_tokens": True, "logprobs": True}, Features(allowed_tokens=True, logprobs=True)),
+        (
+            {"for_serving": True, "filters": ["xtc"]},
+            Features(logit_bias=True, allowed_tokens=True, logprobs=True, top_logprobs=20, filters=("xtc",)),
+        ),
         ({"filters": ["xtc", "typical_p"]}, Features(filters=("typical_p", "xtc"))),
         ({"filter_order": "llama.cpp", "seed_input": True}, Features(filter_order="llama.cpp", seed=True)),
     ],

@@ -187,6 +187,24 @@ def test_a_filter_that_the_package_lacks(post: Post) -> None:
     assert "export the model again with filters=['typical_p'] (--filter)" in error["message"]
 
 
+@pytest.mark.parametrize(
+    ("fields", "option"),
+    [
+        ({"logit_bias": {"5": 1}}, "--logit-bias"),
+        ({"logprobs": 1}, "--logprobs"),
+        ({"response_format": {"type": "json_object"}}, "--allowed-tokens"),
+    ],
+)
+def test_what_an_export_left_out_is_named_as_one_types_it(fields: dict[str, Any], option: str, tmp_path: Path) -> None:
+    package = fake_package(tmp_path / "package")
+    with TestClient(make_app(ServeSettings(models={"tiny": str(package.path)}, slots=1, threads=1))) as client:
+        answer = client.post(PATHS["text"], json={"prompt": "x"} | fields)
+    assert answer.status_code == 400
+    assert (
+        f"--for-serving, which brings all that requests ask for, or with {option}" in answer.json()["error"]["message"]
+    )
+
+
 def test_a_bias_of_nothing_needs_no_package_that_takes_biases(local_app: Callable[..., TestClient]) -> None:
     with local_app(slots=1) as client:
         model = client.app.state.server.models.find("tiny")  # type: ignore[attr-defined]

@@ -14,6 +14,8 @@ from starlette.testclient import TestClient
 
 import qsample
 from qsample.runtime import CausalLM
+from qsample.serve import ServeSettings, make_app
+from tests.helpers.fake_package import fake_package
 from tests.helpers.servers import ServerProcess
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -129,7 +131,7 @@ def test_prompt_logprobs_have_vllms_form(ask: Any, served_model: CausalLM, score
     assert [len(entry) for entry in chat["prompt_logprobs"][1:]] == [1] * (chat["usage"]["prompt_tokens"] - 1)
 
 
-def test_what_cannot_be_scored(local_app: Callable[..., TestClient], server: ServerProcess) -> None:
+def test_what_cannot_be_scored(server: ServerProcess, tmp_path: Path) -> None:
     def refusal(client: Any, **body: Any) -> str:
         answer = client.post(COMPLETIONS, json={"prompt": "x", **body})
         assert answer.status_code == 400, answer.text
@@ -140,10 +142,8 @@ def test_what_cannot_be_scored(local_app: Callable[..., TestClient], server: Ser
         assert "leave out stream" in refusal(client, prompt_logprobs=1, stream=True)
         assert "this package returns 5" in refusal(client, prompt_logprobs=6)
         assert "leave out either" in refusal(client, max_tokens=0, min_tokens=1)
-    with local_app() as client:
-        model = client.app.state.server.models.find("tiny")  # type: ignore[attr-defined]
-        object.__setattr__(model.interface.features, "allowed_tokens", False)
-        try:
-            assert "export it with --for-serving" in refusal(client, echo=True, logprobs=0)
-        finally:
-            object.__setattr__(model.interface.features, "allowed_tokens", True)
+    package = fake_package(tmp_path / "package", logprobs=True)
+    with TestClient(make_app(ServeSettings(models={"tiny": str(package.path)}, slots=1, threads=1))) as client:
+        assert "with --for-serving, which brings all that requests ask for, or with --allowed-tokens" in (
+            refusal(client, echo=True, logprobs=0)
+        )
