@@ -121,19 +121,3 @@ def print_table(console: Console, header: Sequence[str], rows: Iterable[Sequence
     for row in rows:
         table.add_row(*row)
     console.print(table)
-
-
-def import_pyplot() -> Any:
-    """matplotlib.pyplot without a display."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    return plt
-
-
-def save_figure(figure: Any, path: Path) -> None:
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    import_pyplot().close(figure)

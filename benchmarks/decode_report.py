@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import Kept, import_pyplot, markdown, print_table, save_figure
+import plots
+from common import Kept, markdown, print_table
 from rich.console import Console
 from turns import Cell, Worker, size_of, without_folders
 
@@ -208,29 +209,34 @@ def write(results: Results, output: Path, title: str, script: str, systems: str 
         lines += [f"{system} does not run it: {reason.replace('|', '/')}\n" for system, reason in missing.items()]
     if any(facts["cells"] for facts in results.data["shapes"].values()):
         lines += [f"![Tokens per second]({output.name}.png)", ""]
-        _plot(results, output.with_suffix(".png"))
+        plot(results, output.with_suffix(".png"))
     output.with_suffix(".md").write_text("\n".join(lines))
 
 
-def _plot(results: Results, path: Path) -> None:
-    """Tokens per second of all rows, at the shortest prompt; a panel per shape and mix."""
-    plt = import_pyplot()
+def plot(results: Results, path: Path) -> None:
+    """Tokens per second of all rows, at the shortest prompt; a line of panels per shape, a panel per mix."""
     shapes = [name for name, facts in results.data["shapes"].items() if facts["cells"]]
     mixes = list(dict.fromkeys(cell["mix"] for name in shapes for cell in results.shape(name)["cells"]))
-    figure, axes = plt.subplots(len(shapes), len(mixes), figsize=(4 * len(mixes), 3.2 * len(shapes)), squeeze=False)
+    systems = [OWN, *sorted({cell["system"] for name in shapes for cell in results.shape(name)["cells"]} - {OWN})]
+    figure, axes = plots.new_figure(len(shapes), len(mixes), (3.6, 2.9), sharey="row")
     for shape, line in zip(shapes, axes, strict=True):
         cells = results.shape(shape)["cells"]
-        systems = [OWN, *sorted({cell["system"] for cell in cells} - {OWN})]
         prompt = min(cell["prompt"] for cell in cells)
-        batches = sorted({cell["batch"] for cell in cells})
         for mix, axis in zip(mixes, line, strict=True):
-            for index, name in enumerate(systems):
-                bars = [results.cell(shape, prompt, batch, mix, name) for batch in batches]
-                heights = [1e3 * b / np.median(c["step_ms"]) if c else 0 for b, c in zip(batches, bars, strict=True)]
-                left = np.arange(len(batches)) + (index - len(systems) / 2 + 0.5) * 0.8 / len(systems)
-                axis.bar(left, heights, 0.8 / len(systems), label=name)
-            axis.set(title=f"{shape}: {mix}", xticks=range(len(batches)), xticklabels=batches, xlabel="rows")
-            axis.grid(axis="y", alpha=0.3)
+            batches = sorted({cell["batch"] for cell in cells if cell["mix"] == mix})
+            found = {name: [results.cell(shape, prompt, rows, mix, name) for rows in batches] for name in systems}
+            plots.grouped_bars(
+                axis,
+                [plots.count(rows, "row") for rows in batches],
+                {
+                    name: [
+                        1e3 * n / float(np.median(c["step_ms"])) if c else None
+                        for n, c in zip(batches, row, strict=True)
+                    ]
+                    for name, row in found.items()
+                },
+            )
+            axis.set_title(f"{shape}: {mix}", fontsize="medium")
         line[0].set_ylabel(f"tokens/s, prompt of {prompt}")
-    axes[0][-1].legend(fontsize=7)
-    save_figure(figure, path)
+    plots.legend(figure)
+    plots.save(figure, path)

@@ -32,8 +32,9 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+import plots
 from checkpoints import SHAPES, can_import, qsample
-from common import Kept, add_output, describe_machine, import_pyplot, make_parser, markdown, rotated, save_figure
+from common import Kept, add_output, describe_machine, make_parser, markdown, rotated
 from rich.console import Console
 from size import disk_bytes, make_checkpoint
 from turns import without_folders
@@ -320,7 +321,7 @@ def write(results: Kept, output: Path) -> None:
             f"![Seconds by stage]({output.name}.png)",
             "",
         ]
-        _plot(shapes, output.with_suffix(".png"))
+        plot(shapes, output.with_suffix(".png"))
     output.with_suffix(".md").write_text("\n".join(lines))
 
 
@@ -328,31 +329,47 @@ def _one_line(reason: str) -> str:
     return " ".join(reason.replace("|", "/").split()).rstrip(".")
 
 
-def _plot(shapes: dict[str, dict[str, Any]], path: Path) -> None:
-    """A panel for each shape, a bar for each exporter; qsample's are stacked by stage, the checks hatched."""
-    plt = import_pyplot()
-    figure, axes = plt.subplots(1, len(shapes), figsize=(8 * len(shapes), 4.5), squeeze=False)
-    colours: dict[str, Any] = {}
-    for axis, (shape, known) in zip(axes[0], shapes.items(), strict=True):
-        names = [name for name in EXPORTERS if known["turns"].get(name)]
+def plot(shapes: dict[str, dict[str, Any]], path: Path) -> None:
+    """A panel for each shape, a bar for each exporter; qsample's are stacked by stage, the checks hatched and pale."""
+    names = [name for name in EXPORTERS if any(known["turns"].get(name) for known in shapes.values())]
+    stages = list(dict.fromkeys(s for known in shapes.values() for name in names for s in _shown(known, name)))
+    figure, axes = plots.new_figure(len(shapes), 1, (10, 0.7 + 0.45 * len(names)))
+    for axis, (shape, known) in zip(axes[:, 0], shapes.items(), strict=True):
         for place, name in enumerate(names):
-            turns = known["turns"][name]
-            stages = _stages(turns) if "stages" in turns[0] else {}
-            rest = float(np.median([turn["seconds"] for turn in turns])) - sum(stages.values())
-            left = 0.0
-            for stage, seconds in [*stages.items(), ("starting" if stages else "the whole", max(rest, 0.0))]:
-                colour = colours.setdefault(stage, plt.get_cmap("tab20")(len(colours) % 20))
-                hatch = "//" if stage.startswith(CHECKS) else None
-                known_labels = axis.get_legend_handles_labels()[1]
-                label = None if stage in known_labels else stage
-                axis.barh(place, seconds, left=left, color=colour, hatch=hatch, edgecolor="white", label=label)
+            if not known["turns"].get(name):
+                axis.text(0, place, f" {known['missing'].get(name, plots.MISSING)}", va="center", color="#555555")
+            left, shown = 0.0, _shown(known, name)
+            for stage, seconds in shown.items():
+                look = {"color": _shade(stages.index(stage), len(stages)), "label": stage}
+                if stage.startswith(CHECKS):
+                    look |= {"hatch": "///"}
+                if len(shown) == 1:
+                    look = {"color": plots.colour(name)}
+                axis.barh(place, seconds, left=left, edgecolor="white", linewidth=0.8, **look)
                 left += seconds
-        axis.set(title=shape, xlabel="seconds", yticks=range(len(names)))
+        axis.set(title=shape, yticks=range(len(names)), ylim=(len(names) - 0.5, -0.5))
         axis.set_yticklabels(names)
-        axis.invert_yaxis()
-        axis.grid(axis="x", alpha=0.3)
-        axis.legend(fontsize=7)
-    save_figure(figure, path)
+        axis.grid(visible=False, axis="y")
+    axes[-1, 0].set_xlabel("seconds; hatched: checks, which only qsample runs")
+    plots.legend(figure)
+    plots.save(figure, path)
+
+
+def _shown(known: dict[str, Any], name: str) -> dict[str, float]:
+    """The seconds of an exporter's stages and of the rest; of an exporter without stages, of the whole."""
+    if not (turns := known["turns"].get(name)):
+        return {}
+    stages = _stages(turns) if "stages" in turns[0] else {}
+    rest = float(np.median([turn["seconds"] for turn in turns])) - sum(stages.values())
+    return {**stages, "starting" if stages else name: max(rest, 0.0)}
+
+
+def _shade(index: int, number: int) -> Any:
+    """Of qsample's colour: neighbours differ."""
+    from matplotlib.colors import to_rgb
+
+    strength = (1.0, 0.55, 0.78, 0.35)[index % 4]
+    return tuple(1 - (1 - part) * strength * (1 - 0.25 * index / number) for part in to_rgb(plots.QSAMPLE))
 
 
 def main() -> None:

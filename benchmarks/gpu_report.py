@@ -20,7 +20,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from common import import_pyplot, markdown, save_figure
+import plots
+from common import markdown
 
 CAPTURED = "captured"  # the system that is compared with all others; see gpu_systems.py
 DONE = "done"
@@ -126,20 +127,20 @@ class Results:
 
     def plot(self, mix: str) -> None:
         """Write gpu.png: tokens per second over rows, of the cells with `mix`."""
-        plt = import_pyplot()
         cells = [cell for cell in self.cells if cell.mix == mix]
         shapes = list(dict.fromkeys(cell.shape for cell in cells))
         if not shapes:
             return
-        figure, axes = plt.subplots(1, len(shapes), figsize=(6 * len(shapes), 4), squeeze=False)
+        figure, axes = plots.new_figure(1, len(shapes), (5, 4), sharex=True, sharey=True)
         for axis, shape in zip(axes[0], shapes, strict=True):
             for system in dict.fromkeys(cell.system for cell in cells):
                 points = [(c.rows, c.tokens_per_second) for c in cells if (c.shape, c.system) == (shape, system)]
                 if points:
-                    axis.plot(*zip(*sorted(points), strict=True), marker="o", label=system)
-            axis.set(title=f"{shape}, {mix}", xlabel="rows", ylabel="tokens/s", xscale="log", yscale="log")
-            axis.legend(fontsize=7)
-        save_figure(figure, self._folder / "gpu.png")
+                    axis.plot(*zip(*sorted(points), strict=True), **plots.line_style(system))
+            axis.set(title=f"{shape}, {mix}", xlabel="rows", xscale="log", yscale="log")
+        axes[0][0].set_ylabel("tokens/s")
+        plots.legend(figure)
+        plots.save(figure, self._folder / "gpu.png")
         self.save()
 
 

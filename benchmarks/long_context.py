@@ -28,17 +28,16 @@ from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 import numpy as np
+import plots
 from checkpoints import SHAPES, can_import, make_checkpoint, make_genai_model, make_gguf, make_package
 from common import (
     Kept,
     add_peer_options,
     describe_machine,
-    import_pyplot,
     make_parser,
     markdown,
     print_table,
     rotated,
-    save_figure,
 )
 from rich.console import Console
 from turns import PAUSE, PEERS, Worker, size_of, without_folders
@@ -325,26 +324,30 @@ def write(results: Cells, output: Path) -> None:
         lines += [f"Measured with {', '.join(dict.fromkeys(versions))}.", ""]
     if any("step_ms" in cell for cell in results.data["cells"]):
         lines += [f"![A step by history]({output.name}.png)", ""]
-        _plot(results, output.with_suffix(".png"))
+        plot(results, output.with_suffix(".png"))
     output.with_suffix(".md").write_text("\n".join(lines))
 
 
-def _plot(results: Cells, path: Path) -> None:
+def plot(results: Kept, path: Path) -> None:
     """A step's time by history, a panel per shape and number of rows, a line per system."""
-    plt = import_pyplot()
     cells = [cell for cell in results.data["cells"] if "step_ms" in cell]
     panels = list(dict.fromkeys((cell["shape"], cell["rows"]) for cell in cells))
-    figure, axes = plt.subplots(1, len(panels), figsize=(5 * len(panels), 3.6), squeeze=False)
+    systems = list(dict.fromkeys(cell["system"] for cell in cells))
+    figure, axes = plots.new_figure(1, len(panels), (5, 3.6), sharex=True, sharey=True)
     for (shape, rows), axis in zip(panels, axes[0], strict=True):
         shown = [cell for cell in cells if (cell["shape"], cell["rows"]) == (shape, rows)]
-        for name in dict.fromkeys(cell["system"] for cell in shown):
-            points = [(cell["history"], np.median(cell["step_ms"])) for cell in shown if cell["system"] == name]
-            axis.plot(*zip(*points, strict=True), marker="o", label=name)
-        axis.set(title=f"{shape}, {rows} rows", xlabel="tokens before the step", ylim=0)
-        axis.grid(alpha=0.3)
+        histories, lacking = {cell["history"] for cell in shown}, []
+        for name in systems:
+            points = sorted((cell["history"], np.median(cell["step_ms"])) for cell in shown if cell["system"] == name)
+            if points:
+                axis.plot(*zip(*points, strict=True), **plots.line_style(name))
+            lacking += [f"{name} at {history:,}" for history in sorted(histories - {place for place, _ in points})]
+        label = f"tokens before the step{plots.missing_line(lacking)}"
+        axis.set(title=f"{shape}, {plots.count(rows, 'row')}", xlabel=label)
+    axes[0][0].set_yscale("log")  # of all panels, which share it
     axes[0][0].set_ylabel("ms a step")
-    axes[0][0].legend(fontsize=7)
-    save_figure(figure, path)
+    plots.legend(figure)
+    plots.save(figure, path)
 
 
 def main() -> None:

@@ -28,8 +28,9 @@ from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 import numpy as np
+import plots
 from checkpoints import SHAPES, make_checkpoint, make_genai_model, make_gguf, make_package
-from common import add_peer_options, describe_machine, import_pyplot, make_parser, markdown, print_table, save_figure
+from common import add_peer_options, describe_machine, make_parser, markdown, print_table
 from decode import build_each, note_failure, start
 from decode_report import OWN, Results
 from memory_speed import active_bytes, measure
@@ -280,24 +281,31 @@ def write(results: ModelResults, output: Path) -> None:
         lines += [f"{results.data['scan']['shape']}, float32, a single row.", ""]
     if shapes:
         lines += [f"![Times by system]({output.name}.png)", ""]
-        _plot(results, shapes, output.with_suffix(".png"))
+        plot(results, output.with_suffix(".png"))
     output.with_suffix(".md").write_text("\n".join(lines))
 
 
-def _plot(results: ModelResults, shapes: list[str], path: Path) -> None:
-    """A panel for each time, a group of bars for each shape."""
-    plt = import_pyplot()
-    figure, axes = plt.subplots(2, 2, figsize=(11, 7))
+def plot(results: ModelResults, path: Path) -> None:
+    """A panel for each time, a line for each shape, a point for each system: the times differ a hundredfold, which bars
+    from zero cannot show."""
+    shapes = [name for name, facts in results.data["shapes"].items() if facts["cells"]]
+    figure, axes = plots.new_figure(2, 2, (5, 2.9), sharey=True, sharex="row")
     for (prompt, rows, field, label), axis in zip(LINES[:4], axes.flat, strict=True):
         for index, name in enumerate(ORDER):
             cells = [results.cell(shape, prompt, rows, "greedy", name) for shape in shapes]
-            heights = [float(np.median(cell[field])) if cell else 0.0 for cell in cells]
-            axis.bar(np.arange(len(shapes)) + (index - 1.5) * 0.2, heights, 0.2, label=LABELS.get(name, name))
-        axis.set(title=f"{label}, ms", yscale="log", xticks=range(len(shapes)))
-        axis.set_xticklabels(shapes, fontsize=7)
-        axis.grid(axis="y", alpha=0.3)
-    axes[0][0].legend(fontsize=7)
-    save_figure(figure, path)
+            places = [place + (index - 1.5) * 0.15 for place in range(len(shapes))]
+            points = [(float(np.median(cell[field])), place) for place, cell in zip(places, cells, strict=True) if cell]
+            lacking = [place for place, cell in zip(places, cells, strict=True) if not cell]
+            look = plots.line_style(LABELS.get(name, name)) | {"linestyle": "", "markersize": 8}
+            axis.plot([x for x, _ in points], [y for _, y in points], **look)
+            crosses = look | {"marker": "x", "markersize": 6, "label": f"{look['label']}: {plots.MISSING}"}
+            if lacking:
+                axis.plot([0.015] * len(lacking), lacking, transform=axis.get_yaxis_transform(), **crosses)
+        axis.set(title=f"{label}, ms", xscale="log", yticks=range(len(shapes)), ylim=(len(shapes) - 0.4, -0.6))
+        axis.set_yticklabels(shapes)
+        axis.grid(visible=True, which="both", axis="x", alpha=0.2)
+    plots.legend(figure)
+    plots.save(figure, path)
 
 
 def main() -> None:

@@ -14,20 +14,20 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
+import plots
 import torch
 from common import (
     EVERYTHING,
     add_output,
     describe_machine,
-    import_pyplot,
     make_parser,
     markdown,
     print_table,
-    save_figure,
     write_json,
 )
 from rich.console import Console
@@ -209,7 +209,6 @@ def as_rows(results: list[dict[str, object]]) -> tuple[list[str], list[list[str]
 
 def write(results: list[dict[str, object]], output: Path, threads: int) -> None:
     """Write the page, the figures as JSON, and the plot."""
-    plt = import_pyplot()
     header, rows = as_rows(results)
     machine = describe_run(threads)
     write_json(output.with_suffix(".json"), {"machine": machine, "results": results})
@@ -225,19 +224,34 @@ def write(results: list[dict[str, object]], output: Path, threads: int) -> None:
         "",
     ]
     output.with_suffix(".md").write_text("\n".join(lines))
+    plot(results, output.with_suffix(".png"))
+
+
+def plot(results: list[dict[str, object]], path: Path) -> None:
+    """Milliseconds by vocabulary: the sampler's parameters in shades of qsample's colour, other operators in black."""
+    from matplotlib.colors import to_rgb
 
     batches = sorted({int(str(r["batch"])) for r in results})
-    figure, axes = plt.subplots(1, len(batches), figsize=(4 * len(batches), 4), squeeze=False, sharey=True)
+    names = list(dict.fromkeys(str(result["name"]) for result in results))
+    own = [name for name in names if name not in (ARGMAX, SORT)]
+    figure, axes = plots.new_figure(1, len(batches), (3.4, 3.8), sharex=True, sharey=True)
     for axis, batch in zip(axes[0], batches, strict=True):
-        for name in header[2:]:
-            points = [(r["vocab"], r["ms"]) for r in results if r["batch"] == batch and r["name"] == name]
-            style = {ARGMAX: "k--", SORT: "k:"}.get(name, "o-")
-            axis.plot(*zip(*points, strict=True), style, label=name, markersize=3)
-        axis.set(title=f"B = {batch}", xlabel="vocabulary", yscale="log")
-        axis.grid(alpha=0.3)
+        for name in names:
+            points = [
+                (int(str(r["vocab"])) / 1000, r["ms"]) for r in results if r["batch"] == batch and r["name"] == name
+            ]
+            look: dict[str, Any] = {"color": "black", "linestyle": "--" if name == ARGMAX else ":"}
+            if name in own:
+                place = own.index(name)
+                share = place / max(len(own) - 1, 1)
+                ends = (to_rgb("#0a2a52"), to_rgb("#7fb8e6"))
+                shade = tuple((1 - share) * dark + share * light for dark, light in zip(*ends, strict=True))
+                look = {"color": shade, "marker": "os^Dv*<>"[place % 8], "markersize": 5}
+            axis.plot(*zip(*points, strict=True), label=name, **look)
+        axis.set(title=plots.count(batch, "row"), xlabel="vocabulary, thousands", yscale="log")
     axes[0][0].set_ylabel("ms a step")
-    axes[0][-1].legend(fontsize=7)
-    save_figure(figure, output.with_suffix(".png"))
+    plots.legend(figure)
+    plots.save(figure, path)
 
 
 def main() -> None:

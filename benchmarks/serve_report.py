@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import Kept, import_pyplot, markdown, save_figure
+import plots
+from common import Kept, markdown
 
 ENGINE = "engine alone"
 HEADER = [
@@ -135,24 +136,34 @@ def write(results: ServeResults, output: Path, title: str, explanation: str) -> 
     missing = "".join(f"{line}\n\n" for line in notes(results))
     table = "\n".join(markdown(HEADER, table_rows(results)))
     output.with_suffix(".md").write_text(f"{head}{table}\n\n{missing}![Tokens per second]({output.name}.png)\n")
-    _plot(results, output.with_suffix(".png"))
+    plot(summaries(results), output.with_suffix(".png"))
 
 
-def _plot(results: ServeResults, path: Path) -> None:
-    pyplot = import_pyplot()
-    figure, axes = pyplot.subplots(1, 3, figsize=(14, 3.8))
-    for system, cells in results.data["cells"].items():
-        counts = sorted(map(int, cells))
-        found = [(count, one) for count in counts if (one := summary(results, system, count)) is not None]
-        for axis, values in (
-            (axes[0], [(count, one["tokens_per_second"]) for count, one in found]),
-            (axes[1], [(count, one["first_ms"][0]) for count, one in found if one["first_ms"]]),
-            (axes[2], [(count, one["gap_ms"][0]) for count, one in found if one["gap_ms"]]),
-        ):
-            axis.plot([count for count, _ in values], [value for _, value in values], marker="o", label=system)
-    titles = ("tokens per second", "median ms to the first token", "median ms between tokens")
-    for axis, title in zip(axes, titles, strict=True):
-        axis.set(xscale="log", yscale="log", xlabel="streams", title=title)
-        axis.grid(alpha=0.3)
-    axes[0].legend()
-    save_figure(figure, path)
+def summaries(results: ServeResults) -> dict[str, dict[str, Round | None]]:
+    """The summary of each system and number of streams; None for a cell without a round."""
+    return {
+        system: {streams: summary(results, system, int(streams)) for streams in found}
+        for system, found in results.data["cells"].items()
+    }
+
+
+def plot(systems: dict[str, dict[str, Round | None]], path: Path) -> None:
+    """Speed and latencies by streams. systems: of each, the figures for a number of streams."""
+    figure, axes = plots.new_figure(1, 3, (4.2, 3.8), sharex=True)
+    counts = sorted({int(streams) for found in systems.values() for streams in found})
+    axes[0][1].sharey(axes[0][2])  # both are milliseconds
+    kinds = (("tokens_per_second", "tokens per second"), ("first_ms", "median ms to the first token"))
+    for axis, (field, title) in zip(axes[0], (*kinds, ("gap_ms", "median ms between tokens")), strict=True):
+        lacking = []
+        for system, found in systems.items():
+            known = {number: (found.get(str(number)) or {}).get(field) for number in counts}
+            points = [(n, value[0] if isinstance(value, list) else value) for n, value in known.items() if value]
+            axis.plot(*zip(*points, strict=True), **plots.line_style(system)) if points else None
+            lacking += [f"{system} at {n}" for n, value in known.items() if not value]
+        axis.set(xscale="log", xlabel=f"streams{plots.missing_line(lacking)}", title=title, xticks=counts)
+        axis.set_xticklabels(counts)
+        axis.minorticks_off()
+    axes[0][0].set_ylim(bottom=0)
+    axes[0][1].set_yscale("log")
+    plots.legend(figure)
+    plots.save(figure, path)

@@ -26,8 +26,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import plots
 from checkpoints import make_checkpoint, make_genai_model, make_package
-from common import Kept, add_output, describe_machine, import_pyplot, make_parser, markdown, print_table, save_figure
+from common import Kept, add_output, describe_machine, make_parser, markdown, print_table
 from rich.console import Console
 
 LABELS = {"continuous": "qsample, continuous", "static": "qsample, static", "genai": "onnxruntime-genai, static"}
@@ -96,30 +97,22 @@ def table_rows(results: dict[str, dict[str, Any]]) -> Rows:
     return rows
 
 
-def plot(load: Load, moments: dict[str, list[list[float]]], path: Path) -> None:
-    """Tokens served over time, and the distribution of the two latencies."""
-    pyplot = import_pyplot()
-    figure, axes = pyplot.subplots(1, 3, figsize=(13, 3.8))
-    for system, rows in moments.items():
-        absolute = np.sort(
-            np.concatenate([np.add(row, arrival) for (arrival, _, _), row in zip(load, rows, strict=True)])
-        )
-        axes[0].plot(absolute, np.arange(1, len(absolute) + 1), label=LABELS[system])
-        for axis, values in (
-            (axes[1], np.sort([row[0] for row in rows])),
-            (axes[2], np.sort(1e3 * np.concatenate([np.diff(row) for row in rows]))),
-        ):
-            axis.plot(values, np.linspace(0, 1, len(values)), label=LABELS[system])
-    for axis, title, label in (
-        (axes[0], "tokens served", "seconds"),
-        (axes[1], "requests with a first token", "seconds since arrival"),
-        (axes[2], "gaps between a request's tokens", "milliseconds"),
+def plot(results: dict[str, dict[str, Any]], path: Path) -> None:
+    """Speed, and percentiles of both latencies."""
+    figure, axes = plots.new_figure(1, 3, (3.8, 3.6))
+    for axis, field, title in (
+        (axes[0][0], "tokens_per_second", "tokens per second"),
+        (axes[0][1], "ttft_seconds", "seconds to the first token"),
+        (axes[0][2], "inter_token_ms", "ms between a request's tokens"),
     ):
-        axis.set(title=title, xlabel=label)
-        axis.grid(alpha=0.3)
-    axes[2].set_xscale("log")
-    axes[0].legend()
-    save_figure(figure, path)
+        found = {LABELS[system]: results[system][field] for system in LABELS if system in results}
+        columns = list(next(iter(found.values()))) if field != "tokens_per_second" else []
+        groups = [f"p{column}" for column in columns] or ["all requests"]
+        rows = {name: [one[column] for column in columns] if columns else [one] for name, one in found.items()}
+        plots.grouped_bars(axis, groups, rows)
+        axis.set_title(title, fontsize="medium")
+    plots.legend(figure)
+    plots.save(figure, path)
 
 
 def same_tokens(package: Path, slots: int, threads: int, requests: int, new_tokens: int = 32) -> Rows:
@@ -214,7 +207,6 @@ def main() -> None:
     data = kept.data
     load = make_load(options.requests, options.rate, options.seed)
     (options.work / "load.json").write_text(json.dumps(load))
-    moments: dict[str, list[list[float]]] = {}
     for system in options.systems:
         python = options.genai_python if system == "genai" else sys.executable
         done = options.work / f"{system}.json"
@@ -224,9 +216,8 @@ def main() -> None:
             model = make_model(system, options.shape, options.work, python)
             measure(system, python, model, options.work, options)
         found = json.loads(done.read_text())
-        moments[system] = found["moments"]
-        data["results"][system] = {"graph_runs": found["runs"], **figures(load, moments[system])}
-        plot(load, moments, options.output.with_suffix(".png"))
+        data["results"][system] = {"graph_runs": found["runs"], **figures(load, found["moments"])}
+        plot(data["results"], options.output.with_suffix(".png"))
         write(options.output, kept)
     if options.same_tokens and not data["same_tokens"]:
         checkpoint = make_checkpoint(SAME_SHAPE, options.work / SAME_SHAPE / "checkpoint")

@@ -38,13 +38,14 @@ def draw(evaluation: Evaluation, path: str | Path) -> None:
     compared = [one for one in evaluation.packages if one.comparisons]
     shown = compared or list(evaluation.packages)
     timed = all(one.step_ms is not None for one in shown)
-    figure = Figure(figsize=(11 if timed else 6.5, 4.8), layout="constrained")
-    left, *others = figure.subplots(1, 2 if timed else 1, squeeze=False)[0]
+    figure = Figure(figsize=(12 if timed else 7.5, 4.8), layout="constrained")
+    left, *others = figure.subplots(1, 2 if timed else 1, squeeze=False, sharey=True)[0]
     _points(left, shown, [one.bytes / 1e6 for one in shown], "size, MB")
     for right in others:
         _points(right, shown, [one.step_ms or 0.0 for one in shown], "decode step of one row, ms")
     reference = Path(compared[0].comparisons[0].reference).name if compared else None
     left.set_ylabel(f"KL divergence from {reference}, nats a token" if reference else "perplexity")
+    figure.legend(*left.get_legend_handles_labels(), loc="outside right upper", fontsize="small", frameon=False)
     figure.suptitle(
         f"{evaluation.tokens} tokens; {100 * evaluation.confidence:g} % intervals by block bootstrap", fontsize="medium"
     )
@@ -60,10 +61,7 @@ def _points(axes: Any, packages: list[PackageQuality], places: list[float], labe
     estimates = [_shown(one) for one in packages]
     for one, place, estimate in zip(packages, places, estimates, strict=True):
         errors = [[max(0.0, estimate.value - estimate.low)], [max(0.0, estimate.high - estimate.value)]]
-        axes.errorbar([place], [estimate.value], yerr=errors, fmt="o", capsize=3)
-        axes.annotate(
-            Path(one.path).name, (place, estimate.value), xytext=(6, 4), textcoords="offset points", fontsize="small"
-        )
+        axes.errorbar([place], [estimate.value], yerr=errors, fmt="o", capsize=3, label=Path(one.path).name)
     if all(estimate.value > 0 for estimate in estimates):
         axes.set_yscale("log")
     axes.set_xlabel(label)

@@ -69,19 +69,19 @@ def test_page(report: ModuleType, tmp_path: Path) -> None:
     for number, factor in enumerate((1, 2, 3)):
         if number:  # the first round of the engine failed
             results.add(report.ENGINE, 1, report.figures({**ANSWER, "cpu_seconds": 0.01 * factor}) | {"round": number})
-        results.add("server", 1, report.figures({**ANSWER, "cpu_seconds": 0.02 * factor}) | {"round": number})
-    results.fail("server", 200, "not done after 9 s")
+        results.add("qsample serve", 1, report.figures({**ANSWER, "cpu_seconds": 0.02 * factor}) | {"round": number})
+    results.fail("qsample serve", 200, "not done after 9 s")
     results.data["missing"]["other"] = "it is not installed"
     assert report.table_rows(results) == [
         ["engine alone", "1", "1.2", "600.0 / 698.0", "200.0 / 298.0", "5000", "", "2"],
-        ["server", "1", "1.2", "600.0 / 698.0", "200.0 / 298.0", "8000", "2.00", "3"],
-        ["server", "200", "failed", "", "", "", "", ""],
+        ["qsample serve", "1", "1.2", "600.0 / 698.0", "200.0 / 298.0", "8000", "2.00", "3"],
+        ["qsample serve", "200", "failed", "", "", "", "", ""],
     ]
     report.write(results, tmp_path / "serve", "Servers", "An explanation.")
     page = (tmp_path / "serve.md").read_text()
     assert "medians of 3 rounds" in page
     assert "Without other: it is not installed" in page
-    assert "server failed at 200 streams: not done after 9 s" in page
+    assert "qsample serve failed at 200 streams: not done after 9 s" in page
     assert (tmp_path / "serve.png").stat().st_size > 1000
 
 
