@@ -30,6 +30,12 @@ CASES: list[tuple[list[bytes], float, bytes, tuple[int, str] | None]] = [
         (0, "request_too_slow"),
     ),
     ([HEAD + b"a: " + b"a" * 200_000], 0.0, b"HTTP/1.1 431 ", (431, "headers_too_large")),
+    (
+        [HEAD + b"content-length: 3\r\n\r\nabc", HEAD + b"a: " + b"a" * 200_000],
+        0.1,
+        b"HTTP/1.1 2",
+        (431, "headers_too_large"),
+    ),
     ([HEAD + b"a: b\r\n" * 50_000], 0.0, b"HTTP/1.1 431 ", (431, "headers_too_large")),
     ([b"GET /" + b"a" * 200_000], 0.0, b"HTTP/1.1 431 ", (431, "headers_too_large")),
     ([HEAD + b"transfer-encoding: chunked\r\n\r\n0\r\n" + b"a: b\r\n" * 400_000], 0.0, b"", (431, "headers_too_large")),
@@ -50,7 +56,7 @@ async def _size_of_the_body(scope: Any, receive: Any, send: Any) -> None:
 
 
 async def _answer(address: tuple[str, int], pieces: list[bytes], pause: float) -> bytes:
-    """All that a client gets until the server closes the connection."""
+    """All that a client gets until the server closes the connection, which it does before the last of many pieces."""
     reader, writer = await asyncio.open_connection(*address)
 
     async def write() -> None:
@@ -64,6 +70,7 @@ async def _answer(address: tuple[str, int], pieces: list[bytes], pause: float) -
     with suppress(ConnectionResetError):  # the rest of a refused request is not read
         while piece := await asyncio.wait_for(reader.read(2**16), 30):
             got += piece
+    assert len(pieces) < 10 or not writing.done()
     writing.cancel()
     with suppress(asyncio.CancelledError, ConnectionError):
         await writing
