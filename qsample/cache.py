@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import re
+import stat
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -34,7 +35,7 @@ CACHE_VARIABLE: Final = "QSAMPLE_CACHE"
 LIMIT_VARIABLE: Final = "QSAMPLE_CACHE_LIMIT"
 DEFAULT_LIMIT: Final = 50 * 10**9  # bytes
 _ENTRY: Final = re.compile(r"[\w.+-]+-[0-9a-f]{16}")
-_DIGEST: Final = "qsample.json.sha256"  # of the manifest, which has those of the other files
+_SEAL: Final = "sealed.json"  # the manifest's sha256, and the state of all files when the entry was made
 _SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)b?", re.IGNORECASE)
 _UNITS: Final = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 
@@ -140,7 +141,8 @@ def open_cached(
                 scratch_in(folder) as scratch,
             ):  # compile would keep a refused package next to another place
                 make(made := scratch.new / path.name)
-                (made / _DIGEST).write_text(sha256_of(made / MANIFEST_NAME))
+                seal = {"manifest": sha256_of(made / MANIFEST_NAME), "files": _states(made)}
+                (made / _SEAL).write_text(json.dumps(seal))
                 made.rename(path)
             found = _use(path)
         if not found:
@@ -216,16 +218,29 @@ def _use(path: Path) -> tuple[Package, FileIO] | None:
         sleep(0.05)  # another process looks at it, or removes it
     try:
         if free is not False and is_at(manifest, file):
-            if (path / _DIGEST).read_text() != sha256_of(manifest):
+            seal = json.loads((path / _SEAL).read_text())
+            # Files that nobody has written to since they were hashed are not hashed again: that takes seconds.
+            untouched = seal["files"] == _states(path)
+            if not untouched and seal["manifest"] != sha256_of(manifest):
                 raise PackageError(f"{manifest} was altered")
-            package = read_package(path)
+            package = read_package(path, verify=not untouched)
             with suppress(OSError):  # a cache that is only read
                 os.utime(path)
             return package, file
-    except (PackageError, OSError, ValueError):
+    except (PackageError, OSError, ValueError, LookupError, TypeError):
         pass
     file.close()
     return None
+
+
+def _states(folder: Path) -> list[list[Any]]:
+    """Name, size and times of the files of an entry. No program can set the last time, that of any change."""
+    files = ((path.relative_to(folder).as_posix(), path.stat()) for path in sorted(folder.rglob("*")))
+    return [
+        [name, status.st_size, status.st_mtime_ns, status.st_ctime_ns]
+        for name, status in files
+        if name != _SEAL and not stat.S_ISDIR(status.st_mode)
+    ]
 
 
 def _entry_folders(folder: Path) -> list[Path]:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from qsample import cache
+from qsample import package as package_module
 from qsample.cache import LIMIT_VARIABLE, Recipe, entries, open_cached
 from qsample.checkpoints.hub import HubOptions
 from qsample.checkpoints.source import CheckpointSource, identity_of
@@ -151,6 +152,22 @@ def test_a_damaged_entry_is_made_again(folder: Path, source: Path) -> None:
             assert opened(source) == (path, True), name
             assert opened(source) == (path, False)
     assert [entry.name for entry in folder.iterdir()] == [path.name]
+
+
+def test_only_files_that_were_touched_are_hashed_again(
+    folder: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, _ = opened(source)
+    hashed: list[str] = []
+    real = package_module.sha256_of
+    monkeypatch.setattr(package_module, "sha256_of", lambda file: hashed.append(file.name) or real(file))
+    assert opened(source) == (path, False)
+    assert hashed == []
+    weights, times = path / "decoder.onnx", (path / "decoder.onnx").stat()
+    weights.write_bytes(weights.read_bytes())
+    os.utime(weights, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert opened(source) == (path, False)
+    assert "decoder.onnx" in hashed, "its time was set back"
 
 
 def test_a_process_keeps_the_damaged_entry_that_it_has_open(folder: Path, source: Path) -> None:
