@@ -141,6 +141,9 @@ class _Planter(ast.NodeVisitor):
     def visit_JoinedStr(self, node: ast.JoinedStr) -> None:
         """Python 3.11 gives wrong places for what is inside, and most of it is messages."""
 
+    def visit_Assert(self, node: ast.Assert) -> None:
+        """States what holds anyway, for readers and type checkers."""
+
     def visit_Raise(self, node: ast.Raise) -> None:
         self.add("statement", node, "pass")
 

@@ -183,11 +183,38 @@ def test_what_is_only_moved_keeps_its_dtype() -> None:
     assert isinstance(moved, StoredTensor)
     assert moved.stored.dtype == ir.DataType.FLOAT16
     np.testing.assert_array_equal(moved.numpy(), np.concatenate([WEIGHT, WEIGHT], 1).astype(np.float32))
+    exact = StoredTensor(ir.Tensor(EXACT), "exact")
+    assert not isinstance(rearranged([exact], (8, 24), lambda arrays: arrays[0], "exact"), StoredTensor)
     table = StoredTensor(ir.Tensor(TABLE), "table")
     mixed = rearranged([one, table], (64, 32), np.concatenate, "mixed")
     assert not isinstance(mixed, StoredTensor)
     assert mixed.dtype == ir.DataType.FLOAT
     np.testing.assert_array_equal(mixed.numpy(), np.concatenate([WEIGHT.astype(np.float32), TABLE.astype(np.float32)]))
+
+
+def test_weights_that_are_outputs_or_only_looked_up(lying: Lying) -> None:
+    ids = ir.val("ids", ir.DataType.INT64, ["B"])
+    arrays = {"table": ml_dtypes.bfloat16, "exact": np.float32, "result": np.float16}
+    values = {
+        name: ir.Value(name=name, type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape((4, 6)), const_value=tensor)
+        for name, tensor in (
+            (name, StoredTensor(lying(name, 4, 6, dtype=dtype), name)) for name, dtype in arrays.items()
+        )
+    }
+    lookup = ir.Node("", "Gather", [values["table"], ids])
+    again = ir.Node("", "Cast", [values["exact"]], [ir.AttrInt64("to", int(ir.DataType.FLOAT))])
+    user = ir.Node("", "Abs", [values["result"]])
+    outputs = [lookup.outputs[0], again.outputs[0], values["result"], user.outputs[0]]
+    made = ir.Graph(
+        [ids], outputs, nodes=[lookup, again, user], initializers=values.values(), opset_imports={"": 20}, name="g"
+    )
+    model = ir.Model(made, ir_version=10)
+    assert narrow_weights(model, as_they_lie=True)
+    assert sorted(node.op_type for node in made) == ["Abs", "Cast", "Cast", "Cast", "Gather"]
+    assert isinstance(made.initializers["exact"].const_value, ir.ExternalTensor)
+    assert made.outputs[2].producer() is not None, "the output is what was cast"
+    assert widen_weights(model)
+    assert [node.op_type for node in made] == ["Gather", "Cast", "Abs"], "of a weight in float32, nothing is undone"
 
 
 def test_one_weight_at_a_time_is_made_float32(tmp_path: Path) -> None:
