@@ -20,20 +20,16 @@ from starlette.types import Receive, Scope, Send
 
 import qsample
 from qsample.sampling_params import SamplingParams
-from qsample.serve.answers import Answers, ChatChoice, CompletionChoice
+from qsample.serve.answers import Answers
+from qsample.serve.chats import ChatCompletionRequest, ChatPrompt, DetokenizeRequest, TokenizeRequest
+from qsample.serve.choices import ChatChoice, CompletionChoice
 from qsample.serve.grammar import Form, grammar_of
 from qsample.serve.guides import GrammarGuide
 from qsample.serve.http import ApiError, ApiKeys, BodyLimit, Exchanges, JsonRoute, add_error_handlers, json_response
 from qsample.serve.metrics import Metrics
 from qsample.serve.models import ServedModel, ServedModels
 from qsample.serve.parsers import DemandedCalls, ToolReader
-from qsample.serve.requests import (
-    ChatCompletionRequest,
-    ChatPrompt,
-    CompletionRequest,
-    DetokenizeRequest,
-    TokenizeRequest,
-)
+from qsample.serve.requests import CompletionRequest
 from qsample.serve.responses import ResponseAnswers, ResponseChoice, ResponsesRequest
 from qsample.serve.settings import ServeSettings
 from qsample.text.chat import ChatOptions

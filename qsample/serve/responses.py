@@ -23,22 +23,19 @@ from pydantic import (
 
 from qsample.runtime import RequestOutput
 from qsample.sampling_params import SamplingParams
-from qsample.serve.answers import Answers, ChatChoice
+from qsample.serve.answers import Answers
+from qsample.serve.chats import ChatCompletionRequest, Function, NamedFunction, NamedTool, Tool
+from qsample.serve.choices import ChatChoice
 from qsample.serve.http import ApiError, json_bytes
 from qsample.serve.metrics import Metrics
 from qsample.serve.models import ServedModel
 from qsample.serve.refusals import RESPONSES
 from qsample.serve.requests import (
     Body,
-    ChatCompletionRequest,
     Count,
-    Function,
     GenerationRequest,
     JsonSchema,
-    NamedFunction,
-    NamedTool,
     ResponseFormat,
-    Tool,
 )
 from qsample.serve.scoring import PromptScores
 

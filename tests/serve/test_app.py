@@ -21,8 +21,8 @@ from starlette.testclient import TestClient
 from qsample.call import Call
 from qsample.runtime import CausalLM, Delta, Engine, Request, SamplingParams, Step
 from qsample.runtime.decode.loop import DecodeLoop
-from qsample.serve.answers import ChatChoice, CompletionChoice
 from qsample.serve.app import _EventStream
+from qsample.serve.choices import ChatChoice, CompletionChoice
 from qsample.serve.parsers import REASONING_FORMATS, ReasoningFormat
 from qsample.text.tokenizer import Tokenizer
 
