@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
+from qsample.bundle import package_in
 from qsample.checkpoints.hub import ADAPTER, HubOptions, check_exists
 from qsample.checkpoints.source import CheckpointSource, DecoderSource
 from qsample.contract import HUGGING_FACE
@@ -127,6 +128,7 @@ class AutoModelForCausalLM:
             trust_remote_code=trust_remote_code,
         )
         path = Path(pretrained_model_name_or_path)
+        path = package_in(path, provider)
         if os.path.isfile(path / MANIFEST_NAME):  # False if it is too long to be a path
             package = read_package(path)
             if adapter is not None:

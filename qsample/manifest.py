@@ -19,7 +19,9 @@ from qsample.timing import StageCost
 from qsample.values import FULL
 
 MANIFEST_NAME: Final = "qsample.json"
+MODEL_PACKAGE_NAME: Final = "manifest.json"
 FORMAT_VERSION: Final = 1
+_MODEL_PACKAGE_VERSION: Final = "1.0"
 _LARGEST: Final = 2**63  # no size, count or id reaches it
 _CONTROL: Final = re.compile(r"[\x00-\x1f\x7f-\x9f]")  # a terminal may take them for commands
 
@@ -153,6 +155,30 @@ class Manifest:
         if missing:
             raise PackageError(f"{MANIFEST_NAME} lists no {', '.join(missing)}; export the package again")
         return manifest
+
+
+def model_package(manifest: Manifest, folder: str = ".") -> dict[str, Any]:
+    """The content of `manifest.json`, with which ONNX Runtime opens a package as one of its own.
+
+    Args:
+        manifest: of the package.
+        folder: of the package, relative to that of `manifest.json`.
+    """
+    compilation = manifest.compilation
+    variant = "portable" if compilation is None else compilation.provider
+    components = {}
+    for file in manifest.interface.graphs:
+        compiled = compilation is not None and file == "decoder.onnx"
+        components[file.removesuffix(".onnx")] = {
+            "variants": {
+                variant: {
+                    "variant_directory": folder,
+                    "ep": compilation.execution_providers[0] if compilation and compiled else "CPUExecutionProvider",
+                    "executor_info": {"ort": {"model_file": file}, "qsample": {"package": MANIFEST_NAME}},
+                }
+            }
+        }
+    return {"schema_version": _MODEL_PACKAGE_VERSION, "components": components}
 
 
 def _numbers(version: str) -> list[int]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import itertools
+import json
 import os
 import shutil
 from collections.abc import Callable, Collection, Iterator
@@ -25,7 +26,16 @@ from qsample.disk.space import check_free, full_disk_named
 from qsample.disk.untrusted import leads_out, read_json, read_text, referenced_files
 from qsample.errors import PackageError, QsampleError
 from qsample.interface import Features, Interface
-from qsample.manifest import MANIFEST_NAME, Compilation, FileEntry, Manifest, Source, TokenIds
+from qsample.manifest import (
+    MANIFEST_NAME,
+    MODEL_PACKAGE_NAME,
+    Compilation,
+    FileEntry,
+    Manifest,
+    Source,
+    TokenIds,
+    model_package,
+)
 
 __all__ = [
     "MANIFEST_NAME",
@@ -318,6 +328,8 @@ def _make_parents(parent: Path) -> list[Path]:
 
 def _seal(staging: Path, manifest: Manifest, sha256: Callable[[Path], str]) -> None:
     """Hash every file, write the manifest last, and flush all of it to the disk. sha256: of a file, in hexadecimal."""
+    described = json.dumps(model_package(manifest), indent=2, sort_keys=True) + "\n"
+    (staging / MODEL_PACKAGE_NAME).write_text(described, encoding="utf-8")
     paths = sorted(path for path in staging.rglob("*") if not path.is_dir())
     for path in paths:
         if path.is_symlink() or not path.is_file():

@@ -17,6 +17,7 @@ from qsample import package as package_module
 from qsample.disk import publish as publish_module
 from qsample.disk.scratch import NEW
 from qsample.errors import QsampleError
+from qsample.manifest import MODEL_PACKAGE_NAME
 from qsample.package import (
     MANIFEST_NAME,
     Package,
@@ -36,13 +37,14 @@ def package(tmp_path: Path) -> Package:
 
 def test_what_is_written_is_read_back(package: Package, tmp_path: Path) -> None:
     assert replace(package.manifest, files={}) == manifest()
-    assert {name: entry.bytes for name, entry in package.manifest.files.items()} == {
-        n: len(c) for n, c in FILES.items()
-    }
+    sizes = {name: entry.bytes for name, entry in package.manifest.files.items()}
+    assert sizes.pop(MODEL_PACKAGE_NAME) > 0
+    assert sizes == {name: len(content) for name, content in FILES.items()}
     assert package.interface == INTERFACE
     assert package.file("decoder.onnx").read_bytes() == FILES["decoder.onnx"]
     assert os.listdir(tmp_path) == ["package"]
-    assert {path.name for path in package.path.iterdir()} == {*(name.split("/")[0] for name in FILES), MANIFEST_NAME}
+    names = {path.name for path in package.path.iterdir()} - {MODEL_PACKAGE_NAME}
+    assert names == {*(name.split("/")[0] for name in FILES), MANIFEST_NAME}
 
 
 def test_hashes_are_those_of_another_program(package: Package) -> None:
@@ -64,8 +66,8 @@ def test_a_hash_from_the_writer_is_taken_unless_the_file_changes(
             writer.hashed(name, hashlib.sha256(content).hexdigest())
         (writer.directory / "decoder.onnx").write_bytes(FILES["decoder.onnx"] + b" ")
         writer.finish(manifest())
-    assert read == ["decoder.onnx"]
-    assert read_package(tmp_path / "package").manifest.files.keys() == FILES.keys()
+    assert read == ["decoder.onnx", "manifest.json"]
+    assert read_package(tmp_path / "package").manifest.files.keys() == {*FILES, MODEL_PACKAGE_NAME}
 
 
 def test_only_files_of_the_manifest_are_part_of_the_package(package: Package) -> None:

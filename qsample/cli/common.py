@@ -264,7 +264,7 @@ def quieten(model: str) -> None:
     warnings.filterwarnings("ignore", ".* holds a decoder file; ")  # of `from_pretrained`
 
 
-def is_package(model: str) -> bool:
+def is_package(model: str | Path) -> bool:
     """Whether `model` is the folder of a package."""
     from qsample.package import MANIFEST_NAME
 
@@ -274,11 +274,12 @@ def is_package(model: str) -> bool:
 def open_model(model: str, provider: str | None = None) -> CheckpointModel | ForeignModel | PackagedModel:
     """A package with its own features, a checkpoint or a decoder file."""
     from qsample.auto_model import AutoModelForCausalLM
+    from qsample.bundle import package_in
     from qsample.models import PackagedModel
     from qsample.package import read_package
 
-    if is_package(model):
-        return PackagedModel(read_package(model), provider)
+    if is_package(folder := package_in(model, provider)):
+        return PackagedModel(read_package(folder), provider)
     quieten(model)
     return AutoModelForCausalLM.from_pretrained(model, provider=provider)
 
@@ -303,9 +304,10 @@ def open_exported(
 
     Raises typer.BadParameter for a package with `weights`.
     """
+    from qsample.bundle import package_in
     from qsample.bundled import TINY_LM
 
-    name = str(TINY_LM) if model is None else model
+    name = str(TINY_LM) if model is None else str(package_in(model, provider))
     if is_package(name):
         if weights is not None:
             raise typer.BadParameter(

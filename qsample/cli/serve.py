@@ -141,6 +141,8 @@ def serve(
 
 def _named(package: str | None, named: list[str], name: str | None) -> dict[str, str]:
     """Served name → package; "" is the bundled model. Raises typer.BadParameter."""
+    from qsample.bundle import package_in
+
     models: dict[str, str] = {}
     if name == "":
         raise typer.BadParameter("--served-model-name is empty; give the name of PACKAGE for clients, or leave it out")
@@ -157,7 +159,7 @@ def _named(package: str | None, named: list[str], name: str | None) -> dict[str,
             raise typer.BadParameter(f"--model is {entry}; give NAME=PACKAGE")
         if served in models:
             raise typer.BadParameter(f"--model names {served} twice; give each a name of its own")
-        if not is_package(path):
+        if not is_package(package_in(path)):
             raise typer.BadParameter(
                 f"--model {entry}: {path} is not a package; make it with qsample export or compile"
             )

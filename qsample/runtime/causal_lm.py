@@ -14,6 +14,7 @@ from typing import Any, Final, Literal, overload
 
 import numpy as np
 
+from qsample.bundle import package_in
 from qsample.call import Call
 from qsample.errors import PackageError
 from qsample.huggingface.arguments import read_call
@@ -57,10 +58,10 @@ def load(
     """Open a package for generation. Needs onnxruntime, numpy and tokenizers, nothing else.
 
     Args:
-        path: the package's folder.
+        path: the folder of a package or a bundle.
         provider: "cpu", "cuda" or another of ONNX Runtime's providers by its short name (see
             `session.providers.execution_providers`), or a list of ONNX Runtime's full names; None = the provider that a
-            device package was compiled for, otherwise "cpu".
+            device package was compiled for, otherwise "cpu"; of a bundle, the variant for the first device here.
         ctx_len: capacity of every row in tokens, for portable packages; None = as many as each call needs, up to the
             model's max_position_embeddings.
         intra_op_num_threads: threads of an operator; None = ONNX Runtime's choice, the machine's cores, or as many as
@@ -80,7 +81,7 @@ def load(
         arguments = {"provider": provider, "ctx_len": ctx_len, "verify": verify, **options.arguments}
         return CausalLM(package, open_sessions(package, provider, options), ctx_len, loaded_with=arguments)
 
-    return use_package(path, opened, verify=verify)
+    return use_package(package_in(path, provider), opened, verify=verify)
 
 
 class CausalLM(ModelMethods):

@@ -1,0 +1,198 @@
+"""ONNX Runtime's model packages: the `manifest.json` of a package, and bundles, which hold variants of a model.
+
+ONNX Runtime 1.32 opens both with `onnxruntime.ModelPackage` (microsoft/onnxruntime#27786). A bundle is a folder with a
+`manifest.json` and a qsample package for each target in a folder of its name; equal files of the packages are one file
+on the disk. Each package stays whole, and its hashes are verified when it is loaded: ONNX Runtime verifies nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from qsample.destination import scratch_in
+from qsample.disk.publish import publish
+from qsample.disk.space import check_free, full_disk_named
+from qsample.disk.untrusted import problem_of_name, read_json
+from qsample.errors import PackageError, shown
+from qsample.manifest import MANIFEST_NAME, MODEL_PACKAGE_NAME, model_package
+from qsample.ort.providers import available_providers, execution_providers
+from qsample.package import Package, read_package
+
+PORTABLE: Final = "portable"
+_LARGEST: Final = 1 << 20
+# The first that is available here is loaded.
+_PREFERRED: Final = ("tensorrt", "cuda", "webgpu", "openvino", "cpu")
+
+
+def bundle(out: str | Path, packages: Sequence[str | Path], *, overwrite: bool = False) -> list[str]:
+    """Put packages of a model into a bundle.
+
+    Args:
+        out: the bundle's folder.
+        packages: folders of packages with the same tokenizer and vocabulary, each for another target; a portable
+            package is the variant "portable".
+        overwrite: replace a bundle that is already there.
+
+    Returns:
+        The names of the variants.
+
+    Raises:
+        PackageError: If a package is damaged, two are for one target, they are not of one model, or `out` cannot be
+            written.
+    """
+    opened = {str(path): read_package(path) for path in packages}
+    if not opened:
+        raise PackageError("no package was given; give at least one")
+    variants: dict[str, Package] = {}
+    for path, package in opened.items():
+        name = variant_name(package)
+        if name in variants:
+            raise PackageError(f"{variants[name].path} and {path} are both {name}; give one package for each target")
+        variants[name] = package
+    _check_same_model(variants)
+    target = Path(os.path.realpath(out))
+    _check_target(target, overwrite)
+    size = sum(entry.bytes for package in variants.values() for entry in package.manifest.files.values())
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise PackageError(f"cannot create {target.parent}: {error.strerror}; choose another folder") from error
+    with scratch_in(target.parent, target) as scratch, full_disk_named(target.parent, size, "the bundle"):
+        check_free(target.parent, size, "the bundle")
+        first: dict[str, Path] = {}  # sha256 → the file
+        for name, package in variants.items():
+            folder = scratch.new / name
+            for file in (MANIFEST_NAME, *package.manifest.files):
+                made = folder / file
+                made.parent.mkdir(parents=True, exist_ok=True)
+                entry = package.manifest.files.get(file)
+                if entry is not None and entry.sha256 in first:
+                    _link(first[entry.sha256], made)
+                else:
+                    shutil.copyfile(package.path / file, made)
+                if entry is not None:
+                    first.setdefault(entry.sha256, made)
+            read_package(folder)  # what was copied is what was read
+        text = json.dumps(_model_package(variants), indent=2) + "\n"
+        (scratch.new / MODEL_PACKAGE_NAME).write_text(text, encoding="utf-8")
+        publish(scratch.new, target, scratch.replaced, lambda path: _check_target(path, overwrite))
+    return list(variants)
+
+
+def variant_name(package: Package) -> str:
+    """The name of a package in a bundle: its provider, or "portable"."""
+    compilation = package.manifest.compilation
+    return PORTABLE if compilation is None else compilation.provider
+
+
+def is_bundle(path: str | Path) -> bool:
+    """Whether a folder is a bundle."""
+    return bool(_variants(Path(path)))
+
+
+def package_in(path: str | Path, provider: str | Sequence[str] | None = None) -> Path:
+    """The folder of the package to load.
+
+    Args:
+        path: a package's folder, which is returned as it is, or that of a bundle.
+        provider: a short name, whose variant is taken, or the portable variant if there is none; None = the variant of
+            the first provider that is available here: TensorRT, CUDA, WebGPU, OpenVINO, the CPU.
+
+    Raises:
+        PackageError: If a bundle has no variant for the provider.
+    """
+    folder = Path(path)
+    variants = _variants(folder)
+    if not variants:
+        return folder
+    if isinstance(provider, str):
+        wanted = [provider, PORTABLE]
+    elif provider is not None:
+        wanted = [PORTABLE]  # the names of ONNX Runtime's providers are for portable packages
+    else:
+        here = available_providers()
+        wanted = [name for name in _PREFERRED if name in variants and execution_providers(name)[0] in here]
+        wanted += [PORTABLE, *variants]
+    for name in wanted:
+        if name in variants:
+            return folder / variants[name]
+    raise PackageError(
+        f"{folder} has no variant for {shown(provider)}; it has {', '.join(variants)}. Compile one, and bundle it again"
+    )
+
+
+def _variants(folder: Path) -> dict[str, str]:
+    """Variant → its folder's name; {} if `folder` is no bundle."""
+    path = folder / MODEL_PACKAGE_NAME
+    if not os.path.isfile(path) or os.path.isfile(folder / MANIFEST_NAME):
+        return {}
+    try:
+        declared = read_json(path, _LARGEST)["components"]["decoder"]["variants"]
+        found = {name: variant["variant_directory"] for name, variant in declared.items()}
+        ours = {name: place for name, place in found.items() if "qsample" in declared[name]["executor_info"]}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {}
+    for place in ours.values():
+        if not isinstance(place, str) or "/" in place or problem_of_name(place):
+            raise PackageError(f"{path} names the folder {shown(place)}; a variant is a folder of the bundle itself")
+    return ours
+
+
+def _model_package(variants: dict[str, Package]) -> dict[str, Any]:
+    """The manifests of all packages in one."""
+    whole: dict[str, Any] = {}
+    for folder, package in variants.items():
+        manifest = model_package(package.manifest, folder)
+        for name, component in manifest["components"].items():
+            whole.setdefault(name, {"variants": {}})["variants"] |= component["variants"]
+    return {"schema_version": manifest["schema_version"], "components": whole}
+
+
+def _check_same_model(variants: dict[str, Package]) -> None:
+    (first, *others) = variants.values()
+    for other in others:
+        mine, its = first.manifest, other.manifest
+        if (mine.interface.vocab_size, mine.token_ids) != (its.interface.vocab_size, its.token_ids) or (
+            mine.files.get("tokenizer.json") != its.files.get("tokenizer.json")
+        ):
+            raise PackageError(
+                f"{first.path} and {other.path} have other vocabularies, tokenizers or special tokens; a bundle holds "
+                "variants of one model"
+            )
+
+
+def _check_target(path: Path, overwrite: bool) -> None:
+    """Raise PackageError if `path` must not be replaced."""
+    if not os.path.lexists(path) or (path.is_dir() and not any(path.iterdir())):
+        return
+    variants = _variants(path) if path.is_dir() and not path.is_symlink() else {}
+    if not variants:
+        raise PackageError(f"{path} is not empty and not a bundle, so it is not replaced; choose another folder")
+    if not overwrite:
+        raise PackageError(f"{path} already holds a bundle; pass overwrite (--overwrite) to replace it")
+    known = {MODEL_PACKAGE_NAME, *variants.values()}
+    foreign = sorted(entry.name for entry in path.iterdir() if entry.name not in known)
+    for name in variants.values():
+        listed = {MANIFEST_NAME, *read_package(path / name, verify=False).manifest.files}
+        files = (file for file in (path / name).rglob("*") if not file.is_dir())
+        foreign += [
+            str(file.relative_to(path)) for file in files if file.relative_to(path / name).as_posix() not in listed
+        ]
+    if foreign:
+        raise PackageError(
+            f"{path} holds files that are not its packages' ({', '.join(foreign[:3])}), so it is not replaced; move "
+            "them elsewhere, or choose another folder"
+        )
+
+
+def _link(existing: Path, path: Path) -> None:
+    """Give a file a second name; a copy, if the file system has no such links."""
+    try:
+        os.link(existing, path)
+    except OSError:
+        shutil.copyfile(existing, path)
