@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from qsample.bundle import package_in
 from qsample.checkpoints.hub import ADAPTER, HubOptions, check_exists
@@ -21,10 +21,13 @@ from qsample.errors import QsampleError
 from qsample.huggingface.dtypes import check_export_dtype, choose_dtype
 from qsample.huggingface.keywords import check_from_pretrained
 from qsample.interface import Features
-from qsample.models import CheckpointModel, ForeignModel, PackagedModel
+from qsample.models import CheckpointModel, ForeignModel, PackagedModel, bake_installed
 from qsample.package import MANIFEST_NAME, check_features, read_package
 from qsample.progress import Progress
 from qsample.values import DEFAULT
+
+if TYPE_CHECKING:
+    from qsample.exporters.foreign.describe import Description
 
 _DECODER: Final = ".onnx"
 _WEIGHTS: Final = {".safetensors", ".bin"}  # of a checkpoint, which is exported
@@ -204,6 +207,13 @@ def bake(
     source = DecoderSource(str(path), file, tokenizer, rope, reference, hub)
     model = ForeignModel(source, features or Features())
     return model.export(out, overwrite=overwrite, verify=verify, progress=progress)
+
+
+def describe_decoders(path: Path) -> list[Description]:
+    """What the decoder files of another exporter at `path` are, and whether bake takes them; see `describe`."""
+    with bake_installed():
+        from qsample.exporters.foreign.describe import describe
+    return describe(path)
 
 
 def is_decoder(path: Path) -> bool:

@@ -413,6 +413,17 @@ class CheckpointModel(ExportableModel):
         }
 
 
+@contextmanager
+def bake_installed() -> Iterator[None]:
+    """Raises QsampleError if an import inside lacks a library of the extra `bake`."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name not in ("onnx", "onnx_ir"):
+            raise
+        raise QsampleError(f"decoder files need {error.name}; install it: pip install 'qsample[bake]'") from error
+
+
 class ForeignModel(ExportableModel):
     """A decoder file of another exporter, to be baked."""
 
@@ -440,12 +451,8 @@ class ForeignModel(ExportableModel):
         yield exported.package  # whose folder lives as long as `exported`
 
     def _write(self, path: Path, overwrite: bool, verify: str, progress: Progress | None) -> Package:
-        try:
+        with bake_installed():
             from qsample.exporters.foreign.bake import bake as bake_file
-        except ModuleNotFoundError as error:
-            if error.name not in ("onnx", "onnx_ir"):
-                raise
-            raise QsampleError(f"baking needs {error.name}; install it: pip install 'qsample[bake]'") from error
         source = self._source
         return bake_file(
             source.model_id,

@@ -1,9 +1,9 @@
-"""`qsample inspect`: the contents of a package, as tables or as JSON."""
+"""`qsample inspect`: the contents of a package, or of decoder files of another exporter, as tables or as JSON."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -12,28 +12,77 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from qsample.cli.common import Json
+from qsample.auto_model import describe_decoders, is_decoder
+from qsample.cli.common import Json, is_package
 from qsample.cli.terminal import console, format_size, table
 from qsample.contract import AXIS_MEANINGS, CAPACITY, TensorSpec
 from qsample.interface import GraphSpec
 from qsample.package import Package, read_package
 
 EXAMPLES: Final = "[bold]Examples[/bold]\n\nqsample inspect qwen3-cpu\n\nqsample inspect qwen3-cpu --json | jq .graphs"
+_INPUTS_SHOWN: Final = 6
 _LAYERS_SHOWN: Final = 1  # caches of further layers are counted, not listed
 _WIDTH_OF_A_FILE: Final = 120
 
 
 def inspect(
-    package: Annotated[Path, typer.Argument(metavar="PACKAGE", help="Folder of a package.")],
+    package: Annotated[
+        Path,
+        typer.Argument(
+            metavar="PACKAGE",
+            help="Folder of a package; or decoder files of another exporter: an .onnx file, a folder.",
+        ),
+    ],
     verify: Annotated[bool, typer.Option("--verify/--no-verify", help="Compare every file with its sha256.")] = True,
     as_json: Json = False,
 ) -> None:
-    """Show a package: its graphs' inputs, states and outputs, its source, and the devices of its operators."""
+    """Show a package: its graphs' inputs, states and outputs, its source, and the devices of its operators.
+
+    Of decoder files of another exporter, it shows what they are and whether `qsample bake` takes them.
+    """
+    if not is_package(str(package)) and is_decoder(package):
+        _show_decoders(package, as_json)
+        return
     opened = read_package(package, verify=verify)
     if as_json:
         typer.echo(json.dumps(describe(opened), indent=2))
     else:
         show(opened)
+
+
+def _show_decoders(path: Path, as_json: bool) -> None:
+    decoders = describe_decoders(path)
+    if as_json:
+        typer.echo(json.dumps([asdict(decoder) for decoder in decoders], indent=2))
+        return
+    screen = console(width_of_a_file=_WIDTH_OF_A_FILE)
+    for decoder in decoders:
+        facts = _facts_table(decoder.file)
+        counts = ", ".join(f"{count} {name}" for name, count in sorted(decoder.operators.items()))
+        rows = {
+            "made by": f"{decoder.made_by}, opset {decoder.opset}",
+            "inputs": _some(decoder.inputs),
+            "operators": counts,
+            "layers": decoder.layers,
+            "states": f"{decoder.states} recurrent or convolutional" if decoder.states else "",
+            "numbers": f"{decoder.dtype} caches, vocabulary {decoder.vocab_size}" if decoder.dtype else "",
+            "weights": f"packed in {' and '.join(map(str, decoder.bits))} bits" if decoder.bits else "",
+            "bake": decoder.refusal or "takes it; it runs the file to measure its attention, and compares",
+        }
+        for name, value in rows.items():
+            if value:
+                facts.add_row(name, escape(value))
+        screen.print(facts)
+
+
+def _some(names: Sequence[str]) -> str:
+    """The first names, and how many others there are."""
+    rest = len(names) - _INPUTS_SHOWN
+    return ", ".join(names[:_INPUTS_SHOWN]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def _facts_table(title: str) -> Table:
+    return Table(title=escape(title), show_header=False, box=None, title_justify="left", title_style="bold")
 
 
 def describe(package: Package) -> dict[str, Any]:
@@ -86,9 +135,7 @@ def _facts(package: Package) -> Table:
     manifest, interface = package.manifest, package.interface
     source, layers = manifest.source, len(interface.key_values)
     features = [_feature(name, value) for name, value in asdict(interface.features).items() if value]
-    facts = Table(
-        title=escape(str(package.path)), show_header=False, box=None, title_justify="left", title_style="bold"
-    )
+    facts = _facts_table(str(package.path))
     rows: list[tuple[str, str]] = [
         ("kind", manifest.kind),
         ("source", source.model_id + (f" @ {source.revision}" if source.revision else "")),

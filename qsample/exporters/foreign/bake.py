@@ -145,7 +145,13 @@ def _bake(
             max_position_embeddings=baked.limit,
             packed_weights=packed,
         )
-        if compare is not None:
+        if compare is None:
+            warnings.warn(
+                f"{location.name}: the baked graph was compared with this file alone, which does not show that the "
+                "file computes its model; reference (--reference) names a checkpoint to compare with transformers, too",
+                stacklevel=4,
+            )
+        else:
             report(Stage.COMPARING_WITH_CHECKPOINT, 0.8)
             others = compare(writer.directory, baked.interface, None if packed else _TOLERANCES[arithmetic])
             manifest = replace(manifest, parity={**asdict(figures), **others})

@@ -139,6 +139,11 @@ def _located(file: Path, folders: tuple[Path, ...], name: str) -> Location:
     return Location(file, folders, name, tuple(file.parent / entry for entry in referenced))
 
 
+def decoders(folder: Path) -> list[str]:
+    """The .onnx files in `folder` and in its `onnx/`."""
+    return [name for name in _names(folder) if name.endswith(_SUFFIX)]
+
+
 def _names(folder: Path) -> list[str]:
     """The files in `folder` and in its `onnx/`."""
     names = []

@@ -153,8 +153,9 @@ def test_a_checkpoint_beside_it_is_preferred(tmp_path: Path) -> None:
 
 def test_the_window_that_a_graph_lacks_is_said(decoder: Decoder, tmp_path: Path) -> None:
     folder, _ = decoder("genai_cpu_mistral")
-    with pytest.warns(UserWarning, match="states an attention window of 6 tokens, and the graph has none"):
+    with pytest.warns(UserWarning, match="states an attention window of 6 tokens, and the graph has none") as caught:
         qsample.bake(folder, tmp_path / "out", features=Features(sampler=False))
+    assert any("compared with this file alone" in str(warning.message) for warning in caught)
 
 
 def test_the_command(decoder: Decoder, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,8 +17,10 @@ Decoder = Callable[[str], tuple[Path, str | None]]
 SCRIPT = Path(__file__).resolve().parents[3] / "scripts" / "foreign_fixtures.py"
 
 
-def baked(decoder: Decoder, kind: str, model_type: str, changes: dict[str, Any], folder: Path) -> dict[str, Any]:
-    checkpoint = runpy.run_path(str(SCRIPT))["checkpoint"](folder / "checkpoint", model_type, changes)
+def baked(
+    decoder: Decoder, kind: str, model_type: str, changes: dict[str, Any], folder: Path, steps: int | None = None
+) -> dict[str, Any]:
+    checkpoint = runpy.run_path(str(SCRIPT))["checkpoint"](folder / "checkpoint", model_type, changes, steps)
     out = folder / "out"
     package = qsample.bake(decoder(kind)[0], out, features=Features(sampler=False), reference=str(checkpoint)).package
     return dict(package.manifest.parity or {})
@@ -42,3 +44,18 @@ def test_a_file_that_lost_its_window_is_refused(decoder: Decoder, tmp_path: Path
     with pytest.raises(ParityError, match="differ from the checkpoint"):
         baked(decoder, "genai_cpu_mistral", "mistral", {"sliding_window": 6}, tmp_path)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["mobius_gemma3", "mobius_cpu_gemma3"])
+def test_of_two_files_of_a_model_that_without_its_window_is_refused(
+    kind: str, decoder: Decoder, tmp_path: Path
+) -> None:
+    _, _, changes = runpy.run_path(str(SCRIPT))["MOBIUS"][kind]
+    if kind == "mobius_cpu_gemma3":
+        with pytest.raises(ParityError, match="differ from the checkpoint"):
+            baked(decoder, kind, "gemma3_text", changes, tmp_path, steps=16)
+        assert not (tmp_path / "out").exists()
+    else:
+        figures = baked(decoder, kind, "gemma3_text", changes, tmp_path, steps=16)
+        assert figures["checkpoint_max_error"] < 1e-4 * figures["checkpoint_scale"]

@@ -1,0 +1,127 @@
+"""What decoder files are, and whether they can be baked, from their graphs alone: nothing is run or written."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import onnx_ir as ir
+
+from qsample.errors import QsampleError
+from qsample.exporters.foreign import attention
+from qsample.exporters.foreign.files import decoders, locate, read_settings
+from qsample.exporters.foreign.interface import ForeignGraph, is_onnx_attention, load, recognise
+from qsample.graph.operators import is_matmul_nbits
+
+_TOLD: Final = (  # operators that decide whether and how a file is baked
+    *("GroupQueryAttention", "Attention", "MultiHeadAttention", "PagedAttention", "Softmax", "LinearAttention"),
+    *("CausalConvWithState", "TensorScatter", "MoE", "QMoE", "MatMulNBits", "MatMulBnb4", "MatMulInteger", "Scan"),
+    *("Loop", "If"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """A decoder file.
+
+    Attributes:
+        file: its path.
+        made_by: the exporter and its version, as the file says.
+        opset: of ONNX's operators; 0 = none.
+        inputs: the names of the graph's inputs.
+        operators: how often each operator occurs that decides how a file is baked.
+        refusal: why it cannot be baked, and what would have to change; None = bake takes it, and then runs it to
+            measure its attention and to compare.
+        layers: how many attend, and how; "" = unknown.
+        states: how many recurrent and convolutional states it keeps.
+        dtype: of its caches; "" = unknown.
+        vocab_size: None = unknown.
+        bits: of its packed weights.
+    """
+
+    file: str
+    made_by: str
+    opset: int
+    inputs: tuple[str, ...]
+    operators: dict[str, int]
+    refusal: str | None
+    layers: str = ""
+    states: int = 0
+    dtype: str = ""
+    vocab_size: int | None = None
+    bits: tuple[int, ...] = ()
+
+
+def describe(path: Path) -> list[Description]:
+    """Describe every .onnx file of `path`: a file, or a folder that has some, in it or in its onnx/.
+
+    Raises QsampleError for a single file that cannot be read.
+    """
+    if path.is_file():
+        return [_describe(path, None)]
+    found = []
+    for name in decoders(path):
+        try:
+            found.append(_describe(path, name))
+        except QsampleError as error:
+            found.append(Description(str(path / name), "unknown", 0, (), {}, str(error)))
+    return found
+
+
+def _describe(path: Path, name: str | None) -> Description:
+    location = locate(path, name)
+    settings = read_settings(location)
+    model = load(location.file)
+    facts: dict[str, Any] = {
+        "file": str(location.file),
+        "made_by": " ".join(filter(None, (model.producer_name, model.producer_version))) or "unknown",
+        "opset": model.graph.opset_imports.get("", 0),
+        "inputs": tuple(str(value.name) for value in model.graph.inputs),
+        "operators": dict(Counter(_operators(model))),
+        "bits": tuple(
+            sorted({node.attributes.get_int("bits", 4) for node in model.graph.all_nodes() if is_matmul_nbits(node)})
+        ),
+    }
+    try:
+        foreign = recognise(location.file, model, head_dim=settings.head_dim, vocab_size=settings.vocab_size)
+        if foreign.layers[0].attention is not None:
+            attention.check_attentions(foreign)
+        else:
+            for layer in foreign.layers:
+                attention.match(foreign, layer)
+    except QsampleError as error:
+        why = str(error).removeprefix(f"{location.file} cannot be baked: ")
+        return Description(**facts, refusal=why)
+    return Description(
+        **facts,
+        refusal=None,
+        layers=_layers(foreign),
+        states=len(foreign.recurrences),
+        dtype=foreign.dtype.numpy().name,
+        vocab_size=foreign.vocab_size,
+    )
+
+
+def _operators(model: ir.Model) -> Iterator[str]:
+    for node in model.graph.all_nodes():
+        if node.op_type in _TOLD:
+            yield f"{node.domain}.{node.op_type}" if node.op_type == "Attention" and node.domain else node.op_type
+
+
+def _layers(foreign: ForeignGraph) -> str:
+    first = foreign.layers[0]
+    readers = {node for value in (*first.pasts, *first.presents) for node, _ in value.uses()}
+    if first.attention is not None:
+        how = "GroupQueryAttention"
+    elif first.present_key.producer() is not None and any(map(is_onnx_attention, readers)):
+        how = "ONNX's Attention"
+    else:
+        how = "plain operators"
+    size = "a cache that grows" if first.size is None else f"a cache of {first.size} tokens"
+    heads = sorted({layer.heads for layer in foreign.layers})
+    sizes = sorted({layer.head_dim for layer in foreign.layers})
+    shape = f"{' or '.join(map(str, heads))} heads of {' or '.join(map(str, sizes))}"
+    return f"{len(foreign.layers)} attend through {how}, {size}, {shape} for keys and values"
