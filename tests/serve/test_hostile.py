@@ -279,7 +279,7 @@ def test_1200_clients_are_counted(start_server: Callable[..., ServerProcess]) ->
         for number in range(1200)
     ]
     with start_server("--slots", "4", "--max-waiting", "32", "--api-key", "one") as server, watched(server):
-        limits = httpx.Limits(max_connections=300)
+        limits = httpx.Limits(max_connections=300, max_keepalive_connections=0)  # the server closes idle ones
         with httpx.Client(timeout=300, limits=limits) as client, ThreadPoolExecutor(300) as pool:
 
             def send(number: int) -> tuple[int, str]:
