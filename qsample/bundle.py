@@ -20,7 +20,6 @@ from qsample.disk.space import check_free, full_disk_named
 from qsample.disk.untrusted import problem_of_name, read_json
 from qsample.errors import PackageError, shown
 from qsample.manifest import MANIFEST_NAME, MODEL_PACKAGE_NAME, model_package
-from qsample.ort.providers import available_providers, execution_providers
 from qsample.package import Package, read_package
 
 PORTABLE: Final = "portable"
@@ -115,6 +114,8 @@ def package_in(path: str | Path, provider: str | Sequence[str] | None = None) ->
     elif provider is not None:
         wanted = [PORTABLE]  # the names of ONNX Runtime's providers are for portable packages
     else:
+        from qsample.ort.providers import available_providers, execution_providers  # which load ONNX Runtime
+
         here = available_providers()
         wanted = [name for name in _PREFERRED if name in variants and execution_providers(name)[0] in here]
         wanted += [PORTABLE, *variants]

@@ -12,7 +12,6 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from qsample.auto_model import describe_decoders, is_decoder
 from qsample.cli.common import Json, is_package
 from qsample.cli.terminal import console, format_size, table
 from qsample.contract import AXIS_MEANINGS, CAPACITY, TensorSpec
@@ -40,6 +39,8 @@ def inspect(
 
     Of decoder files of another exporter, it shows what they are and whether `qsample bake` takes them.
     """
+    from qsample.auto_model import is_decoder
+
     if not is_package(str(package)) and is_decoder(package):
         _show_decoders(package, as_json)
         return
@@ -51,6 +52,8 @@ def inspect(
 
 
 def _show_decoders(path: Path, as_json: bool) -> None:
+    from qsample.auto_model import describe_decoders
+
     decoders = describe_decoders(path)
     if as_json:
         typer.echo(json.dumps([asdict(decoder) for decoder in decoders], indent=2))
