@@ -9,11 +9,13 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 
 from qsample.runtime import CausalLM, Engine, EngineClosedError, Request, RequestFailedError
+from qsample.runtime.decode.slots import Slots
 from tests.helpers.fake_package import VOCAB
 from tests.helpers.requests import wait_until
 
@@ -107,6 +109,23 @@ def test_nothing_is_kept_of_a_request_that_had_more_time(model: CausalLM, only_n
 def test_a_priority_is_an_integer(model: CausalLM, priority: object) -> None:
     with Engine(model, slots=1) as engine, pytest.raises(ValueError, match="priority"):
         engine.add_request([5], priority=priority)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("given", "places"), [(None, 6), (0, 0), (5, 5)])
+def test_the_room_of_an_engine(
+    given: int | None, places: int, model: CausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved: list[int] = []
+    plain = Slots.__init__
+
+    def init(self: Slots, *args: Any, **options: Any) -> None:
+        saved.append(options["saved_states"])
+        plain(self, *args, **options)
+
+    monkeypatch.setattr(Slots, "__init__", init)
+    with Engine(model, slots=3, saved_states=given) as engine:
+        assert (engine.stats().slots, engine.stats().max_waiting) == (3, 64)
+    assert saved == [places]
 
 
 def test_who_waits_for_room_learns_that_the_engine_was_closed(model: CausalLM, gate: threading.Semaphore) -> None:
