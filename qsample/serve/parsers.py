@@ -175,7 +175,7 @@ def _xml_pairs(text: str, tools: Mapping[str, Any]) -> list[Call]:
     """<tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value></tool_call>, of GLM-4.5."""
     calls = []
     for body in _bodies(text, "<tool_call>", "</tool_call>"):
-        name = body.split("<arg_key>", 1)[0].strip()
+        name = body.partition("<arg_key>")[0].strip()
         values = re.findall(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", body, re.DOTALL)
         calls.append(_typed(name, [(key.strip(), value) for key, value in values], tools))
     return calls
@@ -260,7 +260,7 @@ class ToolReader:
             if any(bare.startswith(mark) for mark in self.format.at_start):
                 self._calling = True
                 return ""
-            if not start or any(mark.startswith(bare) for mark in self.format.at_start):
+            if any(mark.startswith(bare) for mark in self.format.at_start):
                 return ""
             self._at_start = False
         place = min((at for mark in self.format.marks if (at := self._text.find(mark)) >= 0), default=None)

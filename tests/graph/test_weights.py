@@ -181,6 +181,8 @@ def test_what_is_only_moved_keeps_its_dtype() -> None:
     one, other = StoredTensor(ir.Tensor(WEIGHT), "one"), StoredTensor(ir.Tensor(WEIGHT), "other", transposed=True)
     moved = rearranged([one, other], (24, 64), lambda arrays: np.concatenate([arrays[0], arrays[1].T], 1), "moved")
     assert isinstance(moved, StoredTensor)
+    assert (one.name, moved.name) == ("one", "moved")
+    assert isinstance(rearranged([one], (24, 32), lambda arrays: arrays[0], "alone"), StoredTensor)
     assert moved.stored.dtype == ir.DataType.FLOAT16
     np.testing.assert_array_equal(moved.numpy(), np.concatenate([WEIGHT, WEIGHT], 1).astype(np.float32))
     exact = StoredTensor(ir.Tensor(EXACT), "exact")

@@ -10,10 +10,12 @@ import pytest
 from qsample.serve.parsers import (
     REASONING_FORMATS,
     TOOL_FORMATS,
+    DemandedCalls,
     ReasoningReader,
     ToolReader,
     find_reasoning_format,
     find_tool_format,
+    with_objects,
 )
 
 TOOLS: dict[str, Any] = {
@@ -131,9 +133,59 @@ def test_numbers_that_json_lacks_are_text(number: str) -> None:
 
 
 def test_typed_values_follow_the_schema() -> None:
-    values = "<parameter=city>2</parameter><parameter=days>2</parameter>"
+    given = {
+        "city": "2",
+        "days": "2",
+        "a": "True",
+        "b": " False",
+        "c": "None",
+        "d": "none",
+        "e": '"é"',
+        "city ": "false",
+    }
+    values = "".join(f"<parameter={name}>{value}</parameter>" for name, value in given.items())
     text = f"<tool_call><function=get_weather>{values}</function></tool_call>"
-    assert read("qwen3_coder", text, 1000)[1] == [("get_weather", {"city": "2", "days": 2})]
+    typed = {"city": "2", "days": 2, "a": True, "b": False, "c": None, "d": "none", "e": "é", "city ": False}
+    assert read("qwen3_coder", text, 1000)[1] == [("get_weather", typed)]
+
+
+def test_arguments_are_not_escaped() -> None:
+    reader = ToolReader(TOOL_FORMATS["hermes"], TOOLS)
+    assert reader.put('<tool_call>{"name": "get_weather", "arguments": {"city": "Orl\\u00e9ans"}}</tool_call>') == ""
+    text, (call,) = reader.end()
+    assert (text, call["type"], call["function"]["name"]) == ("", "function", "get_weather")
+    assert call["function"]["arguments"] == '{"city": "Orléans"}'
+    assert len(call["id"]) == len("call_") + 24
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "rest", "calls"),
+    [
+        ("stop", '{"a": "é"', "", [("stop", '{"a": "é"')]),  # as it is, though it was cut off
+        (None, '[{"name": "stop", "parameters": {"a": "é"}}, {"name": "go", "parameters": {}}]', "",
+         [("stop", '{"a": "é"}'), ("go", "{}")]),
+        (None, '[{"name": "stop"', '[{"name": "stop"', []),
+    ],
+)  # fmt: skip
+def test_calls_that_were_demanded(name: str | None, text: str, rest: str, calls: list[tuple[str, str]]) -> None:
+    reader = DemandedCalls(name)
+    assert [reader.put(text[:5]), reader.put(text[5:])] == ["", ""]
+    got_rest, got = reader.end()
+    assert got_rest == rest
+    assert [(call["function"]["name"], call["function"]["arguments"]) for call in got] == calls
+    assert len({call["id"] for call in got}) == len(calls)
+
+
+def test_arguments_become_objects_for_templates() -> None:
+    def call(arguments: object) -> dict[str, Any]:
+        return {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+
+    plain: dict[str, Any] = {"role": "assistant", "content": "hm"}
+    for message in (plain, plain | {"tool_calls": None}, plain | {"tool_calls": [1, {"function": 2}, call(3)]}):
+        assert with_objects(message) == message
+    given = [call('{"a": 1}'), call(""), call("[1]"), call('{"a"'), call({"b": 2})]
+    changed = [call({"a": 1}), call({}), call("[1]"), call('{"a"'), call({"b": 2})]
+    assert with_objects(plain | {"tool_calls": given}) == plain | {"tool_calls": changed}
 
 
 @pytest.mark.parametrize(
@@ -195,6 +247,7 @@ def test_an_answer_without_thoughts_is_as_it_is(text: str, size: int) -> None:
 def test_an_answer_may_begin_inside(size: int) -> None:
     assert split("deepseek_r1", "hm</think>yes <think>", size) == ("hm", "yes <think>")
     assert split("deepseek_r1", "hm", size) == ("hm", "")
+    assert split("deepseek_r1", " <thi", size) == ("<thi", "")
     # A model may repeat what the template wrote.
     assert split("qwen3", "<think>hm</think>yes", size, "<think>\n") == ("hm", "yes")
     assert split("qwen3", "< hm</think>yes", size, "<think>\n") == ("< hm", "yes")
