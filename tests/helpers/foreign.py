@@ -84,13 +84,21 @@ def greedy_of_file(foreign: ForeignGraph, prompt: Sequence[int], tokens: int, *,
 
 
 def greedy_of_graph(
-    files: tuple[Path, Path], interface: Interface, prompts: Sequence[Sequence[int]], tokens: int, capacity: int
+    files: tuple[Path, Path],
+    interface: Interface,
+    prompts: Sequence[Sequence[int]],
+    tokens: int,
+    capacity: int,
+    left: float = 0.0,
 ) -> list[list[int]]:
-    """What the rewritten graph generates for the prompts as one ragged batch, by the argmax of its logits."""
+    """What the rewritten graph generates for the prompts as one ragged batch, by the argmax of its logits. left: the
+    number that earlier rows left in all caches and states."""
     runner = GraphRunner(*files, interface, capacity)
     lengths = np.array([len(prompt) for prompt in prompts])
     ids = np.array([[*prompt, *[0] * (max(lengths) - len(prompt))] for prompt in prompts])
     state = runner.start(len(prompts))
+    for spec in interface.cache_states:
+        state[spec.name] = np.full_like(state[spec.name], left)
     made = [runner.step(ids, lengths, state)["logits"].argmax(-1)]
     while len(made) < tokens:
         made.append(runner.step(made[-1][:, None], np.ones(len(prompts)), state)["logits"].argmax(-1))

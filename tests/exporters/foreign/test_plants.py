@@ -11,7 +11,7 @@ import onnx_ir as ir
 import pytest
 
 from qsample.errors import ParityError, UnsupportedModelError
-from qsample.exporters.foreign import attention, bake
+from qsample.exporters.foreign import attention, bake, recurrent
 from qsample.exporters.foreign.interface import ForeignGraph
 from qsample.exporters.foreign.rows import Nodes, Rows
 from qsample.graph.gqa import Slot, attentions
@@ -187,6 +187,29 @@ def test_attentions(
 ) -> None:
     after(monkeypatch, edit)
     refused(kind, decoder, tmp_path)
+
+
+def padding_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recurrent, "_leave_out", lambda *_: None)
+
+
+def convolution_ends_at_padding(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recurrent, "_end_at_last", lambda foreign, each, *_: each.present)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plant", [padding_is_written, convolution_ends_at_padding])
+def test_states_of_recurrent_layers(
+    plant: Callable[[pytest.MonkeyPatch], None], decoder: Decoder, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    plant(monkeypatch)
+    refused("mobius_qwen3_next", decoder, tmp_path)
+
+
+@pytest.mark.slow
+def test_a_sink_that_is_lost(decoder: Decoder, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with_rule(monkeypatch, sink=None)
+    refused("mobius_gpt_oss", decoder, tmp_path)
 
 
 def test_the_other_rotary_table(decoder: Decoder, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
