@@ -79,6 +79,7 @@ def test_a_scratch_folder_is_deleted_when_it_is_left(tmp_path: Path) -> None:
         (scratch.path / "a").mkdir()
         assert scratch.path.parent == tmp_path
         assert scratch.path.stat().st_mode & 0o077 == 0
+        assert sorted(os.listdir(scratch.path)) == ["a", "new", "owner", "replaced"], "the names that others look for"
         assert (scratch.path / OWNER).stat().st_mode & 0o777 == 0o600
     assert os.listdir(tmp_path) == []
     scratch.cleanup()
