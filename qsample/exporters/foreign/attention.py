@@ -14,7 +14,8 @@ from typing import Any, Final
 import numpy as np
 import onnx_ir as ir
 
-from qsample.exporters.foreign.interface import ForeignGraph, Layer, is_onnx_attention, refusal
+from qsample.exporters.foreign.graph_file import refusal
+from qsample.exporters.foreign.interface import ForeignGraph, Layer, is_onnx_attention
 from qsample.exporters.foreign.original import Original, probes
 from qsample.exporters.foreign.rows import PREFIX, Nodes, Rows
 from qsample.graph.edit import constant, initializer, producer

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import logging
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass
-from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Final, NamedTuple
 
 import onnx_ir as ir
-from onnx_ir.passes import common as common_passes
 
-from qsample.errors import QsampleError, UnsupportedModelError
+from qsample.exporters.foreign.graph_file import refusal
 from qsample.graph import gqa
 from qsample.graph.edit import reads
 from qsample.graph.gqa import Slot
-from qsample.graph.operators import CONTRIB_DOMAIN, is_contrib
+from qsample.graph.operators import is_contrib
 
 IDS: Final = "input_ids"
 MASK: Final = "attention_mask"
@@ -33,7 +29,6 @@ FILLED: Final = "nonpad_kv_seqlen"
 _CALLS: Final = (IDS, MASK, POSITIONS, *KEEP, WRITE, FILLED)
 _OLDEST: Final = 14
 _NEWEST: Final = 24
-_MOST_NODES: Final = 50_000  # a graph of 100 layers has half of that
 
 _FLAT, _BY_HEAD = 3, 4  # ranks of keys and values: [B, tokens, heads * size], [B, heads, tokens, size]
 _PAST_OF_ATTENTION: Final = (4, 5)  # inputs of ONNX's Attention; its outputs 1 and 2 are the new ones
@@ -41,7 +36,6 @@ _PAST_OF_ATTENTION: Final = (4, 5)  # inputs of ONNX's Attention; its outputs 1 
 _STATES: Final = {"CausalConvWithState": "conv_state", "LinearAttention": "recurrent_state"}
 _STATE: Final = 3
 _FLOATS: Final = (ir.DataType.FLOAT, ir.DataType.FLOAT16)
-_OPERATORS: Final = (*_STATES, "SkipSimplifiedLayerNormalization", "SkipLayerNormalization", "MatMulNBits")
 _REFUSED_INPUTS: Final = {
     r"use_cache_branch": "it is a merged decoder, two graphs under one If; take decoder_with_past_model.onnx, or a "
     "file of a newer export, with GroupQueryAttention or without use_cache_branch",
@@ -162,66 +156,6 @@ class ForeignGraph:
         return next((value for value in self.graph.inputs if value.name == name), None)
 
 
-def load(path: Path) -> ir.Model:
-    """The model in `path`, without functions, its constants as initializers; weights next to it stay mapped.
-
-    A function may say what an operator of ONNX Runtime computes, for other runtimes: that stays an operator.
-    """
-    log = logging.getLogger("onnx_ir.serde")
-    before, log.disabled = log.disabled, True  # it prints names as they are; what is wrong is refused below
-    try:
-        model = ir.load(path)
-    except Exception as error:  # protobuf has its own kinds
-        raise UnsupportedModelError(f"{path} is not an ONNX file ({type(error).__name__}: {error!s:.200})") from error
-    finally:
-        log.disabled = before
-    for domain, name, overload in list(model.functions):
-        if domain == CONTRIB_DOMAIN and name in _OPERATORS:
-            del model.functions[domain, name, overload]
-    if model.functions:
-        _inline(path, model)
-    common_passes.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
-    common_passes.RemoveUnusedNodesPass()(model)
-    return model
-
-
-@contextmanager
-def graph_errors(path: Path) -> Iterator[None]:
-    """Turn an error of the graph's libraries, or of a rewrite that meets an operator unlike its definition, into a
-    refusal of the file."""
-    try:
-        yield
-    except (QsampleError, OSError, MemoryError):
-        raise
-    except Exception as error:
-        raise refusal(
-            path, f"its graph is not as its operators are defined ({type(error).__name__}: {error!s:.200})"
-        ) from (error)
-
-
-def _inline(path: Path, model: ir.Model) -> None:
-    """Put the bodies of functions in place of their calls."""
-    calls = {
-        name: Counter(node.op_identifier() for node in function.all_nodes())
-        for name, function in model.functions.items()
-    }
-    sizes: dict[ir.OperatorIdentifier, int] = {}
-    try:
-        for name in TopologicalSorter(
-            {name: called.keys() & calls.keys() for name, called in calls.items()}
-        ).static_order():
-            sizes[name] = sum(count * sizes.get(called, 1) for called, count in calls[name].items())
-    except CycleError:
-        raise refusal(path, "its functions call one another in a circle") from None
-    total = sum(sizes.get(node.op_identifier(), 1) for node in model.graph.all_nodes())
-    if total > _MOST_NODES:
-        raise refusal(path, f"its functions stand for {total} nodes, and bake reads at most {_MOST_NODES}")
-    try:
-        common_passes.InlinePass()(model)
-    except ValueError as error:
-        raise refusal(path, f"its functions cannot be inlined ({' '.join(str(error).split())!s:.200})") from error
-
-
 def recognise(
     path: Path, model: ir.Model, *, head_dim: int | None = None, vocab_size: int | None = None
 ) -> ForeignGraph:
@@ -313,11 +247,6 @@ def _narrow_caches(graph: ir.Graph, caches: Iterable[ir.Value]) -> bool:
 
 def _casts_to(node: ir.Node, dtype: ir.DataType) -> bool:
     return node.op_type == "Cast" and node.attributes.get_int("to", 0) == dtype
-
-
-def refusal(path: Path, why: str) -> UnsupportedModelError:
-    """An error of a single line: the file, and why it cannot be baked."""
-    return UnsupportedModelError(f"{path} cannot be baked: {' '.join(why.split())}")
 
 
 def _check_inputs(path: Path, model: ir.Model) -> None:

@@ -17,7 +17,8 @@ import onnxruntime as ort
 from onnx_ir.passes import common as common_passes
 
 from qsample.contract import BATCH, CAPACITY, INPUT_LENGTHS, SEQUENCE, retained_name
-from qsample.exporters.foreign.interface import IDS, ForeignGraph, refusal
+from qsample.exporters.foreign.graph_file import refusal
+from qsample.exporters.foreign.interface import IDS, ForeignGraph
 from qsample.exporters.foreign.opset import set_opset
 from qsample.exporters.foreign.rows import Rows
 from qsample.graph.edit import constant, initializer, reads

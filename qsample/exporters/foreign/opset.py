@@ -9,7 +9,8 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from qsample.exporters.foreign.interface import ForeignGraph, refusal
+from qsample.exporters.foreign.graph_file import refusal
+from qsample.exporters.foreign.interface import ForeignGraph
 from qsample.exporters.foreign.rows import Nodes
 from qsample.graph.edit import initializer, producer
 from qsample.graph.operators import CONTRIB_DOMAIN, OPSET
