@@ -31,9 +31,9 @@ def files(version: int) -> dict[str, bytes]:
 
 
 def version_of(path: Path) -> int:
-    """The version that all files have; ValueError where they differ."""
+    """The version that all files of `files` have; ValueError where they differ."""
     package = read_package(path)
-    versions = {int(package.file(name).read_bytes()[:8]) for name in package.manifest.files}
+    versions = {int(package.file(name).read_bytes()[:8]) for name in FILES}
     (version,) = versions
     return version
 
@@ -131,7 +131,7 @@ def kill_everywhere(folder: Path, first: int, stride: int, overwrite: bool) -> d
         assert left in (["beside"], ["beside", "package"]), (step, left)
         assert version_of(target) in (1, 2) if overwrite or target.exists() else True
         if target.exists() and not overwrite:
-            for name in (*files(2), MANIFEST_NAME):
+            for name in [*read_package(target).manifest.files, MANIFEST_NAME]:
                 (target / name).unlink()
             (target / "tokenizer").rmdir()
             target.rmdir()
@@ -171,9 +171,7 @@ def read_in_every_way(target: Path) -> None:
     """By name, as any program does, and as ours do: then all files are of one package."""
     (target / "decoder.onnx").read_bytes()
     read_package(target)
-    versions = use_package(
-        target, lambda package: {int(package.file(name).read_bytes()[:8]) for name in package.manifest.files}
-    )
+    versions = use_package(target, lambda package: {int(package.file(name).read_bytes()[:8]) for name in FILES})
     assert len(versions) == 1, versions
 
 
