@@ -131,7 +131,7 @@ class AutoModelForCausalLM:
             trust_remote_code=trust_remote_code,
         )
         path = Path(pretrained_model_name_or_path)
-        path = package_in(path, provider)
+        path = Path(package_in(path, provider))
         if os.path.isfile(path / MANIFEST_NAME):  # False if it is too long to be a path
             package = read_package(path)
             if adapter is not None:

@@ -94,11 +94,11 @@ def is_bundle(path: str | Path) -> bool:
     return bool(_variants(Path(path)))
 
 
-def package_in(path: str | Path, provider: str | Sequence[str] | None = None) -> Path:
+def package_in(path: str | Path, provider: str | Sequence[str] | None = None) -> str | Path:
     """The folder of the package to load.
 
     Args:
-        path: a package's folder, which is returned as it is, or that of a bundle.
+        path: the folder of a bundle; anything else is returned as it is.
         provider: a short name, whose variant is taken, or the portable variant if there is none; None = the variant of
             the first provider that is available here: TensorRT, CUDA, WebGPU, OpenVINO, the CPU.
 
@@ -108,7 +108,7 @@ def package_in(path: str | Path, provider: str | Sequence[str] | None = None) ->
     folder = Path(path)
     variants = _variants(folder)
     if not variants:
-        return folder
+        return path
     if isinstance(provider, str):
         wanted = [provider, PORTABLE]
     elif provider is not None:

@@ -22,9 +22,9 @@ def test_a_package_is_called_like_its_folder(named: str, tmp_path: Path, monkeyp
 def test_a_timeout_in_which_nothing_can_be_answered(run: Any, tmp_path: Path) -> None:
     package = fake_package(tmp_path / "tiny")
     status, _, told = run("serve", package.path, "--request-timeout", "0")
-    assert (status, told) == (
-        1,
-        "qsample: --request-timeout is 0, too short for an answer; give more, or leave it out\n",
+    assert status == 2
+    assert told.startswith(
+        "qsample: --request-timeout is 0, too short for an answer; give more, or leave it out; see qsample"
     )
 
 

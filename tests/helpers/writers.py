@@ -18,6 +18,7 @@ from typing import Any, Final
 import qsample
 from qsample.disk import publish
 from qsample.errors import PackageError
+from qsample.manifest import MODEL_PACKAGE_NAME
 from qsample.package import MANIFEST_NAME, read_package, use_package
 from tests.helpers.small_packages import FILES, write
 
@@ -31,7 +32,7 @@ def files(version: int) -> dict[str, bytes]:
 
 
 def version_of(path: Path) -> int:
-    """The version that all files of `files` have; ValueError where they differ."""
+    """The version that all files have; ValueError where they differ."""
     package = read_package(path)
     versions = {int(package.file(name).read_bytes()[:8]) for name in FILES}
     (version,) = versions
@@ -131,7 +132,7 @@ def kill_everywhere(folder: Path, first: int, stride: int, overwrite: bool) -> d
         assert left in (["beside"], ["beside", "package"]), (step, left)
         assert version_of(target) in (1, 2) if overwrite or target.exists() else True
         if target.exists() and not overwrite:
-            for name in [*read_package(target).manifest.files, MANIFEST_NAME]:
+            for name in (*files(2), MANIFEST_NAME, MODEL_PACKAGE_NAME):
                 (target / name).unlink()
             (target / "tokenizer").rmdir()
             target.rmdir()
