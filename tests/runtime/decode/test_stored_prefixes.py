@@ -245,14 +245,11 @@ def test_a_killed_process_leaves_whole_files(llama_package: Path, tmp_path: Path
 
 
 def test_chat_messages_give_the_beginning_of_all_conversations(exported: Callable[..., Path], tmp_path: Path) -> None:
-    from qsample import AutoModelForCausalLM
-
-    package = AutoModelForCausalLM.from_pretrained("qsample/assets/tiny_lm").export(tmp_path / "tiny").package
-    model = load(package.path, ctx_len=512)
+    model = load(exported("llama"), ctx_len=256)
     template = (
         "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
     )
-    system = {"role": "system", "content": "In the beginning God created the heaven and the earth. " * 8}
+    system = {"role": "system", "content": "In the beginning God created. " * 5}
     tokens = model.save_prefix([system], tmp_path / "system", chat_template=template)
     messages = [system, {"role": "user", "content": "And the LORD spake"}]
     with Engine(model, slots=1, prefixes=[tmp_path / "system"]) as engine:
