@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,8 @@ from qsample.runtime import (
     CausalLM,
     Engine,
     EngineClosedError,
+    QueueFullError,
+    Request,
     SamplingParams,
 )
 from qsample.runtime.decode.slots import Slots
@@ -74,7 +77,8 @@ def test_a_conversation_goes_on_from_what_a_slot_holds(
 
     monkeypatch.setattr(Slots, "prefill", prefill)
     history, held = [9, 200, 31, 4, 5], 0
-    with Engine(model, slots=3, reuse_sampled_tokens=reuse_sampled_tokens) as engine:
+    options = {"reuse_sampled_tokens": True} if reuse_sampled_tokens else {}
+    with Engine(model, slots=3, **options) as engine:  # type: ignore[arg-type]
         for turn in range(4):
             other = engine.add_request([50 + turn] * 8, FREE, seed=99)  # someone else, in other slots
             fed.clear()
@@ -104,7 +108,10 @@ def test_a_prompt_begins_like_one_that_runs(model: CausalLM) -> None:
         assert [request.result().usage.cached_tokens for request in others] == [8, 4, 8, 0]
 
 
-def test_a_long_prompt_does_not_hold_up_running_rows(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("chunk", "pieces"), [(None, 1), (8, 2)])
+def test_a_long_prompt_does_not_hold_up_running_rows(
+    chunk: int | None, pieces: int, model: CausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls: list[str] = []
     for name in ("prefill", "decode"):
         plain = getattr(Slots, name)
@@ -114,16 +121,15 @@ def test_a_long_prompt_does_not_hold_up_running_rows(model: CausalLM, monkeypatc
             plain(self, *args, **options)
 
         monkeypatch.setattr(Slots, name, call)
-    with Engine(model, slots=2, prefill_chunk_size=4) as engine:
+    with Engine(model, slots=2, prefill_chunk_size=chunk) as engine:
         running = engine.add_request([5], ENDLESS, seed=0)
         wait_for_token(running)
         late = engine.add_request([6] * 40, FREE, seed=1)
         assert outcome(late) == expected([6] * 40, FREE, 1)
         assert outcome(running) == expected([5], ENDLESS, 0)
-    chunks = [index for index, name in enumerate(calls) if name == "prefill"][1:]
-    assert len(chunks) == 10
-    assert all(calls[index + 1] == "decode" for index in chunks)
-    assert calls[chunks[0] : chunks[-1] + 1] == ["prefill", "decode"] * 9 + ["prefill"]
+    read = [index for index, name in enumerate(calls) if name == "prefill"][1:]
+    assert len(read) == 10
+    assert calls[read[0] : read[-1] + 2] == [*["prefill"] * pieces, "decode"] * (10 // pieces)
 
 
 @pytest.mark.parametrize("rows", [1, 32])
@@ -146,14 +152,14 @@ def test_a_compiled_package(fake_model: Callable[..., CausalLM]) -> None:
     model = fake_model(compilation=compilation(batch_size=2, ctx_len=48))
     with pytest.raises(ValueError, match="slots is 3 and the package was compiled for 2 rows at most"):
         Engine(model, slots=3)
-    with Engine(model) as engine:
-        assert (engine.slots, engine.capacity) == (2, 48)
+    with Engine(model) as chosen, Engine(model, slots=2) as engine:
+        assert (chosen.slots, engine.slots, engine.capacity) == (2, 2, 48)
         requests = [engine.add_request([5 + n], FREE, seed=n) for n in range(5)]
         assert [outcome(request) for request in requests] == [expected([5 + n], FREE, n) for n in range(5)]
 
 
 @pytest.mark.parametrize("slots", [1, 4])
-def test_outputs_come_in_the_order_of_the_prompts(slots: int, model: CausalLM) -> None:
+def test_outputs_come_in_the_order_of_the_prompts(slots: int, model: CausalLM, gate: threading.Semaphore) -> None:
     generator = random.Random(3)
     cases = [(random_prompt(generator), random_params(generator), seed) for seed in range(20)]
     read: list[int] = []
@@ -161,6 +167,8 @@ def test_outputs_come_in_the_order_of_the_prompts(slots: int, model: CausalLM) -
     def prompts() -> Iterator[list[int]]:
         for index, (prompt, _, _) in enumerate(cases):
             read.append(index)
+            if index == slots + 1:  # nothing has ended so far
+                gate.release(100_000)
             yield prompt
 
     with Engine(model, slots=slots, max_waiting=2) as engine:
@@ -186,15 +194,91 @@ def test_errors_come_in_their_places(model: CausalLM) -> None:
         with pytest.raises(ValueError, match="no prompt was given"):
             next(raising)
         assert list(raising) == []
+        given = iter([[], [5]])
+        first, second = engine.map(given, FREE, seed=1, return_errors=True)
+        assert isinstance(first, ValueError)
+        assert not isinstance(second, Exception)
+        assert (second.token_ids, second.finish_reason) == expected([5], FREE, 2)
+        with pytest.raises(ValueError, match="no prompt was given"):
+            next(engine.map(given := iter([[], [5]]), FREE))
+        assert next(given) == [5], "no more was read"
         with pytest.raises(ValueError, match="shorter"):
             list(engine.map([[5], [6]], FREE, each=[{}]))
 
 
-def test_an_iterator_that_is_closed_cancels_the_rest_and_a_closed_engine_ends_it(model: CausalLM) -> None:
+def test_an_iterator_that_is_closed_cancels_the_rest_and_a_closed_engine_ends_it(
+    model: CausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cancelled: list[Request] = []
+    cancel = Request.cancel
+    monkeypatch.setattr(Request, "cancel", lambda request: (cancelled.append(request), cancel(request))[1])
     with Engine(model, slots=1) as engine:
         outputs = engine.map([[5], [6], [7]], each=[{"params": FREE}, {"params": ENDLESS}, {"params": ENDLESS}])
         next(outputs)
         outputs.close()  # type: ignore[attr-defined]
+        assert len(cancelled) == 2
         assert engine.drain(60)
         with pytest.raises(EngineClosedError):
             list(engine.map([[5]], return_errors=True))
+
+
+def ways_to_add(engine: Engine, model: CausalLM) -> list[Callable[..., Request]]:
+    """Each with the same options: `add_request`, `add_requests` and `add`."""
+
+    def add(prompt: list[int], params: SamplingParams, seed: int = 0, **options: Any) -> Request:
+        return engine.add(model.read(prompt, params, seed=seed, num_return_sequences=1), **options)[0]
+
+    return [
+        engine.add_request,
+        lambda *given, **options: engine.add_requests(*given, num_return_sequences=1, **options)[0],
+        add,
+    ]
+
+
+def test_several_requests_of_one_prompt(model: CausalLM, gate: threading.Semaphore) -> None:
+    with Engine(model, slots=2, max_waiting=1) as engine:
+        with pytest.raises(ValueError, match="num_return_sequences is 4 and this engine takes 3"):
+            engine.add_requests([5, 6, 7], FREE, num_return_sequences=4)
+        with pytest.raises(ValueError, match="add_requests takes num_return_sequences"):
+            engine.add_request([5], FREE, num_return_sequences=2)
+        requests = engine.add_requests([5, 6, 7], FREE, num_return_sequences=3, seed=4, priority=2)
+        for add in ways_to_add(engine, model):
+            with pytest.raises(QueueFullError):
+                add([5], FREE, timeout=0)
+        gate.release(100_000)
+        assert [outcome(request) for request in requests] == [expected([5, 6, 7], FREE, seed) for seed in (4, 5, 6)]
+        assert {request._sequence.priority for request in requests} == {2}
+        plain = [add([5], FREE, seed=1) for add in ways_to_add(engine, model)]
+        assert [outcome(request) for request in plain] == [expected([5], FREE, 1)] * 3
+        assert [request._sequence.priority for request in plain] == [0] * 3
+        assert outcome(engine.add_request([5], FREE, seed=1, num_return_sequences=1)) == expected([5], FREE, 1)
+
+
+@pytest.mark.parametrize("way", range(3))
+def test_a_request_whose_reader_gave_up(way: int, model: CausalLM) -> None:
+    params = SamplingParams(max_new_tokens=60, eos_token_id=())
+    with Engine(model, slots=1) as engine:
+        for options, reason in (({}, "cancelled"), ({"cancel_if_abandoned": False}, "length")):
+            request = ways_to_add(engine, model)[way]([5], params, **options)
+            reader = iter(request)
+            next(reader)
+            reader.close()  # type: ignore[attr-defined]
+            assert request.result(60).finish_reason == reason
+
+
+def test_prefixes_from_files_and_a_folder(model: CausalLM, tmp_path: Path) -> None:
+    assert model.save_prefix([7] * 9, tmp_path / "sevens") == 8
+    folder, prompt = tmp_path / "kept", [*[7] * 8, 5]
+    for most, kept in ((1, False), (1 << 20, True)):
+        with Engine(
+            model, slots=1, prefixes=[tmp_path / "sevens"], prefix_cache_dir=folder, prefix_cache_bytes=most
+        ) as engine:
+            for seed, (asked, cached) in enumerate(((prompt, 8), ([9] * 9, 0))):
+                request = engine.add_request(asked, FREE, seed=seed)
+                assert outcome(request) == expected(asked, FREE, seed)
+                assert request.result().usage.cached_tokens == cached
+        assert any(folder.iterdir()) == kept
+    with Engine(model, slots=1, prefix_cache_dir=folder) as engine:
+        request = engine.add_request([9] * 9, FREE, seed=1)
+        assert outcome(request) == expected([9] * 9, FREE, 1)
+        assert request.result().usage.cached_tokens == 8

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
+import pickle
 import random
 import sys
 import threading
@@ -53,6 +55,8 @@ from tests.helpers.requests import (
         ([5], {"stop_strings": ""}, "stop_strings is ''"),
         ([5], {"logit_bias": {5: 1.0}}, "logit_bias needs a package"),
         ([5], {"allowed_tokens": lambda step, mask: None}, "allowed_tokens needs a package"),
+        ([5], {"stopping_criteria": [lambda ids, scores: False]}, "stopping_criteria are for generate"),
+        ([5], {"logits_processor": [lambda ids, scores: scores]}, "logits_processor"),
     ],
 )
 def test_a_wrong_request_is_refused_where_it_is_added(
@@ -83,6 +87,9 @@ def test_what_fits_is_decided_by_the_slot_and_not_by_the_request(fake: Callable[
         ({"max_waiting": -1}, "max_waiting is -1"),
         ({"prefill_chunk_size": 0}, "prefill_chunk_size is 0"),
         ({"flush_every": 1.5}, "flush_every is 1.5"),
+        ({"saved_states": -1}, "saved_states is -1"),
+        ({"prefixes": "rules"}, "prefixes is 'rules'; give a list"),
+        ({"prefix_cache_dir": "kept", "reuse_sampled_tokens": True}, "leave either out"),
     ],
 )
 def test_a_wrong_engine(options: dict[str, Any], message: str, model: CausalLM) -> None:
@@ -254,6 +261,63 @@ def test_a_wrong_timeout(timeout: Any, model: CausalLM) -> None:
         for far in (float("inf"), 10**400, np.float32(1e30)):
             assert request.result(far).finish_reason == "length"
             engine.add_request([5], FREE, timeout=far)
+
+
+def test_a_fork_is_refused_and_leaves_the_engine_alone(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process with another number; tests/runtime/test_processes.py has real ones."""
+    with Engine(model, slots=1) as engine:
+        request = engine.add_request([5], FREE, seed=1)
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "getpid", lambda: -1)
+            for call in (lambda: engine.add_request([5]), lambda: engine.drain(60), lambda: request.result(60)):
+                with pytest.raises(EngineClosedError, match="and this is a fork of it"):
+                    call()
+            engine.close()
+        assert not engine.closed
+        assert outcome(request) == expected([5], FREE, 1)
+        with pytest.raises(TypeError, match="pickle its model"):
+            pickle.dumps(engine)
+    assert engine.closed
+
+
+def test_a_function_must_not_wait_for_its_engine(fake_model: Callable[..., CausalLM]) -> None:
+    refused: list[str] = []
+
+    def function(step: Any, mask: np.ndarray) -> None:
+        if step is None or len(refused) > 2:
+            return
+        for call in (lambda: engine.add_request([5], FREE), lambda: engine.drain(60), lambda: request.result(60)):
+            with pytest.raises(RuntimeError, match="waits for the engine that calls it") as error:
+                call()
+            refused.append(str(error.value))
+        engine.close()  # does not wait
+
+    with Engine(fake_model(allowed_tokens=True), slots=1) as engine:
+        request = engine.add_request([5], ENDLESS, allowed_tokens=function)
+        assert request.result(60).finish_reason == "cancelled"
+    assert len(refused) == 3
+
+
+def test_of_requests_with_a_function_those_that_ended_do_not_fail(
+    fake_model: Callable[..., CausalLM], gate: threading.Semaphore
+) -> None:
+    fails = threading.Event()
+
+    def function(step: Any, mask: np.ndarray) -> None:
+        if fails.is_set():
+            raise RuntimeError("no more rules")
+
+    with Engine(fake_model(allowed_tokens=True), slots=3) as engine:
+        cancelled, *failed = engine.add_requests([5], FREE, num_return_sequences=3, allowed_tokens=function)
+        cancelled.cancel()
+        gate.release(2)
+        assert cancelled.result(60).finish_reason == "cancelled"
+        fails.set()
+        gate.release(1000)
+        for request in failed:
+            with pytest.raises(RequestFailedError, match="no more rules"):
+                request.result(60)
+        assert outcome(engine.add_request([7], FREE, seed=2)) == expected([7], FREE, 2)
 
 
 def test_closing_cancels_and_releases_everything(model: CausalLM, only_new_garbage: None) -> None:

@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 
 from qsample.runtime import CausalLM, Engine, EngineClosedError, Request, RequestFailedError
+from qsample.runtime.decode.scheduler import SchedulerConfig
 from qsample.runtime.decode.slots import Slots
-from tests.helpers.fake_package import VOCAB
+from tests.helpers.fake_package import MAX_POSITIONS, PIECE_SIZE, VOCAB
 from tests.helpers.requests import wait_until
 
 
@@ -41,6 +42,37 @@ def test_a_request_ends_when_its_time_is_over(model: CausalLM, gate: threading.S
             assert (other.result(60).finish_reason, output.token_ids) == ("length", [])
 
 
+def test_the_earliest_deadline_ends_first(model: CausalLM, gate: threading.Semaphore) -> None:
+    ended: list[float] = []
+    with Engine(model, slots=1) as engine:
+        engine.add_request([5], max_new_tokens=4)
+        for seconds in (0.02, 0.01, 0.015):
+            request = engine.add_request([6], max_new_tokens=6, max_time=seconds)
+            late = request.added_at + seconds
+            request.add_done_callback(lambda request, late=late: ended.append(late))  # type: ignore[misc]
+        time.sleep(0.03)
+        finish(gate)
+        assert engine.drain(60)
+    assert len(ended) == 3
+    assert ended == sorted(ended)
+
+
+def test_the_choices_of_a_caller_and_those_without_one(model: CausalLM) -> None:
+    with Engine(model) as engine:
+        assert (engine.slots, engine.max_waiting, engine.capacity) == (8, 64, MAX_POSITIONS)
+        assert engine._loop is not None
+        assert engine._loop._device is not None
+        assert engine._loop._scheduler._config == SchedulerConfig.of(
+            model.sessions, flush_every=1, prefill_chunk_size=PIECE_SIZE, saved_states=16
+        )
+        assert engine.drain(60), "nothing runs"
+    choices: dict[str, Any] = {"flush_every": 4, "prefill_chunk_size": 8, "saved_states": 5}
+    with Engine(model, slots=3, double_buffering=False, reuse_sampled_tokens=True, **choices) as engine:
+        assert engine._loop is not None
+        assert engine._loop._device is None
+        assert engine._loop._scheduler._config == SchedulerConfig.of(model.sessions, **choices, reuse_sampled=True)
+
+
 def test_enough_time_changes_nothing(model: CausalLM) -> None:
     with Engine(model, slots=1) as engine:
         plain = engine.add_request([5], max_new_tokens=6, seed=1).result(60)
@@ -54,8 +86,9 @@ def test_the_lowest_priority_gets_the_next_slot(model: CausalLM, gate: threading
         requests = {"running": engine.add_request([5], max_new_tokens=3)}
         while engine.stats().running == 0:
             time.sleep(0.001)
-        for name, priority in (("late", 1), ("first", -1), ("second", -1), ("last", 2), ("plain", 0)):
-            requests[name] = engine.add_request([5], max_new_tokens=3, priority=priority)
+        for name, priority in (("late", 1), ("first", -1), ("second", -1), ("last", 2), ("plain", None)):
+            options = {} if priority is None else {"priority": priority}
+            requests[name] = engine.add_request([5], max_new_tokens=3, **options)  # type: ignore[arg-type]
         for name, request in requests.items():
             request.add_done_callback(lambda request, name=name: ended.append(name))  # type: ignore[misc]
         assert (engine.stats().running, engine.stats().waiting) == (1, 5)
@@ -95,9 +128,11 @@ def test_a_drained_engine_has_told_everybody(model: CausalLM, monkeypatch: pytes
         assert request.done
 
 
-def test_nothing_is_kept_of_a_request_that_had_more_time(model: CausalLM, only_new_garbage: None) -> None:
-    with Engine(model, slots=1) as engine:
-        request = engine.add_request([5], max_new_tokens=2, max_time=1e6)
+def test_nothing_is_kept_of_a_request_with_a_deadline_and_a_function(
+    fake_model: Callable[..., CausalLM], only_new_garbage: None
+) -> None:
+    with Engine(fake_model(allowed_tokens=True), slots=1) as engine:
+        request = engine.add_request([5], max_new_tokens=2, max_time=1e6, allowed_tokens=lambda step, mask: None)
         request.result(60)
         kept = weakref.ref(request._sequence.text)
         request.add_done_callback(lambda request: None)
@@ -128,10 +163,13 @@ def test_the_room_of_an_engine(
     assert saved == [places]
 
 
-def test_who_waits_for_room_learns_that_the_engine_was_closed(model: CausalLM, gate: threading.Semaphore) -> None:
+@pytest.mark.parametrize("end", [Engine.close, Engine.drain])
+def test_who_waits_for_room_learns_that_the_engine_was_closed(
+    end: Callable[[Engine], object], model: CausalLM, gate: threading.Semaphore
+) -> None:
     with Engine(model, slots=1, max_waiting=0, saved_states=0) as engine:
         engine.add_request([5], max_new_tokens=3)
-        closing = threading.Timer(0.2, engine.close)
+        closing = threading.Timer(0.1, end, [engine])
         closing.start()
         with pytest.raises(EngineClosedError):
             engine.add_request([5], max_new_tokens=3, timeout=60)
