@@ -103,7 +103,10 @@ def locate(path: str | Path, file: str | None = None, *, hub: HubOptions | None 
             raise QsampleError(f"{path} does not exist; give an .onnx file, a folder with one, or a hub id")
         given = _download(str(path), file, hub or HubOptions())
     folder = given.absolute()
-    chosen = folder / _choose(str(path), _names(folder), file, lambda name: _genai_file(folder / name))
+    names = _names(folder)
+    if file is not None and problem_of_name(file) is None and (folder / file).is_file():
+        names.append(file)  # in a folder of its own, as onnxruntime-genai's repositories have it
+    chosen = folder / _choose(str(path), names, file, lambda name: _genai_file(folder / name))
     folders = dict.fromkeys((chosen.parent, *([chosen.parent.parent] if chosen.parent != folder else []), folder))
     return _located(chosen, tuple(folders), str(path))
 

@@ -5,17 +5,20 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import onnx_ir as ir
 import pytest
+from tokenizers import Tokenizer
 
 import qsample
 from qsample.checkpoints.hub import HubOptions
 from qsample.errors import QsampleError
-from qsample.exporters.foreign.files import Settings, locate
+from qsample.exporters.foreign.files import Settings, decoders, locate, read_settings, without_links, write_files
 from qsample.interface import Features
+from qsample.manifest import TokenIds
 from tests.helpers.foreign import edited
 
 Decoder = Callable[[str], tuple[Path, str | None]]
@@ -125,6 +128,46 @@ def test_of_a_repository_only_what_belongs_to_the_decoder_is_downloaded(
     assert not {"README.md", "model.safetensors", "onnx/vision/config.json"} & {*fetched}
 
 
+def test_a_deep_file_of_a_repository(decoder: Decoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is one if it is asked for only; configurations are its folder's, its parent's and the repository's."""
+    import huggingface_hub
+    from huggingface_hub import constants
+
+    names = ["a.json", "b.onnx", "cpu/c.json", "cpu/x/model.onnx", "cpu/x/d.jinja", "cpu/x/e.txt", "gpu/f.json"]
+    names += ["genai_config.json"]
+    for name in names:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    folder = edited(decoder("genai_cpu_fp32")[0], tmp_path / "made", lambda model: None)
+    for name in ("model.onnx", "model.onnx.data"):
+        (folder / name).rename(tmp_path / "cpu" / "x" / name)
+    names += ["cpu/x/model.onnx.data"]
+    asked, fetched = [], set()
+
+    def listed(self: Any, repository: str, **options: Any) -> list[str]:
+        asked.append(options)
+        return names
+
+    def download(repository: str, name: str, **options: Any) -> str:
+        fetched.add(name)
+        return str(tmp_path / name)
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", listed)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    location = locate("some/model", "cpu/x/model.onnx", hub=HubOptions(revision="v2", token="secret"))
+    assert location.file == tmp_path / "cpu" / "x" / "model.onnx"
+    assert location.folders == (tmp_path / "cpu" / "x", tmp_path / "cpu", tmp_path)
+    assert asked == [{"revision": "v2", "token": "secret"}]
+    assert fetched == {*names} - {"b.onnx", "cpu/x/e.txt", "gpu/f.json"}
+
+    (tmp_path / "b.onnx").write_bytes((tmp_path / "cpu" / "x" / "model.onnx").read_bytes())
+    (tmp_path / "model.onnx.data").touch()
+    fetched.clear()
+    assert locate("some/model").file == tmp_path / "b.onnx"
+    assert fetched == {"a.json", "b.onnx", "genai_config.json"}
+
+
 def test_a_repository_that_the_hub_does_not_give(monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub
     from huggingface_hub import constants
@@ -196,3 +239,174 @@ def test_links_that_lead_elsewhere(name: str, decoder: Decoder, tmp_path: Path) 
     with pytest.raises(QsampleError, match=rf"{name} is a link that leads out of its folder, to .*/secret"):
         qsample.bake(folder, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_file_and_a_choice(decoder: Decoder) -> None:
+    folder, _ = decoder("optimum_llama")
+    with pytest.raises(QsampleError, match=r"model\.onnx is a file already; leave file out, or give its folder"):
+        locate(folder / "model.onnx", "model.onnx")
+    with pytest.raises(QsampleError, match=r"config\.json is not an \.onnx file"):
+        locate(folder / "config.json")
+    with pytest.raises(QsampleError, match=r"has no config\.json; it has model\.onnx$"):
+        locate(folder, "config.json")
+
+
+def test_of_many_decoders_a_dozen_is_listed(tmp_path: Path) -> None:
+    names = [f"{number:02}.onnx" for number in range(13)]
+    for name in [*names, "notes.txt"]:
+        (tmp_path / name).touch()
+    assert decoders(tmp_path) == names
+    with pytest.raises(QsampleError, match=rf": {', '.join(names[:12])} and 1 others$"):
+        locate(tmp_path)
+    (tmp_path / names[-1]).unlink()
+    with pytest.raises(QsampleError, match=rf": {', '.join(names[:12])}$"):
+        locate(tmp_path)
+
+
+def test_a_copy_without_links(decoder: Decoder, tmp_path: Path) -> None:
+    location = locate(linked(decoder("community_gqa/x")[0], tmp_path / "models--some--model"), "onnx/model.onnx")
+    assert location.is_linked
+    (out := tmp_path / "out").mkdir()
+    copy = without_links(location, out)
+    assert not copy.is_linked
+    assert (copy.file, [path.name for path in copy.data]) == (
+        out / "model.onnx",
+        ["model.onnx_data", "model.onnx_data_1"],
+    )
+    assert [path.read_bytes() for path in copy.data] == [path.read_bytes() for path in location.data]
+    assert copy.folders == location.folders  # the configurations stay
+
+
+def settings(
+    config: dict[str, Any] | None = None, genai: dict[str, Any] | None = None, search: dict[str, Any] | None = None
+) -> Settings:
+    return Settings(config or {}, {}, genai or {}, search or {})
+
+
+def test_sizes_of_the_configurations() -> None:
+    none = settings()
+    assert (none.context, none.head_dim, none.vocab_size, none.window) == (None, None, None, None)
+    assert none.model_type == "unknown"
+    genai = {"context_length": 64, "vocab_size": 9, "type": "phi", "decoder": {"head_size": 4}}
+    assert settings({}, genai).context == 64
+    assert settings({"max_position_embeddings": 32}, genai).context == 32
+    assert [settings({name: 48}, genai).context for name in ("n_positions", "max_sequence_length", "seq_length")] == [
+        *(48, 48, 48)
+    ]
+    assert (settings({}, genai).vocab_size, settings({"vocab_size": 8}, genai).vocab_size) == (9, 8)
+    assert (settings({}, genai).model_type, settings({"model_type": "llama"}, genai).model_type) == ("phi", "llama")
+    sizes = {"hidden_size": 12, "num_attention_heads": 4}
+    assert settings(sizes).head_dim == 3
+    assert settings(sizes, genai).head_dim == 4
+    assert settings(sizes | {"head_dim": 5}, genai).head_dim == 5
+    assert settings({"hidden_size": 3, "num_attention_heads": 4}).head_dim is None
+    assert settings({"hidden_size": 12}).head_dim is None
+
+
+def test_attention_windows() -> None:
+    genai = {"decoder": {"sliding_window": {"window_size": 7}}}
+    assert settings({"sliding_window": 5}).window == 5
+    assert settings({"sliding_window": 5}, genai).window == 5
+    assert settings({}, genai).window == 7
+    assert settings({"sliding_window": 5, "use_sliding_window": False}).window is None
+    assert settings({"sliding_window": 5, "layer_types": ["full_attention"]}).window is None
+    assert settings({"sliding_window": 5, "layer_types": ["full_attention", "sliding_attention"]}).window == 5
+    with pytest.raises(
+        QsampleError, match=r"config\.json: layer_types is 'x'; it must be a list with the type of each"
+    ):
+        _ = settings({"layer_types": "x"}).window
+    with pytest.raises(QsampleError, match=r"genai_config\.json: sliding_window is 7; it must be an object"):
+        _ = settings({}, {"decoder": {"sliding_window": 7}}).window
+
+
+@pytest.mark.parametrize(
+    ("given", "size"), [(None, None), (False, None), (0, None), (-1, None), (1, 1), (8.0, 8), (2**31 - 1, 2**31 - 1)]
+)
+def test_a_size(given: object, size: int | None) -> None:
+    assert settings({"vocab_size": given}).vocab_size == size
+
+
+@pytest.mark.parametrize(
+    ("given", "accepted"),
+    [(True, "an integer"), ("8", "an integer"), (8.5, "an integer"), (2**31, "at most 2147483647")],
+)
+def test_what_is_no_size(given: object, accepted: str) -> None:
+    with pytest.raises(
+        QsampleError, match=rf"^config\.json: vocab_size is {given!r}; it must be {accepted}\. Correct it"
+    ):
+        _ = settings({"vocab_size": given}).vocab_size
+
+
+def test_what_a_package_gets(decoder: Decoder, tmp_path: Path) -> None:
+    """Configurations, and the tokenizer that is asked for."""
+    folder = edited(decoder("genai_cpu_fp32")[0], tmp_path / "model", lambda model: None)
+    (folder / "special_tokens_map.json").write_text("{}")
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    (folder / "further.json").write_text("{}")
+    (folder / "config.json").write_text('{"text_config": {"vocab_size": 128}, "vocab_size": 7}')
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    location = locate(folder)
+    read = read_settings(location)
+    assert read.vocab_size == 128
+    search = {"temperature": 0.5, "top_k": 4, "top_p": 0.75, "repetition_penalty": 1.5}
+    sampled = replace(read, generation={}, search={"do_sample": True, "min_length": 3} | search)
+    ids = TokenIds(pad=2, bos=1, eos=(3, 4))
+
+    def written(name: str, settings: Settings, ids: TokenIds, tokenizer: str | None) -> tuple[set[str], Any]:
+        (out := tmp_path / name).mkdir()
+        write_files(location, settings, ids, 128, tokenizer, out)
+        return {path.name for path in out.iterdir()}, json.loads((out / "generation_config.json").read_text())
+
+    names, generation = written("all", sampled, ids, "auto")
+    configs = {"config.json", "generation_config.json"}
+    tokenizer = {"tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"}
+    assert names == configs | tokenizer
+    tokens = {"pad_token_id": 2, "bos_token_id": 1, "eos_token_id": [3, 4]}
+    assert generation == {"do_sample": True} | search | tokens
+    greedy, none = replace(sampled, search={"do_sample": False} | search), TokenIds(pad=0, bos=None, eos=())
+    assert written("ids", greedy, none, None) == (configs, {"pad_token_id": 0, "eos_token_id": None})
+    own = replace(sampled, generation={"temperature": 2.0})
+    assert written("own", own, ids, None) == (configs, {"temperature": 2.0} | tokens)
+
+    (empty := tmp_path / "empty").mkdir()
+    with pytest.raises(QsampleError, match=r"empty has no tokenizer\.json; give the folder of a tokenizer"):
+        written("other", read, ids, str(empty))
+    (folder / "tokenizer.json").rename(empty / "tokenizer.json")
+    assert written("given", read, ids, str(empty))[0] == configs | {"tokenizer.json"}
+    with pytest.warns(UserWarning, match=r"has no tokenizer\.json: the package takes token ids only"):
+        assert written("without", read, ids, "auto")[0] == configs
+
+    size = Tokenizer.from_file(str(empty / "tokenizer.json")).get_vocab_size()
+    write_files(location, read, ids, size, str(empty), tmp_path / "given")
+    with pytest.raises(QsampleError, match=rf"the tokenizer has {size} tokens and the decoder's head only {size - 1};"):
+        write_files(location, read, ids, size - 1, str(empty), tmp_path / "given")
+    (empty / "tokenizer.json").write_text("{}")
+    with pytest.raises(QsampleError, match=r"tokenizer\.json cannot be read"):
+        write_files(location, read, ids, 128, str(empty), tmp_path / "given")
+
+
+@pytest.mark.parametrize(
+    ("content", "why"), [("[]", "is not a JSON object"), ("{", "cannot read"), ('{"text_config": 3}', "an object")]
+)
+def test_a_configuration_that_is_none(content: str, why: str, decoder: Decoder, tmp_path: Path) -> None:
+    folder = edited(decoder("genai_cpu_fp32")[0], tmp_path / "model", lambda model: None)
+    (folder / "config.json").write_text(content)
+    with pytest.raises(QsampleError, match=why):
+        read_settings(locate(folder))
+
+
+def test_without_the_network_a_snapshot_is_taken_as_it_is(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+    from huggingface_hub import constants
+
+    asked = []
+
+    def snapshot(repository: str, **options: Any) -> str:
+        asked.append((repository, options["local_files_only"]))
+        return str(decoder("optimum_llama")[0])
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+    for offline in (True, False):
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
+        assert locate("some/model", hub=HubOptions(local_files_only=not offline)).file.name == "model.onnx"
+    assert asked == [("some/model", True)] * 2
