@@ -207,7 +207,7 @@ def _fix_target(graph: ir.Graph, node: ir.Node, runs: Sequence[Mapping[str, _Fou
     assert data is not None
     assert target is not None
     takes_zero = node.attributes.get_int("allowzero", 0) == 1
-    if constant(target) is not None or takes_zero or str(data.name) not in runs[0]:
+    if constant(target) is not None or takes_zero or not {str(data.name), str(target.name)} <= runs[0].keys():
         return
     targets = [run[str(target.name)].numbers for run in runs]
     if any(numbers is None for numbers in targets):
