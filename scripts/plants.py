@@ -266,7 +266,8 @@ class _Planter(ast.NodeVisitor):
                 self.add("argument", node, ast.unparse(changed))
         for index in range(len(node.args) - 1 if name not in ("min", "max") else 0):
             first, second = node.args[index : index + 2]
-            if not isinstance(first, ast.Starred) and not isinstance(second, ast.Starred):
+            starred = isinstance(first, ast.Starred) or isinstance(second, ast.Starred)
+            if not starred and ast.unparse(first) != ast.unparse(second):
                 changed = copy.copy(node)
                 changed.args = [*node.args[:index], second, first, *node.args[index + 2 :]]
                 self.add("argument", node, ast.unparse(changed))

@@ -181,8 +181,9 @@ class Answers:
                 yield event([opening])
         outputs: list[RequestOutput | None] = [None] * len(choices)
         if not self._requests:
-            outputs = [*self._empty_outputs()]
-            for choice, output in zip(choices, self._empty_outputs(), strict=True):
+            empty = self._empty_outputs()
+            outputs = [*empty]
+            for choice, output in zip(choices, empty, strict=True):
                 for part in choice.ending(output):
                     yield event([part])
         async for index, delta in _merged(self._requests):

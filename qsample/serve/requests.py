@@ -92,9 +92,9 @@ class StreamOptions(Body):
 
 
 class JsonSchema(Body):
-    """A JSON schema with a name. It is always followed, whatever `strict` says."""
+    """A JSON schema. It is always followed, whatever `strict` says; its name is not used."""
 
-    name: StrictStr = "response"
+    name: StrictStr | None = None
     description: StrictStr | None = None
     schema_: dict[str, Any] | StrictBool = Field(default_factory=dict, alias="schema")
     strict: StrictBool | None = None

@@ -223,7 +223,7 @@ class ResponsesRequest(GenerationRequest):
         if self.instructions is not None:
             messages.insert(0, {"role": "system", "content": self.instructions})
         form = self.text.format if self.text is not None else None
-        schema = JsonSchema(name=form.name, schema=form.schema_ or {}) if form and form.type == "json_schema" else None
+        schema = JsonSchema(schema=form.schema_ or {}) if form and form.type == "json_schema" else None
         tools = [
             Tool(function=Function.model_construct(**tool.model_dump(exclude={"type"}))) for tool in self.tools or []
         ]

@@ -11,10 +11,13 @@ import openai
 import pytest
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
+from pydantic import ValidationError
 from starlette.testclient import TestClient
 
 from qsample.runtime import SamplingParams, load
 from qsample.serve import ServeSettings, make_app
+from qsample.serve.grammar import Form
+from qsample.serve.http import ApiError
 from qsample.serve.requests import CompletionRequest
 from tests.helpers.fake_package import fake_package
 from tests.helpers.filters import ASKED, FILTERS, assert_read, read_by_the_graph, record_parameters
@@ -100,6 +103,164 @@ def text_of(answer: Any) -> str:
     assert answer.status_code == 200, answer.text
     choice = answer.json()["choices"][0]
     return choice["message"]["content"] if "message" in choice else choice["text"]
+
+
+def completion(**fields: Any) -> CompletionRequest:
+    return CompletionRequest.model_validate(fields)
+
+
+# Field → its least and largest values, and others that are wrong.
+RANGES: dict[str, tuple[list[Any], list[Any]]] = {
+    "temperature": ([0, 0.0, 1e300], [-1e-9, "1", True, float("inf"), float("nan")]),
+    "top_p": ([0, 1], [-1e-9, 1.000001]),
+    "min_p": ([0, 1], [-1e-9, 1.000001]),
+    "presence_penalty": ([-2, 2], [-2.000001, 2.000001]),
+    "frequency_penalty": ([-2, 2], [-2.000001, 2.000001]),
+    "repetition_penalty": ([1e-6, 1e6], [0.9e-6, 1.1e6, 0]),
+    "repeat_penalty": ([1e-6, 1e6], [0.9e-6, 1.1e6]),
+    "n": ([1, 128], [0, 129, 1.0, True]),
+    "top_k": ([-1, 2**31 - 1], [-2, 2**31]),
+    "max_tokens": ([0, 2**31 - 1], [-1, 2**31]),
+    "min_tokens": ([0, 2**31 - 1], [-1, 2**31]),
+    "logprobs": ([0, 2**31], [-1, True, "1"]),
+    "prompt_logprobs": ([0, 2**31], [-1, True]),
+    "stop_token_ids": ([[], [0, 2**31 - 1], [5] * 1024], [[-1], [2**31], [5] * 1025, ["x"] * 3]),
+    "logit_bias": (
+        [{}, {"0": -100, "9999999999": 100}, {str(n): 1 for n in range(1024)}],
+        [
+            *({"0": -100.5}, {"0": 100.5}, {"12345678901": 1}, {"x": 1}, {"-1": 1}, {"\u0665": 1}, {"0": float("nan")}),
+            *({str(n): 1 for n in range(1025)}, []),
+        ],
+    ),
+    "stop": (["", "a" * 2048, ["a"] * 64, ["a" * 1024] * 2], ["a" * 2049, ["a"] * 65, ["a" * 1025] * 2, 5, [0] * 3]),
+    "guided_choice": ([["a"]], [[], [0] * 3]),
+    "structured_outputs": (
+        [{}, {"choice": ["a"]}, {"json_object": False}], [{"choice": []}, {"choice": [0] * 3}, {"other": 1}]
+    ),
+    "response_format": ([{"type": "text"}, {"type": "json_schema", "json_schema": {}}], [{"type": "json_schema"}, {}]),
+    "bad_words": ([["x"] * 1024], [["x"] * 1025, 5]),
+    "typical_p": ([0.5], [[0.5], "x"]),
+    "prompt": (
+        ["", "x", [], [0, 2**31 - 1], [[]], [[0], [5, 6]], ["x", ""], [[5]] * 2**16, [5] * (2**16 + 1)],
+        [
+            *(5, {}, True, [-1], [2**31], [5, "x"], ["x", 5], [[5], "x"], ["x", [5]], [[5], 5], [True], [[[5]]]),
+            *([-1, 5], [5, -1], [2**31, 5], [[5]] * (2**16 + 1), ["x"] * (2**16 + 1)),
+        ],
+    ),
+    "suffix": ([""], ["x"]),
+    "best_of": ([1], [0, 2]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RANGES)
+def test_values_of_fields(name: str) -> None:
+    right, wrong = RANGES[name]
+    for value in right:
+        completion(**{name: value})
+    for value in wrong:
+        with pytest.raises(ValidationError) as raised:
+            completion(**{name: value})
+        assert raised.value.error_count() <= 2, "of two types; lists end with their first error"
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"stream_options": {"include_usage": True}}, "stream_options is for streams"),
+        ({"stream": False, "stream_options": {"include_obfuscation": True}}, "stream_options is for streams"),
+        ({"stream": True, "prompt_logprobs": 0}, "prompt_logprobs come with a whole answer"),
+        ({"n": 2, "best_of": 1}, "best_of is not done here"),
+        ({"max_tokens": 0, "min_tokens": 1}, "min_tokens is 1 and max_tokens 0"),
+        ({f"k{n}": None for n in range(257)}, "an object has 257 fields; give at most 256"),
+    ],
+)
+def test_fields_that_contradict_each_other(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        completion(**fields)
+
+
+def test_fields_that_agree() -> None:
+    completion(**{f"k{n}": None for n in range(256)})
+    completion(stream=True, logprobs=0, echo=True)
+    completion(max_tokens=0, min_tokens=0)
+    assert completion(n=2, best_of=2).choices == 2
+    for options, told in (
+        (None, (False, False)),
+        ({"include_usage": True}, (True, False)),
+        ({"continuous_usage_stats": True}, (False, False)),
+        ({"include_usage": True, "continuous_usage_stats": True}, (True, True)),
+    ):
+        assert completion(stream=True, stream_options=options).usage_in_stream == told
+    plain = completion()
+    assert (plain.choices, plain.limit, plain.requests, plain.scores_prompt, plain.prompts) == (1, None, 1, False, [""])
+    assert (plain.ignore_eos, plain.return_token_ids, plain.priority, plain.echo) == (False, False, 0, False)
+    assert (plain.add_special_tokens, plain.default_limit, plain.form, plain.sampling_fields()) == (True, 16, None, {})
+    for fields, scores, requests in (
+        ({"echo": True}, False, 1),
+        ({"logprobs": 0}, False, 1),
+        ({"echo": True, "logprobs": False, "prompt_logprobs": False}, False, 1),
+        ({"echo": True, "logprobs": 0, "n": 2}, True, 3),
+        ({"prompt_logprobs": 0, "max_tokens": 0, "n": 2}, True, 1),
+        ({"max_tokens": 0, "n": 2}, False, 0),
+    ):
+        made = completion(**fields)
+        assert (made.scores_prompt, made.requests) == (scores, requests)
+    for prompt, prompts in (("x", ["x"]), ([5], [[5]]), ([[5], []], [[5], []]), (["x", ""], ["x", ""]), ([[]], [[]])):
+        assert completion(prompt=prompt).prompts == prompts
+    with pytest.raises(ValueError, match="prompt is an empty list"):
+        _ = completion(prompt=[]).prompts
+
+
+def test_what_sampling_gets() -> None:
+    same: dict[str, Any] = {
+        "temperature": 0, "top_k": 5, "top_p": 0.5, "min_p": 0.25, "repetition_penalty": 1.5, "presence_penalty": 1,
+        "frequency_penalty": -1, "typical_p": 0.5,
+    }  # fmt: skip
+    assert completion(**same, max_tokens=4, min_tokens=2).sampling_fields() == same | {
+        "max_new_tokens": 4, "min_new_tokens": 2,
+    }  # fmt: skip
+    off = completion(top_k=-1, top_n_sigma=-1, top_p=0, max_tokens=0, min_tokens=0).sampling_fields()
+    assert 0 < off.pop("top_p") < 1e-6
+    assert off == {"top_k": 0, "top_n_sigma": 0}
+    assert completion(logit_bias={"7": 2, "5": 0}).sampling_fields() == {"logit_bias": {7: 2.0}}
+    assert completion(seed=5, n=3).seeds() == [5, 6, 7]
+    assert completion(seed=-1, n=2).seeds() == [2**63 - 1, 0]
+    assert completion(seed=2**63 + 4).seeds() == [4]
+    assert completion().seeds() != completion().seeds()
+
+
+def test_forms() -> None:
+    schema = {"type": "object", "properties": {}}
+    given: list[tuple[dict[str, Any], Form]] = [
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": schema, "strict": False}}},
+         Form("json_schema", schema)),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, Form("json_schema", {})),
+        ({"response_format": {"type": "json_object"}}, Form("json_schema", {"type": "object"})),
+        ({"structured_outputs": {"json_object": True}}, Form("json_schema", {"type": "object"})),
+        ({"guided_json": schema}, Form("json_schema", schema)),
+        ({"structured_outputs": {"json": "{}"}}, Form("json_schema", "{}")),
+        ({"guided_regex": "a"}, Form("regex", "a")),
+        ({"structured_outputs": {"regex": "a"}}, Form("regex", "a")),
+        ({"guided_choice": ["a"]}, Form("choice", ["a"])),
+        ({"structured_outputs": {"choice": ["a"]}}, Form("choice", ["a"])),
+        ({"guided_grammar": "g"}, Form("grammar", "g")),
+        ({"structured_outputs": {"grammar": "g"}}, Form("grammar", "g")),
+    ]  # fmt: skip
+    for fields, form in given:
+        assert completion(**fields).form == form
+        for name in ("ignore_eos", "min_tokens"):
+            with pytest.raises(ApiError, match=f"{name} asks for tokens after the end.*leave {name} out") as raised:
+                _ = completion(**fields, **{name: name == "ignore_eos" or 1}).form
+            assert (raised.value.status, raised.value.param) == (400, name)
+    for fields in ({"response_format": {"type": "text"}}, {"structured_outputs": {"json_object": False}}):
+        assert completion(**fields, ignore_eos=True, min_tokens=1).form is None
+    for fields in (
+        {"guided_choice": ["a"], "guided_regex": "b"},
+        {"structured_outputs": {"json_object": True}, "guided_regex": "b"},
+    ):
+        with pytest.raises(ApiError, match="constrained by several fields") as raised:
+            _ = completion(**fields).form
+        assert raised.value.status == 400
 
 
 @pytest.mark.parametrize("kind", ["chat", "text"])

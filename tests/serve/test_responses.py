@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import httpx
 import openai
 import pytest
 from openai.types.responses import ResponseFunctionToolCall, response_create_params
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, ValidationError
 from starlette.testclient import TestClient
 
-from qsample.serve.parsers import REASONING_FORMATS, TOOL_FORMATS, ReasoningReader, ToolReader
-from qsample.serve.responses import ResponseChoice, ResponsesRequest
+from qsample.runtime import SamplingParams
+from qsample.runtime.request import Usage
+from qsample.serve.grammar import Form
+from qsample.serve.parsers import REASONING_FORMATS, TOOL_FORMATS, DemandedCalls, ReasoningReader, ToolReader
+from qsample.serve.responses import ResponseAnswers, ResponseChoice, ResponsesRequest
+from tests.helpers.answers import Scripted, delta, ended, served
 from tests.helpers.servers import ServerProcess
 
 RESPONSES = "/v1/responses"
@@ -185,6 +192,221 @@ def test_thoughts_text_and_calls_are_items_of_their_own(size: int) -> None:
         assert {(event["item_id"], event["output_index"]) for event in deltas} == {(choice.items[place]["id"], place)}
     done = [event["item"]["type"] for event in events if event["type"] == "response.output_item.done"]
     assert done == ["reasoning", "message", "function_call"]
+
+
+def test_a_request_is_a_chat() -> None:
+    bare = ResponsesRequest.model_validate({"input": "x"})
+    chat = bare.chat
+    assert (chat.messages, chat.tools, chat.tool_choice, chat.logprobs, chat.form) == (
+        messages("x"),
+        None,
+        None,
+        False,
+        None,
+    )
+    assert (chat.limit, chat.top_logprobs, chat.parallel_tool_calls, chat.template_options()) == (None, None, None, {})
+    params = SamplingParams(temperature=0.5, top_p=0.25)
+    described = {
+        "instructions": None, "max_output_tokens": None, "metadata": {}, "parallel_tool_calls": True,
+        "reasoning": {"effort": None, "summary": None}, "temperature": 0.5,
+        "text": {"format": {"type": "text"}, "verbosity": "medium"}, "tool_choice": "auto", "tools": [],
+        "top_logprobs": 0, "top_p": 0.25, "user": None, "background": False, "max_tool_calls": None,
+        "previous_response_id": None, "service_tier": "default", "store": False, "truncation": "disabled",
+    }  # fmt: skip
+    assert bare.described(params) == described
+    schema: dict[str, Any] = {"type": "object"}
+    chosen = {"type": "function", "name": "get_weather"}
+    given: dict[str, Any] = {
+        "instructions": "I", "max_output_tokens": 7, "metadata": {"a": "b"}, "parallel_tool_calls": False,
+        "reasoning": {"effort": "low"}, "text": {"format": {"type": "json_object"}, "verbosity": "low"},
+        "tool_choice": chosen, "tools": [WEATHER], "top_logprobs": 3, "user": "u",
+    }  # fmt: skip
+    options = {"chat_template": "t", "chat_template_kwargs": {"a": 1}, "temperature": 0.5, "seed": 4}
+    whole = ResponsesRequest.model_validate({"input": "x", "include": LOGPROBS, **given, **options})
+    changes = {
+        "reasoning": {"effort": "low", "summary": None}, "tools": [{**WEATHER, "description": None}],
+    }  # fmt: skip
+    assert whole.described(params) == described | given | changes
+    chat = whole.chat
+    assert (chat.limit, chat.logprobs, chat.top_logprobs, chat.parallel_tool_calls) == (7, True, 3, False)
+    assert (chat.temperature, chat.seed, chat.user, chat.demanded_function) == (0.5, 4, "u", "get_weather")
+    assert chat.response_format is not None
+    assert chat.response_format.type == "json_object"
+    function = {name: value for name, value in WEATHER.items() if name != "type"}
+    assert chat.template_options() == {
+        "tools": [{"type": "function", "function": function}], "chat_template": "t",
+        "chat_template_kwargs": {"a": 1, "reasoning_effort": "low"},
+    }  # fmt: skip
+    form = {"type": "json_schema", "name": "n", "schema": schema, "strict": True}
+    followed = ResponsesRequest.model_validate({"input": "x", "text": {"format": form}})
+    assert followed.chat.form == Form("json_schema", schema)
+    assert followed.described(params)["text"]["format"] == form
+    nameless = ResponsesRequest.model_validate({"input": "x", "text": {"format": {**form, "name": None}}})
+    assert nameless.described(params)["text"]["format"]["name"] == "response"
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (5, "give a text, or a list of items"),
+        ([5], "item 0 is not an object"),
+        ([{"role": "user", "content": 5}], "item 0 has no content"),
+        ([{"role": "user", "content": [5]}], "item 0 has a part of type None"),
+        ([{"role": "user", "content": [{"type": "input_text"}]}], "item 0 has a part of type 'input_text'"),
+        ([{"role": "user", "content": [{"type": [], "text": "x"}]}], "item 0 has a part of type"),
+        ([{"type": "reasoning", "content": None}], "it has no message"),
+        ([{"type": "function_call_output", "call_id": 5, "output": ""}], "item 0 has no call_id"),
+        ([{"type": "function_call", "call_id": "c", "arguments": "{}"}], "item 0 has no name"),
+        (
+            [{"role": "user", "content": ""}, {"type": "function_call", "call_id": "c", "name": "f"}],
+            "item 1 has no arg",
+        ),
+    ],
+)
+def test_items_that_are_no_message(given: Any, message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        messages(given)
+
+
+def test_parts_and_calls_of_messages() -> None:
+    parts = [{"type": "input_text", "text": "a"}, {"type": "text", "text": "b"}, {"type": "refusal", "refusal": "c"}]
+    call = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}
+    thought = {"type": "reasoning", "content": [{"type": "reasoning_text", "text": text} for text in ("h", "m")]}
+    assert messages([{"role": "user", "content": parts}, thought, call]) == [
+        {"role": "user", "content": "a\nb\nc"},
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}],
+            "reasoning_content": "hm",
+        },
+    ]
+    assert messages([thought, {"role": "user", "content": ""}, {"role": "assistant", "content": ""}]) == [
+        {"role": "user", "content": ""}, {"role": "assistant", "content": ""},
+    ]  # fmt: skip
+
+
+def played(reason: str, text: str, **fields: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """A whole response and the events of a stream, of an answer in two pieces."""
+
+    async def run(stream: bool) -> Any:
+        model = served(
+            Scripted(
+                delta(2, text=text[:3]),
+                delta(3, text=text[3:]),
+                output=ended(2, 3, text=text, reason=reason, usage=Usage(10, 2, 4)),
+            )
+        )
+        body = ResponsesRequest.model_validate({"input": "x", "request_id": "r", **fields})
+
+        def make(index: int) -> ResponseChoice:
+            tools = DemandedCalls("get_weather") if body.tools else None
+            reasoning = ReasoningReader(REASONING_FORMATS["qwen3"], "")
+            top = body.top_logprobs
+            return ResponseChoice(
+                index, model, top_logprobs=top, tools=tools, return_token_ids=False, reasoning=reasoning,
+                show_reasoning=body.user is None,
+            )  # fmt: skip
+
+        async def stays() -> Any:
+            await asyncio.sleep(60)
+
+        metrics: Any = SimpleNamespace(follow=lambda *given: None)
+        answers = ResponseAnswers(model, body, metrics, SamplingParams(), make)
+        await answers.start([[5] * 10], SamplingParams(), None, None)
+        if not stream:
+            return await answers.whole(stays)
+        return [json.loads(event.split(b"data: ")[1]) async for event in answers.events(stays) if event]
+
+    return asyncio.run(run(False)), asyncio.run(run(True))
+
+
+def without_ids(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: without_ids(inner) for name, inner in value.items() if name not in ("id", "item_id", "call_id")}
+    return [*map(without_ids, value)] if isinstance(value, list) else value
+
+
+@pytest.mark.parametrize(("reason", "status"), [("stop", "completed"), ("length", "incomplete")])
+@pytest.mark.parametrize("shown", [True, False])
+def test_a_whole_response(reason: str, status: str, shown: bool) -> None:
+    before = int(time.time())
+    document, events = played(reason, "<think>hm</think>Yes", **({} if shown else {"user": "u"}))
+    thought = {"type": "reasoning_text", "text": "hm"}
+    part = {"type": "output_text", "text": "Yes", "annotations": [], "logprobs": []}
+    message = {"type": "message", "status": status, "role": "assistant", "content": [part]}
+    items = [{"type": "reasoning", "status": "completed", "summary": [], "content": [thought]}] * shown + [message]
+    assert without_ids(document["output"]) == items
+    assert [item["id"].partition("_")[0] for item in document["output"]] == ["rs"] * shown + ["msg"]
+    completed_at = document["completed_at"]
+    assert (completed_at is not None and before <= completed_at <= time.time()) == (reason == "stop")
+    head = {
+        "id": "resp_r", "object": "response", "model": "tiny", "status": status, "error": None,
+        "incomplete_details": None if reason == "stop" else {"reason": "max_output_tokens"},
+    }  # fmt: skip
+    assert {name: document[name] for name in head} == head
+    assert document["usage"] == {
+        "input_tokens": 10, "input_tokens_details": {"cached_tokens": 4, "cache_write_tokens": 0},
+        "output_tokens": 2, "output_tokens_details": {"reasoning_tokens": 2}, "total_tokens": 12,
+    }  # fmt: skip
+    first, second, *middle, last = events
+    assert [first["type"], second["type"], last["type"]] == [
+        "response.created", "response.in_progress", f"response.{status}",
+    ]  # fmt: skip
+    assert without_ids(last["response"]["output"]) == items
+    begun = {"status": "in_progress", "output": [], "usage": None, "completed_at": None}
+    assert [first["response"][name] for name in begun] == [*begun.values()]
+    assert [event["sequence_number"] for event in events] == [*range(len(events))]
+    places = {event["output_index"] for event in middle if event.get("part", part)["type"] == "output_text"}
+    assert places >= {int(shown)}
+    done = [event["item"] for event in middle if event["type"] == "response.output_item.done"]
+    assert done == last["response"]["output"]
+    added = [event["item"] for event in middle if event["type"] == "response.output_item.added"]
+    assert [(item["status"], item["content"]) for item in added] == [("in_progress", [])] * len(items)
+    parts = [event["part"] for event in middle if event["type"] == "response.content_part.added"]
+    assert [(part["type"], part["text"]) for part in parts] == [("reasoning_text", "")] * shown + [("output_text", "")]
+    texts = [event for event in middle if event["type"] == "response.output_text.done"]
+    assert [(event["text"], event["output_index"], event["content_index"]) for event in texts] == [("Yes", shown, 0)]
+
+
+def test_an_empty_message_and_a_call_that_is_cut() -> None:
+    document, _ = played("length", "<think>hm")
+    assert [(item["type"], item["status"]) for item in document["output"]] == [
+        ("reasoning", "completed"), ("message", "incomplete"),
+    ]  # fmt: skip
+    options: Any = {"tools": [WEATHER], "tool_choice": "required"}
+    for reason, status in (("stop", "completed"), ("length", "incomplete")):
+        document, events = played(reason, '{"city": "a"}', **options)
+        call = {"type": "function_call", "status": status, "name": "get_weather", "arguments": '{"city": "a"}'}
+        assert without_ids(document["output"]) == [call]
+        (item,) = document["output"]
+        assert [item["id"][:3], item["call_id"][:5]] == ["fc_", "call_"]
+        place = {"output_index": 0}
+        begun = {**call, "status": "in_progress", "arguments": ""}
+        told = [
+            {"type": "response.output_item.added", **place, "item": begun},
+            {"type": "response.function_call_arguments.delta", **place, "delta": call["arguments"]},
+            {
+                "type": "response.function_call_arguments.done", **place, "name": "get_weather",
+                "arguments": call["arguments"],
+            },
+            {"type": "response.output_item.done", **place, "item": call},
+        ]  # fmt: skip
+        numbered = [{**event, "sequence_number": number} for number, event in enumerate(told, start=2)]
+        assert without_ids(events[2:-1]) == numbered
+
+
+def test_tokens_of_a_message() -> None:
+    document, events = played("stop", "Yes, a", include=LOGPROBS, top_logprobs=1)
+    (item,) = document["output"]
+    entries = item["content"][0]["logprobs"]
+    assert [(entry["token"], entry["logprob"], len(entry["top_logprobs"])) for entry in entries] == [
+        ("c", -1.0, 1), ("ddd", -2.0, 1),
+    ]  # fmt: skip
+    deltas = [event for event in events if event["type"] == "response.output_text.delta"]
+    assert [[entry["token"] for entry in event["logprobs"]] for event in deltas] == [["c"], ["ddd"]]
+    (done,) = (event for event in events if event["type"] == "response.output_text.done")
+    assert [entry["token"] for entry in done["logprobs"]] == ["c", "ddd"]
 
 
 def test_every_field_of_openais_is_known() -> None:

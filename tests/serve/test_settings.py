@@ -1,6 +1,8 @@
-"""Settings that a server refuses."""
+"""Settings of a server, and those that it refuses."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 
@@ -20,8 +22,40 @@ def test_a_text_is_no_tuple_of_texts(name: str) -> None:
         ({"request_timeout": float("inf")}, "request_timeout is inf"),
         ({"drain_timeout": float("inf")}, "drain_timeout is inf"),
         ({"drain_timeout": -1}, "drain_timeout is -1"),
+        ({"drain_timeout": "5"}, "drain_timeout is '5'; give seconds"),
+        ({"models": {}}, "models is empty; give a package"),
+        ({"models": {"": "tiny"}}, "models has an empty name"),
+        ({"max_body_bytes": 0}, "max_body_bytes is 0"),
+        ({"prefixes": ("x",), "models": {"a": "a", "b": "b"}}, "prefixes are of one package"),
+        ({"generation_config": "vllm"}, 'generation_config is .*vllm.*; give "openai" or "auto"'),
+        ({"tool_call_parser": "x"}, "tool_call_parser is .*x.*; choose from qwen3_coder, glm45, .*hermes"),
+        ({"reasoning_parser": "x"}, "reasoning_parser is .*x.*; choose from .*qwen3"),
+        ({"api_keys": ("a", " ")}, "api_keys has an empty key"),
     ],
 )
-def test_wrong_times(options: dict[str, float], message: str) -> None:
+def test_wrong_settings(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        ServeSettings(models={"tiny": "tiny"}, **options)  # type: ignore[arg-type]
+        ServeSettings(**{"models": {"tiny": "tiny"}, **options})
+
+
+def test_right_settings() -> None:
+    plain = ServeSettings(models={"tiny": "tiny"})
+    assert (plain.slots, plain.max_waiting, plain.api_keys, plain.cors_origins, plain.prefixes) == (
+        None,
+        256,
+        (),
+        (),
+        (),
+    )
+    assert (plain.max_body_bytes, plain.request_timeout, plain.drain_timeout) == (4_194_304, None, 30.0)
+    assert (plain.access_log, plain.trust_request_chat_template, plain.generation_config) == (True, False, "openai")
+    quiet = {"session.intra_op.allow_spinning": "0", "session.inter_op.allow_spinning": "0"}
+    assert plain.session_options == quiet
+    right: Any = {
+        "request_timeout": 1e-9, "drain_timeout": 0, "max_body_bytes": 1, "prefixes": ("x",), "api_keys": ("a",),
+        "cors_origins": ("*",), "tool_call_parser": "hermes", "reasoning_parser": "qwen3", "generation_config": "auto",
+        "spinning": True, "session_config": {"a": "b"},
+    }  # fmt: skip
+    assert ServeSettings(models={"tiny": "tiny"}, **right).session_options == {"a": "b"}
+    loud = {"session.intra_op.allow_spinning": "1"}
+    assert ServeSettings(models={"a": "a", "b": "b"}, session_config=loud).session_options == quiet | loud
