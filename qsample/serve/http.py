@@ -198,7 +198,7 @@ def _of_validation(first: Mapping[str, Any], prefix: Sequence[str] = ()) -> ApiE
     if kind == "missing":
         return ApiError(400, f"{name} is missing", param=name, code="missing_required_parameter")
     value = first.get("input")
-    given = "" if isinstance(value, Mapping | list) else f" ({str(value)!a:.60} was given)"
+    given = "" if isinstance(value, Mapping | list) else f" ({value!a:.60} was given)"
     return ApiError(400, f"{name}: {message[:1].lower()}{message[1:]}{given}", param=name)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from qsample.serve.settings import ServeSettings
+from qsample.serve.settings import DEFAULT_PORT, ServeSettings
 
 
 @pytest.mark.parametrize("name", ["api_keys", "cors_origins"])
@@ -51,6 +51,7 @@ def test_right_settings() -> None:
     assert (plain.access_log, plain.trust_request_chat_template, plain.generation_config) == (True, False, "openai")
     quiet = {"session.intra_op.allow_spinning": "0", "session.inter_op.allow_spinning": "0"}
     assert plain.session_options == quiet
+    assert DEFAULT_PORT == 8000
     right: Any = {
         "request_timeout": 1e-9, "drain_timeout": 0, "max_body_bytes": 1, "prefixes": ("x",), "api_keys": ("a",),
         "cors_origins": ("*",), "tool_call_parser": "hermes", "reasoning_parser": "qwen3", "generation_config": "auto",
