@@ -85,6 +85,25 @@ def test_a_scratch_folder_is_deleted_when_it_is_left(tmp_path: Path) -> None:
     scratch.cleanup()
 
 
+def test_what_cannot_be_deleted_keeps_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its process then waits for nobody: the lock is free, and the next one tries again."""
+
+    def refuse(path: object, **options: object) -> None:
+        raise OSError(errno.EBUSY, "Device or resource busy")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "rmdir", refuse)
+        with ScratchFolder(tmp_path, tmp_path / "target") as scratch:
+            (scratch.new / "weights").touch()
+            (scratch.replaced.parent / "notes").touch()
+            (scratch.path / "more").touch()
+            lock = scratch._finalizer.peek()[2][1]  # type: ignore[index]
+    assert lock.closed
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["owner"]
+    remove_abandoned(tmp_path)
+    assert os.listdir(tmp_path) == []
+
+
 def test_and_with_the_last_reference(tmp_path: Path) -> None:
     scratch = ScratchFolder(tmp_path)
     assert os.listdir(tmp_path) == [scratch.path.name]

@@ -31,7 +31,8 @@ def files(tmp_path: Path) -> SourceFiles:
 
 
 def work(files: SourceFiles, change: Callable[[], object], error: BaseException) -> None:
-    with files:
+    with files as entered:
+        assert entered is files
         change()
         raise error
 

@@ -37,8 +37,8 @@ def no_space() -> OSError:
 
 @pytest.fixture
 def full(monkeypatch: pytest.MonkeyPatch) -> None:
-    usage = shutil.disk_usage(".")
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=4096))
+    real = shutil.disk_usage
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: real(path)._replace(free=(1 << 16) - 1))
 
 
 FULL = [
@@ -67,7 +67,8 @@ UNCLEAR = [Fail("ToGraphProtoWithExternalInitializers failed"), OSError("61440 r
 @pytest.mark.usefixtures("full")
 @pytest.mark.parametrize("error", UNCLEAR, ids=lambda error: type(error).__name__)
 def test_unclear_errors_on_a_full_disk(error: Exception, tmp_path: Path) -> None:
-    with pytest.raises(PackageError, match="is full; nothing was written"), full_disk_named(tmp_path):
+    missing = tmp_path / "deep" / "missing"
+    with pytest.raises(PackageError, match="is full; nothing was written"), full_disk_named(missing):
         raise error
 
 
@@ -87,9 +88,11 @@ def test_other_errors_pass(error: Exception, tmp_path: Path) -> None:
 
 def test_errors_on_a_disk_with_some_room_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = shutil.disk_usage(".")
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=70_000))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1 << 16))
     with pytest.raises(Fail), full_disk_named(tmp_path):
         raise UNCLEAR[0]
+    with pytest.raises(PackageError, match="takes no more of a file"), full_disk_named(tmp_path):
+        raise UNCLEAR[1]
 
 
 def test_sizes_as_text() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -253,6 +254,17 @@ def test_what_is_referred_to(name: str, tmp_path: Path) -> None:
     made, wanted = CASES[name]
     (tmp_path / "m.onnx").write_bytes(made.SerializeToString())
     assert referenced_files(tmp_path / "m.onnx") == wanted
+
+
+def test_weights_inside_cost_nothing(tmp_path: Path) -> None:
+    made = model(initializers=[onnx.numpy_helper.from_array(np.zeros(1 << 20, np.float32), "w")])
+    (tmp_path / "m.onnx").write_bytes(made.SerializeToString())
+    tracemalloc.start()
+    try:
+        assert referenced_files(tmp_path / "m.onnx") == set()
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_location_that_comes_twice_counts_twice(tmp_path: Path) -> None:
