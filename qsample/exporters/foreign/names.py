@@ -210,10 +210,11 @@ def _fix_target(graph: ir.Graph, node: ir.Node, runs: Sequence[Mapping[str, _Fou
     if constant(target) is not None or takes_zero or not {str(data.name), str(target.name)} <= runs[0].keys():
         return
     targets = [run[str(target.name)].numbers for run in runs]
-    if any(numbers is None for numbers in targets):
+    lengths = {None if numbers is None else len(numbers) for numbers in targets}
+    if None in lengths or len(lengths) > 1:  # of a rank that varies
         return
     wanted = list(zip(*(numbers.tolist() for numbers in targets if numbers is not None), strict=True))
-    given = list(zip(*(run[str(data.name)].shape for run in runs), strict=True))
+    given = list(zip(*(run[str(data.name)].shape for run in runs), strict=False))  # its rank may vary
     numbers: list[int] = []
     for index, found in enumerate(wanted):
         if len(set(found)) == 1:

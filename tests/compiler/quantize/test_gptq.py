@@ -12,7 +12,7 @@ import pytest
 
 from qsample import AutoModelForCausalLM
 from qsample.compiler.options import CompileOptions
-from qsample.compiler.quantize.gptq import Calibration, Wanted, calibrated_levels, gptq
+from qsample.compiler.quantize.gptq import _SHRINKS, Calibration, Wanted, calibrated_levels, gptq
 from qsample.compiler.quantize.methods import Levels, WeightQuantization, quantize_matrix
 from qsample.errors import CompileError, PackageError
 from qsample.evaluation import evaluate
@@ -71,6 +71,27 @@ def test_levels_are_those_of_the_paper(way: WeightQuantization) -> None:
     differs = ~same_so_far.all(1)
     assert (margins[np.arange(OUTPUTS), first][differs] < 2e-3 * 2 ** (way.bits - 4)).all()
     assert differs.mean() <= 0.3
+
+
+def test_of_the_ranges_tried_the_closest_is_taken() -> None:
+    """In the first block of each row, which no rounding has changed before."""
+    weight = np.random.default_rng(4).normal(size=(INPUTS, OUTPUTS)).astype(np.float32)
+    weight[3] *= 4
+    _, scales, zeros = gptq(weight, np.eye(INPUTS), WeightQuantization(4, 32, "gptq"))
+    rows = weight[:32].T.astype(np.float64)
+    ranges = np.maximum(rows.max(1), 0) - np.minimum(rows.min(1), 0)
+
+    def error(scale: Array, zero: Array) -> Array:
+        rounded = np.clip(np.round(rows / scale[:, None]) + zero[:, None], 0, 15)
+        return np.square((rounded - zero[:, None]) * scale[:, None] - rows).sum(1)
+
+    errors = []
+    for shrink in _SHRINKS:
+        step = shrink * ranges / 15
+        errors.append(error(step, np.round(-shrink * np.minimum(rows.min(1), 0) / step)))
+    assert len({*np.argmin(errors, 0)}) > 1
+    found = error(scales.reshape(OUTPUTS, -1)[:, 0].astype(np.float64), zeros.reshape(OUTPUTS, -1)[:, 0].astype(float))
+    np.testing.assert_allclose(found, np.min(errors, 0), rtol=1e-3)
 
 
 @pytest.mark.parametrize("bits", [4, 8])

@@ -76,3 +76,10 @@ def test_mxfp4_is_carried_in_eight_bits(block_size: int, dtype: type) -> None:
     weight = (values * 2.0 ** rng.integers(-9, 2, (OUTPUTS, INPUTS // 32, 1))).reshape(OUTPUTS, INPUTS).T.astype(dtype)
     floats, _, _ = meaning(weight, WeightQuantization(8, block_size))
     np.testing.assert_array_equal(floats, weight.astype(np.float64))
+
+
+def test_what_is_no_way_to_quantize() -> None:
+    with pytest.raises(ValueError, match=r"block_size is 48; choose one of 16, 32, "):
+        WeightQuantization(4, 48)
+    with pytest.raises(ValueError, match=r"quantization method is 'best'; choose one of rtn, "):
+        WeightQuantization(4, 32, "best")

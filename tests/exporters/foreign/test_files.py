@@ -58,6 +58,7 @@ def test_a_genai_config_names_it(decoder: Decoder, tmp_path: Path) -> None:
     [
         ("nowhere.onnx", "nowhere.onnx does not exist"),
         ("./nowhere/model", "does not exist"),
+        ("./nowhere", "does not exist"),
     ],
 )
 def test_nothing_there(given: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,6 +167,12 @@ def test_a_deep_file_of_a_repository(decoder: Decoder, tmp_path: Path, monkeypat
     fetched.clear()
     assert locate("some/model").file == tmp_path / "b.onnx"
     assert fetched == {"a.json", "b.onnx", "genai_config.json"}
+    names.remove("genai_config.json")
+    fetched.clear()
+    locate("some/model")
+    assert fetched == {"a.json", "b.onnx"}
+    with pytest.raises(QsampleError, match=r"has no \.\./b\.onnx; it has none$"):
+        locate(tmp_path / "cpu", "../b.onnx")
 
 
 def test_a_repository_that_the_hub_does_not_give(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -348,8 +355,8 @@ def test_what_a_package_gets(decoder: Decoder, tmp_path: Path) -> None:
     location = locate(folder)
     read = read_settings(location)
     assert read.vocab_size == 128
-    search = {"temperature": 0.5, "top_k": 4, "top_p": 0.75, "repetition_penalty": 1.5}
-    sampled = replace(read, generation={}, search={"do_sample": True, "min_length": 3} | search)
+    search = {"temperature": 0.5, "top_p": 0.75, "repetition_penalty": 1.5}
+    sampled = replace(read, generation={}, search={"do_sample": True, "min_length": 3, "top_k": None} | search)
     ids = TokenIds(pad=2, bos=1, eos=(3, 4))
 
     def written(name: str, settings: Settings, ids: TokenIds, tokenizer: str | None) -> tuple[set[str], Any]:
