@@ -97,6 +97,8 @@ class PrefixFile:
             sha256 = metadata[_SHA256]
             if metadata["format"] != _FORMAT:
                 raise ValueError(f"its format is {metadata['format']!r:.40}")
+            if tokens.ndim != 1 or tokens.dtype != np.int64 or not 0 <= start < len(tokens):
+                raise ValueError("its tokens are not numbers from its start on")
         except OSError as error:
             raise PackageError(f"cannot read the prefix {path}: {error.strerror or error}") from error
         except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -112,7 +114,7 @@ class PrefixFile:
             for spec in interface.cache_states
         }
         found = {name: (1, *array.shape, array.dtype.name) for name, array in tensors.items()}
-        if found != expected or tokens.ndim != 1 or tokens.dtype != np.int64 or not 0 <= start < len(tokens):
+        if found != expected:
             raise PackageError(f"{path} is damaged: its tensors are not the states of this package; {_AGAIN}")
         return cls(path, tokens, start, tensors, sha256)
 
@@ -120,11 +122,6 @@ class PrefixFile:
         """Raise PackageError if the numbers are not those that were written."""
         if _sha256([self.tokens, *self.states.values()]) != self.sha256:
             raise PackageError(f"{self.path} is damaged: its sha256 is not that of its header; {_AGAIN}")
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the states."""
-        return sum(array.nbytes for array in self.states.values())
 
 
 def write_prefix(
@@ -151,10 +148,10 @@ def write_prefix(
         offset = end
     text = json.dumps(header).encode()
     text += b" " * (-(len(text) + _LENGTH_BYTES) % _ALIGNMENT)
-    with scratch_in(path.absolute().parent) as scratch, full_disk_named(path.parent, offset, "the prefix"):
-        check_free(path.absolute().parent, offset, "the prefix")
-        made = scratch.new / path.name
-        try:
+    try:
+        with scratch_in(path.absolute().parent) as scratch, full_disk_named(path.parent, offset, "the prefix"):
+            check_free(path.absolute().parent, offset, "the prefix")
+            made = scratch.new / path.name
             with open(os.open(made, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:  # it has private texts
                 file.write(len(text).to_bytes(_LENGTH_BYTES, "little"))
                 file.write(text)
@@ -163,12 +160,8 @@ def write_prefix(
                 file.flush()
                 os.fsync(file.fileno())
             made.replace(path)
-        except OSError as error:
-            if error.errno is None or error.strerror is None:
-                raise
-            with full_disk_named(path.parent, offset, "the prefix"):
-                raise
-            raise PackageError(f"cannot write {path}: {error.strerror}; choose another path") from error
+    except OSError as error:
+        raise PackageError(f"cannot write {path}: {error.strerror or error}; choose another path") from error
 
 
 def _mapped(path: Path) -> tuple[dict[str, str], dict[str, Array]]:
@@ -179,7 +172,7 @@ def _mapped(path: Path) -> tuple[dict[str, str], dict[str, Array]]:
             raise ValueError("its header is too long")
         header: dict[str, Any] = json.loads(file.read(length))
         start, size = _LENGTH_BYTES + length, os.fstat(file.fileno()).st_size
-        data = np.memmap(file, np.uint8, "r") if size else np.empty(0, np.uint8)
+        data = np.memmap(file, np.uint8, "r")
     metadata = header.pop("__metadata__")
     numpy = {name: DTYPES[dtype].numpy for dtype, name in _DTYPES.items()}
     tensors, expected = {}, 0

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import hashlib
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +17,7 @@ from safetensors import safe_open
 
 from qsample.errors import PackageError
 from qsample.runtime import CausalLM, load
-from qsample.runtime.decode.prefix_file import PrefixFile, signature_of
+from qsample.runtime.decode.prefix_file import PrefixFile, _mapped, signature_of, write_prefix
 
 PROMPT = [3 + index * 7 % 200 for index in range(70)]
 
@@ -63,11 +66,50 @@ def with_metadata(data: bytes, **changes: str) -> bytes:
     return len(text).to_bytes(8, "little") + text + numbers
 
 
+def with_entry(data: bytes, number: int, **changes: object) -> bytes:
+    """With another description of a tensor."""
+    header, numbers = header_of(data)
+    header[list(header)[1 + number]] |= changes  # type: ignore[arg-type]
+    text = json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + numbers
+
+
+def offsets(data: bytes, number: int) -> list[int]:
+    header, _ = header_of(data)
+    return list(header.values())[1 + number]["data_offsets"]  # type: ignore[return-value]
+
+
+def with_tokens(data: bytes, tokens: np.ndarray) -> bytes:
+    """With other tokens, and everything else in its place."""
+    header, numbers = header_of(data)
+    tensors = [entry for name, entry in header.items() if name != "__metadata__"]
+    shift = tokens.nbytes - tensors[0]["data_offsets"][1]  # type: ignore[operator]
+    for entry in tensors:
+        entry["data_offsets"] = [one + shift if one else 0 for one in entry["data_offsets"]]  # type: ignore
+    tensors[0] |= {"dtype": {8: "I64", 1: "I8"}[tokens.itemsize], "shape": list(tokens.shape)}  # type: ignore
+    text = json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + tokens.tobytes() + numbers[tokens.nbytes - shift :]
+
+
 DAMAGED: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "empty": (lambda data: b"", "damaged, or not a prefix"),
     "another format": (lambda data: b"PK\3\4" * 100, "damaged, or not a prefix"),
-    "cut off": (lambda data: data[:-1], "damaged, or not a prefix"),
-    "too long": (lambda data: data + b"0", "damaged, or not a prefix"),
+    "cut off": (lambda data: data[:-1], "damaged, or not a prefix.*it is cut off"),
+    "too long": (lambda data: data + b"0", "damaged, or not a prefix.*it is too long"),
+    "a long header": (lambda data: ((1 << 24) + 1).to_bytes(8, "little") + b"{}" * 9, "its header is too long"),
+    "a header as long as it may be": (lambda data: (1 << 24).to_bytes(8, "little") + b"{} " * 9, "Extra data"),
+    "a tensor over another": (lambda data: with_entry(data, 2, data_offsets=offsets(data, 1)), "it is cut off"),
+    "a tensor that ends before it begins": (
+        lambda data: with_entry(data, 1, data_offsets=[offsets(data, 1)[0], 0], shape=[0]),
+        "it is cut off",
+    ),
+    "no tokens": (lambda data: with_entry(data, 0, dtype="F32", shape=[64, 2]), "its tokens are not"),
+    "tokens in a table": (lambda data: with_entry(data, 0, shape=[64, 1]), "its tokens are not"),
+    "a single token": (lambda data: with_metadata(with_tokens(data, np.array(5)), start="0"), "its tokens are not"),
+    "tokens of one byte": (lambda data: with_tokens(data, np.full(64, 5, np.int8)), "its tokens are not"),
+    "a part after its end": (lambda data: with_metadata(data, start="64"), "its tokens are not"),
+    "a part before its start": (lambda data: with_metadata(data, start="-1"), "its tokens are not"),
+    "another number of tokens": (lambda data: with_tokens(data, np.arange(63)), "damaged: its tensors"),
     "header cut off": (lambda data: data[:40], "damaged, or not a prefix"),
     "a number": (lambda data: data[:-1] + bytes([data[-1] ^ 1]), "damaged: its sha256"),
     "a token": (lambda data: header_token_changed(data), "damaged: its sha256"),
@@ -107,3 +149,65 @@ def test_what_cannot_be_saved_leaves_nothing(original: Saved, tmp_path: Path, mo
     with pytest.raises(PackageError, match="free and the prefix needs"):
         original.model.save_prefix(PROMPT, tmp_path / "full")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_every_dtype_is_the_library_s_and_aligned(tmp_path: Path) -> None:
+    states = {
+        "float32": np.arange(6, dtype=np.float32).reshape(2, 3),
+        "float16": np.arange(3, dtype=np.float16),
+        "bfloat16": np.arange(5, dtype=np.uint16),
+        "int8": np.arange(3, dtype=np.int8)[::-1],
+        "int64": np.arange(2) - 1,
+    }
+    for length in range(8):
+        path = tmp_path / "a.prefix"
+        write_prefix(path, {"package": "p" * length}, np.array([5, 6, 7]), states, 2)
+        header, numbers = header_of(path.read_bytes())
+        assert (path.stat().st_size - len(numbers)) % 8 == 0
+        metadata = header["__metadata__"]
+        assert {**metadata, "sha256": ""} == {
+            "format": "qsample.prefix.1", "package": "p" * length, "start": "2", "sha256": "",
+        }  # fmt: skip
+        each = [np.array([5, 6, 7]), *states.values()]
+        digests = [hashlib.sha256(array.tobytes()).digest() for array in each]
+        assert metadata["sha256"] == hashlib.sha256(b"".join(digests)).hexdigest()
+    with safe_open(path, "np") as file:
+        dtypes = {name: file.get_slice(name).get_dtype() for name in states}
+        for name in states.keys() - {"bfloat16"}:
+            np.testing.assert_array_equal(file.get_tensor(name), states[name])
+    assert dtypes == {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "int8": "I8", "int64": "I64"}
+    _, read = _mapped(path)
+    for name, values in states.items():
+        np.testing.assert_array_equal(read[name], values, strict=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["a.prefix"]
+
+
+def test_a_prefix_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[int] = []
+
+    def fsync(descriptor: int) -> None:
+        synced.append(os.fstat(descriptor).st_size)
+        assert path.read_bytes() == b"old"
+
+    path = tmp_path / "a"
+    path.write_bytes(b"old")
+    monkeypatch.setattr(os, "fsync", fsync)
+    write_prefix(path, {}, np.array([5]), {"key": np.zeros(3, np.float32)})
+    assert synced == [path.stat().st_size]
+
+    errors: list[int] = []
+
+    def fails(descriptor: int) -> None:
+        raise OSError(errors[-1], os.strerror(errors[-1]))
+
+    monkeypatch.setattr(os, "fsync", fails)
+    written = path.read_bytes()
+    for number, message in (
+        (errno.EIO, r"cannot write .*a: .*; choose another path"),
+        (errno.ENOSPC, "is full; .*the prefix needs about"),
+    ):
+        errors.append(number)
+        with pytest.raises(PackageError, match=message):
+            write_prefix(path, {}, np.array([6]), {"key": np.zeros(3, np.float32)})
+        assert path.read_bytes() == written
+        assert list(tmp_path.iterdir()) == [path]

@@ -155,6 +155,33 @@ def test_a_row_far_from_the_others_is_moved_once_it_has_cost_as_much() -> None:
     assert again.slot == 2
 
 
+@pytest.mark.parametrize(
+    ("sizes", "move", "saved"),
+    [
+        ({0: 2000, 4: 9000, 5: 9000}, Move(source=0, target=3, kept=9), 3),
+        ({0: 9000, 1: 9000, 5: 2000}, Move(source=5, target=2, kept=9), 3),
+        ({0: 2000, 3: 500, 4: 9000, 5: 1500}, Move(source=0, target=2, kept=9), 2),  # a row inside would save none
+        ({0: 3000, 1: 9000, 5: 2000, 2: 9000}, Move(source=5, target=3, kept=9), 2),
+        ({1: 300, 5: 9000}, Move(source=1, target=4, kept=9), 3),
+        ({0: 500, 1: 9000, 7: 1000}, Move(source=7, target=2, kept=9), 5),  # dearer, but it saves more than the first
+    ],
+)
+def test_the_move_that_costs_least_for_what_it_saves(sizes: dict[int, int], move: Move, saved: int) -> None:
+    scheduler = Scheduler(8, least_rows=1)
+    ones = [request([n] * sizes.get(n, 9), most=1000) for n in range(8)]
+    for one in ones:
+        scheduler.add(one)
+    scheduler.admit()
+    for one in ones:
+        read(scheduler, one)
+        one.sampled = [99]
+        if one.slot not in sizes:
+            scheduler.leave(one)
+    count, found = steps_until_a_move(scheduler, 1000)
+    assert found == move
+    assert count == pytest.approx((sizes[move.source] + count + 2 * 9) / 32 / saved, abs=2)
+
+
 def test_rows_stay_where_a_step_is_over_all() -> None:
     for least in (None, 6):
         scheduler = Scheduler(6, least_rows=least)

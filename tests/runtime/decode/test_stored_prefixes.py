@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,12 +14,18 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from qsample.contract import BATCH, CAPACITY
+from qsample.errors import PackageError
 from qsample.runtime import CausalLM, Engine, RequestOutput, SamplingParams, load
+from qsample.runtime.decode import stored_prefixes
 from qsample.runtime.decode.prefix_file import PrefixFile, signature_of
+from qsample.runtime.decode.stored_prefixes import StoredPrefixes
+from qsample.tensors import DTYPES
 
 PIECE = 16
 CTX_LEN = 256
@@ -165,8 +172,6 @@ def test_the_parts_used_longest_ago_make_room(llama: CausalLM, tmp_path: Path) -
 def test_a_full_disk_costs_no_answer(
     llama: CausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    import shutil
-
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 10, 0))  # type: ignore[attr-defined]
     with Engine(llama, slots=1, prefix_cache_dir=tmp_path) as engine:
         ask(engine, llama, prompt(12, 40))
@@ -258,3 +263,143 @@ def test_chat_messages_give_the_beginning_of_all_conversations(exported: Callabl
     assert output.usage.cached_tokens == tokens >= 64
     fresh = model.generate([messages], max_new_tokens=8, seed=1, chat_template=template)
     assert output.token_ids == fresh.token_ids[0]
+
+
+class Writer:
+    """Prefixes of a folder without an engine. Their numbers are made up, and nothing is written while `held_up`."""
+
+    def __init__(self, model: CausalLM, folder: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
+        self.model, self.folder = model, folder
+        self.stored = StoredPrefixes(model.package, model.sessions, (), folder, **options)
+        self.read: list[tuple[int, int]] = []
+        self.may_write, self.begun = threading.Semaphore(100), threading.Semaphore(0)
+        plain = stored_prefixes.write_prefix
+
+        def write(*arguments: Any) -> None:
+            self.begun.release()
+            assert self.may_write.acquire(timeout=60)
+            plain(*arguments)
+
+        monkeypatch.setattr(stored_prefixes, "write_prefix", write)
+
+    def states(self, start: int, stop: int) -> dict[str, np.ndarray]:
+        self.read.append((start, stop))
+        return {
+            spec.name: np.zeros(spec.shape({CAPACITY: stop - start, BATCH: 1})[1:], DTYPES[spec.dtype].numpy)
+            for spec in self.model.interface.cache_states
+        }
+
+    def keep(self, *prompts: list[int]) -> list[tuple[int, int]]:
+        """The tokens of them that were read for the disk."""
+        before = len(self.read)
+        for tokens in prompts:
+            self.stored.keep(np.array(tokens), self.states)
+        return self.read[before:]
+
+    def ends(self) -> list[int]:
+        return sorted(len(one.tokens) for one in self.stored.held())
+
+
+def test_no_more_waits_for_the_disk_than_there_is_memory_for(
+    llama: CausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = Writer(llama, tmp_path, monkeypatch)
+    assert one.stored.keeps
+    assert not StoredPrefixes(llama.package, llama.sessions).keeps
+    one.may_write = threading.Semaphore(0)
+    first, second, third, fourth = (prompt(seed, 32) for seed in range(4))
+    assert one.keep(first) == [(0, 32)]
+    assert one.begun.acquire(timeout=60)
+    assert one.keep(first) == []  # it is being written
+    assert one.keep(second, second, third, fourth) == [(0, 32)] * 2
+    assert [thread.daemon for thread in threading.enumerate() if thread.name == "qsample-prefixes"] == [True]
+    one.may_write.release(100)
+    one.stored.close()
+    assert one.ends() == [32] * 3
+    assert one.keep(first, first[:16], [*first, 5]) == []
+    for path in files(tmp_path):
+        path.unlink()
+    assert one.ends() == []
+    assert one.keep(first) == [(0, 32)], "it was written, and then it went"
+    one.stored.close()
+    assert one.keep([*first[:16], *fourth[:16]], [*first, *fourth[:16]]) == [(16, 32), (32, 48)]
+    one.stored.close()
+    assert one.ends() == [32, 32, 48]
+    one.stored.close()
+
+
+def test_what_else_is_in_the_folder_stays(
+    llama: CausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    one = Writer(llama, tmp_path, monkeypatch)
+    tokens = prompt(1, 48)
+    one.keep(tokens[:32])
+    one.stored.close()
+    (path,) = files(tmp_path)
+    others = [tmp_path / f"{'0' * 16}{path.name[16:]}", tmp_path / f"{path.name[:16]}-mine.safetensors"]
+    for other in others:
+        other.write_bytes(b"of another package")
+    one.keep(tokens)
+    one.stored.close()
+    assert one.ends() == [32, 48]
+    assert [other.read_bytes() for other in others] == [b"of another package"] * 2
+    path.unlink()
+    assert one.ends() == [], "the part after it is of no use"
+    assert sorted(tmp_path.iterdir()) == sorted(others)
+    assert caplog.text == ""
+    shutil.rmtree(tmp_path)
+    assert one.ends() == []
+    assert "cannot read" in caplog.text
+    assert {record.name for record in caplog.records} == {"qsample.prefixes"}
+
+
+def test_a_part_whose_beginning_goes_meanwhile_is_not_read(
+    llama: CausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = Writer(llama, tmp_path, monkeypatch)
+    tokens = prompt(1, 48)
+    for end in (32, 48):
+        one.keep(tokens[:end])
+        one.stored.close()
+    first, second = sorted(one.stored.held(), key=lambda held: held.start)
+    assert [(part.start, part.stop) for part in one.stored.read(second, 48)] == [(32, 48), (0, 32)]
+    assert [(part.start, part.stop) for part in one.stored.read(first, 16)] == [(0, 16)]
+    first.path.unlink()
+    assert one.stored.read(second, 48) == []
+    data = second.path.read_bytes()
+    assert one.ends() == []
+    second.path.write_bytes(data)  # another process wrote it
+    assert one.stored.read(second, 48) == []
+
+
+def test_a_folder_may_be_exactly_full(llama: CausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = Writer(llama, tmp_path, monkeypatch)
+    one.keep(prompt(1, 32))
+    one.stored.close()
+    size = files(tmp_path)[0].stat().st_size
+    for most, kept in ((2 * size, 2), (2 * size - 1, 1), (size - 1, 0)):
+        full = Writer(llama, tmp_path, monkeypatch, max_bytes=most)
+        full.keep(prompt(most, 32))
+        full.stored.close()
+        assert len(files(tmp_path)) == kept
+        one.keep(prompt(1, 32))
+        one.stored.close()
+
+
+def test_prefixes_that_cannot_be_given(llama: CausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = Writer(llama, tmp_path / "kept", monkeypatch)
+    for end in (32, 48):
+        one.keep(prompt(1, 48)[:end])
+        one.stored.close()
+    whole, part = (held.path for held in sorted(one.stored.held(), key=lambda held: held.start))
+    (given,) = StoredPrefixes(llama.package, llama.sessions, [whole]).held()
+    assert (given.tokens.tolist(), given.start, given.path) == (prompt(1, 48)[:32], 0, whole)
+    data = whole.read_bytes()
+    whole.write_bytes(data[:-1] + bytes([data[-1] ^ 64]))
+    for path, message in ((part, "is a part of a conversation"), (whole, "its sha256")):
+        with pytest.raises(PackageError, match=message):
+            StoredPrefixes(llama.package, llama.sessions, [str(path)])
+    for right in (os.R_OK, os.W_OK, os.X_OK):
+        monkeypatch.setattr(os, "access", lambda path, mode, right=right: not mode & right)
+        with pytest.raises(PackageError, match=r"cannot write to .*kept; choose another folder"):
+            StoredPrefixes(llama.package, llama.sessions, (), tmp_path / "kept")
