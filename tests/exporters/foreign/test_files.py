@@ -262,6 +262,7 @@ def test_of_many_decoders_a_dozen_is_listed(tmp_path: Path) -> None:
     names = [f"{number:02}.onnx" for number in range(13)]
     for name in [*names, "notes.txt"]:
         (tmp_path / name).touch()
+    (tmp_path / "folder.onnx").mkdir()
     assert decoders(tmp_path) == names
     with pytest.raises(QsampleError, match=rf": {', '.join(names[:12])} and 1 others$"):
         locate(tmp_path)

@@ -6,6 +6,7 @@ import logging
 from pathlib import Path
 
 import onnx
+import onnx_ir as ir
 import pytest
 
 from qsample.errors import QsampleError, UnsupportedModelError
@@ -86,9 +87,16 @@ def test_a_function_of_another_opset(tmp_path: Path) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_no_graph(tmp_path: Path) -> None:
+def test_no_graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library, which would print names as they are, is silent meanwhile."""
     (tmp_path / "model.onnx").write_bytes(b"no graph")
-    log = logging.getLogger("onnx_ir.serde")
+    log, real, silent = logging.getLogger("onnx_ir.serde"), ir.load, []
+
+    def look(path: Path) -> ir.Model:
+        silent.append(log.disabled)
+        return real(path)
+
+    monkeypatch.setattr(ir, "load", look)
     for before in (False, True):
         log.disabled = before
         try:
@@ -97,6 +105,7 @@ def test_no_graph(tmp_path: Path) -> None:
             assert log.disabled is before
         finally:
             log.disabled = False
+    assert silent == [True, True]
 
 
 @pytest.mark.parametrize("error", [QsampleError("a"), OSError("b"), MemoryError("c")])
