@@ -31,7 +31,7 @@ def test_a_request_ends_when_its_time_is_over(model: CausalLM, gate: threading.S
     with Engine(model, slots=1) as engine:
         other = engine.add_request([5], max_new_tokens=6) if waits else None
         request = engine.add_request([6], max_new_tokens=6, max_time=0.01)
-        later = engine.add_request([7], max_new_tokens=6, max_time=600)
+        later = engine.add_request([7], max_new_tokens=6, max_time=600, eos_token_id=())
         time.sleep(0.05)
         finish(gate)  # the thread looks at the time after the step that it is in
         output = request.result(60)
