@@ -5,16 +5,18 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from qsample.contract import RUNNING, STOPPED
+from qsample.contract import BATCH, RUNNING, STOPPED
+from qsample.contract import CAPACITY as ROW_CAPACITY
 from qsample.ort.buffers import Buffer, copy_on_device
-from qsample.runtime import CausalLM, SamplingParams
+from qsample.runtime import CausalLM, SamplingParams, load
 from qsample.runtime.decode import slots as slots_module
-from qsample.runtime.decode.slots import Slots, Snapshot
+from qsample.runtime.decode.slots import NewestTokens, Slots, Snapshot
 from tests.helpers import fake_reference
 from tests.helpers.fake_package import POISON
 from tests.helpers.requests import make_sequence, random_params, random_prompt
@@ -520,3 +522,42 @@ def test_the_newest_tokens_of_a_snapshot() -> None:
     assert [newest.tokens_from(0, position) for position in (3, 5, 6)] == [[4, 5, 6], [6], []]
     with pytest.raises(IndexError, match="from position 2 on are 4, and 3 were read"):
         newest.tokens_from(0, 2)
+
+
+def test_the_newest_tokens_are_gathered_for_each_row(model: CausalLM) -> None:
+    slots = Slots(model.sessions, 2, CAPACITY)
+    for slot, prompt in enumerate(([5, 6, 7], [8, 9, 10, 11, 12])):
+        begin(slots, model, slot, prompt, FREE)
+        feed(slots, slot, prompt)
+    slots.decode()
+    whole = slots.read(newest=2)
+    assert (whole.newest, whole.tokens.shape) == (None, (2, CAPACITY)), "they are in the host's memory anyway"
+    gather = NewestTokens(2, "cpu")
+    for count in (3, 2, 3):
+        found = gather.read(slots._state.inputs(), count)
+        rows = zip(whole.tokens.tolist(), whole.lengths, strict=True)
+        assert found.tolist() == [row[length + 1 - count : length + 1] for row, length in rows]
+
+
+@pytest.mark.slow
+def test_states_that_are_unloaded_are_loaded_elsewhere(exported: Callable[..., Path]) -> None:
+    model = load(exported("qwen3_5_text", logprobs=True), ctx_len=CAPACITY)
+    slots = Slots(model.sessions, 2, CAPACITY, saved_states=1)
+    prompt = [*range(20, 40)]
+    begin(slots, model, 0, prompt, FREE)
+    feed(slots, 0, prompt)
+    states = slots.unload(0, 0, 20)
+    sizes = {spec.name: spec.shape({BATCH: 1, ROW_CAPACITY: 20})[1:] for spec in model.interface.cache_states}
+    assert {name: array.shape for name, array in states.items()} == sizes
+    slots.saved.save(0, 0)
+    slots.decode()
+    newer, saved = slots.unload(0, 0, 20), slots.unload(0, 0, 20, place=0)
+    recurrent = {spec.name for spec in model.interface.recurrent}
+    assert recurrent
+    for name, values in states.items():
+        np.testing.assert_array_equal(saved[name], values)
+        assert (newer[name].tobytes() == values.tobytes()) == (name not in recurrent)
+    first = {name: values if name not in recurrent else values * 0 for name, values in slots.unload(0, 0, 16).items()}
+    slots.load(1, [(12, 20, slots.unload(0, 12, 24, place=0)), (0, 12, first)])
+    for name, values in slots.unload(1, 0, 20).items():
+        np.testing.assert_array_equal(values, states[name])
