@@ -128,7 +128,7 @@ def package_in(path: str | Path, provider: str | Sequence[str] | None = None) ->
 
 
 def _variants(folder: Path) -> dict[str, str]:
-    """Variant → its folder's name; {} if `folder` is no bundle."""
+    """Variant → its folder's name; {} if `folder` is not a bundle."""
     path = folder / MODEL_PACKAGE_NAME
     if not os.path.isfile(path) or os.path.isfile(folder / MANIFEST_NAME):
         return {}

@@ -88,7 +88,7 @@ def cache_folder() -> Path:
 
 
 def size_limit() -> int:
-    """`$QSAMPLE_CACHE_LIMIT` in bytes. Raises QsampleError if that is no size."""
+    """`$QSAMPLE_CACHE_LIMIT` in bytes. Raises QsampleError if that is not a size."""
     text = os.environ.get(LIMIT_VARIABLE, "").strip()
     if not text:
         return DEFAULT_LIMIT

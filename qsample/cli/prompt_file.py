@@ -379,7 +379,7 @@ class Results:
     def _other_line(self, has_error: bool | None) -> str:
         where = f"line {self.done + 1} of --output {self.path}"
         if has_error is None:
-            return f"{where} is no whole line of a result; give another file, or delete it and all lines after it"
+            return f"{where} is not a whole line of a result; give another file, or delete it and all lines after it"
         if has_error:
             return f"{where} has an error, and its prompt or the settings have changed; --retry-errors does it again"
         return f"{where} comes from another prompt or other settings; give another file, or the command that wrote it"
@@ -445,7 +445,7 @@ def results_file(path: Path, rows: list[Row], *, retry_errors: bool = False) -> 
 
 
 def _has_error(line: bytes) -> bool | None:
-    """Whether a line is that of a row with an error; None if it is no whole line of a result."""
+    """Whether a line is that of a row with an error; None if it is not a whole line of a result."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):

@@ -116,7 +116,7 @@ def replace_sampler(
     model = _sampler(size, provider, positions=found.positions)
     _rename(model, found.bindings)
     place = _find(root, ("pipeline", "workflow", "components", found.name, "implementation", "artifact"))
-    changed = text[: place.start_mark.index] + _ARTIFACT + text[place.end_mark.index :]
+    changed = text if place is None else text[: place.start_mark.index] + _ARTIFACT + text[place.end_mark.index :]
     if _artifacts(yaml.safe_load(changed)) != _artifacts(document) | {found.name: _ARTIFACT}:
         raise PackageError(f"{path} has the file of {found.name} in a part that stands for several; edit it by hand")
     _write(folder, {_ARTIFACT: _as_bytes(model)}, overwrite=overwrite or found.artifact == _ARTIFACT)
@@ -211,13 +211,14 @@ class _Component:
 def _artifacts(document: Any) -> dict[str, Any]:
     """The file of each component."""
     components = document["pipeline"]["workflow"]["components"]
-    return {name: (component.get("implementation") or {}).get("artifact") for name, component in components.items()}
+    parts = {name: component for name, component in components.items() if isinstance(component, dict)}
+    return {name: (component.get("implementation") or {}).get("artifact") for name, component in parts.items()}
 
 
 def _logit_sizes(document: Any) -> Iterator[int]:
     """The last axis of each output that a component gives the role of logits."""
     for component in document["pipeline"]["workflow"]["components"].values():
-        ports = component.get("ports") or {}
+        ports = (component.get("ports") if isinstance(component, dict) else None) or {}
         for name, role in (ports.get("roles") or {}).items():
             shape = ((ports.get("outputs") or {}).get(name) or {}).get("shape") or [None]
             if role == "logits" and isinstance(shape[-1], int):
@@ -241,7 +242,9 @@ def _mapping(path: Path, value: Any, *keys: str) -> dict[str, Any]:
 def _find(node: Any, keys: tuple[str, ...]) -> Any:
     """The scalar of a YAML document at a path of keys, with its place in the text."""
     for key in keys:
-        node = next(value for name, value in node.value if name.value == key)
+        node = next((value for name, value in node.value if name.value == key), None)
+        if node is None:  # merged from elsewhere
+            return None
     return node
 
 

@@ -219,7 +219,7 @@ def test_a_line_that_was_cut_and_ended_is_no_row(run: Any, package: Package, tmp
     status, _, err = run(*command)
     assert (status, output.read_bytes()) == (2, cut)
     assert "line 1 of --output" in err
-    assert "is no whole line of a result" in err
+    assert "is not a whole line of a result" in err
 
 
 def test_a_full_disk_leaves_whole_lines(run: Any, package: Package, tmp_path: Path) -> None:

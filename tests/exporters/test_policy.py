@@ -154,6 +154,23 @@ def test_a_file_that_two_components_share_is_left_alone(tmp_path: Path) -> None:
         replace_sampler(folder)
 
 
+def test_a_component_that_is_merged_from_elsewhere_is_left_alone(tmp_path: Path) -> None:
+    document = workflow()
+    components = document["pipeline"]["workflow"]["components"]
+    sampler = components.pop("sampler")
+    components["nothing"] = None
+    folder = written(tmp_path, document | {"base": sampler})
+    text = (folder / METADATA).read_text()
+    text = text.replace("base:\n", "base: &base\n").replace(
+        "      nothing: null\n", "      nothing: null\n      own: {<<: *base}\n"
+    )
+    base = text[text.index("base: &base") :]
+    (folder / METADATA).write_text(base + text[: text.index("base: &base")])
+    with pytest.raises(PackageError, match="stands for several"):
+        replace_sampler(folder)
+    assert not (folder / "policies" / "qsample_token_sampler.onnx").exists()
+
+
 def test_an_unknown_vocabulary_is_asked_for(tmp_path: Path) -> None:
     document = workflow()
     document["pipeline"]["workflow"]["components"]["model"]["ports"]["roles"] = {}

@@ -151,7 +151,7 @@ class DecodeLoop:
         sequence.admitted_at = time.perf_counter()
         if admission.moved is not None:
             self._slots.copy(slot, *admission.moved)
-        if isinstance(admission.stored, Held):
+        if admission.stored is not None:
             self._load(sequence, slot, admission.stored)
         self._slots.begin(slot, sequence.prompt, sequence.seed, sequence.parameters, sequence.reused)
         if copy.source != slot:

@@ -15,12 +15,13 @@ from collections import abc, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import numpy as np
 
 from qsample.ort.session import Sessions
 from qsample.runtime.decode.prefixes import Pieces, SavedStates, reusable_prefix, shared_prefix
+from qsample.runtime.decode.stored_prefixes import Held
 from qsample.runtime.sequence import Sequence
 from qsample.tensors import Array
 
@@ -82,13 +83,6 @@ class SchedulerConfig:
         )
 
 
-class Stored(Protocol):
-    """The beginning of a prompt that is kept outside of the slots, with the states after it."""
-
-    @property
-    def tokens(self) -> Array: ...
-
-
 @dataclass(frozen=True, slots=True)
 class Copy:
     """The first `tokens` tokens of `sequence`, which the slot `source` holds, for its own slot. place: of the saved
@@ -114,7 +108,7 @@ class Admission:
     sequence: Sequence
     copy: Copy
     moved: tuple[int, Array] | None
-    stored: Stored | None = None
+    stored: Held | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +216,7 @@ class Scheduler:
         """Let it wait, after those of its own priority."""
         insort(self._waiting, sequence, key=lambda one: one.priority)
 
-    def admit(self, held: Callable[[], abc.Sequence[Stored]] | None = None) -> list[Admission]:
+    def admit(self, held: Callable[[], abc.Sequence[Held]] | None = None) -> list[Admission]:
         """Give free slots to those who waited longest. held: returns the beginnings that can be loaded into a slot."""
         admitted: list[Admission] = []
         stored = held() if held is not None and self._waiting and self._free else ()

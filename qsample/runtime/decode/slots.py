@@ -225,7 +225,7 @@ class Slots:
         Args:
             slot: the slot.
             parts: (start, stop, states): of the tokens [start, stop), keys and values [H, stop - start or more, D] by
-                name; the other states are those of the first part, after `prompt`.
+                name; the other states are those of the first part, after its last token.
         """
         for spec in self._interface.cache_states:
             if CAPACITY in spec.axes:

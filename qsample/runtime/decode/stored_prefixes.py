@@ -24,7 +24,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from qsample.errors import PackageError, QsampleError
+from qsample.errors import PackageError
 from qsample.ort.session import Sessions
 from qsample.package import Package
 from qsample.runtime.decode.prefix_file import PrefixFile, signature_of, write_prefix
@@ -222,7 +222,7 @@ class StoredPrefixes:
             try:
                 write_prefix(path, self._signature, tokens, states, start)
                 self._make_room(path.parent)
-            except (QsampleError, OSError) as error:
+            except Exception as error:  # whatever it is: without this thread, `close` would wait for ever
                 _log.warning("a prefix is not kept: %s", error)
             self._unwritten.discard(path.name)
 

@@ -188,7 +188,7 @@ def test_wrong_arguments(llama: CausalLM, tmp_path: Path) -> None:
         ({"prefix_cache_dir": tmp_path / "file"}, "cannot make"),
         ({"prefixes": [tmp_path / "missing"]}, "cannot read the prefix"),
     ):
-        with pytest.raises((ValueError, Exception), match=message):
+        with pytest.raises((ValueError, PackageError), match=message):
             Engine(llama, **wrong)  # type: ignore[arg-type]
 
 
