@@ -124,7 +124,8 @@ class Buffer:
             copy_on_device(of.rows(source), self.rows(target))
 
     def read_row(self, row: int) -> Array:
-        """The values of a row: on the CPU its memory itself, otherwise a copy; bfloat16 as integers of its bits."""
+        """The values of a row, of the shape without the batch axis: on the CPU its memory itself, otherwise a copy;
+        bfloat16 as uint16 of its bits."""
         if self.device == "cpu" and self.dtype != "bfloat16":
             values: Array = self.owner.numpy()[row]
             return values

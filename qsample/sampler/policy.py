@@ -109,7 +109,9 @@ def build_token_sampler(vocab_size: int, *, positions: bool = False, control_flo
         control_flow: use If, which skips what no row needs; False for devices that capture and replay graphs.
 
     Returns:
-        A graph with the tensors of `sampler_ports`.
+        A graph with the tensors of `sampler_ports`: logits [batch, V] or [batch, S, V], temperature (0: greedy), top_p
+        in (0, 1] (1: off), min_p in [0, 1] (0: off) float32; top_k (0 or less: off), seed, counter int64; active, done
+        bool, [batch] each; token, next_counter [batch] int64.
 
     Raises:
         ValueError: If `vocab_size` is below 1.

@@ -179,6 +179,19 @@ def test_a_full_disk_costs_no_answer(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_writer_that_fails_holds_up_nobody(
+    llama: CausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*arguments: object) -> None:
+        raise MemoryError("no room")
+
+    monkeypatch.setattr("qsample.runtime.decode.stored_prefixes.write_prefix", fail)
+    with Engine(llama, slots=1, prefix_cache_dir=tmp_path) as engine:
+        for seed in range(40, 45):  # more than may wait for the disk
+            ask(engine, llama, prompt(seed, 40))
+    assert "a prefix is not kept: no room" in caplog.text
+
+
 def test_wrong_arguments(llama: CausalLM, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for wrong, message in (
