@@ -193,6 +193,7 @@ def test_the_dtype_of_a_checkpoint_is_its_own_where_it_is_asked_for(
     assert Checkpoint("nowhere", dtype="float16").dtype == "float16"
 
 
+@pytest.mark.ci
 def test_a_checkpoint_takes_its_changed_settings_along(tmp_path: Path) -> None:
     checkpoint = save_checkpoint(tmp_path / "checkpoint", "llama", num_hidden_layers=1)
     model = AutoModelForCausalLM.from_pretrained(checkpoint, include_sampler=False)

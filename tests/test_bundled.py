@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from qsample.package import read_package
 from tests.conftest import made_once
 from tests.helpers.command_line import qsample
@@ -13,6 +15,7 @@ from tests.helpers.command_line import qsample
 ROOT = Path(__file__).resolve().parent.parent
 
 
+@pytest.mark.ci
 def test_the_first_command_and_the_next(shared_folder: Path) -> None:
     def fill(folder: Path) -> None:
         arguments = ["generate", "-p", "And the LORD spake unto", "--max-new-tokens", "60", "--seed", "7"]

@@ -88,6 +88,7 @@ class TestSampler:
                     ),
                 )
 
+    @pytest.mark.ci
     def test_graph(self, name: str) -> None:
         check_graphs(name)
 

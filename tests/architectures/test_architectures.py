@@ -27,6 +27,7 @@ def test_the_page_lists_every_model_type() -> None:
     assert f"**{passed} of {len(results)} pass**" in PAGE.read_text()
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("model_type", REPRESENTATIVES)
 def test_representatives(model_type: str) -> None:
     row = run(model_type, compiled=False)

@@ -31,6 +31,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], ModuleType]
             sys.modules.pop(name)
 
 
+@pytest.mark.ci
 def test_a_part_that_fails_or_crashes_or_hangs_ends_alone(gpu: Callable[[str], ModuleType], tmp_path: Path) -> None:
     report = gpu("gpu_report")
     results = report.Results(tmp_path / "out", "python benchmarks/gpu.py")

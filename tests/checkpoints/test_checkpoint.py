@@ -179,6 +179,7 @@ def test_the_outline_needs_no_weights_and_leaves_the_configuration_as_it_is(tmp_
     assert outline.transposed == {"c_attn", "c_proj", "c_fc"}
 
 
+@pytest.mark.ci
 def test_a_checkpoint_is_opened_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An export, a compile and what a script asks of the model share what was read; weights are read twice."""
     save_checkpoint(tmp_path / "checkpoint", "llama", num_hidden_layers=1)

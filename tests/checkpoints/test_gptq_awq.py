@@ -125,6 +125,7 @@ def test_a_block_store_returns_what_it_was_given(tmp_path: Path) -> None:
             torch.testing.assert_close(getattr(copy, part), getattr(weight, part), rtol=0, atol=0)
 
 
+@pytest.mark.ci
 def test_act_order_in_a_tied_model_of_several_files(act_order: Quantized) -> None:
     check(act_order)
 

@@ -198,6 +198,7 @@ def test_a_damaged_shard_is_named(damage: Callable[[Path], None], message: str, 
         assert sorted(os.listdir(tmp_path)) == ["checkpoint"]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("verb", "stage"),
     [
@@ -224,6 +225,7 @@ def test_a_shard_that_is_replaced_meanwhile(verb: str, stage: str, shards: Path,
     assert sorted(os.listdir(tmp_path)) == ["checkpoint", "other"]
 
 
+@pytest.mark.ci
 def test_files_with_several_names(shards: Path, tmp_path: Path) -> None:
     """Hard links, as backups and caches make them: the same package."""
     (tmp_path / "backup").mkdir()

@@ -14,6 +14,7 @@ from qsample.package import read_package
 from qsample.values import check_verify
 
 
+@pytest.mark.ci
 def test_export_writes_a_package_with_what_was_asked_for(everything: Path) -> None:
     assert read_package(everything).interface.features == Features(True, True, True, True, 3, True)
 

@@ -41,6 +41,7 @@ def check_rows(model: PackagedModel) -> None:
             assert alone == [together[row]]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("weights", ["int4", pytest.param("int8", marks=pytest.mark.slow)])
 def test_everything_is_packed(
     weights: str, portable: PackagedModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -42,6 +42,7 @@ def test_each_pass_meets_a_graph_without_unused_nodes() -> None:
     assert not apply(model)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "model_type",
     [

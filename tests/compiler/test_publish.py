@@ -197,6 +197,7 @@ def test_a_kernel_provider_compiles_to_the_same_graph(tmp_path: Path) -> None:
     assert sorted(node.op_type for node in compiled.graph.node) == ["Cos", "Sin"]
 
 
+@pytest.mark.ci
 def test_a_tied_table_is_stored_once(bundled_package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its scales, which the head and the lookup want in other shapes; this model's are small."""
     monkeypatch.setattr(save, "_LEAST", 1 << 12)

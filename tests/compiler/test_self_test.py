@@ -64,6 +64,7 @@ def test_self_test_refuses_a_weight_that_moves_no_token(
         compile_package(read_package(llama_package), tmp_path / "device", CompileOptions(ctx_len=64))
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("options", [{}, {"batch_size": 1}, {"weights": "int8"}])
 def test_a_sampler_that_is_off_is_refused(
     options: dict[str, Any], llama_package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

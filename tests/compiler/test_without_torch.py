@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from qsample.package import read_package
 from qsample.runtime import load
 from tests.helpers.foreign import unpack
@@ -21,6 +23,7 @@ def python(code: str, *arguments: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.ci
 def test_compiling(llama_package: Path, tmp_path: Path) -> None:
     python(
         "from qsample.cli import main; main()",
@@ -67,6 +70,7 @@ assert "torch" not in made.versions
     assert first == second
 
 
+@pytest.mark.ci
 def test_baking_and_compiling_packed_weights(tmp_path: Path) -> None:
     """The logits have to keep their name through every optimisation: the divergence is measured at them."""
     unpack("genai_cpu_int4", tmp_path / "file")

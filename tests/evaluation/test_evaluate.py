@@ -107,6 +107,7 @@ def test_a_captured_graph(llama_package: Path, tmp_path: Path) -> None:
     assert comparison.perplexity_ratio.value == pytest.approx(1, abs=1e-5)
 
 
+@pytest.mark.ci
 def test_a_compiled_package_against_the_portable_one(llama_package: Path, tmp_path: Path) -> None:
     from qsample import AutoModelForCausalLM as Models
     from qsample import evaluate as public

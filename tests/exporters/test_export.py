@@ -187,6 +187,7 @@ def test_a_model_can_be_exported_twice(tmp_path: Path) -> None:
     assert first.manifest.parity == second.manifest.parity
 
 
+@pytest.mark.ci
 def test_float16_package(tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "checkpoint", "llama", num_hidden_layers=1)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint", dtype="float16").export(tmp_path / "half")
@@ -280,6 +281,7 @@ def sizes_at_the_gate(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[int
     return sizes
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "options",
     [

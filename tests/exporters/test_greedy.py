@@ -42,6 +42,7 @@ def hugging_face_greedy(checkpoint: Path, rows: list[list[int]]) -> list[list[in
 QUICK = ("llama", "gemma2", "gpt2", "qwen3_5_text")
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "model_type",
     [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in sorted(FAMILIES)],

@@ -203,6 +203,7 @@ def test_every_layout_of_weights(layout: str) -> None:
     }
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "model_type",
     [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in sorted(ROUTERS)],
@@ -233,6 +234,7 @@ PLANTS: dict[str, tuple[Any, str, Any]] = {
 }
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "plant", [next(iter(PLANTS)), *(pytest.param(name, marks=pytest.mark.slow) for name in [*PLANTS][1:])]
 )
@@ -305,6 +307,7 @@ def test_three_axes_without_the_last_one() -> None:
     assert operators(model.graph) == ["Abs", "Pad", "ReduceSum"]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("chosen", [6, pytest.param(10, marks=pytest.mark.slow)])
 def test_a_mixture_computes_a_row_alike_in_any_batch(chosen: int, tmp_path: Path) -> None:
     """The second layer's keys and values are of what the first layer's experts made of a token."""

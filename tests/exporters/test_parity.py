@@ -170,6 +170,7 @@ def drop(option: str) -> Callable[..., Any]:
     return changed
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("model_type", "option", "overrides"),
     [
@@ -193,6 +194,7 @@ def test_parity_gate_refuses_a_planted_error(
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.ci
 def test_parity_gate_refuses_padding_that_a_later_chunk_does_not_count(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -211,6 +213,7 @@ def test_parity_gate_refuses_padding_that_a_later_chunk_does_not_count(
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("window", "windows"),
     [(20, "passed by a prompt"), (1024, "narrowed"), pytest.param(32768, "narrowed", marks=pytest.mark.slow)],

@@ -81,6 +81,7 @@ def lowered(model: ir.Model) -> ir.Model:
     return model
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "model_type", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in TYPES]
 )
@@ -144,6 +145,7 @@ VALUES = TensorSpec("values", "float32", (BATCH, 4), "numbers")
 SPEC = GraphSpec((VALUES,), (), (replace(VALUES, name="total"),))
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("shares", ["nothing", "an argument", "a product", "a layer"])
 def test_layers_that_share_more_are_all_traced(shares: str) -> None:
     torch.manual_seed(0)
@@ -172,6 +174,7 @@ class Wrong(Mapping[str, Tensor]):
         return len(self._tensors)
 
 
+@pytest.mark.ci
 def test_the_parity_gate_refuses_a_copy_with_the_weights_of_another_layer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

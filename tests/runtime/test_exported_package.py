@@ -29,6 +29,7 @@ def model(llama_package: Path) -> CausalLM:
     return load(llama_package)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("chunk", [1, 4])
 def test_chunking_changes_nothing(chunk: int, model: CausalLM) -> None:
     wanted = model.generate(PROMPTS, PARAMS, seed=11)
@@ -85,6 +86,7 @@ def filtered_rows(count: int) -> list[SamplingParams]:
     return [SamplingParams(max_new_tokens=count, eos_token_id=(), **row) for row in FILTERED]  # type: ignore[arg-type]
 
 
+@pytest.mark.ci
 def test_filters_in_every_batch(exported: Callable[..., Path], model: CausalLM, tmp_path: Path) -> None:
     """Each changes its row and no other, wherever that row runs."""
     portable = AutoModelForCausalLM.from_pretrained(exported("llama", filters=FILTERS))

@@ -68,6 +68,7 @@ def row_bytes(model: CausalLM) -> int:
     return sum(DTYPES[state.dtype].itemsize * math.prod(state.shape) for state in model.interface.recurrent)
 
 
+@pytest.mark.ci
 def test_a_conversation_goes_on_from_its_last_turn(model: CausalLM) -> None:
     history = prompt(1, 70)
     with Engine(model, slots=2) as engine:

@@ -213,6 +213,7 @@ def test_large_vocabularies(vocab: int) -> None:
 EDGE = [0.0, -0.0, 1.0, -1.0, 1e-30, 88.0, -104.0, 1e4, -65504.0, 3e38, -3e38, -3.4028235e38, -np.inf, np.inf, np.nan]
 
 
+@pytest.mark.ci
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(
     logits=st.lists(st.one_of(st.sampled_from(EDGE), st.floats(-50, 50, width=32)), min_size=1, max_size=40),

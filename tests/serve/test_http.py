@@ -334,6 +334,7 @@ def test_keys_origins_and_large_bodies(start_server: Callable[..., ServerProcess
             assert f"qsample:http_requests_total{{{labels}}} {count:.1f}\n" in text
 
 
+@pytest.mark.ci
 def test_forty_at_once_on_eight_places(start_server: Callable[..., ServerProcess]) -> None:
     with start_server("--slots", "4", "--max-waiting", "4") as server:
         answers = post_all(server.url + COMPLETIONS, [{**LONG, "max_tokens": 480, "seed": seed} for seed in range(40)])
@@ -352,6 +353,7 @@ def test_what_takes_too_long_ends_with_what_it_has(start_server: Callable[..., S
         assert answer["usage"]["completion_tokens"] < 500
 
 
+@pytest.mark.ci
 def test_two_thousand_malformed_bodies(server: ServerProcess) -> None:
     """Random changes of good bodies: whatever comes of them, it is no fault of the server's."""
     generator = random.Random(7)
@@ -389,6 +391,7 @@ def test_two_thousand_malformed_bodies(server: ServerProcess) -> None:
     assert statuses[400] > 500
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("streams", [60, pytest.param(200, marks=pytest.mark.slow)])
 def test_many_streams_of_which_a_third_leaves(server: ServerProcess, served_model: CausalLM, streams: int) -> None:
     texts: dict[int, str] = {}

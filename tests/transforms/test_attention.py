@@ -36,6 +36,7 @@ def test_a_model_that_uses_the_interface_in_its_own_way_gets_its_attention_back(
     assert model.config._attn_implementation == "eager"
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("head_dim", [20, pytest.param(4, marks=pytest.mark.slow)])
 def test_heads_of_a_size_that_the_operator_does_not_take(head_dim: int, tmp_path: Path) -> None:
     """They get zeros after them; the parity gate compares the export, and this the cache in 8 bits."""

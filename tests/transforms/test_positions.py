@@ -102,6 +102,7 @@ def test_the_frequencies_of_longrope_follow_the_capacity(capacity: int, last: in
         torch.testing.assert_close(own[:, [3, 17]], wanted)
 
 
+@pytest.mark.ci
 def test_longrope_in_a_package(tmp_path: Path) -> None:
     """A row has the model's logits in any batch, however its prompt is cut, and once compiled."""
     model = longrope_model()
@@ -156,6 +157,7 @@ def test_dynamic_scaling_in_a_package(tmp_path: Path) -> None:
         compile_package(package, tmp_path / "longer", CompileOptions(ctx_len=49))
 
 
+@pytest.mark.ci
 def test_queries_of_llama_4_are_scaled_by_the_rows_own_positions(tmp_path: Path) -> None:
     """The parity gate compares rows of several lengths, steps after them and pieces. A Llama 4 of the hub has a
     floor_scale of 8,192 tokens, which its prompts do not reach."""

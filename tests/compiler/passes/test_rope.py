@@ -306,6 +306,7 @@ def test_rotary_of_odd_sizes_stays(heads: int, rotated: int) -> None:
     assert not absorb_rope(model, 32)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("model_type", "interleaved", "rotated"),
     [

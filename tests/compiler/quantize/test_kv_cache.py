@@ -95,6 +95,7 @@ def compiled(llama_package: Path, tmp_path_factory: pytest.TempPathFactory) -> P
     return path
 
 
+@pytest.mark.ci
 def test_manifest(compiled: Path) -> None:
     manifest = read_package(compiled).manifest
     assert manifest.compilation is not None

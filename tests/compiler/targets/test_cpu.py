@@ -31,6 +31,7 @@ ONCE = Counter(
 GLM_LAYER = LLAMA_LAYER + Counter(Add=1)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("model_type", "layer"),
     [("llama", LLAMA_LAYER), ("qwen3", QWEN3_LAYER), pytest.param("glm", GLM_LAYER, marks=pytest.mark.slow)],

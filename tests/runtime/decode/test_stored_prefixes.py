@@ -262,6 +262,7 @@ def test_a_killed_process_leaves_whole_files(llama_package: Path, tmp_path: Path
     assert not list(tmp_path.glob(".qsample-*")), "the next write removes what a killed one left"
 
 
+@pytest.mark.ci
 def test_chat_messages_give_the_beginning_of_all_conversations(exported: Callable[..., Path], tmp_path: Path) -> None:
     model = load(exported("llama"), ctx_len=256)
     template = (
