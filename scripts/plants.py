@@ -396,7 +396,7 @@ def fork_tests(folder: Path, arguments: list[str], plugin: Watch | Order) -> int
         importlib.invalidate_caches()
         import pytest
 
-        status = int(pytest.main(["-q", "-p", "no:cacheprovider", *arguments], plugins=[plugin]))
+        status = int(pytest.main(["-q", "-p", "no:cacheprovider", "-m", "not slow", *arguments], plugins=[plugin]))
         if isinstance(plugin, Watch):
             (folder / "watched.json").write_text(json.dumps(plugin.result(tree)))
     except BaseException:

@@ -31,6 +31,9 @@ def pull(
     weights: Weights = None,
     ctx_len: CtxLen = None,
     provider: Provider = None,
+    for_serving: Annotated[
+        bool, typer.Option("--for-serving", help="For `qsample serve`, whose requests may ask for more.")
+    ] = False,
 ) -> None:
     """Download the newest version of a model and compile it into the cache, for commands that name the same model and
     options. Prints the package's folder."""
@@ -40,7 +43,8 @@ def pull(
         raise typer.BadParameter(f"{model} is a package already; commands take it as it is")
     if not os.path.exists(model):
         newest_commit(model, HubOptions())
-    print(open_exported(model, provider, weights=weights, ctx_len=ctx_len).package.path)
+    opened = open_exported(model, provider, weights=weights, ctx_len=ctx_len, for_serving=for_serving)
+    print(opened.package.path)
 
 
 @app.command("list")

@@ -54,6 +54,14 @@ def test_a_checkpoint_is_made_once_for_each_of_its_options(run: Any, made: list[
     assert len(made) == 3
 
 
+def test_a_package_for_serving_is_one_of_its_own(run: Any, made: list[Any], tmp_path: Path) -> None:
+    plain, serving = (run("pull", tmp_path / "model", *more)[1] for more in ([], ["--for-serving"]))
+    assert plain != serving
+    assert len(made) == 2
+    assert run("pull", tmp_path / "model", "--for-serving")[1] == serving
+    assert len(made) == 2
+
+
 def test_list_and_clear(run: Any, made: list[Any], tmp_path: Path) -> None:
     empty = run("cache", "list")
     assert empty[0] == 0
