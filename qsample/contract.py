@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from typing import Final
 
 CONTRACT_VERSION: Final = "2.0"
+STEPS_VERSION: Final = "2.1"  # of packages whose steps may give a row several tokens; all else is as in 2.0
+CONTRACT_VERSIONS: Final = (CONTRACT_VERSION, STEPS_VERSION)  # that this qsample runs
 PHILOX_UNIFORM_SCALE: Final = 2.0**-24  # u = (x >> 8) * 2**-24, in [0, 1)
 NOISE_STREAM: Final = 0  # the second word of Philox's counter, for the state `noise`
 XTC_STREAM: Final = 1  # the same for `xtc_noise`
@@ -35,6 +37,8 @@ SEARCHED: Final = "R"  # rows that are searched
 BREAKERS: Final = "D"  # ids a row that break DRY's matches
 BAD_WORDS: Final = "Q"  # forbidden sequences a row
 BAD_WORD_LENGTH: Final = "L"  # tokens of the longest forbidden sequence
+GUESSES: Final = "G"  # most guesses a row, num_speculative_tokens
+NEW_TOKENS: Final = "J"  # G + 1
 ROW_AXES: Final = (STOPS, BIASES, BREAKERS, BAD_WORDS, BAD_WORD_LENGTH)  # values of a row: as many as the host gives
 AXIS_MEANINGS: Final = {
     BATCH: "rows (batch)",
@@ -49,9 +53,12 @@ AXIS_MEANINGS: Final = {
     BREAKERS: "DRY sequence breakers per row",
     BAD_WORDS: "forbidden sequences per row",
     BAD_WORD_LENGTH: "tokens of the longest forbidden sequence",
+    GUESSES: "guesses per row and step, at most",
+    NEW_TOKENS: "new tokens per row and step, at most: G + 1",
 }
 
 CANDIDATES: Final = 64  # a top_k up to this keeps at most this many tokens, ties included, and needs no search
+MOST_SPECULATIVE_TOKENS: Final = 64  # that a step may guess for a row
 LONGEST_MATCH: Final = 64  # tokens up to which DRY and no_repeat_ngram_size compare a row's end with its past
 HUGGING_FACE: Final = "huggingface"  # temperature first, then the filters
 LLAMA_CPP: Final = "llama.cpp"  # the filters first, temperature last
@@ -120,6 +127,17 @@ LOGIT_BIAS_INPUTS: Final = (
 ALLOWED_TOKENS = TensorSpec(
     "allowed_tokens", "int32", (BATCH, MASK_WORDS), "bit i of word w: token 32 w + i may be sampled", off=-1
 )
+# Of packages with `Features.num_speculative_tokens`.
+SPECULATION_INPUTS: Final = (
+    TensorSpec(
+        "prompt_lookup_num_tokens", "int32", (BATCH,), "guesses by looking the text up, at most; 0 = off", off=0
+    ),
+    TensorSpec(
+        "draft_ids", "int32", (BATCH, GUESSES), "a host's own guesses of the next tokens, -1 after them", off=-1
+    ),
+)
+NEW_IDS = TensorSpec("new_ids", "int64", (BATCH, NEW_TOKENS), "the sampled tokens in order, then the pad id")
+NUM_NEW = TensorSpec("num_new", "int32", (BATCH,), "how many they are; 0 for a row that emitted nothing")
 SEARCHED_ROWS = TensorSpec(
     "searched_rows", "int64", (SEARCHED,), "rows, 0..B-1, whose filters need a search of the vocabulary"
 )
@@ -199,5 +217,13 @@ LOGPROBS = TensorSpec("logprobs", "float32", (BATCH, 1), "log-probability of nex
 TOP_LOGPROB_OUTPUTS: Final = (
     TensorSpec("top_logprob_ids", "int32", (BATCH, TOP_LOGPROBS), "the M likeliest tokens, likeliest first"),
     TensorSpec("top_logprobs", "float32", (BATCH, TOP_LOGPROBS), "their log-probabilities"),
+)
+# The same of every new token, in packages with `Features.num_speculative_tokens`.
+NEW_LOGPROBS = TensorSpec("logprobs", "float32", (BATCH, NEW_TOKENS), "log-probabilities of new_ids")
+NEW_TOP_LOGPROB_OUTPUTS: Final = (
+    TensorSpec(
+        "top_logprob_ids", "int32", (BATCH, NEW_TOKENS, TOP_LOGPROBS), "the M likeliest tokens, likeliest first"
+    ),
+    TensorSpec("top_logprobs", "float32", (BATCH, NEW_TOKENS, TOP_LOGPROBS), "their log-probabilities"),
 )
 PROBS = TensorSpec("probs", "float32", (BATCH, VOCAB), "the distribution that next_ids was sampled from")

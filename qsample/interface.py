@@ -16,9 +16,11 @@ from qsample.contract import (
     BATCH,
     CAPACITY,
     CAPACITY_INPUT,
+    CONTRACT_VERSION,
     EMIT,
     EXTRA_PARAMETERS,
     FILTER_ORDERS,
+    GUESSES,
     HUGGING_FACE,
     INPUT_IDS,
     INPUT_LENGTHS,
@@ -30,14 +32,22 @@ from qsample.contract import (
     MASK_WORDS,
     MIROSTAT_MU,
     MODEL_DTYPES,
+    MOST_SPECULATIVE_TOKENS,
+    NEW_IDS,
+    NEW_LOGPROBS,
+    NEW_TOKENS,
+    NEW_TOP_LOGPROB_OUTPUTS,
     NEXT_IDS,
     NOISE,
+    NUM_NEW,
     PARAMETERS,
     PROBS,
     SAMPLER_STATES,
     SEARCHED_ROWS,
     SEED,
+    SPECULATION_INPUTS,
     STATUS,
+    STEPS_VERSION,
     TOP_LOGPROB_OUTPUTS,
     TOP_LOGPROBS,
     VOCAB,
@@ -63,6 +73,8 @@ class Features:
         filters: names of `EXTRA_PARAMETERS`, in its order: their inputs, and for some a state.
         filter_order: from FILTER_ORDERS.
         seed: an input `seed` in place of the state `noise`: the graph computes the random numbers itself.
+        num_speculative_tokens: G, how many tokens a step may guess for a row and check (0: none, and no such inputs);
+            compile adds it.
     """
 
     sampler: bool = True
@@ -74,6 +86,7 @@ class Features:
     filters: tuple[str, ...] = ()
     filter_order: str = HUGGING_FACE
     seed: bool = False
+    num_speculative_tokens: int = 0
 
     def __post_init__(self) -> None:
         given, known = self.filters, tuple(EXTRA_PARAMETERS)
@@ -81,6 +94,9 @@ class Features:
             raise ValueError(f"filters is {given!r:.200}; give a list of {', '.join(known)}")
         if self.filter_order not in FILTER_ORDERS:
             raise ValueError(f"filter_order is {self.filter_order!r:.80}; choose one of {', '.join(FILTER_ORDERS)}")
+        guesses = self.num_speculative_tokens
+        if not 0 <= guesses <= MOST_SPECULATIVE_TOKENS:
+            raise ValueError(f"num_speculative_tokens is {guesses}; it must be 0 to {MOST_SPECULATIVE_TOKENS}")
         # In a fixed order: equal features compare as equal.
         object.__setattr__(self, "filters", tuple(name for name in known if name in given))
 
@@ -190,8 +206,20 @@ class Interface:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The named axes whose size the model fixes."""
-        return {VOCAB: self.vocab_size, MASK_WORDS: -(-self.vocab_size // 32), TOP_LOGPROBS: self.features.top_logprobs}
+        """The named axes whose size the package fixes."""
+        guesses = self.features.num_speculative_tokens
+        return {
+            VOCAB: self.vocab_size,
+            MASK_WORDS: -(-self.vocab_size // 32),
+            TOP_LOGPROBS: self.features.top_logprobs,
+            GUESSES: guesses,
+            NEW_TOKENS: guesses + 1,
+        }
+
+    @property
+    def contract_version(self) -> str:
+        """The oldest version of the contract that has everything of these graphs."""
+        return STEPS_VERSION if self.features.num_speculative_tokens else CONTRACT_VERSION
 
     @property
     def cache_layers(self) -> tuple[int, ...]:
@@ -222,6 +250,8 @@ class Interface:
             specs += (ALLOWED_TOKENS,)
         for name in self.features.filters:
             specs += EXTRA_PARAMETERS[name]
+        if self.features.num_speculative_tokens:
+            specs += SPECULATION_INPUTS
         return (*specs, SEED) if self.features.seed else specs
 
     @property
@@ -237,11 +267,12 @@ class Interface:
 
     @property
     def sampler_outputs(self) -> tuple[TensorSpec, ...]:
-        specs: tuple[TensorSpec, ...] = (NEXT_IDS,)
+        guesses = self.features.num_speculative_tokens > 0
+        specs: tuple[TensorSpec, ...] = (NEXT_IDS, NEW_IDS, NUM_NEW) if guesses else (NEXT_IDS,)
         if self.features.logprobs:
-            specs += (LOGPROBS,)
+            specs += (NEW_LOGPROBS if guesses else LOGPROBS,)
         if self.features.top_logprobs:
-            specs += TOP_LOGPROB_OUTPUTS
+            specs += NEW_TOP_LOGPROB_OUTPUTS if guesses else TOP_LOGPROB_OUTPUTS
         if self.features.probs:
             specs += (PROBS,)
         return specs

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
 from typing import Any, Final, Literal, Union, get_args, get_origin, get_type_hints
 
-from qsample.contract import CONTRACT_VERSION
+from qsample.contract import CONTRACT_VERSION, CONTRACT_VERSIONS
 from qsample.disk.untrusted import colliding_name, parse_json, problem_of_name
 from qsample.errors import PackageError
 from qsample.interface import Interface
@@ -122,7 +122,11 @@ class Manifest:
             raise ValueError(f"kind is {self.kind!r}; a device package has a compilation, a portable one has none")
 
     def to_json(self) -> str:
-        return json.dumps(_without_infinities(asdict(self)), indent=2, sort_keys=True, allow_nan=False) + "\n"
+        data = asdict(self)
+        features = data["interface"]["features"]
+        if not features["num_speculative_tokens"]:  # older versions of qsample read packages without it
+            del features["num_speculative_tokens"]
+        return json.dumps(_without_infinities(data), indent=2, sort_keys=True, allow_nan=False) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> Manifest:
@@ -142,10 +146,11 @@ class Manifest:
                 + ("upgrade qsample" if newer else "export it again")
             )
         contract = f"{data.get('contract_version')!s:.40}"
-        if contract != CONTRACT_VERSION:
+        if contract not in CONTRACT_VERSIONS:
             newer = _numbers(contract) > _numbers(CONTRACT_VERSION)
             raise PackageError(
-                f"the package's graphs follow decode contract {contract} and this qsample runs {CONTRACT_VERSION}; "
+                f"the package's graphs follow decode contract {contract} and this qsample runs "
+                f"{' and '.join(CONTRACT_VERSIONS)}; "
                 + ("upgrade qsample" if newer else f"make the package again: {_commands(data)}")
             )
         manifest: Manifest = _decode(cls, data, "manifest")

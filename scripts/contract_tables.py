@@ -95,6 +95,13 @@ def outputs() -> str:
     return tensors(Interface(vocab_size=1, key_values=(), features=everything).sampler_outputs)
 
 
+def speculation() -> str:
+    """The inputs and outputs of packages whose steps may give a row several tokens."""
+    features = Features(logprobs=True, top_logprobs=1, num_speculative_tokens=1)
+    outputs = Interface(vocab_size=1, key_values=(), features=features).sampler_outputs
+    return parameters(contract.SPECULATION_INPUTS) + "\n" + tensors(outputs[1:])
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "axes": lambda: markdown(("axis", "size"), ([f"`{k}`", v] for k, v in contract.AXIS_MEANINGS.items())),
     "tokens": lambda: tensors((contract.INPUT_IDS, contract.INPUT_LENGTHS, contract.EMIT)),
@@ -103,6 +110,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "extra_parameters": extra_parameters,
     "filters": filters,
     "searched_rows": lambda: tensors((contract.SEARCHED_ROWS,)),
+    "speculation": speculation,
     "states": states,
     "outputs": outputs,
     "initial_state": lambda: tensors((contract.SEED, contract.CAPACITY_INPUT)),

@@ -71,7 +71,10 @@ def edit(change: Callable[[dict[str, Any]], Any]) -> Callable[[str], str]:
         (lambda text: "{}", "no format_version"),
         (edit(lambda data: data.update(format_version=2, new_key=1)), r"has format 2 and .* reads format 1; upgrade"),
         (edit(lambda data: data.update(format_version=0)), "has format 0 .*; export it again"),
-        (edit(lambda data: data.update(contract_version="10.0")), r"contract 10.0 and .* runs 2.0; upgrade qsample"),
+        (
+            edit(lambda data: data.update(contract_version="10.0")),
+            r"contract 10.0 and .* runs 2.0 and 2.1; upgrade qsample",
+        ),
         (edit(lambda data: data.update(surprise=1)), "manifest in qsample.json .*: unknown surprise"),
         (edit(lambda data: data.pop("source")), "missing source"),
         (edit(lambda data: data["source"].pop("weight_hash")), r"manifest.source .*: missing weight_hash"),
@@ -130,5 +133,7 @@ def test_a_package_of_an_older_contract_says_what_makes_it_again(
     path.write_text(edit(lambda data: data.update(contract_version="1.0", **changes))(path.read_text()))
     with pytest.raises(PackageError) as caught:
         read_package(package.path)
-    start = "the package's graphs follow decode contract 1.0 and this qsample runs 2.0; make the package again: "
+    start = (
+        "the package's graphs follow decode contract 1.0 and this qsample runs 2.0 and 2.1; make the package again: "
+    )
     assert str(caught.value).startswith(f"{package.path}: {start}{commands}")

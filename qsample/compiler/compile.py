@@ -67,6 +67,11 @@ def compile_package(
             f"quantization_method={options.quantization_method!r} runs the graph that is compiled, on the CPU, and "
             f"provider is {options.provider!r}; take 'hqq'"
         )
+    if options.num_speculative_tokens and not target.speculates:
+        raise CompileError(
+            f"num_speculative_tokens is {options.num_speculative_tokens}: the attention of {target.name} takes one "
+            "token a row; leave it out, or compile for cpu"
+        )
     target.check(plan)
     target.check_installed()
     for name in source.interface.graphs:
@@ -200,6 +205,7 @@ def _manifest(
     return replace(
         source,
         kind="device",
+        contract_version=plan.interface.contract_version,
         interface=plan.interface,
         versions={**source.versions, "onnxruntime": str(ort.__version__)},
         compilation=package.Compilation(

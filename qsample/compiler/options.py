@@ -9,7 +9,7 @@ from os import PathLike
 from typing import Any, Final
 
 from qsample.compiler.quantize.methods import METHODS
-from qsample.contract import KV_CACHE_DTYPES, MODEL_DTYPES
+from qsample.contract import KV_CACHE_DTYPES, MODEL_DTYPES, MOST_SPECULATIVE_TOKENS
 from qsample.errors import CompileError
 from qsample.graph.operators import BLOCK_SIZES
 from qsample.values import DEFAULT, VERIFY_LEVELS, is_integer, is_number
@@ -44,6 +44,8 @@ class CompileOptions:
         kv_cache_dtype: "int8" holds keys and values with a scale a channel, measured on the model's own text: a quarter
             of float32's memory, faster steps over long contexts, slower long prompts. None, or the package's own dtype
             = as exported.
+        num_speculative_tokens: the most tokens, 1 to 64, that a step may guess for a row and check (7 is a good number),
+            or 0 for none. Needs provider="cpu" and kv_cache_dtype="int8". Each request says whether its rows guess.
         max_divergence: in nats a token, at least 0: compile refuses quantized weights that are further off; see
             `divergence.Divergence`. 4 bits put the bundled model 0.06 off and 8 bits 0.0006; at 1 a token is on average
             e times less likely.
@@ -67,6 +69,7 @@ class CompileOptions:
     quantization_method: str = "rtn"
     calibration_text: Any = field(default=None, repr=False)
     kv_cache_dtype: str | None = None
+    num_speculative_tokens: int = 0
     max_divergence: float = 1.0
     verify: str = DEFAULT
     debug_dump: str | PathLike[str] | None = None
@@ -89,6 +92,11 @@ class CompileOptions:
         _check_choice("quantization_method", self.quantization_method, METHODS)
         _check_choice("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES, optional=True)
         _check_choice("verify", self.verify, VERIFY_LEVELS)
+        if not is_integer(self.num_speculative_tokens, 0, MOST_SPECULATIVE_TOKENS):
+            raise CompileError(
+                f"num_speculative_tokens is {self.num_speculative_tokens!r}; give the most tokens that a step may "
+                f"guess for a row, 1 to {MOST_SPECULATIVE_TOKENS}, or 0 for none"
+            )
         self._check_quantization()
         if not is_number(self.max_divergence, 0):
             raise CompileError(f"max_divergence is {self.max_divergence!r}; give a number of nats a token, at least 0")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -85,7 +85,7 @@ def make_plan(source: Package, options: CompileOptions) -> CompilePlan:
     plan = CompilePlan(
         source,
         options,
-        source.interface,
+        _interface(source.interface, options),
         ctx_len=_ctx_len(source, options.ctx_len),
         dtype=options.dtype or own,
         weights=_weights(source, options),
@@ -94,6 +94,10 @@ def make_plan(source: Package, options: CompileOptions) -> CompilePlan:
     )
     _check_cache(plan)
     return plan
+
+
+def _interface(own: Interface, options: CompileOptions) -> Interface:
+    return replace(own, features=replace(own.features, num_speculative_tokens=options.num_speculative_tokens))
 
 
 def _ctx_len(source: Package, asked: int | None) -> int:
