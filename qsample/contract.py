@@ -138,6 +138,7 @@ SPECULATION_INPUTS: Final = (
 )
 NEW_IDS = TensorSpec("new_ids", "int64", (BATCH, NEW_TOKENS), "the sampled tokens in order, then the pad id")
 NUM_NEW = TensorSpec("num_new", "int32", (BATCH,), "how many they are; 0 for a row that emitted nothing")
+NUM_DRAFT_TOKENS = TensorSpec("num_draft_tokens", "int32", (BATCH,), "guesses that were checked for them")
 SEARCHED_ROWS = TensorSpec(
     "searched_rows", "int64", (SEARCHED,), "rows, 0..B-1, whose filters need a search of the vocabulary"
 )

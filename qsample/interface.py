@@ -39,6 +39,7 @@ from qsample.contract import (
     NEW_TOP_LOGPROB_OUTPUTS,
     NEXT_IDS,
     NOISE,
+    NUM_DRAFT_TOKENS,
     NUM_NEW,
     PARAMETERS,
     PROBS,
@@ -268,7 +269,7 @@ class Interface:
     @property
     def sampler_outputs(self) -> tuple[TensorSpec, ...]:
         guesses = self.features.num_speculative_tokens > 0
-        specs: tuple[TensorSpec, ...] = (NEXT_IDS, NEW_IDS, NUM_NEW) if guesses else (NEXT_IDS,)
+        specs: tuple[TensorSpec, ...] = (NEXT_IDS, NEW_IDS, NUM_NEW, NUM_DRAFT_TOKENS) if guesses else (NEXT_IDS,)
         if self.features.logprobs:
             specs += (NEW_LOGPROBS if guesses else LOGPROBS,)
         if self.features.top_logprobs:
@@ -276,6 +277,12 @@ class Interface:
         if self.features.probs:
             specs += (PROBS,)
         return specs
+
+    @property
+    def token_outputs(self) -> tuple[TensorSpec, ...]:
+        """The outputs next to the token ids, each as it is for a single token a row."""
+        plain = replace(self.features, num_speculative_tokens=0)
+        return replace(self, features=plain).sampler_outputs[1:]
 
     @property
     def decoder(self) -> GraphSpec:

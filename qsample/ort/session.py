@@ -44,6 +44,8 @@ class Sessions:
         replays: None if the decoder's runs are not captured and replayed.
         tokens_per_call: S, if the decoder has it fixed.
         joins_prompts: whether a run can read the first tokens of several rows.
+        ragged: a run takes any number of tokens of each row behind any others, and each row gets the last bits that it
+            gets alone.
         least_rows: a decode step can be over adjacent rows of the batch alone, at least so many; None = it is over all
             rows.
         piece_size, late_piece_size: tokens of the pieces in which a prompt is read; see `Pieces`.
@@ -58,6 +60,7 @@ class Sessions:
     replays: Replays | None = None
     tokens_per_call: int | None = None
     joins_prompts: bool = False
+    ragged: bool = False
     least_rows: int | None = None
     piece_size: int = _PIECE_SIZE
     late_piece_size: int | None = None

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from qsample.contract import BATCH, LOGPROBS, NEXT_IDS
+from qsample.contract import BATCH, LOGPROBS
 from qsample.huggingface.keywords import GENERATE
 from qsample.interface import Interface
 from qsample.runtime.sequence import Sequence
@@ -177,9 +177,7 @@ def _optional_outputs(interface: Interface, sequences: list[Sequence]) -> dict[s
     """The optional outputs by name, [B, N, ...]."""
     longest = max(len(sequence.token_ids) for sequence in sequences)
     gathered = {}
-    for spec in interface.sampler_outputs:
-        if spec is NEXT_IDS:
-            continue
+    for spec in interface.token_outputs:
         shape = spec.shape({**interface.sizes, BATCH: longest})
         values = np.full((len(sequences), *shape), _FILL[spec.name], dtype=spec.dtype)
         for row, sequence in enumerate(sequences):

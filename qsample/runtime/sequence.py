@@ -3,11 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 
 from qsample.contract import RUNNING, STATUS_NAMES, STOPPED
 from qsample.tensors import Array
 from qsample.text.generated_text import GeneratedText
+
+
+@dataclass(frozen=True, slots=True)
+class DraftStats:
+    """How the guessed tokens of a row fared, in vLLM's words.
+
+    Attributes:
+        num_steps: decode steps that gave the row tokens.
+        num_drafts: those that had guesses to check.
+        num_draft_tokens: guesses.
+        num_accepted_tokens: guesses that were the tokens which were drawn there.
+    """
+
+    num_steps: int = 0
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+
+    def __add__(self, other: DraftStats) -> DraftStats:
+        return DraftStats(*map(sum, zip(astuple(self), astuple(other), strict=True)))
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Tokens of a decode step: 1 without guesses, and without steps."""
+        return 1 + self.num_accepted_tokens / max(self.num_steps, 1)
 
 
 @dataclass(slots=True, eq=False)
@@ -26,10 +51,11 @@ class Sequence:
         slot: None outside of the slots. The scheduler alone changes it and the next three.
         reused: prompt tokens that were in a slot's cache.
         consumed: prompt tokens in the cache.
-        issued: sampled tokens if the row still runs.
-        admitted_at: when it got its slot, on `time.perf_counter`. The decode loop alone changes it and the next two.
+        issued: sampled tokens if the row still runs; the least, if it guesses tokens. The decode loop raises it.
+        admitted_at: when it got its slot, on `time.perf_counter`. The decode loop alone changes it and the next four.
         sampled: the tokens, as far as they were read.
         outputs: the optional outputs by name, without the batch axis, an entry a token.
+        drafts: how its guesses fared, as far as they were read.
         status: the contract's, as the loop read it; or STOPPED at a stop string.
         max_length: the most tokens that it may have in the end, prompt included.
         reason: why it ended, if not because of the graph or a stop string.
@@ -51,6 +77,7 @@ class Sequence:
     admitted_at: float | None = None
     sampled: list[int] = field(default_factory=list)
     outputs: list[Mapping[str, Array]] = field(default_factory=list)
+    drafts: DraftStats = DraftStats()
     status: int = RUNNING
     max_length: int = field(init=False)
     reason: str | None = None

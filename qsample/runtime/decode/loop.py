@@ -2,18 +2,21 @@
 
 A job is a chunk of a prompt, some short prompts, or `flush_every` decode steps without a read between them.
 A row that ends inside such a window is inert from there on (the graph sees to that), so reading late changes no token.
+A step gives a running row at least a token, and more if its guesses were right; how many, a read shows.
 With double buffering, a thread starts the next job while this thread copies and delivers the tokens of the last.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from functools import partial
 from typing import Final
 
-from qsample.contract import LENGTH, NEXT_IDS, RUNNING, STOPPED
+import numpy as np
+
+from qsample.contract import LENGTH, RUNNING, STOPPED
 from qsample.errors import QsampleError
 from qsample.ort.bound_graph import DeviceThread
 from qsample.ort.session import Sessions
@@ -35,7 +38,7 @@ def choose_flush_every(sessions: Sessions, flush_every: int | None, *, guided: b
     Raises ValueError if every step has to be read and `flush_every` is more than 1.
     """
     check_count("flush_every", flush_every)
-    optional = [spec.name for spec in sessions.interface.sampler_outputs if spec is not NEXT_IDS]
+    optional = [spec.name for spec in sessions.interface.token_outputs]
     if guided or optional:
         if flush_every is not None and flush_every > 1:
             reason = f"the package returns {', '.join(optional)}" if optional else "allowed_tokens is a function"
@@ -69,7 +72,8 @@ class DecodeLoop:
         self._scheduler = scheduler
         self._deliver = deliver
         self._device = DeviceThread("qsample-device") if double_buffering else None
-        # Those that the newest job gives tokens, and how many each gets if it still runs.
+        self._most = slots.most_new_tokens
+        # Those that the newest job gives tokens, and the least that each gets if it still runs.
         self._unread: list[tuple[Sequence, int]] = []
         self._left: set[int] = set()  # slots to stop before the next job
         self.prefixes = PrefixStats()
@@ -182,7 +186,7 @@ class DecodeLoop:
         first, *rest = self._issue(job)
         running: list[Future[None]] = [device.submit(first)]
         try:
-            snapshot = self._slots.read(side, _most(unread)) if unread else None
+            snapshot = self._slots.read(side, self._most_of(unread)) if unread else None
             running += [device.submit(call) for call in rest]
             if snapshot is not None:
                 self._hand_out(unread, snapshot)
@@ -200,10 +204,16 @@ class DecodeLoop:
         calls: list[Callable[[], None]] = [self._copy(copy) for copy in job.copies]
         for sequence, _ in self._unread:
             self._count(sequence)
-        slot = slot_of(job.sequences[0])
+        first, *others = job.sequences
+        if others:
+            pairs = zip(job.sequences, job.pieces, strict=True)
+            ids = [sequence.prompt[piece.start : piece.stop] for sequence, piece in pairs]
+            return [*calls, partial(self._slots.prefill, slot_of(first), *ids, emit=True), *map(self._save, job.saves)]
         for piece in job.pieces:
-            ids = [sequence.prompt[piece.start : piece.stop] for sequence in job.sequences]
-            calls.append(partial(self._slots.prefill, slot, *ids, emit=job.last and piece.stop == job.end))
+            emit = piece.stop == len(first.prompt)
+            calls.append(
+                partial(self._slots.prefill, slot_of(first), first.prompt[piece.start : piece.stop], emit=emit)
+            )
             calls += [self._save(save) for save in job.saves if save.tokens == piece.stop]
         return calls
 
@@ -228,7 +238,11 @@ class DecodeLoop:
     def _read_and_deliver(self) -> None:
         if self._unread:
             unread, self._unread = self._unread, []
-            self._hand_out(unread, self._slots.read(newest=_most(unread)))
+            self._hand_out(unread, self._slots.read(newest=self._most_of(unread)))
+
+    def _most_of(self, unread: list[tuple[Sequence, int]]) -> int:
+        """Of the new tokens of a row, as many as there may be."""
+        return self._most * max(issued for _, issued in unread)
 
     def _hand_out(self, unread: list[tuple[Sequence, int]], snapshot: Snapshot) -> None:
         for sequence, issued in unread:
@@ -237,16 +251,20 @@ class DecodeLoop:
                 continue
             tokens, status = _new_tokens(sequence, slot, snapshot), int(snapshot.status[slot])
             sequence.sampled += tokens
-            if tokens and snapshot.outputs:  # such packages are read after every token
-                sequence.outputs.append({name: values[slot].copy() for name, values in snapshot.outputs.items()})
+            if snapshot.outputs:  # such packages are read after every step
+                rows = {name: values[slot] for name, values in snapshot.outputs.items()}
+                sequence.outputs += _of_each_token(rows, len(tokens), several=self._most > 1)
+            if snapshot.drafts:
+                sequence.drafts = snapshot.drafts[slot]
             sequence.status = status
             if status != RUNNING:
                 self.leave(sequence, keep=status in _CACHE_IS_VALID)
-            elif len(tokens) != issued or len(sequence.sampled) >= sequence.limit:
+            elif not issued <= len(tokens) <= issued * self._most or len(sequence.sampled) >= sequence.limit:
                 raise QsampleError(
                     f"a row still runs with {len(sequence.sampled)} new tokens of at most {sequence.limit}, the last "
                     f"{len(tokens)} from {issued} steps; the graph does not follow the decode contract"
                 )
+            sequence.issued += max(len(tokens) - issued, 0)
             self._deliver(sequence)
             if sequence.status != status and sequence.slot is not None:  # a stop string ended it
                 self.leave(sequence)
@@ -258,6 +276,8 @@ def _new_tokens(sequence: Sequence, slot: int, snapshot: Snapshot) -> list[int]:
     return snapshot.tokens_from(slot, known)
 
 
-def _most(unread: list[tuple[Sequence, int]]) -> int:
-    """Of the new tokens of a row, as many as there may be."""
-    return max(issued for _, issued in unread)
+def _of_each_token(outputs: Mapping[str, Array], count: int, *, several: bool) -> list[Mapping[str, Array]]:
+    """The optional outputs of a row for each of its `count` new tokens. several: they have an axis of tokens."""
+    if not several:
+        return [{name: values.copy() for name, values in outputs.items()}] * count
+    return [{name: np.array(values[token], ndmin=1) for name, values in outputs.items()} for token in range(count)]

@@ -45,7 +45,9 @@ class SchedulerConfig:
         recurrent: the model has states that are those of a slot's newest token, so that another slot can continue from
             them at that moment, or from a copy that was saved.
         attention: the model has keys and values, which a slot has to hold as well.
-        join_prompts: read whole prompts of adjacent slots in a single run.
+        join_prompts: read whole prompts of adjacent slots in a single run, if they have the same length.
+        ragged: a run takes any number of tokens of each row behind any others, without a difference in the last bits:
+            prompts of any lengths are read together, and what is left of them after the beginnings that slots hold.
         least_rows: a decode step can be over adjacent slots alone, at least so many. Then those in use are best close
             together, and the beginning of a prompt that another slot holds is copied. None = every step is over all
             slots.
@@ -62,6 +64,7 @@ class SchedulerConfig:
     recurrent: bool = False
     attention: bool = True
     join_prompts: bool = False
+    ragged: bool = False
     least_rows: int | None = None
     flush_every: int = 1
     prefill_chunk_size: int | None = None
@@ -78,6 +81,7 @@ class SchedulerConfig:
             bool(sessions.interface.recurrent),
             bool(sessions.interface.key_values),
             sessions.joins_prompts,
+            sessions.ragged,
             sessions.least_rows,
             **choices,
         )
@@ -122,8 +126,8 @@ class Save:
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """Pieces of a prompt in order, each for a call of its own; or the whole prompts of several sequences in adjacent
-    slots, all of the same length, for a single call.
+    """Pieces of a prompt in order, each for a call of its own; or the last piece of each of several sequences in
+    adjacent slots, for a single call.
 
     copies: to be made before. saves: to be made at the ends of the pieces.
     """
@@ -134,13 +138,9 @@ class Read:
     saves: tuple[Save, ...] = ()
 
     @property
-    def end(self) -> int:
-        return self.pieces[-1].stop
-
-    @property
     def last(self) -> bool:
         """Whether the first token is sampled at its end."""
-        return self.end == len(self.sequences[0].prompt)
+        return self.pieces[-1].stop == len(self.sequences[-1].prompt)
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,8 +299,8 @@ class Scheduler:
             for copy in read.copies:
                 copy.sequence.reused = copy.tokens
                 copy.sequence.consumed = max(copy.sequence.consumed, copy.tokens)
-            for sequence in read.sequences:
-                sequence.consumed, sequence.issued = read.end, int(read.last)
+            for sequence, piece in zip(reversed(read.sequences), reversed(read.pieces), strict=False):
+                sequence.consumed, sequence.issued = piece.stop, int(read.last)
             return read
         self._chunk_was_last = False
         if not running:
@@ -362,11 +362,14 @@ class Scheduler:
             ahead = {one: tokens for one, tokens in together.items() if tokens > one.consumed}
             copies += tuple(Copy(one, slot_of(sequence), start) for one, tokens in ahead.items() if tokens == start)
             end = min([end, *(tokens for tokens in ahead.values() if tokens > start)])
-        joined = self._joined(sequence) if start == 0 else (sequence,)
-        if len(joined) == 1 and self._config.prefill_chunk_size is not None:
+        joined = self._joined(sequence, start) if end == len(sequence.prompt) else {sequence: start}
+        if len(joined) > 1:
+            pieces = tuple(range(begun, len(one.prompt)) for one, begun in joined.items())
+            saves = tuple(save for one, begun in joined.items() for save in self._saves(one, begun, len(one.prompt)))
+            return Read(tuple(joined), pieces, copies, saves)
+        if self._config.prefill_chunk_size is not None:
             end = min(end, self._pieces.end(start, self._config.prefill_chunk_size))
-        saves = tuple(save for one in joined for save in self._saves(one, start, end))
-        return Read(joined, self._pieces.cut(start, end), copies, saves)
+        return Read((sequence,), self._pieces.cut(start, end), copies, self._saves(sequence, start, end))
 
     def _saves(self, sequence: Sequence, start: int, end: int) -> tuple[Save, ...]:
         """The states to save while the tokens [start, end) of a prompt are read."""
@@ -420,43 +423,62 @@ class Scheduler:
         place = self._saved.use(tokens)
         return (tokens, place) if place is not None else (_NOTHING, None)
 
-    def _joined(self, sequence: Sequence) -> tuple[Sequence, ...]:
-        """`sequence`, of which nothing was read, and those whose prompts are read with its own, by slot."""
-        if not self._config.join_prompts:
-            return (sequence,)
-        fresh = {slot_of(one): one for one in self.prefilling if one.consumed == 0 and not self._waits(one, sequence)}
-        lengths = {slot: len(one.prompt) for slot, one in fresh.items()}
-        slots = joined_slots(lengths, slot_of(sequence), self._pieces.size, self._config.prefill_chunk_size)
-        return tuple(fresh[slot] for slot in slots)
+    def _joined(self, first: Sequence, start: int) -> dict[Sequence, int]:
+        """`first` and those whose prompts are read to their ends with its own, by slot, each with the number of its
+        tokens that were read: `start` of the first."""
+        if not self._config.join_prompts or (start and not self._config.ragged):
+            return {first: start}
+        begun = {one: one.consumed for one in self.prefilling if self._config.ragged or one.consumed == 0}
+        begun[first] = start
+        ready = {
+            slot_of(one): one
+            for one, tokens in begun.items()
+            if len(self._pieces.cut(tokens, len(one.prompt))) == 1 and not self._waits(one, first)
+        }
+        if slot_of(first) not in ready:
+            return {first: start}
+        lengths = {slot: len(one.prompt) - begun[one] for slot, one in ready.items()}
+        most, ragged = self._config.prefill_chunk_size, self._config.ragged
+        slots = joined_slots(lengths, slot_of(first), self._pieces.size, most, ragged=ragged)
+        return {ready[slot]: begun[ready[slot]] for slot in slots}
 
     def _waits(self, one: Sequence, first: Sequence) -> bool:
         """Whether it is cheaper to copy most of a prompt after `first` was read than to read both together."""
         if one is first or self._config.recurrent:
             return False
-        return max(self._holder(one)[1], self._reusable(first.prompt, one.prompt)) > _RUN
+        copied = max(self._holder(one)[1], self._reusable(first.prompt, one.prompt))
+        return copied - one.consumed > _RUN
 
 
-def joined_slots(lengths: Mapping[int, int], slot: int, piece_size: int, chunk_size: int | None = None) -> range:
+def joined_slots(
+    lengths: Mapping[int, int], slot: int, piece_size: int, chunk_size: int | None = None, *, ragged: bool = False
+) -> range:
     """Adjacent slots around `slot` whose prompts are read in a single run: they have the same length, at most a piece,
-    so that each row computes the same numbers as alone.
+    so that each row computes the same numbers as alone; or any length, if `ragged`.
 
     Args:
-        lengths: tokens of the prompt of each slot that could be joined.
+        lengths: tokens to read for each slot that could be joined.
         slot: of the first prompt.
         piece_size: tokens of a piece.
         chunk_size: most tokens of a run; None = only as many as make it faster.
+        ragged: rows compute the same numbers as alone in any case.
     """
     length = lengths[slot]
-    most = min(_MOST_JOINED, chunk_size or _MOST_JOINED) // length
+    most = min(_MOST_JOINED, chunk_size or _MOST_JOINED)
     joined = range(slot, slot + 1)
-    while length <= piece_size and len(joined) < most:
-        if lengths.get(joined.stop) == length:
+
+    def fits(other: int) -> bool:
+        tokens = lengths.get(other)
+        alike = tokens is not None and (ragged or tokens == length <= piece_size)
+        return alike and sum(lengths[one] for one in (*joined, other)) <= most
+
+    while True:
+        if fits(joined.stop):
             joined = range(joined.start, joined.stop + 1)
-        elif lengths.get(joined.start - 1) == length:
+        elif fits(joined.start - 1):
             joined = range(joined.start - 1, joined.stop)
         else:
-            break
-    return joined
+            return joined
 
 
 def slot_of(sequence: Sequence) -> int:

@@ -26,6 +26,8 @@ from qsample.contract import (
     LOGITS,
     NEXT_IDS,
     NOISE_STREAMS,
+    NUM_DRAFT_TOKENS,
+    NUM_NEW,
     ROW_AXES,
     RUNNING,
     SEARCHED_ROWS,
@@ -41,6 +43,7 @@ from qsample.ort.buffers import Buffer, RetainedState, SavedRows, rows_of, run_o
 from qsample.ort.session import Sessions
 from qsample.ort.small_graphs import columns_behind
 from qsample.runtime.decode.inputs import ParameterRows, PromptInputs, SearchedRows, uniforms
+from qsample.runtime.sequence import DraftStats
 from qsample.tensors import Array
 
 _IDLE: Final = STOPPED  # any status that is not running keeps a row from advancing
@@ -55,8 +58,9 @@ class Snapshot:
     Attributes:
         status, lengths: [B] int32.
         tokens: [B, T] int32; a row has lengths + 1 tokens after its first sample.
-        outputs: the optional outputs of the last step, by name.
+        outputs: the optional outputs of the last step, by name: [B, ...] of its token, or [B, J, ...] of its tokens.
         newest: if not None, tokens is [B, newest], and its last column the token at position `lengths`.
+        drafts: how the guesses of each row fared since it began; empty if the package makes none.
     """
 
     status: Array
@@ -64,6 +68,7 @@ class Snapshot:
     tokens: Array
     outputs: Mapping[str, Array]
     newest: int | None = None
+    drafts: tuple[DraftStats, ...] = ()
 
     def tokens_from(self, slot: int, position: int) -> list[int]:
         """A row's tokens from a position on, up to the newest: at most `newest`, if that is not None."""
@@ -98,13 +103,37 @@ class NewestTokens:
         return gathered.read()
 
 
+class Drafts:
+    """Counts how the guesses of each row fared. As the outputs, the counts have two sides that take turns."""
+
+    def __init__(self, count: int) -> None:
+        """count: rows."""
+        self._counts = np.zeros((2, count, 4), dtype=np.int64)  # the fields of `DraftStats`
+
+    def count(self, side: int, outputs: Mapping[str, Buffer], rows: range) -> None:
+        """Add those of a step over some rows. side: that the step read; `outputs` are those that it wrote."""
+        part = slice(rows.start, rows.stop)
+        new, guesses = (outputs[spec.name].read()[part] for spec in (NUM_NEW, NUM_DRAFT_TOKENS))
+        self._counts[1 - side] = self._counts[side]
+        self._counts[1 - side, part] += np.stack([new > 0, guesses > 0, guesses, np.maximum(new - 1, 0)], axis=1)
+
+    def clear(self, row: int) -> None:
+        self._counts[:, row] = 0
+
+    def swap_rows(self, one: int, other: int) -> None:
+        self._counts[:, [one, other]] = self._counts[:, [other, one]]
+
+    def of_rows(self, side: int) -> tuple[DraftStats, ...]:
+        return tuple(DraftStats(*row) for row in self._counts[side].tolist())
+
+
 class Slots:
     """`count` rows of `capacity` tokens.
 
     A slot is idle until `begin` gives it a prompt. `prefill` feeds it that prompt, a chunk a call, or several slots
     theirs, while the others wait; between its chunks the slot is idle for `decode`, which advances all running rows by
-    a token. A row that ends is idle again by itself: the graph neither advances it nor writes to it, except for the
-    key and value at position `lengths`, which belong to no token yet.
+    a token, or by several if the package guesses tokens. A row that ends is idle again by itself: the graph neither
+    advances it nor writes to it, except for the key and value at position `lengths`, which belong to no token yet.
 
     No method may be called while another runs, except for `read` of the side that a `decode` reads.
     """
@@ -150,6 +179,7 @@ class Slots:
         # A prompt's chunks run with a status of their own, so that the batch sees an idle row between them.
         self._chunk_status = Buffer.of(np.full(most_rows, RUNNING, dtype=np.int32), device)
         self._newest = NewestTokens(count, device)
+        self._drafts = Drafts(count) if interface.features.num_speculative_tokens else None
         self._bound: dict[tuple[object, ...], list[BoundGraph]] = {}  # the least recently used first
         # With the sampler on the host: the logits of some slots, [n, V], as they are to be sampled from.
         self.process_logits: Callable[[range, Array], Array] | None = None
@@ -158,6 +188,11 @@ class Slots:
     def side(self) -> int:
         """Which of the two sets of buffers holds the newest values."""
         return self._state.side
+
+    @property
+    def most_new_tokens(self) -> int:
+        """The most tokens that a step gives a row."""
+        return 1 + self._interface.features.num_speculative_tokens
 
     @property
     def prepared(self) -> bool:
@@ -197,6 +232,8 @@ class Slots:
                 self._state[spec.name].clear_row(slot)
         if self._interface.features.seed:
             self.set_parameter(slot, SEED.name, np.array(seed, np.int64))
+        if self._drafts is not None:
+            self._drafts.clear(slot)
         self._write_history(slot, prompt[:reused])
         for name, values in parameters.items():
             self.set_parameter(slot, name, values)
@@ -260,6 +297,8 @@ class Slots:
             self._state[spec.name].swap_rows(slot, target)
         for buffer in self._outputs[self.side].values():
             buffer.swap_rows(slot, target)
+        if self._drafts is not None:
+            self._drafts.swap_rows(slot, target)
         self._parameters.swap_rows(slot, target)
 
     def tokens_in_states(self, slot: int) -> int:
@@ -284,7 +323,7 @@ class Slots:
             slot: the slot.
             ids: [n] int64. Several arrays, if `Sessions.joins_prompts`, are for `slot` and the slots after it, in a
                 single run: the first tokens of each, because attention takes several rows of several tokens only at
-                their beginning.
+                their beginning; any tokens if `Sessions.ragged`.
             emit: it is the last piece; sample the first new token.
         """
         rows = range(slot, slot + len(ids))
@@ -310,6 +349,8 @@ class Slots:
             self.prepare()
         self._searched.of_batch()  # writes it if it changed; nothing else runs then
         self._run(self._graphs(key, partial(self._bind_batch, rows)), rows, wait=wait)
+        if self._drafts is not None:
+            self._drafts.count(self.side, self._outputs[1 - self.side], rows)
         self._state.flip(rows if len(rows) < self.count else None)
 
     def _rows_of_step(self, rows: range) -> range:
@@ -336,8 +377,9 @@ class Slots:
             tokens, newest = states[TOKENS.name].read(), None
         else:
             tokens = self._newest.read(states, newest)
-        outputs = {name: buffer.read() for name, buffer in self._outputs[side].items() if name != NEXT_IDS.name}
-        return Snapshot(status, lengths, tokens, outputs, newest)
+        outputs = {spec.name: self._outputs[side][spec.name].read() for spec in self._interface.token_outputs}
+        drafts = () if self._drafts is None else self._drafts.of_rows(side)
+        return Snapshot(status, lengths, tokens, outputs, newest, drafts)
 
     def stop(self, slots: int | slice) -> None:
         """Make slots idle, and their parameters cheap; their cache stays."""

@@ -262,7 +262,7 @@ def test_chunks_and_windows_take_turns() -> None:
         job = scheduler.next_job()
         assert job is not None
         if isinstance(job, Read):
-            seen.append((job.sequences[0], job.pieces[0].start, job.end, job.last))
+            seen.append((job.sequences[0], job.pieces[0].start, job.pieces[-1].stop, job.last))
         else:
             seen.append((job.sequences, job.steps))
     assert seen == [
@@ -305,7 +305,7 @@ def test_whole_prompts_are_read_together() -> None:
     assert scheduler.next_job() == chunk(long, (range(8),))
     assert scheduler.next_job() == chunk(long, (range(8, 9),))
     assert scheduler.next_job() == Window((long,), 1)
-    assert scheduler.next_job() == Read((short[0], short[1]), (range(3),))
+    assert scheduler.next_job() == Read((short[0], short[1]), (range(3), range(3)))
 
 
 def test_chunks_are_whole_pieces() -> None:
@@ -318,8 +318,8 @@ def test_chunks_are_whole_pieces() -> None:
         while (start := one.consumed) < 11:
             job = scheduler.next_job()
             assert isinstance(job, Read)
-            assert job.pieces == tuple(piece for piece in Pieces(4).cut(0, 11) if start <= piece.start < job.end)
-            seen.append(job.end)
+            assert job.pieces == tuple(piece for piece in Pieces(4).cut(0, 11) if start <= piece.start < one.consumed)
+            seen.append(one.consumed)
         assert seen == ends, asked
 
 
@@ -368,7 +368,7 @@ def test_short_prompts_that_are_the_same_are_read_once() -> None:
     assert scheduler.next_job() is None
     assert scheduler_module._RUN == 4
     short = admitted(scheduler, [*range(6)], [*range(6)])  # a run of its own would cost more than it saves
-    assert scheduler.next_job() == Read(tuple(short), (range(6),))
+    assert scheduler.next_job() == Read(tuple(short), (range(6), range(6)))
 
 
 def test_recurrent_states_are_copied_while_they_are_those_of_the_common_beginning() -> None:

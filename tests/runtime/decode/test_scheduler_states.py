@@ -54,7 +54,7 @@ def test_states_are_saved_where_a_prompt_s_whole_pieces_end(
 def test_prompts_that_are_read_together_are_saved_each() -> None:
     one = scheduler(3, prefill_chunk_size=12, join_prompts=True)
     first, second, third = admitted(one, [1, 2, 3, 4], [5, 6, 7, 8], [1, 2, 3, 4])
-    assert one.next_job() == Read((first, second, third), (range(4),), (), (Save(0, 4, 0), Save(1, 4, 1)))
+    assert one.next_job() == Read((first, second, third), (range(4),) * 3, (), (Save(0, 4, 0), Save(1, 4, 1)))
 
 
 def test_the_next_turn_goes_on_from_the_last() -> None:
@@ -228,7 +228,13 @@ def test_the_abilities_of_a_package() -> None:
     for recurrent in (False, True):
         interface = SimpleNamespace(recurrent=["state"] if recurrent else [], key_values=[] if recurrent else ["key"])
         sessions: Any = SimpleNamespace(
-            piece_size=16, late_piece_size=32, tail_size=2, interface=interface, joins_prompts=recurrent, least_rows=3
+            piece_size=16,
+            late_piece_size=32,
+            tail_size=2,
+            interface=interface,
+            joins_prompts=recurrent,
+            ragged=not recurrent,
+            least_rows=3,
         )
         assert SchedulerConfig.of(sessions, flush_every=5) == SchedulerConfig(
             pieces=Pieces(16, 32),
@@ -236,6 +242,7 @@ def test_the_abilities_of_a_package() -> None:
             recurrent=recurrent,
             attention=not recurrent,
             join_prompts=recurrent,
+            ragged=not recurrent,
             least_rows=3,
             flush_every=5,
         )
