@@ -1,0 +1,150 @@
+// Generate tokens from a qsample package with ONNX Runtime's C++ API: the sampler is in the graph.
+//
+//     g++ -std=c++17 -O2 -I ORT/include examples/generate.cpp -L ORT/lib -l onnxruntime -o generate
+//     ./generate PACKAGE "5 12 8" --temperature 0.8 --seed 7      # ids of the prompt; prints the ids that follow it
+//
+// ORT is a release of ONNX Runtime, 1.22 or newer. docs/contract.md defines the graph's inputs, outputs and states. The
+// tokens are those of generate_onnxruntime.py.
+#include <algorithm>
+#include <cstdio>
+#include <fstream>
+#include <iterator>
+#include <map>
+#include <regex>
+#include <sstream>
+#include <onnxruntime_cxx_api.h>
+
+enum { RUNNING = 0, INVALID = 3 };  // values of the state `status`
+using Numbers = std::vector<double>;
+constexpr auto FLOAT = ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT, INT32 = ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32;
+constexpr auto INT64 = ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64, BOOL = ONNX_TENSOR_ELEMENT_DATA_TYPE_BOOL;
+
+[[noreturn]] void fail(const std::string& message) { throw std::runtime_error(message); }
+
+// A tensor that owns its memory; each element is the next of `values`, or the last one again.
+Ort::Value tensor(ONNXTensorElementDataType type, const std::vector<int64_t>& shape, const Numbers& values) {
+  static Ort::AllocatorWithDefaultOptions allocator;
+  auto made = Ort::Value::CreateTensor(allocator, shape.data(), shape.size(), type);
+  const size_t count = made.GetTensorTypeAndShapeInfo().GetElementCount();
+  for (size_t i = 0; i < count; ++i) {
+    const double value = values[std::min(i, values.size() - 1)];
+    if (type == FLOAT) made.GetTensorMutableData<float>()[i] = static_cast<float>(value);
+    else if (type == INT32) made.GetTensorMutableData<int32_t>()[i] = static_cast<int32_t>(value);
+    else if (type == INT64) made.GetTensorMutableData<int64_t>()[i] = static_cast<int64_t>(value);
+    else if (type == BOOL) made.GetTensorMutableData<bool>()[i] = value != 0;
+    else fail("the graph has an input of a type that this program does not know");
+  }
+  return made;
+}
+
+// The output that holds the next value of a state.
+std::string retained(const std::string& state) {
+  const std::string past = "past_key_values";
+  return state.rfind(past, 0) == 0 ? "present" + state.substr(past.size()) : state + "_RetainedState";
+}
+
+Numbers numbers(std::string text) {
+  std::replace(text.begin(), text.end(), ',', ' ');
+  std::istringstream stream(text);
+  return {std::istream_iterator<double>(stream), {}};
+}
+
+// The value of a key in the manifest; "" if there is none. Enough for the five keys that are read here, whose names are
+// unique; a program that has a JSON library takes that.
+std::string entry(const std::string& manifest, const std::string& key, const std::string& value = "\"?([^\",}]*)") {
+  std::smatch found;
+  return std::regex_search(manifest, found, std::regex("\"" + key + "\"\\s*:\\s*" + value)) ? found[1].str() : "";
+}
+
+void generate(const std::string& folder, const Numbers& prompt, std::map<std::string, std::string> given) {
+  std::ifstream file(folder + "/qsample.json");
+  if (!file) fail(folder + " has no qsample.json; give a folder that qsample wrote");
+  const std::string manifest{std::istreambuf_iterator<char>(file), {}};
+  const auto version = entry(manifest, "contract_version");
+  if (version != "2.0") fail("the package follows contract " + version + ", this program 2.0");
+  if (entry(manifest, "sampler") != "true") fail("the package was exported without its sampler; this program needs it");
+  Numbers stops = numbers(entry(manifest, "eos", "\\[([^\\]]*)\\]"));
+  if (stops.empty()) stops = {-1};
+
+  // T, the tokens that the states hold: fixed in a compiled package, otherwise no more than needed.
+  const auto fixed = numbers(entry(manifest, "ctx_len")), limit = numbers(entry(manifest, "max_position_embeddings"));
+  const double longest = static_cast<double>(prompt.size()) + std::stod(given["--max-new-tokens"]);
+  const double capacity = !fixed.empty() ? fixed[0] : limit.empty() ? longest : std::min(longest, limit[0]);
+  if (prompt.empty() || static_cast<double>(prompt.size()) >= capacity)
+    fail("the prompt has " + std::to_string(prompt.size()) + " tokens; give at least 1, and fewer than " +
+         std::to_string(static_cast<int64_t>(capacity)));
+
+  Ort::Env environment;
+  const auto open = [&](const std::string& name) {
+    const std::string path = folder + "/" + name;
+    return Ort::Session(environment, std::basic_string<ORTCHAR_T>(path.begin(), path.end()).c_str(), {});
+  };
+  Ort::Session decoder = open("decoder.onnx"), initial_state = open("initial_state.onnx");
+  const auto memory = Ort::MemoryInfo::CreateCpu(OrtArenaAllocator, OrtMemTypeDefault);
+
+  // 1. The starting state. Its outputs have the names of the decoder's inputs.
+  const auto state_names = initial_state.GetOutputNames();
+  Ort::IoBinding start(initial_state);
+  Ort::Value seed = tensor(INT64, {1}, {0});
+  *seed.GetTensorMutableData<int64_t>() = std::stoll(given["--seed"]);  // a double has 53 bits, a seed 63
+  start.BindInput("seed", seed);
+  start.BindInput("capacity", tensor(INT64, {}, {capacity}));
+  for (const auto& name : state_names) start.BindOutput(name.c_str(), memory);
+  initial_state.Run({}, start);
+  std::vector<Ort::Value> states = start.GetOutputValues();
+
+  // 2. The sampling parameters, a value per row. What is not named here is off: with 0, or with -1 in place of tokens.
+  const std::map<std::string, Numbers> parameters = {
+      {"temperature", numbers(given["--temperature"])}, {"top_k", numbers(given["--top-k"])},
+      {"top_p", numbers(given["--top-p"])}, {"typical_p", {1}}, {"repetition_penalty", {1}}, {"logit_bias", {0}},
+      {"stop_ids", stops}, {"max_length", {std::min(capacity, longest)}}, {"emit", {1}}};
+  Ort::IoBinding binding(decoder);
+  const auto inputs = decoder.GetInputNames();
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    const auto type = decoder.GetInputTypeInfo(i);  // owns `about`
+    const auto about = type.GetTensorTypeAndShapeInfo();
+    auto shape = about.GetShape();
+    for (auto& size : shape) size = std::max<int64_t>(size, 1);  // -1 is an axis of any size
+    if (inputs[i] == "stop_ids") shape = {1, static_cast<int64_t>(stops.size())};
+    const auto known = parameters.find(inputs[i]);
+    const Numbers values = known != parameters.end() ? known->second : Numbers{shape.size() > 1 ? -1.0 : 0.0};
+    const auto state = std::find(state_names.begin(), state_names.end(), inputs[i]) - state_names.begin();
+    if (state < static_cast<long>(states.size())) binding.BindInput(inputs[i].c_str(), states[state]);
+    else if (inputs[i] == "seed") binding.BindInput("seed", seed);  // of a graph without the state `noise`
+    else if (inputs[i] != "input_ids" && inputs[i] != "input_lengths")
+      binding.BindInput(inputs[i].c_str(), tensor(about.GetElementType(), shape, values));
+  }
+
+  // 3. Each new state goes to the memory of the old one, so that no step copies it.
+  std::map<std::string, const Ort::Value*> written;
+  for (size_t i = 0; i < states.size(); ++i) written[retained(state_names[i])] = &states[i];
+  for (const auto& output : decoder.GetOutputNames())
+    if (written.count(output)) binding.BindOutput(output.c_str(), *written[output]);
+    else binding.BindOutput(output.c_str(), memory);  // next_ids, and optional outputs
+  const int32_t* status = written.at("status_RetainedState")->GetTensorData<int32_t>();
+
+  // 4. Run until the row's status is no longer RUNNING. next_ids is the first output.
+  for (Numbers fed = prompt; *status == RUNNING;) {
+    binding.BindInput("input_ids", tensor(INT64, {1, static_cast<int64_t>(fed.size())}, fed));
+    binding.BindInput("input_lengths", tensor(INT32, {1}, {static_cast<double>(fed.size())}));
+    decoder.Run({}, binding);
+    if (*status == INVALID) fail("the model returned NaN or infinite logits");
+    fed = {static_cast<double>(*binding.GetOutputValues()[0].GetTensorData<int64_t>())};
+    std::printf("%.0f%c", fed[0], *status == RUNNING ? ' ' : '\n');
+    std::fflush(stdout);
+  }
+}
+
+int main(int count, char** words) try {
+  if (count < 3 || count % 2 == 0) fail("usage: generate PACKAGE \"ID ID ...\" [--seed N] [--temperature X] ...");
+  std::map<std::string, std::string> given = {
+      {"--max-new-tokens", "64"}, {"--temperature", "0.8"}, {"--top-k", "0"}, {"--top-p", "0.95"}, {"--seed", "0"}};
+  for (int i = 3; i < count; i += 2) {
+    if (!given.count(words[i])) fail("unknown option " + std::string(words[i]));
+    given[words[i]] = words[i + 1];
+  }
+  generate(words[1], numbers(words[2]), given);
+} catch (const std::exception& error) {
+  std::fprintf(stderr, "%s\n", error.what());
+  return 1;
+}
