@@ -134,6 +134,12 @@ def _bias(name: str, value: Any) -> dict[int, float] | None:
     return checked or None
 
 
+def _name(name: str, value: Any) -> str | None:
+    if value is not None and not (isinstance(value, str) and value):
+        _refuse(name, value, "the name of a loaded adapter, or None")
+    return value
+
+
 def _items(name: str, value: Any, accepted: str) -> list[Any]:
     """The items of a list, a tuple or an array."""
     return [plain(item) for item in value] if _is_list(value) else _refuse(name, value, accepted)
@@ -166,6 +172,7 @@ class SamplingParams:
         seed: in [0, 2**63); the same seed gives the same tokens. None = a fresh seed, reported in the output.
         logit_bias: token id → a number added to its logit (-inf forbids the token); for packages that were exported
             with `logit_bias`.
+        adapter: the name of a LoRA adapter that was loaded with `load_adapter`; None = the model without an adapter.
 
     The others are for packages that were exported with the filter of their name, see `contract.EXTRA_PARAMETERS`.
 
@@ -208,6 +215,7 @@ class SamplingParams:
     eos_token_id: tuple[int, ...] | None = _checked(None, _token_ids)
     seed: int | None = _integer(None, 0, SEEDS - 1, "an integer from 0 to 2**63 - 1, or None for a fresh seed")
     logit_bias: Mapping[int, float] | None = _checked(None, _bias, hashed=False)
+    adapter: str | None = _checked(None, _name)
     typical_p: float = _number(1.0, _TINY, 1, "a number > 0 and <= 1 (1 = off)")
     top_a: float = _number(0.0, 0, 1, "a number from 0 to 1 (0 = off)")
     epsilon_cutoff: float = _number(0.0, 0, 1, "a number from 0 to 1 (0 = off)")

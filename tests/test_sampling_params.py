@@ -327,7 +327,7 @@ def test_values_that_ask_for_nothing_are_no_contradiction() -> None:
         ({}, {"do_sample": 1}, "do_sample is 1; give True or False"),
         ({}, {"top_q": 0.5}, "unknown sampling option 'top_q'; did you mean 'top_"),
         ({}, {"temprature": 0.5}, "did you mean 'temperature'"),
-        ({}, {"xyz": 0.5}, "choose from bad_words, bad_words_ids, do_sample"),
+        ({}, {"xyz": 0.5}, "choose from adapter, bad_words, bad_words_ids, do_sample"),
         ({}, {"top_p": math.nan}, "top_p is nan"),
         ({}, {"temperature": math.nan}, "temperature is nan"),
         ({"do_sample": True, "top_p": 0}, {}, "top_p is 0"),

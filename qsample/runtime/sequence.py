@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import astuple, dataclass, field
 
 from qsample.contract import RUNNING, STATUS_NAMES, STOPPED
+from qsample.runtime.adapters import Adapter
 from qsample.tensors import Array
 from qsample.text.generated_text import GeneratedText
 
@@ -48,7 +49,10 @@ class Sequence:
         padded: the prompt with the padding that it came with; None = without any.
         priority: those with a lower number get slots first.
         max_time: seconds that an engine gives it; None = any.
-        slot: None outside of the slots. The scheduler alone changes it and the next three.
+        adapter: None = none.
+        slot: None outside of the slots. The scheduler alone changes it and the next five.
+        adapter_slot: the graph's slot of its adapter; 0 = none.
+        marked: the prompt, marked with its adapter.
         reused: prompt tokens that were in a slot's cache.
         consumed: prompt tokens in the cache.
         issued: sampled tokens if the row still runs; the least, if it guesses tokens. The decode loop raises it.
@@ -69,8 +73,11 @@ class Sequence:
     padded: Array | None = None
     priority: int = 0
     max_time: float | None = None
+    adapter: Adapter | None = None
 
     slot: int | None = None
+    adapter_slot: int = 0
+    marked: Array = field(init=False)
     reused: int = 0
     consumed: int = 0
     issued: int = 0
@@ -85,6 +92,7 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.max_length = int(self.parameters["max_length"])
+        self.marked = self.prompt
 
     @property
     def given(self) -> Array:

@@ -143,8 +143,8 @@ class DecodeLoop:
             if save is not None:
                 self._save(save)()
             if self._stored is not None and self._stored.keeps:
-                tokens, place = self._scheduler.to_store(slot)
-                self._stored.keep(tokens, partial(self._slots.unload, slot, place=place))
+                tokens, place, adapter = self._scheduler.to_store(slot)
+                self._stored.keep(tokens, partial(self._slots.unload, slot, place=place), adapter)
             self._slots.stop(slot)
         self._left.clear()
 

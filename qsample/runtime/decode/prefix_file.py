@@ -2,8 +2,8 @@
 
 The file has a tensor for each cache state of `Interface.cache_states`, without the batch axis: keys and values
 [H, n, D] of the tokens from `start` on, other states after the last token. `tokens` [start + n] int64 has all tokens
-from the first. Its metadata name the package, the kernels and the sizes of the pieces in which the tokens were read:
-only if these are the same, a prefix gives the tokens that reading the prompt gives.
+from the first. Its metadata name the package, the kernels, the sizes of the pieces in which the tokens were read, and
+the adapter, if there was one: only if these are the same, a prefix gives the tokens that reading the prompt gives.
 
 The format is https://huggingface.co/docs/safetensors; a file is mapped, and copied straight into a slot.
 """
@@ -39,6 +39,7 @@ _LENGTH_BYTES: Final = 8
 _LARGEST_HEADER: Final = 1 << 24
 _ALIGNMENT: Final = 8
 _SHA256: Final = "sha256"
+_ADAPTER: Final = "adapter"
 # Metadata key → its meaning in an error message.
 _SIGNATURE: Final = {
     "package": "another package",
@@ -71,6 +72,7 @@ class PrefixFile:
         start: the first token whose keys and values the file has; 0 = it is whole.
         states: by name, of the file's memory: keys and values [H, end - start, D], recurrent states after `end` tokens.
         sha256: of the numbers, as the header says.
+        adapter: the sha256 of the adapter that they were read with; "" = none.
     """
 
     path: Path
@@ -78,6 +80,7 @@ class PrefixFile:
     start: int
     states: Mapping[str, Array]
     sha256: str
+    adapter: str = ""
 
     @classmethod
     def open(cls, path: Path, signature: Mapping[str, str], interface: Interface) -> PrefixFile:
@@ -94,7 +97,7 @@ class PrefixFile:
         try:
             metadata, tensors = _mapped(path)
             tokens, start = tensors.pop(TOKENS), int(metadata["start"])
-            sha256 = metadata[_SHA256]
+            sha256, adapter = metadata[_SHA256], metadata.get(_ADAPTER, "")
             if metadata["format"] != _FORMAT:
                 raise ValueError(f"its format is {metadata['format']!r:.40}")
             if tokens.ndim != 1 or tokens.dtype != np.int64 or not 0 <= start < len(tokens):
@@ -116,7 +119,7 @@ class PrefixFile:
         found = {name: (1, *array.shape, array.dtype.name) for name, array in tensors.items()}
         if found != expected:
             raise PackageError(f"{path} is damaged: its tensors are not the states of this package; {_AGAIN}")
-        return cls(path, tokens, start, tensors, sha256)
+        return cls(path, tokens, start, tensors, sha256, adapter)
 
     def verify(self) -> None:
         """Raise PackageError if the numbers are not those that were written."""
@@ -125,13 +128,18 @@ class PrefixFile:
 
 
 def write_prefix(
-    path: Path, signature: Mapping[str, str], tokens: Array, states: Mapping[str, Array], start: int = 0
+    path: Path,
+    signature: Mapping[str, str],
+    tokens: Array,
+    states: Mapping[str, Array],
+    start: int = 0,
+    adapter: str = "",
 ) -> None:
     """Write a prefix file: nobody sees a part of it, and a file of that name is replaced.
 
     Args:
         path: of the file; its folder exists.
-        signature, tokens, states, start: see `PrefixFile`.
+        signature, tokens, states, start, adapter: see `PrefixFile`.
 
     Raises:
         PackageError: If the disk is full, or the folder cannot be written to.
@@ -139,7 +147,7 @@ def write_prefix(
     arrays = {TOKENS: np.ascontiguousarray(tokens, np.int64)}
     arrays |= {name: np.ascontiguousarray(array) for name, array in states.items()}
     metadata = {"format": _FORMAT, **signature, "start": str(start), _SHA256: _sha256(list(arrays.values()))}
-    header: dict[str, Any] = {"__metadata__": metadata}
+    header: dict[str, Any] = {"__metadata__": metadata | ({_ADAPTER: adapter} if adapter else {})}
     offset = 0
     for name, array in arrays.items():
         dtype = "BF16" if array.dtype == np.uint16 else _DTYPES[array.dtype.name]

@@ -20,6 +20,8 @@ from typing import Any, Final
 import numpy as np
 
 from qsample.ort.session import Sessions
+from qsample.runtime.adapters import Adapter
+from qsample.runtime.decode.adapter_slots import AdapterSlots, Marks, extended, unmarked
 from qsample.runtime.decode.prefixes import Pieces, SavedStates, reusable_prefix, shared_prefix
 from qsample.runtime.decode.stored_prefixes import Held
 from qsample.runtime.sequence import Sequence
@@ -56,6 +58,7 @@ class SchedulerConfig:
         interleave: take turns between a chunk and a window, so that running rows wait for no more than a chunk;
             otherwise every prompt in a slot is read before any row decodes.
         saved_states: most saved copies of recurrent states.
+        max_loras: the graph's slots for adapters.
         reuse_sampled: continue from tokens that a slot sampled, too, and from anywhere.
     """
 
@@ -70,6 +73,7 @@ class SchedulerConfig:
     prefill_chunk_size: int | None = None
     interleave: bool = True
     saved_states: int = 0
+    max_loras: int = 0
     reuse_sampled: bool = False
 
     @classmethod
@@ -107,12 +111,14 @@ class Admission:
         copy: the beginning of its prompt, which a slot holds, maybe its own.
         moved: another slot, which gets the tokens that its slot kept so far, and these tokens; None = nothing is moved.
         stored: has the beginning of its prompt in place of a slot: all of `copy.tokens`.
+        adapter: to be written to its slot for adapters; None = it is there, or needs none.
     """
 
     sequence: Sequence
     copy: Copy
     moved: tuple[int, Array] | None
     stored: Held | None = None
+    adapter: Adapter | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +174,7 @@ class Move:
 
 
 class Scheduler:
-    """First come, first served, among those of the same priority.
+    """First come, first served, among those of the same priority; whoever waits for an adapter lets others pass.
 
     A prompt is read in pieces, each in a call of its own, whatever else happens: kernels round differently for another
     number of tokens, and nothing but the prompt may decide that. So chunks are whole pieces, prompts are read together
@@ -182,10 +188,12 @@ class Scheduler:
     def __init__(self, slots: int, config: SchedulerConfig) -> None:
         self._config = config
         self._pieces = config.pieces
-        self._kept: dict[int, Array] = dict.fromkeys(range(slots), _NOTHING)  # of each free slot
+        self._kept: dict[int, Array] = dict.fromkeys(range(slots), _NOTHING)  # of each free slot, marked
         self._free = list(range(slots))  # the slot that was left longest ago first
         self._waiting: deque[Sequence] = deque()
         self._in_slots: list[Sequence] = []  # first come first
+        self._marks = Marks()
+        self._adapters = AdapterSlots(config.max_loras)
         self._saved = SavedStates(config.saved_states if config.recurrent else 0)
         self._moves = config.least_rows is not None and config.attention
         self._least_rows = slots if config.least_rows is None else config.least_rows
@@ -214,34 +222,51 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Let it wait, after those of its own priority."""
+        sequence.marked = self._marks.mark(sequence.prompt, sequence.adapter)
         insort(self._waiting, sequence, key=lambda one: one.priority)
 
     def admit(self, held: Callable[[], abc.Sequence[Held]] | None = None) -> list[Admission]:
         """Give free slots to those who waited longest. held: returns the beginnings that can be loaded into a slot."""
         admitted: list[Admission] = []
+        passed: list[Sequence] = []
+        claimed: dict[int, str] = {}
         stored = held() if held is not None and self._waiting and self._free else ()
         while self._waiting and self._free:
             sequence = self._waiting.popleft()
-            reusable = {slot: self._reusable(self._kept[slot], sequence.prompt) for slot in self._free}
+            taken = self._adapters.take(sequence.adapter, claimed)
+            if taken is None:
+                passed.append(sequence)
+                continue
+            sequence.adapter_slot, is_new = taken
+            reusable = {slot: self._reusable(self._kept[slot], sequence.marked) for slot in self._free}
             used = [slot_of(one) for one in self._in_slots]
             rows = {slot: max(self._least_rows, len(span_of([*used, slot]))) for slot in self._free}
             # Of equals, the first.
             slot = min(self._free, key=lambda slot: (rows[slot], -reusable[slot]))
             source = max([slot, *self._free], key=reusable.__getitem__)
             tokens = reusable[source]
-            found = max(stored, key=lambda one: self._loadable(one.tokens, sequence.prompt), default=None)
-            if found is not None and (loadable := self._loadable(found.tokens, sequence.prompt)) > tokens:
+            found, loadable = self._best_stored(stored, sequence)
+            if loadable > tokens:
                 source, tokens = slot, loadable
             else:
                 found = None
             sequence.slot, sequence.reused, sequence.consumed = slot, tokens, tokens
-            place = None if found else self._saved.use(sequence.prompt[:tokens])
-            moved = self._make_room(slot, source, sequence.prompt, 0 if found else tokens)
+            place = None if found else self._saved.use(sequence.marked[:tokens])
+            moved = self._make_room(slot, source, sequence.marked, 0 if found else tokens)
             self._free.remove(slot)
             del self._kept[slot]
             self._in_slots.append(sequence)
-            admitted.append(Admission(sequence, Copy(sequence, source, tokens, place), moved, found))
+            copy, adapter = Copy(sequence, source, tokens, place), sequence.adapter if is_new else None
+            admitted.append(Admission(sequence, copy, moved, found, adapter))
+        self._waiting.extendleft(reversed(passed))
         return admitted
+
+    def _best_stored(self, stored: abc.Sequence[Held], sequence: Sequence) -> tuple[Held | None, int]:
+        """The stored prefix that has most of a prompt, and how many tokens of it."""
+        own = "" if sequence.adapter is None else sequence.adapter.sha256
+        loadable = [(self._loadable(one.tokens, sequence.prompt), one) for one in stored if one.adapter == own]
+        tokens, found = max(loadable, key=lambda item: item[0], default=(0, None))
+        return found, tokens
 
     def _make_room(self, slot: int, source: int, prompt: Array, reused: int) -> tuple[int, Array] | None:
         """Another free slot for the tokens that `slot` keeps, and these tokens: the slot left longest ago gives way.
@@ -258,7 +283,7 @@ class Scheduler:
         self._kept[spare] = kept
         self._free.remove(spare)
         self._free.insert(self._free.index(slot), spare)
-        return spare, kept
+        return spare, unmarked(kept)
 
     def leave(self, sequence: Sequence, *, keep: bool = True) -> int | None:
         """Take a sequence out, wherever it is, and return the slot that it leaves. keep: its cache can be reused."""
@@ -269,11 +294,12 @@ class Scheduler:
         slot, sequence.slot = sequence.slot, None
         self._in_slots.remove(sequence)
         self._free.append(slot)
+        self._adapters.leave(sequence.adapter_slot)
         # Of a row whose first token was not read, nobody knows whether it was valid.
         keep = keep and bool(sequence.sampled or not sequence.issued)
-        tokens = sequence.prompt[: sequence.consumed]
-        if self._config.reuse_sampled:  # the newest token was not fed yet, so the cache has no key and value for it
-            tokens = np.concatenate([tokens, np.array(sequence.sampled[:-1], dtype=np.int64)])
+        tokens = sequence.marked[: sequence.consumed]
+        if self._config.reuse_sampled and len(tokens):  # the newest token was not fed yet, so the cache lacks it
+            tokens = extended(tokens, sequence.sampled[:-1])
         self._kept[slot] = tokens if keep else _NOTHING
         return slot
 
@@ -354,11 +380,11 @@ class Scheduler:
         copies: tuple[Copy, ...] = ()
         source, tokens = self._holder(sequence)
         if tokens > start:
-            copies = (Copy(sequence, source, tokens, self._saved.use(sequence.prompt[:tokens])),)
+            copies = (Copy(sequence, source, tokens, self._saved.use(sequence.marked[:tokens])),)
             start = tokens
         if self._config.recurrent:
             # Those that begin alike wait until this prompt is read as far as they go together.
-            together = {one: reusable_prefix(sequence.prompt, one.prompt, self._pieces, None) for one in others}
+            together = {one: reusable_prefix(sequence.marked, one.marked, self._pieces, None) for one in others}
             ahead = {one: tokens for one, tokens in together.items() if tokens > one.consumed}
             copies += tuple(Copy(one, slot_of(sequence), start) for one, tokens in ahead.items() if tokens == start)
             end = min([end, *(tokens for tokens in ahead.values() if tokens > start)])
@@ -375,9 +401,9 @@ class Scheduler:
         """The states to save while the tokens [start, end) of a prompt are read."""
         if not self._saved.places:
             return ()
-        prompt = sequence.prompt
+        prompt = sequence.marked
         seen = [*self._saved.beginnings, *self._kept.values()]
-        seen += [one.prompt for one in self._in_slots if one is not sequence]
+        seen += [one.marked for one in self._in_slots if one is not sequence]
         # The same prompt again continues from before its last token, a longer prompt from after it.
         ends = {len(prompt), len(prompt) - 1, max(map(partial(shared_prefix, prompt), seen), default=0)}
         saves = []
@@ -389,13 +415,13 @@ class Scheduler:
 
     def _is_held(self, tokens: Array) -> bool:
         """Whether some slot has the keys and values of all these tokens, or nobody needs any."""
-        held = [*self._kept.values(), *(one.prompt[: one.consumed] for one in self._in_slots)]
+        held = [*self._kept.values(), *(one.marked[: one.consumed] for one in self._in_slots)]
         return not self._config.attention or any(shared_prefix(one, tokens) == len(tokens) for one in held)
 
     def _holder(self, sequence: Sequence) -> tuple[int, int]:
         """The other slot that holds most of a prompt's beginning, and how many tokens of it."""
-        held = self._kept | {slot_of(one): one.prompt[: one.consumed] for one in self._in_slots if one is not sequence}
-        reusable = {slot: self._reusable(tokens, sequence.prompt) for slot, tokens in held.items()}
+        held = self._kept | {slot_of(one): one.marked[: one.consumed] for one in self._in_slots if one is not sequence}
+        reusable = {slot: self._reusable(tokens, sequence.marked) for slot, tokens in held.items()}
         return max(reusable.items(), key=lambda item: item[1], default=(0, 0))
 
     def _reusable(self, held: Array, prompt: Array) -> int:
@@ -413,15 +439,16 @@ class Scheduler:
             return len(stored) if shared_prefix(stored, prompt[:-1]) == len(stored) else 0
         return reusable_prefix(stored, prompt, self._pieces, self._config.tail_size)
 
-    def to_store(self, slot: int) -> tuple[Array, int | None]:
-        """The whole pieces of a prompt that a slot that was just left keeps, and the place of the recurrent states
-        after them, if there are any; no tokens if their states are not there."""
+    def to_store(self, slot: int) -> tuple[Array, int | None, str]:
+        """The whole pieces of a prompt that a slot that was just left keeps, the place of the recurrent states after
+        them, if there are any, and the sha256 of their adapter; no tokens if something of that is not there."""
         tokens = self._kept[slot]
         tokens = tokens[: self._pieces.begin(len(tokens))]
-        if not self._config.recurrent or not len(tokens):
-            return tokens, None
-        place = self._saved.use(tokens)
-        return (tokens, place) if place is not None else (_NOTHING, None)
+        place = self._saved.use(tokens) if self._config.recurrent else None
+        adapter = self._marks.adapter_of(tokens)
+        if adapter is None or (self._config.recurrent and place is None):
+            return _NOTHING, None, ""
+        return unmarked(tokens), place, adapter
 
     def _joined(self, first: Sequence, start: int) -> dict[Sequence, int]:
         """`first` and those whose prompts are read to their ends with its own, by slot, each with the number of its
@@ -446,7 +473,7 @@ class Scheduler:
         """Whether it is cheaper to copy most of a prompt after `first` was read than to read both together."""
         if one is first or self._config.recurrent:
             return False
-        copied = max(self._holder(one)[1], self._reusable(first.prompt, one.prompt))
+        copied = max(self._holder(one)[1], self._reusable(first.marked, one.marked))
         return copied - one.consumed > _RUN
 
 

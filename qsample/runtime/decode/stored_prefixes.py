@@ -2,8 +2,9 @@
 
 The folder has a file for each part of a conversation that was read anew: the first turn's tokens, then those that the
 second turn added, and so on, each with the tokens before it but not their keys and values. Its name is a hash of the
-package and of all tokens, so several processes may write the same file. The files that were used longest ago go if the
-folder becomes too large; a file is used if a later part of its conversation is, so the latest parts go first.
+package, of all tokens and of their adapter, so several processes may write the same file. The files that were used
+longest ago go if the folder becomes too large; a file is used if a later part of its conversation is, so the latest
+parts go first.
 """
 
 from __future__ import annotations
@@ -46,12 +47,14 @@ class Held:
         tokens: [end] int64, from the first.
         start: the first token whose keys and values the file has.
         path: of the file.
+        adapter: the sha256 of the adapter that the tokens were read with; "" = none.
         file: of the caller, which stays open; None = a file of the folder.
     """
 
     tokens: Array
     start: int
     path: Path
+    adapter: str = ""
     file: PrefixFile | None = None
 
 
@@ -63,7 +66,7 @@ class Part(NamedTuple):
     states: Mapping[str, Array]
 
 
-_Unwritten = tuple[Path, Array, Mapping[str, Array], int]  # the arguments of `write_prefix`
+_Unwritten = tuple[Path, Array, Mapping[str, Array], int, str]  # the arguments of `write_prefix`
 
 
 class StoredPrefixes:
@@ -99,7 +102,7 @@ class StoredPrefixes:
             file.verify()
             if file.start:
                 raise PackageError(f"{path} is a part of a conversation; give a file that `qsample prefix` wrote")
-            self._given.append(Held(file.tokens, 0, file.path, file))
+            self._given.append(Held(file.tokens, 0, file.path, file.adapter, file))
         self._folder = None if folder is None else _usable(Path(folder))
         self._max_bytes = max_bytes
         self._kept: dict[str, Held] = {}  # by file name
@@ -147,18 +150,20 @@ class StoredPrefixes:
                 os.utime(path, ns=(now + index, now + index))
         return parts
 
-    def keep(self, tokens: Array, read: Callable[[int, int], Mapping[str, Array]]) -> None:
+    def keep(self, tokens: Array, read: Callable[[int, int], Mapping[str, Array]], adapter: str = "") -> None:
         """Write the states of the first tokens of a prompt to the folder in another thread, those that it lacks.
 
         Args:
             tokens: [n] int64, whole pieces.
             read: returns a copy of the states of the tokens [start, stop), as in `PrefixFile.states`.
+            adapter: see `Held`.
         """
         assert self._folder is not None
         self._look()
-        shared = [(min(shared_prefix(one.tokens, tokens), len(tokens)), one) for one in self._kept.values()]
-        start = max((self._pieces.begin(count) for count, _ in shared), default=0)
-        path = self._folder / f"{self._key}-{hashlib.sha256(tokens.tobytes()).hexdigest()[:32]}.safetensors"
+        kept = [one.tokens for one in self._kept.values() if one.adapter == adapter]
+        start = max((self._pieces.begin(shared_prefix(one, tokens)) for one in kept), default=0)
+        name = hashlib.sha256(tokens.tobytes() + adapter.encode()).hexdigest()
+        path = self._folder / f"{self._key}-{name[:32]}.safetensors"
         if len(tokens) - start < self._pieces.size or path.name in self._unwritten or self._queue.full():
             return
         states = read(start, len(tokens))
@@ -168,7 +173,7 @@ class StoredPrefixes:
             self._writer = threading.Thread(target=self._write_all, name="qsample-prefixes", daemon=True)
             self._writer.start()
         self._unwritten.add(path.name)
-        self._queue.put((path, tokens.copy(), states, start))
+        self._queue.put((path, tokens.copy(), states, start, adapter))
 
     def close(self) -> None:
         """Wait for the disk."""
@@ -205,22 +210,20 @@ class StoredPrefixes:
                 _log.warning("a kept prefix is not used: %s", error)
                 _delete(path)
             return None
-        return Held(np.array(file.tokens), file.start, path)
+        return Held(np.array(file.tokens), file.start, path, file.adapter)
 
     def _before(self, held: Held) -> Held | None:
         """A file with the states before those of `held`."""
-        before = (
-            one for one in self._kept.values() if one.start < held.start <= shared_prefix(one.tokens, held.tokens)
-        )
-        return next(before, None)
+        kept = (one for one in self._kept.values() if one.adapter == held.adapter)
+        return next((one for one in kept if one.start < held.start <= shared_prefix(one.tokens, held.tokens)), None)
 
     # From here on, the writing thread.
 
     def _write_all(self) -> None:
         while (unwritten := self._queue.get()) is not None:
-            path, tokens, states, start = unwritten
+            path, tokens, states, start, adapter = unwritten
             try:
-                write_prefix(path, self._signature, tokens, states, start)
+                write_prefix(path, self._signature, tokens, states, start, adapter)
                 self._make_room(path.parent)
             except Exception as error:  # whatever it is: without this thread, `close` would wait for ever
                 _log.warning("a prefix is not kept: %s", error)

@@ -159,6 +159,7 @@ def test_a_prompt_that_runs_is_left_where_another_one_leaves_it() -> None:
 
 class Elsewhere(NamedTuple):
     tokens: np.ndarray
+    adapter: str = ""
 
 
 def admitted_with(one: Scheduler, prompt: list[int], *stored: list[int]) -> Admission:
@@ -204,7 +205,7 @@ def test_nothing_is_looked_for_elsewhere_without_a_free_slot_and_a_request() -> 
 
 
 def stored_of(one: Scheduler) -> tuple[list[int], int | None]:
-    kept, place = one.to_store(0)
+    kept, place, _ = one.to_store(0)
     return kept.tolist(), place
 
 
