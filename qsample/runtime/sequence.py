@@ -49,9 +49,8 @@ class Sequence:
         padded: the prompt with the padding that it came with; None = without any.
         priority: those with a lower number get slots first.
         max_time: seconds that an engine gives it; None = any.
-        adapter: None = none.
-        slot: None outside of the slots. The scheduler alone changes it and the next five.
-        adapter_slot: the graph's slot of its adapter; 0 = none.
+        adapter: that its tokens are read and sampled with; None = the model as it is.
+        slot: None outside of the slots. The scheduler alone changes it and the next four.
         marked: the prompt, marked with its adapter.
         reused: prompt tokens that were in a slot's cache.
         consumed: prompt tokens in the cache.
@@ -76,7 +75,6 @@ class Sequence:
     adapter: Adapter | None = None
 
     slot: int | None = None
-    adapter_slot: int = 0
     marked: Array = field(init=False)
     reused: int = 0
     consumed: int = 0

@@ -1,4 +1,4 @@
-"""Slots for adapters: who gets which, who waits, and tokens that no other adapter's row may continue from."""
+"""Adapters of a batch: who waits for which, and tokens that no other adapter's row may continue from."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from qsample.runtime.adapters import Adapter
-from qsample.runtime.decode import adapter_slots
-from qsample.runtime.decode.adapter_slots import Marks, extended, unmarked
+from qsample.runtime.decode import adapter_use
+from qsample.runtime.decode.adapter_use import Marks, extended, unmarked
 from qsample.runtime.decode.prefixes import Pieces
-from qsample.runtime.decode.scheduler import Admission, Scheduler, SchedulerConfig
+from qsample.runtime.decode.scheduler import Scheduler, SchedulerConfig
 from qsample.runtime.sequence import Sequence
 
 
@@ -39,67 +39,49 @@ def added(one: Scheduler, *wanted: Adapter | None) -> list[Sequence]:
     return sequences
 
 
-def placed(admissions: list[Admission]) -> list[tuple[int, Adapter | None]]:
-    """(slot for adapters, adapter to write there) of each."""
-    return [(admission.sequence.adapter_slot, admission.adapter) for admission in admissions]
+def admitted(one: Scheduler) -> list[Sequence]:
+    return [admission.sequence for admission in one.admit()]
 
 
-def test_rows_of_an_adapter_share_its_slot() -> None:
+def test_rows_of_an_adapter_count_once_whatever_its_name() -> None:
     one = scheduler(2)
-    added(one, A, None, B, adapter("a", "another name of the same numbers"))
-    assert placed(one.admit()) == [(1, A), (0, None), (2, B), (1, None)]
-
-
-def test_the_idle_adapter_that_was_used_longest_ago_gives_its_slot() -> None:
-    one = scheduler(2)
-    rows = added(one, A, B)
-    one.admit()
-    for row in rows:
-        one.leave(row)
-    added(one, A)
-    assert placed(one.admit()) == [(1, None)]
-    added(one, C)
-    assert placed(one.admit()) == [(2, C)]
+    rows = added(one, A, None, B, adapter("a", "another name of the same numbers"))
+    assert admitted(one) == rows
 
 
 def test_others_pass_a_row_that_waits_for_an_adapter_but_none_of_the_adapter_that_is_to_leave() -> None:
     one = scheduler(2)
     first, second = added(one, A, B)
     one.admit()
-    waits, *_ = added(one, C, A, B, None, C)
-    # A was used longest ago: its new row comes after C's.
-    assert placed(one.admit()) == [(2, None), (0, None)]
-    assert one.waiting == 3
+    waits, of_a, of_b, plain, also_waits = added(one, C, A, B, None, C)
+    # A was given to a row longest ago: its next row comes after C's.
+    assert admitted(one) == [of_b, plain]
     one.leave(second)
-    assert one.admit() == []
+    assert admitted(one) == []
     one.leave(first)
-    assert placed(one.admit()) == [(1, C), (1, None)]
-    assert waits.adapter_slot == 1
+    # Now B was given to a row longest ago, and A's row claims it.
+    assert admitted(one) == [waits, also_waits]
     one.leave(waits)
-    assert (one.admit(), one.waiting) == ([], 1)
+    one.leave(of_b)
+    assert admitted(one) == [of_a]
+    assert one.waiting == 0
 
 
-def test_everybody_gets_a_slot_in_the_end() -> None:
+def test_everybody_gets_a_turn() -> None:
     chooses = random.Random(0)
     one, known = scheduler(2, slots=3), [adapter(str(number)) for number in range(5)]
-    held: dict[int, Adapter] = {}
     waiting: dict[Sequence, int] = {}
     running: list[Sequence] = []
     for step in range(3000):
         if len(waiting) < 6:
-            (row,) = added(one, chooses.choice([*known, known[0], known[0], None]))
+            (row,) = added(one, chooses.choice([*known, *[known[0]] * 20, *[known[1]] * 20, None]))
             waiting[row] = step
         if running and chooses.random() < 0.5:
             one.leave(running.pop(chooses.randrange(len(running))))
-        for admission in one.admit():
-            sequence = admission.sequence
+        for sequence in admitted(one):
             running.append(sequence)
-            assert step - waiting.pop(sequence) < 100
-            if admission.adapter is not None:
-                assert not any(other.adapter_slot == sequence.adapter_slot for other in running[:-1])
-                held[sequence.adapter_slot] = admission.adapter
-            assert sequence.adapter is (held[sequence.adapter_slot] if sequence.adapter_slot else None)
-    assert len(held) == 2
+            assert step - waiting.pop(sequence) < 60
+        assert len({row.adapter.sha256 for row in running if row.adapter}) <= 2
 
 
 @pytest.mark.parametrize("reuse_sampled", [False, True])
@@ -130,7 +112,7 @@ def test_the_tokens_that_a_slot_keeps_are_told_with_their_adapter() -> None:
 
 
 def test_a_mark_is_never_that_of_another_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adapter_slots, "_MOST_MARKS", 2)
+    monkeypatch.setattr(adapter_use, "_MOST_MARKS", 2)
     marks, tokens = Marks(), np.array([1, 2**31 - 1], dtype=np.int64)
     seen = [marks.mark(tokens, one) for one in (A, B, C, A)]
     assert len({tuple(one.tolist()) for one in seen}) == 4  # A was forgotten
