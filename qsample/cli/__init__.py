@@ -1,5 +1,5 @@
-"""The command line: `qsample export | compile | bake | generate | chat | serve | evaluate | bench | inspect | prefix |
-policy | bundle | pull | cache`.
+"""The command line: `qsample export | compile | bake | generate | chat | serve | web | evaluate | bench | inspect |
+prefix | policy | bundle | pull | cache`.
 
 Each command is a module; build.py has export, compile and bake, cache.py pull and cache. prompt_file.py has the prompt
 files of generate, common.py shared options, terminal.py tables and the progress bar, errors.py messages. Heavy modules
@@ -21,7 +21,7 @@ from typing import Annotated, Any, Final
 import typer
 
 import qsample
-from qsample.cli import bench, build, bundle, cache, chat, evaluate, generate, inspect, policy, prefix, serve
+from qsample.cli import bench, build, bundle, cache, chat, evaluate, generate, inspect, policy, prefix, serve, web
 from qsample.cli.errors import DEBUG_VARIABLE, report
 from qsample.cli.terminal import no_escapes
 
@@ -73,6 +73,7 @@ app.command(epilog=bundle.EXAMPLES)(bundle.bundle)
 app.command(epilog=generate.EXAMPLES)(generate.generate)
 app.command(epilog=chat.EXAMPLES)(chat.chat)
 app.command(epilog=serve.EXAMPLES)(serve.serve)
+app.command(epilog=web.EXAMPLES)(web.web)
 app.command(epilog=prefix.EXAMPLES)(prefix.prefix)
 app.command(epilog=evaluate.EXAMPLES)(evaluate.evaluate)
 app.command(epilog=policy.EXAMPLES)(policy.policy)

@@ -1,0 +1,189 @@
+"""A package and the page that runs it in a browser → a server on this machine: files, and nothing but files.
+
+The browser computes: the page (examples/web) loads the package with the npm package `qsample`, over ONNX Runtime's
+build for browsers. This server sends the page's files and those that the package's manifest lists, and no other file.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from collections.abc import Mapping
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, BinaryIO, Final
+from urllib.parse import unquote, urlsplit
+
+from qsample.errors import QsampleError
+from qsample.package import MANIFEST_NAME, Package
+
+PAGE: Final = Path(__file__).resolve().parent / "assets" / "web"
+BUILD: Final = "npm --prefix examples/web ci && npm --prefix examples/web run build"
+PACKAGE_PATH: Final = "/package/"
+_TYPES: Final = {
+    ".css": "text/css; charset=utf-8",
+    ".html": "text/html; charset=utf-8",
+    ".jinja": "text/plain; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".json": "application/json",
+    ".mjs": "text/javascript; charset=utf-8",
+    ".png": "image/png",
+    ".svg": "image/svg+xml",
+    ".txt": "text/plain; charset=utf-8",
+    ".wasm": "application/wasm",
+}
+_HEADERS: Final = {
+    # Both together make a page "cross-origin isolated", for which browsers have shared memory: WebAssembly's threads.
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Embedder-Policy": "require-corp",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Content-Security-Policy": "default-src 'self'; script-src 'self' 'wasm-unsafe-eval' blob:; "
+    "worker-src 'self' blob:; connect-src 'self' blob: data:; img-src 'self' data:; "
+    "style-src 'self' 'unsafe-inline'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+    "Cache-Control": "no-cache",  # a browser asks with the ETag, and gets 304
+}
+_RANGE: Final = re.compile(r"bytes=(\d{0,15})-(\d{0,15})")
+_LOCAL: Final = frozenset({"localhost", "127.0.0.1", "::1"})
+_PIECE: Final = 1 << 20  # bytes of a file in memory
+_PATIENCE: Final = 60  # seconds without a byte, then a connection is closed
+
+
+class WebServer(ThreadingHTTPServer):
+    """Serves the page at /, and the package's files at /package/.
+
+    Args:
+        package: what the page runs.
+        host, port: the address to listen on; port 0 takes a free port.
+        page: the folder of the built page.
+
+    Raises QsampleError if the page is not built, the package does not run in browsers, or the address cannot be used.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, package: Package, host: str = "127.0.0.1", port: int = 8080, page: Path = PAGE) -> None:
+        check_built(page)
+        check_package(package)
+        self.files = {f"/{path.relative_to(page).as_posix()}": path for path in page.rglob("*") if path.is_file()}
+        self.files["/"] = self.files["/index.html"]
+        for name in (MANIFEST_NAME, *package.manifest.files):
+            self.files[PACKAGE_PATH + name] = package.path / name
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self.names = _LOCAL if host in _LOCAL else None
+        try:
+            super().__init__((host, port), _Handler)
+        except (OSError, OverflowError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise QsampleError(f"cannot listen on {host}, port {port} ({reason}); give another host or port") from None
+        self.url = f"http://{f'[{host}]' if ':' in host else host}:{self.server_address[1]}"
+
+    def server_bind(self) -> None:
+        """As socketserver does it; http.server would also look for the name of the address, which may take seconds."""
+        socket.socket.setsockopt(self.socket, socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self.socket.bind(self.server_address)
+        self.server_address = self.socket.getsockname()
+        self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Nothing: a browser closes connections as it likes."""
+
+
+def check_built(page: Path = PAGE) -> None:
+    """Raise QsampleError, with the remedy, if the folder `page` does not hold the built page."""
+    if not (page / "index.html").is_file():
+        raise QsampleError(
+            f"{page} has no page: in a checkout of qsample, it has to be built. In its root, with Node 20 or "
+            f"newer: {BUILD}"
+        )
+
+
+def check_package(package: Package) -> None:
+    """Raise QsampleError, with the remedy, for a package that no browser runs."""
+    compilation = package.manifest.compilation
+    if compilation is not None and compilation.provider not in ("cpu", "webgpu"):
+        raise QsampleError(
+            f"{package.path} is compiled for {compilation.provider}, which browsers do not have; give the portable "
+            "package, or a package that is compiled for cpu or webgpu"
+        )
+    if not package.interface.features.sampler:
+        raise QsampleError(f"{package.path} was exported without its sampler; export it with the sampler in its graph")
+    if not package.has("tokenizer.json"):
+        raise QsampleError(
+            f"{package.path} has no tokenizer.json, which the page needs; export the model with its tokenizer"
+        )
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: WebServer
+    protocol_version = "HTTP/1.1"
+    server_version, sys_version = "qsample", ""
+    timeout = _PATIENCE
+
+    def do_GET(self) -> None:
+        # A page of another site, whose name was made to lead here (DNS rebinding), asks with that name.
+        host = urlsplit(f"//{self.headers.get('Host', '')}").hostname
+        if self.server.names is not None and host not in self.server.names:
+            return self._refuse(
+                HTTPStatus.FORBIDDEN, f"this server answers to {', '.join(sorted(self.server.names))} only"
+            )
+        file = self.server.files.get(unquote(urlsplit(self.path).path))
+        try:
+            opened = None if file is None else file.open("rb")
+        except OSError:  # removed since the server started
+            opened = None
+        if file is None or opened is None:
+            return self._refuse(HTTPStatus.NOT_FOUND, "no such file")
+        with opened:
+            self._send(opened, _TYPES.get(file.suffix, "application/octet-stream"))
+        return None
+
+    do_HEAD = do_GET  # noqa: N815  # http.server's name for the method
+
+    def _send(self, opened: BinaryIO, kind: str) -> None:
+        about = os.fstat(opened.fileno())
+        tag = f'"{about.st_size:x}-{about.st_mtime_ns:x}"'
+        headers = {"Content-Type": kind, "ETag": tag, "Accept-Ranges": "bytes"}
+        if tag in self.headers.get("If-None-Match", ""):
+            return self._start(HTTPStatus.NOT_MODIFIED, headers)
+        first, end, status = 0, about.st_size, HTTPStatus.OK
+        asked = _RANGE.fullmatch(self.headers.get("Range", ""))  # several ranges in a request get the whole file
+        if asked and any(asked.groups()) and self.headers.get("If-Range", tag) == tag:
+            first, end = _part(asked[1], asked[2], about.st_size)
+            if first >= end:
+                headers["Content-Range"] = f"bytes */{about.st_size}"
+                return self._refuse(HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE, "the file is smaller", headers)
+            status, headers["Content-Range"] = HTTPStatus.PARTIAL_CONTENT, f"bytes {first}-{end - 1}/{about.st_size}"
+        self._start(status, headers | {"Content-Length": str(end - first)})
+        opened.seek(first)
+        while first < end and self.command != "HEAD" and (piece := opened.read(min(_PIECE, end - first))):
+            self.wfile.write(piece)
+            first += len(piece)
+        return None
+
+    def _start(self, status: HTTPStatus, headers: Mapping[str, str]) -> None:
+        self.send_response(status)
+        for name, value in {**_HEADERS, **headers}.items():
+            self.send_header(name, value)
+        self.end_headers()
+
+    def _refuse(self, status: HTTPStatus, why: str, headers: Mapping[str, str] = MappingProxyType({})) -> None:
+        text = f"{why}\n".encode()
+        self._start(status, {**headers, "Content-Type": _TYPES[".txt"], "Content-Length": str(len(text))})
+        if self.command != "HEAD":
+            self.wfile.write(text)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Nothing: the page says what it loads."""
+
+
+def _part(first: str, last: str, size: int) -> tuple[int, int]:
+    """The first byte of a range and the end behind its last, in a file of `size` bytes. Without `last`, it reaches to
+    the file's end; without `first`, it is the file's last `last` bytes."""
+    if not first:
+        return max(0, size - int(last)), size
+    return int(first), min(size, int(last) + 1) if last else size
