@@ -11,6 +11,8 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from qsample.contract import (
+    ADAPTER,
+    ADAPTER_RANKS,
     ADJUSTED_LOGITS,
     ALLOWED_TOKENS,
     BATCH,
@@ -57,6 +59,8 @@ from qsample.contract import (
     retained_name,
 )
 
+MOST_LORAS: Final = 1024
+MOST_LORA_RANK: Final = 4096
 MOST_TOP_LOGPROBS: Final = 20  # alternatives of a token that OpenAI's requests may ask for
 
 
@@ -76,6 +80,8 @@ class Features:
         seed: an input `seed` in place of the state `noise`: the graph computes the random numbers itself.
         num_speculative_tokens: G, how many tokens a step may guess for a row and check (0: none, and no such inputs);
             compile adds it.
+        max_loras: the most LoRA adapters in a batch (0: none, and no such inputs).
+        max_lora_rank: the largest rank of an adapter.
     """
 
     sampler: bool = True
@@ -88,6 +94,8 @@ class Features:
     filter_order: str = HUGGING_FACE
     seed: bool = False
     num_speculative_tokens: int = 0
+    max_loras: int = 0
+    max_lora_rank: int = 16
 
     def __post_init__(self) -> None:
         given, known = self.filters, tuple(EXTRA_PARAMETERS)
@@ -98,6 +106,15 @@ class Features:
         guesses = self.num_speculative_tokens
         if not 0 <= guesses <= MOST_SPECULATIVE_TOKENS:
             raise ValueError(f"num_speculative_tokens is {guesses}; it must be 0 to {MOST_SPECULATIVE_TOKENS}")
+        if not 0 <= self.max_loras <= MOST_LORAS:
+            raise ValueError(
+                f"max_loras is {self.max_loras}; give the most LoRA adapters that a batch may use, 1 to {MOST_LORAS}, "
+                "or 0 for none"
+            )
+        if not 1 <= self.max_lora_rank <= MOST_LORA_RANK:
+            raise ValueError(
+                f"max_lora_rank is {self.max_lora_rank}; give the largest rank of an adapter, 1 to {MOST_LORA_RANK}"
+            )
         # In a fixed order: equal features compare as equal.
         object.__setattr__(self, "filters", tuple(name for name in known if name in given))
 
@@ -145,6 +162,56 @@ class RecurrentShape:
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterTarget:
+    """A linear layer that LoRA adapters may change: y + x A^T B, with the adapter's scale in B.
+
+    Attributes:
+        path: the layer's name in the model, as PEFT names it: "model.layers.0.self_attn.q_proj".
+        in_features: the numbers of x.
+        out_features: the numbers of y.
+    """
+
+    path: str
+    in_features: int
+    out_features: int
+
+    @property
+    def kind(self) -> str:
+        """See `kind_of`."""
+        return kind_of(self.path)
+
+    def tensors(self, dtype: str) -> tuple[TensorSpec, TensorSpec]:
+        """The matrices A and B of all bound adapters, one below the other."""
+        ranks, names = ranks_axis(self.kind), adapter_names(self.path)
+        return (
+            TensorSpec(names[0], dtype, (ranks, self.in_features), f"A of {self.path}, a row a rank"),
+            TensorSpec(names[1], dtype, (ranks, self.out_features), f"B of {self.path}, scaled and transposed"),
+        )
+
+
+def kind_of(path: str) -> str:
+    """The last part of a layer's path, "q_proj"; the layers of a kind have as many ranks."""
+    return path.rpartition(".")[2]
+
+
+def ranks_axis(kind: str) -> str:
+    """The axis of the ranks of all bound adapters in the layers of a kind."""
+    return f"{ADAPTER_RANKS}.{kind}"
+
+
+def adapter_names(path: str) -> tuple[str, str]:
+    """The inputs with the matrices A and B of the layer at `path`."""
+    return f"{path}.lora_A", f"{path}.lora_B"
+
+
+def adapter_ids(kind: str) -> TensorSpec:
+    """The input that tells the adapters apart in the layers of a kind."""
+    return TensorSpec(
+        f"adapter_ids.{kind}", "int32", (ranks_axis(kind),), f"the adapter of each rank in {kind}, from 1"
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class GraphSpec:
     """The interface of an ONNX file: call inputs, retained states and outputs, in graph order.
 
@@ -183,6 +250,7 @@ class Interface:
         captured: the decode graph has no control flow, so that a device can capture and replay it, and has the input
             `searched_rows`.
         recurrent: an entry for each state of a recurrent or convolutional layer, in layer order.
+        adapters: the layers that LoRA adapters may change; none without `features.max_loras`.
     """
 
     vocab_size: int
@@ -192,6 +260,7 @@ class Interface:
     kv_cache_dtype: str | None = None
     captured: bool = False
     recurrent: tuple[RecurrentShape, ...] = ()
+    adapters: tuple[AdapterTarget, ...] = ()
 
     def __post_init__(self) -> None:
         if self.vocab_size < 1:
@@ -215,12 +284,14 @@ class Interface:
             TOP_LOGPROBS: self.features.top_logprobs,
             GUESSES: guesses,
             NEW_TOKENS: guesses + 1,
+            **{ranks_axis(kind): 0 for kind in self.adapter_kinds},  # unless adapters are bound
         }
 
     @property
     def contract_version(self) -> str:
         """The oldest version of the contract that has everything of these graphs."""
-        return STEPS_VERSION if self.features.num_speculative_tokens else CONTRACT_VERSION
+        newer = self.features.num_speculative_tokens or self.adapters
+        return STEPS_VERSION if newer else CONTRACT_VERSION
 
     @property
     def cache_layers(self) -> tuple[int, ...]:
@@ -256,6 +327,19 @@ class Interface:
         return (*specs, SEED) if self.features.seed else specs
 
     @property
+    def adapter_kinds(self) -> tuple[str, ...]:
+        """The kinds of layers that adapters may change, in order."""
+        return tuple(dict.fromkeys(target.kind for target in self.adapters))
+
+    @property
+    def adapter_inputs(self) -> tuple[TensorSpec, ...]:
+        """Each row's adapter, then the matrices of all bound adapters."""
+        if not self.adapters:
+            return ()
+        matrices = (spec for target in self.adapters for spec in target.tensors(self.dtype))
+        return (ADAPTER, *map(adapter_ids, self.adapter_kinds), *matrices)
+
+    @property
     def sampler_states(self) -> tuple[TensorSpec, ...]:
         """The states that the sampler keeps."""
         features = self.features
@@ -288,7 +372,7 @@ class Interface:
     def decoder(self) -> GraphSpec:
         """`decoder.onnx`: token ids in; next-token ids out (or logits, without the sampler)."""
         if self.features.sampler:
-            inputs = (INPUT_IDS, INPUT_LENGTHS, EMIT, *self.parameters, *self._search_inputs)
+            inputs = (INPUT_IDS, INPUT_LENGTHS, EMIT, *self.parameters, *self._search_inputs, *self.adapter_inputs)
             return GraphSpec(inputs, (*self.sampler_states, *self.cache_states), self.sampler_outputs)
         return self.model
 
@@ -304,7 +388,8 @@ class Interface:
         rows run, because a token that does not count would change its state; a cache only grows after `lengths`.
         """
         inputs: tuple[TensorSpec, ...] = (INPUT_IDS, INPUT_LENGTHS, LENGTHS)
-        return GraphSpec(inputs + ((STATUS,) if self.recurrent else ()), self.cache_states, (LOGITS,))
+        inputs += (STATUS,) if self.recurrent else ()
+        return GraphSpec((*inputs, *self.adapter_inputs), self.cache_states, (LOGITS,))
 
     @property
     def sampler(self) -> GraphSpec:

@@ -123,9 +123,12 @@ class Manifest:
 
     def to_json(self) -> str:
         data = asdict(self)
-        features = data["interface"]["features"]
-        if not features["num_speculative_tokens"]:  # older versions of qsample read packages without it
+        interface, features = data["interface"], data["interface"]["features"]
+        # Older versions of qsample read packages without these.
+        if not features["num_speculative_tokens"]:
             del features["num_speculative_tokens"]
+        if not interface["adapters"]:
+            del interface["adapters"], features["max_loras"], features["max_lora_rank"]
         return json.dumps(_without_infinities(data), indent=2, sort_keys=True, allow_nan=False) + "\n"
 
     @classmethod
@@ -253,6 +256,8 @@ def _check_numbers(manifest: Manifest) -> None:
         limits.append(("layer", shape.layer, 0))
     for state in interface.recurrent:
         limits += [("layer", state.layer, 0), ("index", state.index, 0), *(("shape", size, 1) for size in state.shape)]
+    for target in interface.adapters:
+        limits += [("in_features", target.in_features, 1), ("out_features", target.out_features, 1)]
     if compilation is not None:
         limits += [
             ("compilation.ctx_len", compilation.ctx_len, 1),
@@ -266,9 +271,14 @@ def _check_numbers(manifest: Manifest) -> None:
             )
     if compilation is not None and not compilation.execution_providers:
         raise PackageError(f"compilation.execution_providers in {MANIFEST_NAME} is empty; compile the package again")
-    states = [state.name for state in interface.cache_states]
-    if len(set(states)) < len(states):
-        raise PackageError(f"{MANIFEST_NAME} lists two states of the same name; export the package again")
+    names = interface.decoder.input_names
+    if len(set(names)) < len(names):
+        raise PackageError(f"{MANIFEST_NAME} lists two states or inputs of the same name; export the package again")
+    if bool(interface.adapters) != bool(interface.features.max_loras):
+        raise PackageError(
+            f"max_loras in {MANIFEST_NAME} is {interface.features.max_loras}, and {len(interface.adapters)} layers "
+            "take adapters; export the package again"
+        )
 
 
 def _check_names(files: Mapping[str, FileEntry]) -> None:

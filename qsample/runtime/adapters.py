@@ -1,27 +1,173 @@
-"""A LoRA adapter in memory, as the graph takes it."""
+"""A LoRA adapter in the folder that peft wrote → its matrices as a package's graph takes them, checked."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
-from qsample.tensors import Array
+import numpy as np
+
+from qsample.disk.tensor_file import map_tensors
+from qsample.errors import QsampleError, UnsupportedModelError, shown
+from qsample.huggingface.lora import ADVICE, CONFIG, PART, WEIGHTS, LoraConfig, read_config
+from qsample.interface import AdapterTarget, Interface, kind_of
+from qsample.tensors import DTYPES, Array
+
+_AGAIN: Final = "download the adapter again"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Adapter:
-    """A checked LoRA adapter. It stays in memory as long as a model has its name, or a request runs with it.
+    """A loaded adapter.
 
     Attributes:
-        name: that callers choose it by.
-        path: of its folder.
-        sha256: of all its numbers, scales included. Adapters of the same sha256 give the same tokens; those of the same
-            name, loaded at different times, may not.
-        tensors: by the graph's names, float32.
+        name: that requests call it by.
+        path: its folder.
+        sha256: of its matrices: equal for adapters that compute the same, whatever their names.
+        matrices: by the layer's path, A [r, in] and B [r, out], which has the scale, in the package's dtype; bfloat16
+            as uint16 of its bits.
     """
 
     name: str
     path: Path
     sha256: str
-    tensors: Mapping[str, Array]
+    matrices: Mapping[str, tuple[Array, Array]]
+
+    @property
+    def ranks(self) -> dict[str, int]:
+        """The largest rank in each kind of layers that it changes (`AdapterTarget.kind`)."""
+        ranks: dict[str, int] = {}
+        for path, (a, _) in self.matrices.items():
+            kind = kind_of(path)
+            ranks[kind] = max(ranks.get(kind, 0), len(a))
+        return ranks
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the matrices."""
+        return sum(a.nbytes + b.nbytes for a, b in self.matrices.values())
+
+
+def read_adapter(name: str, path: str | Path, interface: Interface) -> Adapter:
+    """Read the adapter in the folder `path`.
+
+    Args:
+        name: that requests are to call it by.
+        path: has `adapter_config.json` and `adapter_model.safetensors`.
+        interface: of the package that is to use it.
+
+    Raises:
+        ValueError: If the name is not a text, or the package takes no adapters.
+        UnsupportedModelError: If the adapter is more than plain LoRA.
+        QsampleError: If a file is missing or damaged, or the adapter is of another model or too large for the package.
+    """
+    if not isinstance(name, str) or not name:
+        raise ValueError(f"the adapter's name is {shown(name)}; give a text that is not empty")
+    if not interface.adapters:
+        raise ValueError(
+            "this package takes no LoRA adapters; export the model again with max_loras, the most adapters that a "
+            "batch may use (--max-loras), or merge the adapter at export"
+        )
+    folder = Path(path)
+    for file in (CONFIG, WEIGHTS):
+        if not (folder / file).is_file():
+            raise QsampleError(
+                f"no LoRA adapter in {folder}: it has no {file}; give a folder that has {CONFIG} and {WEIGHTS}"
+            )
+    config = read_config(folder / CONFIG)
+    matrices = {
+        target.path: _fitted(target, config, a, b, interface, folder / WEIGHTS)
+        for target, a, b in _pairs(folder / WEIGHTS, interface)
+    }
+    return Adapter(name, folder, _sha256(matrices), matrices)
+
+
+def _pairs(path: Path, interface: Interface) -> Iterable[tuple[AdapterTarget, Array, Array]]:
+    """Each layer that the file changes, with its matrices as they are in the file."""
+    try:
+        _, tensors = map_tensors(path)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise QsampleError(f"{path} cannot be read ({error!s:.200}); {_AGAIN}") from error
+    targets = {target.path: target for target in interface.adapters}
+    parts: dict[str, dict[str, Array]] = {}
+    for name, tensor in tensors.items():
+        match = PART.fullmatch(name)
+        if match is None or not match["linear"]:
+            raise UnsupportedModelError(
+                f"{path} holds {name:.200}, which is no LoRA matrix of a linear layer; {ADVICE}"
+            )
+        if match["path"] not in targets:
+            raise UnsupportedModelError(
+                f"the adapter changes {match['path']:.200}, and this package takes adapters of {_listed(interface)} in "
+                f"its {len(targets)} linear layers; {ADVICE}"
+            )
+        parts.setdefault(match["path"], {})[match["linear"]] = tensor
+    if not parts:
+        raise QsampleError(f"{path} holds no LoRA matrices; give the adapter that was trained")
+    for layer, pair in sorted(parts.items()):
+        if len(pair) < 2:
+            raise QsampleError(f"{path} holds matrix {next(iter(pair))} of {layer} without its partner; {_AGAIN}")
+        yield targets[layer], pair["A"], pair["B"]
+
+
+def _listed(interface: Interface) -> str:
+    return ", ".join(interface.adapter_kinds)
+
+
+def _fitted(
+    target: AdapterTarget, config: LoraConfig, a: Array, b: Array, interface: Interface, path: Path
+) -> tuple[Array, Array]:
+    """A [r, in] and B [r, out], scaled, as the graph takes them."""
+    rank, most = config.rank_of(target.path), interface.features.max_lora_rank
+    if rank > most:
+        raise QsampleError(
+            f"{path.parent / CONFIG}: the rank in {target.path} is {rank}, and this package was exported with "
+            f"max_lora_rank={most}; export the model again with max_lora_rank={rank} (--max-lora-rank)"
+        )
+    wanted = [rank, target.in_features], [target.out_features, rank]
+    if (list(a.shape), list(b.shape)) != wanted:
+        raise QsampleError(
+            f"{path}: the matrices of {target.path} are {list(a.shape)} and {list(b.shape)}, and must be {wanted[0]} "
+            f"and {wanted[1]}; give an adapter of this very model, with its own {CONFIG}"
+        )
+    dtype = interface.dtype
+    scaled = np.float32(config.scale_of(target.path)) * _floats(b, target, path).T
+    return _stored(_floats(a, target, path), dtype, target, path), _stored(scaled, dtype, target, path)
+
+
+def _floats(matrix: Array, target: AdapterTarget, path: Path) -> Array:
+    """A float32 copy."""
+    if matrix.dtype == np.uint16:
+        return (matrix.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    if matrix.dtype not in (np.float32, np.float16):
+        raise QsampleError(f"{path}: a matrix of {target.path} is {matrix.dtype}; it must be a matrix of floats")
+    return matrix.astype(np.float32)
+
+
+def _stored(matrix: Array, dtype: str, target: AdapterTarget, path: Path) -> Array:
+    """A float32 matrix in the package's dtype."""
+    with np.errstate(over="ignore"):
+        rounded = matrix.astype(np.float16).astype(np.float32) if dtype == "float16" else matrix
+    if not np.isfinite(rounded).all():
+        limits = f"within {dtype}" if np.isfinite(matrix).all() else "finite"
+        raise QsampleError(
+            f"{path}: a matrix of {target.path}, with its scale, has numbers that are not {limits}; give "
+            "an adapter whose training did not fail"
+        )
+    if dtype == "bfloat16":
+        bits = np.ascontiguousarray(matrix, np.float32).view(np.uint32)
+        nearest = bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))  # ties to even
+        return (nearest >> np.uint32(16)).astype(np.uint16)
+    return np.ascontiguousarray(matrix, DTYPES[dtype].numpy)
+
+
+def _sha256(matrices: Mapping[str, tuple[Array, Array]]) -> str:
+    digest = hashlib.sha256()
+    for path, pair in sorted(matrices.items()):
+        digest.update(f"{path} {[(array.dtype.name, array.shape) for array in pair]}\n".encode())
+        for array in pair:
+            digest.update(array.reshape(-1).view(np.uint8).data)
+    return digest.hexdigest()

@@ -10,13 +10,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final, Literal, overload
 
 import numpy as np
 
 from qsample.bundle import package_in
 from qsample.call import Call
-from qsample.errors import PackageError
+from qsample.errors import PackageError, shown
 from qsample.huggingface.arguments import read_call
 from qsample.huggingface.configs import GENERATION_CONFIG_FILE, GenerationConfig, ModelConfig, as_generation_config
 from qsample.huggingface.model_methods import Device, ModelMethods
@@ -25,6 +26,7 @@ from qsample.ort.options import SessionOptions
 from qsample.ort.session import Sessions, open_sessions
 from qsample.package import Package, faster_way, read_package, use_package
 from qsample.progress import Progress, Stage, Stages
+from qsample.runtime.adapters import Adapter, read_adapter
 from qsample.runtime.callbacks import BatchEnd, LogitsProcessors
 from qsample.runtime.decode.loop import DecodeLoop, choose_flush_every
 from qsample.runtime.decode.prefix_file import signature_of, write_prefix
@@ -113,6 +115,7 @@ class CausalLM(ModelMethods):
         self.batch_size = compilation.batch_size if compilation else None
         # Captured graphs belong to the memory of a batch, and cost more to make than many steps.
         self._captured: dict[tuple[int, int], Slots] = {}
+        self._adapters: dict[str, Adapter] = {}
         self._loaded_with = loaded_with
         self._advice = faster_way(package)  # for the first call
 
@@ -272,6 +275,38 @@ class CausalLM(ModelMethods):
             options.pop("stop_strings", None)
         token_ids = self.package.manifest.token_ids
         return read_call(inputs, params, options, self.generation_config, token_ids, self.interface.vocab_size)
+
+    @property
+    def adapters(self) -> Mapping[str, Adapter]:
+        """The loaded LoRA adapters by name."""
+        return MappingProxyType(self._adapters)
+
+    def load_adapter(self, adapter_name: str, path: str | Path) -> Adapter:
+        """Load a LoRA adapter, for requests that name it. It may be done while others run.
+
+        Args:
+            adapter_name: a new name.
+            path: a folder that peft wrote: `adapter_config.json` and `adapter_model.safetensors`.
+
+        Raises:
+            ValueError: If the name is taken, or the package takes no adapters.
+            UnsupportedModelError: If the adapter is more than plain LoRA, or changes layers that the package keeps.
+            QsampleError: If a file is missing or damaged, or the adapter is of another model.
+        """
+        if adapter_name in self._adapters:
+            raise ValueError(
+                f"adapter {shown(adapter_name)} is loaded from {self._adapters[adapter_name].path}; unload it, "
+                "or choose another name"
+            )
+        adapter = read_adapter(adapter_name, path, self.interface)
+        if self._adapters.setdefault(adapter_name, adapter) is not adapter:
+            raise ValueError(f"an adapter {shown(adapter_name)} was loaded meanwhile; choose another name")
+        return adapter
+
+    def unload_adapter(self, adapter_name: str) -> None:
+        """Forget a LoRA adapter. Requests that run with it go on to their end. Raises ValueError for other names."""
+        if self._adapters.pop(adapter_name, None) is None:
+            raise ValueError(f"no adapter {shown(adapter_name)} is loaded, only {', '.join(self._adapters) or 'none'}")
 
     def prepare(self, call: Call, capacity: int | None = None) -> tuple[list[Sequence], Guide | None]:
         """The sequences of a call, and the guide that writes their masks if its allowed_tokens is a function.

@@ -14,8 +14,9 @@ from torch import Tensor
 from qsample import AutoModelForCausalLM
 from qsample.checkpoints.checkpoint import Checkpoint
 from qsample.checkpoints.hub import HubOptions
-from qsample.checkpoints.merge_lora import LoraConfig, find_adapter, merge_adapter, read_config
+from qsample.checkpoints.merge_lora import find_adapter, merge_adapter
 from qsample.errors import QsampleError, UnsupportedModelError
+from qsample.huggingface.lora import LoraConfig, read_config
 from tests.helpers.adapters import lora_pair, save_adapter
 from tests.helpers.tiny_models import random_model, save_checkpoint
 

@@ -157,7 +157,11 @@ class DecodeLoop:
             self._slots.copy(slot, *admission.moved)
         if admission.stored is not None:
             self._load(sequence, slot, admission.stored)
-        self._slots.begin(slot, sequence.prompt, sequence.seed, sequence.parameters, sequence.reused)
+        if admission.adapter is not None:
+            self._slots.write_adapter(sequence.adapter_slot, admission.adapter)
+        self._slots.begin(
+            slot, sequence.prompt, sequence.seed, sequence.parameters, sequence.reused, sequence.adapter_slot
+        )
         if copy.source != slot:
             self._copy(copy)()
         elif copy.place is not None:

@@ -25,6 +25,7 @@ import onnxruntime as ort
 from qsample.contract import BATCH, CAPACITY
 from qsample.destination import scratch_in
 from qsample.disk.space import check_free, full_disk_named
+from qsample.disk.tensor_file import LENGTH_BYTES, NAMES, map_tensors
 from qsample.errors import PackageError
 from qsample.interface import Interface
 from qsample.ort.session import Sessions
@@ -34,9 +35,6 @@ from qsample.tensors import DTYPES, Array
 
 TOKENS: Final = "tokens"
 _FORMAT: Final = "qsample.prefix.1"
-_DTYPES: Final = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "int8": "I8", "int64": "I64"}
-_LENGTH_BYTES: Final = 8
-_LARGEST_HEADER: Final = 1 << 24
 _ALIGNMENT: Final = 8
 _SHA256: Final = "sha256"
 _ADAPTER: Final = "adapter"
@@ -95,7 +93,7 @@ class PrefixFile:
             PackageError: If the file is missing, damaged, or of another package.
         """
         try:
-            metadata, tensors = _mapped(path)
+            metadata, tensors = map_tensors(path)
             tokens, start = tensors.pop(TOKENS), int(metadata["start"])
             sha256, adapter = metadata[_SHA256], metadata.get(_ADAPTER, "")
             if metadata["format"] != _FORMAT:
@@ -150,18 +148,18 @@ def write_prefix(
     header: dict[str, Any] = {"__metadata__": metadata | ({_ADAPTER: adapter} if adapter else {})}
     offset = 0
     for name, array in arrays.items():
-        dtype = "BF16" if array.dtype == np.uint16 else _DTYPES[array.dtype.name]
+        dtype = "BF16" if array.dtype == np.uint16 else NAMES[array.dtype.name]
         end = offset + array.nbytes
         header[name] = {"dtype": dtype, "shape": list(array.shape), "data_offsets": [offset, end]}
         offset = end
     text = json.dumps(header).encode()
-    text += b" " * (-(len(text) + _LENGTH_BYTES) % _ALIGNMENT)
+    text += b" " * (-(len(text) + LENGTH_BYTES) % _ALIGNMENT)
     try:
         with scratch_in(path.absolute().parent) as scratch, full_disk_named(path.parent, offset, "the prefix"):
             check_free(path.absolute().parent, offset, "the prefix")
             made = scratch.new / path.name
             with open(os.open(made, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:  # it has private texts
-                file.write(len(text).to_bytes(_LENGTH_BYTES, "little"))
+                file.write(len(text).to_bytes(LENGTH_BYTES, "little"))
                 file.write(text)
                 for array in arrays.values():
                     file.write(_bytes(array))
@@ -170,29 +168,6 @@ def write_prefix(
             made.replace(path)
     except OSError as error:
         raise PackageError(f"cannot write {path}: {error.strerror or error}; choose another path") from error
-
-
-def _mapped(path: Path) -> tuple[dict[str, str], dict[str, Array]]:
-    """The metadata and the tensors of a safetensors file, over its mapped memory."""
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
-        if length > _LARGEST_HEADER:
-            raise ValueError("its header is too long")
-        header: dict[str, Any] = json.loads(file.read(length))
-        start, size = _LENGTH_BYTES + length, os.fstat(file.fileno()).st_size
-        data = np.memmap(file, np.uint8, "r")
-    metadata = header.pop("__metadata__")
-    numpy = {name: DTYPES[dtype].numpy for dtype, name in _DTYPES.items()}
-    tensors, expected = {}, 0
-    for name, entry in header.items():
-        begin, end = entry["data_offsets"]
-        if begin != expected or end < begin or start + end > size:
-            raise ValueError("it is cut off")
-        expected = end
-        tensors[name] = data[start + begin : start + end].view(numpy[entry["dtype"]]).reshape(entry["shape"])
-    if start + expected != size:
-        raise ValueError("it is too long")
-    return metadata, tensors
 
 
 def _sha256(arrays: list[Array]) -> str:

@@ -86,6 +86,7 @@ class SchedulerConfig:
             sessions.joins_prompts,
             sessions.ragged,
             sessions.least_rows,
+            max_loras=sessions.interface.features.max_loras,
             **choices,
         )
 

@@ -42,6 +42,8 @@ from qsample.ort.bound_graph import BoundGraph
 from qsample.ort.buffers import Buffer, RetainedState, SavedRows, rows_of, run_on_device
 from qsample.ort.session import Sessions
 from qsample.ort.small_graphs import columns_behind
+from qsample.runtime.adapters import Adapter
+from qsample.runtime.decode.adapter_rows import AdapterRows
 from qsample.runtime.decode.inputs import ParameterRows, PromptInputs, SearchedRows, uniforms
 from qsample.runtime.sequence import DraftStats
 from qsample.tensors import Array
@@ -163,6 +165,7 @@ class Slots:
         self._searched = SearchedRows(interface, count, device)
         narrow = sessions.replays is None  # ONNX Runtime keeps what it captured, and would capture another graph
         self._parameters = ParameterRows(interface.parameters, self._sizes, device, self._searched, narrow=narrow)
+        self.adapters = AdapterRows(interface, count, sessions.device)
         self._logits: dict[str, Buffer] = {}  # between the graphs of a package that has two
         if sessions.sampler is not None:
             self._logits = dict.fromkeys(
@@ -215,7 +218,15 @@ class Slots:
         self._state[STATUS.name].write_at(slice(None), status)
         outputs.write(next_ids)
 
-    def begin(self, slot: int, prompt: Array, seed: int, parameters: Mapping[str, Array], reused: int = 0) -> None:
+    def begin(
+        self,
+        slot: int,
+        prompt: Array,
+        seed: int,
+        parameters: Mapping[str, Array],
+        reused: int = 0,
+        adapter: int = 0,
+    ) -> None:
         """Get an idle slot ready for `prompt`, which `prefill` then feeds it.
 
         Args:
@@ -224,7 +235,9 @@ class Slots:
             parameters: the row of every name of `Interface.parameters` but `seed`: scalars, or [E], [N], [W], [D],
                 [Q, L].
             reused: how many tokens of the prompt the slot's cache holds already, from its start; less than n.
+            adapter: the place of the row's adapter, see `write_adapter`; 0 = none.
         """
+        self.adapters.begin(slot, adapter)
         for spec in self._interface.sampler_states:
             if spec.name in NOISE_STREAMS:
                 self._state[spec.name].write_at(slot, uniforms(seed, self.capacity, NOISE_STREAMS[spec.name]))
@@ -237,6 +250,13 @@ class Slots:
         self._write_history(slot, prompt[:reused])
         for name, values in parameters.items():
             self.set_parameter(slot, name, values)
+
+    def write_adapter(self, place: int, adapter: Adapter) -> None:
+        """Write an adapter into a place that no slot uses.
+
+        place: from 1 to `Features.max_loras`.
+        """
+        self.adapters.put(place, adapter)
 
     def copy(self, source: int, slot: int, prompt: Array, place: int | None = None) -> None:
         """Copy `source` to a slot as far as it is after `prompt`.
@@ -300,6 +320,7 @@ class Slots:
         if self._drafts is not None:
             self._drafts.swap_rows(slot, target)
         self._parameters.swap_rows(slot, target)
+        self.adapters.swap_rows(slot, target)
 
     def tokens_in_states(self, slot: int) -> int:
         """The number of tokens that a slot's states are after."""
@@ -328,7 +349,8 @@ class Slots:
         """
         rows = range(slot, slot + len(ids))
         tokens = self._chunk.write(ids)
-        graphs = self._graphs((rows, emit, self.side), partial(self._bind_rows, rows, emit))
+        key = rows, emit, self.side, self.adapters.key(rows)
+        graphs = self._graphs(key, partial(self._bind_rows, rows, emit))
         for graph in graphs:
             graph.bind_input(INPUT_IDS.name, tokens)
             if emit:
@@ -361,7 +383,7 @@ class Slots:
 
     def _key(self, rows: range, side: int) -> tuple[object, ...]:
         """Identifies the memory that `decode` is bound to."""
-        return side, self._searched.size, rows
+        return side, self._searched.size, rows, self.adapters.key(rows)
 
     def read(self, side: int | None = None, newest: int | None = None) -> Snapshot:
         """A copy for the host after the last call.
@@ -385,6 +407,7 @@ class Slots:
         """Make slots idle, and their parameters cheap; their cache stays."""
         self._state[STATUS.name].write_at(slots, _IDLE)
         self._parameters.clear(slots)
+        self.adapters.stop(slots)
 
     def _run(self, graphs: list[BoundGraph], sampled: range | None, *, wait: bool = True) -> None:
         """sampled: the slots that get a token, whose logits may be processed before a sampler on the host."""
@@ -407,7 +430,7 @@ class Slots:
         states = self._state.inputs() | self._state.outputs()
         buffers = rows_of(self._parameters.buffers | self._logits | states | then | call, rows)
         buffers[SEARCHED_ROWS.name] = self._searched.of_batch()
-        return self._bind(buffers, captured=True)
+        return self._bind(buffers | self.adapters.inputs(rows), captured=True)
 
     def _bind_rows(self, rows: range, emit: bool) -> list[BoundGraph]:
         """Over some rows of everything, in place. Their status is written to the batch's with the first token only."""
@@ -421,7 +444,7 @@ class Slots:
         }
         if not emit:
             buffers[retained_name(STATUS.name)] = status
-        return self._bind(buffers, captured=False)
+        return self._bind(buffers | self.adapters.inputs(rows), captured=False)
 
     def _bind(self, buffers: Mapping[str, Buffer], *, captured: bool) -> list[BoundGraph]:
         """The package's graphs in running order."""

@@ -15,9 +15,10 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
+from qsample.disk.tensor_file import map_tensors
 from qsample.errors import PackageError
 from qsample.runtime import CausalLM, load
-from qsample.runtime.decode.prefix_file import PrefixFile, _mapped, signature_of, write_prefix
+from qsample.runtime.decode.prefix_file import PrefixFile, signature_of, write_prefix
 
 PROMPT = [3 + index * 7 % 200 for index in range(70)]
 
@@ -176,7 +177,7 @@ def test_every_dtype_is_the_library_s_and_aligned(tmp_path: Path) -> None:
         for name in states.keys() - {"bfloat16"}:
             np.testing.assert_array_equal(file.get_tensor(name), states[name])
     assert dtypes == {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "int8": "I8", "int64": "I64"}
-    _, read = _mapped(path)
+    _, read = map_tensors(path)
     for name, values in states.items():
         np.testing.assert_array_equal(read[name], values, strict=True)
     assert [path.name for path in tmp_path.iterdir()] == ["a.prefix"]

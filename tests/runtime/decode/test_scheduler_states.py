@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
+from qsample.interface import Features
 from qsample.runtime.decode.prefixes import Pieces
 from qsample.runtime.decode.scheduler import Admission, Copy, Read, Save, Scheduler, SchedulerConfig
 from tests.runtime.decode.test_scheduler import admitted, chunk, request
@@ -227,7 +228,10 @@ def test_whole_pieces_are_stored_with_their_states() -> None:
 
 def test_the_abilities_of_a_package() -> None:
     for recurrent in (False, True):
-        interface = SimpleNamespace(recurrent=["state"] if recurrent else [], key_values=[] if recurrent else ["key"])
+        states: Any = (
+            {"recurrent": ["state"], "key_values": []} if recurrent else {"recurrent": [], "key_values": ["key"]}
+        )
+        interface = SimpleNamespace(**states, features=Features(max_loras=4))
         sessions: Any = SimpleNamespace(
             piece_size=16,
             late_piece_size=32,
@@ -245,5 +249,6 @@ def test_the_abilities_of_a_package() -> None:
             join_prompts=recurrent,
             ragged=not recurrent,
             least_rows=3,
+            max_loras=4,
             flush_every=5,
         )

@@ -1,0 +1,148 @@
+"""The files of a LoRA adapter as peft writes them: the checked configuration, and the names of its tensors.
+
+LoRA: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", ICLR 2022; W + scale * B A, scale = alpha / r, or
+alpha / sqrt(r) for rank-stabilised adapters (Kalajdzievski, 2023). The meaning of a configuration's fields is peft's:
+https://huggingface.co/docs/peft/package_reference/lora
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from qsample.errors import QsampleError, UnsupportedModelError, shown
+from qsample.values import is_integer, is_number
+
+CONFIG: Final = "adapter_config.json"
+WEIGHTS: Final = "adapter_model.safetensors"
+PART: Final = re.compile(
+    r"base_model\.model\.(?P<path>.+)\.(lora_(?P<linear>[AB])\.weight|lora_embedding_(?P<embedding>[AB])|(?P<base>base_layer)\.weight)"
+)
+"""The name of a tensor of an adapter's file, with the path of its layer in the model."""
+ADVICE: Final = "merge it with the tool that trained it, and export the merged checkpoint"
+_READ: Final = (
+    "peft_type",
+    "r",
+    "lora_alpha",
+    "rank_pattern",
+    "alpha_pattern",
+    "use_rslora",
+    "bias",
+    "init_lora_weights",
+)
+# Fields that change no number: the training, and the layers, which the names of the tensors also give.
+# fan_in_fan_out follows from the layer itself.
+_WITHOUT_EFFECT: Final = (
+    *("peft_version", "task_type", "auto_mapping", "base_model_name_or_path", "base_model_class", "parent_library"),
+    *("revision", "inference_mode", "runtime_config", "megatron_core", "qalora_group_size"),
+    *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "fan_in_fan_out"),
+    *("lora_dropout", "loftq_config", "eva_config", "corda_config", "lora_ga_config", "velora_config"),
+)
+# Initialisations that leave the model's own weights alone. The others move a part of the weight into A and B,
+# so a file of trained A and B means nothing without that weight.
+_INITIALISATIONS: Final = (True, False, "gaussian", "eva", "orthogonal", "mica")
+
+
+@dataclass(frozen=True, slots=True)
+class LoraConfig:
+    """rank, alpha: of a layer that no pattern names. ranks, alphas: pattern → value; the first that matches counts.
+    rank_stabilised: whether a change is scaled by the root of the rank."""
+
+    rank: int
+    alpha: float
+    ranks: Mapping[str, int]
+    alphas: Mapping[str, float]
+    rank_stabilised: bool
+
+    def rank_of(self, path: str) -> int:
+        """The rank in the module at `path`."""
+        return self.ranks.get(_first_match(self.ranks, path), self.rank)
+
+    def scale_of(self, path: str) -> float:
+        """The factor of the product of B and A in the module at `path`."""
+        alpha, rank = self.alphas.get(_first_match(self.alphas, path), self.alpha), self.rank_of(path)
+        return alpha / (math.sqrt(rank) if self.rank_stabilised else rank)
+
+
+def read_config(path: Path) -> LoraConfig:
+    """The configuration at `path`.
+
+    Raises:
+        QsampleError: if it is not a configuration, or a value is out of its range.
+        UnsupportedModelError: if it asks for more than plain LoRA.
+    """
+    try:
+        options = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise QsampleError(f"{path} is not valid JSON ({error}); download the adapter again") from error
+    if not isinstance(options, dict):
+        raise QsampleError(
+            f"{path} holds {shown(options, 60)}, and must hold an object; give the folder of a LoRA adapter"
+        )
+    _check_plain(options, path)
+    return LoraConfig(
+        _rank(options.get("r", 8), "r", path),
+        _alpha(options.get("lora_alpha", 8), "lora_alpha", path),
+        {name: _rank(value, f"rank_pattern[{name!r}]", path) for name, value in _patterns(options, "rank", path)},
+        {name: _alpha(value, f"alpha_pattern[{name!r}]", path) for name, value in _patterns(options, "alpha", path)},
+        _flag(options, "use_rslora", path),
+    )
+
+
+def _first_match(patterns: Mapping[str, Any], path: str) -> str:
+    """The first of `patterns` that a path ends with, at a dot; `path` itself if none matches, as in peft."""
+    return next((pattern for pattern in patterns if re.match(rf"(.*\.)?({pattern})$", path)), path)
+
+
+def _check_plain(options: Mapping[str, Any], path: Path) -> None:
+    kind = options.get("peft_type")
+    if kind != "LORA":
+        raise UnsupportedModelError(f"{path}: an adapter of type {kind} cannot be used here, only plain LoRA; {ADVICE}")
+    asked = [name for name in sorted(options) if name not in (*_READ, *_WITHOUT_EFFECT) and options[name]]
+    if options.get("bias", "none") != "none":
+        asked.append("bias")
+    if options.get("init_lora_weights", True) not in _INITIALISATIONS:
+        asked.append(f"init_lora_weights={shown(options['init_lora_weights'], 60)}")
+    if asked:
+        raise UnsupportedModelError(
+            f"{path}: an adapter with {', '.join(asked)} cannot be used here, only plain LoRA; {ADVICE}"
+        )
+
+
+def _patterns(options: Mapping[str, Any], kind: str, path: Path) -> list[tuple[str, Any]]:
+    name = f"{kind}_pattern"
+    patterns = options.get(name) or {}
+    if not isinstance(patterns, dict):
+        raise QsampleError(f"{path}: {name} is {shown(patterns, 60)}; it must be an object, from patterns to numbers")
+    for pattern in patterns:
+        try:
+            re.compile(rf"(.*\.)?({pattern})$")
+        except (re.error, RecursionError, OverflowError) as error:
+            raise QsampleError(
+                f"{path}: {name} holds {pattern!r}, which is not a regular expression: {error}"
+            ) from error
+    return list(patterns.items())
+
+
+def _rank(value: Any, name: str, path: Path) -> int:
+    if not is_integer(value, 1):
+        raise QsampleError(f"{path}: {name} is {shown(value, 60)}; it must be an integer of at least 1")
+    return value
+
+
+def _alpha(value: Any, name: str, path: Path) -> float:
+    if not is_number(value) or not math.isfinite(value):
+        raise QsampleError(f"{path}: {name} is {shown(value, 60)}; it must be a number")
+    return float(value)
+
+
+def _flag(options: Mapping[str, Any], name: str, path: Path) -> bool:
+    value = options.get(name, False)
+    if not isinstance(value, bool):
+        raise QsampleError(f"{path}: {name} is {shown(value, 60)}; it must be true or false")
+    return value
