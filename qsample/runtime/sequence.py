@@ -50,7 +50,8 @@ class Sequence:
         priority: those with a lower number get slots first.
         max_time: seconds that an engine gives it; None = any.
         adapter: that its tokens are read and sampled with; None = the model as it is.
-        slot: None outside of the slots. The scheduler alone changes it and the next four.
+        slot: None outside of the slots. The scheduler alone changes it and the next five.
+        adapter_place: the graph's number of its adapter; 0 = none.
         marked: the prompt, marked with its adapter.
         reused: prompt tokens that were in a slot's cache.
         consumed: prompt tokens in the cache.
@@ -75,6 +76,7 @@ class Sequence:
     adapter: Adapter | None = None
 
     slot: int | None = None
+    adapter_place: int = 0
     marked: Array = field(init=False)
     reused: int = 0
     consumed: int = 0

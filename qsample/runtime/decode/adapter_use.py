@@ -1,4 +1,4 @@
-"""Which adapters the rows of a batch use, and which tokens were read with which adapter. No tensors here.
+"""Which adapter is in which of the graph's places for adapters, and which tokens were read with which. No tensors here.
 
 Keys, values and states depend on the adapter. So tokens are compared with the mark of their adapter in their upper
 bits: beginnings that were read with different adapters have no token in common.
@@ -6,6 +6,7 @@ bits: beginnings that were read with different adapters have no token in common.
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Final
 
 import numpy as np
@@ -52,41 +53,42 @@ def unmarked(marked: Array) -> Array:
     return marked & ((1 << _BITS) - 1)
 
 
-class AdaptersInUse:
-    """How many rows use each adapter; those of at most `most` adapters run at once.
+class AdapterPlaces:
+    """The graph's places for adapters, numbered from 1; 0 is none.
 
-    If a row needs one more, the adapter that was given to a row longest ago gets no further row, so that whoever waits
-    gets its turn when these rows have ended.
+    An adapter keeps its place until another one needs it. Of the places without rows, the one used longest ago is given
+    away. If all have rows, the one used longest ago takes no further row, so that whoever waits gets it.
     """
 
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._rows: dict[str, int] = {}  # sha256 → rows; the adapter that was given to a row longest ago first
+    def __init__(self, count: int) -> None:
+        self._held: dict[int, str] = dict.fromkeys(range(1, count + 1), "")  # place → sha256; used longest ago first
+        self._rows: Counter[int] = Counter()
 
-    def take(self, adapter: Adapter | None, claimed: dict[str, str]) -> bool:
-        """Whether a row may use an adapter now; it is counted then.
+    def take(self, adapter: Adapter | None, claimed: dict[int, str]) -> tuple[int, bool] | None:
+        """A place for a row, and whether the adapter has to be written to it; None = the row has to wait.
 
         Args:
             adapter: of the row.
-            claimed: sha256 of an adapter in use → that of the adapter for which a row before this one waits; may get
+            claimed: place → the sha256 of the adapter of a row that waits for it and comes before this row; may get
                 another.
         """
         if adapter is None:
-            return True
-        own = adapter.sha256
-        if own not in self._rows and len(self._rows) == self._most:
-            rest = [one for one in self._rows if one not in claimed]
-            if own not in claimed.values() and rest:
-                claimed[rest[0]] = own
-            return False
-        if own in claimed:
-            return False
-        self._rows[own] = self._rows.pop(own, 0) + 1
-        return True
+            return 0, False
+        place = next((place for place, sha256 in self._held.items() if sha256 == adapter.sha256), None)
+        is_new = place is None
+        if place in claimed or (place is None and adapter.sha256 in claimed.values()):
+            return None
+        if place is None:
+            free = [one for one in self._held if one not in claimed]
+            place = next((one for one in free if not self._rows[one]), None)
+            if place is None:
+                claimed |= dict.fromkeys(free[:1], adapter.sha256)
+                return None
+        del self._held[place]
+        self._held[place] = adapter.sha256
+        self._rows[place] += 1
+        return place, is_new
 
-    def leave(self, adapter: Adapter | None) -> None:
+    def leave(self, place: int) -> None:
         """A row has ended."""
-        if adapter is not None:
-            self._rows[adapter.sha256] -= 1
-            if not self._rows[adapter.sha256]:
-                del self._rows[adapter.sha256]
+        self._rows[place] -= 1

@@ -158,9 +158,9 @@ class DecodeLoop:
         if admission.stored is not None:
             self._load(sequence, slot, admission.stored)
         if admission.adapter is not None:
-            self._slots.write_adapter(sequence.adapter_slot, admission.adapter)
+            self._slots.write_adapter(sequence.adapter_place, admission.adapter)
         self._slots.begin(
-            slot, sequence.prompt, sequence.seed, sequence.parameters, sequence.reused, sequence.adapter_slot
+            slot, sequence.prompt, sequence.seed, sequence.parameters, sequence.reused, sequence.adapter_place
         )
         if copy.source != slot:
             self._copy(copy)()

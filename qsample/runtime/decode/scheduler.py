@@ -20,7 +20,8 @@ from typing import Any, Final
 import numpy as np
 
 from qsample.ort.session import Sessions
-from qsample.runtime.decode.adapter_use import AdaptersInUse, Marks, extended, unmarked
+from qsample.runtime.adapters import Adapter
+from qsample.runtime.decode.adapter_use import AdapterPlaces, Marks, extended, unmarked
 from qsample.runtime.decode.prefixes import Pieces, SavedStates, reusable_prefix, shared_prefix
 from qsample.runtime.decode.stored_prefixes import Held
 from qsample.runtime.sequence import Sequence
@@ -111,12 +112,14 @@ class Admission:
         copy: the beginning of its prompt, which a slot holds, maybe its own.
         moved: another slot, which gets the tokens that its slot kept so far, and these tokens; None = nothing is moved.
         stored: has the beginning of its prompt in place of a slot: all of `copy.tokens`.
+        adapter: to be written to the sequence's place for adapters; None = it is there, or there is none.
     """
 
     sequence: Sequence
     copy: Copy
     moved: tuple[int, Array] | None
     stored: Held | None = None
+    adapter: Adapter | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +194,7 @@ class Scheduler:
         self._waiting: deque[Sequence] = deque()
         self._in_slots: list[Sequence] = []  # first come first
         self._marks = Marks()
-        self._adapters = AdaptersInUse(config.max_loras)
+        self._adapters = AdapterPlaces(config.max_loras)
         self._saved = SavedStates(config.saved_states if config.recurrent else 0)
         self._moves = config.least_rows is not None and config.attention
         self._least_rows = slots if config.least_rows is None else config.least_rows
@@ -227,13 +230,15 @@ class Scheduler:
         """Give free slots to those who waited longest. held: returns the beginnings that can be loaded into a slot."""
         admitted: list[Admission] = []
         passed: list[Sequence] = []
-        claimed: dict[str, str] = {}
+        claimed: dict[int, str] = {}
         stored = held() if held is not None and self._waiting and self._free else ()
         while self._waiting and self._free:
             sequence = self._waiting.popleft()
-            if not self._adapters.take(sequence.adapter, claimed):
+            taken = self._adapters.take(sequence.adapter, claimed)
+            if taken is None:
                 passed.append(sequence)
                 continue
+            sequence.adapter_place, is_new = taken
             reusable = {slot: self._reusable(self._kept[slot], sequence.marked) for slot in self._free}
             used = [slot_of(one) for one in self._in_slots]
             rows = {slot: max(self._least_rows, len(span_of([*used, slot]))) for slot in self._free}
@@ -252,7 +257,8 @@ class Scheduler:
             self._free.remove(slot)
             del self._kept[slot]
             self._in_slots.append(sequence)
-            admitted.append(Admission(sequence, Copy(sequence, source, tokens, place), moved, found))
+            copy, adapter = Copy(sequence, source, tokens, place), sequence.adapter if is_new else None
+            admitted.append(Admission(sequence, copy, moved, found, adapter))
         self._waiting.extendleft(reversed(passed))
         return admitted
 
@@ -289,7 +295,7 @@ class Scheduler:
         slot, sequence.slot = sequence.slot, None
         self._in_slots.remove(sequence)
         self._free.append(slot)
-        self._adapters.leave(sequence.adapter)
+        self._adapters.leave(sequence.adapter_place)
         # Of a row whose first token was not read, nobody knows whether it was valid.
         keep = keep and bool(sequence.sampled or not sequence.issued)
         tokens = sequence.marked[: sequence.consumed]

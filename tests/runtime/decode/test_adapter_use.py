@@ -12,7 +12,7 @@ from qsample.runtime.adapters import Adapter
 from qsample.runtime.decode import adapter_use
 from qsample.runtime.decode.adapter_use import Marks, extended, unmarked
 from qsample.runtime.decode.prefixes import Pieces
-from qsample.runtime.decode.scheduler import Scheduler, SchedulerConfig
+from qsample.runtime.decode.scheduler import Admission, Scheduler, SchedulerConfig
 from qsample.runtime.sequence import Sequence
 
 
@@ -39,14 +39,27 @@ def added(one: Scheduler, *wanted: Adapter | None) -> list[Sequence]:
     return sequences
 
 
-def admitted(one: Scheduler) -> list[Sequence]:
-    return [admission.sequence for admission in one.admit()]
+def placed(admissions: list[Admission]) -> list[tuple[int, Adapter | None]]:
+    """(place, adapter to write there) of each."""
+    return [(admission.sequence.adapter_place, admission.adapter) for admission in admissions]
 
 
-def test_rows_of_an_adapter_count_once_whatever_its_name() -> None:
+def test_rows_of_an_adapter_share_its_place_whatever_its_name() -> None:
     one = scheduler(2)
-    rows = added(one, A, None, B, adapter("a", "another name of the same numbers"))
-    assert admitted(one) == rows
+    added(one, A, None, B, adapter("a", "another name of the same numbers"))
+    assert placed(one.admit()) == [(1, A), (0, None), (2, B), (1, None)]
+
+
+def test_the_idle_adapter_that_was_used_longest_ago_gives_its_place() -> None:
+    one = scheduler(2)
+    rows = added(one, A, B)
+    one.admit()
+    for row in rows:
+        one.leave(row)
+    added(one, A)
+    assert placed(one.admit()) == [(1, None)]
+    added(one, C)
+    assert placed(one.admit()) == [(2, C)]
 
 
 def test_others_pass_a_row_that_waits_for_an_adapter_but_none_of_the_adapter_that_is_to_leave() -> None:
@@ -55,21 +68,24 @@ def test_others_pass_a_row_that_waits_for_an_adapter_but_none_of_the_adapter_tha
     one.admit()
     waits, of_a, of_b, plain, also_waits = added(one, C, A, B, None, C)
     # A was given to a row longest ago: its next row comes after C's.
-    assert admitted(one) == [of_b, plain]
+    assert [admission.sequence for admission in one.admit()] == [of_b, plain]
     one.leave(second)
-    assert admitted(one) == []
+    assert one.admit() == []
     one.leave(first)
     # Now B was given to a row longest ago, and A's row claims it.
-    assert admitted(one) == [waits, also_waits]
+    admissions = one.admit()
+    assert [admission.sequence for admission in admissions] == [waits, also_waits]
+    assert placed(admissions) == [(1, C), (1, None)]
     one.leave(waits)
     one.leave(of_b)
-    assert admitted(one) == [of_a]
-    assert one.waiting == 0
+    assert placed(one.admit()) == [(2, A)]
+    assert (one.waiting, of_a.adapter_place) == (0, 2)
 
 
 def test_everybody_gets_a_turn() -> None:
     chooses = random.Random(0)
     one, known = scheduler(2, slots=3), [adapter(str(number)) for number in range(5)]
+    held: dict[int, Adapter] = {}
     waiting: dict[Sequence, int] = {}
     running: list[Sequence] = []
     for step in range(3000):
@@ -78,10 +94,15 @@ def test_everybody_gets_a_turn() -> None:
             waiting[row] = step
         if running and chooses.random() < 0.5:
             one.leave(running.pop(chooses.randrange(len(running))))
-        for sequence in admitted(one):
-            running.append(sequence)
+        for admission in one.admit():
+            sequence = admission.sequence
             assert step - waiting.pop(sequence) < 60
-        assert len({row.adapter.sha256 for row in running if row.adapter}) <= 2
+            if admission.adapter is not None:
+                assert all(other.adapter_place != sequence.adapter_place for other in running)
+                held[sequence.adapter_place] = admission.adapter
+            assert sequence.adapter is held.get(sequence.adapter_place)
+            running.append(sequence)
+    assert len(held) == 2
 
 
 @pytest.mark.parametrize("reuse_sampled", [False, True])
