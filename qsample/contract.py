@@ -129,14 +129,13 @@ ALLOWED_TOKENS = TensorSpec(
     "allowed_tokens", "int32", (BATCH, MASK_WORDS), "bit i of word w: token 32 w + i may be sampled", off=-1
 )
 # Of packages with `Features.num_speculative_tokens`.
-SPECULATION_INPUTS: Final = (
-    TensorSpec(
-        "prompt_lookup_num_tokens", "int32", (BATCH,), "guesses by looking the text up, at most; 0 = off", off=0
-    ),
-    TensorSpec(
-        "draft_ids", "int32", (BATCH, GUESSES), "a host's own guesses of the next tokens, -1 after them", off=-1
-    ),
+PROMPT_LOOKUP = TensorSpec(
+    "prompt_lookup_num_tokens", "int32", (BATCH,), "guesses by looking the text up, at most; 0 = off", off=0
 )
+DRAFT_IDS = TensorSpec(
+    "draft_ids", "int32", (BATCH, GUESSES), "a host's own guesses of the next tokens, -1 after them", off=-1
+)
+SPECULATION_INPUTS: Final = (PROMPT_LOOKUP, DRAFT_IDS)
 NEW_IDS = TensorSpec("new_ids", "int64", (BATCH, NEW_TOKENS), "the sampled tokens in order, then the pad id")
 NUM_NEW = TensorSpec("num_new", "int32", (BATCH,), "how many they are; 0 for a row that emitted nothing")
 NUM_DRAFT_TOKENS = TensorSpec("num_draft_tokens", "int32", (BATCH,), "guesses that were checked for them")

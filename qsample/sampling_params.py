@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Final, NoReturn
 
-from qsample.contract import EXTRA_PARAMETERS, LONGEST_MATCH
+from qsample.contract import EXTRA_PARAMETERS, LONGEST_MATCH, MOST_SPECULATIVE_TOKENS
 from qsample.errors import ArgumentError, Refusal, shown, unknown, without_refused
 from qsample.values import is_integer, is_number, plain
 
@@ -39,7 +39,6 @@ UNSUPPORTED: Final[Mapping[str, Refusal]] = {
         ("num_return_sequences", "it is an argument of generate and of Engine.add_requests", 1),
         ("penalty_alpha", "", 0),
         ("dola_layers", ""),
-        ("prompt_lookup_num_tokens", ""),
         ("encoder_repetition_penalty", "", 1),
         ("encoder_no_repeat_ngram_size", "", 0),
         ("force_words_ids", "allowed_tokens says which tokens may come next", []),
@@ -173,6 +172,9 @@ class SamplingParams:
         logit_bias: token id → a number added to its logit (-inf forbids the token); for packages that were exported
             with `logit_bias`.
         adapter: the name of a LoRA adapter that was loaded with `load_adapter`; None = the model without an adapter.
+        prompt_lookup_num_tokens: in [0, 64]; 0 = off. Tokens that a step may guess by looking for the row's last tokens
+            in its text so far; changes how fast tokens come, and no token. For packages that were compiled with
+            num_speculative_tokens of at least as many.
 
     The others are for packages that were exported with the filter of their name, see `contract.EXTRA_PARAMETERS`.
 
@@ -216,6 +218,9 @@ class SamplingParams:
     seed: int | None = _integer(None, 0, SEEDS - 1, "an integer from 0 to 2**63 - 1, or None for a fresh seed")
     logit_bias: Mapping[int, float] | None = _checked(None, _bias, hashed=False)
     adapter: str | None = _checked(None, _name)
+    prompt_lookup_num_tokens: int = _integer(
+        0, 0, MOST_SPECULATIVE_TOKENS, f"an integer from 0 to {MOST_SPECULATIVE_TOKENS} (0 = off)"
+    )
     typical_p: float = _number(1.0, _TINY, 1, "a number > 0 and <= 1 (1 = off)")
     top_a: float = _number(0.0, 0, 1, "a number from 0 to 1 (0 = off)")
     epsilon_cutoff: float = _number(0.0, 0, 1, "a number from 0 to 1 (0 = off)")

@@ -35,6 +35,9 @@ def bench(
     top_p: Annotated[float, typer.Option(help="1 is off.")] = 1.0,
     min_p: Annotated[float, typer.Option(help="0 is off.")] = 0.0,
     repetition_penalty: Annotated[float, typer.Option(help="1 is off.")] = 1.0,
+    prompt_lookup_num_tokens: Annotated[
+        int, typer.Option(min=0, help="Guess up to this many tokens a step from the text so far; 0 is off.")
+    ] = 0,
     weights: Weights = None,
     provider: Provider = None,
     threads: Threads = None,
@@ -47,7 +50,12 @@ def bench(
 
     try:
         params = SamplingParams(
-            temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            repetition_penalty=repetition_penalty,
+            prompt_lookup_num_tokens=prompt_lookup_num_tokens,
         )
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
@@ -83,6 +91,7 @@ def _show(package: Package, measurements: Sequence[Measurement], load_seconds: f
     """Print a benchmark on stdout."""
     facts = _describe(package, measurements, load_seconds)
     prompt, new = measurements[0].prompt_tokens, measurements[0].new_tokens
+    guesses = any(row.tokens_per_step > 1 for row in measurements)
     shown = table(
         f"{package.path}: {prompt} prompt tokens, {new} decode steps",
         "rows",
@@ -91,6 +100,7 @@ def _show(package: Package, measurements: Sequence[Measurement], load_seconds: f
         "step, ms",
         "p90, ms",
         "decode, tok/s",
+        *(["tok/step"] if guesses else []),
     )
     for row in measurements:
         shown.add_row(
@@ -100,6 +110,7 @@ def _show(package: Package, measurements: Sequence[Measurement], load_seconds: f
             f"{row.decode_ms:.2f}",
             f"{row.decode_ms_p90:.2f}",
             f"{row.tokens_per_second:.1f}",
+            *([f"{row.tokens_per_step:.2f}"] if guesses else []),
         )
     screen = console()
     screen.print(shown)

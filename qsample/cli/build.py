@@ -133,6 +133,12 @@ def compile(
     kv_cache_dtype: Annotated[
         str | None, typer.Option(metavar="int8", help="Quantize keys and values. (default: as exported)")
     ] = None,
+    num_speculative_tokens: Annotated[
+        int,
+        typer.Option(
+            min=0, help="Guesses that a step may check, for requests that ask for it: 7, with --kv-cache-dtype int8."
+        ),
+    ] = 0,
     max_divergence: Annotated[
         float, typer.Option(min=0, help="Refuse quantized weights that diverge further, in nats a token.")
     ] = 1.0,
@@ -162,6 +168,7 @@ def compile(
         quantization_method=quantization_method,
         calibration_text=[read_text(path, "--calibration-text") for path in calibration_text or ()] or None,
         kv_cache_dtype=kv_cache_dtype,
+        num_speculative_tokens=num_speculative_tokens,
         max_divergence=max_divergence,
         verify=verify,
         debug_dump=debug_dump,

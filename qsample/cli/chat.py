@@ -405,7 +405,9 @@ class Screen:
     def _figures(self, output: RequestOutput) -> str:
         count, capacity = len(output.token_ids), self._talk.engine.capacity
         speed = count / max(output.timing.total_seconds, 1e-9)
-        text = f"{counted(count, 'token')}, {speed:.0f} a second, seed {output.seed}"
+        drafts = output.usage.drafts
+        guessed = f", {drafts.tokens_per_step:.2f} a step" if drafts.num_drafts else ""
+        text = f"{counted(count, 'token')}, {speed:.0f} a second{guessed}, seed {output.seed}"
         text += f"; {self._talk.context} of {capacity} tokens of context"
         if output.finish_reason == "cancelled":
             return f"{text}; stopped"

@@ -142,6 +142,9 @@ SAMPLING_FLAGS: Final[Mapping[str, Flag]] = {
     "stop_id": _sampling(list[int] | None, "Token id that ends a row, replacing the model's own; may be repeated."),
     "stop_string": _sampling(_TEXTS, "Text that ends a row, cut off with the text after it; may be repeated."),
     "seed": _sampling(int | None, "Same seed, same tokens. (default: fresh, and shown)"),
+    "prompt_lookup_num_tokens": _sampling(
+        int | None, "Guess up to this many tokens a step from the text so far; changes the speed alone; 0 is off."
+    ),
     "greedy": _sampling(bool, "Always take the likeliest token.", "--greedy")._replace(default=False),
     **{name: _filter_flag(name) for name in FILTER_FIELDS if name != "bad_words_ids"},
 }

@@ -227,4 +227,5 @@ def _figures(output: GenerateOutput) -> str:
     count, timing = sum(map(len, output.token_ids)), output.timing
     seconds = timing.prefill_seconds + timing.decode_seconds
     seeds = ", ".join(map(str, output.seeds))
-    return f"{counted(count, 'token')} in {seconds:.2f} s, {count / seconds:.0f} a second; seed {seeds}"
+    guessed = f", {timing.drafts.tokens_per_step:.2f} a step" if timing.drafts.num_drafts else ""
+    return f"{counted(count, 'token')} in {seconds:.2f} s, {count / seconds:.0f} a second{guessed}; seed {seeds}"

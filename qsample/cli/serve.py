@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 from dataclasses import replace
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
 import typer
 
@@ -67,6 +68,13 @@ def serve(
             help="Format of thoughts: deepseek_r1, qwen3, glm45, seed_oss, granite. (default: they stay in the answer)"
         ),
     ] = None,
+    speculative_config: Annotated[
+        str | None,
+        typer.Option(
+            metavar="JSON",
+            help='Guess tokens from the text so far: {"method": "ngram", "num_speculative_tokens": 7}. (default: off)',
+        ),
+    ] = None,
     prefix: Annotated[
         list[str] | None,
         typer.Option(metavar="FILE", help="Prompts may begin with this file of `qsample prefix`; may be repeated."),
@@ -117,6 +125,7 @@ def serve(
             generation_config=generation_config,  # type: ignore[arg-type]  # ServeSettings checks it
             tool_call_parser=tool_call_parser,
             reasoning_parser=reasoning_parser,
+            speculative_config=_parsed(speculative_config),
             max_body_bytes=max_body_bytes,
             prefixes=tuple(prefix or ()),
             prefix_cache_dir=prefix_cache_dir,
@@ -137,6 +146,14 @@ def serve(
         typer.echo(f"Serving {', '.join(settings.models)} on {url} (API: {url}/v1, a page to try it: {url})", err=True)
 
     run(settings, host, port, ready=ready, log_level=log_level)
+
+
+def _parsed(config: str | None) -> Any:
+    """The JSON of --speculative-config. Raises ValueError."""
+    try:
+        return None if config is None else json.loads(config)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"speculative_config is not valid JSON ({error}): {config:.60}") from None
 
 
 def _named(package: str | None, named: list[str], name: str | None) -> dict[str, str]:

@@ -13,7 +13,11 @@ from typing import Any, Final
 from qsample.errors import Refusal, refusals, unknown, without_refused
 
 _NO_BEAMS: Final = "it belongs to beam search, which qsample does not do; leave it out"
-_NO_DRAFTS: Final = "it belongs to assisted generation, which qsample does not do; leave it out"
+_NO_DRAFTS: Final = (
+    "tokens are guessed by prompt lookup alone; leave it out, or give prompt_lookup_num_tokens to a package that was "
+    "compiled with num_speculative_tokens"
+)
+_LONGEST_NGRAM: Final = 8  # tokens that the graph compares
 _NO_ENCODER: Final = "it belongs to encoder-decoder models, and this is a decoder; leave it out"
 _NO_GUIDANCE: Final = "it belongs to classifier-free guidance, which qsample does not do; leave it out"
 _NO_INPUT: Final = "the graph takes token ids and a mask alone; take it out of the tokenizer's result"
@@ -33,7 +37,12 @@ GENERATE: Final[Mapping[str, Refusal]] = {
     **refusals("assistant_confidence_threshold", _NO_DRAFTS, 0.4),
     **refusals("assistant_lookbehind target_lookbehind", _NO_DRAFTS, 10),
     **refusals("assistant_model assistant_tokenizer assistant_early_exit assistant_ensemble_weight", _NO_DRAFTS),
-    **refusals("speculation_type max_matching_ngram_size", _NO_DRAFTS),
+    **refusals("speculation_type", _NO_DRAFTS),
+    **refusals(
+        "max_matching_ngram_size",
+        f"the graph compares 2 to {_LONGEST_NGRAM} tokens; give at most {_LONGEST_NGRAM}, or leave it out",
+        *range(1, _LONGEST_NGRAM + 1),
+    ),
     **refusals("renormalize_logits", "give True or False; both leave the tokens as they are", True, False),
     **refusals("use_cache", "give True or False; the graph always keeps its cache", True, False),
     **refusals("disable_compile", "give True or False; nothing is compiled at run time", True, False),

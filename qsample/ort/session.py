@@ -133,6 +133,7 @@ def open_sessions(
         late_piece_size=_LATE_PIECE_SIZE if fixed is None and device == "cpu" else None,
         tail_size=_TAIL_SIZE_ON_CPU if providers[0] == CPU else None,
         joins_prompts=on_plain_cpu,
+        ragged=on_plain_cpu and interface.features.num_speculative_tokens > 0,
         least_rows=_least_rows(package, options) if on_plain_cpu else None,
     )
 

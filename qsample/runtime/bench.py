@@ -17,7 +17,7 @@ from qsample.runtime.decode.loop import DecodeLoop
 from qsample.runtime.decode.scheduler import Scheduler, SchedulerConfig
 from qsample.runtime.decode.slots import Slots
 from qsample.runtime.parameters import for_package, parameter_row
-from qsample.runtime.sequence import Sequence
+from qsample.runtime.sequence import NO_DRAFTS, DraftStats, Sequence
 from qsample.sampling_params import SamplingParams
 from qsample.tensors import Array
 
@@ -35,7 +35,8 @@ class Measurement:
         first_token_ms: milliseconds from the prompts to the first token of every row, median of the repetitions.
         prefill_tokens_per_second: prompt tokens of all rows over that time.
         decode_ms, decode_ms_p90: milliseconds of a decode step, median and 90th percentile of all steps.
-        tokens_per_second: of all rows together, at the median step.
+        tokens_per_second: of all rows together, at the mean step if tokens are guessed, otherwise at the median step.
+        tokens_per_step: tokens of a row and step; 1 without guesses.
     """
 
     rows: int
@@ -46,10 +47,13 @@ class Measurement:
     decode_ms: float
     decode_ms_p90: float
     tokens_per_second: float
+    tokens_per_step: float = 1.0
 
 
 class LockStep:
     """Rows that start together and are read after every step: the decode loop, for measurements.
+
+    drafts: how the guessed tokens of all rows fared so far.
 
     >>> rows = LockStep(model.sessions, [parameters_0, parameters_1], seeds=[0, 1], capacity=256)
     >>> tokens = [rows.prefill([prompt_0, prompt_1]), rows.decode(), rows.decode()]
@@ -95,6 +99,10 @@ class LockStep:
         self._loop.step()
         return self._newest()
 
+    @property
+    def drafts(self) -> DraftStats:
+        return sum((sequence.drafts for sequence in self._sequences), NO_DRAFTS)
+
     def set_parameter(self, name: str, values: Array) -> None:
         """Replace a parameter of every row, from the next call on."""
         for row, value in enumerate(values):
@@ -124,11 +132,12 @@ def measure(
     for name, value in counts.items():
         if value < 1:
             raise ValueError(f"{name} is {value}; it must be at least 1")
-    needed = prompt_tokens + new_tokens + _WARM_UP_STEPS + 1
+    most = 1 + params.prompt_lookup_num_tokens if params is not None else 1  # tokens of a step
+    needed = prompt_tokens + most * (new_tokens + _WARM_UP_STEPS) + 1
     capacity = model.capacity(needed)
     if capacity < needed:
         raise ValueError(
-            f"{prompt_tokens} prompt tokens, {new_tokens} new ones and {_WARM_UP_STEPS + 1} to warm up need {needed} "
+            f"{prompt_tokens} prompt tokens, {new_tokens} steps and {_WARM_UP_STEPS} to warm up need {needed} "
             f"places, and a row of this package has {capacity}; give fewer, or compile with a larger ctx_len"
         )
     interface = model.interface
@@ -141,14 +150,20 @@ def measure(
 
     first_token: list[float] = []
     steps: list[float] = []
+    drafts = NO_DRAFTS
     for repetition in range(repetitions + 1):  # the first warms up
         loop = LockStep(model.sessions, parameters, list(range(rows)), capacity)
         first = _seconds(partial(loop.prefill, prompts))
-        taken = [_seconds(loop.decode) for _ in range(_WARM_UP_STEPS + new_tokens)][_WARM_UP_STEPS:]
+        for _ in range(_WARM_UP_STEPS):
+            loop.decode()
+        before = loop.drafts
+        taken = [_seconds(loop.decode) for _ in range(new_tokens)]
         if repetition:
             first_token.append(first)
             steps += taken
+            drafts += loop.drafts - before
     first, step = float(np.median(first_token)), float(np.median(steps))
+    mean = float(np.mean(steps)) if drafts.num_drafts else step  # a step costs as much as it has guesses
     return Measurement(
         rows=rows,
         prompt_tokens=prompt_tokens,
@@ -157,7 +172,8 @@ def measure(
         prefill_tokens_per_second=rows * prompt_tokens / first,
         decode_ms=1e3 * step,
         decode_ms_p90=1e3 * float(np.percentile(steps, 90)),
-        tokens_per_second=rows / step,
+        tokens_per_second=rows * drafts.tokens_per_step / mean,
+        tokens_per_step=drafts.tokens_per_step,
     )
 
 

@@ -37,7 +37,7 @@ from qsample.runtime.guided_decoding import Guide
 from qsample.runtime.output import GenerateOutput, Timing, make_output
 from qsample.runtime.prepare import make_sequences
 from qsample.runtime.prompts import is_chat, parse_prompts
-from qsample.runtime.sequence import Sequence
+from qsample.runtime.sequence import NO_DRAFTS, Sequence
 from qsample.sampling_params import SamplingParams
 from qsample.tensors import Array
 from qsample.text.generated_text import Streamer, check_streamer
@@ -432,7 +432,8 @@ def _run(
     if streamer is not None:
         streamer.end()
     prefilled = prefilled or ended
-    return Timing(prefilled - started, ended - prefilled, loop.steps)
+    drafts = sum((sequence.drafts for sequence in sequences), NO_DRAFTS)
+    return Timing(prefilled - started, ended - prefilled, loop.steps, drafts)
 
 
 def _stream(streamer: Streamer | None, most: int | None, sequence: Sequence) -> None:

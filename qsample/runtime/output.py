@@ -15,7 +15,7 @@ import numpy as np
 from qsample.contract import BATCH, LOGPROBS
 from qsample.huggingface.keywords import GENERATE
 from qsample.interface import Interface
-from qsample.runtime.sequence import Sequence
+from qsample.runtime.sequence import NO_DRAFTS, DraftStats, Sequence
 from qsample.tensors import Array
 
 _FILL = {"logprobs": np.nan, "top_logprobs": np.nan, "top_logprob_ids": -1, "probs": 0}
@@ -30,11 +30,13 @@ class Timing:
         decode_seconds: from there to the end.
         steps: decode steps of the whole batch, a run of the graph each; double buffering may run a window more than the
             rows needed.
+        drafts: how the guessed tokens of all rows fared; zeros if the package makes no guesses.
     """
 
     prefill_seconds: float
     decode_seconds: float
     steps: int
+    drafts: DraftStats = NO_DRAFTS
 
 
 class GenerateOutput:

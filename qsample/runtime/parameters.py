@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from qsample.contract import ALLOWED_TOKENS, MASK_WORDS, PAD_STOP_ID, SEED
+from qsample.contract import ALLOWED_TOKENS, DRAFT_IDS, MASK_WORDS, PAD_STOP_ID, SEED
 from qsample.errors import ArgumentError, shown
 from qsample.interface import Interface
 from qsample.runtime.prompts import check_token_ids
@@ -19,7 +19,8 @@ from qsample.text.tokenizer import Tokenizer
 
 # Inputs that are not the value of a single field of SamplingParams.
 _MADE_APART: Final = frozenset(
-    {"stop_ids", "logit_bias_ids", "logit_bias", "min_length", "max_length", ALLOWED_TOKENS.name, SEED.name}
+    {"stop_ids", "logit_bias_ids", "logit_bias", "min_length", "max_length", ALLOWED_TOKENS.name, DRAFT_IDS.name}
+    | {SEED.name}
 )
 
 
@@ -33,7 +34,7 @@ def parameter_row(
     padding: int = 0,
     allowed_tokens: Array | None = None,
 ) -> dict[str, Array]:
-    """A row of every name of `Interface.parameters` but `seed`: scalars, [n], or [q, l].
+    """A row of every name of `Interface.parameters` but `seed` and `draft_ids`: scalars, [n], or [q, l].
 
     Args:
         interface: of the package.
@@ -79,8 +80,8 @@ def _ids(name: str, values: Sequence[Any], vocab_size: int, *, sequences: bool =
     return array if sequences else array[:, 0]
 
 
-def check_filters(interface: Interface, params: SamplingParams) -> None:
-    """Raise ValueError if `params` ask for a filter that the package lacks."""
+def check_features(interface: Interface, params: SamplingParams) -> None:
+    """Raise ValueError if `params` ask for a filter that the package lacks, or for more guesses than it checks."""
     there = interface.features.filters
     for name, field in params.filters.items():
         if name not in there:
@@ -90,16 +91,24 @@ def check_filters(interface: Interface, params: SamplingParams) -> None:
                 f"filters={[*there, name]} (--filter), or give {field}={OFF[field]} to go without",
                 field,
             )
+    guesses, most = params.prompt_lookup_num_tokens, interface.features.num_speculative_tokens
+    if guesses > most:
+        checks = f"checks {most} guesses a step at most" if most else "draws a token a step"
+        raise ArgumentError(
+            f"prompt_lookup_num_tokens is {guesses}, and the package {checks}; compile the portable package with "
+            f'num_speculative_tokens={guesses} (--num-speculative-tokens) and kv_cache_dtype="int8", or give '
+            f"prompt_lookup_num_tokens={most}",
+            "prompt_lookup_num_tokens",
+        )
 
 
 def for_package(interface: Interface, params: SamplingParams, tokenizer: Tokenizer | None) -> SamplingParams:
     """`params` with token ids for the texts of `bad_words` and `dry_sequence_breakers`.
 
     A word is forbidden at the beginning of a text, and after a space if that does not end with the same tokens. Raises
-    ValueError for a filter that the package lacks, a text without a tokenizer, and a breaker that is not a single
-    token.
+    ValueError for what the package lacks, a text without a tokenizer, and a breaker that is not a single token.
     """
-    check_filters(interface, params)
+    check_features(interface, params)
     breakers, words = params.dry_sequence_breakers or (), params.bad_words or ()
     texts = [item for item in breakers if isinstance(item, str)]
     if not texts and not words:

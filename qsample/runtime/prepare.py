@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from qsample.call import Call
-from qsample.contract import MASK_WORDS
+from qsample.contract import MASK_WORDS, PROMPT_LOOKUP
 from qsample.interface import Interface
 from qsample.manifest import TokenIds
 from qsample.runtime.guided_decoding import Guide
@@ -73,6 +73,8 @@ def make_sequences(
             if len(prompts) == 1:
                 raise
             raise ValueError(f"prompt {row // count}: {error}") from None
+        if guided and PROMPT_LOOKUP.name in parameters:
+            parameters[PROMPT_LOOKUP.name] = np.array(0, np.int32)  # the function has to see each token before the next
         text = None if tokenizer is None else GeneratedText(tokenizer, prompt.ids.tolist(), stops)
         sequences.append(Sequence(prompt.ids, parameters, seed, guided, text, prompt.given, max_time=call.max_time))
     if not guided:

@@ -14,7 +14,7 @@ from typing import Any, Final
 import numpy as np
 
 from qsample.errors import Failure, RequestFailedError, shown
-from qsample.runtime.sequence import PrefixStats, Sequence
+from qsample.runtime.sequence import NO_DRAFTS, DraftStats, PrefixStats, Sequence
 from qsample.tensors import Array
 from qsample.values import checked_timeout
 
@@ -44,11 +44,13 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens. cached_tokens: those of the prompt that a slot held already from an earlier request."""
+    """Tokens. cached_tokens: those of the prompt that a slot held already from an earlier request. drafts: how the
+    guessed tokens fared; zeros if the package makes no guesses."""
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
+    drafts: DraftStats = NO_DRAFTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,7 +263,7 @@ class Request:
             finish_reason=reason,
             stop_string=None if text is None else text.stop_string,
             seed=sequence.seed,
-            usage=Usage(len(sequence.prompt), len(tokens), sequence.reused),
+            usage=Usage(len(sequence.prompt), len(tokens), sequence.reused, sequence.drafts),
             timing=RequestTiming(queued, first, now - self.added_at),
             outputs=_stacked(sequence.outputs[: len(tokens)]),
         )

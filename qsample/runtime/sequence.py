@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import astuple, dataclass, field
+from typing import Final
 
 from qsample.contract import RUNNING, STATUS_NAMES, STOPPED
 from qsample.runtime.adapters import Adapter
@@ -30,10 +31,16 @@ class DraftStats:
     def __add__(self, other: DraftStats) -> DraftStats:
         return DraftStats(*map(sum, zip(astuple(self), astuple(other), strict=True)))
 
+    def __sub__(self, earlier: DraftStats) -> DraftStats:
+        return DraftStats(*(now - then for now, then in zip(astuple(self), astuple(earlier), strict=True)))
+
     @property
     def tokens_per_step(self) -> float:
         """Tokens of a decode step: 1 without guesses, and without steps."""
         return 1 + self.num_accepted_tokens / max(self.num_steps, 1)
+
+
+NO_DRAFTS: Final = DraftStats()
 
 
 @dataclass(slots=True, eq=False)
@@ -42,7 +49,7 @@ class Sequence:
 
     Attributes:
         prompt: [n] int64, n >= 1.
-        parameters: the row of every name of `Interface.parameters`.
+        parameters: the row of every name of `Interface.parameters` but `seed` and `draft_ids`.
         seed: of its random numbers.
         guided: whether a function has to see each token before the next is sampled.
         text: decodes its tokens; None without a tokenizer.
@@ -84,7 +91,7 @@ class Sequence:
     admitted_at: float | None = None
     sampled: list[int] = field(default_factory=list)
     outputs: list[Mapping[str, Array]] = field(default_factory=list)
-    drafts: DraftStats = DraftStats()
+    drafts: DraftStats = NO_DRAFTS
     status: int = RUNNING
     max_length: int = field(init=False)
     reason: str | None = None

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from qsample.runtime import Delta, Request, RequestOutput
 from qsample.runtime.request import RequestTiming, Usage
+from qsample.runtime.sequence import NO_DRAFTS
 from qsample.sampling_params import SamplingParams
 from qsample.serve.choices import Choice, prompt_logprobs
 from qsample.serve.guides import GrammarGuide
@@ -237,7 +238,14 @@ class Answers:
         prompt = sum(output.usage.prompt_tokens for output in firsts)
         completion = sum(output.usage.completion_tokens for output in outputs)
         cached = sum(output.usage.cached_tokens for output in firsts)
-        return {**_total(prompt, completion), "prompt_tokens_details": {"cached_tokens": cached}}
+        usage: dict[str, Any] = {**_total(prompt, completion), "prompt_tokens_details": {"cached_tokens": cached}}
+        if self._model.interface.features.num_speculative_tokens:
+            drafts = sum((output.usage.drafts for output in outputs), NO_DRAFTS)
+            usage["completion_tokens_details"] = {
+                "accepted_prediction_tokens": drafts.num_accepted_tokens,
+                "rejected_prediction_tokens": drafts.num_draft_tokens - drafts.num_accepted_tokens,
+            }
+        return usage
 
     def _count(self, completion: int) -> dict[str, Any]:
         return _total(sum(request.prompt_tokens for request in self._requests[:: self._body.choices]), completion)

@@ -12,7 +12,7 @@ from typing import Any, Final
 from qsample.call import Call
 from qsample.errors import QsampleError
 from qsample.runtime import CausalLM, Engine, QueueFullError, Request, load
-from qsample.runtime.parameters import check_filters
+from qsample.runtime.parameters import check_features
 from qsample.sampling_params import FILTER_FIELDS, SamplingParams
 from qsample.serve.guides import Grammars
 from qsample.serve.http import ApiError
@@ -25,6 +25,7 @@ from qsample.text.tokenizer import Tokenizer
 # Fields that a model's generation_config decides with generation_config="auto".
 _OF_CONFIG: Final = (
     *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens"),
+    "prompt_lookup_num_tokens",
     *FILTER_FIELDS,
 )
 _MARK_TOKENS: Final = 32  # more than the longest mark around thoughts has, even in single characters
@@ -60,8 +61,10 @@ class ServedModel:
         if settings.generation_config == "auto":
             config = self.model.generation_config
             self.defaults |= {name: config[name] for name in _OF_CONFIG if config.get(name) is not None}
+        if settings.speculative_config is not None:
+            self.defaults["prompt_lookup_num_tokens"] = settings.speculative_config["num_speculative_tokens"]
         # So does a mistake in the generation_config, and a filter that the package lacks.
-        check_filters(self.interface, SamplingParams(**self.defaults))  # type: ignore[arg-type]
+        check_features(self.interface, SamplingParams(**self.defaults))  # type: ignore[arg-type]
         self.tool_format = find_tool_format(settings.tool_call_parser, self._template)
         self._reasoning_format = find_reasoning_format(settings.reasoning_parser, self._is_shown)
         self.grammars = Grammars(self.model)

@@ -22,6 +22,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from qsample.contract import MOST_SPECULATIVE_TOKENS
 from qsample.sampling_params import FILTER_FIELDS, OFF, SEEDS, SMALLEST_TOP_P
 from qsample.serve.grammar import Form
 from qsample.serve.http import ApiError
@@ -40,6 +41,7 @@ MOST_FIELDS: Final = 256  # of an object; pydantic notes an error for each that 
 # Fields that have the same name in `SamplingParams`.
 _SAME_NAME: Final = (
     *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
+    "prompt_lookup_num_tokens",
     *FILTER_FIELDS,
 )
 # Clients also write -1 for off, and a top_p of 0 for the likeliest token alone.
@@ -142,8 +144,9 @@ class GenerationRequest(FilterFields):
     """The fields that completions and chat completions share; names, ranges and defaults are OpenAI's, after `top_k`
     vLLM's.
 
-    model: a served name; None = the first. repeat_penalty: llama.cpp's name of repetition_penalty. `user` and the
-    fields after it are ignored.
+    model: a served name; None = the first. repeat_penalty: llama.cpp's name of repetition_penalty.
+    prompt_lookup_num_tokens: transformers'; 0 = no guesses, whatever the server's default is. `user` and the fields
+    after it are ignored.
     """
 
     default_limit: ClassVar[int | None] = None  # tokens of an answer; None = as many as the context has room for
@@ -167,6 +170,7 @@ class GenerationRequest(FilterFields):
     repetition_penalty: Penalty | None = Field(
         None, validation_alias=AliasChoices("repetition_penalty", "repeat_penalty")
     )
+    prompt_lookup_num_tokens: Annotated[StrictInt, Field(ge=0, le=MOST_SPECULATIVE_TOKENS)] | None = None
     min_tokens: Annotated[StrictInt, Field(ge=0, le=MOST_TOKENS)] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True)] | None = Field(None, max_length=MOST_STOPS)
     ignore_eos: StrictBool = False

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
+from qsample.contract import MOST_SPECULATIVE_TOKENS
 from qsample.errors import shown
 from qsample.ort.options import NO_SPINNING
 from qsample.runtime.decode.stored_prefixes import DEFAULT_BYTES
 from qsample.serve.parsers import REASONING_FORMATS, TOOL_FORMATS
-from qsample.values import check_count
+from qsample.values import check_count, is_integer
 
 DEFAULT_PORT: Final = 8000
 _NO_SPINNING: Final = {**NO_SPINNING, "session.inter_op.allow_spinning": "0"}
@@ -37,6 +38,9 @@ class ServeSettings:
         tool_call_parser: the format of tool calls; None = the format that the chat template teaches.
         reasoning_parser: the format of thoughts, which answers then have in a field of their own; None = they stay in
             the answer.
+        speculative_config: vLLM's, for requests that do not say prompt_lookup_num_tokens: {"method": "ngram",
+            "num_speculative_tokens": n}, with packages that were compiled for at least n. prompt_lookup_min and
+            prompt_lookup_max are accepted; the graph looks for 2 to 8 tokens. None = no guesses.
         trust_request_chat_template: accept chat templates of clients, which are programs, and not only names of the
             package's templates.
         max_body_bytes: of a request.
@@ -63,6 +67,7 @@ class ServeSettings:
     generation_config: Literal["openai", "auto"] = "openai"
     tool_call_parser: str | None = None
     reasoning_parser: str | None = None
+    speculative_config: Mapping[str, Any] | None = None
     trust_request_chat_template: bool = False
     max_body_bytes: int = 4 * 2**20
     request_timeout: float | None = None
@@ -92,6 +97,8 @@ class ServeSettings:
         for name, known in (("tool_call_parser", [*TOOL_FORMATS]), ("reasoning_parser", [*REASONING_FORMATS])):
             if getattr(self, name) not in (None, *known):
                 raise ValueError(f"{name} is {shown(getattr(self, name))}; choose from {', '.join(known)}")
+        if self.speculative_config is not None:
+            _check_speculative_config(self.speculative_config)
         for name in ("api_keys", "cors_origins"):
             if isinstance(getattr(self, name), str):
                 raise ValueError(f"{name} is a text; give a tuple of texts")
@@ -102,3 +109,18 @@ class ServeSettings:
     def session_options(self) -> dict[str, str]:
         """The configuration of ONNX Runtime's sessions, by its keys."""
         return {**({} if self.spinning else _NO_SPINNING), **self.session_config}
+
+
+def _check_speculative_config(config: Any) -> None:
+    """Raise ValueError for anything but vLLM's settings of n-gram speculation."""
+    accepted = '{"method": "ngram", "num_speculative_tokens": n}'
+    if not isinstance(config, Mapping) or config.get("method") != "ngram":
+        raise ValueError(f"speculative_config is {shown(config)}; tokens are guessed by prompt lookup: give {accepted}")
+    names = ("num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max")
+    if others := config.keys() - {"method", *names}:
+        raise ValueError(f"speculative_config has {', '.join(sorted(map(repr, others)))}; give {accepted}")
+    for name in names:
+        if (name == names[0] or name in config) and not is_integer(config.get(name), 1, MOST_SPECULATIVE_TOKENS):
+            raise ValueError(
+                f"speculative_config has {name} {shown(config.get(name))}; give 1 to {MOST_SPECULATIVE_TOKENS}"
+            )
