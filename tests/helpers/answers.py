@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from qsample.interface import Features
 from qsample.runtime import Delta, RequestOutput
 from qsample.runtime.request import RequestTiming, Usage
 
@@ -74,7 +75,7 @@ class Scripted:
         self.cancelled += 1
 
 
-def served(*requests: Scripted | Exception) -> Any:
+def served(*requests: Scripted | Exception, features: Features | None = None) -> Any:
     """As `ServedModel`: its `add` gives the requests in turn, and `places` has what it was asked for."""
     waiting, places = list(requests), list[int]()
 
@@ -87,6 +88,7 @@ def served(*requests: Scripted | Exception) -> Any:
 
     return SimpleNamespace(
         name="tiny",
+        interface=SimpleNamespace(features=features or Features()),
         ends={END},
         token_texts=Texts(),
         tokenizer=SimpleNamespace(encode=lambda text, *, add_special_tokens: [*text] + ["<s>"] * add_special_tokens),

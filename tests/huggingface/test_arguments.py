@@ -188,7 +188,7 @@ def test_values_that_ask_for_nothing_pass(model: CausalLM) -> None:
         ),
         ({"output_scores": True}, "output_scores is True, .*return_pdfs=True .*logprobs=True"),
         ({"output_logits": True}, "output_logits is True, .*logprobs=True"),
-        ({"assistant_model": object()}, "assistant_model is of type object, .*assisted generation"),
+        ({"assistant_model": object()}, "assistant_model is of type object, .*prompt_lookup_num_tokens"),
         ({"past_key_values": ()}, "past_key_values is"),
         ({"logits_processor": [print]}, "logits_processor is given.*logit_bias=True.*allowed_tokens=True"),
         ({"prefix_allowed_tokens_fn": print}, "prefix_allowed_tokens_fn is .*allowed_tokens"),

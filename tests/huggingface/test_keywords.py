@@ -16,7 +16,7 @@ from qsample.huggingface.keywords import FROM_PRETRAINED, GENERATE, IGNORED, che
 
 @pytest.mark.parametrize(("table", "name"), [(table, name) for table in (GENERATE, FROM_PRETRAINED) for name in table])
 def test_a_value_that_asks_for_something_is_refused_by_name(table: Any, name: str) -> None:
-    for value in ("something", 3, -0.5, [7], {"a": 1}, np.ones((2, 2)), object()):
+    for value in ("something", 33, -0.5, [7], {"a": 1}, np.ones((2, 2)), object()):
         with pytest.raises(ValueError, match=f"^{name} is .*not supported: {re.escape(table[name].instead)}"):
             without_refused(table, {name: value})
     for value in (None, *table[name].neutral):

@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 
+from qsample.interface import Features
 from qsample.runtime import RequestOutput, SamplingParams
 from qsample.runtime.request import Usage
+from qsample.runtime.sequence import DraftStats
 from qsample.serve.answers import Answers
 from qsample.serve.chats import ChatCompletionRequest
 from qsample.serve.choices import ChatChoice, CompletionChoice
@@ -128,6 +130,17 @@ def test_what_the_engine_is_given() -> None:
     assert play.followed == [
         *(("answer", "tiny", request) for request in requests[1:]), ("scoring", "tiny", scoring),
     ]  # fmt: skip
+
+
+def test_guesses_that_were_right_and_wrong_are_counted() -> None:
+    counts = Usage(10, 5, 4, DraftStats(num_steps=2, num_drafts=1, num_draft_tokens=7, num_accepted_tokens=3))
+    outputs = [ended(2, usage=counts), ended(2, usage=counts), ended(2)]
+    play = Play(completion(n=3), *(Scripted(output=output) for output in outputs))
+    assert "completion_tokens_details" not in play.whole([5])["usage"]
+    play = Play(completion(n=3), *(Scripted(output=output) for output in outputs))
+    play.model.interface.features = Features(num_speculative_tokens=7)
+    wanted = {"accepted_prediction_tokens": 6, "rejected_prediction_tokens": 8}
+    assert play.whole([5])["usage"]["completion_tokens_details"] == wanted
 
 
 def test_without_a_seed_each_prompt_has_its_own() -> None:

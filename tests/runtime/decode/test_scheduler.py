@@ -296,6 +296,42 @@ def test_joined_slots(lengths: dict[int, int], slot: int, chunk: int | None, joi
     assert sorted(joined_slots(lengths, slot, 64, chunk)) == sorted(joined)
 
 
+@pytest.mark.parametrize(
+    ("lengths", "slot", "chunk", "joined"),
+    [
+        ({0: 8, 1: 7, 2: 1}, 1, None, range(3)),
+        ({0: 8, 2: 8}, 0, None, range(1)),  # a gap
+        ({0: 8, 1: 7, 2: 2, 3: 1}, 0, 17, range(3)),
+        ({0: 8, 1: 10, 2: 2}, 2, 17, range(1, 3)),
+        ({0: 8, 1: 10, 2: 2}, 1, 9, range(1, 2)),  # more than a chunk, alone
+    ],
+)
+def test_any_tails_are_joined_if_calls_are_ragged(
+    lengths: dict[int, int], slot: int, chunk: int | None, joined: range
+) -> None:
+    assert joined_slots(lengths, slot, 64, chunk, ragged=True) == joined
+
+
+def test_tails_behind_different_beginnings_are_read_together() -> None:
+    scheduler = Scheduler(4, prefill_chunk_size=16, piece_size=8, join_prompts=True, ragged=True)
+    long, *others = admitted(scheduler, [5] * 19, [1, 2, 3], [*range(9)], [6])
+    assert scheduler.next_job() == chunk(long, (range(8), range(8, 16)))
+    assert scheduler.next_job() == Read((long, others[0]), (range(16, 19), range(3)))
+    assert [(one.consumed, one.issued) for one in (long, *others)] == [(19, 1), (3, 1), (0, 0), (0, 0)]
+    assert scheduler.next_job() == Window((long, others[0]), 1)
+    assert scheduler.next_job() == chunk(others[1], (range(8), range(8, 9)))
+    scheduler.next_job()
+    assert scheduler.next_job() == chunk(others[2], (range(1),))
+    # The same of a beginning that a slot kept: what is copied anyway waits for its copy.
+    first, same, other = (request(prompt) for prompt in ([*range(8), 7, 7], [*range(8), 8], [9]))
+    scheduler = Scheduler(3, piece_size=8, join_prompts=True, ragged=True, interleave=False)
+    for one in (first, same, other):
+        scheduler.add(one)
+    scheduler.admit()
+    assert scheduler.next_job() == chunk(first, (range(8), range(8, 10)))
+    assert scheduler.next_job() == Read((same, other), (range(8, 9), range(1)), (Copy(same, 0, 8),))
+
+
 def test_whole_prompts_are_read_together() -> None:
     scheduler = Scheduler(4, prefill_chunk_size=8, piece_size=8, join_prompts=True)
     long, *short = (request(prompt) for prompt in ([5] * 9, [1, 2, 3], [3, 4, 5], [6]))
