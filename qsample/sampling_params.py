@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NamedTuple, NoReturn
 
 from qsample.contract import EXTRA_PARAMETERS, LONGEST_MATCH, MOST_SPECULATIVE_TOKENS
 from qsample.errors import ArgumentError, Refusal, shown, unknown, without_refused
@@ -63,6 +63,15 @@ _ONLY_IF_SAMPLING: Final = ("top_h",)  # transformers ignores these in a greedy 
 _TOTALS: Final = {"max_length": "max_new_tokens", "min_length": "min_new_tokens"}
 
 
+class Limits(NamedTuple):
+    """The numbers that a field takes; hosts in other languages get them from here. accepted: the same in words."""
+
+    least: float
+    most: float
+    accepted: str
+    kind: type
+
+
 def _number(
     default: Any, least: float, most: float, accepted: str, is_valid: Any = is_number, kind: type = float
 ) -> Any:
@@ -71,16 +80,18 @@ def _number(
     def check(name: str, value: Any) -> Any:
         return kind(value) if is_valid(value, least, most) else _refuse(name, value, accepted)
 
-    return _checked(default, check)
+    return _checked(default, check, limits=Limits(least, most, accepted, kind))
 
 
 def _integer(default: Any, least: int, most: int, accepted: str) -> Any:
     return _number(default, least, most, accepted, is_integer, int)
 
 
-def _checked(default: Any, check: Callable[[str, Any], Any], *, hashed: bool = True) -> Any:
+def _checked(
+    default: Any, check: Callable[[str, Any], Any], *, hashed: bool = True, limits: Limits | None = None
+) -> Any:
     """A field that keeps the default, or the result of `check(name, value)` for another value."""
-    return field(default=default, hash=hashed, metadata={"check": check})
+    return field(default=default, hash=hashed, metadata={"check": check, "limits": limits})
 
 
 def _refuse(name: str, value: Any, accepted: str) -> NoReturn:

@@ -1,4 +1,4 @@
-"""Writes the tables of docs/contract.md, docs/command-line.md and README.md from qsample/contract.py.
+"""Writes the tables of docs/contract.md, docs/command-line.md and README.md, and js/src/contract.ts, from the contract.
 
     python scripts/contract_tables.py           rewrites the tables in place
     python scripts/contract_tables.py --check   exits with 1 if a table is out of date
@@ -13,12 +13,15 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
+import contract_typescript
+
 from qsample import contract
 from qsample.contract import TensorSpec
 from qsample.interface import Features, Interface, KeyValueShape
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = (ROOT / "docs" / "contract.md", ROOT / "docs" / "command-line.md", ROOT / "README.md")
+TYPESCRIPT = ROOT / "js" / "src" / "contract.ts"
 BLOCK = re.compile(r"(<!-- table: (\w+) -->\n)(.*?)(<!-- end of table -->)", re.DOTALL)
 
 
@@ -124,12 +127,14 @@ def render(page: str) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Rewrite or check the pages; returns the exit status."""
-    stale = [page for page in PAGES if render(page.read_text("utf-8")) != page.read_text("utf-8")]
-    for page in stale:
-        print(f"{'out of date' if '--check' in arguments else 'rewritten'}: {page.relative_to(ROOT)}")
+    """Rewrite or check the files; returns the exit status."""
+    now = {path: path.read_text("utf-8") if path.exists() else "" for path in (*PAGES, TYPESCRIPT)}
+    wanted = {path: contract_typescript.module() if path == TYPESCRIPT else render(text) for path, text in now.items()}
+    stale = [path for path in now if now[path] != wanted[path]]
+    for path in stale:
+        print(f"{'out of date' if '--check' in arguments else 'rewritten'}: {path.relative_to(ROOT)}")
         if "--check" not in arguments:
-            page.write_text(render(page.read_text("utf-8")), "utf-8")
+            path.write_text(wanted[path], "utf-8")
     return 1 if stale and "--check" in arguments else 0
 
 

@@ -1,0 +1,118 @@
+// Chat messages as the prompt that a model was trained on, by the package's own Jinja template.
+import { Template } from "@huggingface/jinja";
+import { ArgumentError, shown } from "./errors.js";
+import { hasFile, type PackageFiles, readText } from "./files.js";
+
+/** A message, as in OpenAI's API. `content`: a text, or parts of type text. */
+export interface Message {
+  role: string;
+  content?: string | readonly { type: "text"; text: string }[] | null;
+  [field: string]: unknown;
+}
+
+/** The parts of a prompt in addition to the messages; the names are transformers', in camelCase. */
+export interface ChatOptions {
+  tools?: readonly unknown[] | null;
+  documents?: readonly unknown[] | null;
+  /** A Jinja template, or the name of a template of the package. */
+  chatTemplate?: string | null;
+  /** End with the opening of the assistant's answer. */
+  addGenerationPrompt?: boolean;
+  /** Further variables of the template, such as enable_thinking. */
+  chatTemplateKwargs?: Readonly<Record<string, unknown>>;
+}
+
+export const CHAT_OPTIONS = ["tools", "documents", "chatTemplate", "addGenerationPrompt", "chatTemplateKwargs"] as const;
+
+export function isChat(value: unknown): value is Message[] {
+  return Array.isArray(value) && value.length > 0 && value.every((item) => typeof item === "object" && item !== null && !Array.isArray(item));
+}
+
+/** A package's chat templates by name, and the special tokens that they spell out. */
+export class ChatTemplates {
+  private constructor(
+    private readonly templates: Readonly<Record<string, string>>,
+    private readonly specialTokens: Readonly<Record<string, string>>,
+  ) {}
+
+  static async of(files: PackageFiles, config: Record<string, any>): Promise<ChatTemplates> {
+    const templates: Record<string, string> = {};
+    if (hasFile(files, "chat_template.jinja")) templates.default = (await readText(files, "chat_template.jinja"))!;
+    for (const name of Object.keys(files.manifest.files)) {
+      const found = /^additional_chat_templates\/([^/]+)\.jinja$/.exec(name);
+      if (found) templates[found[1]] = (await readText(files, name))!;
+    }
+    if (!Object.keys(templates).length) {
+      const given = config.chat_template;
+      if (typeof given === "string") templates.default = given;
+      for (const entry of Array.isArray(given) ? given : []) templates[entry.name] = entry.template;
+    }
+    const special: Record<string, string> = {};
+    for (const [name, value] of Object.entries(config)) {
+      const content = typeof value === "object" && value ? value.content : value;
+      if (name.endsWith("_token") && typeof content === "string") special[name] = content;
+    }
+    return new ChatTemplates(templates, special);
+  }
+
+  get any(): boolean {
+    return Object.keys(this.templates).length > 0;
+  }
+
+  /** The text of a conversation, up to the assistant's answer unless the options say otherwise. */
+  render(messages: readonly Message[], options: ChatOptions): string {
+    const source = this.source(options);
+    const variables = {
+      ...this.specialTokens,
+      ...options.chatTemplateKwargs,
+      tools: options.tools ?? null,
+      documents: options.documents ?? null,
+      add_generation_prompt: options.addGenerationPrompt ?? true,
+    };
+    try {
+      return new Template(source).render({ ...variables, messages: messages.map(checked) });
+    } catch (error) {
+      if (error instanceof ArgumentError) throw error;
+      throw new ArgumentError(`the model's chat template refuses these messages: ${(error as Error).message}`, "messages");
+    }
+  }
+
+  private source({ chatTemplate, tools }: ChatOptions): string {
+    const names = Object.keys(this.templates);
+    if (chatTemplate != null) {
+      if (!(chatTemplate in this.templates) && !chatTemplate.includes("{")) {
+        throw new ArgumentError(
+          `chatTemplate is ${shown(chatTemplate)}, which is neither Jinja nor a template of the package (it has ` +
+            `${names.join(", ") || "none"}); give such a name, or the template's text`, "chatTemplate");
+      }
+      return this.templates[chatTemplate] ?? chatTemplate;
+    }
+    const source = (tools && this.templates.tool_use) || this.templates.default;
+    if (source) return source;
+    throw new ArgumentError(
+      names.length
+        ? `the package has several chat templates and no default; give chatTemplate a name: ${names.join(", ")}`
+        : "the package has no chat template; give chatTemplate, or give plain text", "chatTemplate");
+  }
+}
+
+/** A message with its content as text: parts of text are joined by line breaks. */
+function checked(message: Message, index: number): Record<string, unknown> {
+  if (typeof message.role !== "string") throw new ArgumentError(`chat message ${index} is ${shown(message)}; give {role, content}`, "messages");
+  const own = Object.fromEntries(Object.entries(message).filter(([, value]) => value != null));
+  const { content } = own;
+  if (content === undefined) {
+    if (message.role === "assistant" && Object.keys(own).length > 1) return own; // it may have called tools
+    throw new ArgumentError(`chat message ${index} (${message.role}) has no content; give a text, or parts of type text`, "messages");
+  }
+  if (Array.isArray(content)) {
+    const wrong = content.find((part) => part?.type !== "text" || typeof part.text !== "string");
+    if (wrong !== undefined) {
+      throw new ArgumentError(`chat message ${index} has the part ${shown(wrong)}; the model reads text only: {type: "text", text}`, "messages");
+    }
+    own.content = content.map((part) => part.text).join("\n");
+  } else if (typeof content !== "string" && message.role !== "tool") {
+    throw new ArgumentError(`the content of chat message ${index} is ${shown(content)}; give a text, or parts of type text`, "messages");
+  }
+  return own;
+}

@@ -1,0 +1,238 @@
+// Rows → their tokens, step by step: the loop of docs/contract.md.
+import type { InferenceSession } from "onnxruntime-web";
+import { RUNNING, STATUS_NAMES, STOPPED } from "./contract.js";
+import { QsampleError } from "./errors.js";
+import type { Manifest } from "./manifest.js";
+import { readableSeed } from "./options.js";
+import { type AllowedTokens, maskOf, parameterTensors, type Row } from "./parameters.js";
+import type { Runtime, Tensors } from "./runtime.js";
+import type { Memory, Run, States } from "./states.js";
+import { GeneratedText, type Tokenizer } from "./text.js";
+
+/** Why a row ended: a stop token or a stop string, its length, or logits without a finite value. */
+export type FinishReason = "stop" | "length" | "invalid";
+
+/** A likely token: its log-probability by the model's own logits. */
+export interface Alternative {
+  token: number;
+  text: string;
+  logprob: number;
+}
+
+/** A token as it comes. */
+export interface Piece {
+  /** The number of its prompt. */
+  index: number;
+  /** null: the row ended without one, because its logits were invalid. */
+  token: number | null;
+  /** The text that the token makes certain; "" if it completes no character. */
+  text: string;
+  /** Of the last piece of a row; null before. */
+  finishReason: FinishReason | null;
+  /** Reproduces the row. */
+  seed: number | bigint;
+  /** Of packages with the feature, like those below it. */
+  logprob?: number;
+  topLogprobs?: Alternative[];
+  /** The distribution that the token was drawn from, [V]. */
+  probs?: Float32Array;
+}
+
+/** Says before each token of a row which tokens may come. `tokens`: those that it sampled so far. */
+export type AllowedTokensFn = (row: { index: number; tokens: readonly number[] }) => AllowedTokens | Promise<AllowedTokens>;
+
+/** What generation needs of a model. */
+export interface Engine {
+  manifest: Manifest;
+  tokenizer: Tokenizer | null;
+  runtime: Runtime;
+  decoder: InferenceSession;
+  memory: Memory;
+  run: Run;
+  /** Whether the capacity may grow while a text does. */
+  grows: boolean;
+}
+
+export interface LoopOptions {
+  /** The most tokens of a row's buffers. */
+  capacity: number;
+  allowedTokens?: AllowedTokens | AllowedTokensFn;
+  flushEvery?: number;
+  signal?: AbortSignal;
+}
+
+/** Times in milliseconds. `steps`: runs of the graph after the prompts. `reads`: how often tokens came to the host. */
+export interface Timing {
+  prefillMs: number;
+  decodeMs: number;
+  steps: number;
+  reads: number;
+}
+
+const PIECE = 64; // tokens of a prompt that are read in a call, as the Python runtime reads them
+const LATE = 1024; // tokens after which pieces are longer, because each reads the cache
+const LATE_PIECE = 256;
+const FIRST_ROOM = 64; // tokens of the first buffers after the longest prompt
+const MULTIPLE = 64; // capacities are multiples of this
+const FLUSH_EVERY = 4; // steps between two reads, if a read waits for the device
+
+const roundedUp = (tokens: number): number => Math.ceil(tokens / MULTIPLE) * MULTIPLE;
+
+/** A row with what is known of it. */
+interface Active {
+  row: Row;
+  tokens: number[];
+  text: GeneratedText | null;
+  ended: boolean;
+}
+
+/** Yields the tokens of the rows as they are read. `timing` is filled in on the way. */
+export async function* generateRows(engine: Engine, rows: readonly Row[], options: LoopOptions, timing: Timing): AsyncGenerator<Piece, void, undefined> {
+  const { manifest, runtime, tokenizer } = engine;
+  const { ort } = runtime;
+  const { signal } = options;
+  const active: Active[] = rows.map((row) => ({
+    row, tokens: [], text: tokenizer && new GeneratedText(tokenizer, row.prompt, row.stop), ended: false,
+  }));
+  const optional = ["logprobs", "top_logprobs", "probs"].some((name) => Boolean(manifest.interface.features[name as "probs"]));
+  const guided = typeof options.allowedTokens === "function";
+  const window = guided || optional ? 1 : (options.flushEvery ?? (runtime.gpu ? FLUSH_EVERY : 1));
+  const parametersOf = (some: readonly Row[]): Tensors => parameterTensors(ort, manifest, some, runtime.gpu !== undefined);
+  const needed = Math.max(...rows.map(({ maxLength }) => maxLength));
+  const longest = Math.max(...rows.map(({ prompt }) => prompt.length));
+  const whole = Math.min(roundedUp(needed), options.capacity);
+  let capacity = engine.grows ? Math.min(whole, roundedUp(longest + FIRST_ROOM)) : whole;
+  const started = performance.now();
+
+  const mask = async (one: Active): Promise<void> => {
+    const { allowedTokens } = options;
+    if (allowedTokens === undefined) return;
+    const allowed = guided ? await (allowedTokens as AllowedTokensFn)({ index: one.row.index, tokens: [...one.tokens] }) : (allowedTokens as AllowedTokens);
+    one.row.values.allowed_tokens = maskOf(manifest, allowed);
+  };
+  const call = async (states: States, inputs: Tensors): Promise<Tensors> => {
+    signal?.throwIfAborted();
+    const given: Tensors = { ...inputs, ...states.feeds(), ...(inputs.input_ids ? { input_ids: inputs.input_ids } : {}) };
+    const feeds = Object.fromEntries(engine.decoder.inputNames.map((name) => [name, given[name]]));
+    const results = await engine.run(engine.decoder, feeds, states.fetches());
+    states.accept(results);
+    return results;
+  };
+  const callInputs = (count: number, emit: boolean): Tensors => ({
+    input_lengths: new ort.Tensor("int32", new Int32Array(count).fill(1), [count]),
+    emit: new ort.Tensor("bool", new Uint8Array(count).fill(Number(emit)), [count]),
+  });
+  /** Take the tokens over that were read: of the rows that still run, in the rows of `states`. */
+  const take = async function* (states: States, some: readonly Active[], count: number, results: Tensors): AsyncGenerator<Piece> {
+    const { status, tokens } = await states.read(some.map(({ row, tokens }) => row.prompt.length + tokens.length), count);
+    timing.reads += 1;
+    for (const [place, one] of some.entries()) {
+      if (one.ended) continue;
+      const news = tokens[place];
+      for (const [order, token] of news.entries()) {
+        one.tokens.push(token);
+        let text = one.text?.put(token) ?? "";
+        const stopped = one.text?.stopped ?? false;
+        const last = order === news.length - 1 && status[place] !== RUNNING;
+        one.ended = stopped || last;
+        if (one.ended) text += one.text?.end() ?? "";
+        const finishReason = stopped ? STATUS_NAMES[STOPPED] : last ? STATUS_NAMES[status[place]] : null;
+        yield { ...piece(one, token, text, finishReason), ...optionalOutputs(tokenizer, results, place) };
+        if (stopped) break;
+      }
+      if (!one.ended && status[place] !== RUNNING) {
+        one.ended = true;
+        yield piece(one, null, one.text?.end() ?? "", STATUS_NAMES[status[place]]);
+      }
+      if (one.ended && status[place] === RUNNING) states.stop(place);
+      if (!one.ended && news.length !== count) {
+        throw new QsampleError(`a row still runs with ${news.length} new tokens of ${count} steps; the graph does not follow the decode contract`);
+      }
+    }
+  };
+
+  let states: States | undefined;
+  const alone: States[] = [];
+  try {
+    // 1. Each prompt by itself, in pieces.
+    for (const one of active) {
+      await mask(one);
+      const { prompt, seed } = one.row;
+      const own = await engine.memory.start([seed], capacity);
+      alone.push(own);
+      const parameters = parametersOf([one.row]);
+      let results: Tensors = {};
+      for (let start = 0; start < prompt.length; ) {
+        const end = Math.min(prompt.length, start + (start < LATE ? PIECE : LATE_PIECE));
+        const ids = prompt.slice(start, end);
+        // A single token would run kernels of its own, which round otherwise.
+        const width = Math.max(ids.length, Math.min(2, capacity - start));
+        const padded = BigInt64Array.from({ length: width }, (_, place) => BigInt(ids[Math.min(place, ids.length - 1)]));
+        results = await call(own, {
+          ...parameters,
+          ...callInputs(1, end === prompt.length),
+          input_ids: new ort.Tensor("int64", padded, [1, width]),
+          input_lengths: new ort.Tensor("int32", Int32Array.of(ids.length), [1]),
+        });
+        start = end;
+      }
+      yield* take(own, [one], 1, results);
+    }
+    states = alone.length > 1 ? engine.memory.join(alone) : alone[0];
+    alone.length = 0;
+    const decoding = performance.now();
+    timing.prefillMs += decoding - started;
+
+    // 2. All rows together, a token a step.
+    let parameters = parametersOf(rows);
+    const inputs = callInputs(rows.length, true);
+    while (active.some(({ ended }) => !ended)) {
+      const running = active.filter(({ ended }) => !ended);
+      // Before a call whose token would fill the buffers of a row, and end it.
+      const most = Math.max(...running.map(({ row, tokens }) => row.prompt.length + tokens.length));
+      if (most + 1 >= capacity && capacity < whole) {
+        capacity = Math.min(whole, 2 * capacity);
+        await states.grow(capacity, active.map(({ row, tokens }) => [...row.prompt, ...tokens]));
+      }
+      if (guided) {
+        for (const one of running) await mask(one);
+        parameters = parametersOf(rows);
+      }
+      const left = Math.max(...running.map(({ row, tokens }) => row.maxLength - row.prompt.length - tokens.length));
+      const room = capacity < whole ? capacity - 1 - most : Infinity;
+      const steps = Math.max(1, Math.min(window, left, room));
+      let results: Tensors = {};
+      for (let step = 0; step < steps; step += 1) results = await call(states, { ...parameters, ...inputs });
+      timing.steps += steps;
+      yield* take(states, active, steps, results);
+      timing.decodeMs = performance.now() - decoding;
+    }
+  } finally {
+    for (const own of alone) own.free();
+    states?.free();
+  }
+}
+
+function piece(one: Active, token: number | null, text: string, reason: string | null): Piece {
+  return { index: one.row.index, token, text, finishReason: reason as FinishReason | null, seed: readableSeed(one.row.seed) };
+}
+
+/** The optional outputs of a row; such packages are read after every step. */
+function optionalOutputs(tokenizer: Tokenizer | null, results: Tensors, place: number): Partial<Piece> {
+  const found: Partial<Piece> = {};
+  const of = (name: string): any => {
+    const tensor = results[name];
+    const width = tensor ? tensor.dims[1] : 0;
+    return (tensor?.data as Float32Array | undefined)?.slice(place * width, (place + 1) * width);
+  };
+  const [logprob, ids, likeliest, probs] = ["logprobs", "top_logprob_ids", "top_logprobs", "probs"].map(of);
+  if (logprob) found.logprob = logprob[0];
+  if (ids) {
+    found.topLogprobs = Array.from(ids as Int32Array, (token, rank) => ({
+      token, text: tokenizer?.decode([token], { skipSpecialTokens: false }) ?? "", logprob: likeliest[rank],
+    }));
+  }
+  if (probs) found.probs = probs;
+  return found;
+}
+

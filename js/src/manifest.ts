@@ -1,0 +1,71 @@
+// qsample.json as typed data: as much of it as a host needs, checked.
+import { CONTRACT_VERSION } from "./contract.js";
+import { PackageError, shown } from "./errors.js";
+
+export interface Features {
+  sampler: boolean;
+  logit_bias: boolean;
+  allowed_tokens: boolean;
+  logprobs: boolean;
+  top_logprobs: number;
+  probs: boolean;
+  filters: string[];
+  filter_order: string;
+  seed: boolean;
+}
+
+export interface Manifest {
+  contract_version: string;
+  interface: {
+    vocab_size: number;
+    features: Features;
+    captured: boolean;
+  };
+  token_ids: { pad: number; bos: number | null; eos: number[] };
+  max_position_embeddings: number | null;
+  compilation: {
+    ctx_len: number;
+    batch_size: number | null;
+    execution_providers: string[];
+  } | null;
+  files: Record<string, { bytes: number; sha256: string }>;
+  source: { model_id: string };
+}
+
+export const MANIFEST = "qsample.json";
+// Contract 2.1 adds what a package with speculation or adapters needs; one without them is the same as in 2.0.
+const VERSIONS = [CONTRACT_VERSION];
+
+/** The content of qsample.json. `where`: of the package, for messages. */
+export function parseManifest(text: string, where: string): Manifest {
+  let data: any;
+  try {
+    data = JSON.parse(text);
+  } catch (error) {
+    throw new PackageError(`${MANIFEST} of ${where} is not JSON (${(error as Error).message}); export the package again`);
+  }
+  if (typeof data?.contract_version !== "string") {
+    throw new PackageError(`${MANIFEST} of ${where} has no contract_version, so it is no package of qsample`);
+  }
+  if (!VERSIONS.includes(data.contract_version)) {
+    throw new PackageError(
+      `the package ${where} follows decode contract ${shown(data.contract_version)} and this version of qsample runs ` +
+        `${VERSIONS.join(", ")}; install another version of one of them, or make the package again`,
+    );
+  }
+  const missing = ["interface", "token_ids", "files"].filter((key) => typeof data[key] !== "object" || !data[key]);
+  if (missing.length || typeof data.interface.features !== "object") {
+    throw new PackageError(`${MANIFEST} of ${where} lacks ${missing.join(", ") || "interface.features"}; export the package again`);
+  }
+  for (const name of Object.keys(data.files)) {
+    if (!name || name.startsWith("/") || /[\\:]/.test(name) || name.split("/").some((part) => part === ".." || part === ".")) {
+      throw new PackageError(`${MANIFEST} of ${where} lists the file ${shown(name)}, outside of it; do not use this package`);
+    }
+  }
+  if (!data.interface.features.sampler) {
+    throw new PackageError(
+      `the package ${where} was exported without its sampler (include_sampler=False); export it with the sampler`,
+    );
+  }
+  return data as Manifest;
+}

@@ -1,0 +1,34 @@
+// The package in Node: folders and addresses, onnxruntime-node or WebAssembly.
+import { ArgumentError, DeviceError, shown } from "./errors.js";
+import { Meter, openUrl } from "./files.js";
+import { LOAD_OPTIONS, type LoadOptions } from "./load.js";
+import { type Model, openModel } from "./model.js";
+import { openFolder } from "./node_files.js";
+import type { Ort, Runtime } from "./runtime.js";
+import { openWasm } from "./web_runtime.js";
+
+export * from "./common.js";
+export type { LoadOptions };
+
+/** Open a package: a folder, or an address that begins with http. */
+export async function load(source: string | URL, options: LoadOptions = {}): Promise<Model> {
+  const unknown = Object.keys(options).find((name) => !LOAD_OPTIONS.includes(name));
+  if (unknown) throw new ArgumentError(`there is no option ${unknown}; the options are ${LOAD_OPTIONS.join(", ")}`, unknown);
+  const { device = "cpu" } = options;
+  const meter = new Meter(options.progress);
+  const files = /^https?:/.test(String(source)) ? await openUrl(source, options, meter) : await openFolder(source, options, meter);
+  return openModel(files, await openRuntime(device, options), options, meter);
+}
+
+async function openRuntime(device: string, options: LoadOptions): Promise<Runtime> {
+  if (device === "wasm") return openWasm(options);
+  if (device !== "cpu" && device !== "webgpu") throw new ArgumentError(`device is ${shown(device)}; give "cpu", "wasm" or "webgpu"`, "device");
+  let ort: Ort;
+  try {
+    ort = ((await import("onnxruntime-node")) as any).default;
+  } catch (error) {
+    throw new DeviceError(
+      `device is "${device}", which needs onnxruntime-node (${(error as Error).message.slice(0, 200)}); npm install onnxruntime-node, or give device: "wasm"`);
+  }
+  return { ort, device, native: true, threads: options.threads };
+}

@@ -1,0 +1,148 @@
+// The parameters of rows → the tensors that the graph reads, padded as the contract says.
+import type { Tensor } from "onnxruntime-web";
+import { ALLOWED_TOKENS, CANDIDATES, EXTRA_PARAMETERS, LOGIT_BIAS_INPUTS, PARAMETERS, type TensorSpec } from "./contract.js";
+import { ArgumentError, shown } from "./errors.js";
+import type { Manifest } from "./manifest.js";
+import { checkFilters, lengthsOf, type Params } from "./options.js";
+import type { Ort, Tensors } from "./runtime.js";
+import type { Tokenizer } from "./text.js";
+
+/** A prompt and how to continue it. `values`: a number, [n] or [q, l] for each parameter of the graph. */
+export interface Row {
+  index: number;
+  prompt: number[];
+  seed: bigint;
+  stop: string[];
+  maxLength: number;
+  values: Record<string, number | readonly number[] | readonly (readonly number[])[] | Int32Array>;
+}
+
+/** The tokens that may come: a bitmask of 32-bit words, their ids, or null for all. */
+export type AllowedTokens = Int32Array | readonly number[] | null;
+
+/** The parameters of a package's graph, but for the seed. */
+export function parameterSpecs(manifest: Manifest): TensorSpec[] {
+  const { features } = manifest.interface;
+  return [
+    ...PARAMETERS,
+    ...(features.logit_bias ? LOGIT_BIAS_INPUTS : []),
+    ...(features.allowed_tokens ? ALLOWED_TOKENS : []),
+    ...features.filters.flatMap((name) => EXTRA_PARAMETERS[name] ?? []),
+  ];
+}
+
+/** A row's values of every parameter. `capacity`: the most tokens that its buffers may have in the end. */
+export function makeRow(
+  manifest: Manifest, tokenizer: Tokenizer | null, params: Params, index: number, prompt: number[], seed: bigint, capacity: number,
+): Row {
+  const { features, vocab_size: vocabulary } = manifest.interface;
+  checkFilters(params, features.filters);
+  const [least, most] = lengthsOf(params, prompt.length, capacity);
+  const check = (ids: readonly number[], option: string): readonly number[] => {
+    const wrong = ids.find((id) => id >= vocabulary);
+    if (wrong !== undefined) throw new ArgumentError(`${option} has the token id ${wrong}; the model's ids are 0 to ${vocabulary - 1}`, option);
+    return ids;
+  };
+  if (params.bias.length && !features.logit_bias) {
+    throw new ArgumentError("logitBias needs a package that was exported with logit_bias (--logit-bias)", "logitBias");
+  }
+  const encode = (text: string, option: string): number[] => {
+    if (!tokenizer) throw new ArgumentError(`${option} has texts, and the package has no tokenizer; give token ids`, option);
+    return tokenizer.encode(text, { addSpecialTokens: false });
+  };
+  const breakers = params.breakers.map((item) => {
+    if (typeof item === "number") return item;
+    const ids = encode(item, "drySequenceBreakers");
+    if (ids.length === 1) return ids[0];
+    throw new ArgumentError(
+      `drySequenceBreakers has ${shown(item)}, which is ${ids.length} tokens; give texts of a single token each, or token ids`, "drySequenceBreakers");
+  });
+  const forbidden: (readonly number[])[] = [...params.badWordsIds];
+  for (const word of params.badWords) {
+    const alone = encode(word.trimStart(), "badWords");
+    const spaced = encode(` ${word.trimStart()}`, "badWords");
+    if (!alone.length) throw new ArgumentError(`badWords has ${shown(word)}, which has no tokens; leave it out`, "badWords");
+    forbidden.push(alone);
+    if (spaced.slice(-alone.length).join() !== alone.join()) forbidden.push(spaced);
+  }
+  const apart: Row["values"] = {
+    min_length: least,
+    max_length: most,
+    stop_ids: check(params.eos ?? manifest.token_ids.eos, "eosTokenId"),
+    logit_bias_ids: check(params.bias.map(([token]) => token), "logitBias"),
+    logit_bias: params.bias.map(([, amount]) => amount),
+    dry_sequence_breakers: check(breakers, "drySequenceBreakers"),
+    bad_words_ids: forbidden.map((ids) => check(ids, "badWordsIds")),
+    allowed_tokens: everyToken(manifest),
+  };
+  const values: Row["values"] = {};
+  for (const spec of parameterSpecs(manifest)) values[spec.name] = apart[spec.name] ?? params.values[spec.name] ?? spec.off!;
+  return { index, prompt, seed, stop: params.stop, maxLength: most, values };
+}
+
+const everyToken = (manifest: Manifest): Int32Array => new Int32Array(Math.ceil(manifest.interface.vocab_size / 32)).fill(-1);
+
+/** Allowed tokens as the bitmask that the graph reads. */
+export function maskOf(manifest: Manifest, allowed: AllowedTokens): Int32Array {
+  const mask = everyToken(manifest);
+  if (allowed === null) return mask;
+  if (allowed instanceof Int32Array) {
+    if (allowed.length === mask.length) return allowed;
+    throw new ArgumentError(`allowedTokens is a mask of ${allowed.length} words; give ${mask.length}, bit i of word w for token 32 w + i`, "allowedTokens");
+  }
+  if (!Array.isArray(allowed)) {
+    throw new ArgumentError(`allowedTokens is ${shown(allowed)}; give token ids, an Int32Array of ${mask.length} words, null for all, or a function that returns one of these`, "allowedTokens");
+  }
+  mask.fill(0);
+  for (const id of allowed) {
+    if (!Number.isInteger(id) || id < 0 || id >= manifest.interface.vocab_size) {
+      throw new ArgumentError(`allowedTokens has ${shown(id)}; the model's ids are 0 to ${manifest.interface.vocab_size - 1}`, "allowedTokens");
+    }
+    mask[id >> 5] |= 1 << (id & 31);
+  }
+  return mask;
+}
+
+const ARRAYS = { float32: Float32Array, int32: Int32Array } as const;
+
+/** The parameter `spec` of some rows: [B], or [B, n] and [B, q, l] as wide as the widest row needs. */
+export function parameterTensor(ort: Ort, spec: TensorSpec, rows: readonly Row[]): Tensor {
+  const type = spec.dtype as keyof typeof ARRAYS;
+  const inner = spec.axes.length - 1;
+  const values = rows.map(({ values }) => values[spec.name]) as any[];
+  const widths: number[] = [];
+  if (inner >= 1) widths.push(Math.max(1, ...values.map((value) => value.length)));
+  if (inner === 2) widths.push(Math.max(1, ...values.flatMap((value: number[][]) => value.map((ids) => ids.length))));
+  const size = widths.reduce((product, width) => product * width, 1);
+  const data = new ARRAYS[type](rows.length * size).fill(spec.off ?? 0);
+  values.forEach((value, row) => {
+    if (inner === 0) data[row] = value;
+    else if (inner === 1) data.set(value, row * size);
+    else value.forEach((ids: number[], place: number) => data.set(ids, row * size + (place + 1) * widths[1] - ids.length)); // padded in front
+  });
+  return new ort.Tensor(type, data as Float32Array, [rows.length, ...widths]);
+}
+
+/** The tensors of every parameter, and what else a call needs to know about its rows. */
+export function parameterTensors(ort: Ort, manifest: Manifest, rows: readonly Row[], takesNoRows: boolean): Tensors {
+  const tensors: Tensors = {};
+  for (const spec of parameterSpecs(manifest)) tensors[spec.name] = parameterTensor(ort, spec, rows);
+  if (manifest.interface.features.seed) tensors.seed = seedTensor(ort, rows);
+  if (manifest.interface.captured) {
+    const searched = rows.flatMap(({ values }, place) => (needsSearch(values) ? [BigInt(place)] : []));
+    if (!searched.length && !takesNoRows) searched.push(0n);
+    tensors.searched_rows = new ort.Tensor("int64", BigInt64Array.from(searched), [searched.length]);
+  }
+  return tensors;
+}
+
+export function seedTensor(ort: Ort, rows: readonly { seed: bigint }[]): Tensor {
+  return new ort.Tensor("int64", BigInt64Array.from(rows, ({ seed }) => seed), [rows.length]);
+}
+
+/** Whether the filters of a row may keep more tokens than a graph for replay has candidates. */
+function needsSearch(values: Row["values"]): boolean {
+  const [temperature, topK, topP, typical] = ["temperature", "top_k", "top_p", "typical_p"].map((name) => (values[name] ?? 1) as number);
+  return temperature > 0 && (topK > CANDIDATES || (topK === 0 && (topP < 1 || typical < 1)));
+}
+

@@ -1,0 +1,343 @@
+// The retained states of some rows: in the host's memory, or on the GPU, where they stay.
+import type { InferenceSession, Tensor } from "onnxruntime-web";
+import { STATES, STOPPED } from "./contract.js";
+import { OutOfMemoryError } from "./errors.js";
+import { seedTensor } from "./parameters.js";
+import type { Ort, Runtime, Tensors } from "./runtime.js";
+
+/** What is read after some steps. `tokens`: of each row, those from the position on that was asked for. */
+export interface Snapshot {
+  status: Int32Array;
+  tokens: number[][];
+}
+
+/** States of the same rows in every call. */
+export interface States {
+  readonly capacity: number;
+  /** The inputs of a call, with the tokens that the call before it sampled. */
+  feeds(): Tensors;
+  /** Where each output goes; null: new memory. */
+  fetches(): Record<string, Tensor | null>;
+  /** Take the outputs of a call over. */
+  accept(results: Tensors): void;
+  /** The new tokens of each row, from `positions` on, at most `count`. */
+  read(positions: readonly number[], count: number): Promise<Snapshot>;
+  /** Keep a row from advancing. */
+  stop(row: number): void;
+  /** Give every row more room. `history`: its tokens. */
+  grow(capacity: number, history: readonly (readonly number[])[]): Promise<void>;
+  free(): void;
+}
+
+/** Makes the states of a package's rows. */
+export interface Memory {
+  start(seeds: readonly bigint[], capacity: number): Promise<States>;
+  /** Rows next to each other; frees the states of each. */
+  join(rows: readonly States[]): States;
+}
+
+const PAST = "past_key_values.";
+/** The output that holds the next value of a state. */
+export const retainedName = (state: string): string =>
+  state.startsWith(PAST) ? `present.${state.slice(PAST.length)}` : `${state}_RetainedState`;
+const READ_ONLY = new Set(STATES.filter((spec) => spec.readOnly).map((spec) => spec.name));
+const NEXT = "next_ids";
+
+/** Axis T of a state; -1: its size is fixed. */
+function capacityAxis(name: string): number {
+  if (name.startsWith(PAST)) return /\.(key|value)$/.test(name) ? 2 : -1;
+  return STATES.find((spec) => spec.name === name)?.axes.indexOf("T") ?? -1;
+}
+
+const product = (sizes: readonly number[]): number => sizes.reduce((result, size) => result * size, 1);
+
+export function openMemory(runtime: Runtime, initial: InferenceSession, decoder: InferenceSession, run: Run): Memory {
+  const shared = { runtime, initial, decoder, run };
+  return runtime.gpu ? new GpuMemory(shared, runtime.gpu) : new HostMemory(shared);
+}
+
+/** Calls a session; calls take turns. */
+export type Run = (session: InferenceSession, feeds: Tensors, fetches?: Record<string, Tensor | null> | string[]) => Promise<Tensors>;
+
+interface Shared {
+  runtime: Runtime;
+  initial: InferenceSession;
+  decoder: InferenceSession;
+  run: Run;
+}
+
+function initialFeeds(ort: Ort, seeds: readonly bigint[], capacity: number): Tensors {
+  return {
+    seed: seedTensor(ort, seeds.map((seed) => ({ seed }))),
+    capacity: new ort.Tensor("int64", BigInt64Array.of(BigInt(capacity)), []),
+  };
+}
+
+class HostMemory implements Memory {
+  constructor(private readonly shared: Shared) {}
+
+  async start(seeds: readonly bigint[], capacity: number): Promise<States> {
+    const tensors = await this.shared.run(this.shared.initial, initialFeeds(this.shared.runtime.ort, seeds, capacity));
+    return new HostStates(this.shared, seeds, capacity, { ...tensors });
+  }
+
+  join(rows: readonly States[]): States {
+    const states = rows as HostStates[];
+    const [first] = states;
+    const joined: Tensors = {};
+    for (const [name, { type, data, dims }] of Object.entries(first.tensors)) {
+      const parts = states.map((one) => one.tensors[name].data as Float32Array);
+      const whole = new (data.constructor as Float32ArrayConstructor)(parts.reduce((sum, part) => sum + part.length, 0));
+      let place = 0;
+      for (const part of parts) {
+        whole.set(part, place);
+        place += part.length;
+      }
+      joined[name] = new this.shared.runtime.ort.Tensor(type, whole, [states.length, ...dims.slice(1)]);
+    }
+    return new HostStates(this.shared, states.flatMap((one) => one.seeds), first.capacity, joined);
+  }
+}
+
+class HostStates implements States {
+  private readonly names: string[];
+
+  /** tensors: by the states' names, and `next_ids` after the first call. */
+  constructor(private readonly shared: Shared, readonly seeds: readonly bigint[], public capacity: number, public tensors: Tensors) {
+    this.names = Object.keys(tensors).filter((name) => !READ_ONLY.has(name) && name !== NEXT);
+  }
+
+  feeds(): Tensors {
+    const { [NEXT]: next, ...states } = this.tensors;
+    return next ? { ...states, input_ids: next } : states;
+  }
+
+  fetches(): Record<string, Tensor | null> {
+    const fetches: Record<string, Tensor | null> = Object.fromEntries(this.shared.decoder.outputNames.map((name) => [name, null]));
+    // In place, where the binding can: otherwise ONNX Runtime copies the cache inside as well.
+    if (this.shared.runtime.native) for (const name of this.names) fetches[retainedName(name)] = this.tensors[name];
+    return fetches;
+  }
+
+  accept(results: Tensors): void {
+    for (const name of this.names) this.tensors[name] = results[retainedName(name)];
+    this.tensors[NEXT] = results[NEXT];
+  }
+
+  async read(positions: readonly number[], count: number): Promise<Snapshot> {
+    const [status, lengths, tokens] = ["status", "lengths", "tokens"].map((name) => this.tensors[name].data as Int32Array);
+    const news = positions.map((position, row) => {
+      const end = Math.min(lengths[row] + 1, position + count);
+      return Array.from(tokens.subarray(row * this.capacity + position, row * this.capacity + Math.max(position, end)));
+    });
+    return { status: status.slice(), tokens: news };
+  }
+
+  stop(row: number): void {
+    (this.tensors.status.data as Int32Array)[row] = STOPPED;
+  }
+
+  async grow(capacity: number, history: readonly (readonly number[])[]): Promise<void> {
+    const { ort } = this.shared.runtime;
+    const fresh: Tensors = { ...(await this.shared.run(this.shared.initial, initialFeeds(ort, this.seeds, capacity))) };
+    for (const name of this.names) {
+      const axis = capacityAxis(name);
+      const old = this.tensors[name];
+      if (axis < 0) fresh[name] = old;
+      else if (name === "tokens") fillTokens(fresh[name].data as Int32Array, capacity, history);
+      else {
+        const from = old.data as Float32Array;
+        const into = fresh[name].data as Float32Array;
+        const blocks = product(old.dims.slice(0, axis));
+        const [short, long] = [from.length / blocks, into.length / blocks];
+        for (let block = 0; block < blocks; block += 1) into.set(from.subarray(block * short, (block + 1) * short), block * long);
+      }
+    }
+    this.tensors = { ...fresh, [NEXT]: this.tensors[NEXT] };
+    this.capacity = capacity;
+  }
+
+  free(): void {
+    this.tensors = {};
+  }
+}
+
+/** Each row's tokens, and its first token in the places after them. */
+function fillTokens(into: Int32Array, capacity: number, history: readonly (readonly number[])[]): void {
+  history.forEach((tokens, row) => {
+    into.fill(tokens[0], row * capacity, (row + 1) * capacity);
+    into.set(tokens, row * capacity);
+  });
+}
+
+const BYTES: Record<string, number> = { float32: 4, int32: 4, int64: 8, float16: 2, int8: 1, uint8: 1 };
+
+/** A tensor over a buffer of the GPU. */
+interface Held {
+  buffer: GPUBuffer;
+  tensor: Tensor;
+  bytes: number;
+}
+
+class GpuMemory implements Memory {
+  constructor(readonly shared: Shared, readonly gpu: GPUDevice) {}
+
+  async start(seeds: readonly bigint[], capacity: number): Promise<GpuStates> {
+    return new GpuStates(this, seeds, capacity, await this.initial(seeds, capacity));
+  }
+
+  /** The starting states: zeros, which new buffers hold, and the small states of `initial_state.onnx`. */
+  async initial(seeds: readonly bigint[], capacity: number): Promise<Record<string, Held>> {
+    const { ort } = this.shared.runtime;
+    const names = this.shared.initial.outputNames;
+    const small = await this.shared.run(this.shared.initial, initialFeeds(ort, seeds, capacity), names.filter((name) => !name.startsWith(PAST)));
+    const made: Record<string, Held> = {};
+    this.gpu.pushErrorScope("out-of-memory");
+    for (const name of names) {
+      const value = small[name];
+      if (value) made[name] = this.upload(value);
+      else {
+        const metadata = this.shared.decoder.inputMetadata.find((item) => item.name === name);
+        if (!metadata?.isTensor) continue; // never read
+        const dims = metadata.shape.map((size, axis) => (axis === 0 ? seeds.length : typeof size === "number" && size > 0 ? size : capacity));
+        made[name] = this.hold(metadata.type, dims);
+      }
+    }
+    const error = await this.gpu.popErrorScope();
+    if (error) {
+      for (const { buffer } of Object.values(made)) buffer.destroy();
+      throw new OutOfMemoryError(
+        `the GPU has too little memory for ${seeds.length} rows of ${capacity} tokens (${error.message}); give fewer prompts, ` +
+          "compile the package with a smaller --ctx-len, or close other pages");
+    }
+    return made;
+  }
+
+  hold(type: Tensor.Type, dims: readonly number[]): Held {
+    const bytes = product(dims) * BYTES[type];
+    const most = Math.min(this.gpu.limits.maxBufferSize, this.gpu.limits.maxStorageBufferBindingSize);
+    if (bytes > most) {
+      throw new OutOfMemoryError(
+        `a state of ${dims.join(" x ")} takes ${bytes} bytes, and a buffer of this GPU ${most}; give fewer prompts, or compile ` +
+          "the package with a smaller --ctx-len");
+    }
+    const usage = GPUBufferUsage.STORAGE | GPUBufferUsage.COPY_SRC | GPUBufferUsage.COPY_DST;
+    const buffer = this.gpu.createBuffer({ size: Math.ceil(bytes / 16) * 16, usage });
+    const tensor = this.shared.runtime.ort.Tensor.fromGpuBuffer(buffer, { dataType: type as "float32", dims });
+    return { buffer, tensor, bytes };
+  }
+
+  private upload(value: Tensor): Held {
+    const held = this.hold(value.type, value.dims);
+    this.gpu.queue.writeBuffer(held.buffer, 0, value.data as Float32Array<ArrayBuffer>);
+    return held;
+  }
+
+  join(rows: readonly States[]): States {
+    const states = rows as GpuStates[];
+    const [first] = states;
+    const encoder = this.gpu.createCommandEncoder();
+    const joined: Record<string, Held> = {};
+    for (const [name, { tensor, bytes }] of Object.entries(first.all())) {
+      joined[name] = this.hold(tensor.type, [states.length, ...tensor.dims.slice(1)]);
+      states.forEach((one, row) => encoder.copyBufferToBuffer(one.all()[name].buffer, 0, joined[name].buffer, row * bytes, bytes));
+    }
+    this.gpu.queue.submit([encoder.finish()]);
+    for (const one of states) one.free();
+    return new GpuStates(this, states.flatMap((one) => one.seeds), first.capacity, joined);
+  }
+}
+
+class GpuStates implements States {
+  private readonly names: string[];
+  private next: [Held, Held];
+  private started: boolean;
+
+  constructor(private readonly memory: GpuMemory, readonly seeds: readonly bigint[], public capacity: number, private held: Record<string, Held>) {
+    const { [NEXT]: next, ...states } = held;
+    this.held = states;
+    this.started = next !== undefined;
+    this.next = [next ?? memory.hold("int64", [seeds.length, 1]), memory.hold("int64", [seeds.length, 1])];
+    this.names = Object.keys(states).filter((name) => !READ_ONLY.has(name));
+  }
+
+  /** Everything that belongs to the rows, with the tokens that they sampled last. */
+  all(): Record<string, Held> {
+    return { ...this.held, [NEXT]: this.next[0] };
+  }
+
+  feeds(): Tensors {
+    const feeds = Object.fromEntries(Object.entries(this.held).map(([name, { tensor }]) => [name, tensor]));
+    return this.started ? { ...feeds, input_ids: this.next[0].tensor } : feeds;
+  }
+
+  fetches(): Record<string, Tensor | null> {
+    const fetches: Record<string, Tensor | null> = Object.fromEntries(this.memory.shared.decoder.outputNames.map((name) => [name, null]));
+    for (const name of this.names) fetches[retainedName(name)] = this.held[name].tensor;
+    fetches[NEXT] = this.next[1].tensor;
+    return fetches;
+  }
+
+  accept(): void {
+    this.next.reverse();
+    this.started = true;
+  }
+
+  async read(positions: readonly number[], count: number): Promise<Snapshot> {
+    const rows = positions.length;
+    const { gpu } = this.memory;
+    const staging = gpu.createBuffer({ size: 4 * rows * (2 + count), usage: GPUBufferUsage.COPY_DST | GPUBufferUsage.MAP_READ });
+    try {
+      const encoder = gpu.createCommandEncoder();
+      encoder.copyBufferToBuffer(this.held.status.buffer, 0, staging, 0, 4 * rows);
+      encoder.copyBufferToBuffer(this.held.lengths.buffer, 0, staging, 4 * rows, 4 * rows);
+      positions.forEach((position, row) => {
+        const some = Math.min(count, this.capacity - position);
+        if (some > 0) {
+          const from = 4 * (row * this.capacity + position);
+          encoder.copyBufferToBuffer(this.held.tokens.buffer, from, staging, 4 * (2 * rows + row * count), 4 * some);
+        }
+      });
+      gpu.queue.submit([encoder.finish()]);
+      await staging.mapAsync(GPUMapMode.READ);
+      const words = new Int32Array(staging.getMappedRange().slice(0));
+      const tokens = positions.map((position, row) => {
+        const start = 2 * rows + row * count;
+        const fresh = Math.min(count, Math.max(0, words[rows + row] + 1 - position));
+        return Array.from(words.subarray(start, start + fresh));
+      });
+      return { status: words.slice(0, rows), tokens };
+    } finally {
+      staging.destroy();
+    }
+  }
+
+  stop(row: number): void {
+    this.memory.gpu.queue.writeBuffer(this.held.status.buffer, 4 * row, Int32Array.of(STOPPED));
+  }
+
+  async grow(capacity: number, history: readonly (readonly number[])[]): Promise<void> {
+    const { gpu } = this.memory;
+    const fresh = await this.memory.initial(this.seeds, capacity);
+    const encoder = gpu.createCommandEncoder();
+    for (const name of this.names) {
+      const [old, into, axis] = [this.held[name], fresh[name], capacityAxis(name)];
+      if (name === "tokens") continue;
+      const blocks = axis < 0 ? 1 : product(old.tensor.dims.slice(0, axis));
+      const [short, long] = [old.bytes / blocks, into.bytes / blocks];
+      for (let block = 0; block < blocks; block += 1) encoder.copyBufferToBuffer(old.buffer, block * short, into.buffer, block * long, short);
+    }
+    const tokens = new Int32Array(history.length * capacity);
+    fillTokens(tokens, capacity, history);
+    gpu.queue.writeBuffer(fresh.tokens.buffer, 0, tokens);
+    gpu.queue.submit([encoder.finish()]);
+    for (const { buffer } of Object.values(this.held)) buffer.destroy();
+    this.held = fresh;
+    this.capacity = capacity;
+  }
+
+  free(): void {
+    for (const { buffer } of [...Object.values(this.held), ...this.next]) buffer.destroy();
+    this.held = {};
+  }
+}

@@ -1,0 +1,183 @@
+// Text to tokens, and tokens to text as they come: whole characters, cut off before a stop string.
+import { Tokenizer as HuggingFaceTokenizer } from "@huggingface/tokenizers";
+import { ArgumentError, PackageError, shown } from "./errors.js";
+
+/** A package's tokenizer.json. */
+export class Tokenizer {
+  private readonly tokenizer: HuggingFaceTokenizer;
+  private readonly special = new Set<number>();
+
+  constructor(description: object, config: object, vocabSize: number, where: string) {
+    try {
+      // As the file says: transformers' own clean-ups, which the config asks for, are no part of it.
+      this.tokenizer = new HuggingFaceTokenizer(description, { ...config, remove_space: false, do_lowercase_and_remove_accent: false });
+    } catch (error) {
+      throw new PackageError(`tokenizer.json of ${where} cannot be used: ${(error as Error).message}; export the package again`, { cause: error });
+    }
+    for (const [id, token] of this.tokenizer.get_added_tokens_decoder()) {
+      if (token.special) this.special.add(id);
+      if (id >= vocabSize) {
+        throw new PackageError(`tokenizer.json of ${where} has the token ${id} and the model ${vocabSize} tokens; export the model with its own tokenizer`);
+      }
+    }
+  }
+
+  encode(text: string, { addSpecialTokens = true } = {}): number[] {
+    if (!text.isWellFormed()) throw new ArgumentError(`a text has half of a character (a lone surrogate): ${shown(text)}; give text.toWellFormed()`);
+    return this.tokenizer.encode(text, { add_special_tokens: addSpecialTokens }).ids;
+  }
+
+  decode(ids: readonly number[], { skipSpecialTokens = true } = {}): string {
+    const kept = ids.filter((id) => !this.isSkipped(id, skipSpecialTokens));
+    return kept.length ? this.tokenizer.decode(kept, { skip_special_tokens: false, clean_up_tokenization_spaces: false }) : "";
+  }
+
+  /** Whether `decode` leaves a token out wherever it stands: a special token, or an id without a token. */
+  isSkipped(id: number, skipSpecialTokens = true): boolean {
+    return (skipSpecialTokens && this.special.has(id)) || this.tokenizer.id_to_token(id) === undefined;
+  }
+}
+
+const REPLACEMENT = "\ufffd"; // an incomplete multi-byte character decodes to it
+const INCOMPLETE = 3; // most bytes of an incomplete character
+const CONTEXT = 8; // prompt tokens that decide how the first new token is spelled, with or without a space
+const MOST_TOKENS = 32; // decoded for a new token: beyond that, all but the last half are forgotten
+
+const withoutEnd = (text: string): string => text.replace(/\ufffd+$/, "");
+
+/** Turns tokens into text as they come; text is held back while it may be an incomplete character. */
+export class IncrementalDecoder {
+  private ids: number[];
+  private given: string; // the part of the text of `ids` that was returned, or is of the prompt
+  private context: number; // the length of `ids` when nothing was held back
+  private changes = 0; // tokens since the returned text decodes to another text
+
+  constructor(private readonly tokenizer: Tokenizer, prompt: readonly number[]) {
+    this.ids = prompt.slice(-CONTEXT);
+    this.given = tokenizer.decode(this.ids);
+    this.context = this.ids.length;
+  }
+
+  put(token: number): string {
+    if (this.tokenizer.isSkipped(token)) return "";
+    this.ids.push(token);
+    const text = this.tokenizer.decode(this.ids);
+    const held = Math.min(text.length - withoutEnd(text).length, INCOMPLETE);
+    // Byte fallback: the first bytes of a character make those before it invalid, too, until it is complete.
+    this.changes = text.startsWith(this.given) ? 0 : this.changes + 1;
+    if (held && this.changes > 0 && this.changes <= INCOMPLETE) return "";
+    const start = this.known(text);
+    const end = text.length - held;
+    if (end > start) {
+      this.given = text.slice(0, end);
+      if (!held) {
+        // The last tokens stay as context: the spelling of a token can depend on the token before.
+        this.ids = this.ids.slice(this.context);
+        this.given = this.tokenizer.decode(this.ids);
+        this.context = this.ids.length;
+      }
+    }
+    if (this.ids.length > MOST_TOKENS) this.forget(text.length - Math.max(start, end));
+    return text.slice(start, Math.max(start, end));
+  }
+
+  /** The text that was held back; incomplete characters become U+FFFD. */
+  end(): string {
+    const text = this.tokenizer.decode(this.ids);
+    const piece = text.slice(this.known(text));
+    this.given = text;
+    return piece;
+  }
+
+  /** The number of characters of `text` that were returned. */
+  private known(text: string): number {
+    if (text.startsWith(this.given)) return this.given.length;
+    const whole = withoutEnd(this.given);
+    if (!text.startsWith(whole)) return whole.length;
+    let rest = whole.length; // a new token completes a character that the prompt ended inside
+    while (text[rest] === REPLACEMENT) rest += 1;
+    return Math.min(this.given.length, rest);
+  }
+
+  private forget(held: number): void {
+    const dropped = this.ids.length - MOST_TOKENS / 2;
+    this.ids = this.ids.slice(dropped);
+    this.context = Math.max(0, this.context - dropped);
+    const text = this.tokenizer.decode(this.ids);
+    this.given = text.slice(0, Math.max(0, text.length - held));
+  }
+}
+
+/** Finds the stop string that is complete first, of several with the same end the longest, however the text is cut. */
+export class StopStrings {
+  match: string | null = null;
+  private held = "";
+
+  constructor(private readonly strings: readonly string[]) {}
+
+  /** The text that `piece` makes certain; "" after a stop string. */
+  put(piece: string): string {
+    if (this.match !== null) return "";
+    const text = this.held + piece;
+    let end = Infinity;
+    for (const stop of this.strings) {
+      const place = text.indexOf(stop);
+      const stopEnd = place + stop.length;
+      if (place >= 0 && (stopEnd < end || (stopEnd === end && stop.length > this.match!.length))) {
+        end = stopEnd;
+        this.match = stop;
+      }
+    }
+    if (this.match !== null) {
+      this.held = "";
+      return text.slice(0, end - (this.match as string).length);
+    }
+    const open = this.strings.map((stop) => overlap(text, stop));
+    const certain = text.length - Math.max(0, ...open);
+    this.held = text.slice(certain);
+    return text.slice(0, certain);
+  }
+
+  end(): string {
+    const { held } = this;
+    this.held = "";
+    return held;
+  }
+}
+
+/** The length of the longest end of `text` that begins `stop`. */
+function overlap(text: string, stop: string): number {
+  for (let length = Math.min(text.length, stop.length - 1); length > 0; length -= 1) {
+    if (text.endsWith(stop.slice(0, length))) return length;
+  }
+  return 0;
+}
+
+/** The text of a row as its tokens come. */
+export class GeneratedText {
+  private readonly decoder: IncrementalDecoder;
+  private readonly stops: StopStrings;
+  whole = "";
+
+  constructor(tokenizer: Tokenizer, prompt: readonly number[], stops: readonly string[]) {
+    this.decoder = new IncrementalDecoder(tokenizer, prompt);
+    this.stops = new StopStrings(stops);
+  }
+
+  get stopped(): boolean {
+    return this.stops.match !== null;
+  }
+
+  put(token: number): string {
+    return this.add(this.stops.put(this.decoder.put(token)));
+  }
+
+  end(): string {
+    return this.add(this.stops.put(this.decoder.end()) + this.stops.end());
+  }
+
+  private add(piece: string): string {
+    this.whole += piece;
+    return piece;
+  }
+}

@@ -1,0 +1,119 @@
+"""js/, the npm package: its tests in Node, against tokens and texts of the Python runtime.
+
+Skipped without Node or the packages that `npm install` brings; the browser's tests also need a Chromium.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from qsample.contract import EXTRA_PARAMETERS
+from qsample.runtime import CausalLM, load
+
+JS = Path(__file__).parents[2] / "js"
+ENGLISH = ["In the beginning", "Blessed are", "And the LORD spake unto Moses, saying"]
+FOREIGN = ["Größe 😀 naïve", "東京は", ""]
+CHAT = [{"role": "system", "content": "Hear"}, {"role": "user", "content": [{"type": "text", "text": "O Israel"}]}]
+FILTERED = {
+    "typical_p": 0.9,
+    "top_a": 0.1,
+    "xtc_probability": 0.5,
+    "dry_multiplier": 0.8,
+    "dry_sequence_breakers": ["\n", 14],
+    "bad_words": ["the", "of"],
+    "bad_words_ids": [[261, 262]],
+    "no_repeat_ngram_size": 3,
+    "mirostat": 2,
+    "dynatemp_range": 0.3,
+}
+# (package, prompts, options): continued by both.
+CASES: list[tuple[str, Any, dict[str, Any]]] = [
+    ("bundled", ENGLISH[0], {}),
+    ("bundled", ENGLISH[0], {"do_sample": False, "max_new_tokens": 20}),
+    ("bundled", ENGLISH, {"temperature": 0.7, "top_p": 0.9, "top_k": None, "max_new_tokens": 40}),
+    ("bundled", ENGLISH[::-1], {"top_k": 20, "min_p": 0.05, "repetition_penalty": 1.3, "max_length": 30}),
+    (
+        "bundled",
+        ENGLISH,
+        {"frequency_penalty": 0.5, "presence_penalty": 0.2, "min_new_tokens": 12, "eos_token_id": [14, 1]},
+    ),
+    ("bundled", FOREIGN, {"temperature": 1.5, "top_k": 100, "top_p": 1, "max_new_tokens": 30}),
+    ("bundled", CHAT, {"max_new_tokens": 24}),
+    # Capacities that double: of a single row, and of rows that end at different times.
+    ("bundled", ENGLISH[0], {"max_new_tokens": 320, "eos_token_id": None, "temperature": 1.2}),
+    ("bundled", ENGLISH, {"max_new_tokens": 150, "stop_strings": ["Israel", ":", "."]}),
+    ("bundled", list(range(3, 90)), {"max_new_tokens": 80}),
+    ("llama", [[5, 6, 7], [8]], {**FILTERED, "max_new_tokens": 12, "logit_bias": {20: 2.5, 21: float("-inf")}}),
+    ("llama", "In the", {"temperature": 0.9, "top_n_sigma": 1.5, "epsilon_cutoff": 0.001, "max_new_tokens": 6}),
+]
+
+
+def camel(name: str) -> str:
+    return "stop" if name == "stop_strings" else re.sub(r"_(\w)", lambda match: match[1].upper(), name)
+
+
+@pytest.fixture(scope="module")
+def cases(bundled_package: Path, exported: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file with packages, calls, and the Python runtime's results."""
+    features: dict[str, Any] = {"logit_bias": True, "allowed_tokens": True, "logprobs": True, "top_logprobs": 3}
+    llama = exported("llama", filters=tuple(EXTRA_PARAMETERS), **features)
+    packages = {"bundled": bundled_package, "llama": llama}
+    models = {name: load(path) for name, path in packages.items()}
+    rows = [case(models[name], name, seed, prompts, options) for seed, (name, prompts, options) in enumerate(CASES)]
+    path = tmp_path_factory.mktemp("js") / "cases.json"
+    path.write_text(json.dumps({"packages": {name: str(folder) for name, folder in packages.items()}, "cases": rows}))
+    return path
+
+
+def case(model: CausalLM, package: str, number: int, prompts: Any, options: dict[str, Any]) -> dict[str, Any]:
+    seed = 2**53 + 1 + 100 * number
+    output = model.generate(prompts, seed=seed, **options)
+    expected: dict[str, Any] = {
+        "tokenIds": output.token_ids,
+        "texts": output.texts,
+        "finishReasons": output.finish_reasons,
+        "promptLengths": output.prompt_lengths,
+    }
+    if output.logprobs is not None:
+        expected["logprobs"] = [
+            row[: len(ids)].tolist() for row, ids in zip(output.logprobs, output.token_ids, strict=True)
+        ]
+        assert output.top_logprob_ids is not None
+        expected["topIds"] = output.top_logprob_ids[:, 0].tolist()
+    given = {camel(name): value for name, value in options.items()}
+    if "logitBias" in given:  # JSON has no infinities
+        given["logitBias"] = {
+            token: str(bias) if np.isinf(bias) else bias for token, bias in given["logitBias"].items()
+        }
+    return {"package": package, "prompts": prompts, "options": given, "seed": str(seed), "expected": expected}
+
+
+def npm(*arguments: str, cwd: Path = JS, **environment: str) -> str:
+    """Run a command of Node's; its output. Skips the test where it cannot run."""
+    if shutil.which("node") is None:
+        pytest.skip("needs Node 20 or newer")
+    if not (JS / "node_modules" / "vitest").is_dir():
+        pytest.skip("needs `npm install`, in js/")
+    done = subprocess.run(arguments, capture_output=True, text=True, check=False, cwd=cwd, env=os.environ | environment)
+    assert done.returncode == 0, f"{done.stdout[-6000:]}\n{done.stderr[-2000:]}"
+    return done.stdout
+
+
+@pytest.mark.ci
+def test_in_node(cases: Path) -> None:
+    npm("npx", "vitest", "run", "--project", "node", QSAMPLE_CASES=str(cases))
+
+
+@pytest.mark.ci
+def test_types() -> None:
+    npm("npx", "tsc")
