@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from qsample.cli.common import Json, Provider, Threads, Weights, open_exported
+from qsample.cli.common import Json, Lora, Provider, Threads, Weights, open_exported, read_loras
 from qsample.cli.terminal import console, format_size, progress, table
 from qsample.package import Package
 
@@ -38,6 +38,7 @@ def bench(
     prompt_lookup_num_tokens: Annotated[
         int, typer.Option(min=0, help="Guess up to this many tokens a step from the text so far; 0 is off.")
     ] = 0,
+    lora: Lora = None,
     weights: Weights = None,
     provider: Provider = None,
     threads: Threads = None,
@@ -59,15 +60,17 @@ def bench(
         )
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
-    opened = open_exported(package, provider, weights=weights)  # stays in the cache as long as this
+    loras = read_loras(lora)
+    opened = open_exported(package, provider, weights=weights, loras=loras)  # stays in the cache as long as this
     start = time.perf_counter()
     model = load(opened.package.path, provider, intra_op_num_threads=threads, verify=False)
     load_seconds = time.perf_counter() - start
+    adapters = [model.load_adapter(name, folder) for name, folder in loras.items()]
     measurements = []
     with progress() as report:
         for index, rows in enumerate(batches := batch or [1]):
             report(f"{rows} rows", index / len(batches))
-            measurements.append(measure(model, rows, prompt_tokens, new_tokens, params, repetitions))
+            measurements.append(measure(model, rows, prompt_tokens, new_tokens, params, repetitions, adapters))
     if as_json:
         typer.echo(json.dumps(_describe(opened.package, measurements, load_seconds), indent=2))
     else:

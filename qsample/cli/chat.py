@@ -17,6 +17,7 @@ import typer
 from qsample.cli.common import (
     SAMPLING_FLAGS,
     CtxLen,
+    Lora,
     Provider,
     System,
     Template,
@@ -26,7 +27,9 @@ from qsample.cli.common import (
     Weights,
     chat_options,
     check_jinja,
+    chosen_adapter,
     open_exported,
+    read_loras,
     sampling_options,
     with_flags,
 )
@@ -70,6 +73,7 @@ def chat(
     chat_template_kwargs: TemplateArguments = None,
     thinking: Thinking = None,
     ctx_len: CtxLen = None,
+    lora: Lora = None,
     weights: Weights = None,
     provider: Provider = None,
     threads: Threads = None,
@@ -77,13 +81,17 @@ def chat(
     """Talk to a model. Answers stream to stdout, remarks go to stderr. From a pipe, each line is a turn."""
     from qsample.runtime import Engine, load
 
-    options = sampling_options(ctx.params)
+    loras = read_loras(lora)
+    options = chosen_adapter(sampling_options(ctx.params), loras)
     template = chat_options(ctx.params)
     check_jinja()
-    opened = open_exported(model, provider, weights=weights, ctx_len=ctx_len)  # stays in the cache as long as this
+    # Stays in the cache as long as this.
+    opened = open_exported(model, provider, weights=weights, ctx_len=ctx_len, loras=loras)
     with progress() as report:
         report(Stage.LOADING, 0.0)
         loaded = load(opened.package.path, provider, ctx_len=ctx_len, intra_op_num_threads=threads, verify=False)
+        for name, folder in loras.items():
+            loaded.load_adapter(name, folder)
         remarks = _check_template(loaded, system, template)
     for remark in remarks:
         note(remark)
@@ -270,10 +278,10 @@ class Conversation:
         try:
             value = json.loads(text)
         except ValueError:
-            if name != "stop_strings":
+            if name not in ("stop_strings", "adapter"):
                 raise TurnError(f"{name} is {text}; give a number, true, false or null") from None
             value = text
-        if name == "stop_strings" and not isinstance(value, str | list | None):
+        if name in ("stop_strings", "adapter") and not isinstance(value, str | list | None):
             value = text  # a number that stands in the text
         changed = {key: kept for key, kept in {**self.options, name: value}.items() if kept is not None}
         if name in SAMPLING_FIELDS and value is not None:

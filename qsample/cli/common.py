@@ -8,6 +8,7 @@ import logging
 import os
 import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
 
@@ -16,6 +17,7 @@ import typer
 from qsample.cli.terminal import format_size, note, progress
 from qsample.contract import EXTRA_PARAMETERS, FILTER_ORDERS, HUGGING_FACE
 from qsample.errors import unknown
+from qsample.huggingface.lora import CONFIG, read_config
 from qsample.progress import Stage
 from qsample.sampling_params import FILTER_FIELDS, OFF, SamplingParams
 
@@ -52,6 +54,11 @@ TemplateArguments = Annotated[
 ]
 Thinking = Annotated[
     bool | None, typer.Option("--thinking/--no-thinking", help="enable_thinking, for templates that read it.")
+]
+
+Lora = Annotated[
+    list[str] | None,
+    typer.Option("--lora", metavar="NAME=DIR", help="Load this LoRA adapter, a folder of PEFT's; may be repeated."),
 ]
 
 
@@ -145,6 +152,7 @@ SAMPLING_FLAGS: Final[Mapping[str, Flag]] = {
     "prompt_lookup_num_tokens": _sampling(
         int | None, "Guess up to this many tokens a step from the text so far; changes the speed alone; 0 is off."
     ),
+    "adapter": _sampling(str | None, "A LoRA adapter by its name in --lora. (default: the only one)", metavar="NAME"),
     "greedy": _sampling(bool, "Always take the likeliest token.", "--greedy")._replace(default=False),
     **{name: _filter_flag(name) for name in FILTER_FIELDS if name != "bad_words_ids"},
 }
@@ -252,6 +260,28 @@ def read_text(path: Path, option: str) -> str:
     return text
 
 
+def read_loras(given: list[str] | None) -> dict[str, str]:
+    """Name → folder of the adapters of a command line. Raises typer.BadParameter, before a model is loaded."""
+    loras: dict[str, str] = {}
+    for entry in given or ():
+        name, found, folder = entry.partition("=")
+        if not found or not name or not folder:
+            raise typer.BadParameter(f"--lora is {entry}; give NAME=DIR")
+        if name in loras:
+            raise typer.BadParameter(f"--lora names {name} twice; give each adapter a name of its own")
+        if not os.path.isfile(os.path.join(folder, CONFIG)):
+            raise typer.BadParameter(f"--lora {entry}: {folder} has no {CONFIG}; give an adapter's folder")
+        loras[name] = folder
+    return loras
+
+
+def chosen_adapter(options: Mapping[str, Any], loras: Mapping[str, str]) -> dict[str, Any]:
+    """Options of `generate` with the adapter of a command line: --adapter, or the only adapter."""
+    if (name := options.get("adapter")) is not None and name not in loras:
+        raise typer.BadParameter(f"--adapter is {name}, and --lora has {', '.join(loras) or 'none'}; give either")
+    return {**options, **({"adapter": next(iter(loras))} if name is None and len(loras) == 1 else {})}
+
+
 def check_jinja() -> None:
     """Raise ImportError if a chat lacks its library, before a model is loaded."""
     from qsample.text.chat import compile_template
@@ -294,6 +324,8 @@ def open_exported(
     weights: str | None = None,
     ctx_len: int | None = None,
     for_serving: bool = False,
+    loras: Mapping[str, str] | None = None,
+    max_loras: int = 0,
 ) -> PackagedModel:
     """A package as it is; a checkpoint or decoder file compiled, from the user's cache; None = the bundled model.
 
@@ -304,6 +336,8 @@ def open_exported(
         provider: the execution provider; None = that of the package, otherwise the CPU.
         weights, ctx_len: of the compiled package, as in `CompileOptions`; a package has its own.
         for_serving: what is compiled gets all that a server's requests may ask for.
+        loras: adapters by name; what is compiled takes so many, of their ranks.
+        max_loras: what is compiled takes at least so many.
 
     Raises typer.BadParameter for a package with `weights`.
     """
@@ -338,10 +372,18 @@ def open_exported(
         assert isinstance(opened, ExportableModel)
         if for_serving:
             opened.features = opened.features.for_serving()
+        if most := max(max_loras, len(loras or {})):
+            ranks = [config.largest_rank for config in map(read_config, _configs(loras or {}))]
+            rank = max([opened.features.max_lora_rank, *ranks])
+            opened.features = replace(opened.features, max_loras=most, max_lora_rank=rank)
         packaged = opened.cached(weights=weights, ctx_len=ctx_len, progress=report)
     if model is not None and Stage.PUBLISHING in stages:  # it was made here
         _tell_about_the_cache(model, packaged.package, weights)
     return packaged
+
+
+def _configs(loras: Mapping[str, str]) -> list[Path]:
+    return [Path(folder, CONFIG) for folder in loras.values()]
 
 
 def _tell_about_the_cache(model: str, package: Package, weights: str | None) -> None:

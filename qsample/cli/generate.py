@@ -16,6 +16,7 @@ import typer
 from qsample.cli.common import (
     SAMPLING_FLAGS,
     Json,
+    Lora,
     Provider,
     System,
     Template,
@@ -25,8 +26,10 @@ from qsample.cli.common import (
     Weights,
     chat_options,
     check_jinja,
+    chosen_adapter,
     context_full,
     open_exported,
+    read_loras,
     sampling_options,
     with_flags,
 )
@@ -34,6 +37,7 @@ from qsample.cli.errors import AlreadyPrintedError
 from qsample.cli.prompt_file import check_output, generate_file, read_rows, with_fingerprints
 from qsample.cli.terminal import console, counted, finite, note
 from qsample.errors import QsampleError
+from qsample.huggingface.lora import CONFIG, WEIGHTS
 from qsample.package import MANIFEST_NAME
 
 if TYPE_CHECKING:
@@ -93,6 +97,7 @@ def generate(
             "package needs, otherwise the model's, at most 4096)",
         ),
     ] = None,
+    lora: Lora = None,
     weights: Weights = None,
     provider: Provider = None,
     threads: Threads = None,
@@ -108,7 +113,8 @@ def generate(
     """Generate text. A single prompt streams; several form a batch. The model has the defaults."""
     from qsample.runtime import load
 
-    options, chat_settings = sampling_options(ctx.params), chat_options(ctx.params)
+    loras = read_loras(lora)
+    options, chat_settings = chosen_adapter(sampling_options(ctx.params), loras), chat_options(ctx.params)
     if prompt_file is not None and prompt:
         raise typer.BadParameter("--prompt and --prompt-file were given; give either")
     for name, value in (("--output", output), ("--slots", slots)):
@@ -126,10 +132,14 @@ def generate(
         check_jinja()
     running = {"flush_every": flush_every, "double_buffering": double_buffering}
     prompts = prompt or ([] if prompt_file else [_read_stdin()])
-    opened = open_exported(model, provider, weights=weights, ctx_len=ctx_len)  # stays in the cache as long as this
+    # Stays in the cache as long as this.
+    opened = open_exported(model, provider, weights=weights, ctx_len=ctx_len, loras=loras)
 
     def loaded() -> CausalLM:
-        return load(opened.package.path, provider, ctx_len=ctx_len, intra_op_num_threads=threads, verify=False)
+        model = load(opened.package.path, provider, ctx_len=ctx_len, intra_op_num_threads=threads, verify=False)
+        for name, folder in loras.items():
+            model.load_adapter(name, folder)
+        return model
 
     if prompt_file is None:
         inputs: list[Any] = list(prompts)
@@ -138,12 +148,19 @@ def generate(
             inputs = [[*head, {"role": "user", "content": text}] for text in prompts]
         _generate_prompts(loaded(), prompts, inputs, chat=chat, as_json=as_json, **options, **chat_settings, **running)
         return
-    settings = {
+    settings: dict[str, Any] = {
         "package": hashlib.sha256((opened.package.path / MANIFEST_NAME).read_bytes()).hexdigest(),
         "provider": provider,
         "ctx_len": ctx_len,
     }
+    if loras:
+        settings["loras"] = {name: _hash_of(folder) for name, folder in loras.items()}
     generate_file(loaded, with_fingerprints(rows, settings), output, slots=slots, retry_errors=retry_errors, **running)
+
+
+def _hash_of(adapter: str) -> str:
+    files = (Path(adapter, name).read_bytes() for name in (CONFIG, WEIGHTS))
+    return hashlib.sha256(b"".join(hashlib.sha256(content).digest() for content in files)).hexdigest()
 
 
 def _generate_prompts(

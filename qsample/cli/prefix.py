@@ -11,6 +11,7 @@ import typer
 
 from qsample.cli.common import (
     Json,
+    Lora,
     Provider,
     System,
     Template,
@@ -20,6 +21,7 @@ from qsample.cli.common import (
     chat_options,
     check_jinja,
     open_exported,
+    read_loras,
     read_text,
 )
 from qsample.cli.terminal import format_size, note, progress
@@ -43,6 +45,7 @@ def prefix(
     chat_template: Template = None,
     chat_template_kwargs: TemplateArguments = None,
     thinking: Thinking = None,
+    lora: Lora = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it is a file.")] = False,
     provider: Provider = None,
     threads: Threads = None,
@@ -58,6 +61,9 @@ def prefix(
     options = chat_options(ctx.params)
     if options and named[0] in ("--prompt", "--prompt-text"):
         raise typer.BadParameter(f"the options of chat templates go with --system, and {named[0]} was given")
+    loras = read_loras(lora)
+    if len(loras) > 1:
+        raise typer.BadParameter(f"--lora was given {len(loras)} times; a prefix is of one adapter, or of none")
     if out.exists() and not overwrite:
         raise typer.BadParameter(f"{out} exists; give --overwrite to replace it, or another name")
     if prompt_text is not None:
@@ -70,8 +76,11 @@ def prefix(
         inputs = [{"role": "system", "content": system}]
     opened = open_exported(package, provider)
     model = load(opened.package.path, provider, intra_op_num_threads=threads)
+    adapter = None
+    for adapter, folder in loras.items():
+        model.load_adapter(adapter, folder)
     with progress() as report:
-        tokens = model.save_prefix(inputs, out, progress=report, **options)
+        tokens = model.save_prefix(inputs, out, adapter=adapter, progress=report, **options)
     size = out.stat().st_size
     if as_json:
         json.dump({"prefix": str(out), "tokens": tokens, "bytes": size}, sys.stdout)

@@ -9,9 +9,21 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from qsample.cli.common import CtxLen, Provider, Template, Threads, Weights, is_package, open_exported, read_template
+from qsample.cli.common import (
+    CtxLen,
+    Lora,
+    Provider,
+    Template,
+    Threads,
+    Weights,
+    is_package,
+    open_exported,
+    read_loras,
+    read_template,
+)
 
 KEY_VARIABLE: Final = "QSAMPLE_API_KEY"
+_LORAS: Final = 4  # of a batch, for a checkpoint whose adapters come later
 EXAMPLES: Final = (
     "[bold]Examples[/bold]\n\n"
     "qsample serve\n\n"
@@ -83,6 +95,12 @@ def serve(
         str | None, typer.Option(metavar="DIR", help="Keep the prompts of ended requests here, also for a restart.")
     ] = None,
     prefix_cache_bytes: Annotated[int, typer.Option(min=1, help="Most bytes of that folder.")] = 8 << 30,
+    lora: Lora = None,
+    lora_dir: Annotated[
+        str | None,
+        typer.Option(metavar="DIR", help="Clients may load the adapters below it, and unload any. (default: none)"),
+    ] = None,
+    max_cpu_loras: Annotated[int, typer.Option(min=1, help="Most adapters in memory.")] = 64,
     request_timeout: Annotated[
         float | None, typer.Option(min=0, help="Seconds an answer may take; then it is cut off. (default: any)")
     ] = None,
@@ -107,7 +125,7 @@ def serve(
         raise typer.BadParameter(f"--log-level is {log_level}; choose from {', '.join(known)}")
     template = None if chat_template is None else read_template(chat_template)
     keys = api_key or [key for key in [os.environ.get(KEY_VARIABLE)] if key]
-    named = _named(package, model or [], served_model_name)
+    named, loras = _named(package, model or [], served_model_name), read_loras(lora)
     try:
         settings = ServeSettings(  # checked here, before a checkpoint is exported
             models=named,
@@ -130,6 +148,9 @@ def serve(
             prefixes=tuple(prefix or ()),
             prefix_cache_dir=prefix_cache_dir,
             prefix_cache_bytes=prefix_cache_bytes,
+            loras=loras,
+            lora_dir=lora_dir,
+            max_cpu_loras=max_cpu_loras,
             request_timeout=request_timeout,
             drain_timeout=drain_timeout,
             access_log=access_log,
@@ -138,12 +159,21 @@ def serve(
         raise typer.BadParameter(str(error)) from None
     opened = None  # stays in the cache as long as this
     if (package or "") in named.values():  # otherwise every model has a --model of its own
-        opened = open_exported(package, provider, weights=weights, ctx_len=ctx_len, for_serving=True)
+        opened = open_exported(
+            package,
+            provider,
+            weights=weights,
+            ctx_len=ctx_len,
+            for_serving=True,
+            loras=loras,
+            max_loras=_LORAS if lora_dir is not None else 0,
+        )
     if opened is not None:
         settings = replace(settings, models={**named, next(iter(named)): str(opened.package.path)})
 
     def ready(url: str) -> None:
-        typer.echo(f"Serving {', '.join(settings.models)} on {url} (API: {url}/v1, a page to try it: {url})", err=True)
+        names = ", ".join([*settings.models, *settings.loras])
+        typer.echo(f"Serving {names} on {url} (API: {url}/v1, a page to try it: {url})", err=True)
 
     run(settings, host, port, ready=ready, log_level=log_level)
 

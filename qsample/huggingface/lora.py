@@ -59,6 +59,11 @@ class LoraConfig:
     alphas: Mapping[str, float]
     rank_stabilised: bool
 
+    @property
+    def largest_rank(self) -> int:
+        """Of all layers."""
+        return max([self.rank, *self.ranks.values()])
+
     def rank_of(self, path: str) -> int:
         """The rank in the module at `path`."""
         return self.ranks.get(_first_match(self.ranks, path), self.rank)

@@ -43,6 +43,8 @@ class QsampleProcessorConfig:
         num_cpus, num_gpus: of an actor. It has as many threads as CPUs, at least 1.
         slots, prefill_chunk_size: as in `Engine`.
         provider, ctx_len: as in `load`.
+        loras: name → the folder of a LoRA adapter, on a path that every machine sees; the sampling_params of a row, or
+            of all, choose one as `adapter`.
         sampling_params: fields of `SamplingParams` and options of `generate`; rows may override them.
         id_column: the column with a row's id. A row without a seed gets the seed that follows from its id.
         should_continue_on_error: a row that fails gets an error in the column `__inference_error__`; False = it ends
@@ -63,6 +65,7 @@ class QsampleProcessorConfig:
     prefill_chunk_size: int | None = None
     provider: str | None = None
     ctx_len: int | None = None
+    loras: Mapping[str, str] = field(default_factory=dict)
     sampling_params: Mapping[str, Any] = field(default_factory=dict)
     id_column: str = "id"
     should_continue_on_error: bool = False
@@ -167,6 +170,8 @@ class EngineActor:
             intra_op_num_threads=max(1, int(config.num_cpus)),  # Ray sets OMP_NUM_THREADS to 1 for its workers
             session_config=NO_SPINNING,
         )
+        for name, folder in config.loras.items():
+            self._model.load_adapter(name, folder)
         self._threads = ThreadPoolExecutor(config.max_concurrent_batches)
         self._engine = self._make_engine()
 

@@ -12,6 +12,7 @@ from typing import Final
 import numpy as np
 
 from qsample.ort.session import Sessions
+from qsample.runtime.adapters import Adapter
 from qsample.runtime.causal_lm import CausalLM
 from qsample.runtime.decode.loop import DecodeLoop
 from qsample.runtime.decode.scheduler import Scheduler, SchedulerConfig
@@ -65,6 +66,7 @@ class LockStep:
         parameters: abc.Sequence[abc.Mapping[str, Array]],
         seeds: abc.Sequence[int],
         capacity: int,
+        adapters: abc.Sequence[Adapter] = (),
     ) -> None:
         """Allocate the memory, and capture the steps of a package that is made for it.
 
@@ -73,8 +75,10 @@ class LockStep:
             parameters: of each row, see `parameter_row`. No row may end before the last step.
             seeds: of each row.
             capacity: T, tokens of a row.
+            adapters: of the rows, in turns; () = none.
         """
-        self._rows = list(zip(parameters, seeds, strict=True))
+        turns = [adapters[row % len(adapters)] if adapters else None for row in range(len(parameters))]
+        self._rows = list(zip(parameters, seeds, turns, strict=True))
         self._sequences: list[Sequence] = []
         self._slots = Slots(sessions, len(self._rows), capacity)
         for row, values in enumerate(parameters):  # they decide which graphs are captured
@@ -87,8 +91,8 @@ class LockStep:
 
     def prefill(self, prompts: abc.Sequence[Array]) -> Array:
         """Read each row's prompt, [n] int64, and sample its first token: [B] int64."""
-        for prompt, row in zip(prompts, self._rows, strict=True):
-            self._sequences.append(Sequence(prompt, *row))
+        for prompt, (values, seed, adapter) in zip(prompts, self._rows, strict=True):
+            self._sequences.append(Sequence(prompt, values, seed, adapter=adapter))
             self._loop.add(self._sequences[-1])
         while not all(sequence.started for sequence in self._sequences):
             self._loop.step()
@@ -119,12 +123,14 @@ def measure(
     new_tokens: int = 64,
     params: SamplingParams | None = None,
     repetitions: int = 3,
+    adapters: abc.Sequence[Adapter] = (),
 ) -> Measurement:
     """Generate from random prompts and time every call.
 
     Args:
         rows, prompt_tokens, new_tokens, repetitions: at least 1.
         params: how to sample; None = greedily. Stop tokens are ignored, so that every row runs to its end.
+        adapters: LoRA adapters of the rows, in turns, at most the package's `max_loras`; () = none.
 
     Raises ValueError if the prompt and the new tokens do not fit the model.
     """
@@ -152,7 +158,7 @@ def measure(
     steps: list[float] = []
     drafts = NO_DRAFTS
     for repetition in range(repetitions + 1):  # the first warms up
-        loop = LockStep(model.sessions, parameters, list(range(rows)), capacity)
+        loop = LockStep(model.sessions, parameters, list(range(rows)), capacity, adapters)
         first = _seconds(partial(loop.prefill, prompts))
         for _ in range(_WARM_UP_STEPS):
             loop.decode()

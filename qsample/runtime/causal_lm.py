@@ -35,7 +35,7 @@ from qsample.runtime.decode.scheduler import Scheduler, SchedulerConfig
 from qsample.runtime.decode.slots import Slots
 from qsample.runtime.guided_decoding import Guide
 from qsample.runtime.output import GenerateOutput, Timing, make_output
-from qsample.runtime.prepare import make_sequences
+from qsample.runtime.prepare import find_adapter, make_sequences
 from qsample.runtime.prompts import is_chat, parse_prompts
 from qsample.runtime.sequence import NO_DRAFTS, Sequence
 from qsample.sampling_params import SamplingParams
@@ -228,12 +228,9 @@ class CausalLM(ModelMethods):
         if call.logits_processor is not None:
             processors = LogitsProcessors(call.logits_processor, sequences, self.interface, flush_every)
         slots = min(len(sequences), self.batch_size or len(sequences))
-        if (guide is not None or end is not None) and slots < len(sequences):
+        if guide is not None or end is not None:
             follow = "a function for allowed_tokens follows" if guide else "stopping_criteria and max_time follow"
-            raise ValueError(
-                f"{len(sequences)} prompts were given and the package was compiled for {slots} at most; {follow} a "
-                "single batch"
-            )
+            self._check_together(sequences, slots, f"{follow} a single batch")
         if streamer is not None:
             check_streamer(streamer, len(sequences))
         check_count("prefill_chunk_size", prefill_chunk_size)
@@ -263,6 +260,17 @@ class CausalLM(ModelMethods):
             )
         return output.sequences if call.return_dict is False else output
 
+    def _check_together(self, sequences: abc.Sequence[Sequence], slots: int, reason: str) -> None:
+        """Raise ValueError unless all sequences can run at once."""
+        adapters = {sequence.adapter.sha256 for sequence in sequences if sequence.adapter is not None}
+        most = self.features.max_loras
+        if slots < len(sequences):
+            raise ValueError(
+                f"{len(sequences)} prompts were given and the package was compiled for {slots} at most; {reason}"
+            )
+        if most < len(adapters):
+            raise ValueError(f"{len(adapters)} adapters were given and the package takes {most} at once; {reason}")
+
     def read(self, inputs: Any = None, params: Any = None, **options: Any) -> Call:
         """The arguments of a call as a `Call`, with the defaults of the model's generation_config.
 
@@ -281,32 +289,33 @@ class CausalLM(ModelMethods):
         """The loaded LoRA adapters by name."""
         return MappingProxyType(self._adapters)
 
-    def load_adapter(self, adapter_name: str, path: str | Path) -> Adapter:
+    def load_adapter(self, adapter_name: str, path: str | Path, *, hotswap: bool = False) -> Adapter:
         """Load a LoRA adapter, for requests that name it. It may be done while others run.
 
         Args:
             adapter_name: a new name.
             path: a folder that peft wrote: `adapter_config.json` and `adapter_model.safetensors`.
+            hotswap: replace an adapter of that name; requests that run with it go on to their end.
 
         Raises:
             ValueError: If the name is taken, or the package takes no adapters.
             UnsupportedModelError: If the adapter is more than plain LoRA, or changes layers that the package keeps.
             QsampleError: If a file is missing or damaged, or the adapter is of another model.
         """
-        if adapter_name in self._adapters:
-            raise ValueError(
-                f"adapter {shown(adapter_name)} is loaded from {self._adapters[adapter_name].path}; unload it, "
-                "or choose another name"
-            )
+        if not hotswap and adapter_name in self._adapters:
+            raise _taken(adapter_name)
         adapter = read_adapter(adapter_name, path, self.interface)
-        if self._adapters.setdefault(adapter_name, adapter) is not adapter:
-            raise ValueError(f"an adapter {shown(adapter_name)} was loaded meanwhile; choose another name")
+        if hotswap:
+            self._adapters[adapter_name] = adapter
+        elif self._adapters.setdefault(adapter_name, adapter) is not adapter:  # it was loaded meanwhile
+            raise _taken(adapter_name)
         return adapter
 
     def unload_adapter(self, adapter_name: str) -> None:
         """Forget a LoRA adapter. Requests that run with it go on to their end. Raises ValueError for other names."""
         if self._adapters.pop(adapter_name, None) is None:
-            raise ValueError(f"no adapter {shown(adapter_name)} is loaded, only {', '.join(self._adapters) or 'none'}")
+            there = ", ".join([*self._adapters]) or "none"
+            raise ValueError(f"no adapter {shown(adapter_name)} is loaded, only {there}")
 
     def prepare(self, call: Call, capacity: int | None = None) -> tuple[list[Sequence], Guide | None]:
         """The sequences of a call, and the guide that writes their masks if its allowed_tokens is a function.
@@ -323,9 +332,18 @@ class CausalLM(ModelMethods):
             self.package.manifest.token_ids,
             self.tokenizer,
             self.capacity if capacity is None else lambda needed: capacity,
+            self._adapters,
         )
 
-    def save_prefix(self, inputs: Any, path: str | Path, *, progress: Progress | None = None, **options: Any) -> int:
+    def save_prefix(
+        self,
+        inputs: Any,
+        path: str | Path,
+        *,
+        adapter: str | None = None,
+        progress: Progress | None = None,
+        **options: Any,
+    ) -> int:
         """Read a prompt, and write its keys, values and recurrent states to a file, for `Engine(prefixes=[...])`.
 
         A prompt that begins with the same tokens continues from there, in any process, and gets the tokens that it gets
@@ -335,6 +353,7 @@ class CausalLM(ModelMethods):
             inputs: a text, token ids, or chat messages. Of messages, that is the beginning of all conversations which
                 begin with them: their common tokens, whatever comes next.
             path: of the file, in safetensors' format; a file of that name is replaced.
+            adapter: the name of a loaded adapter; the file is for prompts with the same adapter, whatever its name.
             progress: called with a stage's name and the fraction done, in [0, 1].
             options: of chat messages, as in `generate`.
 
@@ -359,14 +378,19 @@ class CausalLM(ModelMethods):
         capacity = self.capacity(count + 1)
         if count >= capacity:
             raise ValueError(f"the prompt has {len(tokens)} tokens, and a row of this package holds {capacity}")
+        own = find_adapter(adapter, self._adapters, self.interface)
         slots = Slots(self.sessions, 1, capacity)
-        slots.begin(0, tokens, 0, {})
+        if own is not None:
+            slots.write_adapter(1, own)
+        slots.begin(0, tokens, 0, {}, adapter=0 if own is None else 1)
         stages = Stages(progress, {Stage.READING_PROMPT: 1.0})
         advance = stages.begin(Stage.READING_PROMPT)
         for piece in pieces.cut(0, count):
             advance(piece.start / count)
             slots.prefill(0, tokens[piece.start : piece.stop], emit=False)
-        write_prefix(path, signature_of(self.package, self.sessions), tokens[:count], slots.unload(0, 0, count))
+        signature = signature_of(self.package, self.sessions)
+        sha256 = "" if own is None else own.sha256
+        write_prefix(path, signature, tokens[:count], slots.unload(0, 0, count), adapter=sha256)
         stages.finish()
         return count
 
@@ -407,6 +431,13 @@ class CausalLM(ModelMethods):
         rounded = -(-tokens // _CAPACITY_STEP) * _CAPACITY_STEP
         limit = self.package.manifest.max_position_embeddings
         return rounded if limit is None else min(rounded, limit)
+
+
+def _taken(adapter_name: str) -> ValueError:
+    return ValueError(
+        f"an adapter {shown(adapter_name)} is loaded already; give another name, unload it first, or replace it with "
+        "hotswap=True"
+    )
 
 
 def _run(

@@ -333,11 +333,20 @@ class Engine:
         return self._closed or self._draining
 
     def stats(self) -> EngineStats:
-        """The numbers of requests that run and wait, and of prompt tokens that were not read again."""
+        """The numbers of requests that run and wait, their adapters, and prompt tokens that were not read again."""
         with self._changed:
-            requests = list(self._requests.values())
-        running = sum(request.running for request in requests)
-        return EngineStats(self.slots, self.max_waiting, running, len(requests) - running, replace(self._prefixes))
+            requests = list(self._requests.items())
+        running = [sequence for sequence, request in requests if request.running]
+        waiting = [sequence for sequence, request in requests if not request.running]
+        return EngineStats(
+            self.slots,
+            self.max_waiting,
+            len(running),
+            len(requests) - len(running),
+            _adapters_of(running),
+            _adapters_of(waiting),
+            replace(self._prefixes),
+        )
 
     def drain(self, timeout: float | None = None) -> bool:
         """Take no requests any more, and wait until those that were added have ended; then `close` it.
@@ -455,3 +464,7 @@ class Engine:
         with self._changed:
             self._telling = False
             self._changed.notify_all()
+
+
+def _adapters_of(sequences: abc.Iterable[Sequence]) -> tuple[str, ...]:
+    return tuple(sorted({sequence.adapter.name for sequence in sequences if sequence.adapter is not None}))

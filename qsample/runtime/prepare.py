@@ -12,8 +12,10 @@ import numpy as np
 
 from qsample.call import Call
 from qsample.contract import MASK_WORDS, PROMPT_LOOKUP
+from qsample.errors import ArgumentError, shown
 from qsample.interface import Interface
 from qsample.manifest import TokenIds
+from qsample.runtime.adapters import Adapter
 from qsample.runtime.guided_decoding import Guide
 from qsample.runtime.parameters import for_package, parameter_row
 from qsample.runtime.prompts import parse_prompts, read_array
@@ -27,7 +29,12 @@ from qsample.values import plain
 
 
 def make_sequences(
-    call: Call, interface: Interface, token_ids: TokenIds, tokenizer: Tokenizer | None, capacity: Callable[[int], int]
+    call: Call,
+    interface: Interface,
+    token_ids: TokenIds,
+    tokenizer: Tokenizer | None,
+    capacity: Callable[[int], int],
+    adapters: abc.Mapping[str, Adapter],
 ) -> tuple[list[Sequence], Guide | None]:
     """A sequence for each prompt, or `num_return_sequences` adjacent sequences; and the guide that writes their masks,
     if allowed_tokens is a function.
@@ -35,6 +42,7 @@ def make_sequences(
     Args:
         interface, token_ids, tokenizer: of the package.
         capacity: tokens of a slot, from the number that the longest sequence may have.
+        adapters: those that are loaded, by name.
 
     Raises ValueError for a wrong argument.
     """
@@ -60,6 +68,7 @@ def make_sequences(
     room = capacity(max(own.total_length(len(prompt.ids), prompt.padding) for own, prompt in pairs))
     distinct = {id(own): own for own in params}  # most prompts share their parameters
     fitted = {key: for_package(interface, own, tokenizer) for key, own in distinct.items()}
+    chosen = {key: find_adapter(own.adapter, adapters, interface) for key, own in distinct.items()}
     guided = callable(call.allowed_tokens)
     sequences = []
     for row, seed in enumerate(seeds):
@@ -76,7 +85,8 @@ def make_sequences(
         if guided and PROMPT_LOOKUP.name in parameters:
             parameters[PROMPT_LOOKUP.name] = np.array(0, np.int32)  # the function has to see each token before the next
         text = None if tokenizer is None else GeneratedText(tokenizer, prompt.ids.tolist(), stops)
-        sequences.append(Sequence(prompt.ids, parameters, seed, guided, text, prompt.given, max_time=call.max_time))
+        more: Any = {"max_time": call.max_time, "adapter": chosen[id(params[row // count])]}
+        sequences.append(Sequence(prompt.ids, parameters, seed, guided, text, prompt.given, **more))
     if not guided:
         return sequences, None
     assert masks is not None
@@ -89,6 +99,20 @@ def _params_of_prompts(params: SamplingParams | abc.Sequence[SamplingParams], pr
     if len(params) != prompts:
         raise ValueError(f"{len(params)} SamplingParams were given for {prompts} prompts; give one, or {prompts}")
     return list(params)
+
+
+def find_adapter(name: str | None, adapters: abc.Mapping[str, Adapter], interface: Interface) -> Adapter | None:
+    """The loaded adapter with that name; None = none. Raises ArgumentError for an unknown name."""
+    found = None if name is None else adapters.get(name)
+    if name is None or found is not None:
+        return found
+    if not interface.adapters:
+        remedy = "the package was exported without adapters; export the model with max_loras (--max-loras)"
+    else:
+        remedy = (
+            f"{', '.join(sorted([*adapters])[:20]) or 'none'} is loaded; load it with load_adapter, or name another"
+        )
+    raise ArgumentError(f"adapter is {shown(name)}, and {remedy}", "adapter")
 
 
 def _masks(allowed_tokens: Any, rows: int, words: int) -> Array | None:

@@ -96,6 +96,7 @@ class EngineStats:
         slots, max_waiting: as in `Engine`.
         running: requests in slots.
         waiting: requests without a slot.
+        running_adapters, waiting_adapters: the names of the adapters of these requests, sorted.
         prefixes: how much of all prompts so far was not read again.
     """
 
@@ -103,6 +104,8 @@ class EngineStats:
     max_waiting: int
     running: int
     waiting: int
+    running_adapters: tuple[str, ...]
+    waiting_adapters: tuple[str, ...]
     prefixes: PrefixStats
 
 

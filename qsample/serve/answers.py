@@ -109,9 +109,9 @@ class Answers:
             self._cancel()
             raise
         for request in self._requests:
-            self._metrics.follow(model.name, request)
+            self._metrics.follow(model.base, request)
         for request in self._scoring:
-            self._metrics.follow_scoring(model.name, request)
+            self._metrics.follow_scoring(model.base, request)
 
     async def whole(self, receive: Receive) -> dict[str, Any]:
         """The finished answers.

@@ -14,7 +14,7 @@ from typing import Any, Final, TypeVar
 from fastapi import FastAPI, Request
 from fastapi.openapi.docs import get_swagger_ui_html
 from starlette.middleware.cors import CORSMiddleware
-from starlette.responses import FileResponse, HTMLResponse, Response
+from starlette.responses import FileResponse, HTMLResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
@@ -29,7 +29,7 @@ from qsample.serve.http import ApiError, ApiKeys, BodyLimit, Exchanges, JsonRout
 from qsample.serve.metrics import Metrics
 from qsample.serve.models import ServedModel, ServedModels
 from qsample.serve.parsers import DemandedCalls, ToolReader
-from qsample.serve.requests import CompletionRequest
+from qsample.serve.requests import CompletionRequest, LoadLoraRequest, UnloadLoraRequest
 from qsample.serve.responses import ResponseAnswers, ResponseChoice, ResponsesRequest
 from qsample.serve.settings import ServeSettings
 from qsample.text.chat import ChatOptions
@@ -110,6 +110,7 @@ class _Server:
         self.count_exchange = self._metrics.count_exchange
         # A long text takes some hundred times its size while it is encoded.
         self._encoding = asyncio.Semaphore(_LONG_TEXTS)
+        self._loading = asyncio.Lock()  # of an adapter
 
     def add_routes(self, app: FastAPI) -> None:
         app.add_api_route("/", self.page, include_in_schema=False)
@@ -126,6 +127,8 @@ class _Server:
         app.add_api_route("/v1/responses", self.respond, methods=["POST"])
         for path in _ABSENT:
             app.add_api_route(f"/v1/{path}", self.absent, methods=["GET", "POST", "DELETE"], include_in_schema=False)
+        app.add_api_route("/v1/load_lora_adapter", self.load_adapter, methods=["POST"])
+        app.add_api_route("/v1/unload_lora_adapter", self.unload_adapter, methods=["POST"])
         app.add_api_route("/tokenize", self.tokenize, methods=["POST"])
         app.add_api_route("/detokenize", self.detokenize, methods=["POST"])
 
@@ -173,8 +176,8 @@ class _Server:
         return Response(self._metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def list_models(self) -> Response:
-        """The models by name."""
-        return json_response({"object": "list", "data": [_described(model) for model in self._served()]})
+        """The models and adapters by name."""
+        return json_response({"object": "list", "data": [_described(model) for model in self._served().served]})
 
     async def show_model(self, name: str) -> Response:
         """A model; all models if the path ends with a slash."""
@@ -290,6 +293,29 @@ class _Server:
         await answers.start([prompt], params, make_guide, self._settings.request_timeout)
         return await self._answer(answers, body.stream, request)
 
+    async def load_adapter(self, body: LoadLoraRequest) -> Response:
+        """Serve a LoRA adapter under a name, if the server allows it."""
+        self._check_loading()
+        load = partial(self._served().load_adapter, body.lora_name, body.lora_path, body.base_model_name)
+
+        async def alone() -> None:
+            async with self._loading:
+                await asyncio.to_thread(load, replaced=body.load_inplace)
+
+        await asyncio.shield(asyncio.create_task(alone()))  # a client that leaves does not end it
+        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")  # vLLM's words
+
+    async def unload_adapter(self, body: UnloadLoraRequest) -> Response:
+        """Serve a LoRA adapter no more, if the server allows it."""
+        self._check_loading()
+        async with self._loading:
+            self._served().unload_adapter(body.lora_name)
+        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
+
+    def _check_loading(self) -> None:
+        if self._settings.lora_dir is None:
+            raise ApiError(404, "this server loads no adapters for its clients; start it with --lora-dir")
+
     async def absent(self, request: Request) -> Response:
         """An endpoint of OpenAI's for another kind of model, or for what is stored."""
         raise ApiError(
@@ -400,6 +426,7 @@ def _described(model: ServedModel) -> dict[str, Any]:
         "object": "model",
         "created": model.created,
         "owned_by": "qsample",
+        **({} if model.adapter is None else {"parent": model.base}),  # as in vLLM
         "max_model_len": model.max_model_len,
         "capabilities": {"completion_chat": model.takes_chats},  # as in Mistral's list of models
     }

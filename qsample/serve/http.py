@@ -45,7 +45,12 @@ _TYPES: Final = {
     429: "rate_limit_error",
 }
 # Arguments of the Python API → fields of requests with another name.
-_FIELDS: Final = {"min_new_tokens": "min_tokens", "max_new_tokens": "max_tokens", "stop_strings": "stop"}
+_FIELDS: Final = {
+    "adapter": "model",
+    "min_new_tokens": "min_tokens",
+    "max_new_tokens": "max_tokens",
+    "stop_strings": "stop",
+}
 _WITHOUT_A_KEY: Final = ("/", "/health", "/metrics", "/docs", "/openapi.json", "/redoc", "/favicon.ico")
 _UNION_TYPES: Final = {"str", "int", "float", "bool", "dict", "list"}  # parts of pydantic's paths
 _LOG: Final = logging.getLogger("uvicorn.error")  # the server's own

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter as Counts
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -112,12 +113,20 @@ class _Engines(Collector):
         running = GaugeMetricFamily("qsample:num_requests_running", "Requests in slots.", labels=[_MODEL])
         waiting = GaugeMetricFamily("qsample:num_requests_waiting", "Requests without a slot.", labels=[_MODEL])
         slots = GaugeMetricFamily("qsample:num_slots", "Slots.", labels=[_MODEL])
+        loras = GaugeMetricFamily(
+            "qsample:lora_requests_info",
+            "The adapters of requests in slots and of others; its value is the time.",
+            labels=[_MODEL, "max_lora", "running_lora_adapters", "waiting_lora_adapters"],
+        )
         for model in self._models():
             stats = model.engine.stats()
+            if most := model.interface.features.max_loras:
+                names = (",".join(stats.running_adapters), ",".join(stats.waiting_adapters))
+                loras.add_metric([model.name, str(most), *names], time.time())
             running.add_metric([model.name], stats.running)
             waiting.add_metric([model.name], stats.waiting)
             slots.add_metric([model.name], stats.slots)
-        yield from (running, waiting, slots)
+        yield from (running, waiting, slots, loras)
 
     def describe(self) -> list[Metric]:
         return []

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from copy import copy
+from dataclasses import replace
 from functools import cached_property, lru_cache
+from pathlib import Path
 from typing import Any, Final
 
 from qsample.call import Call
-from qsample.errors import QsampleError
+from qsample.disk.untrusted import leads_out
+from qsample.errors import QsampleError, shown
 from qsample.runtime import CausalLM, Engine, QueueFullError, Request, load
 from qsample.runtime.parameters import check_features
 from qsample.sampling_params import FILTER_FIELDS, SamplingParams
@@ -35,15 +40,17 @@ _EXPORT_AGAIN: Final = "export it with --for-serving, which brings all that requ
 
 
 class ServedModel:
-    """A loaded package under its served name.
+    """A loaded package under its served name, or one of its adapters under its own.
 
-    created: seconds since 1970 at which it was loaded. defaults: fields of `SamplingParams` for requests that leave
+    base: the package's served name. adapter: None = the package itself. created: seconds since 1970 at which it was
+    loaded. defaults: fields of `SamplingParams` for requests that leave
     them out.
     """
 
     def __init__(self, name: str, path: str, settings: ServeSettings) -> None:
         """Load the package and start its engine. Raises QsampleError or ValueError if that fails."""
-        self.name = name
+        self.name = self.base = name
+        self.adapter: str | None = None
         self.model: CausalLM = load(
             path,
             settings.provider,
@@ -71,6 +78,8 @@ class ServedModel:
         self._longest_token = None if self.model.tokenizer is None else self.model.tokenizer.characters_per_token()
         if self.interface.features.logprobs and self.model.tokenizer is not None:
             _ = self.token_texts  # now: a large tokenizer.json takes half a second, and every request would wait
+        for lora, folder in settings.loras.items():
+            self.model.load_adapter(lora, folder)
         self.engine = Engine(  # last: it has a thread
             self.model,
             slots=settings.slots,
@@ -80,6 +89,13 @@ class ServedModel:
             prefix_cache_dir=settings.prefix_cache_dir,
             prefix_cache_bytes=settings.prefix_cache_bytes,
         )
+
+    def with_adapter(self, name: str) -> ServedModel:
+        """The same package and engine under the name of a loaded adapter, which all its requests have."""
+        view = copy(self)
+        view.name = view.adapter = name
+        view.created = int(time.time())
+        return view
 
     @property
     def max_model_len(self) -> int:
@@ -239,7 +255,13 @@ class ServedModel:
             params: how to sample.
             priority: as in `Engine.add_request`.
             options: further fields of `Call`.
+
+        Raises ApiError if the adapter has been unloaded meanwhile.
         """
+        if self.adapter is not None:
+            if self.adapter not in self.model.adapters:
+                raise unknown_model(self.adapter, [self.base])
+            params = replace(params, adapter=self.adapter)
         return self.engine.add(Call(inputs=[prompt], params=params, **options), timeout=0, priority=priority)[0]
 
     def close(self) -> None:
@@ -251,10 +273,14 @@ class ServedModels:
     """The models of a server by name."""
 
     def __init__(self, settings: ServeSettings) -> None:
-        self._models: dict[str, ServedModel] = {}
+        self._models: dict[str, ServedModel] = {}  # adapters too, after the packages
+        self._settings = settings
         try:
             for name, path in settings.models.items():
                 self._models[name] = ServedModel(name, path, settings)
+            for name in settings.loras:
+                self._check_new(name)
+                self._models[name] = next(iter(self)).with_adapter(name)
         except BaseException as error:
             self.close()
             if isinstance(error, QsampleError | ValueError) and len(settings.models) > 1:
@@ -262,24 +288,92 @@ class ServedModels:
             raise
 
     def __iter__(self) -> Iterator[ServedModel]:
-        return iter(self._models.values())
+        """The packages."""
+        return iter([model for model in self.served if model.adapter is None])
+
+    @property
+    def served(self) -> list[ServedModel]:
+        """The packages and the adapters."""
+        return list(self._models.values())  # a copy: another thread may load an adapter meanwhile
 
     def find(self, name: str | None) -> ServedModel:
-        """The model with that name; the first for None and "". Raises ApiError for an unknown name."""
+        """The model or the adapter with that name; the first model for None and "". Raises ApiError for an unknown
+        name."""
         if not name:
             return next(iter(self))
         if name not in self._models:
-            raise ApiError(
-                404,
-                f"the model {name!r:.100} does not exist here; there is {', '.join(map(repr, self._models))}",
-                param="model",
-                code="model_not_found",
-            )
+            raise unknown_model(name, self._models)
         return self._models[name]
+
+    def load_adapter(self, name: str, path: str, base: str | None = None, *, replaced: bool = False) -> None:
+        """Serve an adapter. Requests that run go on with the adapter that they began with, replaced or not.
+
+        Args:
+            name: of the adapter for clients.
+            path: its folder, below the settings' `lora_dir`.
+            base: the served name of its model; None = the first.
+            replaced: another adapter of that name may be there.
+
+        Raises ApiError for a name that is taken, a path that leads out of `lora_dir`, and an adapter that cannot be
+        used; nothing has changed then.
+        """
+        model = self.find(base)
+        self._check_new(name, replaced=model.base if replaced else None)
+        folder = self._adapter_folder(path)
+        try:
+            model.model.load_adapter(name, folder, hotswap=replaced)
+        except (QsampleError, ValueError) as error:
+            raise ApiError(400, str(error), param="lora_path") from error
+        self._models[name] = model.with_adapter(name)
+
+    def unload_adapter(self, name: str) -> None:
+        """Take no more requests for an adapter; those that it has go on. Raises ApiError if it is not loaded."""
+        if name not in self._models or self._models[name].adapter is None:
+            loaded = [model.name for model in self.served if model.adapter is not None]
+            raise unknown_model(name, loaded, "adapter", "lora_name")
+        self._models.pop(name).model.unload_adapter(name)
+
+    def _check_new(self, name: str, *, replaced: str | None = None) -> None:
+        """Raise ApiError if `name` is taken, or no more adapters have room. replaced: an adapter of that name may be
+        there if it is of this model."""
+        there = self._models.get(name)
+        if there is not None and (there.adapter is None or there.base != replaced):
+            remedy = "give another lora_name" if there.adapter is None else "give another, or load_inplace: true"
+            raise ApiError(400, f"{name!r:.100} is served already; {remedy}", param="lora_name")
+        loaded, most = len(self._models) - len(list(self)), self._settings.max_cpu_loras
+        if there is None and loaded >= most:
+            text = f"{loaded} adapters are loaded, all that this server takes; unload another, or raise --max-cpu-loras"
+            raise ApiError(400, text, param="lora_name")
+
+    def _adapter_folder(self, path: str) -> Path:
+        """An existing folder below `lora_dir` whose files lead nowhere else. Raises ApiError."""
+        allowed = self._settings.lora_dir
+        assert allowed is not None
+        root = Path(os.path.realpath(allowed))
+        folder = root / path
+        try:
+            files = [Path(entry) for entry in os.scandir(folder)]
+            inside = not leads_out(folder, [root]) and not os.path.samefile(folder, root)
+            inside = inside and all(file.is_file() and not leads_out(file, [root]) for file in files)
+        except (OSError, ValueError):  # ValueError: no path at all
+            inside = False
+        if not inside:
+            raise ApiError(
+                400,
+                f"lora_path is {shown(path)}; give an adapter's folder of plain files below this server's --lora-dir",
+                param="lora_path",
+            )
+        return folder
 
     def close(self) -> None:
         for model in self:
             model.close()
+
+
+def unknown_model(name: str, there: Iterable[str], kind: str = "model", param: str = "model") -> ApiError:
+    """The answer to a request for a model that is not served. there: the names of those that are."""
+    text = f"the {kind} {name!r:.100} does not exist here; there is {', '.join(map(repr, there)) or 'none'}"
+    return ApiError(404, text, param=param, code="model_not_found")
 
 
 class TokenTexts:

@@ -37,6 +37,8 @@ MOST_BIASES: Final = 1024
 MOST_STOP_STRINGS: Final = 64
 MOST_STOP_CHARACTERS: Final = 2048  # of all of them
 MOST_PROMPTS: Final = 2**16  # of a request; few servers take as many at once
+MOST_NAME: Final = 256  # characters of an adapter's name, which is a label of a metric
+MOST_PATH: Final = 4096
 MOST_FIELDS: Final = 256  # of an object; pydantic notes an error for each that is not known
 # Fields that have the same name in `SamplingParams`.
 _SAME_NAME: Final = (
@@ -335,6 +337,26 @@ Prompt = Annotated[
     str | list[str] | list[int] | list[list[int]],
     PlainValidator(_check_prompt, json_schema_input_type=str | list[str] | list[int] | list[list[int]]),
 ]
+
+
+class LoadLoraRequest(Body):
+    """`/v1/load_lora_adapter`, with vLLM's fields.
+
+    lora_path: a folder below the server's `lora_dir`. load_inplace: replace a loaded adapter of that name.
+    base_model_name: the model that it changes; None = the first.
+    """
+
+    lora_name: StrictStr = Field(min_length=1, max_length=MOST_NAME, pattern=r"^[^\x00-\x1f\x7f,]+$")
+    lora_path: StrictStr = Field(min_length=1, max_length=MOST_PATH)
+    load_inplace: StrictBool = False
+    base_model_name: StrictStr | None = None
+
+
+class UnloadLoraRequest(Body):
+    """`/v1/unload_lora_adapter`, with vLLM's fields. lora_int_id: ignored, as there."""
+
+    lora_name: StrictStr = Field(min_length=1)
+    lora_int_id: StrictInt | None = None
 
 
 class CompletionRequest(GenerationRequest):

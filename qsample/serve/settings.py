@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
@@ -45,6 +46,9 @@ class ServeSettings:
             package's templates.
         max_body_bytes: of a request.
         prefixes, prefix_cache_dir, prefix_cache_bytes: as in `Engine`; prefixes are for a server of a single model.
+        loras: served name → the folder of a LoRA adapter, for a server of a single model.
+        lora_dir: clients may load adapters from folders below this one, and unload any; None = they may not.
+        max_cpu_loras: most adapters in memory; a batch has the package's `max_loras` of them.
         request_timeout: seconds that a whole answer may take; None = no limit.
         drain_timeout: seconds that running requests get when the server ends.
         access_log: log a line for each HTTP request.
@@ -76,6 +80,9 @@ class ServeSettings:
     prefixes: tuple[str, ...] = ()
     prefix_cache_dir: str | None = None
     prefix_cache_bytes: int = DEFAULT_BYTES
+    loras: Mapping[str, str] = field(default_factory=dict)
+    lora_dir: str | None = None
+    max_cpu_loras: int = 64
     session_config: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -86,6 +93,11 @@ class ServeSettings:
         check_count("max_body_bytes", self.max_body_bytes, 1)
         if self.prefixes and len(self.models) > 1:
             raise ValueError("prefixes are of one package, and several are served; give prefix_cache_dir, or one model")
+        check_count("max_cpu_loras", self.max_cpu_loras, 1)
+        if self.loras and len(self.models) > 1:
+            raise ValueError("loras are of one package, and several are served; serve one model, or give lora_dir")
+        if self.lora_dir is not None and not os.path.isdir(self.lora_dir):
+            raise ValueError(f"lora_dir is {shown(self.lora_dir)}, which is not a folder; give the adapters' folder")
         for name in ("request_timeout", "drain_timeout"):
             value = getattr(self, name)
             if value is not None and not (isinstance(value, int | float) and 0 <= value < math.inf):
