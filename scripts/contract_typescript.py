@@ -50,12 +50,15 @@ def _tensors(specs: Iterable[TensorSpec]) -> list[dict[str, Any]]:
     ]
 
 
+_NOT_NUMBERS = ("seed", "prompt_lookup_num_tokens")  # a double cannot hold the first; the second changes no token
+
+
 def _numbers() -> dict[str, Any]:
-    """The fields of SamplingParams that are numbers, by the caller's name; not the seed, which a double cannot hold."""
+    """The fields of SamplingParams that are numbers, by the caller's name."""
     numbers = {}
     for entry in fields(SamplingParams):
         limits = entry.metadata["limits"]
-        if limits is not None and entry.name != "seed":
+        if limits is not None and entry.name not in _NOT_NUMBERS:
             numbers[camel(entry.name)] = {
                 "name": entry.name,
                 "off": entry.default,

@@ -99,7 +99,6 @@ export const UNSUPPORTED: Readonly<Record<string, readonly unknown[]>> = {
   "num_return_sequences": [1],
   "penalty_alpha": [0],
   "dola_layers": [],
-  "prompt_lookup_num_tokens": [],
   "encoder_repetition_penalty": [1],
   "encoder_no_repeat_ngram_size": [0],
   "force_words_ids": [[]],
