@@ -44,7 +44,7 @@ class CompileOptions:
         kv_cache_dtype: "int8" holds keys and values with a scale a channel, measured on the model's own text: a quarter
             of float32's memory, faster steps over long contexts, slower long prompts. None, or the package's own dtype
             = as exported.
-        num_speculative_tokens: the most tokens, 1 to 64, that a step may guess for a row and check (7 is a good number),
+        num_speculative_tokens: the most tokens, 1 to 64, that a step may guess for a row and check (7 is good),
             or 0 for none. Needs provider="cpu" and kv_cache_dtype="int8". Each request says whether its rows guess.
         max_divergence: in nats a token, at least 0: compile refuses quantized weights that are further off; see
             `divergence.Divergence`. 4 bits put the bundled model 0.06 off and 8 bits 0.0006; at 1 a token is on average
