@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import Final
 
 CONTRACT_VERSION: Final = "2.0"
-STEPS_VERSION: Final = "2.1"  # of packages whose steps may give a row several tokens; all else is as in 2.0
+STEPS_VERSION: Final = "2.1"  # of packages with num_speculative_tokens or adapters; all else is as in 2.0
+STEPS_ONNXRUNTIME: Final = "1.32"  # the oldest that runs such packages
 CONTRACT_VERSIONS: Final = (CONTRACT_VERSION, STEPS_VERSION)  # that this qsample runs
 PHILOX_UNIFORM_SCALE: Final = 2.0**-24  # u = (x >> 8) * 2**-24, in [0, 1)
 NOISE_STREAM: Final = 0  # the second word of Philox's counter, for the state `noise`

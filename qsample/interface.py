@@ -293,6 +293,10 @@ class Interface:
         newer = self.features.num_speculative_tokens or self.adapters
         return STEPS_VERSION if newer else CONTRACT_VERSION
 
+    def without_guesses(self) -> Interface:
+        """The same with steps of one token, as in portable packages."""
+        return replace(self, features=replace(self.features, num_speculative_tokens=0))
+
     @property
     def cache_layers(self) -> tuple[int, ...]:
         """The number of each layer that has keys and values."""

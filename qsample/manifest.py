@@ -67,6 +67,7 @@ class Compilation:
         quantization: of weights and cache, with the bytes of the weights before and after, the number of matrices that
             came quantized, and the measured divergence; None = not quantized.
         verify: how much was compared: "default" or "full".
+        least_onnxruntime: the oldest version of ONNX Runtime that runs it; None = as docs/contract.md says.
     """
 
     provider: str
@@ -78,6 +79,7 @@ class Compilation:
     provider_options: Mapping[str, str] = field(default_factory=dict)
     quantization: Mapping[str, Any] | None = None
     verify: str = FULL  # of packages that are older than the choice
+    least_onnxruntime: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,10 +125,12 @@ class Manifest:
 
     def to_json(self) -> str:
         data = asdict(self)
-        interface, features = data["interface"], data["interface"]["features"]
+        interface, features, compilation = data["interface"], data["interface"]["features"], data["compilation"]
         # Older versions of qsample read packages without these.
         if not features["num_speculative_tokens"]:
             del features["num_speculative_tokens"]
+        if compilation is not None and compilation["least_onnxruntime"] is None:
+            del compilation["least_onnxruntime"]
         if not interface["adapters"]:
             del interface["adapters"], features["max_loras"], features["max_lora_rank"]
         return json.dumps(_without_infinities(data), indent=2, sort_keys=True, allow_nan=False) + "\n"

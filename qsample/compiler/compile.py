@@ -27,7 +27,7 @@ from qsample.compiler.quantize.blocks import QuantizationReport, quantization_re
 from qsample.compiler.quantize.methods import METHODS
 from qsample.compiler.self_test import run_self_test
 from qsample.compiler.targets import Target, find_target
-from qsample.contract import BATCH
+from qsample.contract import BATCH, STEPS_ONNXRUNTIME
 from qsample.disk.scratch import ScratchFolder
 from qsample.errors import CompileError
 from qsample.exporters.portable import build_initial_state
@@ -134,7 +134,7 @@ def _measure_divergence(
     return measure_divergence(
         plan.source.path,
         folder,
-        plan.source.interface,
+        plan.interface,
         plan.ctx_len,
         target.execution_providers,
         progress,
@@ -218,5 +218,6 @@ def _manifest(
             provider_options=target.provider_options,
             quantization=quantization,
             verify=plan.options.verify,
+            least_onnxruntime=STEPS_ONNXRUNTIME if plan.options.num_speculative_tokens else None,
         ),
     )

@@ -35,7 +35,7 @@ RECORD: Final = {"session.record_ep_graph_assignment_info": "1"}
 def join_sampler(build: Build) -> None:
     """Append the sampler that was cut off, unless the package samples on the host."""
     if build.sampler is not None:
-        append_sampler(build.model, build.sampler, build.plan.interface.decoder)
+        append_sampler(build.model, build.sampler, build.plan.interface.without_guesses().decoder)
 
 
 def optimize_offline(

@@ -303,9 +303,8 @@ def _own_tokens(plan: CompilePlan, prompt: Array, prompt_lengths: Array) -> list
 def _runner(plan: CompilePlan, decoder: Path | ir.Model, folder: Path, *, weights_mapped: bool) -> GraphRunner:
     """A runner of `decoder`, whose weights and starting state are in `folder`."""
     initial_state = folder / "initial_state.onnx"
-    return GraphRunner(
-        decoder, initial_state, plan.source.interface, plan.ctx_len, folder=folder, weights_mapped=weights_mapped
-    )
+    interface = plan.source.interface if folder == plan.source.path else plan.interface
+    return GraphRunner(decoder, initial_state, interface, plan.ctx_len, folder=folder, weights_mapped=weights_mapped)
 
 
 def _chosen(results: Mapping[str, Array]) -> Array:

@@ -37,6 +37,7 @@ class Slot(IntEnum):
     V_SCALE = 13
     Q_NORM_WEIGHT = 14
     K_NORM_WEIGHT = 15
+    QUERY_SEQLENS = 16  # from ONNX Runtime 1.32 on
 
 
 def attentions(graph: ir.Graph) -> list[ir.Node]:

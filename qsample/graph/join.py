@@ -4,7 +4,7 @@ graph return the logits of all positions."""
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 
 import onnx_ir as ir
 
@@ -22,26 +22,9 @@ def append_sampler(decoder: ir.Model, sampler: ir.Model, spec: GraphSpec) -> ir.
     An input of the sampler that the decoder has or computes as an output (the logits) is joined with it;
     whatever is inside the sampler gets `PREFIX` before its name, if it has not got it yet. `sampler` is used up.
     """
-    graph, tail = decoder.graph, sampler.graph
-    inputs, outputs = list(tail.inputs), list(tail.outputs)
-    for value in _values(tail):
-        if value not in inputs and value.name not in spec.output_names:
-            value.name = _prefixed(value.name)
-    for node in tail.all_nodes():
-        node.name = _prefixed(node.name)
-
+    graph, outputs = decoder.graph, list(sampler.graph.outputs)
     known = {value.name: value for value in (*graph.inputs, *graph.outputs)}
-    tail.inputs.clear()
-    tail.outputs.clear()
-    for value in inputs:
-        if value.name in known:
-            value.replace_all_uses_with(known[value.name])
-    initializers = list(tail.initializers.values())
-    tail.initializers.clear()
-    for value in initializers:
-        graph.register_initializer(value)
-    nodes = list(tail)
-    tail.remove(nodes)
+    inputs, nodes = _taken_over(graph, sampler.graph, known, PREFIX)
     graph.extend(nodes)
 
     by_name = {value.name: value for value in (*inputs, *outputs)} | known
@@ -52,8 +35,59 @@ def append_sampler(decoder: ir.Model, sampler: ir.Model, spec: GraphSpec) -> ir.
     return decoder
 
 
-def _prefixed(name: str | None) -> str:
-    return str(name) if str(name).startswith(PREFIX) else f"{PREFIX}{name}"
+def prepend(model: ir.Model, front: ir.Model, replaced: Collection[str], prefix: str) -> dict[str, ir.Value]:
+    """Put the nodes of `front` before those of `model`, in place; `front` is used up.
+
+    Args:
+        model: gets the inputs of `front` that it lacks.
+        front: its inputs are joined with those of `model` by name; nothing of `model` has the names of its outputs.
+        replaced: inputs that `model` must not read from here on: the caller connects their readers.
+        prefix: of the names inside `front`.
+
+    Returns:
+        The outputs of `front`, and under the names in `replaced` values that stand for these inputs, by name.
+    """
+    graph, outputs = model.graph, list(front.graph.outputs)
+    known = {value.name: value for value in graph.inputs}
+    stand_ins = {}
+    for name in replaced:
+        stand_ins[name] = ir.Value(name=name, shape=known[name].shape, type=known[name].type)
+        known[name].replace_all_uses_with(stand_ins[name])
+    inputs, nodes = _taken_over(graph, front.graph, known, prefix)
+    graph.insert_before(graph[0], nodes)
+    graph.inputs.extend(value for value in inputs if value.name not in known)
+    return {str(value.name): value for value in outputs} | stand_ins
+
+
+def _taken_over(
+    graph: ir.Graph, part: ir.Graph, known: Mapping[str | None, ir.Value], prefix: str
+) -> tuple[list[ir.Value], list[ir.Node]]:
+    """Empty `part` into `graph`: its inputs, which `known` replaces by name, and its nodes, which are not placed yet.
+
+    Whatever is inside `part` gets `prefix` before its name.
+    """
+    inputs, outputs = list(part.inputs), list(part.outputs)
+
+    def prefixed(name: str | None) -> str:
+        return str(name) if str(name).startswith(prefix) else f"{prefix}{name}"
+
+    for value in _values(part):
+        if value not in inputs and value not in outputs:
+            value.name = prefixed(value.name)
+    for node in part.all_nodes():
+        node.name = prefixed(node.name)
+    part.inputs.clear()
+    part.outputs.clear()
+    for value in inputs:
+        if value.name in known:
+            value.replace_all_uses_with(known[value.name])
+    initializers = list(part.initializers.values())
+    part.initializers.clear()
+    for value in initializers:
+        graph.register_initializer(value)
+    nodes = list(part)
+    part.remove(nodes)
+    return inputs, nodes
 
 
 def split_at_logits(decoder: ir.Model, interface: Interface) -> tuple[ir.Model, ir.Model | None]:
@@ -107,8 +141,8 @@ def return_all_logits(model: ir.Model) -> bool:
     """
     graph = model.graph
     logits = next(value for value in graph.outputs if value.name == LOGITS.name)
-    choice = next((node for node in _upwards(logits) if _chooses_a_position(node)), None)
-    if choice is None or inputs_of([logits], choice.outputs):
+    choice = choice_of_position(logits)
+    if choice is None:
         return False
     for value in (value for node in ancestors([logits], {choice}) for value in node.outputs):
         value.shape = None  # B is the number of positions from here on
@@ -122,6 +156,13 @@ def return_all_logits(model: ir.Model) -> bool:
         chosen.name, flat.name = None, LOGITS.name
     graph.remove(choice, safe=True)
     return True
+
+
+def choice_of_position(logits: ir.Value) -> ir.Node | None:
+    """The node that takes the states [B, S, n] at each row's last token, [B, n] or [B, 1, n]; None if more than this
+    single choice leads from the tokens to the logits."""
+    choice = next((node for node in _upwards(logits) if _chooses_a_position(node)), None)
+    return None if choice is None or inputs_of([logits], choice.outputs) else choice
 
 
 def _upwards(value: ir.Value) -> Iterator[ir.Node]:

@@ -7,6 +7,7 @@ Some are part of ONNX Runtime. Others are plugins: libraries of separate package
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from importlib.util import find_spec
@@ -71,6 +72,16 @@ def check_available(providers: Sequence[str]) -> None:
         raise QsampleError(
             f"this onnxruntime has no {', '.join(absent) or 'provider in an empty list'}; it has "
             f"{', '.join(available_providers())}{advice}"
+        )
+
+
+def check_version(least: str) -> None:
+    """Raise QsampleError if the installed ONNX Runtime is older than `least`, such as "1.32"."""
+    given, needed = ([int(number) for number in re.findall(r"\d+", text)[:2]] for text in (ort.__version__, least))
+    if given < needed:
+        raise QsampleError(
+            f"ONNX Runtime is {ort.__version__}, and this needs {least} or newer; upgrade it: "
+            f"pip install -U 'onnxruntime>={least}'"
         )
 
 

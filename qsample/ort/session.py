@@ -17,7 +17,7 @@ from qsample.interface import GraphSpec, Interface
 from qsample.ort.bound_graph import Replays
 from qsample.ort.linux_memory import in_huge_pages, release_pages
 from qsample.ort.options import FOLDER_OF_WEIGHTS, SessionOptions, most_shares, session_options
-from qsample.ort.providers import CPU, check_available, device_of, execution_providers, open_session
+from qsample.ort.providers import CPU, check_available, check_version, device_of, execution_providers, open_session
 from qsample.ort.small_graphs import one_more_output
 from qsample.ort.trusted_options import check_manifest_options
 from qsample.package import Package
@@ -97,11 +97,14 @@ def open_sessions(
             f"variable CUDA_VISIBLE_DEVICES={number} for this process, and leave device_id out"
         )
     check_available(providers)
+    compilation = package.manifest.compilation
+    if compilation is not None and compilation.least_onnxruntime is not None:
+        check_version(compilation.least_onnxruntime)
     interface = package.interface
     sizes = dict(interface.sizes)
-    if package.manifest.compilation is not None:
-        sizes[CAPACITY] = package.manifest.compilation.ctx_len
-        if package.manifest.compilation.batch_size == 1:
+    if compilation is not None:
+        sizes[CAPACITY] = compilation.ctx_len
+        if compilation.batch_size == 1:
             sizes[BATCH] = 1
 
     def load(name: str, used: Sequence[str], used_options: SessionOptions) -> ort.InferenceSession:

@@ -19,50 +19,69 @@ def next_states(call: Call, draw: Draw) -> dict[str, Tensor]:
     new = advance & call.start.equals(0)
 
     column = emitted.unsqueeze()
-    positions, written = call.branch(
-        new, lambda: _writes(call, draw, lengths, new), lambda: _writes(call, draw, lengths, None)
-    )
     states = {
         "lengths": lengths,
         "status": next_status(call, draw),
-        "tokens": call["tokens"].scatter(positions, written),
+        "tokens": next_tokens(call, call.total.unsqueeze(), draw.token, column, lengths, new),
         "output_counts": call["output_counts"].scatter(draw.token, column.to(FLOAT), reduction="add"),
     }
     if draw.surprise is not None:
-        row = Columns(call.inputs)
-        mu = filters.largest_surprise(row) - row["mirostat_eta"] * (draw.surprise - row["mirostat_tau"])
-        changes = draw.random & (call["mirostat_tau"] > 0)
-        states["mirostat_mu"] = where(changes, mu.squeeze(), call["mirostat_mu"])
+        states["mirostat_mu"] = next_mu(call, draw)
     return states
 
 
-def _writes(call: Call, draw: Draw, lengths: Tensor, new: Tensor | None) -> tuple[Tensor, Tensor]:
+def next_mu(call: Call, draw: Draw) -> Tensor:
+    """[B] float32: the state `mirostat_mu`."""
+    assert draw.surprise is not None
+    row = Columns(call.inputs)
+    mu = filters.largest_surprise(row) - row["mirostat_eta"] * (draw.surprise - row["mirostat_tau"])
+    changes = draw.random & (call["mirostat_tau"] > 0)
+    return where(changes, mu.squeeze(), call["mirostat_mu"])
+
+
+def next_tokens(call: Call, at: Tensor, drawn: Tensor, emitted: Tensor, lengths: Tensor, new: Tensor) -> Tensor:
+    """The state `tokens`.
+
+    Args:
+        call: the inputs.
+        at: [B, n] int32, the places of sampled tokens.
+        drawn: [B, n] int64, these tokens.
+        emitted: [B, n] bool, which of them are recorded.
+        lengths: [B] int32, `call.total` in rows that record their inputs, else `call.start`.
+        new: [B] bool, rows that record inputs from position 0 on.
+    """
+    positions, written = call.branch(
+        new,
+        lambda: _writes(call, at, drawn, emitted, lengths, new),
+        lambda: _writes(call, at, drawn, emitted, lengths, None),
+    )
+    return call["tokens"].scatter(positions, written)
+
+
+def _writes(
+    call: Call, at: Tensor, drawn: Tensor, emitted: Tensor, lengths: Tensor, new: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """The scatter into `tokens`: this call's inputs, sampled tokens, and into a new row's tail its first token.
 
     One scatter, so that `tokens` may be updated in place. Every column writes something: those with nothing to record
     write the row's first token to position 0, where it stands already.
 
-    Args:
-        call: the inputs.
-        draw: the sampled tokens, which emitting rows record.
-        lengths: [B] int32, `call.total` in rows that record their inputs, else `call.start`.
-        new: [B] bool, rows that record inputs from position 0 on; None: no row does.
+    Args: as for `next_tokens`; new: None if no row is new.
 
     Returns:
-        Positions, int64, and tokens, int32: [B, S + 1], or [B, S + 1 + T] with new rows.
+        Positions, int64, and tokens, int32: [B, S + n], or [B, S + n + T] with new rows.
     """
     tokens, ids = call["tokens"], call["input_ids"]
-    start, total, after = (value.unsqueeze() for value in (call.start, call.total, lengths))
+    start, after = call.start.unsqueeze(), lengths.unsqueeze()
     begins = None if new is None else new.unsqueeze()
-    emitted = draw.emitted.unsqueeze()
     first = tokens.columns(0, 1)
     positions = start + count_up(size(ids, 1))
     recorded = concat(positions < after, emitted)
-    positions = concat(positions, total)
-    values = concat(ids, draw.token).to(INT32)
+    positions = concat(positions, at)
+    values = concat(ids, drawn).to(INT32)
     if begins is not None:
         first = where(begins, values.columns(0, 1), first)
-        tail = after + emitted.to(INT32) + count_up(size(tokens, 1))
+        tail = after + emitted.to(INT32).sum() + count_up(size(tokens, 1))
         positions = concat(positions, tail)
         recorded = concat(recorded, begins & (tail >= 0))
         values = concat(values, op("Expand", first, op("Shape", tokens)))

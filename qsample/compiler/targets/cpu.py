@@ -9,6 +9,7 @@ import onnxruntime as ort
 
 from qsample.compiler.passes.fusions import merge_equal_nodes
 from qsample.compiler.passes.recurrences import branch_where_rows_begin
+from qsample.compiler.passes.several_tokens import check_guesses
 from qsample.compiler.pipeline import (
     Phase,
     fixed_sizes,
@@ -25,8 +26,9 @@ from qsample.compiler.publish import join_sampler, optimize_offline, place_optim
 from qsample.compiler.quantize.float16 import store_as_float16
 from qsample.compiler.quantize.weights import round_activations
 from qsample.compiler.targets import Target
-from qsample.errors import CompileError
-from qsample.ort.providers import CPU
+from qsample.contract import STEPS_ONNXRUNTIME
+from qsample.errors import CompileError, QsampleError
+from qsample.ort.providers import CPU, check_version
 
 _DTYPES: Final = ("float32", "float16")  # GroupQueryAttention's CPU kernels
 # EXTENDED makes graphs that every CPU of the architecture runs; ALL adds layouts of the very machine that compiles.
@@ -43,6 +45,7 @@ class CpuTarget(Target):
     name = "cpu"
     execution_providers: tuple[str, ...] = (CPU,)
     calibrates = True
+    speculates = True
     self_contained = True
 
     def check(self, plan: CompilePlan) -> None:
@@ -61,6 +64,8 @@ class CpuTarget(Target):
                 f"the package is {own} and the CPU provider's attention takes {' or '.join(_DTYPES)}; export it with "
                 "one of these dtypes"
             )
+        if plan.options.num_speculative_tokens:
+            _check_speculation(plan)
 
     def phases(self, plan: CompilePlan) -> Sequence[Phase]:
         # ONNX Runtime's optimisation would undo the storage in float16, which therefore comes after it.
@@ -74,11 +79,34 @@ class CpuTarget(Target):
             graph_pass(merge_equal_nodes),  # model and sampler ask whether a row begins
             graph_pass(round_activations),
             *quantization_phases(plan, pads_blocks=True),
+            *self._speculation(plan),
             graph_pass(branch_where_rows_begin),
             step(optimize_offline, providers=self.execution_providers, level=_LEVEL, final=not halved),
             *halved,
             step(place_optimized, default=self.execution_providers[0]),
         ]
+
+    def _speculation(self, plan: CompilePlan) -> Sequence[Phase]:
+        if not plan.options.num_speculative_tokens:
+            return []
+        return [graph_pass(check_guesses, interface=self.interface(plan), pad_token_id=plan.pad_token_id)]
+
+
+def _check_speculation(plan: CompilePlan) -> None:
+    """Raise CompileError if steps of several tokens could choose other tokens than steps of one, or cannot be made."""
+    given, features = f"num_speculative_tokens={plan.options.num_speculative_tokens}", plan.source.interface.features
+    if plan.kv_cache_dtype != "int8":
+        raise CompileError(
+            f"{given} needs kv_cache_dtype='int8': over a cache in {plan.dtype}, attention to several tokens at once "
+            "rounds otherwise than to one, and guesses would change tokens"
+        )
+    if not features.sampler or features.probs:
+        reason = "the distributions of single tokens (probs)" if features.sampler else "logits, and samples on the host"
+        raise CompileError(f"{given} needs a package that samples in the graph, and this one returns {reason}")
+    try:
+        check_version(STEPS_ONNXRUNTIME)
+    except QsampleError as error:
+        raise CompileError(f"{given}: {error}") from error
 
 
 TARGET = CpuTarget()

@@ -1,0 +1,198 @@
+"""Lets a decode graph check guessed tokens: it reads any number of tokens of each row in a call.
+
+The attention takes a count of new tokens a row (`query_seqlens`), over rows padded to the same length. Everything else
+computes each token by itself, so the tokens of all rows lie one after the other, without padding.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+import onnx_ir as ir
+
+from qsample.contract import BATCH, INPUT_IDS, INPUT_LENGTHS, LENGTHS, LOGITS
+from qsample.errors import CompileError
+from qsample.graph.edit import ancestors, initializer, insert, reads, reshape_target
+from qsample.graph.gqa import Slot, attentions, get_input, set_inputs
+from qsample.graph.join import append_sampler, choice_of_position, cut_at_logits, prepend
+from qsample.interface import Interface
+from qsample.sampler.guess import (
+    LAST_AT,
+    PADDED_AT,
+    POSITIONS,
+    READ,
+    SEQLENS_K,
+    STEP_IDS,
+    TOKENS_AT,
+    VERIFIED,
+    build_drafter,
+)
+from qsample.sampler.verify import build_verifier
+
+_PREFIX: Final = "guess."
+_CONTROL: Final = (Slot.SEQLENS_K, Slot.TOTAL_SEQUENCE_LENGTH)
+_ADDED_PER_TOKEN: Final = (Slot.POSITION_IDS, Slot.ATTENTION_BIAS)
+Values = dict[str, ir.Value]
+
+
+def check_guesses(model: ir.Model, interface: Interface, pad_token_id: int) -> bool:
+    """Give a decode graph the inputs and outputs of `interface`, which has `num_speculative_tokens`; in place.
+
+    1. The nodes of `sampler.guess` come first, and the model reads their tokens in place of `input_ids`.
+    2. Every layer attends through GroupQueryAttention, which gets the number of tokens of each row.
+    3. The model's other nodes read the tokens packed, if only positions tell them which row a token belongs to.
+    4. The logits are those after each token that a draw follows, for `sampler.verify` in place of the sampler.
+
+    Returns True. Raises CompileError if more than each row's last hidden state leads to the logits.
+    """
+    cut_at_logits(model, interface.without_guesses())
+    graph = model.graph
+    logits = next(value for value in graph.outputs if value.name == LOGITS.name)
+    choice = choice_of_position(logits)
+    if choice is None:
+        raise CompileError(
+            "num_speculative_tokens needs a model whose logits come from each row's last hidden state alone; leave it "
+            "out"
+        )
+    positions = [node for node in graph if _adds_positions(node)]
+    packed = _can_be_packed(graph, choice, positions)
+    for value in (value for node in graph.all_nodes() for value in node.outputs if not value.is_graph_output()):
+        value.shape = None  # rows and columns are others from here on
+
+    values = prepend(model, build_drafter(interface, packed=packed), (INPUT_IDS.name, INPUT_LENGTHS.name), _PREFIX)
+    for node in attentions(graph):
+        control = {Slot.QUERY_SEQLENS: values[READ.name], Slot.SEQLENS_K: values[SEQLENS_K.name]}
+        set_inputs(node, {**control, Slot.TOTAL_SEQUENCE_LENGTH: _capacity(graph, node)})
+    _choose(graph, choice, logits, values)
+    ids = values[STEP_IDS.name]
+    if packed:
+        first = next(node for node in graph if not str(node.name).startswith(_PREFIX))
+        ids = _packed(first, ids, values)
+        for node in positions:
+            place = _packed(first, values[POSITIONS.name], values)
+            if (dtype := node.outputs[0].dtype) is not None and dtype != place.dtype:
+                place = insert(first, "Cast", [place], [1, None], {"to": dtype})
+                place.dtype = dtype
+            node.outputs[0].replace_all_uses_with(place)
+        for node in attentions(graph):
+            _pad_around(node, values)
+        _count_one_row(graph)
+    values[INPUT_IDS.name].replace_all_uses_with(ids)
+    values[INPUT_LENGTHS.name].replace_all_uses_with(values[READ.name])
+
+    graph.outputs.extend(values[spec.name] for spec in VERIFIED)
+    append_sampler(model, build_verifier(interface, pad_token_id), interface.decoder)
+    return True
+
+
+def _adds_positions(node: ir.Node) -> bool:
+    """Whether `node` adds each row's length to the numbers of the columns: [B, S]."""
+    if node.op_type != "Add" or node.domain or (shape := node.outputs[0].shape) is None or len(shape) != 2:
+        return False
+    return any(_names(ancestors([value]), value) == {LENGTHS.name} and _is_column(value) for value in node.inputs)
+
+
+def _is_column(value: ir.Value | None) -> bool:
+    return value is not None and value.shape is not None and len(value.shape) == 2 and value.shape[1] == 1
+
+
+def _names(nodes: set[ir.Node], value: ir.Value | None) -> set[str]:
+    """The inputs of the graph that `nodes`, which make `value`, read; not those whose shape alone is read."""
+    sources = (source for node in nodes if node.op_type != "Shape" for source in reads(node))
+    return {str(source.name) for source in sources if _is_input(source)}
+
+
+def _is_input(value: ir.Value) -> bool:
+    return value.is_graph_input() and not value.is_initializer()
+
+
+def _can_be_packed(graph: ir.Graph, choice: ir.Node, positions: list[ir.Node]) -> bool:
+    """Whether nothing but the attentions, `positions` and `choice` reads an input that has a value for each row."""
+    if any(get_input(node, slot) is not None for node in attentions(graph) for slot in _ADDED_PER_TOKEN):
+        return False
+
+    def computes(node: ir.Node) -> list[ir.Value]:
+        if node in positions:
+            return []
+        if node is choice:
+            return [value for value in node.inputs[:1] if value is not None]
+        slots = _CONTROL if node.op_type == "GroupQueryAttention" else ()
+        return [value for index, value in enumerate(node.inputs) if value is not None and index not in slots] + [
+            value for value in reads(node) if value not in node.inputs
+        ]
+
+    nodes = ancestors(graph.outputs, reads=computes)
+    read = (value for node in nodes if node.op_type not in ("Shape", "GroupQueryAttention") for value in computes(node))
+    return all(
+        value.name == INPUT_IDS.name or BATCH not in map(str, value.shape or ()) for value in read if _is_input(value)
+    )
+
+
+def _capacity(graph: ir.Graph, attention: ir.Node) -> ir.Value:
+    past = get_input(attention, Slot.PAST_KEY)
+    assert past is not None
+    assert past.shape is not None
+    return initializer(graph, "capacity", np.array(past.shape[2], np.int32))
+
+
+def _packed(before: ir.Node, padded: ir.Value, values: Values) -> ir.Value:
+    """`padded` [B, S] without its padding, [1, N]."""
+    graph = before.graph
+    assert graph is not None
+    flat = insert(before, "Reshape", [padded, reshape_target(graph, [-1])], [None])
+    return insert(before, "Gather", [flat, _row(before, values[TOKENS_AT.name])], [1, None], {"axis": 0})
+
+
+def _row(before: ir.Node, indices: ir.Value) -> ir.Value:
+    """`indices` [N] as [1, N]."""
+    assert before.graph is not None
+    return insert(before, "Unsqueeze", [indices, initializer(before.graph, "first_axis", np.array([0]))], [1, None])
+
+
+def _pad_around(attention: ir.Node, values: Values) -> None:
+    """Pad the queries, keys and values [1, N, n] of `attention` to [B, S, n], and pack its output again."""
+    graph = attention.graph
+    assert graph is not None
+    first_axis = initializer(graph, "first_axis", np.array([0]))
+    for slot in (Slot.QUERY, Slot.KEY, Slot.VALUE):
+        if (source := get_input(attention, slot)) is not None:
+            flat = insert(attention, "Squeeze", [source, first_axis], [None, None])
+            padded = insert(attention, "Gather", [flat, values[PADDED_AT.name]], [None, None, None], {"axis": 0})
+            set_inputs(attention, {slot: padded})
+    output = attention.outputs[0]
+    flatten = ir.node("Flatten", [output], {"axis": 2})
+    gather = ir.node("Gather", [flatten.outputs[0], values[TOKENS_AT.name]], {"axis": 0})
+    result = ir.node("Unsqueeze", [gather.outputs[0], first_axis])
+    output.replace_all_uses_with(result.outputs[0])
+    flatten.replace_input_with(0, output)
+    for node in (flatten, gather, result):
+        node.outputs[0].type = output.type
+    graph.insert_after(attention, [flatten, gather, result])
+
+
+def _choose(graph: ir.Graph, choice: ir.Node, logits: ir.Value, values: Values) -> None:
+    """Let `logits` be those after each of the tokens LAST_AT, in place of each row's last one."""
+    states, chosen = choice.inputs[0], choice.outputs[0]
+    assert states is not None
+    flat = insert(choice, "Flatten", [states], [None, None], {"axis": 2})
+    picked = insert(choice, "Gather", [flat, values[LAST_AT.name]], [None, None], {"axis": 0})
+    if choice.op_type == "GatherElements":
+        picked = insert(choice, "Unsqueeze", [picked, reshape_target(graph, [1])], [None, 1, None])
+    chosen.replace_all_uses_with(picked, replace_graph_outputs=True)
+    if chosen is logits:
+        chosen.name, picked.name = None, LOGITS.name
+    graph.remove(choice, safe=True)
+
+
+def _count_one_row(graph: ir.Graph) -> None:
+    """Let nodes that ask an input other than the tokens how many rows there are see the one row of packed tokens."""
+    for node in graph.all_nodes():
+        source = node.inputs[0] if node.op_type == "Shape" and not str(node.name).startswith(_PREFIX) else None
+        if source is None or not _is_input(source) or source.name == INPUT_IDS.name or source.shape is None:
+            continue
+        first, last = node.attributes.get_int("start", 0), node.attributes.get_int("end", len(source.shape))
+        sizes = [1 if dim == ir.SymbolicDim(BATCH) else dim for dim in source.shape][first:last]
+        assert all(isinstance(size, int) for size in sizes), f"{source.name} has other sizes than its batch's"
+        constant = initializer(graph, "one_row_" + "_".join(map(str, sizes)), np.array(sizes, np.int64))
+        node.outputs[0].replace_all_uses_with(constant)

@@ -1,0 +1,235 @@
+"""Before a model whose steps may give a row several tokens: the guesses of each row, and where its tokens go.
+
+A row's guesses follow its newest token; the model reads them in the same call, and `verify` keeps those that the
+sampler draws, too. They are the host's `draft_ids`, or what followed when the row's newest tokens stood in its text
+before (prompt lookup; Saxena 2023, https://github.com/apoorvumang/prompt-lookup-decoding).
+
+A wrong guess costs time. So the longer the match, the more guesses; and a match of few tokens only counts if lookup
+would have been right often enough at the row's last places. These are looked at in each step anew: nothing is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+import numpy as np
+import onnx_ir as ir
+
+from qsample.contract import (
+    ALLOWED_TOKENS,
+    BATCH,
+    EMIT,
+    EXTRA_PARAMETERS,
+    INPUT_IDS,
+    INPUT_LENGTHS,
+    LENGTHS,
+    PARAMETERS,
+    RUNNING,
+    SPECULATION_INPUTS,
+    STATUS,
+    TOKENS,
+    TensorSpec,
+)
+from qsample.interface import GraphSpec, Interface
+from qsample.sampler.build import finished, new_graph, set_outputs
+from qsample.sampler.call import count_up
+from qsample.sampler.tensor import (
+    INT32,
+    INT64,
+    Tensor,
+    Tensors,
+    branch,
+    building,
+    concat,
+    constant,
+    maximum,
+    minimum,
+    op,
+    size,
+    where,
+)
+
+_COLUMNS, _PACKED, _PLACES, _WIDTH = "columns", "packed", "places", "width"
+STEP_IDS = TensorSpec("step_ids", "int64", (BATCH, _COLUMNS), "input_ids and guesses, right-padded")
+READ = TensorSpec("step_lengths", "int32", (BATCH,), "tokens of step_ids that a row reads; 0: an idle row")
+SEQLENS_K = TensorSpec("step_seqlens_k", "int32", (BATCH,), "index of the last key that a row has after the step")
+TOKENS_AT = TensorSpec("step_pack", "int64", (_PACKED,), "where in the flat step_ids each token of the model is")
+PADDED_AT = TensorSpec("step_pad", "int64", (BATCH, _COLUMNS), "which token of the model each of step_ids is")
+POSITIONS = TensorSpec("step_positions", "int64", (BATCH, _COLUMNS), "of step_ids in their rows")
+LAST_AT = TensorSpec("step_choice", "int64", (_PLACES,), "the tokens of the model after which one is drawn")
+PLACE_ROWS = TensorSpec("step_rows", "int64", (_PLACES,), "the row of each draw")
+PLACE_COLUMNS = TensorSpec("step_columns", "int64", (_PLACES,), "how many guesses precede each draw")
+PLACES = TensorSpec("step_places", "int64", (BATCH, _WIDTH), "the draw after 0, 1, … guesses of a row")
+GUESS_IDS = TensorSpec("step_guesses", "int64", (BATCH, _WIDTH), "the guesses, -1 after them")
+VERIFIED = (STEP_IDS, PLACE_ROWS, PLACE_COLUMNS, PLACES, GUESS_IDS)  # that `verify` reads
+OUTPUTS = (STEP_IDS, READ, SEQLENS_K, TOKENS_AT, PADDED_AT, POSITIONS, LAST_AT, *VERIFIED[1:])
+
+_LEVELS: Final = (2, 4, 8)  # tokens of a match
+_GUESSES: Final = (1, 3, 7)  # after a match of that many; a longer match than the last level is as good
+_MORE_GUESSES: Final = 15  # after a match of 8 if lookup was right at every place that was looked at
+_JUDGED: Final = 7  # places before the newest token at which lookup is judged
+# Tenths of a step that a wrong guess costs with 1, 2, 3, 4 and more rows (docs/benchmarks/speculation.md): the model
+# reads the weights once for all, and computes for each token.
+_LEAST_COST, _MOST_COST = 3, 6
+_END: Final = 2**31 - 1  # of an axis, whatever its size
+
+
+def drafter_spec(interface: Interface) -> GraphSpec:
+    """The inputs of the graph that `interface` has, and OUTPUTS."""
+    max_length = next(spec for spec in PARAMETERS if spec.name == "max_length")
+    inputs = [INPUT_IDS, INPUT_LENGTHS, EMIT, max_length, *SPECULATION_INPUTS]
+    if interface.features.allowed_tokens:
+        inputs.append(ALLOWED_TOKENS)
+    if "mirostat" in interface.features.filters:
+        inputs.append(EXTRA_PARAMETERS["mirostat"][0])
+    return GraphSpec(tuple(inputs), (LENGTHS, STATUS, TOKENS), OUTPUTS)
+
+
+def build_drafter(interface: Interface, *, packed: bool) -> ir.Model:
+    """The graph before the model, with the inputs and outputs of `drafter_spec`.
+
+    Args:
+        interface: its features have `num_speculative_tokens`, G, above 0.
+        packed: the model reads the tokens of all rows one after the other, without padding; otherwise `step_pack` and
+            `step_pad` count the padding as well.
+
+    A row that does not run, or reads nothing, is idle: the model gets a single token of it, and the attention none.
+    """
+    spec = drafter_spec(interface)
+    graph, inputs = new_graph(interface, spec)
+    with building(graph):
+        running = inputs["status"].equals(RUNNING) & (inputs["input_lengths"] > 0)
+        guesses = _guesses(interface, inputs, running)
+        set_outputs(graph, interface, spec.outputs, _layout(inputs, running, guesses, packed=packed))
+    return finished(graph)
+
+
+def _layout(inputs: Mapping[str, Tensor], running: Tensor, guesses: Tensor, *, packed: bool) -> dict[str, Tensor]:
+    """OUTPUTS. running: [B] bool. guesses: [B, g] int64, -1 after the last of each row."""
+    count = (guesses >= 0).to(INT64).sum(keep=False)
+    ids = concat(inputs["input_ids"], maximum(guesses, 0))
+    width, columns = size(guesses, 1), count_up(size(ids, 1)).to(INT64)
+    read = where(running, inputs["input_lengths"].to(INT64) + count, 0)
+    computed = maximum(read, 1)
+    stride = computed if packed else op("Expand", size(ids, 1), op("Shape", computed))
+    start = stride.cumsum(exclusive=True)
+
+    draws = count + 1
+    found = op("NonZero", op("Range", 0, op("Squeeze", width) + 1, 1) < draws.unsqueeze())
+    rows, column = (op("Squeeze", part, [0]) for part in (op("Slice", found, [i], [i + 1], [0]) for i in (0, 1)))
+    first = start + computed - draws  # a row's token after which the first is drawn
+    end = op("Expand", np.array([[-1]]), op("Concat", size(ids, 0), np.array([1]), axis=0))
+    stop = (stride - 1).unsqueeze()
+    inside = columns < stride.unsqueeze()
+    return {
+        STEP_IDS.name: ids,
+        READ.name: read.to(INT32),
+        # The attention takes no row without a key, and none whose padding leaves its buffer.
+        SEQLENS_K.name: where(read > 0, inputs["lengths"].to(INT64) + read - 1, 0).to(INT32),
+        TOKENS_AT.name: op("Squeeze", op("NonZero", inside.reshape(-1)), [0]),
+        PADDED_AT.name: start.unsqueeze() + minimum(columns, stop),
+        POSITIONS.name: inputs["lengths"].to(INT64).unsqueeze() + columns,
+        LAST_AT.name: first.rows(rows) + column,
+        PLACE_ROWS.name: rows,
+        PLACE_COLUMNS.name: column,
+        PLACES.name: draws.cumsum(exclusive=True).unsqueeze()
+        + minimum(op("Range", 0, op("Squeeze", width) + 1, 1), count.unsqueeze()),
+        GUESS_IDS.name: concat(guesses, end),
+    }
+
+
+def _guesses(interface: Interface, inputs: Mapping[str, Tensor], running: Tensor) -> Tensor:
+    """[B, g] int64, -1 after the last guess of each row; g, at most G, is the largest number of guesses of a row.
+
+    1. Guesses are for steps of one token: there are none if S is not 1.
+    2. A row guesses if it samples, its mask allows every token, and Mirostat is off: a mask is for a single place, and
+       Mirostat's state changes with each token.
+    3. The token drawn after the last guess has a place below the capacity and `max_length`.
+    4. No row's buffer ends within the columns of the step.
+    """
+    most = interface.features.num_speculative_tokens
+    may = running & inputs["emit"] & inputs["input_lengths"].equals(1)
+    if ALLOWED_TOKENS.name in inputs:
+        mask = inputs[ALLOWED_TOKENS.name]
+        may = may & mask.min(keep=False).equals(-1) & mask.max(keep=False).equals(-1)
+    if "mirostat_tau" in inputs:
+        may = may & ~(inputs["mirostat_tau"] > 0)
+    drafts = inputs["draft_ids"]
+    drafted = drafts.columns(0, 1).squeeze() >= 0
+    looked_up = may & (inputs["prompt_lookup_num_tokens"] > 0) & ~drafted
+    wanted = (may & drafted) | looked_up
+    single = size(inputs["input_ids"], 1).equals(1)
+    capacity = size(inputs["tokens"], 1).to(INT32)
+
+    def none() -> Tensors:
+        return (inputs["input_ids"].columns(0, 0),)
+
+    def some() -> Tensors:
+        valid = (drafts >= 0) & (drafts < interface.vocab_size)
+        own_count = (~valid).to(INT32).cumsum().equals(0).to(INT32).sum(keep=False)
+        found, found_count = branch(
+            looked_up.any(),
+            lambda: _looked_up(inputs, looked_up, wanted, most),
+            lambda: (drafts.to(INT64), inputs["lengths"] * 0),
+        )
+        ids = where(drafted.unsqueeze(), drafts.to(INT64), found)
+        count = where(drafted, own_count, found_count)
+        left = capacity - inputs["lengths"]
+        own_room = minimum(inputs["max_length"] - inputs["lengths"], left) - 2
+        room = where(running, left, capacity).min(keep=False) - 1
+        count = where(wanted, maximum(op("Min", count, own_room, room), 0), 0)
+        ids = where(count_up(constant(np.array([most]))) < count.unsqueeze(), ids, -1)
+        return (ids.columns(0, count.to(INT64).max(keep=False)),)
+
+    return branch(op("And", wanted.any(), op("Squeeze", single)), some, none)[0]
+
+
+def _looked_up(inputs: Mapping[str, Tensor], looked_up: Tensor, wanted: Tensor, most: int) -> Tensors:
+    """Guesses [B, G] int64, and how many of each row are worth their time: [B] int32. For steps of one token.
+
+    A text is compared with the last tokens of the row, in windows of 2, then 4, then 8 tokens: each is made of two
+    windows of half its size. Of the longest matches, the newest counts. What follows it is guessed, and if that ends,
+    is repeated from there.
+    """
+    lengths = inputs["lengths"].to(INT64)
+    used = lengths.max(keep=False) + 1
+    at = count_up(used.reshape(1) + _LEVELS[-1])  # [P]: windows begin at each place of the text
+    newest = inputs["lengths"].unsqueeze()
+    text = op("Pad", inputs["tokens"].columns(0, used).to(INT64), np.array([0, 0, 0, _LEVELS[-1]]))
+    text = where(at.equals(newest), inputs["input_ids"], text)  # [B, P]
+
+    reach, judged = _JUDGED + _LEVELS[-1], _JUDGED + 1
+    places = newest - constant(np.arange(reach - 1, -1, -1, dtype=np.int32))  # [B, reach], the newest last
+    ends = where(places >= 0, text.gather(maximum(places, 0).to(INT64)), -1)
+    windows = ends.unsqueeze(2).equals(text.unsqueeze(1))  # [B, reach, P]: each place, each token of the text
+    source, level = places.columns(0, judged) * 0 - 1, places.columns(0, judged) * 0
+    for index, length in enumerate(_LEVELS, 1):
+        windows = _longer(windows, length // 2)
+        last = op("Slice", windows, [-judged], [_END], [1])  # those that end at a judged place
+        end = op("Slice", at, [length - 1], [_END], [0])
+        earlier = end < places.columns(reach - judged, reach).unsqueeze()
+        found = where(last & earlier, end, -1).max(keep=False)
+        level, source = where(found >= 0, index, level), where(found >= 0, found, source)
+
+    guessed = text.gather((source + 1).to(INT64))
+    tried = source.columns(0, _JUDGED) >= 0
+    right = tried & guessed.columns(0, _JUDGED).equals(ends.columns(reach - _JUDGED, reach))
+    hits, tries = (flags.to(INT32).sum(keep=False) for flags in (right, tried))
+    level, source = level.last().squeeze(), source.last()
+    cost = minimum(wanted.to(INT32).sum(keep=False) + (_LEAST_COST - 1), _MOST_COST)
+    # The chance of a guess is estimated as (hits + 1) / (tries + 2).
+    worth = (hits + 1) * 10 > (tries + 2) * cost
+    count = constant(np.array((0, *_GUESSES), np.int32)).rows(level)
+    count = where(worth | level.equals(len(_LEVELS)), count, 0)
+    count = where(level.equals(len(_LEVELS)) & hits.equals(_JUDGED), _MORE_GUESSES, count)
+    period = newest - source
+    offset = op("Mod", constant(np.arange(most, dtype=np.int32)), period)
+    ids = text.gather((source + 1 + offset).to(INT64))
+    return ids, where(looked_up, minimum(count, inputs["prompt_lookup_num_tokens"]), 0)
+
+
+def _longer(windows: Tensor, length: int) -> Tensor:
+    """Windows of twice the `length`, [B, n - length, P - length] bool: each of two of `windows` [B, n, P]."""
+    first = op("Slice", windows, [0, 0], [-length, -length], [1, 2])
+    return first & op("Slice", windows, [length, length], [_END, _END], [1, 2])
