@@ -14,7 +14,7 @@ from typing import Any, Final
 import onnxruntime as ort
 
 from qsample.interface import GraphSpec
-from qsample.ort.buffers import Buffer
+from qsample.ort.buffers import Buffer, Handle
 
 NOT_CAPTURED: Final = -1  # ONNX Runtime's annotation of a run that is neither captured nor replayed
 _Tasks = SimpleQueue["tuple[Future[Any], Callable[[], Any]] | None"]
@@ -39,7 +39,7 @@ class BoundGraph:
             session: runs the graph.
             spec: names its inputs and outputs.
             buffers: at least every input and output of `spec`, by name.
-            device: of the session, "cpu" or "cuda".
+            device: of the session, "cpu", "cuda" or "webgpu".
             replays: of a session that captures CUDA graphs; None for any other session.
             captured: capture the first run and replay it later, over the same memory; counts only with `replays`.
         """
@@ -52,21 +52,43 @@ class BoundGraph:
         # ONNX Runtime copies an input from other memory when it is bound, not when the graph runs.
         foreign = _foreign_inputs(session) if device == "cpu" else set()
         self._copied = [name for name in spec.input_names if buffers[name].device != device or name in foreign]
+        self._staged: dict[Handle, ort.OrtValue] = {}  # parts of tensors that are bound whole, and their own tensors
+        self._read, self._written = set[Handle](), set[Handle]()
         for name in spec.input_names:
-            buffers[name].bind_input(self._binding, name)
+            self._bind(name, buffers[name], self._read)
         for name in spec.output_names:
-            buffers[name].bind_output(self._binding, name)
+            self._bind(name, buffers[name], self._written)
 
     def bind_input(self, name: str, buffer: Buffer) -> None:
         """Read an input from other memory from now on; an input that the graph lacks is ignored."""
         if name in self._buffers and self._buffers[name] != buffer:
             self._buffers[name] = buffer
+            self._bind(name, buffer, self._read)
+
+    def _bind(self, name: str, buffer: Buffer, parts: set[Handle]) -> None:
+        """parts: notes a part of a tensor that cannot be bound by itself."""
+        is_input = parts is self._read
+        if isinstance(buffer, Handle) and buffer.is_part:
+            parts.add(buffer)
+            value = self._staged.setdefault(buffer, buffer.staged())
+            bind = self._binding.bind_ortvalue_input if is_input else self._binding.bind_ortvalue_output
+            bind(name, value)
+        elif is_input:
             buffer.bind_input(self._binding, name)
+        else:
+            buffer.bind_output(self._binding, name)
 
     def run(self, *, wait: bool = True) -> None:
         """Run once. wait: for the device to finish; False if more runs follow before anything is read."""
         for name in self._copied:
             self._buffers[name].bind_input(self._binding, name)
+        for part in self._read:
+            part.take(self._staged[part])
+        self._run(wait)
+        for part in self._written:
+            part.put(self._staged[part])
+
+    def _run(self, wait: bool) -> None:
         if self._thread is None:
             self._session.run_with_iobinding(self._binding, self._options[wait])
         else:

@@ -14,12 +14,13 @@ import onnxruntime as ort
 from qsample.contract import BATCH, TensorSpec, retained_name
 from qsample.ort import small_graphs
 from qsample.ort.options import session_options
-from qsample.ort.providers import CPU, CUDA
+from qsample.ort.providers import CPU, CUDA, WEBGPU, add_plugin
 from qsample.tensors import DTYPES, Array, sparse_zeros
 
 Index = int | slice | tuple[int, slice]  # a row, adjacent rows, columns of a row
 
-_PROVIDERS: Final = {"cpu": CPU, "cuda": CUDA}
+_PROVIDERS: Final = {"cpu": CPU, "cuda": CUDA, "webgpu": WEBGPU}
+WITHOUT_ADDRESSES: Final = ("webgpu",)  # devices whose memory is a handle
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +32,7 @@ class Buffer:
         dtype: the contract's name.
         shape: of the tensor or its rows.
         address: in bytes, of the first number.
-        device: "cpu" or "cuda".
+        device: "cpu", "cuda" or "webgpu".
     """
 
     owner: ort.OrtValue
@@ -47,6 +48,8 @@ class Buffer:
         shape = spec.shape(dict(sizes))
         dtype = DTYPES[spec.dtype]
         zeros = sparse_zeros(shape, dtype.numpy)
+        if device in WITHOUT_ADDRESSES:
+            return Handle.of(zeros, device)
         owner = ort.OrtValue.ortvalue_from_numpy_with_onnx_type(zeros, dtype.onnx) if device == "cpu" else None
         if owner is None:
             owner = ort.OrtValue.ortvalue_from_shape_and_type(shape, dtype.onnx, device)
@@ -57,6 +60,8 @@ class Buffer:
     def of(cls, array: Array, device: str) -> Buffer:
         """A copy of `array` on `device`."""
         owner = ort.OrtValue.ortvalue_from_numpy(np.array(array, order="C"), device)
+        if device in WITHOUT_ADDRESSES:
+            return Handle(owner, array.dtype.name, array.shape, 0, device)
         return cls(owner, array.dtype.name, array.shape, owner.data_ptr(), device)
 
     def rows(self, start: int, count: int = 1) -> Buffer:
@@ -169,6 +174,94 @@ class Buffer:
         binding.bind_output(name, self.device, 0, DTYPES[self.dtype].onnx, self.shape, self.address)
 
 
+class Handle(Buffer):
+    """Memory of a device that hands out tensors without addresses, such as WebGPU's: they are bound whole.
+
+    `address` counts from the start of `owner`. Some rows are a part, which a graph can only run over in a tensor of its
+    own: `take` copies them there and `put` back, on the device.
+    """
+
+    @property
+    def is_part(self) -> bool:
+        size: int = self.owner.tensor_size_in_bytes()
+        return math.prod(self.shape) * DTYPES[self.dtype].itemsize != size
+
+    def staged(self) -> ort.OrtValue:
+        """A tensor of the part's shape."""
+        return ort.OrtValue.ortvalue_from_shape_and_type(self.shape, DTYPES[self.dtype].onnx, self.device)
+
+    def take(self, value: ort.OrtValue) -> ort.OrtValue:
+        """Copy these rows of the tensor to `value`, and return it."""
+        session = _session(small_graphs.rows(DTYPES[self.dtype].onnx), self.device)
+        binding = session.io_binding()
+        binding.bind_ortvalue_input("x", self.owner)
+        binding.bind_cpu_input("rows", self._numbers())
+        binding.bind_ortvalue_output("y", value)
+        session.run_with_iobinding(binding)
+        return value
+
+    def put(self, value: ort.OrtValue) -> None:
+        """Copy `value` to these rows of the tensor."""
+        session = _session(small_graphs.rows_replaced(DTYPES[self.dtype].onnx), self.device)
+        binding = session.io_binding()
+        binding.bind_ortvalue_input("x", self.owner)
+        binding.bind_cpu_input("rows", self._numbers()[:, None])
+        binding.bind_ortvalue_input("new", value)
+        binding.bind_ortvalue_output("y", self.owner)
+        session.run_with_iobinding(binding)
+
+    def _numbers(self) -> Array:
+        first = self.address // (math.prod(self.shape[1:]) * DTYPES[self.dtype].itemsize)
+        return np.arange(first, first + self.shape[0])
+
+    def read(self) -> Array:
+        return _on_host(self.owner, self.dtype)
+
+    def write_at(self, index: Index, values: Any) -> None:
+        """Through the host, for small tensors."""
+        whole = self.read()
+        whole[index] = values
+        self.write(whole)
+
+    def clear_row(self, row: int) -> None:
+        self.write_columns(row, [])
+
+    def copy_row(self, source: int, target: int, index: Any = ..., *, of: Buffer | None = None) -> None:
+        given = (of or self).rows(source)
+        assert isinstance(given, Handle)
+        self._row(target).put(given.take(given.staged()))
+
+    def read_row(self, row: int) -> Array:
+        part = self._row(row)
+        whole: Array = _on_host(part.take(part.staged()), self.dtype)[0]
+        return whole
+
+    def write_columns(self, row: int, parts: Iterable[tuple[slice, Array]]) -> None:
+        whole = np.zeros((1, *self.shape[1:]), DTYPES[self.dtype].numpy)
+        for columns, values in parts:
+            whole[0][:, columns] = values
+        self._row(row).put(ort.OrtValue.ortvalue_from_numpy(whole, self.device))
+
+    def _row(self, row: int) -> Handle:
+        part = self.rows(row)
+        assert isinstance(part, Handle)
+        return part
+
+    def bind_input(self, binding: ort.IOBinding, name: str) -> None:
+        assert not self.is_part
+        binding.bind_ortvalue_input(name, self.owner)
+
+    def bind_output(self, binding: ort.IOBinding, name: str) -> None:
+        assert not self.is_part
+        binding.bind_ortvalue_output(name, self.owner)
+
+
+def _on_host(value: ort.OrtValue, dtype: str) -> Array:
+    copied = np.empty(value.shape(), DTYPES[dtype].numpy)
+    ort.copy_tensors([value], [ort.OrtValue.ortvalue_from_numpy(copied)])
+    return copied
+
+
 class RetainedState:
     """The state of every row between calls.
 
@@ -264,7 +357,10 @@ class SavedRows:
 def copy_on_device(source: Buffer, target: Buffer) -> None:
     """Copy memory to memory of its dtype and shape, not through the host: a graph of an Identity does it."""
     assert (source.dtype, source.shape, source.device) == (target.dtype, target.shape, target.device)
-    run_on_device(small_graphs.identity(DTYPES[source.dtype].onnx), {"x": source}, {"y": target})
+    if source.device in WITHOUT_ADDRESSES:
+        ort.copy_tensors([source.owner], [target.owner])
+    else:
+        run_on_device(small_graphs.identity(DTYPES[source.dtype].onnx), {"x": source}, {"y": target})
 
 
 def run_on_device(graph: bytes, inputs: Mapping[str, Buffer], outputs: Mapping[str, Buffer]) -> None:
@@ -288,6 +384,9 @@ def _zeros(shape: tuple[int, ...], dtype: str, device: str) -> Buffer:
 @cache
 def _session(graph: bytes, device: str) -> ort.InferenceSession:
     options = session_options(intra_op_num_threads=1)  # a node that copies needs no threads
+    if device in WITHOUT_ADDRESSES:
+        add_plugin(options, _PROVIDERS[device], {"enableInt64": "1"})
+        return ort.InferenceSession(graph, options)
     return ort.InferenceSession(graph, options, providers=[_PROVIDERS[device]])
 
 

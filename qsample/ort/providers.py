@@ -23,16 +23,18 @@ CPU: Final = "CPUExecutionProvider"
 CUDA: Final = "CUDAExecutionProvider"
 OPENVINO: Final = "OpenVINOExecutionProvider"
 TENSORRT: Final = "TensorrtExecutionProvider"
+WEBGPU: Final = "WebGpuExecutionProvider"
 DEVICE: Final = "device_type"  # the option that chooses a device of OpenVINO
 _SUFFIX: Final = "ExecutionProvider"
 _PLUGIN_PREFIX: Final = "onnxruntime_ep_"
-_SUGGESTED: Final = ("cpu", "cuda", "openvino", "tensorrt")  # short names for messages
+_SUGGESTED: Final = ("cpu", "cuda", "openvino", "tensorrt", "webgpu")  # short names for messages
 # The provider before the CPU for the nodes that a provider leaves over.
 _FALLBACKS: Final[Mapping[str, tuple[str, ...]]] = {TENSORRT: (CUDA,)}
 _INSTALL: Final[Mapping[str, str]] = {
     CUDA: "`pip install qsample[gpu]`, in place of qsample[cpu], brings CUDA",
     OPENVINO: "`pip install qsample[openvino]` brings OpenVINO",
     TENSORRT: "`pip install qsample[gpu]`, in place of qsample[cpu], and NVIDIA's TensorRT libraries bring TensorRT",
+    WEBGPU: "`pip install qsample[webgpu]` brings WebGPU",
 }
 
 
@@ -53,8 +55,8 @@ def execution_providers(name: str) -> tuple[str, ...]:
 
 
 def device_of(providers: Sequence[str]) -> str:
-    """The device of the buffers of a session on `providers`: "cuda" or "cpu"."""
-    return "cuda" if CUDA in providers else "cpu"
+    """The device of the buffers of a session on `providers`: "cuda", "webgpu" or "cpu"."""
+    return "cuda" if CUDA in providers else "webgpu" if WEBGPU in providers else "cpu"
 
 
 def available_providers() -> list[str]:
@@ -183,8 +185,12 @@ def add_plugin(options: ort.SessionOptions, provider: str, provider_options: Map
     """
     if provider == OPENVINO:
         _add_openvino(options, provider_options)
-    else:
-        options.add_provider_for_devices(plugin_devices(provider), dict(provider_options))
+        return
+    devices = plugin_devices(provider)
+    if not devices:
+        raise QsampleError(f"{provider} finds no device here. docs/devices.md lists the provider's requirements")
+    # WebGPU chooses its GPU by itself, and takes a single entry.
+    options.add_provider_for_devices(devices[:1] if provider == WEBGPU else devices, dict(provider_options))
 
 
 def _add_openvino(options: ort.SessionOptions, provider_options: Mapping[str, str]) -> None:

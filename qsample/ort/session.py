@@ -15,6 +15,7 @@ from qsample.contract import BATCH, CAPACITY, INPUT_IDS, LOGITS, TensorSpec, ret
 from qsample.errors import PackageError, QsampleError, shown
 from qsample.interface import GraphSpec, Interface
 from qsample.ort.bound_graph import Replays
+from qsample.ort.buffers import WITHOUT_ADDRESSES
 from qsample.ort.linux_memory import in_huge_pages, release_pages
 from qsample.ort.options import FOLDER_OF_WEIGHTS, SessionOptions, most_shares, session_options
 from qsample.ort.providers import CPU, check_available, check_version, device_of, execution_providers, open_session
@@ -40,7 +41,7 @@ class Sessions:
         interface: of the package.
         decoder: runs the model, and the sampler if that is in the same graph.
         sampler: samples on the host; None if the decoder does.
-        device: of the decoder's buffers, "cpu" or "cuda".
+        device: of the decoder's buffers, "cpu", "cuda" or "webgpu".
         replays: None if the decoder's runs are not captured and replayed.
         tokens_per_call: S, if the decoder has it fixed.
         joins_prompts: whether a run can read the first tokens of several rows.
@@ -65,6 +66,12 @@ class Sessions:
     piece_size: int = _PIECE_SIZE
     late_piece_size: int | None = None
     tail_size: int | None = None
+
+    @property
+    def input_device(self) -> str:
+        """The device of what the host writes and graphs only read. If the memory has no addresses, that is the host,
+        from which each run copies it."""
+        return "cpu" if self.device in WITHOUT_ADDRESSES else self.device
 
 
 def open_sessions(

@@ -12,12 +12,26 @@ from typing import Final
 _OPSET: Final = 18
 _IR_VERSION: Final = 8
 _INT32: Final = 6  # of onnx.TensorProto.DataType
+_INT64: Final = 7
 
 
 @cache
 def identity(onnx_type: int) -> bytes:
     """Output y is x, of that element type and any shape."""
     return _model([_node("Identity", ["x"], "y")], {"x": onnx_type}, {"y": onnx_type})
+
+
+@cache
+def rows(onnx_type: int) -> bytes:
+    """Output y is the rows `rows` [n] int64 of x, of that element type."""
+    return _model([_node("Gather", ["x", "rows"], "y", axis=0)], {"x": onnx_type, "rows": _INT64}, {"y": onnx_type})
+
+
+@cache
+def rows_replaced(onnx_type: int) -> bytes:
+    """Output y is x, of that element type, with `new` [n, ...] in its rows `rows` [n, 1] int64."""
+    inputs = {"x": onnx_type, "rows": _INT64, "new": onnx_type}
+    return _model([_node("ScatterND", list(inputs), "y")], inputs, {"y": onnx_type})
 
 
 @cache

@@ -68,7 +68,7 @@ class Stepper:
             sessions.decoder, spec, self._buffers, sessions.device, sessions.replays, captured=captured
         )
         piece = {**self._sizes, BATCH: 1, SEQUENCE: min(sessions.piece_size, capacity)}
-        self._piece = Buffer.allocate(INPUT_IDS, piece, sessions.device)
+        self._piece = Buffer.allocate(INPUT_IDS, piece, sessions.input_device)
         self._readers: dict[int, BoundGraph] = {}  # by row
 
     def reset(self) -> None:
@@ -110,11 +110,11 @@ class Stepper:
     def _reader(self, row: int, tokens: int) -> BoundGraph:
         """The graph over a single row, which reads the first `tokens` tokens of the piece."""
         device, ids = self._sessions.device, self._piece.reshaped(1, tokens)
-        length = Buffer.of(np.array([tokens], np.int32), device)
+        length = Buffer.of(np.array([tokens], np.int32), ids.device)
         if row not in self._readers:
             buffers = {name: buffer.rows(row) for name, buffer in self._buffers.items()}
             # Row 0, needlessly: on the CPU, ONNX Runtime before 1.32 gets an empty list wrong.
-            searched = Buffer.of(np.zeros(1, np.int64), device)
+            searched = Buffer.of(np.zeros(1, np.int64), ids.device)
             buffers |= {INPUT_IDS.name: ids, INPUT_LENGTHS.name: length, SEARCHED_ROWS.name: searched}
             sessions = self._sessions
             self._readers[row] = BoundGraph(

@@ -18,7 +18,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import onnx_ir as ir
 
-from qsample.contract import BATCH, LENGTHS, SEQUENCE
+from qsample.contract import BATCH, CAPACITY, LENGTHS, SEQUENCE
 from qsample.graph.edit import ancestors, initializer, insert, part_of, producer, reads
 from qsample.graph.evaluate import GraphPart, inputs_of, sizes
 from qsample.graph.gqa import Slot, attentions, set_inputs
@@ -236,8 +236,7 @@ def absorb_rope(model: ir.Model, capacity: int) -> bool:
     2. The head size and the rotated part of it are multiples of 16, as the operator takes them.
     3. The cosines and sines of a token are those of its position, whatever its row and neighbours.
 
-    capacity: T, the positions that the tables of cosines and sines hold; it is fixed in `model`. Returns whether
-    anything changed.
+    capacity: T, the positions that the tables of cosines and sines hold. Returns whether anything changed.
     """
     tables: dict[tuple[ir.Value | None, ...], tuple[ir.Value, ir.Value] | None] = {}
     modified = False
@@ -305,7 +304,7 @@ def _rotate_inside(node: ir.Node, query: _Rotary, key: _Rotary, tables: tuple[ir
 def _tables(model: ir.Model, angles: tuple[ir.Value | None, ...], capacity: int) -> tuple[ir.Value, ir.Value] | None:
     """Initializers [T, rotary_size / 2] with the cosines and sines of positions 0 to T - 1; None if those of the
     graph depend on anything but the position."""
-    compute = _position_angles(model, angles)
+    compute = _position_angles(model, angles, capacity)
     if compute is None:
         return None
     table = compute([0], capacity)
@@ -327,23 +326,25 @@ def _tables(model: ir.Model, angles: tuple[ir.Value | None, ...], capacity: int)
 
 @dataclass(frozen=True, slots=True)
 class _PositionAngles:
-    """The part of a graph that computes the angles of its tokens. most_rows: 1 if the graph's batch is fixed at
-    that."""
+    """The part of a graph that computes the angles of its tokens. most_rows: 1 if the graph's batch is fixed at that.
+    capacity: T, if the graph leaves it free."""
 
     part: GraphPart
     most_rows: int
+    capacity: int
 
     def __call__(self, starts: list[int], length: int) -> tuple[Array, Array]:
         """Cosines and sines, [rows * length, rotary_size / 2] each, of `length` tokens a row that follow `starts`."""
         lengths = {LENGTHS.name: np.array(starts, dtype=np.int32)}
-        positions, cos, sin = self.part(lengths, {BATCH: len(starts), SEQUENCE: length})
+        positions, cos, sin = self.part(lengths, {BATCH: len(starts), SEQUENCE: length, CAPACITY: self.capacity})
         return cos[positions.ravel()], sin[positions.ravel()]
 
 
-def _position_angles(model: ir.Model, angles: tuple[ir.Value | None, ...]) -> _PositionAngles | None:
+def _position_angles(model: ir.Model, angles: tuple[ir.Value | None, ...], capacity: int) -> _PositionAngles | None:
     """None if hidden states, and not the positions alone, decide the angles."""
     wanted = [value for value in angles if value is not None]
     lengths = inputs_of(wanted).get(LENGTHS.name)
     if lengths is None or any(node.domain == CONTRIB_DOMAIN for node in ancestors(wanted)):
         return None
-    return _PositionAngles(GraphPart(model, wanted), 1 if lengths.shape is not None and lengths.shape[0] == 1 else 2)
+    most_rows = 1 if lengths.shape is not None and lengths.shape[0] == 1 else 2
+    return _PositionAngles(GraphPart(model, wanted), most_rows, capacity)

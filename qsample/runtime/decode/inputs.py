@@ -139,13 +139,13 @@ class SearchedRows:
     batch is padded to a power of two.
     """
 
-    def __init__(self, interface: Interface, count: int, device: str) -> None:
-        """count: rows of the batch."""
+    def __init__(self, interface: Interface, count: int, device: str, *, needed: bool = True) -> None:
+        """count: rows of the batch. device: of the list. needed: the graph takes no empty list."""
         specs = [spec for spec in interface.parameters if spec.name in _READ]
         self._values = {spec.name: np.full(count, spec.off, spec.dtype) for spec in specs}
         self._captured, self._count = interface.captured, count
         # On the CPU, ONNX Runtime before 1.32 gives reductions over no rows a wrong shape.
-        self._default = [0] if device == "cpu" and interface.captured else []
+        self._default = [0] if needed and interface.captured else []
         self._batch, self._chunk = (Buffer.allocate(SEARCHED_ROWS, {SEARCHED: count}, device) for _ in range(2))
         self._written: list[int] = []
 

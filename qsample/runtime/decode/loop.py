@@ -71,7 +71,7 @@ class DecodeLoop:
         self._stored = stored
         self._scheduler = scheduler
         self._deliver = deliver
-        self._device = DeviceThread("qsample-device") if double_buffering else None
+        self._device = DeviceThread("qsample-device") if double_buffering and slots.read_while_running else None
         self._most = slots.most_new_tokens
         # Those that the newest job gives tokens, and the least that each gets if it still runs.
         self._unread: list[tuple[Sequence, int]] = []

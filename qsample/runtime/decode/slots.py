@@ -39,7 +39,7 @@ from qsample.contract import (
     retained_name,
 )
 from qsample.ort.bound_graph import BoundGraph
-from qsample.ort.buffers import Buffer, RetainedState, SavedRows, rows_of, run_on_device
+from qsample.ort.buffers import WITHOUT_ADDRESSES, Buffer, RetainedState, SavedRows, rows_of, run_on_device
 from qsample.ort.session import Sessions
 from qsample.ort.small_graphs import columns_behind
 from qsample.runtime.adapters import Adapter
@@ -162,9 +162,10 @@ class Slots:
         ]
         for side in self._outputs:
             side[NEXT_IDS.name].write_at(slice(None), 0)  # for idle rows
-        self._searched = SearchedRows(interface, count, device)
+        given = "cpu" if sessions.sampler is not None else sessions.input_device
+        self._searched = SearchedRows(interface, count, given, needed=device in ("cpu", *WITHOUT_ADDRESSES))
         narrow = sessions.replays is None  # ONNX Runtime keeps what it captured, and would capture another graph
-        self._parameters = ParameterRows(interface.parameters, self._sizes, device, self._searched, narrow=narrow)
+        self._parameters = ParameterRows(interface.parameters, self._sizes, given, self._searched, narrow=narrow)
         self.adapters = AdapterRows(interface, count, sessions.device)
         self._logits: dict[str, Buffer] = {}  # between the graphs of a package that has two
         if sessions.sampler is not None:
@@ -172,13 +173,13 @@ class Slots:
                 (LOGITS.name, ADJUSTED_LOGITS.name), Buffer.allocate(LOGITS, self._sizes, device)
             )
 
-        self._ones = Buffer.of(np.ones(count, dtype=np.int32), device)
-        self._emit = {emit: Buffer.of(np.full(count, emit), device) for emit in (True, False)}
+        self._ones = Buffer.of(np.ones(count, dtype=np.int32), given)
+        self._emit = {emit: Buffer.of(np.full(count, emit), given) for emit in (True, False)}
         most_rows = count if sessions.joins_prompts else 1
         # A single token would run kernels of its own, which round otherwise; a second has room, because a prompt is
         # shorter than the capacity. No fixed width: the last piece could pass the capacity.
         least_width = 2 if sessions.tokens_per_call is None else 1
-        self._chunk = PromptInputs(most_rows, capacity, least_width, device)
+        self._chunk = PromptInputs(most_rows, capacity, least_width, given)
         # A prompt's chunks run with a status of their own, so that the batch sees an idle row between them.
         self._chunk_status = Buffer.of(np.full(most_rows, RUNNING, dtype=np.int32), device)
         self._newest = NewestTokens(count, device)
@@ -186,6 +187,11 @@ class Slots:
         self._bound: dict[tuple[object, ...], list[BoundGraph]] = {}  # the least recently used first
         # With the sampler on the host: the logits of some slots, [n, V], as they are to be sampled from.
         self.process_logits: Callable[[range, Array], Array] | None = None
+
+    @property
+    def read_while_running(self) -> bool:
+        """Whether `read` may be called while another thread decodes."""
+        return self._device not in WITHOUT_ADDRESSES
 
     @property
     def side(self) -> int:
@@ -395,7 +401,7 @@ class Slots:
         side = self.side if side is None else side
         states = self._state.inputs(side=side)
         status, lengths = states[STATUS.name].read(), states[LENGTHS.name].read()
-        if newest is None or self._device == "cpu" or newest >= self.capacity:
+        if newest is None or self._device in ("cpu", *WITHOUT_ADDRESSES) or newest >= self.capacity:
             tokens, newest = states[TOKENS.name].read(), None
         else:
             tokens = self._newest.read(states, newest)

@@ -1,0 +1,116 @@
+"""Ids and flags in float32, for providers whose kernels lack integers and bools in some operators.
+
+ONNX Runtime would run such a node on the host, and each value that goes there is a wait for the device. Token ids,
+positions and flags are exact in float32: a vocabulary and a row have fewer than 2**24 of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+import numpy as np
+import onnx_ir as ir
+
+from qsample.graph.edit import initializer, insert, replace_node
+
+_BOOL: Final = (ir.DataType.BOOL,)
+_INTEGERS: Final = (ir.DataType.INT32, ir.DataType.INT64)
+# Operator → the types that its WebGPU kernels lack (onnxruntime-ep-webgpu 0.4.0, int64 enabled), and its data inputs:
+# a number, or None for all.
+_LACKING: Final[Mapping[str, tuple[tuple[ir.DataType, ...], int | None]]] = {
+    "Concat": (_BOOL, None),
+    "Expand": (_BOOL, 0),
+    "Gather": (_BOOL, 0),
+    "GatherElements": ((*_BOOL, *_INTEGERS), 0),
+    "ReduceMax": ((*_BOOL, ir.DataType.INT64), 0),
+    "ReduceMin": ((*_BOOL, ir.DataType.INT64), 0),
+    "Reshape": (_BOOL, 0),
+    "Slice": ((*_BOOL, *_INTEGERS), 0),
+    "Squeeze": (_BOOL, 0),
+    "TopK": (_INTEGERS, 0),
+    "Unsqueeze": (_BOOL, 0),
+}
+
+
+def ids_as_floats(model: ir.Model) -> bool:
+    """Let the operators in `_LACKING` compute in float32, and make And and Not of Or and Xor; in place.
+
+    Shapes stay as they are: the host computes them. Returns whether there were such nodes.
+    """
+    modified = False
+    for node in list(model.graph):
+        if node.op_type in ("Or", "Xor") and not node.domain:
+            _without(node)
+            modified = True
+        elif node.op_type == "Shape":
+            modified |= _shape_of_float(node)
+        elif node.op_type in _LACKING and not node.domain:
+            modified |= _in_float32(node)
+    return modified
+
+
+def _shape_of_float(node: ir.Node) -> bool:
+    """Shape has no kernel for these, and the host would take the input for its own, and copy all of it.
+
+    Of another rank, because ONNX Runtime takes the shape of another value of equal shape (its ShapeInputMerge).
+    """
+    value = node.inputs[0]
+    if value is None or value.dtype not in (*_BOOL, ir.DataType.INT64) or value.shape is None:
+        return False
+    graph, rank = node.graph, len(value.shape)
+    assert graph is not None
+    column = initializer(graph, f"axis_{rank}", np.array([rank]))
+    start, end = (node.attributes.get_int(name, default) for name, default in (("start", 0), ("end", rank)))
+    for name, place in (("start", start), ("end", end)):
+        node.attributes[name] = ir.AttrInt64(name, min(place + rank if place < 0 else place, rank))
+    floats = _cast(node, value, ir.DataType.FLOAT)
+    node.replace_input_with(0, insert(node, "Unsqueeze", [floats, column], [*value.shape, 1]))
+    return True
+
+
+def _in_float32(node: ir.Node) -> bool:
+    lacking, place = _LACKING[node.op_type]
+    places = range(len(node.inputs)) if place is None else (place,)
+    data, output = node.inputs[places[0]], node.outputs[0]
+    if data is None or data.dtype not in lacking or _is_shape(data):
+        return False
+    for index in places:
+        value = node.inputs[index]
+        assert value is not None
+        node.replace_input_with(index, _cast(node, value, ir.DataType.FLOAT))
+    dtype = output.dtype or data.dtype
+    assert node.graph is not None
+    back = ir.node("Cast", [output], {"to": dtype})
+    back.outputs[0].shape, back.outputs[0].type = output.shape, ir.TensorType(dtype)
+    output.replace_all_uses_with(back.outputs[0], replace_graph_outputs=True)
+    back.replace_input_with(0, output)
+    back.outputs[0].name, output.name = output.name, f"{output.name}_as_float"
+    output.type = ir.TensorType(ir.DataType.FLOAT)
+    node.graph.insert_after(node, back)
+    return True
+
+
+def _is_shape(value: ir.Value) -> bool:
+    """Whether a value is a shape, or computed of shapes and constants alone."""
+    producer = value.producer()
+    if producer is None:
+        return value.is_initializer()
+    return producer.op_type in ("Shape", "Size") or all(_is_shape(one) for one in producer.inputs if one is not None)
+
+
+def _cast(before: ir.Node, value: ir.Value, dtype: ir.DataType) -> ir.Value:
+    result = insert(before, "Cast", [value], value.shape or [], {"to": dtype})
+    result.shape, result.type = value.shape, ir.TensorType(dtype)
+    return result
+
+
+def _without(node: ir.Node) -> None:
+    """A or b: not (not a and not b). a xor b: that, and not (a and b)."""
+    values, shape = [value for value in node.inputs if value is not None], list(node.outputs[0].shape or ())
+    neither = insert(node, "And", [insert(node, "Not", [value], value.shape or ()) for value in values], shape)
+    last = ir.node("Not", [neither])
+    if node.op_type == "Xor":
+        both = insert(node, "And", values, shape)
+        last = ir.node("And", [insert(node, "Not", [neither], shape), insert(node, "Not", [both], shape)])
+    replace_node(node, [last])

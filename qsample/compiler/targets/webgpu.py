@@ -1,0 +1,166 @@
+"""WebGPU: a decode graph for any GPU, natively and in browsers, with the sampler on the device.
+
+A value that goes to the host is a wait for the device, in a browser most of all. So the graph has no control flow (the
+sampler is that for replay: docs/contract.md has its input `searched_rows`), and every operator of a step runs on the
+device, except for those that compute shapes. The capacity stays free: a host may begin small and grow.
+
+Two bugs of the provider (onnxruntime-ep-webgpu 0.4.0) are worked around: its TopK pads with -3.4e38, which beats -inf
+and gives negative ids (the sampler's `FLOOR` is above that), and a nested If cannot read a value of the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+import numpy as np
+import onnx_ir as ir
+
+from qsample.compiler.passes.capture import host_nodes
+from qsample.compiler.passes.float_ids import ids_as_floats
+from qsample.compiler.passes.half_precision import convert_to_half
+from qsample.compiler.pipeline import (
+    Build,
+    Phase,
+    graph_pass,
+    lean_phases,
+    quantization_phases,
+    save,
+    split_sampler,
+    step,
+)
+from qsample.compiler.plan import CompilePlan
+from qsample.compiler.publish import RECORD, assigned_nodes, placement_of
+from qsample.compiler.targets import Target
+from qsample.errors import CompileError, QsampleError
+from qsample.graph.edit import initializer, insert, replace_node
+from qsample.graph.gqa import Slot, attentions, set_inputs
+from qsample.graph.join import append_sampler
+from qsample.graph.operators import is_contrib
+from qsample.interface import Interface
+from qsample.ort.options import session_options
+from qsample.ort.providers import CPU, WEBGPU, open_session
+from qsample.sampler import build_sampler
+
+_DTYPES: Final = ("float32", "float16")
+
+
+class WebGpuTarget(Target):
+    """GPUs through Vulkan, Metal or Direct3D 12, and browsers. Rows, new tokens and the capacity stay free."""
+
+    name = "webgpu"
+    execution_providers: tuple[str, ...] = (WEBGPU, CPU)
+    # Ids and indices are int64 in the contract. Their kernels compute in 32 bits, which hold every id.
+    provider_options: Mapping[str, str] = {"enableInt64": "1"}
+    default_options: Mapping[str, Any] = {"weights": "int4"}
+
+    def check(self, plan: CompilePlan) -> None:
+        own, features = plan.source.interface.dtype, plan.source.interface.features
+        if plan.store_float16:
+            raise CompileError("weights is 'float16', which is for the cpu target; give dtype='float16' for webgpu")
+        if plan.dtype not in _DTYPES:
+            raise CompileError(f"dtype is {plan.dtype!r} and WebGPU has {' and '.join(map(repr, _DTYPES))}")
+        if own not in ("float32", plan.dtype):
+            raise CompileError(
+                f"the package is {own} and cannot become {plan.dtype} without another rounding; export the model as "
+                "float32 first"
+            )
+        if plan.kv_cache_dtype is not None:
+            raise CompileError("kv_cache_dtype is 'int8', which WebGPU's attention does not take; leave it out")
+        if features.seed:
+            raise CompileError(
+                "the package computes its random numbers from the input seed in 64-bit integers, which WebGPU lacks; "
+                "export it without the seed in the graph: hosts write the state noise"
+            )
+
+    def interface(self, plan: CompilePlan) -> Interface:
+        """Without control flow, if it has the sampler."""
+        captured = plan.interface.features.sampler
+        return replace(plan.interface, dtype=plan.dtype, captured=captured)
+
+    def phases(self, plan: CompilePlan) -> Sequence[Phase]:
+        kept = {state.name for state in plan.interface.recurrent}
+        states = {state.name for state in plan.interface.cache_states} - kept
+        half = [graph_pass(convert_to_half, dtype=plan.dtype, states=states)] if plan.dtype == "float16" else []
+        return [
+            graph_pass(take_total_from_shape),
+            step(split_sampler),
+            *lean_phases("cuda", plan.ctx_len),
+            *half,
+            *quantization_phases(plan),
+            graph_pass(gemms_of_tied_heads),  # of heads that are not quantized
+            step(join_flat_sampler),
+            graph_pass(ids_as_floats),
+            step(save),
+            step(place, providers=self.execution_providers, provider_options=self.provider_options),
+        ]
+
+
+def take_total_from_shape(model: ir.Model) -> bool:
+    """Give every GroupQueryAttention the capacity, from the shape of its cache, as its longest total length; in place.
+    The host reads it, and must not have to wait for the lengths. Returns whether there was one."""
+    nodes = attentions(model.graph)
+    for node in nodes:
+        shape = insert(node, "Shape", [node.inputs[Slot.PAST_KEY]], [1], {"start": 2, "end": 3})
+        shape.dtype = ir.DataType.INT64
+        total = insert(node, "Squeeze", [shape], [])
+        narrow = insert(node, "Cast", [total], [], {"to": ir.DataType.INT32})
+        narrow.dtype = ir.DataType.INT32
+        set_inputs(node, {Slot.TOTAL_SEQUENCE_LENGTH: narrow})
+    return bool(nodes)
+
+
+def gemms_of_tied_heads(model: ir.Model) -> bool:
+    """Make a Gemm of each product of single positions with a transposed matrix, such as a table of embeddings, in place:
+    WebGPU has no FusedMatMul. Returns whether there was one."""
+    modified = False
+    for node in [node for node in model.graph if is_contrib(node, "FusedMatMul")]:
+        x, matrix = node.inputs[:2]
+        if x is None or x.shape is None or matrix is None or matrix.shape is None:
+            continue
+        flags = {name: attribute.value for name, attribute in node.attributes.items()}
+        plain = flags.pop("transB", 0) == 1 and flags.pop("alpha", 1.0) == 1.0 and not any(flags.values())
+        if plain and len(x.shape) == 3 and x.shape[1] == 1 and len(matrix.shape) == 2:
+            axis = initializer(model.graph, "axis_1", np.array([1]))
+            squeezed = insert(node, "Squeeze", [x, axis], [x.shape[0], x.shape[2]])
+            product = insert(node, "Gemm", [squeezed, matrix], [x.shape[0], matrix.shape[0]], {"transB": 1})
+            replace_node(node, [ir.node("Unsqueeze", [product, axis])])
+            modified = True
+    return modified
+
+
+def join_flat_sampler(build: Build) -> None:
+    """Append a sampler without control flow in place of the portable graph's."""
+    if build.sampler is not None:
+        sampler = build_sampler(build.plan.interface, build.plan.pad_token_id)
+        append_sampler(build.model, sampler, build.plan.interface.decoder)
+        build.sampler = None
+
+
+def place(build: Build, providers: Sequence[str], provider_options: Mapping[str, str]) -> None:
+    """Load the graph as it will be run, and find out where its nodes run.
+
+    Raises CompileError if ONNX Runtime cannot load it, or a node that computes is not on the device.
+    """
+    try:
+        session = open_session(build.decoder, session_options(RECORD), providers, provider_options)
+    except QsampleError:
+        raise
+    except Exception as error:  # ONNX Runtime's own exceptions share no base but Exception
+        raise CompileError(f"ONNX Runtime cannot load the graph on this device: {error}") from error
+    device, shapes = providers[0], {node.name for node in host_nodes(build.model.graph)}
+    misplaced = [
+        f"{node.op_type} {node.name}"
+        for provider, node in assigned_nodes(session)
+        if provider != device and node.name not in shapes
+    ]
+    if misplaced:
+        raise CompileError(
+            f"{len(misplaced)} nodes have no kernel on {device}, and each would wait for the device in every step: "
+            f"{', '.join(misplaced[:5])}{' …' if len(misplaced) > 5 else ''}. Compile the model for cpu"
+        )
+    build.placement = placement_of(session)
+
+
+TARGET = WebGpuTarget()
