@@ -112,7 +112,7 @@ def take_total_from_shape(model: ir.Model) -> bool:
 
 
 def gemms_of_tied_heads(model: ir.Model) -> bool:
-    """Make a Gemm of each product of single positions with a transposed matrix, such as a table of embeddings, in place:
+    """Make a Gemm of each product of single positions with a transposed matrix, as a table of embeddings is; in place.
     WebGPU has no FusedMatMul. Returns whether there was one."""
     modified = False
     for node in [node for node in model.graph if is_contrib(node, "FusedMatMul")]:
