@@ -55,7 +55,8 @@ async function open(signal) {
         model = await opened("webgpu", signal);
       } catch (error) {
         if (signal.aborted || error instanceof PackageError) throw error;
-        problem = `WebGPU does not run this package: ${error.message}`;
+        problem = "WebGPU does not run this package here";
+        console.warn(error);
       }
     }
     model ??= await opened("wasm", signal);

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,44 +10,25 @@ from typing import Any
 import pytest
 
 from qsample.runtime import CausalLM, SamplingParams
+from tests.helpers.browsers import check_readable, open_browser, pages, tab_order
 from tests.helpers.servers import ServerProcess
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="pip install playwright; the page needs a browser")
 pytestmark = pytest.mark.slow
 
 PROMPT = "And the LORD spake unto Moses"
-BROWSERS = ("chromium", "chromium-headless-shell", "chromium-browser", "google-chrome")
 
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    found = next(filter(None, map(shutil.which, BROWSERS)), None)
-    with sync_api.sync_playwright() as playwright:
-        try:
-            browser = playwright.chromium.launch(executable_path=found, args=["--no-sandbox"])
-        except sync_api.Error as error:
-            pytest.skip(f"no browser: {str(error).splitlines()[0]}")
+    with open_browser() as browser:
         yield browser
-        browser.close()
 
 
 @pytest.fixture
 def open_page(browser: Any) -> Iterator[Callable[..., Any]]:
-    """(address) → the page there; what the browser complains of fails the test."""
-    complaints: list[str] = []
-    contexts: list[Any] = []
-
-    def make(url: str, **options: Any) -> Any:
-        contexts.append(browser.new_context(**options))
-        page = contexts[-1].new_page()
-        page.on("pageerror", lambda error: complaints.append(str(error)))
-        page.goto(url)
-        return page
-
-    yield make
-    for context in contexts:
-        context.close()
-    assert complaints == []
+    with pages(browser) as make:
+        yield make
 
 
 def fill(page: Any, **fields: object) -> None:
@@ -198,41 +178,6 @@ def test_a_model_without_a_chat_template_and_a_key(open_page: Callable[..., Any]
         expect_error(page, "fetch")
 
 
-# The contrast of each text that is seen: the least of all, as WCAG 2 defines it, with what it belongs to.
-_CONTRAST = """() => {
-  const parse = text => { const [r, g, b, a = 1] = text.match(/[\\d.]+/g).map(Number); return [r, g, b, a]; };
-  const light = color => color.slice(0, 3).map(v => v / 255)
-      .map(v => v <= .04045 ? v / 12.92 : ((v + .055) / 1.055) ** 2.4)
-      .reduce((sum, v, place) => sum + v * [.2126, .7152, .0722][place], 0);
-  const over = (top, below) => [0, 1, 2].map(i => top[i] * top[3] + below[i] * (1 - top[3])).concat(1);
-  const ratio = (a, b) => { const [x, y] = [light(a), light(b)].sort((p, q) => q - p); return (x + .05) / (y + .05); };
-  const ground = element => {
-    const layers = [];
-    for (let e = element; e; e = e.parentElement) layers.push(parse(getComputedStyle(e).backgroundColor));
-    return layers.reverse().reduce((below, top) => over(top, below), [255, 255, 255, 1]);
-  };
-  const opaque = element => { for (let e = element; e; e = e.parentElement)
-    if (getComputedStyle(e).opacity !== "1") return false; return true; };
-  const found = [], edges = [];
-  for (const element of document.body.querySelectorAll("*")) {
-    const field = element.matches("input:not([type=radio]), textarea, select, button");
-    const text = [...element.childNodes].some(node => node.nodeType === 3 && node.data.trim());
-    if (!element.checkVisibility() || element.matches("script, option") || !(text || field)) continue;
-    const name = `${element.tagName}#${element.id}.${element.className} ${element.textContent.slice(0, 20)}`;
-    if (!opaque(element)) found.push([0, `${name} is not opaque`]);
-    found.push([ratio(over(parse(getComputedStyle(element).color), ground(element)), ground(element)), name]);
-    if (element.placeholder) {
-      const style = getComputedStyle(element, "::placeholder");
-      found.push([style.opacity === "1" ? ratio(parse(style.color), ground(element)) : 0, `${name} placeholder`]);
-    }
-    const edge = parse(getComputedStyle(element).borderTopColor);
-    if (field && edge[3]) edges.push([ratio(edge, ground(element.parentElement)), name]);
-  }
-  const least = list => list.reduce((a, b) => b[0] < a[0] ? b : a);
-  return { count: found.length, text: least(found), edge: least(edges) };
-}"""
-
-
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [320, 390, 1280])
 def test_everything_can_be_seen_read_and_touched(
@@ -248,22 +193,9 @@ def test_everything_can_be_seen_read_and_touched(
     page.check("#as-chat")
     generate(page, prompt="Hear", max_tokens=8)
     expect_error(page, "tokens", prompt="and " * 5000)
-    assert page.evaluate("document.documentElement.scrollWidth") <= width
-    seen = page.evaluate(_CONTRAST)
-    assert seen["count"] > 25
-    assert seen["text"][0] >= 4.5, seen["text"]
-    assert seen["edge"][0] >= 3, seen["edge"]
     page.evaluate("document.querySelector('#turns article').setAttribute('aria-busy', 'true')")  # as while it writes
     assert page.evaluate("document.getAnimations().length") == 0
-    controls = page.locator("a, button, input, select, textarea, summary").locator("visible=true")
-    names = set()
-    for index in range(controls.count()):
-        control = controls.nth(index)
-        box, name = control.bounding_box(), control.evaluate("element => element.id || element.textContent")
-        assert 0 <= box["x"] <= box["x"] + box["width"] <= width, name
-        assert min(box["width"], box["height"]) >= 44, (name, box)
-        names.add(name)
-    assert names >= {
+    assert check_readable(page, width) >= {
         "model",
         "temperature",
         "top_p",
@@ -281,15 +213,8 @@ def test_everything_can_be_seen_read_and_touched(
 def test_the_keyboard_is_enough(open_page: Callable[..., Any], server: ServerProcess, served_model: CausalLM) -> None:
     page = open_page(server.url)
     sync_api.expect(page.locator("#model")).to_have_value("tiny")
-    visited = []
-    for _ in range(12):
-        page.keyboard.press("Tab")
-        element = page.evaluate_handle("document.activeElement")
-        visited.append(element.evaluate("element => element.id || element.textContent"))
-        ring = "element => [element, element.nextElementSibling].map(e => e && getComputedStyle(e).outlineStyle)"
-        assert "solid" in element.evaluate(ring), visited
     order = ["model", "API", "Metrics", "Settings", "as-text", "temperature", "top_p", "max_tokens", "seed", "key"]
-    assert visited == [*order, "prompt", "go"]
+    assert tab_order(page, 12) == [*order, "prompt", "go"]
     for name in [*order[5:], "prompt"]:
         assert page.locator(f"#{name}").evaluate("element => element.labels.length") == 1, name
     fill(page, prompt=PROMPT, max_tokens=8, seed=3, temperature=1)
