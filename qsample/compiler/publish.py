@@ -8,6 +8,7 @@ writes to a state.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -28,6 +29,8 @@ from qsample.ort.options import NO_PREPACKING, session_options
 from qsample.ort.providers import compile_context, open_session
 
 CONTEXT: Final = "EPContext"
+LARGEST_PART: Final = 256 << 20  # bytes of a file of weights for browsers
+_AT_ONCE: Final = 1 << 24  # bytes that are copied at once
 RECORD: Final = {"session.record_ep_graph_assignment_info": "1"}
 """The session configuration without which ONNX Runtime does not report where its nodes run."""
 
@@ -87,6 +90,47 @@ def optimize_file(
     options.optimized_model_filepath = str(destination)
     session = ort.InferenceSession(source, options, providers=list(providers))
     return {node.name: provider for provider, node in assigned_nodes(session)}
+
+
+def cut_weights(build: Build, most: int = LARGEST_PART) -> None:
+    """Cut the weights of the decode graph into files of at most `most` bytes, or of a single larger tensor. Browsers
+    load a file as a whole, and none of more than 2 GB. The first keeps its name."""
+    whole = build.folder / WEIGHTS
+    if not whole.exists() or whole.stat().st_size <= most:
+        return
+    values = [
+        value for value in all_initializers(build.model.graph) if isinstance(value.const_value, ir.ExternalTensor)
+    ]
+    parts, end = [0], 0  # where each begins
+    for start, size in sorted(_places_in(build.model)):
+        if start >= end and start + size - parts[-1] > most and start > parts[-1]:
+            parts.append(start)
+        end = max(end, start + size)
+    if len(parts) == 1:
+        return
+    names = [WEIGHTS, *(f"decoder-{number}.onnx.data" for number in range(2, len(parts) + 1))]
+    with whole.open("rb+") as file:
+        for name, start, stop in zip(names[1:], parts[1:], [*parts[2:], end], strict=True):
+            file.seek(start)
+            with (build.folder / name).open("wb") as part:
+                for left in range(stop - start, 0, -_AT_ONCE):
+                    part.write(file.read(min(left, _AT_ONCE)))
+        file.truncate(parts[1])
+    for value in values:
+        tensor = value.const_value
+        assert isinstance(tensor, ir.ExternalTensor)
+        number = bisect_right(parts, tensor.offset or 0) - 1
+        value.const_value = ir.ExternalTensor(
+            names[number],
+            (tensor.offset or 0) - parts[number],
+            tensor.nbytes,
+            tensor.dtype,
+            shape=tensor.shape,
+            name=str(value.name),
+            base_dir=build.folder,
+        )
+    build.weights_sha256 = None  # of a file that is no more
+    ir.save(build.model, build.decoder)
 
 
 def ahead_of_time_phases(providers: Sequence[str], provider_options: Mapping[str, str]) -> list[Phase]:

@@ -36,6 +36,7 @@ from qsample.graph.evaluate import inputs_of
 from qsample.graph.operators import (
     BLOCK_SIZES,
     CONTRIB_DOMAIN,
+    FLOAT32_ACTIVATIONS,
     INT8_ACTIVATIONS,
     MATMUL_NBITS,
     is_matmul_nbits,
@@ -95,6 +96,9 @@ def quantize_weights(
     return bool(quantized)
 
 
+_ACCURACY: Final = "accuracy_level"
+
+
 def round_activations(model: ir.Model) -> bool:
     """Let every MatMulNBits that `model` holds round its activations as those of `quantize_weights` do; in place.
 
@@ -102,7 +106,16 @@ def round_activations(model: ir.Model) -> bool:
     """
     nodes = [node for node in model.graph.all_nodes() if is_matmul_nbits(node)]
     for node in nodes:
-        node.attributes["accuracy_level"] = ir.AttrInt64("accuracy_level", INT8_ACTIVATIONS)
+        node.attributes[_ACCURACY] = ir.AttrInt64(_ACCURACY, INT8_ACTIVATIONS)
+    return bool(nodes)
+
+
+def keep_activations(model: ir.Model) -> bool:
+    """Let every product with quantized weights take its activations in float32, in place, so that its result depends
+    less on the kernel. Returns whether there were any."""
+    nodes = [node for node in model.graph.all_nodes() if _ACCURACY in node.attributes or is_matmul_nbits(node)]
+    for node in nodes:
+        node.attributes[_ACCURACY] = ir.AttrInt64(_ACCURACY, FLOAT32_ACTIVATIONS)
     return bool(nodes)
 
 
@@ -210,7 +223,7 @@ def _product(graph: ir.Graph, node: ir.Node, weight: QuantizedWeight) -> None:
         "N": rows,
         "bits": weight.quantization.bits,
         "block_size": weight.quantization.block_size,
-        "accuracy_level": INT8_ACTIVATIONS,
+        _ACCURACY: INT8_ACTIVATIONS,
     }
     new = [_node(MATMUL_NBITS, node, [node.inputs[0], *operands], attributes)]
     if node.op_type == "Gemm" and len(node.inputs) > 2 and node.inputs[2] is not None:

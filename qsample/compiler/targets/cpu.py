@@ -24,7 +24,7 @@ from qsample.compiler.pipeline import (
 from qsample.compiler.plan import CompilePlan
 from qsample.compiler.publish import join_sampler, optimize_offline, place_optimized
 from qsample.compiler.quantize.float16 import store_as_float16
-from qsample.compiler.quantize.weights import round_activations
+from qsample.compiler.quantize.weights import keep_activations, round_activations
 from qsample.compiler.targets import Target
 from qsample.contract import STEPS_ONNXRUNTIME
 from qsample.errors import CompileError, QsampleError
@@ -47,6 +47,7 @@ class CpuTarget(Target):
     calibrates = True
     speculates = True
     self_contained = True
+    rounds_activations = True  # to 8 bits, in products with quantized weights
 
     def check(self, plan: CompilePlan) -> None:
         own = plan.source.interface.dtype
@@ -77,8 +78,9 @@ class CpuTarget(Target):
             *lean_phases("cpu", plan.ctx_len),
             step(join_sampler),
             graph_pass(merge_equal_nodes),  # model and sampler ask whether a row begins
-            graph_pass(round_activations),
+            *([graph_pass(round_activations)] if self.rounds_activations else []),
             *quantization_phases(plan, pads_blocks=True),
+            *([] if self.rounds_activations else [graph_pass(keep_activations)]),
             *self._speculation(plan),
             graph_pass(branch_where_rows_begin),
             step(optimize_offline, providers=self.execution_providers, level=_LEVEL, final=not halved),

@@ -31,7 +31,8 @@ from qsample.compiler.pipeline import (
     step,
 )
 from qsample.compiler.plan import CompilePlan
-from qsample.compiler.publish import RECORD, assigned_nodes, placement_of
+from qsample.compiler.publish import RECORD, assigned_nodes, cut_weights, placement_of
+from qsample.compiler.quantize.weights import keep_activations
 from qsample.compiler.targets import Target
 from qsample.errors import CompileError, QsampleError
 from qsample.graph.edit import initializer, insert, replace_node
@@ -89,10 +90,12 @@ class WebGpuTarget(Target):
             *lean_phases("cuda", plan.ctx_len),
             *half,
             *quantization_phases(plan),
+            graph_pass(keep_activations),  # some GPUs would round them, and others not
             graph_pass(gemms_of_tied_heads),  # of heads that are not quantized
             step(join_flat_sampler),
             graph_pass(ids_as_floats),
             step(save),
+            step(cut_weights),
             step(place, providers=self.execution_providers, provider_options=self.provider_options),
         ]
 

@@ -1,0 +1,28 @@
+"""Browsers without WebGPU: the CPU's graph for ONNX Runtime's build in WebAssembly, and for Node.
+
+The CPU's own packages multiply quantized weights by activations in 8 bits, each build of ONNX Runtime in its own way:
+in WebAssembly they choose other tokens. Here activations stay in float32, and tokens are the same in Python, in Node and
+in WebAssembly. The weights come in files that a browser loads one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from qsample.compiler.pipeline import Phase, step
+from qsample.compiler.plan import CompilePlan
+from qsample.compiler.publish import cut_weights
+from qsample.compiler.targets.cpu import CpuTarget
+
+
+class WebTarget(CpuTarget):
+    """WebAssembly, which has 4 GB of memory; every CPU runs these packages, slower than those compiled for it."""
+
+    name = "web"
+    rounds_activations = False
+
+    def phases(self, plan: CompilePlan) -> Sequence[Phase]:
+        return [*super().phases(plan), step(cut_weights)]
+
+
+TARGET = WebTarget()
