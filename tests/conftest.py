@@ -113,6 +113,21 @@ def exported(checkpoint: Callable[[str], Path], shared_folder: Path) -> Callable
 
 
 @pytest.fixture(scope="session")
+def adapted(checkpoint: Callable[[str], Path], shared_folder: Path) -> Callable[..., Path]:
+    """(model_type, **features) → a portable package that takes LoRA adapters, from a trace of its own."""
+    from qsample import AutoModelForCausalLM
+
+    def make(model_type: str = "llama", **features: object) -> Path:
+        name = "-".join([model_type, "adapted", *(f"{key}={value}" for key, value in sorted(features.items()))])
+        return made_once(
+            shared_folder / name,
+            lambda path: AutoModelForCausalLM.from_pretrained(checkpoint(model_type), **features).export(path),
+        )
+
+    return make
+
+
+@pytest.fixture(scope="session")
 def llama_package(exported: Callable[..., Path]) -> Path:
     """A portable package of a random Llama with the sampler in its graph."""
     return exported("llama")

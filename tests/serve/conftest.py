@@ -31,6 +31,17 @@ def served_package(shared_folder: Path, tmp_path_factory: pytest.TempPathFactory
 
 
 @pytest.fixture(scope="session")
+def adapted_server_package(shared_folder: Path) -> Path:
+    """It takes LoRA adapters."""
+    bundled = Path(qsample.__file__).parent / "assets" / "tiny_lm"
+    features = {"allowed_tokens": True, "logprobs": True, "max_loras": 4, "max_lora_rank": 8}
+    return made_once(
+        shared_folder / "tiny_lm-adapted-package",
+        lambda path: AutoModelForCausalLM.from_pretrained(bundled, **features).export(path),
+    )
+
+
+@pytest.fixture(scope="session")
 def chat_template(shared_folder: Path) -> Path:
     return made_once(shared_folder / "served.jinja", lambda path: path.write_text(TOOL_TEMPLATE))
 
