@@ -55,6 +55,8 @@ class AutoModelForCausalLM:
         filters: Sequence[str] = (),
         filter_order: str | None = None,
         seed_input: bool = False,
+        max_loras: int = 0,
+        max_lora_rank: int = 16,
         dtype: Any = None,
         torch_dtype: Any = None,
         device_map: Any = None,
@@ -120,6 +122,8 @@ class AutoModelForCausalLM:
             filters=filters,  # type: ignore[arg-type]  # it makes a tuple of them
             filter_order=filter_order or HUGGING_FACE,
             seed=seed_input,
+            max_loras=max_loras,
+            max_lora_rank=max_lora_rank,
         )
         if for_serving:
             features = features.for_serving()

@@ -107,6 +107,12 @@ FEATURE_FLAGS: Final[Mapping[str, Flag]] = {
         Annotated[str, typer.Option(metavar="|".join(FILTER_ORDERS), help="Temperature before all filters, or last.")],
         HUGGING_FACE,
     ),
+    "max_loras": Flag(
+        Annotated[int, typer.Option(min=0, metavar="N", help="Take LoRA adapters at run time, N in a batch.")], 0
+    ),
+    "max_lora_rank": Flag(
+        Annotated[int, typer.Option(min=1, metavar="R", help="Largest rank of such an adapter.")], 16
+    ),
     "seed_input": Flag(
         Annotated[bool, typer.Option("--seed-input", help="Take each row's seed in place of a noise buffer.")], False
     ),

@@ -26,6 +26,7 @@ from qsample.compiler.quantize.kv_cache import measure_ranges, quantize_kv_cache
 from qsample.compiler.quantize.weights import check_quantized, quantize_weights
 from qsample.contract import CAPACITY, ROW_AXES
 from qsample.disk.space import check_free
+from qsample.graph.adapters import join_adapters, split_adapters
 from qsample.graph.edit import all_initializers, fix_axes
 from qsample.graph.join import split_at_logits
 from qsample.graph.operators import BLOCK_SIZES
@@ -70,6 +71,7 @@ class Build:
         scratch: an empty folder on the same disk, for files that are read until the graph is written.
         model: the graph as it is after the phases so far.
         texts: token ids that weights are fitted to, [n] int64 each; none unless the plan says so.
+        adapted: the layers that adapters may change and their weights, while the adapters are apart from the model.
         sampler: the sampler while it is apart from the model; None if it is part of the model, or not in the graph.
         provider_of: node name → provider, as ONNX Runtime reported it when it optimised the graph.
         placement: where the nodes run; None until the last phase has found out.
@@ -83,6 +85,7 @@ class Build:
     model: ir.Model
     texts: Sequence[Array] = ()
     sampler: ir.Model | None = None
+    adapted: Sequence[tuple[str, str]] = ()
     provider_of: Mapping[str, str] = field(default_factory=dict)
     placement: Placement | None = None
     weights_sha256: str | None = None
@@ -167,6 +170,18 @@ def fixed_sizes(plan: CompilePlan, sizes: Mapping[str, int] | None = None) -> Ph
 def split_sampler(build: Build) -> None:
     """Cut the sampler off the model, which ends with its logits then."""
     build.model, build.sampler = split_at_logits(build.model, build.plan.source.interface)
+
+
+def cut_adapters(build: Build) -> None:
+    """Take the products of adapters out of the model, which would be in the way of passes."""
+    if build.plan.source.interface.adapters:
+        build.adapted = split_adapters(build.model, build.plan.source.interface)
+
+
+def put_adapters(build: Build) -> None:
+    """Add the products of adapters again."""
+    if build.adapted:
+        join_adapters(build.model, build.plan.interface, build.adapted)
 
 
 def fold_sampler(build: Build) -> None:

@@ -26,6 +26,7 @@ from qsample.disk.space import full_disk_named
 from qsample.disk.untrusted import parse_json, read_json
 from qsample.errors import ParityError, QsampleError, UnsupportedModelError
 from qsample.exporters import parity
+from qsample.exporters.adapters import adapt_layers
 from qsample.exporters.huggingface_reference import longest_context, reference
 from qsample.exporters.lowering import align_row_sums, fill_placeholders, lower_experts, outline_scans
 from qsample.exporters.portable import portable_manifest, write_graphs
@@ -167,7 +168,10 @@ def _export(
     with _hashed_meanwhile(model) as weight_digest:
         report(Stage.TRACING, 0.3)
         decoder = Decoder(model, context, interface)
-        traced = trace(decoder, interface.model, interface.sizes, decoder.layers)
+        adapted = features.max_loras > 0
+        traced = trace(decoder, interface.model, interface.sizes, decoder.layers, adapted=adapted)
+        if adapted:
+            interface = adapt_layers(traced, interface, "model.")
         fill_placeholders(traced)
         outline_scans(traced)
         lower_experts(traced)

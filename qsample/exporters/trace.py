@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Final
@@ -25,6 +25,8 @@ from qsample.errors import UnsupportedModelError
 from qsample.exporters.repetition import NotRepeatedError, Repetition, open_weights, repeat_layers
 from qsample.graph.operators import OPSET
 from qsample.interface import GraphSpec
+from qsample.transforms.adapters import linear_layers_marked
+from qsample.transforms.markers import ADAPTED_PATH
 from qsample.transforms.repeated_layers import DecoderLayers, find_repeated_layers
 from qsample.transforms.stand_ins import standing_in
 
@@ -92,7 +94,12 @@ class _InOrder(nn.Module):
 
 
 def trace(
-    module: nn.Module, spec: GraphSpec, sizes: Mapping[str, int], layers: DecoderLayers | None = None
+    module: nn.Module,
+    spec: GraphSpec,
+    sizes: Mapping[str, int],
+    layers: DecoderLayers | None = None,
+    *,
+    adapted: bool = False,
 ) -> ir.Model:
     """Export `module` to an ONNX model whose inputs and outputs are those of `spec`.
 
@@ -101,6 +108,7 @@ def trace(
             name of `spec.output_names`.
         sizes: the size of each named axis that the model fixes (`Interface.sizes`).
         layers: the module's layers; of equal ones, only the first is traced. None: everything is traced.
+        adapted: leave a marker after each linear layer, for `exporters.adapters`.
 
     Returns:
         The model, with the weights still in the torch module's memory.
@@ -109,15 +117,25 @@ def trace(
         UnsupportedModelError: if no static graph can express the module.
     """
     root = _InOrder(module).eval()
-    model = None if layers is None else _trace_first_layers(root, spec, sizes, layers)
-    if model is None:
-        model = _export(root, spec, sizes)
-        simplify(model)
+    with linear_layers_marked(root) if adapted else nullcontext():
+        model = None if layers is None else _trace_first_layers(root, spec, sizes, layers)
+        if model is None:
+            model = _export(root, spec, sizes)
+            simplify(model)
+    marked = marked_paths(model)
     finish(model, spec.output_names)
     compute_in_float32(model)
     # torch's notes on each node are most of the file, and name folders of this machine.
     passes.ClearMetadataAndDocStringPass()(model)
+    for node, path in marked.items():
+        node.metadata_props[ADAPTED_PATH] = path.removeprefix("module.")
     return model
+
+
+def marked_paths(model: ir.Model) -> dict[ir.Node, str]:
+    """The markers of linear layers, with the layers' names."""
+    nodes = (node for node in model.graph.all_nodes() if ADAPTED_PATH in node.metadata_props)
+    return {node: node.metadata_props[ADAPTED_PATH] for node in nodes}
 
 
 def _trace_first_layers(

@@ -29,3 +29,7 @@ LAYER_END: Final = "LayerEnd"
 REPEATED_LAYER: Final = "RepeatedLayer"
 GROUP: Final = "group"
 LAYER: Final = "layer"
+
+# `transforms.adapters`; inputs: what a linear layer reads and its result; output: the result. Metadata: its name.
+ADAPTED: Final = "Adapted"
+ADAPTED_PATH: Final = "qsample.adapted"

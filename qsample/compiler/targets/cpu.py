@@ -12,10 +12,12 @@ from qsample.compiler.passes.recurrences import branch_where_rows_begin
 from qsample.compiler.passes.several_tokens import check_guesses
 from qsample.compiler.pipeline import (
     Phase,
+    cut_adapters,
     fixed_sizes,
     fold_sampler,
     graph_pass,
     lean_phases,
+    put_adapters,
     quantization_phases,
     save,
     split_sampler,
@@ -73,9 +75,11 @@ class CpuTarget(Target):
         halved = [graph_pass(store_as_float16), step(save)] if plan.store_float16 else []
         return [
             fixed_sizes(plan, self.fixed_axes(plan)),
+            step(cut_adapters),
             step(split_sampler),  # the fusions would look at its nodes over and over
             step(fold_sampler),
             *lean_phases("cpu", plan.ctx_len),
+            step(put_adapters),
             step(join_sampler),
             graph_pass(merge_equal_nodes),  # model and sampler ask whether a row begins
             *([graph_pass(round_activations)] if self.rounds_activations else []),

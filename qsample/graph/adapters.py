@@ -1,0 +1,221 @@
+"""The products of LoRA adapters in a decode graph: added to its linear layers, taken out, and added again after passes.
+
+Of a layer that computes y from x, with the matrices A [P, in] and B [P, out] of all bound adapters one below the other:
+
+    y + Where(adapter_ids == adapter, x A^T, 0) B
+
+Every row has its own adapter; of the others' ranks, it adds exact zeros. Without bound adapters P is 0, and the
+operators find nothing to do.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import onnx_ir as ir
+from onnx_ir.passes import common as common_passes
+
+from qsample.contract import ADAPTER, BATCH
+from qsample.errors import CompileError
+from qsample.graph.edit import initializer, producer, reshape_target
+from qsample.graph.operators import CONTRIB_DOMAIN, is_contrib, is_matmul_nbits
+from qsample.graph.weights import JoinedTensor
+from qsample.interface import Interface, adapter_ids, adapter_names, kind_of, ranks_axis
+
+_FUSED: Final = "FusedMatMul"
+_PRODUCTS: Final = ("MatMul", "Gemm")
+
+
+class Layer(NamedTuple):
+    """A linear layer of a graph: its path, what it reads [B, S, in], its result [B, S, out], and a factor that the
+    graph applies to the result of the product."""
+
+    path: str
+    states: ir.Value
+    result: ir.Value
+    factor: float = 1.0
+
+
+def add_adapters(model: ir.Model, interface: Interface, layers: Iterable[Layer]) -> None:
+    """Give `model` the inputs of `interface.adapter_inputs`, and `layers` their products with them, in place."""
+    _Adapters(model, interface).add([[layer] for layer in layers])
+
+
+class _Adapters:
+    """Adds products to a graph, which gets the inputs for adapters."""
+
+    def __init__(self, model: ir.Model, interface: Interface) -> None:
+        self._graph, self._dtype = model.graph, _dtype(interface.dtype)
+        self._inputs = {spec.name: _like(spec.axes, _dtype(spec.dtype), spec.name) for spec in interface.adapter_inputs}
+        model.graph.inputs.extend(self._inputs.values())
+        model.opset_imports.setdefault(CONTRIB_DOMAIN, 1)
+        zero = np.zeros((), self._dtype.numpy())
+        self._zero = initializer(model.graph, f"adapter_zero_{interface.dtype}", zero)
+        first, shape = next(iter(model.graph)), reshape_target(model.graph, [-1, 1, 1])
+        row = _node(
+            "Reshape", [self._inputs[ADAPTER.name], shape], "adapter.row", _like([BATCH, 1, 1], ir.DataType.INT32)
+        )
+        nodes, self._masks = [row], {}
+        for kind in interface.adapter_kinds:
+            mask = _like([BATCH, 1, ranks_axis(kind)], ir.DataType.BOOL)
+            nodes.append(
+                _node("Equal", [row.outputs[0], self._inputs[adapter_ids(kind).name]], f"adapter.{kind}", mask)
+            )
+            self._masks[kind] = nodes[-1].outputs[0]
+        model.graph.insert_before(first, nodes)
+
+    def add(self, layers: Iterable[Sequence[Layer]]) -> None:
+        """layers: alone, or several whose results lie next to each other in a joint result."""
+        for parts in layers:
+            result, name = parts[0].result, f"adapter.{parts[0].path}"
+            made = result.producer()
+            assert made is not None
+            assert made.graph is not None
+            products = [self._products(part) for part in parts]
+            nodes = [node for chain in products for node in chain]
+            if len(parts) > 1:
+                changes = [chain[-1].outputs[0] for chain in products]
+                nodes.append(_node("Concat", changes, f"{name}.joint", result, {"axis": -1}))
+            total = _node("Add", [result, nodes[-1].outputs[0]], name, result)
+            result.replace_all_uses_with(total.outputs[0], replace_graph_outputs=True)
+            total.replace_input_with(0, result)
+            made.graph.insert_after(made, [*nodes, total])
+
+    def _products(self, layer: Layer) -> list[ir.Node]:
+        name, kind = f"adapter.{layer.path}", kind_of(layer.path)
+        a, b = (self._inputs[one] for one in adapter_names(layer.path))
+        assert layer.states.shape is not None
+        assert a.shape is not None
+        assert b.shape is not None
+        rows = list(layer.states.shape)[:-1]
+        narrow, wide = _like([*rows, a.shape[0]], self._dtype), _like([*rows, b.shape[1]], self._dtype)
+        down = _node(_FUSED, [layer.states, a], f"{name}.down", narrow, {"transB": 1}, CONTRIB_DOMAIN)
+        own = _node("Where", [self._masks[kind], down.outputs[0], self._zero], f"{name}.own", narrow)
+        up = _node(_FUSED, [own.outputs[0], b], f"{name}.up", wide, {"alpha": layer.factor}, CONTRIB_DOMAIN)
+        return [down, own, up]
+
+
+def _node(
+    op_type: str,
+    inputs: Sequence[ir.Value],
+    name: str,
+    like: ir.Value,
+    attributes: dict[str, Any] | None = None,
+    domain: str = "",
+) -> ir.Node:
+    """A node whose output has its name, and the shape and dtype of `like`."""
+    node = ir.node(op_type, inputs, attributes, domain=domain, name=name)
+    output = node.outputs[0]
+    output.name, output.type = name, like.type
+    output.shape = None if like.shape is None else like.shape.copy()
+    return node
+
+
+def _like(shape: Sequence[int | str | ir.SymbolicDim], dtype: ir.DataType, name: str | None = None) -> ir.Value:
+    return ir.Value(name=name, shape=ir.Shape(shape), type=ir.TensorType(dtype))
+
+
+def _dtype(name: str) -> ir.DataType:
+    return ir.DataType.FLOAT if name == "float32" else ir.DataType[name.upper()]
+
+
+def split_adapters(model: ir.Model, interface: Interface) -> list[tuple[str, str]]:
+    """Take all of it out of `model`, in place.
+
+    Returns:
+        Each layer's path, and the name of its weight, in the order of the graph.
+
+    Raises:
+        CompileError: If a layer is no product with a constant.
+    """
+    graph = model.graph
+    inputs = {value.name: value for value in graph.inputs}
+    cut: dict[ir.Node, str] = {}
+    for target in interface.adapters:
+        _, b = (inputs[name] for name in adapter_names(target.path))
+        for up, _ in b.uses():
+            ((total, _),) = up.outputs[0].uses()
+            cut[total] = target.path
+    found = []
+    for node in [node for node in graph if node in cut]:
+        result = node.inputs[0]
+        assert result is not None
+        weight = _weight_of(result)
+        if weight is None or weight.const_value is None:
+            raise CompileError(f"adapters cannot change {cut[node]}, which is no product with a matrix of this graph")
+        weight.const_value.name = weight.name  # for the time when it is a part
+        found.append((cut[node], str(weight.name)))
+        node.outputs[0].replace_all_uses_with(result, replace_graph_outputs=True)
+        graph.remove(node, safe=True)
+    common_passes.RemoveUnusedNodesPass()(model)
+    names = {spec.name for spec in interface.adapter_inputs}
+    graph.inputs[:] = [value for value in graph.inputs if value.name not in names]
+    return found
+
+
+def join_adapters(model: ir.Model, interface: Interface, weights: Iterable[tuple[str, str]]) -> None:
+    """The inverse of `split_adapters` in a graph that passes have changed, in place: products may be joined, their
+    weights packed.
+
+    Args:
+        interface: of the graph.
+        weights: what `split_adapters` returned.
+
+    Raises:
+        CompileError: If a layer is not there any more.
+    """
+    waiting: defaultdict[str, list[str]] = defaultdict(list)  # a weight → the layers that have it, in order
+    for path, weight in weights:
+        waiting[weight].append(path)
+    found = []
+    for node in list(model.graph):
+        names = _part_names(node)
+        if _is_product(node) and node.inputs[1] is not None and str(node.inputs[1].name) in waiting:
+            names = [str(node.inputs[1].name)]
+        if any(name in waiting for name in names):
+            paths = [waiting[name].pop(0) if waiting.get(name) else None for name in names]
+            found.append(_layers(node, paths))
+    missing = [path for paths in waiting.values() for path in paths]
+    if missing:
+        raise CompileError(f"adapters cannot change {', '.join(missing[:3])}, whose products were fused with others")
+    _Adapters(model, interface).add(found)
+
+
+def _layers(node: ir.Node, paths: Sequence[str | None]) -> list[Layer]:
+    states, result = node.inputs[0], node.outputs[0]
+    gather = producer(states)
+    if gather is not None and is_matmul_nbits(node) and gather.op_type == "Gather":  # act-order
+        states = gather.inputs[0]
+    if states is None or states.shape is None or len(states.shape) != 3 or None in paths:
+        known = ", ".join(path for path in paths if path is not None)
+        raise CompileError(
+            f"adapters cannot change {known}: {node.name}, its product here, is not only theirs, row by row"
+        )
+    factor = node.attributes.get_float("alpha", 1.0)
+    return [Layer(path, states, result, factor) for path in paths if path is not None]
+
+
+def _part_names(node: ir.Node) -> list[str]:
+    """The names of the weights of a product, side by side."""
+    value = node.inputs[1] if _is_product(node) else None
+    tensor = None if value is None else value.const_value
+    if value is None or tensor is None:
+        return []
+    if isinstance(tensor, JoinedTensor) and tensor.axis == (0 if is_matmul_nbits(node) else 1):
+        return [str(part.name) for part in tensor.parts]
+    return [str(value.name)]
+
+
+def _weight_of(result: ir.Value) -> ir.Value | None:
+    """The weight of the product that `result` is, perhaps plus a bias."""
+    node = producer(result)
+    if node is not None and node.op_type == "Add":
+        node = next((one for one in map(producer, node.inputs) if one is not None and _is_product(one)), None)
+    return node.inputs[1] if node is not None and _is_product(node) else None
+
+
+def _is_product(node: ir.Node) -> bool:
+    return node.op_type in _PRODUCTS or is_contrib(node, _FUSED) or is_matmul_nbits(node)
