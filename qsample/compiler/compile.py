@@ -20,6 +20,7 @@ from qsample import package
 from qsample.compiler import pipeline
 from qsample.compiler.debug_dump import DebugDump
 from qsample.compiler.divergence import Divergence, measure_divergence
+from qsample.compiler.guess_test import check_guesses_change_nothing
 from qsample.compiler.options import CompileOptions
 from qsample.compiler.pipeline import Placement
 from qsample.compiler.plan import CompilePlan, make_plan
@@ -87,7 +88,10 @@ def compile_package(
         _add_other_files(plan, folder)
         stages.begin(Stage.TESTING)
         manifest = partial(_manifest, plan, target, placement)
-        self_test = run_self_test(plan, _unsealed(folder, manifest()), target)
+        unsealed = _unsealed(folder, manifest())
+        self_test = run_self_test(plan, unsealed, target)
+        if options.num_speculative_tokens:
+            check_guesses_change_nothing(plan, unsealed)
         divergence = refused = None
         if plan.quantized:
             divergence = _measure_divergence(plan, target, folder, stages.begin(Stage.DIVERGENCE))

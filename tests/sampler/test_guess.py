@@ -1,0 +1,188 @@
+"""The guesses of a step and where its tokens go, compared with Python loops over each row."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import onnxruntime as ort
+import pytest
+
+from qsample.interface import Features, Interface
+from qsample.sampler.guess import build_drafter, drafter_spec
+from tests.helpers.sampler_cases import opened
+
+Array = np.ndarray
+VOCAB, CAPACITY = 50, 64
+
+
+@functools.cache
+def drafter(features: Features, packed: bool = True) -> ort.InferenceSession:
+    return opened(build_drafter(Interface(VOCAB, (), features=features), packed=packed))
+
+
+def features(most: int = 7, **others: object) -> Features:
+    return replace(Features(num_speculative_tokens=most), **others)  # type: ignore[arg-type]
+
+
+def step(
+    texts: Sequence[Sequence[int]], chosen: Features, *, packed: bool = True, **values: object
+) -> dict[str, Array]:
+    """A step of one token: the last of each of `texts`. values: of the other inputs, one a row."""
+    rows = len(texts)
+    interface = Interface(VOCAB, (), features=chosen)
+    sizes = interface.sizes | {"B": rows, "S": 1, "T": CAPACITY}
+    off = {
+        "input_lengths": 1,
+        "emit": True,
+        "max_length": CAPACITY,
+        "prompt_lookup_num_tokens": chosen.num_speculative_tokens,
+    }
+    tokens = np.array([[*text, *[text[0]] * (CAPACITY - len(text))] for text in texts])
+    for row, text in enumerate(texts):
+        tokens[row, len(text) - 1] = 49  # the newest token is that of input_ids
+    values = {
+        "tokens": tokens,
+        "lengths": [len(text) - 1 for text in texts],
+        "input_ids": [[text[-1]] for text in texts],
+        **values,
+    }
+    session, feeds = drafter(chosen, packed), {}
+    spec = drafter_spec(interface)
+    for tensor in (*spec.inputs, *spec.states):
+        value = np.asarray(values.get(tensor.name, off.get(tensor.name, tensor.off or 0)), tensor.dtype)
+        feeds[tensor.name] = np.array(np.broadcast_to(value, tensor.shape(sizes)))
+    names = [output.name for output in session.get_outputs()]
+    return dict(zip(names, session.run(names, feeds), strict=True))
+
+
+def match(text: Sequence[int], place: int) -> tuple[int, int]:
+    """The length 2, 4 or 8 of the longest match of the tokens up to `place` with earlier ones, 0 if there is none, and
+    the last place of the newest of these."""
+    for length in (8, 4, 2):
+        for end in range(place - 1, length - 2, -1):
+            if place - length + 1 >= 0 and text[end - length + 1 : end + 1] == text[place - length + 1 : place + 1]:
+                return length, end
+    return 0, -1
+
+
+def expected(text: Sequence[int], rows: int, most: int) -> list[int]:
+    """What `rows` rows that all guess draft for a row with `text`."""
+    newest = len(text) - 1
+    length, end = match(text, newest)
+    tries = hits = 0
+    for place in range(newest - 7, newest):
+        level, source = match(text, place) if place >= 0 else (0, -1)
+        tries += level > 0
+        hits += level > 0 and text[source + 1] == text[place + 1]
+    worth = (hits + 1) / (tries + 2) > min(0.2 + rows / 10, 0.6) + 1e-9 or length == 8
+    count = {0: 0, 2: 1, 4: 3, 8: 15 if hits == 7 else 7}[length] * worth
+    count = min(count, most, CAPACITY - newest - 2)
+    period = newest - end
+    return [text[end + 1 + index % period] for index in range(count)]
+
+
+def random_text(rng: np.random.Generator, longest: int) -> list[int]:
+    """Pieces of a few tokens, repeated with few changes."""
+    alphabet, text = int(rng.choice([2, 3, 8, 49])), []
+    while len(text) < longest:
+        if text and rng.random() < 0.7:
+            start = int(rng.integers(0, len(text)))
+            text += text[start : start + int(rng.integers(1, 20))]
+        text += rng.integers(0, alphabet, int(rng.integers(1, 4))).tolist()
+    return text[: int(rng.integers(1, longest + 1))]
+
+
+def guesses(result: dict[str, Array]) -> list[list[int]]:
+    return [[int(token) for token in row if token >= 0] for row in result["step_guesses"]]
+
+
+@pytest.mark.parametrize("most", [1, 7, 15])
+def test_lookup(most: int) -> None:
+    rng, found = np.random.default_rng(0), 0
+    for _ in range(40):
+        texts = [random_text(rng, 46) for _ in range(int(rng.choice([1, 2, 3, 6])))]  # at least 17 places are left
+        drafted = guesses(step(texts, features(most)))
+        assert drafted == [expected(text, len(texts), most) for text in texts]
+        found += sum(map(len, drafted))
+    assert found > 40
+
+
+def test_the_newest_longest_match() -> None:
+    text = [1, 2, 3, 4, 5, 0, 6, 1, 2, 3, 4, 7, 0, 8, 3, 4, 9, 0, 1, 2, 3, 4]
+    assert guesses(step([text], features())) == [[7, 0, 8]]  # after four tokens, not after the newer two
+
+
+def test_host_drafts_come_first_and_end_at_the_first_id_that_is_none() -> None:
+    text = [1, 2, 3, 1, 2, 3, 1, 2]
+    drafts = [[5, 49, 0, -1, 5, 5, 5], [5, 50, 5, 5, 5, 5, 5], [2**31 - 1] * 7, [-2, 4, 4, 4, 4, 4, 4], [0] * 7]
+    assert guesses(step([text] * 5, features(), draft_ids=drafts))[:2] == [[5, 49, 0], [5]]
+    assert guesses(step([text] * 5, features(), draft_ids=drafts))[2] == []
+    assert guesses(step([text] * 5, features(), draft_ids=drafts))[4] == [0] * 7
+    assert guesses(step([text], features(), draft_ids=[drafts[3]])) == guesses(step([text], features()))
+
+
+def test_rows_that_do_not_guess() -> None:
+    text = [1, 2, 3, 4] * 5
+    chosen = features(allowed_tokens=True, filters=("mirostat",))
+    masks = [[-1, -1], [-1, -1], [-1, -1], [-1, -1], [-1, 7], [-1, -1], [-1, -1]]
+    result = step(
+        [text] * 7,
+        chosen,
+        status=[0, 1, 0, 0, 0, 0, 0],
+        emit=[True, True, False, True, True, True, True],
+        prompt_lookup_num_tokens=[7, 7, 7, 0, 7, 7, 2],
+        allowed_tokens=masks,
+        mirostat_tau=[0, 0, 0, 0, 0, 3, 0],
+    )
+    assert [len(row) for row in guesses(result)] == [7, 0, 0, 0, 0, 0, 2]
+    assert result["step_lengths"].tolist() == [8, 0, 1, 1, 1, 1, 3]
+
+
+def test_room() -> None:
+    """The token after the last guess has a place below the capacity and max_length; no row's buffer ends within."""
+    for left in range(2, 12):
+        text = ([1, 2, 3, 4] * 20)[: CAPACITY - left + 1]  # lengths is CAPACITY - left
+        assert len(guesses(step([text], features()))[0]) == min(left - 2, 7)
+        short = text[:20]
+        assert [len(row) for row in guesses(step([text, short], features()))] == [min(left - 2, 7), min(left - 1, 7)]
+        idle = guesses(step([text, short], features(), input_lengths=[0, 1]))
+        assert [len(row) for row in idle] == [0, 7]
+        limited = guesses(step([short], features(), max_length=19 + left))
+        assert len(limited[0]) == min(left - 2, 7)
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_places(packed: bool) -> None:
+    """Each token of a row is where the model reads it, and each draw after its row's tokens."""
+    texts = [[1, 2, 3, 4] * 4, [1, 5, 9], [7, 8] * 3, [4, 4]]
+    result = step(
+        texts,
+        features(),
+        packed=packed,
+        input_lengths=[1, 1, 0, 1],
+        draft_ids=[[-1] * 7, [3] + [-1] * 6, [-1] * 7, [-1] * 7],
+    )
+    drafts = guesses(result)
+    assert [len(row) for row in drafts] == [7, 1, 0, 0]
+    read = [[text[-1], *row] for text, row in zip(texts, drafts, strict=True)]
+    ids, columns = result["step_ids"], result["step_ids"].shape[1]
+    model = ids.reshape(-1)[result["step_pack"]]
+    assert len(model) == (sum(map(len, read)) if packed else ids.size)
+    for row, tokens in enumerate(read):
+        length = len(tokens) if row != 2 else 0
+        assert result["step_lengths"][row] == length
+        assert ids[row, : len(tokens)].tolist() == tokens
+        assert model[result["step_pad"][row]][: len(tokens)].tolist() == tokens
+        assert result["step_positions"][row].tolist() == list(range(len(texts[row]) - 1, len(texts[row]) - 1 + columns))
+        assert result["step_seqlens_k"][row] == (len(texts[row]) + length - 2 if length else 0)
+    rows, after, last = result["step_rows"], result["step_columns"], result["step_choice"]
+    assert list(zip(rows, after, strict=True)) == [
+        (row, n) for row, tokens in enumerate(read) for n in range(len(tokens))
+    ]
+    assert model[last].tolist() == [token for tokens in read for token in tokens]
+    for row, tokens in enumerate(read):
+        for n in range(columns):
+            assert result["step_places"][row, n] == [*rows].index(row) + min(n, len(tokens) - 1)
