@@ -29,6 +29,8 @@ class Call:
         stop_strings: texts that end a row, or a single text.
         allowed_tokens: int32 bitmask [W] or [B, W] of the tokens that may be sampled; or a function, see
             `AllowedTokensFn`.
+        prediction: the text or the token ids that the continuation of a single prompt is expected to have: they are
+            guessed, in packages that were compiled with num_speculative_tokens. Changes the speed alone.
         stopping_criteria: see `BatchEnd`.
         logits_processor: see `LogitsProcessors`.
         max_time: seconds until the rows end; None = any.
@@ -47,6 +49,7 @@ class Call:
     seed: Any = None
     stop_strings: str | Sequence[str] | None = None
     allowed_tokens: Any = None
+    prediction: Any = None
     stopping_criteria: Any = None
     logits_processor: Any = None
     max_time: float | None = None

@@ -20,11 +20,11 @@ KEYWORDS: Final = frozenset(  # of generate and of this function, in addition to
     {"inputs", "params", "input_ids", "attention_mask", "generation_config", "streamer", "seed", "allowed_tokens"}
     | {"prefill_chunk_size", "flush_every", "double_buffering", "stop_strings", "max_time", "tokenizer"}
     | {"pad_token_id", "bos_token_id", "stopping_criteria", "logits_processor", "return_dict_in_generate"}
-    | {"num_return_sequences", *(entry.name for entry in fields(ChatOptions))}
+    | {"num_return_sequences", "prediction", *(entry.name for entry in fields(ChatOptions))}
 )
 # A caller's GenerationConfig may ask for these outputs. The rest of `GENERATE` may be in a model's own file.
 _OUTPUTS: Final = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
-_TAKEN_AS_THEY_ARE: Final = ("seed", "allowed_tokens", "tokenizer", "stopping_criteria")
+_TAKEN_AS_THEY_ARE: Final = ("seed", "allowed_tokens", "prediction", "tokenizer", "stopping_criteria")
 _NOT_OF_A_ROW: Final = ("stop_strings", "max_time", "num_return_sequences")
 
 

@@ -234,7 +234,8 @@ class CausalLM(ModelMethods):
         if streamer is not None:
             check_streamer(streamer, len(sequences))
         check_count("prefill_chunk_size", prefill_chunk_size)
-        flush_every = choose_flush_every(self.sessions, flush_every, guided=guide is not None or processors is not None)
+        followed = guide is not None or processors is not None or call.prediction is not None
+        flush_every = choose_flush_every(self.sessions, flush_every, guided=followed)
         if guide is not None:
             guide.start()
         config = SchedulerConfig.of(

@@ -18,7 +18,8 @@ from qsample.manifest import TokenIds
 from qsample.runtime.adapters import Adapter
 from qsample.runtime.guided_decoding import Guide
 from qsample.runtime.parameters import for_package, parameter_row
-from qsample.runtime.prompts import parse_prompts, read_array
+from qsample.runtime.prediction import Prediction
+from qsample.runtime.prompts import check_token_ids, parse_prompts, read_array
 from qsample.runtime.sequence import Sequence
 from qsample.sampling_params import SEEDS, SamplingParams
 from qsample.tensors import Array
@@ -70,6 +71,7 @@ def make_sequences(
     fitted = {key: for_package(interface, own, tokenizer) for key, own in distinct.items()}
     chosen = {key: find_adapter(own.adapter, adapters, interface) for key, own in distinct.items()}
     guided = callable(call.allowed_tokens)
+    expected = _expected_tokens(call.prediction, interface, tokenizer, len(prompts))
     sequences = []
     for row, seed in enumerate(seeds):
         prompt, own = prompts[row // count], fitted[id(params[row // count])]
@@ -86,11 +88,35 @@ def make_sequences(
             parameters[PROMPT_LOOKUP.name] = np.array(0, np.int32)  # the function has to see each token before the next
         text = None if tokenizer is None else GeneratedText(tokenizer, prompt.ids.tolist(), stops)
         more: Any = {"max_time": call.max_time, "adapter": chosen[id(params[row // count])]}
+        more["prediction"] = None if expected is None or guided else Prediction(expected)
         sequences.append(Sequence(prompt.ids, parameters, seed, guided, text, prompt.given, **more))
     if not guided:
         return sequences, None
     assert masks is not None
     return sequences, Guide(call.allowed_tokens, sequences, masks, token_ids.pad)
+
+
+def _expected_tokens(prediction: Any, interface: Interface, tokenizer: Tokenizer | None, prompts: int) -> Array | None:
+    """[n] int64; None = nothing is expected. Raises ValueError."""
+    if prediction is None:
+        return None
+    if not interface.features.num_speculative_tokens:
+        raise ValueError(
+            "prediction is given, and the package draws a token a step; compile the portable package with "
+            'num_speculative_tokens=7 (--num-speculative-tokens) and kv_cache_dtype="int8", or leave it out'
+        )
+    if prompts != 1:
+        raise ValueError(f"prediction is given with {prompts} prompts; it is for a single prompt")
+    if isinstance(prediction, str):
+        if tokenizer is None:
+            raise ValueError("prediction is a text, and the package has no tokenizer; give token ids, or tokenizer")
+        prediction = tokenizer.encode(prediction, add_special_tokens=False)
+    ids = read_array("prediction", prediction)
+    if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
+        raise ValueError(f"prediction is {ids.dtype} {ids.shape}; give a text, or a list of token ids")
+    ids = ids.astype(np.int64)
+    check_token_ids("prediction", ids, interface.vocab_size)
+    return ids
 
 
 def _params_of_prompts(params: SamplingParams | abc.Sequence[SamplingParams], prompts: int) -> list[SamplingParams]:

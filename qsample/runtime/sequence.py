@@ -8,6 +8,7 @@ from typing import Final
 
 from qsample.contract import RUNNING, STATUS_NAMES, STOPPED
 from qsample.runtime.adapters import Adapter
+from qsample.runtime.prediction import Prediction
 from qsample.tensors import Array
 from qsample.text.generated_text import GeneratedText
 
@@ -52,6 +53,7 @@ class Sequence:
         parameters: the row of every name of `Interface.parameters` but `seed` and `draft_ids`.
         seed: of its random numbers.
         guided: whether a function has to see each token before the next is sampled.
+        prediction: guesses its tokens before each step; None = the graph alone guesses.
         text: decodes its tokens; None without a tokenizer.
         padded: the prompt with the padding that it came with; None = without any.
         priority: those with a lower number get slots first.
@@ -80,6 +82,7 @@ class Sequence:
     padded: Array | None = None
     priority: int = 0
     max_time: float | None = None
+    prediction: Prediction | None = None
     adapter: Adapter | None = None
 
     slot: int | None = None
@@ -100,6 +103,11 @@ class Sequence:
     def __post_init__(self) -> None:
         self.max_length = int(self.parameters["max_length"])
         self.marked = self.prompt
+
+    @property
+    def followed(self) -> bool:
+        """Whether each step has to be read before the next."""
+        return self.guided or self.prediction is not None
 
     @property
     def given(self) -> Array:

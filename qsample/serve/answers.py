@@ -74,6 +74,7 @@ class Answers:
         params: SamplingParams,
         make_guide: Callable[[], Awaitable[GrammarGuide]] | None,
         max_time: float | None,
+        prediction: Sequence[int] | None = None,
     ) -> None:
         """Give the prompts to the engine, all or none.
 
@@ -82,6 +83,7 @@ class Answers:
             params: of every answer.
             make_guide: makes the guide of an answer; None = any text.
             max_time: seconds that an answer may take; None = no limit.
+            prediction: tokens that every answer is expected to have.
 
         Raises ApiError, QueueFullError or ValueError.
         """
@@ -102,6 +104,7 @@ class Answers:
                 self._scoring.append(
                     model.add(prompt[:1], scoring_params(len(prompt)), allowed_tokens=guide, **options)
                 )
+            options |= {} if prediction is None else {"prediction": prediction}
             for row, seed, own in zip(rows, self._seeds, guides, strict=False):  # there are no guides without requests
                 request = model.add(row, params, seed=seed, allowed_tokens=own, stop_strings=body.stop, **options)
                 self._requests.append(request)

@@ -269,6 +269,9 @@ class _Server:
         model.check_count(body.requests)
         prompt = await self._encode_chat(model, body, body.offers_tools, check=model.check_length)
         model.check_room(prompt)
+        expected = None
+        if body.prediction is not None and model.interface.features.num_speculative_tokens:
+            expected = (await self._encode(model, [body.prediction.text], False))[0][: model.max_model_len]
         # A constrained answer contains no thoughts, and a message that is continued is past them.
         thinks = form is None and not body.continue_final_message
 
@@ -290,7 +293,7 @@ class _Server:
             )
 
         answers = make_answers(model, prompt, params, choice)
-        await answers.start([prompt], params, make_guide, self._settings.request_timeout)
+        await answers.start([prompt], params, make_guide, self._settings.request_timeout, expected)
         return await self._answer(answers, body.stream, request)
 
     async def load_adapter(self, body: LoadLoraRequest) -> Response:

@@ -77,12 +77,30 @@ class ChatPrompt(Body):
         return {name: value for name, value in options.items() if value is not None}
 
 
+class TextPart(Body):
+    """A part of a predicted text."""
+
+    type: Literal["text"]
+    text: StrictStr
+
+
+class Prediction(Body):
+    """The text that an answer is expected to have, in whole or in parts."""
+
+    type: Literal["content"]
+    content: StrictStr | Annotated[list[TextPart], Field(fail_fast=True)]
+
+    @property
+    def text(self) -> str:
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+
 class ChatCompletionRequest(ChatPrompt, GenerationRequest):
     """`/v1/chat/completions`.
 
     max_completion_tokens: the new name of max_tokens. tool_choice: "none", "auto" (if the request has tools),
-    "required", or the function to call. include_reasoning: return the model's thoughts, if the server splits them off
-    the answer (vLLM).
+    "required", or the function to call. prediction: guesses of the answer's tokens, if the package checks any.
+    include_reasoning: return the model's thoughts, if the server splits them off the answer (vLLM).
     """
 
     refusals = CHAT
@@ -96,7 +114,7 @@ class ChatCompletionRequest(ChatPrompt, GenerationRequest):
 
     modalities: Annotated[list[Literal["text"]], Field(fail_fast=True)] | None = None
     verbosity: StrictStr | None = None
-    prediction: dict[str, Any] | None = None
+    prediction: Prediction | None = None
     prompt_cache_options: dict[str, Any] | None = None
 
     @model_validator(mode="after")

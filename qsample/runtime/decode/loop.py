@@ -16,7 +16,7 @@ from typing import Final
 
 import numpy as np
 
-from qsample.contract import LENGTH, RUNNING, STOPPED
+from qsample.contract import DRAFT_IDS, LENGTH, RUNNING, STOPPED
 from qsample.errors import QsampleError
 from qsample.ort.bound_graph import DeviceThread
 from qsample.ort.session import Sessions
@@ -34,14 +34,19 @@ _FLUSH_EVERY: Final = 4  # if a read waits for the device
 def choose_flush_every(sessions: Sessions, flush_every: int | None, *, guided: bool = False) -> int:
     """The number of steps between two reads: `flush_every`, or a number that suits the device.
 
-    On the CPU a read costs microseconds, elsewhere it waits for the device. guided: a function must see every token.
+    On the CPU a read costs microseconds, elsewhere it waits for the device. guided: a function, or a prediction, must
+    see every token.
     Raises ValueError if every step has to be read and `flush_every` is more than 1.
     """
     check_count("flush_every", flush_every)
     optional = [spec.name for spec in sessions.interface.token_outputs]
     if guided or optional:
         if flush_every is not None and flush_every > 1:
-            reason = f"the package returns {', '.join(optional)}" if optional else "allowed_tokens is a function"
+            reason = (
+                f"the package returns {', '.join(optional)}"
+                if optional
+                else "allowed_tokens is a function, or prediction given"
+            )
             raise ValueError(f"flush_every is {flush_every} and {reason}, which takes a read after every token; give 1")
         return 1
     return flush_every or (1 if sessions.device == "cpu" else _FLUSH_EVERY)
@@ -123,18 +128,26 @@ class DecodeLoop:
         if not self._slots.prepared:
             self._read_and_deliver()
             self._slots.prepare()
-        guided = any(sequence.guided for sequence in self._scheduler.in_slots)
-        if self._device is None or guided:
+        followed = any(sequence.followed for sequence in self._scheduler.in_slots)
+        if self._device is None or followed:
             self._read_and_deliver()
+            self._write_drafts()
         job = self._scheduler.next_job()
         if job is None:
             self._read_and_deliver()
-        elif self._device is None or guided:
+        elif self._device is None or followed:
             for call in self._issue(job):
                 call()
             self._read_and_deliver()
         else:
             self._overlap(self._device, job)
+
+    def _write_drafts(self) -> None:
+        """Write the guesses of the sequences that run and have a prediction."""
+        for sequence in self._scheduler.in_slots:
+            if sequence.prediction is not None and sequence.sampled:
+                draft = sequence.prediction.draft(sequence.sampled, self._most - 1)
+                self._slots.set_parameter(slot_of(sequence), DRAFT_IDS.name, draft)
 
     def _stop_left(self) -> None:
         """Make the slots idle that were left since the last job."""

@@ -332,9 +332,9 @@ class Scheduler:
         self._chunk_was_last = False
         if not running:
             return None
-        guided = any(sequence.guided for sequence in running)
+        followed = any(sequence.followed for sequence in running)
         left = [sequence.limit - sequence.issued for sequence in running]
-        steps = 1 if guided else min(self._config.flush_every, max(left))
+        steps = 1 if followed else min(self._config.flush_every, max(left))
         window = Window(tuple(running), steps, tuple(min(steps, count) for count in left))
         best = self._best_move()
         self._wasted = 0 if best is None else self._wasted + steps * best[1]
