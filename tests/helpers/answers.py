@@ -88,6 +88,7 @@ def served(*requests: Scripted | Exception, features: Features | None = None) ->
 
     return SimpleNamespace(
         name="tiny",
+        base="tiny",
         interface=SimpleNamespace(features=features or Features()),
         ends={END},
         token_texts=Texts(),

@@ -20,7 +20,8 @@ from qsample.contract import DRAFT_IDS, LENGTH, RUNNING, STOPPED
 from qsample.errors import QsampleError
 from qsample.ort.bound_graph import DeviceThread
 from qsample.ort.session import Sessions
-from qsample.runtime.decode.scheduler import Admission, Copy, Read, Save, Scheduler, Window, slot_of
+from qsample.runtime.decode.jobs import Admission, Copy, Read, Save, Window, slot_of
+from qsample.runtime.decode.scheduler import Scheduler
 from qsample.runtime.decode.slots import Slots, Snapshot
 from qsample.runtime.decode.stored_prefixes import Held, StoredPrefixes
 from qsample.runtime.sequence import PrefixStats, Sequence

@@ -11,8 +11,9 @@ import pytest
 from qsample.runtime.adapters import Adapter
 from qsample.runtime.decode import adapter_use
 from qsample.runtime.decode.adapter_use import Marks, extended, unmarked
+from qsample.runtime.decode.jobs import Admission
 from qsample.runtime.decode.prefixes import Pieces
-from qsample.runtime.decode.scheduler import Admission, Scheduler, SchedulerConfig
+from qsample.runtime.decode.scheduler import Scheduler, SchedulerConfig
 from qsample.runtime.sequence import Sequence
 
 

@@ -18,8 +18,9 @@ import pytest
 from qsample.contract import INVALID_LOGITS, RUNNING, STATUS_NAMES, STOPPED
 from qsample.errors import QsampleError
 from qsample.runtime import CausalLM, SamplingParams
+from qsample.runtime.decode.jobs import Admission
 from qsample.runtime.decode.loop import DecodeLoop
-from qsample.runtime.decode.scheduler import Admission, Scheduler, SchedulerConfig
+from qsample.runtime.decode.scheduler import Scheduler, SchedulerConfig
 from qsample.runtime.decode.slots import Slots, Snapshot
 from qsample.runtime.sequence import Sequence
 from tests.helpers import fake_reference

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from qsample.runtime.decode import scheduler as scheduler_module
+from qsample.runtime.decode.jobs import Admission, Copy, Move, Read, Window
 from qsample.runtime.decode.prefixes import Pieces
-from qsample.runtime.decode.scheduler import Admission, Copy, Move, Read, SchedulerConfig, Window, joined_slots
+from qsample.runtime.decode.scheduler import SchedulerConfig, joined_slots
 from qsample.runtime.sequence import Sequence
 
 

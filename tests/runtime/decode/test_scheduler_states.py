@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from qsample.interface import Features
+from qsample.runtime.decode.jobs import Admission, Copy, Read, Save
 from qsample.runtime.decode.prefixes import Pieces
-from qsample.runtime.decode.scheduler import Admission, Copy, Read, Save, Scheduler, SchedulerConfig
+from qsample.runtime.decode.scheduler import Scheduler, SchedulerConfig
 from tests.runtime.decode.test_scheduler import admitted, chunk, request
 
 

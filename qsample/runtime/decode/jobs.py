@@ -1,0 +1,105 @@
+"""The scheduler's decisions: who gets which slot, and what the device runs next. No tensors here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from qsample.runtime.adapters import Adapter
+from qsample.runtime.decode.stored_prefixes import Held
+from qsample.runtime.sequence import Sequence
+from qsample.tensors import Array
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """The first `tokens` tokens of `sequence`, which the slot `source` holds, for its own slot. place: of the saved
+    recurrent states after them; None = the slot has these states now."""
+
+    sequence: Sequence
+    source: int
+    tokens: int
+    place: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """A sequence that got a slot.
+
+    Attributes:
+        sequence: with its new slot.
+        copy: the beginning of its prompt, which a slot holds, maybe its own.
+        moved: another slot, which gets the tokens that its slot kept so far, and these tokens; None = nothing is moved.
+        stored: has the beginning of its prompt in place of a slot: all of `copy.tokens`.
+        adapter: to be written to the sequence's place for adapters; None = it is there, or there is none.
+    """
+
+    sequence: Sequence
+    copy: Copy
+    moved: tuple[int, Array] | None
+    stored: Held | None = None
+    adapter: Adapter | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """The states of `slot` after the first `tokens` tokens of its row, for a place."""
+
+    slot: int
+    tokens: int
+    place: int
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """Pieces of a prompt in order, each for a call of its own; or the last piece of each of several sequences in
+    adjacent slots, for a single call.
+
+    copies: to be made before. saves: to be made at the ends of the pieces.
+    """
+
+    sequences: tuple[Sequence, ...]
+    pieces: tuple[range, ...]
+    copies: tuple[Copy, ...] = ()
+    saves: tuple[Save, ...] = ()
+
+    @property
+    def last(self) -> bool:
+        """Whether the first token is sampled at its end."""
+        return self.pieces[-1].stop == len(self.sequences[-1].prompt)
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """`steps` decode steps without a read between them, for the rows of `sequences`. counts: the tokens that each of
+    them samples if it still runs."""
+
+    sequences: tuple[Sequence, ...]
+    steps: int
+    counts: tuple[int, ...] = field(default=(), compare=False)
+
+    @property
+    def rows(self) -> range:
+        """From the first of these to the last."""
+        return span_of(map(slot_of, self.sequences))
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """The row of `source` goes to the free slot `target`, and the first `kept` tokens of that slot to `source`."""
+
+    source: int
+    target: int
+    kept: int
+
+
+def slot_of(sequence: Sequence) -> int:
+    """The slot of a sequence in a slot."""
+    assert sequence.slot is not None
+    return sequence.slot
+
+
+def span_of(slots: Iterable[int]) -> range:
+    """From the first of some slots to the last."""
+    ordered = sorted(slots)
+    return range(ordered[0], ordered[-1] + 1)
