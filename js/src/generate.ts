@@ -97,7 +97,7 @@ export async function* generateRows(engine: Engine, rows: readonly Row[], option
   const optional = ["logprobs", "top_logprobs", "probs"].some((name) => Boolean(manifest.interface.features[name as "probs"]));
   const guided = typeof options.allowedTokens === "function";
   const window = guided || optional ? 1 : (options.flushEvery ?? (runtime.gpu ? FLUSH_EVERY : 1));
-  const parametersOf = (some: readonly Row[]): Tensors => parameterTensors(ort, manifest, some, runtime.gpu !== undefined);
+  const parametersOf = (some: readonly Row[]): Tensors => parameterTensors(ort, manifest, some);
   const needed = Math.max(...rows.map(({ maxLength }) => maxLength));
   const longest = Math.max(...rows.map(({ prompt }) => prompt.length));
   const whole = Math.min(roundedUp(needed), options.capacity);

@@ -27,6 +27,7 @@ export interface Manifest {
     ctx_len: number;
     batch_size: number | null;
     execution_providers: string[];
+    provider_options: Record<string, string>;
   } | null;
   files: Record<string, { bytes: number; sha256: string }>;
   source: { model_id: string };

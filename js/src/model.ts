@@ -7,7 +7,7 @@ import { type AllowedTokensFn, type Engine, type FinishReason, generateRows, typ
 import type { Manifest } from "./manifest.js";
 import { checkNames, type Params, readableSeed, resolve, type SamplingOptions, seedsOf, totalLength } from "./options.js";
 import { type AllowedTokens, makeRow, maskOf, type Row } from "./parameters.js";
-import { checkDevice, type Device, openSession, type Runtime, type Tensors } from "./runtime.js";
+import { checkDevice, compiledFor, type Device, openSession, type Runtime, type Tensors, WEBGPU } from "./runtime.js";
 import { openMemory, type Run } from "./states.js";
 import { Tokenizer } from "./text.js";
 
@@ -82,7 +82,7 @@ export async function openModel(files: PackageFiles, runtime: Runtime, options: 
     options.signal.throwIfAborted();
   }
   // LongRoPE chooses its frequencies by the capacity.
-  const grows = manifest.compilation === null && !/"(longrope|su)"/.test(JSON.stringify(modelConfig));
+  const grows = (manifest.compilation === null || compiledFor(manifest) === WEBGPU) && !/"(longrope|su)"/.test(JSON.stringify(modelConfig));
   return new LocalModel(runtime, manifest, tokenizer ?? null, templates, generationConfig, initial, decoder, grows);
 }
 
@@ -105,7 +105,7 @@ export class LocalModel implements Model {
     grows: boolean,
   ) {
     const run: Run = (session, feeds, fetches) => this.call(session, feeds, fetches);
-    const memory = openMemory(runtime, initial, decoder, run);
+    const memory = openMemory(runtime, initial, decoder, run, compiledFor(manifest) === WEBGPU);
     this.engine = { manifest, tokenizer, runtime, decoder, memory, run, grows };
     if (runtime.gpu) {
       this.lost = runtime.gpu.lost.then(({ reason, message }) => {

@@ -124,13 +124,13 @@ export function parameterTensor(ort: Ort, spec: TensorSpec, rows: readonly Row[]
 }
 
 /** The tensors of every parameter, and what else a call needs to know about its rows. */
-export function parameterTensors(ort: Ort, manifest: Manifest, rows: readonly Row[], takesNoRows: boolean): Tensors {
+export function parameterTensors(ort: Ort, manifest: Manifest, rows: readonly Row[]): Tensors {
   const tensors: Tensors = {};
   for (const spec of parameterSpecs(manifest)) tensors[spec.name] = parameterTensor(ort, spec, rows);
   if (manifest.interface.features.seed) tensors.seed = seedTensor(ort, rows);
   if (manifest.interface.captured) {
     const searched = rows.flatMap(({ values }, place) => (needsSearch(values) ? [BigInt(place)] : []));
-    if (!searched.length && !takesNoRows) searched.push(0n);
+    if (!searched.length) searched.push(0n); // these builds of ONNX Runtime reduce no empty tensors
     tensors.searched_rows = new ort.Tensor("int64", BigInt64Array.from(searched), [searched.length]);
   }
   return tensors;

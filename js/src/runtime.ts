@@ -2,6 +2,7 @@
 import type { InferenceSession, Tensor } from "onnxruntime-web";
 import { DeviceError, PackageError, translated } from "./errors.js";
 import { type PackageFiles, entryOf } from "./files.js";
+import type { Manifest } from "./manifest.js";
 
 export type Device = "webgpu" | "wasm" | "cpu";
 /** A build of ONNX Runtime for JavaScript: onnxruntime-web or onnxruntime-node. */
@@ -19,15 +20,19 @@ export interface Runtime {
   readonly threads?: number;
 }
 
+export const WEBGPU = "WebGpuExecutionProvider";
 // What a package was compiled for, and where else its graph runs.
 const COMPILED_FOR: Record<string, readonly Device[]> = {
   CPUExecutionProvider: ["cpu", "wasm"],
-  WebGpuExecutionProvider: ["webgpu", "wasm", "cpu"],
+  [WEBGPU]: ["webgpu", "wasm", "cpu"],
 };
+
+/** The execution provider that a package was compiled for; undefined: a portable package. */
+export const compiledFor = (manifest: Manifest): string | undefined => manifest.compilation?.execution_providers[0];
 
 /** Raise an error if the package was compiled for another device. */
 export function checkDevice(files: PackageFiles, device: Device): void {
-  const provider = files.manifest.compilation?.execution_providers[0];
+  const provider = compiledFor(files.manifest);
   if (provider === undefined) return;
   const devices = COMPILED_FOR[provider] ?? [];
   if (!devices.includes(device)) {
@@ -47,8 +52,10 @@ export async function openSession(
   const parts = partsOf(files, name);
   const host = runtime.native ? "cpu" : "wasm";
   const provider = onHost || device !== "webgpu" ? host : { name: "webgpu", ...(runtime.gpu ? { device: runtime.gpu } : {}) };
+  const settings = compiledFor(files.manifest) === WEBGPU && !onHost && device === "webgpu" ? files.manifest.compilation!.provider_options : {};
   const options: InferenceSession.SessionOptions = {
     executionProviders: [provider],
+    ...(Object.keys(settings).length ? { extra: { ep: { [WEBGPU.toLowerCase()]: settings } } } : {}),
     logSeverityLevel: 3,
     ...(runtime.threads === undefined || device !== "cpu" ? {} : { intraOpNumThreads: runtime.threads }),
   };

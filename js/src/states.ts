@@ -51,9 +51,10 @@ function capacityAxis(name: string): number {
 
 const product = (sizes: readonly number[]): number => sizes.reduce((result, size) => result * size, 1);
 
-export function openMemory(runtime: Runtime, initial: InferenceSession, decoder: InferenceSession, run: Run): Memory {
+/** compiled: for WebGPU. */
+export function openMemory(runtime: Runtime, initial: InferenceSession, decoder: InferenceSession, run: Run, compiled: boolean): Memory {
   const shared = { runtime, initial, decoder, run };
-  return runtime.gpu ? new GpuMemory(shared, runtime.gpu) : new HostMemory(shared);
+  return runtime.gpu ? new GpuMemory(shared, runtime.gpu, compiled) : new HostMemory(shared);
 }
 
 /** Calls a session; calls take turns. */
@@ -180,7 +181,12 @@ interface Held {
 }
 
 class GpuMemory implements Memory {
-  constructor(readonly shared: Shared, readonly gpu: GPUDevice) {}
+  constructor(readonly shared: Shared, readonly gpu: GPUDevice, private readonly compiled: boolean) {}
+
+  /** Whether a state is updated in its buffer: a cache always, and in packages for WebGPU all but the smallest. */
+  inPlace(name: string): boolean {
+    return /^past_key_values\..*\.(key|value)$/.test(name) || (this.compiled && (name === "tokens" || name === "output_counts"));
+  }
 
   async start(seeds: readonly bigint[], capacity: number): Promise<GpuStates> {
     return new GpuStates(this, seeds, capacity, await this.initial(seeds, capacity));
@@ -252,6 +258,8 @@ class GpuStates implements States {
   private readonly names: string[];
   private next: [Held, Held];
   private started: boolean;
+  // The new values of states that are not updated in place: a kernel may not read and write the same buffer.
+  private turns: Record<string, Held> = {};
 
   constructor(private readonly memory: GpuMemory, readonly seeds: readonly bigint[], public capacity: number, private held: Record<string, Held>) {
     const { [NEXT]: next, ...states } = held;
@@ -259,6 +267,13 @@ class GpuStates implements States {
     this.started = next !== undefined;
     this.next = [next ?? memory.hold("int64", [seeds.length, 1]), memory.hold("int64", [seeds.length, 1])];
     this.names = Object.keys(states).filter((name) => !READ_ONLY.has(name));
+    this.makeTurns();
+  }
+
+  private makeTurns(): void {
+    for (const { buffer } of Object.values(this.turns)) buffer.destroy();
+    const others = this.names.filter((name) => !this.memory.inPlace(name));
+    this.turns = Object.fromEntries(others.map((name) => [name, this.memory.hold(this.held[name].tensor.type, this.held[name].tensor.dims)]));
   }
 
   /** Everything that belongs to the rows, with the tokens that they sampled last. */
@@ -273,13 +288,14 @@ class GpuStates implements States {
 
   fetches(): Record<string, Tensor | null> {
     const fetches: Record<string, Tensor | null> = Object.fromEntries(this.memory.shared.decoder.outputNames.map((name) => [name, null]));
-    for (const name of this.names) fetches[retainedName(name)] = this.held[name].tensor;
+    for (const name of this.names) fetches[retainedName(name)] = (this.turns[name] ?? this.held[name]).tensor;
     fetches[NEXT] = this.next[1].tensor;
     return fetches;
   }
 
   accept(): void {
     this.next.reverse();
+    for (const name of Object.keys(this.turns)) [this.held[name], this.turns[name]] = [this.turns[name], this.held[name]];
     this.started = true;
   }
 
@@ -334,10 +350,11 @@ class GpuStates implements States {
     for (const { buffer } of Object.values(this.held)) buffer.destroy();
     this.held = fresh;
     this.capacity = capacity;
+    this.makeTurns();
   }
 
   free(): void {
-    for (const { buffer } of [...Object.values(this.held), ...this.next]) buffer.destroy();
-    this.held = {};
+    for (const { buffer } of [...Object.values(this.held), ...Object.values(this.turns), ...this.next]) buffer.destroy();
+    this.held = this.turns = {};
   }
 }
