@@ -191,7 +191,8 @@ class _RandomRows:
         return self._filtered(pool, self._filters[: self._filters.index(last)])
 
     def _vocabulary(self, searched: Tensor) -> Vocabulary:
-        search = Search(self._call[SEARCHED_ROWS.name] if self._call.captured else None)
+        listed = self._call[SEARCHED_ROWS.name] if self._call.captured else None
+        search = Search(listed, skipped=self._call.skips_search)
         return Vocabulary(self._shifted(), searched, search, replayed=self._call.captured)
 
     def _shifted(self) -> Tensor:

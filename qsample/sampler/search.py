@@ -25,17 +25,21 @@ import numpy as np
 from qsample.contract import CANDIDATES
 from qsample.sampler.blocks import ALIGNMENT, FLOOR, Blocks, block_sums, top_candidates, total
 from qsample.sampler.tensor import (
+    BOOL,
     FLOAT,
+    INT16,
     INT64,
     Tensor,
     Tensors,
     axis_size,
+    branch,
     constant,
     constants,
     loop,
     maximum,
     minimum,
     op,
+    size,
     top,
     where,
 )
@@ -53,10 +57,12 @@ class Search:
     Args:
         listed: [R] int64, the rows that are searched, in a graph without control flow; None: with control flow, those
             that a call names.
+        skipped: an If around each search of listed rows skips it if there are none. Its condition is a shape, which the
+            host knows.
     """
 
-    def __init__(self, listed: Tensor | None) -> None:
-        self._listed = listed
+    def __init__(self, listed: Tensor | None, *, skipped: bool = False) -> None:
+        self._listed, self._skipped = listed, skipped
 
     def by_weight(
         self, keys: Tensor, weights: Tensor, share: Tensor, ends: tuple[Tensor, Tensor], searched: Tensor
@@ -82,14 +88,23 @@ class Search:
         return self._find(searched, _Bracket.of_counts, keys, count)
 
     def _find(self, searched: Tensor, begin: Callable[..., _Bracket], keys: Tensor, *given: Tensor) -> Tensor:
-        if self._listed is None:
+        listed = self._listed
+        if listed is None:
             return where(searched, _interpolate(begin(keys, *given), searched), EVERYTHING)
-        # A number of blocks that needs no padding in each sum.
-        keys, *more = (value.rows(self._listed) for value in (keys, *given))
-        more = [_with_more_blocks(value, 0.0) if len(value.shape) == 3 else value for value in more]
-        threshold = _cut(begin(_with_more_blocks(keys, FLOOR), *more))
-        none = constants(searched, EVERYTHING)
-        return where(searched, none.scatter(self._listed.unsqueeze(), threshold, axis=0), EVERYTHING)
+
+        def found() -> Tensors:
+            # A number of blocks that needs no padding in each sum.
+            own, *more = (value.rows(listed) for value in (keys, *given))
+            more = [_with_more_blocks(value, 0.0) if len(value.shape) == 3 else value for value in more]
+            threshold = _cut(begin(_with_more_blocks(own, FLOOR), *more))
+            none = constants(searched, EVERYTHING)
+            return (where(searched, none.scatter(listed.unsqueeze(), threshold, axis=0), EVERYTHING),)
+
+        if not self._skipped:
+            return found()[0]
+        # Through int16, for which WebGPU has no kernel: on the device, the host would have to wait for the condition.
+        some = op("Squeeze", size(listed, 0)).to(INT16).to(BOOL)
+        return branch(some, found, lambda: (constants(searched, EVERYTHING),))[0]
 
 
 def _with_more_blocks(values: Tensor, filler: float) -> Tensor:

@@ -39,7 +39,7 @@ def ids_as_floats(model: ir.Model) -> bool:
     Shapes stay as they are: the host computes them. Returns whether there were such nodes.
     """
     modified = False
-    for node in list(model.graph):
+    for node in list(model.graph.all_nodes()):
         if node.op_type in ("Or", "Xor") and not node.domain:
             _without(node)
             modified = True
@@ -47,6 +47,20 @@ def ids_as_floats(model: ir.Model) -> bool:
             modified |= _shape_of_float(node)
         elif node.op_type in _LACKING and not node.domain:
             modified |= _in_float32(node)
+    return modified
+
+
+def own_constants(model: ir.Model) -> bool:
+    """Copy the constants that a graph inside the graph reads into it, in place; returns whether there were any."""
+    modified = False
+    for part in model.graph.subgraphs():
+        for node in part:
+            for index, value in enumerate(node.inputs):
+                tensor = value.const_value if value is not None and value.is_initializer() else None
+                if value is not None and tensor is not None and value.graph is not part:
+                    own = initializer(part, f"{part.name}.{value.name}", tensor.numpy())
+                    node.replace_input_with(index, own)
+                    modified = True
     return modified
 
 

@@ -1,11 +1,13 @@
 """WebGPU: a decode graph for any GPU, natively and in browsers, with the sampler on the device.
 
-A value that goes to the host is a wait for the device, in a browser most of all. So the graph has no control flow (the
-sampler is that for replay: docs/contract.md has its input `searched_rows`), and every operator of a step runs on the
-device, except for those that compute shapes. The capacity stays free: a host may begin small and grow.
+A value that goes to the host is a wait for the device, in a browser most of all. So the sampler is that for replay: it
+has the input `searched_rows` of docs/contract.md, and no control flow but an If around the search, whose condition is
+a shape. Every operator of a step runs on the device, except for those that compute shapes. The capacity stays free: a
+host may begin small and grow.
 
-Two bugs of the provider (onnxruntime-ep-webgpu 0.4.0) are worked around: its TopK pads with -3.4e38, which beats -inf
-and gives negative ids (the sampler's `FLOOR` is above that), and a nested If cannot read a value of the host.
+Two bugs of the provider (onnxruntime-ep-webgpu 0.4.0) are worked around. TopK pads with -3.4e38, which beats -inf and
+gives negative ids: the sampler's `FLOOR` is above that. And the graph in an If finds the constants of the graph around
+it in the host's memory, and fails: `own_constants`.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import numpy as np
 import onnx_ir as ir
 
 from qsample.compiler.passes.capture import host_nodes
-from qsample.compiler.passes.float_ids import ids_as_floats
+from qsample.compiler.passes.float_ids import ids_as_floats, own_constants
 from qsample.compiler.passes.half_precision import convert_to_half
 from qsample.compiler.pipeline import (
     Build,
@@ -94,6 +96,7 @@ class WebGpuTarget(Target):
             graph_pass(gemms_of_tied_heads),  # of heads that are not quantized
             step(join_flat_sampler),
             graph_pass(ids_as_floats),
+            graph_pass(own_constants),
             step(save),
             step(cut_weights),
             step(place, providers=self.execution_providers, provider_options=self.provider_options),
@@ -134,9 +137,9 @@ def gemms_of_tied_heads(model: ir.Model) -> bool:
 
 
 def join_flat_sampler(build: Build) -> None:
-    """Append a sampler without control flow in place of the portable graph's."""
+    """Append a sampler without control flow, but for the search, in place of the portable graph's."""
     if build.sampler is not None:
-        sampler = build_sampler(build.plan.interface, build.plan.pad_token_id)
+        sampler = build_sampler(build.plan.interface, build.plan.pad_token_id, skips_search=True)
         append_sampler(build.model, sampler, build.plan.interface.decoder)
         build.sampler = None
 

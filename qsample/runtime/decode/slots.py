@@ -163,7 +163,7 @@ class Slots:
         for side in self._outputs:
             side[NEXT_IDS.name].write_at(slice(None), 0)  # for idle rows
         given = "cpu" if sessions.sampler is not None else sessions.input_device
-        self._searched = SearchedRows(interface, count, given, needed=device in ("cpu", *WITHOUT_ADDRESSES))
+        self._searched = SearchedRows(interface, count, given, needed=device == "cpu")
         narrow = sessions.replays is None  # ONNX Runtime keeps what it captured, and would capture another graph
         self._parameters = ParameterRows(interface.parameters, self._sizes, given, self._searched, narrow=narrow)
         self.adapters = AdapterRows(interface, count, sessions.device)
