@@ -208,6 +208,7 @@ function showState() {
   at("clear").textContent = chat ? "New conversation" : "Clear";
   for (const name of ["back", "clear", "as-text", "device"]) at(name).disabled = busy;
   at("as-chat").disabled = busy || !possible;
+  at("go").disabled = false;
   at("go").textContent = busy ? "Stop" : chat ? "Send" : "Generate";
   at("go").formNoValidate = busy; // an empty message is no reason not to stop
 }

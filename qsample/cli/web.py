@@ -7,10 +7,10 @@ from typing import Annotated, Final
 
 import typer
 
-from qsample.cli.common import CtxLen, Weights, open_exported
+from qsample.cli.common import CtxLen, Provider, Weights, open_exported
 
 EXAMPLES: Final = (
-    "[bold]Examples[/bold]\n\nqsample web\n\nqsample web qwen3-webgpu --port 9000\n\n"
+    "[bold]Examples[/bold]\n\nqsample web\n\nqsample web --provider webgpu\n\nqsample web qwen3-webgpu --port 9000\n\n"
     "qsample web Qwen/Qwen3-0.6B --weights int4"
 )
 
@@ -24,17 +24,19 @@ def web(
     ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is all of them.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free port.")] = 8080,
+    provider: Provider = None,
     ctx_len: CtxLen = None,
     weights: Weights = None,
 ) -> None:
-    """Serve a page that runs a package in the browser, on WebGPU or WebAssembly; this command sends files only.
+    """Serve a page that runs a package in the browser; this command sends files and computes nothing.
 
-    Other machines need https for WebGPU and for threads, as browsers have both on secure pages and on localhost only.
+    Packages for cpu and portable packages run on WebAssembly, those for webgpu on the browser's GPU, too. For other
+    machines, put https before it: browsers have WebGPU and threads on secure pages and on localhost only.
     """
     from qsample.web import WebServer, check_built
 
     check_built()  # before a checkpoint is exported
-    opened = open_exported(package, None, weights=weights, ctx_len=ctx_len, for_serving=True)
+    opened = open_exported(package, provider, weights=weights, ctx_len=ctx_len, for_serving=True)
     with WebServer(opened.package, host, port) as server:
         typer.echo(f"Serving {opened.package.path} on {server.url} (ctrl-C ends it)", err=True)
         with suppress(KeyboardInterrupt):
