@@ -105,10 +105,10 @@ def check_built(page: Path = PAGE) -> None:
 def check_package(package: Package) -> None:
     """Raise QsampleError, with the remedy, for a package that no browser runs."""
     compilation = package.manifest.compilation
-    if compilation is not None and compilation.provider not in ("cpu", "webgpu"):
+    if compilation is not None and compilation.provider not in ("cpu", "web", "webgpu"):
         raise QsampleError(
             f"{package.path} is compiled for {compilation.provider}, which browsers do not have; give the portable "
-            "package, or a package that is compiled for cpu or webgpu"
+            "package, or a package that is compiled for web or webgpu"
         )
     if not package.interface.features.sampler:
         raise QsampleError(f"{package.path} was exported without its sampler; export it with the sampler in its graph")

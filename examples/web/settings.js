@@ -21,10 +21,10 @@ const FIELDS = [...Object.keys(SLIDERS), "maxNewTokens", "seed"];
 
 for (const [name, [label, min, max, step, value]] of Object.entries(SLIDERS)) {
   const slider = make("input", { id: name, type: "range", min, max, step });
-  const shown = make("output", { htmlFor: name });
+  const shown = make("output");
   slider.setAttribute("form", "form");
   slider.addEventListener("input", () => { shown.value = slider.value; });
-  at("fields").append(make("label", { className: "wide" }, `${label} `, shown, slider));
+  at("fields").append(make("label", { className: "wide", htmlFor: name }, `${label} `, shown, slider));
   set(name, value);
 }
 

@@ -100,7 +100,8 @@ export async function* generateRows(engine: Engine, rows: readonly Row[], option
   const parametersOf = (some: readonly Row[]): Tensors => parameterTensors(ort, manifest, some);
   const needed = Math.max(...rows.map(({ maxLength }) => maxLength));
   const longest = Math.max(...rows.map(({ prompt }) => prompt.length));
-  const whole = Math.min(roundedUp(needed), options.capacity);
+  const fixed = manifest.compilation !== null && !engine.grows;
+  const whole = fixed ? options.capacity : Math.min(roundedUp(needed), options.capacity);
   let capacity = engine.grows ? Math.min(whole, roundedUp(longest + FIRST_ROOM)) : whole;
   const started = performance.now();
 

@@ -7,7 +7,7 @@ from typing import Annotated, Final
 
 import typer
 
-from qsample.cli.common import CtxLen, Provider, Weights, open_exported
+from qsample.cli.common import CtxLen, Provider, Weights, is_package, open_exported
 
 EXAMPLES: Final = (
     "[bold]Examples[/bold]\n\nqsample web\n\nqsample web --provider webgpu\n\nqsample web qwen3-webgpu --port 9000\n\n"
@@ -30,12 +30,15 @@ def web(
 ) -> None:
     """Serve a page that runs a package in the browser; this command sends files and computes nothing.
 
-    Packages for cpu and portable packages run on WebAssembly, those for webgpu on the browser's GPU, too. For other
-    machines, put https before it: browsers have WebGPU and threads on secure pages and on localhost only.
+    A checkpoint is compiled for WebAssembly, or with --provider webgpu for WebGPU and WebAssembly. For other machines,
+    put https before it: browsers have WebGPU and threads on secure pages and on localhost only.
     """
+    from qsample.bundle import package_in
     from qsample.web import WebServer, check_built
 
     check_built()  # before a checkpoint is exported
+    if provider is None:  # of a bundle, the variant that runs everywhere
+        provider = "webgpu" if package is not None and is_package(package_in(package, "webgpu")) else "web"
     opened = open_exported(package, provider, weights=weights, ctx_len=ctx_len, for_serving=True)
     with WebServer(opened.package, host, port) as server:
         typer.echo(f"Serving {opened.package.path} on {server.url} (ctrl-C ends it)", err=True)

@@ -173,7 +173,6 @@ def test_bars_show_the_models_own_probabilities(open_page: Callable[..., Any], u
 def test_a_conversation_and_its_link(open_page: Callable[..., Any], url: str, model: CausalLM) -> None:
     page = ready(open_page(url))
     page.check("#as-chat")
-    assert model.chat_template is not None
     said = [{"role": "system", "content": "Be brief."}]
     page.fill("#system", "Be brief.")
     page.fill("#seed", str(SEED))
@@ -249,8 +248,8 @@ def test_damaged_and_missing_parts_and_no_gpu(
     assert finished(page, 2) == expected(model, PROMPT)
 
 
-def test_too_little_memory(url: str) -> None:
-    with open_browser("--js-flags=--wasm-max-mem-pages=320") as browser, pages(browser) as make:
+def test_too_little_memory(url: str, browser: Any) -> None:
+    with open_browser("--js-flags=--wasm-max-mem-pages=320", beside=browser) as small, pages(small) as make:
         page = ready(make(url))
         sync_api.expect(page.locator("#note.error")).to_contain_text("too little memory", timeout=PATIENCE)
         sync_api.expect(page.locator("#go")).to_be_enabled()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, Final
 
 import pytest
@@ -13,13 +13,14 @@ _NAMES: Final = ("chromium", "chromium-headless-shell", "chromium-browser", "goo
 
 
 @contextmanager
-def open_browser(*flags: str) -> Iterator[Any]:
-    """A browser; the test is skipped without one."""
+def open_browser(*flags: str, beside: Any = None) -> Iterator[Any]:
+    """A browser with these flags; the test is skipped without one. beside: a browser that is open already."""
     sync_api = pytest.importorskip("playwright.sync_api", reason="pip install playwright; the page needs a browser")
     found = next(filter(None, map(shutil.which, _NAMES)), None)
-    with sync_api.sync_playwright() as playwright:
+    with nullcontext() if beside else sync_api.sync_playwright() as playwright:
+        kind = beside.browser_type if beside else playwright.chromium
         try:
-            browser = playwright.chromium.launch(executable_path=found, args=["--no-sandbox", *flags])
+            browser = kind.launch(executable_path=found, args=["--no-sandbox", *flags])
         except sync_api.Error as error:
             pytest.skip(f"no browser: {str(error).splitlines()[0]}")
         yield browser
