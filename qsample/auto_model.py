@@ -20,7 +20,7 @@ from qsample.contract import HUGGING_FACE
 from qsample.errors import QsampleError
 from qsample.huggingface.dtypes import check_export_dtype, choose_dtype
 from qsample.huggingface.keywords import check_from_pretrained
-from qsample.interface import Features
+from qsample.interface import DEFAULT_LORA_RANK, Features
 from qsample.models import CheckpointModel, ForeignModel, PackagedModel, bake_installed
 from qsample.package import MANIFEST_NAME, check_features, read_package
 from qsample.progress import Progress
@@ -56,7 +56,7 @@ class AutoModelForCausalLM:
         filter_order: str | None = None,
         seed_input: bool = False,
         max_loras: int = 0,
-        max_lora_rank: int = 16,
+        max_lora_rank: int = DEFAULT_LORA_RANK,
         dtype: Any = None,
         torch_dtype: Any = None,
         device_map: Any = None,
@@ -87,6 +87,9 @@ class AutoModelForCausalLM:
                 ["typical_p", "xtc", "dry"].
             filter_order: "huggingface" (the default), the temperature before all filters, or "llama.cpp", the
                 temperature last.
+            max_loras: the most LoRA adapters that a batch may use (`load_adapter`), each row its own; 0 = none, and the
+                graph has no inputs for them.
+            max_lora_rank: the largest rank of such an adapter.
             seed_input: the graph takes the seed of each row and makes the random numbers itself, in place of a buffer
                 `noise`; the tokens are the same.
             dtype: of the weights and the cache: "float32" (the default), "float16", or "auto" for the checkpoint's own

@@ -61,6 +61,7 @@ from qsample.contract import (
 
 MOST_LORAS: Final = 1024
 MOST_LORA_RANK: Final = 4096
+DEFAULT_LORA_RANK: Final = 16
 MOST_TOP_LOGPROBS: Final = 20  # alternatives of a token that OpenAI's requests may ask for
 
 
@@ -81,7 +82,7 @@ class Features:
         num_speculative_tokens: G, how many tokens a step may guess for a row and check (0: none, and no such inputs);
             compile adds it.
         max_loras: the most LoRA adapters in a batch (0: none, and no such inputs).
-        max_lora_rank: the largest rank of an adapter.
+        max_lora_rank: the largest rank of an adapter; 0 without max_loras.
     """
 
     sampler: bool = True
@@ -95,7 +96,7 @@ class Features:
     seed: bool = False
     num_speculative_tokens: int = 0
     max_loras: int = 0
-    max_lora_rank: int = 16
+    max_lora_rank: int = DEFAULT_LORA_RANK
 
     def __post_init__(self) -> None:
         given, known = self.filters, tuple(EXTRA_PARAMETERS)
@@ -111,7 +112,9 @@ class Features:
                 f"max_loras is {self.max_loras}; give the most LoRA adapters that a batch may use, 1 to {MOST_LORAS}, "
                 "or 0 for none"
             )
-        if not 1 <= self.max_lora_rank <= MOST_LORA_RANK:
+        if not self.max_loras:
+            object.__setattr__(self, "max_lora_rank", 0)
+        elif not 1 <= self.max_lora_rank <= MOST_LORA_RANK:
             raise ValueError(
                 f"max_lora_rank is {self.max_lora_rank}; give the largest rank of an adapter, 1 to {MOST_LORA_RANK}"
             )

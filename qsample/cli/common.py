@@ -18,6 +18,7 @@ from qsample.cli.terminal import format_size, note, progress
 from qsample.contract import EXTRA_PARAMETERS, FILTER_ORDERS, HUGGING_FACE
 from qsample.errors import unknown
 from qsample.huggingface.lora import CONFIG, read_config
+from qsample.interface import DEFAULT_LORA_RANK
 from qsample.progress import Stage
 from qsample.sampling_params import FILTER_FIELDS, OFF, SamplingParams
 
@@ -111,7 +112,7 @@ FEATURE_FLAGS: Final[Mapping[str, Flag]] = {
         Annotated[int, typer.Option(min=0, metavar="N", help="Take LoRA adapters at run time, N in a batch.")], 0
     ),
     "max_lora_rank": Flag(
-        Annotated[int, typer.Option(min=1, metavar="R", help="Largest rank of such an adapter.")], 16
+        Annotated[int, typer.Option(min=1, metavar="R", help="Largest rank of such an adapter.")], DEFAULT_LORA_RANK
     ),
     "seed_input": Flag(
         Annotated[bool, typer.Option("--seed-input", help="Take each row's seed in place of a noise buffer.")], False

@@ -38,6 +38,8 @@ def test_export_passes_every_option(run: Any, monkeypatch: pytest.MonkeyPatch, t
         "filters": (),
         "filter_order": "huggingface",
         "seed_input": False,
+        "max_loras": 0,
+        "max_lora_rank": 16,
         "dtype": "float32",
         "tokenizer": "auto",
         "revision": None,
