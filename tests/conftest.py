@@ -167,6 +167,7 @@ def fake_model(fake: Callable[..., Package]) -> Callable[..., CausalLM]:
     from dataclasses import replace
 
     from qsample.runtime import CausalLM, load
+    from tests.helpers.fake_graphs import GUESSING_CAPACITY
     from tests.helpers.fake_package import PIECE_SIZE
 
     loaded: dict[str, CausalLM] = {}
@@ -175,7 +176,8 @@ def fake_model(fake: Callable[..., Package]) -> Callable[..., CausalLM]:
         key = repr(sorted(options.items()))
         if key not in loaded:
             plain = load(fake(**options).path)
-            loaded[key] = CausalLM(plain.package, replace(plain.sessions, piece_size=PIECE_SIZE))
+            ctx_len = GUESSING_CAPACITY if options.get("num_speculative_tokens") else None
+            loaded[key] = CausalLM(plain.package, replace(plain.sessions, piece_size=PIECE_SIZE), ctx_len)
         return loaded[key]
 
     return make

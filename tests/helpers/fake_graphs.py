@@ -11,13 +11,15 @@ import onnx.parser
 import onnx_ir as ir
 from onnx import numpy_helper
 
-from qsample.contract import ADJUSTED_LOGITS, TensorSpec, retained_name
+from qsample.compiler.passes.several_tokens import check_guesses
+from qsample.contract import ADJUSTED_LOGITS, CAPACITY, TensorSpec, retained_name
 from qsample.exporters.portable import build_initial_state
 from qsample.interface import GraphSpec, Interface
 
 VOCAB = 320
 PAD = 0
 DIM = 16
+GUESSING_CAPACITY = 64  # of packages that check guesses
 
 DOT = "_0_"  # ONNX text has no dots in names
 _TYPES = {"float32": "float"}
@@ -318,7 +320,19 @@ def _sampler_body(interface: Interface) -> str:
 
 
 def fake_graphs(interface: Interface, weights: Mapping[str, Any]) -> dict[str, onnx.ModelProto]:
-    """File name → graph, for every graph of a package with this interface."""
+    """File name → graph, for every graph of a package with this interface. A decoder that checks guesses is that of
+    qsample's own pass, with its sampler, over this model."""
+    if interface.features.num_speculative_tokens:
+        graphs = fake_graphs(interface.without_guesses(), weights)
+        decoder = graphs["decoder.onnx"]
+        for value in (*decoder.graph.input, *decoder.graph.output):
+            for dim in value.type.tensor_type.shape.dim:
+                if dim.dim_param == CAPACITY:
+                    dim.Clear()
+                    dim.dim_value = GUESSING_CAPACITY
+        model = ir.from_proto(onnx.shape_inference.infer_shapes(decoder))
+        check_guesses(model, interface, PAD)
+        return graphs | {"decoder.onnx": ir.to_proto(model)}
     sizes = interface.sizes
     graphs = {"initial_state.onnx": ir.to_proto(build_initial_state(interface))}
     body = _MODEL + (_sampler_body(interface) if interface.features.sampler else "")

@@ -1,0 +1,220 @@
+"""Steps that give a row several tokens change none: in the loop, in an engine, in generate.
+
+The package checks guesses with qsample's own graphs over a model of random weights; NumPy says what its tokens are.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from qsample.contract import STATUS_NAMES
+from qsample.runtime import CausalLM, Engine, SamplingParams
+from qsample.runtime.decode.loop import DecodeLoop
+from qsample.runtime.decode.scheduler import Scheduler, SchedulerConfig
+from qsample.runtime.decode.slots import Slots
+from qsample.runtime.prediction import Prediction
+from qsample.runtime.sequence import NO_DRAFTS, DraftStats, Sequence
+from tests.helpers import fake_reference
+from tests.helpers.fake_graphs import GUESSING_CAPACITY as CAPACITY
+from tests.helpers.fake_package import POISON
+from tests.helpers.requests import make_sequence, outcome, random_params
+
+FEATURES = {
+    "num_speculative_tokens": 4,
+    "logprobs": True,
+    "top_logprobs": 3,
+    "logit_bias": True,
+    "allowed_tokens": True,
+}
+WORDS = dict.fromkeys((68, 69, 70), 12.0)  # a text of three tokens repeats itself
+PLAIN = {"num_speculative_tokens": 4, "logit_bias": True}  # may be read after several steps
+Wanted = list[tuple[list[int], str]]
+
+
+@pytest.fixture(scope="session")
+def guessing(fake_model: Callable[..., CausalLM]) -> CausalLM:
+    return fake_model(**PLAIN)
+
+
+def requests(model: CausalLM, count: int, guesses: int = 4) -> tuple[list[Sequence], Wanted]:
+    """Random requests, many of texts that repeat themselves, some with predictions; and the reference's answers."""
+    generator, made, wanted = random.Random(3), [], []
+    for seed in range(count):
+        repeats = generator.random() < 0.7
+        letters = [*WORDS] if repeats else range(3, 290)
+        prompt = generator.choices(letters, k=generator.choice([1, 2, 3, 5, 6, 9, 11, 14]))
+        params = random_params(generator, 48)
+        if repeats:
+            params = replace(params, logit_bias=WORDS, repetition_penalty=1.0)
+        answer = fake_reference.generate(prompt, params, seed, CAPACITY)
+        params = replace(params, prompt_lookup_num_tokens=generator.choice([0, guesses, guesses, min(guesses, 2)]))
+        one = make_sequence(model, prompt, params, seed, CAPACITY)
+        if guesses and generator.random() < 0.4:
+            expected = [token if generator.random() < 0.8 else 3 for token in answer[0]]
+            one.prediction = Prediction(np.array(expected or [3]))
+        made.append(one)
+        wanted.append(answer)
+    return made, wanted
+
+
+@pytest.mark.parametrize(
+    ("flush_every", "double_buffering", "slots"), [(1, False, 3), (1, True, 5), (4, True, 4), (4, False, 1)]
+)
+def test_requests_that_come_and_go(
+    flush_every: int, double_buffering: bool, slots: int, guessing: CausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    joined: list[tuple[int, ...]] = []
+    plain = Slots.prefill
+
+    def prefill(self: Slots, slot: int, *ids: np.ndarray, emit: bool) -> None:
+        joined.append(tuple(map(len, ids)))
+        plain(self, slot, *ids, emit=emit)
+
+    monkeypatch.setattr(Slots, "prefill", prefill)
+    sequences, wanted = requests(guessing, 30)
+    if flush_every > 1:  # a prediction takes a read after each step
+        for one in sequences:
+            one.prediction = None
+    config = SchedulerConfig.of(guessing.sessions, flush_every=flush_every, prefill_chunk_size=8)
+    device = Slots(guessing.sessions, slots, CAPACITY)
+    loop = DecodeLoop(device, Scheduler(slots, config), lambda one: one.take(), double_buffering=double_buffering)
+    with loop:
+        for one in sequences:
+            loop.add(one)
+        while loop.busy:
+            loop.step()
+    found = [(one.sampled, STATUS_NAMES[one.status]) for one in sequences]
+    assert found == wanted
+    total = sum((one.drafts for one in sequences), NO_DRAFTS)
+    later = sum(max(len(tokens) - 1, 0) for tokens, _ in wanted)  # tokens of decode steps
+    assert total.num_steps + total.num_accepted_tokens == later
+    assert total.num_drafts <= total.num_steps
+    assert 10 < total.num_accepted_tokens < total.num_draft_tokens
+    assert slots < 4 or any(len(set(lengths)) > 1 for lengths in joined)
+
+
+def test_outputs_of_each_token(fake_model: Callable[..., CausalLM]) -> None:
+    model = fake_model(**FEATURES)
+    prompt = [68, 69, 70, 68, 69]
+    params = SamplingParams(temperature=0.7, logit_bias=WORDS, max_new_tokens=30, eos_token_id=())
+    plain = model.generate([prompt, [70] * 3], params, seed=4)
+    guess = replace(params, prompt_lookup_num_tokens=4)
+    streamed: list[Any] = []
+
+    class Streamer:
+        def put(self, value: np.ndarray) -> None:
+            streamed.append(value.reshape(-1).tolist())
+
+        def end(self) -> None:
+            streamed.append("end")
+
+    both = model.generate([prompt, [70] * 3], [guess, params], seed=4)
+    alone = model.generate([prompt], guess, seed=4, streamer=Streamer(), prediction=plain.token_ids[0])
+    assert streamed == [prompt, *([token] for token in plain.token_ids[0]), "end"]
+    assert both.token_ids == plain.token_ids
+    for output, rows in ((both, 2), (alone, 1)):
+        assert output.token_ids == plain.token_ids[:rows]
+        for name in ("logprobs", "top_logprobs", "top_logprob_ids"):
+            wanted = getattr(plain, name)[:rows]
+            np.testing.assert_allclose(getattr(output, name), wanted, rtol=1e-5, atol=1e-5)
+    assert plain.timing.drafts == DraftStats(num_steps=58)
+    assert alone.timing.drafts.num_accepted_tokens > 20
+    assert alone.timing.steps < 9
+
+
+def test_functions_that_follow_each_token_get_a_token_a_step(fake_model: Callable[..., CausalLM]) -> None:
+    model = fake_model(**FEATURES)
+    seen: list[int] = []
+
+    def guide(step: Any, mask: np.ndarray) -> None:
+        if step is not None:
+            seen.append(int(step.tokens[0]))
+        mask[:] = 0
+        mask[0, 68 // 32] = 1 << 4 | 1 << (5 + len(seen) % 2)
+
+    params = SamplingParams(temperature=1.0, max_new_tokens=20, eos_token_id=(), prompt_lookup_num_tokens=4)
+    output = model.generate([[68, 69, 70] * 3], params, seed=1, allowed_tokens=guide, prediction=[68, 69] * 9)
+    assert seen == output.token_ids[0][: len(seen)]
+    assert len(seen) >= 19
+    assert set(output.token_ids[0][::2]) <= {68, 69}
+    assert set(output.token_ids[0][1::2]) <= {68, 70}
+    assert output.timing.drafts == DraftStats(num_steps=19)
+
+
+def test_criteria_and_stop_strings_inside_a_step(fake_model: Callable[..., CausalLM]) -> None:
+    """What was sampled after the end is left out, although the same step gave it."""
+    model, prompt = fake_model(**PLAIN), [68, 69, 70] * 3
+    params = SamplingParams(temperature=0.0, logit_bias=WORDS, max_new_tokens=40, eos_token_id=())
+    whole = model.generate([prompt], params)
+    assert whole.texts is not None
+    expected = whole.token_ids[0]
+    for place in range(8, 14):
+        end = len(prompt) + place
+        for options in (
+            {"stop_strings": whole.texts[0][place : place + 5]},
+            {"stopping_criteria": lambda ids, scores, end=end: ids.shape[1] >= end},
+        ):
+            plain = model.generate([prompt], params, **options)
+            found = model.generate([prompt], params, prediction=expected, **options)
+            assert (found.token_ids, found.texts) == (plain.token_ids, plain.texts)
+            assert found.finish_reasons == ["stop"]
+            assert found.timing.drafts.num_accepted_tokens > 3
+
+
+def test_an_engine(guessing: CausalLM) -> None:
+    """Requests that come and go, go on from each other's prompts, and are cancelled."""
+    generator = random.Random(8)
+    head = generator.choices([*WORDS], k=18)
+    with Engine(guessing, slots=3, max_waiting=64) as engine:
+        added = []
+        for seed in range(24):
+            prompt = head[: generator.choice([4, 8, 12, 18])] + generator.choices([*WORDS, 7, POISON + 1], k=seed % 4)
+            params = replace(random_params(generator, 30), logit_bias=WORDS, repetition_penalty=1.0)
+            wanted = fake_reference.generate(prompt, params, seed, CAPACITY)
+            more = {"prediction": wanted[0] or [3]} if seed % 5 == 0 else {}
+            params = replace(params, prompt_lookup_num_tokens=generator.choice([0, 3, 4]))
+            request = engine.add_request(prompt, params, seed=seed, **more)
+            if seed % 7 == 6:
+                request.cancel()
+            added.append((request, wanted))
+        reused = accepted = 0
+        for request, (tokens, reason) in added:
+            found, why = outcome(request)
+            assert (found, why) == (tokens, reason) or (why == "cancelled" and found == tokens[: len(found)])
+            usage = request.result().usage
+            reused, accepted = reused + usage.cached_tokens, accepted + usage.drafts.num_accepted_tokens
+        assert reused > 50
+        assert accepted > 20
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"prompt_lookup_num_tokens": 5},
+            r"is 5, .* checks 4 guesses a step at most; compile .*=5 \(--num",
+        ),
+        ({"prediction": [5, 999]}, "999"),
+        ({"prediction": [[5]]}, r"prediction is int64 \(1, 1\); give a text, or a list of token ids"),
+        (
+            {"prediction": [5], "flush_every": 2},
+            "flush_every is 2 and .*, or prediction given",
+        ),
+    ],
+)
+def test_what_is_refused(options: dict[str, Any], message: str, guessing: CausalLM) -> None:
+    with pytest.raises(ValueError, match=message):
+        guessing.generate([[5]], max_new_tokens=2, **options)
+
+
+def test_a_package_that_draws_a_token_a_step(model: CausalLM) -> None:
+    for options in ({"prompt_lookup_num_tokens": 7}, {"prediction": "text"}):
+        with pytest.raises(ValueError, match=r'draws a token a step; compile .*num_speculative_tokens=7 .*"int8"'):
+            model.generate([[5]], max_new_tokens=2, **options)
+    assert model.generate([[5]], max_new_tokens=2, prompt_lookup_num_tokens=None, seed=1).timing.drafts == NO_DRAFTS
