@@ -3,7 +3,7 @@
 //     g++ -std=c++17 -O2 -I ORT/include examples/generate.cpp -L ORT/lib -l onnxruntime -o generate
 //     ./generate PACKAGE "5 12 8" --temperature 0.8 --seed 7      # ids of the prompt; prints the ids that follow it
 //
-// ORT is a release of ONNX Runtime, 1.22 or newer. docs/contract.md defines the graph's inputs, outputs and states. The
+// ORT is a release of ONNX Runtime, 1.23 or newer. docs/contract.md defines the graph's inputs, outputs and states. The
 // tokens are those of generate_onnxruntime.py.
 #include <algorithm>
 #include <cstdio>
