@@ -8,6 +8,8 @@ import pytest
 
 from qsample.serve.settings import DEFAULT_PORT, ServeSettings
 
+GUESSES = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4}  # vLLM's own example
+
 
 @pytest.mark.parametrize("name", ["api_keys", "cors_origins"])
 def test_a_text_is_no_tuple_of_texts(name: str) -> None:
@@ -31,6 +33,21 @@ def test_a_text_is_no_tuple_of_texts(name: str) -> None:
         ({"tool_call_parser": "x"}, "tool_call_parser is .*x.*; choose from qwen3_coder, glm45, .*hermes"),
         ({"reasoning_parser": "x"}, "reasoning_parser is .*x.*; choose from .*qwen3"),
         ({"api_keys": ("a", " ")}, "api_keys has an empty key"),
+        (
+            {"speculative_config": "ngram"},
+            'speculative_config is .*: give {"method": "ngram", "num_speculative_tokens"',
+        ),
+        ({"speculative_config": {"method": "eagle"}}, "tokens are guessed by prompt lookup"),
+        (
+            {"speculative_config": {"method": "ngram"}},
+            "speculative_config has num_speculative_tokens None; give 1 to 64",
+        ),
+        (
+            {"speculative_config": GUESSES | {"num_speculative_tokens": 65}},
+            "has num_speculative_tokens 65; give 1 to 64",
+        ),
+        ({"speculative_config": GUESSES | {"prompt_lookup_max": 0}}, "has prompt_lookup_max 0; give 1 to 64"),
+        ({"speculative_config": GUESSES | {"model": "x"}}, "speculative_config has 'model'; give"),
     ],
 )
 def test_wrong_settings(options: dict[str, Any], message: str) -> None:
@@ -55,7 +72,7 @@ def test_right_settings() -> None:
     right: Any = {
         "request_timeout": 1e-9, "drain_timeout": 0, "max_body_bytes": 1, "prefixes": ("x",), "api_keys": ("a",),
         "cors_origins": ("*",), "tool_call_parser": "hermes", "reasoning_parser": "qwen3", "generation_config": "auto",
-        "spinning": True, "session_config": {"a": "b"},
+        "spinning": True, "speculative_config": GUESSES, "session_config": {"a": "b"},
     }  # fmt: skip
     assert ServeSettings(models={"tiny": "tiny"}, **right).session_options == {"a": "b"}
     loud = {"session.intra_op.allow_spinning": "1"}
