@@ -227,7 +227,10 @@ class CausalLM(ModelMethods):
         processors = None
         if call.logits_processor is not None:
             processors = LogitsProcessors(call.logits_processor, sequences, self.interface, flush_every)
-        slots = min(len(sequences), self.batch_size or len(sequences))
+        # A single row with an adapter would get other last bits than beside others.
+        least = 2 if any(sequence.adapter is not None for sequence in sequences) else 1
+        slots = max(len(sequences), least)
+        slots = min(slots, self.batch_size or slots)
         if guide is not None or end is not None:
             follow = "a function for allowed_tokens follows" if guide else "stopping_criteria and max_time follow"
             self._check_together(sequences, slots, f"{follow} a single batch")

@@ -55,6 +55,10 @@ class AdapterRows:
         self.begin(one, numbers[1])
         self.begin(other, numbers[0])
 
+    def used(self, rows: range) -> bool:
+        """Whether some of these rows use an adapter."""
+        return any(self._number_of_row[rows.start : rows.stop])
+
     def key(self, rows: range) -> _Ends:
         """Identifies the memory that a call over `rows` is bound to."""
         if not self._places:

@@ -383,7 +383,9 @@ class Slots:
 
     def _rows_of_step(self, rows: range) -> range:
         """These rows, and adjacent rows if a step has to be over more."""
-        least = self.count if self._sessions.least_rows is None else min(self._sessions.least_rows, self.count)
+        least = self.count if self._sessions.least_rows is None else self._sessions.least_rows
+        # The adapters' matrices are floats: the product of a single row has a kernel of its own.
+        least = min(max(least, 2 if self.adapters.used(rows) else 1), self.count)
         start = min(rows.start, self.count - least)
         return range(start, max(rows.stop, start + least))
 
