@@ -381,7 +381,7 @@ def open_exported(
             opened.features = opened.features.for_serving()
         if most := max(max_loras, len(loras or {})):
             ranks = [config.largest_rank for config in map(read_config, _configs(loras or {}))]
-            rank = max([opened.features.max_lora_rank, *ranks])
+            rank = max([opened.features.max_lora_rank, *(ranks or [DEFAULT_LORA_RANK])])
             opened.features = replace(opened.features, max_loras=most, max_lora_rank=rank)
         packaged = opened.cached(weights=weights, ctx_len=ctx_len, progress=report)
     if model is not None and Stage.PUBLISHING in stages:  # it was made here

@@ -296,13 +296,13 @@ class ServedModels:
         """The packages and the adapters."""
         return list(self._models.values())  # a copy: another thread may load an adapter meanwhile
 
-    def find(self, name: str | None) -> ServedModel:
+    def find(self, name: str | None, param: str = "model") -> ServedModel:
         """The model or the adapter with that name; the first model for None and "". Raises ApiError for an unknown
-        name."""
+        name, in the field `param`."""
         if not name:
             return next(iter(self))
         if name not in self._models:
-            raise unknown_model(name, self._models)
+            raise unknown_model(name, self._models, param=param)
         return self._models[name]
 
     def load_adapter(self, name: str, path: str, base: str | None = None, *, replaced: bool = False) -> None:
@@ -317,7 +317,7 @@ class ServedModels:
         Raises ApiError for a name that is taken, a path that leads out of `lora_dir`, and an adapter that cannot be
         used; nothing has changed then.
         """
-        model = self.find(base)
+        model = self.find(base, "base_model_name")
         self._check_new(name, replaced=model.base if replaced else None)
         folder = self._adapter_folder(path)
         try:
