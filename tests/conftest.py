@@ -146,6 +146,25 @@ def bundled_package(shared_folder: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
+def guessing_package(bundled_package: Path, shared_folder: Path) -> Path:
+    """The bundled model with the features for serving and some filters; a step checks up to 7 guesses."""
+    from qsample.compiler.compile import compile_package
+    from qsample.compiler.options import CompileOptions
+    from qsample.interface import Features
+    from qsample.package import read_package
+    from tests.helpers.tiny_models import with_features
+
+    def make(path: Path) -> None:
+        features = Features(filters=("xtc", "dry", "no_repeat_ngram_size", "mirostat")).for_serving()
+        portable = shared_folder / "tiny_lm-everything"
+        with_features(read_package(bundled_package), portable, features)
+        options = CompileOptions(ctx_len=256, kv_cache_dtype="int8", num_speculative_tokens=7)
+        compile_package(read_package(portable), path, options)
+
+    return made_once(shared_folder / "tiny_lm-guessing", make)
+
+
+@pytest.fixture(scope="session")
 def fake(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Package]:
     """features and options → a fake package."""
     from tests.helpers.fake_package import fake_package

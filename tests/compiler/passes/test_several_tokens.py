@@ -1,0 +1,166 @@
+"""A compiled graph that checks guesses: whatever is guessed, its tokens and states are those of one token a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer
+
+from qsample.graph.runner import GraphRunner
+from qsample.package import Package, read_package
+
+Array = np.ndarray
+TEXT = (
+    "And the LORD spake unto Moses, saying, Speak unto Aaron, and say unto him, Thus saith the LORD: and the LORD "
+    "spake unto Moses, saying, Speak unto Aaron, and say unto him, In the beginning God created heaven and earth. "
+)
+
+
+class Guessing(NamedTuple):
+    package: Package
+    runner: GraphRunner
+    text: list[int]
+    masks: Array
+
+
+class Written(NamedTuple):
+    """What rows wrote. tokens, logprobs: of each row. state: after the last. calls: that wrote."""
+
+    tokens: list[list[int]]
+    logprobs: list[list[float]]
+    state: dict[str, Array]
+    calls: int
+
+
+@pytest.fixture(scope="module")
+def guessing(guessing_package: Path) -> Guessing:
+    package = read_package(guessing_package)
+    compilation = package.manifest.compilation
+    assert compilation is not None
+    runner = GraphRunner(
+        package.path / "decoder.onnx", package.path / "initial_state.onnx", package.interface, compilation.ctx_len
+    )
+    text = Tokenizer.from_file(str(package.path / "tokenizer.json")).encode(TEXT).ids
+    return Guessing(package, runner, text, np.full(-(-package.interface.vocab_size // 32), -1))
+
+
+def write(
+    model: Guessing,
+    prompts: list[list[int]],
+    parameters: dict[str, Array],
+    drafts: Callable[[int, list[int]], list[int]] | None = None,
+) -> Written:
+    """Run until every row has ended. drafts: of a row, after the tokens that it wrote."""
+    rows, most = len(prompts), model.package.interface.features.num_speculative_tokens
+    state = model.runner.start(rows)
+    lengths = np.array([len(prompt) for prompt in prompts])
+    ids = np.array([prompt + [0] * (max(lengths) - len(prompt)) for prompt in prompts])
+    tokens: list[list[int]] = [[] for _ in prompts]
+    logprobs: list[list[float]] = [[] for _ in prompts]
+    calls = 0
+    while (state["status"] == 0).any():
+        given = np.full((rows, most), -1)
+        for row in range(rows) if drafts is not None and calls else []:
+            own = drafts(row, tokens[row])[:most]  # type: ignore[misc]
+            given[row, : len(own)] = own
+        result = model.runner.step(ids, lengths, state, {**parameters, "draft_ids": given})
+        for row, count in enumerate(result["num_new"]):
+            tokens[row] += result["new_ids"][row, :count].tolist()
+            logprobs[row] += result["logprobs"][row, :count].tolist()
+        ids, lengths, calls = result["next_ids"], np.ones(rows, np.int64), calls + 1
+        assert calls < 300
+    return Written(tokens, logprobs, state, calls)
+
+
+def random_parameters(rng: np.random.Generator, model: Guessing, lengths: Array) -> dict[str, Array]:
+    rows = len(lengths)
+
+    def pick(*values: float) -> Array:
+        return rng.choice(values, rows)
+
+    often = np.array(model.text)
+    masks = np.where(rng.random((rows, 1)) < 0.8, model.masks, rng.integers(-(2**31), 2**31, (rows, len(model.masks))))
+    return {
+        "temperature": pick(0, 0, 0.2, 0.7, 1, 2),
+        "top_k": pick(0, 0, 1, 5, 40, 100),
+        "top_p": pick(1, 1, 0.5, 0.9),
+        "min_p": pick(0, 0, 0.1),
+        "repetition_penalty": pick(1, 1, 1, 1.2, 0.8),
+        "presence_penalty": pick(0, 0, 0.5, -1),
+        "frequency_penalty": pick(0, 0, 0.3),
+        "min_length": pick(0, *(lengths + 6)),
+        "max_length": np.minimum(lengths + rng.integers(1, 40, rows), rng.choice([2**31 - 1, 200])),
+        "stop_ids": np.where(rng.random((rows, 1)) < 0.3, rng.choice(often, (rows, 1)), -1),
+        "logit_bias_ids": np.where(rng.random((rows, 1)) < 0.3, rng.choice(often, (rows, 1)), -1),
+        "logit_bias": rng.normal(size=(rows, 1)) * 3,
+        "allowed_tokens": masks,
+        "no_repeat_ngram_size": pick(0, 0, 0, 3),
+        "dry_multiplier": pick(0, 0, 0, 0.8),
+        "xtc_probability": pick(0, 0, 0, 0.5),
+        "mirostat_tau": pick(0, 0, 0, 0, 3),
+    }
+
+
+def random_prompts(rng: np.random.Generator, model: Guessing) -> list[list[int]]:
+    prompts = []
+    for _ in range(int(rng.integers(1, 5))):
+        start = int(rng.integers(0, len(model.text) // 2))
+        prompts.append(model.text[start : start + int(rng.integers(1, 60))])
+    return prompts
+
+
+def check(model: Guessing, rng: np.random.Generator) -> tuple[int, int]:
+    """A random batch with and without guesses. Returns how many tokens it wrote, and in how many steps of a row."""
+    prompts = random_prompts(rng, model)
+    lengths = np.array([len(prompt) for prompt in prompts])
+    parameters = random_parameters(rng, model, lengths)
+    plain = write(model, prompts, parameters)
+    vocab, most = model.package.interface.vocab_size, model.package.interface.features.num_speculative_tokens
+
+    def drafts(row: int, written: list[int]) -> list[int]:
+        right = plain.tokens[row][len(written) : len(written) + int(rng.integers(0, most + 1))]
+        kind = rng.integers(0, 6)
+        if kind == 0:
+            return []
+        if kind < 3:
+            return right
+        if kind == 3:
+            return [*right[:2], *rng.integers(0, vocab, 4).tolist()]
+        if kind == 4:
+            return [*right[:1], -1, *right]
+        return rng.choice([-(2**31), -2, 0, vocab - 1, vocab, 2**31 - 1], most).tolist()
+
+    lookup = {"prompt_lookup_num_tokens": rng.integers(0, most + 1, len(prompts))}
+    steps = 0
+    for guesses in ({**parameters, **lookup}, None), (parameters, drafts), ({**parameters, **lookup}, drafts):
+        guessed = write(model, prompts, *guesses)
+        assert guessed.tokens == plain.tokens
+        assert guessed.logprobs == plain.logprobs
+        used = plain.state["lengths"]
+        for name, value in plain.state.items():
+            got = guessed.state[name]
+            if name.startswith("past_key_values"):
+                pairs = [(got[row, :, : used[row]], value[row, :, : used[row]]) for row in range(len(prompts))]
+            else:
+                pairs = [(got, value)]
+            assert all(np.array_equal(*pair) for pair in pairs), name
+        steps += guessed.calls
+    return 3 * max(map(len, plain.tokens)), steps
+
+
+@pytest.mark.ci
+def test_guesses_change_nothing(guessing: Guessing) -> None:
+    rng = np.random.default_rng(0)
+    tokens, steps = np.sum([check(guessing, rng) for _ in range(6)], axis=0)
+    assert tokens > 1.2 * steps
+
+
+@pytest.mark.slow
+def test_guesses_never_change_anything(guessing: Guessing) -> None:
+    rng = np.random.default_rng(1)
+    tokens, steps = np.sum([check(guessing, rng) for _ in range(500)], axis=0)
+    assert tokens > 1.2 * steps
