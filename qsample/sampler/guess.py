@@ -4,8 +4,8 @@ A row's guesses follow its newest token; the model reads them in the same call, 
 sampler draws, too. They are the host's `draft_ids`, or what followed when the row's newest tokens stood in its text
 before (prompt lookup; Saxena 2023, https://github.com/apoorvumang/prompt-lookup-decoding).
 
-A wrong guess costs time. So the longer the match, the more guesses; and a match of few tokens only counts if lookup
-would have been right often enough at the row's last places. These are looked at in each step anew: nothing is kept.
+A wrong guess costs time. So there are as many guesses as are likely to pay: the more, the longer the match and the more
+often lookup would have been right at the row's last places. Each step looks at these anew: nothing is kept.
 """
 
 from __future__ import annotations
@@ -49,13 +49,14 @@ from qsample.sampler.tensor import (
     size,
     where,
 )
+from qsample.tensors import Array
 
 _COLUMNS, _PACKED, _PLACES, _WIDTH = "columns", "packed", "places", "width"
 STEP_IDS = TensorSpec("step_ids", "int64", (BATCH, _COLUMNS), "input_ids and guesses, right-padded")
 READ = TensorSpec("step_lengths", "int32", (BATCH,), "tokens of step_ids that a row reads; 0: an idle row")
 SEQLENS_K = TensorSpec("step_seqlens_k", "int32", (BATCH,), "index of the last key that a row has after the step")
-TOKENS_AT = TensorSpec("step_pack", "int64", (_PACKED,), "where in the flat step_ids each token of the model is")
-PADDED_AT = TensorSpec("step_pad", "int64", (BATCH, _COLUMNS), "which token of the model each of step_ids is")
+TOKENS_AT = TensorSpec("step_pack", "int64", (1, _PACKED, 2), "row and column in step_ids of each token of the model")
+PADDED_AT = TensorSpec("step_pad", "int64", (BATCH, _COLUMNS, 2), "0, and which token of the model each of step_ids is")
 POSITIONS = TensorSpec("step_positions", "int64", (BATCH, _COLUMNS), "of step_ids in their rows")
 LAST_AT = TensorSpec("step_choice", "int64", (_PLACES,), "the tokens of the model after which one is drawn")
 PLACE_ROWS = TensorSpec("step_rows", "int64", (_PLACES,), "the row of each draw")
@@ -66,12 +67,12 @@ VERIFIED = (STEP_IDS, PLACE_ROWS, PLACE_COLUMNS, PLACES, GUESS_IDS)  # that `ver
 OUTPUTS = (STEP_IDS, READ, SEQLENS_K, TOKENS_AT, PADDED_AT, POSITIONS, LAST_AT, *VERIFIED[1:])
 
 _LEVELS: Final = (2, 4, 8)  # tokens of a match
-_GUESSES: Final = (1, 3, 7)  # after a match of that many; a longer match than the last level is as good
-_MORE_GUESSES: Final = 15  # after a match of 8 if lookup was right at every place that was looked at
+_PRIORS: Final = (1, 3, 15)  # right guesses that a match of each level counts as, next to _MISSES wrong ones
+_MISSES: Final = 2
 _JUDGED: Final = 7  # places before the newest token at which lookup is judged
-# Tenths of a step that a wrong guess costs with 1, 2, 3, 4 and more rows (docs/benchmarks/speculation.md): the model
-# reads the weights once for all, and computes for each token.
-_LEAST_COST, _MOST_COST = 3, 6
+# Steps of one token that a further token costs with 1, 2, 3, 4 and more rows that guess: the model reads its weights
+# once for all tokens, but computes for each (docs/benchmarks/speculation.md).
+_COSTS: Final = (0.3, 0.4, 0.5, 0.6)
 _END: Final = 2**31 - 1  # of an axis, whatever its size
 
 
@@ -127,8 +128,10 @@ def _layout(inputs: Mapping[str, Tensor], running: Tensor, guesses: Tensor, *, p
         READ.name: read.to(INT32),
         # The attention takes no row without a key, and none whose padding leaves its buffer.
         SEQLENS_K.name: where(read > 0, inputs["lengths"].to(INT64) + read - 1, 0).to(INT32),
-        TOKENS_AT.name: op("Squeeze", op("NonZero", inside.reshape(-1)), [0]),
-        PADDED_AT.name: start.unsqueeze() + minimum(columns, stop),
+        TOKENS_AT.name: op("Transpose", op("NonZero", inside), perm=[1, 0]).unsqueeze(0),
+        PADDED_AT.name: op(
+            "Pad", (start.unsqueeze() + minimum(columns, stop)).unsqueeze(), np.array([0, 0, 1, 0, 0, 0])
+        ),
         POSITIONS.name: inputs["lengths"].to(INT64).unsqueeze() + columns,
         LAST_AT.name: first.rows(rows) + column,
         PLACE_ROWS.name: rows,
@@ -190,7 +193,7 @@ def _looked_up(inputs: Mapping[str, Tensor], looked_up: Tensor, wanted: Tensor, 
 
     A text is compared with the last tokens of the row, in windows of 2, then 4, then 8 tokens: each is made of two
     windows of half its size. Of the longest matches, the newest counts. What follows it is guessed, and if that ends,
-    is repeated from there.
+    is repeated from there. The same is done for the places before the newest token, to judge the guesses.
     """
     lengths = inputs["lengths"].to(INT64)
     used = lengths.max(keep=False) + 1
@@ -215,18 +218,29 @@ def _looked_up(inputs: Mapping[str, Tensor], looked_up: Tensor, wanted: Tensor, 
     guessed = text.gather((source + 1).to(INT64))
     tried = source.columns(0, _JUDGED) >= 0
     right = tried & guessed.columns(0, _JUDGED).equals(ends.columns(reach - _JUDGED, reach))
-    hits, tries = (flags.to(INT32).sum(keep=False) for flags in (right, tried))
-    level, source = level.last().squeeze(), source.last()
-    cost = minimum(wanted.to(INT32).sum(keep=False) + (_LEAST_COST - 1), _MOST_COST)
-    # The chance of a guess is estimated as (hits + 1) / (tries + 2).
-    worth = (hits + 1) * 10 > (tries + 2) * cost
-    count = constant(np.array((0, *_GUESSES), np.int32)).rows(level)
-    count = where(worth | level.equals(len(_LEVELS)), count, 0)
-    count = where(level.equals(len(_LEVELS)) & hits.equals(_JUDGED), _MORE_GUESSES, count)
+    hits, tries = (flags.to(INT32).sum() for flags in (right, tried))
+    level, source = level.last(), source.last()
+    guessing = minimum(wanted.to(INT32).sum(keep=False), len(_COSTS)) - 1
+    judged_as = (value.to(INT64) for value in (level, hits, tries, level * 0 + guessing))
+    count = op("GatherND", constant(_worthwhile(most)), concat(*judged_as))
     period = newest - source
     offset = op("Mod", constant(np.arange(most, dtype=np.int32)), period)
     ids = text.gather((source + 1 + offset).to(INT64))
     return ids, where(looked_up, minimum(count, inputs["prompt_lookup_num_tokens"]), 0)
+
+
+def _worthwhile(most: int) -> Array:
+    """The guesses, up to `most`, that gain more tokens than they cost, by level, hits, tries and rows that guess.
+
+    Of a chance q of each guess, the k-th is right with q ** k.
+    """
+    table = np.zeros((len(_LEVELS) + 1, _JUDGED + 1, _JUDGED + 1, len(_COSTS)), np.int32)
+    for (level, hits, tries, rows), _ in np.ndenumerate(table):
+        if level and hits <= tries:
+            prior = _PRIORS[level - 1]
+            chances = ((hits + prior) / (tries + prior + _MISSES)) ** np.arange(1, most + 1)
+            table[level, hits, tries, rows] = (chances > _COSTS[rows]).sum()
+    return table
 
 
 def _longer(windows: Tensor, length: int) -> Tensor:

@@ -77,8 +77,9 @@ def expected(text: Sequence[int], rows: int, most: int) -> list[int]:
         level, source = match(text, place) if place >= 0 else (0, -1)
         tries += level > 0
         hits += level > 0 and text[source + 1] == text[place + 1]
-    worth = (hits + 1) / (tries + 2) > min(0.2 + rows / 10, 0.6) + 1e-9 or length == 8
-    count = {0: 0, 2: 1, 4: 3, 8: 15 if hits == 7 else 7}[length] * worth
+    prior = {0: 0, 2: 1, 4: 3, 8: 15}[length]
+    chance, cost = (hits + prior) / (tries + prior + 2), (0.3, 0.4, 0.5, 0.6)[min(rows, 4) - 1]
+    count = sum(chance**n > cost for n in range(1, most + 1)) if length else 0
     count = min(count, most, CAPACITY - newest - 2)
     period = newest - end
     return [text[end + 1 + index % period] for index in range(count)]
@@ -107,12 +108,12 @@ def test_lookup(most: int) -> None:
         drafted = guesses(step(texts, features(most)))
         assert drafted == [expected(text, len(texts), most) for text in texts]
         found += sum(map(len, drafted))
-    assert found > 40
+    assert found > 20
 
 
 def test_the_newest_longest_match() -> None:
     text = [1, 2, 3, 4, 5, 0, 6, 1, 2, 3, 4, 7, 0, 8, 3, 4, 9, 0, 1, 2, 3, 4]
-    assert guesses(step([text], features())) == [[7, 0, 8]]  # after four tokens, not after the newer two
+    assert guesses(step([text], features())) == [[7, 0]]  # after four tokens, not after the newer two
 
 
 def test_host_drafts_come_first_and_end_at_the_first_id_that_is_none() -> None:
@@ -169,13 +170,14 @@ def test_places(packed: bool) -> None:
     assert [len(row) for row in drafts] == [7, 1, 0, 0]
     read = [[text[-1], *row] for text, row in zip(texts, drafts, strict=True)]
     ids, columns = result["step_ids"], result["step_ids"].shape[1]
-    model = ids.reshape(-1)[result["step_pack"]]
+    model = ids[tuple(result["step_pack"][0].T)]
+    assert not result["step_pad"][..., 0].any()
     assert len(model) == (sum(map(len, read)) if packed else ids.size)
     for row, tokens in enumerate(read):
         length = len(tokens) if row != 2 else 0
         assert result["step_lengths"][row] == length
         assert ids[row, : len(tokens)].tolist() == tokens
-        assert model[result["step_pad"][row]][: len(tokens)].tolist() == tokens
+        assert model[result["step_pad"][row, :, 1]][: len(tokens)].tolist() == tokens
         assert result["step_positions"][row].tolist() == list(range(len(texts[row]) - 1, len(texts[row]) - 1 + columns))
         assert result["step_seqlens_k"][row] == (len(texts[row]) + length - 2 if length else 0)
     rows, after, last = result["step_rows"], result["step_columns"], result["step_choice"]

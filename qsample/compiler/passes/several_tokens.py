@@ -36,12 +36,12 @@ _ADDED_PER_TOKEN: Final = (Slot.POSITION_IDS, Slot.ATTENTION_BIAS)
 Values = dict[str, ir.Value]
 
 
-def check_guesses(model: ir.Model, interface: Interface, pad_token_id: int) -> bool:
+def check_guesses(model: ir.Model, interface: Interface, pad_token_id: int, *, pack: bool) -> bool:
     """Give a decode graph the inputs and outputs of `interface`, which has `num_speculative_tokens`; in place.
 
     1. The nodes of `sampler.guess` come first, and the model reads their tokens in place of `input_ids`.
     2. Every layer attends through GroupQueryAttention, which gets the number of tokens of each row.
-    3. The model's other nodes read the tokens packed, if only positions tell them which row a token belongs to.
+    3. If `pack`, the model's other nodes read the tokens packed, unless more than positions tells rows apart.
     4. The logits are those after each token that a draw follows, for `sampler.verify` in place of the sampler.
 
     Returns True. Raises CompileError if more than each row's last hidden state leads to the logits.
@@ -56,9 +56,10 @@ def check_guesses(model: ir.Model, interface: Interface, pad_token_id: int) -> b
             "out"
         )
     positions = [node for node in graph if _adds_positions(node)]
-    packed = _can_be_packed(graph, choice, positions)
+    packed = pack and _can_be_packed(graph, choice, positions)
     for value in (value for node in graph.all_nodes() for value in node.outputs if not value.is_graph_output()):
         value.shape = None  # rows and columns are others from here on
+    logits.shape = None
 
     values = prepend(model, build_drafter(interface, packed=packed), (INPUT_IDS.name, INPUT_LENGTHS.name), _PREFIX)
     for node in attentions(graph):
@@ -138,37 +139,22 @@ def _capacity(graph: ir.Graph, attention: ir.Node) -> ir.Value:
 
 def _packed(before: ir.Node, padded: ir.Value, values: Values) -> ir.Value:
     """`padded` [B, S] without its padding, [1, N]."""
-    graph = before.graph
-    assert graph is not None
-    flat = insert(before, "Reshape", [padded, reshape_target(graph, [-1])], [None])
-    return insert(before, "Gather", [flat, _row(before, values[TOKENS_AT.name])], [1, None], {"axis": 0})
-
-
-def _row(before: ir.Node, indices: ir.Value) -> ir.Value:
-    """`indices` [N] as [1, N]."""
-    assert before.graph is not None
-    return insert(before, "Unsqueeze", [indices, initializer(before.graph, "first_axis", np.array([0]))], [1, None])
+    return insert(before, "GatherND", [padded, values[TOKENS_AT.name]], [1, None])
 
 
 def _pad_around(attention: ir.Node, values: Values) -> None:
     """Pad the queries, keys and values [1, N, n] of `attention` to [B, S, n], and pack its output again."""
-    graph = attention.graph
-    assert graph is not None
-    first_axis = initializer(graph, "first_axis", np.array([0]))
     for slot in (Slot.QUERY, Slot.KEY, Slot.VALUE):
         if (source := get_input(attention, slot)) is not None:
-            flat = insert(attention, "Squeeze", [source, first_axis], [None, None])
-            padded = insert(attention, "Gather", [flat, values[PADDED_AT.name]], [None, None, None], {"axis": 0})
+            padded = insert(attention, "GatherND", [source, values[PADDED_AT.name]], [None, None, None])
             set_inputs(attention, {slot: padded})
     output = attention.outputs[0]
-    flatten = ir.node("Flatten", [output], {"axis": 2})
-    gather = ir.node("Gather", [flatten.outputs[0], values[TOKENS_AT.name]], {"axis": 0})
-    result = ir.node("Unsqueeze", [gather.outputs[0], first_axis])
-    output.replace_all_uses_with(result.outputs[0])
-    flatten.replace_input_with(0, output)
-    for node in (flatten, gather, result):
-        node.outputs[0].type = output.type
-    graph.insert_after(attention, [flatten, gather, result])
+    pack = ir.node("GatherND", [output, values[TOKENS_AT.name]])
+    output.replace_all_uses_with(pack.outputs[0])
+    pack.replace_input_with(0, output)
+    pack.outputs[0].type = output.type
+    assert attention.graph is not None
+    attention.graph.insert_after(attention, pack)
 
 
 def _choose(graph: ir.Graph, choice: ir.Node, logits: ir.Value, values: Values) -> None:

@@ -95,7 +95,8 @@ class CpuTarget(Target):
     def _speculation(self, plan: CompilePlan) -> Sequence[Phase]:
         if not plan.options.num_speculative_tokens:
             return []
-        return [graph_pass(check_guesses, interface=self.interface(plan), pad_token_id=plan.pad_token_id)]
+        several = plan.batch_size != 1  # a single row has no padding
+        return [graph_pass(check_guesses, interface=self.interface(plan), pad_token_id=plan.pad_token_id, pack=several)]
 
 
 def _check_speculation(plan: CompilePlan) -> None:
