@@ -15,6 +15,8 @@ import { Tokenizer } from "./text.js";
 export type Prompt = string | readonly number[] | readonly Message[];
 
 export interface GenerateOptions extends SamplingOptions, ChatOptions {
+  /** The sampling options of each prompt, on top of the others. */
+  rows?: readonly SamplingOptions[];
   /** The tokens that may come: ids, a bitmask, or a function that returns these before each token. Needs the feature. */
   allowedTokens?: AllowedTokens | AllowedTokensFn;
   /** Steps between two reads of the tokens: 1, on a GPU 4. It changes no token, only how many come at once. */
@@ -29,8 +31,7 @@ export interface Output {
   texts: string[] | null;
   /** The sampled tokens, a stop token included. */
   tokenIds: number[][];
-  /** null: the caller went away before the end. */
-  finishReasons: (FinishReason | null)[];
+  finishReasons: FinishReason[];
   /** Each reproduces its row. */
   seeds: (number | bigint)[];
   promptLengths: number[];
@@ -60,7 +61,7 @@ export interface Model {
   dispose(): Promise<void>;
 }
 
-const CALL_OPTIONS = [...CHAT_OPTIONS, "allowedTokens", "flushEvery", "signal"];
+const CALL_OPTIONS = [...CHAT_OPTIONS, "rows", "allowedTokens", "flushEvery", "signal"];
 const NEEDED = /^(decoder\.onnx|initial_state\.onnx|tokenizer\.json|tokenizer_config\.json|config\.json|generation_config\.json|.*\.jinja)/;
 
 /** Open the graphs of a package. */
@@ -119,16 +120,12 @@ export class LocalModel implements Model {
     return this.runtime.device;
   }
 
-  get hasTokenizer(): boolean {
-    return this.tokenizer !== null;
-  }
-
   get hasChatTemplate(): boolean {
     return this.tokenizer !== null && this.templates.any;
   }
 
   generate(prompts: Prompt | readonly Prompt[], options: GenerateOptions = {}): Generation {
-    return new LocalGeneration(this, prompts, options);
+    return new PieceStream(() => this.pieces(prompts, options));
   }
 
   async encode(text: string, options: { addSpecialTokens?: boolean } = {}): Promise<number[]> {
@@ -148,22 +145,31 @@ export class LocalModel implements Model {
   }
 
   /** The rows of a call, checked. */
-  rows(given: Prompt | readonly Prompt[], options: GenerateOptions): Row[] {
+  private rows(given: Prompt | readonly Prompt[], options: GenerateOptions): Row[] {
     checkNames(options, CALL_OPTIONS);
+    const { flushEvery } = options;
+    if (flushEvery !== undefined && !(Number.isInteger(flushEvery) && flushEvery >= 1)) {
+      throw new ArgumentError(`flushEvery is ${shown(flushEvery)}; give an integer >= 1`, "flushEvery");
+    }
     const prompts = listed(given).map((prompt, index) => this.ids(prompt, index, options));
-    const params: Params = resolve(this.generationConfig, options);
-    const seeds = seedsOf(options.seed, prompts.length);
+    const own: readonly SamplingOptions[] = options.rows ?? prompts.map(() => ({}));
+    if (!Array.isArray(own) || own.length !== prompts.length) {
+      throw new ArgumentError(`rows is ${shown(own)}; give a list with the options of each of the ${prompts.length} prompts`, "rows");
+    }
+    for (const one of own) checkNames(one, []);
+    const params: Params[] = own.map((one) => resolve(this.generationConfig, { ...options, ...one }));
+    const seeds = seedsOf(options.seed, prompts.length).map((seed, index) => (own[index].seed == null ? seed : seedsOf(own[index].seed, 1)[0]));
     if (options.allowedTokens !== undefined && !this.manifest.interface.features.allowed_tokens) {
       throw new ArgumentError("allowedTokens needs a package that was exported with allowed_tokens (--allowed-tokens)", "allowedTokens");
     }
     if (options.allowedTokens !== undefined && typeof options.allowedTokens !== "function") maskOf(this.manifest, options.allowedTokens);
-    if (params.stop.length && !this.tokenizer) {
+    if (params.some(({ stop }) => stop.length) && !this.tokenizer) {
       throw new ArgumentError("stop is found in the text, and the package has no tokenizer; give eosTokenId", "stop");
     }
-    const longest = Math.max(...prompts.map((ids) => totalLength(params, ids.length)));
+    const longest = Math.max(...prompts.map((ids, index) => totalLength(params[index], ids.length)));
     return prompts.map((ids, index) => {
       try {
-        return makeRow(this.manifest, this.tokenizer, params, index, ids, seeds[index], Math.min(this.capacity, Math.max(longest, ids.length + 1)));
+        return makeRow(this.manifest, this.tokenizer, params[index], index, ids, seeds[index], Math.min(this.capacity, Math.max(longest, ids.length + 1)));
       } catch (error) {
         if (prompts.length > 1 && error instanceof ArgumentError) throw new ArgumentError(`prompt ${index}: ${error.message}`, error.param);
         throw error;
@@ -176,16 +182,30 @@ export class LocalModel implements Model {
     return this.manifest.compilation?.ctx_len ?? this.manifest.max_position_embeddings ?? 2 ** 31 - 1;
   }
 
-  async *pieces(rows: readonly Row[], options: GenerateOptions, timing: Timing): AsyncGenerator<Piece, void, undefined> {
+  private async *pieces(prompts: Prompt | readonly Prompt[], options: GenerateOptions): AsyncGenerator<Piece, Output, undefined> {
     if (this.disposed) throw new QsampleError("the model was disposed of; load it again");
     const { allowedTokens, flushEvery, signal } = options;
-    if (flushEvery !== undefined && !(Number.isInteger(flushEvery) && flushEvery >= 1)) {
-      throw new ArgumentError(`flushEvery is ${shown(flushEvery)}; give an integer >= 1`, "flushEvery");
-    }
+    signal?.throwIfAborted();
+    const rows = this.rows(prompts, options);
+    const collected = new Collected(rows.length);
+    const timing: Timing = { prefillMs: 0, decodeMs: 0, steps: 0, reads: 0 };
     const most = this.manifest.compilation?.batch_size ?? rows.length;
     for (let start = 0; start < rows.length; start += most) {
-      yield* generateRows(this.engine, rows.slice(start, start + most), { capacity: this.capacity, allowedTokens, flushEvery, signal }, timing);
+      const group = generateRows(this.engine, rows.slice(start, start + most), { capacity: this.capacity, allowedTokens, flushEvery, signal }, timing);
+      for await (const piece of group) {
+        collected.add(piece);
+        yield piece;
+      }
     }
+    const { texts, tokenIds, finishReasons } = collected;
+    return {
+      texts: this.tokenizer ? texts : null,
+      tokenIds,
+      finishReasons,
+      seeds: rows.map(({ seed }) => readableSeed(seed)),
+      promptLengths: rows.map(({ prompt }) => prompt.length),
+      timing,
+    };
   }
 
   private needed(): Tokenizer {
@@ -242,21 +262,21 @@ function listed(prompts: Prompt | readonly Prompt[]): Prompt[] {
 }
 
 /** Collects the output of a generation from its pieces. */
-export class Collected {
+class Collected {
   readonly tokenIds: number[][];
   readonly texts: string[];
-  readonly finishReasons: (FinishReason | null)[];
+  readonly finishReasons: FinishReason[];
 
   constructor(rows: number) {
     this.tokenIds = Array.from({ length: rows }, () => []);
     this.texts = new Array(rows).fill("");
-    this.finishReasons = new Array(rows).fill(null);
+    this.finishReasons = new Array(rows).fill("length");
   }
 
   add({ index, token, text, finishReason }: Piece): void {
     if (token !== null) this.tokenIds[index].push(token);
     this.texts[index] += text;
-    this.finishReasons[index] ??= finishReason;
+    if (finishReason) this.finishReasons[index] = finishReason;
   }
 }
 
@@ -269,11 +289,12 @@ function withResolvers<T>(): { promise: Promise<T>; resolve: (value: T) => void;
   return { promise, resolve, reject };
 }
 
-class LocalGeneration implements Generation {
-  private iterator: AsyncGenerator<Piece, void, undefined> | null = null;
+/** A generation that a generator of pieces runs: its return value is the output. */
+export class PieceStream implements Generation {
+  private iterator: AsyncIterator<Piece> | null = null;
   private readonly ended = withResolvers<Output>();
 
-  constructor(private readonly model: LocalModel, private readonly prompts: Prompt | readonly Prompt[], private readonly options: GenerateOptions) {
+  constructor(private readonly make: () => AsyncGenerator<Piece, Output, undefined>) {
     this.ended.promise.catch(() => undefined); // a caller who reads the pieces gets the error there
   }
 
@@ -292,34 +313,13 @@ class LocalGeneration implements Generation {
   }
 
   private async *run(): AsyncGenerator<Piece, void, undefined> {
-    const timing: Timing = { prefillMs: 0, decodeMs: 0, steps: 0, reads: 0 };
-    let rows: Row[] = [];
     try {
-      this.options.signal?.throwIfAborted();
-      rows = this.model.rows(this.prompts, this.options);
-    } catch (error) {
-      this.ended.reject(error);
-      throw error;
-    }
-    const collected = new Collected(rows.length);
-    try {
-      for await (const piece of this.model.pieces(rows, this.options, timing)) {
-        collected.add(piece);
-        yield piece;
-      }
+      this.ended.resolve(yield* this.make());
     } catch (error) {
       this.ended.reject(error);
       throw error;
     } finally {
-      const { texts, tokenIds, finishReasons } = collected;
-      this.ended.resolve({
-        texts: this.model.hasTokenizer ? texts : null,
-        tokenIds,
-        finishReasons,
-        seeds: rows.map(({ seed }) => readableSeed(seed)),
-        promptLengths: rows.map(({ prompt }) => prompt.length),
-        timing,
-      });
+      this.ended.reject(new QsampleError("the pieces were not read to their end, so there is no output")); // unless it is there
     }
   }
 }

@@ -1,7 +1,7 @@
 // The package in Node: folders and addresses, onnxruntime-node or WebAssembly.
 import { ArgumentError, DeviceError, shown } from "./errors.js";
 import { Meter, openUrl } from "./files.js";
-import { LOAD_OPTIONS, type LoadOptions } from "./load.js";
+import { checkLoadOptions, type LoadOptions } from "./load.js";
 import { type Model, openModel } from "./model.js";
 import { openFolder } from "./node_files.js";
 import type { Ort, Runtime } from "./runtime.js";
@@ -12,8 +12,8 @@ export type { LoadOptions };
 
 /** Open a package: a folder, or an address that begins with http. */
 export async function load(source: string | URL, options: LoadOptions = {}): Promise<Model> {
-  const unknown = Object.keys(options).find((name) => !LOAD_OPTIONS.includes(name));
-  if (unknown) throw new ArgumentError(`there is no option ${unknown}; the options are ${LOAD_OPTIONS.join(", ")}`, unknown);
+  checkLoadOptions(options);
+  if (options.worker) throw new ArgumentError("worker is for browsers; in Node, the processor's threads run beside JavaScript", "worker");
   const { device = "cpu" } = options;
   const meter = new Meter(options.progress);
   const files = /^https?:/.test(String(source)) ? await openUrl(source, options, meter) : await openFolder(source, options, meter);

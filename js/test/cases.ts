@@ -25,3 +25,13 @@ export function optionsOf({ options, seed }: Case): Record<string, any> {
   const bias = options.logitBias && Object.fromEntries(Object.entries(options.logitBias).map(([token, value]) => [token, value === "-inf" ? -Infinity : value]));
   return { ...options, seed, ...(bias ? { logitBias: bias } : {}) };
 }
+
+/** The options of a vector: a parameter that it lacks is off, whatever the model recommends. */
+export function optionsOfVector({ parameters: given, seed }: any): Record<string, any> {
+  return {
+    temperature: given.temperature, topP: given.top_p ?? null, topK: given.top_k ?? null, minP: given.min_p ?? null,
+    repetitionPenalty: given.repetition_penalty ?? null, frequencyPenalty: given.frequency_penalty ?? null,
+    presencePenalty: given.presence_penalty ?? null, minLength: given.min_length ?? null,
+    maxLength: given.max_length, eosTokenId: given.stop_ids, seed,
+  };
+}

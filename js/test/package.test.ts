@@ -1,7 +1,7 @@
 // The Python runtime's tokens and texts, in Node; and what a host has to refuse.
 import { afterAll, beforeAll, describe, expect, it } from "vitest";
 import { load, type Model } from "../src/node.js";
-import { given, optionsOf, vectors } from "./cases.js";
+import { given, optionsOf, optionsOfVector, vectors } from "./cases.js";
 
 // Without them, run `pytest -m ci tests/js`, which makes them.
 describe.skipIf(!given)("a package in Node", () => {
@@ -35,18 +35,11 @@ describe.skipIf(!given)("a package in Node", () => {
     const model = models.bundled;
     const rows = vectors.rows as any[];
     for (const row of rows) expect(await model.encode(row.prompt)).toEqual(row.prompt_ids);
-    const options = ({ parameters, seed }: any) => ({
-      temperature: parameters.temperature, topP: parameters.top_p ?? null, topK: parameters.top_k ?? null, minP: parameters.min_p ?? null,
-      repetitionPenalty: parameters.repetition_penalty ?? null, frequencyPenalty: parameters.frequency_penalty ?? null,
-      presencePenalty: parameters.presence_penalty ?? null, minLength: parameters.min_length ?? null,
-      maxLength: parameters.max_length, eosTokenId: parameters.stop_ids, seed,
-    });
     for (const row of rows) {
-      const { tokenIds } = await model.generate(row.prompt_ids, options(row)).output();
+      const { tokenIds } = await model.generate(row.prompt_ids, optionsOfVector(row)).output();
       expect(tokenIds[0]).toEqual(row.tokens);
     }
-    const [{ prompt_ids: prompt, tokens }] = rows;
-    const together = await model.generate([prompt, rows[1].prompt_ids, prompt], options(rows[0])).output();
-    expect([together.tokenIds[0], together.tokenIds[2]]).toEqual([tokens, tokens]);
+    const together = await model.generate(rows.map((row) => row.prompt_ids), { rows: rows.map(optionsOfVector) }).output();
+    expect(together.tokenIds).toEqual(rows.map((row) => row.tokens));
   });
 });

@@ -63,6 +63,22 @@ def camel(name: str) -> str:
 
 
 @pytest.fixture(scope="module")
+def float32_package(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The bundled model with its weights in float32: its own float16 needs a GPU that has it."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    import qsample
+
+    bundled = Path(qsample.__file__).parent / "assets" / "tiny_lm"
+    folder = tmp_path_factory.mktemp("float32")
+    AutoModelForCausalLM.from_pretrained(bundled, dtype=torch.float32).save_pretrained(folder / "checkpoint")
+    AutoTokenizer.from_pretrained(bundled).save_pretrained(folder / "checkpoint")
+    qsample.AutoModelForCausalLM.from_pretrained(folder / "checkpoint").export(folder / "package")
+    return folder / "package"
+
+
+@pytest.fixture(scope="module")
 def cases(bundled_package: Path, exported: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A file with packages, calls, and the Python runtime's results."""
     features: dict[str, Any] = {"logit_bias": True, "allowed_tokens": True, "logprobs": True, "top_logprobs": 3}
@@ -112,6 +128,14 @@ def npm(*arguments: str, cwd: Path = JS, **environment: str) -> str:
 @pytest.mark.ci
 def test_in_node(cases: Path) -> None:
     npm("npx", "vitest", "run", "--project", "node", QSAMPLE_CASES=str(cases))
+
+
+@pytest.mark.slow
+def test_in_a_browser(cases: Path, float32_package: Path, tmp_path: Path) -> None:
+    given = json.loads(cases.read_text("utf-8"))
+    given["packages"]["float32"] = str(float32_package)
+    (tmp_path / "cases.json").write_text(json.dumps(given), "utf-8")
+    npm("npx", "vitest", "run", "--project", "browser", QSAMPLE_CASES=str(tmp_path / "cases.json"))
 
 
 @pytest.mark.ci

@@ -1,0 +1,181 @@
+// The package in a Chromium: WebAssembly in a worker, WebGPU over SwiftShader, downloads, and what can go wrong.
+import { readFileSync } from "node:fs";
+import { join } from "node:path";
+import type { Page } from "playwright-core";
+import { afterAll, afterEach, beforeAll, beforeEach, describe, expect, it } from "vitest";
+import { given, optionsOfVector, vectors } from "../cases.js";
+import { executable, Harness } from "./harness.js";
+
+const rows = vectors.rows as any[];
+const PROMPTS = rows.map((row) => row.prompt_ids);
+const BATCH = { rows: rows.map(optionsOfVector) };
+const TOKENS = rows.map((row) => row.tokens);
+
+describe.skipIf(!given || !executable)("a package in a browser", () => {
+  let harness: Harness;
+  let page: Page;
+
+  beforeAll(async () => {
+    harness = await Harness.start(given!.packages);
+  });
+  afterAll(() => harness?.stop());
+  beforeEach(async () => {
+    page = await harness.page();
+    harness.tamper = () => undefined;
+    harness.requests = [];
+  });
+  afterEach(() => page.context().close());
+
+  /** What `work` returns in the page, or its error's name and message. */
+  const inPage = async (work: (qsample: any, values: any) => Promise<unknown>, values?: unknown): Promise<any> => {
+    const source = `async (values) => {
+      const options = { wasmPaths: location.origin + "/ort/", threads: 1 };
+      try { return await (${work.toString()})({ ...qsample, load: (where, more) => qsample.load(where, { ...options, ...more }) }, values); }
+      catch (error) { return { error: error.name, message: error.message }; }
+    }`;
+    return page.evaluate(`(${source})(${JSON.stringify(values ?? null)})`);
+  };
+
+  it("WebAssembly in a worker gives the vectors' tokens; files come once", async () => {
+    const result = await inPage(async (qsample, { prompts, batch }) => {
+      const seen: any[] = [];
+      const model = await qsample.load("/bundled", { device: "wasm", worker: true, progress: (progress: any) => seen.push(progress) });
+      const first = await model.generate(prompts, batch).output();
+      const pieces: any[] = [];
+      for await (const piece of model.generate("In the beginning", { maxNewTokens: 6, seed: 3 })) pieces.push(piece);
+      const unknown = await model.generate("x", { top_k: 3 }).output().catch((error: any) => [error.name, error.param, error.message]);
+      await model.dispose();
+      const gone = await model.generate("x").output().catch((error: any) => error.message);
+      await qsample.load("/bundled", { device: "wasm" });
+      return { device: model.device, hasChatTemplate: model.hasChatTemplate, tokens: first.tokenIds, seen, pieces, unknown, gone };
+    }, { prompts: PROMPTS, batch: BATCH });
+    expect(result).toMatchObject({ device: "wasm", hasChatTemplate: true, tokens: TOKENS });
+    expect(result.pieces.map(({ finishReason }: any) => finishReason)).toEqual([null, null, null, null, null, "length"]);
+    expect(result.seen.at(-1).loaded).toBe(result.seen.at(-1).total);
+    expect(result.unknown.slice(0, 2)).toEqual(["ArgumentError", "top_k"]);
+    expect(result.unknown[2]).toContain("did you mean topK?");
+    expect(result.gone).toContain("disposed");
+    // The second time all but the manifest came from the browser's cache.
+    expect(harness.requests.filter((name) => name === "decoder.onnx.data")).toHaveLength(1);
+    expect(harness.requests.filter((name) => name === "qsample.json")).toHaveLength(2);
+  });
+
+  it("a signal ends a generation and a download, in a worker and without, and the model stays usable", async () => {
+    const result = await inPage(async (qsample) => {
+      const found: any[] = [];
+      for (const worker of [true, false]) {
+        const model = await qsample.load("/bundled", { device: "wasm", worker });
+        const abort = new AbortController();
+        let tokens = 0;
+        try {
+          for await (const _ of model.generate("In the beginning", { maxNewTokens: 400, eosTokenId: null, signal: abort.signal })) {
+            if ((tokens += 1) === 3) abort.abort();
+          }
+        } catch (error: any) {
+          found.push(error.name, tokens);
+        }
+        for await (const _ of model.generate("In the beginning", { maxNewTokens: 400, eosTokenId: null })) break;
+        const { tokenIds } = await model.generate("In the", { maxNewTokens: 2, allowedTokens: null }).output().catch((error: any) => ({ tokenIds: error.message }));
+        found.push(tokenIds.includes("--allowed-tokens"), (await model.generate("In the", { maxNewTokens: 2 }).output()).tokenIds[0].length);
+      }
+      await caches.delete("qsample");
+      for (const worker of [true, false]) {
+        const abort = new AbortController();
+        const loading = qsample.load("/bundled", { device: "wasm", worker, signal: abort.signal, progress: () => abort.abort() });
+        found.push(await loading.catch((error: any) => error.name));
+      }
+      return found;
+    });
+    expect(result).toEqual(["AbortError", 3, true, 2, "AbortError", 3, true, 2, "AbortError", "AbortError"]);
+  });
+
+  it("a function in the page guides a generation in a worker", async () => {
+    const result = await inPage(async (qsample) => {
+      const model = await qsample.load("/llama", { device: "wasm", worker: true });
+      const allowedTokens = ({ tokens }: { tokens: number[] }): number[] => [40 + tokens.length];
+      const { tokenIds } = await model.generate([[5, 6], [7]], { maxNewTokens: 4, allowedTokens }).output();
+      const failed = await model.generate([5], { allowedTokens: () => { throw new RangeError("mine"); } }).output().catch((error: any) => error.message);
+      return { tokenIds, failed };
+    });
+    expect(result).toEqual({ tokenIds: [[40, 41, 42, 43], [40, 41, 42, 43]], failed: "mine" });
+  });
+
+  it("a damaged, cut or missing file is named, and the next try works", async () => {
+    const load = async (qsample: any): Promise<string> => (await qsample.load("/bundled", { device: "wasm" })).device;
+    const file = readFileSync(join(given!.packages.bundled, "decoder.onnx.data"));
+    file[100] ^= 1;
+    const only = (change: object) => (path: string) => (path.endsWith("decoder.onnx.data") ? change : undefined);
+    for (const [tamper, message] of [
+      [only({ body: new Uint8Array(file) }), "another sha256"],
+      [only({ body: new Uint8Array(file.subarray(0, 5000)) }), "has 5000 bytes instead of"],
+      [only({ cut: 60_000 }), "broke off"],
+      [only({ status: 404 }), "answers 404 for decoder.onnx.data"],
+      [(path: string) => (path.endsWith("qsample.json") ? { body: new TextEncoder().encode('{"contract_version": "9.0"}') } : undefined), "contract \"9.0\""],
+    ] as const) {
+      harness.tamper = tamper as any;
+      expect(await inPage(load)).toMatchObject({ error: "PackageError", message: expect.stringContaining(message) });
+    }
+    harness.tamper = () => undefined;
+    expect(await inPage(load)).toBe("wasm");
+  });
+
+  it("WebGPU gives the vectors' tokens", async () => {
+    const result = await inPage(async (qsample, { prompts, batch }) => {
+      const model = await qsample.load("/float32", { device: "webgpu" });
+      return { device: model.device, ...(await model.generate(prompts, batch).output()) };
+    }, { prompts: PROMPTS, batch: BATCH });
+    expect(result).toMatchObject({ device: "webgpu", tokenIds: TOKENS });
+  });
+
+  // compile makes it where the plugin for WebGPU is.
+  it.skipIf(!given?.packages.webgpu)("of a package for WebGPU, tokens alone come to the host", async () => {
+    const result = await inPage(async (qsample, { prompts, batch }) => {
+      const model = await qsample.load("/webgpu", { device: "webgpu" });
+      const mapped: number[] = [];
+      const { mapAsync } = GPUBuffer.prototype;
+      GPUBuffer.prototype.mapAsync = function (...values) {
+        mapped.push(this.size);
+        return mapAsync.apply(this, values);
+      };
+      const { tokenIds, timing } = await model.generate(prompts, batch).output();
+      return { tokenIds, timing, mapped };
+    }, { prompts: PROMPTS.slice(0, 2), batch: { rows: BATCH.rows.slice(0, 2) } });
+    expect(result.tokenIds).toEqual(TOKENS.slice(0, 2));
+    expect(result.mapped).toHaveLength(result.timing.reads);
+    // Status, length and up to four tokens of both rows.
+    expect(Math.max(...result.mapped)).toBeLessThanOrEqual(4 * 2 * 6);
+  });
+
+  it("a lost GPU is an error that says so, and another model can be loaded", async () => {
+    const result = await inPage(async (qsample) => {
+      const devices: GPUDevice[] = [];
+      const { requestDevice } = GPUAdapter.prototype;
+      GPUAdapter.prototype.requestDevice = async function (...values) {
+        devices.push(await requestDevice.apply(this, values));
+        return devices.at(-1)!;
+      };
+      const model = await qsample.load("/float32", { device: "webgpu" });
+      let tokens = 0;
+      const lost = await (async () => {
+        for await (const _ of model.generate("In the beginning", { maxNewTokens: 30, flushEvery: 1 })) if ((tokens += 1) === 2) devices[0].destroy();
+      })().catch((error) => [error.name, error.message]);
+      await model.dispose();
+      const again = await qsample.load("/float32", { device: "webgpu" });
+      const { tokenIds } = await again.generate("In the beginning", { maxNewTokens: 2 }).output();
+      return { lost, tokens: tokenIds[0].length };
+    });
+    expect(result.lost).toEqual(["DeviceError", expect.stringContaining("the GPU was lost")]);
+    expect(result.tokens).toBe(2);
+  });
+
+  it("without WebGPU it says so, and the default is WebAssembly", async () => {
+    const result = await inPage(async (qsample) => {
+      Object.defineProperty(navigator, "gpu", { value: { requestAdapter: async () => null } });
+      const none = await qsample.load("/bundled", { device: "webgpu" }).catch((error: any) => [error.name, error.message]);
+      Object.defineProperty(Navigator.prototype, "gpu", { value: undefined });
+      return { none, problem: await qsample.webGpuProblem(), device: (await qsample.load("/bundled")).device };
+    });
+    expect(result.none).toEqual(["DeviceError", expect.stringContaining("no adapter")]);
+    expect(result.device).toBe("wasm");
+  });
+});
