@@ -8,8 +8,8 @@
 Both continue the same prompt of 32 tokens, a single row, greedily and by top-k 50 (transformers.js ignores top-p): in
 Node, in WebAssembly with a single thread and with several, and on WebGPU if Chromium has an adapter. An adapter in
 software, such as SwiftShader (for compile, too: VK_ICD_FILENAMES=/usr/lib/chromium/vk_swiftshader_icd.json and
-ORT_WEBGPU_EP_ALLOW_SOFTWARE_ADAPTER=1), shows that it runs, and nothing about the speed of a GPU. Rounds take turns; a figure is
-the median of all tokens after the first. The greedy tokens of both are compared.
+ORT_WEBGPU_EP_ALLOW_SOFTWARE_ADAPTER=1), shows that it runs, and nothing about the speed of a GPU. Rounds take turns; a
+figure is the median of all tokens after the first. The greedy tokens of both are compared.
 
 Writes docs/benchmarks/web.json and web.md.
 """
@@ -61,6 +61,7 @@ def write_for_transformers(package: Path, folder: Path) -> None:
     for weight in graph.initializer:  # stored in half precision, for which a software GPU has no kernels
         if weight.data_type == TensorProto.FLOAT16:
             weight.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(weight).astype(np.float32), weight.name))
+    del graph.value_info[:]
     caches = [value for value in graph.input if value.name.startswith("past_key_values.")]
     one = helper.make_tensor("one", TensorProto.INT64, [1], [1])
     nodes = [
