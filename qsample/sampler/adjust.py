@@ -41,10 +41,13 @@ def mask_disallowed(logits: Tensor, allowed_tokens: Tensor, vocab: int) -> Tenso
     # A table with a row for each byte, because bit shifts have no kernel on some execution providers.
     bits = np.unpackbits(np.arange(_BYTE_VALUES, dtype=np.uint8)[:, None], axis=1, bitorder="little")
     masks = constant(np.where(bits == 1, 0, -np.inf).astype(np.float32))
-    scales = constant(np.array([_BYTE_VALUES**i for i in range(_WORD_BYTES)]))
-    # ONNX's modulo has the divisor's sign, which gives a negative word's two's complement.
-    words = op("Mod", allowed_tokens.to(INT64), _BYTE_VALUES**_WORD_BYTES)
-    bytes_ = op("Mod", words.unsqueeze() / scales, _BYTE_VALUES)
+    scales = constant(np.array([_BYTE_VALUES**i for i in range(_WORD_BYTES)], np.int32))
+    sign_bit = constant(np.array([0, 0, 0, _BYTE_VALUES // 2], np.int32))
+    # In int32, which all providers have: a negative word is 2**31 more without its sign bit.
+    words = allowed_tokens.unsqueeze()
+    negative = words < 0
+    shifted = where(negative, words + (2**31 - 1) + 1, words) / scales
+    bytes_ = shifted - shifted / _BYTE_VALUES * _BYTE_VALUES + where(negative, sign_bit, 0)
     mask = op("Gather", masks, bytes_).reshape(0, -1)
     return logits + (mask.columns(0, vocab) if vocab % (_BYTE_BITS * _WORD_BYTES) else mask)
 

@@ -1,4 +1,4 @@
-"""Ids and flags in float32, for providers whose kernels lack integers and bools in some operators.
+"""Ids and flags in float32, for providers whose kernels lack integers and bools in some operators, such as WebGPU's.
 
 ONNX Runtime would run such a node on the host, and each value that goes there is a wait for the device. Token ids,
 positions and flags are exact in float32: a vocabulary and a row have fewer than 2**24 of them.
@@ -27,7 +27,7 @@ _LACKING: Final[Mapping[str, tuple[tuple[ir.DataType, ...], int | None]]] = {
     "ReduceMin": ((*_BOOL, ir.DataType.INT64), 0),
     "Reshape": (_BOOL, 0),
     "Slice": ((*_BOOL, *_INTEGERS), 0),
-    "Squeeze": (_BOOL, 0),
+    "Squeeze": ((*_BOOL, ir.DataType.INT64), 0),
     "TopK": (_INTEGERS, 0),
     "Unsqueeze": (_BOOL, 0),
 }
@@ -43,11 +43,29 @@ def ids_as_floats(model: ir.Model) -> bool:
         if node.op_type in ("Or", "Xor") and not node.domain:
             _without(node)
             modified = True
+        elif node.op_type == "Pow":
+            modified |= _broadcast(node)
         elif node.op_type == "Shape":
             modified |= _shape_of_float(node)
         elif node.op_type in _LACKING and not node.domain:
             modified |= _in_float32(node)
     return modified
+
+
+def _broadcast(node: ir.Node) -> bool:
+    """WebGPU's Pow fails if one operand has a last axis of 1, and the other of a multiple of 4."""
+    base, exponent = node.inputs
+    assert base is not None
+    assert exponent is not None
+    if base.shape is None or exponent.shape is None or not base.shape or not exponent.shape:
+        return False
+    if base.shape[-1] == exponent.shape[-1] and isinstance(base.shape[-1], int):
+        return False
+    for index, other in ((0, exponent), (1, base)):
+        sizes = insert(node, "Shape", [other], [len(other.shape or ())])
+        sizes.dtype = ir.DataType.INT64
+        node.replace_input_with(index, insert(node, "Expand", [node.inputs[index], sizes], node.outputs[0].shape or ()))
+    return True
 
 
 def own_constants(model: ir.Model) -> bool:
