@@ -6,7 +6,7 @@ Stages: plan → the target's phases (`pipeline`) → self-test → divergence �
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -82,12 +82,12 @@ def compile_package(
     with metered(progress) as meter, package.write_package(path, overwrite=overwrite) as writer:
         stages = pipeline.stages_of(plan, meter)
         folder = writer.directory
-        placement, quantization, weights_sha256 = _build(plan, target, folder, stages, dump)
+        placement, provider_options, quantization, weights_sha256 = _build(plan, target, folder, stages, dump)
         if weights_sha256 is not None:
             writer.hashed(pipeline.WEIGHTS, weights_sha256)
         _add_other_files(plan, folder)
         stages.begin(Stage.TESTING)
-        manifest = partial(_manifest, plan, target, placement)
+        manifest = partial(_manifest, plan, target, placement, provider_options)
         unsealed = _unsealed(folder, manifest())
         self_test = run_self_test(plan, unsealed, target)
         if options.num_speculative_tokens:
@@ -112,14 +112,15 @@ def compile_package(
 
 def _build(
     plan: CompilePlan, target: Target, folder: Path, stages: Stages, dump: DebugDump | None
-) -> tuple[Placement, QuantizationReport | None, str | None]:
-    """Write the decode graph into `folder`. Returns where its nodes run, the report of its quantization, and the sha256
-    of its weights if they have a file."""
+) -> tuple[Placement, Mapping[str, str], QuantizationReport | None, str | None]:
+    """Write the decode graph into `folder`. Returns where its nodes run, the provider's options, the report of its
+    quantization, and the sha256 of its weights if they have a file."""
     with ScratchFolder(folder.parent) as scratch:
         build = pipeline.start(plan, stages, folder, scratch.new)
         pipeline.run(build, target.phases(plan), dump)
         assert build.placement is not None, f"the last phase of {target.name} sets the placement"
-        return build.placement, quantization_report(build.model), build.weights_sha256
+        options = {**target.provider_options, **build.provider_options}
+        return build.placement, options, quantization_report(build.model), build.weights_sha256
 
 
 def _add_other_files(plan: CompilePlan, folder: Path) -> None:
@@ -202,6 +203,7 @@ def _manifest(
     plan: CompilePlan,
     target: Target,
     placement: Placement,
+    provider_options: Mapping[str, str],
     self_test: dict[str, int] | None = None,
     quantization: dict[str, Any] | None = None,
 ) -> package.Manifest:
@@ -219,7 +221,7 @@ def _manifest(
             ctx_len=plan.ctx_len,
             placement=placement,
             self_test=self_test or {},
-            provider_options=target.provider_options,
+            provider_options=provider_options,
             quantization=quantization,
             verify=plan.options.verify,
             least_onnxruntime=STEPS_ONNXRUNTIME if plan.options.num_speculative_tokens else None,

@@ -76,6 +76,7 @@ class Build:
         provider_of: node name → provider, as ONNX Runtime reported it when it optimised the graph.
         placement: where the nodes run; None until the last phase has found out.
         weights_sha256: of the file of the decode graph's weights, once it is written and if there is one.
+        provider_options: of the provider, in addition to the target's, if they depend on the graph.
     """
 
     plan: CompilePlan
@@ -89,6 +90,7 @@ class Build:
     provider_of: Mapping[str, str] = field(default_factory=dict)
     placement: Placement | None = None
     weights_sha256: str | None = None
+    provider_options: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def decoder(self) -> Path:

@@ -25,6 +25,9 @@ OPENVINO: Final = "OpenVINOExecutionProvider"
 TENSORRT: Final = "TensorrtExecutionProvider"
 WEBGPU: Final = "WebGpuExecutionProvider"
 DEVICE: Final = "device_type"  # the option that chooses a device of OpenVINO
+ON_HOST: Final = (
+    "forceCpuNodeNames"  # the option of WebGPU that names nodes for the host; here with spaces between them
+)
 _SUFFIX: Final = "ExecutionProvider"
 _PLUGIN_PREFIX: Final = "onnxruntime_ep_"
 _SUGGESTED: Final = ("cpu", "cuda", "openvino", "tensorrt", "webgpu")  # short names for messages
@@ -189,8 +192,12 @@ def add_plugin(options: ort.SessionOptions, provider: str, provider_options: Map
     devices = plugin_devices(provider)
     if not devices:
         raise QsampleError(f"{provider} finds no device here. docs/devices.md lists the provider's requirements")
-    # WebGPU chooses its GPU by itself, and takes a single entry.
-    options.add_provider_for_devices(devices[:1] if provider == WEBGPU else devices, dict(provider_options))
+    given = dict(provider_options)
+    if provider == WEBGPU:
+        devices = devices[:1]  # it chooses its GPU by itself
+        if ON_HOST in given:  # in lines; manifests hold no control characters
+            given[ON_HOST] = given[ON_HOST].replace(" ", "\n")
+    options.add_provider_for_devices(devices, given)
 
 
 def _add_openvino(options: ort.SessionOptions, provider_options: Mapping[str, str]) -> None:

@@ -22,7 +22,7 @@ ALLOWED_OPTIONS: Final[Mapping[str, Mapping[str, str]]] = {
     CUDA: {"enable_cuda_graph": "[01]", "use_tf32": "[01]"},
     OPENVINO: {DEVICE: "CPU|GPU|NPU", "INFERENCE_PRECISION_HINT": "f32|f16|bf16"},
     TENSORRT: {"trt_fp16_enable": "[01]", "trt_bf16_enable": "[01]"},
-    WEBGPU: {"enableInt64": "[01]"},
+    WEBGPU: {"enableInt64": "[01]", "forceCpuNodeNames": r"[\w.:/ -]*"},
 }
 
 

@@ -25,9 +25,7 @@ import numpy as np
 from qsample.contract import CANDIDATES
 from qsample.sampler.blocks import ALIGNMENT, FLOOR, Blocks, block_sums, top_candidates, total
 from qsample.sampler.tensor import (
-    BOOL,
     FLOAT,
-    INT16,
     INT64,
     Tensor,
     Tensors,
@@ -102,9 +100,7 @@ class Search:
 
         if not self._skipped:
             return found()[0]
-        # Through int16, for which WebGPU has no kernel: on the device, the host would have to wait for the condition.
-        some = op("Squeeze", size(listed, 0)).to(INT16).to(BOOL)
-        return branch(some, found, lambda: (constants(searched, EVERYTHING),))[0]
+        return branch(op("Squeeze", size(listed, 0)) > 0, found, lambda: (constants(searched, EVERYTHING),))[0]
 
 
 def _with_more_blocks(values: Tensor, filler: float) -> Tensor:

@@ -18,8 +18,7 @@ import numpy as np
 import onnx_ir as ir
 from onnxscript import GraphBuilder
 
-FLOAT, BOOL = ir.DataType.FLOAT, ir.DataType.BOOL
-INT16, INT32, INT64 = ir.DataType.INT16, ir.DataType.INT32, ir.DataType.INT64
+FLOAT, INT32, INT64, BOOL = ir.DataType.FLOAT, ir.DataType.INT32, ir.DataType.INT64, ir.DataType.BOOL
 
 _END = 2**31 - 1  # of an axis, whatever its size
 

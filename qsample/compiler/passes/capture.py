@@ -8,7 +8,7 @@ kernels read the position of the cut on the host.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -45,6 +45,27 @@ _INTEGERS: Final = (ir.DataType.INT32, ir.DataType.INT64)
 def host_nodes(graph: ir.Graph) -> set[ir.Node]:
     """The nodes that compute shapes, on the host."""
     return _host_values(graph).nodes
+
+
+def host_arithmetic(graph: ir.Graph, more: Mapping[str, Collection[int]]) -> list[ir.Node]:
+    """The nodes between shapes and the inputs that kernels read on the host: a device that ran them would have to give
+    their results back.
+
+    more: operator → indices of further inputs that its kernels read on the host.
+    """
+    host, found = _host_values(graph).nodes, list[ir.Node]()
+    waiting = [
+        value.producer()
+        for node in graph
+        for index in {*_ON_HOST.get(node.op_type, ()), *more.get(node.op_type, ())}
+        if index < len(node.inputs) and (value := node.inputs[index]) is not None
+    ]
+    while waiting:
+        node = waiting.pop()
+        if node in host and node.op_type not in _SOURCES and node not in found:
+            found.append(node)
+            waiting += [value.producer() for value in node.inputs if value is not None]
+    return found
 
 
 def host_data(graph: ir.Graph) -> list[str]:

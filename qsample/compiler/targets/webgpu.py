@@ -19,7 +19,7 @@ from typing import Any, Final
 import numpy as np
 import onnx_ir as ir
 
-from qsample.compiler.passes.capture import host_nodes
+from qsample.compiler.passes.capture import host_arithmetic, host_nodes
 from qsample.compiler.passes.float_ids import ids_as_floats, own_constants
 from qsample.compiler.passes.half_precision import convert_to_half
 from qsample.compiler.pipeline import (
@@ -43,10 +43,12 @@ from qsample.graph.join import append_sampler
 from qsample.graph.operators import is_contrib
 from qsample.interface import Interface
 from qsample.ort.options import session_options
-from qsample.ort.providers import CPU, WEBGPU, open_session
+from qsample.ort.providers import CPU, ON_HOST, WEBGPU, open_session
 from qsample.sampler import build_sampler
 
 _DTYPES: Final = ("float32", "float16")
+_HOST: Final = "Cpu"  # ONNX Runtime's name of the host's memory
+_READ_ON_HOST: Final = {"Clip": (1, 2), "If": (0,)}  # in addition to the inputs that CUDA's kernels read there
 
 
 class WebGpuTarget(Target):
@@ -97,9 +99,10 @@ class WebGpuTarget(Target):
             step(join_flat_sampler),
             graph_pass(ids_as_floats),
             graph_pass(own_constants),
+            step(keep_shapes_on_host),
             step(save),
             step(cut_weights),
-            step(place, providers=self.execution_providers, provider_options=self.provider_options),
+            step(place),
         ]
 
 
@@ -144,27 +147,45 @@ def join_flat_sampler(build: Build) -> None:
         build.sampler = None
 
 
-def place(build: Build, providers: Sequence[str], provider_options: Mapping[str, str]) -> None:
+def host_shapes(model: ir.Model) -> str:
+    """The value of the option `ON_HOST`: the nodes between shapes and the kernels that read them on the host.
+
+    With int64 enabled, the provider would compute some of them on the device, and the host would wait for the result.
+    """
+    return " ".join(sorted(str(node.name) for node in host_arithmetic(model.graph, _READ_ON_HOST)))
+
+
+def keep_shapes_on_host(build: Build) -> None:
+    """Note the option that does it."""
+    build.provider_options = {ON_HOST: host_shapes(build.model)}
+
+
+def place(build: Build) -> None:
     """Load the graph as it will be run, and find out where its nodes run.
 
-    Raises CompileError if ONNX Runtime cannot load it, or a node that computes is not on the device.
+    Raises CompileError if ONNX Runtime cannot load it, a node that computes is not on the device, or an input or output
+    is not.
     """
+    options = {**TARGET.provider_options, **build.provider_options}
     try:
-        session = open_session(build.decoder, session_options(RECORD), providers, provider_options)
+        session = open_session(build.decoder, session_options(RECORD), TARGET.execution_providers, options)
     except QsampleError:
         raise
     except Exception as error:  # ONNX Runtime's own exceptions share no base but Exception
         raise CompileError(f"ONNX Runtime cannot load the graph on this device: {error}") from error
-    device, shapes = providers[0], {node.name for node in host_nodes(build.model.graph)}
+    shapes = {node.name for node in host_nodes(build.model.graph)}
     misplaced = [
         f"{node.op_type} {node.name}"
         for provider, node in assigned_nodes(session)
-        if provider != device and node.name not in shapes
+        if provider != WEBGPU and node.name not in shapes
     ]
+    memories = (*session.get_input_memory_infos(), *session.get_output_memory_infos())
+    values = (*session.get_inputs(), *session.get_outputs())
+    misplaced += [value.name for value, memory in zip(values, memories, strict=True) if memory.name == _HOST]
     if misplaced:
         raise CompileError(
-            f"{len(misplaced)} nodes have no kernel on {device}, and each would wait for the device in every step: "
-            f"{', '.join(misplaced[:5])}{' …' if len(misplaced) > 5 else ''}. Compile the model for cpu"
+            f"{len(misplaced)} nodes have no kernel on {WEBGPU}, and each would wait for the device in every step: "
+            f"{', '.join(misplaced[:5])}{' …' if len(misplaced) > 5 else ''}. Compile the model for cpu or web"
         )
     build.placement = placement_of(session)
 
