@@ -30,13 +30,20 @@ _PRODUCTS: Final = ("MatMul", "Gemm")
 
 
 class Layer(NamedTuple):
-    """A linear layer of a graph: its path, what it reads [B, S, in], its result [B, S, out], and a factor that the
-    graph applies to the result of the product."""
+    """A linear layer of a graph.
+
+    Attributes:
+        path: its name.
+        states: what it reads, [B, S, in]; [B, in, S] if `transposed`.
+        result: [B, S, out]; of joined layers that of all, side by side.
+        factor: that the graph applies to the result of the product.
+    """
 
     path: str
     states: ir.Value
     result: ir.Value
     factor: float = 1.0
+    transposed: bool = False
 
 
 def add_adapters(model: ir.Model, interface: Interface, layers: Iterable[Layer]) -> None:
@@ -90,9 +97,11 @@ class _Adapters:
         assert layer.states.shape is not None
         assert a.shape is not None
         assert b.shape is not None
-        rows = list(layer.states.shape)[:-1]
+        batch, *sizes = layer.states.shape
+        rows = [batch, sizes[-1 if layer.transposed else 0]]
+        turned = {"transA": int(layer.transposed), "transB": 1}
         narrow, wide = _like([*rows, a.shape[0]], self._dtype), _like([*rows, b.shape[1]], self._dtype)
-        down = _node(_FUSED, [layer.states, a], f"{name}.down", narrow, {"transB": 1}, CONTRIB_DOMAIN)
+        down = _node(_FUSED, [layer.states, a], f"{name}.down", narrow, turned, CONTRIB_DOMAIN)
         own = _node("Where", [self._masks[kind], down.outputs[0], self._zero], f"{name}.own", narrow)
         up = _node(_FUSED, [own.outputs[0], b], f"{name}.up", wide, {"alpha": layer.factor}, CONTRIB_DOMAIN)
         return [down, own, up]
@@ -194,8 +203,8 @@ def _layers(node: ir.Node, paths: Sequence[str | None]) -> list[Layer]:
         raise CompileError(
             f"adapters cannot change {known}: {node.name}, its product here, is not only theirs, row by row"
         )
-    factor = node.attributes.get_float("alpha", 1.0)
-    return [Layer(path, states, result, factor) for path in paths if path is not None]
+    factor, transposed = node.attributes.get_float("alpha", 1.0), bool(node.attributes.get_int("transA", 0))
+    return [Layer(path, states, result, factor, transposed) for path in paths if path is not None]
 
 
 def _part_names(node: ir.Node) -> list[str]:
@@ -210,11 +219,13 @@ def _part_names(node: ir.Node) -> list[str]:
 
 
 def _weight_of(result: ir.Value) -> ir.Value | None:
-    """The weight of the product that `result` is, perhaps plus a bias."""
+    """The weight of the product that `result` is, perhaps plus a bias, or in another shape."""
     node = producer(result)
-    if node is not None and node.op_type == "Add":
-        node = next((one for one in map(producer, node.inputs) if one is not None and _is_product(one)), None)
-    return node.inputs[1] if node is not None and _is_product(node) else None
+    while node is not None and not _is_product(node):
+        if node.op_type not in ("Add", "Reshape"):
+            return None
+        node = next((one for one in map(producer, node.inputs) if one is not None), None)
+    return None if node is None else node.inputs[1]
 
 
 def _is_product(node: ir.Node) -> bool:
