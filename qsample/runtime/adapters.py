@@ -134,7 +134,8 @@ def _fitted(
             f"and {wanted[1]}; give an adapter of this very model, with its own {CONFIG}"
         )
     dtype = interface.dtype
-    scaled = np.float32(config.scale_of(target.path)) * _floats(b, target, path).T
+    with np.errstate(over="ignore", invalid="ignore"):  # infinite numbers are refused below
+        scaled = np.float32(config.scale_of(target.path)) * _floats(b, target, path).T
     return _stored(_floats(a, target, path), dtype, target, path), _stored(scaled, dtype, target, path)
 
 

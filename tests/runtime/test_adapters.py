@@ -1,0 +1,138 @@
+"""Reading LoRA adapters: what a package takes, and what is refused by name."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from qsample.errors import QsampleError
+from qsample.interface import AdapterTarget, Features, Interface, KeyValueShape
+from qsample.runtime.adapters import read_adapter
+from tests.helpers.adapters import random_adapter
+
+ATTENTION, MLP = "model.layers.0.self_attn.q_proj", "model.layers.0.mlp.down_proj"
+
+
+def make_interface(**changes: Any) -> Interface:
+    targets = AdapterTarget(ATTENTION, 6, 10), AdapterTarget(MLP, 5, 6)
+    features = Features(max_loras=2, max_lora_rank=4)
+    return Interface(16, (KeyValueShape(1, 8),), features=features, **{"adapters": targets, **changes})
+
+
+def make_adapter(folder: Path, **config: Any) -> Path:
+    return random_adapter(folder, make_interface(), seed=1, rank=4, **config)
+
+
+def change(folder: Path, **tensors: torch.Tensor | None) -> None:
+    """Replace tensors of an adapter; None removes one. Their names without the beginning, and _ for a dot."""
+    path = folder / "adapter_model.safetensors"
+    found = load_file(path)
+    for name, tensor in tensors.items():
+        (old,) = [one for one in found if one.replace(".", "_").endswith(name)] or [f"base_model.model.{name}"]
+        found.pop(old, None)
+        if tensor is not None:
+            found[old] = tensor
+    save_file(found, path)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("of_package", ["float32", "float16", "bfloat16"])
+def test_the_numbers(tmp_path: Path, dtype: torch.dtype, of_package: str) -> None:
+    folder = make_adapter(tmp_path / "a", use_rslora=True)
+    path = folder / "adapter_model.safetensors"
+    save_file({name: tensor.to(dtype) for name, tensor in load_file(path).items()}, path)
+    adapter = read_adapter("a", folder, make_interface(dtype=of_package))
+    assert adapter.ranks == {"q_proj": 4, "down_proj": 4}
+    for name in (ATTENTION, MLP):
+        stored = {kind: load_file(path)[f"base_model.model.{name}.lora_{kind}.weight"].float() for kind in "AB"}
+        kept = getattr(torch, of_package)
+        wanted = stored["A"].to(kept), (stored["B"].T * (4 / math.sqrt(4))).to(kept)
+        for matrix, tensor in zip(adapter.matrices[name], wanted, strict=True):
+            bits = torch.int32 if of_package == "float32" else torch.int16
+            assert np.array_equal(matrix.view(f"int{8 * matrix.itemsize}"), tensor.contiguous().view(bits).numpy())
+
+
+def test_equal_numbers_have_the_same_hash(tmp_path: Path) -> None:
+    one, same = (read_adapter(name, make_adapter(tmp_path / name), make_interface()) for name in "ab")
+    assert one.sha256 == same.sha256
+    assert one.sha256 != read_adapter("c", make_adapter(tmp_path / "c", use_rslora=True), make_interface()).sha256
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"peft_type": "IA3"}, "an adapter of type IA3 cannot be used here"),
+        ({"use_dora": True}, "an adapter with use_dora cannot"),
+        ({"modules_to_save": ["lm_head"]}, "an adapter with modules_to_save cannot"),
+        ({"bias": "lora_only"}, "an adapter with bias cannot"),
+        ({"target_parameters": ["experts.gate_up_proj"]}, "an adapter with target_parameters cannot"),
+        ({"rank_pattern": {"q_proj": 5}}, "rank in .*q_proj is 5.*max_lora_rank=4; export .*max_lora_rank=5"),
+        ({"rank_pattern": {"q_proj": 2}}, r"q_proj are \[4, 6\] and \[10, 4\], and must be \[2, 6\] and \[10, 2\]"),
+        ({"lora_alpha": 1e42}, "down_proj, with its scale, has numbers that are not finite"),
+    ],
+)
+def test_configurations_that_are_refused(tmp_path: Path, config: dict[str, Any], message: str) -> None:
+    folder = make_adapter(tmp_path / "a")
+    settings = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps(settings | config))
+    with pytest.raises(QsampleError, match=message):
+        read_adapter("a", folder, make_interface())
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        ({"q_proj_lora_A_weight": None}, f"matrix B of {re.escape(ATTENTION)} without its partner"),
+        ({"q_proj_lora_A_weight": torch.full((4, 6), math.nan)}, "numbers that are not finite"),
+        ({"q_proj_lora_A_weight": torch.ones(4, 6, dtype=torch.int64)}, "is int64; it must be a matrix of floats"),
+        ({"q_proj_lora_A_weight": torch.ones(4, 6, dtype=torch.float64)}, r"cannot be read \('F64'\)"),
+        ({"q_proj_lora_A_weight": torch.ones(4, 7)}, r"\[4, 7\] and \[10, 4\], and must be \[4, 6\]"),
+        ({"q_proj_lora_A_weight": torch.ones(24)}, r"are \[24\] and"),
+        ({"lm_head.lora_A.weight": torch.ones(4, 6)}, "changes lm_head, and this package .* q_proj, down_proj"),
+        ({"lm_head.weight": torch.ones(4, 6)}, "lm_head.weight, which is no LoRA matrix"),
+        ({"embed.lora_embedding_A": torch.ones(4, 6)}, "lora_embedding_A, which is no LoRA matrix"),
+    ],
+)
+def test_tensors_that_are_refused(tmp_path: Path, tensors: dict[str, Any], message: str) -> None:
+    folder = make_adapter(tmp_path / "a")
+    change(folder, **tensors)
+    with pytest.raises(QsampleError, match=message):
+        read_adapter("a", folder, make_interface())
+
+
+def test_files_that_are_refused(tmp_path: Path) -> None:
+    folder = make_adapter(tmp_path / "a")
+    whole = (folder / "adapter_model.safetensors").read_bytes()
+    for damaged in (b"", whole[:100], whole[:-1], whole + b"x", b"\xff" * 8 + whole[8:]):
+        (folder / "adapter_model.safetensors").write_bytes(damaged)
+        with pytest.raises(
+            QsampleError, match=r"adapter_model\.safetensors cannot be read .*download the adapter again"
+        ):
+            read_adapter("a", folder, make_interface())
+    save_file({}, folder / "adapter_model.safetensors")
+    with pytest.raises(QsampleError, match="holds no LoRA matrices"):
+        read_adapter("a", folder, make_interface())
+    (folder / "adapter_model.safetensors").unlink()
+    with pytest.raises(QsampleError, match=r"it has no adapter_model\.safetensors; give a folder"):
+        read_adapter("a", folder, make_interface())
+    with pytest.raises(QsampleError, match=r"no LoRA adapter in .*nowhere: it has no adapter_config\.json"):
+        read_adapter("a", tmp_path / "nowhere", make_interface())
+    with pytest.raises(ValueError, match="the adapter's name is ''; give a text"):
+        read_adapter("", folder, make_interface())
+    with pytest.raises(ValueError, match="takes no LoRA adapters; export the model again with max_loras"):
+        read_adapter("a", folder, make_interface(adapters=()))
+
+
+def test_half_precision_has_limits(tmp_path: Path) -> None:
+    folder = make_adapter(tmp_path / "a")
+    change(folder, q_proj_lora_B_weight=torch.full((10, 4), 1e5))
+    with pytest.raises(QsampleError, match="q_proj, with its scale, has numbers that are not within float16"):
+        read_adapter("a", folder, make_interface(dtype="float16"))
