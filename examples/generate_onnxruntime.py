@@ -36,6 +36,12 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--top-k", type=int, default=0, help="0 is off")
     parser.add_argument("--top-p", type=float, default=0.95, help="1 is off")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--prompt-lookup-num-tokens",
+        type=int,
+        default=0,
+        help="guesses a step, for packages compiled with --num-speculative-tokens; the text stays the same",
+    )
     return parser.parse_args()
 
 
@@ -107,15 +113,21 @@ def main() -> None:
         "allowed_tokens": np.full((1, -(-manifest["interface"]["vocab_size"] // 32)), -1, dtype=np.int32),
         "typical_p": np.float32([1]),
         "seed": np.int64([args.seed]),  # for a graph without the state `noise`
+        "prompt_lookup_num_tokens": np.int32([args.prompt_lookup_num_tokens]),
     }
     # Every other filter is off with zeros, or with -1 in place of tokens.
     for tensor in decoder.get_inputs():
         if tensor.name not in {"input_ids", "input_lengths", *parameters, *states}:
             kind, off = np.float32 if tensor.type == "tensor(float)" else np.int32, -1 if len(tensor.shape) > 1 else 0
-            parameters[tensor.name] = np.full([1] * len(tensor.shape), off, dtype=kind)
+            shape = [size if isinstance(size, int) else 1 for size in tensor.shape]
+            parameters[tensor.name] = np.full(shape, off, dtype=kind)
     fixed = {name: on_device(array) for name, array in parameters.items()}
     # A step's output is the next step's input; two buffers alternate, because a graph may write while it reads.
     next_ids = [on_device(np.zeros((1, 1), dtype=np.int64)) for _ in range(2)]
+
+    # A step of some packages may give several tokens.
+    most = manifest["interface"]["features"].get("num_speculative_tokens", 0) + 1
+    several = {"new_ids": on_device(np.zeros((1, most), np.int64)), "num_new": on_device(np.zeros(1, np.int32))}
 
     # 3. A binding for the prompt, and a binding for each of the two buffers. States are bound in place.
     def bind(ids: ort.OrtValue, write_to: ort.OrtValue) -> ort.IOBinding:
@@ -123,7 +135,8 @@ def main() -> None:
         call = {"input_ids": ids, "input_lengths": on_device(np.int32([ids.shape()[1]]))}
         for tensor in decoder.get_inputs():
             binding.bind_ortvalue_input(tensor.name, (call | fixed | states)[tensor.name])
-        written = {retained_name(name): value for name, value in states.items()} | {"next_ids": write_to}
+        written = {retained_name(name): value for name, value in states.items()}
+        written |= {"next_ids": write_to, **several}
         for output in decoder.get_outputs():
             if output.name in written:
                 binding.bind_ortvalue_output(output.name, written[output.name])
@@ -155,7 +168,10 @@ def main() -> None:
         decoder.run_with_iobinding(*calls[call])
         if states["status"].numpy()[0] == INVALID:
             raise SystemExit("the model returned NaN or infinite logits")
-        tokens.append(int(next_ids[step % 2].numpy()[0, 0]))
+        if most == 1:
+            tokens.append(int(next_ids[step % 2].numpy()[0, 0]))
+        else:
+            tokens += several["new_ids"].numpy()[0, : several["num_new"].numpy()[0]].tolist()
         step += 1
     print(tokenizer.decode(tokens))
 

@@ -2,9 +2,10 @@
 
 The flow of a step, in `build`: `adjust` and `repetition` change the logits; `blocks` finds the largest of them; in
 `draw`, `filters` take tokens away from a pool (`pools`), with thresholds from `search`, and the pool draws; `commit`
-gives the next states and `outputs` the results. `tensor` has the operators that all of them use.
+gives the next states and `outputs` the results. `tensor` has the operators that all of them use. If a step checks
+guesses, `guess` comes before the model, and `verify` builds the sampler after it.
 """
 
-from qsample.sampler.build import build_draw, build_sampler
+from qsample.sampler.build import build_sampler
 
-__all__ = ["build_draw", "build_sampler"]
+__all__ = ["build_sampler"]

@@ -9,11 +9,11 @@ from typing import Final
 import onnx_ir as ir
 from onnx_ir.passes import common as common_passes
 
-from qsample.contract import ADJUSTED_LOGITS, CANDIDATES, STATUS, TensorSpec, retained_name
+from qsample.contract import ADJUSTED_LOGITS, CANDIDATES, TensorSpec, retained_name
 from qsample.interface import GraphSpec, Interface
 from qsample.sampler.adjust import adjusted_logits
 from qsample.sampler.call import Call
-from qsample.sampler.commit import next_states, next_status
+from qsample.sampler.commit import next_states
 from qsample.sampler.draw import draw
 from qsample.sampler.outputs import results
 from qsample.sampler.tensor import Tensor, building, op
@@ -52,28 +52,6 @@ def build_sampler(
         found = results(call, drawn, pad_token_id) | states | {ADJUSTED_LOGITS.name: adjusted}
         retained = [replace(state, name=retained_name(state.name)) for state in spec.states if not state.read_only]
         set_outputs(graph, interface, [*spec.outputs, *retained], found)
-    return finished(graph)
-
-
-def build_draw(interface: Interface, pad_token_id: int) -> ir.Model:
-    """The sampler without its commit, for callers that keep the states: it reads them, and writes none.
-
-    Several positions of a sequence can be rows of a call, each with the tokens, counts and length of its position.
-
-    Args:
-        interface, pad_token_id: as for `build_sampler`.
-
-    Returns:
-        A graph with the inputs of `interface.sampler`; its outputs are those of a step and `status_RetainedState`.
-    """
-    spec = interface.sampler
-    graph, inputs = new_graph(interface, spec)
-    with building(graph):
-        call = Call(interface, inputs)
-        drawn = draw(call, adjusted_logits(call), CANDIDATES)
-        status = replace(STATUS, name=retained_name(STATUS.name))
-        found = results(call, drawn, pad_token_id) | {status.name: next_status(call, drawn)}
-        set_outputs(graph, interface, [*interface.sampler_outputs, status], found)
     return finished(graph)
 
 

@@ -1,10 +1,7 @@
-"""The graphs as a whole: their interface and operators, whole steps against the reference at many sizes, and the draw
-without the commit."""
+"""The graphs as a whole: their interface and operators, and whole steps against the reference at many sizes."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Mapping
 from dataclasses import replace
 
 import hypothesis.strategies as st
@@ -12,7 +9,6 @@ import numpy as np
 import onnx
 import onnx.shape_inference
 import onnx_ir as ir
-import onnxruntime as ort
 import pytest
 from hypothesis import given, settings
 
@@ -20,7 +16,7 @@ from qsample.compiler.passes.capture import host_data, lower_opset, remove_host_
 from qsample.contract import EXTRA_PARAMETERS, FILTER_ORDERS, INVALID_LOGITS
 from qsample.graph.operators import OPSET
 from qsample.interface import Features, Interface
-from qsample.sampler import build_draw, build_sampler
+from qsample.sampler import build_sampler
 from tests.helpers.cuda_kernels import KERNELS, VALUES_OF_WHERE, VERSIONS, has_kernel
 from tests.helpers.sampler_cases import (
     ALL_FEATURES,
@@ -31,8 +27,6 @@ from tests.helpers.sampler_cases import (
     graph,
     interface,
     make_inputs,
-    opened,
-    random_step,
     sampler,
 )
 
@@ -62,14 +56,11 @@ every_graph = pytest.mark.parametrize("face", GRAPHS, ids=names)
 
 @every_graph
 def test_interface(face: Interface) -> None:
-    draws = [] if face.features.seed else [(build_draw(face, PAD), None)]
-    for model, spec in ((graph(face), face.sampler), *draws):
-        assert [value.name for value in model.graph.inputs] == face.sampler.input_names
-        found = [value.name for value in model.graph.outputs]
-        drawn = [output.name for output in face.sampler_outputs]
-        assert found == (spec.output_names if spec else [*drawn, "status_RetainedState"])
-        onnx.checker.check_model(ir.to_proto(model), full_check=True)
-        assert model.opset_imports == {"": OPSET}
+    model = graph(face)
+    assert [value.name for value in model.graph.inputs] == face.sampler.input_names
+    assert [value.name for value in model.graph.outputs] == face.sampler.output_names
+    onnx.checker.check_model(ir.to_proto(model), full_check=True)
+    assert model.opset_imports == {"": OPSET}
     wanted = {spec.name: (spec.dtype, len(spec.axes)) for spec in (*face.sampler.inputs, *face.sampler.states)}
     for value in graph(face).graph.inputs:
         assert value.dtype is not None
@@ -297,69 +288,3 @@ def test_half_precision_ties(parameters: dict[str, float]) -> None:
     face = interface(20_000, WITH_PROBS)
     logits = np.random.default_rng(0).normal(size=(4, 20_000)).astype(np.float16).astype(np.float32)
     assert check_rows(face, logits, make_inputs(face, 4, noise=[0, 0.2, 0.9, 1 - 2**-24], **parameters)) == 0
-
-
-@functools.cache
-def draw_session(face: Interface) -> ort.InferenceSession:
-    return opened(build_draw(face, PAD))
-
-
-def draw(face: Interface, logits: Array, inputs: Mapping[str, Array]) -> dict[str, Array]:
-    session = draw_session(face)
-    names = [output.name for output in session.get_outputs()]
-    return dict(zip(names, session.run(names, {"logits": logits, **inputs}), strict=True))
-
-
-@pytest.mark.parametrize("captured", [False, True])
-def test_a_draw_and_a_commit_are_a_step(captured: bool) -> None:
-    """`build_draw` gives the results of a step; from these, NumPy writes the states."""
-    features = replace(EVERYTHING, filters=tuple(name for name in ALL_FILTERS if name != "mirostat"))
-    face = Interface(300, (), features=features, captured=captured)
-    logits, inputs = random_step(np.random.default_rng(3), face, 60, sequence=2)
-    drawn, whole = draw(face, logits, inputs), sampler(face)(logits, inputs)
-    for name, value in drawn.items():
-        np.testing.assert_array_equal(value, whole[name], err_msg=name)
-
-    state = {name: inputs[name].copy() for name in ("lengths", "tokens", "output_counts")}
-    for row in range(60):
-        start, count = int(inputs["lengths"][row]), int(inputs["input_lengths"][row])
-        emits = bool(inputs["emit"][row]) and drawn["status_RetainedState"][row] != INVALID_LOGITS
-        if inputs["status"][row] == 0 and (emits or not inputs["emit"][row]):
-            if start == 0:
-                state["tokens"][row] = inputs["input_ids"][row, 0]
-            state["tokens"][row, start : start + count] = inputs["input_ids"][row, :count]
-            state["lengths"][row] = start + count
-            if emits:
-                token = drawn["next_ids"][row, 0]
-                state["tokens"][row, start + count] = token
-                state["output_counts"][row, token] += 1
-    for name, value in state.items():
-        np.testing.assert_array_equal(value, whole[f"{name}_RetainedState"], err_msg=name)
-
-
-def test_positions_of_a_sequence_can_be_rows_of_one_call() -> None:
-    """Row j has the tokens, counts and length after j steps; its token is that of step j + 1."""
-    face = interface(300, replace(EVERYTHING, filters=tuple(name for name in ALL_FILTERS if name != "mirostat")))
-    rng, steps = np.random.default_rng(4), 6
-    for _ in range(2):
-        logits, state = random_step(rng, face, steps, sequence=1)
-        for array in state.values():
-            array[:] = array[:1]  # the parameters and the state of one sequence
-        begin = {"status": 0, "emit": True, "lengths": 3, "stop_ids": -1, "max_length": 99, "min_length": 6}
-        for name, value in begin.items():
-            state[name][:] = value
-        state["tokens"][:, 3:] = state["tokens"][:, :1]
-        one = {name: array[:1].copy() for name, array in state.items()}
-        tokens = []
-        for position in range(steps):
-            for name in ("lengths", "tokens", "output_counts", "input_ids"):
-                state[name][position] = one[name][0]
-            result = sampler(face)(logits[position : position + 1], one)
-            one |= {name.removesuffix("_RetainedState"): array for name, array in result.items() if "Retained" in name}
-            one["input_ids"] = result["next_ids"]
-            tokens.append(result)
-        together = draw(face, logits, state)
-        for name in ("next_ids", "probs", "logprobs", "status_RetainedState"):
-            np.testing.assert_array_equal(
-                together[name], np.concatenate([result[name] for result in tokens]), err_msg=name
-            )

@@ -109,7 +109,8 @@ def random_prompts(rng: np.random.Generator, model: Guessing) -> list[list[int]]
     prompts = []
     for _ in range(int(rng.integers(1, 5))):
         start = int(rng.integers(0, len(model.text) // 2))
-        prompts.append(model.text[start : start + int(rng.integers(1, 60))])
+        full = rng.random() < 0.1  # its buffer ends within a few tokens
+        prompts.append((model.text * 9)[start : start + int(rng.integers(225, 256) if full else rng.integers(1, 60))])
     return prompts
 
 
@@ -150,6 +151,33 @@ def check(model: Guessing, rng: np.random.Generator) -> tuple[int, int]:
             assert all(np.array_equal(*pair) for pair in pairs), name
         steps += guessed.calls
     return 3 * max(map(len, plain.tokens)), steps
+
+
+@pytest.mark.ci
+def test_pieces_behind_any_beginning_share_a_call(guessing: Guessing) -> None:
+    """Each row's states, and its token, are those of the row alone; a row without tokens stays as it is."""
+    runner, text = guessing.runner, guessing.text
+    begins, pieces = [5, 0, 9, 30, 250], [4, 2, 0, 6, 0]
+    rows, width = len(begins), max(pieces)
+    parameters = {"temperature": 0.7, "repetition_penalty": 1.2}
+
+    states = [{name: value[row : row + 1].copy() for name, value in runner.start(rows).items()} for row in range(rows)]
+    for begin, state in zip(begins, states, strict=True):
+        if begin:
+            runner.step(np.array([(text * 9)[:begin]]), np.array([begin]), state, {"emit": False})
+    together = {name: np.concatenate([state[name] for state in states]) for name in states[0]}
+    ids = np.array([text[row : row + pieces[row]] + [7] * (width - pieces[row]) for row in range(rows)])
+    result = runner.step(ids, np.array(pieces), together, parameters)
+    assert result["num_new"].tolist() == [int(piece > 0) for piece in pieces]
+    for row, (state, piece) in enumerate(zip(states, pieces, strict=True)):
+        if piece:
+            alone = runner.step(ids[row : row + 1, :piece], np.array([piece]), state, parameters)
+            assert alone["new_ids"].tolist() == result["new_ids"][row : row + 1].tolist()
+        for name, value in state.items():
+            got, wanted = together[name][row], value[0]
+            if name.startswith("past_key_values"):
+                got, wanted = (cache[:, : int(state["lengths"][0])] for cache in (got, wanted))
+            np.testing.assert_array_equal(got, wanted, err_msg=name)
 
 
 @pytest.mark.ci
