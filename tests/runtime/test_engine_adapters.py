@@ -137,15 +137,16 @@ def test_no_prefix_crosses_adapters(case: Case, model: CausalLM) -> None:
 
 
 def test_kept_prefixes_on_disk_do_not_cross_adapters(case: Case, model: CausalLM, tmp_path: Path) -> None:
-    tokens = prompt(3, 50)
     pairs = (("0", case.folders[0]), (None, None), ("1", case.folders[1]))
-    for cached in (0, 48):
+    # The second prompt is another turn of the first, which has a file of its own.
+    for length, cached in ((50, 0), (100, 48), (100, 96)):
+        tokens = prompt(3, length)
         for name, folder in pairs:
             with Engine(model, slots=2, prefix_cache_dir=tmp_path / "kept") as engine:
                 output = engine.add_request(tokens, with_adapter(name), seed=3).result(60)
             case.check(output, folder, tokens, SAMPLED)
             assert output.usage.cached_tokens == cached
-    assert len(list((tmp_path / "kept").glob("*.safetensors"))) == 3
+    assert len(list((tmp_path / "kept").glob("*.safetensors"))) == 6
 
 
 def test_a_saved_prefix_belongs_to_its_adapter(case: Case, model: CausalLM, tmp_path: Path) -> None:
