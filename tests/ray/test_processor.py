@@ -22,6 +22,7 @@ from qsample.sampling_params import SamplingParams
 from qsample.serve import ServeSettings
 from qsample.serve.app import make_app
 from qsample.serve.models import ServedModels
+from tests.helpers.adapters import random_adapter
 
 PROMPT = "And the LORD spake"
 
@@ -62,6 +63,20 @@ def test_rows_are_what_generate_gives(bundled_package: Path) -> None:
     assert [row["generated_tokens"] for row in done] == [output.token_ids[0] for output in expected]
     assert [row["num_generated_tokens"] for row in done] == [len(output.token_ids[0]) for output in expected]
     assert [row["seed"] for row in done] == [output.seeds[0] for output in expected]
+
+
+@pytest.mark.ci
+def test_rows_choose_their_adapters(adapted: Callable[..., Path], tmp_path: Path) -> None:
+    package = adapted("llama", logprobs=True, max_loras=2, max_lora_rank=4)
+    model, greedy = load(package), {"max_new_tokens": 6, "temperature": 0}
+    for seed, name in enumerate("ab"):
+        model.load_adapter(name, random_adapter(tmp_path / name, model.interface, seed, rank=4))
+    loras = {name: str(tmp_path / name) for name in "ab"}
+    config = QsampleProcessorConfig(package=str(package), slots=3, loras=loras, sampling_params=greedy)
+    rows = [{"prompt": [5, 6], "seed": 1, "sampling_params": {"adapter": name}} for name in ("a", "b", None)]
+    wanted = [model.generate([[5, 6]], adapter=name, **greedy).token_ids[0] for name in ("a", "b", None)]
+    assert [row["generated_tokens"] for row in run(config, rows)] == wanted
+    assert len({tuple(tokens) for tokens in wanted}) == 3
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
