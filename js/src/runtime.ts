@@ -44,6 +44,10 @@ export function checkDevice(files: PackageFiles, device: Device): void {
   }
 }
 
+/** A provider's options as ONNX Runtime takes them: names of nodes in lines, between which a manifest has spaces. */
+const inLines = (settings: Record<string, string>): Record<string, string> =>
+  "forceCpuNodeNames" in settings ? { ...settings, forceCpuNodeNames: settings.forceCpuNodeNames!.replaceAll(" ", "\n") } : settings;
+
 /** The session of a graph, with its weights. `onHost`: on the processor, whatever the device. */
 export async function openSession(
   runtime: Runtime, files: PackageFiles, name: string, { onHost = false } = {},
@@ -55,7 +59,7 @@ export async function openSession(
   const settings = compiledFor(files.manifest) === WEBGPU && !onHost && device === "webgpu" ? files.manifest.compilation!.provider_options : {};
   const options: InferenceSession.SessionOptions = {
     executionProviders: [provider],
-    ...(Object.keys(settings).length ? { extra: { ep: { [WEBGPU.toLowerCase()]: settings } } } : {}),
+    ...(Object.keys(settings).length ? { extra: { ep: { [WEBGPU.toLowerCase()]: inLines(settings) } } } : {}),
     logSeverityLevel: 3,
     ...(runtime.threads === undefined || device !== "cpu" ? {} : { intraOpNumThreads: runtime.threads }),
   };
