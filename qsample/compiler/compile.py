@@ -73,6 +73,12 @@ def compile_package(
             f"num_speculative_tokens is {options.num_speculative_tokens}: the attention of {target.name} takes one "
             "token a row; leave it out, or compile for cpu"
         )
+    if source.interface.adapters and not target.adapts:
+        raise CompileError(
+            f"{source.path} takes LoRA adapters (max_loras={source.interface.features.max_loras}), and the target "
+            f"{target.name} has no inputs for them; compile for cpu, or export the model without max_loras, its "
+            "adapter merged (--adapter)"
+        )
     target.check(plan)
     target.check_installed()
     for name in source.interface.graphs:

@@ -16,7 +16,7 @@ import onnxruntime as ort
 from onnx_ir.passes import common as common_passes
 
 import qsample
-from qsample.contract import BATCH, CAPACITY, CAPACITY_INPUT, CONTRACT_VERSION, NOISE_STREAMS, SEED, VOCAB, TensorSpec
+from qsample.contract import BATCH, CAPACITY, CAPACITY_INPUT, NOISE_STREAMS, SEED, VOCAB, TensorSpec
 from qsample.exporters.parity import Parity
 from qsample.graph.join import append_sampler
 from qsample.graph.operators import OPSET
@@ -73,7 +73,7 @@ def portable_manifest(
     """
     return Manifest(
         kind="portable",
-        contract_version=CONTRACT_VERSION,
+        contract_version=interface.contract_version,
         interface=interface,
         source=source,
         versions=_versions(libraries),

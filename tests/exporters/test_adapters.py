@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx_ir as ir
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -16,10 +17,12 @@ from transformers import AutoModelForCausalLM as HuggingFace
 from transformers.pytorch_utils import Conv1D
 
 from qsample import AutoModelForCausalLM, SamplingParams
-from qsample.errors import UnsupportedModelError
-from qsample.interface import Interface
+from qsample.errors import CompileError, UnsupportedModelError
+from qsample.exporters.adapters import adapt_layers
+from qsample.interface import AdapterTarget, Features, Interface
 from qsample.package import read_package
 from qsample.runtime import CausalLM, load
+from qsample.transforms.markers import ADAPTED_PATH
 from tests.helpers.adapters import lora_pair, save_adapter
 from tests.helpers.tiny_models import FAMILIES, save_checkpoint
 
@@ -161,11 +164,40 @@ def test_the_manifest_names_the_layers(package: Path) -> None:
     assert len(data["interface"]["adapters"]) == 2 * len(kinds)
 
 
-def test_a_model_without_linear_layers_by_row(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("qsample.transforms.adapters.nn.Linear", nn.Bilinear)
-    model = AutoModelForCausalLM.from_pretrained(save_checkpoint(tmp_path / "llama", "llama"), max_loras=1)
+def marked(path: str, states: ir.Value, result_shape: list[Any]) -> list[ir.Node]:
+    """A layer that squares its input, and the marker after it."""
+    result = ir.node("Mul", [states, states])
+    result.outputs[0].shape, result.outputs[0].dtype = ir.Shape(result_shape), ir.DataType.FLOAT
+    marker = ir.node("Adapted", [states, result.outputs[0]], domain="qsample", metadata_props={ADAPTED_PATH: path})
+    return [result, marker]
+
+
+def test_layers_whose_rows_nobody_knows_are_left_alone() -> None:
+    def named(name: str, *shape: Any) -> ir.Value:
+        return ir.Value(name=name, shape=ir.Shape(shape), type=ir.TensorType(ir.DataType.FLOAT))
+
+    by_row, flat = named("x", "B", "S", 4), named("flat", "N", 4)
+    calls = [("root.a", by_row), ("root.b", flat), ("root.c", by_row), ("root.c", flat)]
+    chains = [marked(path, states, list(states.shape or ())) for path, states in calls]
+    nodes = [node for chain in chains for node in chain]
+    outputs = [chain[-1].outputs[0] for chain in chains]
+    graph = ir.Graph([by_row, flat], outputs, nodes=nodes, opset_imports={"": 20}, name="g")
+    interface = Interface(9, (), features=Features(max_loras=1))
+    model = ir.Model(graph, ir_version=10)
+    adapted = adapt_layers(model, interface, "root.")
+    assert adapted.adapters == (AdapterTarget("a", 4, 4),)
+    assert all(node.op_type != "Adapted" for node in graph)
+    assert [value.name for value in graph.inputs] == ["x", "flat", *(spec.name for spec in adapted.adapter_inputs)]
+    flat = named("flat", "N", 4)
+    graph = ir.Graph([flat], [], nodes=marked("root.b", flat, ["N", 4]), opset_imports={"": 20}, name="g")
     with pytest.raises(UnsupportedModelError, match=r"no linear layers that read .*leave max_loras out"):
-        model.export(tmp_path / "package")
+        adapt_layers(ir.Model(graph, ir_version=10), interface, "root.")
+
+
+@pytest.mark.parametrize("target", ["cuda", "openvino", "tensorrt"])
+def test_targets_without_adapters_say_so(package: Path, tmp_path: Path, target: str) -> None:
+    with pytest.raises(CompileError, match=rf"takes LoRA adapters \(max_loras=4\), and the target {target} has no"):
+        AutoModelForCausalLM.from_pretrained(package).compile(tmp_path / "p", provider=target, ctx_len=64)
 
 
 @pytest.mark.slow

@@ -33,6 +33,7 @@ class Target(ABC):
             session takes them if `ort.trusted_options` lists them for that provider, or if this target is installed.
         default_options: fields of CompileOptions for a model that is given directly (`models.ExportableModel.cached`).
         calibrates: whether the graph can be run on the CPU before it is quantized, to fit weights to a text.
+        adapts: whether the phases keep the inputs of LoRA adapters.
         speculates: whether a step may check guessed tokens (`num_speculative_tokens`).
         self_contained: whether the compiled graph runs on the CPU without the options of a session. The self-test then
             drives it with its weights mapped, as they may be larger than the memory, and with padded prompts.
@@ -43,6 +44,7 @@ class Target(ABC):
     provider_options: Mapping[str, str] = {}
     default_options: Mapping[str, Any] = {}
     calibrates = False
+    adapts = False
     speculates = False
     self_contained = False
 

@@ -47,6 +47,7 @@ class CpuTarget(Target):
     name = "cpu"
     execution_providers: tuple[str, ...] = (CPU,)
     calibrates = True
+    adapts = True
     speculates = True
     self_contained = True
     rounds_activations = True  # to 8 bits, in products with quantized weights

@@ -231,6 +231,11 @@ def rewrite(foreign: ForeignGraph, features: Features, settings: Settings, rope:
     logits = select_last(foreign, rows, nodes)
     common_passes.RemoveUnusedNodesPass()(foreign.model)
     check_free_of_sizes(foreign)
+    if features.max_loras:
+        raise QsampleError(
+            f"max_loras is {features.max_loras}, and the layers of a decoder file have no names that adapters could be "
+            "matched with; export the model's checkpoint, or leave max_loras out"
+        )
     interface = interface_of(foreign, features)
     model = use_contract_names(foreign, logits, rows, interface)
     if not is_grouped or foreign.recurrences:
