@@ -393,6 +393,15 @@ def test_stop_strings_are_set_and_dropped(text: str, kept: Any) -> None:
     assert talk.options == {"seed": 1}
 
 
+@pytest.mark.parametrize("name", ["sql", "7"])
+def test_an_adapter_is_set_and_dropped(name: str) -> None:
+    talk = Conversation(None, None, {"seed": 1}, {})  # type: ignore[arg-type]
+    talk.set_parameter("adapter", name)
+    assert talk.options == {"seed": 1, "adapter": name}
+    talk.set_parameter("adapter", "null")
+    assert talk.options == {"seed": 1}
+
+
 @pytest.mark.parametrize("text", ["", '""', "[5]", '[""]'])
 def test_wrong_stop_strings_change_nothing(text: str) -> None:
     talk = Conversation(None, None, {"stop_strings": "a"}, {})  # type: ignore[arg-type]

@@ -31,6 +31,7 @@ from qsample.tensors import Array
 _RUN: Final = 4
 # Tokens of a row that are copied while a step computes another row: 50 at 0.6 B parameters with int4 weights.
 _COPIED: Final = 32
+_MOST_PASSED: Final = 256  # sequences that wait for an adapter; looking further takes time in each step
 _NOTHING: Final[Array] = np.empty(0, dtype=np.int64)
 # A run of more tokens reads none of them faster, and takes more memory.
 _MOST_JOINED: Final = 512
@@ -150,7 +151,7 @@ class Scheduler:
         passed: list[Sequence] = []
         claimed: dict[int, str] = {}
         stored = held() if held is not None and self._waiting and self._free else ()
-        while self._waiting and self._free:
+        while self._waiting and self._free and len(passed) < _MOST_PASSED:
             sequence = self._waiting.popleft()
             taken = self._adapters.take(sequence.adapter, claimed)
             if taken is None:
