@@ -55,7 +55,7 @@ export function fromData({ name, message, param }: ErrorData): Error {
 export function shown(value: unknown): string {
   let text: string | undefined;
   try {
-    text = typeof value === "bigint" ? String(value) : JSON.stringify(value);
+    text = typeof value === "bigint" || typeof value === "number" ? String(value) : JSON.stringify(value);
   } catch {
     // A circular object: its kind has to do.
   }
@@ -69,7 +69,7 @@ const MEMORY = /bad_alloc|out of memory|out-of-memory|allocation failed|failed t
 export function translated(error: unknown, doing: string, remedy: string): unknown {
   if (error instanceof QsampleError || (error instanceof DOMException && error.name === "AbortError")) return error;
   const message = error instanceof Error ? error.message : String(error);
-  if (MEMORY.test(message) || (error instanceof RangeError && /length|size|memory/i.test(message))) {
+  if (MEMORY.test(message)) {
     return new OutOfMemoryError(
       `there is too little memory for ${doing} (${message.slice(0, 200)}); close other pages, give a smaller ` +
         "maxNewTokens or fewer prompts, or take a smaller or quantized package",

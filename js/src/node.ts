@@ -14,21 +14,24 @@ export type { LoadOptions };
 export async function load(source: string | URL, options: LoadOptions = {}): Promise<Model> {
   checkLoadOptions(options);
   if (options.worker) throw new ArgumentError("worker is for browsers; in Node, the processor's threads run beside JavaScript", "worker");
-  const { device = "cpu" } = options;
+  const { device } = options;
   const meter = new Meter(options.progress);
   const files = /^https?:/.test(String(source)) ? await openUrl(source, options, meter) : await openFolder(source, options, meter);
   return openModel(files, await openRuntime(device, options), options, meter);
 }
 
-async function openRuntime(device: string, options: LoadOptions): Promise<Runtime> {
-  if (device === "wasm") return openWasm(options);
-  if (device !== "cpu" && device !== "webgpu") throw new ArgumentError(`device is ${shown(device)}; give "cpu", "wasm" or "webgpu"`, "device");
-  let ort: Ort;
-  try {
-    ort = ((await import("onnxruntime-node")) as any).default;
-  } catch (error) {
-    throw new DeviceError(
-      `device is "${device}", which needs onnxruntime-node (${(error as Error).message.slice(0, 200)}); npm install onnxruntime-node, or give device: "wasm"`);
+async function openRuntime(device: string | undefined, options: LoadOptions): Promise<Runtime> {
+  if (device === "wasm") return openWasm(options, import("onnxruntime-web"));
+  if (device !== undefined && device !== "cpu" && device !== "webgpu") {
+    throw new ArgumentError(`device is ${shown(device)}; give "cpu", "wasm" or "webgpu"`, "device");
   }
-  return { ort, device, native: true, threads: options.threads };
+  try {
+    const ort = ((await import("onnxruntime-node")) as unknown as { default: Ort }).default;
+    return { ort, device: device ?? "cpu", native: true, threads: options.threads };
+  } catch (error) {
+    if (device === undefined) return openWasm(options, import("onnxruntime-web"));
+    throw new DeviceError(
+      `device is "${device}", which needs onnxruntime-node (${(error as Error).message.slice(0, 200)}); install it with ` +
+        'ONNXRUNTIME_NODE_INSTALL=skip npm install onnxruntime-node, or give device: "wasm"');
+  }
 }

@@ -183,8 +183,8 @@ function listOf<T>(value: unknown, what: string, accepted: string, param: string
 }
 
 function idList(value: unknown, what: string, param: string): number[] {
-  const list = Array.isArray(value) ? value : [value];
-  return listOf(list, what, "a token id >= 0, or a list of them", param, (item): item is number => isInteger(item));
+  if (isInteger(value)) return [value];
+  return listOf(value, what, "a token id >= 0, or a list of them", param, (item): item is number => isInteger(item));
 }
 
 function biases(value: unknown, what: string): [number, number][] {

@@ -56,6 +56,7 @@ export async function openSession(
   const parts = partsOf(files, name);
   const host = runtime.native ? "cpu" : "wasm";
   const provider = onHost || device !== "webgpu" ? host : { name: "webgpu", ...(runtime.gpu ? { device: runtime.gpu } : {}) };
+  // onnxruntime-web 1.30 reads these after it made the provider: its arithmetic on ids stays on the host.
   const settings = compiledFor(files.manifest) === WEBGPU && !onHost && device === "webgpu" ? files.manifest.compilation!.provider_options : {};
   const options: InferenceSession.SessionOptions = {
     executionProviders: [provider],

@@ -12,8 +12,9 @@ export interface WebOptions {
   wasmPaths?: string;
 }
 
-export async function openWasm(options: WebOptions): Promise<Runtime> {
-  const ort = (await import("onnxruntime-web/wasm")) as unknown as Ort;
+/** build: the module of ONNX Runtime; Node has its own. */
+export async function openWasm(options: WebOptions, build?: Promise<unknown>): Promise<Runtime> {
+  const ort = (await (build ?? import("onnxruntime-web/wasm"))) as Ort;
   configure(ort, options);
   return { ort, device: "wasm", native: false };
 }

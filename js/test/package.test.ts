@@ -1,6 +1,11 @@
 // The Python runtime's tokens and texts, in Node; and what a host has to refuse.
+import { createReadStream } from "node:fs";
+import { cp, mkdtemp, readFile, rm, truncate, writeFile } from "node:fs/promises";
+import { createServer } from "node:http";
+import { tmpdir } from "node:os";
+import { join } from "node:path";
 import { afterAll, beforeAll, describe, expect, it } from "vitest";
-import { load, type Model } from "../src/node.js";
+import { DeviceError, load, type Model } from "../src/node.js";
 import { given, optionsOf, optionsOfVector, vectors } from "./cases.js";
 
 // Without them, run `pytest -m ci tests/js`, which makes them.
@@ -31,7 +36,7 @@ describe.skipIf(!given)("a package in Node", () => {
     if (topIds) expect(first).toEqual(topIds);
   });
 
-  it("reproduces the vectors, alone and in a batch", async () => {
+  it("reproduces the vectors, alone and in a batch, also on WebAssembly", async () => {
     const model = models.bundled;
     const rows = vectors.rows as any[];
     for (const row of rows) expect(await model.encode(row.prompt)).toEqual(row.prompt_ids);
@@ -39,7 +44,87 @@ describe.skipIf(!given)("a package in Node", () => {
       const { tokenIds } = await model.generate(row.prompt_ids, optionsOfVector(row)).output();
       expect(tokenIds[0]).toEqual(row.tokens);
     }
-    const together = await model.generate(rows.map((row) => row.prompt_ids), { rows: rows.map(optionsOfVector) }).output();
-    expect(together.tokenIds).toEqual(rows.map((row) => row.tokens));
+    const wasm = await load(given!.packages.bundled, { device: "wasm", threads: 1 });
+    for (const one of [model, wasm]) {
+      const together = await one.generate(rows.map((row) => row.prompt_ids), { rows: rows.map(optionsOfVector) }).output();
+      expect(together.tokenIds).toEqual(rows.map((row) => row.tokens));
+    }
+    await wasm.dispose();
+  });
+});
+
+describe.skipIf(!given)("what Node refuses", () => {
+  const copied: string[] = [];
+  const copy = async (change: (folder: string) => Promise<unknown>): Promise<string> => {
+    const folder = await mkdtemp(join(tmpdir(), "qsample-js-"));
+    copied.push(folder);
+    await cp(given!.packages.bundled, folder, { recursive: true });
+    await change(folder);
+    return folder;
+  };
+  const manifest = (change: (manifest: any) => void) => async (folder: string) => {
+    const data = JSON.parse(await readFile(join(folder, "qsample.json"), "utf8"));
+    change(data);
+    await writeFile(join(folder, "qsample.json"), JSON.stringify(data));
+  };
+  afterAll(() => Promise.all(copied.map((folder) => rm(folder, { recursive: true }))));
+
+  it("damaged, cut and missing files; packages for other devices; wrong arguments of load", async () => {
+    const data = "decoder.onnx.data";
+    const flipped = await copy(async (folder) => {
+      const bytes = await readFile(join(folder, data));
+      bytes[1000] ^= 1;
+      await writeFile(join(folder, data), bytes);
+    });
+    await expect(load(flipped)).rejects.toThrow(/decoder.onnx.data .* has another sha256/);
+    await expect(load(await copy((folder) => truncate(join(folder, data), 99)))).rejects.toThrow("has 99 bytes instead of");
+    await expect(load(await copy((folder) => rm(join(folder, data))))).rejects.toThrow("lacks the file decoder.onnx.data");
+    await expect(load("/nowhere")).rejects.toThrow("has no qsample.json; give a folder");
+    const compilation = { execution_providers: ["CUDAExecutionProvider"], ctx_len: 64, batch_size: null };
+    await expect(load(await copy(manifest((one) => Object.assign(one, { compilation }))))).rejects.toThrow(DeviceError);
+    await expect(load(given!.packages.bundled, { device: "gpu" as any })).rejects.toThrow('device is "gpu"');
+    await expect(load(given!.packages.bundled, { devices: "cpu" } as any)).rejects.toThrow("there is no option devices");
+    await expect(load(given!.packages.bundled, { signal: AbortSignal.abort() })).rejects.toThrow("aborted");
+  });
+
+  it("wrong calls, after which the model goes on; a package without a tokenizer", async () => {
+    const model = await load(given!.packages.bundled);
+    for (const [prompts, options, message] of [
+      [[], {}, "no prompt was given"], [{}, {}, "prompts is {}"], [[5000], {}, "token id 5000"], [["x", 3], {}, "prompt 1 is 3"],
+      ["x", { allowedTokens: [1] }, "--allowed-tokens"], ["x", { logitBias: { 1: 1 } }, "--logit-bias"], ["x", { xtcProbability: 0.5 }, "--filter xtc"],
+      ["x", { eosTokenId: 99999 }, "token id 99999"], [Array(600).fill(5), {}, "the context length is 512"], ["x", { maxLength: 1 }, "raise maxLength"],
+      [[{ role: "user" }], {}, "has no content"], [["a", "b"], { rows: [{}] }, "each of the 2 prompts"], ["x\ud800", {}, "lone surrogate"],
+    ] as [any, any, string][]) {
+      await expect(model.generate(prompts, options).output()).rejects.toThrow(message);
+    }
+    const endless = { maxNewTokens: 300, eosTokenId: null };
+    await expect(model.generate("x", { ...endless, signal: AbortSignal.timeout(20) }).output()).rejects.toThrow("timeout");
+    for await (const _ of model.generate("x", endless)) break;
+    expect((await model.generate("", { maxNewTokens: 2 }).output()).promptLengths).toEqual([1]);
+    await model.dispose();
+    await expect(model.generate("x").output()).rejects.toThrow("disposed");
+
+    const mute = await load(await copy(manifest((one) => delete one.files["tokenizer.json"])));
+    await expect(mute.generate("x").output()).rejects.toThrow("no tokenizer.json");
+    expect(await mute.generate([5, 6], { maxNewTokens: 2, seed: 1 }).output()).toMatchObject({ texts: null, seeds: [1] });
+    await mute.dispose();
+  });
+
+  it("guides each token by a function, and by a mask", async () => {
+    const model = await load(given!.packages.llama);
+    const { tokenIds } = await model.generate([[5, 6], [7]], { maxNewTokens: 3, allowedTokens: async ({ index, tokens }) => [40 + 10 * index + tokens.length] }).output();
+    expect(tokenIds).toEqual([[40, 41, 42], [50, 51, 52]]);
+    expect((await model.generate([5], { maxNewTokens: 3, temperature: 2, allowedTokens: [33, 64] }).output()).tokenIds[0].every((id) => id === 33 || id === 64)).toBe(true);
+    await model.dispose();
+  });
+
+  it("loads an address", async () => {
+    const server = createServer((request, response) => createReadStream(join(given!.packages.bundled, request.url!)).on("error", () => response.writeHead(404).end()).pipe(response));
+    await new Promise<void>((done) => server.listen(0, "127.0.0.1", done));
+    const model = await load(`http://127.0.0.1:${(server.address() as any).port}`);
+    const [row] = vectors.rows;
+    expect((await model.generate(row.prompt_ids, optionsOfVector(row)).output()).tokenIds).toEqual([row.tokens]);
+    await model.dispose();
+    server.close();
   });
 });

@@ -5,6 +5,7 @@ Skipped without Node or the packages that `npm install` brings; the browser's te
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -134,6 +135,11 @@ def test_in_node(cases: Path) -> None:
 def test_in_a_browser(cases: Path, float32_package: Path, tmp_path: Path) -> None:
     given = json.loads(cases.read_text("utf-8"))
     given["packages"]["float32"] = str(float32_package)
+    if importlib.util.find_spec("onnxruntime_ep_webgpu"):
+        from qsample.compiler.compile import compile_package
+
+        compiled = compile_package(float32_package, tmp_path / "webgpu", provider="webgpu", ctx_len=512, weights="float32")
+        given["packages"]["webgpu"] = str(compiled)
     (tmp_path / "cases.json").write_text(json.dumps(given), "utf-8")
     npm("npx", "vitest", "run", "--project", "browser", QSAMPLE_CASES=str(tmp_path / "cases.json"))
 
@@ -141,3 +147,22 @@ def test_in_a_browser(cases: Path, float32_package: Path, tmp_path: Path) -> Non
 @pytest.mark.ci
 def test_types() -> None:
     npm("npx", "tsc")
+
+
+@pytest.mark.slow
+def test_the_packed_package_runs_the_readmes_program(bundled_package: Path, tmp_path: Path) -> None:
+    packed = npm("npm", "pack", "--silent", "--pack-destination", str(tmp_path)).split()[-1]
+    (tmp_path / "package.json").write_text('{"private": true, "type": "module"}')
+    install = ["npm", "install", "--offline", "--no-audit", "--no-fund", packed]
+    without_cuda = os.environ | {"ONNXRUNTIME_NODE_INSTALL": "skip"}  # whose download is its installation script
+    done = subprocess.run(install, capture_output=True, text=True, check=False, cwd=tmp_path, env=without_cuda)
+    if "ENOTCACHED" in done.stderr:
+        pytest.skip("npm's cache lacks a package that this one needs")
+    assert done.returncode == 0, done.stderr
+    (tmp_path / "model").symlink_to(bundled_package)
+    program = next(re.finditer(r"```js\n(.*?)```", (JS / "README.md").read_text("utf-8"), re.DOTALL))[1]
+    assert len(program.splitlines()) <= 10
+    (tmp_path / "program.js").write_text(program, "utf-8")
+    model = load(bundled_package)
+    first = model.generate("In the beginning", temperature=0.7, top_p=0.9, max_new_tokens=24, seed=1)
+    assert npm("node", "program.js", cwd=tmp_path).startswith(first.texts[0])  # type: ignore[index]
