@@ -62,7 +62,7 @@ export interface Model {
 }
 
 const CALL_OPTIONS = [...CHAT_OPTIONS, "rows", "allowedTokens", "flushEvery", "signal"];
-const NEEDED = /^(decoder\.onnx|initial_state\.onnx|tokenizer\.json|tokenizer_config\.json|config\.json|generation_config\.json|.*\.jinja)/;
+const NEEDED = /^(decoder(-\d+)?\.onnx|initial_state\.onnx|tokenizer\.json|tokenizer_config\.json|config\.json|generation_config\.json|.*\.jinja)/;
 
 /** Open the graphs of a package. */
 export async function openModel(files: PackageFiles, runtime: Runtime, options: FileOptions, meter: Meter): Promise<LocalModel> {

@@ -130,7 +130,6 @@ export function parameterTensors(ort: Ort, manifest: Manifest, rows: readonly Ro
   if (manifest.interface.features.seed) tensors.seed = seedTensor(ort, rows);
   if (manifest.interface.captured) {
     const searched = rows.flatMap(({ values }, place) => (needsSearch(values) ? [BigInt(place)] : []));
-    if (!searched.length) searched.push(0n); // these builds of ONNX Runtime reduce no empty tensors
     tensors.searched_rows = new ort.Tensor("int64", BigInt64Array.from(searched), [searched.length]);
   }
   return tensors;

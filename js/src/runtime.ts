@@ -44,9 +44,20 @@ export function checkDevice(files: PackageFiles, device: Device): void {
   }
 }
 
-/** A provider's options as ONNX Runtime takes them: names of nodes in lines, between which a manifest has spaces. */
-const inLines = (settings: Record<string, string>): Record<string, string> =>
-  "forceCpuNodeNames" in settings ? { ...settings, forceCpuNodeNames: settings.forceCpuNodeNames!.replaceAll(" ", "\n") } : settings;
+/** The options of WebGPU's provider that a package asks for. */
+const settingsOf = (files: PackageFiles): Record<string, string> =>
+  compiledFor(files.manifest) === WEBGPU ? files.manifest.compilation!.provider_options : {};
+
+/** The nodes that are to run on the host. A manifest has spaces between their names. */
+const forced = (files: PackageFiles, separator: string): { forceCpuNodeNames?: string } => {
+  const { forceCpuNodeNames: names } = settingsOf(files);
+  return names ? { forceCpuNodeNames: names.replaceAll(" ", separator) } : {};
+};
+
+function webGpu({ gpu }: Runtime, files: PackageFiles): InferenceSession.WebGpuExecutionProviderOption {
+  const names = forced(files, " ").forceCpuNodeNames?.split(" ");
+  return { name: "webgpu", ...(gpu ? { device: gpu } : {}), ...(names ? { forceCpuNodeNames: names } : {}) };
+}
 
 /** The session of a graph, with its weights. `onHost`: on the processor, whatever the device. */
 export async function openSession(
@@ -55,12 +66,12 @@ export async function openSession(
   const { ort, device } = runtime;
   const parts = partsOf(files, name);
   const host = runtime.native ? "cpu" : "wasm";
-  const provider = onHost || device !== "webgpu" ? host : { name: "webgpu", ...(runtime.gpu ? { device: runtime.gpu } : {}) };
-  // onnxruntime-web 1.30 reads these after it made the provider: its arithmetic on ids stays on the host.
-  const settings = compiledFor(files.manifest) === WEBGPU && !onHost && device === "webgpu" ? files.manifest.compilation!.provider_options : {};
+  const onGpu = !onHost && device === "webgpu";
   const options: InferenceSession.SessionOptions = {
-    executionProviders: [provider],
-    ...(Object.keys(settings).length ? { extra: { ep: { [WEBGPU.toLowerCase()]: inLines(settings) } } } : {}),
+    executionProviders: onGpu ? [webGpu(runtime, files)] : [host],
+    // As the manifest asks. onnxruntime-web 1.30 reads these too late, after it made the provider: without enableInt64 its
+    // arithmetic on ids is on the host.
+    ...(onGpu ? { extra: { ep: { [WEBGPU.toLowerCase()]: { ...settingsOf(files), ...forced(files, "\n") } } } } : {}),
     logSeverityLevel: 3,
     ...(runtime.threads === undefined || device !== "cpu" ? {} : { intraOpNumThreads: runtime.threads }),
   };
@@ -81,9 +92,10 @@ export async function openSession(
   }
 }
 
-/** The files with the weights of a graph. */
+/** The files with the weights of a graph: decoder.onnx.data, decoder-2.onnx.data and so on. */
 export function partsOf(files: PackageFiles, name: string): string[] {
-  return Object.keys(files.manifest.files).filter((file) => file.startsWith(`${name}.data`));
+  const stem = name.replace(/\.onnx$/, "");
+  return Object.keys(files.manifest.files).filter((file) => /^(-\d+)?\.onnx\.data$/.test(file.slice(stem.length)) && file.startsWith(stem));
 }
 
 export type Tensors = Record<string, Tensor>;

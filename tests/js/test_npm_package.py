@@ -64,8 +64,9 @@ def camel(name: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def float32_package(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The bundled model with its weights in float32: its own float16 needs a GPU that has it."""
+def gpu_packages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The bundled model with weights in float32, as its own float16 needs a GPU that has it: a portable package, and a
+    package for WebGPU where the plugin is that compiles it."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -75,8 +76,12 @@ def float32_package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("float32")
     AutoModelForCausalLM.from_pretrained(bundled, dtype=torch.float32).save_pretrained(folder / "checkpoint")
     AutoTokenizer.from_pretrained(bundled).save_pretrained(folder / "checkpoint")
-    qsample.AutoModelForCausalLM.from_pretrained(folder / "checkpoint").export(folder / "package")
-    return folder / "package"
+    portable = qsample.AutoModelForCausalLM.from_pretrained(folder / "checkpoint").export(folder / "float32")
+    packages = {"float32": folder / "float32"}
+    if importlib.util.find_spec("onnxruntime_ep_webgpu"):
+        portable.compile(folder / "webgpu", provider="webgpu", ctx_len=512, weights="float32")
+        packages["webgpu"] = folder / "webgpu"
+    return packages
 
 
 @pytest.fixture(scope="module")
@@ -132,14 +137,9 @@ def test_in_node(cases: Path) -> None:
 
 
 @pytest.mark.slow
-def test_in_a_browser(cases: Path, float32_package: Path, tmp_path: Path) -> None:
+def test_in_a_browser(cases: Path, gpu_packages: dict[str, Path], tmp_path: Path) -> None:
     given = json.loads(cases.read_text("utf-8"))
-    given["packages"]["float32"] = str(float32_package)
-    if importlib.util.find_spec("onnxruntime_ep_webgpu"):
-        from qsample.compiler.compile import compile_package
-
-        compiled = compile_package(float32_package, tmp_path / "webgpu", provider="webgpu", ctx_len=512, weights="float32")
-        given["packages"]["webgpu"] = str(compiled)
+    given["packages"] |= {name: str(path) for name, path in gpu_packages.items()}
     (tmp_path / "cases.json").write_text(json.dumps(given), "utf-8")
     npm("npx", "vitest", "run", "--project", "browser", QSAMPLE_CASES=str(tmp_path / "cases.json"))
 
