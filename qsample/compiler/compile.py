@@ -70,8 +70,8 @@ def compile_package(
         )
     if options.num_speculative_tokens and not target.speculates:
         raise CompileError(
-            f"num_speculative_tokens is {options.num_speculative_tokens}: the attention of {target.name} takes one "
-            "token a row; leave it out, or compile for cpu"
+            f"num_speculative_tokens is {options.num_speculative_tokens}, and steps of graphs for {target.name} are of "
+            "one token; leave it out, or compile for cpu"
         )
     if source.interface.adapters and not target.adapts:
         raise CompileError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -105,9 +106,21 @@ def test_host_sampling_package_compiles(exported: Callable[..., Path], tmp_path:
     ("options", "message"),
     [
         ({"ctx_len": 257}, "ctx_len is 257; it must be 2 to 256, the model's max_position_embeddings"),
+        (
+            {"num_speculative_tokens": 7},
+            "=7 needs kv_cache_dtype='int8': over a cache in float32, attention to several",
+        ),
+        (
+            {"num_speculative_tokens": 1, "provider": "cuda"},
+            "is 1, and steps of graphs for cuda are of one token; leave",
+        ),
+        (
+            {"num_speculative_tokens": 1, "provider": "web", "kv_cache_dtype": "int8"},
+            "steps of graphs for web are of one",
+        ),
     ],
 )
-def test_bad_options(options: dict[str, int], message: str, llama_package: Path, tmp_path: Path) -> None:
+def test_bad_options(options: dict[str, Any], message: str, llama_package: Path, tmp_path: Path) -> None:
     with pytest.raises(CompileError, match=message):
         compile_package(read_package(llama_package), tmp_path / "device", CompileOptions(**options))
     assert os.listdir(tmp_path) == []

@@ -10,8 +10,9 @@ import pytest
 
 from qsample import CompileOptions
 from qsample.compiler.plan import make_plan
+from qsample.compiler.targets.cpu import TARGET
 from qsample.errors import CompileError
-from qsample.interface import RecurrentShape
+from qsample.interface import Features, Interface, RecurrentShape
 from qsample.package import Package
 from tests.helpers.small_packages import INTERFACE, manifest
 
@@ -83,3 +84,26 @@ RECURRENT = replace(INTERFACE, dtype="float32", recurrent=(RecurrentShape(0, "co
 def test_what_does_not_fit_is_refused(changes: dict[str, Any], options: dict[str, Any], message: str) -> None:
     with pytest.raises(CompileError, match=message):
         make_plan(package(**changes), CompileOptions(**options))
+
+
+@pytest.mark.parametrize(
+    ("interface", "message"),
+    [
+        (
+            RECURRENT,
+            "=3: this model has 1 states of a fixed size, which cannot return to the token before a wrong guess",
+        ),
+        (
+            replace(INTERFACE, dtype="float32", features=Features(sampler=False)),
+            "this one returns logits, and samples on",
+        ),
+        (
+            replace(INTERFACE, dtype="float32", features=Features(probs=True)),
+            r"the distributions of single tokens \(probs",
+        ),
+    ],
+)
+def test_what_cannot_guess_is_refused(interface: Interface, message: str) -> None:
+    options = CompileOptions(num_speculative_tokens=3, kv_cache_dtype=None if interface.recurrent else "int8")
+    with pytest.raises(CompileError, match=message):
+        TARGET.check(make_plan(package(interface=interface), options))

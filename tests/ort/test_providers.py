@@ -133,3 +133,14 @@ def test_a_provider_that_does_not_load_is_an_error(fake: Callable[..., Package])
         patch.setattr(ort, "preload_dlls", lambda: None)
         with pytest.warns(UserWarning, match=absent), pytest.raises(QsampleError, match=f"{absent} .*not load here"):
             providers.open_session(path, ort.SessionOptions(), [absent, "CPUExecutionProvider"])
+
+
+def test_an_older_onnx_runtime_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for given, least in (("1.32.0", "1.32"), ("1.100.0", "1.32"), ("2.0.0", "1.32"), ("1.32.1rc1", "1.32")):
+        monkeypatch.setattr(ort, "__version__", given)
+        providers.check_version(least)
+    monkeypatch.setattr(ort, "__version__", "1.31.2")
+    with pytest.raises(
+        QsampleError, match=r"ONNX Runtime is 1.31.2, and this needs 1.32 or newer; upgrade it: pip inst"
+    ):
+        providers.check_version("1.32")

@@ -103,6 +103,16 @@ class CpuTarget(Target):
 def _check_speculation(plan: CompilePlan) -> None:
     """Raise CompileError if steps of several tokens could choose other tokens than steps of one, or cannot be made."""
     given, features = f"num_speculative_tokens={plan.options.num_speculative_tokens}", plan.source.interface.features
+    if states := len(plan.source.interface.recurrent):
+        raise CompileError(
+            f"{given}: this model has {states} states of a fixed size, which cannot return to the token before a wrong "
+            "guess; leave it out"
+        )
+    if features.max_loras:
+        raise CompileError(
+            f"{given}: the package takes adapters (max_loras={features.max_loras}), whose float products round one token "
+            "otherwise than several, so that guesses would change tokens; export it without adapters"
+        )
     if plan.kv_cache_dtype != "int8":
         raise CompileError(
             f"{given} needs kv_cache_dtype='int8': over a cache in {plan.dtype}, attention to several tokens at once "
