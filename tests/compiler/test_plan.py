@@ -94,6 +94,10 @@ def test_what_does_not_fit_is_refused(changes: dict[str, Any], options: dict[str
             "=3: this model has 1 states of a fixed size, which cannot return to the token before a wrong guess",
         ),
         (
+            replace(INTERFACE, dtype="float32", features=Features(max_loras=2, max_lora_rank=8)),
+            r"takes adapters \(max_loras=2\), whose float products round one token otherwise",
+        ),
+        (
             replace(INTERFACE, dtype="float32", features=Features(sampler=False)),
             "this one returns logits, and samples on",
         ),

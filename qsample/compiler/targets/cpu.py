@@ -110,8 +110,8 @@ def _check_speculation(plan: CompilePlan) -> None:
         )
     if features.max_loras:
         raise CompileError(
-            f"{given}: the package takes adapters (max_loras={features.max_loras}), whose float products round one token "
-            "otherwise than several, so that guesses would change tokens; export it without adapters"
+            f"{given}: the package takes adapters (max_loras={features.max_loras}), whose float products round one "
+            "token otherwise than several, so that guesses would change tokens; export it without adapters"
         )
     if plan.kv_cache_dtype != "int8":
         raise CompileError(
