@@ -19,7 +19,7 @@ def adjusted_logits(call: Call) -> Tensor:
     """The logits that filters and the argmax see, [B, V] float32."""
     logits, chosen = call["logits"], call.features
     if chosen.allowed_tokens:
-        logits = mask_disallowed(logits, call["allowed_tokens"], call.vocab)
+        logits = mask_disallowed(logits, call["allowed_tokens"], call.vocab, narrow=call.for_webgpu)
     if chosen.logit_bias:
         logits = add_bias(logits, call["logit_bias_ids"], call["logit_bias"], call.vocab)
     past = _past(call) if call.uses("bad_words_ids", "no_repeat_ngram_size", "dry") else None
@@ -30,26 +30,37 @@ def adjusted_logits(call: Call) -> Tensor:
     return logits if past is None else _dry(call, logits, past)
 
 
-def mask_disallowed(logits: Tensor, allowed_tokens: Tensor, vocab: int) -> Tensor:
+def mask_disallowed(logits: Tensor, allowed_tokens: Tensor, vocab: int, *, narrow: bool = False) -> Tensor:
     """Set the logits of tokens that the bitmask forbids to -inf.
 
     Args:
         logits: [B, V] float32.
         allowed_tokens: [B, ceil(V / 32)] int32; bit i of word w allows token 32 w + i; -1 allows all 32.
         vocab: V.
+        narrow: with integers of 32 bits, which takes the CPU twice as long.
     """
     # A table with a row for each byte, because bit shifts have no kernel on some execution providers.
     bits = np.unpackbits(np.arange(_BYTE_VALUES, dtype=np.uint8)[:, None], axis=1, bitorder="little")
     masks = constant(np.where(bits == 1, 0, -np.inf).astype(np.float32))
+    mask = op("Gather", masks, (_bytes_narrow if narrow else _bytes)(allowed_tokens)).reshape(0, -1)
+    return logits + (mask.columns(0, vocab) if vocab % (_BYTE_BITS * _WORD_BYTES) else mask)
+
+
+def _bytes(words: Tensor) -> Tensor:
+    """[B, W] int32 -> [B, W, 4] int64, from the lowest on."""
+    scales = constant(np.array([_BYTE_VALUES**i for i in range(_WORD_BYTES)]))
+    # ONNX's modulo has the divisor's sign, which gives a negative word's two's complement.
+    unsigned = op("Mod", words.to(INT64), _BYTE_VALUES**_WORD_BYTES)
+    return op("Mod", unsigned.unsqueeze() / scales, _BYTE_VALUES)
+
+
+def _bytes_narrow(words: Tensor) -> Tensor:
+    """[B, W] int32 -> [B, W, 4] int32. A negative word is 2**31 more without its sign bit."""
     scales = constant(np.array([_BYTE_VALUES**i for i in range(_WORD_BYTES)], np.int32))
     sign_bit = constant(np.array([0, 0, 0, _BYTE_VALUES // 2], np.int32))
-    # In int32, which all providers have: a negative word is 2**31 more without its sign bit.
-    words = allowed_tokens.unsqueeze()
-    negative = words < 0
-    shifted = where(negative, words + (2**31 - 1) + 1, words) / scales
-    bytes_ = shifted - shifted / _BYTE_VALUES * _BYTE_VALUES + where(negative, sign_bit, 0)
-    mask = op("Gather", masks, bytes_).reshape(0, -1)
-    return logits + (mask.columns(0, vocab) if vocab % (_BYTE_BITS * _WORD_BYTES) else mask)
+    negative = words.unsqueeze() < 0
+    shifted = where(negative, words.unsqueeze() + (2**31 - 1) + 1, words.unsqueeze()) / scales
+    return shifted - shifted / _BYTE_VALUES * _BYTE_VALUES + where(negative, sign_bit, 0)
 
 
 def add_bias(logits: Tensor, ids: Tensor, bias: Tensor, vocab: int) -> Tensor:

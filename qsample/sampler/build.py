@@ -23,7 +23,7 @@ _IR_VERSION: Final = 10
 
 
 def build_sampler(
-    interface: Interface, pad_token_id: int, *, num_candidates: int = CANDIDATES, skips_search: bool = False
+    interface: Interface, pad_token_id: int, *, num_candidates: int = CANDIDATES, for_webgpu: bool = False
 ) -> ir.Model:
     """The sampler with its states: a step of every row, from the logits on.
 
@@ -31,8 +31,8 @@ def build_sampler(
         interface: the vocabulary and the features; `captured`: a graph without If and Loop, for capture and replay.
         pad_token_id: `next_ids` of a row that emits nothing.
         num_candidates: K, how many of the largest logits are sorted, at least 1. The contract's is 64.
-        skips_search: if captured: an If around each search skips it if `searched_rows` is empty, for providers that
-            neither capture nor reduce empty tensors.
+        for_webgpu: if captured: an If around each search skips it if `searched_rows` is empty, because WebGPU reduces
+            no empty tensors; and no number has 64 bits.
 
     Returns:
         A graph with the inputs and outputs of `interface.sampler`.
@@ -45,7 +45,7 @@ def build_sampler(
     spec = interface.sampler
     graph, inputs = new_graph(interface, spec)
     with building(graph):
-        call = Call(interface, inputs, skips_search=skips_search)
+        call = Call(interface, inputs, for_webgpu=for_webgpu)
         adjusted = adjusted_logits(call)
         drawn = draw(call, adjusted, num_candidates)
         states = {retained_name(name): state for name, state in next_states(call, drawn).items()}

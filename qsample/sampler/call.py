@@ -34,7 +34,7 @@ class Call:
     Args:
         interface: the vocabulary and the features. `captured`: no If and no Loop.
         inputs: the tensors of `Interface.sampler`, by name.
-        skips_search: if captured: an If around each search skips it if no row is listed.
+        for_webgpu: if captured: an If around each search skips it if no row is listed, and no number has 64 bits.
 
     Attributes:
         total: [B] int32, how many tokens each row has after this call's inputs.
@@ -45,9 +45,9 @@ class Call:
         capacity32: the same as int32.
     """
 
-    def __init__(self, interface: Interface, inputs: Mapping[str, Tensor], *, skips_search: bool = False) -> None:
+    def __init__(self, interface: Interface, inputs: Mapping[str, Tensor], *, for_webgpu: bool = False) -> None:
         self.interface, self.inputs, self.features = interface, inputs, interface.features
-        self.skips_search = skips_search
+        self.for_webgpu = for_webgpu
         self.vocab, self.captured = interface.vocab_size, interface.captured
         # `lengths` is read once, for the sum: its buffer may be that of its own next value.
         self.total = inputs["lengths"] + inputs["input_lengths"]

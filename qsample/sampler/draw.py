@@ -192,7 +192,7 @@ class _RandomRows:
 
     def _vocabulary(self, searched: Tensor) -> Vocabulary:
         listed = self._call[SEARCHED_ROWS.name] if self._call.captured else None
-        search = Search(listed, skipped=self._call.skips_search)
+        search = Search(listed, skipped=self._call.for_webgpu)
         return Vocabulary(self._shifted(), searched, search, replayed=self._call.captured)
 
     def _shifted(self) -> Tensor:

@@ -79,7 +79,7 @@ class _Call(Call):
 
     def __init__(self, interface: Interface, inputs: Mapping[str, Tensor]) -> None:
         self.interface, self.features = interface, interface.features
-        self.vocab, self.captured = interface.vocab_size, interface.captured
+        self.vocab, self.captured, self.for_webgpu = interface.vocab_size, interface.captured, False
         self.running = self.sampling = inputs["active"] & ~inputs["done"]
         # Philox takes 2**31 positions; the counters after them have other keys.
         self._position = op("Mod", inputs["counter"], 2**31)

@@ -59,7 +59,7 @@ def sampler() -> Callable[[Interface], Step]:
 
     @functools.cache
     def make(face: Interface) -> Step:
-        session = on_webgpu(build_sampler(face, PAD, skips_search=True))
+        session = on_webgpu(build_sampler(face, PAD, for_webgpu=True))
         assert set(placement_of(session)[CPU]) <= HOST_OPERATORS
         assert {memory.name for memory in session.get_input_memory_infos()} == {"WebGPU_Buf"}
         assert {memory.name for memory in session.get_output_memory_infos()} == {"WebGPU_Buf"}

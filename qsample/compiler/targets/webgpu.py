@@ -142,7 +142,7 @@ def gemms_of_tied_heads(model: ir.Model) -> bool:
 def join_flat_sampler(build: Build) -> None:
     """Append a sampler without control flow, but for the search, in place of the portable graph's."""
     if build.sampler is not None:
-        sampler = build_sampler(build.plan.interface, build.plan.pad_token_id, skips_search=True)
+        sampler = build_sampler(build.plan.interface, build.plan.pad_token_id, for_webgpu=True)
         append_sampler(build.model, sampler, build.plan.interface.decoder)
         build.sampler = None
 

@@ -89,7 +89,7 @@ def test_the_whole_sampler() -> None:
     face = Interface(
         300, (), captured=True, features=Features(allowed_tokens=True, logit_bias=True, filters=("typical_p", "dry"))
     )
-    model = build_sampler(face, PAD, skips_search=True)
+    model = build_sampler(face, PAD, for_webgpu=True)
     before = opened(model)
     assert lacking(model)
     ids_as_floats(model)
