@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import time
 import warnings
 from collections import abc
 from collections.abc import Mapping
@@ -12,8 +11,6 @@ from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, Literal, overload
-
-import numpy as np
 
 from qsample.bundle import package_in
 from qsample.call import Call
@@ -27,6 +24,7 @@ from qsample.ort.session import Sessions, open_sessions
 from qsample.package import Package, faster_way, read_package, use_package
 from qsample.progress import Progress, Stage, Stages
 from qsample.runtime.adapters import Adapter, read_adapter
+from qsample.runtime.batch import hand_on, run
 from qsample.runtime.callbacks import BatchEnd, LogitsProcessors
 from qsample.runtime.decode.loop import DecodeLoop, choose_flush_every
 from qsample.runtime.decode.prefix_file import signature_of, write_prefix
@@ -34,10 +32,10 @@ from qsample.runtime.decode.prefixes import Pieces, shared_prefix
 from qsample.runtime.decode.scheduler import Scheduler, SchedulerConfig
 from qsample.runtime.decode.slots import Slots
 from qsample.runtime.guided_decoding import Guide
-from qsample.runtime.output import GenerateOutput, Timing, make_output
+from qsample.runtime.output import GenerateOutput, make_output
 from qsample.runtime.prepare import find_adapter, make_sequences
 from qsample.runtime.prompts import is_chat, parse_prompts
-from qsample.runtime.sequence import NO_DRAFTS, Sequence
+from qsample.runtime.sequence import Sequence
 from qsample.sampling_params import SamplingParams
 from qsample.tensors import Array
 from qsample.text.generated_text import Streamer, check_streamer
@@ -248,9 +246,9 @@ class CausalLM(ModelMethods):
         device = self._take_slots(slots, capacity)
         device.process_logits = processors
         # A `BatchEnd` takes the tokens, so that none is handed on after the end.
-        deliver = partial(_stream, streamer, None) if end is None else lambda sequence: None
+        deliver = partial(hand_on, streamer, None) if end is None else lambda sequence: None
         loop = DecodeLoop(device, Scheduler(slots, config), deliver, double_buffering=double_buffering)
-        timing = _run(loop, sequences, streamer, guide, end)
+        timing = run(loop, sequences, streamer, guide, end)
         if self.sessions.replays is not None:
             device.stop(slice(None))
             self._captured[slots, capacity] = device
@@ -442,39 +440,6 @@ def _taken(adapter_name: str) -> ValueError:
         f"an adapter {shown(adapter_name)} is loaded already; give another name, unload it first, or replace it with "
         "hotswap=True"
     )
-
-
-def _run(
-    loop: DecodeLoop, sequences: list[Sequence], streamer: Streamer | None, guide: Guide | None, end: BatchEnd | None
-) -> Timing:
-    """Run every sequence to its end. streamer: gets the only sequence. guide: writes masks between steps. end: ends
-    sequences before the graph does."""
-    if streamer is not None:
-        streamer.put(sequences[0].given[None])
-    started, prefilled = time.perf_counter(), None
-    with loop:
-        for sequence in sequences:
-            loop.add(sequence)
-        while loop.busy:
-            loop.step()
-            if prefilled is None and all(sequence.started for sequence in sequences):
-                prefilled = time.perf_counter()
-            if guide is not None and loop.busy and not loop.prefilling:
-                guide.update(loop.set_parameter)
-            if end is not None:
-                end.update(loop.leave, partial(_stream, streamer, 1))
-    ended = time.perf_counter()
-    if streamer is not None:
-        streamer.end()
-    prefilled = prefilled or ended
-    drafts = sum((sequence.drafts for sequence in sequences), NO_DRAFTS)
-    return Timing(prefilled - started, ended - prefilled, loop.steps, drafts)
-
-
-def _stream(streamer: Streamer | None, most: int | None, sequence: Sequence) -> None:
-    for token in sequence.take(most)[0]:
-        if streamer is not None:
-            streamer.put(np.array([token], dtype=np.int64))
 
 
 def _check_ctx_len(package: Package, ctx_len: int | None) -> None:

@@ -25,3 +25,13 @@ def test_bench_as_json_and_as_a_table(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "decode, tok/s" in capsys.readouterr().out
     assert run([*arguments, "--top-p", "2"]) == 2
     assert "--top-p is 2" in capsys.readouterr().err
+
+
+def test_guessed_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = "--new-tokens", "5", "--prompt-tokens", "9", "--repetitions", "2", "--prompt-lookup-num-tokens", "4"
+    package = fake_package(tmp_path / "guessing", num_speculative_tokens=4)
+    assert run(["bench", str(package.path), *options, "--temperature", "0", "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)["measurements"]
+    assert 1 <= row["tokens_per_step"] <= 5
+    assert run(["bench", str(fake_package(tmp_path / "plain").path), *options]) == 1
+    assert "--prompt-lookup-num-tokens is 4, and the package draws a token a step" in capsys.readouterr().err

@@ -98,6 +98,7 @@ def test_generate_passes_every_sampling_option(run: Any, llama_package: Path, mo
         "presence_penalty": 0.25,
         "frequency_penalty": -0.5,
         "min_new_tokens": 2,
+        "prompt_lookup_num_tokens": 6,
         "seed": 11,
         "flush_every": 3,
         # The filters' numbers: each takes a 1 or a 2.
@@ -114,6 +115,23 @@ def test_generate_passes_every_sampling_option(run: Any, llama_package: Path, mo
     assert seen == {**given, **texts, "eos_token_id": [5, 6], "inputs": ["x"]}
     assert run("generate", llama_package, "-p", "x", "--greedy")[0] == 1
     assert seen["do_sample"] is False
+
+
+def test_guesses_are_counted(run: Any, tmp_path: Path) -> None:
+    """From a flag, and from a line of a file."""
+    package = fake_package(tmp_path / "package", num_speculative_tokens=4).path
+    prompt, more = "abcabcabcabc", ("--greedy", "--max-new-tokens=40", "--seed=1")
+    status, plain, err = run("generate", package, "-p", prompt, *more)
+    assert (status, "a step" in err) == (0, False), err
+    status, guessed, err = run("generate", package, "-p", prompt, *more, "--prompt-lookup-num-tokens=4")
+    assert (status, guessed) == (0, plain), err
+    drafts = json.loads(run("generate", package, "-p", prompt, *more, "--prompt-lookup-num-tokens=4", "--json")[1])
+    assert drafts["timing"]["drafts"]["num_drafts"] > 0
+    assert re.search(r" a second, \d\.\d\d a step; seed 1\n$", err)
+    row = {"prompt": prompt, "max_new_tokens": 4, "do_sample": False, "prompt_lookup_num_tokens": 5}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    _, lines, _ = run("generate", package, "--prompt-file", tmp_path / "rows.jsonl")
+    assert "prompt_lookup_num_tokens is 5, and the package checks 4 guesses" in lines
 
 
 def test_filters_reach_the_graph(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

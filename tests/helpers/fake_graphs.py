@@ -331,7 +331,7 @@ def fake_graphs(interface: Interface, weights: Mapping[str, Any]) -> dict[str, o
                     dim.Clear()
                     dim.dim_value = GUESSING_CAPACITY
         model = ir.from_proto(onnx.shape_inference.infer_shapes(decoder))
-        check_guesses(model, interface, PAD)
+        check_guesses(model, interface, PAD, pack=True)
         return graphs | {"decoder.onnx": ir.to_proto(model)}
     sizes = interface.sizes
     graphs = {"initial_state.onnx": ir.to_proto(build_initial_state(interface))}
