@@ -38,7 +38,7 @@ SEARCHED: Final = "R"  # rows that are searched
 BREAKERS: Final = "D"  # ids a row that break DRY's matches
 BAD_WORDS: Final = "Q"  # forbidden sequences a row
 BAD_WORD_LENGTH: Final = "L"  # tokens of the longest forbidden sequence
-ADAPTER_RANKS: Final = "P"  # a prefix: the layers of each kind have an axis of their own, `P.q_proj`
+ADAPTER_RANKS: Final = "P"  # ranks of adapters; the layers of each kind have an axis of their own, `P.q_proj`
 GUESSES: Final = "G"  # most guesses a row, num_speculative_tokens
 NEW_TOKENS: Final = "J"  # G + 1
 ROW_AXES: Final = (STOPS, BIASES, BREAKERS, BAD_WORDS, BAD_WORD_LENGTH)  # values of a row: as many as the host gives
@@ -56,6 +56,7 @@ AXIS_MEANINGS: Final = {
     BAD_WORDS: "forbidden sequences per row",
     BAD_WORD_LENGTH: "tokens of the longest forbidden sequence",
     GUESSES: "guesses per row and step, at most",
+    ADAPTER_RANKS: "ranks of all bound LoRA adapters; `P.q_proj` in the layers called q_proj",
     NEW_TOKENS: "new tokens per row and step, at most: G + 1",
 }
 
@@ -141,7 +142,7 @@ NEW_IDS = TensorSpec("new_ids", "int64", (BATCH, NEW_TOKENS), "the sampled token
 NUM_NEW = TensorSpec("num_new", "int32", (BATCH,), "how many they are; 0 for a row that emitted nothing")
 NUM_DRAFT_TOKENS = TensorSpec("num_draft_tokens", "int32", (BATCH,), "guesses that were checked for them")
 # Of packages with `Features.max_loras`; `interface.AdapterTarget` has the tensors of each adapted layer.
-ADAPTER = TensorSpec("adapter", "int32", (BATCH,), "the row's LoRA adapter, a number of adapter_ids; 0 = none", off=0)
+ADAPTER = TensorSpec("adapter", "int32", (BATCH,), "the LoRA adapter of the row, by its number; 0 = none", off=0)
 SEARCHED_ROWS = TensorSpec(
     "searched_rows", "int64", (SEARCHED,), "rows, 0..B-1, whose filters need a search of the vocabulary"
 )

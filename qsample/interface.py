@@ -187,8 +187,10 @@ class AdapterTarget:
         """The matrices A and B of all bound adapters, one below the other."""
         ranks, names = ranks_axis(self.kind), adapter_names(self.path)
         return (
-            TensorSpec(names[0], dtype, (ranks, self.in_features), f"A of {self.path}, a row a rank"),
-            TensorSpec(names[1], dtype, (ranks, self.out_features), f"B of {self.path}, scaled and transposed"),
+            TensorSpec(names[0], dtype, (ranks, self.in_features), "A of all bound adapters"),
+            TensorSpec(
+                names[1], dtype, (ranks, self.out_features), "B of all bound adapters, transposed, times its scale"
+            ),
         )
 
 
@@ -210,7 +212,7 @@ def adapter_names(path: str) -> tuple[str, str]:
 def adapter_ids(kind: str) -> TensorSpec:
     """The input that tells the adapters apart in the layers of a kind."""
     return TensorSpec(
-        f"adapter_ids.{kind}", "int32", (ranks_axis(kind),), f"the adapter of each rank in {kind}, from 1"
+        f"adapter_ids.{kind}", "int32", (ranks_axis(kind),), "number of the adapter that each rank belongs to, from 1"
     )
 
 

@@ -11,13 +11,14 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import contract_typescript
 
 from qsample import contract
 from qsample.contract import TensorSpec
-from qsample.interface import Features, Interface, KeyValueShape
+from qsample.interface import AdapterTarget, Features, Interface, KeyValueShape, adapter_ids
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = (ROOT / "docs" / "contract.md", ROOT / "docs" / "command-line.md", ROOT / "README.md")
@@ -105,6 +106,15 @@ def speculation() -> str:
     return parameters(contract.SPECULATION_INPUTS) + "\n" + tensors(outputs[1:])
 
 
+def adapters() -> str:
+    """The inputs of packages that take adapters, for a layer."""
+    layer = AdapterTarget("{path}", 0, 0)
+    matrices = (
+        replace(spec, axes=("P.{kind}", size)) for spec, size in zip(layer.tensors("model"), ("in", "out"), strict=True)
+    )
+    return tensors((contract.ADAPTER, replace(adapter_ids("{kind}"), axes=("P.{kind}",)), *matrices))
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "axes": lambda: markdown(("axis", "size"), ([f"`{k}`", v] for k, v in contract.AXIS_MEANINGS.items())),
     "tokens": lambda: tensors((contract.INPUT_IDS, contract.INPUT_LENGTHS, contract.EMIT)),
@@ -114,6 +124,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "filters": filters,
     "searched_rows": lambda: tensors((contract.SEARCHED_ROWS,)),
     "speculation": speculation,
+    "adapters": adapters,
     "states": states,
     "outputs": outputs,
     "initial_state": lambda: tensors((contract.SEED, contract.CAPACITY_INPUT)),

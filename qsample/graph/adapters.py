@@ -25,6 +25,7 @@ from qsample.graph.operators import CONTRIB_DOMAIN, is_contrib, is_matmul_nbits
 from qsample.graph.weights import JoinedTensor
 from qsample.interface import Interface, adapter_ids, adapter_names, kind_of, ranks_axis
 
+_NOBODY: Final = -(2**31)  # the number of no adapter
 _FUSED: Final = "FusedMatMul"
 _PRODUCTS: Final = ("MatMul", "Gemm")
 
@@ -65,11 +66,15 @@ class _Adapters:
         row = _node(
             "Reshape", [self._inputs[ADAPTER.name], shape], "adapter.row", _like([BATCH, 1, 1], ir.DataType.INT32)
         )
-        nodes, self._masks = [row], {}
+        none, nobody = (initializer(model.graph, f"adapter_{n}", np.array(n, np.int32)) for n in (0, _NOBODY))
+        # Whatever a host calls the ranks that it does not use, 0 is none.
+        has = _node("Greater", [row.outputs[0], none], "adapter.any", _like([BATCH, 1, 1], ir.DataType.BOOL))
+        own = _node("Where", [has.outputs[0], row.outputs[0], nobody], "adapter.number", row.outputs[0])
+        nodes, self._masks = [row, has, own], {}
         for kind in interface.adapter_kinds:
             mask = _like([BATCH, 1, ranks_axis(kind)], ir.DataType.BOOL)
             nodes.append(
-                _node("Equal", [row.outputs[0], self._inputs[adapter_ids(kind).name]], f"adapter.{kind}", mask)
+                _node("Equal", [own.outputs[0], self._inputs[adapter_ids(kind).name]], f"adapter.{kind}", mask)
             )
             self._masks[kind] = nodes[-1].outputs[0]
         model.graph.insert_before(first, nodes)
