@@ -94,7 +94,7 @@ def describe(package: Package) -> dict[str, Any]:
         "path": str(package.path),
         "graphs": {name: describe_graph(graph) for name, graph in package.interface.graphs.items()},
         "axes": {**AXIS_MEANINGS, **fixed_axes(package)},
-        **asdict(package.manifest),
+        **json.loads(package.manifest.to_json()),
     }
 
 
