@@ -8,13 +8,14 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from qsample.contract import STATUS_NAMES
-from qsample.runtime import CausalLM, Engine, SamplingParams
+from qsample.runtime import CausalLM, Engine, SamplingParams, load
 from qsample.runtime.decode.loop import DecodeLoop
 from qsample.runtime.decode.scheduler import Scheduler, SchedulerConfig
 from qsample.runtime.decode.slots import Slots
@@ -191,6 +192,39 @@ def test_an_engine(guessing: CausalLM) -> None:
             reused, accepted = reused + usage.cached_tokens, accepted + usage.drafts.num_accepted_tokens
         assert reused > 50
         assert accepted > 20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("guesses", [0, 3, 7])
+def test_an_engine_over_a_compiled_package(
+    guesses: int, guessing_package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tails of any lengths behind slots' and stored prefixes are read together: each request gets the tokens that
+    `generate` gives it alone, without guesses."""
+    model, generator = load(guessing_package, intra_op_num_threads=1), random.Random(1)
+    head = generator.choices(range(5, model.interface.vocab_size), k=150)
+    asked, wanted = [], []
+    for seed in range(24):
+        prompt = head[: generator.choice([0, 5, 64, 70, 128, 140])]
+        prompt = prompt + generator.choices(range(5, 60), k=generator.choice([1, 2, 3, 7, 12, 30]))
+        params = replace(random_params(generator, 40), eos_token_id=())
+        asked.append((prompt, replace(params, prompt_lookup_num_tokens=guesses), seed))
+        wanted.append(model.generate([prompt], params, seed=seed).token_ids[0])
+    joined: list[tuple[int, ...]] = []
+    plain = Slots.prefill
+
+    def prefill(self: Slots, slot: int, *ids: np.ndarray, emit: bool) -> None:
+        joined.append(tuple(map(len, ids)))
+        plain(self, slot, *ids, emit=emit)
+
+    monkeypatch.setattr(Slots, "prefill", prefill)
+    for _ in range(2):  # the second engine loads prefixes
+        with Engine(model, slots=4, max_waiting=64, prefix_cache_dir=tmp_path / "kept") as engine:
+            added = [engine.add_request(prompt, params, seed=seed) for prompt, params, seed in asked]
+            assert [request.result().token_ids for request in added] == wanted
+            drafts = sum((request.result().usage.drafts for request in added), NO_DRAFTS)
+            assert (drafts.num_draft_tokens > 0) == (guesses > 0)
+    assert any(len(set(lengths)) > 1 for lengths in joined)
 
 
 @pytest.mark.parametrize(
