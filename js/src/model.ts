@@ -10,6 +10,7 @@ import { type AllowedTokens, makeRow, maskOf, type Row } from "./parameters.js";
 import { checkDevice, compiledFor, type Device, openSession, type Runtime, type Tensors, WEBGPU } from "./runtime.js";
 import { openMemory, type Run } from "./states.js";
 import { Tokenizer } from "./text.js";
+import { inTurn } from "./turns.js";
 
 /** A text, token ids, or chat messages. */
 export type Prompt = string | readonly number[] | readonly Message[];
@@ -87,9 +88,6 @@ export async function openModel(files: PackageFiles, runtime: Runtime, options: 
   return new LocalModel(runtime, manifest, tokenizer ?? null, templates, generationConfig, initial, decoder, grows);
 }
 
-// Calls of a WebAssembly build take turns, whatever the model: they share its memory and its stack.
-let turn: Promise<unknown> = Promise.resolve();
-
 export class LocalModel implements Model {
   private readonly engine: Engine;
   private lost: Promise<never> | null = null;
@@ -139,8 +137,11 @@ export class LocalModel implements Model {
   async dispose(): Promise<void> {
     if (this.disposed) return;
     this.disposed = true;
-    await turn.catch(() => undefined);
-    await Promise.all([this.initial.release(), this.decoder.release()]);
+    const release = async (): Promise<void> => {
+      await this.initial.release();
+      await this.decoder.release();
+    };
+    await (this.runtime.native ? release() : inTurn(release));
     this.runtime.gpu?.destroy();
   }
 
@@ -240,10 +241,7 @@ export class LocalModel implements Model {
         throw translated(error, `a step on ${this.device}`, "load the model again, or give another device");
       }
     };
-    if (this.runtime.native) return work();
-    const result = turn.then(work, work);
-    turn = result.catch(() => undefined);
-    return result;
+    return this.runtime.native ? work() : inTurn(work);
   }
 }
 

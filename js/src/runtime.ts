@@ -3,6 +3,8 @@ import type { InferenceSession, Tensor } from "onnxruntime-web";
 import { DeviceError, PackageError, translated } from "./errors.js";
 import { type PackageFiles, entryOf } from "./files.js";
 import type { Manifest } from "./manifest.js";
+import { inTurn } from "./turns.js";
+import { askForInt64 } from "./web_gpu_build.js";
 
 export type Device = "webgpu" | "wasm" | "cpu";
 /** A build of ONNX Runtime for JavaScript: onnxruntime-web or onnxruntime-node. */
@@ -69,8 +71,7 @@ export async function openSession(
   const onGpu = !onHost && device === "webgpu";
   const options: InferenceSession.SessionOptions = {
     executionProviders: onGpu ? [webGpu(runtime, files)] : [host],
-    // As the manifest asks. onnxruntime-web 1.30 reads these too late, after it made the provider: without enableInt64 its
-    // arithmetic on ids is on the host.
+    // As the manifest asks; web_gpu_build.ts has the reason why that is not enough.
     ...(onGpu ? { extra: { ep: { [WEBGPU.toLowerCase()]: { ...settingsOf(files), ...forced(files, "\n") } } } } : {}),
     logSeverityLevel: 3,
     ...(runtime.threads === undefined || device !== "cpu" ? {} : { intraOpNumThreads: runtime.threads }),
@@ -81,9 +82,13 @@ export async function openSession(
       for (const part of parts) await files.path(part);
       return await ort.InferenceSession.create(await files.path(name), options);
     }
-    const externalData = [];
+    const externalData: { path: string; data: Uint8Array }[] = [];
     for (const part of parts) externalData.push({ path: part, data: await files.bytes(part) });
-    return await ort.InferenceSession.create(await files.bytes(name), { ...options, externalData });
+    const graph = await files.bytes(name);
+    return await inTurn(() => {
+      askForInt64(onGpu && settingsOf(files).enableInt64 === "1");
+      return ort.InferenceSession.create(graph, { ...options, externalData });
+    });
   } catch (error) {
     if (error instanceof Error && /No such file|cannot open|Failed to load external/i.test(error.message)) {
       throw new PackageError(`${name} of ${files.where} cannot be opened: ${error.message.slice(0, 300)}; copy the whole package`);

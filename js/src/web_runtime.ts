@@ -1,6 +1,7 @@
 // onnxruntime-web: WebAssembly, and WebGPU with the states on the GPU.
 import { DeviceError, translated } from "./errors.js";
 import type { Ort, Runtime } from "./runtime.js";
+import { webGpuBuild } from "./web_gpu_build.js";
 
 // Half-precision arithmetic and operations across a group of threads, which ONNX Runtime's kernels use if they are there.
 const FEATURES = ["shader-f16", "subgroups"];
@@ -22,8 +23,7 @@ export async function openWasm(options: WebOptions, build?: Promise<unknown>): P
 export async function openWebGpu(options: WebOptions): Promise<Runtime> {
   const adapter = await gpuAdapter();
   if (typeof adapter === "string") throw new DeviceError(`device is "webgpu", and ${adapter}; give device: "wasm"`);
-  const ort = (await import("onnxruntime-web/webgpu")) as unknown as Ort;
-  configure(ort, options);
+  const ort = await webGpuBuild(options);
   try {
     // A device of this model's own, with all that the adapter has: if it is lost, another can be opened.
     const requiredLimits: Record<string, number> = {};
