@@ -108,7 +108,9 @@ def test_quantized_weights(compiled: Compiled, bundled_package: Path) -> None:
 @pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "gpt_oss", "phi3"])
 def test_other_models(exported: Callable[..., Path], tmp_path: Path, family: str) -> None:
     """compile's self-test compares the tokens with those of the portable graph on the CPU."""
-    package = compile_package(read_package(exported(family)), tmp_path / "out", CompileOptions("webgpu", ctx_len=48))
+    package = compile_package(
+        read_package(exported(family)), tmp_path / "out", CompileOptions(provider="webgpu", ctx_len=48)
+    )
     assert package.manifest.compilation is not None
     assert package.manifest.compilation.self_test["tokens"] > 0
 

@@ -43,7 +43,7 @@ from qsample.graph.join import append_sampler
 from qsample.graph.operators import is_contrib
 from qsample.interface import Interface
 from qsample.ort.options import session_options
-from qsample.ort.providers import CPU, ON_HOST, WEBGPU, open_session
+from qsample.ort.providers import CPU, ON_HOST, WEBGPU, open_session, plugin_devices
 from qsample.sampler import build_sampler
 
 _DTYPES: Final = ("float32", "float16")
@@ -77,6 +77,14 @@ class WebGpuTarget(Target):
             raise CompileError(
                 "the package computes its random numbers from the input seed in 64-bit integers, which WebGPU lacks; "
                 "export it without the seed in the graph: hosts write the state noise"
+            )
+
+    def check_installed(self) -> None:
+        super().check_installed()
+        if not plugin_devices(WEBGPU):
+            raise CompileError(
+                f"{WEBGPU} finds no GPU here. docs/devices.md lists its requirements; to compile for other machines, "
+                "ORT_WEBGPU_EP_ALLOW_SOFTWARE_ADAPTER=1 lets it take a Vulkan driver that computes on the CPU"
             )
 
     def interface(self, plan: CompilePlan) -> Interface:
