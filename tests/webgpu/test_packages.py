@@ -105,14 +105,23 @@ def test_quantized_weights(compiled: Compiled, bundled_package: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "gpt_oss", "phi3"])
+@pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "phi3", "lfm2"])
 def test_other_models(exported: Callable[..., Path], tmp_path: Path, family: str) -> None:
-    """compile's self-test compares the tokens with those of the portable graph on the CPU."""
+    """compile's self-test compares the tokens with those of the portable graph on the CPU. LFM2 is a hybrid."""
     package = compile_package(
         read_package(exported(family)), tmp_path / "out", CompileOptions(provider="webgpu", ctx_len=48)
     )
     assert package.manifest.compilation is not None
     assert package.manifest.compilation.self_test["tokens"] > 0
+
+
+@pytest.mark.slow
+def test_operators_without_a_kernel_are_named(exported: Callable[..., Path], tmp_path: Path) -> None:
+    with pytest.raises(CompileError, match=r"2 nodes have no kernel on WebGpu.*MoE .*Compile the model for cpu or web"):
+        compile_package(
+            read_package(exported("gpt_oss")), tmp_path / "out", CompileOptions(provider="webgpu", ctx_len=48)
+        )
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(

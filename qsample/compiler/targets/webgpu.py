@@ -103,7 +103,7 @@ class WebGpuTarget(Target):
             *half,
             *quantization_phases(plan),
             graph_pass(keep_activations),  # some GPUs would round them, and others not
-            graph_pass(gemms_of_tied_heads),  # of heads that are not quantized
+            graph_pass(plain_products),  # after quantization, which looks for such heads
             step(join_flat_sampler),
             graph_pass(ids_as_floats),
             graph_pass(own_constants),
@@ -128,22 +128,30 @@ def take_total_from_shape(model: ir.Model) -> bool:
     return bool(nodes)
 
 
-def gemms_of_tied_heads(model: ir.Model) -> bool:
-    """Make a Gemm of each product of single positions with a transposed matrix, as a table of embeddings is; in place.
-    WebGPU has no FusedMatMul. Returns whether there was one."""
+def plain_products(model: ir.Model) -> bool:
+    """Make plain products of FusedMatMul, which WebGPU lacks, in place: a Gemm of single positions times a transposed
+    matrix, such as a table of embeddings, and transpositions otherwise. Returns whether there was one."""
     modified = False
     for node in [node for node in model.graph if is_contrib(node, "FusedMatMul")]:
-        x, matrix = node.inputs[:2]
-        if x is None or x.shape is None or matrix is None or matrix.shape is None:
+        flags = {name: attribute.value for name, attribute in node.attributes.items() if attribute.value}
+        sides, shapes = list(node.inputs[:2]), [value.shape for value in node.inputs[:2] if value is not None]
+        known = [shape for shape in shapes if shape is not None]
+        if flags.pop("alpha", 1.0) != 1.0 or not flags.keys() <= {"transA", "transB"} or len(known) < 2:
             continue
-        flags = {name: attribute.value for name, attribute in node.attributes.items()}
-        plain = flags.pop("transB", 0) == 1 and flags.pop("alpha", 1.0) == 1.0 and not any(flags.values())
-        if plain and len(x.shape) == 3 and x.shape[1] == 1 and len(matrix.shape) == 2:
+        rows, matrix = known
+        if flags == {"transB": 1} and len(rows) == 3 and rows[1] == 1 and len(matrix) == 2:
             axis = initializer(model.graph, "axis_1", np.array([1]))
-            squeezed = insert(node, "Squeeze", [x, axis], [x.shape[0], x.shape[2]])
-            product = insert(node, "Gemm", [squeezed, matrix], [x.shape[0], matrix.shape[0]], {"transB": 1})
+            squeezed = insert(node, "Squeeze", [sides[0], axis], [rows[0], rows[2]])
+            product = insert(node, "Gemm", [squeezed, sides[1]], [rows[0], matrix[0]], {"transB": 1})
             replace_node(node, [ir.node("Unsqueeze", [product, axis])])
-            modified = True
+        else:
+            for index, (flag, shape) in enumerate(zip(("transA", "transB"), known, strict=True)):
+                if flag in flags:
+                    order = [*range(len(shape) - 2), len(shape) - 1, len(shape) - 2]
+                    swapped = [shape[axis] for axis in order]
+                    sides[index] = insert(node, "Transpose", [sides[index]], swapped, {"perm": order})
+            replace_node(node, [ir.node("MatMul", sides)])
+        modified = True
     return modified
 
 
