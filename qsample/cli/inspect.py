@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -20,7 +21,6 @@ from qsample.package import Package, read_package
 
 EXAMPLES: Final = "[bold]Examples[/bold]\n\nqsample inspect qwen3-cpu\n\nqsample inspect qwen3-cpu --json | jq .graphs"
 _INPUTS_SHOWN: Final = 6
-_LAYERS_SHOWN: Final = 1  # caches of further layers are counted, not listed
 _WIDTH_OF_A_FILE: Final = 120
 
 
@@ -232,17 +232,17 @@ def _graph_table(name: str, graph: GraphSpec) -> Table:
         if specs:
             shown_graph.add_section()
             shown_graph.add_row(f"[dim]{role}[/dim]")
-        shown = [spec for spec in specs if _layer(spec) < _LAYERS_SHOWN]
-        for spec in shown:
+        shown = {_in_any_layer(spec): spec for spec in reversed(specs)}
+        for spec in reversed(shown.values()):
             shown_graph.add_row(escape(spec.name), escape(_type(spec)), escape(_meaning(spec, graph)))
         if len(shown) < len(specs):
-            shown_graph.add_row(f"… {len(specs) - len(shown)} more", "", "keys and values of each further layer")
+            shown_graph.add_row(f"… {len(specs) - len(shown)} more", "", "of each further layer")
     return shown_graph
 
 
-def _layer(spec: TensorSpec) -> int:
-    """The attention layer of a cache tensor; -1 for any other."""
-    return int(spec.name.split(".")[1]) if spec.name.startswith("past_key_values.") else -1
+def _in_any_layer(spec: TensorSpec) -> str:
+    """The tensor's name, without the number of its layer."""
+    return re.sub(r"\.\d+\.", ".*.", spec.name)
 
 
 def _type(spec: TensorSpec) -> str:
