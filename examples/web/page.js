@@ -45,7 +45,7 @@ async function stoppable(work) {
 async function open(signal) {
   await model?.dispose();
   model = null;
-  at("about").textContent = "";
+  at("about").textContent = at("remark").textContent = "";
   say("", { aloud: "Loading the model" });
   let problem = null;
   if (at("device").value === "auto") {
@@ -63,9 +63,11 @@ async function open(signal) {
   } else {
     model = await opened(at("device").value, signal);
   }
-  const size = Object.values(model.manifest.files).reduce((sum, file) => sum + file.bytes, 0);
-  at("about").textContent = [`${model.manifest.source.model_id}, ${(size / 1e6).toFixed(0)} MB, on ${NAMES[model.device]}`, problem].filter(Boolean).join("; ");
-  say("", { aloud: `Ready. ${at("about").textContent}` });
+  const { files, source } = model.manifest;
+  const size = Object.values(files).reduce((sum, file) => sum + file.bytes, 0);
+  at("about").textContent = `${source.model_id.split(/[\\/]/).at(-1)}, ${(size / 1e6).toFixed(0)} MB, on ${NAMES[model.device]}`;
+  at("remark").textContent = problem && `WebAssembly is slower than WebGPU, but ${problem}.`;
+  say("", { aloud: `Ready. ${at("about").textContent}. ${at("remark").textContent}` });
 }
 
 async function opened(device, signal) {

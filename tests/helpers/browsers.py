@@ -12,15 +12,19 @@ import pytest
 _NAMES: Final = ("chromium", "chromium-headless-shell", "chromium-browser", "google-chrome")
 
 
+def find_browser() -> str | None:
+    """The system's Chromium; None = playwright's own."""
+    return next(filter(None, map(shutil.which, _NAMES)), None)
+
+
 @contextmanager
 def open_browser(*flags: str, beside: Any = None) -> Iterator[Any]:
     """A browser with these flags; the test is skipped without one. beside: a browser that is open already."""
     sync_api = pytest.importorskip("playwright.sync_api", reason="pip install playwright; the page needs a browser")
-    found = next(filter(None, map(shutil.which, _NAMES)), None)
     with nullcontext() if beside else sync_api.sync_playwright() as playwright:
         kind = beside.browser_type if beside else playwright.chromium
         try:
-            browser = kind.launch(executable_path=found, args=["--no-sandbox", *flags])
+            browser = kind.launch(executable_path=find_browser(), args=["--no-sandbox", *flags])
         except sync_api.Error as error:
             pytest.skip(f"no browser: {str(error).splitlines()[0]}")
         yield browser
