@@ -203,6 +203,13 @@ def test_an_adapter_is_replaced_at_once(case: Case, model: CausalLM) -> None:
     assert model.adapters["0"].sha256 == model.adapters["1"].sha256
 
 
+def test_rows_that_must_run_together_have_no_more_adapters_than_a_batch_takes(model: CausalLM) -> None:
+    params = [with_adapter(name) for name in "012"]
+    with pytest.raises(ValueError, match=r"3 adapters were given and the package takes 2 at once; .* max_time follow"):
+        model.generate([[5]] * 3, params, max_time=60)
+    assert len(model.generate([[5]] * 3, params).token_ids) == 3
+
+
 def test_the_adapters_of_requests_are_counted(model: CausalLM) -> None:
     with Engine(model, slots=2) as engine:
         long = {"max_new_tokens": 90, "temperature": 1.0, "eos_token_id": ()}

@@ -21,6 +21,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from qsample.runtime import CausalLM, SamplingParams, load
+from qsample.serve.http import ApiError
 from tests.helpers.adapters import random_adapter
 from tests.helpers.servers import ServerProcess
 
@@ -238,6 +239,16 @@ def test_no_more_adapters_than_the_server_takes(app: TestClient) -> None:
     assert app.post("/v1/load_lora_adapter", json={"lora_name": "ruth", "lora_path": "ruth"}).status_code == 200
     for name in ("judges", "ruth"):
         assert app.post("/v1/unload_lora_adapter", json={"lora_name": name}).status_code == 200
+
+
+def test_an_adapter_that_leaves_while_a_prompt_is_encoded(app: TestClient) -> None:
+    assert app.post("/v1/load_lora_adapter", json={"lora_name": "ruth", "lora_path": "ruth"}).status_code == 200
+    models = app.app.state.server.models  # type: ignore[attr-defined]
+    served = models.find("ruth")
+    models.unload_adapter("ruth")
+    with pytest.raises(ApiError, match="'ruth' does not exist here") as caught:
+        served.add([5], SamplingParams(max_new_tokens=1))
+    assert (caught.value.status, caught.value.code) == (404, "model_not_found")
 
 
 def test_loading_is_off_unless_a_folder_is_given(
