@@ -5,9 +5,9 @@ has the input `searched_rows` of docs/contract.md, and no control flow but an If
 a shape. Every operator of a step runs on the device, except for those that compute shapes. The capacity stays free: a
 host may begin small and grow.
 
-Two bugs of the provider (onnxruntime-ep-webgpu 0.4.0) are worked around. TopK pads with -3.4e38, which beats -inf and
-gives negative ids: the sampler's `FLOOR` is above that. And the graph in an If finds the constants of the graph around
-it in the host's memory, and fails: `own_constants`.
+Bugs of the provider (onnxruntime-ep-webgpu 0.4.0): TopK pads with -3.4e38, which beats -inf and gives negative ids, so
+the sampler's `FLOOR` is above that; the graph in an If finds the constants of the graph around it in the host's memory,
+and fails, so it gets its own (`own_constants`); Pow fails for some shapes (`float_ids`); QMoE is refused.
 """
 
 from __future__ import annotations
@@ -47,6 +47,8 @@ from qsample.ort.providers import CPU, ON_HOST, WEBGPU, open_session, plugin_dev
 from qsample.sampler import build_sampler
 
 _DTYPES: Final = ("float32", "float16")
+# Over several tokens its result is sometimes that of the CPU and sometimes another one altogether, for the same inputs.
+_WRONG: Final = "QMoE"
 _HOST: Final = "Cpu"  # ONNX Runtime's name of the host's memory
 _READ_ON_HOST: Final = {"Clip": (1, 2), "If": (0,)}  # in addition to the inputs that CUDA's kernels read there
 
@@ -189,6 +191,11 @@ def place(build: Build) -> None:
         raise
     except Exception as error:  # ONNX Runtime's own exceptions share no base but Exception
         raise CompileError(f"ONNX Runtime cannot load the graph on this device: {error}") from error
+    if wrong := [str(node.name) for node in build.model.graph.all_nodes() if node.op_type == _WRONG]:
+        raise CompileError(
+            f"{len(wrong)} layers of experts become {_WRONG} ({wrong[0]} …), whose results on {WEBGPU} are not "
+            "reliable. Compile the model for cpu or web"
+        )
     shapes = {node.name for node in host_nodes(build.model.graph)}
     misplaced = [
         f"{node.op_type} {node.name}"
