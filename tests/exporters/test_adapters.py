@@ -24,6 +24,7 @@ from qsample.package import read_package
 from qsample.runtime import CausalLM, load
 from qsample.transforms.markers import ADAPTED_PATH
 from tests.helpers.adapters import lora_pair, save_adapter
+from tests.helpers.quantized_checkpoints import Scheme, save_quantized
 from tests.helpers.tiny_models import FAMILIES, save_checkpoint
 
 TOKENS = 12
@@ -103,6 +104,7 @@ def loaded(package: Path, adapters: dict[str | None, tuple[Path | None, Any]]) -
     return model
 
 
+@pytest.mark.ci
 def test_each_row_has_its_own_adapter(
     package: Path,
     adapters: dict[str | None, tuple[Path | None, Any]],
@@ -151,6 +153,7 @@ def test_adapters_over_quantized_weights(
     assert max(differences) < most, differences
 
 
+@pytest.mark.ci
 def test_the_manifest_names_the_layers(package: Path) -> None:
     data = json.loads((package / "qsample.json").read_text())
     assert data["contract_version"] == "2.1"
@@ -194,6 +197,7 @@ def test_layers_whose_rows_nobody_knows_are_left_alone() -> None:
         adapt_layers(ir.Model(graph, ir_version=10), interface, "root.")
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("target", ["cuda", "openvino", "tensorrt"])
 def test_targets_without_adapters_say_so(package: Path, tmp_path: Path, target: str) -> None:
     with pytest.raises(CompileError, match=rf"takes LoRA adapters \(max_loras=4\), and the target {target} has no"):
@@ -244,3 +248,23 @@ def test_peft_gives_the_same_tokens(package: Path, checkpoint: Callable[[str], P
         wanted.append(greedy(adapted.eval(), PROMPTS[seed + 1]))
     output = generated(model, PROMPTS, [None, *configs])
     assert [[*row] for row in output.token_ids] == wanted
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", [Scheme("gptq", act_order=True), Scheme("awq")], ids=str)
+def test_adapters_over_weights_that_came_quantized(scheme: Scheme, tmp_path: Path) -> None:
+    save_quantized(tmp_path / "checkpoint", "llama", scheme)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint", max_loras=2, max_lora_rank=8)
+    portable = model.export(tmp_path / "p")
+    interface = portable.package.interface
+    portable.compile(tmp_path / "cpu", ctx_len=64)
+    folder, prompts = make_adapter(tmp_path / "a", interface, 1, 4, lora_alpha=8), PROMPTS[:2]
+    floats = tmp_path / "checkpoint-float"
+    models = [merged(floats, one, lambda kind: 2.0) for one in (None, folder)]
+    names = {None: (None, None), "a": (folder, None)}
+    wanted = [greedy(*pair) for pair in zip(models, prompts, strict=True)]
+    output = generated(loaded(tmp_path / "p", names), prompts, [*names])
+    assert [[*row] for row in output.token_ids] == wanted
+    # The compiled graph rounds activations to 8 bits.
+    output = generated(loaded(tmp_path / "cpu", names), prompts, [*names])
+    assert [*output.token_ids[1][:2]] == wanted[1][:2]
