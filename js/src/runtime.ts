@@ -56,8 +56,8 @@ const forced = (files: PackageFiles, separator: string): { forceCpuNodeNames?: s
   return names ? { forceCpuNodeNames: names.replaceAll(" ", separator) } : {};
 };
 
-function webGpu({ gpu }: Runtime, files: PackageFiles): InferenceSession.WebGpuExecutionProviderOption {
-  const names = forced(files, " ").forceCpuNodeNames?.split(" ");
+function webGpu({ gpu, native }: Runtime, files: PackageFiles): InferenceSession.WebGpuExecutionProviderOption {
+  const names = native ? undefined : forced(files, " ").forceCpuNodeNames?.split(" ");
   return { name: "webgpu", ...(gpu ? { device: gpu } : {}), ...(names ? { forceCpuNodeNames: names } : {}) };
 }
 

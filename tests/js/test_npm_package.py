@@ -51,8 +51,12 @@ CASES: list[tuple[str, Any, dict[str, Any]]] = [
     ("bundled", FOREIGN, {"temperature": 1.5, "top_k": 100, "top_p": 1, "max_new_tokens": 30}),
     ("bundled", CHAT, {"max_new_tokens": 24}),
     # Capacities that double: of a single row, and of rows that end at different times.
-    ("bundled", ENGLISH[0], {"max_new_tokens": 320, "eos_token_id": None, "temperature": 1.2}),
-    ("bundled", ENGLISH, {"max_new_tokens": 150, "stop_strings": ["Israel", ":", "."]}),
+    (
+        "bundled",
+        ENGLISH[0],
+        {"max_new_tokens": 320, "eos_token_id": None, "temperature": 1.2, "repetition_penalty": 1.1},
+    ),
+    ("bundled", ENGLISH, {"max_new_tokens": 150, "stop_strings": ["Israel", ":", "."], "repetition_penalty": 1.05}),
     ("bundled", list(range(3, 90)), {"max_new_tokens": 80}),
     ("llama", [[5, 6, 7], [8]], {**FILTERED, "max_new_tokens": 12, "logit_bias": {20: 2.5, 21: float("-inf")}}),
     ("llama", "In the", {"temperature": 0.9, "top_n_sigma": 1.5, "epsilon_cutoff": 0.001, "max_new_tokens": 6}),
