@@ -227,14 +227,15 @@ def random_traffic(case: Case, model: CausalLM, operations: int) -> Iterator[tup
     chooses, loaded = random.Random(0), dict[str, Path]()
     prompts = [prompt(seed, 6 + 9 * seed) for seed in range(4)]
     with Engine(model, slots=3, max_waiting=12) as engine:
-        for _ in range(operations):
+        while operations:
             name, folder = str(chooses.randrange(4)), chooses.choice(case.folders)
             if name not in loaded or chooses.random() < 0.3:
                 model.load_adapter(name, folder, hotswap=name in loaded)
-                loaded[name] = folder
+                loaded[name], operations = folder, operations - 1
             elif chooses.random() < 0.5:
                 model.unload_adapter(name)
                 del loaded[name]
+                operations -= 1
             for _ in range(2):
                 name, tokens = chooses.choice([None, *loaded]), chooses.choice(prompts)
                 request = engine.add_request(tokens, with_adapter(name), seed=chooses.randrange(2))
