@@ -33,6 +33,11 @@ def test_a_timeout_in_which_nothing_can_be_answered(run: Any, tmp_path: Path) ->
     [
         (["--generation-config", "vllm"], '--generation-config is \'vllm\'; give "openai" or "auto"'),
         (["--reasoning-parser", "r2"], "--reasoning-parser is 'r2'; choose from "),
+        (["--speculative-config", "{"], "--speculative-config is not valid JSON (Expecting property name"),
+        (
+            ["--speculative-config", '{"method": "eagle"}'],
+            "--speculative-config is {'method': 'eagle'}; tokens are guessed",
+        ),
         (["--served-model-name", ""], "--served-model-name is empty; give the name"),
         (["--model", "tiny=elsewhere", "--served-model-name", "tiny"], "--model names tiny twice"),
         (["--model", "small=elsewhere"], "elsewhere is not a package"),
