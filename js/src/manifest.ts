@@ -34,7 +34,7 @@ export interface Manifest {
 }
 
 export const MANIFEST = "qsample.json";
-// Contract 2.1 adds what a package with speculation or adapters needs; one without them is the same as in 2.0.
+// Not 2.1, of packages with speculation or adapters: this host feeds neither.
 const VERSIONS = [CONTRACT_VERSION];
 
 /** The content of qsample.json. `where`: of the package, for messages. */
