@@ -1,6 +1,6 @@
 """Milliseconds a token in Node and in a browser, against transformers.js on the same weights.
 
-    npm --prefix js ci && npm --prefix js run build && npm --prefix js install --no-save @huggingface/transformers
+    npm --prefix js install && npm --prefix js run build && npm --prefix js install --no-save @huggingface/transformers
     pip install -e '.[webgpu]' playwright
     python benchmarks/web.py                                   # the bundled model; about five minutes
     python benchmarks/web.py CHECKPOINT --tokens 32            # any checkpoint of up to 0.4 B parameters, in float32

@@ -159,9 +159,10 @@ def test_the_links_at_the_root() -> None:
 
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="only a clone knows what belongs to the project")
 def test_the_sdist_holds_what_belongs_to_the_project() -> None:
-    """Its tests read most of it."""
+    """Its tests read most of it. And the page of `qsample web`, if it is built."""
     sdist = pytest.importorskip("hatchling.builders.sdist").SdistBuilder(str(ROOT))
-    assert {Path(file.path) for file in sdist.recurse_included_files()} == set(files())
+    page = {path for path in (ROOT / "qsample" / "assets" / "web").rglob("*") if path.is_file()}
+    assert {Path(file.path) for file in sdist.recurse_included_files()} == set(files()) | page
 
 
 def test_an_index_shows_the_readme_without_links_into_the_repository() -> None:
