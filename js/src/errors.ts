@@ -75,5 +75,11 @@ export function translated(error: unknown, doing: string, remedy: string): unkno
         "maxNewTokens or fewer prompts, or take a smaller or quantized package",
     );
   }
+  if (/requires f16|shader-f16/.test(message)) {
+    return new DeviceError(
+      `${doing} needs float16, which this GPU lacks (${message.slice(0, 200)}); give device: "wasm", or compile the package for it: ` +
+        "qsample compile --provider webgpu --dtype float32",
+    );
+  }
   return new QsampleError(`${doing} failed: ${message.slice(0, 500)}; ${remedy}`, { cause: error });
 }

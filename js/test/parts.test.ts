@@ -1,6 +1,6 @@
 // What needs no package: options, stop strings, manifests.
 import { describe, expect, it } from "vitest";
-import { ArgumentError, fromData, OutOfMemoryError, PackageError, toData, translated } from "../src/errors.js";
+import { ArgumentError, DeviceError, fromData, OutOfMemoryError, PackageError, toData, translated } from "../src/errors.js";
 import { parseManifest } from "../src/manifest.js";
 import { checkNames, readableSeed, resolve, seedsOf } from "../src/options.js";
 import { StopStrings } from "../src/text.js";
@@ -78,7 +78,7 @@ it("manifests of strangers are refused", () => {
   expect(() => parseManifest("{", "here")).toThrow("is not JSON");
 });
 
-it("errors keep their kind on the way from a worker; lack of memory is recognised", () => {
+it("errors keep their kind on the way from a worker; lack of memory and of float16 is recognised", () => {
   const error = fromData(structuredClone(toData(new ArgumentError("no", "topK"))));
   expect(error).toBeInstanceOf(ArgumentError);
   expect(error).toMatchObject({ message: "no", param: "topK" });
@@ -86,4 +86,5 @@ it("errors keep their kind on the way from a worker; lack of memory is recognise
   for (const cause of [new Error("std::bad_alloc"), new RangeError("Array buffer allocation failed"), new RangeError("Invalid typed array length: 9")]) {
     expect(translated(cause, "a step", "")).toBeInstanceOf(OutOfMemoryError);
   }
+  expect(translated(new Error("Program Gather requires f16 but the device does not support it"), "a step", "")).toBeInstanceOf(DeviceError);
 });
