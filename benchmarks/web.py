@@ -9,7 +9,7 @@ Both continue the same prompt of 32 tokens, a single row, greedily and by top-k 
 Node, in WebAssembly with a single thread and with several, and on WebGPU if Chromium has an adapter. An adapter in
 software, such as SwiftShader (for compile, too: VK_ICD_FILENAMES=/usr/lib/chromium/vk_swiftshader_icd.json and
 ORT_WEBGPU_EP_ALLOW_SOFTWARE_ADAPTER=1), shows that it runs, and nothing about the speed of a GPU. Rounds take turns; a
-figure is the median of all tokens after the first. The greedy tokens of both are compared.
+figure is the median of the rounds' averages, without the first token. The greedy tokens of both are compared.
 
 Writes docs/benchmarks/web.json and web.md.
 """
@@ -284,7 +284,7 @@ def main() -> None:
                         except Exception as error:  # a system that fails is a result, too
                             console.print(f"{host}, {name}, {system}: {str(error)[:300]}", highlight=False)
                             continue
-                        times.setdefault(system, []).extend(result["ms"])
+                        times.setdefault(system, []).append(result["ms"])
                         ids[system] = result["ids"]
                 row = {"host": host, "threads": threads, "parameters": name}
                 row |= {system: float(np.median(values)) for system, values in times.items()}
@@ -318,8 +318,8 @@ def report(result: dict[str, Any]) -> str:
         "# Node and browsers",
         "",
         f"{result['machine']}. Model: {result['model']}, a vocabulary of {result['vocabulary']:,}, float32; "
-        f"transformers.js {result['transformers.js']} on the same weights. Median milliseconds a token, a single row, "
-        f"{result['tokens']} tokens, {result['rounds']} rounds in turns. `python benchmarks/web.py` writes this page.",
+        f"transformers.js {result['transformers.js']} on the same weights. Milliseconds a token of a single row, "
+        f"without the first: the median of {result['rounds']} rounds in turns, {result['tokens']} tokens each. `python benchmarks/web.py` writes this page.",
         "",
         "| host | threads | parameters | qsample | transformers.js | ratio |",
         "| --- | --- | --- | --- | --- | --- |",
