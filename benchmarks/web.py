@@ -319,7 +319,8 @@ def report(result: dict[str, Any]) -> str:
         "",
         f"{result['machine']}. Model: {result['model']}, a vocabulary of {result['vocabulary']:,}, float32; "
         f"transformers.js {result['transformers.js']} on the same weights. Milliseconds a token of a single row, "
-        f"without the first: the median of {result['rounds']} rounds in turns, {result['tokens']} tokens each. `python benchmarks/web.py` writes this page.",
+        f"without the first: the median of {result['rounds']} rounds in turns, {result['tokens']} tokens each. "
+        "`python benchmarks/web.py` writes this page.",
         "",
         "| host | threads | parameters | qsample | transformers.js | ratio |",
         "| --- | --- | --- | --- | --- | --- |",
