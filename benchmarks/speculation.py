@@ -14,8 +14,9 @@ answer, greedily; see `speculation_worker.py`. The systems are
 - llama.cpp, and llama.cpp, lookup: one row, with the prompt lookup of its Python package and the defaults of that.
 
 onnxruntime-genai is left out: its draws cannot be replaced, so its guesses would all be wrong. Systems that draw a
-token a step write the first SAMPLED tokens of each answer, the others whole answers; milliseconds are those of a token
-and row, over all texts of a kind, and a ratio is that of qsample over the system's. Before each step the worker reads
+token a step write the first SAMPLED tokens of each answer, the others whole answers; later steps take longer, so that
+this is to the disadvantage of lookup (--whole: whole answers of all systems). Milliseconds are those of a token and
+row, over all texts of a kind, and a ratio is that of qsample over the system's. Before each step the worker reads
 as many bytes as the last cache has, outside of the measured time, so that the weights come from memory; --warm leaves
 that out. Four rows are texts next to each other, cut to the shortest answer. A run continues an interrupted run.
 """
@@ -90,7 +91,7 @@ def ask(worker: Worker, system: str, texts: list[Text], options: argparse.Namesp
     """The measurement of a system over adjacent rows."""
     guesses = {LOOKUP: options.guesses, LLAMA_LOOKUP: LLAMA_GUESSES}.get(system, 0)
     most = min(len(text.answer) for text in texts)
-    most = most if guesses else min(most, SAMPLED)
+    most = most if guesses or options.whole else min(most, SAMPLED)
     rows = [{"prompt": text.prompt, "answer": text.answer[:most]} for text in texts]
     answer = worker.ask(texts=rows, guesses=guesses)
     steps = answer.pop("seconds")
@@ -151,13 +152,14 @@ def main() -> None:
     parser.add_argument("--texts", type=int, help="of each kind (default: all)")
     parser.add_argument("--guesses", type=int, default=15, help="num_speculative_tokens and prompt_lookup_num_tokens")
     parser.add_argument("--system", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
+    parser.add_argument("--whole", action="store_true", help="all systems write whole answers, over equal histories")
     parser.add_argument("--warm", action="store_true", help="leave the weights in the caches between two steps")
     add_peer_options(parser, "speculation")
     options, console = parser.parse_args(), Console()
     cache = last_cache_bytes()
     evict = 0 if options.warm else cache
     machine = f"{describe_machine(options.threads)}, last cache {cache >> 20} MiB"
-    setting = {"shape": options.shape, "guesses": options.guesses, "cold": bool(evict)}
+    setting = {"shape": options.shape, "guesses": options.guesses, "cold": bool(evict), "whole": options.whole}
     kept = Kept(
         options.output.with_suffix(".json"), {"machine": machine, **setting, "measurements": {}}, ("machine", *setting)
     )
