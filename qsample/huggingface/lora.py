@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -141,7 +142,7 @@ def _rank(value: Any, name: str, path: Path) -> int:
 
 
 def _alpha(value: Any, name: str, path: Path) -> float:
-    if not is_number(value) or not math.isfinite(value):
+    if not is_number(value, -sys.float_info.max, sys.float_info.max):
         raise QsampleError(f"{path}: {name} is {shown(value, 60)}; it must be a number")
     return float(value)
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from os import PathLike
 from pathlib import Path
 from typing import Final
 
@@ -60,7 +62,7 @@ def read_adapter(name: str, path: str | Path, interface: Interface) -> Adapter:
         interface: of the package that is to use it.
 
     Raises:
-        ValueError: If the name is not a text, or the package takes no adapters.
+        ValueError: If the name is not a text, the path is none, or the package takes no adapters.
         UnsupportedModelError: If the adapter is more than plain LoRA.
         QsampleError: If a file is missing or damaged, or the adapter is of another model or too large for the package.
     """
@@ -71,9 +73,11 @@ def read_adapter(name: str, path: str | Path, interface: Interface) -> Adapter:
             "this package takes no LoRA adapters; export the model again with max_loras, the most adapters that a "
             "batch may use (--max-loras), or merge the adapter at export"
         )
+    if not isinstance(path, str | PathLike):
+        raise ValueError(f"the path of adapter {shown(name)} is {shown(path)}; give the path of its folder")
     folder = Path(path)
     for file in (CONFIG, WEIGHTS):
-        if not (folder / file).is_file():
+        if not os.path.isfile(folder / file):  # False for names that no file can have, too
             raise QsampleError(
                 f"no LoRA adapter in {folder}: it has no {file}; give a folder that has {CONFIG} and {WEIGHTS}"
             )

@@ -300,11 +300,11 @@ class CausalLM(ModelMethods):
             hotswap: replace an adapter of that name; requests that run with it go on to their end.
 
         Raises:
-            ValueError: If the name is taken, or the package takes no adapters.
+            ValueError: If the name is taken or not a text, the path is none, or the package takes no adapters.
             UnsupportedModelError: If the adapter is more than plain LoRA, or changes layers that the package keeps.
             QsampleError: If a file is missing or damaged, or the adapter is of another model.
         """
-        if not hotswap and adapter_name in self._adapters:
+        if not hotswap and isinstance(adapter_name, str) and adapter_name in self._adapters:
             raise _taken(adapter_name)
         adapter = read_adapter(adapter_name, path, self.interface)
         if hotswap:
@@ -315,9 +315,9 @@ class CausalLM(ModelMethods):
 
     def unload_adapter(self, adapter_name: str) -> None:
         """Forget a LoRA adapter. Requests that run with it go on to their end. Raises ValueError for other names."""
-        if self._adapters.pop(adapter_name, None) is None:
+        if not isinstance(adapter_name, str) or self._adapters.pop(adapter_name, None) is None:
             there = ", ".join([*self._adapters]) or "none"
-            raise ValueError(f"no adapter {shown(adapter_name)} is loaded, only {there}")
+            raise ValueError(f"adapter_name is {shown(adapter_name)}; give the name of a loaded adapter: {there}")
 
     def prepare(self, call: Call, capacity: int | None = None) -> tuple[list[Sequence], Guide | None]:
         """The sequences of a call, and the guide that writes their masks if its allowed_tokens is a function.

@@ -129,7 +129,7 @@ def _params_of_prompts(params: SamplingParams | abc.Sequence[SamplingParams], pr
 
 def find_adapter(name: str | None, adapters: abc.Mapping[str, Adapter], interface: Interface) -> Adapter | None:
     """The loaded adapter with that name; None = none. Raises ArgumentError for an unknown name."""
-    found = None if name is None else adapters.get(name)
+    found = adapters.get(name) if isinstance(name, str) else None
     if name is None or found is not None:
         return found
     if not interface.adapters:

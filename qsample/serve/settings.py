@@ -93,10 +93,15 @@ class ServeSettings:
         check_count("max_body_bytes", self.max_body_bytes, 1)
         if self.prefixes and len(self.models) > 1:
             raise ValueError("prefixes are of one package, and several are served; give prefix_cache_dir, or one model")
-        check_count("max_cpu_loras", self.max_cpu_loras, 1)
+        if not is_integer(self.max_cpu_loras, 1):
+            raise ValueError(f"max_cpu_loras is {shown(self.max_cpu_loras)}; give an integer >= 1")
+        if not isinstance(self.loras, Mapping):
+            raise ValueError(f"loras is {shown(self.loras)}; give a mapping from served names to adapters' folders")
         if self.loras and len(self.models) > 1:
             raise ValueError("loras are of one package, and several are served; serve one model, or give lora_dir")
-        if self.lora_dir is not None and not os.path.isdir(self.lora_dir):
+        if self.lora_dir is not None and not (
+            isinstance(self.lora_dir, str | os.PathLike) and os.path.isdir(self.lora_dir)
+        ):
             raise ValueError(f"lora_dir is {shown(self.lora_dir)}, which is not a folder; give the adapters' folder")
         for name in ("request_timeout", "drain_timeout"):
             value = getattr(self, name)

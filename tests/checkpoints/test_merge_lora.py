@@ -386,6 +386,8 @@ def test_initialisations_that_leave_the_model_alone(init: Any, tmp_path: Path) -
         ({"r": None}, "r is None"),
         ({"lora_alpha": "16"}, "lora_alpha is '16'; it must be a number"),
         ({"lora_alpha": float("nan")}, "lora_alpha is nan"),
+        ({"lora_alpha": float("inf")}, "lora_alpha is inf"),
+        ({"lora_alpha": 10**400}, "lora_alpha is 10+.*; it must be a number"),
         ({"lora_alpha": [1]}, r"lora_alpha is \[1\]"),
         ({"use_rslora": "false"}, "use_rslora is 'false'; it must be true or false"),
         ({"rank_pattern": {"q_proj": 2.5}}, r"rank_pattern\['q_proj'\] is 2.5"),

@@ -125,6 +125,11 @@ def test_files_that_are_refused(tmp_path: Path) -> None:
         read_adapter("a", folder, make_interface())
     with pytest.raises(QsampleError, match=r"no LoRA adapter in .*nowhere: it has no adapter_config\.json"):
         read_adapter("a", tmp_path / "nowhere", make_interface())
+    with pytest.raises(QsampleError, match="it has no adapter_config"):
+        read_adapter("a", "x" * 5000, make_interface())
+    for path in (None, 1, [], b"x"):
+        with pytest.raises(ValueError, match=r"the path of adapter 'a' is .*; give the path of its folder"):
+            read_adapter("a", path, make_interface())  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="the adapter's name is ''; give a text"):
         read_adapter("", folder, make_interface())
     with pytest.raises(ValueError, match="takes no LoRA adapters; export the model again with max_loras"):

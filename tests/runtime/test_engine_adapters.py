@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -191,6 +192,16 @@ def test_a_folder_that_cannot_be_used_changes_nothing(case: Case, model: CausalL
                 model.load_adapter("new", folder)
         assert [*model.adapters] == ["0", "1", "2", "3"]
         case.check(running.result(60), case.folders[0], tokens, long)
+
+
+@pytest.mark.parametrize("name", [["0"], {}, 1, b"0"])
+def test_names_that_are_no_texts(case: Case, model: CausalLM, tmp_path: Path, name: Any) -> None:
+    with pytest.raises(ValueError, match=r"the adapter's name is .*; give a text"):
+        model.load_adapter(name, case.folders[0])
+    with pytest.raises(ValueError, match=r"adapter_name is .*; give the name of a loaded adapter: 0, 1, 2, 3"):
+        model.unload_adapter(name)
+    with pytest.raises(ArgumentError, match=r"adapter is .*; load it with load_adapter, or name another"):
+        model.save_prefix(prompt(5, 20), tmp_path / "prefix", adapter=name)
 
 
 def test_an_adapter_is_replaced_at_once(case: Case, model: CausalLM) -> None:
