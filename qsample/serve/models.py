@@ -69,7 +69,13 @@ class ServedModel:
             config = self.model.generation_config
             self.defaults |= {name: config[name] for name in _OF_CONFIG if config.get(name) is not None}
         if settings.speculative_config is not None:
-            self.defaults["prompt_lookup_num_tokens"] = settings.speculative_config["num_speculative_tokens"]
+            self.defaults["prompt_lookup_num_tokens"] = wanted = settings.speculative_config["num_speculative_tokens"]
+            if wanted > (most := self.interface.features.num_speculative_tokens):
+                remedy = f"ask for at most {most}" if most else "leave it out"
+                raise ValueError(
+                    f"speculative_config asks for {wanted} guesses a step, and the package checks {most}; {remedy}, or "
+                    f'compile the portable package with num_speculative_tokens={wanted} and kv_cache_dtype="int8"'
+                )
         # So does a mistake in the generation_config, and a filter that the package lacks.
         check_features(self.interface, SamplingParams(**self.defaults))  # type: ignore[arg-type]
         self.tool_format = find_tool_format(settings.tool_call_parser, self._template)

@@ -88,10 +88,21 @@ def test_a_form_is_followed_without_guesses(http: TestClient) -> None:
     assert accepted(forced) == 0
 
 
-def test_a_package_that_checks_no_guesses_is_refused_at_the_start(fake: Callable[..., Package]) -> None:
-    settings = ServeSettings(models={"tiny": str(fake().path)}, speculative_config=CONFIG)
-    with pytest.raises(ValueError, match="prompt_lookup_num_tokens is 4, and the package draws a token a step"):
-        ServedModel("tiny", settings.models["tiny"], settings)
+def test_a_package_that_checks_too_few_guesses_is_refused_at_the_start(
+    fake: Callable[..., Package], package: Package
+) -> None:
+    more = {**CONFIG, "num_speculative_tokens": 64}
+    for path, config, message in (
+        (fake().path, CONFIG, "asks for 4 guesses a step, and the package checks 0; leave it out, or compile"),
+        (
+            package.path,
+            more,
+            r"asks for 64 guesses a step, and the package checks \d+; ask for at most \d+, or compile",
+        ),
+    ):
+        settings = ServeSettings(models={"tiny": str(path)}, speculative_config=config)
+        with pytest.raises(ValueError, match=f"speculative_config {message}"):
+            ServedModel("tiny", settings.models["tiny"], settings)
 
 
 @pytest.mark.ci
