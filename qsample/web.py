@@ -15,7 +15,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, BinaryIO, Final
-from urllib.parse import unquote, urlsplit
+from urllib.parse import SplitResult, unquote, urlsplit
 
 from qsample.errors import QsampleError
 from qsample.package import MANIFEST_NAME, Package
@@ -126,12 +126,12 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         # A page of another site, whose name was made to lead here (DNS rebinding), asks with that name.
-        host = urlsplit(f"//{self.headers.get('Host', '')}").hostname
+        host = _split(f"//{self.headers.get('Host', '')}").hostname
         if self.server.names is not None and host not in self.server.names:
             return self._refuse(
                 HTTPStatus.FORBIDDEN, f"this server answers to {', '.join(sorted(self.server.names))} only"
             )
-        file = self.server.files.get(unquote(urlsplit(self.path).path))
+        file = self.server.files.get(unquote(_split(self.path).path))
         try:
             opened = None if file is None else file.open("rb")
         except OSError:  # removed since the server started
@@ -179,6 +179,14 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: Any) -> None:
         """Nothing: the page says what it loads."""
+
+
+def _split(address: str) -> SplitResult:
+    """The parts of an address; empty ones of what is no address, such as http://[."""
+    try:
+        return urlsplit(address)
+    except ValueError:
+        return SplitResult("", "", "", "", "")
 
 
 def _part(first: str, last: str, size: int) -> tuple[int, int]:

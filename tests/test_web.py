@@ -106,6 +106,8 @@ def test_no_other_file_is_sent(server: WebServer) -> None:
         assert (response.status, body) == (404, b"no such file\n"), path
     assert ask(server, "/", "POST")[0].status == 501
     assert ask(server, "/", Host="evil.example:80")[0].status == 403
+    assert ask(server, "/", Host="[evil")[0].status == 403
+    assert ask(server, "HTTP://[")[0].status == 404
     for host in ("localhost:1", "127.0.0.1", "[::1]:80"):
         assert ask(server, "/", Host=host)[0].status == 200
 

@@ -61,6 +61,7 @@ export class ChatTemplates {
 
   /** The text of a conversation, up to the assistant's answer unless the options say otherwise. */
   render(messages: readonly Message[], options: ChatOptions): string {
+    checkOptions(options);
     const source = this.source(options);
     const variables = {
       ...this.specialTokens,
@@ -80,12 +81,12 @@ export class ChatTemplates {
   private source({ chatTemplate, tools }: ChatOptions): string {
     const names = Object.keys(this.templates);
     if (chatTemplate != null) {
-      if (!(chatTemplate in this.templates) && !chatTemplate.includes("{")) {
+      if (!Object.hasOwn(this.templates, chatTemplate) && !chatTemplate.includes("{")) {
         throw new ArgumentError(
           `chatTemplate is ${shown(chatTemplate)}, which is neither Jinja nor a template of the package (it has ` +
             `${names.join(", ") || "none"}); give such a name, or the template's text`, "chatTemplate");
       }
-      return this.templates[chatTemplate] ?? chatTemplate;
+      return Object.hasOwn(this.templates, chatTemplate) ? this.templates[chatTemplate] : chatTemplate;
     }
     const source = (tools && this.templates.tool_use) || this.templates.default;
     if (source) return source;
@@ -94,6 +95,17 @@ export class ChatTemplates {
         ? `the package has several chat templates and no default; give chatTemplate a name: ${names.join(", ")}`
         : "the package has no chat template; give chatTemplate, or give plain text", "chatTemplate");
   }
+}
+
+function checkOptions(options: ChatOptions): void {
+  const wrong = (name: keyof ChatOptions, accepted: string): never => {
+    throw new ArgumentError(`${name} is ${shown(options[name])}; give ${accepted}`, name);
+  };
+  for (const name of ["tools", "documents"] as const) if (options[name] != null && !Array.isArray(options[name])) wrong(name, "a list, or null");
+  if (options.chatTemplate != null && typeof options.chatTemplate !== "string") wrong("chatTemplate", "a Jinja template, or the name of a template of the package");
+  if (options.addGenerationPrompt != null && typeof options.addGenerationPrompt !== "boolean") wrong("addGenerationPrompt", "true or false");
+  const { chatTemplateKwargs: variables } = options;
+  if (variables != null && (typeof variables !== "object" || Array.isArray(variables))) wrong("chatTemplateKwargs", "an object of variables");
 }
 
 /** A message with its content as text: parts of text are joined by line breaks. */

@@ -29,6 +29,18 @@ export class ArgumentError extends QsampleError {
   }
 }
 
+/** Raise an error if options are no object. */
+export function checkObject(given: unknown, param: string): void {
+  if (typeof given === "object" && given !== null && !Array.isArray(given)) return;
+  throw new ArgumentError(`${param} is ${shown(given)}; give an object of options`, param);
+}
+
+/** Raise an error for a signal that is no AbortSignal. */
+export function checkSignal(signal: unknown): void {
+  if (signal == null || typeof (signal as AbortSignal).throwIfAborted === "function") return;
+  throw new ArgumentError(`signal is ${shown(signal)}; give an AbortSignal`, "signal");
+}
+
 const KINDS = { QsampleError, PackageError, DeviceError, OutOfMemoryError, ArgumentError };
 
 /** An error as plain data, for another thread. */

@@ -1,5 +1,5 @@
 // The files of a package, each checked against its sha256 in qsample.json before it is used.
-import { PackageError, QsampleError, translated } from "./errors.js";
+import { ArgumentError, PackageError, QsampleError, shown, translated } from "./errors.js";
 import { MANIFEST, type Manifest, parseManifest } from "./manifest.js";
 
 /** How far the files are. `loaded` and `total` are bytes of all files; `cached`: `file` was in the browser's cache. */
@@ -84,9 +84,18 @@ export class Meter {
   }
 }
 
+/** An address, in a page relative to it. */
+export function addressOf(source: string | URL): URL {
+  try {
+    return new URL(String(source), globalThis.location?.href);
+  } catch {
+    throw new ArgumentError(`source is ${shown(String(source))}, which is no address; give one such as https://example.org/model`, "source");
+  }
+}
+
 /** A package below an address. Downloads are streamed, and kept in the browser's cache by their sha256. */
 export async function openUrl(address: string | URL, options: FileOptions, meter: Meter): Promise<PackageFiles> {
-  const base = new URL(String(address).replace(/\/?$/, "/"), globalThis.location?.href);
+  const base = addressOf(String(address).replace(/\/?$/, "/"));
   const where = base.href;
   const response = await get(new URL(MANIFEST, base), where, MANIFEST, options.signal, "no-cache");
   const manifest = parseManifest(await response.text(), where);

@@ -1,5 +1,5 @@
 // What `load` takes, on every platform.
-import { ArgumentError } from "./errors.js";
+import { ArgumentError, checkObject, checkSignal, shown } from "./errors.js";
 import type { FileOptions } from "./files.js";
 import type { Device } from "./runtime.js";
 import type { WebOptions } from "./web_runtime.js";
@@ -13,8 +13,18 @@ export interface LoadOptions extends FileOptions, WebOptions {
 
 const NAMES = ["device", "progress", "signal", "verify", "cache", "threads", "wasmPaths", "worker"];
 
-/** Raise an error for an option that does not exist. */
-export function checkLoadOptions(options: object): void {
+/** Raise an error for a source that is no text, and an option that does not exist or has a wrong value. */
+export function checkLoad(source: unknown, options: LoadOptions): void {
+  if (!(source instanceof URL) && (typeof source !== "string" || !source)) {
+    throw new ArgumentError(`source is ${shown(source)}; give the package's folder or address`, "source");
+  }
+  checkObject(options, "options");
   const unknown = Object.keys(options).find((name) => !NAMES.includes(name));
   if (unknown) throw new ArgumentError(`there is no option ${unknown}; the options are ${NAMES.join(", ")}`, unknown);
+  const { signal, progress, threads } = options;
+  checkSignal(signal);
+  if (progress != null && typeof progress !== "function") throw new ArgumentError(`progress is ${shown(progress)}; give a function`, "progress");
+  if (threads != null && !(Number.isInteger(threads) && threads >= 0)) {
+    throw new ArgumentError(`threads is ${shown(threads)}; give an integer >= 1, or 0 for ONNX Runtime's choice`, "threads");
+  }
 }

@@ -55,10 +55,13 @@ export function parseManifest(text: string, where: string): Manifest {
     );
   }
   const missing = ["interface", "token_ids", "files"].filter((key) => typeof data[key] !== "object" || !data[key]);
-  if (missing.length || typeof data.interface.features !== "object") {
+  if (missing.length || typeof data.interface.features !== "object" || !data.interface.features) {
     throw new PackageError(`${MANIFEST} of ${where} lacks ${missing.join(", ") || "interface.features"}; export the package again`);
   }
-  for (const name of Object.keys(data.files)) {
+  for (const [name, entry] of Object.entries<any>(data.files)) {
+    if (!Number.isInteger(entry?.bytes) || entry.bytes < 0 || typeof entry.sha256 !== "string") {
+      throw new PackageError(`${MANIFEST} of ${where} lists ${shown(name)} without its bytes or sha256; export the package again`);
+    }
     if (!name || name.startsWith("/") || /[\\:]/.test(name) || name.split("/").some((part) => part === ".." || part === ".")) {
       throw new PackageError(`${MANIFEST} of ${where} lists the file ${shown(name)}, outside of it; do not use this package`);
     }
@@ -67,6 +70,9 @@ export function parseManifest(text: string, where: string): Manifest {
     throw new PackageError(
       `the package ${where} was exported without its sampler (include_sampler=False); export it with the sampler`,
     );
+  }
+  if (!Array.isArray(data.interface.features.filters) || (data.compilation != null && !Array.isArray(data.compilation.execution_providers))) {
+    throw new PackageError(`${MANIFEST} of ${where} lacks interface.features.filters or compilation.execution_providers; export the package again`);
   }
   return data as Manifest;
 }

@@ -1,7 +1,7 @@
 // A loaded package: prompts in, tokens and text out.
 import type { InferenceSession } from "onnxruntime-web";
 import { type ChatOptions, CHAT_OPTIONS, ChatTemplates, isChat, type Message } from "./chat.js";
-import { ArgumentError, DeviceError, PackageError, QsampleError, shown, translated } from "./errors.js";
+import { ArgumentError, checkObject, checkSignal, DeviceError, PackageError, QsampleError, shown, translated } from "./errors.js";
 import { type FileOptions, hasFile, Meter, type PackageFiles, readJson } from "./files.js";
 import { type AllowedTokensFn, type Engine, type FinishReason, generateRows, type Piece, type Timing } from "./generate.js";
 import type { Manifest } from "./manifest.js";
@@ -127,10 +127,14 @@ export class LocalModel implements Model {
   }
 
   async encode(text: string, options: { addSpecialTokens?: boolean } = {}): Promise<number[]> {
+    if (typeof text !== "string") throw new ArgumentError(`text is ${shown(text)}; give a text`, "text");
+    checkObject(options, "options");
     return this.needed().encode(text, options);
   }
 
   async decode(ids: readonly number[], options: { skipSpecialTokens?: boolean } = {}): Promise<string> {
+    if (!isIds(ids)) throw new ArgumentError(`ids is ${shown(ids)}; give a list of token ids`, "ids");
+    checkObject(options, "options");
     return this.needed().decode(ids, options);
   }
 
@@ -157,7 +161,7 @@ export class LocalModel implements Model {
     if (!Array.isArray(own) || own.length !== prompts.length) {
       throw new ArgumentError(`rows is ${shown(own)}; give a list with the options of each of the ${prompts.length} prompts`, "rows");
     }
-    for (const one of own) checkNames(one, []);
+    own.forEach((one, index) => checkNames(one, [], `rows[${index}]`));
     const params: Params[] = own.map((one) => resolve(this.generationConfig, { ...options, ...one }));
     const seeds = seedsOf(options.seed, prompts.length).map((seed, index) => (own[index].seed == null ? seed : seedsOf(own[index].seed, 1)[0]));
     if (options.allowedTokens !== undefined && !this.manifest.interface.features.allowed_tokens) {
@@ -184,8 +188,10 @@ export class LocalModel implements Model {
   }
 
   private async *pieces(prompts: Prompt | readonly Prompt[], options: GenerateOptions): AsyncGenerator<Piece, Output, undefined> {
-    if (this.disposed) throw new QsampleError("the model was disposed of; load it again");
+    this.checkOpen();
+    checkObject(options, "options");
     const { allowedTokens, flushEvery, signal } = options;
+    checkSignal(signal);
     signal?.throwIfAborted();
     const rows = this.rows(prompts, options);
     const collected = new Collected(rows.length);
@@ -209,6 +215,10 @@ export class LocalModel implements Model {
     };
   }
 
+  private checkOpen(): void {
+    if (this.disposed) throw new QsampleError("the model was disposed of; load it again");
+  }
+
   private needed(): Tokenizer {
     if (!this.tokenizer) throw new PackageError("the package has no tokenizer.json, so it takes no text; give token ids, or export it with its tokenizer");
     return this.tokenizer;
@@ -226,18 +236,20 @@ export class LocalModel implements Model {
       if (bos === null) throw new ArgumentError(`prompt ${index} is empty and the model has no beginning-of-text token; give a token`, "prompts");
       ids = [bos];
     }
-    const wrong = ids.find((id) => !Number.isInteger(id) || id < 0 || id >= vocabulary);
-    if (wrong !== undefined) throw new ArgumentError(`prompt ${index} has the token id ${wrong}; the model's ids are 0 to ${vocabulary - 1}`, "prompts");
+    const wrong = ids.findIndex((id) => !Number.isInteger(id) || id < 0 || id >= vocabulary); // undefined, too, of a list with holes
+    if (wrong >= 0) throw new ArgumentError(`prompt ${index} has the token id ${ids[wrong]}; the model's ids are 0 to ${vocabulary - 1}`, "prompts");
     return ids;
   }
 
   private async call(session: InferenceSession, feeds: Tensors, fetches?: Parameters<Run>[2]): Promise<Tensors> {
     const work = async (): Promise<Tensors> => {
+      this.checkOpen();
       try {
         const running = fetches ? session.run(feeds, fetches as InferenceSession.OnnxValueMapType) : session.run(feeds);
         return (await (this.lost ? Promise.race([running, this.lost]) : running)) as Tensors;
       } catch (error) {
         if (this.lost) await Promise.race([this.lost, new Promise((done) => setTimeout(done, 0))]); // the cause, if that is it
+        this.checkOpen();
         throw translated(error, `a step on ${this.device}`, "load the model again, or give another device");
       }
     };

@@ -1,7 +1,7 @@
 // The package in Node: folders and addresses, onnxruntime-node or WebAssembly.
 import { ArgumentError, DeviceError, shown } from "./errors.js";
 import { Meter, openUrl } from "./files.js";
-import { checkLoadOptions, type LoadOptions } from "./load.js";
+import { checkLoad, type LoadOptions } from "./load.js";
 import { type Model, openModel } from "./model.js";
 import { openFolder } from "./node_files.js";
 import type { Ort, Runtime } from "./runtime.js";
@@ -12,7 +12,7 @@ export type { LoadOptions };
 
 /** Open a package: a folder, or an address that begins with http. */
 export async function load(source: string | URL, options: LoadOptions = {}): Promise<Model> {
-  checkLoadOptions(options);
+  checkLoad(source, options);
   if (options.worker) throw new ArgumentError("worker is for browsers; in Node, the processor's threads run beside JavaScript", "worker");
   const { device } = options;
   const meter = new Meter(options.progress);

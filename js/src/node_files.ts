@@ -9,9 +9,10 @@ import { damaged, entryOf, type FileOptions, Meter, type PackageFiles } from "./
 import { MANIFEST, parseManifest } from "./manifest.js";
 
 export async function openFolder(folder: string | URL, options: FileOptions, meter: Meter): Promise<PackageFiles> {
-  const where = folder instanceof URL ? fileURLToPath(folder) : folder;
+  let where = String(folder);
   let text: string;
   try {
+    if (/^file:/.test(where)) where = fileURLToPath(where);
     text = await readFile(join(where, MANIFEST), "utf8");
   } catch (error) {
     const code = (error as NodeJS.ErrnoException).code;

@@ -2,7 +2,7 @@
 import {
   DEFAULT_NEW_TOKENS, EXTRA_PARAMETERS, HF_DEFAULT_TOP_K, LONGEST_MATCH, NUMBERS, SAMPLING_FIELDS, UNSUPPORTED,
 } from "./contract.js";
-import { ArgumentError, PackageError, shown } from "./errors.js";
+import { ArgumentError, checkObject, PackageError, shown } from "./errors.js";
 
 /** A seed: an integer from 0 to 2^63 - 1. Numbers are exact up to 2^53; beyond, give a bigint or its digits. */
 export type Seed = number | bigint | string;
@@ -52,15 +52,16 @@ const SPECS = Object.entries(NUMBERS).map(([option, spec]) => ({ option, ...spec
 /** Hugging Face's name → the option's. */
 const OPTIONS: Record<string, string> = { ...OWN, ...Object.fromEntries(SPECS.map((spec) => [spec.name, spec.option])) };
 const NAMES = Object.fromEntries(Object.entries(OPTIONS).map(([name, option]) => [option, name]));
-export const isSamplingOption = (option: string): boolean => option in NAMES;
+export const isSamplingOption = (option: string): boolean => Object.hasOwn(NAMES, option);
 
 const isInteger = (value: unknown, least = 0, most = INT32_MAX): value is number =>
   Number.isInteger(value) && (value as number) >= least && (value as number) <= most;
 
-/** Raise an error for an option that does not exist. */
-export function checkNames(given: object, others: readonly string[]): void {
+/** Raise an error for what is no object of options, and for an option that does not exist. */
+export function checkNames(given: object, others: readonly string[], param = "options"): void {
+  checkObject(given, param);
   for (const option of Object.keys(given)) {
-    if (option in NAMES || others.includes(option)) continue;
+    if (isSamplingOption(option) || others.includes(option)) continue;
     const close = [...Object.keys(NAMES), ...others].find((name) => name.toLowerCase() === option.replaceAll("_", "").toLowerCase());
     const hint = close ? `did you mean ${close}?` : `the options are ${[...Object.keys(NAMES), ...others].join(", ")}`;
     throw new ArgumentError(`there is no option ${option}; ${hint}`, option);
@@ -71,7 +72,7 @@ export function checkNames(given: object, others: readonly string[]): void {
 export function resolve(config: Readonly<Record<string, unknown>>, options: SamplingOptions): Params {
   const given: Record<string, unknown> = {};
   for (const [option, value] of Object.entries(options)) {
-    if (value !== undefined && option in NAMES) given[NAMES[option]] = value;
+    if (value !== undefined && isSamplingOption(option)) given[NAMES[option]] = value;
   }
   const settings: Record<string, any> = layered(config, given);
   const sample = doSample(config, given);

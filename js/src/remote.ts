@@ -1,5 +1,5 @@
 // A model whose computations are in a worker; the other end is worker.ts.
-import { type ErrorData, fromData, QsampleError } from "./errors.js";
+import { checkObject, checkSignal, type ErrorData, fromData, QsampleError } from "./errors.js";
 import type { Progress } from "./files.js";
 import type { AllowedTokensFn, Piece } from "./generate.js";
 import type { LoadOptions } from "./load.js";
@@ -117,8 +117,13 @@ class RemoteModel implements Model {
     this.hasChatTemplate = hasChatTemplate;
   }
 
-  generate(prompts: Prompt | readonly Prompt[], { signal, allowedTokens, ...options }: GenerateOptions = {}): Generation {
-    return new PieceStream(() => this.pieces(prompts, { ...options, allowedTokens }, signal));
+  generate(prompts: Prompt | readonly Prompt[], given: GenerateOptions = {}): Generation {
+    return new PieceStream(() => {
+      checkObject(given, "options");
+      const { signal, ...options } = given;
+      checkSignal(signal);
+      return this.pieces(prompts, options, signal);
+    });
   }
 
   encode(text: string, options?: object): Promise<number[]> {

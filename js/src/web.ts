@@ -1,6 +1,7 @@
 // The package in a browser: addresses; WebGPU or WebAssembly, in this thread or in a worker.
+import { addressOf } from "./files.js";
 import { loadHere } from "./here.js";
-import { checkLoadOptions, type LoadOptions } from "./load.js";
+import { checkLoad, type LoadOptions } from "./load.js";
 import type { Model } from "./model.js";
 import { loadRemote } from "./remote.js";
 
@@ -10,7 +11,7 @@ export type { LoadOptions };
 
 /** Open a package below an address. */
 export async function load(source: string | URL, options: LoadOptions = {}): Promise<Model> {
-  checkLoadOptions(options);
-  if (options.worker) return loadRemote(new URL(String(source), globalThis.location?.href).href, options);
+  checkLoad(source, options);
+  if (options.worker) return loadRemote(addressOf(source).href, options);
   return loadHere(source, options);
 }

@@ -4,8 +4,9 @@ import { cp, mkdtemp, readFile, rm, truncate, writeFile } from "node:fs/promises
 import { createServer } from "node:http";
 import { tmpdir } from "node:os";
 import { join } from "node:path";
+import { pathToFileURL } from "node:url";
 import { afterAll, beforeAll, describe, expect, it } from "vitest";
-import { DeviceError, load, type Model } from "../src/node.js";
+import { DeviceError, load, type Model, PackageError } from "../src/node.js";
 import { given, optionsOf, optionsOfVector, vectors } from "./cases.js";
 
 // Without them, run `pytest -m ci tests/js`, which makes them.
@@ -85,6 +86,13 @@ describe.skipIf(!given)("what Node refuses", () => {
     await expect(load(given!.packages.bundled, { device: "gpu" as any })).rejects.toThrow('device is "gpu"');
     await expect(load(given!.packages.bundled, { devices: "cpu" } as any)).rejects.toThrow("there is no option devices");
     await expect(load(given!.packages.bundled, { signal: AbortSignal.abort() })).rejects.toThrow("aborted");
+    for (const [options, message] of [
+      [null, "options is null; give an object"], [{ signal: 5 }, "give an AbortSignal"], [{ progress: 5 }, "give a function"], [{ threads: -1 }, "threads is -1"],
+    ] as [any, string][]) await expect(load(given!.packages.bundled, options)).rejects.toThrow(message);
+    for (const source of [undefined, 5, "", {}]) await expect(load(source as any)).rejects.toThrow("give the package's folder or address");
+    await expect(load("http://[x")).rejects.toThrow("is no address");
+    for (const source of ["ftp://x/y", new URL("ftp://x/y")]) await expect(load(source)).rejects.toThrow(PackageError);
+    await (await load(pathToFileURL(given!.packages.bundled).href)).dispose();
   });
 
   it("wrong calls, after which the model goes on; a package without a tokenizer", async () => {
@@ -94,14 +102,23 @@ describe.skipIf(!given)("what Node refuses", () => {
       ["x", { allowedTokens: [1] }, "--allowed-tokens"], ["x", { logitBias: { 1: 1 } }, "--logit-bias"], ["x", { xtcProbability: 0.5 }, "--filter xtc"],
       ["x", { eosTokenId: 99999 }, "token id 99999"], [Array(600).fill(5), {}, "the context length is 512"], ["x", { maxLength: 1 }, "raise maxLength"],
       [[{ role: "user" }], {}, "has no content"], [["a", "b"], { rows: [{}] }, "each of the 2 prompts"], ["x\ud800", {}, "lone surrogate"],
+      ["x", null, "options is null"], ["x", { signal: 5 }, "give an AbortSignal"], ["x", { rows: [null] }, "rows[0] is null"], [[, 5], {}, "token id undefined"],
+      ...([["tools", 5], ["documents", 5], ["chatTemplate", 5], ["addGenerationPrompt", "no"], ["chatTemplateKwargs", 5]] as const).map(
+        ([name, value]) => [[{ role: "user", content: "x" }], { [name]: value }, `${name} is ${JSON.stringify(value)}; give`]),
+      [[{ role: "user", content: "x" }], { chatTemplate: "constructor" }, "neither Jinja nor a template"],
     ] as [any, any, string][]) {
       await expect(model.generate(prompts, options).output()).rejects.toThrow(message);
     }
+    for (const text of [5, null]) await expect(model.encode(text as any)).rejects.toThrow("give a text");
+    for (const ids of [5, "ab", ["a"]]) await expect(model.decode(ids as any)).rejects.toThrow("give a list of token ids");
     const endless = { maxNewTokens: 300, eosTokenId: null };
     await expect(model.generate("x", { ...endless, signal: AbortSignal.timeout(20) }).output()).rejects.toThrow("timeout");
     for await (const _ of model.generate("x", endless)) break;
     expect((await model.generate("", { maxNewTokens: 2 }).output()).promptLengths).toEqual([1]);
+    const cut = model.generate("x", endless)[Symbol.asyncIterator]();
+    await cut.next();
     await model.dispose();
+    await expect(cut.next()).rejects.toThrow("the model was disposed of");
     await expect(model.generate("x").output()).rejects.toThrow("disposed");
 
     const mute = await load(await copy(manifest((one) => delete one.files["tokenizer.json"])));

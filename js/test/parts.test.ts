@@ -36,6 +36,8 @@ describe("options", () => {
 
   it("names are checked, and what a model asks for in vain", () => {
     expect(() => checkNames({ top_p: 1 }, [])).toThrow("did you mean topP?");
+    for (const name of ["constructor", "toString"]) expect(() => checkNames({ [name]: 1 }, [])).toThrow("the options are");
+    for (const none of [null, 5, "ab", [1]]) expect(() => checkNames(none as any, [])).toThrow("give an object of options");
     expect(() => checkNames({ beams: 1 }, [])).toThrow("the options are");
     expect(() => resolve({ num_beams: 4 }, {})).toThrow("num_beams to 4");
     resolve({ num_beams: 1, guidance_scale: null }, {});
@@ -66,11 +68,14 @@ it("stop strings are found however the text is cut, first the one that ends firs
 });
 
 it("manifests of strangers are refused", () => {
-  const good = { contract_version: "2.0", interface: { features: { sampler: true } }, token_ids: {}, files: {} };
+  const file = { bytes: 1, sha256: "" };
+  const good = { contract_version: "2.0", interface: { features: { sampler: true, filters: [] } }, token_ids: {}, files: {} };
   parseManifest(JSON.stringify(good), "here");
   for (const [change, message] of [
     [{ contract_version: "3.0" }, "follows decode contract \"3.0\""], [{ contract_version: 2 }, "no contract_version"], [{ files: null }, "lacks files"],
-    [{ files: { "../x": {} } }, "outside of it"], [{ files: { "C:\\x": {} } }, "outside of it"], [{ interface: { features: { sampler: false } } }, "without its sampler"],
+    [{ files: { "../x": file } }, "outside of it"], [{ files: { "C:\\x": file } }, "outside of it"], [{ files: { x: null } }, "lists \"x\" without its bytes"], [{ interface: { features: { sampler: false } } }, "without its sampler"],
+    [{ interface: { features: null } }, "lacks interface.features"], [{ interface: { features: { sampler: true } } }, "lacks interface.features.filters"],
+    [{ compilation: "x" }, "compilation.execution_providers"],
   ] as const) {
     expect(() => parseManifest(JSON.stringify({ ...good, ...change }), "here")).toThrow(PackageError);
     expect(() => parseManifest(JSON.stringify({ ...good, ...change }), "here")).toThrow(message);
