@@ -200,7 +200,7 @@ def test_float16_package(tmp_path: Path) -> None:
 def without_a_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     """An export that writes a file in place of the graphs."""
     for name in ("trace", "fill_placeholders", "outline_scans", "lower_experts", "align_row_sums"):
-        monkeypatch.setattr(export, name, lambda *_: None)
+        monkeypatch.setattr(export, name, lambda *_, **__: None)
     monkeypatch.setattr(
         export, "write_graphs", lambda model, interface, pad, folder, **_: (folder / "decoder.onnx").write_bytes(b"")
     )
