@@ -71,6 +71,7 @@ def test_save_pretrained_copies_a_package(llama_package: Path, tmp_path: Path) -
         copy.save_pretrained(tmp_path / "copy")
 
 
+@pytest.mark.ci
 def test_compile_without_a_path_lives_as_long_as_the_result(llama_package: Path) -> None:
     compiled = AutoModelForCausalLM.from_pretrained(llama_package).compile(ctx_len=64)
     path = compiled.package.path

@@ -30,6 +30,7 @@ def bundled(llama_package: Path, compiled: Path, tmp_path: Path) -> Path:
     return out
 
 
+@pytest.mark.ci
 def test_onnxruntime_opens_packages_and_bundles(llama_package: Path, bundled: Path) -> None:
     ort = pytest.importorskip("onnxruntime", minversion="1.32")
     for folder, variants in ((llama_package, ["portable"]), (bundled, ["cpu", "portable"])):

@@ -41,6 +41,7 @@ def test_tables(report: ModuleType, tmp_path: Path) -> None:
     assert report.floor_rows(results)[1] == [["tiny", "64", "2.0", "3.0", "0.67", "1.50", "2.00"]]
 
 
+@pytest.mark.ci
 def test_the_bytes_of_a_step(llama_package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All matrices but the table of embeddings, and the keys and values."""
     monkeypatch.syspath_prepend(BENCHMARKS)

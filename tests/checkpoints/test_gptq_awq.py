@@ -185,6 +185,7 @@ def in_order(layer: Layer, scheme: Scheme) -> np.ndarray:
     return layer.levels[:, np.argsort(layer.tensors["g_idx"].numpy(), kind="stable")]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("weights", [None, pytest.param("int4", marks=pytest.mark.slow)])
 def test_compiling_keeps_the_blocks(weights: str | None, act_order: Quantized, tmp_path: Path) -> None:
     layers = act_order.layers

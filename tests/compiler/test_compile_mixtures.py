@@ -65,6 +65,7 @@ def test_everything_is_packed(
     assert "and 8 experts" in " ".join(capsys.readouterr().out.split())
 
 
+@pytest.mark.ci
 def test_in_float_it_chooses_the_same_tokens(portable: PackagedModel, tmp_path: Path) -> None:
     compiled = portable.compile(tmp_path / "compiled", ctx_len=64)
     assert operators(compiled).count("MoE") == 1

@@ -22,6 +22,7 @@ from qsample.package import Package, read_package
 from qsample.values import VERIFY_LEVELS
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("verify", VERIFY_LEVELS)
 def test_divergence_of_equal_and_of_different_graphs(verify: str, llama_package: Path, tmp_path: Path) -> None:
     package = read_package(llama_package)

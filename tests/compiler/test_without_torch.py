@@ -37,6 +37,7 @@ def test_compiling(llama_package: Path, tmp_path: Path) -> None:
     assert compilation.placement["CPUExecutionProvider"]["SkipSimplifiedLayerNormalization"] == 4  # fused, as always
 
 
+@pytest.mark.ci
 def test_writing_a_package(llama_package: Path, tmp_path: Path) -> None:
     """The decode graph up to its logits, as if somebody else had made it, gets its sampler back, token for token."""
     python(

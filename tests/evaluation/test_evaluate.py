@@ -98,6 +98,7 @@ def test_with_and_without_the_sampler_in_the_graph(fake: Callable[..., Package])
     assert values == pytest.approx([values[0]] * 3, rel=1e-6)
 
 
+@pytest.mark.ci
 def test_a_captured_graph(llama_package: Path, tmp_path: Path) -> None:
     captured = compile_captured(llama_package, tmp_path / "captured", 48)
     found = evaluate(captured, [IDS, IDS[:9]], against=llama_package, max_length=20, batch_size=3)

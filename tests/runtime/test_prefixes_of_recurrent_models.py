@@ -84,6 +84,7 @@ def test_a_conversation_goes_on_from_its_last_turn(model: CausalLM) -> None:
     assert stats.saved_bytes == 3 * row_bytes(model)
 
 
+@pytest.mark.ci
 def test_greedy_tokens_are_those_of_transformers(model: CausalLM) -> None:
     reference = random_model(model.package.manifest.source.model_type or "")
     history = prompt(2, 41)

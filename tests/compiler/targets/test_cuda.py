@@ -65,6 +65,7 @@ def bfloat16(exported: Callable[..., Path], tmp_path_factory: pytest.TempPathFac
     return published(planned(read_package(exported("qwen3")), "bfloat16"), tmp_path_factory.mktemp("bfloat16"))
 
 
+@pytest.mark.ci
 def test_nothing_forbids_replay(bfloat16: ir.Model) -> None:
     assert capture_problems(bfloat16) == []
     assert not {"If", "Loop", "Scan"} & {node.op_type for node in bfloat16.graph.all_nodes()}

@@ -128,6 +128,7 @@ def test_it_compiles(baked: PackagedModel, tmp_path: Path) -> None:
     assert compiled.generate(PROMPTS, **greedy).token_ids == baked.generate(PROMPTS, **greedy).token_ids
 
 
+@pytest.mark.ci
 def test_from_pretrained_opens_a_folder_of_decoders(decoder: Decoder) -> None:
     folder, _ = decoder("genai_cpu_fp32")
     with pytest.warns(UserWarning, match="holds a decoder file; it is used as `qsample bake` writes it"):

@@ -55,6 +55,7 @@ def test_other_functions_of_its_domain_do_not(tmp_path: Path) -> None:
     assert [node.op_type for node in model.graph] == ["Add"]
 
 
+@pytest.mark.ci
 def test_no_more_nodes_than_a_model_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The functions of a small file may stand for billions; they are counted first."""
     functions = [TWICE] + [

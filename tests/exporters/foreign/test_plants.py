@@ -212,6 +212,7 @@ def test_a_sink_that_is_lost(decoder: Decoder, monkeypatch: pytest.MonkeyPatch, 
     refused("mobius_gpt_oss", decoder, tmp_path)
 
 
+@pytest.mark.ci
 def test_the_other_rotary_table(decoder: Decoder, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     right = bake.choose_table
     monkeypatch.setattr(bake, "choose_table", lambda foreign, rope: right(foreign, "long"))
