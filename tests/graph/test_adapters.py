@@ -21,6 +21,7 @@ INTERFACE = Interface(
 )
 RANKS = {"q": [1, 1, 2], "k": [2], "down": [7, 1]}  # of each kind, the adapter of each rank
 NO_RANKS: dict[str, list[int]] = {kind: [] for kind in RANKS}
+ONE_KIND = [NO_RANKS | {kind: ids} for kind, ids in RANKS.items()]  # q and k are a joint product after compile
 
 
 def make_model(rng: np.random.Generator) -> tuple[ir.Model, dict[str, np.ndarray]]:
@@ -69,7 +70,7 @@ def run(model: ir.Model, feeds: dict[str, np.ndarray], tmp_path: Path) -> list[n
 
 def check(model: ir.Model, weights: dict[str, np.ndarray], rng: np.random.Generator, tmp_path: Path) -> None:
     for adapter in ([0, 1, 2, 7, 3], [0], [0, 0]):
-        for ranks in (RANKS, NO_RANKS):
+        for ranks in (RANKS, NO_RANKS, *ONE_KIND):
             feeds = feeds_of(rng, adapter, ranks)
             results = run(model, feeds, tmp_path)
             for result, (path, weight) in zip(results, weights.items(), strict=True):
