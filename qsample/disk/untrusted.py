@@ -1,9 +1,8 @@
 """Input from strangers: names of files, links, JSON, and the files that an ONNX file refers to.
 
 Names must mean the same on every system, and nothing outside of their folder on any. JSON that RFC 8259 leaves open is
-refused, and so is JSON that would take too much memory or stack. Protobuf is read without the package onnx, which a
-runtime does not have: only the lengths and types of fields, so that weights inside the file cost nothing
-(https://protobuf.dev/programming-guides/encoding, https://github.com/onnx/onnx/blob/main/onnx/onnx.proto).
+refused, and so is JSON that would take too much memory or stack. Of an ONNX file, only the lengths and types of fields
+are read, so that weights inside the file cost nothing (https://github.com/onnx/onnx/blob/main/onnx/onnx.proto).
 """
 
 from __future__ import annotations
@@ -16,6 +15,8 @@ import unicodedata
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Final
+
+from qsample.disk.protobuf import fields
 
 _LONGEST: Final = 255  # bytes of a part of a name, on most file systems
 _FORBIDDEN: Final = re.compile(r'[\x00-\x1f\x7f-\x9f<>:"|?*\\]')
@@ -230,37 +231,21 @@ class _Reader:
     def _message(self, kind: str, position: int, end: int, depth: int) -> _Message:
         if depth > _DEEPEST:
             raise ValueError(f"its messages are more than {_DEEPEST} deep")
-        data, fields, message = self._data, _FIELDS[kind], _Message()
-        while position < end:
-            tag = data[position]
-            position += 1
-            if tag > 0x7F:
-                tag, position = self._varint(position - 1, end, 5)
-            wire = tag & 7
-            if wire == 2:
-                size, position = self._varint(position, end, 5)
-                start, position = position, position + size
-                if position > end:
-                    raise ValueError("it is cut off")
-                inner = fields.get(tag >> 3)
-                if inner is None:
-                    continue
-                if inner not in _FIELDS:
-                    message.texts.setdefault(inner, []).append(data[start:position])
-                elif inner == "Attribute":
-                    message.attributes.append(self._message(inner, start, position, depth + 1))
-                else:
-                    self._message(inner, start, position, depth + 1)
-            elif wire == 0:
-                value, position = self._varint(position, end, 10)
-                if kind == "Attribute" and tag >> 3 == _EMBEDDED:
-                    message.integers.append(value)
-            elif wire in (1, 5):
-                position += 8 if wire == 1 else 4
-            else:  # groups, which nothing writes
-                raise ValueError("it is not an ONNX file")
-        if position > end:
-            raise ValueError("it is cut off")
+        data, known, message = self._data, _FIELDS[kind], _Message()
+        for number, content in fields(data, position, end):
+            if isinstance(content, int):
+                if kind == "Attribute" and number == _EMBEDDED:
+                    message.integers.append(content)
+                continue
+            inner = known.get(number)
+            if inner is None:
+                continue
+            if inner not in _FIELDS:
+                message.texts.setdefault(inner, []).append(data[content.start : content.stop])
+            elif inner == "Attribute":
+                message.attributes.append(self._message(inner, content.start, content.stop, depth + 1))
+            else:
+                self._message(inner, content.start, content.stop, depth + 1)
         self._note(kind, message)
         return message
 
@@ -277,18 +262,6 @@ class _Reader:
             if any(mode != 1 for mode in modes):  # without it, the content is in the node
                 for attribute in named.get(b"ep_cache_context", []):
                     self._found.update(map(_text, attribute.texts.get("s", [])))
-
-    def _varint(self, position: int, end: int, longest: int) -> tuple[int, int]:
-        value = shift = 0
-        for index in range(position, min(end, position + longest)):
-            byte = self._data[index]
-            value |= (byte & 0x7F) << shift
-            if byte < 0x80:
-                if longest == 5 and value >= 1 << 32:
-                    break
-                return value, index + 1
-            shift += 7
-        raise ValueError("it is cut off, or not a protobuf")
 
 
 def _text(content: bytes) -> str:

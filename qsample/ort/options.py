@@ -36,22 +36,27 @@ class SessionOptions:
         intra_op_num_threads: threads of one operator; None = see `chosen_threads`.
         provider_options: for the first provider.
         config: further session configuration entries by ONNX Runtime's key.
+        batch_invariant: rows get the same last bits in any batch; see `ort.rounding`. False takes what is fastest.
     """
 
     intra_op_num_threads: int | None = None
     provider_options: Mapping[str, str] = field(default_factory=dict)
     config: Mapping[str, str] = field(default_factory=dict)
+    batch_invariant: bool = True
 
     def __post_init__(self) -> None:
         check_count("intra_op_num_threads", self.intra_op_num_threads)
         object.__setattr__(self, "provider_options", _texts("provider_options", self.provider_options))
         object.__setattr__(self, "config", _texts("session_config", self.config))
+        if not isinstance(self.batch_invariant, bool):
+            raise ValueError(f"batch_invariant is {shown(self.batch_invariant)}; give True or False")
 
     @property
     def arguments(self) -> dict[str, Any]:
         """As `load` takes them."""
         threads, own = self.intra_op_num_threads, dict(self.provider_options)
-        return {"intra_op_num_threads": threads, "provider_options": own, "session_config": dict(self.config)}
+        named = {"intra_op_num_threads": threads, "provider_options": own, "session_config": dict(self.config)}
+        return {**named, "batch_invariant": self.batch_invariant}
 
 
 def _texts(name: str, given: Any) -> dict[str, str]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
 import onnxruntime as ort
 
 from qsample.contract import BATCH, CAPACITY, INPUT_IDS, LOGITS, TensorSpec, retained_name
@@ -19,6 +21,7 @@ from qsample.ort.buffers import WITHOUT_ADDRESSES
 from qsample.ort.linux_memory import in_huge_pages, release_pages
 from qsample.ort.options import FOLDER_OF_WEIGHTS, SessionOptions, most_shares, session_options
 from qsample.ort.providers import CPU, check_available, check_version, device_of, execution_providers, open_session
+from qsample.ort.rounding import ANY_ROWS, ROW_MULTIPLE, Rounding, RowCounts, measured
 from qsample.ort.small_graphs import one_more_output
 from qsample.ort.trusted_options import check_manifest_options
 from qsample.package import Package
@@ -29,8 +32,8 @@ _CAPTURE: Final = "enable_cuda_graph"
 _PIECE_SIZE: Final = 64
 _LATE_PIECE_SIZE: Final = 256
 _PIECE_SIZE_ON_GPU: Final = 512
-# The CPU's kernels compute each of two or more rows alike, however many they are.
-_TAIL_SIZE_ON_CPU: Final = 2
+# The CPU's attention computes each of two or more tokens alike, however many they are.
+_TOKENS_ALIKE: Final = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +50,12 @@ class Sessions:
         joins_prompts: whether a run can read the first tokens of several rows.
         ragged: a run takes any number of tokens of each row behind any others, and each row gets the last bits that it
             gets alone.
-        least_rows: a decode step can be over adjacent rows of the batch alone, at least so many; None = it is over all
+        step_rows: a decode step can be over adjacent rows of the batch alone, in these numbers; None = it is over all
             rows.
+        adapter_rows: likewise, and of rows with LoRA adapters.
+        piece_tokens: how many tokens of a row, padding included, a piece of a prompt can have.
+        guesses: steps may check guesses; False if these would change tokens here.
+        rounding: how the products round here; None = it was not measured.
         piece_size, late_piece_size: tokens of the pieces in which a prompt is read; see `Pieces`.
         tail_size: so many tokens at the end of a piece, read again without those before them, give the same last bits;
             None = the whole piece has to be read.
@@ -62,7 +69,11 @@ class Sessions:
     tokens_per_call: int | None = None
     joins_prompts: bool = False
     ragged: bool = False
-    least_rows: int | None = None
+    step_rows: RowCounts | None = None
+    adapter_rows: RowCounts = ANY_ROWS
+    piece_tokens: RowCounts = ANY_ROWS
+    guesses: bool = True
+    rounding: Rounding | None = None
     piece_size: int = _PIECE_SIZE
     late_piece_size: int | None = None
     tail_size: int | None = None
@@ -117,21 +128,36 @@ def open_sessions(
     def load(name: str, used: Sequence[str], used_options: SessionOptions) -> ort.InferenceSession:
         is_decoder, spec = name == "decoder.onnx", interface.graphs[name]
         wanted = with_logits(spec) if logits and is_decoder else spec
-        session = _load(package, name, used, used_options, logits=wanted != spec)
+        session = _load(package, name, used, used_options, logits=wanted != spec, multiple=multiple)
         # The batch and the capacity of the other graphs are free even if the decoder's are fixed.
         check_interface(session, wanted, sizes if is_decoder else interface.sizes, name)
         return session
+
+    # Elsewhere attention is compiled for the capacity as its longest row, and then takes no batch of prompts, whichever
+    # provider runs it.
+    on_plain_cpu = providers[0] == CPU and _compiled_for(package) in (None, CPU)
+    rounding = Rounding()
+    if on_plain_cpu and options.batch_invariant:
+        path = package.path / "decoder.onnx"
+        rounding = measured(path, options.intra_op_num_threads, options.config)
+    alike = rounding.products.any and rounding.experts.any
+    multiple = ort.OrtValue.ortvalue_from_numpy(np.array(1 if alike else 2, np.int64))
 
     on_host = SessionOptions(options.intra_op_num_threads, config=options.config)
     # The weights of sessions on other devices are not in this process's memory for long.
     with in_huge_pages() if device == "cpu" else nullcontext():
         decoder = load("decoder.onnx", providers, options)
     release_pages(package.path / "decoder.onnx.data")
-    # Elsewhere attention is compiled for the capacity as its longest row, and then takes no batch of prompts, whichever
-    # provider runs it.
-    on_plain_cpu = providers[0] == CPU and _compiled_for(package) in (None, CPU)
     length = next(value.shape for value in decoder.get_inputs() if value.name == INPUT_IDS.name)[1]
     fixed = length if isinstance(length, int) else None
+    padded = ROW_MULTIPLE in [value.name for value in decoder.get_overridable_initializers()]
+    guesses = interface.features.num_speculative_tokens > 0
+    # The graph itself pads the rows of packages with guesses, and of experts.
+    products = ANY_ROWS if guesses and padded else rounding.products
+    _warn_of_broken_promises(package, rounding, guesses=guesses, padded=padded)
+    steps = replace(products, least=max(products.least, _rows_of_heads(package, options)))
+    if sizes.get(BATCH) == 1 or not options.batch_invariant:
+        steps = ANY_ROWS
     return Sessions(
         interface,
         decoder=decoder,
@@ -141,27 +167,49 @@ def open_sessions(
         tokens_per_call=fixed,
         piece_size=fixed or (_PIECE_SIZE if device == "cpu" else _PIECE_SIZE_ON_GPU),
         late_piece_size=_LATE_PIECE_SIZE if fixed is None and device == "cpu" else None,
-        tail_size=_TAIL_SIZE_ON_CPU if providers[0] == CPU else None,
-        joins_prompts=on_plain_cpu,
-        ragged=on_plain_cpu and interface.features.num_speculative_tokens > 0,
-        least_rows=_least_rows(package, options) if on_plain_cpu else None,
+        # Which expert gets how many rows depends on all tokens of a call, so these have to be the same.
+        tail_size=_TOKENS_ALIKE if providers[0] == CPU and rounding.experts.any else None,
+        # The head sees a row of each prompt.
+        joins_prompts=on_plain_cpu and products.any and rounding.experts.any,
+        ragged=on_plain_cpu and guesses and products.any and rounding.experts.any,
+        step_rows=steps if on_plain_cpu else None,
+        adapter_rows=steps & rounding.adapters,
+        piece_tokens=ANY_ROWS if fixed else replace(products, least=_TOKENS_ALIKE),
+        guesses=padded or (rounding.products.any and rounding.experts.any),
+        rounding=rounding if on_plain_cpu and options.batch_invariant else None,
     )
 
 
-def _least_rows(package: Package, options: SessionOptions) -> int:
-    """The least rows of a decode step whose last bits are those of a step over more rows.
-
-    If a session has more threads than rows times attention heads, several threads share a head and add up their parts.
-    And the product of a single row of floats has a kernel of its own; that of packed weights does not.
-    """
-    compilation = package.manifest.compilation
-    quantization = (compilation and compilation.quantization) or {}
-    # Matrices without bits are stored in float16 and multiplied by in float32. Of weights that came packed the head is
-    # a float matrix, nearly always, until compile packs it.
-    packed = "bits" in quantization and quantization.get("matrices")
+def _rows_of_heads(package: Package, options: SessionOptions) -> int:
+    """The least rows of a decode step whose attention rounds as that over more rows: if a session has more threads than
+    rows times attention heads, several threads share a head and add up their parts."""
     shares = most_shares(options.intra_op_num_threads)
     heads = min((shape.num_key_value_heads for shape in package.interface.key_values), default=shares)  # or more
-    return max(1 if packed else 2, -(-shares // heads))
+    return -(-shares // heads)
+
+
+def _warn_of_broken_promises(package: Package, rounding: Rounding, *, guesses: bool, padded: bool) -> None:
+    """Say what this processor's kernels, and a graph that does not pad its rows, cannot keep."""
+    again = "compile it again with this version of qsample"
+    if rounding.unknown:
+        warnings.warn(
+            f"{package.path}: a row's tokens may depend on its batch here: this processor's kernels round "
+            f"{', '.join(rounding.unknown)} otherwise for every number of rows; try other weights, or --provider web, "
+            "whose activations stay in float32",
+            stacklevel=4,
+        )
+    if not rounding.experts.any and not padded:
+        warnings.warn(
+            f"{package.path}: a row's tokens may depend on its batch here: this processor's kernels round an expert's "
+            f"only row otherwise than several; {again}",
+            stacklevel=4,
+        )
+    if guesses and not padded and not rounding.products.any:
+        warnings.warn(
+            f"{package.path}: guesses are off here (num_speculative_tokens): this processor's kernels round one row "
+            f"otherwise than several, and they would change tokens; {again}, for batches (without --batch-size 1)",
+            stacklevel=4,
+        )
 
 
 def _compiled_for(package: Package) -> str | None:
@@ -206,10 +254,17 @@ def _providers(package: Package, provider: str | Sequence[str] | None) -> tuple[
 
 
 def _load(
-    package: Package, name: str, providers: Sequence[str], options: SessionOptions, *, logits: bool
+    package: Package,
+    name: str,
+    providers: Sequence[str],
+    options: SessionOptions,
+    *,
+    logits: bool,
+    multiple: ort.OrtValue,
 ) -> ort.InferenceSession:
-    """logits: make the logits an output of the graph, which lacks it."""
+    """logits: make the logits an output of the graph, which lacks it. multiple: ROW_MULTIPLE of graphs that have it."""
     native = session_options(options.config, intra_op_num_threads=options.intra_op_num_threads)
+    native.add_initializer(ROW_MULTIPLE, multiple)
     path = package.file(name)
     package.check_graph(name)
     try:

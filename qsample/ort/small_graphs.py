@@ -1,14 +1,18 @@
-"""Graphs of a few nodes that work on buffers in place; made without the package onnx, which the runtime does not need.
+"""Graphs of a few nodes, made without the package onnx, which the runtime does not need.
 
 The numbers of the fields are those of onnx.proto.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Final
 
+from qsample.disk.protobuf import field
+from qsample.tensors import Array
+
+CONTRIB_DOMAIN: Final = b"com.microsoft"
 _OPSET: Final = 18
 _IR_VERSION: Final = 8
 _INT32: Final = 6  # of onnx.TensorProto.DataType
@@ -18,66 +22,78 @@ _INT64: Final = 7
 @cache
 def identity(onnx_type: int) -> bytes:
     """Output y is x, of that element type and any shape."""
-    return _model([_node("Identity", ["x"], "y")], {"x": onnx_type}, {"y": onnx_type})
+    return model([node("Identity", ["x"], "y")], {"x": onnx_type}, {"y": onnx_type})
 
 
 @cache
 def rows(onnx_type: int) -> bytes:
     """Output y is the rows `rows` [n] int64 of x, of that element type."""
-    return _model([_node("Gather", ["x", "rows"], "y", axis=0)], {"x": onnx_type, "rows": _INT64}, {"y": onnx_type})
+    return model([node("Gather", ["x", "rows"], "y", axis=0)], {"x": onnx_type, "rows": _INT64}, {"y": onnx_type})
 
 
 @cache
 def rows_replaced(onnx_type: int) -> bytes:
     """Output y is x, of that element type, with `new` [n, ...] in its rows `rows` [n, 1] int64."""
     inputs = {"x": onnx_type, "rows": _INT64, "new": onnx_type}
-    return _model([_node("ScatterND", list(inputs), "y")], inputs, {"y": onnx_type})
+    return model([node("ScatterND", list(inputs), "y")], inputs, {"y": onnx_type})
 
 
 @cache
 def columns_behind() -> bytes:
     """Output y[b, i] is x[b, max(0, row[b] + column[i])], all int32: x [B, T], row [B, 1], column [1, N], zero [1]."""
     nodes = [
-        _node("Add", ["row", "column"], "asked"),
-        _node("Max", ["asked", "zero"], "index"),
-        _node("GatherElements", ["x", "index"], "y", axis=1),
+        node("Add", ["row", "column"], "asked"),
+        node("Max", ["asked", "zero"], "index"),
+        node("GatherElements", ["x", "index"], "y", axis=1),
     ]
-    return _model(nodes, dict.fromkeys(("x", "row", "column", "zero"), _INT32), {"y": _INT32})
+    return model(nodes, dict.fromkeys(("x", "row", "column", "zero"), _INT32), {"y": _INT32})
 
 
 def one_more_output(name: str, onnx_type: int) -> bytes:
     """Bytes that, appended to the file of a model, make a value of it a further output: if a field of a protobuf
     message comes twice, its parser joins both (https://protobuf.dev/programming-guides/encoding/#last-one-wins)."""
-    return _field(7, _field(12, _value(name, onnx_type)))
+    return field(7, field(12, _value(name, onnx_type)))
 
 
-def _model(nodes: Sequence[bytes], inputs: dict[str, int], outputs: dict[str, int]) -> bytes:
-    graph = b"".join(_field(1, node) for node in nodes) + _field(2, b"graph")
-    graph += b"".join(_field(11, _value(*value)) for value in inputs.items())
-    graph += b"".join(_field(12, _value(*value)) for value in outputs.items())
-    return _field(1, _IR_VERSION) + _field(7, graph) + _field(8, _field(2, _OPSET))
+def model(
+    nodes: Sequence[bytes], inputs: Mapping[str, int], outputs: Mapping[str, int], constants: Sequence[bytes] = ()
+) -> bytes:
+    """A ModelProto. inputs, outputs: name → element type. constants: of `tensor`."""
+    graph = b"".join(field(1, node) for node in nodes) + field(2, b"graph")
+    graph += b"".join(field(5, constant) for constant in constants)
+    graph += b"".join(field(11, _value(*value)) for value in inputs.items())
+    graph += b"".join(field(12, _value(*value)) for value in outputs.items())
+    domains = field(8, field(2, _OPSET)) + field(8, field(1, CONTRIB_DOMAIN) + field(2, 1))
+    return field(1, _IR_VERSION) + field(7, graph) + domains
 
 
-def _node(operator: str, inputs: Sequence[str], output: str, **attributes: int) -> bytes:
-    node = b"".join(_field(1, name.encode()) for name in inputs) + _field(2, output.encode())
-    node += _field(4, operator.encode())
-    for name, number in attributes.items():  # AttributeProto: name, i, type INT
-        node += _field(5, _field(1, name.encode()) + _field(3, number) + _field(20, 2))
-    return node
+def node(
+    operator: str,
+    inputs: Sequence[str],
+    output: str,
+    *,
+    domain: bytes = b"",
+    given: Sequence[bytes] = (),
+    **attributes: int,
+) -> bytes:
+    """A NodeProto. given: AttributeProtos, in addition to the integers `attributes`."""
+    content = b"".join(field(1, name.encode()) for name in inputs) + field(2, output.encode())
+    content += field(4, operator.encode())
+    given = (*given, *(integer(*attribute) for attribute in attributes.items()))
+    return content + b"".join(field(5, one) for one in given) + (field(7, domain) if domain else b"")
+
+
+def integer(name: str, number: int) -> bytes:
+    """An AttributeProto; number: 0 or more."""
+    return field(1, name.encode()) + field(3, number) + field(20, 2)
+
+
+def tensor(name: str, array: Array, onnx_type: int) -> bytes:
+    """A TensorProto with the numbers inside."""
+    dims = b"".join(field(1, size) for size in array.shape)
+    return dims + field(2, onnx_type) + field(8, name.encode()) + field(9, array.tobytes())
 
 
 def _value(name: str, onnx_type: int) -> bytes:
     """ValueInfoProto { name, type { tensor_type { elem_type } } }: any shape."""
-    return _field(1, name.encode()) + _field(2, _field(1, _field(1, onnx_type)))
-
-
-def _field(number: int, content: int | bytes) -> bytes:
-    """A field of a protobuf message: a number, or bytes after their length."""
-    if isinstance(content, int):
-        return _varint(number << 3) + _varint(content)
-    return _varint(number << 3 | 2) + _varint(len(content)) + content
-
-
-def _varint(number: int) -> bytes:
-    low, rest = number & 0x7F, number >> 7
-    return bytes([low | 0x80]) + _varint(rest) if rest else bytes([low])
+    return field(1, name.encode()) + field(2, field(1, field(1, onnx_type)))

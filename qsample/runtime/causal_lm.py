@@ -53,6 +53,7 @@ def load(
     intra_op_num_threads: int | None = None,
     provider_options: Mapping[str, str] | None = None,
     session_config: Mapping[str, str] | None = None,
+    batch_invariant: bool = True,
     verify: bool = True,
 ) -> CausalLM:
     """Open a package for generation. Needs onnxruntime, numpy and tokenizers, nothing else.
@@ -67,6 +68,9 @@ def load(
         intra_op_num_threads: threads of an operator; None = ONNX Runtime's choice, the machine's cores, or as many as
             this process may use if its affinity or a control group's quota leaves it fewer.
         provider_options, session_config: passed to ONNX Runtime.
+        batch_invariant: a row's tokens do not depend on the other rows of its batch. Some processors round a single row
+            otherwise than several, so that a step over one row computes two: docs/devices.md has their price. False
+            gives up the promise, and takes each number of rows as it is.
         verify: compare every file's sha256 with the manifest first.
 
     Raises PackageError if the package is damaged, QsampleError if it does not fit the provider or ctx_len.
@@ -74,7 +78,7 @@ def load(
     >>> model = load("exported")
     >>> model.generate("In the beginning", max_new_tokens=16, temperature=0.8, seed=1).texts
     """
-    options = SessionOptions(intra_op_num_threads, provider_options or {}, session_config or {})
+    options = SessionOptions(intra_op_num_threads, provider_options or {}, session_config or {}, batch_invariant)
 
     def opened(package: Package) -> CausalLM:
         _check_ctx_len(package, ctx_len)
@@ -225,10 +229,7 @@ class CausalLM(ModelMethods):
         processors = None
         if call.logits_processor is not None:
             processors = LogitsProcessors(call.logits_processor, sequences, self.interface, flush_every)
-        # A single row with an adapter would get other last bits than beside others.
-        least = 2 if any(sequence.adapter is not None for sequence in sequences) else 1
-        slots = max(len(sequences), least)
-        slots = min(slots, self.batch_size or slots)
+        slots = min(len(sequences), self.batch_size or len(sequences))
         if guide is not None or end is not None:
             follow = "a function for allowed_tokens follows" if guide else "stopping_criteria and max_time follow"
             self._check_together(sequences, slots, f"{follow} a single batch")

@@ -71,6 +71,6 @@ class CapturingSession:
 def capturing(model: CausalLM) -> tuple[CausalLM, CapturingSession]:
     """`model` anew, over a capturing session; its steps are over all rows, as wherever graphs are captured."""
     decoder = CapturingSession(model.sessions.decoder)
-    changes: dict[str, Any] = {"decoder": decoder, "replays": Replays(), "least_rows": None}
+    changes: dict[str, Any] = {"decoder": decoder, "replays": Replays(), "step_rows": None}
     sessions: Any = replace(model.sessions, **changes)
     return CausalLM(model.package, sessions), decoder

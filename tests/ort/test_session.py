@@ -14,6 +14,7 @@ import pytest
 from qsample.errors import PackageError, QsampleError
 from qsample.interface import Interface, KeyValueShape
 from qsample.ort import session as session_module
+from qsample.ort.rounding import RowCounts
 from qsample.package import Package
 from qsample.runtime import load
 from tests.helpers.fake_graphs import DIM, VOCAB
@@ -179,28 +180,7 @@ def test_a_package_of_a_newer_onnxruntime_that_does_not_load(
     ) == told
 
 
-@pytest.mark.parametrize(
-    ("quantization", "threads", "least"),
-    [
-        (None, 1, 2),  # the product of one row of floats
-        (None, 5, 5),  # one head: every thread would have a part of it
-        ({"divergence": {}, "kv_cache_dtype": "int8"}, 1, 2),
-        ({"divergence": {}, "dtype": "int4", "bits": 4, "matrices": 3}, 1, 1),
-        ({"divergence": {}, "dtype": "int4", "bits": 4, "matrices": 3}, 4, 4),
-        ({"divergence": {}, "dtype": "int4", "bits": 4, "matrices": 0, "experts": 8}, 1, 2),
-        ({"divergence": {}, "dtype": "float16", "matrices": 3}, 1, 2),  # half the space, and floats when it is loaded
-        ({"divergence": {}, "packed_matrices": 3}, 1, 2),  # the head is not among them
-        ({"divergence": {}, "dtype": "int4", "bits": 4, "matrices": 1, "packed_matrices": 3}, 1, 1),
-    ],
-)
-def test_how_many_rows_a_step_has_at_least(
-    quantization: dict[str, Any] | None, threads: int, least: int, fake: Callable[..., Package]
-) -> None:
-    device = fake(compilation=compilation(quantization=quantization))
-    assert load(device.path, intra_op_num_threads=threads).sessions.least_rows == least
-
-
 def test_threads_that_nobody_gave_count_too(fake: Callable[..., Package], monkeypatch: pytest.MonkeyPatch) -> None:
     """ONNX Runtime reads the variable; with one head, each of five threads would have a part of it."""
     monkeypatch.setenv("ORT_INTRA_OP_NUM_THREADS", "5")
-    assert load(fake(compilation=compilation()).path).sessions.least_rows == 5
+    assert load(fake(compilation=compilation()).path).sessions.step_rows == RowCounts(5)

@@ -19,6 +19,7 @@ import pytest
 
 from qsample import AutoModelForCausalLM
 from qsample.errors import ArgumentError, QsampleError
+from qsample.ort.rounding import RowCounts
 from qsample.runtime import CausalLM, Engine, Request, RequestOutput, SamplingParams, load
 from qsample.runtime.adapters import Adapter
 from qsample.runtime.sequence import Sequence
@@ -277,7 +278,7 @@ def test_a_row_of_packed_weights_has_the_same_bits_beside_others(adapted: Callab
         tmp_path / "int4", ctx_len=CTX_LEN, weights="int4", max_divergence=10
     )
     case = make_case(compiled.package.path, tmp_path)
-    assert case.alone.sessions.least_rows == 1
+    assert case.alone.sessions.step_rows == RowCounts(1)
     model = case.model()
     model.load_adapter("0", case.folders[0])
     model.load_adapter("1", case.folders[1])

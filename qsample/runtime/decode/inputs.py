@@ -23,6 +23,7 @@ from qsample.contract import (
 )
 from qsample.interface import Interface
 from qsample.ort.buffers import Buffer
+from qsample.ort.rounding import RowCounts
 from qsample.tensors import Array
 
 _MASK: Final = np.uint64(0xFFFFFFFF)
@@ -195,16 +196,16 @@ class SearchedRows:
 class PromptInputs:
     """Memory for the ids and lengths of a call over some rows; each call writes it anew."""
 
-    def __init__(self, rows: int, capacity: int, least_width: int, device: str) -> None:
-        """rows: most of a call. least_width: tokens of a call, padding included."""
-        self._least_width = least_width
+    def __init__(self, rows: int, capacity: int, tokens: RowCounts, device: str) -> None:
+        """rows: most of a call. tokens: how many a row can have in a call, padding included."""
+        self._tokens = tokens
         self._ids = Buffer.allocate(INPUT_IDS, {BATCH: 1, SEQUENCE: rows * capacity}, device)
         self._lengths = Buffer.of(np.ones(rows, dtype=np.int32), device)
 
     def write(self, ids: Sequence[Array]) -> Buffer:
         """Write the tokens of each row, [n] int64. Returns them with their padding, [rows, most tokens of a row]."""
         lengths = [len(row) for row in ids]
-        width = max(*lengths, self._least_width)
+        width = self._tokens.cover(max(lengths))
         # Nothing reads the padding. It repeats a token of the row, which brings in no NaN that is not there anyway.
         padded = [np.pad(row, (0, width - len(row)), constant_values=row[0]) for row in ids]
         self._ids.write_at((0, slice(len(ids) * width)), np.concatenate(padded))

@@ -19,6 +19,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from qsample.ort.rounding import RowCounts
 from qsample.ort.session import Sessions
 from qsample.runtime.decode.adapter_use import AdapterPlaces, Marks, extended, unmarked
 from qsample.runtime.decode.jobs import Admission, Copy, Move, Read, Save, Window, slot_of, span_of
@@ -51,7 +52,7 @@ class SchedulerConfig:
         join_prompts: read whole prompts of adjacent slots in a single run, if they have the same length.
         ragged: a run takes any number of tokens of each row behind any others, without a difference in the last bits:
             prompts of any lengths are read together, and what is left of them after the beginnings that slots hold.
-        least_rows: a decode step can be over adjacent slots alone, at least so many. Then those in use are best close
+        step_rows: a decode step can be over adjacent slots alone, in these numbers. Then those in use are best close
             together, and the beginning of a prompt that another slot holds is copied. None = every step is over all
             slots.
         flush_every: decode steps between two reads, at least 1.
@@ -69,7 +70,7 @@ class SchedulerConfig:
     attention: bool = True
     join_prompts: bool = False
     ragged: bool = False
-    least_rows: int | None = None
+    step_rows: RowCounts | None = None
     flush_every: int = 1
     prefill_chunk_size: int | None = None
     interleave: bool = True
@@ -87,7 +88,7 @@ class SchedulerConfig:
             bool(sessions.interface.key_values),
             sessions.joins_prompts,
             sessions.ragged,
-            sessions.least_rows,
+            sessions.step_rows,
             max_loras=sessions.interface.features.max_loras,
             **choices,
         )
@@ -115,8 +116,8 @@ class Scheduler:
         self._marks = Marks()
         self._adapters = AdapterPlaces(config.max_loras)
         self._saved = SavedStates(config.saved_states if config.recurrent else 0)
-        self._moves = config.least_rows is not None and config.attention
-        self._least_rows = slots if config.least_rows is None else config.least_rows
+        self._moves = config.step_rows is not None and config.attention
+        self._step_rows = RowCounts(slots) if config.step_rows is None else config.step_rows
         self._chunk_was_last = False
         self._wasted = 0  # rows of the steps since the last move that a move would have saved
 
@@ -160,7 +161,7 @@ class Scheduler:
             sequence.adapter_place, is_new = taken
             reusable = {slot: self._reusable(self._kept[slot], sequence.marked) for slot in self._free}
             used = [slot_of(one) for one in self._in_slots]
-            rows = {slot: max(self._least_rows, len(span_of([*used, slot]))) for slot in self._free}
+            rows = {slot: self._step_rows.cover(len(span_of([*used, slot]))) for slot in self._free}
             # Of equals, the first.
             slot = min(self._free, key=lambda slot: (rows[slot], -reusable[slot]))
             source = max([slot, *self._free], key=reusable.__getitem__)
@@ -277,8 +278,8 @@ class Scheduler:
         """The move of the first or the last row that costs least for each row that a step then saves; the number of
         these rows; and the number of tokens that are copied."""
         used = sorted(map(slot_of, self._in_slots))
-        width = max(len(span_of(used)), self._least_rows) if used else 0
-        if width <= max(len(used), self._least_rows):
+        width = self._step_rows.cover(len(span_of(used))) if used else 0
+        if width <= self._step_rows.cover(len(used)):
             return None
         moves: list[tuple[Move, int, int]] = []
         for one in self._in_slots:
@@ -286,7 +287,7 @@ class Scheduler:
             if source in (used[0], used[-1]) and one.may_run:
                 rest = span_of(slot for slot in used if slot != source)
                 spans = {slot: max(rest[-1], slot) - min(rest[0], slot) + 1 for slot in self._free}
-                widths = {slot: max(span, self._least_rows) for slot, span in spans.items()}
+                widths = {slot: self._step_rows.cover(span) for slot, span in spans.items()}
                 target = min(self._free, key=lambda slot: (widths[slot], len(self._kept[slot])))
                 kept, held = len(self._kept[target]), len(one.prompt) + one.issued
                 if widths[target] < width:

@@ -32,6 +32,7 @@ from qsample.contract import (
     RUNNING,
     SEARCHED_ROWS,
     SEED,
+    SPECULATION_INPUTS,
     STATUS,
     STOPPED,
     TOKENS,
@@ -49,6 +50,7 @@ from qsample.runtime.sequence import DraftStats
 from qsample.tensors import Array
 
 _IDLE: Final = STOPPED  # any status that is not running keeps a row from advancing
+_GUESSES: Final = [spec.name for spec in SPECULATION_INPUTS]
 _READ_EVERY_STEP: Final = (LENGTHS.name, STATUS.name)
 _MOST_BOUND: Final = 512  # graphs, each over other rows: some 100 kB
 
@@ -145,9 +147,12 @@ class Slots:
         self._sessions = sessions
         self._interface = interface = sessions.interface
         self.count, self.capacity = count, capacity
+        # Kernels may round a single row otherwise: steps are over more rows then, of which some stay idle.
+        counts = sessions.adapter_rows if interface.adapters else sessions.step_rows
+        self._rows = rows = count if counts is None else counts.cover(count)
         # With the sampler on the host, only the cache stays on the device.
         self._device = device = "cpu" if sessions.sampler is not None else sessions.device
-        self._sizes = {**interface.sizes, BATCH: count, CAPACITY: capacity, **dict.fromkeys(ROW_AXES, 1)}
+        self._sizes = {**interface.sizes, BATCH: rows, CAPACITY: capacity, **dict.fromkeys(ROW_AXES, 1)}
 
         specs: dict[TensorSpec, str] = dict.fromkeys(interface.sampler_states, device)
         specs |= dict.fromkeys(interface.cache_states, sessions.device)
@@ -163,27 +168,26 @@ class Slots:
         for side in self._outputs:
             side[NEXT_IDS.name].write_at(slice(None), 0)  # for idle rows
         given = "cpu" if sessions.sampler is not None else sessions.input_device
-        self._searched = SearchedRows(interface, count, given, needed=device == "cpu")
+        self._searched = SearchedRows(interface, rows, given, needed=device == "cpu")
         narrow = sessions.replays is None  # ONNX Runtime keeps what it captured, and would capture another graph
         self._parameters = ParameterRows(interface.parameters, self._sizes, given, self._searched, narrow=narrow)
-        self.adapters = AdapterRows(interface, count, sessions.device)
+        self.adapters = AdapterRows(interface, rows, sessions.device)
         self._logits: dict[str, Buffer] = {}  # between the graphs of a package that has two
         if sessions.sampler is not None:
             self._logits = dict.fromkeys(
                 (LOGITS.name, ADJUSTED_LOGITS.name), Buffer.allocate(LOGITS, self._sizes, device)
             )
 
-        self._ones = Buffer.of(np.ones(count, dtype=np.int32), given)
-        self._emit = {emit: Buffer.of(np.full(count, emit), given) for emit in (True, False)}
+        self._ones = Buffer.of(np.ones(rows, dtype=np.int32), given)
+        self._emit = {emit: Buffer.of(np.full(rows, emit), given) for emit in (True, False)}
         most_rows = count if sessions.joins_prompts else 1
-        # A single token would run kernels of its own, which round otherwise; a second has room, because a prompt is
-        # shorter than the capacity. No fixed width: the last piece could pass the capacity.
-        least_width = 2 if sessions.tokens_per_call is None else 1
-        self._chunk = PromptInputs(most_rows, capacity, least_width, given)
+        # A token of padding has room, because a prompt is shorter than the capacity. No fixed width: the last piece
+        # could pass the capacity.
+        self._chunk = PromptInputs(most_rows, capacity, sessions.piece_tokens, given)
         # A prompt's chunks run with a status of their own, so that the batch sees an idle row between them.
         self._chunk_status = Buffer.of(np.full(most_rows, RUNNING, dtype=np.int32), device)
-        self._newest = NewestTokens(count, device)
-        self._drafts = Drafts(count) if interface.features.num_speculative_tokens else None
+        self._newest = NewestTokens(rows, device)
+        self._drafts = Drafts(rows) if interface.features.num_speculative_tokens else None
         self._bound: dict[tuple[object, ...], list[BoundGraph]] = {}  # the least recently used first
         # With the sampler on the host: the logits of some slots, [n, V], as they are to be sampled from.
         self.process_logits: Callable[[range, Array], Array] | None = None
@@ -206,7 +210,7 @@ class Slots:
     @property
     def prepared(self) -> bool:
         """Whether `decode` has its captures, if it needs any. New parameters may change that."""
-        keys = [self._key(range(self.count), side) for side in (0, 1)]
+        keys = [self._key(range(self._rows), side) for side in (0, 1)]
         return self._sessions.replays is None or all(key in self._bound for key in keys)
 
     def prepare(self) -> None:
@@ -219,7 +223,7 @@ class Slots:
         status, next_ids = self._state[STATUS.name].read(), outputs.read()
         self._state[STATUS.name].write_at(slice(None), _IDLE)
         for _ in range(2):
-            self._bound[self._key(range(self.count), self.side)] = self._bind_batch(range(self.count))
+            self._bound[self._key(range(self._rows), self.side)] = self._bind_batch(range(self._rows))
             self.decode()
         self._state[STATUS.name].write_at(slice(None), status)
         outputs.write(next_ids)
@@ -312,7 +316,7 @@ class Slots:
     def narrows(self) -> bool:
         """Whether steps can be over fewer rows, and rows be moved for it."""
         plain = all(state.dtype != "bfloat16" for state in self._interface.cache_states)
-        return plain and self._sessions.least_rows is not None
+        return plain and self._sessions.step_rows is not None
 
     def move(self, slot: int, target: int, kept: int) -> None:
         """Put a row into an idle slot, and the first `kept` tokens of that slot into its; between two calls."""
@@ -340,6 +344,8 @@ class Slots:
 
     def set_parameter(self, slot: int, name: str, values: Array) -> None:
         """Replace a row of a parameter, from the next call on. The widest row decides the buffer's width."""
+        if name in _GUESSES and not self._sessions.guesses:
+            return
         if self._parameters.set(name, slot, values):
             self._bound.clear()
 
@@ -379,15 +385,18 @@ class Slots:
         self._run(self._graphs(key, partial(self._bind_batch, rows)), rows, wait=wait)
         if self._drafts is not None:
             self._drafts.count(self.side, self._outputs[1 - self.side], rows)
-        self._state.flip(rows if len(rows) < self.count else None)
+        self._state.flip(rows if len(rows) < self._rows else None)
 
     def _rows_of_step(self, rows: range) -> range:
         """These rows, and adjacent rows if a step has to be over more."""
-        least = self.count if self._sessions.least_rows is None else self._sessions.least_rows
-        # The adapters' matrices are floats: the product of a single row has a kernel of its own.
-        least = min(max(least, 2 if self.adapters.used(rows) else 1), self.count)
-        start = min(rows.start, self.count - least)
-        return range(start, max(rows.stop, start + least))
+        counts = self._sessions.step_rows
+        if counts is None:
+            return range(self._rows)
+        if self.adapters.used(rows):
+            counts = self._sessions.adapter_rows
+        count = counts.cover(len(rows))
+        start = min(rows.start, self._rows - count)
+        return range(start, start + count)
 
     def _key(self, rows: range, side: int) -> tuple[object, ...]:
         """Identifies the memory that `decode` is bound to."""

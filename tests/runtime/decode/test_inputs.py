@@ -12,6 +12,7 @@ import pytest
 from qsample.contract import CANDIDATES, NOISE_STREAMS
 from qsample.exporters.portable import build_initial_state
 from qsample.interface import Features, Interface
+from qsample.ort.rounding import RowCounts
 from qsample.runtime.decode.inputs import PromptInputs, SearchedRows, uniforms
 from tests.helpers.reference import philox4x32, philox_uniforms
 
@@ -78,10 +79,10 @@ def test_the_list_of_a_batch_has_a_length_that_is_a_power_of_two() -> None:
 
 
 def test_prompts_are_padded_with_a_token_of_their_own() -> None:
-    inputs = PromptInputs(3, 10, 4, "cpu")
+    inputs = PromptInputs(3, 10, RowCounts(4, 2), "cpu")
     for rows, expected in (
         ([[5, 6]], [[5, 6, 5, 5]]),
-        ([[5, 6, 7, 8, 9], [4], [1, 2]], [[5, 6, 7, 8, 9], [4] * 5, [1, 2, 1, 1, 1]]),
+        ([[5, 6, 7, 8, 9], [4], [1, 2]], [[5, 6, 7, 8, 9, 5], [4] * 6, [1, 2, 1, 1, 1, 1]]),
     ):
         ids = inputs.write([np.array(row) for row in rows])
         assert ids.shape == (len(rows), len(expected[0]))

@@ -17,6 +17,7 @@ import pytest
 
 from qsample.contract import INVALID_LOGITS, RUNNING, STATUS_NAMES, STOPPED
 from qsample.errors import QsampleError
+from qsample.ort.rounding import RowCounts
 from qsample.runtime import CausalLM, SamplingParams
 from qsample.runtime.decode.jobs import Admission
 from qsample.runtime.decode.loop import DecodeLoop
@@ -194,7 +195,7 @@ def test_what_was_moved_out_of_the_way_is_gone_on_from(double_buffering: bool, m
     """Three conversations take turns in the slot beside the one that runs all the time."""
     generator, short = random.Random(2), SamplingParams(temperature=0.9, max_new_tokens=2, eos_token_id=())
     texts = [[generator.randrange(3, 290) for _ in range(CAPACITY)] for _ in range(3)]
-    sessions = replace(model.sessions, least_rows=1)
+    sessions = replace(model.sessions, step_rows=RowCounts(1))
     moved: list[bool] = []
 
     class Watched(Scheduler):

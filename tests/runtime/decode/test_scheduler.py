@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from qsample.ort.rounding import RowCounts
 from qsample.runtime.decode import scheduler as scheduler_module
 from qsample.runtime.decode.jobs import Admission, Copy, Move, Read, Window
 from qsample.runtime.decode.prefixes import Pieces
@@ -82,7 +83,7 @@ def test_a_prompt_goes_where_most_of_it_is_kept(reuse_sampled: bool) -> None:
 
 
 def test_slots_in_use_are_close_together_where_a_step_may_be_over_some() -> None:
-    scheduler = Scheduler(6, least_rows=2)
+    scheduler = Scheduler(6, step_rows=RowCounts(2))
 
     def admit(prompt: list[int]) -> Admission:
         scheduler.add(request(prompt))
@@ -129,7 +130,7 @@ def steps_until_a_move(scheduler: Scheduler, most: int = 100) -> tuple[int, Move
 
 
 def test_a_row_far_from_the_others_is_moved_once_it_has_cost_as_much() -> None:
-    scheduler = Scheduler(6, least_rows=1)
+    scheduler = Scheduler(6, step_rows=RowCounts(1))
     ones = [request([n] * size, most=1000) for n, size in enumerate((200, 9, 9, 9, 9, 64))]
     for one in ones:
         scheduler.add(one)
@@ -168,7 +169,7 @@ def test_a_row_far_from_the_others_is_moved_once_it_has_cost_as_much() -> None:
     ],
 )
 def test_the_move_that_costs_least_for_what_it_saves(sizes: dict[int, int], move: Move, saved: int) -> None:
-    scheduler = Scheduler(8, least_rows=1)
+    scheduler = Scheduler(8, step_rows=RowCounts(1))
     ones = [request([n] * sizes.get(n, 9), most=1000) for n in range(8)]
     for one in ones:
         scheduler.add(one)
@@ -184,8 +185,8 @@ def test_the_move_that_costs_least_for_what_it_saves(sizes: dict[int, int], move
 
 
 def test_rows_stay_where_a_step_is_over_all() -> None:
-    for least in (None, 6):
-        scheduler = Scheduler(6, least_rows=least)
+    for counts in (None, RowCounts(6)):
+        scheduler = Scheduler(6, step_rows=counts)
         ones = [request([n] * 9, most=1000) for n in range(6)]
         for one in ones:
             scheduler.add(one)
@@ -197,12 +198,12 @@ def test_rows_stay_where_a_step_is_over_all() -> None:
         assert steps_until_a_move(scheduler) == (100, None)
 
 
-@pytest.mark.parametrize("least_rows", [None, 1, 2, 3])
+@pytest.mark.parametrize("step_rows", [None, RowCounts(), RowCounts(2, 2), RowCounts(3)])
 @pytest.mark.parametrize("running", [1, 2, 4])
-def test_conversations_that_take_turns_are_not_forgotten(least_rows: int | None, running: int) -> None:
+def test_conversations_that_take_turns_are_not_forgotten(step_rows: RowCounts | None, running: int) -> None:
     """There are slots for all of them, and each turn goes on from the one before it, wherever steps are cheap."""
     generator = random.Random(3)
-    scheduler = Scheduler(10, least_rows=least_rows)
+    scheduler = Scheduler(10, step_rows=step_rows)
     turns: dict[int, list[int]] = {number: [number] for number in range(1, 9)}
     in_slots: list[tuple[int, Sequence]] = []
     for _ in range(200):
@@ -223,7 +224,7 @@ def test_conversations_that_take_turns_are_not_forgotten(least_rows: int | None,
 
 def test_two_rows_are_as_cheap_as_one_where_a_step_has_two() -> None:
     """Slots 2 and 4 are no further off than slot 3 itself would be; what they hold decides."""
-    scheduler = Scheduler(5, least_rows=3)
+    scheduler = Scheduler(5, step_rows=RowCounts(3))
     ones = [request([n] * 9) for n in range(1, 6)]
     for one in ones:
         scheduler.add(one)

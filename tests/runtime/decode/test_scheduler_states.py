@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from qsample.interface import Features
+from qsample.ort.rounding import RowCounts
 from qsample.runtime.decode.jobs import Admission, Copy, Read, Save
 from qsample.runtime.decode.prefixes import Pieces
 from qsample.runtime.decode.scheduler import Scheduler, SchedulerConfig
@@ -240,7 +241,7 @@ def test_the_abilities_of_a_package() -> None:
             interface=interface,
             joins_prompts=recurrent,
             ragged=not recurrent,
-            least_rows=3,
+            step_rows=RowCounts(3),
         )
         assert SchedulerConfig.of(sessions, flush_every=5) == SchedulerConfig(
             pieces=Pieces(16, 32),
@@ -249,7 +250,7 @@ def test_the_abilities_of_a_package() -> None:
             attention=not recurrent,
             join_prompts=recurrent,
             ragged=not recurrent,
-            least_rows=3,
+            step_rows=RowCounts(3),
             max_loras=4,
             flush_every=5,
         )

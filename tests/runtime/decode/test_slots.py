@@ -14,6 +14,7 @@ import pytest
 from qsample.contract import BATCH, RUNNING, STOPPED
 from qsample.contract import CAPACITY as ROW_CAPACITY
 from qsample.ort.buffers import Buffer, copy_on_device
+from qsample.ort.rounding import RowCounts
 from qsample.runtime import CausalLM, SamplingParams, load
 from qsample.runtime.decode import slots as slots_module
 from qsample.runtime.decode.slots import NewestTokens, Slots, Snapshot
@@ -78,7 +79,7 @@ def test_steps_over_some_rows(sampler: bool, fake_model: Callable[..., CausalLM]
     """Random rows run, next to each other or not, come and go; the others stand still, whatever they hold."""
     generator = random.Random(7)
     model = fake_model(sampler=sampler)
-    slots = Slots(replace(model.sessions, least_rows=1), 5, CAPACITY)
+    slots = Slots(replace(model.sessions, step_rows=RowCounts(1)), 5, CAPACITY)
     half = [9, 8, 7, 6]
     begin(slots, model, 4, half, FREE)
     slots.prefill(4, np.array(half[:3]), emit=False)
@@ -118,19 +119,21 @@ def test_steps_over_some_rows(sampler: bool, fake_model: Callable[..., CausalLM]
 
 
 @pytest.mark.parametrize(
-    ("least", "rows", "step"),
+    ("counts", "rows", "step"),
     [
-        (1, range(2, 4), range(2, 4)),
-        (2, range(3, 4), range(3, 5)),
-        (2, range(4, 5), range(3, 5)),
-        (3, range(1, 3), range(1, 4)),
-        (3, range(4), range(4)),
-        (9, range(2, 3), range(5)),
+        (RowCounts(), range(2, 4), range(2, 4)),
+        (RowCounts(2), range(3, 4), range(3, 5)),
+        (RowCounts(2), range(4, 5), range(3, 5)),
+        (RowCounts(3), range(1, 3), range(1, 4)),
+        (RowCounts(3), range(4), range(4)),
+        (RowCounts(9), range(2, 3), range(9)),  # four rows that nobody gets
+        (RowCounts(2, 2), range(1, 4), range(1, 5)),
+        (RowCounts(2, 2), range(4, 5), range(4, 6)),
         (None, range(2, 3), range(5)),
     ],
 )
-def test_rows_of_a_step(least: int | None, rows: range, step: range, model: CausalLM) -> None:
-    slots = Slots(replace(model.sessions, least_rows=least), 5, CAPACITY)
+def test_rows_of_a_step(counts: RowCounts | None, rows: range, step: range, model: CausalLM) -> None:
+    slots = Slots(replace(model.sessions, step_rows=counts), 5, CAPACITY)
     begin(slots, model, rows[-1], [5, 6, 7], FREE)
     feed(slots, rows[-1], [5, 6, 7])
     for _ in range(3):
@@ -145,7 +148,7 @@ def test_rows_that_are_moved(sampler: bool, fake_model: Callable[..., CausalLM])
     """Any row goes anywhere between any two steps, and what its new slot held is gone on from in its old one."""
     generator = random.Random(9)
     model = fake_model(sampler=sampler, logit_bias=True)
-    slots = Slots(replace(model.sessions, least_rows=1), 5, CAPACITY)
+    slots = Slots(replace(model.sessions, step_rows=RowCounts(1)), 5, CAPACITY)
     assert slots.narrows
     rows: dict[
         int, tuple[int, list[int], SamplingParams, bool]
@@ -188,7 +191,7 @@ def test_rows_that_are_moved(sampler: bool, fake_model: Callable[..., CausalLM])
 def test_graphs_over_ever_other_rows_are_let_go(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of prompts, too; what is in use stays, however many others there are."""
     monkeypatch.setattr(slots_module, "_MOST_BOUND", 6)
-    slots = Slots(replace(model.sessions, least_rows=1), 9, CAPACITY)
+    slots = Slots(replace(model.sessions, step_rows=RowCounts(1)), 9, CAPACITY)
     bound: list[range] = []
     bind = slots._bind_batch
     monkeypatch.setattr(slots, "_bind_batch", lambda rows: bound.append(rows) or bind(rows))
@@ -244,7 +247,7 @@ def test_columns_that_no_row_needs_any_more_are_given_up(fake_model: Callable[..
 
 def test_columns_go_with_a_row_that_is_moved(model: CausalLM) -> None:
     """Another row in its old slot does not take them away."""
-    slots = Slots(replace(model.sessions, least_rows=1), 3, CAPACITY)
+    slots = Slots(replace(model.sessions, step_rows=RowCounts(1)), 3, CAPACITY)
     free = expected([5, 6, 7], FREE, 2)
     # It ends at the last of 290 stop tokens, and it does not sample the others first.
     others = [token for token in range(3, 319) if token not in free][:289]
