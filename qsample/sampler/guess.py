@@ -122,12 +122,14 @@ def _layout(inputs: Mapping[str, Tensor], running: Tensor, guesses: Tensor, *, p
     first = start + computed - draws  # a row's token after which the first is drawn
     end = op("Expand", np.array([[-1]]), op("Concat", size(ids, 0), np.array([1]), axis=0))
     stop = (stride - 1).unsqueeze()
+    lengths, room = inputs["lengths"].to(INT64), size(inputs["tokens"], 1) - size(ids, 1)
     inside = columns < stride.unsqueeze()
     return {
         STEP_IDS.name: ids,
         READ.name: read.to(INT32),
-        # The attention takes no row without a key, and none whose padding leaves its buffer.
-        SEQLENS_K.name: where(read > 0, inputs["lengths"].to(INT64) + read - 1, 0).to(INT32),
+        # The attention copies only so many keys of an idle row to an output in other memory. It takes no row without a
+        # key, and none whose padding leaves its buffer.
+        SEQLENS_K.name: (where(read > 0, lengths + read, maximum(minimum(lengths, room), 1)) - 1).to(INT32),
         TOKENS_AT.name: op("Transpose", op("NonZero", inside), perm=[1, 0]).unsqueeze(0),
         PADDED_AT.name: op(
             "Pad", (start.unsqueeze() + minimum(columns, stop)).unsqueeze(), np.array([0, 0, 1, 0, 0, 0])
@@ -149,7 +151,7 @@ def _guesses(interface: Interface, inputs: Mapping[str, Tensor], running: Tensor
     2. A row guesses if it samples, its mask allows every token, and Mirostat is off: a mask is for a single place, and
        Mirostat's state changes with each token.
     3. The token drawn after the last guess has a place below the capacity and `max_length`.
-    4. No row's buffer ends within the columns of the step.
+    4. The buffer of no row with `status` 0 ends within the columns of the step.
     """
     most = interface.features.num_speculative_tokens
     may = running & inputs["emit"] & inputs["input_lengths"].equals(1)
@@ -180,7 +182,7 @@ def _guesses(interface: Interface, inputs: Mapping[str, Tensor], running: Tensor
         count = where(drafted, own_count, found_count)
         left = capacity - inputs["lengths"]
         own_room = minimum(inputs["max_length"] - inputs["lengths"], left) - 2
-        room = where(running, left, capacity).min(keep=False) - 1
+        room = where(inputs["status"].equals(RUNNING), left, capacity).min(keep=False) - 1
         count = where(wanted, maximum(op("Min", count, own_room, room), 0), 0)
         ids = where(count_up(constant(np.array([most]))) < count.unsqueeze(), ids, -1)
         return (ids.columns(0, count.to(INT64).max(keep=False)),)

@@ -52,6 +52,11 @@ class PlainHost:
         feed |= {"stop_ids": np.full((rows, 1), -1, np.int32), "emit": np.full(rows, True)}
         feed |= {"logit_bias_ids": np.full((rows, 1), -1, np.int32), "logit_bias": np.zeros((rows, 1), np.float32)}
         words = -(-self.manifest["interface"]["vocab_size"] // 32)
+        guesses = self.manifest["interface"]["features"].get("num_speculative_tokens", 0)
+        feed |= {
+            "prompt_lookup_num_tokens": np.zeros(rows, np.int32),
+            "draft_ids": np.full((rows, guesses), -1, np.int32),
+        }
         feed |= {"allowed_tokens": np.full((rows, words), -1, np.int32), "searched_rows": np.arange(rows)}
         feed |= {"input_ids": ids, "input_lengths": np.int32(lengths or [ids.shape[1]] * rows)}
         feed |= {name: np.asarray(value, feed[name].dtype) for name, value in given.items()} | state

@@ -143,14 +143,18 @@ def test_rows_that_do_not_guess() -> None:
 
 
 def test_room() -> None:
-    """The token after the last guess has a place below the capacity and max_length; no row's buffer ends within."""
+    """The token after the last guess has a place below the capacity and max_length; no buffer of a row that has not
+    ended ends within the step."""
     for left in range(2, 12):
         text = ([1, 2, 3, 4] * 20)[: CAPACITY - left + 1]  # lengths is CAPACITY - left
         assert len(guesses(step([text], features()))[0]) == min(left - 2, 7)
         short = text[:20]
         assert [len(row) for row in guesses(step([text, short], features()))] == [min(left - 2, 7), min(left - 1, 7)]
-        idle = guesses(step([text, short], features(), input_lengths=[0, 1]))
-        assert [len(row) for row in idle] == [0, 7]
+        for status, wanted in (0, min(left - 1, 7)), (2, 7):
+            waiting = step([text, short], features(), input_lengths=[0, 1], status=[status, 0])
+            assert [len(row) for row in guesses(waiting)] == [0, wanted]
+            # The keys that are kept in other memory, as many as the attention takes.
+            assert waiting["step_seqlens_k"][0] == CAPACITY - max(left, wanted + 1) - 1
         limited = guesses(step([short], features(), max_length=19 + left))
         assert len(limited[0]) == min(left - 2, 7)
 
@@ -179,7 +183,7 @@ def test_places(packed: bool) -> None:
         assert ids[row, : len(tokens)].tolist() == tokens
         assert model[result["step_pad"][row, :, 1]][: len(tokens)].tolist() == tokens
         assert result["step_positions"][row].tolist() == list(range(len(texts[row]) - 1, len(texts[row]) - 1 + columns))
-        assert result["step_seqlens_k"][row] == (len(texts[row]) + length - 2 if length else 0)
+        assert result["step_seqlens_k"][row] == len(texts[row]) + length - 2
     rows, after, last = result["step_rows"], result["step_columns"], result["step_choice"]
     assert list(zip(rows, after, strict=True)) == [
         (row, n) for row, tokens in enumerate(read) for n in range(len(tokens))

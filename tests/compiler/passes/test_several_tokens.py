@@ -12,6 +12,8 @@ from tokenizers import Tokenizer
 
 from qsample.graph.runner import GraphRunner
 from qsample.package import Package, read_package
+from tests.helpers.fake_graphs import GUESSING_CAPACITY as CAPACITY
+from tests.helpers.plain_host import PlainHost
 
 Array = np.ndarray
 TEXT = (
@@ -178,6 +180,32 @@ def test_pieces_behind_any_beginning_share_a_call(guessing: Guessing) -> None:
             if name.startswith("past_key_values"):
                 got, wanted = (cache[:, : int(state["lengths"][0])] for cache in (got, wanted))
             np.testing.assert_array_equal(got, wanted, err_msg=name)
+
+
+@pytest.mark.parametrize(("columns", "fullest"), [(1, 59), (1, 62), (4, 60)])
+def test_rows_that_read_nothing_are_kept_in_other_memory(
+    columns: int, fullest: int, fake: Callable[..., Package]
+) -> None:
+    """They wait or have ended, beside a row that reads `columns` tokens and guesses up to the end of the fullest buffer
+    of those that wait. What is lost is at the ends of buffers, where the attention copies nothing."""
+    host = PlainHost(fake(num_speculative_tokens=4).path)
+    lengths, status = [3, 0, 1, 9, fullest, 5, 61, 64], [0, 0, 0, 0, 0, 1, 2, 3]
+    rows, rng = len(lengths), np.random.default_rng(0)
+    state = host.start([*range(rows)], CAPACITY)
+    state |= {name: rng.integers(1, 100, value.shape).astype(value.dtype) for name, value in state.items()}
+    state |= {"lengths": np.array(lengths, np.int32), "status": np.array(status, np.int32)}
+    ids, drafts = rng.integers(1, 100, (rows, columns)), rng.integers(1, 100, (rows, 4))
+    result = host.call(state, ids, [columns, 0, 0, 0, 0, 1, 1, 0], draft_ids=drafts)
+    guesses = min(4, CAPACITY - fullest - 1) if columns == 1 else 0
+    assert result["num_draft_tokens"].tolist() == [guesses] + [0] * (rows - 1)
+    after = host.after(state, result)
+    for name, before in state.items():
+        for row in range(1, rows):
+            pair = before[row], after[name][row]
+            if name.startswith("past_key_values"):
+                kept = min(lengths[row], CAPACITY - columns - guesses)
+                pair = pair[0][:, :kept], pair[1][:, :kept]
+            np.testing.assert_array_equal(*pair, err_msg=f"{name} of row {row}")
 
 
 @pytest.mark.ci
