@@ -22,8 +22,19 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from qsample import AutoModelForCausalLM  # noqa: E402
-from qsample.contract import CONTRACT_VERSION, HUGGING_FACE  # noqa: E402
-from scripts.vector_drafts import ADJUST, FILTERS, PROMPTS, SETTINGS, WIDE, Draft  # noqa: E402
+from qsample.compiler.compile import compile_package  # noqa: E402
+from qsample.compiler.options import CompileOptions  # noqa: E402
+from qsample.contract import CONTRACT_VERSION, HUGGING_FACE, STEPS_VERSION  # noqa: E402
+from scripts.vector_drafts import (  # noqa: E402
+    ADJUST,
+    FILTERS,
+    PIECES,
+    PROMPTS,
+    SETTINGS,
+    WAITING,
+    WIDE,
+    Draft,
+)
 from tests.helpers.plain_host import PlainHost  # noqa: E402
 from tests.helpers.reference import philox4x32, philox_uniform, reference_step  # noqa: E402
 from tests.helpers.vectors import FOLDER, Array, Arrays, Case, after, inputs_of, interface_of, start  # noqa: E402
@@ -31,6 +42,7 @@ from tests.helpers.vectors import FOLDER, Array, Arrays, Case, after, inputs_of,
 MARGIN: Final = 2.0**-16  # of u from each boundary; of a filter's closest call, as a share of its threshold
 MODEL_MARGIN: Final = 2.0**-13  # the same for logits of a model, which depend on the machine
 MODEL_GAP: Final = 2.0**-6  # between a model's two largest logits
+INT8_GAP: Final = 2.0**-4  # the same over an int8 cache, whose numbers may round to their neighbours
 SEEDS: Final = (0, 1, -1, 2**32 - 1, 2**32, 2**53 - 1, 2**53 + 1, 1234567890123456789, 2**63 - 1, -(2**63))
 POSITIONS: Final = (*range(9), 4095, 131071)
 CHECKPOINT: Final = "qsample/assets/tiny_lm"
@@ -43,6 +55,7 @@ def main() -> None:
         write(name, {"cases": [drawn(draft, order, number) for draft in drafts for order in draft.orders]})
     write("noise", noise())
     write("package", package())
+    write("waiting", waiting())
 
 
 def drawn(draft: Draft, order: str, number: int) -> Case:
@@ -148,7 +161,22 @@ def package() -> dict[str, Any]:
     return {"export": f"qsample export {CHECKPOINT} tiny", "capacity": CAPACITY, "rows": rows}
 
 
-def written(host: PlainHost, text: str, parameters: dict[str, Any]) -> dict[str, Any]:
+def waiting() -> dict[str, Any]:
+    """Texts of the bundled model over an int8 cache, each written alone; and calls in which all are written."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder)
+        portable = AutoModelForCausalLM.from_pretrained(ROOT / CHECKPOINT, include_sampler=False).export(path / "tiny")
+        compile_package(portable.package, path / "cpu", CompileOptions(ctx_len=CAPACITY, kv_cache_dtype="int8"))
+        host = PlainHost(path / "cpu")
+        rows = [written(host, text, parameters, INT8_GAP) for text, parameters in WAITING]
+    steps = 2 * max(len(row["tokens"]) for row in rows)
+    calls = [*PIECES, *([1, n % 2, (n + 1) % 2, n % 2] for n in range(steps))]
+    compilation = f"qsample compile tiny tiny-cpu --ctx-len {CAPACITY} --kv-cache-dtype int8 --num-speculative-tokens 4"
+    commands = {"export": f"qsample export {CHECKPOINT} tiny", "compile": compilation}
+    return {"contract_version": STEPS_VERSION, **commands, "capacity": CAPACITY, "calls": calls, "rows": rows}
+
+
+def written(host: PlainHost, text: str, parameters: dict[str, Any], least_gap: float = MODEL_GAP) -> dict[str, Any]:
     """A row with the first seed for which no decision is close."""
     ids = Tokenizer.from_file(str(ROOT / CHECKPOINT / "tokenizer.json")).encode(text).ids
     stops = {"stop_ids": host.manifest["token_ids"]["eos"], "max_length": len(ids) + NEW_TOKENS}
@@ -156,13 +184,13 @@ def written(host: PlainHost, text: str, parameters: dict[str, Any]) -> dict[str,
     first = 2**53 + 1 if parameters.get("top_p") else 1
     for seed in range(first, first + 1000):
         case["seed"] = str(seed)
-        tokens, status, clear = continuation(host, case)
+        tokens, status, clear = continuation(host, case, least_gap)
         if clear:
             return case | {"tokens": tokens, "status": status}
     raise RuntimeError(f"{text!r}: no seed was found")
 
 
-def continuation(host: PlainHost, case: Case) -> tuple[list[int], int, bool]:
+def continuation(host: PlainHost, case: Case, least_gap: float) -> tuple[list[int], int, bool]:
     """The new tokens, the final status, and whether no decision was close."""
     face = interface_of(host.manifest["interface"]["vocab_size"], HUGGING_FACE)
     state, tokens = host.start([int(case["seed"])], CAPACITY), []
@@ -174,7 +202,7 @@ def continuation(host: PlainHost, case: Case) -> tuple[list[int], int, bool]:
         out = reference_step(outputs["logits"], inputs, pad_token_id=0)
         second, first = np.sort(out["adjusted_logits"][0])[-2:]
         greedy = case["parameters"]["temperature"] == 0
-        if min(out["margin"][0], out["edge"][0]) < MODEL_MARGIN or (greedy and first - second < MODEL_GAP):
+        if min(out["margin"][0], out["edge"][0]) < MODEL_MARGIN or (greedy and first - second < least_gap):
             return tokens, 0, False
         state = after(host.after(state, outputs), out)
         ids = out["next_ids"][0].tolist()

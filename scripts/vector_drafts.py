@@ -345,6 +345,26 @@ WIDE: Final = [
     )
 ]
 
+# Rows that share calls, of the bundled model over an int8 cache, and the pieces of their prompts: the tokens that each
+# row reads in each of the first calls.
+WAITING: Final[tuple[tuple[str, dict[str, Any]], ...]] = (
+    (
+        "And the LORD spake unto Moses, saying, Speak unto Aaron, and say unto him, And the LORD spake unto",
+        {"prompt_lookup_num_tokens": 4, "max_length": 40},
+    ),
+    ("In the beginning God created the heaven and the earth. In the beginning God", {"max_length": 48}),
+    (
+        "Thus saith the LORD of hosts, the God of Israel; Thus saith the LORD",
+        {"prompt_lookup_num_tokens": 4, "max_length": 48},
+    ),
+    (
+        "And the LORD spake unto Moses, saying, Speak unto the children of Israel, and say unto them, I am the LORD "
+        "your God. And the LORD spake unto Moses, saying, Speak unto the children of Israel",
+        {"max_length": 48},
+    ),
+)
+PIECES: Final = ((25, 0, 10, 5), (0, 21, 0, 20), (1, 1, 7, 21))
+
 # Of the bundled model.
 PROMPTS: Final[tuple[tuple[str, dict[str, Any]], ...]] = (
     ("In the beginning", {}),

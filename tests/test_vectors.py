@@ -11,9 +11,12 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 
-from qsample.contract import CONTRACT_VERSION
+from qsample.compiler.compile import compile_package
+from qsample.compiler.options import CompileOptions
+from qsample.contract import CONTRACT_VERSION, STEPS_VERSION
 from qsample.exporters.portable import build_initial_state
 from qsample.interface import Features, Interface
+from qsample.package import read_package
 from tests.helpers.plain_host import OFF, PlainHost
 from tests.helpers.reference import philox4x32, philox_uniform, reference_step
 from tests.helpers.sampler_cases import PAD, Step, sampler
@@ -144,8 +147,38 @@ def test_package(bundled_package: Path) -> None:
         written([row], piece=3)
 
 
+@pytest.fixture(scope="module")
+def package_with_guesses(bundled_package: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("waiting") / "tiny-cpu"
+    options = CompileOptions(ctx_len=load("waiting")["capacity"], kv_cache_dtype="int8", num_speculative_tokens=4)
+    return compile_package(read_package(bundled_package), path, options).path
+
+
+def test_waiting(package_with_guesses: Path) -> None:
+    """Outputs have memory of their own here: what a step does not write there is lost."""
+    content, host = load("waiting"), PlainHost(package_with_guesses)
+    rows = content["rows"]
+    state = host.start([int(row["seed"]) for row in rows], content["capacity"])
+    names = ("stop_ids", "max_length", "prompt_lookup_num_tokens")
+    given = {name: [row["parameters"].get(name, 0) for row in rows] for name in names}
+    unread, tokens, most = [row["prompt_ids"] for row in rows], [[] for _ in rows], 0  # most: in a step
+    for lengths in content["calls"]:
+        pieces = [ids[:count] for ids, count in zip(unread, lengths, strict=True)]
+        ids = [[*piece, *[0] * (max(lengths) - len(piece))] for piece in pieces]
+        emit = [count in (0, len(left)) for count, left in zip(lengths, unread, strict=True)]  # of a row with 0: any
+        outputs = host.call(state, ids, lengths, emit=emit, **given)
+        state = host.after(state, outputs)
+        for row, count in enumerate(outputs["num_new"].tolist()):
+            tokens[row] += outputs["new_ids"][row, :count].tolist()
+            unread[row] = unread[row][lengths[row] :] or [int(outputs["next_ids"][row, 0])]
+            most = max(most, count)
+    assert tokens == [row["tokens"] for row in rows]
+    assert state["status"].tolist() == [row["status"] for row in rows]
+    assert most > 1
+
+
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.json")), ids=lambda path: path.name)
 def test_files_are_small_and_of_this_contract(path: Path) -> None:
     assert path.stat().st_size < 100_000
-    assert load(path.stem)["contract_version"] == CONTRACT_VERSION
+    assert load(path.stem)["contract_version"] == (STEPS_VERSION if path.stem == "waiting" else CONTRACT_VERSION)
     assert f"`{path.name}`" in (FOLDER / "README.md").read_text("utf-8")
