@@ -141,6 +141,8 @@ SPECULATION_INPUTS: Final = (PROMPT_LOOKUP, DRAFT_IDS)
 NEW_IDS = TensorSpec("new_ids", "int64", (BATCH, NEW_TOKENS), "the sampled tokens in order, then the pad id")
 NUM_NEW = TensorSpec("num_new", "int32", (BATCH,), "how many they are; 0 for a row that emitted nothing")
 NUM_DRAFT_TOKENS = TensorSpec("num_draft_tokens", "int32", (BATCH,), "guesses that were checked for them")
+# An initializer that hosts may replace, of graphs that pad the rows of their products themselves.
+ROW_MULTIPLE = TensorSpec("row_multiple", "int64", (), "products get a number of rows that it divides; 1 or 2")
 # Of packages with `Features.max_loras`; `interface.AdapterTarget` has the tensors of each adapted layer.
 ADAPTER = TensorSpec("adapter", "int32", (BATCH,), "the LoRA adapter of the row, by its number; 0 = none", off=0)
 SEARCHED_ROWS = TensorSpec(

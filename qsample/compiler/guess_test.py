@@ -16,6 +16,7 @@ from qsample.errors import CompileError
 from qsample.graph.join import return_logits
 from qsample.graph.runner import GraphRunner
 from qsample.graph.weights import load_graph
+from qsample.ort.rounding import measured
 from qsample.package import Package
 from qsample.tensors import Array
 
@@ -27,18 +28,29 @@ _FEWER: Final = 3  # guesses that a row has less than the row before it
 def check_guesses_change_nothing(plan: CompilePlan, published: Package) -> None:
     """Let the compiled graph check guesses, a different number in each row: all of them right, or only half.
 
-    The logits after each token, and every state, have to be those of steps of one token, bit by bit.
+    The logits after each token, and every state, have to be those of steps of one token, bit by bit; with several rows
+    and with one, and with the numbers of rows that sessions choose here and elsewhere (`ROW_MULTIPLE`).
 
     Raises CompileError if they are not.
     """
     interface, rows = plan.interface, min(plan.batch_size or _ROWS, _ROWS)
-    room = plan.ctx_len - _PROMPT - 2
-    most = min(interface.features.num_speculative_tokens, room)
+    most = min(interface.features.num_speculative_tokens, plan.ctx_len - _PROMPT - 2)
     if most < 1:
         return
+    rounding = measured(published.path / "decoder.onnx")
     model = return_logits(load_graph(published.path / "decoder.onnx"))
-    initial_state = published.path / "initial_state.onnx"
-    runner = GraphRunner(model, initial_state, interface, plan.ctx_len, folder=published.path)
+    for multiple in (1, 2) if rounding.products.any and rounding.experts.any else (2,):
+        initial_state = published.path / "initial_state.onnx"
+        runner = GraphRunner(
+            model, initial_state, interface, plan.ctx_len, folder=published.path, row_multiple=multiple
+        )
+        for count in sorted({rows, 1}):
+            _compare_steps(plan, runner, count, most)
+
+
+def _compare_steps(plan: CompilePlan, runner: GraphRunner, rows: int, most: int) -> None:
+    """most: guesses of a step."""
+    interface = plan.interface
     prompt = np.random.default_rng(0).integers(0, interface.vocab_size, (rows, _PROMPT))
     lengths, ones = np.array([_PROMPT, 1, 2, _PROMPT])[:rows], np.ones(rows, np.int64)
     parameters = {"temperature": np.array([0, 0.9, 0, 0.9])[:rows], "repetition_penalty": 1.1}
@@ -79,5 +91,5 @@ def _compare(plan: CompilePlan, what: str, several: Any, one: Any) -> None:
         raise CompileError(
             f"self-test failed: the {what} differ between a step of several tokens and steps of one: this processor's "
             f"kernels for {plan.options.weights or plan.dtype} weights round them otherwise, and guesses would change "
-            "tokens; compile without num_speculative_tokens"
+            "tokens; compile without num_speculative_tokens, or for batches (without batch_size=1)"
         )

@@ -47,13 +47,15 @@ def insert(
     shape: Iterable[int | ir.SymbolicDim | None],
     attributes: dict[str, Any] | None = None,
     domain: str = "",
+    dtype: ir.DataType | None = None,
 ) -> ir.Value:
-    """Put a node with an output of `shape`, and of the first input's dtype, before `before`; return that output."""
+    """Put a node with an output of `shape` before `before`; return that output. dtype: None = the first input's."""
     node = ir.node(op_type, inputs, attributes, domain=domain)
     output = node.outputs[0]
     output.shape = ir.Shape(list(shape))
-    if inputs[0] is not None and inputs[0].dtype is not None:
-        output.type = ir.TensorType(inputs[0].dtype)  # of its own: a type can be changed in place
+    dtype = inputs[0].dtype if dtype is None and inputs[0] is not None else dtype
+    if dtype is not None:
+        output.type = ir.TensorType(dtype)  # of its own: a type can be changed in place
     assert before.graph is not None
     before.graph.insert_before(before, node)
     return output

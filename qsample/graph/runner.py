@@ -15,7 +15,7 @@ import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
 
-from qsample.contract import BATCH, CAPACITY, LENGTHS, ROW_AXES, SEED, retained_name
+from qsample.contract import BATCH, CAPACITY, LENGTHS, ROW_AXES, ROW_MULTIPLE, SEED, retained_name
 from qsample.graph.edit import all_initializers, ancestors
 from qsample.graph.moe import QUANTIZED_OP_TYPE
 from qsample.graph.operators import is_matmul_nbits
@@ -40,12 +40,14 @@ class GraphRunner:
         folder: Path | None = None,
         weights_mapped: bool = False,
         spec: GraphSpec | None = None,
+        row_multiple: int | None = None,
     ) -> None:
         """folder: that of the external data of a decoder that is given as a model; tensors that have folders of their
         own are opened there. weights_mapped: leave the weights in the mapped file, which costs speed; otherwise the
         kernels make copies in a layout of their own. Quantized weights always get those: without them, each call would
         dequantize every matrix. spec: of `decoder`, if it is a part of the decode graph, such as `interface.sampler`,
-        which takes its further inputs from the state; None = `interface.decoder`."""
+        which takes its further inputs from the state; None = `interface.decoder`. row_multiple: in place of the graph's
+        own."""
         model = decoder if isinstance(decoder, ir.Model) else load_graph(decoder)
         options = session_options(NO_PREPACKING if weights_mapped and not _has_quantized_weights(model) else None)
         # A single block for all values of a call takes twice the memory that is in use at a time, such as weights that
@@ -53,6 +55,10 @@ class GraphRunner:
         options.enable_mem_pattern = not weights_mapped
         # It would copy a weight that is cast, or transpose a tied head's table.
         disabled = ["ConstantFolding"] if weights_mapped else None
+        # ONNX Runtime reads it in place.
+        self._multiple = ort.OrtValue.ortvalue_from_numpy(np.array(row_multiple or 1, np.int64))
+        if row_multiple is not None:
+            options.add_initializer(ROW_MULTIPLE.name, self._multiple)
         graph: Path | bytes
         if not isinstance(decoder, ir.Model) and not _refers_elsewhere(model, decoder.parent):
             graph = decoder

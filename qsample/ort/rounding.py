@@ -24,7 +24,6 @@ from qsample.ort.providers import CPU, open_session
 from qsample.ort.small_graphs import CONTRIB_DOMAIN, integer, model, node, tensor
 from qsample.tensors import DTYPES, Array
 
-ROW_MULTIPLE: Final = "row_multiple"  # an initializer of graphs that pad rows themselves; see docs/contract.md
 _COUNTS: Final = (*range(1, 10), 13, 16, 37)
 _ROWS: Final = 40
 # Outputs of a small product, for each thread. With fewer, MLAS cuts the inputs otherwise, too; and it shares them among

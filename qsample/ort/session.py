@@ -7,13 +7,14 @@ import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 import onnxruntime as ort
 
-from qsample.contract import BATCH, CAPACITY, INPUT_IDS, LOGITS, TensorSpec, retained_name
+from qsample.contract import BATCH, CAPACITY, INPUT_IDS, LOGITS, ROW_MULTIPLE, TensorSpec, retained_name
 from qsample.errors import PackageError, QsampleError, shown
 from qsample.interface import GraphSpec, Interface
 from qsample.ort.bound_graph import Replays
@@ -21,7 +22,7 @@ from qsample.ort.buffers import WITHOUT_ADDRESSES
 from qsample.ort.linux_memory import in_huge_pages, release_pages
 from qsample.ort.options import FOLDER_OF_WEIGHTS, SessionOptions, most_shares, session_options
 from qsample.ort.providers import CPU, check_available, check_version, device_of, execution_providers, open_session
-from qsample.ort.rounding import ANY_ROWS, ROW_MULTIPLE, Rounding, RowCounts, measured
+from qsample.ort.rounding import ANY_ROWS, Rounding, RowCounts, measured
 from qsample.ort.small_graphs import one_more_output
 from qsample.ort.trusted_options import check_manifest_options
 from qsample.package import Package
@@ -141,7 +142,7 @@ def open_sessions(
         path = package.path / "decoder.onnx"
         rounding = measured(path, options.intra_op_num_threads, options.config)
     alike = rounding.products.any and rounding.experts.any
-    multiple = ort.OrtValue.ortvalue_from_numpy(np.array(1 if alike else 2, np.int64))
+    multiple = _scalar(1 if alike else 2)
 
     on_host = SessionOptions(options.intra_op_num_threads, config=options.config)
     # The weights of sessions on other devices are not in this process's memory for long.
@@ -150,7 +151,7 @@ def open_sessions(
     release_pages(package.path / "decoder.onnx.data")
     length = next(value.shape for value in decoder.get_inputs() if value.name == INPUT_IDS.name)[1]
     fixed = length if isinstance(length, int) else None
-    padded = ROW_MULTIPLE in [value.name for value in decoder.get_overridable_initializers()]
+    padded = ROW_MULTIPLE.name in [value.name for value in decoder.get_overridable_initializers()]
     guesses = interface.features.num_speculative_tokens > 0
     # The graph itself pads the rows of packages with guesses, and of experts.
     products = ANY_ROWS if guesses and padded else rounding.products
@@ -178,6 +179,12 @@ def open_sessions(
         guesses=padded or (rounding.products.any and rounding.experts.any),
         rounding=rounding if on_plain_cpu and options.batch_invariant else None,
     )
+
+
+@cache
+def _scalar(number: int) -> ort.OrtValue:
+    """An int64, kept for as long as the process: a session reads the memory of initializers that it was given."""
+    return ort.OrtValue.ortvalue_from_numpy(np.array(number, np.int64))
 
 
 def _rows_of_heads(package: Package, options: SessionOptions) -> int:
@@ -264,7 +271,7 @@ def _load(
 ) -> ort.InferenceSession:
     """logits: make the logits an output of the graph, which lacks it. multiple: ROW_MULTIPLE of graphs that have it."""
     native = session_options(options.config, intra_op_num_threads=options.intra_op_num_threads)
-    native.add_initializer(ROW_MULTIPLE, multiple)
+    native.add_initializer(ROW_MULTIPLE.name, multiple)
     path = package.file(name)
     package.check_graph(name)
     try:

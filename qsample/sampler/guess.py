@@ -25,6 +25,7 @@ from qsample.contract import (
     INPUT_LENGTHS,
     LENGTHS,
     PARAMETERS,
+    ROW_MULTIPLE,
     RUNNING,
     SPECULATION_INPUTS,
     STATUS,
@@ -76,14 +77,15 @@ _COSTS: Final = (0.3, 0.4, 0.5, 0.6)
 _END: Final = 2**31 - 1  # of an axis, whatever its size
 
 
-def drafter_spec(interface: Interface) -> GraphSpec:
-    """The inputs of the graph that `interface` has, and OUTPUTS."""
+def drafter_spec(interface: Interface, *, packed: bool) -> GraphSpec:
+    """The inputs of the graph that `interface` has, ROW_MULTIPLE if `packed`, and OUTPUTS."""
     max_length = next(spec for spec in PARAMETERS if spec.name == "max_length")
     inputs = [INPUT_IDS, INPUT_LENGTHS, EMIT, max_length, *SPECULATION_INPUTS]
     if interface.features.allowed_tokens:
         inputs.append(ALLOWED_TOKENS)
     if "mirostat" in interface.features.filters:
         inputs.append(EXTRA_PARAMETERS["mirostat"][0])
+    inputs += [ROW_MULTIPLE] if packed else []
     return GraphSpec(tuple(inputs), (LENGTHS, STATUS, TOKENS), OUTPUTS)
 
 
@@ -92,12 +94,13 @@ def build_drafter(interface: Interface, *, packed: bool) -> ir.Model:
 
     Args:
         interface: its features have `num_speculative_tokens`, G, above 0.
-        packed: the model reads the tokens of all rows one after the other, without padding; otherwise `step_pack` and
-            `step_pad` count the padding as well.
+        packed: the model reads the tokens of all rows one after the other, without padding; the last is repeated if
+            their number is not a multiple of ROW_MULTIPLE, and so is the last place of a draw, of which the head sees
+            the hidden state. Otherwise `step_pack` and `step_pad` count the padding as well.
 
     A row that does not run, or reads nothing, is idle: the model gets a single token of it, and the attention none.
     """
-    spec = drafter_spec(interface)
+    spec = drafter_spec(interface, packed=packed)
     graph, inputs = new_graph(interface, spec)
     with building(graph):
         running = inputs["status"].equals(RUNNING) & (inputs["input_lengths"] > 0)
@@ -117,7 +120,7 @@ def _layout(inputs: Mapping[str, Tensor], running: Tensor, guesses: Tensor, *, p
     start = stride.cumsum(exclusive=True)
 
     draws = count + 1
-    found = op("NonZero", op("Range", 0, op("Squeeze", width) + 1, 1) < draws.unsqueeze())
+    found = _rounded_up(op("NonZero", op("Range", 0, op("Squeeze", width) + 1, 1) < draws.unsqueeze()), inputs)
     rows, column = (op("Squeeze", part, [0]) for part in (op("Slice", found, [i], [i + 1], [0]) for i in (0, 1)))
     first = start + computed - draws  # a row's token after which the first is drawn
     end = op("Expand", np.array([[-1]]), op("Concat", size(ids, 0), np.array([1]), axis=0))
@@ -130,7 +133,7 @@ def _layout(inputs: Mapping[str, Tensor], running: Tensor, guesses: Tensor, *, p
         # The attention copies only so many keys of an idle row to an output in other memory. It takes no row without a
         # key, and none whose padding leaves its buffer.
         SEQLENS_K.name: (where(read > 0, lengths + read, maximum(minimum(lengths, room), 1)) - 1).to(INT32),
-        TOKENS_AT.name: op("Transpose", op("NonZero", inside), perm=[1, 0]).unsqueeze(0),
+        TOKENS_AT.name: op("Transpose", _rounded_up(op("NonZero", inside), inputs), perm=[1, 0]).unsqueeze(0),
         PADDED_AT.name: op(
             "Pad", (start.unsqueeze() + minimum(columns, stop)).unsqueeze(), np.array([0, 0, 1, 0, 0, 0])
         ),
@@ -142,6 +145,15 @@ def _layout(inputs: Mapping[str, Tensor], running: Tensor, guesses: Tensor, *, p
         + minimum(op("Range", 0, op("Squeeze", width) + 1, 1), count.unsqueeze()),
         GUESS_IDS.name: concat(guesses, end),
     }
+
+
+def _rounded_up(found: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
+    """`found` [k, n], with its last column again until ROW_MULTIPLE divides n, if the graph has it."""
+    if ROW_MULTIPLE.name not in inputs:
+        return found
+    multiple, count = inputs[ROW_MULTIPLE.name], op("Squeeze", size(found, 1))
+    columns = op("Range", 0, (count + multiple - 1) / multiple * multiple, 1)
+    return op("Gather", found, minimum(columns, count - 1), axis=1)
 
 
 def _guesses(interface: Interface, inputs: Mapping[str, Tensor], running: Tensor) -> Tensor:

@@ -39,6 +39,7 @@ def step(
         "emit": True,
         "max_length": CAPACITY,
         "prompt_lookup_num_tokens": chosen.num_speculative_tokens,
+        "row_multiple": 1,
     }
     tokens = np.array([[*text, *[text[0]] * (CAPACITY - len(text))] for text in texts])
     for row, text in enumerate(texts):
@@ -50,7 +51,7 @@ def step(
         **values,
     }
     session, feeds = drafter(chosen, packed), {}
-    spec = drafter_spec(interface)
+    spec = drafter_spec(interface, packed=packed)
     for tensor in (*spec.inputs, *spec.states):
         value = np.asarray(values.get(tensor.name, off.get(tensor.name, tensor.off or 0)), tensor.dtype)
         feeds[tensor.name] = np.array(np.broadcast_to(value, tensor.shape(sizes)))
@@ -159,24 +160,30 @@ def test_room() -> None:
         assert len(limited[0]) == min(left - 2, 7)
 
 
-@pytest.mark.parametrize("packed", [True, False])
-def test_places(packed: bool) -> None:
-    """Each token of a row is where the model reads it, and each draw after its row's tokens."""
+@pytest.mark.parametrize(("packed", "multiple"), [(True, 1), (True, 2), (False, 1)])
+def test_places(packed: bool, multiple: int) -> None:
+    """Each token of a row is where the model reads it, and each draw after its row's tokens. An odd number of tokens or
+    draws has the last of them twice, if the graph is told so."""
     texts = [[1, 2, 3, 4] * 4, [1, 5, 9], [7, 8] * 3, [4, 4]]
     result = step(
         texts,
         features(),
         packed=packed,
         input_lengths=[1, 1, 0, 1],
-        draft_ids=[[-1] * 7, [3] + [-1] * 6, [-1] * 7, [-1] * 7],
+        draft_ids=[[-1] * 7, [3, 4] + [-1] * 5, [-1] * 7, [-1] * 7],
+        row_multiple=multiple,
     )
     drafts = guesses(result)
-    assert [len(row) for row in drafts] == [7, 1, 0, 0]
+    assert [len(row) for row in drafts] == [7, 2, 0, 0]
     read = [[text[-1], *row] for text, row in zip(texts, drafts, strict=True)]
     ids, columns = result["step_ids"], result["step_ids"].shape[1]
     model = ids[tuple(result["step_pack"][0].T)]
     assert not result["step_pad"][..., 0].any()
-    assert len(model) == (sum(map(len, read)) if packed else ids.size)
+    count = sum(map(len, read))
+    twice = -count % multiple
+    assert count % 2
+    assert len(model) == (count + twice if packed else ids.size)
+    assert [*model[count:]] == [model[count - 1]] * twice or not packed
     for row, tokens in enumerate(read):
         length = len(tokens) if row != 2 else 0
         assert result["step_lengths"][row] == length
@@ -185,10 +192,10 @@ def test_places(packed: bool) -> None:
         assert result["step_positions"][row].tolist() == list(range(len(texts[row]) - 1, len(texts[row]) - 1 + columns))
         assert result["step_seqlens_k"][row] == len(texts[row]) + length - 2
     rows, after, last = result["step_rows"], result["step_columns"], result["step_choice"]
-    assert list(zip(rows, after, strict=True)) == [
-        (row, n) for row, tokens in enumerate(read) for n in range(len(tokens))
-    ]
-    assert model[last].tolist() == [token for tokens in read for token in tokens]
+    places = [(row, n) for row, tokens in enumerate(read) for n in range(len(tokens))]
+    places += places[-1:] * twice
+    assert list(zip(rows, after, strict=True)) == places
+    assert model[last].tolist() == [read[row][n] for row, n in places]
     for row, tokens in enumerate(read):
         for n in range(columns):
             assert result["step_places"][row, n] == [*rows].index(row) + min(n, len(tokens) - 1)

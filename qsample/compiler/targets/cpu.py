@@ -8,6 +8,7 @@ from typing import Final
 import onnxruntime as ort
 
 from qsample.compiler.passes.adapters import branch_where_adapters_are
+from qsample.compiler.passes.expert_rows import repeat_expert_rows
 from qsample.compiler.passes.fusions import merge_equal_nodes
 from qsample.compiler.passes.recurrences import branch_where_rows_begin
 from qsample.compiler.passes.several_tokens import check_guesses
@@ -88,6 +89,7 @@ class CpuTarget(Target):
             *quantization_phases(plan, pads_blocks=True),
             *([] if self.rounds_activations else [graph_pass(keep_activations)]),
             *self._speculation(plan),
+            graph_pass(repeat_expert_rows),
             graph_pass(branch_where_adapters_are, interface=plan.interface),
             graph_pass(branch_where_rows_begin),
             step(optimize_offline, providers=self.execution_providers, level=_LEVEL, final=not halved),
